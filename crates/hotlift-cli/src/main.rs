@@ -1,0 +1,2 @@
+//! Hotlift.
+fn main() {}

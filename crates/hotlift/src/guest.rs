@@ -1,0 +1,99 @@
+//! What the engine needs of a virtual machine, and nothing else.
+//!
+//! The trait fits three kinds of guest alike: one in this process (the built-in guests, a Rust VMM
+//! that embeds the crate), one whose memory is a set of memfds handed over by another process, and
+//! one that only exists as pages on their way (a relay). Hence memory is a list of [`RamBlock`]s,
+//! dirty pages arrive in a bitmap that the engine owns, and pausing is a request.
+
+use std::error::Error;
+use std::sync::Arc;
+
+use hotlift_mem::{DirtyBitmap, RamBlock};
+
+/// A guest's failure to do what the engine asked for.
+#[derive(Debug, thiserror::Error)]
+#[error("guest could not {action}")]
+pub struct GuestError {
+    /// What was asked for, as a verb phrase ("pause its vCPUs").
+    pub action: &'static str,
+    /// Why it failed.
+    #[source]
+    pub source: Box<dyn Error + Send + Sync>,
+}
+
+impl GuestError {
+    /// Wraps `source`, the reason why `action` (a verb phrase) failed.
+    pub fn new(action: &'static str, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        Self {
+            action,
+            source: source.into(),
+        }
+    }
+}
+
+/// One device section of the stream (QEMU's FULL section): what the destination's device of the
+/// same `idstr` and `instance_id` loads before its vCPUs run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceState {
+    /// Name of the device, 1 to 255 bytes.
+    pub idstr: String,
+    /// Tells devices of one name apart (the vCPU's index, for vCPUs).
+    pub instance_id: u32,
+    /// Version of the payload's layout.
+    pub version_id: u32,
+    /// The state itself, in the device's own layout.
+    pub payload: Vec<u8>,
+}
+
+/// A virtual machine that can be migrated.
+///
+/// Dirty pages follow QEMU's order of events: a bit is fetched and cleared *before* its page is
+/// read, so a write during the read marks it again. `sync_dirty_log` fetches; where the hypervisor
+/// clears separately (KVM's manual protect), `clear_dirty_log` clears, and the engine calls it for a
+/// range before it reads any page of that range.
+pub trait Guest: Send + Sync {
+    /// Machine name, compared by the destination (QEMU's configuration record).
+    fn machine(&self) -> &str;
+
+    /// The VM's UUID, compared on each channel; zero if it has none.
+    fn uuid(&self) -> [u8; 16];
+
+    /// The RAM blocks, in the order in which they are sent.
+    fn ram(&self) -> &[Arc<RamBlock>];
+
+    /// True if no page was written since the RAM was mapped, so that a page that is never sent, or
+    /// is sent as zero, needs no work on the destination.
+    fn ram_is_fresh(&self) -> bool;
+
+    /// Starts logging writes. Writes from now on appear in a later [`Guest::sync_dirty_log`].
+    fn start_dirty_log(&self) -> Result<(), GuestError>;
+
+    /// Stops logging writes; called on every way out of a migration.
+    fn stop_dirty_log(&self) -> Result<(), GuestError>;
+
+    /// Fetches the pages of RAM block `block` (index into [`Guest::ram`]) written since the last
+    /// call, ORs them into `into`, and returns how many bits were newly set there.
+    fn sync_dirty_log(&self, block: usize, into: &DirtyBitmap) -> Result<u64, GuestError>;
+
+    /// Re-arms logging for what the last `sync_dirty_log` fetched of `pages` pages from
+    /// `first_page` (a multiple of 64). Called from channel threads at once, at most once a range
+    /// and round, before a page of the range is read. A guest whose fetch also clears does nothing.
+    fn clear_dirty_log(
+        &self,
+        block: usize,
+        first_page: usize,
+        pages: usize,
+    ) -> Result<(), GuestError>;
+
+    /// Stops the vCPUs. When it returns no write of theirs is under way. Idempotent.
+    fn pause(&self) -> Result<(), GuestError>;
+
+    /// Lets the vCPUs run (again). Idempotent.
+    fn resume(&self) -> Result<(), GuestError>;
+
+    /// The state of all devices, vCPUs included, of a paused guest.
+    fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError>;
+
+    /// Loads the state of all devices into a guest that has not run. Nothing in it is trusted.
+    fn load_devices(&self, devices: Vec<DeviceState>) -> Result<(), GuestError>;
+}

@@ -1,0 +1,3 @@
+//! Under construction.
+#![forbid(unsafe_code)]
+pub mod guest;
