@@ -1,0 +1,56 @@
+//! RAM blocks as the wire knows them: a name and a length that page offsets are held against.
+
+use crate::WireError;
+use crate::reader::as_u64;
+
+/// One entry of the RAM block list in the START section of `ram`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RamBlockEntry {
+    /// QEMU's `idstr` of the block, 1 to 255 bytes, unique in the list.
+    pub name: String,
+    /// Length in bytes (`used_length`), a positive multiple of the page size.
+    pub used_length: u64,
+    /// Guest physical address, which only streams with capability `x-ignore-shared` carry.
+    pub guest_address: Option<u64>,
+}
+
+impl RamBlockEntry {
+    /// An entry as an ordinary stream (without `x-ignore-shared`) has it.
+    pub fn new(name: impl Into<String>, used_length: u64) -> Self {
+        Self {
+            name: name.into(),
+            used_length,
+            guest_address: None,
+        }
+    }
+
+    /// Checks that `offset` is a multiple of `page_size` (a power of two) and the page behind it
+    /// lies in the block. QEMU range-checks only the first byte of a page.
+    pub(crate) fn check_page(&self, offset: u64, page_size: usize) -> Result<(), WireError> {
+        let page_size = as_u64(page_size);
+        let end = offset.checked_add(page_size);
+        if offset.is_multiple_of(page_size) && end.is_some_and(|end| end <= self.used_length) {
+            return Ok(());
+        }
+        Err(WireError::BadPageOffset {
+            block: self.name.clone(),
+            offset,
+            block_length: self.used_length,
+        })
+    }
+}
+
+/// The index of the block called `name`. `hint` is tried first: consecutive pages are nearly always
+/// of one block.
+pub(crate) fn find(blocks: &[RamBlockEntry], name: &[u8], hint: usize) -> Result<usize, WireError> {
+    let is_named = |block: &RamBlockEntry| block.name.as_bytes() == name;
+    if blocks.get(hint).is_some_and(is_named) {
+        return Ok(hint);
+    }
+    blocks
+        .iter()
+        .position(is_named)
+        .ok_or_else(|| WireError::UnknownBlock {
+            block: String::from_utf8_lossy(name).into_owned(),
+        })
+}

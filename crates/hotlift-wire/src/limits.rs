@@ -1,0 +1,47 @@
+//! Every number a peer can send that would size an allocation or a loop, and the most that is
+//! accepted of it.
+//!
+//! Where QEMU's format has a natural bound it is used; the others are ours, an order of magnitude
+//! above what real machines send, and far below what would hurt a host.
+
+/// Longest machine name, in bytes. QEMU has no bound (be32 on the wire); its longest is below 32.
+pub const MACHINE_NAME: usize = 255;
+
+/// Most names in `configuration/capabilities`. QEMU puts at most two there, of about twenty that
+/// exist.
+pub const CAPABILITIES: usize = 32;
+
+/// Most RAM blocks. A `pc` machine has about ten, one with a hundred hot-plugged DIMMs not many
+/// more.
+pub const RAM_BLOCKS: usize = 4096;
+
+/// Most sections (START and FULL) of one stream. A minimal `pc` machine has 61.
+pub const SECTIONS: usize = 4096;
+
+/// Longest payload of one device section, in bytes. QEMU has no bound; ordinary devices stay below
+/// 1 MiB.
+pub const DEVICE_PAYLOAD: usize = 16 << 20;
+
+/// Longest VM description, in bytes (32 bits on the wire). About 100 KB for a minimal machine.
+pub const VM_DESCRIPTION: usize = 16 << 20;
+
+/// Most bytes that [`MainDecoder`](crate::main_channel::MainDecoder) ever wants to see at once:
+/// the longest record with its own header.
+pub const MAIN_RECORD: usize = 16 << 20 | 1024;
+
+/// Longest message on the return path, in bytes: `migration.c` reads into a buffer of 512.
+pub const RETURN_PATH_PAYLOAD: usize = 512;
+
+/// Longest text of an `ERROR_TEXT` message, in bytes, so that it fits [`RETURN_PATH_PAYLOAD`].
+pub const ERROR_TEXT: usize = 500;
+
+/// Most pages in one multifd packet. QEMU's packet is 512 KiB (128 pages of 4 KiB,
+/// `MULTIFD_PACKET_SIZE`); between two Hotlifts a packet may be larger.
+pub const PACKET_PAGES: usize = 4096;
+
+/// A payload's upper bound, as a multiple of its packet's full page data. QEMU's receivers of
+/// zlib, zstd and qatzip take 1 MiB for a packet of 512 KiB.
+pub const PAYLOAD_FACTOR: usize = 2;
+
+/// Longest legacy compressed page (`COMPRESS_PAGE`), in bytes: zlib's `compressBound(4096)`.
+pub const COMPRESSED_PAGE: usize = 4109;

@@ -1,0 +1,195 @@
+//! The 64 bytes that open a multifd channel, and what a Hotlift says in the half that QEMU leaves
+//! zero.
+//!
+//! ```text
+//!  0 magic  4 version  8 uuid (16)  24 channel id  25 zero (7)  32 Hello or zero (32)
+//!
+//! 32 "HLFT"  36 be16 version  38 channels  39 method  40 be32 packet pages  44 be32 page size
+//! 48 zero page detection  49 zero (11)  60 be32 CRC-32 of bytes 32 to 59
+//! ```
+
+use super::{MAGIC, Method, PacketLayout, VERSION};
+use crate::{Reader, WireError};
+
+/// Bytes of the initial packet (`MultiFDInit_t`).
+pub const INITIAL_PACKET_LEN: usize = 64;
+
+const HELLO: usize = 32;
+const HELLO_CRC: usize = 60;
+const HELLO_MAGIC: [u8; 4] = *b"HLFT";
+const HELLO_VERSION: u16 = 1;
+
+/// What a channel says before its first packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InitialPacket {
+    /// The VM's UUID, all zero if it has none; the receiver must refuse one that is not its own.
+    pub uuid: [u8; 16],
+    /// Channel number. QEMU's receiver takes it up to its channel count, one too many; a receiver
+    /// here must require less than the count, and no number twice.
+    pub id: u8,
+    /// Present if the sender is a Hotlift; QEMU sends and ignores zero bytes.
+    pub hello: Option<Hello>,
+}
+
+/// How the sending Hotlift is set up. A receiver with other settings can say so at once, where QEMU's
+/// channels would fail at some later packet, or hang.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hello {
+    /// Multifd channels of the migration, at least 1.
+    pub channels: u8,
+    /// The migration's compression method.
+    pub method: Method,
+    /// Size of its packets.
+    pub layout: PacketLayout,
+    /// Who looks for zero pages.
+    pub zero_page_detection: ZeroPageDetection,
+}
+
+/// QEMU's parameter `zero-page-detection`, with the numbers of its enum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum ZeroPageDetection {
+    /// Nobody: zero pages travel like any other.
+    None = 0,
+    /// The migration thread; zero pages travel on the main channel.
+    Legacy = 1,
+    /// The channels' threads; zero pages are listed in packets.
+    Multifd = 2,
+}
+
+impl ZeroPageDetection {
+    fn from_code(code: u8) -> Result<Self, WireError> {
+        [Self::None, Self::Legacy, Self::Multifd]
+            .into_iter()
+            .find(|&detection| detection as u8 == code)
+            .ok_or(WireError::Unknown {
+                what: "zero page detection of a Hotlift hello",
+                got: u64::from(code),
+            })
+    }
+}
+
+impl InitialPacket {
+    /// The packet's bytes.
+    pub fn encode(&self) -> [u8; INITIAL_PACKET_LEN] {
+        let mut packet = [0; INITIAL_PACKET_LEN];
+        packet[..4].copy_from_slice(&MAGIC.to_be_bytes());
+        packet[4..8].copy_from_slice(&VERSION.to_be_bytes());
+        packet[8..24].copy_from_slice(&self.uuid);
+        packet[24] = self.id;
+        if let Some(hello) = self.hello {
+            hello.put(&mut packet);
+        }
+        packet
+    }
+
+    /// Reads a packet. The reserved bytes 25 to 31 are ignored, as QEMU does; bytes 32 to 63 must be
+    /// zero or a [`Hello`], so that a damaged one is not taken for a QEMU.
+    pub fn decode(packet: &[u8; INITIAL_PACKET_LEN]) -> Result<Self, WireError> {
+        let mut reader = Reader::new(packet);
+        check(reader.be32("multifd magic")?, MAGIC, "multifd magic")?;
+        check(reader.be32("multifd version")?, VERSION, "multifd version")?;
+        let uuid = *reader.array("multifd UUID")?;
+        let id = reader.u8("multifd channel id")?;
+
+        let hello = if packet[HELLO..].iter().all(|&byte| byte == 0) {
+            None
+        } else {
+            Some(Hello::read(packet)?)
+        };
+        if let Some(hello) = hello
+            && id >= hello.channels
+        {
+            return Err(WireError::OverLimit {
+                what: "multifd channel id",
+                limit: u64::from(hello.channels) - 1,
+                got: u64::from(id),
+            });
+        }
+        Ok(Self { uuid, id, hello })
+    }
+}
+
+impl Hello {
+    fn put(self, packet: &mut [u8; INITIAL_PACKET_LEN]) {
+        // A layout's numbers are bounded far below 32 bits when it is made.
+        let wire = |value: usize| u32::try_from(value).unwrap_or(u32::MAX).to_be_bytes();
+        packet[32..36].copy_from_slice(&HELLO_MAGIC);
+        packet[36..38].copy_from_slice(&HELLO_VERSION.to_be_bytes());
+        packet[38] = self.channels;
+        packet[39] = self.method.code();
+        packet[40..44].copy_from_slice(&wire(self.layout.pages()));
+        packet[44..48].copy_from_slice(&wire(self.layout.page_size()));
+        packet[48] = self.zero_page_detection as u8;
+        let sum = crc32fast::hash(&packet[HELLO..HELLO_CRC]);
+        packet[HELLO_CRC..].copy_from_slice(&sum.to_be_bytes());
+    }
+
+    fn read(packet: &[u8; INITIAL_PACKET_LEN]) -> Result<Self, WireError> {
+        let mut reader = Reader::new(&packet[HELLO..]);
+        let magic = u32::from_be_bytes(HELLO_MAGIC);
+        check(reader.be32("Hotlift hello")?, magic, "Hotlift hello")?;
+
+        let expected = Reader::new(&packet[HELLO_CRC..]).be32("Hotlift hello")?;
+        let got = crc32fast::hash(&packet[HELLO..HELLO_CRC]);
+        if expected != got {
+            return Err(WireError::Checksum {
+                what: "Hotlift hello",
+                expected,
+                got,
+            });
+        }
+
+        let version = reader.be16("Hotlift hello version")?;
+        check(version, HELLO_VERSION, "Hotlift hello version")?;
+        let channels = reader.u8("channels of a Hotlift hello")?;
+        if channels == 0 {
+            return Err(WireError::Empty {
+                what: "channel count of a Hotlift hello",
+            });
+        }
+        let code = u32::from(reader.u8("method of a Hotlift hello")?);
+        let method = Method::from_flag(code).ok_or(WireError::Unknown {
+            what: "method of a Hotlift hello",
+            got: u64::from(code),
+        })?;
+        // Both are bounded by the layout; a 32-bit value that usize cannot hold is far beyond it.
+        let wire = |value: u32| usize::try_from(value).unwrap_or(usize::MAX);
+        let pages = wire(reader.be32("packet pages of a Hotlift hello")?);
+        let page_size = wire(reader.be32("page size of a Hotlift hello")?);
+        let layout = PacketLayout::new(page_size, pages)?;
+        let zero_page_detection = ZeroPageDetection::from_code(reader.u8("Hotlift hello")?)?;
+        if let Some(&byte) = reader
+            .array::<11>("Hotlift hello")?
+            .iter()
+            .find(|&&b| b != 0)
+        {
+            return Err(WireError::Mismatch {
+                what: "reserved byte of a Hotlift hello",
+                expected: 0,
+                got: u64::from(byte),
+            });
+        }
+        Ok(Self {
+            channels,
+            method,
+            layout,
+            zero_page_detection,
+        })
+    }
+}
+
+fn check<T: Into<u64> + PartialEq>(
+    got: T,
+    expected: T,
+    what: &'static str,
+) -> Result<(), WireError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(WireError::Mismatch {
+        what,
+        expected: expected.into(),
+        got: got.into(),
+    })
+}

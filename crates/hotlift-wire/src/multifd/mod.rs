@@ -1,0 +1,144 @@
+//! Multifd channels: one [`InitialPacket`], then page packets, each a header of fixed size and a
+//! payload in the migration's compression [`Method`].
+//!
+//! ```text
+//! channel: initial packet (64) | header (1344) payload | header (1344) payload | ... | close
+//! ```
+//!
+//! There is no end record: a channel closes between packets. A packet with SYNC is a barrier; the
+//! receiver reads no further until all channels have delivered theirs and the main channel its mark.
+
+mod initial;
+mod packet;
+
+pub use initial::{Hello, INITIAL_PACKET_LEN, InitialPacket, ZeroPageDetection};
+pub use packet::{PacketFields, PacketHeader, PacketRules, PacketWriter};
+
+use crate::reader::as_u64;
+use crate::{PAGE_SIZE, WireError, limits};
+
+/// First four bytes of the initial packet and of every packet header (`MULTIFD_MAGIC`).
+pub const MAGIC: u32 = 0x1122_3344;
+
+/// Version in the initial packet and every packet header (`MULTIFD_VERSION`).
+pub const VERSION: u32 = 1;
+
+/// Bytes of a packet header for QEMU's packets of 128 pages of 4 KiB.
+pub const HEADER_LEN: usize = PacketLayout::QEMU.header_len();
+
+/// How the pages of a packet's payload are written: QEMU's `multifd-compression`, as the flag that
+/// stands for it in packet headers (`MULTIFD_FLAG_*`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Method {
+    /// Pages as they are.
+    None = 0,
+    /// One zlib stream a channel.
+    Zlib = 0x02,
+    /// One zstd stream a channel.
+    Zstd = 0x04,
+    /// A table of lengths and raw deflate pages (Intel IAA).
+    Qpl = 0x08,
+    /// A table of lengths and zlib pages (HiSilicon).
+    Uadk = 0x10,
+    /// gzip members with QAT's extra field.
+    Qatzip = 0x20,
+}
+
+impl Method {
+    /// All methods, in the order of their flags.
+    pub const ALL: [Self; 6] = [
+        Self::None,
+        Self::Zlib,
+        Self::Zstd,
+        Self::Qpl,
+        Self::Uadk,
+        Self::Qatzip,
+    ];
+
+    /// The method's bits in a packet's flags, 0 for [`Method::None`].
+    pub const fn flag(self) -> u32 {
+        self as u32
+    }
+
+    /// The method's byte in a [`Hello`]: its flag.
+    pub const fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The method with exactly these bits, if there is one.
+    pub fn from_flag(flag: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|method| method.flag() == flag)
+    }
+
+    /// QEMU's name of the method.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Zlib => "zlib",
+            Self::Zstd => "zstd",
+            Self::Qpl => "qpl",
+            Self::Uadk => "uadk",
+            Self::Qatzip => "qatzip",
+        }
+    }
+}
+
+/// The size of a migration's packets: fixed for QEMU, agreed by [`Hello`] between two Hotlifts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PacketLayout {
+    page_size: usize,
+    pages: usize,
+}
+
+impl PacketLayout {
+    /// QEMU's packets on x86: 128 pages of 4 KiB (`MULTIFD_PACKET_SIZE` of 512 KiB).
+    pub const QEMU: Self = Self {
+        page_size: PAGE_SIZE,
+        pages: 128,
+    };
+
+    /// Packets of up to `pages` pages (1 to [`limits::PACKET_PAGES`]) of `page_size` bytes (a power
+    /// of two from 1 KiB to 64 KiB).
+    pub fn new(page_size: usize, pages: usize) -> Result<Self, WireError> {
+        if !page_size.is_power_of_two() || !(1 << 10..=64 << 10).contains(&page_size) {
+            return Err(WireError::Unknown {
+                what: "multifd page size",
+                got: as_u64(page_size),
+            });
+        }
+        if pages == 0 {
+            return Err(WireError::Empty {
+                what: "multifd packet",
+            });
+        }
+        if pages > limits::PACKET_PAGES {
+            return Err(WireError::OverLimit {
+                what: "pages of a multifd packet",
+                limit: as_u64(limits::PACKET_PAGES),
+                got: as_u64(pages),
+            });
+        }
+        Ok(Self { page_size, pages })
+    }
+
+    /// Bytes in a page.
+    pub const fn page_size(self) -> usize {
+        self.page_size
+    }
+
+    /// Most pages in a packet, and entries in its header's offset table.
+    pub const fn pages(self) -> usize {
+        self.pages
+    }
+
+    /// Bytes of a packet header: all offset entries are on the wire, used or not.
+    pub const fn header_len(self) -> usize {
+        packet::OFFSETS + 8 * self.pages
+    }
+
+    /// Most bytes of a payload, in any method.
+    pub const fn max_payload(self) -> usize {
+        limits::PAYLOAD_FACTOR * self.page_size * self.pages
+    }
+}

@@ -1,0 +1,413 @@
+//! The header before each packet's payload.
+//!
+//! ```text
+//!  0 magic  4 version  8 flags  12 pages_alloc  16 normal pages  20 next_packet_size
+//! 24 packet_num (be64)  32 zero pages  36 reserved  40 "HLCK"  44 header CRC  48 payload CRC
+//! 52 reserved  64 RAM block name (256, NUL padded)  320 offsets (be64 each; normal, then zero)
+//! ```
+//!
+//! Bytes 40 to 51 are Hotlift's checksum, in bytes that QEMU zeroes and ignores: the first CRC-32
+//! covers the header with bytes 44 to 51 as zero, the second the payload. With method none the
+//! second is 0: those pages change while they are sent, and a page that changed is sent again.
+
+use super::{MAGIC, Method, PacketLayout, VERSION};
+use crate::block::{self, RamBlockEntry};
+use crate::reader::as_u64;
+use crate::{Reader, WireError};
+
+const FLAG_SYNC: u32 = 0x01;
+const FLAG_METHODS: u32 = 0x3e;
+const FLAG_DEVICE_STATE: u32 = 0x40;
+
+const FLAGS: usize = 8;
+const CHECK: usize = 40;
+const CHECK_SUMS: usize = 44;
+const CHECK_END: usize = 52;
+const NAME: usize = 64;
+const NAME_LEN: usize = 256;
+pub(super) const OFFSETS: usize = NAME + NAME_LEN;
+
+const CHECK_MAGIC: [u8; 4] = *b"HLCK";
+
+/// What goes into one packet header.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PacketFields<'a> {
+    /// The packet is a barrier. QEMU 9.0 and later send no pages with it.
+    pub sync: bool,
+    /// Counter over all channels; informational, receivers only record it.
+    pub packet_num: u64,
+    /// RAM block of the pages, empty only if there are none.
+    pub block: &'a str,
+    /// Byte offsets of the pages whose content is in the payload, in its order.
+    pub normal: &'a [u64],
+    /// Byte offsets of the pages that are zero.
+    pub zero: &'a [u64],
+    /// Bytes of the payload, 0 without normal pages.
+    pub payload_len: u32,
+    /// CRC-32 of the payload, 0 with method none; unused if the writer is not checksummed.
+    pub payload_crc: u32,
+}
+
+/// Writes packet headers of one channel, all in one buffer.
+#[derive(Debug)]
+pub struct PacketWriter {
+    layout: PacketLayout,
+    method: Method,
+    checksummed: bool,
+    header: Vec<u8>,
+}
+
+impl PacketWriter {
+    /// A writer for packets of `layout` in `method`. `checksummed` adds Hotlift's checksum, which a
+    /// QEMU ignores.
+    pub fn new(layout: PacketLayout, method: Method, checksummed: bool) -> Self {
+        let mut header = vec![0; layout.header_len()];
+        header[..4].copy_from_slice(&MAGIC.to_be_bytes());
+        header[4..8].copy_from_slice(&VERSION.to_be_bytes());
+        Self {
+            layout,
+            method,
+            checksummed,
+            header,
+        }
+    }
+
+    /// The header for `fields`, valid until the next call. Nothing is allocated.
+    ///
+    /// Unused offsets and the rest of the name are zero, as QEMU 9.0 and later send them. A packet
+    /// without pages carries no method bits and `pages_alloc` 0, as QEMU's SYNC packets do.
+    ///
+    /// # Errors
+    ///
+    /// More pages than the layout has, a block name that is empty or longer than 255 bytes.
+    pub fn header(&mut self, fields: &PacketFields<'_>) -> Result<&[u8], WireError> {
+        let pages = fields.normal.len() + fields.zero.len();
+        if pages > self.layout.pages() {
+            return Err(over(
+                "pages of a multifd packet",
+                self.layout.pages(),
+                pages,
+            ));
+        }
+        if fields.block.len() >= NAME_LEN {
+            return Err(over(
+                "RAM block name of a multifd packet",
+                NAME_LEN - 1,
+                fields.block.len(),
+            ));
+        }
+        if fields.block.is_empty() && pages > 0 {
+            return Err(WireError::Empty {
+                what: "RAM block name of a multifd packet",
+            });
+        }
+
+        let sync = if fields.sync { FLAG_SYNC } else { 0 };
+        let (method, pages_alloc) = match pages {
+            0 => (0, 0),
+            _ => (self.method.flag(), count(self.layout.pages())),
+        };
+        let mut at = FLAGS;
+        let mut put = |bytes: &[u8]| {
+            self.header[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
+        };
+        put(&(sync | method).to_be_bytes());
+        put(&pages_alloc.to_be_bytes());
+        put(&count(fields.normal.len()).to_be_bytes());
+        put(&fields.payload_len.to_be_bytes());
+        put(&fields.packet_num.to_be_bytes());
+        put(&count(fields.zero.len()).to_be_bytes());
+
+        self.header[CHECK..NAME].fill(0);
+        let (name, padding) = self.header[NAME..OFFSETS].split_at_mut(fields.block.len());
+        name.copy_from_slice(fields.block.as_bytes());
+        padding.fill(0);
+
+        let (entries, _) = self.header[OFFSETS..].as_chunks_mut::<8>();
+        let (used, unused) = entries.split_at_mut(pages);
+        for (entry, offset) in used.iter_mut().zip(fields.normal.iter().chain(fields.zero)) {
+            *entry = offset.to_be_bytes();
+        }
+        unused.as_flattened_mut().fill(0);
+
+        if self.checksummed {
+            self.header[CHECK..CHECK_SUMS].copy_from_slice(&CHECK_MAGIC);
+            let header_crc = crc32fast::hash(&self.header);
+            let (header_sum, payload_sum) = self.header[CHECK_SUMS..CHECK_END].split_at_mut(4);
+            header_sum.copy_from_slice(&header_crc.to_be_bytes());
+            payload_sum.copy_from_slice(&fields.payload_crc.to_be_bytes());
+        }
+        Ok(&self.header)
+    }
+}
+
+/// What a receiver holds packet headers against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PacketRules {
+    /// Size of the migration's packets.
+    pub layout: PacketLayout,
+    /// The method that packets with pages must carry; `None` takes any one known method.
+    pub method: Option<Method>,
+    /// Refuse headers without Hotlift's checksum: set once the peer has said
+    /// [`Hello`](super::Hello). A checksum that is there is verified in any case.
+    pub checksum_required: bool,
+}
+
+/// A checked packet header, made once for a channel and filled again for each packet.
+#[derive(Debug)]
+pub struct PacketHeader {
+    sync: bool,
+    method: Method,
+    packet_num: u64,
+    block: usize,
+    offsets: Vec<u64>,
+    normal: usize,
+    payload_len: usize,
+    payload_crc: Option<u32>,
+}
+
+impl PacketHeader {
+    /// An empty header with room for the offsets of a packet of `layout`.
+    pub fn new(layout: PacketLayout) -> Self {
+        Self {
+            sync: false,
+            method: Method::None,
+            packet_num: 0,
+            block: 0,
+            offsets: Vec::with_capacity(layout.pages()),
+            normal: 0,
+            payload_len: 0,
+            payload_crc: None,
+        }
+    }
+
+    /// Reads the header in `bytes`, which are [`PacketLayout::header_len`] long, in place of the
+    /// one before. After an error the content is unspecified.
+    ///
+    /// Headers of QEMU before 9.0 keep block name, offsets and `next_packet_size` of earlier packets
+    /// when they have no pages; those fields are then ignored. With Hotlift's checksum a length
+    /// without pages is an error.
+    pub fn decode(
+        &mut self,
+        bytes: &[u8],
+        rules: &PacketRules,
+        blocks: &[RamBlockEntry],
+    ) -> Result<(), WireError> {
+        let mut reader = Reader::new(bytes);
+        let header = reader.take(rules.layout.header_len(), "multifd packet header")?;
+        reader.finish("multifd packet header")?;
+
+        let mut reader = Reader::new(header);
+        expect(reader.be32("multifd magic")?, MAGIC, "multifd magic")?;
+        expect(reader.be32("multifd version")?, VERSION, "multifd version")?;
+        let payload_crc = read_checksum(header, rules.checksum_required)?;
+        let flags = reader.be32("multifd packet flags")?;
+        let pages_alloc = reader.length(rules.layout.pages(), "multifd pages_alloc")?;
+        let normal = reader.length(pages_alloc, "normal pages of a multifd packet")?;
+        let next_packet_size = reader.be32("multifd next_packet_size")?;
+        let packet_num = reader.be64("multifd packet_num")?;
+        let zero = reader.length(pages_alloc - normal, "zero pages of a multifd packet")?;
+
+        let method = read_method(flags, normal + zero, rules.method)?;
+        self.payload_len = payload_len(normal, next_packet_size, method, rules.layout)?;
+        if let Some(crc) = payload_crc {
+            if normal == 0 {
+                expect(next_packet_size, 0, "length of a payload without pages")?;
+            }
+            if normal == 0 || method == Method::None {
+                expect(crc, 0, "checksum of an unchecked payload")?;
+            }
+        }
+
+        self.offsets.clear();
+        if normal + zero > 0 {
+            let name = &header[NAME..OFFSETS];
+            let length = name.iter().position(|&byte| byte == 0);
+            let name = &name[..length.ok_or(over("RAM block name", NAME_LEN - 1, NAME_LEN))?];
+            self.block = block::find(blocks, name, self.block)?;
+            let block = &blocks[self.block];
+            let (entries, _) = header[OFFSETS..].as_chunks::<8>();
+            for entry in &entries[..normal + zero] {
+                let offset = u64::from_be_bytes(*entry);
+                block.check_page(offset, rules.layout.page_size())?;
+                self.offsets.push(offset);
+            }
+        }
+        self.sync = flags & FLAG_SYNC != 0;
+        self.method = method;
+        self.packet_num = packet_num;
+        self.normal = normal;
+        self.payload_crc = payload_crc;
+        Ok(())
+    }
+
+    /// The packet is a barrier; its pages, if any, come before the barrier.
+    pub fn sync(&self) -> bool {
+        self.sync
+    }
+
+    /// How the payload is written; says nothing if there are no pages.
+    pub fn method(&self) -> Method {
+        self.method
+    }
+
+    /// The sender's counter; gaps, repeats and other orders happen, so it is for messages only.
+    pub fn packet_num(&self) -> u64 {
+        self.packet_num
+    }
+
+    /// Index of the pages' RAM block in the list given to [`PacketHeader::decode`]; says nothing if
+    /// there are no pages.
+    pub fn block(&self) -> usize {
+        self.block
+    }
+
+    /// Byte offsets of the pages in the payload, in its order: page-aligned, the whole page inside
+    /// the block. Duplicates are possible.
+    pub fn normal(&self) -> &[u64] {
+        &self.offsets[..self.normal]
+    }
+
+    /// Byte offsets of the pages that are zero, as checked as [`PacketHeader::normal`].
+    pub fn zero(&self) -> &[u64] {
+        &self.offsets[self.normal..]
+    }
+
+    /// Bytes of payload that follow on the wire, at most [`PacketLayout::max_payload`]; 0 without
+    /// normal pages.
+    pub fn payload_len(&self) -> usize {
+        self.payload_len
+    }
+
+    /// CRC-32 that the payload must have, if the packet is checksummed and the payload covered
+    /// (there is one, and its method is not none).
+    pub fn payload_crc(&self) -> Option<u32> {
+        self.payload_crc
+            .filter(|_| self.normal > 0 && self.method != Method::None)
+    }
+
+    /// Checks `payload` against [`PacketHeader::payload_crc`].
+    pub fn check_payload(&self, payload: &[u8]) -> Result<(), WireError> {
+        let Some(expected) = self.payload_crc() else {
+            return Ok(());
+        };
+        let got = crc32fast::hash(payload);
+        if got == expected {
+            return Ok(());
+        }
+        Err(WireError::Checksum {
+            what: "multifd payload",
+            expected,
+            got,
+        })
+    }
+}
+
+/// The payload's checksum, if there is a checksum; the header's own is verified.
+fn read_checksum(header: &[u8], required: bool) -> Result<Option<u32>, WireError> {
+    let mut reader = Reader::new(&header[CHECK..CHECK_END]);
+    let magic = reader.be32("checksum of a multifd packet")?;
+    if magic != u32::from_be_bytes(CHECK_MAGIC) {
+        if required {
+            expect(
+                magic,
+                u32::from_be_bytes(CHECK_MAGIC),
+                "checksum mark of a multifd packet",
+            )?;
+        }
+        return Ok(None);
+    }
+    let expected = reader.be32("checksum of a multifd packet")?;
+    let payload = reader.be32("checksum of a multifd payload")?;
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&header[..CHECK_SUMS]);
+    hasher.update(&[0; CHECK_END - CHECK_SUMS]);
+    hasher.update(&header[CHECK_END..]);
+    let got = hasher.finalize();
+    if got == expected {
+        return Ok(Some(payload));
+    }
+    Err(WireError::Checksum {
+        what: "multifd packet header",
+        expected,
+        got,
+    })
+}
+
+/// The packet's method. Packets without pages carry arbitrary method bits: QEMU 7.2 sends empty
+/// packets with flags 0 under zlib.
+fn read_method(flags: u32, pages: usize, demanded: Option<Method>) -> Result<Method, WireError> {
+    if flags & FLAG_DEVICE_STATE != 0 {
+        return Err(WireError::Unsupported {
+            what: "device state on a multifd channel",
+        });
+    }
+    let unknown = WireError::Unknown {
+        what: "multifd packet flags",
+        got: u64::from(flags),
+    };
+    if flags & !(FLAG_SYNC | FLAG_METHODS) != 0 {
+        return Err(unknown);
+    }
+    let method = Method::from_flag(flags & FLAG_METHODS).ok_or(unknown)?;
+    if let Some(demanded) = demanded
+        && pages > 0
+    {
+        expect(method.flag(), demanded.flag(), "multifd method flag")?;
+    }
+    Ok(method)
+}
+
+fn payload_len(
+    normal: usize,
+    next_packet_size: u32,
+    method: Method,
+    layout: PacketLayout,
+) -> Result<usize, WireError> {
+    if normal == 0 {
+        return Ok(0);
+    }
+    let length = usize::try_from(next_packet_size).unwrap_or(usize::MAX);
+    if length == 0 {
+        return Err(WireError::Empty {
+            what: "multifd payload",
+        });
+    }
+    if length > layout.max_payload() {
+        return Err(over("multifd payload length", layout.max_payload(), length));
+    }
+    if method == Method::None {
+        let expected = normal * layout.page_size();
+        expect(length, expected, "multifd payload length")?;
+    }
+    Ok(length)
+}
+
+fn expect<T: TryInto<u64> + PartialEq>(
+    got: T,
+    expected: T,
+    what: &'static str,
+) -> Result<(), WireError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(WireError::Mismatch {
+        what,
+        expected: expected.try_into().unwrap_or(u64::MAX),
+        got: got.try_into().unwrap_or(u64::MAX),
+    })
+}
+
+fn over(what: &'static str, limit: usize, got: usize) -> WireError {
+    WireError::OverLimit {
+        what,
+        limit: as_u64(limit),
+        got: as_u64(got),
+    }
+}
+
+/// A page count as the wire has it; a layout's pages are far below 32 bits.
+fn count(pages: usize) -> u32 {
+    u32::try_from(pages).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,200 @@
+//! The one reader for bytes from a peer.
+
+use crate::WireError;
+
+/// A cursor over bytes that are not trusted.
+///
+/// Every read says what it reads, so that an error can name the field. A read past the end is
+/// [`WireError::Truncated`] with the number of bytes that are missing for it.
+#[derive(Debug, Clone)]
+pub struct Reader<'a> {
+    bytes: &'a [u8],
+    position: usize,
+}
+
+impl<'a> Reader<'a> {
+    /// Starts at the first of `bytes`.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, position: 0 }
+    }
+
+    /// Bytes read so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Bytes left to read.
+    pub fn remaining(&self) -> usize {
+        self.bytes.len() - self.position
+    }
+
+    /// The next byte, unread.
+    pub fn peek(&self, what: &'static str) -> Result<u8, WireError> {
+        self.bytes
+            .get(self.position)
+            .copied()
+            .ok_or(WireError::Truncated { what, needed: 1 })
+    }
+
+    /// The next `length` bytes.
+    pub fn take(&mut self, length: usize, what: &'static str) -> Result<&'a [u8], WireError> {
+        let rest = &self.bytes[self.position..];
+        let taken = rest.get(..length).ok_or_else(|| WireError::Truncated {
+            what,
+            needed: length - rest.len(),
+        })?;
+        self.position += length;
+        Ok(taken)
+    }
+
+    /// The next `N` bytes.
+    pub fn array<const N: usize>(&mut self, what: &'static str) -> Result<&'a [u8; N], WireError> {
+        let rest = &self.bytes[self.position..];
+        let taken = rest.first_chunk().ok_or_else(|| WireError::Truncated {
+            what,
+            needed: N - rest.len(),
+        })?;
+        self.position += N;
+        Ok(taken)
+    }
+
+    /// One byte.
+    pub fn u8(&mut self, what: &'static str) -> Result<u8, WireError> {
+        self.array(what).map(|&[byte]| byte)
+    }
+
+    /// A be16.
+    pub fn be16(&mut self, what: &'static str) -> Result<u16, WireError> {
+        self.array(what).map(|&bytes| u16::from_be_bytes(bytes))
+    }
+
+    /// A be32.
+    pub fn be32(&mut self, what: &'static str) -> Result<u32, WireError> {
+        self.array(what).map(|&bytes| u32::from_be_bytes(bytes))
+    }
+
+    /// A be64.
+    pub fn be64(&mut self, what: &'static str) -> Result<u64, WireError> {
+        self.array(what).map(|&bytes| u64::from_be_bytes(bytes))
+    }
+
+    /// A be32 that is a length or count, at most `limit`.
+    pub fn length(&mut self, limit: usize, what: &'static str) -> Result<usize, WireError> {
+        let got = self.be32(what)?;
+        usize::try_from(got)
+            .ok()
+            .filter(|&length| length <= limit)
+            .ok_or(WireError::OverLimit {
+                what,
+                limit: as_u64(limit),
+                got: u64::from(got),
+            })
+    }
+
+    /// A counted string (`qemu_put_counted_string`): one length byte, then that many bytes, at
+    /// least one.
+    pub fn counted_string(&mut self, what: &'static str) -> Result<&'a str, WireError> {
+        let length = usize::from(self.u8(what)?);
+        if length == 0 {
+            return Err(WireError::Empty { what });
+        }
+        self.text(length, what)
+    }
+
+    /// `length` bytes of UTF-8.
+    pub fn text(&mut self, length: usize, what: &'static str) -> Result<&'a str, WireError> {
+        let bytes = self.take(length, what)?;
+        std::str::from_utf8(bytes).map_err(|source| WireError::NotUtf8 { what, source })
+    }
+
+    /// Ends the reading of `what`; bytes left over are an error.
+    pub fn finish(self, what: &'static str) -> Result<(), WireError> {
+        match self.remaining() {
+            0 => Ok(()),
+            extra => Err(WireError::Trailing { what, extra }),
+        }
+    }
+}
+
+/// `value` in 64 bits; `usize` has no more than that anywhere Rust runs.
+pub(crate) fn as_u64(value: usize) -> u64 {
+    u64::try_from(value).unwrap_or(u64::MAX)
+}
+
+/// Appends a counted string, the mirror of [`Reader::counted_string`].
+pub(crate) fn put_counted_string(
+    out: &mut Vec<u8>,
+    text: &str,
+    what: &'static str,
+) -> Result<(), WireError> {
+    let length = u8::try_from(text.len()).map_err(|_| WireError::OverLimit {
+        what,
+        limit: u64::from(u8::MAX),
+        got: as_u64(text.len()),
+    })?;
+    if length == 0 {
+        return Err(WireError::Empty { what });
+    }
+    out.push(length);
+    out.extend_from_slice(text.as_bytes());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_read_says_what_is_missing_and_moves_nothing() {
+        let mut reader = Reader::new(&[1, 2, 3]);
+        let error = reader.be64("number").unwrap_err();
+        assert!(matches!(
+            error,
+            WireError::Truncated {
+                what: "number",
+                needed: 5
+            }
+        ));
+        assert_eq!(reader.position(), 0);
+        assert_eq!(reader.be16("number").unwrap(), 0x0102);
+        assert!(matches!(
+            reader.take(3, "bytes"),
+            Err(WireError::Truncated { needed: 2, .. })
+        ));
+        assert!(matches!(
+            reader.finish("record"),
+            Err(WireError::Trailing { extra: 1, .. })
+        ));
+    }
+
+    #[test]
+    fn a_counted_string_is_one_to_255_bytes_of_utf8() {
+        let mut out = Vec::new();
+        for length in [1, 255] {
+            let text = "n".repeat(length);
+            out.clear();
+            put_counted_string(&mut out, &text, "name").unwrap();
+            assert_eq!(Reader::new(&out).counted_string("name").unwrap(), text);
+        }
+        for length in [0, 256] {
+            assert!(put_counted_string(&mut out, &"n".repeat(length), "name").is_err());
+        }
+        assert!(matches!(
+            Reader::new(&[0]).counted_string("name"),
+            Err(WireError::Empty { .. })
+        ));
+        assert!(matches!(
+            Reader::new(&[2, 0xc3, 0x28]).counted_string("name"),
+            Err(WireError::NotUtf8 { .. })
+        ));
+    }
+
+    #[test]
+    fn a_length_above_its_limit_is_refused_before_its_bytes_are_awaited() {
+        assert!(matches!(
+            Reader::new(&[0xff; 4]).length(16, "text"),
+            Err(WireError::OverLimit { limit: 16, .. })
+        ));
+        assert_eq!(Reader::new(&[0, 0, 0, 16]).length(16, "text").unwrap(), 16);
+    }
+}

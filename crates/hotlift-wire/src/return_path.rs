@@ -1,0 +1,224 @@
+//! The return path: what the destination says to the source, on the main channel's socket.
+//!
+//! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`); 0x4801 and
+//! 0x4802 are Hotlift's and go only to a peer that is one, since QEMU ends the migration at a type
+//! it does not know.
+
+use crate::reader::{as_u64, put_counted_string};
+use crate::{Reader, WireError, limits};
+
+const SHUT: u16 = 1;
+const PONG: u16 = 2;
+const REQ_PAGES_ID: u16 = 3;
+const REQ_PAGES: u16 = 4;
+const RECV_BITMAP: u16 = 5;
+const RESUME_ACK: u16 = 6;
+const SWITCHOVER_ACK: u16 = 7;
+const ERROR_TEXT: u16 = 0x4801;
+const HELLO: u16 = 0x4802;
+
+/// One message of the return path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReturnMessage<'a> {
+    /// The destination is done: 0 if the VM was loaded, anything else if not.
+    Shut(u32),
+    /// Answer to the command PING with the same value. Answers can come in another order.
+    Pong(u32),
+    /// Postcopy: pages are wanted of `block`, which later [`ReturnMessage::ReqPages`] mean too.
+    ReqPagesId {
+        /// Byte offset in the block.
+        start: u64,
+        /// Bytes.
+        length: u32,
+        /// RAM block.
+        block: &'a str,
+    },
+    /// Postcopy: pages are wanted of the block named last.
+    ReqPages {
+        /// Byte offset in the block.
+        start: u64,
+        /// Bytes.
+        length: u32,
+    },
+    /// Postcopy recovery. The bitmap itself follows *behind* the message: be64 size, that many
+    /// bytes, be64 0x0123456789abcdef.
+    RecvBitmap {
+        /// RAM block.
+        block: &'a str,
+    },
+    /// Postcopy recovery: 1 if the destination goes on.
+    ResumeAck(u32),
+    /// The destination is ready for the switchover (capability `switchover-ack`).
+    SwitchoverAck,
+    /// Hotlift: why the SHUT that follows is not 0. At most [`limits::ERROR_TEXT`] bytes.
+    ErrorText(&'a str),
+    /// Hotlift: the destination is one, and speaks this version of its additions.
+    Hello(u32),
+}
+
+impl<'a> ReturnMessage<'a> {
+    /// Appends the message. An error text that is too long is cut at a character's boundary, since a
+    /// shortened reason is better than none.
+    ///
+    /// # Errors
+    ///
+    /// A block name that is empty or longer than 255 bytes; `out` is unchanged then.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
+        let start = out.len();
+        out.extend_from_slice(&self.kind().to_be_bytes());
+        out.extend_from_slice(&[0, 0]);
+        let body = out.len();
+        if let Err(error) = self.put_payload(out) {
+            out.truncate(start);
+            return Err(error);
+        }
+        // The longest payload, REQ_PAGES_ID with a name of 255 bytes, has 268 bytes; a text 500.
+        let length = u16::try_from(out.len() - body).unwrap_or(u16::MAX);
+        out[body - 2..body].copy_from_slice(&length.to_be_bytes());
+        Ok(())
+    }
+
+    /// Reads the message at the start of `input`: its value and its length in bytes.
+    ///
+    /// [`WireError::Truncated`] says how many bytes to read next; a caller that reads exactly those
+    /// never takes a byte of what follows.
+    pub fn decode(input: &'a [u8]) -> Result<(Self, usize), WireError> {
+        let mut reader = Reader::new(input);
+        let kind = reader.be16("return path message")?;
+        let length = usize::from(reader.be16("return path message")?);
+        if length > limits::RETURN_PATH_PAYLOAD {
+            return Err(WireError::OverLimit {
+                what: "length of a return path message",
+                limit: as_u64(limits::RETURN_PATH_PAYLOAD),
+                got: as_u64(length),
+            });
+        }
+        check_length(kind, length)?;
+        let payload = reader.take(length, "return path message")?;
+        Ok((Self::read_payload(kind, payload)?, reader.position()))
+    }
+
+    fn kind(&self) -> u16 {
+        match self {
+            Self::Shut(_) => SHUT,
+            Self::Pong(_) => PONG,
+            Self::ReqPagesId { .. } => REQ_PAGES_ID,
+            Self::ReqPages { .. } => REQ_PAGES,
+            Self::RecvBitmap { .. } => RECV_BITMAP,
+            Self::ResumeAck(_) => RESUME_ACK,
+            Self::SwitchoverAck => SWITCHOVER_ACK,
+            Self::ErrorText(_) => ERROR_TEXT,
+            Self::Hello(_) => HELLO,
+        }
+    }
+
+    fn put_payload(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
+        match *self {
+            Self::Shut(value) | Self::Pong(value) | Self::ResumeAck(value) | Self::Hello(value) => {
+                out.extend_from_slice(&value.to_be_bytes());
+            }
+            Self::ReqPagesId {
+                start,
+                length,
+                block,
+            } => {
+                out.extend_from_slice(&start.to_be_bytes());
+                out.extend_from_slice(&length.to_be_bytes());
+                put_counted_string(out, block, "RAM block name of a page request")?;
+            }
+            Self::ReqPages { start, length } => {
+                out.extend_from_slice(&start.to_be_bytes());
+                out.extend_from_slice(&length.to_be_bytes());
+            }
+            Self::RecvBitmap { block } => {
+                put_counted_string(out, block, "RAM block name of a received bitmap")?;
+            }
+            Self::SwitchoverAck => {}
+            Self::ErrorText(text) => {
+                let mut cut = text.len().min(limits::ERROR_TEXT);
+                while !text.is_char_boundary(cut) {
+                    cut -= 1;
+                }
+                out.extend_from_slice(&text.as_bytes()[..cut]);
+            }
+        }
+        Ok(())
+    }
+
+    fn read_payload(kind: u16, payload: &'a [u8]) -> Result<Self, WireError> {
+        // The payload is whole: if it is too short for its fields, more input would not help.
+        let short = |error| match error {
+            WireError::Truncated { what, .. } => WireError::Mismatch {
+                what,
+                expected: as_u64(payload.len()) + 1,
+                got: as_u64(payload.len()),
+            },
+            other => other,
+        };
+        let mut reader = Reader::new(payload);
+        let message = match kind {
+            SHUT => Self::Shut(reader.be32("SHUT")?),
+            PONG => Self::Pong(reader.be32("PONG")?),
+            REQ_PAGES_ID => Self::ReqPagesId {
+                start: reader.be64("length of REQ_PAGES_ID").map_err(short)?,
+                length: reader.be32("length of REQ_PAGES_ID").map_err(short)?,
+                block: reader
+                    .counted_string("length of REQ_PAGES_ID")
+                    .map_err(short)?,
+            },
+            REQ_PAGES => Self::ReqPages {
+                start: reader.be64("REQ_PAGES")?,
+                length: reader.be32("REQ_PAGES")?,
+            },
+            RECV_BITMAP => Self::RecvBitmap {
+                block: reader
+                    .counted_string("length of RECV_BITMAP")
+                    .map_err(short)?,
+            },
+            RESUME_ACK => Self::ResumeAck(reader.be32("RESUME_ACK")?),
+            SWITCHOVER_ACK => Self::SwitchoverAck,
+            ERROR_TEXT => Self::ErrorText(reader.text(payload.len(), "ERROR_TEXT")?),
+            HELLO => Self::Hello(reader.be32("HELLO")?),
+            _ => return Err(unknown(kind)),
+        };
+        reader.finish("return path message")?;
+        Ok(message)
+    }
+}
+
+/// Refuses a length that cannot belong to `kind` before its payload is awaited.
+fn check_length(kind: u16, length: usize) -> Result<(), WireError> {
+    let (what, expected) = match kind {
+        SHUT => ("length of SHUT", 4),
+        PONG => ("length of PONG", 4),
+        REQ_PAGES => ("length of REQ_PAGES", 12),
+        RESUME_ACK => ("length of RESUME_ACK", 4),
+        SWITCHOVER_ACK => ("length of SWITCHOVER_ACK", 0),
+        HELLO => ("length of HELLO", 4),
+        REQ_PAGES_ID | RECV_BITMAP => return Ok(()),
+        ERROR_TEXT if length <= limits::ERROR_TEXT => return Ok(()),
+        ERROR_TEXT => {
+            return Err(WireError::OverLimit {
+                what: "length of ERROR_TEXT",
+                limit: as_u64(limits::ERROR_TEXT),
+                got: as_u64(length),
+            });
+        }
+        _ => return Err(unknown(kind)),
+    };
+    if length == expected {
+        return Ok(());
+    }
+    Err(WireError::Mismatch {
+        what,
+        expected: as_u64(expected),
+        got: as_u64(length),
+    })
+}
+
+fn unknown(kind: u16) -> WireError {
+    WireError::Unknown {
+        what: "return path message type",
+        got: u64::from(kind),
+    }
+}
