@@ -1,1 +1,44 @@
-//! Under construction.
+//! Guest memory for live migration: what the engine needs beside vm-memory's mapping types.
+//!
+//! | file | a page's way through it |
+//! |---|---|
+//! | `ram_block` | the mapping a page lives in, and its name on the wire |
+//! | `populate` | its memory is allocated before it arrives |
+//! | `dirty_bitmap` | it is marked, and taken to be sent |
+//! | `untouched` | the kernel says that it was never written: no need to look |
+//! | `zero` | it is looked at: all zero? |
+//! | `guest_run` | it is copied, out or in |
+//! | `sock`, `splice` | it goes to a socket, or comes from one, uncopied |
+//!
+//! # Sharing memory with a running guest
+//!
+//! The guest writes while its pages are read, so no `&[u8]` or `&mut [u8]` to guest memory exists
+//! anywhere in this crate: a reference would promise the compiler that the bytes hold still. Guest
+//! bytes are reached through raw pointers only, by copies, vector loads and system calls whose
+//! result is a private value. Such a read may be torn. That is harmless by the order of events that
+//! every caller keeps: a page's dirty bit is fetched and cleared *before* the page is read, so a
+//! write that tears the read has marked the page again, and it is sent once more.
+
+#![cfg(target_os = "linux")]
+#![cfg(target_pointer_width = "64")]
+
+mod cpu_time;
+mod dirty_bitmap;
+mod error;
+mod guest_run;
+mod populate;
+mod ram_block;
+pub mod sock;
+mod splice;
+mod untouched;
+pub mod zero;
+
+pub use cpu_time::thread_cpu_time;
+pub use dirty_bitmap::DirtyBitmap;
+pub use error::MemError;
+pub use guest_run::GuestRun;
+pub use ram_block::{Backing, RamBlock, ram_blocks_of};
+
+/// Bytes of a guest page, the unit of dirty logging and of the stream (QEMU's target page on x86
+/// and most others).
+pub const PAGE_SIZE: usize = 4096;

@@ -1,0 +1,110 @@
+//! A run of guest bytes, and the only copies out of it and into it.
+
+use std::marker::PhantomData;
+use std::ptr;
+
+use crate::{RamBlock, zero};
+
+/// Contiguous bytes of a [`RamBlock`], borrowed from it.
+///
+/// A run is an address and a length, not a slice: the guest, the kernel and other threads may write
+/// the same bytes at any time, and several runs may cover them. Every method makes one pass over the
+/// bytes and trusts nothing that it has read to be there still.
+#[derive(Debug, Clone, Copy)]
+pub struct GuestRun<'a> {
+    ptr: *mut u8,
+    len: usize,
+    block: PhantomData<&'a RamBlock>,
+}
+
+// SAFETY: the run borrows a `RamBlock`, which is `Sync`, and accesses its bytes as `RamBlock` itself
+// does: by raw copies that allow for concurrent writers. Moving it to a thread, or sharing it, adds
+// no access that two `&RamBlock` do not already have.
+unsafe impl Send for GuestRun<'_> {}
+// SAFETY: as for `Send`; no method changes the run itself.
+unsafe impl Sync for GuestRun<'_> {}
+
+impl<'a> GuestRun<'a> {
+    /// A run of `len` bytes from `ptr` on.
+    ///
+    /// # Safety
+    ///
+    /// The bytes must be mapped readable and writable for `'a`, and nobody may hold a reference to
+    /// them.
+    pub(crate) unsafe fn new(ptr: *mut u8, len: usize) -> Self {
+        Self {
+            ptr,
+            len,
+            block: PhantomData,
+        }
+    }
+
+    /// Address of the first byte, for system calls and codecs that take raw memory. Whoever
+    /// dereferences it must make no reference of it: others may write the bytes at any time.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// Bytes of the run.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if the run has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// True if every byte was zero when it was looked at.
+    pub fn is_zero(&self) -> bool {
+        // SAFETY: the run's bytes are mapped for `'a` (contract of `new`).
+        unsafe { zero::is_zero_raw(self.ptr, self.len) }
+    }
+
+    /// Copies the run out, as `memcpy` does.
+    ///
+    /// # Panics
+    ///
+    /// If `to` is not exactly as long as the run.
+    pub fn copy_to(&self, to: &mut [u8]) {
+        assert_eq!(to.len(), self.len, "copy out of a guest run");
+        // SAFETY: both sides are valid for `len` bytes. They cannot overlap: `to` is an exclusive
+        // reference, and nobody holds a reference to guest memory. The guest may write meanwhile;
+        // the copy is then torn, which no caller takes for more than it is, see the crate's head.
+        unsafe { ptr::copy_nonoverlapping(self.ptr, to.as_mut_ptr(), self.len) }
+    }
+
+    /// Copies `from` in, as `memcpy` does.
+    ///
+    /// # Panics
+    ///
+    /// If `from` is not exactly as long as the run.
+    pub fn copy_from(&self, from: &[u8]) {
+        assert_eq!(from.len(), self.len, "copy into a guest run");
+        // SAFETY: both sides are valid for `len` bytes, and do not overlap since nobody holds a
+        // reference to guest memory. Readers meanwhile copy, and allow for torn bytes.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.ptr, self.len) }
+    }
+
+    /// Sets every byte to zero.
+    pub fn fill_zero(&self) {
+        // SAFETY: the run's bytes are mapped writable for `'a` (contract of `new`).
+        unsafe { ptr::write_bytes(self.ptr, 0, self.len) }
+    }
+
+    /// The first `n` bytes and the others.
+    ///
+    /// # Panics
+    ///
+    /// If the run has fewer than `n` bytes.
+    pub fn split_at(&self, n: usize) -> (GuestRun<'a>, GuestRun<'a>) {
+        assert!(n <= self.len, "split of a guest run at {n} of {}", self.len);
+        // SAFETY: both parts lie in this run, `n` being at most its length.
+        unsafe {
+            (
+                Self::new(self.ptr, n),
+                Self::new(self.ptr.add(n), self.len - n),
+            )
+        }
+    }
+}

@@ -1,0 +1,404 @@
+//! A RAM block: named guest memory, mapped in this process.
+
+use std::any::Any;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use vm_memory::bitmap::Bitmap;
+use vm_memory::{Address, FileOffset, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vm_memory::{MmapRegion, VolatileSlice};
+
+use crate::{GuestRun, MemError, PAGE_SIZE, populate, untouched};
+
+/// Longest name of a RAM block in bytes: the stream has one length byte for it.
+const NAME_MAX: usize = 255;
+
+/// Bytes of a huge page on x86-64 and the unit that mappings are aligned to: the kernel backs only
+/// whole aligned units by huge pages, and only of late does it choose such addresses by itself.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// What is behind a RAM block's mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Backing {
+    /// Private anonymous memory, transparent huge pages advised (QEMU's memory-backend-ram).
+    #[default]
+    Private,
+    /// A memfd mapped shared, for guests that run in another process (QEMU's memory-backend-memfd).
+    Shared,
+}
+
+/// Named guest memory, mapped for the life of the value (QEMU's RAMBlock).
+///
+/// The memory is shared with the guest: all access is by copies and allows for concurrent writers.
+/// Writes through a block do not show in a vm-memory bitmap of the region behind it.
+#[derive(Debug)]
+pub struct RamBlock {
+    name: String,
+    addr: NonNull<u8>,
+    len: usize,
+    backing: Backing,
+    /// The file that the memory is a shared mapping of, where there is one.
+    file: Option<FileOffset>,
+    /// True if memory that was never written is known to read as zero.
+    starts_zero: bool,
+    /// Keeps the mapping.
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the mapping belongs to no thread, and is accessed by raw copies that allow for concurrent
+// writers.
+unsafe impl Send for RamBlock {}
+// SAFETY: as for `Send`; no method changes the value itself.
+unsafe impl Sync for RamBlock {}
+
+impl RamBlock {
+    /// Maps `len` bytes (a positive multiple of 4096) of zeroed memory under `name` (1 to 255
+    /// bytes). No memory is allocated before it is touched, and none is reserved.
+    pub fn new(name: &str, len: usize, backing: Backing) -> Result<Self, MemError> {
+        check_shape(name, len)?;
+        let failed = |action| {
+            move |source: rustix::io::Errno| MemError::Kernel {
+                action,
+                block: name.to_owned(),
+                len,
+                source: source.into(),
+            }
+        };
+        let file = match backing {
+            Backing::Private => None,
+            Backing::Shared => {
+                let fd = sealed_memfd(name, len).map_err(failed("create the memfd of"))?;
+                Some(FileOffset::new(File::from(fd), 0))
+            }
+        };
+        let fd = file.as_ref().map(|f| f.file().as_fd());
+        let mapping = Mapping::new(len, fd).map_err(failed("map"))?;
+        mapping.advise();
+        Ok(Self {
+            name: name.to_owned(),
+            addr: mapping.addr,
+            len,
+            backing,
+            file,
+            starts_zero: true,
+            _owner: Arc::new(mapping),
+        })
+    }
+
+    /// A block over memory that a vm-memory region maps; the region lives as long as the block.
+    pub fn from_region<B>(name: &str, region: Arc<MmapRegion<B>>) -> Result<Self, MemError>
+    where
+        B: Bitmap + Send + Sync + 'static,
+    {
+        let len = region.size();
+        check_shape(name, len)?;
+        let address = region.as_ptr();
+        let Some(addr) = NonNull::new(address).filter(|a| a.addr().get() % PAGE_SIZE == 0) else {
+            return Err(MemError::Address {
+                block: name.to_owned(),
+                address: address.addr(),
+            });
+        };
+        let prot = region.prot();
+        let needed = libc::PROT_READ | libc::PROT_WRITE;
+        if prot & needed != needed {
+            return Err(MemError::Protection {
+                block: name.to_owned(),
+                prot,
+            });
+        }
+        let shared = region.flags() & libc::MAP_SHARED != 0;
+        // A private mapping of a file reads as the file where it was never written.
+        let starts_zero = shared || region.flags() & libc::MAP_ANONYMOUS != 0;
+        Ok(Self {
+            name: name.to_owned(),
+            addr,
+            len,
+            backing: if shared {
+                Backing::Shared
+            } else {
+                Backing::Private
+            },
+            file: region.file_offset().filter(|_| shared).cloned(),
+            starts_zero,
+            _owner: region,
+        })
+    }
+
+    /// Name of the block, the same on both sides of a migration.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Bytes of the block.
+    #[allow(clippy::len_without_is_empty)] // a block has at least one page
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Pages of the block.
+    pub fn pages(&self) -> usize {
+        self.len / PAGE_SIZE
+    }
+
+    /// What is behind the mapping.
+    pub fn backing(&self) -> Backing {
+        self.backing
+    }
+
+    /// Address of the mapping in this process, for KVM's memory slots. Whoever dereferences it must
+    /// make no reference of it: the guest may write the bytes at any time.
+    pub fn host_addr(&self) -> *mut u8 {
+        self.addr.as_ptr()
+    }
+
+    /// The file behind a shared block, to hand to another process.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(|f| f.file().as_fd())
+    }
+
+    /// Where in [`fd`](Self::fd) the block starts, in bytes.
+    pub fn fd_offset(&self) -> u64 {
+        self.file.as_ref().map_or(0, FileOffset::start)
+    }
+
+    /// The whole block as vm-memory's slice, for loaders and device models written against it.
+    pub fn as_volatile_slice(&self) -> VolatileSlice<'_> {
+        // SAFETY: the mapping is valid for the slice's life, which borrows the block, and volatile
+        // slices hand out no references.
+        unsafe { VolatileSlice::new(self.host_addr(), self.len) }
+    }
+
+    /// `len` bytes from `offset` on.
+    pub fn run(&self, offset: usize, len: usize) -> Result<GuestRun<'_>, MemError> {
+        if offset > self.len || len > self.len - offset {
+            return Err(MemError::OutOfBounds {
+                block: self.name.clone(),
+                offset,
+                len,
+                block_len: self.len,
+            });
+        }
+        // SAFETY: the range is inside the mapping, which lives as long as the block is borrowed, and
+        // no references to it exist anywhere in this crate.
+        Ok(unsafe { GuestRun::new(self.host_addr().add(offset), len) })
+    }
+
+    /// Fills `to` from `offset` on.
+    pub fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), MemError> {
+        self.run(offset, to.len()).map(|run| run.copy_to(to))
+    }
+
+    /// Writes `from` at `offset`.
+    pub fn write(&self, offset: usize, from: &[u8]) -> Result<(), MemError> {
+        self.run(offset, from.len()).map(|run| run.copy_from(from))
+    }
+
+    /// Sets `len` bytes from `offset` on to zero.
+    pub fn zero(&self, offset: usize, len: usize) -> Result<(), MemError> {
+        self.run(offset, len).map(|run| run.fill_zero())
+    }
+
+    /// The native-endian word at `offset` (a multiple of 8), read in one piece, relaxed.
+    pub fn load_u64(&self, offset: usize) -> Result<u64, MemError> {
+        Ok(self.word(offset)?.load(Ordering::Relaxed))
+    }
+
+    /// Writes the native-endian word at `offset` (a multiple of 8) in one piece, relaxed.
+    pub fn store_u64(&self, offset: usize, value: u64) -> Result<(), MemError> {
+        self.word(offset)?.store(value, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn word(&self, offset: usize) -> Result<&AtomicU64, MemError> {
+        const ALIGN: usize = align_of::<AtomicU64>();
+        let run = self.run(offset, size_of::<u64>())?;
+        if !offset.is_multiple_of(ALIGN) {
+            return Err(MemError::Unaligned {
+                block: self.name.clone(),
+                offset,
+                align: ALIGN,
+            });
+        }
+        // SAFETY: the word is mapped as long as the block is borrowed, and aligned, as the mapping
+        // starts on a page. An atomic may be written by others.
+        Ok(unsafe { AtomicU64::from_ptr(run.as_ptr().cast()) })
+    }
+
+    /// True if every byte of page `page` was zero when it was looked at; false past the end.
+    pub fn page_is_zero(&self, page: usize) -> bool {
+        page.checked_mul(PAGE_SIZE)
+            .and_then(|offset| self.run(offset, PAGE_SIZE).ok())
+            .is_some_and(|run| run.is_zero())
+    }
+
+    /// Asks the kernel which of `pages` pages from `first_page` on were never written, so that they
+    /// are zero without a look. Bit `i` of `out` (the lowest of `out[0]` is `first_page`) is set for
+    /// those; bits past `pages` are cleared. False if the kernel cannot tell; all bits are clear then.
+    ///
+    /// A set bit is as good as a look at the page at that moment, no more: the caller must have
+    /// cleared the page's dirty bit before it asks, so that a write after the answer marks the page
+    /// again. A clear bit says nothing.
+    ///
+    /// # Errors
+    ///
+    /// If the pages are outside the block, or `out` has fewer bits than `pages`.
+    pub fn untouched(
+        &self,
+        first_page: usize,
+        pages: usize,
+        out: &mut [u64],
+    ) -> Result<bool, MemError> {
+        let run = self.run(
+            first_page.saturating_mul(PAGE_SIZE),
+            pages.saturating_mul(PAGE_SIZE),
+        )?;
+        let needed = pages.div_ceil(64);
+        if out.len() < needed {
+            return Err(MemError::AnswerTooShort {
+                pages,
+                needed,
+                got: out.len(),
+            });
+        }
+        let _ = run;
+        out.fill(0);
+        Ok(untouched::untouched(self, first_page, pages, out))
+    }
+
+    /// Allocates the memory of `len` bytes from `offset` on (whole pages) and changes none of it.
+    /// Several threads may populate parts of one block at once.
+    pub fn populate(&self, offset: usize, len: usize) -> Result<(), MemError> {
+        for value in [offset, len] {
+            if !value.is_multiple_of(PAGE_SIZE) {
+                return Err(MemError::Unaligned {
+                    block: self.name.clone(),
+                    offset: value,
+                    align: PAGE_SIZE,
+                });
+            }
+        }
+        populate::populate(self.run(offset, len)?).map_err(|source| MemError::Kernel {
+            action: "populate",
+            block: self.name.clone(),
+            len,
+            source: source.into(),
+        })
+    }
+}
+
+/// One RAM block for each region of `memory`, in its order, named after the region's guest address
+/// (`ram@100000000`) so that equal layouts get equal names on both sides.
+pub fn ram_blocks_of<B>(memory: &GuestMemoryMmap<B>) -> Result<Vec<RamBlock>, MemError>
+where
+    B: Bitmap + Send + Sync + 'static,
+{
+    memory
+        .iter()
+        .map(|region| {
+            let name = format!("ram@{:x}", region.start_addr().raw_value());
+            RamBlock::from_region(&name, region.get_mmap())
+        })
+        .collect()
+}
+
+fn check_shape(name: &str, len: usize) -> Result<(), MemError> {
+    if !(1..=NAME_MAX).contains(&name.len()) {
+        return Err(MemError::Name { got: name.len() });
+    }
+    if len == 0 || !len.is_multiple_of(PAGE_SIZE) {
+        return Err(MemError::Length {
+            block: name.to_owned(),
+            got: len,
+        });
+    }
+    Ok(())
+}
+
+/// A memfd of `len` bytes that nobody, with whomever it is shared, can make shorter: access past the
+/// end of a file is a SIGBUS.
+fn sealed_memfd(name: &str, len: usize) -> rustix::io::Result<OwnedFd> {
+    let size = u64::try_from(len).map_err(|_| rustix::io::Errno::FBIG)?;
+    // The kernel takes 249 bytes and no NUL; the name is only seen in /proc.
+    let label: String = name.chars().filter(|c| *c != '\0').take(60).collect();
+    let fd = memfd_create(label, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    ftruncate(&fd, size)?;
+    fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(fd)
+}
+
+/// A mapping aligned to huge pages, unmapped on drop.
+#[derive(Debug)]
+struct Mapping {
+    addr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping belongs to no thread.
+unsafe impl Send for Mapping {}
+// SAFETY: a shared reference gives no access to the memory.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes, of `file` or anonymous.
+    ///
+    /// vm-memory cannot map at an address of one's choice, hence this type: address space is
+    /// reserved first, with room to align, and the memory mapped over the middle of it.
+    fn new(len: usize, file: Option<BorrowedFd<'_>>) -> rustix::io::Result<Self> {
+        let room = len.checked_add(HUGE_PAGE).ok_or(rustix::io::Errno::NOMEM)?;
+        let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let start =
+            unsafe { mmap_anonymous(ptr::null_mut(), room, ProtFlags::empty(), reserve) }?.cast();
+        let reserved = Mapping {
+            addr: NonNull::new(start).ok_or(rustix::io::Errno::NOMEM)?,
+            len: room,
+        };
+        let lead = start.addr().next_multiple_of(HUGE_PAGE) - start.addr();
+        // SAFETY: at most HUGE_PAGE - 1 of the room is skipped.
+        let at: *mut u8 = unsafe { start.add(lead) };
+        let rw = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::FIXED | MapFlags::NORESERVE;
+        // SAFETY: the target lies in the reservation, which is ours alone.
+        unsafe {
+            match file {
+                None => mmap_anonymous(at.cast(), len, rw, flags | MapFlags::PRIVATE)?,
+                Some(fd) => mmap(at.cast(), len, rw, flags | MapFlags::SHARED, fd, 0)?,
+            }
+        };
+        std::mem::forget(reserved);
+        let addr = NonNull::new(at).ok_or(rustix::io::Errno::NOMEM)?;
+        for (edge, edge_len) in [(start, lead), (at.wrapping_add(len), room - lead - len)] {
+            if edge_len != 0 {
+                // SAFETY: the edges of the reservation are ours, and hold nothing. Should it fail
+                // they stay reserved, which costs address space only.
+                let _ = unsafe { munmap(edge.cast(), edge_len) };
+            }
+        }
+        Ok(Self { addr, len })
+    }
+
+    /// Gives the kernel the hints that QEMU gives for guest RAM.
+    fn advise(&self) {
+        // Huge pages: fewer faults and TLB misses. Not in a child: between fork and exec the whole
+        // guest would be copied on write, and a page spliced to a socket could be left to the child.
+        for advice in [Advice::LinuxHugepage, Advice::LinuxDontFork] {
+            // A kernel without huge pages refuses, and nothing but speed depends on either hint.
+            // SAFETY: the range is our own mapping, and no byte of it changes.
+            let _ = unsafe { madvise(self.addr.as_ptr().cast(), self.len, advice) };
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // Fails only for a range that is no mapping's.
+        // SAFETY: the mapping is ours, and all that borrow from it have gone.
+        let _ = unsafe { munmap(self.addr.as_ptr().cast(), self.len) };
+    }
+}
