@@ -1,1 +1,33 @@
-//! The main channel.
+//! The main channel: everything but the pages that travel on multifd channels.
+//!
+//! ```text
+//! header  configuration  [commands]
+//! START ram: block list, [flush], EOS                          footer
+//! PART  ram: page records, [flush], EOS                        footer   any number of times
+//! [SWITCHOVER_START]
+//! END   ram: page records, EOS                                 footer
+//! FULL  device: payload                                        footer   one a device
+//! EOF  VM description
+//! ```
+//!
+//! [`MainDecoder`] reads this order and no other: START of `ram` once, PART only between it and END,
+//! EOF only after END. Early FULL sections may precede END. [`MainEncoder`] writes it.
+//!
+//! Of QEMU's format this leaves out postcopy, COLO, mapped-ram, RDMA and iterable devices other than
+//! `ram`; each ends in an error that names it.
+
+mod command;
+mod configuration;
+mod decode;
+mod description;
+mod encode;
+mod ram;
+mod section;
+
+pub use command::Command;
+pub use configuration::{Configuration, FILE_HEADER, MACHINE_PAGE_BITS};
+pub use decode::{MainDecoder, MainEvent, Step};
+pub use description::{DeviceLengths, VmDescription};
+pub use encode::MainEncoder;
+pub use ram::PageContent;
+pub use section::SectionKind;

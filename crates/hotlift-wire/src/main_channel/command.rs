@@ -1,0 +1,103 @@
+//! Commands: be16 id, be16 payload length, payload; no footer.
+
+use super::section::COMMAND;
+use crate::{Reader, WireError};
+
+const OPEN_RETURN_PATH: u16 = 1;
+const PING: u16 = 2;
+const POSTCOPY_ADVISE: u16 = 3;
+const SWITCHOVER_START: u16 = 11;
+
+/// A command of a precopy stream (`MIG_CMD_*`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Command {
+    /// The destination may talk back on this socket from now on.
+    OpenReturnPath,
+    /// The destination answers PONG with the same value.
+    Ping(u32),
+    /// Postcopy may follow (capability `postcopy-ram` is on).
+    PostcopyAdvise {
+        /// All host page sizes of the RAM blocks, ORed, and the target's page size, in bytes; absent
+        /// if only bitmaps may migrate that way.
+        page_sizes: Option<(u64, u64)>,
+    },
+    /// The source has stopped its vCPUs and sends the rest (QEMU 10.0, machine types from 10.0).
+    SwitchoverStart,
+}
+
+impl Command {
+    /// Appends the command, section type byte included.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.push(COMMAND);
+        let mut put = |id: u16, length: u16| {
+            out.extend_from_slice(&id.to_be_bytes());
+            out.extend_from_slice(&length.to_be_bytes());
+        };
+        match *self {
+            Self::OpenReturnPath => put(OPEN_RETURN_PATH, 0),
+            Self::Ping(value) => {
+                put(PING, 4);
+                out.extend_from_slice(&value.to_be_bytes());
+            }
+            Self::PostcopyAdvise { page_sizes: None } => put(POSTCOPY_ADVISE, 0),
+            Self::PostcopyAdvise {
+                page_sizes: Some((host, target)),
+            } => {
+                put(POSTCOPY_ADVISE, 16);
+                out.extend_from_slice(&host.to_be_bytes());
+                out.extend_from_slice(&target.to_be_bytes());
+            }
+            Self::SwitchoverStart => put(SWITCHOVER_START, 0),
+        }
+    }
+
+    /// Reads a command behind its section type byte.
+    ///
+    /// # Errors
+    ///
+    /// [`WireError::Unsupported`] for commands that leave precopy, [`WireError::Unknown`] for ids
+    /// that QEMU does not have, [`WireError::Mismatch`] for a length that is not the command's.
+    pub fn decode(reader: &mut Reader<'_>) -> Result<Self, WireError> {
+        let id = reader.be16("command")?;
+        let length = reader.be16("length of a command")?;
+        let fixed = |expected: u16| {
+            if length == expected {
+                return Ok(());
+            }
+            Err(WireError::Mismatch {
+                what: "length of a command",
+                expected: u64::from(expected),
+                got: u64::from(length),
+            })
+        };
+        let unsupported = |what| Err(WireError::Unsupported { what });
+        match id {
+            OPEN_RETURN_PATH => fixed(0).map(|()| Self::OpenReturnPath),
+            PING => {
+                fixed(4)?;
+                Ok(Self::Ping(reader.be32("PING")?))
+            }
+            POSTCOPY_ADVISE if length == 0 => Ok(Self::PostcopyAdvise { page_sizes: None }),
+            POSTCOPY_ADVISE => {
+                fixed(16)?;
+                let host = reader.be64("POSTCOPY_ADVISE")?;
+                let target = reader.be64("POSTCOPY_ADVISE")?;
+                Ok(Self::PostcopyAdvise {
+                    page_sizes: Some((host, target)),
+                })
+            }
+            SWITCHOVER_START => fixed(0).map(|()| Self::SwitchoverStart),
+            4 => unsupported("command POSTCOPY_LISTEN"),
+            5 => unsupported("command POSTCOPY_RUN"),
+            6 => unsupported("command POSTCOPY_RAM_DISCARD"),
+            7 => unsupported("command PACKAGED"),
+            8 => unsupported("command ENABLE_COLO"),
+            9 => unsupported("command POSTCOPY_RESUME"),
+            10 => unsupported("command RECV_BITMAP"),
+            _ => Err(WireError::Unknown {
+                what: "command",
+                got: u64::from(id),
+            }),
+        }
+    }
+}

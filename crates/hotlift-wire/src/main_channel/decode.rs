@@ -1,0 +1,425 @@
+//! The main channel, pulled event by event out of a growing buffer.
+
+use super::command::Command;
+use super::configuration::{self, Configuration, MACHINE_PAGE_BITS};
+use super::description::DeviceLengths;
+use super::ram::{self, PageContent, RAM_VERSION, RamRecord, RamRecords};
+use super::section::{self, SectionHeader, SectionKind};
+use crate::block::RamBlockEntry;
+use crate::reader::as_u64;
+use crate::{Reader, WireError, limits};
+
+/// The one capability in the configuration that changes what is read here.
+const IGNORE_SHARED: &str = "x-ignore-shared";
+
+/// What [`MainDecoder::next`] made of its input.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Step<'a> {
+    /// The next event needs at least so many bytes (never 0) behind those given. The decoder has
+    /// not moved: append, and call again with input from the same position on.
+    Need(usize),
+    /// One event, made of the first `consumed` bytes of the input; the next call's input starts
+    /// behind them. `consumed` is 0 only for an empty [`MainEvent::DevicePayload`].
+    Event {
+        /// What was read.
+        event: MainEvent<'a>,
+        /// Bytes that it took.
+        consumed: usize,
+    },
+}
+
+/// One thing that a source says on the main channel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MainEvent<'a> {
+    /// Magic and version of the stream.
+    Header,
+    /// The source's machine.
+    Configuration(Configuration),
+    /// A command.
+    Command(Command),
+    /// A section begins. `idstr`, instance and version of PART and END are those of their START.
+    SectionStart {
+        /// Which kind.
+        kind: SectionKind,
+        /// The sender's number of the device.
+        id: u32,
+        /// Name of the device, `ram` for RAM.
+        idstr: &'a str,
+        /// Tells devices of one name apart.
+        instance_id: u32,
+        /// Version of the payload's layout.
+        version_id: u32,
+    },
+    /// The RAM blocks, in the sender's order, with distinct names and lengths that sum up.
+    RamBlocks(Vec<RamBlockEntry>),
+    /// A page.
+    RamPage {
+        /// Index into the list of [`MainEvent::RamBlocks`].
+        block: usize,
+        /// Byte offset in the block: page-aligned, the whole page inside.
+        offset: u64,
+        /// What is in it.
+        content: PageContent<'a>,
+    },
+    /// A mark that pairs with the next SYNC of every multifd channel (machine types from 8.1).
+    MultifdFlush,
+    /// No more RAM records in this section. With machine types up to 8.0 and multifd this pairs
+    /// with a SYNC, too.
+    RamEos,
+    /// A device's payload; with [`DeviceLengths::LengthPrefixed`] without its length.
+    DevicePayload(&'a [u8]),
+    /// A section has ended.
+    SectionFooter,
+    /// All sections have ended. Only a [`MainEvent::VmDescription`] may follow, and need not.
+    Eof,
+    /// The JSON text that describes the devices.
+    VmDescription(&'a [u8]),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    FileHeader,
+    Configuration,
+    Between,
+    BlockList { id: u32 },
+    RamRecords { id: u32 },
+    Device { id: u32, payload: Payload },
+    Footer { id: u32 },
+    Description,
+    End,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Payload {
+    Prefixed,
+    Known(usize),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ram {
+    Awaited,
+    Open { id: u32, instance_id: u32 },
+    Ended,
+}
+
+#[derive(Debug)]
+struct KnownSection {
+    id: u32,
+    idstr: String,
+    instance_id: u32,
+}
+
+/// Reads a main channel from its first byte to its last.
+///
+/// The caller owns the buffer and the socket. Between calls the decoder keeps the RAM blocks, the
+/// sections seen and the RAM block named last; an event borrows from the input alone. After an error
+/// the stream cannot be read any further.
+#[derive(Debug)]
+pub struct MainDecoder {
+    state: State,
+    lengths: DeviceLengths,
+    with_addresses: bool,
+    ram: Ram,
+    records: RamRecords,
+    sections: Vec<KnownSection>,
+}
+
+/// What reading one event came to: the event, and the state behind it.
+type Parsed<'a> = Result<(MainEvent<'a>, State), WireError>;
+
+impl MainDecoder {
+    /// A decoder at the start of a stream whose device payloads have these `lengths`.
+    pub fn new(lengths: DeviceLengths) -> Self {
+        Self {
+            state: State::FileHeader,
+            lengths,
+            with_addresses: false,
+            ram: Ram::Awaited,
+            records: RamRecords::default(),
+            sections: Vec::new(),
+        }
+    }
+
+    /// The RAM blocks; empty before [`MainEvent::RamBlocks`].
+    pub fn blocks(&self) -> &[RamBlockEntry] {
+        &self.records.blocks
+    }
+
+    /// Reads the next event from `input`, which starts where the last event ended. No event needs
+    /// more than [`limits::MAIN_RECORD`] bytes.
+    ///
+    /// # Errors
+    ///
+    /// Every [`WireError`] but `Truncated`, which becomes [`Step::Need`].
+    pub fn next<'a>(&mut self, input: &'a [u8]) -> Result<Step<'a>, WireError> {
+        let mut reader = Reader::new(input);
+        match self.read(&mut reader) {
+            Ok((event, state)) => {
+                self.state = state;
+                Ok(Step::Event {
+                    event,
+                    consumed: reader.position(),
+                })
+            }
+            Err(WireError::Truncated { needed, .. }) => Ok(Step::Need(needed)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Checks that the stream may end here, with no input left: behind EOF or the VM description.
+    pub fn finish(&self) -> Result<(), WireError> {
+        match self.state {
+            State::Description | State::End => Ok(()),
+            _ => Err(WireError::Truncated {
+                what: "main channel",
+                needed: 1,
+            }),
+        }
+    }
+
+    // A reader runs to the end of its record before anything in `self` changes, so that a record
+    // that is not whole yet leaves no trace.
+    fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {
+        match self.state {
+            State::FileHeader => {
+                configuration::read_file_header(reader)?;
+                Ok((MainEvent::Header, State::Configuration))
+            }
+            State::Configuration => self.read_configuration(reader),
+            State::Between => self.read_section_type(reader),
+            State::BlockList { id } => {
+                let blocks = ram::read_block_list(reader, self.with_addresses)?;
+                self.records = RamRecords::new(blocks.clone());
+                Ok((MainEvent::RamBlocks(blocks), State::RamRecords { id }))
+            }
+            State::RamRecords { id } => Ok(match self.records.read(reader)? {
+                RamRecord::Eos => (MainEvent::RamEos, State::Footer { id }),
+                RamRecord::MultifdFlush => (MainEvent::MultifdFlush, self.state),
+                RamRecord::Page {
+                    block,
+                    offset,
+                    content,
+                } => {
+                    let page = MainEvent::RamPage {
+                        block,
+                        offset,
+                        content,
+                    };
+                    (page, self.state)
+                }
+            }),
+            State::Device { id, payload } => {
+                let length = match payload {
+                    Payload::Known(length) => length,
+                    Payload::Prefixed => {
+                        reader.length(limits::DEVICE_PAYLOAD, "length of a device payload")?
+                    }
+                };
+                let payload = reader.take(length, "device payload")?;
+                Ok((MainEvent::DevicePayload(payload), State::Footer { id }))
+            }
+            State::Footer { id } => {
+                section::read_footer(reader, id)?;
+                Ok((MainEvent::SectionFooter, State::Between))
+            }
+            State::Description => read_description(reader),
+            State::End => match reader.remaining() {
+                0 => Err(WireError::Truncated {
+                    what: "main channel",
+                    needed: 1,
+                }),
+                extra => Err(WireError::Trailing {
+                    what: "main channel",
+                    extra,
+                }),
+            },
+        }
+    }
+
+    fn read_configuration<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {
+        let configuration = Configuration::decode(reader)?;
+        if let Some(bits) = configuration.page_bits
+            && bits != MACHINE_PAGE_BITS
+        {
+            return Err(WireError::Mismatch {
+                what: "target page bits",
+                expected: u64::from(MACHINE_PAGE_BITS),
+                got: u64::from(bits),
+            });
+        }
+        if configuration
+            .capabilities
+            .iter()
+            .any(|name| name != IGNORE_SHARED)
+        {
+            return Err(WireError::Unsupported {
+                what: "a stream with capability mapped-ram or an unknown one",
+            });
+        }
+        self.with_addresses = !configuration.capabilities.is_empty();
+        Ok((MainEvent::Configuration(configuration), State::Between))
+    }
+
+    fn read_section_type<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {
+        let misplaced = |got| {
+            Err(WireError::OutOfOrder {
+                got,
+                expected: "a section, command or EOF",
+            })
+        };
+        match reader.u8("section type")? {
+            section::START => self.read_ram_start(reader),
+            section::PART => self.read_ram_again(SectionKind::Part, reader),
+            section::END => self.read_ram_again(SectionKind::End, reader),
+            section::FULL => self.read_device_start(reader),
+            section::COMMAND => {
+                let command = Command::decode(reader)?;
+                Ok((MainEvent::Command(command), State::Between))
+            }
+            section::EOF if self.ram == Ram::Ended => Ok((MainEvent::Eof, State::Description)),
+            section::EOF => Err(WireError::OutOfOrder {
+                got: "EOF",
+                expected: "the END section of ram",
+            }),
+            section::SUBSECTION => misplaced("a subsection"),
+            section::VM_DESCRIPTION => misplaced("the VM description"),
+            section::CONFIGURATION => misplaced("a second configuration"),
+            section::FOOTER => misplaced("a footer"),
+            unknown => Err(WireError::Unknown {
+                what: "section type",
+                got: u64::from(unknown),
+            }),
+        }
+    }
+
+    fn read_ram_start<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {
+        let header = SectionHeader::decode(reader)?;
+        if header.idstr != "ram" {
+            return Err(WireError::UnknownDevice {
+                idstr: header.idstr.to_owned(),
+                instance_id: header.instance_id,
+            });
+        }
+        if header.version_id != RAM_VERSION {
+            return Err(WireError::Mismatch {
+                what: "version of ram",
+                expected: u64::from(RAM_VERSION),
+                got: u64::from(header.version_id),
+            });
+        }
+        self.remember(&header)?;
+        if self.ram != Ram::Awaited {
+            return Err(WireError::OutOfOrder {
+                got: "a second START section of ram",
+                expected: "a PART or END section",
+            });
+        }
+        self.ram = Ram::Open {
+            id: header.id,
+            instance_id: header.instance_id,
+        };
+        let start = section_start(SectionKind::Start, &header);
+        Ok((start, State::BlockList { id: header.id }))
+    }
+
+    fn read_ram_again<'a>(&mut self, kind: SectionKind, reader: &mut Reader<'a>) -> Parsed<'a> {
+        let got = reader.be32("section id")?;
+        let (id, instance_id) = match self.ram {
+            Ram::Open { id, instance_id } if id == got => (id, instance_id),
+            _ => return Err(WireError::UnknownSectionId { id: got }),
+        };
+        if kind == SectionKind::End {
+            self.ram = Ram::Ended;
+        }
+        let header = SectionHeader {
+            id,
+            idstr: "ram",
+            instance_id,
+            version_id: RAM_VERSION,
+        };
+        Ok((section_start(kind, &header), State::RamRecords { id }))
+    }
+
+    fn read_device_start<'a>(&mut self, reader: &mut Reader<'a>) -> Parsed<'a> {
+        let header = SectionHeader::decode(reader)?;
+        let payload = match &self.lengths {
+            DeviceLengths::LengthPrefixed => Payload::Prefixed,
+            DeviceLengths::Description(description) => {
+                let length = description
+                    .payload_len(header.idstr, header.instance_id)
+                    .ok_or_else(|| WireError::UnknownDevice {
+                        idstr: header.idstr.to_owned(),
+                        instance_id: header.instance_id,
+                    })?;
+                let fitting = usize::try_from(length)
+                    .ok()
+                    .filter(|&length| length <= limits::DEVICE_PAYLOAD);
+                Payload::Known(fitting.ok_or(WireError::OverLimit {
+                    what: "length of a device payload",
+                    limit: as_u64(limits::DEVICE_PAYLOAD),
+                    got: length,
+                })?)
+            }
+        };
+        self.remember(&header)?;
+        let start = section_start(SectionKind::Full, &header);
+        Ok((
+            start,
+            State::Device {
+                id: header.id,
+                payload,
+            },
+        ))
+    }
+
+    fn remember(&mut self, header: &SectionHeader<'_>) -> Result<(), WireError> {
+        if self.sections.len() == limits::SECTIONS {
+            return Err(WireError::OverLimit {
+                what: "number of sections",
+                limit: as_u64(limits::SECTIONS),
+                got: as_u64(limits::SECTIONS) + 1,
+            });
+        }
+        let repeats = |known: &KnownSection| {
+            known.id == header.id
+                || (known.instance_id == header.instance_id && known.idstr == header.idstr)
+        };
+        if self.sections.iter().any(repeats) {
+            return Err(WireError::DuplicateSection {
+                id: header.id,
+                idstr: header.idstr.to_owned(),
+                instance_id: header.instance_id,
+            });
+        }
+        self.sections.push(KnownSection {
+            id: header.id,
+            idstr: header.idstr.to_owned(),
+            instance_id: header.instance_id,
+        });
+        Ok(())
+    }
+}
+
+fn section_start<'a>(kind: SectionKind, header: &SectionHeader<'a>) -> MainEvent<'a> {
+    MainEvent::SectionStart {
+        kind,
+        id: header.id,
+        idstr: header.idstr,
+        instance_id: header.instance_id,
+        version_id: header.version_id,
+    }
+}
+
+fn read_description<'a>(reader: &mut Reader<'a>) -> Parsed<'a> {
+    let marker = reader.u8("VM description")?;
+    if marker != section::VM_DESCRIPTION {
+        return Err(WireError::Mismatch {
+            what: "marker of the VM description",
+            expected: u64::from(section::VM_DESCRIPTION),
+            got: u64::from(marker),
+        });
+    }
+    let length = reader.length(limits::VM_DESCRIPTION, "length of the VM description")?;
+    let text = reader.take(length, "VM description")?;
+    Ok((MainEvent::VmDescription(text), State::End))
+}

@@ -1,0 +1,208 @@
+//! The VM description: the JSON text behind EOF that says how long each device's payload was.
+//!
+//! A device's payload length is the sum over its fields of size × array length, and for each
+//! subsection 2 + length of its name + 4 + its own sum. Nested structs are covered by the size of
+//! the field that holds them. This agrees with every FULL section of the recorded streams.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, Deserializer, Error, SeqAccess, Visitor};
+
+use super::section::{EOF, VM_DESCRIPTION};
+use crate::reader::as_u64;
+use crate::{Reader, WireError, limits};
+
+/// How a decoder knows where a device's payload ends; the stream itself does not say.
+#[derive(Debug, Clone)]
+pub enum DeviceLengths {
+    /// Every payload is a be32 length and that many bytes, as [`MainEncoder`](super::MainEncoder)
+    /// writes them.
+    LengthPrefixed,
+    /// Lengths from the description of this very stream, which was recorded before.
+    Description(VmDescription),
+}
+
+/// Payload lengths by device.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct VmDescription {
+    lengths: HashMap<(String, u32), u64>,
+}
+
+impl VmDescription {
+    /// Reads a description, at most [`limits::VM_DESCRIPTION`] bytes of JSON with at most
+    /// [`limits::SECTIONS`] devices.
+    pub fn parse(json: &[u8]) -> Result<Self, WireError> {
+        if json.len() > limits::VM_DESCRIPTION {
+            return Err(WireError::OverLimit {
+                what: "length of the VM description",
+                limit: as_u64(limits::VM_DESCRIPTION),
+                got: as_u64(json.len()),
+            });
+        }
+        let top: Top =
+            serde_json::from_slice(json).map_err(|source| WireError::Description { source })?;
+        Ok(Self {
+            lengths: top.devices.0,
+        })
+    }
+
+    /// The JSON text at the end of a recorded stream, if it ends in one.
+    ///
+    /// Looked for from behind, since the sections before it cannot be read without it: the text
+    /// starts where EOF, the record's type and a length that reaches exactly to the end meet.
+    pub fn find(recorded: &[u8]) -> Option<&[u8]> {
+        const HEAD: usize = 6;
+        let furthest = recorded.len().saturating_sub(HEAD + limits::VM_DESCRIPTION);
+        (furthest..recorded.len().saturating_sub(HEAD))
+            .rev()
+            .find_map(|at| {
+                let mut reader = Reader::new(&recorded[at..]);
+                let mark = *reader.array::<2>("VM description").ok()?;
+                let length = reader.be32("VM description").ok()?;
+                let text = &recorded[at + HEAD..];
+                let whole = u64::from(length) == as_u64(text.len());
+                (mark == [EOF, VM_DESCRIPTION] && whole && text.first() == Some(&b'{'))
+                    .then_some(text)
+            })
+    }
+
+    /// Payload length in bytes of the device `idstr` with `instance_id`, if it is described.
+    pub fn payload_len(&self, idstr: &str, instance_id: u32) -> Option<u64> {
+        self.lengths.get(&(idstr.to_owned(), instance_id)).copied()
+    }
+
+    /// Number of devices described.
+    pub fn devices(&self) -> usize {
+        self.lengths.len()
+    }
+}
+
+// The text is from a peer: all that is kept of it are names and sums, made while it is read, so a
+// text full of empty objects cannot grow into many times its own size.
+
+#[derive(Deserialize)]
+struct Top {
+    devices: Devices,
+}
+
+struct Devices(HashMap<(String, u32), u64>);
+
+#[derive(Deserialize)]
+struct Device {
+    name: String,
+    #[serde(default)]
+    instance_id: u32,
+    #[serde(default)]
+    fields: Sum<Field>,
+    #[serde(default)]
+    subsections: Sum<Subsection>,
+}
+
+#[derive(Deserialize)]
+struct Field {
+    size: u64,
+    array_len: Option<u64>,
+}
+
+#[derive(Deserialize)]
+struct Subsection {
+    vmsd_name: String,
+    #[serde(default)]
+    fields: Sum<Field>,
+    #[serde(default)]
+    subsections: Sum<Subsection>,
+}
+
+/// Bytes that an item of the description stands for; `None` if more than 64 bits count.
+trait WireLength {
+    fn wire_length(&self) -> Option<u64>;
+}
+
+impl WireLength for Field {
+    fn wire_length(&self) -> Option<u64> {
+        self.size.checked_mul(self.array_len.unwrap_or(1))
+    }
+}
+
+impl WireLength for Subsection {
+    fn wire_length(&self) -> Option<u64> {
+        // 0x05, the name with its length byte, be32 version.
+        let head = as_u64(self.vmsd_name.len()).checked_add(2 + 4)?;
+        head.checked_add(self.fields.bytes)?
+            .checked_add(self.subsections.bytes)
+    }
+}
+
+/// An array of which only the summed length is kept.
+struct Sum<T> {
+    bytes: u64,
+    items: PhantomData<T>,
+}
+
+impl<T> Default for Sum<T> {
+    fn default() -> Self {
+        Self {
+            bytes: 0,
+            items: PhantomData,
+        }
+    }
+}
+
+impl<'de, T: WireLength + DeserializeOwned> Deserialize<'de> for Sum<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(Self::default())
+    }
+}
+
+impl<'de, T: WireLength + DeserializeOwned> Visitor<'de> for Sum<T> {
+    type Value = Self;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("an array")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut array: A) -> Result<Self, A::Error> {
+        while let Some(item) = array.next_element::<T>()? {
+            self.bytes = item
+                .wire_length()
+                .and_then(|length| self.bytes.checked_add(length))
+                .ok_or_else(|| A::Error::custom("lengths exceed 64 bits"))?;
+        }
+        Ok(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Devices {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(Self(HashMap::new()))
+    }
+}
+
+impl<'de> Visitor<'de> for Devices {
+    type Value = Self;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("an array of devices")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut array: A) -> Result<Self, A::Error> {
+        while let Some(device) = array.next_element::<Device>()? {
+            if self.0.len() == limits::SECTIONS {
+                return Err(A::Error::custom("too many devices"));
+            }
+            let length = device
+                .fields
+                .bytes
+                .checked_add(device.subsections.bytes)
+                .ok_or_else(|| A::Error::custom("lengths exceed 64 bits"))?;
+            let repeated = self.0.insert((device.name, device.instance_id), length);
+            if repeated.is_some() {
+                return Err(A::Error::custom("a device is described twice"));
+            }
+        }
+        Ok(self)
+    }
+}

@@ -1,0 +1,304 @@
+//! The payload of `ram` sections: the block list, then page records up to EOS.
+//!
+//! A record starts with a be64 whose low bits are flags and whose rest is a byte offset in a block.
+//! Block and CONTINUE state live in [`RamRecords`], across sections, as in QEMU.
+
+use crate::block::{self, RamBlockEntry};
+use crate::reader::{as_u64, put_counted_string};
+use crate::{PAGE_SIZE, Reader, WireError, limits};
+
+/// Version of the `ram` sections; QEMU refuses any other.
+pub(super) const RAM_VERSION: u32 = 4;
+
+const ZERO: u64 = 0x002;
+const MEM_SIZE: u64 = 0x004;
+const PAGE: u64 = 0x008;
+const EOS: u64 = 0x010;
+const CONTINUE: u64 = 0x020;
+const XBZRLE: u64 = 0x040;
+const HOOK: u64 = 0x080;
+const COMPRESS_PAGE: u64 = 0x100;
+const MULTIFD_FLUSH: u64 = 0x200;
+
+/// The low bits of a record's first word that are not offset.
+const FLAG_MASK: u64 = 0xfff;
+
+/// First byte of a delta (`ENCODING_FLAG_XBZRLE`).
+const ENCODING_XBZRLE: u8 = 1;
+
+/// What a page record says of its page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PageContent<'a> {
+    /// All bytes are zero.
+    Zero,
+    /// The bytes themselves.
+    Normal(&'a [u8; PAGE_SIZE]),
+    /// An XBZRLE delta against the page that the destination has, 2 to 4096 bytes, not decoded.
+    Xbzrle(&'a [u8]),
+    /// One complete zlib stream (capability `compress`, QEMU up to 9.0), 1 to 4109 bytes, not
+    /// decoded.
+    Compressed(&'a [u8]),
+}
+
+/// A record behind the block list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum RamRecord<'a> {
+    Page {
+        block: usize,
+        offset: u64,
+        content: PageContent<'a>,
+    },
+    MultifdFlush,
+    Eos,
+}
+
+/// Reads the block list that opens the START section.
+pub(super) fn read_block_list(
+    reader: &mut Reader<'_>,
+    with_addresses: bool,
+) -> Result<Vec<RamBlockEntry>, WireError> {
+    // The list is read twice, so that a list that trickles in is not copied at every attempt.
+    let mut names = reader.clone();
+    walk_block_list(&mut names, with_addresses, |_| Ok(()))?;
+
+    let mut blocks: Vec<RamBlockEntry> = Vec::new();
+    walk_block_list(reader, with_addresses, |block| {
+        if blocks.iter().any(|earlier| earlier.name == block.name) {
+            return Err(WireError::DuplicateBlock {
+                block: block.name.to_owned(),
+            });
+        }
+        blocks.push(RamBlockEntry {
+            name: block.name.to_owned(),
+            used_length: block.used_length,
+            guest_address: block.guest_address,
+        });
+        Ok(())
+    })?;
+    Ok(blocks)
+}
+
+struct ListedBlock<'a> {
+    name: &'a str,
+    used_length: u64,
+    guest_address: Option<u64>,
+}
+
+/// Calls `each` for the listed blocks. Each length is held against what is left of the total: QEMU
+/// subtracts until it is zero and wraps around if the lengths do not sum up.
+fn walk_block_list<'a>(
+    reader: &mut Reader<'a>,
+    with_addresses: bool,
+    mut each: impl FnMut(ListedBlock<'a>) -> Result<(), WireError>,
+) -> Result<(), WireError> {
+    let first = reader.be64("RAM block list")?;
+    if first & FLAG_MASK != MEM_SIZE {
+        return Err(WireError::Mismatch {
+            what: "flags of the RAM block list",
+            expected: MEM_SIZE,
+            got: first & FLAG_MASK,
+        });
+    }
+    let mut remaining = first & !FLAG_MASK;
+    let mut count = 0;
+    while remaining > 0 {
+        count += 1;
+        if count > limits::RAM_BLOCKS {
+            return Err(WireError::OverLimit {
+                what: "number of RAM blocks",
+                limit: as_u64(limits::RAM_BLOCKS),
+                got: as_u64(count),
+            });
+        }
+        let name = reader.counted_string("RAM block name")?;
+        let used_length = reader.be64("RAM block length")?;
+        let guest_address = match with_addresses {
+            true => Some(reader.be64("RAM block address")?),
+            false => None,
+        };
+        let left = remaining.checked_sub(used_length);
+        remaining = match left {
+            Some(left) if used_length > 0 && used_length & FLAG_MASK == 0 => left,
+            _ => {
+                return Err(WireError::BadBlockLength {
+                    block: name.to_owned(),
+                    length: used_length,
+                    remaining,
+                });
+            }
+        };
+        each(ListedBlock {
+            name,
+            used_length,
+            guest_address,
+        })?;
+    }
+    Ok(())
+}
+
+/// Appends the block list. Addresses are written for the blocks that have one: all or none must,
+/// and only with capability `x-ignore-shared`.
+pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Result<(), WireError> {
+    let mut total: u64 = 0;
+    for block in blocks {
+        let sum = total.checked_add(block.used_length);
+        total = match sum {
+            Some(sum) if block.used_length > 0 && block.used_length & FLAG_MASK == 0 => sum,
+            _ => {
+                return Err(WireError::BadBlockLength {
+                    block: block.name.clone(),
+                    length: block.used_length,
+                    remaining: u64::MAX - total,
+                });
+            }
+        };
+    }
+    out.extend_from_slice(&(total | MEM_SIZE).to_be_bytes());
+    for block in blocks {
+        put_counted_string(out, &block.name, "RAM block name")?;
+        out.extend_from_slice(&block.used_length.to_be_bytes());
+        if let Some(address) = block.guest_address {
+            out.extend_from_slice(&address.to_be_bytes());
+        }
+    }
+    Ok(())
+}
+
+/// The receiver's state over all RAM records: the blocks, and which one was named last.
+#[derive(Debug, Default)]
+pub(super) struct RamRecords {
+    pub(super) blocks: Vec<RamBlockEntry>,
+    current: Option<usize>,
+}
+
+impl RamRecords {
+    pub(super) fn new(blocks: Vec<RamBlockEntry>) -> Self {
+        Self {
+            blocks,
+            current: None,
+        }
+    }
+
+    /// Reads one record. Nothing changes unless the whole record is there and good.
+    pub(super) fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Result<RamRecord<'a>, WireError> {
+        let first = reader.be64("RAM record")?;
+        let (flags, offset) = (first & FLAG_MASK, first & !FLAG_MASK);
+        match flags & !CONTINUE {
+            ZERO | PAGE | XBZRLE | COMPRESS_PAGE => {}
+            EOS if first == EOS => return Ok(RamRecord::Eos),
+            MULTIFD_FLUSH if first == MULTIFD_FLUSH => return Ok(RamRecord::MultifdFlush),
+            MEM_SIZE => {
+                return Err(WireError::OutOfOrder {
+                    got: "a second RAM block list",
+                    expected: "a page record",
+                });
+            }
+            HOOK => {
+                return Err(WireError::Unsupported {
+                    what: "RDMA (RAM record HOOK)",
+                });
+            }
+            _ => {
+                return Err(WireError::Unknown {
+                    what: "RAM record",
+                    got: first,
+                });
+            }
+        }
+
+        let block = if flags & CONTINUE != 0 {
+            self.current.ok_or(WireError::NoCurrentBlock)?
+        } else {
+            let name = reader.counted_string("RAM block name of a page")?;
+            block::find(&self.blocks, name.as_bytes(), self.current.unwrap_or(0))?
+        };
+        self.blocks[block].check_page(offset, PAGE_SIZE)?;
+        let content = read_content(flags & !CONTINUE, reader)?;
+        self.current = Some(block);
+        Ok(RamRecord::Page {
+            block,
+            offset,
+            content,
+        })
+    }
+}
+
+fn read_content<'a>(kind: u64, reader: &mut Reader<'a>) -> Result<PageContent<'a>, WireError> {
+    let expect = |got: u8, expected: u8, what| {
+        if got == expected {
+            return Ok(());
+        }
+        Err(WireError::Mismatch {
+            what,
+            expected: u64::from(expected),
+            got: u64::from(got),
+        })
+    };
+    match kind {
+        ZERO => {
+            expect(reader.u8("zero page")?, 0, "fill byte of a zero page")?;
+            Ok(PageContent::Zero)
+        }
+        PAGE => Ok(PageContent::Normal(reader.array("page")?)),
+        XBZRLE => {
+            let encoding = reader.u8("XBZRLE page")?;
+            expect(encoding, ENCODING_XBZRLE, "encoding of an XBZRLE page")?;
+            let length = usize::from(reader.be16("length of an XBZRLE page")?);
+            if length < 2 {
+                return Err(WireError::Empty {
+                    what: "XBZRLE page",
+                });
+            }
+            if length > PAGE_SIZE {
+                return Err(WireError::OverLimit {
+                    what: "length of an XBZRLE page",
+                    limit: as_u64(PAGE_SIZE),
+                    got: as_u64(length),
+                });
+            }
+            Ok(PageContent::Xbzrle(reader.take(length, "XBZRLE page")?))
+        }
+        _ => {
+            let what = "compressed page";
+            let length = reader.length(limits::COMPRESSED_PAGE, what)?;
+            if length == 0 {
+                return Err(WireError::Empty { what });
+            }
+            Ok(PageContent::Compressed(reader.take(length, what)?))
+        }
+    }
+}
+
+/// Appends the head of a page record: the name only if the block is not the one named last.
+fn put_page_head(kind: u64, offset: u64, name: Option<&str>, out: &mut Vec<u8>) {
+    match name {
+        None => out.extend_from_slice(&(offset | kind | CONTINUE).to_be_bytes()),
+        Some(name) => {
+            out.extend_from_slice(&(offset | kind).to_be_bytes());
+            // Names were held against 255 bytes when the block list was written.
+            out.push(u8::try_from(name.len()).unwrap_or(u8::MAX));
+            out.extend_from_slice(name.as_bytes());
+        }
+    }
+}
+
+/// Appends a ZERO record.
+pub(super) fn put_zero_page(offset: u64, name: Option<&str>, out: &mut Vec<u8>) {
+    put_page_head(ZERO, offset, name, out);
+    out.push(0);
+}
+
+/// Appends the head of a PAGE record, to be followed by the page's bytes.
+pub(super) fn put_normal_page_head(offset: u64, name: Option<&str>, out: &mut Vec<u8>) {
+    put_page_head(PAGE, offset, name, out);
+}
+
+/// Appends a multifd flush.
+pub(super) fn put_flush(out: &mut Vec<u8>) {
+    out.extend_from_slice(&MULTIFD_FLUSH.to_be_bytes());
+}
+
+/// Appends the end of a section's records.
+pub(super) fn put_eos(out: &mut Vec<u8>) {
+    out.extend_from_slice(&EOS.to_be_bytes());
+}
