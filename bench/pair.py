@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Runs QEMU -> QEMU and Hotlift -> Hotlift on the same work in turn, and compares them.
+
+    bench/pair.py                           every case, 5 pairs
+    bench/pair.py --case none --pairs 9
+    bench/pair.py --only qemu
+    bench/pair.py --report FILE.jsonl...    only the table, from kept runs
+
+Needs root (the RAM of QEMU is filled through /proc/PID/mem) and the `zstd` command. See README.md.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import fill
+import hotlift
+import machine
+import qemu
+from cases import CASES, GIB, IMAGE_BYTES, SEED, ZERO_SHARE
+
+HERE = Path(__file__).resolve().parent
+SIDES = ("qemu", "hotlift")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--case", action="append", choices=CASES, help="repeatable; default: all")
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each side in each case (default 5)")
+    parser.add_argument("--only", choices=SIDES, help="measure one side only")
+    parser.add_argument("--channels", type=int, default=2)
+    parser.add_argument("--accel", default="kvm" if os.access("/dev/kvm", os.W_OK) else "tcg")
+    parser.add_argument("--qemu", metavar="BINARY", help="default: what scripts/qemu-10.0 fetches")
+    parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/release/hotlift"))
+    parser.add_argument("--corpus", default="/work/shared/silesia", help="folder of .zst files")
+    parser.add_argument("--fill-image", metavar="FILE", help="raw RAM image of 2 GiB instead of the generated one")
+    parser.add_argument("--cache", default=os.environ.get("HOTLIFT_CACHE", str(HERE.parent / ".cache")))
+    parser.add_argument("--results", metavar="FILE", help="default: bench/results/DATE-pair.jsonl, appended")
+    parser.add_argument("--report", nargs="+", metavar="FILE", help="print the table of these files and end")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    if args.report:
+        report([json.loads(line) for file in args.report for line in Path(file).read_text().splitlines()])
+        return
+    cases = [CASES[name] for name in args.case or CASES]
+    image = None
+    if any(case.fill == "image" for case in cases):
+        image = args.fill_image or fill.image(args.cache, args.corpus, IMAGE_BYTES, ZERO_SHARE, SEED)
+    sides = runners(args, image)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    results = Path(args.results or HERE / "results" / f"{now:%Y-%m-%d}-pair.jsonl")
+    runs = []
+    for pair in range(args.pairs):
+        for case in cases:
+            # Every second pair runs in the other order: a steady drift then favours neither side.
+            order = list(sides) if pair % 2 == 0 else list(reversed(sides))
+            for side in order:
+                run = one(side, sides[side], case, pair)
+                runs.append(run)
+                with open(results, "a") as out:
+                    out.write(json.dumps(run) + "\n")
+                print(progress(run), file=sys.stderr, flush=True)
+    report(runs)
+    print(f"\nraw runs: {results}")
+
+
+def runners(args, image):
+    """Side -> (version, function that runs one case)."""
+    sides = {}
+    if args.only != "hotlift":
+        binary = args.qemu or qemu_10_0()
+        sides["qemu"] = (qemu.version(binary), lambda case: qemu.run(case, image, binary, args.accel, args.channels))
+    if args.only != "qemu":
+        version = hotlift.version(args.hotlift)
+        sides["hotlift"] = (version, lambda case: hotlift.run(case, image, args.hotlift, args.channels))
+    return sides
+
+
+def qemu_10_0():
+    script = HERE.parent / "scripts/qemu-10.0"
+    folder = subprocess.run([script], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return f"{folder}/qemu-system-x86_64"
+
+
+def one(side, runner, case, pair):
+    version, migrate = runner
+    # Source, destination and the page tables, buffers and programs around them.
+    machine.warm_memory(2 * case.ram_bytes + GIB)
+    before = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "side": side,
+        "version": version,
+        "case": case.name,
+        "pair": pair,
+        "load": machine.load(),
+    }
+    run = {**before, **migrate(case), "machine": machine.facts()}
+    if run["status"] != "completed" or not run["verified"]:
+        raise SystemExit(f"{side} {case.name}: status {run['status']}, verified {run['verified']}")
+    return run
+
+
+def progress(run):
+    return (f"{run['case']:14} {run['side']:8} {run['total_ms']:6.0f} ms  "
+            f"{run['source']['cpu_s']:6.2f} + {run['destination']['cpu_s']:6.2f} CPU s  load {run['load']:.1f}")
+
+
+def per_gib(run, end):
+    """CPU seconds per GiB of non-zero pages; per GiB of RAM where there are (almost) none."""
+    moved = run["normal_pages"] * 4096
+    return run[end]["cpu_s"] / ((moved if moved > run["ram_bytes"] / 100 else run["ram_bytes"]) / GIB)
+
+
+def ratio(run):
+    """Bytes of non-zero pages per byte sent, headers and zero-page lists included."""
+    return run["normal_pages"] * 4096 / run["transferred_bytes"]
+
+
+COLUMNS = (
+    ("total ms", lambda run: run["total_ms"]),
+    ("downtime ms", lambda run: run["downtime_ms"]),
+    ("source s/GiB", lambda run: per_gib(run, "source")),
+    ("dest s/GiB", lambda run: per_gib(run, "destination")),
+    ("ratio", ratio),
+)
+
+
+def report(runs):
+    """One line a case and side with median (lowest-highest), then the ratios pair by pair."""
+    print("median (lowest-highest)")
+    print(f"{'case':15}{'side':10}{'runs':>4}" + "".join(f"{name:>22}" for name, _ in COLUMNS))
+    for case in CASES:
+        for side in SIDES:
+            mine = [run for run in runs if (run["case"], run["side"]) == (case, side)]
+            if mine:
+                cells = (spread([value(run) for run in mine]) for _, value in COLUMNS)
+                print(f"{case:15}{side:10}{len(mine):>4}" + "".join(f"{cell:>22}" for cell in cells))
+        both = pairs_of(case, runs)
+        if both:
+            cells = (spread([quotient(value(theirs), value(ours)) for theirs, ours in both]) for _, value in COLUMNS)
+            print(f"{case:15}{'hl/qemu':10}{len(both):>4}" + "".join(f"{cell:>22}" for cell in cells))
+
+
+def pairs_of(case, runs):
+    """Neighbouring runs of the two sides. Pair numbers start again with each call of this script,
+    so the n-th run of one side belongs to the n-th of the other."""
+    by_side = [[run for run in runs if (run["case"], run["side"]) == (case, side)] for side in SIDES]
+    return list(zip(*by_side))
+
+
+def quotient(theirs, ours):
+    return ours / theirs if theirs else float("nan")
+
+
+def spread(values):
+    def text(value):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{text(median(values))} ({text(min(values))}-{text(max(values))})"
+
+
+if __name__ == "__main__":
+    main()
