@@ -44,8 +44,8 @@ pub struct RamBlock {
     backing: Backing,
     /// The file that the memory is a shared mapping of, where there is one.
     file: Option<FileOffset>,
-    /// True if memory that was never written is known to read as zero.
-    starts_zero: bool,
+    /// True for private anonymous memory: a page without an entry in the page tables reads as zero.
+    untouched_is_zero: bool,
     /// Keeps the mapping.
     _owner: Arc<dyn Any + Send + Sync>,
 }
@@ -85,7 +85,7 @@ impl RamBlock {
             len,
             backing,
             file,
-            starts_zero: true,
+            untouched_is_zero: backing == Backing::Private,
             _owner: Arc::new(mapping),
         })
     }
@@ -113,8 +113,6 @@ impl RamBlock {
             });
         }
         let shared = region.flags() & libc::MAP_SHARED != 0;
-        // A private mapping of a file reads as the file where it was never written.
-        let starts_zero = shared || region.flags() & libc::MAP_ANONYMOUS != 0;
         Ok(Self {
             name: name.to_owned(),
             addr,
@@ -125,7 +123,7 @@ impl RamBlock {
                 Backing::Private
             },
             file: region.file_offset().filter(|_| shared).cloned(),
-            starts_zero,
+            untouched_is_zero: !shared && region.flags() & libc::MAP_ANONYMOUS != 0,
             _owner: region,
         })
     }
@@ -266,9 +264,17 @@ impl RamBlock {
                 got: out.len(),
             });
         }
-        let _ = run;
         out.fill(0);
-        Ok(untouched::untouched(self, first_page, pages, out))
+        Ok(match &self.file {
+            Some(file) => {
+                let start = file.start() + (first_page * PAGE_SIZE) as u64;
+                untouched::in_file(file.file().as_fd(), start, pages, out)
+            }
+            None if self.untouched_is_zero => {
+                untouched::in_page_tables(run.as_ptr().addr(), pages, out)
+            }
+            None => false,
+        })
     }
 
     /// Allocates the memory of `len` bytes from `offset` on (whole pages) and changes none of it.

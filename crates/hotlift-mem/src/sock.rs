@@ -11,7 +11,7 @@ use crate::GuestRun;
 pub use crate::splice::Splicer;
 
 /// Most segments that one system call takes (`IOV_MAX`, the same on every Linux).
-const IOV_MAX: usize = 1024;
+pub(crate) const IOV_MAX: usize = 1024;
 
 /// The segment array of the calls below, kept from call to call so that none of them allocates.
 #[derive(Debug, Default)]
@@ -74,8 +74,7 @@ pub fn send_parts(fd: BorrowedFd<'_>, parts: &[&[u8]], scratch: &mut IoScratch) 
 pub fn recv(fd: BorrowedFd<'_>, runs: &[GuestRun<'_>], scratch: &mut IoScratch) -> io::Result<()> {
     let mut left = scratch.fill(&[], runs);
     while !left.is_empty() {
-        let (message, _) = message_of(left);
-        let mut message = message;
+        let (mut message, _) = message_of(left);
         // SAFETY: the segments are guest memory, mapped writable while `runs` borrow it.
         let got = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, libc::MSG_WAITALL) };
         match check(got)? {

@@ -1,32 +1,116 @@
-//! Guest pages to a socket without copying them.
+//! Guest pages to a socket by reference: not even the kernel copies them on the sender's side.
 
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+
+use libc::iovec;
+use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 
 use crate::GuestRun;
-use crate::sock::{self, IoScratch};
+use crate::sock::{IOV_MAX, IoScratch, advance, check, send_segments};
 
-/// Sends guest pages by reference.
+/// Bytes of pages that a splicer's pipe holds: the most that the kernel gives an unprivileged
+/// process (its default for `/proc/sys/fs/pipe-max-size`), two of the usual packets.
+const PIPE_SIZE: usize = 1 << 20;
+
+/// Sends guest pages through a pipe of references (`vmsplice`, then `splice`), for the live rounds of
+/// an uncompressed migration.
+///
+/// The socket's queue holds the guest's own pages until the peer has read them, and what the peer
+/// reads is what they hold *then*. So a page must either keep still until the peer has answered, or be
+/// sure to be sent again when it changes: a page that the guest writes after it was spliced is dirty,
+/// and its next copy comes later in the same stream or after a synchronisation of all of them. A
+/// checksum of the pages cannot be sent beside them.
+///
+/// A splice to a socket that is gone raises SIGPIPE: the process must ignore it, as every Rust program
+/// does unless it changes that.
 #[derive(Debug)]
 pub struct Splicer {
+    /// Gone after an error, since it may then hold part of a packet.
+    pipe: Option<Pipe>,
     scratch: IoScratch,
+}
+
+#[derive(Debug)]
+struct Pipe {
+    from: OwnedFd,
+    into: OwnedFd,
+}
+
+impl Pipe {
+    fn new() -> io::Result<Self> {
+        let (from, into) = pipe_with(PipeFlags::CLOEXEC)?;
+        // Refused where the user's pipes hold too much already: it works with what it has then.
+        let _ = fcntl_setpipe_size(&into, PIPE_SIZE);
+        Ok(Self { from, into })
+    }
 }
 
 impl Splicer {
     /// A splicer with a pipe of its own.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
+            pipe: Some(Pipe::new()?),
             scratch: IoScratch::new(),
         })
     }
 
-    /// Sends `head` and then `runs`.
+    /// Sends a copy of `head` and then `runs` by reference, all of it, as [`sock::send`] does.
+    ///
+    /// [`sock::send`]: crate::sock::send
     pub fn send(
         &mut self,
         fd: BorrowedFd<'_>,
         head: &[u8],
         runs: &[GuestRun<'_>],
     ) -> io::Result<()> {
-        sock::send(fd, head, runs, &mut self.scratch)
+        let pipe = match self.pipe.take() {
+            Some(pipe) => pipe,
+            None => Pipe::new()?,
+        };
+        let pages_follow = runs.iter().any(|run| !run.is_empty());
+        // Without the flag TCP sends a packet of the head alone.
+        let flags = if pages_follow { libc::MSG_MORE } else { 0 };
+        send_segments(fd, self.scratch.fill(&[head], &[]), flags)?;
+        splice_segments(fd, &pipe, self.scratch.fill(&[], runs))?;
+        self.pipe = Some(pipe);
+        Ok(())
     }
+}
+
+/// Sends all of `left`, a pipeful at a time.
+fn splice_segments(fd: BorrowedFd<'_>, pipe: &Pipe, mut left: &mut [iovec]) -> io::Result<()> {
+    while !left.is_empty() {
+        // Nobody else empties the pipe: waiting for room in it would be for ever. Pages are not
+        // gifted, the guest goes on using them.
+        // SAFETY: the segments are guest memory, mapped and borrowed by the caller; the kernel only
+        // reads them, and keeps the pages themselves as long as it refers to them.
+        let referred = unsafe {
+            libc::vmsplice(
+                pipe.into.as_raw_fd(),
+                left.as_ptr(),
+                left.len().min(IOV_MAX),
+                libc::SPLICE_F_NONBLOCK,
+            )
+        };
+        let Some(mut held) = check(referred)? else {
+            continue;
+        };
+        left = advance(left, held);
+        // With the flag on the last piece TCP would hold it back, waiting for more.
+        let more = if left.is_empty() {
+            SpliceFlags::empty()
+        } else {
+            SpliceFlags::MORE
+        };
+        while held != 0 {
+            match splice(&pipe.from, None, fd, None, held, more) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(sent) => held -= sent,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+    }
+    Ok(())
 }

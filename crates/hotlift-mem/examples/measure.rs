@@ -1,0 +1,225 @@
+//! Measures what the crate is for: `measure zero|copy|sockets`.
+//!
+//! Every figure is the best of several passes, because other load only ever slows one down; CPU time
+//! is the thread's own.
+
+use std::hint::black_box;
+use std::io;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift_mem::sock::{self, IoScratch, Splicer};
+use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time, zero};
+
+const GIB: usize = 1 << 30;
+
+type Failure = Box<dyn std::error::Error>;
+
+fn main() -> Result<(), Failure> {
+    match std::env::args().nth(1).as_deref() {
+        Some("zero") => zero_pages(),
+        Some("copy") => copies(),
+        Some("sockets") => sockets(),
+        _ => Err("usage: measure zero|copy|sockets".into()),
+    }
+}
+
+/// Wall time of the fastest of `passes` passes.
+fn best(passes: usize, mut pass: impl FnMut()) -> Duration {
+    let time = |_| {
+        let start = Instant::now();
+        pass();
+        start.elapsed()
+    };
+    (0..passes).map(time).min().unwrap_or_default()
+}
+
+fn gb_per_s(bytes: usize, time: Duration) -> f64 {
+    bytes as f64 / 1e9 / time.as_secs_f64()
+}
+
+fn zero_pages() -> Result<(), Failure> {
+    println!("chosen: {}", zero::detector().name);
+    for (what, len, rounds) in [("DRAM, 1 GiB", GIB, 1), ("L2, 512 KiB", GIB >> 11, 512)] {
+        let block = RamBlock::new("zeros", len, Backing::Private)?;
+        block.zero(0, len)?;
+        for d in zero::DETECTORS.iter().filter(|d| d.available()) {
+            // SAFETY: nobody writes to this block while the slice is used.
+            let bytes = unsafe { std::slice::from_raw_parts(block.host_addr(), len) };
+            let time = best(8, || {
+                for _ in 0..rounds {
+                    for page in black_box(bytes).chunks_exact(PAGE_SIZE) {
+                        assert_eq!(d.is_zero(page), Some(true));
+                    }
+                }
+            });
+            println!(
+                "{what}, zero, {:9} {:6.1} GB/s",
+                d.name,
+                gb_per_s(len * rounds, time)
+            );
+        }
+        let time = best(8, || {
+            for _ in 0..rounds {
+                assert!((0..block.pages()).all(|page| block.page_is_zero(page)));
+            }
+        });
+        println!(
+            "{what}, zero, page_is_zero {:4.1} GB/s",
+            gb_per_s(len * rounds, time)
+        );
+        for at in [0, 8, 100, 300, 2048, PAGE_SIZE - 1] {
+            for page in 0..block.pages() {
+                block.write(page * PAGE_SIZE + at, &[1])?;
+            }
+            let time = best(8, || {
+                for _ in 0..rounds {
+                    assert!((0..block.pages()).all(|page| !block.page_is_zero(page)));
+                }
+            });
+            for page in 0..block.pages() {
+                block.write(page * PAGE_SIZE + at, &[0])?;
+            }
+            let pages = (block.pages() * rounds) as f64 / 1e6 / time.as_secs_f64();
+            println!("{what}, byte {at} set: {pages:6.1} M pages/s");
+        }
+    }
+    Ok(())
+}
+
+fn copies() -> Result<(), Failure> {
+    let block = RamBlock::new("guest", GIB, Backing::Private)?;
+    for page in 0..block.pages() {
+        block.store_u64(page * PAGE_SIZE, 1)?;
+    }
+    let cpu = thread_cpu_time();
+    let mut packet = vec![0; 128 * PAGE_SIZE];
+    let time = best(8, || {
+        for at in (0..GIB).step_by(packet.len()) {
+            for (i, page) in packet.chunks_exact_mut(PAGE_SIZE).enumerate() {
+                if let Ok(run) = block.run(at + i * PAGE_SIZE, PAGE_SIZE) {
+                    run.copy_to(page);
+                }
+            }
+            black_box(&packet);
+        }
+    });
+    println!(
+        "copy_to into a packet buffer {:6.1} GB/s",
+        gb_per_s(GIB, time)
+    );
+    let time = best(8, || {
+        for at in (0..GIB).step_by(packet.len()) {
+            for (i, page) in packet.chunks_exact_mut(PAGE_SIZE).enumerate() {
+                match block.run(at + i * PAGE_SIZE, PAGE_SIZE) {
+                    Ok(run) if !run.is_zero() => run.copy_to(page),
+                    _ => {}
+                }
+            }
+            black_box(&packet);
+        }
+    });
+    println!(
+        "is_zero, then copy_to        {:6.1} GB/s",
+        gb_per_s(GIB, time)
+    );
+    println!("({:.1} s of CPU)", (thread_cpu_time() - cpu).as_secs_f64());
+    Ok(())
+}
+
+/// Bytes of a multifd packet's header with 128 pages.
+const HEAD: usize = 1344;
+const PACKET_PAGES: usize = 128;
+
+type Sender<'a> = &'a mut dyn FnMut(BorrowedFd<'_>, &[u8], &[GuestRun<'_>]) -> io::Result<()>;
+
+fn sockets() -> Result<(), Failure> {
+    let guests = [
+        ("huge pages", RamBlock::new("huge", GIB, Backing::Private)?),
+        ("4 KiB pages", RamBlock::new("small", GIB, Backing::Shared)?),
+    ];
+    for (_, guest) in &guests {
+        for page in 0..guest.pages() {
+            guest.store_u64(page * PAGE_SIZE, page as u64)?;
+        }
+    }
+    println!("1 GiB in packets of 512 KiB: GB/s, CPU seconds a GiB of sender and receiver");
+    for (memory, guest) in &guests {
+        for (order, step) in [("neighbours", 1), ("scattered", 2)] {
+            let runs = packets(guest, step)?;
+            let mut scratch = IoScratch::new();
+            let mut splicer = Splicer::new()?;
+            let mut copy = |fd: BorrowedFd<'_>, head: &[u8], runs: &[GuestRun<'_>]| {
+                sock::send(fd, head, runs, &mut scratch)
+            };
+            let mut refer = |fd: BorrowedFd<'_>, head: &[u8], runs: &[GuestRun<'_>]| {
+                splicer.send(fd, head, runs)
+            };
+            let senders: [(&str, Sender<'_>); 2] = [("send", &mut copy), ("splice", &mut refer)];
+            for (way, send) in senders {
+                let listener = TcpListener::bind("127.0.0.1:0")?;
+                let ours = TcpStream::connect(listener.local_addr()?)?;
+                ours.set_nodelay(true)?;
+                let (theirs, _) = listener.accept()?;
+                let tcp = transfer(ours.as_fd(), theirs.as_fd(), send, &runs)?;
+                let (ours, theirs) = UnixStream::pair()?;
+                let unix = transfer(ours.as_fd(), theirs.as_fd(), send, &runs)?;
+                println!("{memory:11} {order:10} {way:6} tcp {tcp}   unix {unix}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The whole of `guest` in packets whose pages are `step` pages apart.
+fn packets(guest: &RamBlock, step: usize) -> Result<Vec<Vec<GuestRun<'_>>>, Failure> {
+    let order = (0..step).flat_map(|first| (first..guest.pages()).step_by(step));
+    let pages: Vec<_> = order
+        .map(|page| guest.run(page * PAGE_SIZE, PAGE_SIZE))
+        .collect::<Result<_, _>>()?;
+    Ok(pages.chunks(PACKET_PAGES).map(<[_]>::to_vec).collect())
+}
+
+/// The best of several transfers: the fastest time, and the least CPU time of either side.
+fn transfer(
+    ours: BorrowedFd<'_>,
+    theirs: BorrowedFd<'_>,
+    send: Sender<'_>,
+    packets: &[Vec<GuestRun<'_>>],
+) -> Result<String, Failure> {
+    const PASSES: usize = 5;
+    let into = RamBlock::new("destination", GIB, Backing::Private)?;
+    into.populate(0, GIB)?;
+    let head_into = RamBlock::new("head", PAGE_SIZE, Backing::Private)?;
+    let arriving = self::packets(&into, 1)?;
+    let (mut time, mut sender, mut receiver) = (Duration::MAX, Duration::MAX, Duration::MAX);
+    for _ in 0..PASSES {
+        let start = Instant::now();
+        let cpu = thread_cpu_time();
+        let spent = thread::scope(|scope| {
+            let reader = scope.spawn(|| -> io::Result<Duration> {
+                let mut scratch = IoScratch::new();
+                let head = head_into.run(0, HEAD).map_err(io::Error::other)?;
+                for runs in &arriving {
+                    sock::recv(theirs, &[head], &mut scratch)?;
+                    sock::recv(theirs, runs, &mut scratch)?;
+                }
+                Ok(thread_cpu_time())
+            });
+            for runs in packets {
+                send(ours, &[1; HEAD], runs)?;
+            }
+            sender = sender.min(thread_cpu_time() - cpu);
+            reader
+                .join()
+                .map_err(|_| io::Error::other("reader panicked"))?
+        })?;
+        time = time.min(start.elapsed());
+        receiver = receiver.min(spent);
+    }
+    let (s, r) = (sender.as_secs_f64(), receiver.as_secs_f64());
+    Ok(format!("{:4.1}, {s:.3} + {r:.3}", gb_per_s(GIB, time)))
+}
