@@ -1,1 +1,69 @@
-//! Under construction.
+//! The page compression methods of the multifd stream (QEMU's `multifd-compression`).
+//!
+//! One packet of up to 128 pages is the unit: an [`Encode`] turns the packet's normal pages into the
+//! payload that follows its header, a [`Decode`] puts a payload back into guest memory. Each channel
+//! has one of either for the whole migration, since `zlib` and QEMU's `zstd` carry state from packet
+//! to packet: packets of a channel must be decoded all, in order, and by the channel's own decoder.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `table` | [`METHODS`], the one list of what there is |
+//! | `none` | pages as they are |
+//! | `zlib/` | one endless zlib stream a channel; by ISA-L, or zlib-rs where that is missing |
+//! | `zstd/` | a closed frame a packet when sending; that or QEMU's open frame when receiving |
+//! | `target` | where a payload goes: the packet's pages, adjacent ones joined |
+//!
+//! # What a decoder promises
+//!
+//! A payload comes from a peer and may hold anything. A decoder writes no byte outside the runs it was
+//! given, fills them exactly or returns an error, and allocates nothing that the peer can choose the
+//! size of beyond the window of [`ZSTD_WINDOW_LOG_MAX`]. After an error the runs hold anything, and
+//! the channel's state is lost: every later call fails with [`MethodError::Failed`].
+//!
+//! Neither side allocates once it has seen its largest packet.
+
+#![cfg(target_os = "linux")]
+#![cfg(target_pointer_width = "64")]
+
+mod error;
+mod none;
+mod table;
+mod target;
+pub mod zlib;
+mod zstd;
+
+pub use error::MethodError;
+pub use table::{METHODS, MethodInfo, Unit, method};
+pub use zstd::WINDOW_LOG_MAX as ZSTD_WINDOW_LOG_MAX;
+
+use hotlift_mem::GuestRun;
+
+/// The sending half of a channel's method.
+pub trait Encode: Send {
+    /// Compresses one packet.
+    ///
+    /// `pages` are its normal pages one after the other: a private copy, since a compressor that sees
+    /// a page change under it may write a stream that no decoder reads. `out` is cleared and then
+    /// holds the payload; its capacity is kept, so the same vector should be passed each time.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::UnevenInput`] if `pages` is empty or no multiple of the page size,
+    /// [`MethodError::Library`] if the library fails. The channel cannot go on after an error.
+    fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError>;
+}
+
+/// The receiving half of a channel's method.
+pub trait Decode: Send {
+    /// Decompresses one packet's payload into `pages`, in their order.
+    ///
+    /// Runs may have any length and lie anywhere; those that follow each other in memory are filled
+    /// as one, which is faster. Decoders read back what they have written, so nobody else may write
+    /// the pages meanwhile: the result would be damaged (though no memory outside the runs).
+    ///
+    /// # Errors
+    ///
+    /// Whatever is wrong with the payload, see [`MethodError`]; a payload with fewer or more bytes
+    /// than the runs hold, and one with input left over, are errors too.
+    fn decode(&mut self, payload: &[u8], pages: &[GuestRun<'_>]) -> Result<(), MethodError>;
+}

@@ -1,0 +1,53 @@
+//! `none`: the pages as they are.
+//!
+//! The engine sends and receives such pages without a copy; the copying half here serves callers that
+//! treat all methods alike, and tests.
+
+use hotlift_mem::GuestRun;
+
+use crate::target::Target;
+use crate::{Decode, Encode, MethodError, table};
+
+const NAME: &str = "none";
+
+pub(crate) fn encoder(_level: u8) -> Result<Box<dyn Encode>, MethodError> {
+    Ok(Box::new(Copy))
+}
+
+pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
+    Ok(Box::new(Copy))
+}
+
+struct Copy;
+
+impl Encode for Copy {
+    fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
+        table::check_whole_pages(NAME, pages)?;
+        out.clear();
+        out.extend_from_slice(pages);
+        Ok(())
+    }
+}
+
+impl Decode for Copy {
+    fn decode(&mut self, payload: &[u8], pages: &[GuestRun<'_>]) -> Result<(), MethodError> {
+        let target = Target::new(pages);
+        if payload.len() < target.bytes() {
+            return Err(MethodError::Short {
+                method: NAME,
+                payload: payload.len(),
+                expected: target.bytes(),
+                got: payload.len(),
+            });
+        }
+        if payload.len() > target.bytes() {
+            return Err(MethodError::Long {
+                method: NAME,
+                payload: payload.len(),
+                expected: target.bytes(),
+            });
+        }
+        target.scatter(payload);
+        Ok(())
+    }
+}

@@ -1,0 +1,122 @@
+//! The one list of methods.
+
+use std::ops::RangeInclusive;
+
+use hotlift_mem::PAGE_SIZE;
+
+use crate::{Decode, Encode, MethodError, none, zlib, zstd};
+
+/// What one call of a method's encoder compresses as a whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unit {
+    /// All pages of a packet together.
+    Packet,
+    /// Each page for itself.
+    Page,
+}
+
+/// A page compression method.
+pub struct MethodInfo {
+    /// Value of `multifd-compression` that selects it.
+    pub name: &'static str,
+    /// Method bits in the flags of a multifd packet header (QEMU: `MULTIFD_FLAG_*`).
+    pub flag: u32,
+    /// Levels that can be asked for; none if the method knows no levels.
+    pub levels: Option<RangeInclusive<u8>>,
+    /// Level used if none is asked for (QEMU's default); 0 for a method without levels.
+    pub default_level: u8,
+    /// What is compressed as a whole.
+    pub unit: Unit,
+    /// True if a channel's packets can only be decoded all and in order.
+    pub stateful: bool,
+    /// Makes a channel's encoder. A method without levels takes any.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::Level`] for a level outside of `levels`; [`MethodError::Library`] if the library
+    /// cannot be set up.
+    pub encoder: fn(level: u8) -> Result<Box<dyn Encode>, MethodError>,
+    /// Makes a channel's decoder, which reads every level.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::Library`] if the library cannot be set up.
+    pub decoder: fn() -> Result<Box<dyn Decode>, MethodError>,
+    /// Name and version of the library that will really run.
+    pub library: fn() -> String,
+    /// One line for a list of methods.
+    pub summary: &'static str,
+}
+
+/// Every method, in the order of their wire bits.
+pub static METHODS: &[MethodInfo] = &[
+    MethodInfo {
+        name: "none",
+        flag: 0x00,
+        levels: None,
+        default_level: 0,
+        unit: Unit::Page,
+        stateful: false,
+        encoder: none::encoder,
+        decoder: none::decoder,
+        library: || "none".to_owned(),
+        summary: "pages as they are; the least CPU, the most bytes",
+    },
+    MethodInfo {
+        name: "zlib",
+        flag: 0x02,
+        levels: Some(zlib::LEVELS),
+        default_level: 1,
+        unit: Unit::Packet,
+        stateful: true,
+        encoder: zlib::encoder,
+        decoder: zlib::decoder,
+        library: zlib::library,
+        summary: "one zlib stream a channel, flushed at each packet's end",
+    },
+    MethodInfo {
+        name: "zstd",
+        flag: 0x04,
+        levels: Some(zstd::LEVELS),
+        default_level: 1,
+        unit: Unit::Packet,
+        stateful: true,
+        encoder: zstd::encoder,
+        decoder: zstd::decoder,
+        library: zstd::library,
+        summary: "zstd frames; fewer bytes and less CPU than zlib",
+    },
+];
+
+/// The method of that name.
+pub fn method(name: &str) -> Option<&'static MethodInfo> {
+    METHODS.iter().find(|method| method.name == name)
+}
+
+/// What every encoder asks of its input.
+pub(crate) fn check_whole_pages(method: &'static str, pages: &[u8]) -> Result<(), MethodError> {
+    if pages.is_empty() || !pages.len().is_multiple_of(PAGE_SIZE) {
+        return Err(MethodError::UnevenInput {
+            method,
+            bytes: pages.len(),
+        });
+    }
+    Ok(())
+}
+
+/// What every encoder asks of its level.
+pub(crate) fn check_level(
+    method: &'static str,
+    levels: &RangeInclusive<u8>,
+    level: u8,
+) -> Result<(), MethodError> {
+    if !levels.contains(&level) {
+        return Err(MethodError::Level {
+            method,
+            level,
+            min: *levels.start(),
+            max: *levels.end(),
+        });
+    }
+    Ok(())
+}

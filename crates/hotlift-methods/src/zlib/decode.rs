@@ -1,0 +1,228 @@
+//! Payloads to pages.
+//!
+//! ```text
+//! FIRST PACKET --header--> WITHOUT HISTORY --a packet reaches into earlier ones--> WITH HISTORY
+//! ```
+//!
+//! Our encoders flush fully, so no packet of theirs needs another, and each is decoded for itself
+//! (`whole`). QEMU's packets reach into earlier ones, as a rule already the second: from the first
+//! that does, the channel is decoded as one stream by zlib-rs. The 32 KiB before a packet are kept
+//! for that moment.
+
+use hotlift_mem::GuestRun;
+use zlib_rs::{Inflate, InflateFlush, Status};
+
+use super::whole::{Outcome, Whole};
+use super::{NAME, portable};
+use crate::target::{Extent, Target};
+use crate::{Decode, MethodError};
+
+/// Deflate's largest distance (RFC 1951, 3.2.5).
+const WINDOW: usize = 32 * 1024;
+
+/// What a flush, sync or full, ends with: an empty stored block, at a byte's boundary.
+const FLUSHED: [u8; 4] = [0x00, 0x00, 0xff, 0xff];
+
+/// A channel's decompressor.
+pub(super) struct Decoder {
+    state: State,
+    whole: Whole,
+    inflate: Inflate,
+    history: History,
+    /// One packet's pages and a byte, for the decoder that needs memory of its own, and for
+    /// scattered pages. Grows to the largest packet.
+    scratch: Vec<u8>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    FirstPacket,
+    WithoutHistory,
+    WithHistory,
+    Failed,
+}
+
+impl Decoder {
+    pub(super) fn new() -> Result<Self, MethodError> {
+        Ok(Self {
+            state: State::FirstPacket,
+            whole: Whole::new()?,
+            inflate: Inflate::new(false, 15),
+            history: History::new(),
+            scratch: Vec::new(),
+        })
+    }
+
+    fn packet(&mut self, payload: &[u8], target: Target<'_>) -> Result<(), MethodError> {
+        let mut deflate = payload;
+        if self.state == State::FirstPacket {
+            deflate = skip_header(payload)?;
+            self.state = State::WithoutHistory;
+        }
+        if !deflate.ends_with(&FLUSHED) {
+            return Err(MethodError::NotFlushed {
+                method: NAME,
+                payload: payload.len(),
+            });
+        }
+        if self.scratch.len() <= target.bytes() {
+            self.scratch.resize(target.bytes() + 1, 0);
+        }
+        if self.state == State::WithoutHistory {
+            if self.without_history(deflate, target)? {
+                self.history.remember(target);
+                return Ok(());
+            }
+            self.inflate
+                .set_dictionary(self.history.bytes())
+                .map_err(|error| MethodError::Library {
+                    method: NAME,
+                    library: portable::LIBRARY,
+                    operation: "take up the history",
+                    reason: error.as_str().to_owned(),
+                })?;
+            self.state = State::WithHistory;
+        }
+        self.with_history(deflate, target)
+    }
+
+    /// False if the packet is damaged or needs earlier ones.
+    fn without_history(&mut self, deflate: &[u8], target: Target<'_>) -> Result<bool, MethodError> {
+        let expected = target.bytes();
+        let in_place = target.contiguous();
+        let extent = in_place.unwrap_or(Extent {
+            ptr: self.scratch.as_mut_ptr(),
+            len: expected,
+        });
+        match self.whole.decode(deflate, extent) {
+            Outcome::Invalid => return Ok(false),
+            Outcome::Decoded(got) if got == expected => {}
+            Outcome::Decoded(got) => return Err(short(deflate, expected, got)),
+            Outcome::TooLong => return Err(long(deflate, expected)),
+            Outcome::Ended => return Err(MethodError::StreamEnd { method: NAME }),
+        }
+        if in_place.is_none() {
+            target.scatter(&self.scratch[..expected]);
+        }
+        Ok(true)
+    }
+
+    fn with_history(&mut self, deflate: &[u8], target: Target<'_>) -> Result<(), MethodError> {
+        let expected = target.bytes();
+        let (read, written) = (self.inflate.total_in(), self.inflate.total_out());
+        // The byte beyond the pages makes the library read on to the end of the flush, and tells a
+        // payload that is too long.
+        let status = self
+            .inflate
+            .decompress(
+                deflate,
+                &mut self.scratch[..=expected],
+                InflateFlush::SyncFlush,
+            )
+            .map_err(|error| MethodError::Damaged {
+                method: NAME,
+                reason: error.as_str(),
+            })?;
+        let since = |total: u64, before: u64| usize::try_from(total - before).unwrap_or(usize::MAX);
+        let got = since(self.inflate.total_out(), written);
+        let left = deflate
+            .len()
+            .saturating_sub(since(self.inflate.total_in(), read));
+        if status == Status::StreamEnd {
+            return Err(MethodError::StreamEnd { method: NAME });
+        }
+        if got > expected {
+            return Err(long(deflate, expected));
+        }
+        if got < expected {
+            return Err(short(deflate, expected, got));
+        }
+        if left > 0 {
+            return Err(MethodError::Leftover {
+                method: NAME,
+                payload: deflate.len(),
+                left,
+            });
+        }
+        target.scatter(&self.scratch[..expected]);
+        Ok(())
+    }
+}
+
+impl Decode for Decoder {
+    fn decode(&mut self, payload: &[u8], pages: &[GuestRun<'_>]) -> Result<(), MethodError> {
+        if self.state == State::Failed {
+            return Err(MethodError::Failed { method: NAME });
+        }
+        let result = self.packet(payload, Target::new(pages));
+        if result.is_err() {
+            self.state = State::Failed;
+        }
+        result
+    }
+}
+
+/// What follows the two bytes of a zlib header (RFC 1950, 2.2).
+fn skip_header(payload: &[u8]) -> Result<&[u8], MethodError> {
+    let Some((&[method, flags], deflate)) = payload.split_first_chunk::<2>() else {
+        return Err(MethodError::NotFlushed {
+            method: NAME,
+            payload: payload.len(),
+        });
+    };
+    // Deflate with a window of at most 32 KiB, the two bytes a multiple of 31, no preset dictionary.
+    let deflated = method & 0x0f == 8 && method >> 4 <= 7;
+    let checked = u16::from_be_bytes([method, flags]).is_multiple_of(31);
+    if !deflated || !checked || flags & 0x20 != 0 {
+        return Err(MethodError::Header {
+            method: NAME,
+            got: [method, flags],
+        });
+    }
+    Ok(deflate)
+}
+
+fn short(payload: &[u8], expected: usize, got: usize) -> MethodError {
+    MethodError::Short {
+        method: NAME,
+        payload: payload.len(),
+        expected,
+        got,
+    }
+}
+
+fn long(payload: &[u8], expected: usize) -> MethodError {
+    MethodError::Long {
+        method: NAME,
+        payload: payload.len(),
+        expected,
+    }
+}
+
+/// The last bytes that a channel has given, as far as a packet can reach back.
+struct History {
+    bytes: Box<[u8]>,
+    len: usize,
+}
+
+impl History {
+    fn new() -> Self {
+        Self {
+            bytes: vec![0; WINDOW].into_boxed_slice(),
+            len: 0,
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+
+    /// Adds a packet's pages.
+    fn remember(&mut self, packet: Target<'_>) {
+        let new = packet.bytes().min(WINDOW);
+        let old = self.len.min(WINDOW - new);
+        self.bytes.copy_within(self.len - old..self.len, 0);
+        packet.copy_end(&mut self.bytes[old..old + new]);
+        self.len = old + new;
+    }
+}

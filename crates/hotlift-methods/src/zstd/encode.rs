@@ -1,0 +1,134 @@
+//! Packets to frames.
+
+use std::ptr::NonNull;
+
+use zstd_sys::{
+    ZSTD_CCtx, ZSTD_CCtx_setParameter, ZSTD_EndDirective, ZSTD_cParameter, ZSTD_compress2,
+    ZSTD_compressBound, ZSTD_compressStream2, ZSTD_createCCtx, ZSTD_freeCCtx, ZSTD_inBuffer,
+    ZSTD_outBuffer,
+};
+
+use super::{NAME, check, failed};
+use crate::{Encode, MethodError, table};
+
+/// A channel's compressor: the context with all its tables, kept for the whole migration.
+pub(super) struct Encoder {
+    context: NonNull<ZSTD_CCtx>,
+    framing: Framing,
+}
+
+/// How packets become frames.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Framing {
+    /// Each packet is a frame of its own. Nothing is copied inside the library on either side, and
+    /// the tables fit the packet; but no match reaches into an earlier packet.
+    Closed,
+    /// One frame for the channel, as QEMU writes it.
+    Open,
+}
+
+/// A closed frame at level 1 takes 0.80 of the time of the open one to write and to read, for 1 % of
+/// the ratio: with its size known, the library neither copies nor keeps a window. The matches that are
+/// lost weigh more the harder a level searches: 2.7 % of the ratio at level 3, 4.5 % at 5, 7 % at 9
+/// (nine Silesia files, 512 KiB a packet). 3 % is what Hotlift gives away for speed.
+fn framing(level: u8) -> Framing {
+    if level <= 3 {
+        Framing::Closed
+    } else {
+        Framing::Open
+    }
+}
+
+// SAFETY: the context is owned by this value alone, and libzstd ties none to a thread.
+unsafe impl Send for Encoder {}
+
+impl Encoder {
+    pub(super) fn new(level: u8) -> Result<Self, MethodError> {
+        // SAFETY: no preconditions; null is checked.
+        let context = NonNull::new(unsafe { ZSTD_createCCtx() })
+            .ok_or_else(|| failed("make a compression context", "out of memory"))?;
+        let encoder = Self {
+            context,
+            framing: framing(level),
+        };
+        // SAFETY: the context is live and owned.
+        let set = unsafe {
+            ZSTD_CCtx_setParameter(
+                context.as_ptr(),
+                ZSTD_cParameter::ZSTD_c_compressionLevel,
+                i32::from(level),
+            )
+        };
+        check(set).map_err(|reason| failed("set the level", reason))?;
+        Ok(encoder)
+    }
+
+    fn closed_frame(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), &'static str> {
+        // SAFETY: the context is live and used by nobody else (`&mut self`); the source is a slice,
+        // and the destination is the vector's own capacity.
+        let written = check(unsafe {
+            ZSTD_compress2(
+                self.context.as_ptr(),
+                out.as_mut_ptr().cast(),
+                out.capacity(),
+                pages.as_ptr().cast(),
+                pages.len(),
+            )
+        })?;
+        // SAFETY: libzstd has written that many bytes from the start, within the capacity.
+        unsafe { out.set_len(written) };
+        Ok(())
+    }
+
+    fn flush_into_frame(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), &'static str> {
+        let mut input = ZSTD_inBuffer {
+            src: pages.as_ptr().cast(),
+            size: pages.len(),
+            pos: 0,
+        };
+        loop {
+            let mut output = ZSTD_outBuffer {
+                dst: out.as_mut_ptr().cast(),
+                size: out.capacity(),
+                pos: out.len(),
+            };
+            // SAFETY: as in `closed_frame`; `pos` is the filled part, so only free capacity is
+            // written.
+            let left = check(unsafe {
+                ZSTD_compressStream2(
+                    self.context.as_ptr(),
+                    &raw mut output,
+                    &raw mut input,
+                    ZSTD_EndDirective::ZSTD_e_flush,
+                )
+            })?;
+            // SAFETY: libzstd has written up to `pos`, within the capacity.
+            unsafe { out.set_len(output.pos) };
+            if left == 0 && input.pos == input.size {
+                return Ok(());
+            }
+            out.reserve(left.max(1));
+        }
+    }
+}
+
+impl Encode for Encoder {
+    fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
+        table::check_whole_pages(NAME, pages)?;
+        out.clear();
+        // SAFETY: a pure function of the size.
+        out.reserve(unsafe { ZSTD_compressBound(pages.len()) });
+        match self.framing {
+            Framing::Closed => self.closed_frame(pages, out),
+            Framing::Open => self.flush_into_frame(pages, out),
+        }
+        .map_err(|reason| failed("compress a packet", reason))
+    }
+}
+
+impl Drop for Encoder {
+    fn drop(&mut self) {
+        // SAFETY: the context is live, and freed only here.
+        unsafe { ZSTD_freeCCtx(self.context.as_ptr()) };
+    }
+}

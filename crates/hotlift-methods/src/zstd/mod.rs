@@ -1,0 +1,67 @@
+//! `zstd`: frames of libzstd.
+//!
+//! QEMU writes one frame a channel and never closes it: each packet ends at a flush. Its reader takes
+//! closed frames just as well, one a packet, and so does ours. Which of the two is written is decided
+//! per level, see [`encode`]; what is read may change from packet to packet, see [`decode`].
+//!
+//! libzstd 1.5.7 is linked in through zstd-sys, since every step of the library from QEMU's side of
+//! 2022 to it made level 1 a little faster, and a distribution's would be older.
+
+mod decode;
+mod encode;
+
+use std::ffi::CStr;
+use std::ops::RangeInclusive;
+
+use zstd_sys::{ZSTD_getErrorName, ZSTD_isError, ZSTD_versionString};
+
+use crate::{Decode, Encode, MethodError, table};
+
+const NAME: &str = "zstd";
+const LIBRARY: &str = "libzstd";
+
+/// Levels as `multifd-zstd-level` has them, without QEMU's 0, which is another name for 3.
+pub(crate) const LEVELS: RangeInclusive<u8> = 1..=20;
+
+/// Largest window that a received stream may ask for, as a power of two of bytes: 128 MiB, the limit
+/// of libzstd's own streaming decoder (`ZSTD_WINDOWLOG_LIMIT_DEFAULT`) and so of every QEMU.
+///
+/// It bounds the only memory whose size a peer chooses. QEMU's levels need at most 2^25 bytes.
+pub const WINDOW_LOG_MAX: u8 = 27;
+
+pub(crate) fn encoder(level: u8) -> Result<Box<dyn Encode>, MethodError> {
+    table::check_level(NAME, &LEVELS, level)?;
+    Ok(Box::new(encode::Encoder::new(level)?))
+}
+
+pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
+    Ok(Box::new(decode::Decoder::new()?))
+}
+
+pub(crate) fn library() -> String {
+    // SAFETY: returns a static NUL-terminated string.
+    let version = unsafe { CStr::from_ptr(ZSTD_versionString()) };
+    format!("{LIBRARY} {}", version.to_string_lossy())
+}
+
+/// The value of a libzstd call, or the text of its error.
+fn check(code: usize) -> Result<usize, &'static str> {
+    // SAFETY: pure functions of the code; the name is a static NUL-terminated ASCII string.
+    unsafe {
+        if ZSTD_isError(code) == 0 {
+            return Ok(code);
+        }
+        Err(CStr::from_ptr(ZSTD_getErrorName(code))
+            .to_str()
+            .unwrap_or("unknown error"))
+    }
+}
+
+fn failed(operation: &'static str, reason: &str) -> MethodError {
+    MethodError::Library {
+        method: NAME,
+        library: LIBRARY,
+        operation,
+        reason: reason.to_owned(),
+    }
+}
