@@ -134,3 +134,169 @@ impl DirtyBitmap {
 fn bits(range: Range<usize>) -> u64 {
     (u64::MAX >> (64 - range.len())) << range.start
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::thread;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Set(usize),
+        SetRange(usize, usize),
+        SetAll,
+        ClearRange(usize, usize),
+        TakeWord(usize),
+        OrWords(usize, Vec<u64>),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let page = || prop_oneof![9 => 0..300_usize, 1 => Just(usize::MAX)];
+        prop_oneof![
+            page().prop_map(Step::Set),
+            (page(), page()).prop_map(|(first, pages)| Step::SetRange(first, pages)),
+            Just(Step::SetAll),
+            (page(), page()).prop_map(|(first, pages)| Step::ClearRange(first, pages)),
+            (0..6_usize).prop_map(Step::TakeWord),
+            (0..6_usize, proptest::collection::vec(any::<u64>(), 0..6))
+                .prop_map(|(word, bits)| Step::OrWords(word, bits)),
+        ]
+    }
+
+    /// Sets or clears the pages of `model` for which `chosen` holds; returns how many changed.
+    fn change(model: &mut [bool], to: bool, chosen: impl Fn(usize) -> bool) -> u64 {
+        let mut changed = 0;
+        for (page, bit) in model.iter_mut().enumerate() {
+            if chosen(page) && *bit != to {
+                *bit = to;
+                changed += 1;
+            }
+        }
+        changed
+    }
+
+    proptest! {
+        #[test]
+        fn every_step_does_what_it_does_to_a_list_of_flags(
+            pages in 0..260_usize,
+            steps in proptest::collection::vec(step(), 0..40),
+        ) {
+            let bitmap = DirtyBitmap::new(pages);
+            let mut model = vec![false; pages];
+            for step in steps {
+                match step {
+                    Step::Set(page) => {
+                        let newly = change(&mut model, true, |p| p == page);
+                        prop_assert_eq!(u64::from(bitmap.set(page)), newly);
+                    }
+                    Step::SetRange(first, n) => {
+                        let newly = change(&mut model, true, |p| p >= first && p - first < n);
+                        prop_assert_eq!(bitmap.set_range(first, n), newly);
+                    }
+                    Step::SetAll => {
+                        bitmap.set_all();
+                        model.fill(true);
+                    }
+                    Step::ClearRange(first, n) => {
+                        let cleared = change(&mut model, false, |p| p >= first && p - first < n);
+                        prop_assert_eq!(bitmap.clear_range(first, n), cleared);
+                    }
+                    Step::TakeWord(word) => {
+                        let before = model.clone();
+                        change(&mut model, false, |p| p / 64 == word);
+                        let taken = bitmap.take_word(word);
+                        for bit in 0..64 {
+                            let marked = before.get(word * 64 + bit).copied().unwrap_or(false);
+                            prop_assert_eq!(taken >> bit & 1 == 1, marked);
+                        }
+                    }
+                    Step::OrWords(first, words) => {
+                        let newly = change(&mut model, true, |p| {
+                            let word = (p / 64).checked_sub(first).and_then(|w| words.get(w));
+                            word.is_some_and(|word| word >> (p % 64) & 1 == 1)
+                        });
+                        prop_assert_eq!(bitmap.or_words(first, &words), newly);
+                    }
+                }
+                prop_assert_eq!(bitmap.count(), model.iter().filter(|bit| **bit).count() as u64);
+                for page in 0..pages + 70 {
+                    prop_assert_eq!(bitmap.test(page), model.get(page).copied().unwrap_or(false));
+                }
+            }
+            prop_assert_eq!(bitmap.pages(), pages);
+            prop_assert_eq!(bitmap.words(), pages.div_ceil(64));
+        }
+    }
+
+    /// Writers count up their pages and mark them; a taker copies what is marked, as a round does. In
+    /// the end the copy must be what was written last.
+    #[test]
+    fn a_write_after_the_take_is_taken_again() {
+        const PAGES: usize = 70;
+        const WRITES: usize = 200_000;
+        let bitmap = DirtyBitmap::new(PAGES);
+        let guest: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
+        let mut copy = [0; PAGES];
+        let mut taken = 0;
+        let stopped = AtomicBool::new(false);
+        let marked = thread::scope(|scope| {
+            let writers: Vec<_> = (0..2)
+                .map(|writer| {
+                    let (bitmap, guest) = (&bitmap, &guest);
+                    scope.spawn(move || {
+                        let mut newly = 0;
+                        for i in 0..WRITES {
+                            let page = (i * 2 + writer) % PAGES;
+                            guest[page].fetch_add(1, Ordering::Relaxed);
+                            newly += u64::from(bitmap.set(page));
+                        }
+                        newly
+                    })
+                })
+                .collect();
+            let taker = scope.spawn(|| {
+                loop {
+                    // Asked before the round, so that one full round follows the last write.
+                    let last = stopped.load(Ordering::Acquire);
+                    for word in 0..bitmap.words() {
+                        let bits = bitmap.take_word(word);
+                        for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
+                            copy[word * 64 + bit] = guest[word * 64 + bit].load(Ordering::Relaxed);
+                            taken += 1;
+                        }
+                    }
+                    if last {
+                        break;
+                    }
+                }
+            });
+            let marked: u64 = writers.into_iter().map(|w| w.join().expect("writer")).sum();
+            stopped.store(true, Ordering::Release);
+            taker.join().expect("taker");
+            marked
+        });
+        assert_eq!(taken, marked, "each mark has one taker");
+        for (page, value) in guest.iter().enumerate() {
+            assert_eq!(copy[page], value.load(Ordering::Relaxed), "page {page}");
+        }
+    }
+
+    #[test]
+    fn takers_share_the_marks_without_overlap() {
+        let bitmap = DirtyBitmap::new(64 * 1000 + 3);
+        bitmap.set_all();
+        let taken: u64 = thread::scope(|scope| {
+            let take = || (0..bitmap.words()).map(|w| u64::from(bitmap.take_word(w).count_ones()));
+            let takers: Vec<_> = (0..3)
+                .map(|_| scope.spawn(move || take().sum::<u64>()))
+                .collect();
+            takers.into_iter().map(|t| t.join().expect("taker")).sum()
+        });
+        assert_eq!(taken, 64 * 1000 + 3);
+        assert_eq!(bitmap.count(), 0);
+    }
+}

@@ -108,3 +108,74 @@ impl<'a> GuestRun<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Backing, PAGE_SIZE, RamBlock};
+
+    fn block() -> RamBlock {
+        RamBlock::new("ram", 2 * PAGE_SIZE, Backing::Private).expect("map")
+    }
+
+    #[test]
+    fn copies_move_exactly_the_run() {
+        let block = block();
+        let text: Vec<u8> = (1..=100).collect();
+        block.run(4050, 100).expect("inside").copy_from(&text);
+        let mut around = [0xff; 102];
+        block.run(4049, 102).expect("inside").copy_to(&mut around);
+        assert_eq!(around[1..101], text);
+        assert_eq!((around[0], around[101]), (0, 0));
+        block.run(4060, 80).expect("inside").fill_zero();
+        block
+            .run(4050, 100)
+            .expect("inside")
+            .copy_to(&mut around[..100]);
+        assert_eq!(around[..10], text[..10]);
+        assert_eq!(around[10..90], [0; 80]);
+        assert_eq!(around[90..100], text[90..]);
+    }
+
+    #[test]
+    fn the_parts_of_a_split_are_the_run() {
+        let block = block();
+        block.write(10, &[1, 2, 3]).expect("inside");
+        for n in 0..=3 {
+            let (head, tail) = block.run(10, 3).expect("inside").split_at(n);
+            let mut bytes = [0; 3];
+            head.copy_to(&mut bytes[..n]);
+            tail.copy_to(&mut bytes[n..]);
+            assert_eq!(bytes, [1, 2, 3], "split at {n}");
+            assert_eq!((head.is_empty(), tail.is_empty()), (n == 0, n == 3));
+        }
+    }
+
+    #[test]
+    fn a_run_is_zero_when_all_its_bytes_are() {
+        let block = block();
+        block.write(PAGE_SIZE - 1, &[1]).expect("inside");
+        let zero = |offset, len| block.run(offset, len).expect("inside").is_zero();
+        assert!(zero(0, PAGE_SIZE - 1));
+        assert!(!zero(0, PAGE_SIZE));
+        assert!(zero(PAGE_SIZE, PAGE_SIZE));
+        assert!(zero(PAGE_SIZE - 1, 0));
+    }
+
+    #[test]
+    #[should_panic = "copy out of a guest run"]
+    fn a_copy_out_of_another_length_is_refused() {
+        block().run(0, 8).expect("inside").copy_to(&mut [0; 9]);
+    }
+
+    #[test]
+    #[should_panic = "copy into a guest run"]
+    fn a_copy_in_of_another_length_is_refused() {
+        block().run(0, 8).expect("inside").copy_from(&[0; 7]);
+    }
+
+    #[test]
+    #[should_panic = "split of a guest run at 9 of 8"]
+    fn a_split_beyond_the_run_is_refused() {
+        let _ = block().run(0, 8).expect("inside").split_at(9);
+    }
+}

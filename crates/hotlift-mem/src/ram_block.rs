@@ -408,3 +408,277 @@ impl Drop for Mapping {
         let _ = unsafe { munmap(self.addr.as_ptr().cast(), self.len) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use rustix::fs::MemfdFlags;
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+
+    const LEN: usize = 3 * PAGE_SIZE;
+    const BACKINGS: [Backing; 2] = [Backing::Private, Backing::Shared];
+
+    fn block(backing: Backing) -> RamBlock {
+        RamBlock::new("pc.ram", LEN, backing).expect("map")
+    }
+
+    #[test]
+    fn a_block_is_fresh_zeroed_memory_of_its_name_and_length() {
+        for backing in BACKINGS {
+            let block = block(backing);
+            assert_eq!(
+                (block.name(), block.len(), block.pages()),
+                ("pc.ram", LEN, 3)
+            );
+            assert_eq!(block.backing(), backing);
+            assert_eq!(block.fd().is_some(), backing == Backing::Shared);
+            assert!(block.run(0, LEN).expect("inside").is_zero());
+        }
+    }
+
+    #[test]
+    fn names_and_lengths_that_the_stream_cannot_carry_are_refused() {
+        for backing in BACKINGS {
+            for len in [0, 1, PAGE_SIZE - 1, PAGE_SIZE + 1] {
+                let refused = RamBlock::new("ram", len, backing);
+                assert!(matches!(refused, Err(MemError::Length { got, .. }) if got == len));
+            }
+            for len in [0, 256] {
+                let refused = RamBlock::new(&"n".repeat(len), LEN, backing);
+                assert!(matches!(refused, Err(MemError::Name { got }) if got == len));
+            }
+            for name in ["n".repeat(255), "ö\0ö".repeat(40)] {
+                assert_eq!(
+                    RamBlock::new(&name, LEN, backing).expect("map").name(),
+                    name
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_length_beyond_the_address_space_is_an_error() {
+        for backing in BACKINGS {
+            for len in [usize::MAX - PAGE_SIZE + 1, 1 << 60] {
+                let refused = RamBlock::new("ram", len, backing);
+                assert!(matches!(refused, Err(MemError::Kernel { .. })), "{len:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn access_ends_at_the_end_of_the_block() {
+        for backing in BACKINGS {
+            let block = block(backing);
+            block.write(LEN - 4, b"last").expect("inside");
+            let mut last = [0; 4];
+            block.read(LEN - 4, &mut last).expect("inside");
+            assert_eq!(&last, b"last");
+            assert_eq!(block.run(LEN, 0).expect("inside").len(), 0);
+            for (offset, len) in [
+                (LEN, 1),
+                (LEN + 1, 0),
+                (0, LEN + 1),
+                (1, usize::MAX),
+                (usize::MAX, 2),
+            ] {
+                let refused = block.run(offset, len);
+                assert!(
+                    matches!(refused, Err(MemError::OutOfBounds { .. })),
+                    "{offset}, {len}"
+                );
+            }
+            assert!(block.write(LEN - 3, b"last").is_err());
+            assert!(block.read(LEN - 3, &mut last).is_err());
+            assert!(block.zero(LEN - 3, 4).is_err());
+            assert!(block.load_u64(LEN - 4).is_err());
+            assert!(block.untouched(0, 4, &mut [0]).is_err());
+            assert!(block.untouched(usize::MAX, 1, &mut [0]).is_err());
+            block.zero(LEN - 4, 4).expect("inside");
+            assert!(block.run(0, LEN).expect("inside").is_zero());
+        }
+    }
+
+    #[test]
+    fn words_are_whole_and_aligned() {
+        let block = block(Backing::Private);
+        block
+            .store_u64(LEN - 8, 0x0102_0304_0506_0708)
+            .expect("inside");
+        assert_eq!(
+            block.load_u64(LEN - 8).expect("inside"),
+            0x0102_0304_0506_0708
+        );
+        let mut bytes = [0; 8];
+        block.read(LEN - 8, &mut bytes).expect("inside");
+        assert_eq!(u64::from_ne_bytes(bytes), 0x0102_0304_0506_0708);
+        let refused = block.store_u64(4, 1);
+        assert!(matches!(
+            refused,
+            Err(MemError::Unaligned {
+                offset: 4,
+                align: 8,
+                ..
+            })
+        ));
+    }
+
+    #[test]
+    fn a_page_is_zero_until_any_byte_of_it_is_set() {
+        let block = block(Backing::Private);
+        for at in [0, 1, PAGE_SIZE - 1] {
+            block.write(PAGE_SIZE + at, &[1]).expect("inside");
+            assert!(!block.page_is_zero(1), "byte {at}");
+            assert!(block.page_is_zero(0) && block.page_is_zero(2));
+            block.zero(PAGE_SIZE + at, 1).expect("inside");
+            assert!(block.page_is_zero(1));
+        }
+        assert!(!block.page_is_zero(3));
+        assert!(!block.page_is_zero(usize::MAX));
+    }
+
+    #[test]
+    fn an_answer_that_does_not_fit_is_refused() {
+        let block = RamBlock::new("ram", 65 * PAGE_SIZE, Backing::Private).expect("map");
+        let refused = block.untouched(0, 65, &mut [0]);
+        assert!(matches!(
+            refused,
+            Err(MemError::AnswerTooShort {
+                needed: 2,
+                got: 1,
+                ..
+            })
+        ));
+    }
+
+    #[test]
+    fn mappings_start_where_huge_pages_can() {
+        for backing in BACKINGS {
+            for len in [
+                PAGE_SIZE,
+                HUGE_PAGE - PAGE_SIZE,
+                HUGE_PAGE,
+                3 * HUGE_PAGE + PAGE_SIZE,
+            ] {
+                let block = RamBlock::new("ram", len, backing).expect("map");
+                assert_eq!(block.host_addr().addr() % HUGE_PAGE, 0);
+                // All of it is mapped, and nothing around it went with the edges.
+                block.populate(0, len).expect("populate");
+            }
+        }
+    }
+
+    #[test]
+    fn a_dropped_block_gives_its_address_space_back() {
+        // Four times the 128 TiB that a process has.
+        for _ in 0..512 {
+            match RamBlock::new("ram", 1 << 40, Backing::Private) {
+                Ok(_) => {}
+                Err(MemError::Kernel { source, .. }) => panic!("{source}"),
+                Err(e) => panic!("{e}"),
+            }
+        }
+    }
+
+    #[test]
+    fn shared_memory_is_the_file_that_it_is_handed_out_as() {
+        let block = block(Backing::Shared);
+        let file = File::from(
+            block
+                .fd()
+                .expect("memfd")
+                .try_clone_to_owned()
+                .expect("dup"),
+        );
+        file.write_all_at(b"theirs", 5000).expect("write");
+        let mut bytes = [0; 6];
+        block.read(5000, &mut bytes).expect("inside");
+        assert_eq!(&bytes, b"theirs");
+        block.write(5000, b"ours!!").expect("inside");
+        file.read_exact_at(&mut bytes, 5000).expect("read");
+        assert_eq!(&bytes, b"ours!!");
+    }
+
+    #[test]
+    fn whoever_has_the_file_cannot_cut_the_memory_short() {
+        let block = block(Backing::Shared);
+        let file = File::from(
+            block
+                .fd()
+                .expect("memfd")
+                .try_clone_to_owned()
+                .expect("dup"),
+        );
+        assert!(file.set_len(0).is_err());
+    }
+
+    #[test]
+    fn a_region_of_vm_memory_lives_as_long_as_its_block() {
+        let region = Arc::new(MmapRegion::<()>::new(LEN).expect("map"));
+        let gone = Arc::downgrade(&region);
+        let block = RamBlock::from_region("ram", region).expect("a block");
+        assert_eq!(block.backing(), Backing::Private);
+        block.write(LEN - 1, &[1]).expect("inside");
+        assert!(gone.upgrade().is_some());
+        drop(block);
+        assert!(gone.upgrade().is_none());
+    }
+
+    #[test]
+    fn regions_that_cannot_be_guest_ram_are_refused() {
+        let region = |len, prot| {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            Arc::new(MmapRegion::<()>::build(None, len, prot, flags).expect("map"))
+        };
+        let rw = libc::PROT_READ | libc::PROT_WRITE;
+        let odd = RamBlock::from_region("ram", region(LEN + 1, rw));
+        assert!(matches!(odd, Err(MemError::Length { .. })));
+        let read_only = RamBlock::from_region("ram", region(LEN, libc::PROT_READ));
+        assert!(matches!(read_only, Err(MemError::Protection { .. })));
+        let unnamed = RamBlock::from_region("", region(LEN, rw));
+        assert!(matches!(unnamed, Err(MemError::Name { got: 0 })));
+    }
+
+    #[test]
+    fn a_guest_memory_becomes_blocks_over_the_same_bytes() {
+        let fd = memfd_create("ram", MemfdFlags::CLOEXEC).expect("memfd");
+        ftruncate(&fd, 5 * PAGE_SIZE as u64).expect("size");
+        let file = FileOffset::new(File::from(fd), PAGE_SIZE as u64);
+        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges_with_files([
+            (GuestAddress(0), LEN, None),
+            (GuestAddress(1 << 32), LEN, Some(file)),
+        ])
+        .expect("map");
+        let blocks = ram_blocks_of(&memory).expect("blocks");
+        let names: Vec<_> = blocks.iter().map(RamBlock::name).collect();
+        assert_eq!(names, ["ram@0", "ram@100000000"]);
+        assert_eq!(
+            (blocks[0].fd_offset(), blocks[1].fd_offset()),
+            (0, PAGE_SIZE as u64)
+        );
+        assert_eq!(blocks[1].backing(), Backing::Shared);
+        let high = GuestAddress((1 << 32) + 100);
+        memory.write_slice(b"seen", high).expect("write");
+        let mut bytes = [0; 4];
+        blocks[1].read(100, &mut bytes).expect("inside");
+        assert_eq!(&bytes, b"seen");
+        // The file starts a page before the memory, and the answer must not be shifted by it.
+        let mut out = [0];
+        assert!(blocks[1].untouched(0, 3, &mut out).expect("inside"));
+        assert_eq!(out, [0b110]);
+    }
+
+    #[test]
+    fn the_volatile_slice_is_the_block() {
+        let block = block(Backing::Private);
+        let slice = block.as_volatile_slice();
+        assert_eq!(slice.len(), LEN);
+        slice.write_slice(b"loaded", LEN - 6).expect("inside");
+        let mut bytes = [0; 6];
+        block.read(LEN - 6, &mut bytes).expect("inside");
+        assert_eq!(&bytes, b"loaded");
+    }
+}

@@ -141,3 +141,284 @@ pub(crate) fn advance(mut segments: &mut [iovec], mut n: usize) -> &mut [iovec] 
     }
     segments
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::{Shutdown, TcpListener, TcpStream};
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{Backing, PAGE_SIZE, RamBlock};
+
+    const PAGES: usize = 2600;
+
+    /// A connected pair of each kind of socket that a migration uses.
+    fn pairs() -> Vec<(&'static str, OwnedFd, OwnedFd)> {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+        let ours = TcpStream::connect(listener.local_addr().expect("bound")).expect("connect");
+        let (theirs, _) = listener.accept().expect("accept");
+        let (a, b) = UnixStream::pair().expect("pair");
+        vec![
+            ("tcp", ours.into(), theirs.into()),
+            ("unix", a.into(), b.into()),
+        ]
+    }
+
+    /// Memory in which each word tells where it is.
+    fn numbered(backing: Backing) -> RamBlock {
+        let block = RamBlock::new("ram", PAGES * PAGE_SIZE, backing).expect("map");
+        for offset in (0..block.len()).step_by(8) {
+            block
+                .store_u64(offset, offset as u64 | 1 << 60)
+                .expect("inside");
+        }
+        block
+    }
+
+    fn bytes(runs: &[GuestRun<'_>]) -> Vec<u8> {
+        let mut all = Vec::new();
+        for run in runs {
+            let at = all.len();
+            all.resize(at + run.len(), 0);
+            run.copy_to(&mut all[at..]);
+        }
+        all
+    }
+
+    type Send<'a> = Box<dyn FnMut(BorrowedFd<'_>, &[u8], &[GuestRun<'_>]) -> io::Result<()> + 'a>;
+
+    /// Both ways to send.
+    fn senders() -> [(&'static str, Send<'static>); 2] {
+        let mut scratch = IoScratch::new();
+        let mut splicer = Splicer::new().expect("pipe");
+        [
+            (
+                "send",
+                Box::new(move |fd, head, runs| send(fd, head, runs, &mut scratch)),
+            ),
+            (
+                "splice",
+                Box::new(move |fd, head, runs| splicer.send(fd, head, runs)),
+            ),
+        ]
+    }
+
+    /// Runs of every shape: pages apart and side by side, odd lengths at odd places, empty ones, and
+    /// more of them than one call takes.
+    fn shapes(block: &RamBlock) -> Vec<Vec<GuestRun<'_>>> {
+        let run = |offset, len| block.run(offset, len).expect("inside");
+        let page = |page: usize| run(page * PAGE_SIZE, PAGE_SIZE);
+        vec![
+            vec![],
+            vec![run(7, 0)],
+            vec![page(3)],
+            vec![page(3), page(4), page(6), run(0, 0), page(5)],
+            vec![run(1, 1), run(4095, 2), run(5000, 10_001), run(3, 4093)],
+            (0..PAGES / 2).map(|i| page(i * 2)).collect(),
+            (0..1500).map(|i| run(i * 100 + 1, i % 90)).collect(),
+            vec![run(0, block.len())],
+        ]
+    }
+
+    #[test]
+    fn what_is_sent_arrives_whole_and_in_order() {
+        let head: Vec<u8> = (0..=250).cycle().take(1344).collect();
+        for backing in [Backing::Private, Backing::Shared] {
+            let from = numbered(backing);
+            for (way, mut send) in senders() {
+                for (socket, ours, theirs) in pairs() {
+                    for (shape, runs) in shapes(&from).into_iter().enumerate() {
+                        let into = RamBlock::new("ram", from.len(), backing).expect("map");
+                        // Other places than the sender's.
+                        let mut end = into.len();
+                        let arriving: Vec<_> = runs
+                            .iter()
+                            .map(|run| {
+                                end -= run.len();
+                                into.run(end, run.len()).expect("inside")
+                            })
+                            .collect();
+                        let head_into = RamBlock::new("head", PAGE_SIZE, backing).expect("map");
+                        let head_run = head_into.run(1, head.len()).expect("inside");
+                        thread::scope(|scope| {
+                            scope.spawn(|| {
+                                let mut scratch = IoScratch::new();
+                                recv(theirs.as_fd(), &[head_run], &mut scratch).expect("head");
+                                recv(theirs.as_fd(), &arriving, &mut scratch).expect("runs");
+                            });
+                            send(ours.as_fd(), &head, &runs).expect("send");
+                        });
+                        let what = format!("{backing:?}, {way}, {socket}, shape {shape}");
+                        assert!(bytes(&[head_run]) == head, "{what}: head");
+                        assert!(bytes(&arriving) == bytes(&runs), "{what}: runs");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn parts_arrive_one_after_the_other() {
+        for (socket, ours, theirs) in pairs() {
+            let into = RamBlock::new("ram", PAGE_SIZE, Backing::Private).expect("map");
+            let run = into.run(0, 6).expect("inside");
+            let mut scratch = IoScratch::new();
+            send_parts(ours.as_fd(), &[b"ab", b"", b"cdef"], &mut scratch).expect("send");
+            recv(theirs.as_fd(), &[run], &mut scratch).expect("recv");
+            assert_eq!(bytes(&[run]), b"abcdef", "{socket}");
+        }
+    }
+
+    #[test]
+    fn an_end_inside_is_an_error() {
+        let into = RamBlock::new("ram", PAGE_SIZE, Backing::Private).expect("map");
+        let mut scratch = IoScratch::new();
+        for sent in [0, 1, 4095] {
+            for (socket, ours, theirs) in pairs() {
+                let mut file = std::fs::File::from(ours);
+                file.write_all(&vec![1; sent]).expect("send");
+                drop(file);
+                let run = into.run(0, PAGE_SIZE).expect("inside");
+                let got = recv(theirs.as_fd(), &[run], &mut scratch).map_err(|e| e.kind());
+                assert_eq!(
+                    got,
+                    Err(io::ErrorKind::UnexpectedEof),
+                    "{socket}, {sent} bytes"
+                );
+            }
+        }
+    }
+
+    /// Sends until it fails; the test hangs if it never does.
+    fn send_until_cut(
+        send: &mut Send<'_>,
+        fd: BorrowedFd<'_>,
+        runs: &[GuestRun<'_>],
+    ) -> io::ErrorKind {
+        loop {
+            if let Err(e) = send(fd, b"head", runs) {
+                return e.kind();
+            }
+        }
+    }
+
+    fn is_cut(kind: io::ErrorKind) -> bool {
+        matches!(
+            kind,
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+        )
+    }
+
+    #[test]
+    fn a_peer_that_goes_away_mid_transfer_is_an_error() {
+        let block = numbered(Backing::Private);
+        let runs = [block.run(0, block.len()).expect("inside")];
+        for (way, mut send) in senders() {
+            for (socket, ours, theirs) in pairs() {
+                let kind = thread::scope(|scope| {
+                    scope.spawn(|| {
+                        let mut scratch = IoScratch::new();
+                        let into = RamBlock::new("ram", PAGE_SIZE, Backing::Private).expect("map");
+                        let run = into.run(0, PAGE_SIZE).expect("inside");
+                        // The transfer is under way when the peer goes.
+                        recv(theirs.as_fd(), &[run], &mut scratch).expect("the first page");
+                        drop(theirs);
+                    });
+                    send_until_cut(&mut send, ours.as_fd(), &runs)
+                });
+                assert!(is_cut(kind), "{way}, {socket}: {kind:?}");
+            }
+        }
+    }
+
+    /// Nobody reads: the sender is blocked, or about to be, when another thread cuts its socket.
+    #[test]
+    fn a_socket_shut_down_elsewhere_frees_its_sender() {
+        let block = numbered(Backing::Private);
+        let runs = [block.run(0, block.len()).expect("inside")];
+        for (way, mut send) in senders() {
+            for (socket, ours, _theirs) in pairs() {
+                let stream = UnixStream::from(ours.try_clone().expect("dup"));
+                let kind = thread::scope(|scope| {
+                    let cut = scope.spawn(|| {
+                        // Full queues are what a blocked sender looks like from outside.
+                        while !queue_is_full(ours.as_fd()) {
+                            thread::yield_now();
+                        }
+                        stream.shutdown(Shutdown::Both).expect("shutdown");
+                    });
+                    let kind = send_until_cut(&mut send, ours.as_fd(), &runs);
+                    cut.join().expect("cut");
+                    kind
+                });
+                assert!(is_cut(kind), "{way}, {socket}: {kind:?}");
+            }
+        }
+    }
+
+    fn queue_is_full(fd: BorrowedFd<'_>) -> bool {
+        let mut poll = [rustix::event::PollFd::from_borrowed_fd(
+            fd,
+            rustix::event::PollFlags::OUT,
+        )];
+        let now = rustix::event::Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        rustix::event::poll(&mut poll, Some(&now)).expect("poll") == 0
+    }
+
+    #[test]
+    fn a_splicer_sends_nothing_of_a_packet_that_was_cut() {
+        let block = numbered(Backing::Private);
+        let mut splicer = Splicer::new().expect("pipe");
+        for (socket, ours, theirs) in pairs() {
+            drop(theirs);
+            let stale = [block.run(0, 64 * PAGE_SIZE).expect("inside")];
+            while splicer.send(ours.as_fd(), b"", &stale).is_ok() {}
+            for (_, ours, theirs) in pairs() {
+                let fresh = [block.run(100 * PAGE_SIZE, PAGE_SIZE).expect("inside")];
+                splicer.send(ours.as_fd(), b"", &fresh).expect("send");
+                let into = RamBlock::new("ram", PAGE_SIZE, Backing::Private).expect("map");
+                let run = into.run(0, PAGE_SIZE).expect("inside");
+                recv(theirs.as_fd(), &[run], &mut IoScratch::new()).expect("recv");
+                assert!(bytes(&[run]) == bytes(&fresh), "after {socket}");
+            }
+        }
+    }
+
+    proptest! {
+        /// What is left after a call that stopped anywhere is exactly what was not sent.
+        #[test]
+        fn a_partial_call_leaves_exactly_the_rest(
+            lens in proptest::collection::vec((0..40_usize, 0..2_usize), 0..12),
+            stop in 0..500_usize,
+        ) {
+            let block = RamBlock::new("ram", PAGE_SIZE, Backing::Private).expect("map");
+            let numbers: Vec<u8> = (0..=250).cycle().take(PAGE_SIZE).collect();
+            block.write(0, &numbers).expect("inside");
+            let mut offset = 0;
+            let mut runs = Vec::new();
+            for (len, gap) in lens {
+                runs.push(block.run(offset, len).expect("inside"));
+                offset += len + gap;
+            }
+            let all = bytes(&runs);
+            let stop = stop.min(all.len());
+            let mut scratch = IoScratch::new();
+            let left: Vec<_> = advance(scratch.fill(&[], &runs), stop)
+                .iter()
+                .map(|segment| {
+                    let at = segment.iov_base.addr() - block.host_addr().addr();
+                    block.run(at, segment.iov_len).expect("inside")
+                })
+                .collect();
+            prop_assert_eq!(bytes(&left), &all[stop..]);
+        }
+    }
+}

@@ -200,3 +200,192 @@ fn mark(out: &mut [u64], base: u64, from: u64, to: u64) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rustix::fs::{MemfdFlags, memfd_create};
+    use rustix::mm::{Advice, madvise};
+    use vm_memory::{FileOffset, MmapRegion};
+
+    use super::*;
+    use crate::{Backing, RamBlock};
+
+    const PAGES: usize = 2048 + 7;
+
+    type Way = fn(&File, usize, usize, &mut [u64]) -> io::Result<()>;
+    const WAYS: [(&str, Way); 2] = [("scan", scan), ("entries", read_entries)];
+
+    /// Each way's answer about all of `block`; ways that this kernel lacks are left out.
+    fn answers(block: &RamBlock) -> Vec<(&'static str, Vec<bool>)> {
+        let file = pagemap().expect("/proc/self/pagemap");
+        let answer = |(name, way): (&'static str, Way)| {
+            let mut out = vec![0; PAGES.div_ceil(64)];
+            match way(file, block.host_addr().addr(), PAGES, &mut out) {
+                Ok(()) => Some((name, bits(&out))),
+                Err(e) => {
+                    eprintln!("{name}: not on this kernel, skipped: {e}");
+                    None
+                }
+            }
+        };
+        WAYS.into_iter().filter_map(answer).collect()
+    }
+
+    fn bits(out: &[u64]) -> Vec<bool> {
+        (0..out.len() * 64)
+            .map(|i| out[i / 64] >> (i % 64) & 1 == 1)
+            .collect()
+    }
+
+    fn private(advice: Advice) -> RamBlock {
+        let block = RamBlock::new("ram", PAGES * PAGE_SIZE, Backing::Private).expect("map");
+        // SAFETY: the block's own mapping; the advice changes no byte.
+        unsafe { madvise(block.host_addr().cast(), block.len(), advice) }.expect("advise");
+        block
+    }
+
+    /// Every third page of the first half, so that the answer has more ranges than one call returns.
+    fn written(page: usize) -> bool {
+        page.is_multiple_of(3) && page < PAGES / 2
+    }
+
+    fn write(block: &RamBlock) {
+        for page in (0..PAGES).filter(|page| written(*page)) {
+            block
+                .write(page * PAGE_SIZE + page, &[1])
+                .expect("in the block");
+        }
+    }
+
+    #[test]
+    fn fresh_private_memory_is_all_untouched() {
+        for (way, answer) in answers(&private(Advice::LinuxNoHugepage)) {
+            assert!(answer[..PAGES].iter().all(|bit| *bit), "{way}");
+            assert!(
+                !answer[PAGES..].iter().any(|bit| *bit),
+                "{way}: past the end"
+            );
+        }
+    }
+
+    #[test]
+    fn without_huge_pages_each_written_page_is_told() {
+        let block = private(Advice::LinuxNoHugepage);
+        write(&block);
+        for (way, answer) in answers(&block) {
+            for (page, untouched) in answer[..PAGES].iter().enumerate() {
+                assert_eq!(*untouched, !written(page), "{way}: page {page}");
+            }
+        }
+    }
+
+    #[test]
+    fn with_huge_pages_no_written_page_is_called_untouched() {
+        let block = private(Advice::LinuxHugepage);
+        write(&block);
+        for (way, answer) in answers(&block) {
+            for (page, untouched) in answer[..PAGES].iter().enumerate() {
+                assert!(!(*untouched && written(page)), "{way}: page {page}");
+            }
+            // Nothing was written in the last unit, which is too short for a huge page.
+            assert!(answer[PAGES - 7..PAGES].iter().all(|bit| *bit), "{way}");
+        }
+    }
+
+    #[test]
+    fn pages_that_were_only_read_stay_untouched_to_the_scan() {
+        let block = private(Advice::LinuxNoHugepage);
+        assert!((0..PAGES).all(|page| block.page_is_zero(page)));
+        write(&block);
+        for (way, answer) in answers(&block) {
+            for (page, untouched) in answer[..PAGES].iter().enumerate() {
+                assert!(!(*untouched && written(page)), "{way}: page {page}");
+                assert!(*untouched != written(page) || way != "scan", "page {page}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_part_of_a_block_is_answered_from_its_own_first_page() {
+        for backing in [Backing::Private, Backing::Shared] {
+            let block = RamBlock::new("ram", PAGES * PAGE_SIZE, backing).expect("map");
+            block.write(1000 * PAGE_SIZE, &[1]).expect("in the block");
+            let mut out = [u64::MAX; 2];
+            assert!(block.untouched(990, 70, &mut out).expect("in the block"));
+            let bits = bits(&out);
+            assert!(!bits[10], "{backing:?}: the written page");
+            assert!(
+                !bits[70..].iter().any(|bit| *bit),
+                "{backing:?}: past the part"
+            );
+            let mut out = [0; 1];
+            assert!(
+                block
+                    .untouched(PAGES - 3, 3, &mut out)
+                    .expect("in the block")
+            );
+            assert_eq!(out, [7], "{backing:?}");
+        }
+    }
+
+    #[test]
+    fn shared_memory_is_told_from_its_file_whoever_wrote_it() {
+        let block = RamBlock::new("ram", PAGES * PAGE_SIZE, Backing::Shared).expect("map");
+        let file = File::from(
+            block
+                .fd()
+                .expect("memfd")
+                .try_clone_to_owned()
+                .expect("dup"),
+        );
+        let mut out = vec![0; PAGES.div_ceil(64)];
+        assert!(block.untouched(0, PAGES, &mut out).expect("in the block"));
+        assert!(bits(&out)[..PAGES].iter().all(|bit| *bit), "fresh");
+        // Not through this process's page tables.
+        for page in (0..PAGES).filter(|page| written(*page)) {
+            file.write_all_at(&[1], (page * PAGE_SIZE) as u64)
+                .expect("write");
+        }
+        assert!(block.untouched(0, PAGES, &mut out).expect("in the block"));
+        for (page, untouched) in bits(&out)[..PAGES].iter().enumerate() {
+            assert_eq!(*untouched, !written(page), "page {page}");
+        }
+    }
+
+    #[test]
+    fn memory_that_cannot_be_told_has_no_untouched_page() {
+        let file = || {
+            let file = File::from(memfd_create("file", MemfdFlags::CLOEXEC).expect("memfd"));
+            file.write_all_at(&[1; 2 * PAGE_SIZE], 0).expect("write");
+            FileOffset::new(file, 0)
+        };
+        let rw = libc::PROT_READ | libc::PROT_WRITE;
+        for (what, file, flags) in [
+            ("private file", Some(file()), libc::MAP_PRIVATE),
+            (
+                "shared without a file",
+                None,
+                libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+            ),
+        ] {
+            let region = MmapRegion::<()>::build(file, 2 * PAGE_SIZE, rw, flags).expect("map");
+            let block = RamBlock::from_region("ram", Arc::new(region)).expect("a block");
+            let mut out = [u64::MAX];
+            assert!(
+                !block.untouched(0, 2, &mut out).expect("in the block"),
+                "{what}"
+            );
+            assert_eq!(out, [0], "{what}");
+        }
+    }
+
+    #[test]
+    fn a_file_system_whose_holes_are_not_known_is_refused() {
+        let file = File::open("/proc/self/maps").expect("proc");
+        let mut out = [u64::MAX];
+        assert!(!in_file(std::os::fd::AsFd::as_fd(&file), 0, 64, &mut out));
+        assert_eq!(out, [0]);
+    }
+}
