@@ -1,1 +1,34 @@
-//! Under construction.
+//! Built-in guests: a KVM virtual machine, and worker threads where KVM cannot be used.
+//!
+//! Both write to their memory at a rate and check it as they go, and both can prove afterwards that
+//! no write was lost, because the n-th write of a vCPU goes to a page that follows from n alone.
+//!
+//! | file | what |
+//! |---|---|
+//! | `settings` | what a guest is made from |
+//! | `layout` | where things lie in its RAM; the record that each write leaves |
+//! | `workload` | which page the n-th write goes to, and when |
+//! | `fill` | what RAM holds before the start |
+//! | `kvm`, `threads` | the two guests |
+//! | `guest/hotlift.s` | the program that the KVM guest runs, and any other VMM can |
+//! | `life`, `control`, `device` | their phases, their threads, their device state |
+//! | `verify` | the proof |
+
+#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
+
+mod builtin;
+mod bytes;
+mod control;
+mod device;
+pub mod fill;
+pub mod kvm;
+pub mod layout;
+mod life;
+mod settings;
+pub mod threads;
+pub mod verify;
+pub mod workload;
+
+pub use builtin::{BuiltinGuest, CreateError, best_kind, create};
+pub use device::DeviceError;
+pub use settings::{GuestKind, GuestSettings, UnknownGuest};

@@ -1,0 +1,305 @@
+//! What RAM holds before a guest starts.
+//!
+//! Each page of the filled range is a function of (settings, page number) alone, so threads fill in
+//! any order, and a file with the same bytes can be written for another VMM to load.
+//!
+//! Zero pages are left alone rather than written, so that the kernel need not allocate them. They come
+//! in runs of 1 to 64 pages, spread evenly: a real guest has both single zero pages and free ranges.
+
+mod corpus;
+mod generated;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use hotlift_mem::{MemError, PAGE_SIZE, RamBlock, zero};
+
+use crate::bytes::{reduce, to_u64, to_usize};
+use crate::layout::{Layout, filled_offset};
+use crate::verify::{Digest, Digester, in_strides};
+use crate::workload::nth;
+use corpus::Corpus;
+
+/// Where the bytes come from.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum FillSource {
+    /// Nowhere: every page is zero.
+    #[default]
+    Zero,
+    /// A seeded mix of pages like text, like program code, like heap (pointers), and random ones.
+    Generated,
+    /// The files of a folder and of the folders in it, in the order of their names, one after the
+    /// other; a `.zst` file is decompressed. When they are used up they are repeated, each time
+    /// XORed with another constant and starting elsewhere: as compressible as before, but no window
+    /// and no deduplication finds the repetition.
+    Folder(PathBuf),
+}
+
+/// How RAM is filled.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct FillSettings {
+    /// Where the bytes come from.
+    pub source: FillSource,
+    /// Share of pages that stay zero, 0 to 1. Pages of a source may be zero besides.
+    pub zero_share: f64,
+    /// Zero pages are written too, so that they are allocated. For measurements.
+    pub zero_touched: bool,
+    /// Start of the random numbers.
+    pub seed: u64,
+}
+
+/// RAM that was filled.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Filled {
+    /// Pages that are not zero.
+    pub data_pages: u64,
+    /// Pages that are.
+    pub zero_pages: u64,
+    /// What [`crate::verify`] compares with.
+    pub digest: Digest,
+}
+
+/// RAM could not be filled.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FillError {
+    /// The share of zero pages is not a share.
+    #[error("share of zero pages must be between 0 and 1, got {got}")]
+    ZeroShare {
+        /// Share asked for.
+        got: f64,
+    },
+    /// The guest was filled, started or loaded already.
+    #[error("RAM is not fresh")]
+    NotFresh,
+    /// The folder has no bytes to offer.
+    #[error("no file with anything in it under {}", path.display())]
+    Empty {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A file or folder could not be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The file to write to could not be written.
+    #[error("cannot write {}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Guest memory could not be written.
+    #[error("cannot write guest memory")]
+    Memory(#[from] MemError),
+}
+
+/// Fills the filled range of `ram`, which must be fresh.
+///
+/// # Errors
+/// [`FillError`]; RAM may be filled in part then.
+pub fn fill(ram: &RamBlock, layout: &Layout, settings: &FillSettings) -> Result<Filled, FillError> {
+    let pages = Pages::new(layout.filled_pages(), settings)?;
+    let digester = Digester::new(layout);
+    let data_pages = each_page(&pages, layout, |index, page| {
+        match page {
+            Some(page) => {
+                ram.write(filled_offset(layout, index), page)?;
+                digester.add(index, page);
+            }
+            None if settings.zero_touched => {
+                ram.write(filled_offset(layout, index), &[0; PAGE_SIZE])?;
+            }
+            None => {}
+        }
+        Ok(())
+    })?;
+    let zero_pages = layout.filled_pages() - data_pages;
+    Ok(Filled {
+        data_pages,
+        zero_pages,
+        digest: digester.finish(),
+    })
+}
+
+/// Writes to the file `path` what [`fill`] writes to RAM from the start of
+/// [`Layout::filled`] on: the file is as long as that range. Zero pages become holes.
+///
+/// # Errors
+/// [`FillError`]; the file may exist in part then.
+pub fn write_fill(
+    path: &Path,
+    layout: &Layout,
+    settings: &FillSettings,
+) -> Result<Filled, FillError> {
+    let pages = Pages::new(layout.filled_pages(), settings)?;
+    let digester = Digester::new(layout);
+    let failed = |source| FillError::Write {
+        path: path.to_owned(),
+        source,
+    };
+    let file = File::create(path).map_err(failed)?;
+    file.set_len(layout.filled().end - layout.filled().start)
+        .map_err(failed)?;
+    let data_pages = each_page(&pages, layout, |index, page| {
+        if let Some(page) = page {
+            file.write_all_at(page, index * to_u64(PAGE_SIZE))
+                .map_err(failed)?;
+            digester.add(index, page);
+        }
+        Ok(())
+    })?;
+    let zero_pages = layout.filled_pages() - data_pages;
+    Ok(Filled {
+        data_pages,
+        zero_pages,
+        digest: digester.finish(),
+    })
+}
+
+/// Calls `put` with each page, `None` for a zero page, from several threads; returns how many were not
+/// zero. The places of records are blank, as is a record that was never written.
+fn each_page(
+    pages: &Pages,
+    layout: &Layout,
+    put: impl Fn(u64, Option<&mut [u8; PAGE_SIZE]>) -> Result<(), FillError> + Sync,
+) -> Result<u64, FillError> {
+    let data_pages = AtomicU64::new(0);
+    in_strides(layout.filled_pages(), |range| -> Result<(), FillError> {
+        let mut page = [0; PAGE_SIZE];
+        let first_block = range.start / BLOCK;
+        for block in first_block..range.end.div_ceil(BLOCK) {
+            let places = pages.zeros.places(block);
+            for index in block * BLOCK..((block + 1) * BLOCK).min(range.end) {
+                let Some(number) = places[to_usize(index % BLOCK)] else {
+                    put(index, None)?;
+                    continue;
+                };
+                pages.source.page(number, &mut page);
+                if let Some(record) = layout.record_in_page(index) {
+                    page[record].fill(0);
+                }
+                if zero::is_zero(&page) {
+                    put(index, None)?;
+                } else {
+                    put(index, Some(&mut page))?;
+                    data_pages.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+        Ok(())
+    })?;
+    Ok(data_pages.into_inner())
+}
+
+/// Every page of a fill.
+struct Pages {
+    zeros: Zeros,
+    source: Source,
+}
+
+enum Source {
+    Zero,
+    Generated { seed: u64 },
+    Corpus(Corpus),
+}
+
+impl Source {
+    /// Writes the `number`-th page that is not meant to be zero.
+    fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) {
+        match self {
+            Self::Zero => page.fill(0),
+            Self::Generated { seed } => generated::page(*seed, number, page),
+            Self::Corpus(corpus) => corpus.page(number, page),
+        }
+    }
+}
+
+impl Pages {
+    fn new(pages: u64, settings: &FillSettings) -> Result<Self, FillError> {
+        let zeros = Zeros::new(settings.zero_share, settings.seed)?;
+        let source = match &settings.source {
+            FillSource::Zero => Source::Zero,
+            FillSource::Generated => Source::Generated {
+                seed: settings.seed,
+            },
+            FillSource::Folder(path) => {
+                let enough = pages.saturating_mul(to_u64(PAGE_SIZE));
+                Source::Corpus(Corpus::read(path, enough, settings.seed)?)
+            }
+        };
+        Ok(Self { zeros, source })
+    }
+}
+
+/// Pages that share one draw of zero runs. A stride of [`in_strides`] is a multiple.
+const BLOCK: u64 = BLOCK_LEN as u64;
+
+const BLOCK_LEN: usize = 256;
+
+/// Lengths of runs of zero and of data pages; one is drawn each time, so short runs are common.
+const RUNS: [usize; 8] = [1, 1, 2, 4, 8, 16, 32, 64];
+
+/// Which pages are zero.
+struct Zeros {
+    /// Zero pages in 2^32 pages.
+    share: u64,
+    seed: u64,
+}
+
+impl Zeros {
+    fn new(share: f64, seed: u64) -> Result<Self, FillError> {
+        if !(0.0..=1.0).contains(&share) {
+            return Err(FillError::ZeroShare { got: share });
+        }
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // 0 to 2^32
+        let share = (share * 4_294_967_296.0).round() as u64;
+        Ok(Self { share, seed })
+    }
+
+    /// Zero pages before block `block`, so that the share is kept however few pages there are.
+    fn before(&self, block: u64) -> u64 {
+        let pages = u128::from(block) * u128::from(BLOCK);
+        u64::try_from((pages * u128::from(self.share)) >> 32).unwrap_or(u64::MAX)
+    }
+
+    /// For each page of a block: the number of its data page, `None` if it is zero.
+    fn places(&self, block: u64) -> [Option<u64>; BLOCK_LEN] {
+        let mut places = [None; BLOCK_LEN];
+        let mut zeros = to_usize(self.before(block + 1) - self.before(block));
+        let mut number = block * BLOCK - self.before(block);
+        let mut at = 0;
+        for draw in 0.. {
+            let left = places.len() - at;
+            if left == 0 {
+                break;
+            }
+            let random = nth(self.seed ^ 0x7a65_726f, block * BLOCK + draw);
+            let run = RUNS[to_usize(random % to_u64(RUNS.len()))];
+            // A run is zero with the probability of a zero page among those left.
+            if to_usize(reduce(random, to_u64(left))) < zeros {
+                let run = run.min(zeros);
+                zeros -= run;
+                at += run;
+            } else {
+                let run = run.min(left - zeros);
+                for place in &mut places[at..at + run] {
+                    *place = Some(number);
+                    number += 1;
+                }
+                at += run;
+            }
+        }
+        places
+    }
+}

@@ -1,0 +1,101 @@
+//! A fill from files.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use hotlift_mem::PAGE_SIZE;
+
+use super::FillError;
+use crate::bytes::{low_u8, to_u64, to_usize};
+use crate::workload::nth;
+
+/// The bytes of all files of a folder, as many as are needed.
+pub(super) struct Corpus {
+    bytes: Vec<u8>,
+    seed: u64,
+}
+
+impl Corpus {
+    /// Reads the files under `folder` until there are `enough` bytes.
+    pub fn read(folder: &Path, enough: u64, seed: u64) -> Result<Self, FillError> {
+        let mut files = Vec::new();
+        list(folder, &mut files)?;
+        let mut bytes = Vec::new();
+        for path in files {
+            let left = enough.saturating_sub(to_u64(bytes.len()));
+            if left == 0 {
+                break;
+            }
+            append(&path, left, &mut bytes).map_err(|source| FillError::Read { path, source })?;
+        }
+        if bytes.is_empty() {
+            return Err(FillError::Empty {
+                path: folder.to_owned(),
+            });
+        }
+        Ok(Self { bytes, seed })
+    }
+
+    /// Page `number`: of repetition `number / pages` of the corpus.
+    pub fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) {
+        let len = self.bytes.len();
+        let pages = to_u64(len.div_ceil(PAGE_SIZE));
+        let (repetition, number) = (number / pages, to_usize(number % pages));
+        let (start, constant) = self.perturbation(repetition);
+        let mut at = (start + number * PAGE_SIZE) % len;
+        let mut filled = 0;
+        while filled < PAGE_SIZE {
+            let run = (PAGE_SIZE - filled).min(len - at);
+            page[filled..filled + run].copy_from_slice(&self.bytes[at..at + run]);
+            filled += run;
+            at = (at + run) % len;
+        }
+        if constant != 0 {
+            page.iter_mut().for_each(|byte| *byte ^= constant);
+        }
+    }
+
+    /// Where repetition `repetition` starts, and what its bytes are XORed with. The first is the
+    /// corpus itself; of the next 255 no two have the same constant. XOR with a constant keeps every
+    /// match and every frequency, so a compressor finds as much as before.
+    fn perturbation(&self, repetition: u64) -> (usize, u8) {
+        if repetition == 0 {
+            return (0, 0);
+        }
+        let start = nth(self.seed, repetition) % to_u64(self.bytes.len());
+        // 83 has no factor in common with 255, so the constants take turns.
+        (to_usize(start), low_u8((repetition * 83) % 255 + 1))
+    }
+}
+
+/// The regular files under `folder`, sorted by path. Links are not followed.
+fn list(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), FillError> {
+    let failed = |source| FillError::Read {
+        path: folder.to_owned(),
+        source,
+    };
+    let mut entries = fs::read_dir(folder)
+        .and_then(Iterator::collect::<io::Result<Vec<_>>>)
+        .map_err(failed)?;
+    entries.sort_by_key(fs::DirEntry::file_name);
+    for entry in entries {
+        let kind = entry.file_type().map_err(failed)?;
+        if kind.is_dir() {
+            list(&entry.path(), files)?;
+        } else if kind.is_file() {
+            files.push(entry.path());
+        }
+    }
+    Ok(())
+}
+
+fn append(path: &Path, most: u64, bytes: &mut Vec<u8>) -> io::Result<()> {
+    let file = File::open(path)?;
+    if path.extension().is_some_and(|extension| extension == "zst") {
+        zstd::Decoder::new(file)?.take(most).read_to_end(bytes)?;
+    } else {
+        file.take(most).read_to_end(bytes)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,164 @@
+//! A fill from nothing but a seed: kinds of pages as a server's memory has them.
+
+use hotlift_mem::PAGE_SIZE;
+
+use crate::bytes::{low_u8, low_u32, reduce, to_u64, to_usize};
+use crate::workload::nth;
+
+/// Words of the text pages, the common ones first: a word is drawn by the square of an even number.
+const WORDS: [&str; 48] = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "a",
+    "is",
+    "that",
+    "for",
+    "it",
+    "was",
+    "on",
+    "with",
+    "as",
+    "be",
+    "page",
+    "memory",
+    "guest",
+    "from",
+    "channel",
+    "state",
+    "error",
+    "while",
+    "before",
+    "request",
+    "value",
+    "thread",
+    "connection",
+    "2024",
+    "INFO",
+    "WARN",
+    "status=200",
+    "GET",
+    "user",
+    "session",
+    "{\"id\":",
+    "},",
+    "null",
+    "true",
+    "bytes",
+    "migration",
+    "started",
+    "finished",
+    "timeout",
+    "192.168.0.",
+    "retry",
+    "cache",
+    "\n",
+];
+
+/// Opcodes and operands that lead in compiled x86-64 code, the common ones first.
+const CODE: [u8; 32] = [
+    0x48, 0x00, 0x8b, 0xff, 0x89, 0x0f, 0xe8, 0x24, 0x4c, 0x85, 0xc0, 0x83, 0x41, 0x44, 0x74, 0xc7,
+    0x8d, 0x05, 0x45, 0x08, 0x10, 0x20, 0x75, 0x49, 0x31, 0xc3, 0x5d, 0xeb, 0x18, 0x90, 0xf6, 0x01,
+];
+
+/// Writes page `number` of the mix under `seed`: 35 % text, 30 % code, 25 % heap, 10 % random.
+pub(super) fn page(seed: u64, number: u64, page: &mut [u8; PAGE_SIZE]) {
+    let mut random = Numbers {
+        start: nth(seed, number),
+        count: 0,
+    };
+    match random.below(100) {
+        0..35 => text(&mut random, page),
+        35..65 => code(&mut random, page),
+        65..90 => heap(&mut random, page),
+        _ => page
+            .chunks_exact_mut(8)
+            .for_each(|to| to.copy_from_slice(&random.next().to_le_bytes())),
+    }
+}
+
+struct Numbers {
+    start: u64,
+    count: u64,
+}
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.count += 1;
+        nth(self.start, self.count)
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        reduce(self.next(), bound)
+    }
+
+    /// One of `0..bound`, small ones more often.
+    fn low_below(&mut self, bound: usize) -> usize {
+        let random = self.next();
+        let small = reduce(random << 32, to_u64(bound)).min(reduce(random, to_u64(bound)));
+        to_usize(small)
+    }
+}
+
+fn text(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
+    let mut at = 0;
+    while at < PAGE_SIZE {
+        let number;
+        let word = if random.below(16) == 0 {
+            number = random.below(100_000).to_string();
+            number.as_str()
+        } else {
+            WORDS[random.low_below(WORDS.len())]
+        };
+        for byte in word.bytes().chain([b' ']).take(PAGE_SIZE - at) {
+            page[at] = byte;
+            at += 1;
+        }
+    }
+}
+
+/// Short stretches that return (call sequences, prologues) between drawn opcodes.
+fn code(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
+    let mut at = 0;
+    while at < PAGE_SIZE {
+        let back = random.low_below(512);
+        if back > 8 && back <= at && random.below(4) == 0 {
+            let run = (4 + to_usize(random.below(8)))
+                .min(PAGE_SIZE - at)
+                .min(back);
+            page.copy_within(at - back..at - back + run, at);
+            at += run;
+        } else if random.below(8) == 0 {
+            page[at] = low_u8(random.next());
+            at += 1;
+        } else {
+            page[at] = CODE[random.low_below(CODE.len())];
+            at += 1;
+        }
+    }
+}
+
+/// Objects of one size: pointers to one arena, counters, and empty fields.
+fn heap(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
+    let arena = 0x7f00_0000_0000 + (u64::from(low_u32(random.next())) << 12);
+    let fields = 4 + random.below(12);
+    let kinds = random.next();
+    for (field, to) in (0u64..).zip(page.chunks_exact_mut(8)) {
+        // The first field is the object's type: no page of objects is all zero.
+        let kind = if field % fields == 0 {
+            10
+        } else {
+            (kinds >> (field % fields * 4)) & 15
+        };
+        let value = match kind {
+            0..6 => 0,
+            6..11 => arena + random.below(1 << 16) * 16,
+            11..14 => random.below(1000),
+            14 => 0xffff_ffff_ffff_ffff,
+            _ => random.next(),
+        };
+        to.copy_from_slice(&value.to_le_bytes());
+    }
+}

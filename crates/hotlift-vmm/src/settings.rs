@@ -1,0 +1,124 @@
+//! What a built-in guest is made from.
+
+use std::fmt;
+use std::str::FromStr;
+
+use hotlift_mem::Backing;
+
+use crate::layout::{Layout, LayoutError};
+use crate::workload::{Pace, Workload};
+
+/// Settings of a built-in guest. Both ends of a migration make their guest from settings that agree
+/// in `kind`, `ram_bytes`, `vcpus` and `uuid`; the rest travels with the guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GuestSettings {
+    /// Bytes of RAM, whole pages, from [`crate::layout::MIN_RAM`] to [`crate::layout::MAX_RAM`].
+    pub ram_bytes: u64,
+    /// Kind of memory behind the RAM.
+    pub backing: Backing,
+    /// Number of vCPUs (or worker threads), 1 to [`crate::layout::MAX_VCPUS`].
+    pub vcpus: u8,
+    /// Where the guest writes.
+    pub workload: Workload,
+    /// How many pages it writes in a second, all vCPUs together; 0 to [`Pace::MAX_RATE`]. A guest that
+    /// cannot keep up writes as fast as it can.
+    pub rate: u64,
+    /// Bytes that it writes to, rounded down to pages; `None`: all that there is room for.
+    pub working_set: Option<u64>,
+    /// Start of the guest's random numbers.
+    pub seed: u64,
+    /// UUID of the VM, compared by the destination; may be zero.
+    pub uuid: [u8; 16],
+}
+
+impl Default for GuestSettings {
+    /// 256 MiB, one vCPU, 1000 random pages a second in all of it.
+    fn default() -> Self {
+        Self {
+            ram_bytes: 256 << 20,
+            backing: Backing::Private,
+            vcpus: 1,
+            workload: Workload::Random,
+            rate: 1000,
+            working_set: None,
+            seed: 1,
+            uuid: [0; 16],
+        }
+    }
+}
+
+/// Part of [`GuestSettings`] that travels with the guest, with its places worked out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Program {
+    pub workload: Workload,
+    pub rate: u64,
+    pub seed: u64,
+    pub layout: Layout,
+}
+
+impl Program {
+    pub fn new(settings: &GuestSettings) -> Result<Self, LayoutError> {
+        Ok(Self {
+            workload: settings.workload,
+            rate: settings.rate.min(Pace::MAX_RATE),
+            seed: settings.seed,
+            layout: Layout::new(settings.ram_bytes, settings.vcpus, settings.working_set)?,
+        })
+    }
+
+    pub fn pace(&self) -> Pace {
+        Pace::new(self.workload, self.rate, self.layout.vcpus())
+    }
+}
+
+/// Which built-in guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum GuestKind {
+    /// A KVM virtual machine.
+    Kvm,
+    /// Worker threads of this process.
+    Threads,
+}
+
+impl GuestKind {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Kvm, Self::Threads];
+
+    /// Name, as on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Threads => "threads",
+        }
+    }
+
+    /// Machine name that a guest of this kind gives the destination.
+    pub fn machine(self) -> &'static str {
+        match self {
+            Self::Kvm => "hotlift-kvm-v1",
+            Self::Threads => "hotlift-threads-v1",
+        }
+    }
+}
+
+impl fmt::Display for GuestKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A name that no built-in guest has.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown guest {0:?}, known are kvm, threads")]
+pub struct UnknownGuest(pub String);
+
+impl FromStr for GuestKind {
+    type Err = UnknownGuest;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.name() == name)
+            .ok_or_else(|| UnknownGuest(name.to_owned()))
+    }
+}

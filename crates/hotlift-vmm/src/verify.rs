@@ -1,0 +1,438 @@
+//! Proof that a guest's memory is what its vCPUs say: no write was lost, none came twice.
+//!
+//! Two sums, over a paused guest:
+//!
+//! - *Replay.* From the number of writes in each vCPU's state follows the record of every page of the
+//!   working set, and of the table. All of them are compared. A vCPU may stand in the middle of a
+//!   write; its state says which of the write's stores are in memory.
+//! - *Digest.* What lies outside the records never changes after the fill. Sums of page hashes, taken
+//!   at the fill and carried along as device state, are compared with sums taken anew.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use hotlift_mem::{MemError, PAGE_SIZE, RamBlock, zero};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::bytes::{to_u64, to_usize};
+use crate::layout::{Layout, RECORD_LEN, Record, filled_offset};
+use crate::settings::Program;
+use crate::workload::{Generator, Position};
+
+/// Most groups of a [`Digest`]: bounds its size as device state to 4 KiB.
+const MAX_GROUPS: u64 = 512;
+
+/// Most writes of a vCPU that are replayed, some minutes' work: a number from the wire must not keep
+/// the destination busy for ever.
+pub const MAX_WRITES: u64 = 1 << 36;
+
+/// Pages that a worker takes at a time, so that no group of a digest is smaller: 2 MiB.
+pub(crate) const STRIDE: u64 = STRIDE_LEN as u64;
+
+const STRIDE_LEN: usize = 512;
+
+/// What was checked, all of it found right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Verified {
+    /// Pages whose bytes were compared, with the table's.
+    pub pages_checked: u64,
+    /// Pages that were never touched, known without looking to be zero as they must be.
+    pub pages_untouched: u64,
+    /// Writes of all vCPUs whose traces were worked out and found.
+    pub writes_replayed: u64,
+}
+
+/// A guest's memory and its vCPUs' state do not agree.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VerifyError {
+    /// A page of the working set does not carry the record that the vCPU's state asks for.
+    #[error(
+        "page {page} of the working set (RAM offset {offset:#x}, vCPU {vcpu}) must carry {expected:x?}, got {got:x?}"
+    )]
+    Page {
+        /// Page of the working set.
+        page: u64,
+        /// Offset of the record in RAM.
+        offset: u64,
+        /// vCPU that owns the page.
+        vcpu: u8,
+        /// Record worked out from the vCPU's state.
+        expected: Record,
+        /// Record found.
+        got: Record,
+    },
+    /// The same for the table.
+    #[error(
+        "table entry of page {page} (RAM offset {offset:#x}, vCPU {vcpu}) must be {expected:x?}, got {got:x?}"
+    )]
+    Table {
+        /// Page of the working set that the entry is for.
+        page: u64,
+        /// Offset of the entry in RAM.
+        offset: u64,
+        /// vCPU that owns the page.
+        vcpu: u8,
+        /// Record worked out from the vCPU's state.
+        expected: Record,
+        /// Record found.
+        got: Record,
+    },
+    /// Bytes that are written by the fill only have changed.
+    #[error(
+        "bytes between RAM offsets {start:#x} and {end:#x} must have digest {expected:#018x}, got {got:#018x}"
+    )]
+    Fill {
+        /// First RAM offset of the group of pages.
+        start: u64,
+        /// End of it.
+        end: u64,
+        /// Sum taken at the fill.
+        expected: u64,
+        /// Sum found.
+        got: u64,
+    },
+    /// The digest is not one of this RAM.
+    #[error("digest must have {expected} sums, got {got}")]
+    Digest {
+        /// Sums that this RAM has.
+        expected: usize,
+        /// Sums in the digest.
+        got: usize,
+    },
+    /// A vCPU's own block in memory lags behind, or is ahead of, its registers.
+    #[error("vCPU {vcpu} published {expected} writes, its memory says {got}")]
+    Published {
+        /// The vCPU.
+        vcpu: u8,
+        /// Count in its registers.
+        expected: u64,
+        /// Count in its memory.
+        got: u64,
+    },
+    /// The guest itself found records that were not what its table said.
+    #[error("vCPU {vcpu} found {errors} wrong records")]
+    Guest {
+        /// The vCPU.
+        vcpu: u8,
+        /// How many.
+        errors: u64,
+    },
+    /// The guest's memory could not be read.
+    #[error("cannot read guest memory")]
+    Memory(#[from] MemError),
+    /// The guest is not in a state in which it can be checked (running, or a vCPU has died).
+    #[error("guest cannot be checked")]
+    State(#[from] hotlift::guest::GuestError),
+}
+
+/// Sums of page hashes over the filled range, outside the records. A page of zeros counts nothing, so
+/// that pages that were never touched need not be read; sums do not depend on an order, so that
+/// threads can share the work.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Digest {
+    sums: Vec<u64>,
+}
+
+impl Digest {
+    /// The digest of RAM that was never filled.
+    pub fn zero(layout: &Layout) -> Self {
+        Self {
+            sums: vec![0; groups(layout)],
+        }
+    }
+
+    /// A digest from its sums, as carried in a device state.
+    ///
+    /// # Errors
+    /// [`VerifyError::Digest`] if it is not one of RAM of this layout.
+    pub fn from_sums(layout: &Layout, sums: Vec<u64>) -> Result<Self, VerifyError> {
+        let expected = groups(layout);
+        if sums.len() == expected {
+            Ok(Self { sums })
+        } else {
+            Err(VerifyError::Digest {
+                expected,
+                got: sums.len(),
+            })
+        }
+    }
+
+    /// One sum a group of pages.
+    pub fn sums(&self) -> &[u64] {
+        &self.sums
+    }
+}
+
+/// A [`Digest`] in the making, by several threads.
+pub(crate) struct Digester<'a> {
+    layout: &'a Layout,
+    group_pages: u64,
+    sums: Vec<AtomicU64>,
+}
+
+impl<'a> Digester<'a> {
+    pub fn new(layout: &'a Layout) -> Self {
+        let sums = (0..groups(layout)).map(|_| AtomicU64::new(0)).collect();
+        Self {
+            layout,
+            group_pages: group_pages(layout),
+            sums,
+        }
+    }
+
+    /// Adds page `index` of the filled range. Blanks the record in `page`.
+    pub fn add(&self, index: u64, page: &mut [u8; PAGE_SIZE]) {
+        if let Some(record) = self.layout.record_in_page(index) {
+            page[record].fill(0);
+        }
+        if !zero::is_zero(page) {
+            let hash = xxh3_64_with_seed(page, index);
+            self.sums[to_usize(index / self.group_pages)].fetch_add(hash, Ordering::Relaxed);
+        }
+    }
+
+    pub fn finish(self) -> Digest {
+        Digest {
+            sums: self.sums.into_iter().map(AtomicU64::into_inner).collect(),
+        }
+    }
+}
+
+fn group_pages(layout: &Layout) -> u64 {
+    layout
+        .filled_pages()
+        .div_ceil(MAX_GROUPS)
+        .next_multiple_of(STRIDE)
+}
+
+fn groups(layout: &Layout) -> usize {
+    to_usize(layout.filled_pages().div_ceil(group_pages(layout)))
+}
+
+/// Runs `work` on each stride of `0..pages` from as many threads as there are CPUs, up to
+/// `most_threads`; stops at the first error.
+pub(crate) fn in_strides<E: Send>(
+    pages: u64,
+    work: impl Fn(Range<u64>) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let threads = std::thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(8);
+    let next = AtomicU64::new(0);
+    let run = || {
+        loop {
+            let start = next.fetch_add(STRIDE, Ordering::Relaxed);
+            if start >= pages {
+                return Ok(());
+            }
+            if let Err(error) = work(start..(start + STRIDE).min(pages)) {
+                next.store(pages, Ordering::Relaxed);
+                return Err(error);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(run)).collect();
+        let mine = run();
+        helpers.into_iter().fold(mine, |so_far, helper| {
+            let theirs = helper
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            so_far.and(theirs)
+        })
+    })
+}
+
+/// Checks all of a paused guest's memory against its vCPUs' positions and the fill's digest.
+pub(crate) fn verify(
+    ram: &RamBlock,
+    program: &Program,
+    positions: &[Position],
+    digest: &Digest,
+) -> Result<Verified, VerifyError> {
+    let layout = &program.layout;
+    let expected: Vec<Expected> = std::thread::scope(|scope| {
+        let replays: Vec<_> = (0u8..)
+            .zip(positions)
+            .map(|(vcpu, &position)| scope.spawn(move || Expected::new(program, vcpu, position)))
+            .collect();
+        replays
+            .into_iter()
+            .map(|replay| {
+                replay
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            })
+            .collect()
+    });
+    let owner = |page: u64| {
+        let vcpu = page % u64::from(layout.vcpus());
+        (
+            u8::try_from(vcpu).unwrap_or(u8::MAX),
+            &expected[to_usize(vcpu)],
+        )
+    };
+
+    let table = layout.table();
+    let entries = layout.pages();
+    in_strides(entries, |pages| -> Result<(), VerifyError> {
+        let mut bytes = vec![0; to_usize((pages.end - pages.start) * RECORD_LEN)];
+        ram.read(to_usize(layout.entry(pages.start)), &mut bytes)?;
+        for (page, entry) in pages.zip(bytes.chunks_exact(to_usize(RECORD_LEN))) {
+            let (vcpu, owner) = owner(page);
+            let (expected, got) = (owner.entry(page), Record::from_bytes(entry));
+            if got != expected {
+                let offset = layout.entry(page);
+                return Err(VerifyError::Table {
+                    page,
+                    offset,
+                    vcpu,
+                    expected,
+                    got,
+                });
+            }
+        }
+        Ok(())
+    })?;
+    let gap = layout.entry(entries)..table.end;
+    let mut bytes = vec![0; to_usize(gap.end - gap.start)];
+    ram.read(to_usize(gap.start), &mut bytes)?;
+    if !zero::is_zero(&bytes) {
+        let got = xxh3_64_with_seed(&bytes, 0);
+        return Err(VerifyError::Fill {
+            start: gap.start,
+            end: gap.end,
+            expected: 0,
+            got,
+        });
+    }
+
+    let digester = Digester::new(layout);
+    let untouched_pages = AtomicU64::new(0);
+    let first = to_usize(layout.filled().start) / PAGE_SIZE;
+    in_strides(layout.filled_pages(), |pages| -> Result<(), VerifyError> {
+        let mut untouched = [0; STRIDE_LEN / 64];
+        let count = to_usize(pages.end - pages.start);
+        let words = &mut untouched[..count.div_ceil(64)];
+        if !ram.untouched(first + to_usize(pages.start), count, words)? {
+            words.fill(0);
+        }
+        let mut page = [0; PAGE_SIZE];
+        for (i, index) in pages.enumerate() {
+            let is_untouched = untouched[i / 64] >> (i % 64) & 1 == 1;
+            if is_untouched {
+                untouched_pages.fetch_add(1, Ordering::Relaxed);
+                page.fill(0);
+            } else {
+                ram.read(filled_offset(layout, index), &mut page)?;
+            }
+            if let Some(record) = layout.record_in_page(index) {
+                let (vcpu, owner) = owner(index);
+                let (expected, got) = (owner.record(index), Record::from_bytes(&page[record]));
+                if got != expected {
+                    let offset = layout.record(index);
+                    return Err(VerifyError::Page {
+                        page: index,
+                        offset,
+                        vcpu,
+                        expected,
+                        got,
+                    });
+                }
+            }
+            if !is_untouched {
+                digester.add(index, &mut page);
+            }
+        }
+        Ok(())
+    })?;
+    let group_bytes = digester.group_pages * to_u64(PAGE_SIZE);
+    let found = digester.finish();
+    for (group, (&expected, &got)) in (0u64..).zip(digest.sums.iter().zip(&found.sums)) {
+        if got != expected {
+            let start = layout.filled().start + group * group_bytes;
+            let end = (start + group_bytes).min(layout.filled().end);
+            return Err(VerifyError::Fill {
+                start,
+                end,
+                expected,
+                got,
+            });
+        }
+    }
+
+    let pages_untouched = untouched_pages.into_inner();
+    Ok(Verified {
+        pages_checked: layout.filled_pages() - pages_untouched
+            + (table.end - table.start) / to_u64(PAGE_SIZE),
+        pages_untouched,
+        writes_replayed: positions.iter().map(|position| position.writes).sum(),
+    })
+}
+
+/// What one vCPU's records must be.
+struct Expected {
+    vcpus: u64,
+    records: Vec<Record>,
+    under_way: Option<UnderWay>,
+}
+
+/// A write of which some stores are in memory.
+struct UnderWay {
+    own_page: u64,
+    entry: Record,
+    record: Record,
+}
+
+impl Expected {
+    fn new(program: &Program, vcpu: u8, position: Position) -> Self {
+        let generator = Generator::new(program.workload, program.seed, &program.layout, vcpu);
+        let records = generator.replay(vcpu, position.writes);
+        let under_way = (position.stores > 0).then(|| {
+            let number = position.writes + 1;
+            let own_page = generator.own_page(number);
+            let old = records[to_usize(own_page)];
+            let new = old.next(vcpu, number);
+            let after = |stores: u8| Record {
+                version: if position.stores > stores {
+                    new.version
+                } else {
+                    old.version
+                },
+                sequence: if position.stores > stores + 1 {
+                    new.sequence
+                } else {
+                    old.sequence
+                },
+            };
+            UnderWay {
+                own_page,
+                entry: after(0),
+                record: after(2),
+            }
+        });
+        Self {
+            vcpus: u64::from(program.layout.vcpus()),
+            records,
+            under_way,
+        }
+    }
+
+    fn entry(&self, page: u64) -> Record {
+        self.look_up(page, |under_way| under_way.entry)
+    }
+
+    fn record(&self, page: u64) -> Record {
+        self.look_up(page, |under_way| under_way.record)
+    }
+
+    fn look_up(&self, page: u64, partial: impl Fn(&UnderWay) -> Record) -> Record {
+        let own = page / self.vcpus;
+        match &self.under_way {
+            Some(under_way) if under_way.own_page == own => partial(under_way),
+            // Pages past the last full turn belong to nobody and are never written.
+            _ => self.records.get(to_usize(own)).copied().unwrap_or_default(),
+        }
+    }
+}

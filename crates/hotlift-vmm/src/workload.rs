@@ -1,0 +1,208 @@
+//! What a guest writes: which page the n-th write of a vCPU goes to, and how many writes are due.
+//!
+//! The page is a function of (seed, vCPU, n) alone. So a vCPU needs no state but the number of its
+//! writes, and whoever knows that number can work out what every record in memory must be (see
+//! [`crate::verify`]). The guest program computes the same function in assembly.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::bytes::{low_u8, reduce};
+use crate::layout::{Layout, Record};
+
+/// Where writes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Workload {
+    /// Nowhere: the guest sleeps.
+    Idle,
+    /// Any page of the working set.
+    Random,
+    /// The pages of the working set in turn.
+    Sequential,
+    /// Nine writes in ten to a tenth of the working set, the rest anywhere.
+    Hotset,
+}
+
+impl Workload {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Idle, Self::Random, Self::Sequential, Self::Hotset];
+
+    /// Name, as on the command lines of the host and of the guest program.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Random => "random",
+            Self::Sequential => "sequential",
+            Self::Hotset => "hotset",
+        }
+    }
+
+    /// Number that stands for it in a device state.
+    pub(crate) fn code(self) -> u32 {
+        match self {
+            Self::Idle => 0,
+            Self::Random => 1,
+            Self::Sequential => 2,
+            Self::Hotset => 3,
+        }
+    }
+
+    pub(crate) fn from_code(code: u32) -> Option<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|workload| workload.code() == code)
+    }
+}
+
+impl fmt::Display for Workload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A name that no workload has.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown workload {0:?}, known are idle, random, sequential, hotset")]
+pub struct UnknownWorkload(pub String);
+
+impl FromStr for Workload {
+    type Err = UnknownWorkload;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|workload| workload.name() == name)
+            .ok_or_else(|| UnknownWorkload(name.to_owned()))
+    }
+}
+
+/// Splitmix64's increment (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
+const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Splitmix64's finaliser: spreads any 64 bits evenly.
+pub(crate) fn mix(z: u64) -> u64 {
+    let z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+/// Number `n` of the random numbers that start at `start`.
+pub(crate) fn nth(start: u64, n: u64) -> u64 {
+    mix(start.wrapping_add(n.wrapping_mul(GAMMA)))
+}
+
+/// The writes of one vCPU.
+#[derive(Debug, Clone)]
+pub struct Generator {
+    workload: Workload,
+    vcpu: u64,
+    vcpus: u64,
+    start: u64,
+    owned: u64,
+    hot: u64,
+}
+
+impl Generator {
+    /// The writes of `vcpu` (below the layout's number of vCPUs) under `seed`.
+    pub fn new(workload: Workload, seed: u64, layout: &Layout, vcpu: u8) -> Self {
+        let owned = layout.owned();
+        Self {
+            workload,
+            vcpu: u64::from(vcpu),
+            vcpus: u64::from(layout.vcpus()),
+            start: nth(seed, u64::from(vcpu) + 1),
+            owned,
+            hot: (owned / 10).max(1),
+        }
+    }
+
+    /// Which of its own pages write `number` (from 1) goes to.
+    pub fn own_page(&self, number: u64) -> u64 {
+        match self.workload {
+            Workload::Sequential => number.wrapping_sub(1) % self.owned,
+            Workload::Idle | Workload::Random => reduce(nth(self.start, number), self.owned),
+            Workload::Hotset => {
+                let random = nth(self.start, number);
+                // The low byte decides, the high bits choose: 230 of 256 is nine in ten.
+                let pages = if low_u8(random) < 230 {
+                    self.hot
+                } else {
+                    self.owned
+                };
+                reduce(random, pages)
+            }
+        }
+    }
+
+    /// The page of the working set that is this vCPU's page `own`.
+    pub fn page(&self, own: u64) -> u64 {
+        own * self.vcpus + self.vcpu
+    }
+
+    /// The records of all its own pages after `writes` writes. Takes some nanoseconds a write.
+    pub fn replay(&self, vcpu: u8, writes: u64) -> Vec<Record> {
+        let mut records = vec![Record::default(); crate::bytes::to_usize(self.owned)];
+        for number in 1..=writes {
+            let record = &mut records[crate::bytes::to_usize(self.own_page(number))];
+            *record = record.next(vcpu, number);
+        }
+        records
+    }
+}
+
+/// How far a vCPU has come: all there is to know of it but its registers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Position {
+    /// Writes that are wholly in memory.
+    pub writes: u64,
+    /// Stores of the next write that are in memory, 0 to [`Position::STORES`]. The stores of a write
+    /// are, in order: version and sequence in the table, version and sequence in the page.
+    pub stores: u8,
+}
+
+impl Position {
+    /// Stores that make a write.
+    pub const STORES: u8 = 4;
+
+    /// A vCPU that stands between two writes.
+    pub fn between(writes: u64) -> Self {
+        Self { writes, stores: 0 }
+    }
+}
+
+/// How many writes are due, tick by tick. The guest program does the same sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pace {
+    /// Length of a tick, in microseconds.
+    pub tick_us: u64,
+    /// Writes a tick and vCPU, 48.16 fixed point.
+    pub quota: u64,
+}
+
+impl Pace {
+    /// Most pages a second that can be asked for; above what any memory does.
+    pub const MAX_RATE: u64 = 1_000_000_000;
+
+    /// The pace of one of `vcpus` vCPUs that together write `rate` pages a second (capped at
+    /// [`Pace::MAX_RATE`]).
+    ///
+    /// A tick is 1 ms, or as long as one write takes at the rate, up to 100 ms: a guest with nothing
+    /// to do should not cost wake-ups.
+    pub fn new(workload: Workload, rate: u64, vcpus: u8) -> Self {
+        const LONGEST_US: u64 = 100_000;
+        let rate = if workload == Workload::Idle {
+            0
+        } else {
+            rate.min(Self::MAX_RATE)
+        };
+        let vcpus = u64::from(vcpus.max(1));
+        let tick_us = (1_000_000 * vcpus)
+            .checked_div(rate)
+            .unwrap_or(LONGEST_US)
+            .clamp(1000, LONGEST_US);
+        Self {
+            tick_us,
+            quota: (rate << 16) * tick_us / (1_000_000 * vcpus),
+        }
+    }
+}

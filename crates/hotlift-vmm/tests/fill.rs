@@ -1,0 +1,222 @@
+//! What holds for the fill of RAM.
+
+use std::collections::HashSet;
+use std::fs;
+
+use hotlift_mem::{Backing, PAGE_SIZE, RamBlock};
+use hotlift_vmm::fill::{FillError, FillSettings, FillSource, fill, write_fill};
+use hotlift_vmm::layout::Layout;
+
+const RAM: u64 = 32 << 20;
+
+fn layout() -> Layout {
+    Layout::new(RAM, 1, Some(64 << 10)).unwrap()
+}
+
+fn ram() -> RamBlock {
+    RamBlock::new("ram", usize::try_from(RAM).unwrap(), Backing::Shared).unwrap()
+}
+
+/// The pages of the filled range of RAM filled with `settings`.
+fn filled_pages(settings: &FillSettings) -> Vec<[u8; PAGE_SIZE]> {
+    let (ram, layout) = (ram(), layout());
+    fill(&ram, &layout, settings).unwrap();
+    let first = usize::try_from(layout.filled().start).unwrap();
+    (first..ram.len())
+        .step_by(PAGE_SIZE)
+        .map(|at| {
+            let mut page = [0; PAGE_SIZE];
+            ram.read(at, &mut page).unwrap();
+            page
+        })
+        .collect()
+}
+
+fn is_zero(page: &[u8; PAGE_SIZE]) -> bool {
+    page.iter().all(|&byte| byte == 0)
+}
+
+fn generated(zero_share: f64) -> FillSettings {
+    FillSettings {
+        source: FillSource::Generated,
+        zero_share,
+        zero_touched: false,
+        seed: 5,
+    }
+}
+
+#[test]
+fn the_share_of_zero_pages_is_what_was_asked_for() {
+    for share in [0.0, 0.1, 0.5, 0.9, 0.999, 1.0] {
+        let pages = filled_pages(&generated(share));
+        let zeros = pages.iter().filter(|page| is_zero(page)).count();
+        #[allow(clippy::cast_precision_loss)]
+        let difference = zeros as f64 - share * pages.len() as f64;
+        assert!(
+            difference.abs() <= 1.0,
+            "{share}: {zeros} of {}",
+            pages.len()
+        );
+    }
+}
+
+#[test]
+fn zero_pages_come_alone_and_in_runs() {
+    let pages = filled_pages(&generated(0.5));
+    let mut runs = HashSet::new();
+    for run in pages
+        .chunk_by(|a, b| is_zero(a) == is_zero(b))
+        .filter(|run| is_zero(&run[0]))
+    {
+        runs.insert(run.len());
+    }
+    assert!(
+        runs.contains(&1) && runs.iter().any(|&run| run > 30),
+        "{runs:?}"
+    );
+}
+
+#[test]
+fn zero_pages_are_touched_only_if_asked_for() {
+    for zero_touched in [false, true] {
+        let (ram, layout) = (ram(), layout());
+        let settings = FillSettings {
+            zero_touched,
+            ..generated(0.5)
+        };
+        let filled = fill(&ram, &layout, &settings).unwrap();
+        let first = usize::try_from(layout.filled().start).unwrap() / PAGE_SIZE;
+        let pages = ram.pages() - first;
+        let mut untouched = vec![0; pages.div_ceil(64)];
+        if !ram.untouched(first, pages, &mut untouched).unwrap() {
+            eprintln!("not tested: this kernel does not tell untouched pages");
+            return;
+        }
+        let untouched: u32 = untouched.iter().map(|word| word.count_ones()).sum();
+        let expected = if zero_touched { 0 } else { filled.zero_pages };
+        assert_eq!(u64::from(untouched), expected);
+    }
+}
+
+#[test]
+fn a_seed_fills_the_same_and_another_seed_does_not() {
+    let one = filled_pages(&generated(0.2));
+    assert!(one == filled_pages(&generated(0.2)));
+    assert!(
+        one != filled_pages(&FillSettings {
+            seed: 6,
+            ..generated(0.2)
+        })
+    );
+}
+
+#[test]
+fn a_generated_fill_compresses_as_a_server_does() {
+    let bytes = filled_pages(&generated(0.0)).concat();
+    let packed = zstd::encode_all(bytes.as_slice(), 1).unwrap();
+    let percent = bytes.len() * 100 / packed.len();
+    assert!((200..400).contains(&percent), "ratio {percent} %");
+}
+
+#[test]
+fn a_file_has_the_bytes_of_the_ram() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("fill");
+    let (ram, layout) = (ram(), layout());
+    let in_ram = fill(&ram, &layout, &generated(0.4)).unwrap();
+    let in_file = write_fill(&path, &layout, &generated(0.4)).unwrap();
+    assert_eq!(in_ram, in_file);
+    let mut bytes = vec![0; ram.len() - usize::try_from(layout.filled().start).unwrap()];
+    ram.read(usize::try_from(layout.filled().start).unwrap(), &mut bytes)
+        .unwrap();
+    assert!(fs::read(&path).unwrap() == bytes);
+}
+
+/// Lines of equal length, half of each like the last one's and half not.
+fn text(start: u64) -> Vec<u8> {
+    let noise = |n: u64| n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    (start..start + 40_000)
+        .flat_map(|n| format!("line {n} {:08x}\n", noise(n) ^ noise(n * n)).into_bytes())
+        .collect()
+}
+
+/// A folder of 2.5 MB of text without a repeated page, in three files, one packed, one further down.
+fn corpus() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("a"), text(300_000)).unwrap();
+    let packed = zstd::encode_all(text(100_000).as_slice(), 3).unwrap();
+    fs::write(folder.path().join("b.zst"), packed).unwrap();
+    fs::create_dir(folder.path().join("c")).unwrap();
+    fs::write(folder.path().join("c/d"), text(200_000)).unwrap();
+    folder
+}
+
+fn from(folder: &tempfile::TempDir) -> FillSettings {
+    FillSettings {
+        source: FillSource::Folder(folder.path().to_owned()),
+        zero_share: 0.0,
+        zero_touched: false,
+        seed: 1,
+    }
+}
+
+#[test]
+fn the_files_of_a_folder_are_read_in_order_and_unpacked() {
+    let folder = corpus();
+    // Records blank bytes within the working set; the rest must be the text itself.
+    let layout = Layout::new(RAM, 1, Some(4096)).unwrap();
+    let ram = ram();
+    fill(&ram, &layout, &from(&folder)).unwrap();
+    let mut bytes = vec![0; 3 * text(100_000).len()];
+    ram.read(usize::try_from(layout.filled().start).unwrap(), &mut bytes)
+        .unwrap();
+    let text = String::from_utf8_lossy(&bytes);
+    let at = |line: &str| {
+        text.find(line)
+            .unwrap_or_else(|| panic!("{line:?} is missing"))
+    };
+    assert!(at("line 339999 ") < at("line 100000 "));
+    assert!(at("line 139999 ") < at("line 200000 "));
+    assert!(text.contains("line 239999 "));
+}
+
+#[test]
+fn a_repeated_corpus_has_no_equal_pages_and_packs_no_better() {
+    let folder = corpus();
+    let pages = filled_pages(&from(&folder));
+    let in_corpus = (3 * text(100_000).len()).div_ceil(PAGE_SIZE);
+    assert!(pages.len() > 4 * in_corpus, "the corpus was repeated");
+    let distinct: HashSet<_> = pages.iter().collect();
+    assert_eq!(distinct.len(), pages.len());
+
+    // Each repetition alone packs as well as the corpus; all together no better than each alone.
+    let size = |pages: &[[u8; PAGE_SIZE]]| zstd::encode_all(&*pages.concat(), 1).unwrap().len();
+    let first = size(&pages[..in_corpus]);
+    for repetition in pages.chunks_exact(in_corpus).skip(1) {
+        let here = size(repetition);
+        assert!(here.abs_diff(first) * 50 < first, "{here} against {first}");
+    }
+    let three = size(&pages[..3 * in_corpus]);
+    assert!(
+        three.abs_diff(3 * first) * 50 < 3 * first,
+        "{three} against {first} three times"
+    );
+}
+
+#[test]
+fn what_cannot_be_read_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let (ram, layout) = (ram(), layout());
+    let attempt = |settings: &FillSettings| fill(&ram, &layout, settings).unwrap_err();
+    assert!(matches!(attempt(&from(&folder)), FillError::Empty { .. }));
+    fs::write(folder.path().join("broken.zst"), b"not packed").unwrap();
+    match attempt(&from(&folder)) {
+        FillError::Read { path, .. } => assert!(path.ends_with("broken.zst")),
+        other => panic!("{other}"),
+    }
+    let share = FillSettings {
+        zero_share: 1.5,
+        ..FillSettings::default()
+    };
+    assert!(matches!(attempt(&share), FillError::ZeroShare { .. }));
+}
