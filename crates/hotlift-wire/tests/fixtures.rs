@@ -18,7 +18,7 @@ fn ram_page(number: usize) -> Vec<u8> {
     if number / 8 % 2 == 1 {
         return vec![0; PAGE_SIZE];
     }
-    if number % 64 == 0 {
+    if number.is_multiple_of(64) {
         let mut state = 0x9e37_79b9_7f4a_7c15 ^ u64::try_from(number).unwrap();
         let words = (0..PAGE_SIZE / 8).flat_map(|_| {
             state ^= state << 13;

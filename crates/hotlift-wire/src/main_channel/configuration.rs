@@ -17,6 +17,9 @@ pub const FILE_HEADER: [u8; 8] = *b"QEVM\0\0\0\x03";
 /// Page bits of the one page size that is spoken here, 4 KiB. x86 never states them.
 pub const MACHINE_PAGE_BITS: u32 = 12;
 
+/// The one capability that changes what is read here: RAM blocks are listed with their addresses.
+pub(super) const IGNORE_SHARED: &str = "x-ignore-shared";
+
 const PAGE_BITS: &str = "configuration/target-page-bits";
 const CAPABILITIES: &str = "configuration/capabilities";
 const UUID: &str = "configuration/uuid";
@@ -52,6 +55,11 @@ pub(super) fn read_file_header(reader: &mut Reader<'_>) -> Result<(), WireError>
 }
 
 impl Configuration {
+    /// True if entries of the RAM block list have a guest physical address.
+    pub(super) fn has_addresses(&self) -> bool {
+        self.capabilities.iter().any(|name| name == IGNORE_SHARED)
+    }
+
     /// Appends the configuration record.
     ///
     /// # Errors

@@ -9,9 +9,6 @@ use crate::block::RamBlockEntry;
 use crate::reader::as_u64;
 use crate::{Reader, WireError, limits};
 
-/// The one capability in the configuration that changes what is read here.
-const IGNORE_SHARED: &str = "x-ignore-shared";
-
 /// What [`MainDecoder::next`] made of its input.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step<'a> {
@@ -250,13 +247,13 @@ impl MainDecoder {
         if configuration
             .capabilities
             .iter()
-            .any(|name| name != IGNORE_SHARED)
+            .any(|name| name != configuration::IGNORE_SHARED)
         {
             return Err(WireError::Unsupported {
                 what: "a stream with capability mapped-ram or an unknown one",
             });
         }
-        self.with_addresses = !configuration.capabilities.is_empty();
+        self.with_addresses = configuration.has_addresses();
         Ok((MainEvent::Configuration(configuration), State::Between))
     }
 

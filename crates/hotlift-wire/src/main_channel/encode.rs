@@ -34,6 +34,7 @@ enum State {
 #[derive(Debug)]
 pub struct MainEncoder {
     state: State,
+    with_addresses: bool,
     blocks: Vec<RamBlockEntry>,
     current: Option<usize>,
     devices: Vec<Value>,
@@ -46,6 +47,7 @@ impl MainEncoder {
         configuration.encode(out)?;
         Ok(Self {
             state: State::Setup,
+            with_addresses: configuration.has_addresses(),
             blocks: Vec::new(),
             current: None,
             devices: Vec::new(),
@@ -69,7 +71,8 @@ impl MainEncoder {
     /// # Errors
     ///
     /// Names not 1 to 255 bytes or repeated, lengths not a positive multiple of the page size, more
-    /// blocks than [`limits::RAM_BLOCKS`].
+    /// blocks than [`limits::RAM_BLOCKS`], addresses without capability `x-ignore-shared` or the
+    /// other way round.
     pub fn ram_start(
         &mut self,
         blocks: &[RamBlockEntry],
@@ -85,6 +88,13 @@ impl MainEncoder {
             });
         }
         for (index, block) in blocks.iter().enumerate() {
+            if block.guest_address.is_some() != self.with_addresses {
+                return Err(WireError::Mismatch {
+                    what: "presence of a RAM block's address",
+                    expected: u64::from(self.with_addresses),
+                    got: u64::from(block.guest_address.is_some()),
+                });
+            }
             if blocks[..index].iter().any(|other| other.name == block.name) {
                 return Err(WireError::DuplicateBlock {
                     block: block.name.clone(),

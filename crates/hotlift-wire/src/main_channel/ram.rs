@@ -136,8 +136,7 @@ fn walk_block_list<'a>(
     Ok(())
 }
 
-/// Appends the block list. Addresses are written for the blocks that have one: all or none must,
-/// and only with capability `x-ignore-shared`.
+/// Appends the block list, with an address for each block that has one.
 pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Result<(), WireError> {
     let mut total: u64 = 0;
     for block in blocks {
