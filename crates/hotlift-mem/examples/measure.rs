@@ -1,4 +1,4 @@
-//! Measures what the crate is for: `measure zero|copy|sockets`.
+//! Measures what the crate is for: `measure zero|copy|untouched|sockets`.
 //!
 //! Every figure is the best of several passes, because other load only ever slows one down; CPU time
 //! is the thread's own.
@@ -22,8 +22,9 @@ fn main() -> Result<(), Failure> {
     match std::env::args().nth(1).as_deref() {
         Some("zero") => zero_pages(),
         Some("copy") => copies(),
+        Some("untouched") => untouched(),
         Some("sockets") => sockets(),
-        _ => Err("usage: measure zero|copy|sockets".into()),
+        _ => Err("usage: measure zero|copy|untouched|sockets".into()),
     }
 }
 
@@ -127,6 +128,29 @@ fn copies() -> Result<(), Failure> {
         gb_per_s(GIB, time)
     );
     println!("({:.1} s of CPU)", (thread_cpu_time() - cpu).as_secs_f64());
+    Ok(())
+}
+
+fn untouched() -> Result<(), Failure> {
+    for backing in [Backing::Private, Backing::Shared] {
+        let block = RamBlock::new("guest", 4 * GIB, backing)?;
+        let pages = block.pages();
+        let mut out = vec![0; pages.div_ceil(64)];
+        for what in ["never touched", "one page in 1024 written"] {
+            let time = best(5, || {
+                assert!(block.untouched(0, pages, &mut out).unwrap_or(false))
+            });
+            let found: u32 = out.iter().map(|word| word.count_ones()).sum();
+            println!("{backing:?}, 4 GiB, {what}: {time:?}, {found} of {pages} pages untouched");
+            for page in (0..pages).step_by(1024) {
+                block.write(page * PAGE_SIZE, &[1])?;
+            }
+        }
+        let time = best(5, || {
+            assert!(block.untouched(512, 2048, &mut out).unwrap_or(false))
+        });
+        println!("{backing:?}, 8 MiB of it: {time:?}");
+    }
     Ok(())
 }
 

@@ -137,7 +137,8 @@ fn bits(range: Range<usize>) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicBool;
+    use std::cell::Cell;
+    use std::sync::atomic::AtomicUsize;
     use std::thread;
 
     use proptest::prelude::*;
@@ -232,56 +233,48 @@ mod tests {
         }
     }
 
-    /// Writers count up their pages and mark them; a taker copies what is marked, as a round does. In
-    /// the end the copy must be what was written last.
+    /// A guest writes each page once, all of them marked already, while a taker keeps taking the word
+    /// that the guest is at. With one more take after the guest has stopped, every write must have
+    /// been copied.
     #[test]
     fn a_write_after_the_take_is_taken_again() {
-        const PAGES: usize = 70;
-        const WRITES: usize = 200_000;
+        const PAGES: usize = 64 * 16;
+        const STOPPED: usize = usize::MAX;
+        const STARTING: usize = STOPPED - 1;
         let bitmap = DirtyBitmap::new(PAGES);
         let guest: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
-        let mut copy = [0; PAGES];
-        let mut taken = 0;
-        let stopped = AtomicBool::new(false);
-        let marked = thread::scope(|scope| {
-            let writers: Vec<_> = (0..2)
-                .map(|writer| {
-                    let (bitmap, guest) = (&bitmap, &guest);
-                    scope.spawn(move || {
-                        let mut newly = 0;
-                        for i in 0..WRITES {
-                            let page = (i * 2 + writer) % PAGES;
-                            guest[page].fetch_add(1, Ordering::Relaxed);
-                            newly += u64::from(bitmap.set(page));
-                        }
-                        newly
-                    })
-                })
-                .collect();
-            let taker = scope.spawn(|| {
-                loop {
-                    // Asked before the round, so that one full round follows the last write.
-                    let last = stopped.load(Ordering::Acquire);
-                    for word in 0..bitmap.words() {
-                        let bits = bitmap.take_word(word);
-                        for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
-                            copy[word * 64 + bit] = guest[word * 64 + bit].load(Ordering::Relaxed);
-                            taken += 1;
-                        }
+        let copy = [const { Cell::new(0) }; PAGES];
+        let take = |word: usize| {
+            let mut bits = bitmap.take_word(word);
+            while bits != 0 {
+                let page = word * 64 + bits.trailing_zeros() as usize;
+                copy[page].set(guest[page].load(Ordering::Relaxed));
+                bits &= bits - 1;
+            }
+        };
+        for generation in 1..=400 {
+            bitmap.set_all();
+            let at = AtomicUsize::new(STARTING);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    for (page, value) in guest.iter().enumerate() {
+                        at.store(page / 64, Ordering::Relaxed);
+                        value.store(generation, Ordering::Relaxed);
+                        bitmap.set(page);
                     }
-                    if last {
-                        break;
+                    at.store(STOPPED, Ordering::Release);
+                });
+                loop {
+                    match at.load(Ordering::Acquire) {
+                        STOPPED => break,
+                        STARTING => thread::yield_now(),
+                        word => take(word),
                     }
                 }
             });
-            let marked: u64 = writers.into_iter().map(|w| w.join().expect("writer")).sum();
-            stopped.store(true, Ordering::Release);
-            taker.join().expect("taker");
-            marked
-        });
-        assert_eq!(taken, marked, "each mark has one taker");
-        for (page, value) in guest.iter().enumerate() {
-            assert_eq!(copy[page], value.load(Ordering::Relaxed), "page {page}");
+            (0..bitmap.words()).for_each(take);
+            let stale = copy.iter().position(|page| page.get() != generation);
+            assert_eq!(stale, None, "a page of generation {generation}");
         }
     }
 

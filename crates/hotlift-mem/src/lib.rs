@@ -19,8 +19,8 @@
 //! every caller keeps: a page's dirty bit is fetched and cleared *before* the page is read, so a
 //! write that tears the read has marked the page again, and it is sent once more.
 
-#![cfg(target_os = "linux")]
-#![cfg(target_pointer_width = "64")]
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("hotlift-mem needs 64-bit Linux");
 
 mod cpu_time;
 mod dirty_bitmap;

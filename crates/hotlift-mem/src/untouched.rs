@@ -148,20 +148,25 @@ fn scan(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> io::Resu
 /// By the entries of the pagemap, eight bytes a page: the way of older kernels.
 fn read_entries(pagemap: &File, start: usize, pages: usize, out: &mut [u64]) -> io::Result<()> {
     const ENTRIES: usize = 512;
-    const SOFT_DIRTY: u64 = 1 << 55;
     let mut entries = [0; ENTRIES * 8];
     let mut page = 0;
     while page < pages {
         let chunk = &mut entries[..(pages - page).min(ENTRIES) * 8];
         pagemap.read_exact_at(chunk, ((start / PAGE_SIZE + page) * 8) as u64)?;
         for entry in chunk.as_chunks().0 {
-            if u64::from_ne_bytes(*entry) & !SOFT_DIRTY == 0 {
+            if is_empty(u64::from_ne_bytes(*entry)) {
                 out[page / 64] |= 1 << (page % 64);
             }
             page += 1;
         }
     }
     Ok(())
+}
+
+/// True for the pagemap entry of a page that has neither memory nor swap nor a marker.
+fn is_empty(entry: u64) -> bool {
+    const SOFT_DIRTY: u64 = 1 << 55;
+    entry & !SOFT_DIRTY == 0
 }
 
 /// By the holes of a file. Seeking moves the file's position, which nobody uses in a file that is
@@ -304,6 +309,14 @@ mod tests {
                 assert!(!(*untouched && written(page)), "{way}: page {page}");
                 assert!(*untouched != written(page) || way != "scan", "page {page}");
             }
+        }
+    }
+
+    #[test]
+    fn an_entry_with_anything_but_soft_dirty_is_touched() {
+        assert!(is_empty(0) && is_empty(1 << 55));
+        for bit in (0..64).filter(|bit| *bit != 55) {
+            assert!(!is_empty(1 << bit), "bit {bit}");
         }
     }
 
