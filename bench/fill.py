@@ -17,7 +17,7 @@ def image(cache, corpus, ram_bytes, zero_share, seed):
     order-preserving codec stays, but no window and no deduplication finds the earlier repetition.
     """
     folder = Path(cache) / f"fill-{ram_bytes >> 20}M-zero{zero_share:g}-seed{seed}"
-    path, facts = folder / "ram.img", folder.with_suffix(".json")
+    path, facts = folder / "ram.img", folder.with_name(f"{folder.name}.json")
     if facts.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import machine
+
 
 def version(binary):
     return subprocess.run([binary, "--version"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
@@ -25,19 +27,31 @@ def _fill(case, image):
         # The folder holds the image and nothing else; its zero pages are already in place.
         return ["--fill", str(Path(image).parent), "--zero-share", "0"]
     if case.fill == "touched":
-        return ["--zero-share", "1", "--touch"]
+        return ["--zero-share", "1", "--zero-touched"]
     return ["--zero-share", "1"]
 
 
-def run(case, image, binary, channels=2):
-    """One migration; returns the run as `--json` tells it, with the command line."""
+def run(case, image, binary, warm, channels=2, wrapper=()):
+    """One migration; returns the run as `--json` tells it, with the command line.
+
+    `warm` (machine.WarmMemory) feeds the destination. `wrapper` is a command that runs the command, such as a profiler.
+    """
     with tempfile.TemporaryDirectory(prefix="hotlift-bench-") as folder:
         out = Path(folder) / "runs.json"
         argv = command(case, image, binary, channels, out)
-        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode != 0:
-            raise SystemExit(f"{' '.join(argv)} ended with {done.returncode}:\n{done.stdout}")
+        with open(Path(folder) / "output", "w+") as output:
+            process = subprocess.Popen([*wrapper, *argv], stdout=output, stderr=subprocess.STDOUT)
+            warm.follow(lambda: _second_largest(process.pid))
+            if process.wait() != 0:
+                output.seek(0)
+                raise SystemExit(f"{' '.join(argv)} ended with {process.returncode}:\n{output.read()}")
         runs = json.loads(out.read_text())
     if len(runs) != 1:
         raise SystemExit(f"{len(runs)} runs in the JSON of one setting, expected 1")
     return {**runs[0], "command": argv}
+
+
+def _second_largest(pid):
+    """Bytes in memory of the destination: the source, filled before the start, is the largest."""
+    sizes = sorted(map(machine.resident, machine.descendants(pid)), reverse=True)
+    return sizes[1] if len(sizes) > 1 else 0

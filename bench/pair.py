@@ -30,19 +30,24 @@ SIDES = ("qemu", "hotlift")
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--case", action="append", choices=CASES, help="repeatable; default: all")
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side in each case (default 5)")
     parser.add_argument("--only", choices=SIDES, help="measure one side only")
+    parser.add_argument("--results", metavar="FILE", help="default: bench/results/DATE-pair.jsonl, appended")
+    parser.add_argument("--report", nargs="+", metavar="FILE", help="print the table of these files and end")
+    add_common_arguments(parser)
+    return parser.parse_args()
+
+
+def add_common_arguments(parser):
+    parser.add_argument("--case", action="append", choices=CASES, help="repeatable")
     parser.add_argument("--channels", type=int, default=2)
     parser.add_argument("--accel", default="kvm" if os.access("/dev/kvm", os.W_OK) else "tcg")
     parser.add_argument("--qemu", metavar="BINARY", help="default: what scripts/qemu-10.0 fetches")
     parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/release/hotlift"))
-    parser.add_argument("--corpus", default="/work/shared/silesia", help="folder of .zst files")
-    parser.add_argument("--fill-image", metavar="FILE", help="raw RAM image of 2 GiB instead of the generated one")
-    parser.add_argument("--cache", default=os.environ.get("HOTLIFT_CACHE", str(HERE.parent / ".cache")))
-    parser.add_argument("--results", metavar="FILE", help="default: bench/results/DATE-pair.jsonl, appended")
-    parser.add_argument("--report", nargs="+", metavar="FILE", help="print the table of these files and end")
-    return parser.parse_args()
+    parser.add_argument("--corpus", metavar="FOLDER", default="/work/shared/silesia", help=".zst files")
+    parser.add_argument("--fill-image", metavar="FILE",
+                        help="raw RAM image of 2 GiB, alone in its folder, instead of the generated one")
+    parser.add_argument("--cache", metavar="FOLDER", default=os.environ.get("HOTLIFT_CACHE", str(HERE.parent / ".cache")))
 
 
 def main():
@@ -51,10 +56,7 @@ def main():
         report([json.loads(line) for file in args.report for line in Path(file).read_text().splitlines()])
         return
     cases = [CASES[name] for name in args.case or CASES]
-    image = None
-    if any(case.fill == "image" for case in cases):
-        image = args.fill_image or fill.image(args.cache, args.corpus, IMAGE_BYTES, ZERO_SHARE, SEED)
-    sides = runners(args, image)
+    sides = runners(args, image_of(args, cases))
     now = datetime.datetime.now(datetime.timezone.utc)
     results = Path(args.results or HERE / "results" / f"{now:%Y-%m-%d}-pair.jsonl")
     runs = []
@@ -72,15 +74,22 @@ def main():
     print(f"\nraw runs: {results}")
 
 
+def image_of(args, cases):
+    """The file that fills guest RAM, or None if no case needs it."""
+    if not any(case.fill == "image" for case in cases):
+        return None
+    return args.fill_image or fill.image(args.cache, args.corpus, IMAGE_BYTES, ZERO_SHARE, SEED)
+
+
 def runners(args, image):
     """Side -> (version, function that runs one case)."""
     sides = {}
     if args.only != "hotlift":
         binary = args.qemu or qemu_10_0()
-        sides["qemu"] = (qemu.version(binary), lambda case: qemu.run(case, image, binary, args.accel, args.channels))
+        sides["qemu"] = (qemu.version(binary), lambda case, warm: qemu.run(case, image, binary, warm, args.accel, args.channels))
     if args.only != "qemu":
         version = hotlift.version(args.hotlift)
-        sides["hotlift"] = (version, lambda case: hotlift.run(case, image, args.hotlift, args.channels))
+        sides["hotlift"] = (version, lambda case, warm: hotlift.run(case, image, args.hotlift, warm, args.channels))
     return sides
 
 
@@ -92,8 +101,6 @@ def qemu_10_0():
 
 def one(side, runner, case, pair):
     version, migrate = runner
-    # Source, destination and the page tables, buffers and programs around them.
-    machine.warm_memory(2 * case.ram_bytes + GIB)
     before = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "side": side,
@@ -102,7 +109,8 @@ def one(side, runner, case, pair):
         "pair": pair,
         "load": machine.load(),
     }
-    run = {**before, **migrate(case), "machine": machine.facts()}
+    with machine.WarmMemory(case.ram_bytes + machine.WarmMemory.AHEAD) as warm:
+        run = {**before, **migrate(case, warm), "machine": machine.facts()}
     if run["status"] != "completed" or not run["verified"]:
         raise SystemExit(f"{side} {case.name}: status {run['status']}, verified {run['verified']}")
     return run
@@ -114,14 +122,19 @@ def progress(run):
 
 
 def per_gib(run, end):
-    """CPU seconds per GiB of non-zero pages; per GiB of RAM where there are (almost) none."""
-    moved = run["normal_pages"] * 4096
-    return run[end]["cpu_s"] / ((moved if moved > run["ram_bytes"] / 100 else run["ram_bytes"]) / GIB)
+    """CPU seconds per GiB of non-zero pages; per GiB of RAM where there are none."""
+    return run[end]["cpu_s"] / ((moved_bytes(run) or run["ram_bytes"]) / GIB)
 
 
 def ratio(run):
     """Bytes of non-zero pages per byte sent, headers and zero-page lists included."""
-    return run["normal_pages"] * 4096 / run["transferred_bytes"]
+    return moved_bytes(run) / run["transferred_bytes"] if moved_bytes(run) else float("nan")
+
+
+def moved_bytes(run):
+    """Bytes of non-zero pages; 0 where there are only the few of firmware and devices."""
+    moved = run["normal_pages"] * 4096
+    return moved if moved > run["ram_bytes"] / 100 else 0
 
 
 COLUMNS = (
@@ -136,17 +149,17 @@ COLUMNS = (
 def report(runs):
     """One line a case and side with median (lowest-highest), then the ratios pair by pair."""
     print("median (lowest-highest)")
-    print(f"{'case':15}{'side':10}{'runs':>4}" + "".join(f"{name:>22}" for name, _ in COLUMNS))
+    print(f"{'case':15}{'side':10}{'runs':>4}" + "".join(f"{name:>24}" for name, _ in COLUMNS))
     for case in CASES:
         for side in SIDES:
             mine = [run for run in runs if (run["case"], run["side"]) == (case, side)]
             if mine:
                 cells = (spread([value(run) for run in mine]) for _, value in COLUMNS)
-                print(f"{case:15}{side:10}{len(mine):>4}" + "".join(f"{cell:>22}" for cell in cells))
+                print(f"{case:15}{side:10}{len(mine):>4}" + "".join(f"{cell:>24}" for cell in cells))
         both = pairs_of(case, runs)
         if both:
             cells = (spread([quotient(value(theirs), value(ours)) for theirs, ours in both]) for _, value in COLUMNS)
-            print(f"{case:15}{'hl/qemu':10}{len(both):>4}" + "".join(f"{cell:>22}" for cell in cells))
+            print(f"{case:15}{'hl/qemu':10}{len(both):>4}" + "".join(f"{cell:>24}" for cell in cells))
 
 
 def pairs_of(case, runs):
@@ -161,8 +174,12 @@ def quotient(theirs, ours):
 
 
 def spread(values):
+    if any(value != value for value in values):
+        return "-"
+
     def text(value):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
     return f"{text(median(values))} ({text(min(values))}-{text(max(values))})"
 
 

@@ -1,5 +1,6 @@
 """One migration between two paused QEMU processes, measured from outside."""
 
+import contextlib
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 from cpu import Meter
+from machine import resident
 
 PIECE = 4 << 20
 # Above any link: QEMU's default of 128 MiB/s would be the only thing measured.
@@ -172,10 +174,14 @@ def _prepare(vm, case, image, folder):
             break
 
 
-def run(case, image, binary, accel="kvm", channels=2, during=None):
+def _no_profiler(_source, _destination):
+    return contextlib.nullcontext()
+
+
+def run(case, image, binary, warm, accel="kvm", channels=2, during=_no_profiler):
     """One migration; returns a run in the shape of Hotlift's `--json`.
 
-    `during(source_pid, destination_pid)` is a context manager held over the measured time.
+    `warm` (machine.WarmMemory) feeds the destination. `during(source_pid, destination_pid)` gives a context manager that is held over the measured time.
     """
     with tempfile.TemporaryDirectory(prefix="hotlift-bench-") as folder, \
             Vm(binary, accel, case.ram_bytes, folder, "source") as source, \
@@ -203,10 +209,8 @@ def run(case, image, binary, accel="kvm", channels=2, during=None):
                 vm.await_end_of_migration_threads()
             return wall, *meter.stop()
 
-        if during:
-            with during(source.pid, destination.pid):
-                wall, source_cpu, destination_cpu = migrate()
-        else:
+        with during(source.pid, destination.pid):
+            warm.follow(lambda: resident(destination.pid))
             wall, source_cpu, destination_cpu = migrate()
         info = source.qmp("query-migrate")
         verified = destination.ram_equals(contents(case, image))
