@@ -20,7 +20,8 @@
 #
 # All work is done in ring 3. Under a KVM without hardware virtualisation (PVM, as in nested clouds)
 # ring 0 runs in KVM's instruction emulator: 6,500 writes a second there, against 22,000,000 in ring 3,
-# and SSE instructions end the guest ("emulation failure"). Hence integer instructions only, too.
+# and SSE instructions end the guest ("emulation failure"). Hence integer instructions only, too. Ports
+# are opened to ring 3 by a bitmap in the TSS: the same KVM drops IOPL from the flags that iretq loads.
 #
 # Registers that live as long as the program:
 #   rdi vCPU   rbx its block   r9 base   r10 writes last published   r13 pages owned
@@ -38,6 +39,9 @@
 .set CODE,      0x08
 .set USER_CODE, 0x10 | 3
 .set USER_DATA, 0x18 | 3
+.set TASK,      0x20
+.set TSS_PORTS, 104                     # the bitmap, up to port 0x5fff
+.set TSS_END,   TSS_PORTS + 0x6000 / 8 + 1
 
 # A vCPU's block of 4 KiB; its stack grows down from the end.
 .set PUBLISHED, 0                       # writes, brought up to date each tick
@@ -91,18 +95,27 @@ start32:                                # ebx = hvm_start_info
     mov %cr0, %eax
     or $0x80000001, %eax                # PG, PE
     mov %eax, %cr0
+    mov $tss, %eax                      # its descriptor scatters the address
+    mov %ax, gdt_tss + 2
+    shr $16, %eax
+    mov %al, gdt_tss + 4
+    mov %ah, gdt_tss + 7
+    movw $TSS_PORTS, tss + 102          # where the port bitmap is, all clear: allowed
+    movb $0xff, tss + TSS_END - 1       # which must end so
     lgdt gdtr
     ljmp $CODE, $start64
 
 .code64
 start64:
-    mov $USER_DATA, %eax                # to ring 3, which may use ports (IOPL 3)
+    mov $TASK, %eax
+    ltr %ax
+    mov $USER_DATA, %eax                # to ring 3
     mov %eax, %ds
     mov %eax, %es
     mov $blocks + 4096, %esp
     push $USER_DATA
     push $blocks + 4096
-    push $0x3002
+    push $2
     push $USER_CODE
     push $user
     iretq
@@ -438,6 +451,9 @@ gdt:
     .quad 0x00af9b000000ffff            # CODE: 64-bit
     .quad 0x00affb000000ffff            # USER_CODE
     .quad 0x00cff3000000ffff            # USER_DATA
+gdt_tss:
+    .quad 0x0000890000000000 + TSS_END - 1  # TASK, its address to be filled in
+    .quad 0
 gdtr:
     .word gdtr - gdt - 1
     .long gdt
@@ -471,6 +487,7 @@ pml4:       .skip 4096
 pdpt:       .skip 4096
 pd:         .skip 4096 * GIBS
 blocks:     .skip 4096 * VCPUS
+tss:        .skip 4096
 base:       .skip 8                     # of the working set
 owned:      .skip 8                     # pages a vCPU owns
 hot:        .skip 8                     # of these, the hot ones

@@ -4,7 +4,7 @@ use hotlift::guest::{Guest, GuestError};
 use hotlift_mem::MemError;
 
 use crate::fill::{FillError, FillSettings, Filled};
-use crate::kvm::{KvmError, KvmGuest};
+use crate::kvm::{self, KvmError, KvmGuest};
 use crate::layout::{Layout, LayoutError};
 use crate::settings::{GuestKind, GuestSettings};
 use crate::threads::ThreadsGuest;
@@ -90,7 +90,7 @@ pub fn create(
 
 /// The guest to take if none is asked for: KVM, or threads where it cannot be used, and then why.
 pub fn best_kind() -> (GuestKind, Option<KvmError>) {
-    match crate::kvm::usable() {
+    match kvm::usable() {
         Ok(()) => (GuestKind::Kvm, None),
         Err(why) => (GuestKind::Threads, Some(why)),
     }

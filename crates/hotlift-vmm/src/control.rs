@@ -84,11 +84,6 @@ impl Control {
         );
     }
 
-    /// True while threads are to run.
-    pub fn wants_run(&self) -> bool {
-        self.lock().want == Want::Run
-    }
-
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::bytes::{to_u64, to_usize};
+use crate::bytes::to_usize;
 
 /// Name of the only RAM block (QEMU's name for a PC's RAM).
 pub const RAM_BLOCK: &str = "pc.ram";
@@ -214,9 +214,4 @@ impl Record {
 /// Page of the working set that page `index` of the filled range is, as a RAM offset.
 pub(crate) fn filled_offset(layout: &Layout, index: u64) -> usize {
     to_usize(layout.filled().start) + to_usize(index) * PAGE_SIZE
-}
-
-/// Pages of a RAM block's length, for messages.
-pub(crate) fn page_of(offset: u64) -> u64 {
-    offset / to_u64(PAGE_SIZE)
 }

@@ -118,6 +118,14 @@ pub enum VerifyError {
         /// How many.
         errors: u64,
     },
+    /// A vCPU claims more writes than can be replayed.
+    #[error("vCPU {vcpu} claims {writes} writes, at most {MAX_WRITES} can be replayed")]
+    TooManyWrites {
+        /// The vCPU.
+        vcpu: u8,
+        /// Writes claimed.
+        writes: u64,
+    },
     /// The guest's memory could not be read.
     #[error("cannot read guest memory")]
     Memory(#[from] MemError),
@@ -252,6 +260,12 @@ pub(crate) fn verify(
     digest: &Digest,
 ) -> Result<Verified, VerifyError> {
     let layout = &program.layout;
+    for (vcpu, position) in (0u8..).zip(positions) {
+        if position.writes > MAX_WRITES {
+            let writes = position.writes;
+            return Err(VerifyError::TooManyWrites { vcpu, writes });
+        }
+    }
     let expected: Vec<Expected> = std::thread::scope(|scope| {
         let replays: Vec<_> = (0u8..)
             .zip(positions)

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use hotlift::guest::{DeviceState, Guest};
+use hotlift::guest::DeviceState;
 use hotlift_mem::{Backing, DirtyBitmap, PAGE_SIZE, RamBlock};
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::verify::VerifyError;

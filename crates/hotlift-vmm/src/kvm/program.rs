@@ -1,0 +1,136 @@
+//! The guest program: its ELF, and where to put it.
+
+use hotlift_mem::{MemError, RamBlock};
+
+use crate::bytes::to_usize;
+use crate::settings::Program;
+
+/// The guest program (`guest/hotlift.s`): an ELF with a PVH note, which any VMM that boots Linux by
+/// PVH can run, too (`qemu-system-x86_64 -kernel`).
+pub static ELF: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/hotlift.elf"));
+
+/// Where the program begins, with what the host has to know of it (`head` in the source).
+const LOAD: usize = 0x10_0000;
+const HEAD_MAGIC: &[u8; 8] = b"HLFTprg1";
+
+/// Boot information and command line, below the program.
+const START_INFO: u64 = 0x1000;
+const COMMAND_LINE: u64 = 0x2000;
+
+/// `XEN_HVM_START_MAGIC_VALUE`.
+const START_MAGIC: u32 = 0x336e_c578;
+
+/// Fields of a vCPU's block in guest memory.
+pub(super) const BLOCK_LEN: u64 = 4096;
+pub(super) const PUBLISHED: u64 = 0;
+pub(super) const ERRORS: u64 = 8;
+
+/// Port: sleep so many microseconds; reads as [`SLEEP_HERE`].
+pub(super) const SLEEP_PORT: u16 = 0x5158;
+pub(super) const SLEEP_HERE: u32 = u32::from_le_bytes(*b"HLFT");
+/// Port: the page tables stand, the other vCPUs may start at the address written.
+pub(super) const READY_PORT: u16 = 0x515c;
+/// First serial port: transmit register, and line status with "transmitter empty".
+pub(super) const SERIAL_PORT: u16 = 0x3f8;
+pub(super) const SERIAL_STATUS: u16 = 0x3fd;
+pub(super) const SERIAL_EMPTY: u8 = 0x60;
+
+/// What the host has to know of the program.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Head {
+    /// Where a vCPU other than the first starts, its index in rdi.
+    pub vcpu_main: u64,
+    /// The vCPUs' blocks.
+    pub blocks: u64,
+    /// At this rip a vCPU has published more writes than its r10 says.
+    pub published: u64,
+    /// At these rips one, two, three, four stores of the next write are in memory.
+    pub stored: [u64; 4],
+}
+
+/// The parts of the program's ELF that loading needs. It is our own, so a malformed one is a bug of
+/// the build, found by the first test.
+struct Image<'a> {
+    entry: u64,
+    segment: &'a [u8],
+}
+
+fn image() -> Image<'static> {
+    let number = |at: usize, len: usize| {
+        ELF[at..at + len]
+            .iter()
+            .rev()
+            .fold(0, |so_far, &byte| so_far << 8 | u64::from(byte))
+    };
+    // ELF64: e_entry at 24, e_phoff at 32; the first program header is the program's (guest/hotlift.ld).
+    let header = to_usize(number(32, 8));
+    let (offset, address) = (to_usize(number(header + 8, 8)), number(header + 24, 8));
+    assert_eq!(
+        to_usize(address),
+        LOAD,
+        "the guest program is linked for another address"
+    );
+    let segment = &ELF[offset..offset + to_usize(number(header + 32, 8))];
+    Image {
+        entry: number(24, 8),
+        segment,
+    }
+}
+
+impl Head {
+    pub fn read() -> Self {
+        let (magic, numbers) = image().segment.split_at(8);
+        assert_eq!(magic, HEAD_MAGIC, "the guest program has another head");
+        let mut numbers = numbers
+            .as_chunks::<8>()
+            .0
+            .iter()
+            .map(|&bytes| u64::from_le_bytes(bytes));
+        let mut next = || numbers.next().expect("the program is longer than its head");
+        Self {
+            vcpu_main: next(),
+            blocks: next(),
+            published: next(),
+            stored: [next(), next(), next(), next()],
+        }
+    }
+
+    /// RAM offset of a vCPU's block.
+    pub fn block(&self, vcpu: u8) -> u64 {
+        self.blocks + u64::from(vcpu) * BLOCK_LEN
+    }
+}
+
+/// Where vCPU 0 starts, in 32-bit mode, and what its ebx says.
+pub(super) struct Entry {
+    pub rip: u64,
+    pub start_info: u64,
+}
+
+/// Puts the program, its boot information and its command line into fresh RAM.
+pub(super) fn load(ram: &RamBlock, program: &Program, tsc_khz: u32) -> Result<Entry, MemError> {
+    let image = image();
+    ram.write(LOAD, image.segment)?;
+
+    let layout = &program.layout;
+    let line = format!(
+        "workload={} rate={} ws={} vcpus={} seed={} tsc_khz={tsc_khz} tick_us={}\0",
+        program.workload,
+        program.rate,
+        layout.working_set(),
+        layout.vcpus(),
+        program.seed,
+        program.pace().tick_us,
+    );
+    ram.write(to_usize(COMMAND_LINE), line.as_bytes())?;
+
+    // struct hvm_start_info, version 0: no modules, no ACPI; the program asks for no memory map.
+    let mut info = [0; 40];
+    info[..4].copy_from_slice(&START_MAGIC.to_le_bytes());
+    info[24..32].copy_from_slice(&COMMAND_LINE.to_le_bytes());
+    ram.write(to_usize(START_INFO), &info)?;
+    Ok(Entry {
+        rip: image.entry,
+        start_info: START_INFO,
+    })
+}

@@ -1,0 +1,320 @@
+//! A vCPU: its thread, its exits, and how it is stopped.
+//!
+//! To stop a vCPU, `immediate_exit` is set in the structure that it shares with KVM, and then its thread
+//! gets a signal. The first catches a thread that is about to enter the guest, the second one that is
+//! inside. The thread leaves its loop on EINTR only: KVM finishes a port access that it had begun before
+//! it returns that, so the registers of a stopped vCPU are always those between two instructions.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvm_bindings::{kvm_regs, kvm_segment, kvm_sregs};
+use kvm_ioctls::{VcpuExit, VcpuFd};
+use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
+
+use super::error::KvmError;
+use super::program::{
+    Entry, READY_PORT, SERIAL_EMPTY, SERIAL_PORT, SERIAL_STATUS, SLEEP_HERE, SLEEP_PORT,
+};
+use super::state::MAX_LINE;
+use crate::control::{Control, Want};
+
+/// Serial lines kept for who asks; older ones are forgotten.
+const MAX_LINES: usize = 1000;
+
+/// Longest that the guest's first vCPU may take to build page tables. It takes milliseconds, under a
+/// hypervisor that emulates it some hundred.
+const BOOT_LIMIT: Duration = Duration::from_secs(20);
+
+/// RFLAGS with interrupts off: only the bit that is always set.
+const FLAGS: u64 = 2;
+
+/// One vCPU.
+pub(super) struct Vcpu {
+    index: u8,
+    /// Held by the thread while it runs, so that nobody reads registers under it.
+    core: Mutex<Core>,
+    immediate_exit: ImmediateExit,
+}
+
+pub(super) struct Core {
+    pub fd: VcpuFd,
+    /// Line begun on the serial port.
+    pub line: Vec<u8>,
+}
+
+/// The `immediate_exit` byte of a vCPU's `kvm_run`.
+struct ImmediateExit(*mut u8);
+
+// SAFETY: the byte is reached by atomic access only, and KVM reads it as one byte.
+unsafe impl Send for ImmediateExit {}
+// SAFETY: as above.
+unsafe impl Sync for ImmediateExit {}
+
+impl ImmediateExit {
+    fn set(&self, value: u8) {
+        // SAFETY: the pointer leads into the mapping that the `VcpuFd` in the same `Vcpu` owns, which is
+        // never replaced; no one else in this process writes that byte.
+        unsafe { AtomicU8::from_ptr(self.0) }.store(value, Ordering::SeqCst);
+    }
+}
+
+/// What vCPUs of a guest share.
+pub(super) struct Shared {
+    pub control: Control,
+    pub lines: Mutex<VecDeque<String>>,
+    pub death: Mutex<Option<String>>,
+}
+
+/// Why a vCPU stopped running.
+enum Stop {
+    /// It was told to.
+    Kicked,
+    /// It has built page tables; the others may start at this address.
+    Ready(u64),
+}
+
+impl Vcpu {
+    pub fn new(index: u8, mut fd: VcpuFd) -> Self {
+        let immediate_exit = ImmediateExit(&raw mut fd.get_kvm_run().immediate_exit);
+        Self {
+            index,
+            core: Mutex::new(Core {
+                fd,
+                line: Vec::new(),
+            }),
+            immediate_exit,
+        }
+    }
+
+    /// The vCPU, once it does not run.
+    pub fn core(&self) -> MutexGuard<'_, Core> {
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// First half of stopping it; the signal is the second.
+    pub fn stop_soon(&self) {
+        self.immediate_exit.set(1);
+    }
+
+    /// The thread of this vCPU.
+    pub fn run(&self, shared: &Shared) {
+        while let Some(_running) = shared.control.park(|| self.immediate_exit.set(0)) {
+            match self.run_until_stopped(&mut self.core(), shared) {
+                Ok(Stop::Kicked) => {}
+                // A guest that is migrated back in time says it again.
+                Ok(Stop::Ready(_)) => {}
+                Err(reason) => {
+                    let reason = format!("vCPU {}: {reason}", self.index);
+                    shared
+                        .death
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .get_or_insert(reason);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Runs vCPU 0 on the calling thread until it says that page tables stand. Returns where the other
+    /// vCPUs start.
+    pub fn boot(&self, entry: &Entry, shared: &Shared) -> Result<u64, String> {
+        let mut core = self.core();
+        set_entry(&core.fd, entry).map_err(|error| error.to_string())?;
+        self.immediate_exit.set(0);
+        // SAFETY: no conditions.
+        let thread = unsafe { libc::pthread_self() };
+        let (done, watch) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            std::thread::Builder::new()
+                .name("boot-watch".into())
+                .spawn_scoped(scope, move || {
+                    if watch.recv_timeout(BOOT_LIMIT)
+                        == Err(std::sync::mpsc::RecvTimeoutError::Timeout)
+                    {
+                        self.stop_soon();
+                        send_kick(thread);
+                    }
+                })
+                .map_err(|error| error.to_string())?;
+            let start = Instant::now();
+            let stop = self.run_until_stopped(&mut core, shared);
+            drop(done);
+            match stop? {
+                Stop::Ready(address) => Ok(address),
+                Stop::Kicked => Err(format!(
+                    "no sign of life {:?} after its start",
+                    start.elapsed()
+                )),
+            }
+        })
+    }
+
+    /// Makes this vCPU start at `address` in the mode that `first` is in.
+    pub fn start_as(&self, first: &VcpuFd, address: u64) -> Result<(), KvmError> {
+        let fd = &self.core().fd;
+        let sregs = first
+            .get_sregs()
+            .map_err(KvmError::of("read a vCPU's system registers"))?;
+        fd.set_sregs(&sregs)
+            .map_err(KvmError::of("set a vCPU's system registers"))?;
+        let regs = kvm_regs {
+            rip: address,
+            rdi: u64::from(self.index),
+            rflags: FLAGS,
+            ..Default::default()
+        };
+        fd.set_regs(&regs)
+            .map_err(KvmError::of("set a vCPU's registers"))
+    }
+
+    fn run_until_stopped(&self, core: &mut Core, shared: &Shared) -> Result<Stop, String> {
+        let Core { fd, line } = core;
+        loop {
+            match fd.run() {
+                Err(error) if error.errno() == libc::EINTR => {
+                    if self.is_told_to_stop() {
+                        return Ok(Stop::Kicked);
+                    }
+                }
+                Err(error) if error.errno() == libc::EAGAIN => {}
+                Err(error) => return Err(format!("KVM cannot run it: {error}")),
+                Ok(VcpuExit::IoOut(SERIAL_PORT, bytes)) => {
+                    for &byte in bytes {
+                        put(line, byte, shared);
+                    }
+                }
+                Ok(VcpuExit::IoOut(SLEEP_PORT, &[a, b, c, d])) => {
+                    let time = u32::from_le_bytes([a, b, c, d]);
+                    shared.control.sleep(Duration::from_micros(u64::from(time)));
+                }
+                Ok(VcpuExit::IoOut(READY_PORT, &[a, b, c, d])) => {
+                    let address = u64::from(u32::from_le_bytes([a, b, c, d]));
+                    return Ok(Stop::Ready(address));
+                }
+                Ok(VcpuExit::IoOut(..)) => {}
+                Ok(VcpuExit::IoIn(SERIAL_STATUS, bytes)) => bytes.fill(SERIAL_EMPTY),
+                Ok(VcpuExit::IoIn(SLEEP_PORT, bytes)) if bytes.len() == 4 => {
+                    bytes.copy_from_slice(&SLEEP_HERE.to_le_bytes());
+                }
+                Ok(VcpuExit::IoIn(_, bytes)) => bytes.fill(0xff),
+                Ok(VcpuExit::Intr) => {}
+                Ok(exit) => {
+                    let what = match exit {
+                        VcpuExit::Shutdown => "triple fault".to_owned(),
+                        VcpuExit::InternalError => "KVM cannot emulate an instruction".to_owned(),
+                        VcpuExit::Hlt => "it halted".to_owned(),
+                        other => format!("unexpected exit {other:?}"),
+                    };
+                    let rip = fd.get_regs().map_or(0, |regs| regs.rip);
+                    return Err(format!("{what} at rip {rip:#x}"));
+                }
+            }
+        }
+    }
+
+    fn is_told_to_stop(&self) -> bool {
+        // SAFETY: see `ImmediateExit::set`.
+        unsafe { AtomicU8::from_ptr(self.immediate_exit.0) }.load(Ordering::SeqCst) != 0
+    }
+}
+
+/// Registers as PVH wants them: 32-bit protected mode, no paging, flat segments, ebx to the boot
+/// information (Xen's public/arch-x86/hvm/start_info.h).
+fn set_entry(fd: &VcpuFd, entry: &Entry) -> Result<(), KvmError> {
+    let flat = |kind: u8, selector: u16| kvm_segment {
+        limit: 0xffff_ffff,
+        type_: kind,
+        selector,
+        present: 1,
+        db: 1,
+        s: 1,
+        g: 1,
+        ..Default::default()
+    };
+    let data = flat(0x3, 0x10);
+    let task = kvm_segment {
+        limit: 0x67,
+        type_: 0xb,
+        present: 1,
+        ..Default::default()
+    };
+    let had = fd
+        .get_sregs()
+        .map_err(KvmError::of("read a vCPU's system registers"))?;
+    let sregs = kvm_sregs {
+        cs: flat(0xb, 0x08),
+        ds: data,
+        es: data,
+        fs: data,
+        gs: data,
+        ss: data,
+        tr: task,
+        cr0: 0x11, // PE, ET
+        cr4: 0,
+        efer: 0,
+        ..had
+    };
+    fd.set_sregs(&sregs)
+        .map_err(KvmError::of("set a vCPU's system registers"))?;
+    let regs = kvm_regs {
+        rip: entry.rip,
+        rbx: entry.start_info,
+        rflags: FLAGS,
+        ..Default::default()
+    };
+    fd.set_regs(&regs)
+        .map_err(KvmError::of("set a vCPU's registers"))
+}
+
+/// Takes one byte off the serial port.
+fn put(line: &mut Vec<u8>, byte: u8, shared: &Shared) {
+    if byte != b'\n' {
+        line.push(byte);
+        if line.len() < MAX_LINE {
+            return;
+        }
+    }
+    let text = String::from_utf8_lossy(line).into_owned();
+    line.clear();
+    let mut lines = shared.lines.lock().unwrap_or_else(PoisonError::into_inner);
+    if lines.len() == MAX_LINES {
+        lines.pop_front();
+    }
+    lines.push_back(text);
+}
+
+/// Gets `thread` out of KVM_RUN.
+pub(super) fn send_kick(thread: libc::pthread_t) {
+    static HANDLER: Once = Once::new();
+    extern "C" fn nothing(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
+    // A handler that does nothing: the system call is interrupted, which is all that is wanted. A
+    // real-time signal, which nobody else in a VMM's process is likely to use.
+    HANDLER.call_once(|| {
+        register_signal_handler(SIGRTMIN(), nothing).expect("SIGRTMIN can always be handled");
+    });
+    // SAFETY: `thread` is the caller's own or that of a thread that has not been joined yet.
+    unsafe { libc::pthread_kill(thread, SIGRTMIN()) };
+}
+
+impl Shared {
+    pub fn new() -> Self {
+        Self {
+            control: Control::new(),
+            lines: Mutex::default(),
+            death: Mutex::default(),
+        }
+    }
+
+    /// Tells all of `vcpus` what to do.
+    pub fn want(&self, want: Want, vcpus: &[std::sync::Arc<Vcpu>]) {
+        self.control.want(want, || {
+            if want != Want::Run {
+                vcpus.iter().for_each(|vcpu| vcpu.stop_soon());
+            }
+        });
+    }
+}

@@ -1,0 +1,108 @@
+//! The VM: its memory slot, its vCPUs' making, and what this machine's KVM can do.
+
+use hotlift_mem::RamBlock;
+use kvm_bindings::{
+    KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+
+use super::error::KvmError;
+use super::state::Model;
+use crate::bytes::{to_u64, to_usize};
+
+/// The memory slot that holds all RAM, from guest-physical 0 on. Nothing else is mapped: no firmware, no
+/// interrupt controller, no device with memory, so no hole is needed below 4 GiB either.
+pub(super) const SLOT: u32 = 0;
+
+/// `KVM_API_VERSION`, the only one there ever was.
+const API_VERSION: i32 = 12;
+const _: () = assert!(KVM_API_VERSION == 12);
+
+/// Opens /dev/kvm and checks that it has what is needed.
+fn open() -> Result<Kvm, KvmError> {
+    let kvm = Kvm::new().map_err(|error| KvmError::Open(error.into()))?;
+    let got = kvm.get_api_version();
+    if got != API_VERSION {
+        return Err(KvmError::ApiVersion {
+            expected: API_VERSION,
+            got,
+        });
+    }
+    for (cap, capability) in [
+        (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+        (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+        (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
+        (Cap::MpState, "KVM_CAP_MP_STATE"),
+        (Cap::VcpuEvents, "KVM_CAP_VCPU_EVENTS"),
+        (Cap::Debugregs, "KVM_CAP_DEBUGREGS"),
+        (Cap::Xcrs, "KVM_CAP_XCRS"),
+    ] {
+        if !kvm.check_extension(cap) {
+            return Err(KvmError::Capability { capability });
+        }
+    }
+    Ok(kvm)
+}
+
+/// Whether a VM with a vCPU can be made here.
+///
+/// # Errors
+/// Why not.
+pub fn usable() -> Result<(), KvmError> {
+    let vm = open()?.create_vm().map_err(KvmError::of("make a VM"))?;
+    vm.create_vcpu(0).map_err(KvmError::of("make a vCPU"))?;
+    Ok(())
+}
+
+/// A VM and its vCPUs, which have not run.
+pub(super) fn create(vcpus: u8) -> Result<(VmFd, Vec<VcpuFd>, Model), KvmError> {
+    let kvm = open()?;
+    let vm = kvm.create_vm().map_err(KvmError::of("make a VM"))?;
+    let cpuid = kvm
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(KvmError::of("say what its vCPUs can do"))?;
+    let vcpus = (0..vcpus)
+        .map(|index| {
+            let vcpu = vm
+                .create_vcpu(u64::from(index))
+                .map_err(KvmError::of("make a vCPU"))?;
+            vcpu.set_cpuid2(&cpuid)
+                .map_err(KvmError::of("set what a vCPU can do"))?;
+            Ok(vcpu)
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    let listed = kvm
+        .get_msr_index_list()
+        .map_err(KvmError::of("list its MSRs"))?;
+    let xsave_len = usize::try_from(vm.check_extension_int(Cap::Xsave2)).unwrap_or(0);
+    let model = Model::new(&vcpus[0], xsave_len, listed.as_slice());
+    Ok((vm, vcpus, model))
+}
+
+/// Maps `ram` at guest-physical 0, with or without a log of its dirty pages. May be called again to
+/// change the log.
+pub(super) fn map(vm: &VmFd, ram: &RamBlock, log: bool) -> Result<(), KvmError> {
+    let region = kvm_userspace_memory_region {
+        slot: SLOT,
+        flags: if log { KVM_MEM_LOG_DIRTY_PAGES } else { 0 },
+        guest_phys_addr: 0,
+        memory_size: to_u64(ram.len()),
+        userspace_addr: to_u64(ram.host_addr().addr()),
+    };
+    // SAFETY: the range is the block's whole mapping. Whoever holds the VM holds the block (see
+    // `KvmGuest`), so it stays mapped, and it is accessed as memory that a guest may write only.
+    unsafe { vm.set_user_memory_region(region) }.map_err(KvmError::of("map guest RAM"))
+}
+
+/// TSC frequency of a vCPU in kHz; a guess if KVM does not tell, which only makes its pace wrong.
+pub(super) fn tsc_khz(vcpu: &VcpuFd) -> u32 {
+    vcpu.get_tsc_khz()
+        .ok()
+        .filter(|&khz| khz > 0)
+        .unwrap_or(2_000_000)
+}
+
+/// Reads one u64 of RAM, 0 outside of it: for counters that the guest keeps for people to see.
+pub(super) fn peek(ram: &RamBlock, offset: u64) -> u64 {
+    ram.load_u64(to_usize(offset)).unwrap_or(0)
+}
