@@ -19,13 +19,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cpu_time_grows_with_work_and_never_falls() {
-        let before = thread_cpu_time();
-        let mut last = before;
-        while last == before {
-            let now = thread_cpu_time();
-            assert!(now >= last);
-            last = now;
+    fn cpu_time_grows_with_the_work_of_this_thread_alone() {
+        let start = thread_cpu_time();
+        let mut now = start;
+        while now < start + Duration::from_millis(20) {
+            let next = thread_cpu_time();
+            assert!(next >= now);
+            now = next;
         }
+        let fresh = std::thread::spawn(thread_cpu_time).join().expect("thread");
+        assert!(fresh < now, "{fresh:?} of a thread that has done nothing");
     }
 }

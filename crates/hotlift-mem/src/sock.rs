@@ -225,6 +225,11 @@ mod tests {
         ]
     }
 
+    fn cut(socket: &OwnedFd) {
+        let socket = UnixStream::from(socket.try_clone().expect("dup"));
+        socket.shutdown(Shutdown::Both).expect("shutdown");
+    }
+
     #[test]
     fn what_is_sent_arrives_whole_and_in_order() {
         let head: Vec<u8> = (0..=250).cycle().take(1344).collect();
@@ -251,7 +256,11 @@ mod tests {
                                 recv(theirs.as_fd(), &[head_run], &mut scratch).expect("head");
                                 recv(theirs.as_fd(), &arriving, &mut scratch).expect("runs");
                             });
-                            send(ours.as_fd(), &head, &runs).expect("send");
+                            let sent = send(ours.as_fd(), &head, &runs);
+                            if sent.is_err() {
+                                cut(&ours);
+                            }
+                            sent.expect("send");
                         });
                         let what = format!("{backing:?}, {way}, {socket}, shape {shape}");
                         assert!(bytes(&[head_run]) == head, "{what}: head");
@@ -343,17 +352,16 @@ mod tests {
         let runs = [block.run(0, block.len()).expect("inside")];
         for (way, mut send) in senders() {
             for (socket, ours, _theirs) in pairs() {
-                let stream = UnixStream::from(ours.try_clone().expect("dup"));
                 let kind = thread::scope(|scope| {
-                    let cut = scope.spawn(|| {
+                    let cutter = scope.spawn(|| {
                         // Full queues are what a blocked sender looks like from outside.
                         while !queue_is_full(ours.as_fd()) {
                             thread::yield_now();
                         }
-                        stream.shutdown(Shutdown::Both).expect("shutdown");
+                        cut(&ours);
                     });
                     let kind = send_until_cut(&mut send, ours.as_fd(), &runs);
-                    cut.join().expect("cut");
+                    cutter.join().expect("cut");
                     kind
                 });
                 assert!(is_cut(kind), "{way}, {socket}: {kind:?}");
