@@ -16,6 +16,7 @@ pub enum Unit {
 }
 
 /// A page compression method.
+#[derive(Debug)]
 pub struct MethodInfo {
     /// Value of `multifd-compression` that selects it.
     pub name: &'static str,

@@ -29,6 +29,8 @@ use crate::{Decode, MethodError};
 pub(super) struct Decoder {
     context: NonNull<ZSTD_DCtx>,
     state: State,
+    /// What the streaming decoder wants next, as of its last step.
+    wants: usize,
     /// One packet's pages, for a closed frame whose pages are scattered. Grows to the largest packet.
     scratch: Vec<u8>,
 }
@@ -39,6 +41,13 @@ enum State {
     InFrame,
     Failed,
 }
+
+/// libzstd's hint that the frame is complete.
+const FRAME_ENDED: usize = 0;
+
+/// libzstd's hint between two blocks, where a flush leaves the stream: it wants a block header
+/// (RFC 8878, 3.1.1.2) and has seen nothing of it. In a block or in another header it wants more.
+const BLOCK_HEADER: usize = 3;
 
 // SAFETY: the context is owned by this value alone, and libzstd ties none to a thread.
 unsafe impl Send for Decoder {}
@@ -51,6 +60,7 @@ impl Decoder {
         let decoder = Self {
             context,
             state: State::BetweenFrames,
+            wants: 0,
             scratch: Vec::new(),
         };
         // SAFETY: the context is live and owned.
@@ -150,6 +160,12 @@ impl Decoder {
                 left: input.size - input.pos,
             });
         }
+        if self.wants != FRAME_ENDED && self.wants != BLOCK_HEADER {
+            return Err(MethodError::NotFlushed {
+                method: NAME,
+                payload: payload.len(),
+            });
+        }
         Ok(())
     }
 
@@ -164,7 +180,7 @@ impl Decoder {
             let before = (input.pos, output.pos);
             // SAFETY: the context is live and used by nobody else (`&mut self`); `input` is a slice
             // that outlives the call, and the extent is memory that this call may write.
-            let hint = check(unsafe {
+            let wants = check(unsafe {
                 ZSTD_decompressStream(self.context.as_ptr(), &raw mut output, &raw mut *input)
             })
             .map_err(damaged)?;
@@ -173,7 +189,8 @@ impl Decoder {
             if (input.pos, output.pos) == before {
                 break;
             }
-            self.state = if hint == 0 {
+            self.wants = wants;
+            self.state = if wants == FRAME_ENDED {
                 State::BetweenFrames
             } else {
                 State::InFrame

@@ -1,0 +1,100 @@
+//! A channel that has seen its largest packet allocates no more.
+//!
+//! Counts Rust's allocator; the C libraries here allocate when a context is made or first used, which
+//! the warm-up covers, and zlib-rs allocates through Rust's.
+
+mod support;
+
+use std::alloc::{GlobalAlloc, Layout as Memory, System};
+use std::cell::Cell;
+
+use hotlift_methods::METHODS;
+use libz_sys::Z_SYNC_FLUSH;
+use support::qemu::{ZlibWriter, ZstdWriter};
+use support::{LAYOUTS, Place, contents};
+
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+// SAFETY: passes every call on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Memory) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller's promises are System's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Memory) {
+        // SAFETY: the caller's promises are System's.
+        unsafe { System.dealloc(memory, layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Memory, size: usize) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller's promises are System's.
+        unsafe { System.realloc(memory, layout, size) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+fn allocations_of(work: impl FnOnce()) -> usize {
+    let before = ALLOCATIONS.get();
+    work();
+    ALLOCATIONS.get() - before
+}
+
+const KINDS: [&str; 4] = ["random", "alternating", "text", "zero"];
+
+#[test]
+fn no_packet_but_the_first_allocates() {
+    for method in METHODS {
+        for level in [method.default_level, 6] {
+            let mut encoder = (method.encoder)(level).expect(method.name);
+            let mut decoder = (method.decoder)().expect(method.name);
+            let mut payload = Vec::new();
+            for packet in 0..12 {
+                let n = [128, 128, 128, 128, 1, 77][packet % 6];
+                let pages = contents(KINDS[packet % 4], n, packet as u64);
+                let place = Place::new(n, LAYOUTS[(packet + 2) % 3]);
+                let runs = place.runs();
+                let count = allocations_of(|| {
+                    encoder.encode(&pages, &mut payload).expect(method.name);
+                    decoder.decode(&payload, &runs).expect(method.name);
+                });
+                assert!(place.pages() == pages);
+                if packet > 0 {
+                    assert_eq!(count, 0, "{} {level}, packet {packet}", method.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn no_packet_of_qemus_but_the_first_two_allocates() {
+    let mut zlib = ZlibWriter::new(1, Z_SYNC_FLUSH);
+    let mut zstd = ZstdWriter::new(1);
+    for method in &METHODS[1..] {
+        let mut decoder = (method.decoder)().expect(method.name);
+        for packet in 0..8 {
+            let n = [128, 1, 77][packet % 3];
+            let pages = contents(KINDS[packet % 4], n, 1);
+            let payload = match method.name {
+                "zlib" => zlib.packet(&pages),
+                _ => zstd.packet(&pages),
+            };
+            let place = Place::new(n, LAYOUTS[packet % 3]);
+            let runs = place.runs();
+            let count = allocations_of(|| decoder.decode(&payload, &runs).expect(method.name));
+            assert!(place.pages() == pages);
+            if packet > 1 {
+                assert_eq!(count, 0, "{}, packet {packet}", method.name);
+            }
+        }
+    }
+}

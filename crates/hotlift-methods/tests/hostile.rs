@@ -1,0 +1,264 @@
+//! Payloads that no honest sender writes: an error each, nothing outside of the runs, no panic.
+
+mod support;
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::{Decode, METHODS, MethodError, method};
+use libz_sys::{Z_FINISH, Z_NO_FLUSH, Z_SYNC_FLUSH};
+use support::qemu::{ZlibWriter, ZstdWriter, zstd_frame_with_window_log};
+use support::{LAYOUTS, Layout, Noise, Place, contents};
+
+fn decoder(name: &str) -> Box<dyn Decode> {
+    (method(name).expect(name).decoder)().expect(name)
+}
+
+/// The packets of a channel by each writer: our own of each method, and QEMU's zlib and zstd.
+fn channels(pages: &[Vec<u8>]) -> Vec<(&'static str, Vec<Vec<u8>>)> {
+    let mut all = Vec::new();
+    for method in METHODS {
+        let mut encoder = (method.encoder)(method.default_level).expect(method.name);
+        let payloads = pages.iter().map(|pages| {
+            let mut payload = Vec::new();
+            encoder.encode(pages, &mut payload).expect(method.name);
+            payload
+        });
+        all.push((method.name, payloads.collect()));
+    }
+    let mut zlib = ZlibWriter::new(1, Z_SYNC_FLUSH);
+    all.push(("zlib", pages.iter().map(|p| zlib.packet(p)).collect()));
+    let mut zstd = ZstdWriter::new(1);
+    all.push(("zstd", pages.iter().map(|p| zstd.packet(p)).collect()));
+    all
+}
+
+fn three_packets(n: usize) -> Vec<Vec<u8>> {
+    (0..3).map(|i| contents("alternating", n, i / 2)).collect()
+}
+
+#[test]
+fn a_truncated_payload_is_an_error() {
+    let pages = three_packets(9);
+    for (name, payloads) in channels(&pages) {
+        for layout in LAYOUTS {
+            for at in 0..payloads.len() {
+                let cut = &payloads[at];
+                let lengths = (0..cut.len())
+                    .rev()
+                    .take(40)
+                    .chain((0..cut.len()).step_by(997));
+                for len in lengths {
+                    let mut decoder = decoder(name);
+                    for payload in &payloads[..at] {
+                        let place = Place::new(9, Layout::Whole);
+                        decoder.decode(payload, &place.runs()).expect(name);
+                    }
+                    let place = Place::new(9, layout);
+                    let what = format!("{name}, {len} of {} bytes of packet {at}", cut.len());
+                    let result = decoder.decode(&cut[..len], &place.runs());
+                    assert!(result.is_err(), "{what}: {layout:?}");
+                    place.assert_rest_untouched(&what);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn flipped_bits_never_write_outside_of_the_runs() {
+    let mut noise = Noise::new(7);
+    let pages = three_packets(9);
+    for (name, payloads) in channels(&pages) {
+        let mut refused = 0;
+        for round in 0..600 {
+            let mut decoder = decoder(name);
+            let place = Place::new(9, LAYOUTS[round % 3]);
+            for payload in &payloads {
+                let mut payload = payload.clone();
+                for _ in 0..=noise.below(3) {
+                    // The headers of streams and blocks are where it hurts.
+                    let reach = if round % 2 == 0 { payload.len() } else { 64 };
+                    let at = noise.below(reach.min(payload.len()));
+                    payload[at] ^= 1 << noise.below(8);
+                }
+                place.clear();
+                let result = decoder.decode(&payload, &place.runs());
+                place.assert_rest_untouched(&format!("{name}, round {round}"));
+                if result.is_err() {
+                    refused += 1;
+                    break;
+                }
+            }
+        }
+        // `none` has nothing to refuse. The others carry no checksum, so that some damage passes.
+        assert!(
+            name == "none" || refused > 300,
+            "{name}: only {refused} refused"
+        );
+    }
+}
+
+#[test]
+fn noise_is_an_error() {
+    let mut noise = Noise::new(11);
+    for name in ["zlib", "zstd"] {
+        for round in 0..2000 {
+            let mut payload: Vec<u8> = (0..noise.below(600)).map(|_| noise.byte()).collect();
+            match (name, round % 2) {
+                ("zlib", 1) => {
+                    payload.splice(0..0, [0x78, 0x01]);
+                    payload.extend_from_slice(&[0, 0, 0xff, 0xff]);
+                }
+                ("zstd", 1) => drop(payload.splice(0..0, [0x28, 0xb5, 0x2f, 0xfd])),
+                _ => {}
+            }
+            let place = Place::new(2, LAYOUTS[round % 3]);
+            let result = decoder(name).decode(&payload, &place.runs());
+            assert!(result.is_err(), "{name}, round {round}");
+            place.assert_rest_untouched(name);
+        }
+    }
+}
+
+#[test]
+fn a_payload_with_more_or_fewer_pages_than_expected_is_an_error() {
+    let pages = three_packets(9);
+    for (name, payloads) in channels(&pages) {
+        for (there, long) in [(8, true), (10, false)] {
+            for layout in LAYOUTS {
+                for at in 0..payloads.len() {
+                    let mut decoder = decoder(name);
+                    for payload in &payloads[..at] {
+                        let place = Place::new(9, Layout::Whole);
+                        decoder.decode(payload, &place.runs()).expect(name);
+                    }
+                    let place = Place::new(there, layout);
+                    let error = decoder
+                        .decode(&payloads[at], &place.runs())
+                        .expect_err(name);
+                    let is_long = matches!(error, MethodError::Long { .. });
+                    let is_short = matches!(error, MethodError::Short { .. });
+                    assert_eq!((is_long, is_short), (long, !long), "{name} {at}: {error}");
+                    place.assert_rest_untouched(name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bytes_behind_a_packet_are_an_error() {
+    let pages = three_packets(9);
+    for (name, payloads) in channels(&pages) {
+        for layout in LAYOUTS {
+            for tail in [&b"x"[..], b"\x00\x00\x00\x00\x00", &[0xff; 300]] {
+                let mut decoder = decoder(name);
+                let place = Place::new(9, layout);
+                let mut payload = payloads[0].clone();
+                payload.extend_from_slice(tail);
+                let result = decoder.decode(&payload, &place.runs());
+                assert!(result.is_err(), "{name}, {} bytes more", tail.len());
+                place.assert_rest_untouched(name);
+            }
+        }
+    }
+}
+
+#[test]
+fn after_an_error_every_packet_of_the_channel_fails() {
+    let pages = three_packets(3);
+    for (name, payloads) in channels(&pages) {
+        if name == "none" {
+            continue;
+        }
+        let mut decoder = decoder(name);
+        let place = Place::new(3, Layout::Whole);
+        decoder
+            .decode(&payloads[0][..5], &place.runs())
+            .expect_err(name);
+        assert_eq!(
+            decoder.decode(&payloads[0], &place.runs()),
+            Err(MethodError::Failed { method: name })
+        );
+    }
+}
+
+#[test]
+fn the_end_of_a_zlib_stream_is_an_error() {
+    let page = contents("text", 1, 0);
+    // With the final bit in the block that holds the page, and in an empty one that looks like a
+    // flush; each as a channel's first packet and after one that made it keep its history.
+    let ended_by_finish = |writer: &mut ZlibWriter| {
+        let mut payload = writer.packet_flushed_by(&page, Z_FINISH);
+        payload.extend_from_slice(&[0, 0, 0xff, 0xff]);
+        payload
+    };
+    let ended_by_empty_block = |writer: &mut ZlibWriter| {
+        let mut payload = writer.packet_flushed_by(&page, Z_SYNC_FLUSH);
+        payload.extend_from_slice(&[1, 0, 0, 0xff, 0xff]);
+        payload
+    };
+    type Ending<'a> = &'a dyn Fn(&mut ZlibWriter) -> Vec<u8>;
+    let endings: [Ending<'_>; 2] = [&ended_by_finish, &ended_by_empty_block];
+    for ending in endings {
+        for packets_before in [0, 2] {
+            let mut writer = ZlibWriter::new(1, Z_SYNC_FLUSH);
+            let mut decoder = decoder("zlib");
+            let place = Place::new(1, Layout::Whole);
+            for _ in 0..packets_before {
+                let payload = writer.packet(&page);
+                decoder.decode(&payload, &place.runs()).expect("a packet");
+            }
+            let payload = ending(&mut writer);
+            assert_eq!(
+                decoder.decode(&payload, &place.runs()),
+                Err(MethodError::StreamEnd { method: "zlib" }),
+                "after {packets_before} packets"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_zlib_packet_without_a_flush_is_an_error() {
+    let page = contents("random", 1, 0);
+    let mut writer = ZlibWriter::new(0, Z_NO_FLUSH);
+    let payload = writer.packet(&page);
+    let place = Place::new(1, Layout::Whole);
+    let error = decoder("zlib")
+        .decode(&payload, &place.runs())
+        .expect_err("no flush");
+    assert!(matches!(error, MethodError::NotFlushed { .. }), "{error}");
+}
+
+#[test]
+fn a_zlib_stream_must_begin_with_its_header() {
+    let page = contents("text", 1, 0);
+    let good = ZlibWriter::new(1, Z_SYNC_FLUSH).packet(&page);
+    // Not deflate; a window of 64 KiB; check bits wrong; a preset dictionary.
+    for header in [[0x77, 0x01], [0x88, 0x1c], [0x78, 0x02], [0x78, 0x20]] {
+        let mut payload = good.clone();
+        payload[..2].copy_from_slice(&header);
+        let place = Place::new(1, Layout::Whole);
+        let error = decoder("zlib")
+            .decode(&payload, &place.runs())
+            .expect_err("header");
+        let expected = MethodError::Header {
+            method: "zlib",
+            got: header,
+        };
+        assert_eq!(error, expected);
+    }
+}
+
+#[test]
+fn a_zstd_window_beyond_the_limit_is_an_error() {
+    let place = Place::new(1, Layout::Whole);
+    decoder("zstd")
+        .decode(&zstd_frame_with_window_log(27), &place.runs())
+        .expect("the limit itself");
+    let error = decoder("zstd")
+        .decode(&zstd_frame_with_window_log(28), &place.runs())
+        .expect_err("beyond the limit");
+    assert!(matches!(error, MethodError::Damaged { .. }), "{error}");
+    assert_eq!(place.pages(), vec![b'w'; PAGE_SIZE]);
+}
