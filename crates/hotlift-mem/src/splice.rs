@@ -2,7 +2,7 @@
 //!
 //! Over loopback, in packets of 512 KiB, the sender's CPU seconds a GiB fall from 0.25 to 0.04 on TCP
 //! and from 0.13 to 0.04 on UNIX sockets (huge pages side by side; scattered 4 KiB pages: from 0.29 to
-//! 0.10 and from 0.16 to 0.07). The receiver pays 0.02 to 0.06 more, as the sender no longer brings
+//! 0.10 and from 0.16 to 0.07). The receiver pays 0.04 to 0.1 more, as the sender no longer brings
 //! the pages into the cache for it; `measure sockets` among the examples repeats this.
 
 use std::io;
