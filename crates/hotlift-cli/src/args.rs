@@ -1,0 +1,155 @@
+//! Flags that describe a built-in guest and what its memory holds.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use hotlift::options::parse_size;
+use hotlift_mem::Backing;
+use hotlift_vmm::fill::{FillSettings, FillSource};
+use hotlift_vmm::workload::Workload;
+use hotlift_vmm::{GuestKind, GuestSettings};
+
+/// Flags of the guest.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Guest")]
+pub struct GuestArgs {
+    /// Which guest: a KVM virtual machine, worker threads, or KVM where it can be used
+    #[arg(long, value_enum, default_value = "auto")]
+    pub guest: GuestChoice,
+    /// Number of vCPUs, 1 to 8
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub vcpus: u8,
+    /// Bytes of RAM, with suffix K, M, G or T
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = size)]
+    pub ram: u64,
+    /// Memory behind the RAM: private anonymous memory, or a shared memfd
+    #[arg(long, value_enum, default_value = "private")]
+    pub ram_backend: RamBackend,
+    /// Where the guest writes: idle, random, sequential or hotset
+    #[arg(long, value_name = "NAME", default_value = "random")]
+    pub workload: Workload,
+    /// Pages that it writes in a second, all vCPUs together
+    #[arg(long, value_name = "PAGES/S", default_value_t = 20_000)]
+    pub rate: u64,
+    /// Bytes that it writes to [default: an eighth of the RAM]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub working_set: Option<u64>,
+    /// Fill RAM with the files of this folder (.zst files are unpacked) [default: a generated mix]
+    #[arg(long, value_name = "DIR")]
+    pub fill: Option<PathBuf>,
+    /// Share of pages that stay zero, 0 to 1
+    #[arg(long, value_name = "SHARE", default_value_t = 0.25)]
+    pub zero_share: f64,
+    /// Write the zero pages once, so that the host has to allocate them
+    #[arg(long)]
+    pub zero_touched: bool,
+    /// Start of all random numbers
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+}
+
+/// `--guest`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum GuestChoice {
+    /// KVM where it can be used, else threads
+    Auto,
+    /// A KVM virtual machine
+    Kvm,
+    /// Worker threads
+    Threads,
+}
+
+/// `--ram-backend`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum RamBackend {
+    /// Private anonymous memory with transparent huge pages
+    Private,
+    /// A memfd that other processes can map
+    Shared,
+}
+
+impl GuestArgs {
+    /// The guest to make, and why it is not a KVM guest if nobody asked for another.
+    pub fn kind(&self) -> (GuestKind, Option<String>) {
+        match self.guest {
+            GuestChoice::Kvm => (GuestKind::Kvm, None),
+            GuestChoice::Threads => (GuestKind::Threads, None),
+            GuestChoice::Auto => {
+                let (kind, why) = hotlift_vmm::best_kind();
+                (kind, why.map(|why| error_line(&why)))
+            }
+        }
+    }
+
+    /// Settings of the guest.
+    pub fn settings(&self) -> GuestSettings {
+        GuestSettings {
+            ram_bytes: self.ram,
+            backing: match self.ram_backend {
+                RamBackend::Private => Backing::Private,
+                RamBackend::Shared => Backing::Shared,
+            },
+            vcpus: self.vcpus,
+            workload: self.workload,
+            rate: self.rate,
+            working_set: Some(self.working_set.unwrap_or(self.ram / 8)),
+            seed: self.seed,
+            uuid: [0; 16],
+        }
+    }
+
+    /// What RAM holds before the start.
+    pub fn fill_settings(&self) -> FillSettings {
+        FillSettings {
+            source: self
+                .fill
+                .clone()
+                .map_or(FillSource::Generated, FillSource::Folder),
+            zero_share: self.zero_share,
+            zero_touched: self.zero_touched,
+            seed: self.seed,
+        }
+    }
+
+    /// The flags as they would be typed, for a child process with a guest of `kind`.
+    pub fn to_flags(&self, kind: GuestKind) -> Vec<String> {
+        let backend = match self.ram_backend {
+            RamBackend::Private => "private",
+            RamBackend::Shared => "shared",
+        };
+        let mut flags = vec![
+            format!("--guest={kind}"),
+            format!("--vcpus={}", self.vcpus),
+            format!("--ram={}", self.ram),
+            format!("--ram-backend={backend}"),
+            format!("--workload={}", self.workload.name()),
+            format!("--rate={}", self.rate),
+            format!("--zero-share={}", self.zero_share),
+            format!("--seed={}", self.seed),
+        ];
+        flags.extend(self.working_set.map(|size| format!("--working-set={size}")));
+        flags.extend(
+            self.fill
+                .iter()
+                .map(|dir| format!("--fill={}", dir.display())),
+        );
+        flags.extend(self.zero_touched.then(|| "--zero-touched".to_owned()));
+        flags
+    }
+}
+
+/// An error and its causes, in one line.
+pub fn error_line(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        line = format!("{line}: {error}");
+        cause = error.source();
+    }
+    line
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    parse_size(text)
+        .ok_or_else(|| "expected a number of bytes with an optional suffix K, M, G or T".to_owned())
+}

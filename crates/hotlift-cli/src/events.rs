@@ -1,0 +1,66 @@
+//! What a `guest run` process tells the `demo` that started it: JSON, one line an event, on its
+//! standard output.
+
+use std::io::{BufRead, BufReader};
+use std::process::ChildStdout;
+
+use hotlift::figures::{DestinationReport, SourceReport};
+use serde::{Deserialize, Serialize};
+
+/// One event.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum Event {
+    /// A destination waits for its source at this URI.
+    Listening {
+        /// With the port that the system chose.
+        uri: String,
+    },
+    /// The source's migration has completed.
+    Sent {
+        /// Its figures.
+        report: SourceReport,
+    },
+    /// The destination runs the guest.
+    Received {
+        /// Its figures.
+        report: DestinationReport,
+    },
+    /// The guest went on, and its memory was checked.
+    Checked(Check),
+    /// The migration failed.
+    Failed {
+        /// Why, in one line.
+        error: String,
+    },
+}
+
+/// What a look at a guest has shown.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Check {
+    /// It runs, and its count of writes has grown (if its workload writes at all).
+    pub runs: bool,
+    /// Pages, records and vCPU state agree: no write was lost.
+    pub verified: bool,
+    /// What is wrong, if something is.
+    pub problem: Option<String>,
+    /// Writes of all vCPUs.
+    pub writes: u64,
+    /// Pages that were compared.
+    pub pages_checked: u64,
+}
+
+/// Tells `event` to the parent process.
+pub fn tell(event: &Event) {
+    if let Ok(line) = serde_json::to_string(event) {
+        println!("{line}");
+    }
+}
+
+/// The events of a child process, up to its end. Lines that are none are passed over.
+pub fn read(stdout: ChildStdout) -> impl Iterator<Item = Event> {
+    BufReader::new(stdout)
+        .lines()
+        .map_while(Result::ok)
+        .filter_map(|line| serde_json::from_str(&line).ok())
+}

@@ -1,0 +1,311 @@
+//! `hotlift guest run`: one built-in guest in this process; by hand, or as a child of `demo`.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use hotlift::{Address, Control, MigrationError, Options};
+use hotlift_vmm::BuiltinGuest;
+use hotlift_vmm::workload::Workload;
+
+use crate::args::{GuestArgs, error_line};
+use crate::error::CommandError;
+use crate::events::{Check, Event, tell};
+use crate::migration_args::MigrationArgs;
+use crate::progress::Display;
+use crate::report::{self, Run};
+use crate::signals::Interrupt;
+
+/// How long a guest may take to show that it goes on.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
+
+/// How often the guest is asked for one.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// Flags of `guest run`.
+#[derive(Debug, Args)]
+pub struct GuestRunArgs {
+    /// Take the guest over from the source that connects here: tcp:HOST:PORT or unix:PATH
+    #[arg(long, value_name = "URI", conflicts_with = "migrate_to")]
+    incoming: Option<Address>,
+    /// Migrate the guest to the destination that listens there: tcp:HOST:PORT or unix:PATH
+    #[arg(long, value_name = "URI")]
+    migrate_to: Option<Address>,
+    /// Let the guest run for so long before it is migrated
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 0.2,
+        requires = "migrate_to"
+    )]
+    migrate_after: f64,
+    /// Let the guest run here for so long, check its memory and end [default: until Ctrl-C]
+    #[arg(long, value_name = "SECONDS")]
+    run_for: Option<f64>,
+    /// How long a peer that does not answer is waited for
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
+    handshake_timeout: f64,
+    /// Write the source's figures to this file as JSON
+    #[arg(long, value_name = "FILE", requires = "migrate_to")]
+    json: Option<PathBuf>,
+    /// Tell events as JSON lines on standard output, for the process that started this one
+    #[arg(long, hide = true)]
+    events: bool,
+    /// Begins the lines of the progress display
+    #[arg(long, hide = true, default_value = "migration")]
+    label: String,
+    /// Show no progress
+    #[arg(long)]
+    quiet: bool,
+    #[command(flatten)]
+    guest: GuestArgs,
+    #[command(flatten)]
+    migration: MigrationArgs,
+}
+
+/// Runs the command.
+pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
+    if args.events {
+        // A child must not outlive the command that it belongs to.
+        let _ =
+            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+    }
+    let interrupt = Interrupt::catch().map_err(|source| CommandError::Process {
+        what: "signal handlers",
+        source,
+    })?;
+    let (kind, why_not_kvm) = args.guest.kind();
+    if let Some(why) = why_not_kvm {
+        eprintln!("hotlift: the guest is worker threads, since KVM cannot be used: {why}");
+    }
+    let guest = hotlift_vmm::create(kind, &args.guest.settings())?;
+    let mut options = args.migration.options()?;
+    options.handshake_timeout = seconds(args.handshake_timeout);
+    let session = Session {
+        args,
+        interrupt,
+        guest: guest.as_ref(),
+        options,
+    };
+    match (&args.incoming, &args.migrate_to) {
+        (Some(uri), _) => session.destination(uri),
+        (None, Some(uri)) => session.source(uri),
+        (None, None) => {
+            session.boot()?;
+            session.run_on()
+        }
+    }
+}
+
+struct Session<'a> {
+    args: &'a GuestRunArgs,
+    interrupt: Interrupt,
+    guest: &'a dyn BuiltinGuest,
+    options: Options,
+}
+
+impl Session<'_> {
+    /// Fills RAM and starts the guest.
+    fn boot(&self) -> Result<(), CommandError> {
+        let filled = self.guest.fill(&self.args.guest.fill_settings())?;
+        self.say(&format!(
+            "{} guest, {} pages with data, {} zero",
+            self.guest.kind(),
+            filled.data_pages,
+            filled.zero_pages
+        ));
+        Ok(self.guest.start()?)
+    }
+
+    fn source(&self, uri: &Address) -> Result<(), CommandError> {
+        self.boot()?;
+        if self.interrupt.sleep(Some(seconds(self.args.migrate_after))) {
+            return Err(CommandError::Interrupted);
+        }
+        let control = Control::new();
+        let display = Display::new(&self.args.label, self.args.quiet);
+        let outcome = self.interrupt.cancelling(&control, || {
+            hotlift::source::migrate(self.guest, uri, &self.options, &control, &|progress| {
+                display.show(progress);
+            })
+        });
+        display.finish();
+        match outcome {
+            Ok(sent) => {
+                self.tell(&Event::Sent {
+                    report: sent.clone(),
+                });
+                let mut run = Run::new(
+                    self.guest.kind(),
+                    &self.args.guest.settings(),
+                    &self.options,
+                );
+                run.sent(sent);
+                let runs = [run];
+                self.say(&format!(
+                    "{}\n{}",
+                    report::results(&runs),
+                    report::threads(&runs)
+                ));
+                match &self.args.json {
+                    Some(path) => report::write_json(path, &runs),
+                    None => Ok(()),
+                }
+            }
+            Err(error) => {
+                self.tell(&Event::Failed {
+                    error: error_line(&error),
+                });
+                if !matches!(error, MigrationError::InDoubt) {
+                    self.stayed()?;
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    /// After a migration that failed: shows that the guest goes on here, and lets it.
+    fn stayed(&self) -> Result<(), CommandError> {
+        let check = self.check();
+        self.tell(&Event::Checked(check.clone()));
+        match check.problem {
+            None => self.say(&format!(
+                "the guest goes on here: {} writes, {} pages checked, none lost",
+                check.writes, check.pages_checked
+            )),
+            Some(problem) => {
+                eprintln!("hotlift: the guest that stayed here is not well: {problem}")
+            }
+        }
+        if self.args.run_for.is_some() {
+            self.run_on()?;
+        }
+        Ok(())
+    }
+
+    fn destination(&self, uri: &Address) -> Result<(), CommandError> {
+        let control = Control::new();
+        let listener = uri.listen()?;
+        let address = listener.address().map_err(|source| CommandError::Process {
+            what: "listener",
+            source,
+        })?;
+        self.tell(&Event::Listening {
+            uri: address.to_string(),
+        });
+        self.say(&format!("waiting for a source at {address}"));
+        let received = self.interrupt.cancelling(&control, || {
+            hotlift::destination::receive(self.guest, listener, &self.options, &control)
+        });
+        let received = match received {
+            Ok(received) => received,
+            Err(error) => {
+                self.tell(&Event::Failed {
+                    error: error_line(&error),
+                });
+                return Err(error.into());
+            }
+        };
+        self.say(&format!(
+            "the guest runs here after {:.0} ms, {} normal and {} zero pages, CPU {:.2} s",
+            received.total_ms, received.normal_pages, received.zero_pages, received.side.cpu_s
+        ));
+        self.tell(&Event::Received { report: received });
+        let check = self.check();
+        self.tell(&Event::Checked(check.clone()));
+        if let Some(problem) = check.problem {
+            return Err(CommandError::NotWell { problem });
+        }
+        self.say(&format!(
+            "it goes on: {} writes, {} pages checked, no write was lost",
+            check.writes, check.pages_checked
+        ));
+        if self.args.events {
+            return Ok(());
+        }
+        self.run_on()
+    }
+
+    /// Lets the guest run until its time is over or a signal comes, then checks it once more.
+    fn run_on(&self) -> Result<(), CommandError> {
+        let time = self.args.run_for.map(seconds);
+        let end = time.map(|time| Instant::now() + time);
+        loop {
+            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+            let step = left.map_or(Duration::from_secs(1), |left| {
+                left.min(Duration::from_secs(1))
+            });
+            let interrupted = self.interrupt.sleep(Some(step));
+            for line in self.guest.serial() {
+                self.say(&line);
+            }
+            self.guest.health()?;
+            if interrupted || left.is_some_and(|left| left.is_zero()) {
+                break;
+            }
+        }
+        self.guest.pause()?;
+        let verified = self.guest.verify()?;
+        self.say(&format!(
+            "{} writes replayed, {} pages checked, no write was lost",
+            verified.writes_replayed, verified.pages_checked
+        ));
+        Ok(())
+    }
+
+    /// Sees whether the guest goes on and whether its memory is what its vCPUs say.
+    fn check(&self) -> Check {
+        let mut check = Check {
+            runs: false,
+            verified: false,
+            problem: None,
+            writes: 0,
+            pages_checked: 0,
+        };
+        if let Err(problem) = self.look(&mut check) {
+            check.problem = Some(problem);
+        }
+        check
+    }
+
+    fn look(&self, check: &mut Check) -> Result<(), String> {
+        let text = |error: &dyn std::error::Error| error_line(error);
+        let guest = self.guest;
+        let before = guest.writes();
+        let writes = self.args.guest.rate > 0 && self.args.guest.workload != Workload::Idle;
+        let deadline = Instant::now() + SIGN_OF_LIFE;
+        while writes && guest.writes() == before {
+            guest.health().map_err(|error| text(&error))?;
+            if Instant::now() > deadline {
+                return Err(format!("it has written nothing for {SIGN_OF_LIFE:?}"));
+            }
+            std::thread::sleep(LOOK);
+        }
+        guest.health().map_err(|error| text(&error))?;
+        check.runs = true;
+        guest.pause().map_err(|error| text(&error))?;
+        let verified = guest.verify().map_err(|error| text(&error))?;
+        check.verified = true;
+        check.pages_checked = verified.pages_checked;
+        check.writes = verified.writes_replayed;
+        guest.resume().map_err(|error| text(&error))
+    }
+
+    /// Tells the process that started this one.
+    fn tell(&self, event: &Event) {
+        if self.args.events {
+            tell(event);
+        }
+    }
+
+    /// Tells the person at the terminal.
+    fn say(&self, text: &str) {
+        if !self.args.events {
+            println!("{text}");
+        }
+    }
+}
+
+fn seconds(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or_default()
+}

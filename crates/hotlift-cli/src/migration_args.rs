@@ -1,0 +1,181 @@
+//! Command-line flags for the options of a migration, made from the engine's one table.
+
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
+use hotlift::Options;
+use hotlift::options::{OPTIONS, OptionError, OptionInfo};
+
+/// The options given on the command line, in the order of the table.
+#[derive(Debug, Clone, Default)]
+pub struct MigrationArgs {
+    given: Vec<(String, String)>,
+    level: Option<String>,
+}
+
+impl MigrationArgs {
+    /// True if `name` was given.
+    pub fn has(&self, name: &str) -> bool {
+        self.given.iter().any(|(given, _)| given == name)
+    }
+
+    /// True if a level was given for whatever method is chosen.
+    pub fn has_level(&self) -> bool {
+        self.level.is_some()
+    }
+
+    /// Checks every value against its range.
+    pub fn options(&self) -> Result<Options, OptionError> {
+        let mut options = Options::default();
+        self.apply(&mut options)?;
+        Ok(options)
+    }
+
+    /// Sets what was given; the level last, since it is the chosen method's.
+    pub fn apply(&self, options: &mut Options) -> Result<(), OptionError> {
+        for (name, value) in &self.given {
+            options.set(name, value)?;
+        }
+        if let Some(level) = &self.level {
+            let method = options.multifd_compression;
+            if method.levels.is_none() {
+                return Err(OptionError::Value {
+                    name: "level",
+                    expected: format!("a method that has levels, and '{}' has none", method.name),
+                    got: level.clone(),
+                });
+            }
+            options.set(&format!("multifd-{}-level", method.name), level)?;
+        }
+        Ok(())
+    }
+
+    /// The flags as they would be typed, for a child process.
+    pub fn to_flags(&self) -> Vec<String> {
+        let flag = |name: &str, value: &str| format!("--{name}={value}");
+        self.given
+            .iter()
+            .map(|(name, value)| flag(name, value))
+            .chain(self.level.iter().map(|level| flag("level", level)))
+            .collect()
+    }
+
+    /// The same with `name` set to `value`, whether it was given or not.
+    pub fn with(&self, name: &str, value: &str) -> Self {
+        let mut changed = self.clone();
+        changed.given.retain(|(given, _)| given != name);
+        changed.given.push((name.to_owned(), value.to_owned()));
+        changed
+    }
+}
+
+fn help(option: &OptionInfo) -> String {
+    let unit = if option.unit.is_empty() {
+        String::new()
+    } else {
+        format!(", in {}", option.unit)
+    };
+    format!(
+        "{} [{}{unit}; default {}]",
+        option.help, option.values, option.default
+    )
+}
+
+impl Args for MigrationArgs {
+    fn augment_args(command: Command) -> Command {
+        let options = OPTIONS.iter().map(|option| {
+            let arg = Arg::new(option.name)
+                .long(option.name)
+                .value_name("VALUE")
+                .help(help(option))
+                .help_heading("Migration");
+            match option.alias {
+                Some(alias) => arg.visible_alias(alias),
+                None => arg,
+            }
+        });
+        command.args(options).arg(
+            Arg::new("level")
+                .long("level")
+                .value_name("LEVEL")
+                .help("Level of the chosen method; see the level options")
+                .help_heading("Migration"),
+        )
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for MigrationArgs {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let value = |name: &str| matches.get_one::<String>(name).cloned();
+        let args = Self {
+            given: OPTIONS
+                .iter()
+                .filter_map(|option| Some((option.name.to_owned(), value(option.name)?)))
+                .collect(),
+            level: value("level"),
+        };
+        args.options().map_err(|error| {
+            clap::Error::raw(
+                clap::error::ErrorKind::ValueValidation,
+                format!("{error}\n"),
+            )
+        })?;
+        Ok(args)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(flags: &[&str]) -> Result<MigrationArgs, clap::Error> {
+        let command = MigrationArgs::augment_args(Command::new("t"));
+        let matches = command.try_get_matches_from(std::iter::once(&"t").chain(flags))?;
+        MigrationArgs::from_arg_matches(&matches)
+    }
+
+    #[test]
+    fn every_option_of_the_table_is_a_flag_with_its_range_in_the_help() {
+        let text = MigrationArgs::augment_args(Command::new("t"))
+            .render_long_help()
+            .to_string();
+        for option in OPTIONS {
+            assert!(
+                text.contains(&format!("--{}", option.name)),
+                "{}",
+                option.name
+            );
+            assert!(text.contains(&option.values.to_string()), "{}", option.name);
+            parse(&[&format!("--{}", option.name), option.default]).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_value_out_of_range_is_refused_with_the_range() {
+        let error = parse(&["--channels", "256"]).unwrap_err().to_string();
+        assert!(error.contains("between 1 and 255"), "{error}");
+        let error = parse(&["--method", "none", "--level", "3"]).unwrap_err();
+        assert!(error.to_string().contains("'none' has none"), "{error}");
+        let error = parse(&["--method", "zlib", "--level", "10"]).unwrap_err();
+        assert!(error.to_string().contains("between 0 and 9"), "{error}");
+    }
+
+    #[test]
+    fn a_level_is_that_of_the_chosen_method_and_flags_survive_the_way_to_a_child() {
+        let args = parse(&["--method", "zstd", "--level", "7", "--channels=3"]).unwrap();
+        let flags = args.to_flags();
+        let again = parse(&flags.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+        let options = again.options().unwrap();
+        assert_eq!(
+            (options.multifd_zstd_level, options.multifd_channels),
+            (7, 3)
+        );
+    }
+}

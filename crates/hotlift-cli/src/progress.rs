@@ -1,0 +1,165 @@
+//! The progress display: one line that is rewritten on a terminal, or a line a second elsewhere.
+
+use std::cell::Cell;
+use std::io::{IsTerminal, Write};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use hotlift::progress::Progress;
+
+/// Between lines where they are kept, as in a log.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Shows how a migration gets on, on standard error.
+pub struct Display {
+    label: String,
+    quiet: bool,
+    state: Mutex<State>,
+}
+
+struct State {
+    terminal: bool,
+    last: Option<(Instant, u64)>,
+    shown: Cell<bool>,
+}
+
+impl Display {
+    /// A display whose lines begin with `label`.
+    pub fn new(label: &str, quiet: bool) -> Self {
+        Self {
+            label: label.to_owned(),
+            quiet,
+            state: Mutex::new(State {
+                terminal: std::io::stderr().is_terminal(),
+                last: None,
+                shown: Cell::new(false),
+            }),
+        }
+    }
+
+    /// Shows one moment.
+    pub fn show(&self, progress: &Progress) {
+        if self.quiet {
+            return;
+        }
+        let Ok(mut state) = self.state.lock() else {
+            return;
+        };
+        let now = Instant::now();
+        let due = state.last.is_none_or(|(shown, round)| {
+            state.terminal || round != progress.round || now - shown >= LOG_INTERVAL
+        });
+        if !due {
+            return;
+        }
+        state.last = Some((now, progress.round));
+        state.shown.set(true);
+        let line = line(&self.label, progress);
+        let mut stderr = std::io::stderr().lock();
+        let _ = if state.terminal {
+            write!(stderr, "\r\x1b[K{line}")
+        } else {
+            writeln!(stderr, "{line}")
+        };
+        let _ = stderr.flush();
+    }
+
+    /// Ends the line that was being rewritten.
+    pub fn finish(&self) {
+        if let Ok(state) = self.state.lock()
+            && state.terminal
+            && state.shown.get()
+        {
+            eprint!("\r\x1b[K");
+        }
+    }
+}
+
+fn line(label: &str, progress: &Progress) -> String {
+    let left = progress
+        .time_left
+        .map_or("unknown time".to_owned(), |left| {
+            format!("{:.1} s", left.as_secs_f64())
+        });
+    let mut line = format!(
+        "{label} {status}: round {round}, {remaining} of {total} to go, {rate}/s on the wire, \
+         {pages:.0} pages/s, guest dirties {dirty:.0} pages/s, {left} left in this round",
+        status = progress.status.name(),
+        round = progress.round,
+        remaining = bytes(progress.remaining_bytes),
+        total = bytes(progress.total_bytes),
+        rate = bytes(rounded(progress.bytes_per_second)),
+        pages = progress.pages_per_second,
+        dirty = progress.dirty_pages_per_second,
+    );
+    if let Some(reason) = progress.stall_reason() {
+        line = format!("{line}; not converging: {reason}");
+    }
+    line
+}
+
+/// A rate as a whole number; a rate is never negative, and far below 2^63.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "clamped"
+)]
+fn rounded(rate: f64) -> u64 {
+    rate.clamp(0.0, 1e18) as u64
+}
+
+/// Bytes with a binary unit.
+pub fn bytes(count: u64) -> String {
+    let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    for (unit, shift) in units {
+        if count >= 1 << shift {
+            let tenths = (u128::from(count) * 10) >> shift;
+            return format!("{}.{} {unit}", tenths / 10, tenths % 10);
+        }
+    }
+    format!("{count} B")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hotlift::Status;
+
+    #[test]
+    fn bytes_have_the_largest_unit_that_fits() {
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(1536), "1.5 KiB");
+        assert_eq!(bytes(3 << 30), "3.0 GiB");
+        assert_eq!(bytes(u64::MAX), "17179869183.9 GiB");
+    }
+
+    #[test]
+    fn a_migration_that_does_not_converge_says_why() {
+        let mut progress = Progress {
+            status: Status::Active,
+            round: 7,
+            total_bytes: 1 << 30,
+            remaining_bytes: 1 << 29,
+            transferred_bytes: 9 << 30,
+            bytes_per_second: 128e6,
+            pages_per_second: 30_000.0,
+            dirty_pages_per_second: 40_000.0,
+            elapsed: Duration::from_secs(70),
+            time_left: Some(Duration::from_millis(4400)),
+            stalled: false,
+        };
+        let converging = line("zstd", &progress);
+        assert!(
+            converging.contains("round 7, 512.0 MiB of 1.0 GiB to go"),
+            "{converging}"
+        );
+        assert!(converging.contains("4.4 s left"), "{converging}");
+        assert!(!converging.contains("not converging"));
+        progress.stalled = true;
+        let stalled = line("zstd", &progress);
+        assert!(
+            stalled.contains("dirties 40000 pages/s and the channels settle 30000"),
+            "{stalled}"
+        );
+    }
+}

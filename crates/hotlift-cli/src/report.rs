@@ -1,0 +1,283 @@
+//! The result of migrations: a table in the manner of the published ones, CPU by thread, and JSON.
+
+use std::path::Path;
+
+use comfy_table::presets::UTF8_FULL_CONDENSED;
+use comfy_table::{CellAlignment, Table};
+use hotlift::figures::{DestinationReport, SideFigures, SourceReport};
+use hotlift::{Options, Status};
+use hotlift_methods::METHODS;
+use hotlift_vmm::{GuestKind, GuestSettings};
+use serde::Serialize;
+
+use crate::error::CommandError;
+use crate::events::Check;
+
+/// One migration, as `--json` writes it. Times in milliseconds, CPU in seconds and percent of one
+/// core; every figure is defined in `hotlift::figures`.
+#[derive(Debug, Clone, Serialize)]
+pub struct Run {
+    pub guest: String,
+    pub vcpus: u8,
+    pub workload: String,
+    pub rate: u64,
+    pub working_set: Option<u64>,
+    pub seed: u64,
+    pub method: String,
+    pub library: String,
+    pub level: Option<u8>,
+    pub channels: u8,
+    pub zero_page_detection: String,
+    pub max_bandwidth: u64,
+    pub downtime_limit_ms: u128,
+    pub ram_bytes: u64,
+    pub status: String,
+    pub error: Option<String>,
+    /// The guest went on, and no write was lost; `null` if that was for the other host to see.
+    pub verified: Option<bool>,
+    pub total_ms: f64,
+    pub setup_ms: f64,
+    pub downtime_ms: f64,
+    pub rounds: u64,
+    pub transferred_bytes: u64,
+    pub throughput_mbps: f64,
+    pub pages_per_second: f64,
+    pub normal_pages: u64,
+    pub zero_pages: u64,
+    pub ratio: f64,
+    pub source: Option<SideFigures>,
+    pub destination: Option<SideFigures>,
+}
+
+impl Run {
+    /// A migration that has not happened yet.
+    pub fn new(kind: GuestKind, guest: &GuestSettings, options: &Options) -> Self {
+        let method = options.multifd_compression;
+        Self {
+            guest: kind.name().to_owned(),
+            vcpus: guest.vcpus,
+            workload: guest.workload.name().to_owned(),
+            rate: guest.rate,
+            working_set: guest.working_set,
+            seed: guest.seed,
+            method: method.name.to_owned(),
+            library: (method.library)(),
+            level: options.level(),
+            channels: options.multifd_channels,
+            zero_page_detection: options.zero_page_detection_name().to_owned(),
+            max_bandwidth: options.max_bandwidth,
+            downtime_limit_ms: options.downtime_limit.as_millis(),
+            ram_bytes: guest.ram_bytes,
+            status: Status::None.name().to_owned(),
+            error: None,
+            verified: None,
+            total_ms: 0.0,
+            setup_ms: 0.0,
+            downtime_ms: 0.0,
+            rounds: 0,
+            transferred_bytes: 0,
+            throughput_mbps: 0.0,
+            pages_per_second: 0.0,
+            normal_pages: 0,
+            zero_pages: 0,
+            ratio: 0.0,
+            source: None,
+            destination: None,
+        }
+    }
+
+    /// Takes in the source's figures.
+    pub fn sent(&mut self, report: SourceReport) {
+        self.status = Status::Completed.name().to_owned();
+        self.total_ms = report.total_ms;
+        self.setup_ms = report.setup_ms;
+        self.downtime_ms = report.downtime_ms;
+        self.rounds = report.rounds;
+        self.transferred_bytes = report.transferred_bytes;
+        self.throughput_mbps = report.throughput_mbps;
+        self.pages_per_second = report.pages_per_second;
+        self.normal_pages = report.normal_pages;
+        self.zero_pages = report.zero_pages;
+        self.ratio = report.ratio;
+        self.source = Some(report.side);
+    }
+
+    /// Takes in the destination's figures, against the source's total time.
+    pub fn received(&mut self, report: DestinationReport) {
+        let total = if self.total_ms > 0.0 {
+            self.total_ms
+        } else {
+            report.total_ms
+        };
+        self.destination = Some(SideFigures::new(
+            report.side.threads,
+            std::time::Duration::from_secs_f64(total / 1e3),
+            report.normal_pages,
+        ));
+    }
+
+    /// Takes in what the guest looked like afterwards.
+    pub fn checked(&mut self, check: &Check) {
+        self.verified = Some(check.runs && check.verified);
+        if let Some(problem) = &check.problem {
+            self.error.get_or_insert_with(|| problem.clone());
+        }
+    }
+
+    /// Notes a failure.
+    pub fn failed(&mut self, error: &str) {
+        self.status = Status::Failed.name().to_owned();
+        self.error.get_or_insert_with(|| error.to_owned());
+    }
+
+    /// Completed, and the guest found well where that could be seen.
+    pub fn is_good(&self) -> bool {
+        self.status == Status::Completed.name() && self.verified != Some(false)
+    }
+
+    fn name(&self) -> String {
+        match self.level {
+            Some(level) => format!("{} {level}", self.method),
+            None => self.method.clone(),
+        }
+    }
+}
+
+/// The result table.
+pub fn results(runs: &[Run]) -> String {
+    let mut table = new_table(&[
+        "method",
+        "ch",
+        "total ms",
+        "down ms",
+        "rounds",
+        "Mbit/s",
+        "pages/s",
+        "ratio",
+        "CPU % src",
+        "CPU % dst",
+        "core-s/GiB src",
+        "core-s/GiB dst",
+        "verified",
+    ]);
+    for run in runs {
+        let side = |side: &Option<SideFigures>, figure: fn(&SideFigures) -> String| {
+            side.as_ref().map_or("-".to_owned(), figure)
+        };
+        let verified = match (run.verified, run.status.as_str()) {
+            (Some(true), _) => "yes".to_owned(),
+            (Some(false), _) => "NO".to_owned(),
+            (None, "completed") => "-".to_owned(),
+            (None, status) => status.to_owned(),
+        };
+        table.add_row([
+            run.name(),
+            run.channels.to_string(),
+            format!("{:.0}", run.total_ms),
+            format!("{:.1}", run.downtime_ms),
+            run.rounds.to_string(),
+            format!("{:.0}", run.throughput_mbps),
+            format!("{:.0}", run.pages_per_second),
+            format!("{:.2}", run.ratio),
+            side(&run.source, |side| format!("{:.0}", side.cpu_percent)),
+            side(&run.destination, |side| format!("{:.0}", side.cpu_percent)),
+            side(&run.source, |side| format!("{:.2}", side.core_s_per_gib)),
+            side(&run.destination, |side| {
+                format!("{:.2}", side.core_s_per_gib)
+            }),
+            verified,
+        ]);
+    }
+    align(&mut table);
+    table.to_string()
+}
+
+/// CPU time by thread: one column a migration.
+pub fn threads(runs: &[Run]) -> String {
+    let columns: Vec<String> = runs.iter().map(Run::name).collect();
+    let mut header = vec!["thread, CPU ms"];
+    header.extend(columns.iter().map(String::as_str));
+    let mut table = new_table(&header);
+    let mut names: Vec<&str> = Vec::new();
+    let of = |run: &Run| -> Vec<(String, f64)> {
+        run.source
+            .iter()
+            .chain(&run.destination)
+            .flat_map(|side| &side.threads)
+            .map(|thread| (thread.name.clone(), thread.cpu_s * 1e3))
+            .collect()
+    };
+    let all: Vec<_> = runs.iter().map(of).collect();
+    for (name, _) in all.iter().flatten() {
+        if !names.contains(&name.as_str()) {
+            names.push(name);
+        }
+    }
+    names.sort_by_key(|name| name.starts_with("mig/dst"));
+    for name in names {
+        let mut row = vec![name.to_owned()];
+        row.extend(all.iter().map(|threads| {
+            threads
+                .iter()
+                .find(|(thread, _)| thread == name)
+                .map_or("-".to_owned(), |(_, ms)| format!("{ms:.1}"))
+        }));
+        table.add_row(row);
+    }
+    let mut totals = vec!["total".to_owned()];
+    totals.extend(all.iter().map(|threads| {
+        let total = threads.iter().map(|(_, ms)| ms).sum::<f64>() + 0.0;
+        format!("{total:.1}")
+    }));
+    table.add_row(totals);
+    align(&mut table);
+    table.to_string()
+}
+
+/// The table of methods.
+pub fn methods() -> String {
+    let mut table = new_table(&["method", "levels", "state", "done by", "what"]);
+    for method in METHODS {
+        let levels = method.levels.as_ref().map_or("-".to_owned(), |levels| {
+            format!(
+                "{}-{} ({})",
+                levels.start(),
+                levels.end(),
+                method.default_level
+            )
+        });
+        let state = if method.stateful { "per channel" } else { "-" };
+        table.add_row([
+            method.name.to_owned(),
+            levels,
+            state.to_owned(),
+            (method.library)(),
+            method.summary.to_owned(),
+        ]);
+    }
+    table.to_string()
+}
+
+/// Writes all runs as a JSON array.
+pub fn write_json(path: &Path, runs: &[Run]) -> Result<(), CommandError> {
+    let failed = |source| CommandError::Write {
+        path: path.to_owned(),
+        source,
+    };
+    let mut text = serde_json::to_string_pretty(runs).map_err(|error| failed(error.into()))?;
+    text.push('\n');
+    std::fs::write(path, text).map_err(failed)
+}
+
+fn new_table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(UTF8_FULL_CONDENSED).set_header(header);
+    table
+}
+
+/// Figures to the right, names to the left.
+fn align(table: &mut Table) {
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+}

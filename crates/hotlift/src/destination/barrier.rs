@@ -1,0 +1,120 @@
+//! The barrier between rounds: SYNC on every multifd channel pairs with one mark on main.
+//!
+//! A channel that reads SYNC stops reading until all channels have, and main has reached its mark;
+//! no page of a later round can then be overtaken by one of an earlier round.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// One side of the barrier is the main thread, the other the channel threads.
+pub(super) struct Barrier {
+    channels: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Channels that wait at the present barrier.
+    arrived: usize,
+    /// Channels that have ended, between packets, and will arrive nowhere.
+    ended: usize,
+    /// Barriers passed.
+    passed: u64,
+    broken: bool,
+}
+
+impl Barrier {
+    pub(super) fn new(channels: usize) -> Self {
+        Self {
+            channels,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A channel has read SYNC: waits for the others and for main. False if the migration failed.
+    pub(super) fn channel_arrives(&self) -> bool {
+        let mut state = self.lock();
+        state.arrived += 1;
+        let here = state.passed;
+        self.changed.notify_all();
+        let state = self
+            .changed
+            .wait_while(state, |state| state.passed == here && !state.broken)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.passed != here
+    }
+
+    /// A channel has ended.
+    pub(super) fn channel_ends(&self) {
+        self.lock().ended += 1;
+        self.changed.notify_all();
+    }
+
+    /// Main has read its mark: waits for every channel and lets all go on. False if the migration
+    /// failed or a channel has ended.
+    pub(super) fn main_arrives(&self) -> bool {
+        let mut state = self
+            .changed
+            .wait_while(self.lock(), |state| {
+                state.arrived < self.channels && state.ended == 0 && !state.broken
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        if state.arrived < self.channels {
+            return false;
+        }
+        state.arrived = 0;
+        state.passed += 1;
+        self.changed.notify_all();
+        true
+    }
+
+    /// Ends all waiting, now and later.
+    pub(super) fn break_up(&self) {
+        self.lock().broken = true;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn nobody_passes_before_all_have_arrived() {
+        let barrier = Barrier::new(3);
+        let before = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for round in 1..=100 {
+                        before.fetch_add(1, Ordering::SeqCst);
+                        assert!(barrier.channel_arrives());
+                        assert!(before.load(Ordering::SeqCst) >= 3 * round);
+                    }
+                });
+            }
+            for round in 1..=100 {
+                assert!(barrier.main_arrives());
+                assert!(before.load(Ordering::SeqCst) >= 3 * round);
+            }
+        });
+    }
+
+    #[test]
+    fn a_failure_frees_everybody_who_waits() {
+        let barrier = Barrier::new(2);
+        std::thread::scope(|scope| {
+            let channel = scope.spawn(|| barrier.channel_arrives());
+            let main = scope.spawn(|| barrier.main_arrives());
+            barrier.break_up();
+            assert!(!channel.join().unwrap());
+            assert!(!main.join().unwrap());
+        });
+    }
+}

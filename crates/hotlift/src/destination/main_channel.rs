@@ -1,0 +1,390 @@
+//! The main channel on the destination: checks what the source is, keeps the barrier's other side,
+//! loads devices, and learns that the guest is this side's.
+
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::main_channel::{
+    Command, DeviceLengths, MainDecoder, MainEvent, PageContent, SectionKind, Step,
+};
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::{RamBlockEntry, WireError, limits};
+
+use super::session::{Phase, Session};
+use crate::control::Status;
+use crate::error::{Channel, MigrationError};
+use crate::guest::DeviceState;
+use crate::hello;
+use crate::transport::wait_readable;
+
+/// How often a wait for the source looks whether another thread has failed.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Bytes asked of the socket at once.
+const READ: usize = 256 << 10;
+
+/// What to do after an event.
+enum Next {
+    Go,
+    /// The source has let go.
+    Committed,
+}
+
+pub(super) struct MainReceiver<'a> {
+    session: &'a Session<'a>,
+    decoder: MainDecoder,
+    input: Input<'a>,
+    state: State<'a>,
+}
+
+/// Bytes of the main channel.
+struct Input<'a> {
+    session: &'a Session<'a>,
+    buffer: Vec<u8>,
+    /// The part of `buffer` that was read and not yet taken.
+    unread: std::ops::Range<usize>,
+    /// Of every byte taken so far.
+    crc: crc32fast::Hasher,
+}
+
+/// What the events so far amount to.
+struct State<'a> {
+    session: &'a Session<'a>,
+    /// The source takes answers.
+    return_path: bool,
+    /// The source is a Hotlift, whose PINGs carry checksums.
+    checksummed: bool,
+    device: Option<DeviceState>,
+    devices: Vec<DeviceState>,
+}
+
+impl<'a> MainReceiver<'a> {
+    pub(super) fn new(session: &'a Session<'a>) -> Self {
+        Self {
+            session,
+            decoder: MainDecoder::new(DeviceLengths::LengthPrefixed),
+            input: Input {
+                session,
+                buffer: vec![0; READ],
+                unread: 0..0,
+                crc: crc32fast::Hasher::new(),
+            },
+            state: State {
+                session,
+                return_path: false,
+                checksummed: false,
+                device: None,
+                devices: Vec::new(),
+            },
+        }
+    }
+
+    /// Reads until the guest is this side's, or until something is wrong.
+    pub(super) fn run(&mut self) -> Result<(), MigrationError> {
+        loop {
+            match self.next_event() {
+                Ok(Next::Go) => {}
+                Ok(Next::Committed) => return self.session.take_over(),
+                Err(error) => match self.session.phase() {
+                    Phase::Loading => return Err(error),
+                    // The word may come on another connection; this one brings none.
+                    Phase::Loaded | Phase::Taken => {
+                        self.session.connection_ended();
+                        return if self.session.wait_for_decision() {
+                            Ok(())
+                        } else {
+                            Err(error)
+                        };
+                    }
+                },
+            }
+        }
+    }
+
+    fn next_event(&mut self) -> Result<Next, MigrationError> {
+        let bytes = &self.input.buffer[self.input.unread.clone()];
+        match self.decoder.next(bytes).map_err(wire)? {
+            Step::Need(needed) => {
+                self.input.fill(needed)?;
+                Ok(Next::Go)
+            }
+            Step::Event { event, consumed } => {
+                let next = self.state.handle(event, &self.input.crc);
+                self.input.crc.update(&bytes[..consumed]);
+                self.input.unread.start += consumed;
+                next
+            }
+        }
+    }
+
+    /// Tells the source why this side gives up, if it takes answers.
+    pub(super) fn give_up(&self, reason: &str) {
+        if !self.state.return_path {
+            return;
+        }
+        let mut last_words = Vec::new();
+        let mut messages = vec![ReturnMessage::Shut(1)];
+        if self.state.checksummed {
+            messages.insert(0, ReturnMessage::ErrorText(reason));
+        }
+        for message in messages {
+            if message.encode(&mut last_words).is_err() {
+                return;
+            }
+        }
+        let _ = (&self.session.accepted.main).write_all(&last_words);
+    }
+}
+
+impl Input<'_> {
+    /// Reads at least `needed` more bytes.
+    fn fill(&mut self, needed: usize) -> Result<(), MigrationError> {
+        self.buffer.copy_within(self.unread.clone(), 0);
+        self.unread = 0..self.unread.len();
+        let wanted = self.unread.len() + needed;
+        if wanted > limits::MAIN_RECORD {
+            return Err(wire(WireError::OverLimit {
+                what: "record of the main channel",
+                limit: limits::MAIN_RECORD as u64,
+                got: wanted as u64,
+            }));
+        }
+        if self.buffer.len() < wanted {
+            self.buffer.resize(wanted, 0);
+        }
+        let stream = &self.session.accepted.main;
+        while self.unread.end < wanted {
+            // Once everything is loaded the source decides, and a cancel here comes too late.
+            let phase = self.session.phase();
+            let cancelled = self.session.control.is_cancelled() && phase == Phase::Loading;
+            if self.session.has_failed() || cancelled {
+                return Err(MigrationError::Cancelled);
+            }
+            let closed = MigrationError::Closed {
+                channel: Channel::Main,
+            };
+            // Another connection may have brought the source's word meanwhile.
+            if phase == Phase::Taken {
+                return Err(closed);
+            }
+            if !wait_readable(stream.as_fd(), TICK).map_err(broken)? {
+                continue;
+            }
+            let read = stream
+                .read_some(&mut self.buffer[self.unread.end..])
+                .map_err(broken)?;
+            if read == 0 {
+                return Err(closed);
+            }
+            self.session.main_counters().add_bytes(read);
+            self.unread.end += read;
+        }
+        Ok(())
+    }
+}
+
+impl State<'_> {
+    fn handle(
+        &mut self,
+        event: MainEvent<'_>,
+        crc: &crc32fast::Hasher,
+    ) -> Result<Next, MigrationError> {
+        match event {
+            MainEvent::Configuration(configuration) => {
+                compare(
+                    "the machine",
+                    &configuration.machine,
+                    self.session.guest.machine(),
+                )?;
+            }
+            MainEvent::Command(command) => self.command(command, crc)?,
+            MainEvent::RamBlocks(blocks) => self.ram_blocks(&blocks)?,
+            MainEvent::RamPage {
+                block,
+                offset,
+                content,
+            } => self.page(block, offset, content)?,
+            MainEvent::MultifdFlush => {
+                if !self.session.barrier.main_arrives() {
+                    return Err(MigrationError::Closed {
+                        channel: Channel::Main,
+                    });
+                }
+            }
+            MainEvent::SectionStart {
+                kind: SectionKind::Full,
+                idstr,
+                instance_id,
+                version_id,
+                ..
+            } => {
+                self.device = Some(DeviceState {
+                    idstr: idstr.to_owned(),
+                    instance_id,
+                    version_id,
+                    payload: Vec::new(),
+                });
+            }
+            MainEvent::DevicePayload(payload) => {
+                if let Some(mut device) = self.device.take() {
+                    device.payload = payload.to_vec();
+                    self.devices.push(device);
+                }
+            }
+            MainEvent::Eof => {
+                self.load_devices()?;
+                return Ok(Next::Committed);
+            }
+            MainEvent::Header
+            | MainEvent::SectionStart { .. }
+            | MainEvent::RamEos
+            | MainEvent::SectionFooter
+            | MainEvent::VmDescription(_) => {}
+        }
+        Ok(Next::Go)
+    }
+
+    fn command(&mut self, command: Command, crc: &crc32fast::Hasher) -> Result<(), MigrationError> {
+        match command {
+            Command::OpenReturnPath => self.return_path = true,
+            Command::Ping(hello::OPENING_PING) if !self.checksummed => {
+                self.checksummed = true;
+                self.answer(&[
+                    ReturnMessage::Hello(hello::VERSION),
+                    ReturnMessage::Pong(hello::OPENING_PING),
+                ])?;
+            }
+            Command::Ping(value) => {
+                let here = crc.clone().finalize();
+                if self.checksummed && here != value {
+                    return Err(wire(WireError::Checksum {
+                        what: "the main channel",
+                        expected: value,
+                        got: here,
+                    }));
+                }
+                self.load_devices()?;
+                self.answer(&[ReturnMessage::Pong(value)])?;
+            }
+            Command::SwitchoverStart => {}
+            other @ Command::PostcopyAdvise { .. } => {
+                return Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: format!("{other:?}"),
+                    doing: "a precopy migration",
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn answer(&self, messages: &[ReturnMessage<'_>]) -> Result<(), MigrationError> {
+        if !self.return_path {
+            return Err(MigrationError::Protocol {
+                channel: Channel::Main,
+                got: "PING without an open return path".to_owned(),
+                doing: "a precopy migration",
+            });
+        }
+        let mut bytes = Vec::new();
+        for message in messages {
+            message.encode(&mut bytes).map_err(wire)?;
+        }
+        (&self.session.accepted.main)
+            .write_all(&bytes)
+            .map_err(broken)
+    }
+
+    /// Compares the source's RAM blocks with this guest's: same names in the same order, same
+    /// lengths.
+    fn ram_blocks(&self, theirs: &[RamBlockEntry]) -> Result<(), MigrationError> {
+        let names = |blocks: &[RamBlockEntry]| {
+            let names: Vec<_> = blocks.iter().map(|block| block.name.as_str()).collect();
+            names.join(", ")
+        };
+        let ours = &self.session.blocks;
+        compare("the list of RAM blocks", &names(theirs), &names(ours))?;
+        for (theirs, ours) in theirs.iter().zip(ours) {
+            compare(
+                &format!("the size of RAM block '{}'", ours.name),
+                &theirs.used_length.to_string(),
+                &ours.used_length.to_string(),
+            )?;
+        }
+        self.session.control.set_status(Status::Active);
+        Ok(())
+    }
+
+    /// A page on main: a zero page of `legacy` detection, or any page of a source without multifd.
+    fn page(
+        &self,
+        block: usize,
+        offset: u64,
+        content: PageContent<'_>,
+    ) -> Result<(), MigrationError> {
+        let ram = &self.session.guest.ram()[block];
+        let written = &self.session.written[block];
+        let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        let page = offset / PAGE_SIZE;
+        match content {
+            PageContent::Zero => {
+                if written.test(page) {
+                    ram.zero(offset, PAGE_SIZE)?;
+                }
+                self.session.main_counters().add_pages(0, 1);
+            }
+            PageContent::Normal(bytes) => {
+                ram.write(offset, bytes)?;
+                written.set(page);
+                self.session.main_counters().add_pages(1, 0);
+            }
+            PageContent::Xbzrle(_) | PageContent::Compressed(_) => {
+                return Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: "an XBZRLE or compressed page".to_owned(),
+                    doing: "a multifd migration",
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Loads the devices, once they are all there.
+    fn load_devices(&mut self) -> Result<(), MigrationError> {
+        if !self.devices.is_empty() {
+            self.session
+                .guest
+                .load_devices(std::mem::take(&mut self.devices))?;
+            self.session.loaded();
+        }
+        Ok(())
+    }
+}
+
+fn compare(what: &str, source_has: &str, destination_has: &str) -> Result<(), MigrationError> {
+    if source_has == destination_has {
+        return Ok(());
+    }
+    Err(MigrationError::Mismatch {
+        what: what.to_owned(),
+        source_has: format!("'{source_has}'"),
+        destination_has: format!("'{destination_has}'"),
+    })
+}
+
+fn wire(source: WireError) -> MigrationError {
+    MigrationError::Wire {
+        channel: Channel::Main,
+        source,
+    }
+}
+
+fn broken(source: std::io::Error) -> MigrationError {
+    MigrationError::Connection {
+        channel: Channel::Main,
+        doing: "talking to the source",
+        source,
+    }
+}

@@ -1,0 +1,106 @@
+//! Reads headers and payloads of one multifd channel from its socket.
+//!
+//! Packets without payload come in long rows (a guest full of zero pages): after such a one more
+//! than one header is read at once. After a payload exactly one header is read, so that the next
+//! payload can go from the socket straight to guest memory.
+
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+
+use hotlift_mem::GuestRun;
+use hotlift_mem::sock::{self, IoScratch};
+
+use crate::transport::Stream;
+
+/// Headers read at once at most.
+const READ_AHEAD_HEADERS: usize = 48;
+
+pub(super) struct PacketReader<'a> {
+    stream: &'a Stream,
+    header_len: usize,
+    buffer: Vec<u8>,
+    /// The part of `buffer` that was read and not yet taken.
+    unread: std::ops::Range<usize>,
+    had_payload: bool,
+    scratch: IoScratch,
+}
+
+impl<'a> PacketReader<'a> {
+    pub(super) fn new(stream: &'a Stream, header_len: usize) -> Self {
+        Self {
+            stream,
+            header_len,
+            buffer: vec![0; header_len * READ_AHEAD_HEADERS],
+            unread: 0..0,
+            had_payload: true,
+            scratch: IoScratch::new(),
+        }
+    }
+
+    /// The next header, or `None` if the channel ends between packets.
+    pub(super) fn header(&mut self) -> io::Result<Option<&[u8]>> {
+        if self.unread.len() < self.header_len {
+            self.buffer.copy_within(self.unread.clone(), 0);
+            self.unread = 0..self.unread.len();
+            let want = if self.had_payload {
+                self.header_len
+            } else {
+                self.buffer.len()
+            };
+            while self.unread.len() < self.header_len {
+                let read = self
+                    .stream
+                    .read_some(&mut self.buffer[self.unread.end..want])?;
+                if read == 0 {
+                    return if self.unread.is_empty() {
+                        Ok(None)
+                    } else {
+                        Err(io::ErrorKind::UnexpectedEof.into())
+                    };
+                }
+                self.unread.end += read;
+            }
+        }
+        self.had_payload = false;
+        let start = self.unread.start;
+        self.unread.start += self.header_len;
+        Ok(Some(&self.buffer[start..start + self.header_len]))
+    }
+
+    /// Reads a payload of pages straight into guest memory.
+    pub(super) fn pages(&mut self, runs: &mut [GuestRun<'_>]) -> io::Result<()> {
+        self.had_payload = true;
+        let mut filled = 0;
+        while filled < runs.len() && !self.unread.is_empty() {
+            let here = runs[filled].len().min(self.unread.len());
+            let (now, later) = runs[filled].split_at(here);
+            now.copy_from(&self.buffer[self.unread.start..self.unread.start + here]);
+            self.unread.start += here;
+            runs[filled] = later;
+            if later.is_empty() {
+                filled += 1;
+            }
+        }
+        sock::recv(self.stream.as_fd(), &runs[filled..], &mut self.scratch)
+    }
+
+    /// Reads a payload of `length` bytes, which the caller has bounded; `buffer` only ever grows.
+    pub(super) fn payload<'b>(
+        &mut self,
+        length: usize,
+        buffer: &'b mut Vec<u8>,
+    ) -> io::Result<&'b [u8]> {
+        self.had_payload = true;
+        if buffer.len() < length {
+            buffer.resize(length, 0);
+        }
+        let payload = &mut buffer[..length];
+        let buffered = length.min(self.unread.len());
+        let (first, rest) = payload.split_at_mut(buffered);
+        first.copy_from_slice(&self.buffer[self.unread.start..self.unread.start + buffered]);
+        self.unread.start += buffered;
+        let mut stream = self.stream;
+        stream.read_exact(rest)?;
+        Ok(payload)
+    }
+}

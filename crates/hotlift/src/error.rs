@@ -1,0 +1,151 @@
+//! Why a migration ended before its time, in families that a caller can act on.
+
+use std::io;
+use std::time::Duration;
+
+use hotlift_mem::MemError;
+use hotlift_methods::MethodError;
+use hotlift_wire::WireError;
+
+use crate::guest::GuestError;
+use crate::transport::TransportError;
+
+/// Which connection of a migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Channel {
+    /// The main channel: set-up, marks, device state.
+    Main,
+    /// A multifd channel, by its id.
+    Multifd(u8),
+}
+
+impl std::fmt::Display for Channel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Main => write!(f, "the main channel"),
+            Self::Multifd(id) => write!(f, "multifd channel {id}"),
+        }
+    }
+}
+
+/// A failed (or cancelled) migration. Unless it is [`MigrationError::InDoubt`], the guest goes on
+/// where it was.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MigrationError {
+    /// [`crate::control::Control::cancel`] was called.
+    #[error("the migration was cancelled")]
+    Cancelled,
+    /// An address is wrong or cannot be used.
+    #[error("cannot reach the other side")]
+    Transport(#[from] TransportError),
+    /// A connection broke.
+    #[error("{channel} broke while {doing}")]
+    Connection {
+        /// Which connection.
+        channel: Channel,
+        /// What was going on, as a gerund phrase.
+        doing: &'static str,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// The other side closed a connection before the migration was over.
+    #[error("{channel} was closed by the other side")]
+    Closed {
+        /// Which connection.
+        channel: Channel,
+    },
+    /// The other side said what is wrong.
+    #[error("the destination gave up: {reason}")]
+    Destination {
+        /// Its own words, cut to the protocol's limit and without control characters.
+        reason: String,
+    },
+    /// The other side did not answer.
+    #[error("{waiting_for} did not arrive within {waited:?}")]
+    Timeout {
+        /// What was missing, and what to check.
+        waiting_for: String,
+        /// How long it was waited for.
+        waited: Duration,
+    },
+    /// The stream is not what the format allows.
+    #[error("bad data on {channel}")]
+    Wire {
+        /// Where it was read.
+        channel: Channel,
+        /// What is wrong with it.
+        #[source]
+        source: WireError,
+    },
+    /// A packet's pages did not decode, or did not encode.
+    #[error("packet {packet} of {channel} (RAM block '{block}') failed")]
+    Method {
+        /// The packet's channel.
+        channel: Channel,
+        /// The packet's number.
+        packet: u64,
+        /// The RAM block it is for.
+        block: String,
+        /// The method's reason.
+        #[source]
+        source: MethodError,
+    },
+    /// The two sides do not agree.
+    #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
+    Mismatch {
+        /// What was compared.
+        what: String,
+        /// The source's value.
+        source_has: String,
+        /// The destination's value.
+        destination_has: String,
+    },
+    /// The order of messages is not that of a migration.
+    #[error("unexpected {got} on {channel} while {doing}")]
+    Protocol {
+        /// Where it was read.
+        channel: Channel,
+        /// What arrived.
+        got: String,
+        /// What was going on.
+        doing: &'static str,
+    },
+    /// The guest did not do as asked.
+    #[error("the guest failed")]
+    Guest(#[from] GuestError),
+    /// Guest memory could not be used.
+    #[error("guest memory failed")]
+    Memory(#[from] MemError),
+    /// A thread could not be started.
+    #[error("thread '{name}' could not be started")]
+    Thread {
+        /// The thread's name.
+        name: String,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// The destination had everything and was told to run the guest, and then no word came back.
+    /// The guest stands still here: letting it run could make two of it.
+    #[error(
+        "the destination had the whole guest and was told to run it, but did not confirm: the \
+         guest is left paused here; resume it only if it does not run there"
+    )]
+    InDoubt,
+}
+
+impl MigrationError {
+    /// The error and its causes as one line, outermost first.
+    #[must_use]
+    pub fn chain(&self) -> String {
+        let mut line = self.to_string();
+        let mut next = std::error::Error::source(self);
+        while let Some(cause) = next {
+            line = format!("{line}: {cause}");
+            next = cause.source();
+        }
+        line
+    }
+}

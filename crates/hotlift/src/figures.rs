@@ -1,0 +1,275 @@
+//! The figures of a migration, each defined once: in the doc of the field that holds it.
+//!
+//! The result table, the JSON and the progress display all read these structs.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use hotlift_mem::thread_cpu_time;
+use serde::{Deserialize, Serialize};
+
+/// Bytes in a GiB, the unit of memory in every figure.
+const GIB: f64 = (1_u64 << 30) as f64;
+
+/// CPU time of one thread.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ThreadCpu {
+    /// The thread's name, as `top -H` shows it and as QEMU 10.0 names it.
+    pub name: String,
+    /// User and system time, in seconds, from the thread's start to its end.
+    pub cpu_s: f64,
+}
+
+/// CPU times of a migration's threads, each booked by the thread itself at its end.
+#[derive(Debug, Default)]
+pub(crate) struct ThreadTimes(Mutex<Vec<ThreadCpu>>);
+
+impl ThreadTimes {
+    /// Books the calling thread's CPU time.
+    pub(crate) fn book(&self, name: &str) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(ThreadCpu {
+                name: name.to_owned(),
+                cpu_s: thread_cpu_time().as_secs_f64(),
+            });
+    }
+
+    /// What was booked so far, in the order of the names' numbers.
+    pub(crate) fn read(&self) -> Vec<ThreadCpu> {
+        let mut threads = self
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        threads.sort_by(|a, b| (a.name.len(), &a.name).cmp(&(b.name.len(), &b.name)));
+        threads
+    }
+}
+
+/// What a migration cost one side.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct SideFigures {
+    /// CPU time of all migration threads, in seconds. The guest's own threads are not counted.
+    pub cpu_s: f64,
+    /// `cpu_s` over the migration's total time, in percent; 100 is one core.
+    pub cpu_percent: f64,
+    /// `cpu_s` per GiB of normal (non-zero) pages; 0 if there were none.
+    pub core_s_per_gib: f64,
+    /// The same, thread by thread.
+    pub threads: Vec<ThreadCpu>,
+}
+
+impl SideFigures {
+    /// Sums up `threads` of a migration that took `total` and moved `normal_pages` pages.
+    #[must_use]
+    pub fn new(threads: Vec<ThreadCpu>, total: Duration, normal_pages: u64) -> Self {
+        // The sum of nothing is -0.0.
+        let cpu_s = threads.iter().map(|thread| thread.cpu_s).sum::<f64>() + 0.0;
+        Self {
+            cpu_s,
+            cpu_percent: ratio(cpu_s * 100.0, total.as_secs_f64()),
+            core_s_per_gib: ratio(cpu_s, to_f64(normal_pages) * 4096.0 / GIB),
+            threads,
+        }
+    }
+}
+
+/// The outcome of a migration as the source saw it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct SourceReport {
+    /// From the request to migrate until the destination runs the guest, in milliseconds.
+    pub total_ms: f64,
+    /// From the request to migrate until the first page may be sent, in milliseconds.
+    pub setup_ms: f64,
+    /// From the request to stop the vCPUs here until word that they run there, in milliseconds.
+    pub downtime_ms: f64,
+    /// Passes over the dirty pages, the last with the guest stopped; at least 2.
+    pub rounds: u64,
+    /// Bytes written to all sockets.
+    pub transferred_bytes: u64,
+    /// `transferred_bytes` × 8 over total time less setup time, in 10^6 bit/s.
+    pub throughput_mbps: f64,
+    /// Guest pages (zero and normal) settled per second of total time.
+    pub pages_per_second: f64,
+    /// Pages sent with their content.
+    pub normal_pages: u64,
+    /// Pages sent as zero.
+    pub zero_pages: u64,
+    /// Bytes of normal pages over `transferred_bytes`; 0 if nothing was normal.
+    pub ratio: f64,
+    /// Cost on this side.
+    pub side: SideFigures,
+}
+
+/// The outcome of a migration as the destination saw it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct DestinationReport {
+    /// From the first connection until the guest runs here, in milliseconds.
+    pub total_ms: f64,
+    /// Pages received with their content.
+    pub normal_pages: u64,
+    /// Pages received as zero.
+    pub zero_pages: u64,
+    /// Cost on this side.
+    pub side: SideFigures,
+}
+
+/// What a source has measured when its migration has completed.
+pub(crate) struct Measured {
+    pub total: Duration,
+    pub setup: Duration,
+    pub downtime: Duration,
+    pub rounds: u64,
+    pub counts: Counts,
+    pub threads: Vec<ThreadCpu>,
+}
+
+impl From<Measured> for SourceReport {
+    fn from(measured: Measured) -> Self {
+        let counts = measured.counts;
+        let sending = measured.total.saturating_sub(measured.setup);
+        let settled = counts.normal_pages + counts.zero_pages;
+        Self {
+            total_ms: measured.total.as_secs_f64() * 1e3,
+            setup_ms: measured.setup.as_secs_f64() * 1e3,
+            downtime_ms: measured.downtime.as_secs_f64() * 1e3,
+            rounds: measured.rounds,
+            transferred_bytes: counts.transferred_bytes,
+            throughput_mbps: ratio(
+                to_f64(counts.transferred_bytes) * 8.0 / 1e6,
+                sending.as_secs_f64(),
+            ),
+            pages_per_second: ratio(to_f64(settled), measured.total.as_secs_f64()),
+            normal_pages: counts.normal_pages,
+            zero_pages: counts.zero_pages,
+            ratio: ratio(
+                to_f64(counts.normal_pages) * 4096.0,
+                to_f64(counts.transferred_bytes),
+            ),
+            side: SideFigures::new(measured.threads, measured.total, counts.normal_pages),
+        }
+    }
+}
+
+/// Running counters of one thread, read by others while it works.
+///
+/// Aligned to two cache lines (the prefetcher pulls pairs), so that counting never makes channels
+/// wait for each other.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(crate) struct Counters {
+    normal_pages: AtomicU64,
+    zero_pages: AtomicU64,
+    transferred_bytes: AtomicU64,
+}
+
+/// A reading of [`Counters`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub normal_pages: u64,
+    pub zero_pages: u64,
+    pub transferred_bytes: u64,
+}
+
+impl Counters {
+    pub(crate) fn add_pages(&self, normal: usize, zero: usize) {
+        self.normal_pages
+            .fetch_add(normal as u64, Ordering::Relaxed);
+        self.zero_pages.fetch_add(zero as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn add_bytes(&self, bytes: usize) {
+        self.transferred_bytes
+            .fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn read(&self) -> Counts {
+        Counts {
+            normal_pages: self.normal_pages.load(Ordering::Relaxed),
+            zero_pages: self.zero_pages.load(Ordering::Relaxed),
+            transferred_bytes: self.transferred_bytes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Counts {
+    /// What was counted since an earlier reading.
+    pub(crate) fn since(self, earlier: Self) -> Self {
+        Self {
+            normal_pages: self.normal_pages - earlier.normal_pages,
+            zero_pages: self.zero_pages - earlier.zero_pages,
+            transferred_bytes: self.transferred_bytes - earlier.transferred_bytes,
+        }
+    }
+}
+
+impl std::iter::Sum for Counts {
+    fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
+        counts.fold(Self::default(), |sum, next| Self {
+            normal_pages: sum.normal_pages + next.normal_pages,
+            zero_pages: sum.zero_pages + next.zero_pages,
+            transferred_bytes: sum.transferred_bytes + next.transferred_bytes,
+        })
+    }
+}
+
+/// `numerator / denominator`, or 0 where nothing was counted.
+fn ratio(numerator: f64, denominator: f64) -> f64 {
+    if denominator > 0.0 {
+        numerator / denominator
+    } else {
+        0.0
+    }
+}
+
+/// A count as a number to divide by; exact below 2^53.
+#[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
+pub(crate) fn to_f64(count: u64) -> f64 {
+    count as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_follow_their_definitions() {
+        let report = SourceReport::from(Measured {
+            total: Duration::from_millis(2100),
+            setup: Duration::from_millis(100),
+            downtime: Duration::from_millis(30),
+            rounds: 3,
+            counts: Counts {
+                normal_pages: 1 << 18,
+                zero_pages: 5,
+                transferred_bytes: 1 << 28,
+            },
+            threads: vec![
+                ThreadCpu {
+                    name: "a".into(),
+                    cpu_s: 1.0,
+                },
+                ThreadCpu {
+                    name: "b".into(),
+                    cpu_s: 0.5,
+                },
+            ],
+        });
+        let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-9 * b.abs().max(1.0), "{a} {b}");
+        close(report.throughput_mbps, f64::from(1 << 28) * 8.0 / 2.0 / 1e6);
+        close(report.pages_per_second, f64::from((1 << 18) + 5) / 2.1);
+        close(report.ratio, 4.0);
+        close(report.side.cpu_s, 1.5);
+        close(report.side.cpu_percent, 150.0 / 2.1);
+        close(report.side.core_s_per_gib, 1.5);
+    }
+
+    #[test]
+    fn an_all_zero_guest_divides_nothing_by_zero() {
+        let figures = SideFigures::new(Vec::new(), Duration::ZERO, 0);
+        assert_eq!((figures.cpu_percent, figures.core_s_per_gib), (0.0, 0.0));
+    }
+}

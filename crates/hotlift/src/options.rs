@@ -1,0 +1,407 @@
+//! The one table of migration options: names, units, ranges and defaults as QEMU 10.0 has them.
+//!
+//! Command-line flags, help and documentation are made from [`OPTIONS`]; a value is parsed and
+//! checked against its range here and nowhere else, before anything is opened.
+
+use std::fmt;
+use std::time::Duration;
+
+use hotlift_methods::{METHODS, MethodInfo, method};
+pub use hotlift_wire::multifd::ZeroPageDetection;
+
+/// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread (zero pages
+/// are records of the main channel), or in the channel threads (they are listed in packets).
+pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection)] = &[
+    ("none", ZeroPageDetection::None),
+    ("legacy", ZeroPageDetection::Legacy),
+    ("multifd", ZeroPageDetection::Multifd),
+];
+
+/// The options of one migration, resolved and in range.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Number of multifd channels, 1 to 255.
+    pub multifd_channels: u8,
+    /// Page compression method.
+    pub multifd_compression: &'static MethodInfo,
+    /// Level of zlib, 0 to 9.
+    pub multifd_zlib_level: u8,
+    /// Level of zstd, 1 to 20.
+    pub multifd_zstd_level: u8,
+    /// Limit over all sockets, in bytes a second; 0 is unlimited.
+    pub max_bandwidth: u64,
+    /// How long the guest may stand still, 0 to 2,000,000 ms.
+    pub downtime_limit: Duration,
+    /// Where zero pages are looked for.
+    pub zero_page_detection: ZeroPageDetection,
+    /// Whether the destination populates its RAM before the first page arrives.
+    pub mem_prealloc: bool,
+    /// How long a started handshake or a silent peer is waited for.
+    pub handshake_timeout: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            multifd_channels: 2,
+            multifd_compression: &METHODS[0],
+            multifd_zlib_level: 1,
+            multifd_zstd_level: 1,
+            max_bandwidth: 128 << 20,
+            downtime_limit: Duration::from_millis(300),
+            zero_page_detection: ZeroPageDetection::Multifd,
+            mem_prealloc: false,
+            handshake_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Why an option was refused. QEMU's wording, with the range and what was given.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OptionError {
+    /// No option has that name.
+    #[error("parameter '{name}' is unexpected")]
+    Unknown {
+        /// The name as given.
+        name: String,
+    },
+    /// The value is outside the option's range, or is no such value at all.
+    #[error("parameter '{name}' expects {expected}, got '{got}'")]
+    Value {
+        /// The option's name.
+        name: &'static str,
+        /// The values that it takes.
+        expected: String,
+        /// The value as given.
+        got: String,
+    },
+}
+
+/// The values an option takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Values {
+    /// A whole number in a closed range.
+    Number {
+        /// Lowest value.
+        lowest: u64,
+        /// Highest value.
+        highest: u64,
+    },
+    /// Bytes (or bytes a second) with an optional suffix K, M, G or T (powers of 1024).
+    Size,
+    /// `on` or `off`.
+    Switch,
+    /// A name of a method of [`METHODS`].
+    Method,
+    /// A name of [`ZERO_PAGE_DETECTION`].
+    ZeroPages,
+}
+
+impl fmt::Display for Values {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = |f: &mut fmt::Formatter<'_>, names: &mut dyn Iterator<Item = &str>| {
+            write!(f, "one of {}", names.collect::<Vec<_>>().join(", "))
+        };
+        match self {
+            Self::Number { lowest, highest } => {
+                write!(f, "a value between {lowest} and {highest}")
+            }
+            Self::Size => write!(f, "a number of bytes with an optional suffix K, M, G or T"),
+            Self::Switch => write!(f, "one of on, off"),
+            Self::Method => names(f, &mut METHODS.iter().map(|method| method.name)),
+            Self::ZeroPages => names(f, &mut ZERO_PAGE_DETECTION.iter().map(|(n, _)| *n)),
+        }
+    }
+}
+
+/// One row of the table of options.
+#[derive(Debug)]
+pub struct OptionInfo {
+    /// QEMU's name (QMP's spelling, with dashes).
+    pub name: &'static str,
+    /// A shorter name for the command line, if it has one.
+    pub alias: Option<&'static str>,
+    /// The values it takes.
+    pub values: Values,
+    /// The default, as it would be typed.
+    pub default: &'static str,
+    /// Unit of a number; empty if it has none.
+    pub unit: &'static str,
+    /// What it does, in one line.
+    pub help: &'static str,
+    /// Stores a checked value.
+    store: fn(&mut Options, Checked),
+}
+
+/// A value that has passed its [`Values`].
+enum Checked {
+    Number(u64),
+    Switch(bool),
+    Method(&'static MethodInfo),
+    ZeroPages(ZeroPageDetection),
+}
+
+/// Makes a `store` function for a number that fits a smaller integer because its range says so.
+macro_rules! store_number {
+    ($field:ident) => {
+        |options, value| {
+            if let Checked::Number(number) = value {
+                options.$field = number.try_into().unwrap_or(options.$field);
+            }
+        }
+    };
+}
+
+/// Every option of a migration.
+pub static OPTIONS: &[OptionInfo] = &[
+    OptionInfo {
+        name: "multifd-channels",
+        alias: Some("channels"),
+        values: Values::Number {
+            lowest: 1,
+            highest: 255,
+        },
+        default: "2",
+        unit: "",
+        help: "Number of multifd channels; both sides must agree",
+        store: store_number!(multifd_channels),
+    },
+    OptionInfo {
+        name: "multifd-compression",
+        alias: Some("method"),
+        values: Values::Method,
+        default: "none",
+        unit: "",
+        help: "Page compression method; both sides must agree",
+        store: |options, value| {
+            if let Checked::Method(method) = value {
+                options.multifd_compression = method;
+            }
+        },
+    },
+    OptionInfo {
+        name: "multifd-zlib-level",
+        alias: None,
+        values: Values::Number {
+            lowest: 0,
+            highest: 9,
+        },
+        default: "1",
+        unit: "",
+        help: "Level of method zlib: 0 stores, 1 is fastest, 9 is smallest",
+        store: store_number!(multifd_zlib_level),
+    },
+    OptionInfo {
+        name: "multifd-zstd-level",
+        alias: None,
+        values: Values::Number {
+            lowest: 1,
+            highest: 20,
+        },
+        default: "1",
+        unit: "",
+        help: "Level of method zstd: 1 is fastest, 20 is smallest",
+        store: store_number!(multifd_zstd_level),
+    },
+    OptionInfo {
+        name: "max-bandwidth",
+        alias: None,
+        values: Values::Size,
+        default: "128M",
+        unit: "bytes/s",
+        help: "Limit over all channels together; 0 is unlimited",
+        store: store_number!(max_bandwidth),
+    },
+    OptionInfo {
+        name: "downtime-limit",
+        alias: None,
+        values: Values::Number {
+            lowest: 0,
+            highest: 2_000_000,
+        },
+        default: "300",
+        unit: "ms",
+        help: "How long the guest may stand still while it is switched over",
+        store: |options, value| {
+            if let Checked::Number(ms) = value {
+                options.downtime_limit = Duration::from_millis(ms);
+            }
+        },
+    },
+    OptionInfo {
+        name: "zero-page-detection",
+        alias: None,
+        values: Values::ZeroPages,
+        default: "multifd",
+        unit: "",
+        help: "Where zero pages are looked for: nowhere, migration thread, channel threads",
+        store: |options, value| {
+            if let Checked::ZeroPages(mode) = value {
+                options.zero_page_detection = mode;
+            }
+        },
+    },
+    OptionInfo {
+        name: "mem-prealloc",
+        alias: None,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        help: "Populate the destination's RAM before the first page arrives",
+        store: |options, value| {
+            if let Checked::Switch(on) = value {
+                options.mem_prealloc = on;
+            }
+        },
+    },
+];
+
+/// Parses a number of bytes with an optional suffix K, M, G or T (powers of 1024); `None` if it is
+/// none, or does not fit 64 bits.
+#[must_use]
+pub fn parse_size(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KB" | "KIB" => 10,
+        "M" | "MB" | "MIB" => 20,
+        "G" | "GB" | "GIB" => 30,
+        "T" | "TB" | "TIB" => 40,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+impl Options {
+    /// Sets an option by name. Names are taken with dashes or underscores.
+    ///
+    /// # Errors
+    /// [`OptionError`] for an unknown name or a value outside the range, which is named.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), OptionError> {
+        let dashed = name.replace('_', "-");
+        let option = OPTIONS
+            .iter()
+            .find(|option| option.name == dashed)
+            .ok_or_else(|| OptionError::Unknown {
+                name: name.to_owned(),
+            })?;
+        let checked = match option.values {
+            Values::Number { lowest, highest } => value
+                .parse()
+                .ok()
+                .filter(|number| (lowest..=highest).contains(number))
+                .map(Checked::Number),
+            Values::Size => parse_size(value).map(Checked::Number),
+            Values::Switch => match value {
+                "on" => Some(Checked::Switch(true)),
+                "off" => Some(Checked::Switch(false)),
+                _ => None,
+            },
+            Values::Method => method(value).map(Checked::Method),
+            Values::ZeroPages => ZERO_PAGE_DETECTION
+                .iter()
+                .find(|(name, _)| *name == value)
+                .map(|(_, mode)| Checked::ZeroPages(*mode)),
+        };
+        let checked = checked.ok_or_else(|| OptionError::Value {
+            name: option.name,
+            expected: option.values.to_string(),
+            got: value.to_owned(),
+        })?;
+        (option.store)(self, checked);
+        Ok(())
+    }
+
+    /// Name of the mode of zero page detection.
+    #[must_use]
+    pub fn zero_page_detection_name(&self) -> &'static str {
+        ZERO_PAGE_DETECTION
+            .iter()
+            .find(|(_, mode)| *mode == self.zero_page_detection)
+            .map_or("", |(name, _)| name)
+    }
+
+    /// Level of the chosen method; `None` if it has no levels.
+    #[must_use]
+    pub fn level(&self) -> Option<u8> {
+        match self.multifd_compression.name {
+            "zlib" => Some(self.multifd_zlib_level),
+            "zstd" => Some(self.multifd_zstd_level),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_in_the_table_are_the_defaults() {
+        let mut options = Options::default();
+        for option in OPTIONS {
+            options.set(option.name, option.default).unwrap();
+        }
+        assert_eq!(format!("{options:?}"), format!("{:?}", Options::default()));
+    }
+
+    #[test]
+    fn every_number_takes_its_range_and_nothing_beside_it() {
+        for option in OPTIONS {
+            let Values::Number { lowest, highest } = option.values else {
+                continue;
+            };
+            let mut options = Options::default();
+            for good in [lowest, highest] {
+                options.set(option.name, &good.to_string()).unwrap();
+            }
+            let below = lowest.checked_sub(1).map(|number| number.to_string());
+            let beside = [
+                below.unwrap_or("-1".to_owned()),
+                (highest + 1).to_string(),
+                String::new(),
+                "1x".to_owned(),
+            ];
+            for bad in beside {
+                let error = options.set(option.name, &bad).unwrap_err().to_string();
+                assert!(
+                    error.contains(&format!("between {lowest} and {highest}")),
+                    "{error}"
+                );
+                assert!(
+                    error.contains(option.name) && error.contains(&format!("'{bad}'")),
+                    "{error}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_have_binary_suffixes_and_do_not_overflow() {
+        for (text, bytes) in [
+            ("0", Some(0)),
+            ("17", Some(17)),
+            ("1K", Some(1024)),
+            ("2g", Some(2 << 30)),
+            ("3GiB", Some(3 << 30)),
+            ("16777216T", None),
+            ("1Q", None),
+            ("G", None),
+            ("-1", None),
+            ("1.5G", None),
+        ] {
+            assert_eq!(parse_size(text), bytes, "{text}");
+        }
+    }
+
+    #[test]
+    fn names_are_taken_with_dashes_and_underscores_and_unknown_ones_are_refused_by_name() {
+        let mut options = Options::default();
+        options.set("multifd_channels", "7").unwrap();
+        assert_eq!(options.multifd_channels, 7);
+        let error = options.set("multifd-chanels", "7").unwrap_err();
+        assert!(error.to_string().contains("multifd-chanels"));
+        let error = options.set("multifd-compression", "lz5").unwrap_err();
+        assert!(error.to_string().contains("none, zlib, zstd"), "{error}");
+    }
+}

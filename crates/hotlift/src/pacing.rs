@@ -1,0 +1,98 @@
+//! `max-bandwidth`: one budget that all channels of a migration draw from.
+//!
+//! Each writer books its bytes before it writes and waits until the schedule has reached them. The
+//! schedule may lag behind the clock by at most [`BURST`], so that an idle phase is not made up for
+//! by a flood. QEMU counts bytes in windows of 100 ms and sleeps at their ends; booking each packet
+//! keeps the same average without a stop-and-go that a shallow switch buffer would drop.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::control::Control;
+
+/// Credit that unused time may build up: a few packets at usual rates.
+const BURST: Duration = Duration::from_millis(20);
+
+/// The budget of all channels together.
+#[derive(Debug)]
+pub(crate) struct Pacer {
+    /// Bytes a second; 0 is unlimited.
+    rate: AtomicU64,
+    /// When the bytes booked so far will have passed at `rate`.
+    booked_until: Mutex<Option<Instant>>,
+}
+
+impl Pacer {
+    pub(crate) fn new(bytes_per_second: u64) -> Self {
+        Self {
+            rate: AtomicU64::new(bytes_per_second),
+            booked_until: Mutex::new(None),
+        }
+    }
+
+    /// Changes the rate from the next packet on; 0 is unlimited.
+    pub(crate) fn set_rate(&self, bytes_per_second: u64) {
+        self.rate.store(bytes_per_second, Ordering::Relaxed);
+    }
+
+    /// Books `bytes` and waits until they may be written. Returns early when `control` stops.
+    pub(crate) fn wait(&self, bytes: usize, control: &Control) {
+        if let Some(until) = self.book(bytes, Instant::now()) {
+            control.sleep_until(until);
+        }
+    }
+
+    /// When `bytes` more may be written if it is `now`; `None` for at once.
+    fn book(&self, bytes: usize, now: Instant) -> Option<Instant> {
+        let rate = self.rate.load(Ordering::Relaxed);
+        if rate == 0 {
+            return None;
+        }
+        let mut booked_until = self
+            .booked_until
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let earliest = now.checked_sub(BURST).unwrap_or(now);
+        let start = booked_until.map_or(now, |booked| booked.max(earliest));
+        let nanos = (bytes as u128 * 1_000_000_000) / u128::from(rate);
+        let cost = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        *booked_until = start.checked_add(cost);
+        (start > now).then_some(start)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn booked_bytes_never_exceed_the_rate_by_more_than_the_burst() {
+        let pacer = Pacer::new(1_000_000);
+        let start = Instant::now();
+        let mut now = start;
+        let mut sent = 0;
+        for step in 0..1000_u32 {
+            // Writers come late now and then; the time they waste must not come back as a flood.
+            now += Duration::from_millis(u64::from(step % 7 == 0) * 40);
+            if let Some(until) = pacer.book(10_000, now) {
+                now = until;
+            }
+            sent += 10_000;
+            let allowed = (now - start + BURST).as_secs_f64() * 1e6 + 10_000.0;
+            assert!(f64::from(sent) <= allowed, "{sent} bytes at step {step}");
+        }
+    }
+
+    #[test]
+    fn no_limit_never_waits_and_a_new_rate_counts_from_the_next_packet() {
+        let pacer = Pacer::new(0);
+        let now = Instant::now();
+        assert_eq!(pacer.book(usize::MAX, now), None);
+        pacer.set_rate(1000);
+        assert_eq!(pacer.book(1000, now), None);
+        assert_eq!(pacer.book(1, now), Some(now + Duration::from_secs(1)));
+        pacer.set_rate(0);
+        assert_eq!(pacer.book(1000, now), None);
+    }
+}

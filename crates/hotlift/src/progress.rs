@@ -1,0 +1,49 @@
+//! What a running migration tells about itself, some times a second.
+
+use std::time::Duration;
+
+use crate::control::Status;
+
+/// A moment of a migration, as its source sees it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Progress {
+    /// State of the migration.
+    pub status: Status,
+    /// Present pass over the dirty pages, from 1.
+    pub round: u64,
+    /// Bytes of guest RAM.
+    pub total_bytes: u64,
+    /// Bytes of pages that this round has still to settle.
+    pub remaining_bytes: u64,
+    /// Bytes written to all sockets so far.
+    pub transferred_bytes: u64,
+    /// Bytes written a second, since the last report.
+    pub bytes_per_second: f64,
+    /// Pages settled a second, since the last report.
+    pub pages_per_second: f64,
+    /// Pages that the guest dirties a second, by the last two syncs of the dirty log.
+    pub dirty_pages_per_second: f64,
+    /// Time since the migration was asked for.
+    pub elapsed: Duration,
+    /// Time that the rest of this round takes at the present rate; unknown before there is one.
+    pub time_left: Option<Duration>,
+    /// True if several rounds have left as much as they found: at this rate it does not end.
+    pub stalled: bool,
+}
+
+impl Progress {
+    /// Why the migration does not converge, in words for an operator; `None` while it does.
+    #[must_use]
+    pub fn stall_reason(&self) -> Option<String> {
+        self.stalled.then(|| {
+            format!(
+                "the guest dirties {:.0} pages/s and the channels settle {:.0} pages/s: raise \
+                 max-bandwidth, downtime-limit or multifd-channels, or choose another method",
+                self.dirty_pages_per_second, self.pages_per_second
+            )
+        })
+    }
+}
+
+/// Takes reports; called from the migration thread, so it must not block for long.
+pub type OnProgress<'a> = &'a (dyn Fn(&Progress) + Sync);

@@ -1,0 +1,499 @@
+//! The source's side of a migration: connects, sends rounds, stops the guest, hands it over.
+//!
+//! ```text
+//! setup    connect, opening packets, RAM block list          status setup
+//! rounds   sync dirty log, send dirty pages, barrier         status active   guest runs
+//! switch   stop guest, last round, device state, "loaded?"   status device   guest stands still
+//! commit   let go                                            the guest is the destination's
+//! confirm  wait for "it runs"                                status completed
+//! ```
+//!
+//! Up to the commit every failure, and a cancel, ends with the guest running here again. At the
+//! commit the source knows that the destination has loaded everything; it says so on every socket,
+//! and from then on only the certainty that the destination does not run the guest brings it back.
+
+mod channel;
+mod estimate;
+mod gate;
+mod legacy_zero;
+mod main_channel;
+mod ram;
+mod return_path;
+mod session;
+
+use std::io::Write;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
+
+use crate::control::{Control, Status};
+use crate::error::{Channel, MigrationError};
+use crate::figures::{Counts, Measured, SourceReport, to_f64};
+use crate::guest::{Guest, GuestError};
+use crate::options::Options;
+use crate::progress::{OnProgress, Progress};
+use crate::transport::Address;
+use channel::ChannelSender;
+use estimate::Estimator;
+use gate::Job;
+use main_channel::MainSender;
+use return_path::Answer;
+use session::{Connections, Session};
+
+/// How often progress is told, and cancelling is looked at where nothing wakes the thread.
+const TICK: Duration = Duration::from_millis(100);
+
+/// How long a failed migration waits for the destination's reason.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// How long the destination may take to make the guest run once it was told to.
+const CONFIRMATION: Duration = Duration::from_secs(60);
+
+/// Migrates `guest` to the Hotlift or QEMU that listens at `to`, and returns when the guest runs
+/// there. The caller's thread waits; `control` cancels from any other.
+///
+/// # Errors
+/// Any [`MigrationError`]. Unless it is [`MigrationError::InDoubt`], the guest is here as it was:
+/// running if it ran.
+pub fn migrate(
+    guest: &dyn Guest,
+    to: &Address,
+    options: &Options,
+    control: &Control,
+    on_progress: OnProgress<'_>,
+) -> Result<SourceReport, MigrationError> {
+    let started = Instant::now();
+    control.set_status(Status::Setup);
+    let outcome = thread::scope(|scope| {
+        spawn(scope, "mig/src/main".to_owned(), || {
+            run(guest, to, options, control, on_progress, started)
+        })?
+        .join()
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    });
+    control.set_status(match &outcome {
+        Ok(_) => Status::Completed,
+        Err(MigrationError::Cancelled) => Status::Cancelled,
+        Err(_) => Status::Failed,
+    });
+    outcome
+}
+
+/// Starts a thread with a name that `top -H` shows.
+pub(crate) fn spawn<'scope, T: Send + 'scope>(
+    scope: &'scope thread::Scope<'scope, '_>,
+    name: String,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> Result<thread::ScopedJoinHandle<'scope, T>, MigrationError> {
+    thread::Builder::new()
+        .name(name.clone())
+        .spawn_scoped(scope, work)
+        .map_err(|source| MigrationError::Thread { name, source })
+}
+
+/// The migration thread.
+fn run(
+    guest: &dyn Guest,
+    to: &Address,
+    options: &Options,
+    control: &Control,
+    on_progress: OnProgress<'_>,
+    started: Instant,
+) -> Result<SourceReport, MigrationError> {
+    let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
+    let connections = connect(guest, to, options, method)?;
+    let session = Session::new(guest, options, control.clone(), method, connections);
+    let (answer_sender, answers) = channel();
+    let measured = thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (id, stream) in (0..).zip(&session.connections.multifd) {
+            let session = &session;
+            let name = format!("mig/src/send_{id}");
+            threads.push(spawn(scope, name.clone(), move || {
+                let outcome =
+                    ChannelSender::new(session, id, stream).and_then(|mut sender| sender.run());
+                session.threads.book(&name);
+                if let Err(error) = outcome {
+                    session.fail(error);
+                }
+            }));
+        }
+        threads.push(spawn(scope, "mig/src/return".to_owned(), || {
+            return_path::listen(&session, &answer_sender);
+            session.threads.book("mig/src/return");
+            drop(answer_sender);
+        }));
+        let started_all = threads.into_iter().collect::<Result<Vec<_>, _>>();
+        let mut migration = Migration {
+            session: &session,
+            answers: &answers,
+            main: MainSender::new(&session),
+            on_progress,
+            started,
+            estimator: Estimator::default(),
+            round: 0,
+            last_report: (started, Counts::default()),
+            guest_was_stopped: false,
+        };
+        let outcome = started_all
+            .map_err(Ended::Here)
+            .and_then(|_| migration.phases());
+        let outcome = migration.wind_up(outcome);
+        session.threads.book("mig/src/main");
+        outcome
+    });
+    measured.map(|mut measured| {
+        measured.threads = session.threads.read();
+        measured.counts = session.counts();
+        SourceReport::from(measured)
+    })
+}
+
+/// Opens all connections. The main channel comes first: receivers before QEMU 8.0 take the first
+/// connection for it.
+fn connect(
+    guest: &dyn Guest,
+    to: &Address,
+    options: &Options,
+    method: Method,
+) -> Result<Connections, MigrationError> {
+    let main = to.connect()?;
+    let mut multifd = Vec::new();
+    for id in 0..options.multifd_channels {
+        let stream = to.connect()?;
+        let opening = InitialPacket {
+            uuid: guest.uuid(),
+            id,
+            hello: Some(Hello {
+                channels: options.multifd_channels,
+                method,
+                layout: PacketLayout::QEMU,
+                zero_page_detection: options.zero_page_detection,
+            }),
+        };
+        (&stream)
+            .write_all(&opening.encode())
+            .map_err(|source| MigrationError::Connection {
+                channel: Channel::Multifd(id),
+                doing: "opening the migration",
+                source,
+            })?;
+        multifd.push(stream);
+    }
+    Ok(Connections { main, multifd })
+}
+
+/// The migration thread's own state.
+struct Migration<'a> {
+    session: &'a Session<'a>,
+    answers: &'a Receiver<Answer>,
+    main: MainSender<'a>,
+    on_progress: OnProgress<'a>,
+    started: Instant,
+    estimator: Estimator,
+    round: u64,
+    last_report: (Instant, Counts),
+    guest_was_stopped: bool,
+}
+
+impl Migration<'_> {
+    /// All phases, in order.
+    fn phases(&mut self) -> Result<Measured, Ended> {
+        self.setup()?;
+        let setup = self.started.elapsed();
+        self.session.control.set_status(Status::Active);
+        self.rounds()?;
+        self.session.control.set_status(Status::Device);
+        let stopped_at = Instant::now();
+        self.switch_over()?;
+        self.hand_over()?;
+        let now = Instant::now();
+        Ok(Measured {
+            total: now - self.started,
+            setup,
+            downtime: now - stopped_at,
+            rounds: self.round,
+            counts: Counts::default(),
+            threads: Vec::new(),
+        })
+    }
+
+    /// Sends what opens the stream, and waits until the destination has taken it.
+    fn setup(&mut self) -> Result<(), Ended> {
+        self.main.send_opening()?;
+        // The answer shows that it has all channels, and tells a Hotlift from a QEMU.
+        let waiting_for = format!(
+            "the destination's answer to the opening (does it expect multifd on and \
+             multifd-channels {}?)",
+            self.session.options.multifd_channels
+        );
+        self.await_pongs(&waiting_for)?;
+        self.main.send_ram_blocks()?;
+        self.run_job(Job::Sync)?;
+        self.session.guest.start_dirty_log()?;
+        Ok(())
+    }
+
+    /// Rounds while the guest runs, until the rest fits the downtime limit.
+    fn rounds(&mut self) -> Result<(), Ended> {
+        let limit = self.session.options.downtime_limit;
+        let mut synced_at = Instant::now();
+        loop {
+            self.send_round()?;
+            let newly_dirty = self.session.ram.sync()?;
+            let pending = self.session.ram.pending();
+            self.estimator
+                .synced(pending, newly_dirty, synced_at.elapsed());
+            synced_at = Instant::now();
+            if self
+                .estimator
+                .time_for(pending)
+                .is_some_and(|time| time <= limit)
+            {
+                return Ok(());
+            }
+        }
+    }
+
+    /// One pass over the dirty pages, closed by a barrier.
+    fn send_round(&mut self) -> Result<(), Ended> {
+        self.round += 1;
+        let before = self.session.counts();
+        let started = Instant::now();
+        let legacy = self.session.options.zero_page_detection == ZeroPageDetection::Legacy;
+        self.session.ram.start_round(legacy);
+        self.session.gate.start(Job::Round);
+        if legacy {
+            legacy_zero::scan(self.session, &mut self.main)?;
+        }
+        self.wait_for_channels()?;
+        self.session.ram.end_round();
+        self.main.send_flush()?;
+        let after = self.session.counts();
+        self.estimator
+            .round_done(after.since(before), started.elapsed());
+        Ok(())
+    }
+
+    /// Stops the guest and sends all that is left.
+    fn switch_over(&mut self) -> Result<(), Ended> {
+        let session = self.session;
+        self.guest_was_stopped = true;
+        session.guest.pause()?;
+        // The rest was measured to fit the downtime limit at full speed.
+        session.pacer.set_rate(0);
+        session.ram.sync()?;
+        self.main.complete();
+        self.send_round()?;
+        let devices = session.guest.save_devices()?;
+        self.main.send_devices(&devices)?;
+        self.await_pongs("the destination's word that it has loaded the guest")
+    }
+
+    /// Lets go of the guest and waits until it runs on the destination.
+    fn hand_over(&mut self) -> Result<(), Ended> {
+        self.session.commit()?;
+        // A socket that fails now is one of several that carry the same word.
+        self.main.send_end_of_file();
+        if self.main.peer_is_hotlift() {
+            self.session.gate.start(Job::Sync);
+        }
+        let deadline = Instant::now() + CONFIRMATION;
+        loop {
+            match self.next_answer(deadline) {
+                Some(Answer::Running) => return Ok(()),
+                // The destination says that it runs the guest before it closes anything.
+                Some(Answer::Gone) => {
+                    return Err(MigrationError::Closed {
+                        channel: Channel::Main,
+                    }
+                    .into());
+                }
+                Some(Answer::Lost) | None => return Err(MigrationError::InDoubt.into()),
+                Some(Answer::Hello | Answer::Pong(_)) => {}
+            }
+        }
+    }
+
+    /// Gives all channel threads a job and waits for them.
+    fn run_job(&mut self, job: Job) -> Result<(), Ended> {
+        self.session.gate.start(job);
+        self.wait_for_channels()
+    }
+
+    /// Waits until the channel threads have finished their job, and tells how they get on.
+    fn wait_for_channels(&mut self) -> Result<(), Ended> {
+        loop {
+            let finished = self.session.gate.wait_finished(TICK);
+            self.check()?;
+            if finished {
+                return Ok(());
+            }
+            self.report();
+        }
+    }
+
+    /// Waits until every PING sent so far has been answered, in order.
+    fn await_pongs(&mut self, waiting_for: &str) -> Result<(), Ended> {
+        let timeout = self.session.options.handshake_timeout;
+        let deadline = Instant::now() + timeout;
+        while let Some(ping) = self.main.next_pong() {
+            match self.next_answer(deadline) {
+                Some(Answer::Hello) => self.main.set_peer_is_hotlift(),
+                Some(Answer::Pong(pong)) if pong == ping => self.main.take_pong(),
+                Some(Answer::Pong(pong)) => {
+                    return Err(MigrationError::Mismatch {
+                        what: "the value of PING and PONG".to_owned(),
+                        source_has: format!("{ping:#x}"),
+                        destination_has: format!("{pong:#x}"),
+                    }
+                    .into());
+                }
+                Some(_) => {
+                    self.check()?;
+                    return Err(MigrationError::Closed {
+                        channel: Channel::Main,
+                    }
+                    .into());
+                }
+                None => {
+                    self.check()?;
+                    return Err(MigrationError::Timeout {
+                        waiting_for: waiting_for.to_owned(),
+                        waited: timeout,
+                    }
+                    .into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The destination's next answer; `None` at the deadline or when the migration has failed.
+    fn next_answer(&self, deadline: Instant) -> Option<Answer> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.answers.recv_timeout(left.min(TICK)) {
+                Ok(answer) => return Some(answer),
+                Err(RecvTimeoutError::Disconnected) => return Some(Answer::Gone),
+                Err(RecvTimeoutError::Timeout) => {
+                    let failed = !self.session.is_committed() && self.check().is_err();
+                    if left.is_zero() || failed {
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether the migration is to go on.
+    fn check(&self) -> Result<(), Ended> {
+        if self.session.has_failed() {
+            return Err(Ended::Elsewhere);
+        }
+        if self.session.control.is_cancelled() {
+            return Err(MigrationError::Cancelled.into());
+        }
+        Ok(())
+    }
+
+    /// Tells how the migration gets on.
+    fn report(&mut self) {
+        let counts = self.session.counts();
+        let now = Instant::now();
+        let (last, before) = self.last_report;
+        let seconds = (now - last).as_secs_f64();
+        let per_second = |count: u64| {
+            if seconds > 0.0 {
+                to_f64(count) / seconds
+            } else {
+                0.0
+            }
+        };
+        let new = counts.since(before);
+        let pages_per_second = per_second(new.normal_pages + new.zero_pages);
+        let remaining_pages = self.session.ram.pending();
+        let time_left = (pages_per_second > 0.0)
+            .then(|| Duration::try_from_secs_f64(to_f64(remaining_pages) / pages_per_second).ok())
+            .flatten();
+        (self.on_progress)(&Progress {
+            status: self.session.control.status(),
+            round: self.round,
+            total_bytes: self.session.ram.total_bytes(),
+            remaining_bytes: remaining_pages * PAGE_SIZE as u64,
+            transferred_bytes: counts.transferred_bytes,
+            bytes_per_second: per_second(new.transferred_bytes),
+            pages_per_second,
+            dirty_pages_per_second: self.estimator.dirty_pages_per_second(),
+            elapsed: self.started.elapsed(),
+            time_left,
+            stalled: self.estimator.is_stalled(),
+        });
+        self.last_report = (now, counts);
+    }
+
+    /// Ends the migration's threads and connections; after a failure, gives the guest back first.
+    fn wind_up(&mut self, outcome: Result<Measured, Ended>) -> Result<Measured, MigrationError> {
+        let session = self.session;
+        let measured = match outcome {
+            Ok(measured) => {
+                session.gate.start(Job::Exit);
+                session.shut_down();
+                // The guest is gone from here; its log only costs.
+                let _ = session.guest.stop_dirty_log();
+                return Ok(measured);
+            }
+            Err(Ended::Here(error)) => Err(error),
+            Err(Ended::Elsewhere) => Ok(()),
+        };
+        let in_doubt = matches!(measured, Err(MigrationError::InDoubt));
+        if let Err(error) = measured {
+            session.fail(error);
+        }
+        let restored = if in_doubt { Ok(()) } else { self.give_back() };
+        let deadline = Instant::now() + LAST_WORDS;
+        while let Ok(answer) = self
+            .answers
+            .recv_timeout(deadline.saturating_duration_since(Instant::now()))
+        {
+            if matches!(answer, Answer::Gone | Answer::Lost) {
+                break;
+            }
+        }
+        session.shut_down();
+        restored?;
+        Err(session.take_failure().unwrap_or(MigrationError::Cancelled))
+    }
+
+    /// Makes the guest run here again, as if nothing had been.
+    fn give_back(&self) -> Result<(), MigrationError> {
+        let stopped = self.session.guest.stop_dirty_log();
+        if self.guest_was_stopped {
+            self.session.guest.resume()?;
+        }
+        Ok(stopped?)
+    }
+}
+
+/// Why the phases of a migration were left.
+enum Ended {
+    /// The migration thread found this.
+    Here(MigrationError),
+    /// Another thread did, and has stored it.
+    Elsewhere,
+}
+
+impl From<MigrationError> for Ended {
+    fn from(error: MigrationError) -> Self {
+        Self::Here(error)
+    }
+}
+
+impl From<GuestError> for Ended {
+    fn from(error: GuestError) -> Self {
+        Self::Here(error.into())
+    }
+}

@@ -1,0 +1,158 @@
+//! What the threads of one outgoing migration share, and how any of them ends it.
+
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use hotlift_wire::multifd::Method;
+
+use super::gate::Gate;
+use super::ram::RamState;
+use crate::control::Control;
+use crate::error::MigrationError;
+use crate::figures::{Counters, Counts, ThreadTimes};
+use crate::guest::Guest;
+use crate::options::Options;
+use crate::pacing::Pacer;
+use crate::transport::Stream;
+
+/// The connections of one migration.
+pub(super) struct Connections {
+    pub main: Stream,
+    pub multifd: Vec<Stream>,
+}
+
+/// One outgoing migration.
+pub(super) struct Session<'a> {
+    pub guest: &'a dyn Guest,
+    pub options: &'a Options,
+    pub control: Control,
+    /// The wire's number of `options.multifd_compression`.
+    pub method: Method,
+    pub connections: Connections,
+    pub ram: RamState<'a>,
+    pub gate: Gate,
+    pub pacer: Pacer,
+    /// One a channel, and the last for the main channel.
+    pub counters: Vec<Counters>,
+    /// QEMU's `packet_num`: over all channels, SYNC packets included.
+    pub packet_num: AtomicU64,
+    /// CPU time of the threads that have ended.
+    pub threads: ThreadTimes,
+    failure: Mutex<Option<MigrationError>>,
+    committed: AtomicBool,
+}
+
+impl<'a> Session<'a> {
+    pub(super) fn new(
+        guest: &'a dyn Guest,
+        options: &'a Options,
+        control: Control,
+        method: Method,
+        connections: Connections,
+    ) -> Self {
+        let channels = connections.multifd.len();
+        Self {
+            guest,
+            options,
+            control,
+            method,
+            ram: RamState::new(guest),
+            gate: Gate::new(channels),
+            pacer: Pacer::new(options.max_bandwidth),
+            counters: (0..=channels).map(|_| Counters::default()).collect(),
+            connections,
+            packet_num: AtomicU64::new(0),
+            threads: ThreadTimes::default(),
+            failure: Mutex::new(None),
+            committed: AtomicBool::new(false),
+        }
+    }
+
+    /// Counters of the main channel.
+    pub(super) fn main_counters(&self) -> &Counters {
+        &self.counters[self.counters.len() - 1]
+    }
+
+    /// All counters together.
+    pub(super) fn counts(&self) -> Counts {
+        self.counters.iter().map(Counters::read).sum()
+    }
+
+    /// Keeps `error` if it is the first, and ends every thread's waiting. What the other side has to
+    /// say about the failure can still be read from the main channel.
+    pub(super) fn fail(&self, error: MigrationError) {
+        {
+            let mut failure = self.lock_failure();
+            if failure.is_none() {
+                *failure = Some(error);
+            }
+        }
+        self.control.stop();
+        self.gate.break_up();
+        self.ram.abandon();
+        for stream in &self.connections.multifd {
+            stream.shutdown(Shutdown::Both);
+        }
+        self.connections.main.shutdown(Shutdown::Write);
+    }
+
+    /// Puts what the destination said in place of what its going away looked like from here.
+    pub(super) fn explain(&self, error: MigrationError) {
+        let mut failure = self.lock_failure();
+        let is_symptom = failure.as_ref().is_none_or(|first| {
+            matches!(
+                first,
+                MigrationError::Connection { .. } | MigrationError::Closed { .. }
+            )
+        });
+        if is_symptom {
+            *failure = Some(error);
+        }
+    }
+
+    /// Takes the error that ended the migration, if one has.
+    pub(super) fn take_failure(&self) -> Option<MigrationError> {
+        self.lock_failure().take()
+    }
+
+    /// Whether something has gone wrong.
+    pub(super) fn has_failed(&self) -> bool {
+        self.lock_failure().is_some()
+    }
+
+    fn lock_failure(&self) -> std::sync::MutexGuard<'_, Option<MigrationError>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The point of no return: from here on the guest is the destination's, and no cut connection
+    /// may bring it back to life here. Fails if the migration has failed or was cancelled.
+    pub(super) fn commit(&self) -> Result<(), MigrationError> {
+        let mut failure = self.lock_failure();
+        if let Some(error) = failure.take() {
+            return Err(error);
+        }
+        if self.control.is_cancelled() {
+            return Err(MigrationError::Cancelled);
+        }
+        self.committed.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// True after [`Session::commit`].
+    pub(super) fn is_committed(&self) -> bool {
+        self.committed.load(Ordering::Acquire)
+    }
+
+    /// Closes every connection in both directions.
+    pub(super) fn shut_down(&self) {
+        for stream in self.streams() {
+            stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// All connections, the main channel first.
+    pub(super) fn streams(&self) -> impl Iterator<Item = &Stream> {
+        std::iter::once(&self.connections.main).chain(&self.connections.multifd)
+    }
+}

@@ -1,0 +1,404 @@
+//! Byte streams between two hosts: QEMU's URI forms, one file a transport.
+//!
+//! A migration opens N + 1 connections to one address: the main channel and N multifd channels.
+//! They are plain blocking sockets; a thread that is blocked in one is set free by
+//! [`Stream::shutdown`] from any other thread, which is how cancel and failure work.
+
+mod tcp;
+mod unix;
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+/// Why an address could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TransportError {
+    /// The part before the first colon is no transport that carries multifd channels.
+    #[error("unknown migration protocol in '{uri}': expected one of {known}")]
+    UnknownScheme {
+        /// The URI as given.
+        uri: String,
+        /// The forms that are understood.
+        known: String,
+    },
+    /// The part after the scheme does not parse.
+    #[error("error parsing address '{address}': expected {expected}")]
+    BadAddress {
+        /// The part after the scheme.
+        address: String,
+        /// The form that was expected.
+        expected: &'static str,
+    },
+    /// Connecting failed.
+    #[error("failed to connect to '{uri}'")]
+    Connect {
+        /// The URI as given.
+        uri: String,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// Listening failed.
+    #[error("failed to listen on '{uri}'")]
+    Listen {
+        /// The URI as given.
+        uri: String,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// One kind of address.
+trait Transport: Sync {
+    /// The URI's first part, without the colon.
+    fn scheme(&self) -> &'static str;
+    /// The form of its addresses, for messages.
+    fn form(&self) -> &'static str;
+    /// Parses what follows the scheme.
+    fn parse(&self, rest: &str) -> Option<Address>;
+}
+
+/// All transports.
+static TRANSPORTS: &[&dyn Transport] = &[&tcp::Tcp, &unix::Unix];
+
+/// A parsed migration URI.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Address {
+    /// `tcp:HOST:PORT`; HOST may be empty (any address) or an IPv6 address in brackets.
+    Tcp {
+        /// Name or address; empty for all of this host's.
+        host: String,
+        /// Port; 0 lets the system choose when listening.
+        port: u16,
+    },
+    /// `unix:PATH`.
+    Unix {
+        /// The socket's path.
+        path: std::path::PathBuf,
+    },
+}
+
+impl std::str::FromStr for Address {
+    type Err = TransportError;
+
+    fn from_str(uri: &str) -> Result<Self, TransportError> {
+        let known = || {
+            TRANSPORTS
+                .iter()
+                .map(|transport| transport.form())
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        let unknown = || TransportError::UnknownScheme {
+            uri: uri.to_owned(),
+            known: known(),
+        };
+        let (scheme, rest) = uri.split_once(':').ok_or_else(unknown)?;
+        let transport = TRANSPORTS
+            .iter()
+            .find(|transport| transport.scheme() == scheme)
+            .ok_or_else(unknown)?;
+        transport
+            .parse(rest)
+            .ok_or_else(|| TransportError::BadAddress {
+                address: rest.to_owned(),
+                expected: transport.form(),
+            })
+    }
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
+            Self::Unix { path } => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+impl Address {
+    /// Opens one connection.
+    ///
+    /// # Errors
+    /// [`TransportError::Connect`] with the system's reason.
+    pub fn connect(&self) -> Result<Stream, TransportError> {
+        let connected = match self {
+            Self::Tcp { host, port } => tcp::connect(host, *port),
+            Self::Unix { path } => unix::connect(path),
+        };
+        connected.map_err(|source| TransportError::Connect {
+            uri: self.to_string(),
+            source,
+        })
+    }
+
+    /// Starts to listen.
+    ///
+    /// # Errors
+    /// [`TransportError::Listen`] with the system's reason.
+    pub fn listen(&self) -> Result<Listener, TransportError> {
+        let listening = match self {
+            Self::Tcp { host, port } => tcp::listen(host, *port),
+            Self::Unix { path } => unix::listen(path),
+        };
+        listening.map_err(|source| TransportError::Listen {
+            uri: self.to_string(),
+            source,
+        })
+    }
+}
+
+/// A socket that accepts the connections of one migration.
+#[derive(Debug)]
+pub enum Listener {
+    /// On TCP.
+    Tcp(std::net::TcpListener),
+    /// On a UNIX socket, whose file goes when the listener does.
+    Unix(unix::UnixSocketFile),
+}
+
+impl Listener {
+    /// The address that a source connects to (with the port that the system chose).
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn address(&self) -> io::Result<Address> {
+        Ok(match self {
+            Self::Tcp(listener) => {
+                let local = listener.local_addr()?;
+                let ip = local.ip();
+                let host = if ip.is_unspecified() {
+                    String::new()
+                } else {
+                    ip.to_string()
+                };
+                Address::Tcp {
+                    host,
+                    port: local.port(),
+                }
+            }
+            Self::Unix(file) => Address::Unix {
+                path: file.path().to_owned(),
+            },
+        })
+    }
+
+    /// Accepts a connection, or returns `None` if there was none within `timeout`.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn accept(&self, timeout: Duration) -> io::Result<Option<Stream>> {
+        let fd = match self {
+            Self::Tcp(listener) => listener.as_fd(),
+            Self::Unix(file) => file.listener().as_fd(),
+        };
+        if !wait_readable(fd, timeout)? {
+            return Ok(None);
+        }
+        Ok(Some(match self {
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nodelay(true)?;
+                Stream::Tcp(stream)
+            }
+            Self::Unix(file) => Stream::Unix(file.listener().accept()?.0),
+        }))
+    }
+}
+
+/// Waits until `fd` has something to read (or has ended); false if nothing came within `timeout`.
+pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> {
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let timeout = Timespec {
+        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: timeout.subsec_nanos().into(),
+    };
+    match rustix::event::poll(&mut fds, Some(&timeout)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// One connection.
+#[derive(Debug)]
+pub enum Stream {
+    /// Over TCP.
+    Tcp(TcpStream),
+    /// Over a UNIX socket.
+    Unix(UnixStream),
+}
+
+impl Stream {
+    /// Ends one or both directions; threads blocked in them return.
+    pub fn shutdown(&self, how: Shutdown) {
+        // A socket that the peer has closed already answers ENOTCONN: it is as shut as asked for.
+        let _ = match self {
+            Self::Tcp(stream) => stream.shutdown(how),
+            Self::Unix(stream) => stream.shutdown(how),
+        };
+    }
+
+    /// Bounds how long a read may wait; `None` for ever.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_read_timeout(timeout),
+            Self::Unix(stream) => stream.set_read_timeout(timeout),
+        }
+    }
+
+    /// Reads what there is into `buffer`, waiting for at least a byte; 0 at end of stream.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn read_some(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut stream = self;
+        loop {
+            match stream.read(buffer) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// Looks at the first bytes without taking them; fewer than asked for at end of stream.
+    ///
+    /// # Errors
+    /// The system's reason, `WouldBlock` when the read timeout passes.
+    pub fn peek(&self, into: &mut [u8]) -> io::Result<usize> {
+        use rustix::net::{RecvFlags, recv};
+        let (_, length) = rustix::io::retry_on_intr(|| {
+            recv(
+                self.as_fd(),
+                &mut *into,
+                RecvFlags::PEEK | RecvFlags::WAITALL,
+            )
+        })?;
+        Ok(length.min(into.len()))
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl Read for &Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Stream::Tcp(stream) => (&*stream).read(buffer),
+            Stream::Unix(stream) => (&*stream).read(buffer),
+        }
+    }
+}
+
+impl Write for &Stream {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        match self {
+            Stream::Tcp(stream) => (&*stream).write(buffer),
+            Stream::Unix(stream) => (&*stream).write(buffer),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn qemu_uri_forms_parse_and_print_back() {
+        for uri in [
+            "tcp:127.0.0.1:4444",
+            "tcp:[::1]:4444",
+            "tcp::0",
+            "tcp:host.example:1",
+            "unix:/run/hotlift.sock",
+        ] {
+            assert_eq!(uri.parse::<Address>().unwrap().to_string(), uri);
+        }
+    }
+
+    #[test]
+    fn a_bad_address_is_refused_with_the_form_that_was_expected() {
+        for uri in [
+            "tcp:4444",
+            "tcp:host:",
+            "tcp:host:70000",
+            "tcp:[::1:44",
+            "unix:",
+        ] {
+            let error = uri.parse::<Address>().unwrap_err();
+            assert!(
+                matches!(error, TransportError::BadAddress { .. }),
+                "{uri}: {error}"
+            );
+        }
+        for uri in ["rdma:host:1", "host", "", "exec:cat", "fd:4"] {
+            let error = uri.parse::<Address>().unwrap_err();
+            assert!(
+                matches!(error, TransportError::UnknownScheme { .. }),
+                "{uri}: {error}"
+            );
+            assert!(error.to_string().contains("tcp:HOST:PORT"));
+        }
+    }
+
+    #[test]
+    fn every_transport_carries_bytes_both_ways_and_is_unblocked_by_shutdown() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("s");
+        for address in [
+            "tcp:127.0.0.1:0".to_owned(),
+            format!("unix:{}", socket.display()),
+        ] {
+            let listener = address.parse::<Address>().unwrap().listen().unwrap();
+            let ours = listener.address().unwrap().connect().unwrap();
+            let theirs = listener.accept(Duration::from_secs(10)).unwrap().unwrap();
+            (&ours).write_all(b"QEVM").unwrap();
+            let mut peeked = [0; 4];
+            assert_eq!(theirs.peek(&mut peeked).unwrap(), 4);
+            let mut read = [0; 4];
+            (&theirs).read_exact(&mut read).unwrap();
+            assert_eq!((peeked, read), (*b"QEVM", *b"QEVM"));
+            std::thread::scope(|scope| {
+                let blocked = scope.spawn(|| (&theirs).read(&mut [0; 1]));
+                theirs.shutdown(Shutdown::Both);
+                assert_eq!(blocked.join().unwrap().unwrap(), 0);
+            });
+        }
+    }
+
+    #[test]
+    fn a_unix_socket_file_goes_with_its_listener_and_a_stale_one_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let address = Address::Unix { path: path.clone() };
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+        assert!(path.exists(), "a dropped std listener leaves its file");
+        let listener = address.listen().unwrap();
+        assert!(
+            address.listen().is_err(),
+            "an address in use is not taken over"
+        );
+        drop(listener);
+        assert!(!path.exists());
+    }
+}
