@@ -269,6 +269,16 @@ fn a_device_is_announced_once_and_bounded() {
         fault(after_configuration(), &twice),
         WireError::DuplicateSection { id: 1, .. }
     );
+    let mut other_device = twice.clone();
+    other_device[whole.len() + 12] = 1;
+    assert_fault!(
+        fault(after_configuration(), &other_device),
+        WireError::DuplicateSection {
+            id: 1,
+            instance_id: 1,
+            ..
+        }
+    );
     let mut renumbered = twice;
     renumbered[whole.len() + 4] = 2;
     assert_fault!(

@@ -125,9 +125,12 @@ impl PacketWriter {
         padding.fill(0);
 
         let (entries, _) = self.header[OFFSETS..].as_chunks_mut::<8>();
-        let (used, unused) = entries.split_at_mut(pages);
-        for (entry, offset) in used.iter_mut().zip(fields.normal.iter().chain(fields.zero)) {
-            *entry = offset.to_be_bytes();
+        let (normal, rest) = entries.split_at_mut(fields.normal.len());
+        let (zero, unused) = rest.split_at_mut(fields.zero.len());
+        for (entries, offsets) in [(normal, fields.normal), (zero, fields.zero)] {
+            for (entry, offset) in entries.iter_mut().zip(offsets) {
+                *entry = offset.to_be_bytes();
+            }
         }
         unused.as_flattened_mut().fill(0);
 
@@ -226,13 +229,11 @@ impl PacketHeader {
             let length = name.iter().position(|&byte| byte == 0);
             let name = &name[..length.ok_or(over("RAM block name", NAME_LEN - 1, NAME_LEN))?];
             self.block = block::find(blocks, name, self.block)?;
-            let block = &blocks[self.block];
             let (entries, _) = header[OFFSETS..].as_chunks::<8>();
-            for entry in &entries[..normal + zero] {
-                let offset = u64::from_be_bytes(*entry);
-                block.check_page(offset, rules.layout.page_size())?;
-                self.offsets.push(offset);
-            }
+            let used = entries[..normal + zero].iter();
+            self.offsets
+                .extend(used.map(|&entry| u64::from_be_bytes(entry)));
+            blocks[self.block].check_pages(&self.offsets, rules.layout.page_size())?;
         }
         self.sync = flags & FLAG_SYNC != 0;
         self.method = method;
