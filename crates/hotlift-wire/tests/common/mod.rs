@@ -1,5 +1,6 @@
 //! Recorded streams, and a reader that runs a decoder over a whole main channel.
-#![allow(dead_code)]
+// Each test binary uses its own part of this.
+#![allow(dead_code, unused_imports, unused_macros)]
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -69,3 +70,12 @@ pub fn blocks(main: &[u8]) -> Vec<RamBlockEntry> {
     events(&mut decoder, main).expect("a recorded stream");
     decoder.blocks().to_vec()
 }
+
+/// Asserts that an error is the one that names this fault.
+macro_rules! assert_fault {
+    ($fault:expr, $pattern:pat $(if $guard:expr)?) => {
+        let fault = $fault;
+        assert!(matches!(&fault, $pattern $(if $guard)?), "{fault:?}");
+    };
+}
+pub(crate) use assert_fault;
