@@ -40,6 +40,8 @@ pub struct Verified {
     pub pages_untouched: u64,
     /// Writes of all vCPUs whose traces were worked out and found.
     pub writes_replayed: u64,
+    /// Writes that vCPUs were stopped in the middle of; each is there as far as it had come.
+    pub writes_under_way: u64,
 }
 
 /// A guest's memory and its vCPUs' state do not agree.
@@ -382,6 +384,10 @@ pub(crate) fn verify(
             + (table.end - table.start) / to_u64(PAGE_SIZE),
         pages_untouched,
         writes_replayed: positions.iter().map(|position| position.writes).sum(),
+        writes_under_way: positions
+            .iter()
+            .map(|position| u64::from(position.stores > 0))
+            .sum(),
     })
 }
 

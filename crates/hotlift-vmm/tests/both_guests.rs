@@ -6,7 +6,7 @@ use hotlift::guest::DeviceState;
 use hotlift_mem::{Backing, DirtyBitmap, PAGE_SIZE, RamBlock};
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::verify::VerifyError;
-use hotlift_vmm::workload::Workload;
+use hotlift_vmm::workload::{Pace, Workload};
 use hotlift_vmm::{BuiltinGuest, GuestKind, GuestSettings, best_kind, create};
 
 /// The guests that this machine can run; says which it cannot.
@@ -176,6 +176,48 @@ fn a_moved_guest_goes_on_where_it_stopped() {
     }
 }
 
+/// As fast as it can, so that most stops are in the middle of something.
+#[test]
+fn a_guest_stopped_in_the_middle_of_a_write_is_checked_exactly() {
+    for kind in kinds() {
+        let settings = GuestSettings {
+            ram_bytes: 8 << 20,
+            working_set: Some(1 << 20),
+            rate: Pace::MAX_RATE,
+            ..settings(1, Workload::Random)
+        };
+        let mut from = create(kind, &settings).unwrap();
+        from.start().unwrap();
+        let mut under_way = 0;
+        // The threads guest stops between writes only.
+        let stops = if kind == GuestKind::Kvm { 400 } else { 3 };
+        for _ in 0..stops {
+            if under_way > 2 {
+                break;
+            }
+            from.pause().unwrap();
+            let verified = from.verify().unwrap();
+            if verified.writes_under_way > 0 {
+                under_way += 1;
+                // The other side finishes the write.
+                let to = create(kind, &settings).unwrap();
+                copy_pages(&*from, &*to, &every_page(&*from));
+                to.load_devices(from.save_devices().unwrap()).unwrap();
+                let there = to.verify().unwrap();
+                assert_eq!(there.writes_under_way, verified.writes_under_way);
+                assert_eq!(there.writes_replayed, verified.writes_replayed);
+                from = to;
+            }
+            from.resume().unwrap();
+        }
+        from.pause().unwrap();
+        from.verify().unwrap();
+        if kind == GuestKind::Kvm {
+            assert!(under_way > 0, "no stop was in the middle of a write");
+        }
+    }
+}
+
 #[test]
 fn a_destination_takes_over_the_workload_of_its_source() {
     for kind in kinds() {
@@ -200,17 +242,18 @@ fn a_destination_takes_over_the_workload_of_its_source() {
     }
 }
 
+/// A guest and its copy, both paused and equal.
+struct Copied {
+    _source: Box<dyn BuiltinGuest>,
+    to: Box<dyn BuiltinGuest>,
+    /// Pages of the last dirty log.
+    dirty: Vec<usize>,
+    /// The copy's RAM before they were copied.
+    before: Vec<u8>,
+}
+
 /// Copies a guest after some writes, lets it write on, and then copies the pages of the dirty log.
-/// Returns the two guests, both paused and equal, the pages written last, and RAM before that.
-fn copied_by_dirty_log(
-    kind: GuestKind,
-    workload: Workload,
-) -> (
-    Box<dyn BuiltinGuest>,
-    Box<dyn BuiltinGuest>,
-    Vec<usize>,
-    Vec<u8>,
-) {
+fn copied_by_dirty_log(kind: GuestKind, workload: Workload) -> Copied {
     let settings = settings(2, workload);
     let source = started(kind, &settings);
     let_write(&*source, 3000);
@@ -226,14 +269,24 @@ fn copied_by_dirty_log(
     let dirty = take_dirty(&*source);
     copy_pages(&*source, &*to, &dirty);
     to.load_devices(source.save_devices().unwrap()).unwrap();
-    (source, to, dirty, before)
+    Copied {
+        _source: source,
+        to,
+        dirty,
+        before,
+    }
 }
 
 #[test]
 fn a_dropped_dirty_page_is_found() {
     for kind in kinds() {
         for workload in [Workload::Random, Workload::Sequential, Workload::Hotset] {
-            let (_source, to, dirty, before) = copied_by_dirty_log(kind, workload);
+            let Copied {
+                _source,
+                to,
+                dirty,
+                before,
+            } = copied_by_dirty_log(kind, workload);
             to.verify().unwrap();
             let old = |page: usize| &before[page * PAGE_SIZE..(page + 1) * PAGE_SIZE];
             let table = usize::try_from(to.layout().table().start).unwrap() / PAGE_SIZE;

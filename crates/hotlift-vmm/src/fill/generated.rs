@@ -2,10 +2,10 @@
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::bytes::{low_u8, low_u32, reduce, to_u64, to_usize};
+use crate::bytes::{low_u8, low_u32, reduce, to_usize};
 use crate::workload::nth;
 
-/// Words of the text pages, the common ones first: a word is drawn by the square of an even number.
+/// Words of the text pages, the common ones first.
 const WORDS: [&str; 48] = [
     "the",
     "of",
@@ -93,51 +93,57 @@ impl Numbers {
     fn below(&mut self, bound: u64) -> u64 {
         reduce(self.next(), bound)
     }
-
-    /// One of `0..bound`, small ones more often.
-    fn low_below(&mut self, bound: usize) -> usize {
-        let random = self.next();
-        let small = reduce(random << 32, to_u64(bound)).min(reduce(random, to_u64(bound)));
-        to_usize(small)
-    }
 }
 
+/// One of `0..64` from twelve random bits, small ones more often.
+fn low_of_64(bits: u64) -> usize {
+    to_usize((bits & 63).min(bits >> 6 & 63))
+}
+
+/// Words, each followed by a space, now and then a number. Five choices from each random number.
 fn text(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     let mut at = 0;
     while at < PAGE_SIZE {
-        let number;
-        let word = if random.below(16) == 0 {
-            number = random.below(100_000).to_string();
-            number.as_str()
-        } else {
-            WORDS[random.low_below(WORDS.len())]
-        };
-        for byte in word.bytes().chain([b' ']).take(PAGE_SIZE - at) {
-            page[at] = byte;
-            at += 1;
+        let bits = random.next();
+        for choice in 0..5 {
+            at = match WORDS.get(low_of_64(bits >> (12 * choice))) {
+                Some(word) => put(page, at, word.as_bytes()),
+                None => put(page, at, (bits & 0xffff).to_string().as_bytes()),
+            };
+            at = put(page, at, b" ");
         }
     }
 }
 
-/// Short stretches that return (call sequences, prologues) between drawn opcodes.
+/// Code as drawn opcodes with mostly empty operands, and stretches that return (call sequences,
+/// prologues).
 fn code(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
     let mut at = 0;
     while at < PAGE_SIZE {
-        let back = random.low_below(512);
-        if back > 8 && back <= at && random.below(4) == 0 {
-            let run = (4 + to_usize(random.below(8)))
-                .min(PAGE_SIZE - at)
-                .min(back);
+        let bits = random.next();
+        let back = to_usize(bits >> 48 & 511);
+        if bits >> 60 < 8 && (8..=at).contains(&back) {
+            let run = (6 + to_usize(bits & 15)).min(PAGE_SIZE - at).min(back);
             page.copy_within(at - back..at - back + run, at);
             at += run;
-        } else if random.below(8) == 0 {
-            page[at] = low_u8(random.next());
-            at += 1;
         } else {
-            page[at] = CODE[random.low_below(CODE.len())];
-            at += 1;
+            let opcode = |choice: u32| CODE[low_of_64(bits >> (12 * choice)) / 2];
+            let operand = if bits >> 60 > 12 {
+                low_u8(bits >> 40)
+            } else {
+                0
+            };
+            at = put(page, at, &[opcode(0), opcode(1), opcode(2), operand]);
         }
     }
+}
+
+/// Writes as much of `bytes` at `at` as there is room for; returns where it ends.
+fn put(page: &mut [u8; PAGE_SIZE], at: usize, bytes: &[u8]) -> usize {
+    let room = &mut page[at..];
+    let len = bytes.len().min(room.len());
+    room[..len].copy_from_slice(&bytes[..len]);
+    at + len
 }
 
 /// Objects of one size: pointers to one arena, counters, and empty fields.
