@@ -12,13 +12,13 @@ def version(binary):
     return subprocess.run([binary, "--version"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def command(case, image, binary, channels, json_file):
+def command(case, image, binary, channels, json_file, flags=()):
     return [
         binary, "demo", "--guest", "threads", "--workload", "idle",
         "--ram", f"{case.ram_bytes >> 30}G", *_fill(case, image),
         "--method", case.method, *(["--level", str(case.level)] if case.level is not None else []),
         "--channels", str(channels), "--zero-page-detection", "multifd", "--max-bandwidth", "0",
-        "--json", str(json_file),
+        "--json", str(json_file), *flags,
     ]
 
 
@@ -31,14 +31,14 @@ def _fill(case, image):
     return ["--zero-share", "1"]
 
 
-def run(case, image, binary, warm, channels=2, wrapper=()):
+def run(case, image, binary, warm, channels=2, wrapper=(), flags=()):
     """One migration; returns the run as `--json` tells it, with the command line.
 
     `warm` (machine.WarmMemory) feeds the destination. `wrapper` is a command that runs the command, such as a profiler.
     """
     with tempfile.TemporaryDirectory(prefix="hotlift-bench-") as folder:
         out = Path(folder) / "runs.json"
-        argv = command(case, image, binary, channels, out)
+        argv = command(case, image, binary, channels, out, flags)
         with open(Path(folder) / "output", "w+") as output:
             process = subprocess.Popen([*wrapper, *argv], stdout=output, stderr=subprocess.STDOUT)
             warm.follow(lambda: _second_largest(process.pid))

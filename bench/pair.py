@@ -43,6 +43,8 @@ def add_common_arguments(parser):
     parser.add_argument("--channels", type=int, default=2)
     parser.add_argument("--accel", default="kvm" if os.access("/dev/kvm", os.W_OK) else "tcg")
     parser.add_argument("--qemu", metavar="BINARY", help="default: what scripts/qemu-10.0 fetches")
+    parser.add_argument("--hotlift-flag", metavar="FLAG", action="append", default=[],
+                        help="a further flag of hotlift demo, such as --zero-copy-send=off; repeatable")
     parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/release/hotlift"))
     parser.add_argument("--corpus", metavar="FOLDER", default="/work/shared/silesia", help=".zst files")
     parser.add_argument("--fill-image", metavar="FILE",
@@ -89,7 +91,8 @@ def runners(args, image):
         sides["qemu"] = (qemu.version(binary), lambda case, warm: qemu.run(case, image, binary, warm, args.accel, args.channels))
     if args.only != "qemu":
         version = hotlift.version(args.hotlift)
-        sides["hotlift"] = (version, lambda case, warm: hotlift.run(case, image, args.hotlift, warm, args.channels))
+        sides["hotlift"] = (version, lambda case, warm: hotlift.run(
+            case, image, args.hotlift, warm, args.channels, flags=args.hotlift_flag))
     return sides
 
 

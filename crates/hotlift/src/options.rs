@@ -34,6 +34,8 @@ pub struct Options {
     pub downtime_limit: Duration,
     /// Where zero pages are looked for.
     pub zero_page_detection: ZeroPageDetection,
+    /// Whether method none sends guest pages by reference instead of copying them into the socket.
+    pub zero_copy_send: bool,
     /// Whether the destination populates its RAM before the first page arrives.
     pub mem_prealloc: bool,
     /// How long a started handshake or a silent peer is waited for.
@@ -50,6 +52,7 @@ impl Default for Options {
             max_bandwidth: 128 << 20,
             downtime_limit: Duration::from_millis(300),
             zero_page_detection: ZeroPageDetection::Multifd,
+            zero_copy_send: false,
             mem_prealloc: false,
             handshake_timeout: Duration::from_secs(30),
         }
@@ -238,6 +241,19 @@ pub static OPTIONS: &[OptionInfo] = &[
         store: |options, value| {
             if let Checked::ZeroPages(mode) = value {
                 options.zero_page_detection = mode;
+            }
+        },
+    },
+    OptionInfo {
+        name: "zero-copy-send",
+        alias: None,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        help: "Send pages of method none by reference (vmsplice), not by copy",
+        store: |options, value| {
+            if let Checked::Switch(on) = value {
+                options.zero_copy_send = on;
             }
         },
     },

@@ -8,13 +8,15 @@
 //! ```
 //!
 //! A page is copied before it is encoded, since a codec that sees its input change may write a
-//! stream that does not decode. With method none the kernel reads guest memory; a page that the
-//! guest tears meanwhile is dirty again by that very write, and is sent once more.
+//! stream that does not decode. With method none the kernel reads guest memory, and with
+//! `zero-copy-send` it does so as late as the destination reads the socket; a page that the guest
+//! changes meanwhile is dirty again by that very write, and is sent once more. Nothing is left in a
+//! socket when the guest is handed over: the destination has answered for all of it by then.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
-use hotlift_mem::sock::{self, IoScratch};
+use hotlift_mem::sock::{self, IoScratch, Splicer};
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::Encode;
 use hotlift_wire::multifd::{Method, PacketFields, PacketLayout, PacketWriter, ZeroPageDetection};
@@ -47,6 +49,8 @@ pub(super) struct ChannelSender<'a> {
     /// Headers on their way; the last may be followed by a payload.
     headers: Vec<u8>,
     scratch: IoScratch,
+    /// Sends guest pages by reference, with method none.
+    splicer: Option<Splicer>,
     dirty_words: Vec<u64>,
     untouched_words: Vec<u64>,
 }
@@ -77,6 +81,10 @@ impl<'a> ChannelSender<'a> {
             id,
             stream,
             writer: PacketWriter::new(layout, method, true),
+            // A pipe may be refused (`pipe-user-pages-soft`); copying always works.
+            splicer: (encoder.is_none() && session.options.zero_copy_send)
+                .then(|| Splicer::new().ok())
+                .flatten(),
             pages: vec![
                 0;
                 if encoder.is_some() {
@@ -232,7 +240,9 @@ impl<'a> ChannelSender<'a> {
         let bytes = self.headers.len() + payload_len;
         self.session.pacer.wait(bytes, &self.session.control);
         let fd = self.stream.as_fd();
-        let sent = if self.encoder.is_none() {
+        let sent = if let Some(splicer) = self.splicer.as_mut().filter(|_| payload_len > 0) {
+            splicer.send(fd, &self.headers, &self.runs)
+        } else if self.encoder.is_none() {
             sock::send(fd, &self.headers, &self.runs, &mut self.scratch)
         } else {
             sock::send_parts(fd, &[&self.headers, &self.payload], &mut self.scratch)

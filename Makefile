@@ -1,0 +1,37 @@
+# make demo    builds, and live-migrates the built-in guest with each method
+# make test    installs what the tests need, and runs all of them
+# make bench   measures beside QEMU 10.0 (root; some minutes)
+
+# A C compiler and binutils build the codecs and the guest program; ISA-L is the fastest deflate, and is
+# opened at run time.
+BUILD_PACKAGES = gcc libc6-dev binutils libisal2
+# The guest program is tried under Debian's QEMU, and the layout of ISA-L's structs against its header.
+TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3
+BENCH_PACKAGES = $(BUILD_PACKAGES) python3 zstd
+
+.PHONY: demo build test fmt lint unit bench
+
+demo: build
+	target/release/hotlift demo
+
+build:
+	@scripts/install-packages $(BUILD_PACKAGES)
+	cargo build --release --locked
+
+test:
+	@scripts/install-packages $(TEST_PACKAGES)
+	$(MAKE) --no-print-directory fmt lint unit
+
+fmt:
+	cargo fmt --all --check
+
+lint:
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
+
+unit:
+	cargo test --workspace --locked
+
+bench: build
+	@scripts/install-packages $(BENCH_PACKAGES)
+	python3 bench/pair.py
