@@ -52,15 +52,16 @@ fn main() -> Result<()> {
         standard()
     };
     let mut results: Vec<Results> = rows.iter().map(|_| Results::default()).collect();
+    let memory: &'static Memory = Box::leak(Box::new(Memory::new(packets.len())?));
     for _ in 0..options.passes {
         let mut codecs = rows
             .iter()
-            .map(|row| (row.make)())
+            .map(|row| (row.make)(memory))
             .collect::<Result<Vec<_>>>()?;
         let mut sums = vec![Sums::default(); rows.len()];
-        for &packet in &packets {
-            for (codec, sum) in codecs.iter_mut().zip(&mut sums) {
-                sum.add(&mut **codec, packet)?;
+        for (i, &packet) in packets.iter().enumerate() {
+            for (k, (codec, sum)) in codecs.iter_mut().zip(&mut sums).enumerate() {
+                sum.add(&mut **codec, packet, i + k * packets.len() / rows.len())?;
             }
         }
         for (result, sum) in results.iter_mut().zip(sums) {
@@ -122,62 +123,84 @@ fn read_folder(folder: &Path) -> Result<Vec<u8>> {
 trait Codec {
     /// The payload's bytes.
     fn encode(&mut self, packet: &[u8]) -> Result<usize>;
-    fn decode(&mut self) -> Result<()>;
-    fn check(&self, packet: &[u8]) -> bool;
+    /// Decodes the last payload to that place in the memory.
+    fn decode(&mut self, place: usize) -> Result<()>;
+    fn check(&mut self, packet: &[u8], place: usize) -> bool;
 }
 
 struct Row {
     name: String,
     /// Row that this one is compared with.
     reference: usize,
-    make: Box<dyn Fn() -> Result<Box<dyn Codec>>>,
+    make: Box<dyn Fn(&'static Memory) -> Result<Box<dyn Codec>>>,
 }
 
 impl Row {
     fn new<C: Codec + 'static>(
         name: impl Into<String>,
         reference: usize,
-        make: impl Fn() -> Result<C> + 'static,
+        make: impl Fn(&'static Memory) -> Result<C> + 'static,
     ) -> Self {
         Self {
             name: name.into(),
             reference,
-            make: Box::new(move || Ok(Box::new(make()?))),
+            make: Box::new(move |memory| Ok(Box::new(make(memory)?))),
         }
     }
 
     fn ours(method: &'static str, level: u8, scattered: bool, reference: usize) -> Self {
         let pages = if scattered { ", scattered pages" } else { "" };
-        Self::new(format!("{method} {level}{pages}"), reference, move || {
-            let method = hotlift_methods::method(method).ok_or("no such method")?;
-            Ours::new((method.encoder)(level)?, (method.decoder)()?, scattered)
-        })
+        Self::new(
+            format!("{method} {level}{pages}"),
+            reference,
+            move |memory| {
+                let method = hotlift_methods::method(method).ok_or("no such method")?;
+                Ok(Ours {
+                    encoder: (method.encoder)(level)?,
+                    decoder: (method.decoder)()?,
+                    payload: Vec::new(),
+                    memory,
+                    stride: if scattered { 2 } else { 1 },
+                    runs: Vec::new(),
+                })
+            },
+        )
     }
 
     fn zlib_by(library: zlib::Library, level: u8, reference: usize) -> Self {
         let name = format!("zlib {level} by {library:?}");
-        Self::new(name, reference, move || {
-            let decoder = METHODS[1].decoder;
-            Ours::new(zlib::encoder_by(library, level)?, decoder()?, false)
+        Self::new(name, reference, move |memory| {
+            Ok(Ours {
+                encoder: zlib::encoder_by(library, level)?,
+                decoder: (METHODS[1].decoder)()?,
+                payload: Vec::new(),
+                memory,
+                stride: 1,
+                runs: Vec::new(),
+            })
         })
     }
 
     fn qemu_zlib(level: u8, reference: usize) -> Self {
-        Self::new(format!("QEMU's zlib {level}"), reference, move || {
-            Ok(QemuZlib {
+        Self::new(format!("QEMU's zlib {level}"), reference, move |memory| {
+            Ok(Qemu {
                 writer: ZlibWriter::new(level, Z_SYNC_FLUSH),
                 reader: ZlibReader::new(),
-                buffers: Buffers::new(),
+                payload: vec![0; PAYLOAD_LIMIT],
+                len: 0,
+                memory,
             })
         })
     }
 
     fn qemu_zstd(level: u8, reference: usize) -> Self {
-        Self::new(format!("QEMU's zstd {level}"), reference, move || {
-            Ok(QemuZstd {
+        Self::new(format!("QEMU's zstd {level}"), reference, move |memory| {
+            Ok(Qemu {
                 writer: ZstdWriter::new(level.into()),
                 reader: ZstdReader::new(),
-                buffers: Buffers::new(),
+                payload: vec![0; PAYLOAD_LIMIT],
+                len: 0,
+                memory,
             })
         })
     }
@@ -223,14 +246,14 @@ struct Sums {
 }
 
 impl Sums {
-    fn add(&mut self, codec: &mut dyn Codec, packet: &[u8]) -> Result<()> {
+    fn add(&mut self, codec: &mut dyn Codec, packet: &[u8], place: usize) -> Result<()> {
         let start = thread_cpu_time();
         self.bytes += black_box(codec.encode(black_box(packet))?);
         let between = thread_cpu_time();
-        codec.decode()?;
+        codec.decode(place)?;
         self.decode += thread_cpu_time() - between;
         self.encode += between - start;
-        if !codec.check(packet) {
+        if !codec.check(packet, place) {
             return Err("a packet differs after decoding".into());
         }
         Ok(())
@@ -273,33 +296,56 @@ fn print(rows: &[Row], results: &[Results], bytes: usize) {
     }
 }
 
-/// A method of the table, decoding to guest memory.
+/// The destination's memory, room for every packet twice, shared by all codecs. Each decodes a packet
+/// to another place than the others do, so that pages are as cold as they are in a migration.
+struct Memory {
+    block: RamBlock,
+    places: usize,
+}
+
+impl Memory {
+    fn new(packets: usize) -> Result<Self> {
+        let block = RamBlock::new("ram", packets * 2 * PACKET, Backing::Private)?;
+        block.populate(0, block.len())?;
+        Ok(Self {
+            block,
+            places: packets,
+        })
+    }
+
+    fn runs<'a>(&'a self, place: usize, stride: usize, runs: &mut Vec<GuestRun<'a>>) -> Result<()> {
+        runs.clear();
+        for page in 0..128 {
+            let offset = place % self.places * 2 * PACKET + page * stride * PAGE_SIZE;
+            runs.push(self.block.run(offset, PAGE_SIZE)?);
+        }
+        Ok(())
+    }
+
+    /// A packet's memory as a slice, for decoders that have no other way.
+    ///
+    /// # Safety
+    ///
+    /// Nothing else may use the place while the slice lives.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn slice(&self, place: usize) -> &mut [u8] {
+        let at = self
+            .block
+            .host_addr()
+            .wrapping_add(place % self.places * 2 * PACKET);
+        // SAFETY: inside the block, mapped for its life; alone by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(at, PACKET) }
+    }
+}
+
+/// A method of the table.
 struct Ours {
     encoder: Box<dyn Encode>,
     decoder: Box<dyn Decode>,
     payload: Vec<u8>,
-    /// Of a block that is leaked: a megabyte a codec and pass, for the life of the benchmark.
+    memory: &'static Memory,
+    stride: usize,
     runs: Vec<GuestRun<'static>>,
-}
-
-impl Ours {
-    fn new(encoder: Box<dyn Encode>, decoder: Box<dyn Decode>, scattered: bool) -> Result<Self> {
-        let block: &'static RamBlock = Box::leak(Box::new(RamBlock::new(
-            "ram",
-            2 * PACKET,
-            Backing::Private,
-        )?));
-        let stride = if scattered { 2 } else { 1 };
-        let runs = (0..128)
-            .map(|page| block.run(page * stride * PAGE_SIZE, PAGE_SIZE))
-            .collect::<std::result::Result<_, _>>()?;
-        Ok(Self {
-            encoder,
-            decoder,
-            payload: Vec::new(),
-            runs,
-        })
-    }
 }
 
 impl Codec for Ours {
@@ -308,11 +354,12 @@ impl Codec for Ours {
         Ok(self.payload.len())
     }
 
-    fn decode(&mut self) -> Result<()> {
+    fn decode(&mut self, place: usize) -> Result<()> {
+        self.memory.runs(place, self.stride, &mut self.runs)?;
         Ok(self.decoder.decode(&self.payload, &self.runs)?)
     }
 
-    fn check(&self, packet: &[u8]) -> bool {
+    fn check(&mut self, packet: &[u8], _place: usize) -> bool {
         let mut page = [0; PAGE_SIZE];
         self.runs
             .iter()
@@ -324,72 +371,61 @@ impl Codec for Ours {
     }
 }
 
-struct Buffers {
+/// zlib or zstd as QEMU calls it.
+struct Qemu<W, R> {
+    writer: W,
+    reader: R,
     payload: Vec<u8>,
     len: usize,
-    pages: Vec<u8>,
+    memory: &'static Memory,
 }
 
-impl Buffers {
-    fn new() -> Self {
-        Self {
-            payload: vec![0; PAYLOAD_LIMIT],
-            len: 0,
-            pages: vec![0; PACKET],
-        }
-    }
-}
-
-struct QemuZlib {
-    writer: ZlibWriter,
-    reader: ZlibReader,
-    buffers: Buffers,
-}
-
-impl Codec for QemuZlib {
+impl<W: Writer, R: Reader> Codec for Qemu<W, R> {
     fn encode(&mut self, packet: &[u8]) -> Result<usize> {
-        let Self {
-            writer, buffers, ..
-        } = self;
-        buffers.len = writer.write(packet, Z_SYNC_FLUSH, &mut buffers.payload);
-        Ok(buffers.len)
+        self.len = self.writer.write_packet(packet, &mut self.payload);
+        Ok(self.len)
     }
 
-    fn decode(&mut self) -> Result<()> {
-        let Self {
-            reader, buffers, ..
-        } = self;
-        Ok(reader.read(&buffers.payload[..buffers.len], &mut buffers.pages)?)
+    fn decode(&mut self, place: usize) -> Result<()> {
+        // SAFETY: the benchmark has one thread, and no other slice lives.
+        let pages = unsafe { self.memory.slice(place) };
+        Ok(self.reader.read_packet(&self.payload[..self.len], pages)?)
     }
 
-    fn check(&self, packet: &[u8]) -> bool {
-        self.buffers.pages == packet
+    fn check(&mut self, packet: &[u8], place: usize) -> bool {
+        // SAFETY: as in `decode`.
+        unsafe { self.memory.slice(place) == packet }
     }
 }
 
-struct QemuZstd {
-    writer: ZstdWriter,
-    reader: ZstdReader,
-    buffers: Buffers,
+trait Writer {
+    fn write_packet(&mut self, packet: &[u8], out: &mut [u8]) -> usize;
 }
 
-impl Codec for QemuZstd {
-    fn encode(&mut self, packet: &[u8]) -> Result<usize> {
-        let Self {
-            writer, buffers, ..
-        } = self;
-        buffers.len = writer.write(packet, ZSTD_e_flush, &mut buffers.payload);
-        Ok(buffers.len)
-    }
+trait Reader {
+    fn read_packet(&mut self, payload: &[u8], pages: &mut [u8]) -> std::result::Result<(), String>;
+}
 
-    fn decode(&mut self) -> Result<()> {
-        let Self {
-            reader, buffers, ..
-        } = self;
-        Ok(reader.read(&buffers.payload[..buffers.len], &mut buffers.pages)?)
+impl Writer for ZlibWriter {
+    fn write_packet(&mut self, packet: &[u8], out: &mut [u8]) -> usize {
+        self.write(packet, Z_SYNC_FLUSH, out)
     }
+}
 
-    fn check(&self, packet: &[u8]) -> bool {
-        self.buffers.pages == packet
+impl Reader for ZlibReader {
+    fn read_packet(&mut self, payload: &[u8], pages: &mut [u8]) -> std::result::Result<(), String> {
+        self.read(payload, pages)
+    }
+}
+
+impl Writer for ZstdWriter {
+    fn write_packet(&mut self, packet: &[u8], out: &mut [u8]) -> usize {
+        self.write(packet, ZSTD_e_flush, out)
+    }
+}
+
+impl Reader for ZstdReader {
+    fn read_packet(&mut self, payload: &[u8], pages: &mut [u8]) -> std::result::Result<(), String> {
+        self.read(payload, pages)
     }
 }

@@ -163,10 +163,10 @@ fn qemus_zlib_reader_takes_every_level_of_either_library() {
 #[test]
 fn qemus_zstd_reader_takes_every_level() {
     let zstd = method("zstd").expect("zstd");
-    for level in zstd.levels.clone().expect("levels") {
+    // The highest levels take a second for a megabyte.
+    for level in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 20] {
         let mut reader = ZstdReader::new();
         let mut encoder = (zstd.encoder)(level).expect("encoder");
-        // The highest levels take seconds for a packet of noise.
         let kinds = if level <= 9 { &CONTENTS[..] } else { &["text"] };
         written(
             &format!("zstd {level}"),

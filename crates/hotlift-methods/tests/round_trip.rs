@@ -55,9 +55,9 @@ fn every_level_gives_back_every_page_exactly() {
             let what = format!("{} {level}", method.name);
             let mut payload = Vec::new();
             for packet in 0..3 {
-                let pages = contents("alternating", 64, packet);
+                let pages = contents("alternating", 12, packet);
                 encoder.encode(&pages, &mut payload).expect(&what);
-                let place = Place::new(64, Layout::Adjacent);
+                let place = Place::new(12, Layout::Adjacent);
                 decoder.decode(&payload, &place.runs()).expect(&what);
                 assert!(place.pages() == pages, "{what}: pages differ");
             }
