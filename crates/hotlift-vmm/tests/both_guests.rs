@@ -78,14 +78,24 @@ fn all_of(guest: &dyn BuiltinGuest) -> Vec<u8> {
     bytes
 }
 
-/// Pages of the dirty log, fetched and cleared.
-fn take_dirty(guest: &dyn BuiltinGuest) -> Vec<usize> {
+/// Pages of the dirty log.
+fn fetch_dirty(guest: &dyn BuiltinGuest) -> Vec<usize> {
     let dirty = DirtyBitmap::new(ram(guest).pages());
     guest.sync_dirty_log(0, &dirty).unwrap();
-    guest.clear_dirty_log(0, 0, ram(guest).pages()).unwrap();
     (0..dirty.pages())
         .filter(|&page| dirty.test(page))
         .collect()
+}
+
+fn clear_dirty(guest: &dyn BuiltinGuest) {
+    guest.clear_dirty_log(0, 0, ram(guest).pages()).unwrap();
+}
+
+/// Both at once.
+fn take_dirty(guest: &dyn BuiltinGuest) -> Vec<usize> {
+    let dirty = fetch_dirty(guest);
+    clear_dirty(guest);
+    dirty
 }
 
 fn copy_pages(from: &dyn BuiltinGuest, to: &dyn BuiltinGuest, pages: &[usize]) {
@@ -120,20 +130,39 @@ fn a_started_guest_goes_on_writing_and_its_memory_proves_it() {
     }
 }
 
+/// As fast as it can, and a table of 1 KiB that shows a write made a microsecond after the pause.
 #[test]
 fn a_paused_guest_writes_nothing() {
     for kind in kinds() {
-        let guest = started(kind, &settings(2, Workload::Random));
-        for _ in 0..20 {
-            let_write(&*guest, 300);
+        let settings = GuestSettings {
+            ram_bytes: 8 << 20,
+            working_set: Some(64 * 4096),
+            rate: Pace::MAX_RATE,
+            ..settings(2, Workload::Random)
+        };
+        let guest = create(kind, &settings).unwrap();
+        guest.start().unwrap();
+        let table = || {
+            let mut bytes = [0; 1024];
+            let start = usize::try_from(guest.layout().table().start).unwrap();
+            ram(&*guest).read(start, &mut bytes).unwrap();
+            bytes
+        };
+        for _ in 0..50 {
+            let_write(&*guest, 1);
             guest.pause().unwrap();
-            let (writes, bytes) = (guest.writes(), all_of(&*guest));
+            let (at_once, writes) = (table(), guest.writes());
+            let bytes = all_of(&*guest);
             std::thread::sleep(Duration::from_millis(3));
-            assert_eq!(guest.writes(), writes);
             assert!(
                 all_of(&*guest) == bytes,
                 "{kind}: memory changed under pause"
             );
+            assert!(
+                table() == at_once,
+                "{kind}: memory changed right after the pause"
+            );
+            assert_eq!(guest.writes(), writes);
             guest.pause().unwrap();
             guest.resume().unwrap();
             guest.resume().unwrap();
@@ -356,8 +385,11 @@ fn the_dirty_log_misses_no_page() {
             }
             for _ in 0..10 {
                 let_write(&*source, 500);
-                let dirty = take_dirty(&*source);
+                let dirty = fetch_dirty(&*source);
                 assert!(!dirty.is_empty());
+                // What is written between fetch and clear belongs to the next fetch.
+                let_write(&*source, 300);
+                clear_dirty(&*source);
                 copy_pages(&*source, &*to, &dirty);
             }
             source.pause().unwrap();
@@ -495,6 +527,12 @@ fn a_hostile_device_state_never_panics() {
             let mut longer = devices.clone();
             longer[device].payload.extend([0xff; 16]);
             to.load_devices(longer).unwrap_err();
+            let mut unknown = devices.clone();
+            unknown[device].payload.extend([0, 0, 0, 99, 0, 0, 0, 0]);
+            to.load_devices(unknown).unwrap_err();
+            let mut repeated = devices.clone();
+            repeated[device].payload.extend([0, 0, 0, 1, 0, 0, 0, 0]);
+            to.load_devices(repeated).unwrap_err();
         }
         to.load_devices(devices).unwrap();
     }
