@@ -45,8 +45,8 @@ pub struct GuestRunArgs {
     /// How long a peer that does not answer is waited for
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
     handshake_timeout: f64,
-    /// Write the source's figures to this file as JSON
-    #[arg(long, value_name = "FILE", requires = "migrate_to")]
+    /// Write the figures of this side to this file as JSON
+    #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Tell events as JSON lines on standard output, for the process that started this one
     #[arg(long, hide = true)]
@@ -135,11 +135,7 @@ impl Session<'_> {
                 self.tell(&Event::Sent {
                     report: sent.clone(),
                 });
-                let mut run = Run::new(
-                    self.guest.kind(),
-                    &self.args.guest.settings(),
-                    &self.options,
-                );
+                let mut run = self.new_run();
                 run.sent(sent);
                 let runs = [run];
                 self.say(&format!(
@@ -147,10 +143,7 @@ impl Session<'_> {
                     report::results(&runs),
                     report::threads(&runs)
                 ));
-                match &self.args.json {
-                    Some(path) => report::write_json(path, &runs),
-                    None => Ok(()),
-                }
+                self.write_json(&runs)
             }
             Err(error) => {
                 self.tell(&Event::Failed {
@@ -210,9 +203,15 @@ impl Session<'_> {
             "the guest runs here after {:.0} ms, {} normal and {} zero pages, CPU {:.2} s",
             received.total_ms, received.normal_pages, received.zero_pages, received.side.cpu_s
         ));
-        self.tell(&Event::Received { report: received });
+        self.tell(&Event::Received {
+            report: received.clone(),
+        });
         let check = self.check();
         self.tell(&Event::Checked(check.clone()));
+        let mut run = self.new_run();
+        run.received(received);
+        run.checked(&check);
+        self.write_json(&[run])?;
         if let Some(problem) = check.problem {
             return Err(CommandError::NotWell { problem });
         }
@@ -289,6 +288,21 @@ impl Session<'_> {
         check.pages_checked = verified.pages_checked;
         check.writes = verified.writes_replayed;
         guest.resume().map_err(|error| text(&error))
+    }
+
+    fn new_run(&self) -> Run {
+        Run::new(
+            self.guest.kind(),
+            &self.args.guest.settings(),
+            &self.options,
+        )
+    }
+
+    fn write_json(&self, runs: &[Run]) -> Result<(), CommandError> {
+        match &self.args.json {
+            Some(path) => report::write_json(path, runs),
+            None => Ok(()),
+        }
     }
 
     /// Tells the process that started this one.

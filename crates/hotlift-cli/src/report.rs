@@ -102,13 +102,15 @@ impl Run {
         self.source = Some(report.side);
     }
 
-    /// Takes in the destination's figures, against the source's total time.
+    /// Takes in the destination's figures, against the source's total time where it is known.
     pub fn received(&mut self, report: DestinationReport) {
-        let total = if self.total_ms > 0.0 {
-            self.total_ms
-        } else {
-            report.total_ms
-        };
+        if self.source.is_none() {
+            self.status = Status::Completed.name().to_owned();
+            self.total_ms = report.total_ms;
+            self.normal_pages = report.normal_pages;
+            self.zero_pages = report.zero_pages;
+        }
+        let total = self.total_ms;
         self.destination = Some(SideFigures::new(
             report.side.threads,
             std::time::Duration::from_secs_f64(total / 1e3),
@@ -132,7 +134,9 @@ impl Run {
 
     /// Completed, and the guest found well where that could be seen.
     pub fn is_good(&self) -> bool {
-        self.status == Status::Completed.name() && self.verified != Some(false)
+        self.status == Status::Completed.name()
+            && self.verified != Some(false)
+            && self.error.is_none()
     }
 
     fn name(&self) -> String {

@@ -205,7 +205,7 @@ impl Listener {
         Ok(Some(match self {
             Self::Tcp(listener) => {
                 let (stream, _) = listener.accept()?;
-                stream.set_nodelay(true)?;
+                tcp::prepare(&stream)?;
                 Stream::Tcp(stream)
             }
             Self::Unix(file) => Stream::Unix(file.listener().accept()?.0),

@@ -2,8 +2,17 @@
 
 use std::io;
 use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::time::Duration;
+
+use rustix::net::sockopt;
 
 use super::{Address, Listener, Stream, Transport};
+
+/// Between probes of a connection on which nothing comes.
+const KEEPALIVE: Duration = Duration::from_secs(10);
+
+/// Probes without an answer after which the other side is gone.
+const KEEPALIVE_PROBES: u32 = 3;
 
 /// TCP over IPv4 or IPv6.
 pub(super) struct Tcp;
@@ -34,10 +43,22 @@ impl Transport for Tcp {
 pub(super) fn connect(host: &str, port: u16) -> io::Result<Stream> {
     let host = if host.is_empty() { "localhost" } else { host };
     let stream = TcpStream::connect((host, port))?;
+    prepare(&stream)?;
+    Ok(Stream::Tcp(stream))
+}
+
+/// Sets up a connection that was made or accepted.
+pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     // A packet is written whole by one call; waiting for more to fill a segment only adds to the
     // time in which the guest stands still.
     stream.set_nodelay(true)?;
-    Ok(Stream::Tcp(stream))
+    // A host that lost its power closes nothing. No time-out on unacknowledged data beside it
+    // (TCP_USER_TIMEOUT): it would also end a connection whose reader is only slow.
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, KEEPALIVE)?;
+    sockopt::set_tcp_keepintvl(stream, KEEPALIVE)?;
+    sockopt::set_tcp_keepcnt(stream, KEEPALIVE_PROBES)?;
+    Ok(())
 }
 
 pub(super) fn listen(host: &str, port: u16) -> io::Result<Listener> {
