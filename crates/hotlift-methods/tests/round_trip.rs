@@ -68,7 +68,7 @@ fn every_level_gives_back_every_page_exactly() {
 #[test]
 fn both_zlib_libraries_write_what_the_decoder_reads() {
     for library in [zlib::Library::Isal, zlib::Library::ZlibRs] {
-        for level in 1..=3 {
+        for level in 1..=2 {
             for kind in CONTENTS {
                 let mut encoder = match zlib::encoder_by(library, level) {
                     Ok(encoder) => encoder,

@@ -65,9 +65,6 @@ impl Decoder {
                 payload: payload.len(),
             });
         }
-        if self.scratch.len() <= target.bytes() {
-            self.scratch.resize(target.bytes() + 1, 0);
-        }
         if self.state == State::WithoutHistory {
             if self.without_history(deflate, target)? {
                 self.history.remember(target);
@@ -86,12 +83,20 @@ impl Decoder {
         self.with_history(deflate, target)
     }
 
+    /// The scratch, with room for that many bytes of pages and one more.
+    fn scratch_for(&mut self, pages: usize) -> &mut [u8] {
+        if self.scratch.len() <= pages {
+            self.scratch.resize(pages + 1, 0);
+        }
+        &mut self.scratch
+    }
+
     /// False if the packet is damaged or needs earlier ones.
     fn without_history(&mut self, deflate: &[u8], target: Target<'_>) -> Result<bool, MethodError> {
         let expected = target.bytes();
         let in_place = target.contiguous();
-        let extent = in_place.unwrap_or(Extent {
-            ptr: self.scratch.as_mut_ptr(),
+        let extent = in_place.unwrap_or_else(|| Extent {
+            ptr: self.scratch_for(expected).as_mut_ptr(),
             len: expected,
         });
         match self.whole.decode(deflate, extent) {
@@ -109,6 +114,7 @@ impl Decoder {
 
     fn with_history(&mut self, deflate: &[u8], target: Target<'_>) -> Result<(), MethodError> {
         let expected = target.bytes();
+        self.scratch_for(expected);
         let (read, written) = (self.inflate.total_in(), self.inflate.total_out());
         // The byte beyond the pages makes the library read on to the end of the flush, and tells a
         // payload that is too long.

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use super::isal_sys::{
-    self as sys, COMP_OK, DeflateInit, FULL_FLUSH, LEVEL_BUFFER, SONAME, Stream,
+    self as sys, COMP_OK, DeflateInit, FULL_FLUSH, LEVEL_2_BUFFER, SONAME, Stream,
 };
 use super::{Compress, NAME, trial};
 use crate::MethodError;
@@ -46,12 +46,7 @@ impl Isal {
             .as_ref()
             .map_err(unavailable)?;
         TRIED
-            .get_or_init(|| {
-                (2..=3).try_for_each(|level| {
-                    let mut deflate = Deflate::with(isal, level);
-                    trial(&mut deflate).map_err(|error| format!("trial of level {level}: {error}"))
-                })
-            })
+            .get_or_init(|| trial(&mut Deflate::with(isal)))
             .as_ref()
             .map_err(unavailable)?;
         Ok(isal)
@@ -127,21 +122,21 @@ pub(super) struct Deflate {
 unsafe impl Send for Deflate {}
 
 impl Deflate {
-    /// A stream of ISA-L's level 2 or 3.
+    /// A stream of igzip's level 2.
     ///
     /// # Errors
     ///
     /// [`MethodError::Unavailable`] if the library is.
-    pub(super) fn new(level: u8) -> Result<Self, MethodError> {
-        Ok(Self::with(Isal::get()?, level))
+    pub(super) fn new() -> Result<Self, MethodError> {
+        Ok(Self::with(Isal::get()?))
     }
 
-    fn with(isal: &'static Isal, level: u8) -> Self {
-        let mut level_buffer = vec![0u8; LEVEL_BUFFER[usize::from(level >= 3)]].into_boxed_slice();
+    fn with(isal: &'static Isal) -> Self {
+        let mut level_buffer = vec![0u8; LEVEL_2_BUFFER].into_boxed_slice();
         let mut stream = zeroed_stream();
         // SAFETY: the stream is zeroed memory of the library's layout with room to spare.
         unsafe { (isal.deflate_init)(&raw mut *stream) };
-        stream.level = u32::from(level);
+        stream.level = 2;
         stream.level_buf = level_buffer.as_mut_ptr();
         stream.level_buf_size = u32::try_from(level_buffer.len()).unwrap_or(u32::MAX);
         // Raw deflate: zlib's wrapper is two bytes, which `mod` writes, and an Adler-32 over all the
