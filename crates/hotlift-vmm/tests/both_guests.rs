@@ -319,15 +319,15 @@ fn a_dropped_dirty_page_is_found() {
             to.verify().unwrap();
             let old = |page: usize| &before[page * PAGE_SIZE..(page + 1) * PAGE_SIZE];
             let table = usize::try_from(to.layout().table().start).unwrap() / PAGE_SIZE;
-            let written: Vec<usize> = dirty.into_iter().filter(|&page| page >= table).collect();
+            let (written, unchanged): (Vec<usize>, Vec<usize>) = dirty
+                .into_iter()
+                .filter(|&page| page >= table)
+                .partition(|&page| page_of(&*to, page) != old(page));
+            // A vCPU may be stopped when KVM has marked the page that it is about to write.
+            assert!(unchanged.len() <= 2, "{kind} {workload}: {unchanged:?}");
             assert!(written.len() > 100);
             for &page in written.iter().step_by(written.len() / 25) {
                 let new = page_of(&*to, page);
-                assert_ne!(
-                    new.as_slice(),
-                    old(page),
-                    "a dirty page that did not change"
-                );
                 ram(&*to).write(page * PAGE_SIZE, old(page)).unwrap();
                 match to.verify() {
                     Err(VerifyError::Page { offset, .. } | VerifyError::Table { offset, .. }) => {
