@@ -56,6 +56,11 @@ fn be32(value: u32) -> [u8; 4] {
     value.to_be_bytes()
 }
 
+/// What stands before a device's payload of `length` bytes.
+fn prefix(length: u32) -> Vec<u8> {
+    [be32(length), be32(!length)].concat()
+}
+
 fn record(word: u64, rest: &[u8]) -> Vec<u8> {
     [&word.to_be_bytes(), rest].concat()
 }
@@ -251,7 +256,7 @@ fn after_configuration() -> MainDecoder {
 #[test]
 fn a_device_is_announced_once_and_bounded() {
     let section = b"\x04\0\0\0\x01\x03cpu\0\0\0\0\0\0\0\x01";
-    let whole = [&section[..], &be32(2), b"ab", &[0x7e], &be32(1)].concat();
+    let whole = [&section[..], &prefix(2), b"ab", &[0x7e], &be32(1)].concat();
     let twice = [&whole[..], &whole].concat();
     assert_fault!(
         fault(after_configuration(), &twice),
@@ -273,11 +278,22 @@ fn a_device_is_announced_once_and_bounded() {
         fault(after_configuration(), &renumbered),
         WireError::DuplicateSection { id: 2, .. }
     );
-    let huge = [&section[..], &be32(u32::MAX)].concat();
+    let huge = [&section[..], &prefix(u32::MAX)].concat();
     assert_fault!(
         fault(after_configuration(), &huge),
         WireError::OverLimit { .. }
     );
+    // However it is damaged: nobody waits for the bytes of a wrong length.
+    for at in 0..8 {
+        for flip in [0x01, 0x80, 0xff] {
+            let mut damaged = whole.clone();
+            damaged[section.len() + at] ^= flip;
+            assert_fault!(
+                fault(after_configuration(), &damaged),
+                WireError::Mismatch { .. }
+            );
+        }
+    }
 
     let unknown = DeviceLengths::Description(VmDescription::default());
     let (_, mut out) = start();
@@ -293,7 +309,7 @@ fn the_number_of_sections_is_bounded() {
     let mut decoder = after_configuration();
     for id in 0..=u32::try_from(limits::SECTIONS).unwrap() {
         let head = [&[4][..], &be32(id), b"\x01d", &be32(id), &be32(1)].concat();
-        let bytes = [&head[..], &be32(0), &[0x7e], &be32(id)].concat();
+        let bytes = [&head[..], &prefix(0), &[0x7e], &be32(id)].concat();
         let mut position = 0;
         while position < bytes.len() {
             match decoder.next(&bytes[position..]) {

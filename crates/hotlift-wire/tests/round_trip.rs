@@ -289,7 +289,7 @@ proptest! {
         let description = VmDescription::parse(text).unwrap();
         prop_assert_eq!(description.devices(), devices.len());
         for ((idstr, instance_id), (_, payload)) in &devices {
-            let length = u64::try_from(payload.len()).unwrap() + 4;
+            let length = u64::try_from(payload.len()).unwrap() + 8;
             prop_assert_eq!(description.payload_len(idstr, *instance_id), Some(length));
         }
         common::events(&mut common::decoder_for(&out), &out).unwrap();

@@ -208,9 +208,7 @@ impl MainDecoder {
             State::Device { id, payload } => {
                 let length = match payload {
                     Payload::Known(length) => length,
-                    Payload::Prefixed => {
-                        reader.length(limits::DEVICE_PAYLOAD, "length of a device payload")?
-                    }
+                    Payload::Prefixed => read_prefix(reader)?,
                 };
                 let payload = reader.take(length, "device payload")?;
                 Ok((MainEvent::DevicePayload(payload), State::Footer { id }))
@@ -405,6 +403,28 @@ fn section_start<'a>(kind: SectionKind, header: &SectionHeader<'a>) -> MainEvent
         instance_id: header.instance_id,
         version_id: header.version_id,
     }
+}
+
+/// The length before a device's payload, which must agree with its complement.
+fn read_prefix(reader: &mut Reader<'_>) -> Result<usize, WireError> {
+    const WHAT: &str = "length of a device payload";
+    let length = reader.be32(WHAT)?;
+    let inverted = reader.be32(WHAT)?;
+    if length != !inverted {
+        return Err(WireError::Mismatch {
+            what: "complement of the length of a device payload",
+            expected: u64::from(!length),
+            got: u64::from(inverted),
+        });
+    }
+    usize::try_from(length)
+        .ok()
+        .filter(|&length| length <= limits::DEVICE_PAYLOAD)
+        .ok_or(WireError::OverLimit {
+            what: WHAT,
+            limit: as_u64(limits::DEVICE_PAYLOAD),
+            got: u64::from(length),
+        })
 }
 
 fn read_description<'a>(reader: &mut Reader<'a>) -> Parsed<'a> {

@@ -18,8 +18,9 @@ use crate::{Reader, WireError, limits};
 /// How a decoder knows where a device's payload ends; the stream itself does not say.
 #[derive(Debug, Clone)]
 pub enum DeviceLengths {
-    /// Every payload is a be32 length and that many bytes, as [`MainEncoder`](super::MainEncoder)
-    /// writes them.
+    /// Every payload is a be32 length, the same with all bits inverted, and that many bytes, as
+    /// [`MainEncoder`](super::MainEncoder) writes them. A damaged length is so an error at once,
+    /// where otherwise the receiver would wait, with the guest stopped, for bytes that never come.
     LengthPrefixed,
     /// Lengths from the description of this very stream, which was recorded before.
     Description(VmDescription),

@@ -13,6 +13,9 @@ use crate::{PAGE_SIZE, WireError, limits};
 /// Section id of `ram`; devices count on from it. Receivers only use ids to tie sections together.
 const RAM_ID: u32 = 0;
 
+/// Bytes before a device's payload: its length and the length's complement.
+const PREFIX_LEN: u64 = 8;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     /// Before the START section of `ram`.
@@ -214,7 +217,7 @@ impl MainEncoder {
         Ok(())
     }
 
-    /// A device's whole section; the payload goes out with its length before it, see
+    /// A device's whole section; the payload goes out with its length before it, twice, see
     /// [`DeviceLengths::LengthPrefixed`](super::DeviceLengths).
     ///
     /// # Errors
@@ -259,10 +262,11 @@ impl MainEncoder {
         };
         header.encode(section::FULL, out)?;
         out.extend_from_slice(&length.to_be_bytes());
+        out.extend_from_slice(&(!length).to_be_bytes());
         out.extend_from_slice(payload);
         section::put_footer(id, out);
 
-        let size = u64::from(length) + 4;
+        let size = u64::from(length) + PREFIX_LEN;
         self.devices.push(json!({
             "name": idstr,
             "instance_id": instance_id,
