@@ -20,7 +20,7 @@
 //! size of beyond the window of [`ZSTD_WINDOW_LOG_MAX`]. After an error the runs hold anything, and
 //! the channel's state is lost: every later call fails with [`MethodError::Failed`].
 //!
-//! Neither side allocates once it has seen its largest packet.
+//! Buffers grow to the largest packet that needs them and stay; nothing is allocated for each packet.
 
 #![cfg(target_os = "linux")]
 #![cfg(target_pointer_width = "64")]

@@ -1,4 +1,4 @@
-//! A channel that has seen its largest packet allocates no more.
+//! A channel that has seen its largest packet, with pages in one piece and scattered, allocates no more.
 //!
 //! Counts Rust's allocator; the C libraries here allocate when a context is made or first used, which
 //! the warm-up covers, and zlib-rs allocates through Rust's.
@@ -51,7 +51,7 @@ fn allocations_of(work: impl FnOnce()) -> usize {
 const KINDS: [&str; 4] = ["random", "alternating", "text", "zero"];
 
 #[test]
-fn no_packet_but_the_first_allocates() {
+fn no_packet_of_ours_allocates_after_the_warm_up() {
     for method in METHODS {
         for level in [method.default_level, 6] {
             let mut encoder = (method.encoder)(level).expect(method.name);
@@ -67,7 +67,7 @@ fn no_packet_but_the_first_allocates() {
                     decoder.decode(&payload, &runs).expect(method.name);
                 });
                 assert!(place.pages() == pages);
-                if packet > 0 {
+                if packet > 2 {
                     assert_eq!(count, 0, "{} {level}, packet {packet}", method.name);
                 }
             }
@@ -76,13 +76,13 @@ fn no_packet_but_the_first_allocates() {
 }
 
 #[test]
-fn no_packet_of_qemus_but_the_first_two_allocates() {
+fn no_packet_of_qemus_allocates_after_the_warm_up() {
     let mut zlib = ZlibWriter::new(1, Z_SYNC_FLUSH);
     let mut zstd = ZstdWriter::new(1);
     for method in &METHODS[1..] {
         let mut decoder = (method.decoder)().expect(method.name);
-        for packet in 0..8 {
-            let n = [128, 1, 77][packet % 3];
+        for packet in 0..9 {
+            let n = [128, 128, 128, 1, 77][packet % 5];
             let pages = contents(KINDS[packet % 4], n, 1);
             let payload = match method.name {
                 "zlib" => zlib.packet(&pages),
@@ -92,7 +92,7 @@ fn no_packet_of_qemus_but_the_first_two_allocates() {
             let runs = place.runs();
             let count = allocations_of(|| decoder.decode(&payload, &runs).expect(method.name));
             assert!(place.pages() == pages);
-            if packet > 1 {
+            if packet > 2 {
                 assert_eq!(count, 0, "{}, packet {packet}", method.name);
             }
         }
