@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use hotlift::{Address, Control, MigrationError, Options};
 use hotlift_vmm::BuiltinGuest;
-use hotlift_vmm::workload::Workload;
 
 use crate::args::{GuestArgs, error_line};
 use crate::error::CommandError;
@@ -178,6 +177,7 @@ impl Session<'_> {
 
     fn destination(&self, uri: &Address) -> Result<(), CommandError> {
         let control = Control::new();
+        hotlift::destination::prepare(self.guest, &self.options)?;
         let listener = uri.listen()?;
         let address = listener.address().map_err(|source| CommandError::Process {
             what: "listener",
@@ -271,9 +271,8 @@ impl Session<'_> {
         let text = |error: &dyn std::error::Error| error_line(error);
         let guest = self.guest;
         let before = guest.writes();
-        let writes = self.args.guest.rate > 0 && self.args.guest.workload != Workload::Idle;
         let deadline = Instant::now() + SIGN_OF_LIFE;
-        while writes && guest.writes() == before {
+        while guest.rate() > 0 && guest.writes() == before {
             guest.health().map_err(|error| text(&error))?;
             if Instant::now() > deadline {
                 return Err(format!("it has written nothing for {SIGN_OF_LIFE:?}"));

@@ -143,7 +143,8 @@ mod tests {
 
     #[test]
     fn every_option_of_the_table_is_a_flag_with_its_range_in_the_help() {
-        let text = MigrationArgs::augment_args(Command::new("t"))
+        let unwrapped = Command::new("t").term_width(0);
+        let text = MigrationArgs::augment_args(unwrapped)
             .render_long_help()
             .to_string();
         for option in OPTIONS {

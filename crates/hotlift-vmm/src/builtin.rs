@@ -23,6 +23,10 @@ pub trait BuiltinGuest: Guest {
     /// of the source once the devices are loaded.
     fn layout(&self) -> Layout;
 
+    /// Pages that its workload writes in a second; 0 if it writes none. On a destination, that of the
+    /// source once the devices are loaded.
+    fn rate(&self) -> u64;
+
     /// Fills RAM before the start.
     ///
     /// # Errors

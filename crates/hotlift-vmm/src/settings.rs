@@ -69,6 +69,14 @@ impl Program {
     pub fn pace(&self) -> Pace {
         Pace::new(self.workload, self.rate, self.layout.vcpus())
     }
+
+    /// Pages written in a second.
+    pub fn rate(&self) -> u64 {
+        match self.workload {
+            Workload::Idle => 0,
+            Workload::Random | Workload::Sequential | Workload::Hotset => self.rate,
+        }
+    }
 }
 
 /// Which built-in guest.

@@ -337,6 +337,10 @@ impl BuiltinGuest for ThreadsGuest {
         self.life().program.layout
     }
 
+    fn rate(&self) -> u64 {
+        self.life().program.rate()
+    }
+
     fn fill(&self, settings: &FillSettings) -> Result<Filled, FillError> {
         let mut life = self.life();
         life.begin_fill()?;

@@ -112,6 +112,13 @@ pub enum MigrationError {
         /// What was going on.
         doing: &'static str,
     },
+    /// The last round, with the guest stopped, left pages behind: the guest still writes, or its
+    /// dirty log does not hold still.
+    #[error("{pages} pages were dirty after the last round, though the guest was stopped")]
+    Incomplete {
+        /// How many.
+        pages: u64,
+    },
     /// The guest did not do as asked.
     #[error("the guest failed")]
     Guest(#[from] GuestError),

@@ -44,6 +44,7 @@ pub mod options;
 mod pacing;
 pub mod progress;
 pub mod source;
+mod threads;
 pub mod transport;
 
 pub use control::{Control, Status};

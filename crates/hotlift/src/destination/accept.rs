@@ -1,16 +1,21 @@
 //! Accepts the connections of one migration and tells them apart by their first bytes.
 //!
-//! A migration is one main channel and N multifd channels, in any order of arrival; with four bytes
-//! each says which it is, as QEMU 8.0 and later tell them apart. A Hotlift adds its settings to the
-//! opening of each multifd channel, so that settings that differ are refused here, with both values.
+//! A migration is one main channel and N multifd channels, in any order of arrival, and the first bytes
+//! of each say which it is, as QEMU 8.0 and later tell them apart. All that have not said so yet are
+//! watched at once: a source writes to main only after all its connections are made, and one that is
+//! silent must not keep the others waiting. A Hotlift adds its settings to the opening of each multifd
+//! channel; settings that differ are refused here, with both values.
 
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::multifd::{
     Hello, INITIAL_PACKET_LEN, InitialPacket, MAGIC, Method, PacketLayout,
 };
+use rustix::event::{PollFd, PollFlags, Timespec};
 
+use super::last_words;
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::options::Options;
@@ -20,7 +25,13 @@ use crate::transport::{Listener, Stream};
 const MAIN_MAGIC: [u8; 4] = *b"QEVM";
 
 /// How often a wait for connections looks whether it was called off.
-const TICK: Duration = Duration::from_millis(100);
+const TICK: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 100_000_000,
+};
+
+/// Between two looks at a connection that has sent a part of its first bytes.
+const HALF_SAID: Duration = Duration::from_millis(5);
 
 /// The connections of one migration.
 pub(super) struct Accepted {
@@ -34,7 +45,7 @@ pub(super) struct Accepted {
 }
 
 /// Waits for the first connection as long as it takes, and for the others as long as a handshake may
-/// take.
+/// take. A Hotlift is told why it is refused.
 pub(super) fn accept(
     listener: &Listener,
     uuid: [u8; 16],
@@ -42,124 +53,227 @@ pub(super) fn accept(
     options: &Options,
     control: &Control,
 ) -> Result<Accepted, MigrationError> {
-    let wanted = usize::from(options.multifd_channels);
-    let mut main = None;
-    let mut multifd: Vec<Option<Stream>> = (0..wanted).map(|_| None).collect();
-    let mut hotlift = None;
-    let mut since: Option<Instant> = None;
+    let mut arriving = Arriving {
+        uuid,
+        method,
+        options,
+        unnamed: Vec::new(),
+        main: None,
+        multifd: (0..options.multifd_channels).map(|_| None).collect(),
+        is_hotlift: None,
+        since: None,
+    };
     loop {
-        let arrived = multifd.iter().flatten().count();
-        if main.is_some() && arrived == wanted {
-            break;
+        if let Err(error) = arriving.step(listener, control) {
+            arriving.refuse(&error);
+            return Err(error);
         }
+        arriving = match arriving.complete() {
+            Ok(accepted) => return Ok(accepted),
+            Err(arriving) => arriving,
+        };
+    }
+}
+
+/// Connections that have arrived so far.
+struct Arriving<'a> {
+    uuid: [u8; 16],
+    method: Method,
+    options: &'a Options,
+    /// Connections that have not said what they are.
+    unnamed: Vec<Stream>,
+    main: Option<Stream>,
+    multifd: Vec<Option<Stream>>,
+    is_hotlift: Option<bool>,
+    since: Option<Instant>,
+}
+
+/// What the first bytes of a connection say.
+enum Opening {
+    Main,
+    Multifd,
+    /// Not enough of them yet.
+    Partial,
+    /// It was closed without a word.
+    Closed,
+    Other([u8; 4]),
+}
+
+impl Arriving<'_> {
+    /// Waits for something to happen, and takes it in.
+    fn step(&mut self, listener: &Listener, control: &Control) -> Result<(), MigrationError> {
         if control.is_cancelled() {
             return Err(MigrationError::Cancelled);
         }
-        if since.is_some_and(|since| since.elapsed() > options.handshake_timeout) {
-            let main = if main.is_some() { "has" } else { "has not" };
-            return Err(MigrationError::Timeout {
-                waiting_for: format!(
-                    "the rest of the connections (the main channel {main} arrived, {arrived} of \
-                     {wanted} multifd channels have; is multifd-channels {wanted} on the source too?)"
-                ),
-                waited: options.handshake_timeout,
+        let waited = self.since.map(|since| since.elapsed());
+        if waited.is_some_and(|waited| waited > self.options.handshake_timeout) {
+            return Err(self.timed_out());
+        }
+        let mut fds = vec![PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
+        fds.extend(self.unnamed.iter().map(|s| PollFd::new(s, PollFlags::IN)));
+        // A channel that has said what it is waits for the others; only its end is of interest.
+        let named = self.main.iter().chain(self.multifd.iter().flatten());
+        fds.extend(named.map(|s| PollFd::new(s, PollFlags::RDHUP)));
+        match rustix::event::poll(&mut fds, Some(&TICK)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(opening(errno.into())),
+        }
+        let happened: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        drop(fds);
+        let unnamed = self.unnamed.len();
+        if happened[1 + unnamed..].contains(&true) {
+            return Err(MigrationError::Closed {
+                channel: Channel::Main,
             });
         }
-        let Some(stream) = listener
-            .accept(TICK)
-            .map_err(|source| setup_error(Channel::Main, source))?
-        else {
-            continue;
-        };
-        since.get_or_insert_with(Instant::now);
-        stream
-            .set_read_timeout(Some(options.handshake_timeout))
-            .map_err(|source| setup_error(Channel::Main, source))?;
-        let mut magic = [0; 4];
-        let seen = stream
-            .peek(&mut magic)
-            .map_err(|source| setup_error(Channel::Main, source))?;
-        if seen == 0 && main.is_none() && arrived == 0 {
-            // Somebody looked whether the port is open.
-            since = None;
-            continue;
+        if happened[0]
+            && let Some(stream) = listener.accept(Duration::ZERO).map_err(opening)?
+        {
+            self.since.get_or_insert_with(Instant::now);
+            self.unnamed.push(stream);
         }
-        if magic == MAIN_MAGIC {
-            if main.is_some() {
+        for index in (0..unnamed).rev().filter(|index| happened[1 + index]) {
+            self.name(index)?;
+        }
+        Ok(())
+    }
+
+    /// Looks at what an unnamed connection says, and puts it into its place.
+    fn name(&mut self, index: usize) -> Result<(), MigrationError> {
+        match look(&self.unnamed[index]).map_err(opening)? {
+            Opening::Partial => std::thread::sleep(HALF_SAID),
+            Opening::Closed => {
+                // Somebody looked whether the port is open.
+                self.unnamed.swap_remove(index);
+                if self.unnamed.is_empty() && self.main.is_none() && self.is_hotlift.is_none() {
+                    self.since = None;
+                }
+            }
+            Opening::Main if self.main.is_some() => {
                 return Err(protocol(Channel::Main, "a second main channel"));
             }
-            main = Some(stream);
-            continue;
+            Opening::Main => self.main = Some(self.unnamed.swap_remove(index)),
+            Opening::Multifd => {
+                let stream = self.unnamed.swap_remove(index);
+                self.add_multifd(stream)?;
+            }
+            Opening::Other(magic) => {
+                return Err(protocol(
+                    Channel::Main,
+                    &format!("a connection that begins with {magic:02x?}, no migration stream,"),
+                ));
+            }
         }
-        if magic != MAGIC.to_be_bytes() {
-            return Err(protocol(
-                Channel::Main,
-                &format!("a connection that begins with {magic:02x?}, no migration stream"),
-            ));
-        }
-        let hello = multifd_channel(stream, uuid, method, options, &mut multifd)?;
-        if *hotlift.get_or_insert(hello) != hello {
-            return Err(protocol(Channel::Main, "channels of different sources"));
-        }
+        Ok(())
     }
-    let main = main.ok_or_else(|| protocol(Channel::Main, "no main channel"))?;
-    let multifd: Vec<_> = multifd.into_iter().flatten().collect();
-    for stream in std::iter::once(&main).chain(&multifd) {
-        stream
-            .set_read_timeout(None)
-            .map_err(|source| setup_error(Channel::Main, source))?;
-    }
-    Ok(Accepted {
-        main,
-        multifd,
-        is_hotlift: hotlift == Some(true),
-        since: since.unwrap_or_else(Instant::now),
-    })
-}
 
-/// Reads a multifd channel's opening and puts it into its place; true if its source is a Hotlift.
-fn multifd_channel(
-    stream: Stream,
-    uuid: [u8; 16],
-    method: Method,
-    options: &Options,
-    multifd: &mut [Option<Stream>],
-) -> Result<bool, MigrationError> {
-    let unnamed = Channel::Main;
-    let mut bytes = [0; INITIAL_PACKET_LEN];
-    let mut reader = &stream;
-    reader
-        .read_exact(&mut bytes)
-        .map_err(|source| setup_error(unnamed, source))?;
-    let packet = InitialPacket::decode(&bytes).map_err(|source| MigrationError::Wire {
-        channel: Channel::Multifd(bytes[24]),
-        source,
-    })?;
-    let channel = Channel::Multifd(packet.id);
-    if let Some(hello) = &packet.hello {
-        check_hello(hello, method, options)?;
-    }
-    if packet.uuid != uuid {
-        return Err(MigrationError::Mismatch {
-            what: format!("the VM's UUID on {channel}"),
-            source_has: hex(&packet.uuid),
-            destination_has: hex(&uuid),
-        });
-    }
-    let count = multifd.len();
-    let place =
-        multifd
+    /// Takes in a multifd channel, whose whole opening has arrived.
+    fn add_multifd(&mut self, stream: Stream) -> Result<(), MigrationError> {
+        let mut bytes = [0; INITIAL_PACKET_LEN];
+        let mut reader = &stream;
+        reader.read_exact(&mut bytes).map_err(opening)?;
+        let decoded = InitialPacket::decode(&bytes);
+        // Kept among the unnamed while it is checked, so that a refusal reaches it, too.
+        self.unnamed.push(stream);
+        let packet = decoded.map_err(|source| MigrationError::Wire {
+            channel: Channel::Multifd(bytes[24]),
+            source,
+        })?;
+        let channel = Channel::Multifd(packet.id);
+        let is_hotlift = packet.hello.is_some();
+        if *self.is_hotlift.get_or_insert(is_hotlift) != is_hotlift {
+            return Err(protocol(channel, "a channel of another source"));
+        }
+        if let Some(hello) = &packet.hello {
+            check_hello(hello, self.method, self.options)?;
+        }
+        if packet.uuid != self.uuid {
+            return Err(MigrationError::Mismatch {
+                what: format!("the VM's UUID on {channel}"),
+                source_has: hex(&packet.uuid),
+                destination_has: hex(&self.uuid),
+            });
+        }
+        let count = self.multifd.len();
+        let place = self
+            .multifd
             .get_mut(usize::from(packet.id))
             .ok_or_else(|| MigrationError::Mismatch {
                 what: "multifd-channels".to_owned(),
                 source_has: format!("a channel with id {}", packet.id),
                 destination_has: format!("{count} channels"),
             })?;
-    if place.is_some() {
-        return Err(protocol(channel, "a second connection with this id"));
+        if place.is_some() {
+            return Err(protocol(channel, "a second connection with this id"));
+        }
+        *place = self.unnamed.pop();
+        Ok(())
     }
-    *place = Some(stream);
-    Ok(packet.hello.is_some())
+
+    /// The connections, if they are all there.
+    fn complete(mut self) -> Result<Accepted, Self> {
+        if self.multifd.iter().any(Option::is_none) {
+            return Err(self);
+        }
+        let Some(main) = self.main.take() else {
+            return Err(self);
+        };
+        Ok(Accepted {
+            main,
+            multifd: self.multifd.into_iter().flatten().collect(),
+            is_hotlift: self.is_hotlift == Some(true),
+            since: self.since.unwrap_or_else(Instant::now),
+        })
+    }
+
+    /// Tells a Hotlift why it is refused, on whatever it has opened: which of the unnamed is main is
+    /// not known yet. A QEMU would not understand.
+    fn refuse(&self, error: &MigrationError) {
+        let streams: Vec<_> = self
+            .main
+            .iter()
+            .chain(self.multifd.iter().flatten())
+            .chain(&self.unnamed)
+            .collect();
+        if self.is_hotlift == Some(true) {
+            last_words::give_up(&streams, &error.chain());
+            last_words::close(&streams);
+        }
+    }
+
+    fn timed_out(&self) -> MigrationError {
+        let wanted = self.multifd.len();
+        let arrived = self.multifd.iter().flatten().count();
+        let main = if self.main.is_some() {
+            "has"
+        } else {
+            "has not"
+        };
+        MigrationError::Timeout {
+            waiting_for: format!(
+                "the rest of the connections (the main channel {main} arrived, {arrived} of \
+                 {wanted} multifd channels have; is multifd-channels {wanted} on the source too?)"
+            ),
+            waited: self.options.handshake_timeout,
+        }
+    }
+}
+
+/// Looks at the first bytes of a connection without waiting and without taking them.
+fn look(stream: &Stream) -> io::Result<Opening> {
+    let mut bytes = [0; INITIAL_PACKET_LEN];
+    let Some(seen) = stream.peek(&mut bytes)? else {
+        return Ok(Opening::Partial);
+    };
+    let magic = [bytes[0], bytes[1], bytes[2], bytes[3]];
+    Ok(match seen {
+        0 => Opening::Closed,
+        1..4 => Opening::Partial,
+        _ if magic == MAIN_MAGIC => Opening::Main,
+        _ if magic != MAGIC.to_be_bytes() => Opening::Other(magic),
+        INITIAL_PACKET_LEN.. => Opening::Multifd,
+        _ => Opening::Partial,
+    })
 }
 
 /// Compares what the wire cannot say later.
@@ -201,9 +315,9 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn setup_error(channel: Channel, source: io::Error) -> MigrationError {
+fn opening(source: io::Error) -> MigrationError {
     MigrationError::Connection {
-        channel,
+        channel: Channel::Main,
         doing: "opening the migration",
         source,
     }

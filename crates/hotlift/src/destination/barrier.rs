@@ -4,6 +4,10 @@
 //! no page of a later round can then be overtaken by one of an earlier round.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How often a wait looks whether it was called off.
+const TICK: Duration = Duration::from_millis(100);
 
 /// One side of the barrier is the main thread, the other the channel threads.
 pub(super) struct Barrier {
@@ -56,16 +60,17 @@ impl Barrier {
     }
 
     /// Main has read its mark: waits for every channel and lets all go on. False if the migration
-    /// failed or a channel has ended.
-    pub(super) fn main_arrives(&self) -> bool {
-        let mut state = self
-            .changed
-            .wait_while(self.lock(), |state| {
-                state.arrived < self.channels && state.ended == 0 && !state.broken
-            })
-            .unwrap_or_else(PoisonError::into_inner);
-        if state.arrived < self.channels {
-            return false;
+    /// failed, a channel has ended, or `called_off` says so.
+    pub(super) fn main_arrives(&self, called_off: impl Fn() -> bool) -> bool {
+        let mut state = self.lock();
+        while state.arrived < self.channels {
+            if state.ended > 0 || state.broken || called_off() {
+                return false;
+            }
+            (state, _) = self
+                .changed
+                .wait_timeout(state, TICK)
+                .unwrap_or_else(PoisonError::into_inner);
         }
         state.arrived = 0;
         state.passed += 1;
@@ -100,7 +105,7 @@ mod tests {
                 });
             }
             for round in 1..=100 {
-                assert!(barrier.main_arrives());
+                assert!(barrier.main_arrives(|| false));
                 assert!(before.load(Ordering::SeqCst) >= 3 * round);
             }
         });
@@ -111,7 +116,7 @@ mod tests {
         let barrier = Barrier::new(2);
         std::thread::scope(|scope| {
             let channel = scope.spawn(|| barrier.channel_arrives());
-            let main = scope.spawn(|| barrier.main_arrives());
+            let main = scope.spawn(|| barrier.main_arrives(|| false));
             barrier.break_up();
             assert!(!channel.join().unwrap());
             assert!(!main.join().unwrap());

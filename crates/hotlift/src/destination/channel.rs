@@ -8,8 +8,9 @@ use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::Decode;
 use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
 
+use super::handover::Phase;
 use super::packets::PacketReader;
-use super::session::{Phase, Session};
+use super::session::Session;
 use crate::error::{Channel, MigrationError};
 
 pub(super) struct ChannelReceiver<'a> {
@@ -81,14 +82,16 @@ impl<'a> ChannelReceiver<'a> {
             self.session.counters[usize::from(self.id)]
                 .add_pages(self.header.normal().len(), self.header.zero().len());
             if self.header.sync() {
-                match self.session.phase() {
+                match self.session.handover.phase() {
                     Phase::Loading => {
                         if !self.session.barrier.channel_arrives() {
                             return Ok(());
                         }
                     }
                     // No barrier is left after everything has arrived: the source lets go.
-                    Phase::Loaded | Phase::Taken => self.session.take_over()?,
+                    Phase::Loaded | Phase::Taking | Phase::Taken | Phase::Refused => {
+                        self.session.take_over()?;
+                    }
                 }
             }
         }
@@ -96,7 +99,7 @@ impl<'a> ChannelReceiver<'a> {
 
     /// The channel ends between packets.
     fn ended(&self) -> Result<(), MigrationError> {
-        if self.session.phase() == Phase::Loading && self.session.accepted.is_hotlift {
+        if self.session.handover.phase() == Phase::Loading && self.session.accepted.is_hotlift {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });

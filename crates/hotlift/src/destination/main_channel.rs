@@ -12,7 +12,8 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{RamBlockEntry, WireError, limits};
 
-use super::session::{Phase, Session};
+use super::handover::Phase;
+use super::session::Session;
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
 use crate::guest::DeviceState;
@@ -21,6 +22,10 @@ use crate::transport::wait_readable;
 
 /// How often a wait for the source looks whether another thread has failed.
 const TICK: Duration = Duration::from_millis(100);
+
+/// Bytes of state that all devices together may have. The built-in guests have some KiB a vCPU; a
+/// large VM with many devices some MiB.
+const DEVICE_BYTES: usize = 256 << 20;
 
 /// Bytes asked of the socket at once.
 const READ: usize = 256 << 10;
@@ -54,10 +59,16 @@ struct State<'a> {
     session: &'a Session<'a>,
     /// The source takes answers.
     return_path: bool,
-    /// The source is a Hotlift, whose PINGs carry checksums.
-    checksummed: bool,
+    /// A Hotlift has said that it is one; its later PINGs carry checksums.
+    opened: bool,
+    /// The kind of the section that is open, and whether it had a multifd flush.
+    section: Option<SectionKind>,
+    flushed: bool,
+    /// RAM has ended, and every channel has delivered what belongs before that.
+    ram_complete: bool,
     device: Option<DeviceState>,
     devices: Vec<DeviceState>,
+    device_bytes: usize,
 }
 
 impl<'a> MainReceiver<'a> {
@@ -74,9 +85,13 @@ impl<'a> MainReceiver<'a> {
             state: State {
                 session,
                 return_path: false,
-                checksummed: false,
+                opened: false,
+                section: None,
+                flushed: false,
+                ram_complete: false,
                 device: None,
                 devices: Vec::new(),
+                device_bytes: 0,
             },
         }
     }
@@ -86,19 +101,28 @@ impl<'a> MainReceiver<'a> {
         loop {
             match self.next_event() {
                 Ok(Next::Go) => {}
-                Ok(Next::Committed) => return self.session.take_over(),
-                Err(error) => match self.session.phase() {
-                    Phase::Loading => return Err(error),
-                    // The word may come on another connection; this one brings none.
-                    Phase::Loaded | Phase::Taken => {
-                        self.session.connection_ended();
-                        return if self.session.wait_for_decision() {
-                            Ok(())
-                        } else {
-                            Err(error)
-                        };
-                    }
-                },
+                Ok(Next::Committed) => {
+                    self.session.take_over()?;
+                    return if self.session.handover.wait_for_decision() {
+                        Ok(())
+                    } else {
+                        Err(MigrationError::Cancelled)
+                    };
+                }
+                Err(error) => {
+                    return match self.session.handover.phase() {
+                        Phase::Loading | Phase::Refused => Err(error),
+                        // The word may come on another connection; this one brings none.
+                        Phase::Loaded | Phase::Taking | Phase::Taken => {
+                            self.session.handover.connection_ended();
+                            if self.session.handover.wait_for_decision() {
+                                Ok(())
+                            } else {
+                                Err(error)
+                            }
+                        }
+                    };
+                }
             }
         }
     }
@@ -117,24 +141,6 @@ impl<'a> MainReceiver<'a> {
                 next
             }
         }
-    }
-
-    /// Tells the source why this side gives up, if it takes answers.
-    pub(super) fn give_up(&self, reason: &str) {
-        if !self.state.return_path {
-            return;
-        }
-        let mut last_words = Vec::new();
-        let mut messages = vec![ReturnMessage::Shut(1)];
-        if self.state.checksummed {
-            messages.insert(0, ReturnMessage::ErrorText(reason));
-        }
-        for message in messages {
-            if message.encode(&mut last_words).is_err() {
-                return;
-            }
-        }
-        let _ = (&self.session.accepted.main).write_all(&last_words);
     }
 }
 
@@ -156,17 +162,16 @@ impl Input<'_> {
         }
         let stream = &self.session.accepted.main;
         while self.unread.end < wanted {
-            // Once everything is loaded the source decides, and a cancel here comes too late.
-            let phase = self.session.phase();
-            let cancelled = self.session.control.is_cancelled() && phase == Phase::Loading;
-            if self.session.has_failed() || cancelled {
+            let session = self.session;
+            let called_off = session.has_failed() || session.control.is_cancelled();
+            if called_off && session.handover.abandon() {
                 return Err(MigrationError::Cancelled);
             }
             let closed = MigrationError::Closed {
                 channel: Channel::Main,
             };
             // Another connection may have brought the source's word meanwhile.
-            if phase == Phase::Taken {
+            if matches!(session.handover.phase(), Phase::Taking | Phase::Taken) {
                 return Err(closed);
             }
             if !wait_readable(stream.as_fd(), TICK).map_err(broken)? {
@@ -207,41 +212,72 @@ impl State<'_> {
                 content,
             } => self.page(block, offset, content)?,
             MainEvent::MultifdFlush => {
-                if !self.session.barrier.main_arrives() {
-                    return Err(MigrationError::Closed {
-                        channel: Channel::Main,
-                    });
+                let session = self.session;
+                let called_off = || session.control.is_cancelled();
+                if !session.barrier.main_arrives(called_off) {
+                    return Err(protocol("the end of a multifd channel before its SYNC"));
                 }
+                self.flushed = true;
             }
             MainEvent::SectionStart {
-                kind: SectionKind::Full,
+                kind,
                 idstr,
                 instance_id,
                 version_id,
                 ..
             } => {
-                self.device = Some(DeviceState {
-                    idstr: idstr.to_owned(),
-                    instance_id,
-                    version_id,
-                    payload: Vec::new(),
-                });
+                self.section = Some(kind);
+                self.flushed = false;
+                if kind == SectionKind::Full {
+                    let loading = self.session.handover.phase() == Phase::Loading;
+                    if !self.ram_complete || !loading {
+                        return Err(protocol(
+                            "a device before the end of RAM, or behind the last",
+                        ));
+                    }
+                    self.device = Some(DeviceState {
+                        idstr: idstr.to_owned(),
+                        instance_id,
+                        version_id,
+                        payload: Vec::new(),
+                    });
+                }
             }
+            MainEvent::RamEos => match self.section {
+                Some(SectionKind::Start) if !self.flushed => {
+                    return Err(protocol(
+                        "a stream with a barrier in each section (machine types up to 8.0)",
+                    ));
+                }
+                Some(SectionKind::End) if !self.flushed => {
+                    return Err(protocol("the end of RAM without a barrier"));
+                }
+                Some(SectionKind::End) => self.ram_complete = true,
+                _ => {}
+            },
             MainEvent::DevicePayload(payload) => {
+                self.device_bytes += payload.len();
+                if self.device_bytes > DEVICE_BYTES {
+                    return Err(wire(WireError::OverLimit {
+                        what: "length of all device payloads",
+                        limit: DEVICE_BYTES as u64,
+                        got: self.device_bytes as u64,
+                    }));
+                }
                 if let Some(mut device) = self.device.take() {
                     device.payload = payload.to_vec();
                     self.devices.push(device);
                 }
             }
             MainEvent::Eof => {
-                self.load_devices()?;
+                // A Hotlift has had its answer that all is loaded before it ends the stream. Without
+                // that no byte, however it came about, may make the guest run here.
+                if !self.session.accepted.is_hotlift && self.ram_complete {
+                    self.load_devices()?;
+                }
                 return Ok(Next::Committed);
             }
-            MainEvent::Header
-            | MainEvent::SectionStart { .. }
-            | MainEvent::RamEos
-            | MainEvent::SectionFooter
-            | MainEvent::VmDescription(_) => {}
+            MainEvent::Header | MainEvent::SectionFooter | MainEvent::VmDescription(_) => {}
         }
         Ok(Next::Go)
     }
@@ -249,32 +285,37 @@ impl State<'_> {
     fn command(&mut self, command: Command, crc: &crc32fast::Hasher) -> Result<(), MigrationError> {
         match command {
             Command::OpenReturnPath => self.return_path = true,
-            Command::Ping(hello::OPENING_PING) if !self.checksummed => {
-                self.checksummed = true;
+            Command::Ping(value) if !self.session.accepted.is_hotlift => {
+                self.answer(&[ReturnMessage::Pong(value)])?;
+            }
+            Command::Ping(value) if !self.opened => {
+                if value != hello::OPENING_PING {
+                    return Err(protocol("another PING than that of a Hotlift"));
+                }
+                self.opened = true;
                 self.answer(&[
                     ReturnMessage::Hello(hello::VERSION),
-                    ReturnMessage::Pong(hello::OPENING_PING),
+                    ReturnMessage::Pong(value),
                 ])?;
             }
             Command::Ping(value) => {
                 let here = crc.clone().finalize();
-                if self.checksummed && here != value {
+                if here != value {
                     return Err(wire(WireError::Checksum {
                         what: "the main channel",
                         expected: value,
                         got: here,
                     }));
                 }
-                self.load_devices()?;
+                // The one PING behind the end of RAM asks whether all is loaded.
+                if self.ram_complete {
+                    self.load_devices()?;
+                }
                 self.answer(&[ReturnMessage::Pong(value)])?;
             }
             Command::SwitchoverStart => {}
             other @ Command::PostcopyAdvise { .. } => {
-                return Err(MigrationError::Protocol {
-                    channel: Channel::Main,
-                    got: format!("{other:?}"),
-                    doing: "a precopy migration",
-                });
+                return Err(protocol(&format!("{other:?}")));
             }
         }
         Ok(())
@@ -282,11 +323,7 @@ impl State<'_> {
 
     fn answer(&self, messages: &[ReturnMessage<'_>]) -> Result<(), MigrationError> {
         if !self.return_path {
-            return Err(MigrationError::Protocol {
-                channel: Channel::Main,
-                got: "PING without an open return path".to_owned(),
-                doing: "a precopy migration",
-            });
+            return Err(protocol("PING without an open return path"));
         }
         let mut bytes = Vec::new();
         for message in messages {
@@ -300,13 +337,18 @@ impl State<'_> {
     /// Compares the source's RAM blocks with this guest's: same names in the same order, same
     /// lengths.
     fn ram_blocks(&self, theirs: &[RamBlockEntry]) -> Result<(), MigrationError> {
-        let names = |blocks: &[RamBlockEntry]| {
-            let names: Vec<_> = blocks.iter().map(|block| block.name.as_str()).collect();
-            names.join(", ")
-        };
         let ours = &self.session.blocks;
-        compare("the list of RAM blocks", &names(theirs), &names(ours))?;
-        for (theirs, ours) in theirs.iter().zip(ours) {
+        compare(
+            "the number of RAM blocks",
+            &theirs.len().to_string(),
+            &ours.len().to_string(),
+        )?;
+        for (number, (theirs, ours)) in theirs.iter().zip(ours).enumerate() {
+            compare(
+                &format!("the name of RAM block {number}"),
+                &theirs.name,
+                &ours.name,
+            )?;
             compare(
                 &format!("the size of RAM block '{}'", ours.name),
                 &theirs.used_length.to_string(),
@@ -341,25 +383,27 @@ impl State<'_> {
                 self.session.main_counters().add_pages(1, 0);
             }
             PageContent::Xbzrle(_) | PageContent::Compressed(_) => {
-                return Err(MigrationError::Protocol {
-                    channel: Channel::Main,
-                    got: "an XBZRLE or compressed page".to_owned(),
-                    doing: "a multifd migration",
-                });
+                return Err(protocol("an XBZRLE or compressed page"));
             }
         }
         Ok(())
     }
 
-    /// Loads the devices, once they are all there.
+    /// Loads the devices; they are all there.
     fn load_devices(&mut self) -> Result<(), MigrationError> {
-        if !self.devices.is_empty() {
-            self.session
-                .guest
-                .load_devices(std::mem::take(&mut self.devices))?;
-            self.session.loaded();
-        }
+        self.session
+            .guest
+            .load_devices(std::mem::take(&mut self.devices))?;
+        self.session.loaded();
         Ok(())
+    }
+}
+
+fn protocol(got: &str) -> MigrationError {
+    MigrationError::Protocol {
+        channel: Channel::Main,
+        got: got.to_owned(),
+        doing: "a multifd precopy migration",
     }
 }
 

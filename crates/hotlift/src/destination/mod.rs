@@ -4,30 +4,27 @@
 mod accept;
 mod barrier;
 mod channel;
+mod handover;
+mod last_words;
 mod main_channel;
 mod packets;
 mod session;
 
-use std::net::Shutdown;
 use std::thread;
-use std::time::{Duration, Instant};
 
 use hotlift_mem::RamBlock;
 use hotlift_wire::multifd::Method;
 
 use crate::control::{Control, Status};
 use crate::error::MigrationError;
-use crate::figures::{DestinationReport, SideFigures, ThreadTimes};
+use crate::figures::{DestinationReport, SideFigures};
 use crate::guest::Guest;
 use crate::options::Options;
-use crate::source::spawn;
-use crate::transport::{Listener, wait_readable};
+use crate::threads::{OnPanic, spawn};
+use crate::transport::Listener;
 use channel::ChannelReceiver;
 use main_channel::MainReceiver;
 use session::Session;
-
-/// How long the connections stay open for the source to read what was said last.
-const LINGER: Duration = Duration::from_secs(2);
 
 /// Threads that populate RAM at most: memory bandwidth is used up by then.
 const POPULATE_THREADS: usize = 8;
@@ -60,96 +57,29 @@ pub fn receive(
     outcome
 }
 
-fn run(
-    guest: &dyn Guest,
-    listener: Listener,
-    options: &Options,
-    control: &Control,
-) -> Result<DestinationReport, MigrationError> {
-    let populating = ThreadTimes::default();
-    if options.mem_prealloc {
-        populate(guest, &populating)?;
+/// Readies the guest's RAM for a migration with these options, before anybody is told where to
+/// connect: with `mem-prealloc`, makes the kernel allocate all of it now.
+///
+/// # Errors
+/// [`MigrationError::Memory`] if there is not enough of it.
+pub fn prepare(guest: &dyn Guest, options: &Options) -> Result<(), MigrationError> {
+    if !options.mem_prealloc {
+        return Ok(());
     }
-    let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
-    let accepted = accept::accept(&listener, guest.uuid(), method, options, control)?;
-    // Nobody else is to come, and a socket's file should not outlive its use.
-    drop(listener);
-    let session = Session::new(guest, options, control.clone(), method, accepted);
-    let outcome = thread::scope(|scope| {
-        let mut threads = Vec::new();
-        for id in 0..options.multifd_channels {
-            let session = &session;
-            let name = format!("mig/dst/recv_{id}");
-            threads.push(spawn(scope, name.clone(), move || {
-                let outcome =
-                    ChannelReceiver::new(session, id).and_then(|mut channel| channel.run());
-                session.threads.book(&name);
-                session.channel_ended(outcome);
-            }));
-        }
-        let started = threads.into_iter().collect::<Result<Vec<_>, _>>();
-        let mut main = MainReceiver::new(&session);
-        let outcome = started.and_then(|_| main.run());
-        wind_up(&session, &main, outcome);
-        session.threads.book("mig/dst/main");
-        session.take_failure()
-    });
-    if let Some(error) = outcome {
-        return Err(error);
-    }
-    let total = session.elapsed();
-    let counts = session.counts();
-    let mut threads = session.threads.read();
-    threads.extend(populating.read());
-    Ok(DestinationReport {
-        total_ms: total.as_secs_f64() * 1e3,
-        normal_pages: counts.normal_pages,
-        zero_pages: counts.zero_pages,
-        side: SideFigures::new(threads, total, counts.normal_pages),
-    })
-}
-
-/// Ends the connections, after the source has had the time to read why.
-fn wind_up(session: &Session<'_>, main: &MainReceiver<'_>, outcome: Result<(), MigrationError>) {
-    if let Err(error) = outcome {
-        session.fail(error);
-    }
-    if let Some(reason) = session.failure_text() {
-        main.give_up(&reason);
-    }
-    // Closing a socket with unread bytes in it resets the connection and may take the last words
-    // with it: what still comes is read and dropped until the source closes.
-    let stream = &session.accepted.main;
-    stream.shutdown(Shutdown::Write);
-    let deadline = Instant::now() + LINGER;
-    let mut dropped = [0; 4096];
-    while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-        let ready = wait_readable(std::os::fd::AsFd::as_fd(stream), left);
-        if !matches!(ready, Ok(true)) || !matches!(stream.read_some(&mut dropped), Ok(1..)) {
-            break;
-        }
-    }
-    session.shut_down();
-}
-
-/// Makes the kernel allocate all guest RAM now (`mem-prealloc`).
-fn populate(guest: &dyn Guest, times: &ThreadTimes) -> Result<(), MigrationError> {
     let workers = thread::available_parallelism()
         .map_or(1, usize::from)
         .min(POPULATE_THREADS);
     for block in guest.ram() {
+        let block: &RamBlock = block;
+        // Huge pages are not to be split between threads.
         let share = block.len().div_ceil(workers).next_multiple_of(2 << 20);
         thread::scope(|scope| {
             let threads: Result<Vec<_>, _> = (0..block.len())
                 .step_by(share)
                 .map(|offset| {
-                    let block: &RamBlock = block;
+                    let length = share.min(block.len() - offset);
                     let name = format!("mig/dst/pop_{}", offset / share);
-                    spawn(scope, name.clone(), move || {
-                        let populated = block.populate(offset, share.min(block.len() - offset));
-                        times.book(&name);
-                        populated
-                    })
+                    spawn(scope, name, move || block.populate(offset, length))
                 })
                 .collect();
             for thread in threads? {
@@ -161,4 +91,64 @@ fn populate(guest: &dyn Guest, times: &ThreadTimes) -> Result<(), MigrationError
         })?;
     }
     Ok(())
+}
+
+fn run(
+    guest: &dyn Guest,
+    listener: Listener,
+    options: &Options,
+    control: &Control,
+) -> Result<DestinationReport, MigrationError> {
+    let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
+    let accepted = accept::accept(&listener, guest.uuid(), method, options, control)?;
+    // Nobody else is to come, and a socket's file should not outlive its use.
+    drop(listener);
+    let session = Session::new(guest, options, control.clone(), method, accepted);
+    thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for id in 0..options.multifd_channels {
+            let session = &session;
+            let name = format!("mig/dst/recv_{id}");
+            threads.push(spawn(scope, name.clone(), move || {
+                let _ends = OnPanic(|| session.abort());
+                let outcome =
+                    ChannelReceiver::new(session, id).and_then(|mut channel| channel.run());
+                session.threads.book(&name);
+                session.channel_ended(outcome);
+            }));
+        }
+        let _ends = OnPanic(|| session.abort());
+        let outcome = threads
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()
+            .and_then(|_| MainReceiver::new(&session).run());
+        if let Err(error) = outcome {
+            session.fail(error);
+        }
+        wind_up(&session);
+        session.threads.book("mig/dst/main");
+    });
+    if let Some(error) = session.take_failure() {
+        return Err(error);
+    }
+    let total = session.total();
+    let counts = session.counts();
+    Ok(DestinationReport {
+        total_ms: total.as_secs_f64() * 1e3,
+        normal_pages: counts.normal_pages,
+        zero_pages: counts.zero_pages,
+        side: SideFigures::new(session.threads.read(), total, counts.normal_pages),
+    })
+}
+
+/// Ends the connections, after the source has had the time to read why.
+fn wind_up(session: &Session<'_>) {
+    let main = [&session.accepted.main];
+    if let Some(reason) = session.failure_text()
+        && session.accepted.is_hotlift
+    {
+        last_words::give_up(&main, &reason);
+    }
+    last_words::close(&main);
+    session.shut_down();
 }

@@ -2,38 +2,22 @@
 
 use std::io::Write;
 use std::net::Shutdown;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::DirtyBitmap;
 use hotlift_wire::RamBlockEntry;
-use hotlift_wire::multifd::Method;
+use hotlift_wire::multifd::{INITIAL_PACKET_LEN, Method};
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::Accepted;
 use super::barrier::Barrier;
+use super::handover::{Handover, Phase};
 use crate::control::{Control, Status};
-use crate::error::MigrationError;
+use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
 use crate::guest::Guest;
 use crate::options::Options;
-
-/// How far the hand-over of the guest has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
-    /// Pages and device state are arriving; the guest is the source's.
-    Loading,
-    /// Everything is in place; the source decides.
-    Loaded,
-    /// The source has let go, and the guest is this side's.
-    Taken,
-}
-
-struct Handover {
-    phase: Phase,
-    /// Connections that can still bring the source's decision.
-    open: usize,
-}
 
 /// One incoming migration.
 pub(super) struct Session<'a> {
@@ -48,9 +32,7 @@ pub(super) struct Session<'a> {
     pub written: Vec<DirtyBitmap>,
     pub barrier: Barrier,
     pub counters: Vec<Counters>,
-    pub started: Instant,
-    handover: Mutex<Handover>,
-    decided: Condvar,
+    pub handover: Handover,
     /// CPU time of the threads that have ended.
     pub threads: ThreadTimes,
     failure: Mutex<Option<MigrationError>>,
@@ -78,6 +60,11 @@ impl<'a> Session<'a> {
             .iter()
             .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
             .collect();
+        let counters: Vec<_> = (0..=channels).map(|_| Counters::default()).collect();
+        // What was read to tell the connections apart.
+        for channel in &counters[..channels] {
+            channel.add_bytes(INITIAL_PACKET_LEN);
+        }
         Self {
             guest,
             options,
@@ -86,60 +73,52 @@ impl<'a> Session<'a> {
             blocks,
             written,
             barrier: Barrier::new(channels),
-            counters: (0..=channels).map(|_| Counters::default()).collect(),
-            started: accepted.since,
+            counters,
             accepted,
-            handover: Mutex::new(Handover {
-                phase: Phase::Loading,
-                open: channels + 1,
-            }),
-            decided: Condvar::new(),
+            handover: Handover::new(channels + 1),
             threads: ThreadTimes::default(),
             failure: Mutex::new(None),
         }
-    }
-
-    fn lock_handover(&self) -> MutexGuard<'_, Handover> {
-        self.handover.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock_failure(&self) -> MutexGuard<'_, Option<MigrationError>> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn phase(&self) -> Phase {
-        self.lock_handover().phase
-    }
-
     /// Everything has arrived and was loaded: the source may now let go.
     pub(super) fn loaded(&self) {
-        self.lock_handover().phase = Phase::Loaded;
-        self.control.set_status(Status::Device);
+        if self.handover.loaded() {
+            self.control.set_status(Status::Device);
+        }
     }
 
     /// The source has let go, says one of the connections; the first to say so makes the guest run.
     pub(super) fn take_over(&self) -> Result<(), MigrationError> {
-        {
-            let mut handover = self.lock_handover();
-            if handover.phase != Phase::Loaded {
-                return Ok(());
-            }
-            handover.phase = Phase::Taken;
+        if !self.handover.begin_taking() {
+            return match self.handover.phase() {
+                Phase::Loading => Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: "the end of the stream".to_owned(),
+                    doing: "loading the guest",
+                }),
+                _ => Ok(()),
+            };
         }
-        let resumed = self.guest.resume();
-        if resumed.is_ok() {
-            self.control.set_status(Status::Completed);
-            // On every socket, so that one that is cut or garbled leaves the source no doubt.
-            let mut running = Vec::new();
-            if ReturnMessage::Shut(0).encode(&mut running).is_ok() {
-                for mut stream in std::iter::once(&self.accepted.main).chain(self.answer_sockets())
-                {
-                    let _ = stream.write_all(&running);
-                }
+        if let Err(error) = self.guest.resume() {
+            self.fail(error.into());
+            self.handover.refused();
+            return Ok(());
+        }
+        self.control.set_status(Status::Completed);
+        // On every socket, so that one that is cut or garbled leaves the source no doubt.
+        let mut running = Vec::new();
+        if ReturnMessage::Shut(0).encode(&mut running).is_ok() {
+            for mut stream in std::iter::once(&self.accepted.main).chain(self.answer_sockets()) {
+                let _ = stream.write_all(&running);
             }
         }
-        self.decided.notify_all();
-        Ok(resumed?)
+        self.handover.taken();
+        Ok(())
     }
 
     /// Multifd connections that take answers: those of a Hotlift. QEMU reads nothing there.
@@ -150,24 +129,6 @@ impl<'a> Session<'a> {
             0
         };
         self.accepted.multifd[..count].iter()
-    }
-
-    /// A connection can bring no decision any more.
-    pub(super) fn connection_ended(&self) {
-        self.lock_handover().open -= 1;
-        self.decided.notify_all();
-    }
-
-    /// Waits until the guest is taken over, or until no connection can bring the word for it; true
-    /// if it was taken over.
-    pub(super) fn wait_for_decision(&self) -> bool {
-        let handover = self
-            .decided
-            .wait_while(self.lock_handover(), |handover| {
-                handover.phase == Phase::Loaded && handover.open > 0
-            })
-            .unwrap_or_else(PoisonError::into_inner);
-        handover.phase == Phase::Taken
     }
 
     /// Keeps `error` if it is the first, and ends every thread's waiting. The main channel stays
@@ -198,9 +159,10 @@ impl<'a> Session<'a> {
         self.counters.iter().map(Counters::read).sum()
     }
 
-    /// How long the migration has taken.
-    pub(super) fn elapsed(&self) -> Duration {
-        self.started.elapsed()
+    /// From the first connection until the guest ran here.
+    pub(super) fn total(&self) -> Duration {
+        let end = self.handover.taken_at().unwrap_or_else(Instant::now);
+        end.saturating_duration_since(self.accepted.since)
     }
 
     /// Counters of the main channel.
@@ -217,11 +179,18 @@ impl<'a> Session<'a> {
     /// long as another can bring the source's word.
     pub(super) fn channel_ended(&self, outcome: Result<(), MigrationError>) {
         if let Err(error) = outcome
-            && (self.phase() == Phase::Loading || matches!(error, MigrationError::Guest(_)))
+            && self.handover.phase() == Phase::Loading
         {
             self.fail(error);
         }
-        self.connection_ended();
+        self.handover.connection_ended();
+    }
+
+    /// A thread has panicked: frees all others.
+    pub(super) fn abort(&self) {
+        self.handover.abandon();
+        self.fail(MigrationError::Cancelled);
+        self.shut_down();
     }
 
     /// Closes every connection in both directions.

@@ -137,7 +137,13 @@ impl<'a> ChannelSender<'a> {
         let mut dirty = std::mem::take(&mut self.dirty_words);
         let mut untouched = std::mem::take(&mut self.untouched_words);
         let session = self.session;
-        if session.ram.fetch_and_clear(chunk, &mut dirty)? {
+        // With `legacy` detection the migration thread has been here before and cleared the log.
+        let any = if session.options.zero_page_detection == ZeroPageDetection::Legacy {
+            session.ram.fetch(chunk, &mut dirty)
+        } else {
+            session.ram.fetch_and_clear(chunk, &mut dirty)?
+        };
+        if any {
             if chunk.block != self.block {
                 self.send_packet()?;
                 self.block = chunk.block;

@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::io::Write;
+use std::sync::atomic::Ordering;
 
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, Configuration, MainEncoder};
@@ -155,9 +156,10 @@ impl<'a> MainSender<'a> {
         Ok(())
     }
 
-    /// Closes what was sent with a checksum, for a peer that compares it.
+    /// Closes what was sent with a checksum, for a peer that compares it. Behind the end of RAM a
+    /// PING asks whether all is loaded, which is not to be asked before the devices are sent.
     fn section_sent(&mut self) -> Result<(), MigrationError> {
-        if self.peer_is_hotlift {
+        if self.peer_is_hotlift && !self.completing {
             self.ping()
         } else {
             self.flush()
@@ -173,6 +175,7 @@ impl<'a> MainSender<'a> {
     fn send_ping(&mut self, value: u32) -> Result<(), MigrationError> {
         self.record(|encoder, out| encoder.command(Command::Ping(value), out))?;
         self.unanswered.push_back(value);
+        self.session.pings.fetch_add(1, Ordering::AcqRel);
         self.flush()
     }
 

@@ -35,6 +35,7 @@ use crate::figures::{Counts, Measured, SourceReport, to_f64};
 use crate::guest::{Guest, GuestError};
 use crate::options::Options;
 use crate::progress::{OnProgress, Progress};
+use crate::threads::{OnPanic, spawn};
 use crate::transport::Address;
 use channel::ChannelSender;
 use estimate::Estimator;
@@ -52,12 +53,12 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// How long the destination may take to make the guest run once it was told to.
 const CONFIRMATION: Duration = Duration::from_secs(60);
 
-/// Migrates `guest` to the Hotlift or QEMU that listens at `to`, and returns when the guest runs
+/// Migrates `guest`, which runs, to the Hotlift or QEMU that listens at `to`, and returns when the guest runs
 /// there. The caller's thread waits; `control` cancels from any other.
 ///
 /// # Errors
-/// Any [`MigrationError`]. Unless it is [`MigrationError::InDoubt`], the guest is here as it was:
-/// running if it ran.
+/// Any [`MigrationError`]. Unless it is [`MigrationError::InDoubt`], the guest runs here as before.
+/// A control that has been cancelled once cancels at once.
 pub fn migrate(
     guest: &dyn Guest,
     to: &Address,
@@ -82,18 +83,6 @@ pub fn migrate(
     outcome
 }
 
-/// Starts a thread with a name that `top -H` shows.
-pub(crate) fn spawn<'scope, T: Send + 'scope>(
-    scope: &'scope thread::Scope<'scope, '_>,
-    name: String,
-    work: impl FnOnce() -> T + Send + 'scope,
-) -> Result<thread::ScopedJoinHandle<'scope, T>, MigrationError> {
-    thread::Builder::new()
-        .name(name.clone())
-        .spawn_scoped(scope, work)
-        .map_err(|source| MigrationError::Thread { name, source })
-}
-
 /// The migration thread.
 fn run(
     guest: &dyn Guest,
@@ -104,7 +93,7 @@ fn run(
     started: Instant,
 ) -> Result<SourceReport, MigrationError> {
     let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
-    let connections = connect(guest, to, options, method)?;
+    let connections = connect(guest, to, options, method, control)?;
     let session = Session::new(guest, options, control.clone(), method, connections);
     let (answer_sender, answers) = channel();
     let measured = thread::scope(|scope| {
@@ -113,6 +102,7 @@ fn run(
             let session = &session;
             let name = format!("mig/src/send_{id}");
             threads.push(spawn(scope, name.clone(), move || {
+                let _ends = OnPanic(|| session.abort());
                 let outcome =
                     ChannelSender::new(session, id, stream).and_then(|mut sender| sender.run());
                 session.threads.book(&name);
@@ -122,10 +112,12 @@ fn run(
             }));
         }
         threads.push(spawn(scope, "mig/src/return".to_owned(), || {
+            let _ends = OnPanic(|| session.abort());
             return_path::listen(&session, &answer_sender);
             session.threads.book("mig/src/return");
             drop(answer_sender);
         }));
+        let _ends = OnPanic(|| session.abort());
         let started_all = threads.into_iter().collect::<Result<Vec<_>, _>>();
         let mut migration = Migration {
             session: &session,
@@ -159,11 +151,15 @@ fn connect(
     to: &Address,
     options: &Options,
     method: Method,
+    control: &Control,
 ) -> Result<Connections, MigrationError> {
-    let main = to.connect()?;
+    let main = to.connect(options.handshake_timeout)?;
     let mut multifd = Vec::new();
     for id in 0..options.multifd_channels {
-        let stream = to.connect()?;
+        if control.is_stopped() {
+            return Err(MigrationError::Cancelled);
+        }
+        let stream = to.connect(options.handshake_timeout)?;
         let opening = InitialPacket {
             uuid: guest.uuid(),
             id,
@@ -288,6 +284,10 @@ impl Migration<'_> {
         session.ram.sync()?;
         self.main.complete();
         self.send_round()?;
+        let left = session.ram.pending();
+        if left > 0 {
+            return Err(MigrationError::Incomplete { pages: left }.into());
+        }
         let devices = session.guest.save_devices()?;
         self.main.send_devices(&devices)?;
         self.await_pongs("the destination's word that it has loaded the guest")
@@ -295,7 +295,10 @@ impl Migration<'_> {
 
     /// Lets go of the guest and waits until it runs on the destination.
     fn hand_over(&mut self) -> Result<(), Ended> {
-        self.session.commit()?;
+        if !self.session.commit() {
+            self.check()?;
+            return Err(MigrationError::Cancelled.into());
+        }
         // A socket that fails now is one of several that carry the same word.
         self.main.send_end_of_file();
         if self.main.peer_is_hotlift() {
@@ -305,14 +308,17 @@ impl Migration<'_> {
         loop {
             match self.next_answer(deadline) {
                 Some(Answer::Running) => return Ok(()),
-                // The destination says that it runs the guest before it closes anything.
-                Some(Answer::Gone) => {
+                // A Hotlift says that it runs the guest before it closes anything. A QEMU says so on
+                // main alone, which may be the one that was cut.
+                Some(Answer::Gone) if self.main.peer_is_hotlift() => {
                     return Err(MigrationError::Closed {
                         channel: Channel::Main,
                     }
                     .into());
                 }
-                Some(Answer::Lost) | None => return Err(MigrationError::InDoubt.into()),
+                Some(Answer::Gone | Answer::Lost) | None => {
+                    return Err(MigrationError::InDoubt.into());
+                }
                 Some(Answer::Hello | Answer::Pong(_)) => {}
             }
         }
@@ -394,7 +400,7 @@ impl Migration<'_> {
         if self.session.has_failed() {
             return Err(Ended::Elsewhere);
         }
-        if self.session.control.is_cancelled() {
+        if self.session.control.is_stopped() {
             return Err(MigrationError::Cancelled.into());
         }
         Ok(())
@@ -449,11 +455,17 @@ impl Migration<'_> {
             Err(Ended::Here(error)) => Err(error),
             Err(Ended::Elsewhere) => Ok(()),
         };
-        let in_doubt = matches!(measured, Err(MigrationError::InDoubt));
-        if let Err(error) = measured {
-            session.fail(error);
+        if let Err(MigrationError::InDoubt) = measured {
+            session.end(MigrationError::InDoubt);
+            session.shut_down();
+            let _ = session.guest.stop_dirty_log();
+            return Err(MigrationError::InDoubt);
         }
-        let restored = if in_doubt { Ok(()) } else { self.give_back() };
+        if let Err(error) = measured {
+            session.end(error);
+        }
+        // The guest first: it has stood still for long enough.
+        let restored = self.give_back();
         let deadline = Instant::now() + LAST_WORDS;
         while let Ok(answer) = self
             .answers
@@ -468,7 +480,7 @@ impl Migration<'_> {
         Err(session.take_failure().unwrap_or(MigrationError::Cancelled))
     }
 
-    /// Makes the guest run here again, as if nothing had been.
+    /// Makes the guest run here again, if it was stopped for this.
     fn give_back(&self) -> Result<(), MigrationError> {
         let stopped = self.session.guest.stop_dirty_log();
         if self.guest_was_stopped {

@@ -151,25 +151,31 @@ impl<'a> RamState<'a> {
         self.released.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Fetches and clears the dirty bits of `chunk` into `words` (one bit a page, first page in bit
-    /// 0 of the first word); true if there was any. From here on its pages may be read.
+    /// Fetches the dirty bits of `chunk` into `words` (one bit a page, first page in bit 0 of the
+    /// first word) and re-arms the guest's log for them; true if there was any. From here on its
+    /// pages may be read.
     pub(super) fn fetch_and_clear(
         &self,
         chunk: Chunk,
         words: &mut Vec<u64>,
     ) -> Result<bool, MigrationError> {
+        let any = self.fetch(chunk, words);
+        if any {
+            self.guest
+                .clear_dirty_log(chunk.block, chunk.first_page, chunk.pages)?;
+        }
+        Ok(any)
+    }
+
+    /// Fetches the dirty bits of a chunk whose log was re-armed in this round already.
+    pub(super) fn fetch(&self, chunk: Chunk, words: &mut Vec<u64>) -> bool {
         let bitmap = &self.dirty[chunk.block];
         let first_word = chunk.first_page / 64;
         words.clear();
         words.extend(
-            (first_word..first_word + chunk.pages.div_ceil(64)).map(|i| bitmap.take_word(i)),
+            (first_word..first_word + chunk.pages.div_ceil(64)).map(|word| bitmap.take_word(word)),
         );
-        if words.iter().all(|word| *word == 0) {
-            return Ok(false);
-        }
-        self.guest
-            .clear_dirty_log(chunk.block, chunk.first_page, chunk.pages)?;
-        Ok(true)
+        words.iter().any(|word| *word != 0)
     }
 
     /// Marks a page that was fetched as still to be sent.

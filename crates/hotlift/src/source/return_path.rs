@@ -6,16 +6,25 @@
 //! first: one that is cut or garbled then does no harm. A Hotlift that runs the guest says so on all
 //! sockets before it closes any, so that all closed without a word means that it does not run there.
 
-use std::io::Read;
+use std::io::ErrorKind;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
+use std::time::Instant;
 
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{WireError, limits};
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::session::Session;
+use crate::control::Status;
 use crate::error::{Channel, MigrationError};
 use crate::transport::Stream;
+
+/// How often a quiet destination is thought about.
+const TICK: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 100_000_000,
+};
 
 /// What the destination said, or what became of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,34 +66,75 @@ pub(super) fn listen(session: &Session<'_>, answers: &Sender<Answer>) {
             open: true,
         })
         .collect();
-    let mut timed_out = false;
+    let mut said = Said::default();
+    let mut lost = false;
+    let mut watchdog = Watchdog::new(session);
     while peers.iter().any(|peer| peer.open) {
         for index in readable(&peers) {
             let peer = &mut peers[index];
-            if let Err(error) = peer.read(session, answers) {
+            if let Err(error) = peer.read(session, answers, &mut said) {
                 peer.open = false;
-                timed_out |= error.kind() == std::io::ErrorKind::TimedOut;
-                if !session.is_committed() {
-                    session.fail(if error.kind() == std::io::ErrorKind::UnexpectedEof {
-                        MigrationError::Closed {
-                            channel: peer.channel,
-                        }
-                    } else {
-                        MigrationError::Connection {
-                            channel: peer.channel,
-                            doing: "listening to the destination",
-                            source: error,
-                        }
-                    });
-                }
+                // A closed socket is what a process leaves that ended; anything else says nothing
+                // about the process behind it.
+                let closed = [ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset];
+                lost |= !closed.contains(&error.kind());
+                session.fail(if error.kind() == ErrorKind::UnexpectedEof {
+                    MigrationError::Closed {
+                        channel: peer.channel,
+                    }
+                } else {
+                    MigrationError::Connection {
+                        channel: peer.channel,
+                        doing: "listening to the destination",
+                        source: error,
+                    }
+                });
             }
         }
+        watchdog.look(session);
     }
-    let _ = answers.send(if timed_out {
-        Answer::Lost
-    } else {
-        Answer::Gone
-    });
+    let _ = answers.send(if lost { Answer::Lost } else { Answer::Gone });
+}
+
+/// Ends what no other thread can: a migration thread that is blocked in a write when the migration is
+/// cancelled, or while the guest stands still for a destination that takes nothing.
+struct Watchdog {
+    transferred: u64,
+    moved: Instant,
+}
+
+impl Watchdog {
+    fn new(session: &Session<'_>) -> Self {
+        Self {
+            transferred: session.counts().transferred_bytes,
+            moved: Instant::now(),
+        }
+    }
+
+    fn look(&mut self, session: &Session<'_>) {
+        if session.control.is_cancelled() {
+            session.fail(MigrationError::Cancelled);
+        }
+        let transferred = session.counts().transferred_bytes;
+        if transferred != self.transferred || session.control.status() != Status::Device {
+            self.transferred = transferred;
+            self.moved = Instant::now();
+        }
+        let limit = session.options.handshake_timeout;
+        if self.moved.elapsed() > limit {
+            session.fail(MigrationError::Timeout {
+                waiting_for: "any progress while the guest stands still".to_owned(),
+                waited: limit,
+            });
+        }
+    }
+}
+
+/// What the destination has said so far that it may say only so often.
+#[derive(Default)]
+struct Said {
+    pongs: u64,
+    hellos: u64,
 }
 
 /// Indexes of the peers that have something to read or have ended.
@@ -94,7 +144,8 @@ fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
         .iter()
         .map(|&index| PollFd::new(peers[index].stream, PollFlags::IN))
         .collect();
-    if rustix::event::poll(&mut fds, None).is_err() {
+    // Interrupted, or no memory for the call: to be tried again, by and by.
+    if rustix::event::poll(&mut fds, Some(&TICK)).is_err() {
         return Vec::new();
     }
     open.iter()
@@ -106,9 +157,14 @@ fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
 
 impl Peer<'_> {
     /// Reads what there is; an error means that nothing more will come.
-    fn read(&mut self, session: &Session<'_>, answers: &Sender<Answer>) -> std::io::Result<()> {
+    fn read(
+        &mut self,
+        session: &Session<'_>,
+        answers: &Sender<Answer>,
+        said: &mut Said,
+    ) -> std::io::Result<()> {
         let mut buffer = [0; 1024];
-        let read = (&*self.stream).read(&mut buffer)?;
+        let read = self.stream.read_some(&mut buffer)?;
         if read == 0 {
             return Err(std::io::ErrorKind::UnexpectedEof.into());
         }
@@ -117,16 +173,14 @@ impl Peer<'_> {
             let (answer, used) = match ReturnMessage::decode(&self.pending) {
                 Err(WireError::Truncated { .. }) => return Ok(()),
                 Err(source) => {
-                    // After the hand-over the other sockets still speak; before it, this is the end.
-                    if !session.is_committed() {
-                        session.fail(MigrationError::Wire {
-                            channel: self.channel,
-                            source,
-                        });
-                    }
+                    // After the commit the other sockets still speak; before it, this is the end.
+                    session.fail(MigrationError::Wire {
+                        channel: self.channel,
+                        source,
+                    });
                     return Err(std::io::ErrorKind::InvalidData.into());
                 }
-                Ok((message, used)) => (self.answer(session, message), used),
+                Ok((message, used)) => (self.answer(session, message, said), used),
             };
             if let Some(answer) = answer {
                 let _ = answers.send(answer);
@@ -135,37 +189,41 @@ impl Peer<'_> {
         }
     }
 
-    fn answer(&self, session: &Session<'_>, message: ReturnMessage<'_>) -> Option<Answer> {
+    fn answer(
+        &self,
+        session: &Session<'_>,
+        message: ReturnMessage<'_>,
+        said: &mut Said,
+    ) -> Option<Answer> {
         match message {
-            ReturnMessage::Pong(value) => Some(Answer::Pong(value)),
-            ReturnMessage::Hello(_) => Some(Answer::Hello),
+            ReturnMessage::Pong(value) if said.pongs < session.pings.load(Ordering::Acquire) => {
+                said.pongs += 1;
+                Some(Answer::Pong(value))
+            }
+            ReturnMessage::Hello(_) if said.hellos == 0 => {
+                said.hellos += 1;
+                Some(Answer::Hello)
+            }
             ReturnMessage::Shut(0) if session.is_committed() => Some(Answer::Running),
             ReturnMessage::ErrorText(text) => {
-                let reason: String = text.chars().filter(|c| !c.is_control()).collect();
-                session.explain(MigrationError::Destination { reason });
+                session.explain(text.chars().filter(|c| !c.is_control()).collect());
                 None
             }
             ReturnMessage::Shut(value) => {
                 // Only this side ends the guest's life here, so a SHUT before that is a failure
                 // whatever its value.
-                if !session.is_committed() {
-                    session.explain(MigrationError::Destination {
-                        reason: format!("it ended the migration with code {value}"),
-                    });
-                    session.fail(MigrationError::Closed {
-                        channel: self.channel,
-                    });
-                }
+                session.explain(format!("it ended the migration with code {value}"));
+                session.fail(MigrationError::Closed {
+                    channel: self.channel,
+                });
                 None
             }
             other => {
-                if !session.is_committed() {
-                    session.fail(MigrationError::Protocol {
-                        channel: self.channel,
-                        got: format!("{other:?}"),
-                        doing: "a precopy migration",
-                    });
-                }
+                session.fail(MigrationError::Protocol {
+                    channel: self.channel,
+                    got: format!("{other:?}"),
+                    doing: "a precopy migration",
+                });
                 None
             }
         }

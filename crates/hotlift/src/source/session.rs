@@ -4,7 +4,7 @@ use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use hotlift_wire::multifd::Method;
+use hotlift_wire::multifd::{INITIAL_PACKET_LEN, Method};
 
 use super::gate::Gate;
 use super::ram::RamState;
@@ -37,9 +37,13 @@ pub(super) struct Session<'a> {
     pub counters: Vec<Counters>,
     /// QEMU's `packet_num`: over all channels, SYNC packets included.
     pub packet_num: AtomicU64,
+    /// PINGs sent on main; the destination has no more PONGs to send.
+    pub pings: AtomicU64,
     /// CPU time of the threads that have ended.
     pub threads: ThreadTimes,
     failure: Mutex<Option<MigrationError>>,
+    /// Why the destination gave up, in its words.
+    reason: Mutex<Option<String>>,
     committed: AtomicBool,
 }
 
@@ -52,6 +56,10 @@ impl<'a> Session<'a> {
         connections: Connections,
     ) -> Self {
         let channels = connections.multifd.len();
+        let counters: Vec<_> = (0..=channels).map(|_| Counters::default()).collect();
+        for channel in &counters[..channels] {
+            channel.add_bytes(INITIAL_PACKET_LEN);
+        }
         Self {
             guest,
             options,
@@ -60,11 +68,13 @@ impl<'a> Session<'a> {
             ram: RamState::new(guest),
             gate: Gate::new(channels),
             pacer: Pacer::new(options.max_bandwidth),
-            counters: (0..=channels).map(|_| Counters::default()).collect(),
+            counters,
             connections,
             packet_num: AtomicU64::new(0),
+            pings: AtomicU64::new(0),
             threads: ThreadTimes::default(),
             failure: Mutex::new(None),
+            reason: Mutex::new(None),
             committed: AtomicBool::new(false),
         }
     }
@@ -80,14 +90,24 @@ impl<'a> Session<'a> {
     }
 
     /// Keeps `error` if it is the first, and ends every thread's waiting. What the other side has to
-    /// say about the failure can still be read from the main channel.
+    /// say about the failure can still be read from the main channel. After [`Session::commit`] this
+    /// does nothing: the sockets that are left may bring the destination's answer.
     pub(super) fn fail(&self, error: MigrationError) {
-        {
-            let mut failure = self.lock_failure();
-            if failure.is_none() {
-                *failure = Some(error);
-            }
+        let mut failure = self.lock_failure();
+        if !self.is_committed() {
+            failure.get_or_insert(error);
+            self.release_all();
         }
+    }
+
+    /// The same after [`Session::commit`], when no answer is to be expected any more.
+    pub(super) fn end(&self, error: MigrationError) {
+        self.lock_failure().get_or_insert(error);
+        self.release_all();
+    }
+
+    /// Ends all waiting and sending.
+    fn release_all(&self) {
         self.control.stop();
         self.gate.break_up();
         self.ram.abandon();
@@ -97,23 +117,37 @@ impl<'a> Session<'a> {
         self.connections.main.shutdown(Shutdown::Write);
     }
 
-    /// Puts what the destination said in place of what its going away looked like from here.
-    pub(super) fn explain(&self, error: MigrationError) {
-        let mut failure = self.lock_failure();
-        let is_symptom = failure.as_ref().is_none_or(|first| {
-            matches!(
-                first,
-                MigrationError::Connection { .. } | MigrationError::Closed { .. }
-            )
-        });
-        if is_symptom {
-            *failure = Some(error);
-        }
+    /// A thread has panicked: frees all others.
+    pub(super) fn abort(&self) {
+        self.end(MigrationError::Cancelled);
+        self.shut_down();
     }
 
-    /// Takes the error that ended the migration, if one has.
+    /// Keeps what the destination says about a failure.
+    pub(super) fn explain(&self, reason: String) {
+        self.reason
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert(reason);
+    }
+
+    /// Takes the error that ended the migration, if one has: what the destination said in place of
+    /// what its going away looked like from here.
     pub(super) fn take_failure(&self) -> Option<MigrationError> {
-        self.lock_failure().take()
+        let reason = self
+            .reason
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        match (self.lock_failure().take()?, reason) {
+            (
+                MigrationError::Connection { .. }
+                | MigrationError::Closed { .. }
+                | MigrationError::Timeout { .. },
+                Some(reason),
+            ) => Some(MigrationError::Destination { reason }),
+            (error, _) => Some(error),
+        }
     }
 
     /// Whether something has gone wrong.
@@ -126,17 +160,13 @@ impl<'a> Session<'a> {
     }
 
     /// The point of no return: from here on the guest is the destination's, and no cut connection
-    /// may bring it back to life here. Fails if the migration has failed or was cancelled.
-    pub(super) fn commit(&self) -> Result<(), MigrationError> {
-        let mut failure = self.lock_failure();
-        if let Some(error) = failure.take() {
-            return Err(error);
-        }
-        if self.control.is_cancelled() {
-            return Err(MigrationError::Cancelled);
-        }
-        self.committed.store(true, Ordering::Release);
-        Ok(())
+    /// may bring it back to life here. False if the migration has failed; nothing fails it any more
+    /// once this is true.
+    pub(super) fn commit(&self) -> bool {
+        let failure = self.lock_failure();
+        let may = failure.is_none() && !self.control.is_stopped();
+        self.committed.store(may, Ordering::Release);
+        may
     }
 
     /// True after [`Session::commit`].

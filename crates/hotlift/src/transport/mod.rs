@@ -124,13 +124,13 @@ impl std::fmt::Display for Address {
 }
 
 impl Address {
-    /// Opens one connection.
+    /// Opens one connection, trying each address of the host for up to `timeout`.
     ///
     /// # Errors
     /// [`TransportError::Connect`] with the system's reason.
-    pub fn connect(&self) -> Result<Stream, TransportError> {
+    pub fn connect(&self, timeout: Duration) -> Result<Stream, TransportError> {
         let connected = match self {
-            Self::Tcp { host, port } => tcp::connect(host, *port),
+            Self::Tcp { host, port } => tcp::connect(host, *port, timeout),
             Self::Unix { path } => unix::connect(path),
         };
         connected.map_err(|source| TransportError::Connect {
@@ -195,11 +195,7 @@ impl Listener {
     /// # Errors
     /// The system's reason.
     pub fn accept(&self, timeout: Duration) -> io::Result<Option<Stream>> {
-        let fd = match self {
-            Self::Tcp(listener) => listener.as_fd(),
-            Self::Unix(file) => file.listener().as_fd(),
-        };
-        if !wait_readable(fd, timeout)? {
+        if !wait_readable(self.as_fd(), timeout)? {
             return Ok(None);
         }
         Ok(Some(match self {
@@ -210,6 +206,15 @@ impl Listener {
             }
             Self::Unix(file) => Stream::Unix(file.listener().accept()?.0),
         }))
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(listener) => listener.as_fd(),
+            Self::Unix(file) => file.listener().as_fd(),
+        }
     }
 }
 
@@ -246,17 +251,6 @@ impl Stream {
         };
     }
 
-    /// Bounds how long a read may wait; `None` for ever.
-    ///
-    /// # Errors
-    /// The system's reason.
-    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        match self {
-            Self::Tcp(stream) => stream.set_read_timeout(timeout),
-            Self::Unix(stream) => stream.set_read_timeout(timeout),
-        }
-    }
-
     /// Reads what there is into `buffer`, waiting for at least a byte; 0 at end of stream.
     ///
     /// # Errors
@@ -271,20 +265,19 @@ impl Stream {
         }
     }
 
-    /// Looks at the first bytes without taking them; fewer than asked for at end of stream.
+    /// Looks at the first bytes without taking them and without waiting for them: how many there
+    /// are (0 at end of stream), or `None` if nothing has come.
     ///
     /// # Errors
-    /// The system's reason, `WouldBlock` when the read timeout passes.
-    pub fn peek(&self, into: &mut [u8]) -> io::Result<usize> {
+    /// The system's reason.
+    pub fn peek(&self, into: &mut [u8]) -> io::Result<Option<usize>> {
         use rustix::net::{RecvFlags, recv};
-        let (_, length) = rustix::io::retry_on_intr(|| {
-            recv(
-                self.as_fd(),
-                &mut *into,
-                RecvFlags::PEEK | RecvFlags::WAITALL,
-            )
-        })?;
-        Ok(length.min(into.len()))
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match rustix::io::retry_on_intr(|| recv(self.as_fd(), &mut *into, flags)) {
+            Ok((_, length)) => Ok(Some(length.min(into.len()))),
+            Err(rustix::io::Errno::AGAIN) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
     }
 }
 
@@ -370,11 +363,16 @@ mod tests {
             format!("unix:{}", socket.display()),
         ] {
             let listener = address.parse::<Address>().unwrap().listen().unwrap();
-            let ours = listener.address().unwrap().connect().unwrap();
+            let ours = listener
+                .address()
+                .unwrap()
+                .connect(Duration::from_secs(10))
+                .unwrap();
             let theirs = listener.accept(Duration::from_secs(10)).unwrap().unwrap();
             (&ours).write_all(b"QEVM").unwrap();
             let mut peeked = [0; 4];
-            assert_eq!(theirs.peek(&mut peeked).unwrap(), 4);
+            assert!(wait_readable(theirs.as_fd(), Duration::from_secs(10)).unwrap());
+            assert_eq!(theirs.peek(&mut peeked).unwrap(), Some(4));
             let mut read = [0; 4];
             (&theirs).read_exact(&mut read).unwrap();
             assert_eq!((peeked, read), (*b"QEVM", *b"QEVM"));
@@ -400,5 +398,8 @@ mod tests {
         );
         drop(listener);
         assert!(!path.exists());
+        std::fs::write(&path, "data").unwrap();
+        assert!(address.listen().is_err(), "a file is no socket");
+        assert_eq!(std::fs::read(&path).unwrap(), b"data");
     }
 }

@@ -40,11 +40,19 @@ impl Transport for Tcp {
     }
 }
 
-pub(super) fn connect(host: &str, port: u16) -> io::Result<Stream> {
+pub(super) fn connect(host: &str, port: u16, timeout: Duration) -> io::Result<Stream> {
     let host = if host.is_empty() { "localhost" } else { host };
-    let stream = TcpStream::connect((host, port))?;
-    prepare(&stream)?;
-    Ok(Stream::Tcp(stream))
+    let mut failed = io::ErrorKind::AddrNotAvailable.into();
+    for address in (host, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, timeout) {
+            Ok(stream) => {
+                prepare(&stream)?;
+                return Ok(Stream::Tcp(stream));
+            }
+            Err(error) => failed = error,
+        }
+    }
+    Err(failed)
 }
 
 /// Sets up a connection that was made or accepted.

@@ -1,6 +1,7 @@
 //! `unix:PATH`.
 
 use std::io;
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
@@ -55,10 +56,9 @@ pub(super) fn connect(path: &Path) -> io::Result<Stream> {
 pub(super) fn listen(path: &Path) -> io::Result<Listener> {
     let listener = match UnixListener::bind(path) {
         // A process that was killed leaves its socket's file behind. Nobody answers there, so the
-        // name is free to take; a socket that answers belongs to somebody.
-        Err(error)
-            if error.kind() == io::ErrorKind::AddrInUse && UnixStream::connect(path).is_err() =>
-        {
+        // name is free to take; a socket that answers belongs to somebody, and a file that is no
+        // socket is not ours to remove.
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale_socket(path) => {
             std::fs::remove_file(path)?;
             UnixListener::bind(path)?
         }
@@ -68,4 +68,11 @@ pub(super) fn listen(path: &Path) -> io::Result<Listener> {
         listener,
         path: path.to_owned(),
     }))
+}
+
+fn is_stale_socket(path: &Path) -> bool {
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+    is_socket
+        && UnixStream::connect(path)
+            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }

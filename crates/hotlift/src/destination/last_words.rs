@@ -1,0 +1,50 @@
+//! What a destination says before it closes: why it gives up.
+//!
+//! Closing a socket with unread bytes in it resets the connection, and a reset may take the last words
+//! with it. So only the sending half is closed at first, and what still comes is read and dropped
+//! until the source has closed, too.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use hotlift_wire::return_path::ReturnMessage;
+
+use crate::transport::{Stream, wait_readable};
+
+/// How long the source is waited for.
+const LINGER: Duration = Duration::from_secs(2);
+
+/// Says `reason` on each of `streams`, whose source is a Hotlift.
+pub(super) fn give_up(streams: &[&Stream], reason: &str) {
+    let mut words = Vec::new();
+    for message in [ReturnMessage::ErrorText(reason), ReturnMessage::Shut(1)] {
+        if message.encode(&mut words).is_err() {
+            return;
+        }
+    }
+    for mut stream in streams.iter().copied() {
+        let _ = stream.write_all(&words);
+    }
+}
+
+/// Closes `streams` after the source has had the time to read what was said.
+pub(super) fn close(streams: &[&Stream]) {
+    for stream in streams {
+        stream.shutdown(Shutdown::Write);
+    }
+    let deadline = Instant::now() + LINGER;
+    let mut dropped = [0; 16 << 10];
+    for stream in streams {
+        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+            let ready = wait_readable(stream.as_fd(), left);
+            if !matches!(ready, Ok(true)) || !matches!(stream.read_some(&mut dropped), Ok(1..)) {
+                break;
+            }
+        }
+    }
+    for stream in streams {
+        stream.shutdown(Shutdown::Both);
+    }
+}
