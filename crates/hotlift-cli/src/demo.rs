@@ -85,7 +85,8 @@ fn settings(given: &MigrationArgs) -> Vec<MigrationArgs> {
     } else {
         given.with("max-bandwidth", "0")
     };
-    if given.has("multifd-compression") || given.has_level() {
+    let multifd = given.options().is_ok_and(|options| options.multifd);
+    if given.has("multifd-compression") || given.has_level() || !multifd {
         return vec![unlimited];
     }
     METHODS

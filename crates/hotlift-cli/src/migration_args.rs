@@ -25,12 +25,7 @@ impl MigrationArgs {
     /// Checks every value against its range.
     pub fn options(&self) -> Result<Options, OptionError> {
         let mut options = Options::default();
-        self.apply(&mut options)?;
-        Ok(options)
-    }
-
-    /// Sets what was given; the level last, since it is the chosen method's.
-    pub fn apply(&self, options: &mut Options) -> Result<(), OptionError> {
+        // The level comes last, since it is the chosen method's.
         for (name, value) in &self.given {
             options.set(name, value)?;
         }
@@ -45,7 +40,8 @@ impl MigrationArgs {
             }
             options.set(&format!("multifd-{}-level", method.name), level)?;
         }
-        Ok(())
+        options.check()?;
+        Ok(options)
     }
 
     /// The flags as they would be typed, for a child process.

@@ -63,7 +63,7 @@ impl Run {
             method: method.name.to_owned(),
             library: (method.library)(),
             level: options.level(),
-            channels: options.multifd_channels,
+            channels: options.channels(),
             zero_page_detection: options.zero_page_detection_name().to_owned(),
             max_bandwidth: options.max_bandwidth,
             downtime_limit_ms: options.downtime_limit.as_millis(),

@@ -8,6 +8,7 @@ use hotlift_methods::MethodError;
 use hotlift_wire::WireError;
 
 use crate::guest::GuestError;
+use crate::options::OptionError;
 use crate::transport::TransportError;
 
 /// Which connection of a migration.
@@ -36,6 +37,9 @@ pub enum MigrationError {
     /// [`crate::control::Control::cancel`] was called.
     #[error("the migration was cancelled")]
     Cancelled,
+    /// The options do not go together.
+    #[error("the options do not go together")]
+    Option(#[from] OptionError),
     /// An address is wrong or cannot be used.
     #[error("cannot reach the other side")]
     Transport(#[from] TransportError),

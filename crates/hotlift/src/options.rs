@@ -20,6 +20,8 @@ pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection)] = &[
 /// The options of one migration, resolved and in range.
 #[derive(Debug, Clone)]
 pub struct Options {
+    /// Whether pages travel on multifd channels; if not, they are records of the main channel.
+    pub multifd: bool,
     /// Number of multifd channels, 1 to 255.
     pub multifd_channels: u8,
     /// Page compression method.
@@ -45,6 +47,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            multifd: true,
             multifd_channels: 2,
             multifd_compression: &METHODS[0],
             multifd_zlib_level: 1,
@@ -77,6 +80,14 @@ pub enum OptionError {
         expected: String,
         /// The value as given.
         got: String,
+    },
+    /// Two options do not go together.
+    #[error("{option} needs {needs}")]
+    Conflict {
+        /// The option and its value.
+        option: String,
+        /// What it needs.
+        needs: &'static str,
     },
 }
 
@@ -157,6 +168,19 @@ macro_rules! store_number {
 
 /// Every option of a migration.
 pub static OPTIONS: &[OptionInfo] = &[
+    OptionInfo {
+        name: "multifd",
+        alias: None,
+        values: Values::Switch,
+        default: "on",
+        unit: "",
+        help: "Send pages on multifd channels; off puts them on the main channel, uncompressed",
+        store: |options, value| {
+            if let Checked::Switch(on) = value {
+                options.multifd = on;
+            }
+        },
+    },
     OptionInfo {
         name: "multifd-channels",
         alias: Some("channels"),
@@ -326,6 +350,31 @@ impl Options {
         })?;
         (option.store)(self, checked);
         Ok(())
+    }
+
+    /// Whether the options go together.
+    ///
+    /// # Errors
+    /// [`OptionError::Conflict`].
+    pub fn check(&self) -> Result<(), OptionError> {
+        let method = self.multifd_compression;
+        if !self.multifd && method.flag != 0 {
+            return Err(OptionError::Conflict {
+                option: format!("multifd-compression={}", method.name),
+                needs: "multifd=on",
+            });
+        }
+        Ok(())
+    }
+
+    /// Number of multifd channels that the migration has; 0 without multifd.
+    #[must_use]
+    pub fn channels(&self) -> u8 {
+        if self.multifd {
+            self.multifd_channels
+        } else {
+            0
+        }
     }
 
     /// Name of the mode of zero page detection.

@@ -59,7 +59,7 @@ pub(super) fn accept(
         options,
         unnamed: Vec::new(),
         main: None,
-        multifd: (0..options.multifd_channels).map(|_| None).collect(),
+        multifd: (0..options.channels()).map(|_| None).collect(),
         is_hotlift: None,
         since: None,
     };
@@ -285,11 +285,11 @@ fn check_hello(hello: &Hello, method: Method, options: &Options) -> Result<(), M
             destination_has,
         })
     };
-    if hello.channels != options.multifd_channels {
+    if hello.channels != options.channels() {
         return differs(
             "multifd-channels",
             hello.channels.to_string(),
-            options.multifd_channels.to_string(),
+            options.channels().to_string(),
         );
     }
     if hello.method != method {

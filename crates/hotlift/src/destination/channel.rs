@@ -49,7 +49,7 @@ impl<'a> ChannelReceiver<'a> {
             rules: PacketRules {
                 layout,
                 method: Some(session.method),
-                checksum_required: session.accepted.is_hotlift,
+                checksum_required: session.is_hotlift(),
             },
             header: PacketHeader::new(layout),
             decoder,
@@ -99,7 +99,7 @@ impl<'a> ChannelReceiver<'a> {
 
     /// The channel ends between packets.
     fn ended(&self) -> Result<(), MigrationError> {
-        if self.session.handover.phase() == Phase::Loading && self.session.accepted.is_hotlift {
+        if self.session.handover.phase() == Phase::Loading && self.session.is_hotlift() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });

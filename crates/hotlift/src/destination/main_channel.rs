@@ -196,6 +196,7 @@ impl State<'_> {
         event: MainEvent<'_>,
         crc: &crc32fast::Hasher,
     ) -> Result<Next, MigrationError> {
+        let multifd = self.session.options.multifd;
         match event {
             MainEvent::Configuration(configuration) => {
                 compare(
@@ -244,12 +245,12 @@ impl State<'_> {
                 }
             }
             MainEvent::RamEos => match self.section {
-                Some(SectionKind::Start) if !self.flushed => {
+                Some(SectionKind::Start) if multifd && !self.flushed => {
                     return Err(protocol(
                         "a stream with a barrier in each section (machine types up to 8.0)",
                     ));
                 }
-                Some(SectionKind::End) if !self.flushed => {
+                Some(SectionKind::End) if multifd && !self.flushed => {
                     return Err(protocol("the end of RAM without a barrier"));
                 }
                 Some(SectionKind::End) => self.ram_complete = true,
@@ -272,7 +273,7 @@ impl State<'_> {
             MainEvent::Eof => {
                 // A Hotlift has had its answer that all is loaded before it ends the stream. Without
                 // that no byte, however it came about, may make the guest run here.
-                if !self.session.accepted.is_hotlift && self.ram_complete {
+                if !self.session.is_hotlift() && self.ram_complete {
                     self.load_devices()?;
                 }
                 return Ok(Next::Committed);
@@ -285,18 +286,19 @@ impl State<'_> {
     fn command(&mut self, command: Command, crc: &crc32fast::Hasher) -> Result<(), MigrationError> {
         match command {
             Command::OpenReturnPath => self.return_path = true,
-            Command::Ping(value) if !self.session.accepted.is_hotlift => {
+            // Without channels a Hotlift has had no other place to say that it is one.
+            Command::Ping(hello::OPENING_PING) if !self.opened && !self.session.options.multifd => {
+                self.session.set_is_hotlift();
+                self.open()?;
+            }
+            Command::Ping(value) if !self.session.is_hotlift() => {
                 self.answer(&[ReturnMessage::Pong(value)])?;
             }
             Command::Ping(value) if !self.opened => {
                 if value != hello::OPENING_PING {
                     return Err(protocol("another PING than that of a Hotlift"));
                 }
-                self.opened = true;
-                self.answer(&[
-                    ReturnMessage::Hello(hello::VERSION),
-                    ReturnMessage::Pong(value),
-                ])?;
+                self.open()?;
             }
             Command::Ping(value) => {
                 let here = crc.clone().finalize();
@@ -319,6 +321,15 @@ impl State<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Answers the opening of a Hotlift.
+    fn open(&mut self) -> Result<(), MigrationError> {
+        self.opened = true;
+        self.answer(&[
+            ReturnMessage::Hello(hello::VERSION),
+            ReturnMessage::Pong(hello::OPENING_PING),
+        ])
     }
 
     fn answer(&self, messages: &[ReturnMessage<'_>]) -> Result<(), MigrationError> {

@@ -41,6 +41,7 @@ pub fn receive(
     options: &Options,
     control: &Control,
 ) -> Result<DestinationReport, MigrationError> {
+    options.check()?;
     control.set_status(Status::Setup);
     let outcome = thread::scope(|scope| {
         spawn(scope, "mig/dst/main".to_owned(), || {
@@ -106,7 +107,7 @@ fn run(
     let session = Session::new(guest, options, control.clone(), method, accepted);
     thread::scope(|scope| {
         let mut threads = Vec::new();
-        for id in 0..options.multifd_channels {
+        for id in 0..options.channels() {
             let session = &session;
             let name = format!("mig/dst/recv_{id}");
             threads.push(spawn(scope, name.clone(), move || {
@@ -145,7 +146,7 @@ fn run(
 fn wind_up(session: &Session<'_>) {
     let main = [&session.accepted.main];
     if let Some(reason) = session.failure_text()
-        && session.accepted.is_hotlift
+        && session.is_hotlift()
     {
         last_words::give_up(&main, &reason);
     }

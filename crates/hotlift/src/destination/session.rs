@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -33,6 +34,7 @@ pub(super) struct Session<'a> {
     pub barrier: Barrier,
     pub counters: Vec<Counters>,
     pub handover: Handover,
+    is_hotlift: AtomicBool,
     /// CPU time of the threads that have ended.
     pub threads: ThreadTimes,
     failure: Mutex<Option<MigrationError>>,
@@ -74,6 +76,7 @@ impl<'a> Session<'a> {
             written,
             barrier: Barrier::new(channels),
             counters,
+            is_hotlift: AtomicBool::new(accepted.is_hotlift),
             accepted,
             handover: Handover::new(channels + 1),
             threads: ThreadTimes::default(),
@@ -83,6 +86,16 @@ impl<'a> Session<'a> {
 
     fn lock_failure(&self) -> MutexGuard<'_, Option<MigrationError>> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the source is a Hotlift.
+    pub(super) fn is_hotlift(&self) -> bool {
+        self.is_hotlift.load(Ordering::Acquire)
+    }
+
+    /// A source without multifd channels has said that it is a Hotlift.
+    pub(super) fn set_is_hotlift(&self) {
+        self.is_hotlift.store(true, Ordering::Release);
     }
 
     /// Everything has arrived and was loaded: the source may now let go.
@@ -123,7 +136,7 @@ impl<'a> Session<'a> {
 
     /// Multifd connections that take answers: those of a Hotlift. QEMU reads nothing there.
     fn answer_sockets(&self) -> impl Iterator<Item = &crate::transport::Stream> {
-        let count = if self.accepted.is_hotlift {
+        let count = if self.is_hotlift() {
             self.accepted.multifd.len()
         } else {
             0

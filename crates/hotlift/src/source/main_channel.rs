@@ -7,6 +7,7 @@ use std::collections::VecDeque;
 use std::io::Write;
 use std::sync::atomic::Ordering;
 
+use hotlift_mem::GuestRun;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, Configuration, MainEncoder};
 
@@ -85,7 +86,8 @@ impl<'a> MainSender<'a> {
             .iter()
             .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
             .collect();
-        self.record(|encoder, out| encoder.ram_start(&blocks, true, out))?;
+        let multifd = self.session.options.multifd;
+        self.record(|encoder, out| encoder.ram_start(&blocks, multifd, out))?;
         self.section_sent()
     }
 
@@ -99,10 +101,31 @@ impl<'a> MainSender<'a> {
         Ok(())
     }
 
+    /// A page with its content, in the round's section. A page that changes while it is copied is
+    /// dirty again.
+    pub(super) fn normal_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        page: GuestRun<'_>,
+    ) -> Result<(), MigrationError> {
+        self.open_section()?;
+        self.record(|encoder, out| encoder.normal_page_head(block, offset, out))?;
+        let start = self.out.len();
+        self.out.resize(start + page.len(), 0);
+        page.copy_to(&mut self.out[start..]);
+        if self.out.len() >= GATHERED {
+            self.flush()?;
+        }
+        Ok(())
+    }
+
     /// The mark that pairs with the round's SYNC packets, and the end of its section.
     pub(super) fn send_flush(&mut self) -> Result<(), MigrationError> {
         self.open_section()?;
-        self.record(|encoder, out| encoder.multifd_flush(out))?;
+        if self.session.options.multifd {
+            self.record(|encoder, out| encoder.multifd_flush(out))?;
+        }
         self.record(|encoder, out| encoder.ram_eos(out))?;
         self.in_section = false;
         self.section_sent()

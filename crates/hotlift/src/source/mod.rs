@@ -15,9 +15,10 @@
 mod channel;
 mod estimate;
 mod gate;
-mod legacy_zero;
 mod main_channel;
+mod main_pages;
 mod ram;
+mod reporter;
 mod return_path;
 mod session;
 
@@ -26,26 +27,26 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::PAGE_SIZE;
-use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
+use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
 
 use crate::control::{Control, Status};
 use crate::error::{Channel, MigrationError};
-use crate::figures::{Counts, Measured, SourceReport, to_f64};
+use crate::figures::{Counts, Measured, SourceReport};
 use crate::guest::{Guest, GuestError};
 use crate::options::Options;
-use crate::progress::{OnProgress, Progress};
+use crate::progress::OnProgress;
 use crate::threads::{OnPanic, spawn};
 use crate::transport::Address;
 use channel::ChannelSender;
 use estimate::Estimator;
 use gate::Job;
 use main_channel::MainSender;
+use reporter::Reporter;
 use return_path::Answer;
 use session::{Connections, Session};
 
-/// How often progress is told, and cancelling is looked at where nothing wakes the thread.
-const TICK: Duration = Duration::from_millis(100);
+/// How often cancelling is looked at where nothing wakes the thread.
+const TICK: Duration = reporter::INTERVAL;
 
 /// How long a failed migration waits for the destination's reason.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -67,6 +68,7 @@ pub fn migrate(
     on_progress: OnProgress<'_>,
 ) -> Result<SourceReport, MigrationError> {
     let started = Instant::now();
+    options.check()?;
     control.set_status(Status::Setup);
     let outcome = thread::scope(|scope| {
         spawn(scope, "mig/src/main".to_owned(), || {
@@ -123,11 +125,10 @@ fn run(
             session: &session,
             answers: &answers,
             main: MainSender::new(&session),
-            on_progress,
+            reporter: Reporter::new(&session, on_progress, started),
             started,
             estimator: Estimator::default(),
             round: 0,
-            last_report: (started, Counts::default()),
             guest_was_stopped: false,
         };
         let outcome = started_all
@@ -155,7 +156,7 @@ fn connect(
 ) -> Result<Connections, MigrationError> {
     let main = to.connect(options.handshake_timeout)?;
     let mut multifd = Vec::new();
-    for id in 0..options.multifd_channels {
+    for id in 0..options.channels() {
         if control.is_stopped() {
             return Err(MigrationError::Cancelled);
         }
@@ -164,7 +165,7 @@ fn connect(
             uuid: guest.uuid(),
             id,
             hello: Some(Hello {
-                channels: options.multifd_channels,
+                channels: options.channels(),
                 method,
                 layout: PacketLayout::QEMU,
                 zero_page_detection: options.zero_page_detection,
@@ -187,11 +188,10 @@ struct Migration<'a> {
     session: &'a Session<'a>,
     answers: &'a Receiver<Answer>,
     main: MainSender<'a>,
-    on_progress: OnProgress<'a>,
+    reporter: Reporter<'a>,
     started: Instant,
     estimator: Estimator,
     round: u64,
-    last_report: (Instant, Counts),
     guest_was_stopped: bool,
 }
 
@@ -222,9 +222,8 @@ impl Migration<'_> {
         self.main.send_opening()?;
         // The answer shows that it has all channels, and tells a Hotlift from a QEMU.
         let waiting_for = format!(
-            "the destination's answer to the opening (does it expect multifd on and \
-             multifd-channels {}?)",
-            self.session.options.multifd_channels
+            "the destination's answer to the opening (does it expect {} multifd channels, too?)",
+            self.session.options.channels()
         );
         self.await_pongs(&waiting_for)?;
         self.main.send_ram_blocks()?;
@@ -259,11 +258,20 @@ impl Migration<'_> {
         self.round += 1;
         let before = self.session.counts();
         let started = Instant::now();
-        let legacy = self.session.options.zero_page_detection == ZeroPageDetection::Legacy;
-        self.session.ram.start_round(legacy);
+        let on_main = main_pages::needed(self.session.options);
+        self.session.ram.start_round(on_main);
         self.session.gate.start(Job::Round);
-        if legacy {
-            legacy_zero::scan(self.session, &mut self.main)?;
+        if on_main {
+            let Self {
+                main,
+                reporter,
+                estimator,
+                round,
+                ..
+            } = self;
+            main_pages::scan(self.session, main, || {
+                reporter.tell_in_time(*round, estimator);
+            })?;
         }
         self.wait_for_channels()?;
         self.session.ram.end_round();
@@ -308,9 +316,12 @@ impl Migration<'_> {
         loop {
             match self.next_answer(deadline) {
                 Some(Answer::Running) => return Ok(()),
-                // A Hotlift says that it runs the guest before it closes anything. A QEMU says so on
-                // main alone, which may be the one that was cut.
-                Some(Answer::Gone) if self.main.peer_is_hotlift() => {
+                // A Hotlift says that it runs the guest on every socket before it closes any. A QEMU
+                // says so on main alone, and without multifd there is no other: that one may have
+                // been cut.
+                Some(Answer::Gone)
+                    if self.main.peer_is_hotlift() && self.session.options.multifd =>
+                {
                     return Err(MigrationError::Closed {
                         channel: Channel::Main,
                     }
@@ -338,7 +349,7 @@ impl Migration<'_> {
             if finished {
                 return Ok(());
             }
-            self.report();
+            self.reporter.tell(self.round, &self.estimator);
         }
     }
 
@@ -404,41 +415,6 @@ impl Migration<'_> {
             return Err(MigrationError::Cancelled.into());
         }
         Ok(())
-    }
-
-    /// Tells how the migration gets on.
-    fn report(&mut self) {
-        let counts = self.session.counts();
-        let now = Instant::now();
-        let (last, before) = self.last_report;
-        let seconds = (now - last).as_secs_f64();
-        let per_second = |count: u64| {
-            if seconds > 0.0 {
-                to_f64(count) / seconds
-            } else {
-                0.0
-            }
-        };
-        let new = counts.since(before);
-        let pages_per_second = per_second(new.normal_pages + new.zero_pages);
-        let remaining_pages = self.session.ram.pending();
-        let time_left = (pages_per_second > 0.0)
-            .then(|| Duration::try_from_secs_f64(to_f64(remaining_pages) / pages_per_second).ok())
-            .flatten();
-        (self.on_progress)(&Progress {
-            status: self.session.control.status(),
-            round: self.round,
-            total_bytes: self.session.ram.total_bytes(),
-            remaining_bytes: remaining_pages * PAGE_SIZE as u64,
-            transferred_bytes: counts.transferred_bytes,
-            bytes_per_second: per_second(new.transferred_bytes),
-            pages_per_second,
-            dirty_pages_per_second: self.estimator.dirty_pages_per_second(),
-            elapsed: self.started.elapsed(),
-            time_left,
-            stalled: self.estimator.is_stalled(),
-        });
-        self.last_report = (now, counts);
     }
 
     /// Ends the migration's threads and connections; after a failure, gives the guest back first.

@@ -1,0 +1,62 @@
+//! What the migration thread itself does with pages, chunk by chunk.
+//!
+//! With `zero-page-detection=legacy` it looks for zero pages ahead of the channels: they become records
+//! of the main channel, whatever else is dirty goes back into the bitmap, and the chunk is released to
+//! the channel threads. A page is settled once a round, either here or there, and both lie before the
+//! round's barrier, so the two ways need no order between them.
+//!
+//! Without multifd it sends all pages, as records of the main channel.
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::multifd::ZeroPageDetection;
+
+use super::main_channel::MainSender;
+use super::ram::offsets;
+use super::session::Session;
+use crate::error::MigrationError;
+use crate::options::Options;
+
+/// Whether the migration thread has to look at pages.
+pub(super) fn needed(options: &Options) -> bool {
+    !options.multifd || options.zero_page_detection == ZeroPageDetection::Legacy
+}
+
+/// Works through all chunks of the round that has just started.
+/// `after_chunk` is called after each.
+pub(super) fn scan(
+    session: &Session<'_>,
+    main: &mut MainSender<'_>,
+    mut after_chunk: impl FnMut(),
+) -> Result<(), MigrationError> {
+    let detect = session.options.zero_page_detection != ZeroPageDetection::None;
+    let mut dirty = Vec::new();
+    let mut untouched = Vec::new();
+    for (index, chunk) in session.ram.chunks().iter().copied().enumerate() {
+        if session.control.is_stopped() || session.has_failed() {
+            return Ok(());
+        }
+        if session.ram.fetch_and_clear(chunk, &mut dirty)? {
+            session.ram.untouched(chunk, &mut untouched);
+            let ram = &session.guest.ram()[chunk.block];
+            let (mut normal_pages, mut zero_pages) = (0, 0);
+            for (page, offset) in offsets(chunk, &dirty) {
+                let is_zero = detect
+                    && (untouched[page / 64] >> (page % 64) & 1 == 1
+                        || ram.page_is_zero(chunk.first_page + page));
+                if is_zero {
+                    main.zero_page(chunk.block, offset as u64)?;
+                    zero_pages += 1;
+                } else if session.options.multifd {
+                    session.ram.put_back(chunk.block, chunk.first_page + page);
+                } else {
+                    main.normal_page(chunk.block, offset as u64, ram.run(offset, PAGE_SIZE)?)?;
+                    normal_pages += 1;
+                }
+            }
+            session.main_counters().add_pages(normal_pages, zero_pages);
+        }
+        session.ram.release(index + 1);
+        after_chunk();
+    }
+    Ok(())
+}

@@ -1,0 +1,78 @@
+//! Tells the caller how a migration gets on.
+
+use std::time::{Duration, Instant};
+
+use hotlift_mem::PAGE_SIZE;
+
+use super::estimate::Estimator;
+use super::session::Session;
+use crate::figures::{Counts, to_f64};
+use crate::progress::{OnProgress, Progress};
+
+/// Between two reports.
+pub(super) const INTERVAL: Duration = Duration::from_millis(100);
+
+/// Makes reports out of the session's counters.
+pub(super) struct Reporter<'a> {
+    session: &'a Session<'a>,
+    on_progress: OnProgress<'a>,
+    started: Instant,
+    last: (Instant, Counts),
+}
+
+impl<'a> Reporter<'a> {
+    pub(super) fn new(
+        session: &'a Session<'a>,
+        on_progress: OnProgress<'a>,
+        started: Instant,
+    ) -> Self {
+        Self {
+            session,
+            on_progress,
+            started,
+            last: (started, Counts::default()),
+        }
+    }
+
+    /// Reports if the last time was long enough ago.
+    pub(super) fn tell_in_time(&mut self, round: u64, estimator: &Estimator) {
+        if self.last.0.elapsed() >= INTERVAL {
+            self.tell(round, estimator);
+        }
+    }
+
+    /// Reports.
+    pub(super) fn tell(&mut self, round: u64, estimator: &Estimator) {
+        let counts = self.session.counts();
+        let now = Instant::now();
+        let (last, before) = self.last;
+        let seconds = (now - last).as_secs_f64();
+        let per_second = |count: u64| {
+            if seconds > 0.0 {
+                to_f64(count) / seconds
+            } else {
+                0.0
+            }
+        };
+        let new = counts.since(before);
+        let pages_per_second = per_second(new.normal_pages + new.zero_pages);
+        let remaining_pages = self.session.ram.pending();
+        let time_left = (pages_per_second > 0.0)
+            .then(|| Duration::try_from_secs_f64(to_f64(remaining_pages) / pages_per_second).ok())
+            .flatten();
+        (self.on_progress)(&Progress {
+            status: self.session.control.status(),
+            round,
+            total_bytes: self.session.ram.total_bytes(),
+            remaining_bytes: remaining_pages * PAGE_SIZE as u64,
+            transferred_bytes: counts.transferred_bytes,
+            bytes_per_second: per_second(new.transferred_bytes),
+            pages_per_second,
+            dirty_pages_per_second: estimator.dirty_pages_per_second(),
+            elapsed: self.started.elapsed(),
+            time_left,
+            stalled: estimator.is_stalled(),
+        });
+        self.last = (now, counts);
+    }
+}
