@@ -12,6 +12,7 @@
 
 use hotlift::guest::DeviceState;
 
+use crate::bytes::to_u64;
 use crate::layout::{Layout, LayoutError};
 use crate::settings::Program;
 use crate::verify::{Digest, VerifyError};
@@ -273,6 +274,15 @@ pub(crate) fn sort<'a>(
     vcpus: u8,
 ) -> Result<(&'a [u8], Vec<&'a [u8]>), DeviceError> {
     let mut guest = None;
+    let of_vcpus = |device: &&DeviceState| device.idstr == vcpu_idstr;
+    let got = devices.iter().filter(of_vcpus).count();
+    if got != usize::from(vcpus) {
+        return Err(DeviceError::Mismatch {
+            what: "number of vCPUs",
+            expected: u64::from(vcpus),
+            got: to_u64(got),
+        });
+    }
     let mut found = vec![None; usize::from(vcpus)];
     for device in devices {
         let instance = device.instance_id;

@@ -470,8 +470,16 @@ fn a_device_state_of_another_guest_is_refused_by_name() {
         };
         let same = settings(2, Workload::Random);
         let (fewer, more) = (settings(1, Workload::Random), settings(3, Workload::Random));
-        refused(&fewer, devices.clone(), "unknown device hotlift/");
-        refused(&more, devices.clone(), "2 is missing");
+        refused(
+            &fewer,
+            devices.clone(),
+            "number of vCPUs must be 1 as here, got 2",
+        );
+        refused(
+            &more,
+            devices.clone(),
+            "number of vCPUs must be 3 as here, got 2",
+        );
         let larger = GuestSettings {
             ram_bytes: 32 << 20,
             ..same.clone()

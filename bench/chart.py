@@ -1,0 +1,73 @@
+#!/usr/bin/env python3
+"""Draws kept runs of pair.py as one SVG: CPU per GiB of both ends, by method, QEMU beside Hotlift.
+
+    bench/chart.py bench/results/2026-11-21-pair.jsonl > docs/cpu-per-gib.svg
+"""
+
+import json
+import sys
+from statistics import median
+from xml.sax.saxutils import escape
+
+import pair
+
+METHODS = ("none", "zstd", "zlib")
+NAMES = {"qemu": "QEMU 10.0", "hotlift": "Hotlift"}
+# Source and destination; readable on white and on GitHub's dark background.
+COLOURS = {("qemu", "source"): "#8a8f98", ("qemu", "destination"): "#b9bdc4",
+           ("hotlift", "source"): "#d9480f", ("hotlift", "destination"): "#f59f5b"}
+WIDTH, LEFT, RIGHT, BAR, GAP, GROUP, TOP = 760, 150, 150, 20, 4, 26, 66
+
+
+def main():
+    runs = [json.loads(line) for path in sys.argv[1:] for line in open(path)]
+    bars = []
+    for method in METHODS:
+        for side in pair.SIDES:
+            mine = [run for run in runs if (run["case"], run["side"]) == (method, side)]
+            if not mine:
+                raise SystemExit(f"no run of {method} by {side} in {sys.argv[1:]}")
+            ends = {end: median(pair.per_gib(run, end) for run in mine) for end in ("source", "destination")}
+            bars.append((method, side, ends, len(mine)))
+    print(draw(bars))
+
+
+def draw(bars):
+    # Each method has its own scale: zlib needs forty times what none does.
+    height = TOP + len(METHODS) * (2 * (BAR + GAP) + GROUP) + 34
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'font-family="system-ui, sans-serif" font-size="13">',
+        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
+        text(16, 26, "CPU seconds per GiB of non-zero pages, source + destination", 15, "600"),
+        text(16, 46, "2 GiB, 90 % Silesia, 2 channels over loopback; medians; each method on its own scale", 12),
+    ]
+    y = TOP
+    for method in METHODS:
+        of_method = [bar for bar in bars if bar[0] == method]
+        longest = max(sum(ends.values()) for _, _, ends, _ in of_method)
+        out.append(text(16, y + BAR + GAP, method, 14, "600"))
+        for _, side, ends, _ in of_method:
+            out.append(text(LEFT - 8, y + BAR - 5, NAMES[side], 12, anchor="end"))
+            x = LEFT
+            for end, seconds in ends.items():
+                width = (WIDTH - LEFT - RIGHT) * seconds / longest
+                out.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}" '
+                           f'fill="{COLOURS[side, end]}"/>')
+                x += width
+            figures = " + ".join(f"{seconds:.2f}" for seconds in ends.values())
+            out.append(text(x + 8, y + BAR - 5, figures, 12))
+            y += BAR + GAP
+        y += GROUP
+    out.append(text(16, height - 14, "Dark: source. Light: destination.", 12))
+    out.append("</svg>")
+    return "\n".join(out)
+
+
+def text(x, y, words, size, weight="400", anchor="start"):
+    return (f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" '
+            f'text-anchor="{anchor}" fill="#1f2328">{escape(words)}</text>')
+
+
+if __name__ == "__main__":
+    main()

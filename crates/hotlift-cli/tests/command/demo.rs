@@ -1,0 +1,144 @@
+//! `hotlift demo`, as a user runs it.
+
+use crate::hotlift::{Hotlift, errors};
+use serde_json::Value;
+
+/// Every key that a run in the JSON must have.
+const KEYS: &[&str] = &[
+    "guest",
+    "workload",
+    "method",
+    "level",
+    "channels",
+    "zero_page_detection",
+    "max_bandwidth",
+    "ram_bytes",
+    "status",
+    "verified",
+    "total_ms",
+    "setup_ms",
+    "downtime_ms",
+    "rounds",
+    "transferred_bytes",
+    "throughput_mbps",
+    "pages_per_second",
+    "normal_pages",
+    "zero_pages",
+    "ratio",
+    "source",
+    "destination",
+];
+
+fn runs(path: &std::path::Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(path).expect("the JSON was written");
+    serde_json::from_str::<Vec<Value>>(&text).expect("an array of runs")
+}
+
+#[test]
+fn without_flags_every_method_migrates_and_the_figures_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("runs.json");
+    let flags = format!("--json={}", json.display());
+    let demo = Hotlift::start(&["demo", "--ram=64M", "--quiet", &flags]);
+    let (status, said) = demo.wait();
+    assert!(status.success(), "{}", said.join("\n"));
+    let runs = runs(&json);
+    let methods: Vec<_> = runs.iter().map(|run| run["method"].clone()).collect();
+    assert_eq!(methods, ["none", "zlib", "zstd"]);
+    for run in &runs {
+        for key in KEYS {
+            assert!(run.get(key).is_some(), "{key} is missing");
+        }
+        assert_eq!(run["verified"], true);
+        assert_eq!(run["status"], "completed");
+        for side in ["source", "destination"] {
+            let threads = run[side]["threads"].as_array().unwrap();
+            let sum: f64 = threads.iter().map(|t| t["cpu_s"].as_f64().unwrap()).sum();
+            let whole = run[side]["cpu_s"].as_f64().unwrap();
+            assert!((sum - whole).abs() < 1e-6, "{side}: {sum} of {whole}");
+            assert!(threads.len() >= 3, "{side}: {threads:?}");
+        }
+        let pages = run["normal_pages"].as_u64().unwrap() + run["zero_pages"].as_u64().unwrap();
+        assert!(pages >= (64 << 20) / 4096, "{pages} pages");
+        assert!(run["rounds"].as_u64().unwrap() >= 2);
+    }
+    let table = said.join("\n");
+    for words in ["mig/src/send_0", "mig/dst/recv_1", "core-s/GiB", "verified"] {
+        assert!(table.contains(words), "no {words} in\n{table}");
+    }
+}
+
+#[test]
+fn one_setting_migrates_as_often_as_asked_with_either_guest() {
+    let folder = tempfile::tempdir().unwrap();
+    for guest in ["threads", "auto"] {
+        let json = folder.path().join(format!("{guest}.json"));
+        let (guest, file) = (
+            format!("--guest={guest}"),
+            format!("--json={}", json.display()),
+        );
+        let demo = Hotlift::start(&[
+            "demo",
+            "--ram=32M",
+            "--method=zstd",
+            "--level=3",
+            "--channels=3",
+            "--repeat=2",
+            "--vcpus=2",
+            "--workload=hotset",
+            "--quiet",
+            &guest,
+            &file,
+        ]);
+        let (status, said) = demo.wait();
+        assert!(status.success(), "{}", said.join("\n"));
+        let runs = runs(&json);
+        assert_eq!(runs.len(), 2);
+        for run in runs {
+            assert_eq!(
+                (&run["channels"], &run["level"], &run["verified"]),
+                (&3.into(), &3.into(), &true.into())
+            );
+        }
+    }
+}
+
+#[test]
+fn values_out_of_range_are_refused_with_the_range() {
+    for (flag, expected) in [
+        ("--channels=0", "between 1 and 255"),
+        ("--multifd-zlib-level=10", "between 0 and 9"),
+        ("--multifd-zstd-level=21", "between 1 and 20"),
+        ("--downtime-limit=2000001", "between 0 and 2000000"),
+        ("--max-bandwidth=fast", "suffix K, M, G or T"),
+        ("--zero-page-detection=dsa", "none, legacy, multifd"),
+        ("--method=lz5", "none, zlib, zstd"),
+        ("--multifd=perhaps", "on, off"),
+    ] {
+        let (status, said) = Hotlift::start(&["demo", flag]).wait();
+        assert_eq!(status.code(), Some(2), "{flag}");
+        let line = errors(&said)[0];
+        assert!(line.contains(expected), "{flag}: {line}");
+    }
+}
+
+#[test]
+fn a_demo_that_cannot_start_says_why_and_fails() {
+    for (flags, expected) in [
+        (["--ram=1M", "--quiet"], "RAM"),
+        (["--fill=/nonexistent", "--quiet"], "/nonexistent"),
+        (
+            ["--json=/nonexistent/x.json", "--ram=16M"],
+            "/nonexistent/x.json",
+        ),
+    ] {
+        let args = ["demo", "--method=none", flags[0], flags[1]];
+        let (status, said) = Hotlift::start(&args).wait();
+        assert_eq!(status.code(), Some(1), "{flags:?}");
+        let errors = errors(&said);
+        assert!(
+            errors.iter().any(|line| line.contains(expected)),
+            "{flags:?}: {errors:?}"
+        );
+    }
+}

@@ -1,0 +1,177 @@
+//! `hotlift guest run` in two processes, and what is left when one of them goes.
+
+use crate::hotlift::{Hotlift, errors};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+/// A destination that waits and a source that is about to connect, on a UNIX socket of their own.
+struct Pair {
+    folder: TempDir,
+    destination: Hotlift,
+}
+
+impl Pair {
+    fn new(flags: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let uri = format!("--incoming=unix:{}", folder.path().join("s").display());
+        let mut args = vec!["guest", "run", &uri];
+        args.extend(flags);
+        if !flags.iter().any(|flag| flag.starts_with("--ram=")) {
+            args.push("--ram=64M");
+        }
+        let mut destination = Hotlift::start(&args);
+        destination.wait_for("waiting for a source");
+        Self {
+            folder,
+            destination,
+        }
+    }
+
+    fn start_source(&self, flags: &[&str]) -> Hotlift {
+        let uri = format!(
+            "--migrate-to=unix:{}",
+            self.folder.path().join("s").display()
+        );
+        let mut args = vec!["guest", "run", "--ram=64M", "--migrate-after=0", &uri];
+        args.extend(flags);
+        Hotlift::start(&args)
+    }
+
+    /// No socket file is left.
+    fn assert_clean(&self) {
+        let left: Vec<_> = std::fs::read_dir(self.folder.path()).unwrap().collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
+}
+
+/// Some seconds for the first round: it is over long after the test has acted.
+const SLOW: &str = "--max-bandwidth=8M";
+
+#[test]
+fn a_guest_moves_from_one_process_to_the_other_and_runs_until_it_is_stopped() {
+    let mut pair = Pair::new(&[]);
+    let (status, said) = pair.start_source(&["--max-bandwidth=0"]).wait();
+    assert!(status.success(), "{}", said.join("\n"));
+    pair.destination.wait_for("no write was lost");
+    pair.assert_clean();
+    pair.destination.signal(Signal::INT);
+    pair.destination.wait_for("no write was lost");
+    let (status, said) = pair.destination.wait();
+    assert!(status.success(), "{}", said.join("\n"));
+}
+
+#[test]
+fn a_killed_destination_leaves_the_guest_running_at_the_source() {
+    for phase in ["setup", "middle"] {
+        let pair = Pair::new(&[]);
+        if phase == "setup" {
+            // The kernel accepts connections for a process that stands still.
+            pair.destination.signal(Signal::STOP);
+        }
+        let mut source = pair.start_source(&[SLOW]);
+        if phase == "setup" {
+            source.wait_for("pages with data");
+        } else {
+            source.wait_for("active: round 1");
+        }
+        pair.destination.signal(Signal::KILL);
+        source.wait_for("the guest goes on here");
+        let (status, said) = source.wait();
+        assert_eq!(status.code(), Some(1), "{phase}: {}", said.join("\n"));
+        let errors = errors(&said);
+        assert!(
+            !errors.is_empty() && errors[0].contains("migration failed"),
+            "{phase}: {errors:?}"
+        );
+    }
+}
+
+#[test]
+fn a_killed_source_ends_the_destination_with_one_line_and_nothing_left() {
+    let pair = Pair::new(&[]);
+    let mut source = pair.start_source(&[SLOW]);
+    source.wait_for("active: round 1");
+    source.signal(Signal::KILL);
+    let Pair {
+        destination,
+        folder,
+    } = pair;
+    let (status, said) = destination.wait();
+    assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
+    let errors = errors(&said);
+    assert_eq!(errors.len(), 1, "{errors:?}");
+    assert!(errors[0].contains("closed by the other side"), "{errors:?}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn ctrl_c_cancels_and_the_guest_goes_on() {
+    let pair = Pair::new(&["--channels=4"]);
+    let mut source = pair.start_source(&[SLOW, "--channels=4"]);
+    source.wait_for("active: round 1");
+    source.signal(Signal::INT);
+    source.wait_for("the guest goes on here");
+    let (status, said) = source.wait();
+    assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+    assert!(errors(&said)[0].contains("cancelled"), "{said:?}");
+    let (status, _) = pair.destination.wait();
+    assert_eq!(status.code(), Some(1));
+}
+
+#[test]
+fn a_destination_that_is_interrupted_while_it_waits_leaves_no_socket() {
+    let pair = Pair::new(&[]);
+    pair.destination.signal(Signal::TERM);
+    let Pair {
+        destination,
+        folder,
+    } = pair;
+    let (status, _) = destination.wait();
+    assert_eq!(status.code(), Some(130));
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn settings_that_differ_are_refused_with_both_values_on_both_sides() {
+    for (flags, values) in [
+        (&["--channels=3"][..], ["multifd-channels", "2", "3"]),
+        (
+            &["--method=zstd"][..],
+            ["multifd-compression", "none", "zstd"],
+        ),
+        (&["--ram=32M"][..], ["'pc.ram'", "67108864", "33554432"]),
+        (
+            &["--guest=threads", "--vcpus=2"][..],
+            ["number of vCPUs", "2", "1"],
+        ),
+    ] {
+        let pair = Pair::new(flags);
+        let guest = if flags.len() > 1 {
+            "--guest=threads"
+        } else {
+            "--guest=auto"
+        };
+        let (status, said) = pair.start_source(&["--max-bandwidth=0", guest]).wait();
+        assert_eq!(status.code(), Some(1), "{flags:?}: {}", said.join("\n"));
+        let (status, theirs) = pair.destination.wait();
+        assert_eq!(status.code(), Some(1), "{flags:?}");
+        for said in [said, theirs] {
+            let line = errors(&said)[0];
+            for value in values {
+                assert!(line.contains(value), "{flags:?}: {line}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_source_without_a_destination_says_what_to_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let uri = format!("--migrate-to=unix:{}", folder.path().join("none").display());
+    let (status, said) =
+        Hotlift::start(&["guest", "run", "--ram=16M", "--migrate-after=0", &uri]).wait();
+    assert_eq!(status.code(), Some(1));
+    let errors = errors(&said);
+    assert!(errors[0].contains("failed to connect"), "{errors:?}");
+    assert!(errors[1].contains("--incoming"), "{errors:?}");
+}
