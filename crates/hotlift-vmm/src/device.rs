@@ -12,7 +12,6 @@
 
 use hotlift::guest::DeviceState;
 
-use crate::bytes::to_u64;
 use crate::layout::{Layout, LayoutError};
 use crate::settings::Program;
 use crate::verify::{Digest, VerifyError};
@@ -275,12 +274,17 @@ pub(crate) fn sort<'a>(
 ) -> Result<(&'a [u8], Vec<&'a [u8]>), DeviceError> {
     let mut guest = None;
     let of_vcpus = |device: &&DeviceState| device.idstr == vcpu_idstr;
-    let got = devices.iter().filter(of_vcpus).count();
-    if got != usize::from(vcpus) {
+    let last = devices
+        .iter()
+        .filter(of_vcpus)
+        .map(|device| device.instance_id)
+        .max();
+    let got = last.map_or(0, |last| u64::from(last) + 1);
+    if got != u64::from(vcpus) {
         return Err(DeviceError::Mismatch {
             what: "number of vCPUs",
             expected: u64::from(vcpus),
-            got: to_u64(got),
+            got,
         });
     }
     let mut found = vec![None; usize::from(vcpus)];
