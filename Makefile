@@ -20,7 +20,8 @@ build:
 
 test:
 	@scripts/install-packages $(TEST_PACKAGES)
-	$(MAKE) --no-print-directory fmt lint unit
+	@HOTLIFT_QEMU10=$$(scripts/qemu-10.0) || echo "test: the tests with QEMU 10.0 are skipped"; \
+	export HOTLIFT_QEMU10; $(MAKE) --no-print-directory fmt lint unit
 
 fmt:
 	cargo fmt --all --check

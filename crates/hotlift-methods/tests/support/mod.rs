@@ -1,9 +1,11 @@
-//! Packets, places to decode them to, and zlib and zstd used as QEMU uses them.
+//! Packets, places to decode them to, zlib and zstd used as QEMU uses them, and QEMU itself.
 #![allow(dead_code)]
 
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock};
 
+pub mod machine;
 pub mod qemu;
+pub mod stream;
 
 /// What every byte of a target holds before a packet is decoded into it.
 pub const CANARY: u8 = 0xa5;

@@ -1,0 +1,129 @@
+//! A real QEMU loads what we write, and we read what it sends while it runs.
+//!
+//! The source is a recorded stream: main as it was, the channels' pages encoded again and written with
+//! Hotlift's hello and checksums, which QEMU so proves to ignore.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::{Encode, MethodError, method};
+use support::machine::{fetched_qemu, installed_qemu, load, send};
+use support::stream::{RAM_PAGES, Stream, ram_page};
+
+/// Methods with the levels that differ in how their streams are made.
+const WRITTEN: [(&str, &[u8]); 3] = [
+    ("none", &[0]),
+    ("zlib", &[0, 1, 6, 9]),
+    ("zstd", &[1, 3, 10]),
+];
+
+fn encoder(name: &str, level: u8) -> Box<dyn Encode> {
+    (method(name).expect(name).encoder)(level).expect(name)
+}
+
+/// Plays a recorded stream, with its channels written anew, to a QEMU: its memory must be the source's.
+fn plays(
+    qemu: &Path,
+    recorded: &str,
+    name: &str,
+    make: &dyn Fn() -> Box<dyn Encode>,
+) -> Result<(), String> {
+    let stream = Stream::recorded(recorded);
+    let loaded = load(qemu, &stream, name, stream.rewritten(name, make))?;
+    let (ram, bios) = (stream.memory("pc.ram"), stream.memory("pc.bios"));
+    assert_eq!(bios[0xfff0], 0xe9, "{recorded}: the reset vector");
+    for number in 0..RAM_PAGES {
+        let [sent, got] = [&ram, &loaded.ram].map(|ram| &ram[number * PAGE_SIZE..][..PAGE_SIZE]);
+        let counted = if (1..16).contains(&number) { 2 } else { 0 };
+        let as_filled = sent[counted..] == ram_page(number)[counted..];
+        assert!(as_filled, "{recorded}: page {number}");
+        if sent != got {
+            return Err(format!("page {number} differs"));
+        }
+    }
+    if bios != loaded.bios {
+        return Err("the BIOS differs".to_owned());
+    }
+    Ok(())
+}
+
+/// Every method and level from each of the recordings: those in method none, and its own.
+fn loads_all(qemu: Option<PathBuf>, recordings: &[&str]) {
+    let Some(qemu) = qemu else { return };
+    for recorded in recordings {
+        for (name, levels) in WRITTEN {
+            if !recorded.contains("none") && !recorded.ends_with(name) {
+                continue;
+            }
+            for &level in levels {
+                plays(&qemu, recorded, name, &|| encoder(name, level))
+                    .unwrap_or_else(|error| panic!("{recorded} as {name} {level}: {error}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn the_installed_qemu_loads_what_we_write() {
+    loads_all(installed_qemu(), &["7.2-none", "7.2-zlib", "7.2-zstd"]);
+}
+
+#[test]
+fn qemu_10_0_loads_what_we_write() {
+    loads_all(fetched_qemu(), &["10.0-none", "10.0-zlib", "10.0-zstd"]);
+}
+
+#[test]
+fn qemu_10_0_loads_what_we_write_for_an_older_machine() {
+    loads_all(fetched_qemu(), &["7.2-none", "10.0-none-legacy"]);
+}
+
+/// Pages of a paused guest, straight from a QEMU.
+fn reads_all(qemu: Option<PathBuf>, machine: &str) {
+    let Some(qemu) = qemu else { return };
+    for (name, _) in WRITTEN {
+        let what = method(name).expect(name);
+        let stream = send(&qemu, machine, what).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let ram = stream.memory("pc.ram");
+        for (number, page) in ram.chunks(PAGE_SIZE).enumerate() {
+            assert!(
+                page == ram_page(number),
+                "{machine} as {name}: page {number} differs"
+            );
+        }
+        assert!(
+            stream.memory("pc.bios").iter().all(|&byte| byte == 0xf4),
+            "{machine} as {name}"
+        );
+    }
+}
+
+#[test]
+fn what_the_installed_qemu_sends_is_read() {
+    reads_all(installed_qemu(), "pc-i440fx-7.2");
+}
+
+#[test]
+fn what_qemu_10_0_sends_is_read() {
+    reads_all(fetched_qemu(), "pc-i440fx-10.0");
+}
+
+/// An encoder that gets one byte of each packet wrong.
+struct Wrong;
+
+impl Encode for Wrong {
+    fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
+        encoder("none", 0).encode(pages, out)?;
+        out[5] ^= 1;
+        Ok(())
+    }
+}
+
+#[test]
+fn a_wrong_byte_does_not_pass_these_tests() {
+    let Some(qemu) = installed_qemu() else { return };
+    let error = plays(&qemu, "7.2-none", "none", &|| Box::new(Wrong)).unwrap_err();
+    assert!(error.ends_with("differs"), "{error}");
+}
