@@ -58,7 +58,7 @@ fn be32(value: u32) -> [u8; 4] {
 
 /// What stands before a device's payload of `length` bytes.
 fn prefix(length: u32) -> Vec<u8> {
-    [be32(length), be32(!length)].concat()
+    [be32(length), be32(length ^ u32::from_be_bytes(*b"HLDL"))].concat()
 }
 
 fn record(word: u64, rest: &[u8]) -> Vec<u8> {
@@ -282,6 +282,13 @@ fn a_device_is_announced_once_and_bounded() {
     assert_fault!(
         fault(after_configuration(), &huge),
         WireError::OverLimit { .. }
+    );
+    // A name that is longer than it says, and so moves all that follows by one.
+    let mut longer = [&section[..], &prefix(24), &[0; 24], &[0x7e], &be32(1)].concat();
+    longer[5] += 1;
+    assert_fault!(
+        fault(after_configuration(), &longer),
+        WireError::Mismatch { .. }
     );
     // However it is damaged: nobody waits for the bytes of a wrong length.
     for at in 0..8 {

@@ -2,7 +2,7 @@
 
 use super::command::Command;
 use super::configuration::{self, Configuration, MACHINE_PAGE_BITS};
-use super::description::DeviceLengths;
+use super::description::{DeviceLengths, LENGTH_CHECK};
 use super::ram::{self, PageContent, RAM_VERSION, RamRecord, RamRecords};
 use super::section::{self, SectionHeader, SectionKind};
 use crate::block::RamBlockEntry;
@@ -405,16 +405,16 @@ fn section_start<'a>(kind: SectionKind, header: &SectionHeader<'a>) -> MainEvent
     }
 }
 
-/// The length before a device's payload, which must agree with its complement.
+/// The length before a device's payload, which must agree with its second copy.
 fn read_prefix(reader: &mut Reader<'_>) -> Result<usize, WireError> {
     const WHAT: &str = "length of a device payload";
     let length = reader.be32(WHAT)?;
-    let inverted = reader.be32(WHAT)?;
-    if length != !inverted {
+    let again = reader.be32(WHAT)? ^ LENGTH_CHECK;
+    if length != again {
         return Err(WireError::Mismatch {
-            what: "complement of the length of a device payload",
-            expected: u64::from(!length),
-            got: u64::from(inverted),
+            what: "second copy of the length of a device payload",
+            expected: u64::from(length),
+            got: u64::from(again),
         });
     }
     usize::try_from(length)

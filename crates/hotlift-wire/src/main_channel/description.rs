@@ -15,10 +15,14 @@ use super::section::{EOF, VM_DESCRIPTION};
 use crate::reader::as_u64;
 use crate::{Reader, WireError, limits};
 
+/// What a device's length is XORed with in its second copy: "HLDL". Four different bytes, so that two
+/// copies read one byte beside their place do not agree either; a complement of a small length does.
+pub(super) const LENGTH_CHECK: u32 = 0x484c_444c;
+
 /// How a decoder knows where a device's payload ends; the stream itself does not say.
 #[derive(Debug, Clone)]
 pub enum DeviceLengths {
-    /// Every payload is a be32 length, the same with all bits inverted, and that many bytes, as
+    /// Every payload is a be32 length, the same XORed with "HLDL", and that many bytes, as
     /// [`MainEncoder`](super::MainEncoder) writes them. A damaged length is so an error at once,
     /// where otherwise the receiver would wait, with the guest stopped, for bytes that never come.
     LengthPrefixed,

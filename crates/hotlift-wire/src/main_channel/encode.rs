@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 
 use super::command::Command;
 use super::configuration::{Configuration, FILE_HEADER};
+use super::description::LENGTH_CHECK;
 use super::ram::{self, RAM_VERSION};
 use super::section::{self, SectionHeader};
 use crate::block::RamBlockEntry;
@@ -13,7 +14,7 @@ use crate::{PAGE_SIZE, WireError, limits};
 /// Section id of `ram`; devices count on from it. Receivers only use ids to tie sections together.
 const RAM_ID: u32 = 0;
 
-/// Bytes before a device's payload: its length and the length's complement.
+/// Bytes before a device's payload: its length, twice.
 const PREFIX_LEN: u64 = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -262,7 +263,7 @@ impl MainEncoder {
         };
         header.encode(section::FULL, out)?;
         out.extend_from_slice(&length.to_be_bytes());
-        out.extend_from_slice(&(!length).to_be_bytes());
+        out.extend_from_slice(&(length ^ LENGTH_CHECK).to_be_bytes());
         out.extend_from_slice(payload);
         section::put_footer(id, out);
 

@@ -3,7 +3,7 @@
 
 use std::io::Write;
 use std::os::fd::AsFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{
@@ -161,6 +161,9 @@ impl Input<'_> {
             self.buffer.resize(wanted, 0);
         }
         let stream = &self.session.accepted.main;
+        // Half of the source's patience, so that it hears the reason before it runs out.
+        let patience = self.session.options.handshake_timeout / 2;
+        let mut last_read = Instant::now();
         while self.unread.end < wanted {
             let session = self.session;
             let called_off = session.has_failed() || session.control.is_cancelled();
@@ -175,8 +178,21 @@ impl Input<'_> {
                 return Err(closed);
             }
             if !wait_readable(stream.as_fd(), TICK).map_err(broken)? {
+                // A source writes records whole: one that stays a part has a damaged length, and
+                // what is awaited will never come. Between records silence is usual.
+                if !self.unread.is_empty() && last_read.elapsed() > patience {
+                    return Err(MigrationError::Timeout {
+                        waiting_for: format!(
+                            "the rest of a record of the main channel ({} of {wanted} bytes have \
+                             come)",
+                            self.unread.len()
+                        ),
+                        waited: patience,
+                    });
+                }
                 continue;
             }
+            last_read = Instant::now();
             let read = stream
                 .read_some(&mut self.buffer[self.unread.end..])
                 .map_err(broken)?;
