@@ -1,0 +1,322 @@
+//! A flipped byte or a cut connection, anywhere: exactly one side runs the guest, its memory is
+//! intact, both ends come back with an error that says what happened, and nothing is left behind.
+//!
+//! The places are not listed here: a migration without a fault is watched first, and every unit seen
+//! on its connections is damaged in turn. The source's guest lives on from fault to fault, and
+//! where the destination got it, goes on from there.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hotlift::Options;
+use hotlift_vmm::GuestKind;
+
+use crate::census::{Census, alone};
+use crate::probe::{Probe, Quirks, three_rounds};
+use crate::proxy::{Action, Fault, Log, Proxy, Socket, Unit};
+use crate::rig::{self, Ended, Holder, settings};
+
+/// How often a fault is tried whose unit did not come by: once one connection has brought the word of
+/// the hand-over, the others may end without it.
+const ATTEMPTS: usize = 50;
+
+/// Takes the place of the 30 s that users have, so that a fault which is only noticed by time-out
+/// fails here soon.
+const HANDSHAKE: Duration = Duration::from_secs(1);
+
+/// Bytes of a packet header before the name and the offsets.
+const FIXED_FIELDS: usize = 64;
+
+fn options(method: &str) -> Options {
+    let mut options = Options {
+        handshake_timeout: HANDSHAKE,
+        max_bandwidth: 0,
+        downtime_limit: Duration::ZERO,
+        ..Options::default()
+    };
+    options.set("multifd-compression", method).unwrap();
+    options
+}
+
+/// Guests that go through one fault after the other.
+struct Course {
+    kind: GuestKind,
+    options: Options,
+    source: Arc<Probe>,
+    problems: Vec<String>,
+    /// Faults that were noticed by time-out only.
+    timed_out: Vec<String>,
+    /// Faults that took one of the longer waits.
+    slow: Vec<String>,
+    held_by_destination: usize,
+    done: usize,
+}
+
+impl Course {
+    fn new(kind: GuestKind, options: Options) -> Self {
+        Self {
+            kind,
+            options,
+            source: Arc::new(rig::source(kind, &settings(), quirks())),
+            problems: Vec::new(),
+            timed_out: Vec::new(),
+            slow: Vec::new(),
+            held_by_destination: 0,
+            done: 0,
+        }
+    }
+
+    /// A migration with `fault`; the guest is in `self.source` afterwards, wherever it was.
+    fn migrate(&mut self, fault: Option<&Fault>) -> (Ended, Log, Result<Holder, String>) {
+        let destination = rig::destination(self.kind, &settings(), quirks());
+        let (listener, address) = rig::listen();
+        let proxy = Proxy::start(&address, fault.cloned());
+        let to = proxy.address();
+        let ended = rig::migrate(&self.source, &destination, listener, &to, &self.options);
+        let log = proxy.finish();
+        let holder = ended.holder(&self.source, &destination);
+        match holder {
+            Ok(Holder::Source) => {}
+            Ok(Holder::Destination) => self.source = Arc::new(destination),
+            Err(_) => self.source = Arc::new(rig::source(self.kind, &settings(), quirks())),
+        }
+        (ended, log, holder)
+    }
+
+    /// Watches a migration in which nothing happens.
+    fn watch(&mut self) -> Log {
+        let (ended, log, holder) = self.migrate(None);
+        assert_eq!(holder, Ok(Holder::Destination), "{:?}", ended.errors());
+        assert_eq!(ended.source.as_ref().unwrap().rounds, 3);
+        assert_eq!(ended.source.unwrap().transferred_bytes, log.bytes);
+        log
+    }
+
+    fn suffer(&mut self, fault: &Fault) {
+        for _ in 0..ATTEMPTS {
+            let (ended, log, holder) = self.migrate(Some(fault));
+            let what = || {
+                let (source, destination) = ended.errors();
+                format!("{fault:?}: source: {source}; destination: {destination}")
+            };
+            match holder {
+                Ok(Holder::Destination) => self.held_by_destination += 1,
+                Ok(Holder::Source) => {}
+                Err(problem) => {
+                    self.problems.push(format!("{problem}: {}", what()));
+                    return;
+                }
+            }
+            if ended.timed_out() {
+                self.timed_out.push(what());
+            } else if ended.took > HANDSHAKE {
+                self.slow.push(format!("{:?} {}", ended.took, what()));
+            }
+            if log.fired {
+                self.done += 1;
+                return;
+            }
+        }
+        self.problems
+            .push(format!("{:?} never came by", fault.unit));
+    }
+
+    fn finish(self, census: &Census) {
+        eprintln!(
+            "{} guest: {} faults, the destination had the guest after {}, noticed by time-out: {}, slow: {}",
+            self.kind,
+            self.done,
+            self.held_by_destination,
+            self.timed_out.len(),
+            self.slow.len(),
+        );
+        for line in self
+            .timed_out
+            .iter()
+            .map(|l| format!("time-out: {l}"))
+            .chain(self.slow.iter().map(|l| format!("slow: {l}")))
+        {
+            eprintln!("{line}");
+        }
+        drop(self.source);
+        assert!(
+            self.problems.is_empty(),
+            "{} problems:\n{}",
+            self.problems.len(),
+            self.problems.join("\n")
+        );
+        census.expect_unchanged();
+    }
+}
+
+fn quirks() -> Quirks {
+    Quirks {
+        sync: Some(three_rounds()),
+        ..Quirks::default()
+    }
+}
+
+/// The units to damage: each once, and of the channels the first and the last.
+fn places(log: &Log, channels: u8) -> Vec<(Unit, usize)> {
+    let mut seen = HashSet::new();
+    log.units
+        .iter()
+        .filter(|(unit, _)| match unit.socket {
+            Some(Socket::Channel(id)) => id == 0 || id == channels - 1,
+            Some(Socket::Main) => true,
+            // One packet of each round stands for all.
+            None => unit.name.ends_with("#1"),
+        })
+        .filter(|(unit, _)| seen.insert(unit.clone()))
+        .cloned()
+        .collect()
+}
+
+/// Flips of one byte.
+const MASKS: [u8; 3] = [0x01, 0x80, 0xff];
+
+fn flip(unit: &Unit, byte: usize, mask: u8) -> Fault {
+    Fault {
+        unit: unit.clone(),
+        action: Action::Flip { byte, mask },
+    }
+}
+
+/// The first byte of `unit`, mostly a type, flipped in every way that is one bit.
+fn flips_of_type(unit: &Unit) -> impl Iterator<Item = Fault> + '_ {
+    (0..8).map(|bit| flip(unit, 0, 1 << bit))
+}
+
+#[test]
+fn any_flipped_byte_of_the_main_channel_leaves_one_guest() {
+    let _alone = alone();
+    let census = Census::take();
+    let mut course = Course::new(GuestKind::Threads, options("none"));
+    let log = course.watch();
+    for (unit, length) in places(&log, 2) {
+        if unit.back || unit.socket != Some(Socket::Main) {
+            continue;
+        }
+        // Behind its length a payload is for the checksum alone, and the description for nobody.
+        let (whole, stride) = match unit.name.split(" #").next() {
+            Some("device payload") => (8, 16),
+            Some("VM description") => (5, 64),
+            _ => (length, 1),
+        };
+        for fault in flips_of_type(&unit) {
+            course.suffer(&fault);
+        }
+        for byte in (0..length).filter(|byte| *byte < whole || byte % stride == 0) {
+            for mask in MASKS {
+                course.suffer(&flip(&unit, byte, mask));
+            }
+        }
+    }
+    course.finish(&census);
+}
+
+#[test]
+fn any_flipped_byte_of_a_channel_leaves_one_guest() {
+    let _alone = alone();
+    let census = Census::take();
+    let mut course = Course::new(GuestKind::Threads, options("none"));
+    let log = course.watch();
+    let headers: Vec<_> = places(&log, 2)
+        .into_iter()
+        .filter(|(unit, _)| !unit.back && unit.socket != Some(Socket::Main))
+        .filter(|(unit, _)| !unit.name.starts_with("data payload"))
+        .collect();
+    for (number, (unit, length)) in headers.iter().enumerate() {
+        for fault in flips_of_type(unit) {
+            course.suffer(&fault);
+        }
+        // Behind the fixed fields all headers are alike: each byte is flipped in one of them.
+        let here = |byte: &usize| *byte < FIXED_FIELDS || byte % headers.len() == number;
+        for byte in (0..*length).filter(here) {
+            course.suffer(&flip(unit, byte, MASKS[byte % 3]));
+        }
+    }
+    course.finish(&census);
+}
+
+#[test]
+fn any_flipped_byte_of_an_answer_leaves_one_guest() {
+    let _alone = alone();
+    let census = Census::take();
+    let mut course = Course::new(GuestKind::Threads, options("none"));
+    let log = course.watch();
+    for (unit, length) in places(&log, 2).into_iter().filter(|(unit, _)| unit.back) {
+        for fault in flips_of_type(&unit) {
+            course.suffer(&fault);
+        }
+        for byte in 0..length {
+            course.suffer(&flip(&unit, byte, MASKS[byte % 3]));
+        }
+    }
+    course.finish(&census);
+}
+
+#[test]
+fn any_cut_connection_leaves_one_guest() {
+    let _alone = alone();
+    let census = Census::take();
+    for kind in rig::kinds() {
+        let mut course = Course::new(kind, options("none"));
+        let log = course.watch();
+        for (number, (unit, length)) in places(&log, 2).into_iter().enumerate() {
+            let middle = length / 2;
+            let mut actions = vec![
+                Action::Cut { byte: 0 },
+                Action::Cut { byte: middle },
+                Action::HalfCut { byte: 0 },
+                Action::HalfCut { byte: middle },
+            ];
+            if kind == GuestKind::Kvm {
+                actions = vec![actions[number % 4]];
+            }
+            for action in actions {
+                course.suffer(&Fault {
+                    unit: unit.clone(),
+                    action,
+                });
+            }
+        }
+        course.finish(&census);
+    }
+}
+
+#[test]
+fn a_damaged_payload_and_damaged_zero_page_records_leave_one_guest() {
+    let _alone = alone();
+    let census = Census::take();
+    for method in ["zlib", "zstd"] {
+        let mut course = Course::new(GuestKind::Threads, options(method));
+        let log = course.watch();
+        for (unit, length) in places(&log, 2) {
+            if unit.name.starts_with("data payload") {
+                for byte in [0, 1, length / 2, length - 1] {
+                    course.suffer(&flip(&unit, byte, MASKS[byte % 3]));
+                }
+            }
+        }
+        course.finish(&census);
+    }
+    let mut legacy = options("none");
+    legacy.set("zero-page-detection", "legacy").unwrap();
+    let mut course = Course::new(GuestKind::Threads, legacy);
+    let log = course.watch();
+    for name in ["page #1", "page #2"] {
+        let (unit, length) = log
+            .units
+            .iter()
+            .find(|(unit, _)| unit.name == name)
+            .unwrap();
+        for byte in 0..*length {
+            for mask in MASKS {
+                course.suffer(&flip(unit, byte, mask));
+            }
+        }
+    }
+    course.finish(&census);
+}

@@ -1,0 +1,21 @@
+//! Whole migrations between two guests of this process: what the engine promises whatever the guest,
+//! the method and the number of channels, and what becomes of the guest when something breaks.
+//!
+//! | file | what |
+//! |---|---|
+//! | `matrix` | every guest, method, number of channels and zero page mode arrives whole |
+//! | `lost_page` | the proof would notice a single page that was not sent |
+//! | `faults` | a flipped byte or a cut connection anywhere: exactly one side runs the guest |
+//! | `ways_out` | cancel, a guest that fails, noise before the migration |
+//! | `refusals` | two ends that do not agree |
+//! | `probe`, `proxy`, `rig`, `census` | a guest that is watched, a man in the middle, both ends, leaks |
+
+mod census;
+mod faults;
+mod lost_page;
+mod matrix;
+mod probe;
+mod proxy;
+mod refusals;
+mod rig;
+mod ways_out;

@@ -1,0 +1,102 @@
+//! Every guest, method, number of channels and zero page mode: the guest arrives whole and goes on,
+//! although it writes its whole working set in less time than the first round takes.
+
+use std::time::Duration;
+
+use hotlift::options::ZERO_PAGE_DETECTION;
+use hotlift::{Address, Options};
+use hotlift_mem::Backing;
+use hotlift_methods::METHODS;
+use hotlift_vmm::GuestSettings;
+use hotlift_vmm::workload::Workload;
+
+use crate::census::{Census, alone};
+use crate::probe::Quirks;
+use crate::rig::{self, Holder};
+
+/// Bytes a second, without and with compression. The first round takes 150 ms or more at this rate, in
+/// which the guest dirties far more than what fits the downtime limit; a page takes well below the
+/// time in which it dirties another, so the rounds get shorter.
+const MAX_BANDWIDTH: [&str; 2] = ["24M", "6M"];
+
+/// Pages a second.
+const RATE: u64 = 1500;
+
+#[test]
+fn every_combination_arrives_whole_and_goes_on() {
+    let _alone = alone();
+    let census = Census::take();
+    let folder = tempfile::tempdir().unwrap();
+    let mut number = 0;
+    for kind in rig::kinds() {
+        for method in METHODS {
+            for channels in [1, 2, 4] {
+                for (mode, _) in ZERO_PAGE_DETECTION {
+                    number += 1;
+                    let mut options = Options {
+                        downtime_limit: Duration::from_millis(2),
+                        multifd_channels: channels,
+                        // The rest is turned through, so that each value meets each method.
+                        mem_prealloc: number % 3 == 0,
+                        ..Options::default()
+                    };
+                    let compresses = method.name != "none";
+                    let bandwidth = MAX_BANDWIDTH[usize::from(compresses)];
+                    options.set("max-bandwidth", bandwidth).unwrap();
+                    options.set("multifd-compression", method.name).unwrap();
+                    options.set("zero-page-detection", mode).unwrap();
+                    let settings = GuestSettings {
+                        backing: [Backing::Private, Backing::Shared][number % 2],
+                        vcpus: [1, 3][number / 2 % 2],
+                        workload: [Workload::Random, Workload::Hotset, Workload::Sequential]
+                            [number % 3],
+                        rate: RATE,
+                        ..rig::settings()
+                    };
+                    let address = if number % 4 < 2 {
+                        "tcp:127.0.0.1:0".to_owned()
+                    } else {
+                        format!("unix:{}", folder.path().join("socket").display())
+                    };
+                    let what = format!("{kind} {} {channels} {mode} {address}", method.name);
+
+                    let source = rig::source(kind, &settings, Quirks::default());
+                    let destination = rig::destination(kind, &settings, Quirks::default());
+                    let listener = address.parse::<Address>().unwrap().listen().unwrap();
+                    let to = listener.address().unwrap();
+                    let ended = rig::migrate(&source, &destination, listener, &to, &options);
+                    let holder = ended.holder(&source, &destination);
+                    assert_eq!(
+                        holder,
+                        Ok(Holder::Destination),
+                        "{what}: {:?}",
+                        ended.errors()
+                    );
+
+                    let sent = ended.source.unwrap();
+                    let received = ended.destination.unwrap();
+                    assert!(sent.rounds >= 3, "{what}: {sent:?}");
+                    assert_eq!(
+                        (sent.normal_pages, sent.zero_pages),
+                        (received.normal_pages, received.zero_pages),
+                        "{what}"
+                    );
+                    let pages = sent.normal_pages + sent.zero_pages;
+                    assert!(pages > settings.ram_bytes / 4096, "{what}: {sent:?}");
+                    assert_eq!(*mode == "none", sent.zero_pages == 0, "{what}: {sent:?}");
+                    let content = sent.normal_pages * 4096;
+                    let smaller = sent.transferred_bytes < content;
+                    assert_eq!(smaller, compresses, "{what}: {sent:?}");
+                    assert!(sent.total_ms >= sent.setup_ms + sent.downtime_ms, "{what}");
+                    for side in [&sent.side, &received.side] {
+                        let sum: f64 = side.threads.iter().map(|thread| thread.cpu_s).sum();
+                        assert!((sum - side.cpu_s).abs() < 1e-9 && sum > 0.0, "{what}");
+                        assert!(side.threads.len() > usize::from(channels), "{what}");
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    census.expect_unchanged();
+}

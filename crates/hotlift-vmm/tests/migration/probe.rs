@@ -1,0 +1,167 @@
+//! A built-in guest that is watched, and that misbehaves on demand.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use hotlift::guest::{DeviceState, Guest, GuestError};
+use hotlift_mem::{DirtyBitmap, RamBlock};
+use hotlift_vmm::BuiltinGuest;
+
+/// Far longer than a running guest takes for a few writes.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Fetches the dirty log in place of the guest; the number counts from 1 in each migration.
+pub type Sync = Box<
+    dyn Fn(&dyn BuiltinGuest, u64, &DirtyBitmap) -> Result<u64, GuestError>
+        + Send
+        + std::marker::Sync,
+>;
+
+/// What a [`Probe`] does differently from its guest.
+#[derive(Default)]
+pub struct Quirks {
+    pub machine: Option<&'static str>,
+    pub uuid: Option<[u8; 16]>,
+    pub ram: Option<Vec<Arc<RamBlock>>>,
+    pub sync: Option<Sync>,
+    pub fails_to_load: bool,
+    pub fails_to_resume: bool,
+    pub fails_to_save: bool,
+}
+
+/// A guest, whether it runs, and its quirks.
+pub struct Probe {
+    pub guest: Box<dyn BuiltinGuest>,
+    pub quirks: Quirks,
+    runs: AtomicBool,
+    syncs: AtomicU64,
+}
+
+impl Probe {
+    pub fn new(guest: Box<dyn BuiltinGuest>, quirks: Quirks) -> Self {
+        Self {
+            guest,
+            quirks,
+            runs: AtomicBool::new(false),
+            syncs: AtomicU64::new(0),
+        }
+    }
+
+    pub fn start(&self) {
+        self.guest.start().unwrap();
+        self.runs.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether it was last told to run.
+    pub fn runs(&self) -> bool {
+        self.runs.load(Ordering::SeqCst)
+    }
+
+    /// Waits until it has written `more` times.
+    pub fn let_write(&self, more: u64) -> Result<(), String> {
+        let_write(&*self.guest, more)
+    }
+
+    /// Pauses it, checks its memory, lets it run again.
+    pub fn check(&self) -> Result<(), String> {
+        let text = |error: &dyn std::error::Error| format!("{error}, since {:?}", error.source());
+        self.pause().map_err(|error| text(&error))?;
+        self.guest.verify().map_err(|error| text(&error))?;
+        self.resume().map_err(|error| text(&error))
+    }
+}
+
+/// Waits until `guest` has written `more` times.
+pub fn let_write(guest: &dyn BuiltinGuest, more: u64) -> Result<(), String> {
+    let (goal, start) = (guest.writes() + more, Instant::now());
+    while guest.writes() < goal {
+        guest.health().map_err(|error| error.to_string())?;
+        if start.elapsed() > PATIENCE {
+            return Err("it does not write".to_owned());
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    Ok(())
+}
+
+/// Makes a migration with a downtime limit of 0 take exactly three rounds, each with pages to send:
+/// what is dirty after the second is told only when the guest stands still.
+pub fn three_rounds() -> Sync {
+    Box::new(|guest, number, into| {
+        if number < 3 {
+            let_write(guest, 5).map_err(|reason| GuestError::new("write", reason))?;
+        }
+        match number {
+            2 => Ok(0),
+            _ => guest.sync_dirty_log(0, into),
+        }
+    })
+}
+
+impl Guest for Probe {
+    fn machine(&self) -> &str {
+        self.quirks.machine.unwrap_or(self.guest.machine())
+    }
+
+    fn uuid(&self) -> [u8; 16] {
+        self.quirks.uuid.unwrap_or(self.guest.uuid())
+    }
+
+    fn ram(&self) -> &[Arc<RamBlock>] {
+        self.quirks.ram.as_deref().unwrap_or(self.guest.ram())
+    }
+
+    fn ram_is_fresh(&self) -> bool {
+        self.guest.ram_is_fresh()
+    }
+
+    fn start_dirty_log(&self) -> Result<(), GuestError> {
+        self.syncs.store(0, Ordering::SeqCst);
+        self.guest.start_dirty_log()
+    }
+
+    fn stop_dirty_log(&self) -> Result<(), GuestError> {
+        self.guest.stop_dirty_log()
+    }
+
+    fn sync_dirty_log(&self, block: usize, into: &DirtyBitmap) -> Result<u64, GuestError> {
+        let number = self.syncs.fetch_add(1, Ordering::SeqCst) + 1;
+        match &self.quirks.sync {
+            Some(sync) => sync(&*self.guest, number, into),
+            None => self.guest.sync_dirty_log(block, into),
+        }
+    }
+
+    fn clear_dirty_log(&self, block: usize, first: usize, pages: usize) -> Result<(), GuestError> {
+        self.guest.clear_dirty_log(block, first, pages)
+    }
+
+    fn pause(&self) -> Result<(), GuestError> {
+        self.runs.store(false, Ordering::SeqCst);
+        self.guest.pause()
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        if self.quirks.fails_to_resume {
+            return Err(GuestError::new("resume", "it was told not to"));
+        }
+        self.guest.resume()?;
+        self.runs.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
+        if self.quirks.fails_to_save {
+            return Err(GuestError::new("save its devices", "it was told not to"));
+        }
+        self.guest.save_devices()
+    }
+
+    fn load_devices(&self, devices: Vec<DeviceState>) -> Result<(), GuestError> {
+        if self.quirks.fails_to_load {
+            return Err(GuestError::new("load its devices", "it was told not to"));
+        }
+        self.guest.load_devices(devices)
+    }
+}

@@ -1,0 +1,193 @@
+//! Two ends that do not agree: refused with both values named, and the guest runs on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use hotlift::{Control, Options};
+use hotlift_mem::{Backing, RamBlock};
+use hotlift_vmm::GuestSettings;
+
+use crate::census::{Census, alone};
+use crate::probe::{Probe, Quirks};
+use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
+use crate::rig::{self, Ended, Holder, settings};
+
+fn options() -> Options {
+    Options {
+        max_bandwidth: 0,
+        handshake_timeout: Duration::from_secs(2),
+        ..Options::default()
+    }
+}
+
+/// Sees that the source's guest runs on and that one of the two errors has all of `words`.
+fn expect_refusal(what: &str, ended: &Ended, source: &Probe, destination: &Probe, words: &[&str]) {
+    assert_eq!(
+        ended.holder(source, destination),
+        Ok(Holder::Source),
+        "{what}"
+    );
+    let (here, there) = ended.errors();
+    assert!(
+        !here.contains('\n') && !there.contains('\n'),
+        "{what}: {here} {there}"
+    );
+    for word in words {
+        assert!(there.contains(word), "{what}: {word} is not in: {there}");
+        assert!(here.contains(word), "{what}: {word} is not in: {here}");
+    }
+}
+
+fn migrate(source: &Probe, destination: &Probe, here: &Options, there: &Options) -> Ended {
+    let (listener, to) = rig::listen();
+    let controls = [Control::new(), Control::new()];
+    rig::run(
+        source,
+        destination,
+        listener,
+        &to,
+        [here, there],
+        &controls,
+        &|_| {},
+    )
+}
+
+#[test]
+fn a_guest_that_differs_is_refused_with_both_values() {
+    let _alone = alone();
+    let census = Census::take();
+    for kind in rig::kinds() {
+        let ram = |name: &str, bytes| {
+            Some(vec![Arc::new(
+                RamBlock::new(name, bytes, Backing::Private).unwrap(),
+            )])
+        };
+        let quirks = Quirks::default;
+        let cases: Vec<(&str, GuestSettings, Quirks, Vec<&str>)> = vec![
+            (
+                "machine name",
+                settings(),
+                Quirks {
+                    machine: Some("another-machine"),
+                    ..quirks()
+                },
+                vec!["machine", kind.machine(), "another-machine"],
+            ),
+            (
+                "UUID",
+                settings(),
+                Quirks {
+                    uuid: Some([0xab; 16]),
+                    ..quirks()
+                },
+                vec!["UUID", "686f746c69667420", "abababababab"],
+            ),
+            (
+                "name of the RAM block",
+                settings(),
+                Quirks {
+                    ram: ram("other.ram", 8 << 20),
+                    ..quirks()
+                },
+                vec!["RAM block", "pc.ram", "other.ram"],
+            ),
+            (
+                "size of the RAM block",
+                GuestSettings {
+                    ram_bytes: 16 << 20,
+                    ..settings()
+                },
+                quirks(),
+                vec!["size of RAM block 'pc.ram'", "8388608", "16777216"],
+            ),
+            (
+                "number of vCPUs",
+                GuestSettings {
+                    vcpus: 2,
+                    ..settings()
+                },
+                quirks(),
+                vec!["number of vCPUs", "1", "2"],
+            ),
+        ];
+        for (what, settings_there, quirks_there, words) in cases {
+            let source = rig::source(kind, &settings(), Quirks::default());
+            let destination = rig::destination(kind, &settings_there, quirks_there);
+            let ended = migrate(&source, &destination, &options(), &options());
+            expect_refusal(what, &ended, &source, &destination, &words);
+        }
+    }
+    census.expect_unchanged();
+}
+
+#[test]
+fn options_that_differ_are_refused_with_both_values() {
+    let _alone = alone();
+    let census = Census::take();
+    let cases = [
+        ("multifd-channels", "4", vec!["multifd-channels", "2", "4"]),
+        ("multifd-channels", "1", vec!["multifd-channels", "2", "1"]),
+        (
+            "multifd-compression",
+            "zstd",
+            vec!["multifd-compression", "none", "zstd"],
+        ),
+        (
+            "multifd-compression",
+            "zlib",
+            vec!["multifd-compression", "none", "zlib"],
+        ),
+    ];
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    for (name, value, words) in cases {
+        let mut there = options();
+        there.set(name, value).unwrap();
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let ended = migrate(&source, &destination, &options(), &there);
+        expect_refusal(
+            &format!("{name}={value}"),
+            &ended,
+            &source,
+            &destination,
+            &words,
+        );
+    }
+    drop(source);
+    census.expect_unchanged();
+}
+
+#[test]
+fn another_version_of_the_stream_is_refused_with_both_values() {
+    let _alone = alone();
+    let census = Census::take();
+    let unit = |socket, name: &str| Unit {
+        socket: Some(socket),
+        back: false,
+        name: name.to_owned(),
+    };
+    // Main says 3, a channel 1.
+    let cases = [
+        (unit(Socket::Main, "file header #1"), ["0x2", "0x3"]),
+        (unit(Socket::Channel(1), "opening #1"), ["0x0", "0x1"]),
+    ];
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    for (unit, words) in cases {
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let (listener, address) = rig::listen();
+        let action = Action::Flip { byte: 7, mask: 1 };
+        let proxy = Proxy::start(&address, Some(Fault { unit, action }));
+        let to = proxy.address();
+        let ended = rig::migrate(&source, &destination, listener, &to, &options());
+        assert!(proxy.finish().fired);
+        assert_eq!(ended.holder(&source, &destination), Ok(Holder::Source));
+        let (_, there) = ended.errors();
+        assert!(there.contains("version"), "{there}");
+        for word in words {
+            assert!(there.contains(word), "{there}");
+        }
+    }
+    drop(source);
+    census.expect_unchanged();
+}

@@ -1,0 +1,207 @@
+//! Both ends of a migration, and who has the guest afterwards.
+
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift::figures::{DestinationReport, SourceReport};
+use hotlift::progress::Progress;
+use hotlift::{Address, Control, Listener, MigrationError, Options};
+use hotlift_mem::Backing;
+use hotlift_vmm::fill::{FillSettings, FillSource};
+use hotlift_vmm::workload::Workload;
+use hotlift_vmm::{GuestKind, GuestSettings, best_kind, create};
+
+use crate::probe::{Probe, Quirks};
+
+/// Far beyond what any of these migrations takes. One that lasts longer is cancelled and counts as
+/// hung.
+const BOUND: Duration = Duration::from_secs(60);
+
+/// The guests that this machine can run; says which it cannot.
+pub fn kinds() -> Vec<GuestKind> {
+    match best_kind() {
+        (GuestKind::Kvm, _) => GuestKind::ALL.to_vec(),
+        (GuestKind::Threads, why) => {
+            eprintln!("not tested: the kvm guest ({why:?})");
+            vec![GuestKind::Threads]
+        }
+    }
+}
+
+/// A small guest with 1 MiB that it writes to.
+pub fn settings() -> GuestSettings {
+    GuestSettings {
+        ram_bytes: 8 << 20,
+        backing: Backing::Private,
+        vcpus: 1,
+        workload: Workload::Random,
+        rate: 20_000,
+        working_set: Some(1 << 20),
+        seed: 7,
+        uuid: *b"hotlift e2e uuid",
+    }
+}
+
+/// A guest that runs.
+pub fn source(kind: GuestKind, settings: &GuestSettings, quirks: Quirks) -> Probe {
+    let guest = create(kind, settings).unwrap();
+    guest
+        .fill(&FillSettings {
+            source: FillSource::Generated,
+            zero_share: 0.4,
+            zero_touched: false,
+            seed: 3,
+        })
+        .unwrap();
+    let probe = Probe::new(guest, quirks);
+    probe.start();
+    probe
+}
+
+/// A guest to be migrated into.
+pub fn destination(kind: GuestKind, settings: &GuestSettings, quirks: Quirks) -> Probe {
+    Probe::new(create(kind, settings).unwrap(), quirks)
+}
+
+/// Listens on a port of the system's choice.
+pub fn listen() -> (Listener, Address) {
+    let listener = "tcp:127.0.0.1:0"
+        .parse::<Address>()
+        .unwrap()
+        .listen()
+        .unwrap();
+    let address = listener.address().unwrap();
+    (listener, address)
+}
+
+/// How both ends of a migration came back.
+pub struct Ended {
+    pub source: Result<SourceReport, MigrationError>,
+    pub destination: Result<DestinationReport, MigrationError>,
+    /// It had to be cancelled.
+    pub hung: bool,
+    /// How long the slower end took.
+    pub took: Duration,
+}
+
+/// One migration, both ends with the same options.
+pub fn migrate(
+    source: &Probe,
+    destination: &Probe,
+    listener: Listener,
+    to: &Address,
+    options: &Options,
+) -> Ended {
+    let controls = [Control::new(), Control::new()];
+    run(
+        source,
+        destination,
+        listener,
+        to,
+        [options, options],
+        &controls,
+        &|_| {},
+    )
+}
+
+/// One migration; `options` and `controls` are the source's and the destination's.
+pub fn run(
+    source: &Probe,
+    destination: &Probe,
+    listener: Listener,
+    to: &Address,
+    options: [&Options; 2],
+    controls: &[Control; 2],
+    on_progress: &(dyn Fn(&Progress) + Sync),
+) -> Ended {
+    let start = Instant::now();
+    let (done, ends) = channel();
+    thread::scope(|scope| {
+        let done_there = done.clone();
+        let there = scope.spawn(move || {
+            let outcome =
+                hotlift::destination::receive(destination, listener, options[1], &controls[1]);
+            let _ = done_there.send(());
+            outcome
+        });
+        let here = scope.spawn(move || {
+            let outcome =
+                hotlift::source::migrate(source, to, options[0], &controls[0], on_progress);
+            let _ = done.send(());
+            outcome
+        });
+        let mut hung = false;
+        let mut grace = BOUND;
+        for _ in 0..2 {
+            if ends.recv_timeout(grace).is_err() {
+                hung = true;
+                controls.iter().for_each(Control::cancel);
+                let _ = ends.recv();
+            }
+            // A source that cannot connect leaves nobody for the destination to hear of.
+            grace = BOUND.saturating_sub(start.elapsed());
+        }
+        Ended {
+            source: here.join().unwrap(),
+            destination: there.join().unwrap(),
+            hung,
+            took: start.elapsed(),
+        }
+    })
+}
+
+/// Which side has the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Holder {
+    Source,
+    Destination,
+}
+
+impl Ended {
+    /// Who has the guest. An error if it is both or none, if the memory is not what it must be, or
+    /// if what the two sides returned does not fit.
+    pub fn holder(&self, source: &Probe, destination: &Probe) -> Result<Holder, String> {
+        if self.hung {
+            return Err("it hung".to_owned());
+        }
+        let (holder, has, has_not) = match (source.runs(), destination.runs()) {
+            (true, false) => (Holder::Source, source, destination),
+            (false, true) => (Holder::Destination, destination, source),
+            (true, true) => return Err("both run the guest".to_owned()),
+            (false, false) => return Err("nobody runs the guest".to_owned()),
+        };
+        let still = has_not.guest.writes();
+        has.let_write(50)?;
+        if has_not.guest.writes() != still {
+            return Err(format!("{holder:?} has the guest, but the other writes"));
+        }
+        has.check()?;
+        match (holder, &self.source, &self.destination) {
+            (Holder::Source, Err(_), Err(_)) | (Holder::Destination, _, Ok(_)) => Ok(holder),
+            (_, source, destination) => Err(format!(
+                "{holder:?} has the guest, but the source returned {source:?}, the destination \
+                 {destination:?}"
+            )),
+        }
+    }
+
+    /// Both errors in one line each.
+    pub fn errors(&self) -> (String, String) {
+        let line =
+            |error: Option<&MigrationError>| error.map_or("ok".to_owned(), MigrationError::chain);
+        (
+            line(self.source.as_ref().err()),
+            line(self.destination.as_ref().err()),
+        )
+    }
+
+    /// Whether either end noticed only because its patience was at an end.
+    pub fn timed_out(&self) -> bool {
+        let timeout = |error: &MigrationError| {
+            matches!(error, MigrationError::Timeout { .. })
+                || error.chain().contains("did not arrive within")
+        };
+        self.source.as_ref().is_err_and(timeout) || self.destination.as_ref().is_err_and(timeout)
+    }
+}

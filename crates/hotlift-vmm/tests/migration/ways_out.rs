@@ -1,0 +1,237 @@
+//! Ways a migration ends before its time without a fault of the wire: cancel, a guest that does not
+//! do as asked, and others who knock at the destination's door.
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::time::Duration;
+
+use hotlift::{Address, Control, MigrationError, Options, Status};
+use hotlift_vmm::GuestSettings;
+
+use crate::census::{Census, alone};
+use crate::probe::Quirks;
+use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
+use crate::rig::{self, Holder, settings};
+
+fn options() -> Options {
+    Options {
+        max_bandwidth: 0,
+        handshake_timeout: Duration::from_secs(2),
+        ..Options::default()
+    }
+}
+
+/// So slow that the first round does not end before somebody acts.
+fn slow() -> Options {
+    Options {
+        max_bandwidth: 256 << 10,
+        ..options()
+    }
+}
+
+#[test]
+fn a_cancel_in_the_middle_lets_the_guest_run_on_and_a_second_migration_succeeds() {
+    let _alone = alone();
+    let census = Census::take();
+    for kind in rig::kinds() {
+        let source = rig::source(kind, &settings(), Quirks::default());
+        for who in 0..2 {
+            let destination = rig::destination(kind, &settings(), Quirks::default());
+            let (listener, to) = rig::listen();
+            let controls = [Control::new(), Control::new()];
+            let slow = slow();
+            let ended = rig::run(
+                &source,
+                &destination,
+                listener,
+                &to,
+                [&slow, &slow],
+                &controls,
+                &|progress| {
+                    if progress.round >= 1 && progress.transferred_bytes > 64 << 10 {
+                        controls[who].cancel();
+                    }
+                },
+            );
+            assert_eq!(ended.holder(&source, &destination), Ok(Holder::Source));
+            let (here, there) = (ended.source.unwrap_err(), ended.destination.unwrap_err());
+            let [canceller, other] = if who == 0 {
+                [here, there]
+            } else {
+                [there, here]
+            };
+            assert!(
+                matches!(canceller, MigrationError::Cancelled),
+                "{canceller}"
+            );
+            assert!(!matches!(other, MigrationError::Cancelled), "{other}");
+            assert_eq!(controls[who].status(), Status::Cancelled);
+            assert_eq!(controls[1 - who].status(), Status::Failed);
+        }
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let (listener, to) = rig::listen();
+        let ended = rig::migrate(&source, &destination, listener, &to, &options());
+        assert_eq!(ended.holder(&source, &destination), Ok(Holder::Destination));
+        assert!(ended.source.is_ok(), "{:?}", ended.errors());
+    }
+    census.expect_unchanged();
+}
+
+#[test]
+fn a_cancel_before_anybody_has_connected_ends_the_wait() {
+    let _alone = alone();
+    let census = Census::take();
+    let kind = rig::kinds()[0];
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let folder = tempfile::tempdir().unwrap();
+    let address = Address::Unix {
+        path: folder.path().join("socket"),
+    };
+    let listener = address.listen().unwrap();
+    let control = Control::new();
+    std::thread::scope(|scope| {
+        let waiting = scope
+            .spawn(|| hotlift::destination::receive(&destination, listener, &options(), &control));
+        control.cancel();
+        let error = waiting.join().unwrap().unwrap_err();
+        assert!(matches!(error, MigrationError::Cancelled), "{error}");
+    });
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    drop(destination);
+    census.expect_unchanged();
+}
+
+#[test]
+fn a_destination_guest_that_does_not_load_or_resume_leaves_the_guest_with_the_source() {
+    let _alone = alone();
+    let census = Census::take();
+    for kind in rig::kinds() {
+        let source = rig::source(kind, &settings(), Quirks::default());
+        for (fails_to_load, fails_to_resume) in [(true, false), (false, true)] {
+            let quirks = Quirks {
+                fails_to_load,
+                fails_to_resume,
+                ..Quirks::default()
+            };
+            let destination = rig::destination(kind, &settings(), quirks);
+            let (listener, to) = rig::listen();
+            let ended = rig::migrate(&source, &destination, listener, &to, &options());
+            let (here, there) = ended.errors();
+            assert_eq!(
+                ended.holder(&source, &destination),
+                Ok(Holder::Source),
+                "{here}; {there}"
+            );
+            assert!(there.contains("it was told not to"), "{there}");
+            assert!(here.contains("it was told not to"), "{here}");
+        }
+    }
+    census.expect_unchanged();
+}
+
+#[test]
+fn a_source_guest_whose_devices_cannot_be_saved_runs_on() {
+    let _alone = alone();
+    let census = Census::take();
+    let kind = rig::kinds()[0];
+    let quirks = Quirks {
+        fails_to_save: true,
+        ..Quirks::default()
+    };
+    let source = rig::source(kind, &settings(), quirks);
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let (listener, to) = rig::listen();
+    let ended = rig::migrate(&source, &destination, listener, &to, &options());
+    assert_eq!(ended.holder(&source, &destination), Ok(Holder::Source));
+    let (here, _) = ended.errors();
+    assert!(here.contains("it was told not to"), "{here}");
+    drop((source, destination));
+    census.expect_unchanged();
+}
+
+#[test]
+fn connections_that_close_without_a_word_are_passed_over() {
+    let _alone = alone();
+    let census = Census::take();
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let (listener, to) = rig::listen();
+    for _ in 0..3 {
+        drop(to.connect(Duration::from_secs(10)).unwrap());
+    }
+    let ended = rig::migrate(&source, &destination, listener, &to, &options());
+    assert_eq!(
+        ended.holder(&source, &destination),
+        Ok(Holder::Destination),
+        "{:?}",
+        ended.errors()
+    );
+    drop((source, destination));
+    census.expect_unchanged();
+}
+
+#[test]
+fn a_connection_that_is_no_migration_is_named_and_no_guest_runs() {
+    let _alone = alone();
+    let census = Census::take();
+    let kind = rig::kinds()[0];
+    for garbage in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[0; 4096],
+        b"QEVMQEVMQEVM",
+        b"\x11\x22\x33\x44____",
+    ] {
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let (listener, to) = rig::listen();
+        let Address::Tcp { host, port } = &to else {
+            panic!("{to}");
+        };
+        let mut noise = TcpStream::connect((host.as_str(), *port)).unwrap();
+        noise.write_all(garbage).unwrap();
+        let outcome =
+            hotlift::destination::receive(&destination, listener, &options(), &Control::new());
+        let error = outcome.unwrap_err().chain();
+        assert!(!error.contains('\n') && !destination.runs(), "{error}");
+    }
+    census.expect_unchanged();
+}
+
+/// With much to send, nothing but the length itself is on its way on main.
+#[test]
+fn a_damaged_length_on_main_does_not_hang_a_long_round() {
+    let _alone = alone();
+    let census = Census::take();
+    let kind = rig::kinds()[0];
+    let large = GuestSettings {
+        ram_bytes: 96 << 20,
+        ..settings()
+    };
+    let source = rig::source(kind, &large, Quirks::default());
+    for (name, byte) in [("Start section #1", 5), ("list of RAM blocks #1", 8)] {
+        let destination = rig::destination(kind, &large, Quirks::default());
+        let (listener, address) = rig::listen();
+        let unit = Unit {
+            socket: Some(Socket::Main),
+            back: false,
+            name: name.to_owned(),
+        };
+        let action = Action::Flip { byte, mask: 0x80 };
+        let proxy = Proxy::start(&address, Some(Fault { unit, action }));
+        let to = proxy.address();
+        let ended = rig::migrate(&source, &destination, listener, &to, &options());
+        assert!(proxy.finish().fired);
+        let errors = ended.errors();
+        assert_eq!(
+            ended.holder(&source, &destination),
+            Ok(Holder::Source),
+            "{errors:?}"
+        );
+        assert!(
+            errors.0.contains("a record of the main channel"),
+            "{errors:?}"
+        );
+    }
+    drop(source);
+    census.expect_unchanged();
+}
