@@ -3,3 +3,7 @@
 mod demo;
 mod guest_run;
 mod hotlift;
+mod killed;
+#[path = "../../../hotlift-vmm/tests/migration/proxy.rs"]
+#[allow(dead_code, reason = "its other users need the rest")]
+mod proxy;

@@ -15,6 +15,7 @@ mod faults;
 mod lost_page;
 mod matrix;
 mod probe;
+#[allow(dead_code, reason = "the command's tests use the rest")]
 mod proxy;
 mod refusals;
 mod rig;

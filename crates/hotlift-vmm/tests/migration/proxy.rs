@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
 use hotlift::Address;
@@ -39,6 +39,8 @@ pub enum Action {
     Cut { byte: usize },
     /// This direction ends before this byte, the other goes on.
     HalfCut { byte: usize },
+    /// This direction stands still before the unit, until [`Proxy::release`].
+    Hold,
 }
 
 /// What is done, and where. It is done once.
@@ -72,6 +74,8 @@ struct Shared {
     fired: AtomicBool,
     stopped: AtomicBool,
     bytes: AtomicU64,
+    released: Mutex<bool>,
+    release: Condvar,
     units: Mutex<Vec<(Unit, usize)>>,
     streams: Mutex<Vec<Arc<Pair>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -106,6 +110,8 @@ impl Proxy {
             fired: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             bytes: AtomicU64::new(0),
+            released: Mutex::new(false),
+            release: Condvar::new(),
             units: Mutex::default(),
             streams: Mutex::default(),
             threads: Mutex::default(),
@@ -126,9 +132,21 @@ impl Proxy {
         format!("tcp:{}", self.address).parse().unwrap()
     }
 
+    /// Whether the fault was done.
+    pub fn has_fired(&self) -> bool {
+        self.shared.fired.load(Ordering::SeqCst)
+    }
+
+    /// Lets go on what is held.
+    pub fn release(&self) {
+        *lock(&self.shared.released) = true;
+        self.shared.release.notify_all();
+    }
+
     /// Ends all connections, and tells what was carried.
     pub fn finish(self) -> Log {
         self.shared.stopped.store(true, Ordering::SeqCst);
+        self.release();
         // Wakes the thread that waits for connections.
         let _ = TcpStream::connect(self.address);
         self.accepting.join().unwrap();
@@ -226,9 +244,14 @@ impl Shared {
                 let action = here
                     .filter(|_| !self.fired.swap(true, Ordering::SeqCst))
                     .map(|fault| fault.action);
+                if action == Some(Action::Hold) {
+                    let released = lock(&self.released);
+                    let released = self.release.wait_while(released, |released| !*released);
+                    drop(released);
+                }
                 // A payload is not as long in every migration.
                 let rest = match action {
-                    None => length,
+                    None | Some(Action::Hold) => length,
                     Some(Action::Flip { byte, mask }) => {
                         bytes[byte.min(length - 1)] ^= mask;
                         length

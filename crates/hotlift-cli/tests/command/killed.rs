@@ -1,0 +1,124 @@
+//! A process that is killed in the last round, or with its children still at work.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::hotlift::{Hotlift, errors};
+use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
+
+/// Longer than it takes on a machine that does other things besides.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Polls until `done`.
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < DEADLINE, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Records of the main channel that are sent while the guest stands still: the mark of the last
+/// round, and a device.
+const LAST_ROUND: [&str; 2] = ["End section #1", "device payload #1"];
+
+/// A migration between two processes that stands still before `name` on main.
+fn held_before(name: &str) -> (Hotlift, Proxy, Hotlift) {
+    let mut destination =
+        Hotlift::start(&["guest", "run", "--ram=32M", "--incoming=tcp:127.0.0.1:0"]);
+    let line = destination.wait_for("waiting for a source at ");
+    let address = line.split_whitespace().last().unwrap().parse().unwrap();
+    let unit = Unit {
+        socket: Some(Socket::Main),
+        back: false,
+        name: name.to_owned(),
+    };
+    let action = Action::Hold;
+    let proxy = Proxy::start(&address, Some(Fault { unit, action }));
+    let uri = format!("--migrate-to={}", proxy.address());
+    let flags = [
+        "guest",
+        "run",
+        "--ram=32M",
+        "--migrate-after=0",
+        "--max-bandwidth=0",
+        &uri,
+    ];
+    let source = Hotlift::start(&flags);
+    until("the last round does not come", || proxy.has_fired());
+    (source, proxy, destination)
+}
+
+#[test]
+fn a_destination_killed_in_the_last_round_gives_the_guest_back() {
+    for name in LAST_ROUND {
+        let (mut source, proxy, destination) = held_before(name);
+        destination.signal(Signal::KILL);
+        source.wait_for("the guest goes on here");
+        proxy.release();
+        let (status, said) = source.wait();
+        assert_eq!(status.code(), Some(1), "{name}: {}", said.join("\n"));
+        let errors = errors(&said);
+        assert_eq!(errors.len(), 1, "{name}: {errors:?}");
+        assert!(errors[0].contains("migration failed"), "{name}: {errors:?}");
+        proxy.finish();
+    }
+}
+
+#[test]
+fn a_source_killed_in_the_last_round_makes_no_guest_of_a_part() {
+    for name in LAST_ROUND {
+        let (source, proxy, destination) = held_before(name);
+        source.signal(Signal::KILL);
+        proxy.release();
+        let (status, said) = destination.wait();
+        assert_eq!(status.code(), Some(1), "{name}: {}", said.join("\n"));
+        let errors = errors(&said);
+        assert_eq!(errors.len(), 1, "{name}: {errors:?}");
+        assert!(
+            !said.iter().any(|line| line.contains("runs here")),
+            "{name}: {said:?}"
+        );
+        drop(source);
+        proxy.finish();
+    }
+}
+
+/// Processes whose parent is `parent`.
+fn children(parent: i32) -> Vec<i32> {
+    let parent_of = |pid: i32| -> Option<i32> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name, in brackets, may hold anything.
+        stat.rsplit_once(')')?
+            .1
+            .split_whitespace()
+            .nth(1)?
+            .parse()
+            .ok()
+    };
+    fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(|pid| parent_of(*pid) == Some(parent))
+        .collect()
+}
+
+#[test]
+fn a_killed_demo_leaves_no_process() {
+    let flags = ["demo", "--ram=64M", "--method=none", "--max-bandwidth=4M"];
+    let mut demo = Hotlift::start(&flags);
+    demo.wait_for("active: round 1");
+    let left = children(demo.pid());
+    assert_eq!(left.len(), 2, "{left:?}");
+    demo.signal(Signal::KILL);
+    until("a child goes on", || {
+        left.iter().all(|pid| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            // Nobody may be there to reap them.
+            stat.is_empty() || stat.contains(") Z ")
+        })
+    });
+}
