@@ -69,14 +69,20 @@ pub enum RamBackend {
 }
 
 impl GuestArgs {
-    /// The guest to make, and why it is not a KVM guest if nobody asked for another.
-    pub fn kind(&self) -> (GuestKind, Option<String>) {
+    /// The guest to make. Says why it is not a KVM guest if nobody asked for another.
+    pub fn kind(&self) -> GuestKind {
         match self.guest {
-            GuestChoice::Kvm => (GuestKind::Kvm, None),
-            GuestChoice::Threads => (GuestKind::Threads, None),
+            GuestChoice::Kvm => GuestKind::Kvm,
+            GuestChoice::Threads => GuestKind::Threads,
             GuestChoice::Auto => {
                 let (kind, why) = hotlift_vmm::best_kind();
-                (kind, why.map(|why| error_line(&why)))
+                if let Some(why) = why {
+                    let why = error_line(&why);
+                    eprintln!(
+                        "hotlift: the guest is worker threads, since KVM cannot be used: {why}"
+                    );
+                }
+                kind
             }
         }
     }

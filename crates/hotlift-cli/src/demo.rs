@@ -35,14 +35,8 @@ pub struct DemoArgs {
 
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
-    let interrupt = Interrupt::catch().map_err(|source| CommandError::Process {
-        what: "signal handlers",
-        source,
-    })?;
-    let (kind, why_not_kvm) = args.guest.kind();
-    if let Some(why) = why_not_kvm {
-        eprintln!("hotlift: the guest is worker threads, since KVM cannot be used: {why}");
-    }
+    let interrupt = Interrupt::catch()?;
+    let kind = args.guest.kind();
     let mut runs = Vec::new();
     for migration in settings(&args.migration) {
         for _ in 0..args.repeat {

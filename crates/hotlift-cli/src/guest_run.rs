@@ -69,14 +69,8 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
         let _ =
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     }
-    let interrupt = Interrupt::catch().map_err(|source| CommandError::Process {
-        what: "signal handlers",
-        source,
-    })?;
-    let (kind, why_not_kvm) = args.guest.kind();
-    if let Some(why) = why_not_kvm {
-        eprintln!("hotlift: the guest is worker threads, since KVM cannot be used: {why}");
-    }
+    let interrupt = Interrupt::catch()?;
+    let kind = args.guest.kind();
     let guest = hotlift_vmm::create(kind, &args.guest.settings())?;
     let mut options = args.migration.options()?;
     options.handshake_timeout = seconds(args.handshake_timeout);

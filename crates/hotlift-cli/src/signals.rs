@@ -8,6 +8,8 @@ use std::time::Duration;
 use hotlift::Control;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
+use crate::error::CommandError;
+
 /// How often the flag is looked at.
 pub const TICK: Duration = Duration::from_millis(50);
 
@@ -17,12 +19,16 @@ pub struct Interrupt(Arc<AtomicBool>);
 
 impl Interrupt {
     /// Starts to catch both signals.
-    pub fn catch() -> std::io::Result<Self> {
+    pub fn catch() -> Result<Self, CommandError> {
         let raised = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {
             // In this order: the first signal finds the flag down and only raises it.
-            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&raised))?;
-            signal_hook::flag::register(signal, Arc::clone(&raised))?;
+            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&raised))
+                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&raised)))
+                .map_err(|source| CommandError::Process {
+                    what: "signal handlers",
+                    source,
+                })?;
         }
         Ok(Self(raised))
     }

@@ -2,6 +2,7 @@
 
 use std::thread;
 
+use crate::control::{Control, Status};
 use crate::error::MigrationError;
 
 /// Starts a thread with a name of up to 15 bytes.
@@ -14,6 +15,26 @@ pub(crate) fn spawn<'scope, T: Send + 'scope>(
         .name(name.clone())
         .spawn_scoped(scope, work)
         .map_err(|source| MigrationError::Thread { name, source })
+}
+
+/// Runs one side of a migration in a thread of its own called `name`, and keeps its status.
+pub(crate) fn run_as<T: Send>(
+    name: &str,
+    control: &Control,
+    work: impl FnOnce() -> Result<T, MigrationError> + Send,
+) -> Result<T, MigrationError> {
+    control.set_status(Status::Setup);
+    let outcome = thread::scope(|scope| {
+        spawn(scope, name.to_owned(), work)?
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    });
+    control.set_status(match &outcome {
+        Ok(_) => Status::Completed,
+        Err(MigrationError::Cancelled) => Status::Cancelled,
+        Err(_) => Status::Failed,
+    });
+    outcome
 }
 
 /// Does something if its thread panics. The other threads of a migration wait for each other, and one

@@ -8,7 +8,7 @@
 //! 48 zero page detection  49 zero (11)  60 be32 CRC-32 of bytes 32 to 59
 //! ```
 
-use super::{MAGIC, Method, PacketLayout, VERSION};
+use super::{MAGIC, Method, PacketLayout, VERSION, expect};
 use crate::{Reader, WireError};
 
 /// Bytes of the initial packet (`MultiFDInit_t`).
@@ -87,8 +87,8 @@ impl InitialPacket {
     /// zero or a [`Hello`], so that a damaged one is not taken for a QEMU.
     pub fn decode(packet: &[u8; INITIAL_PACKET_LEN]) -> Result<Self, WireError> {
         let mut reader = Reader::new(packet);
-        check(reader.be32("multifd magic")?, MAGIC, "multifd magic")?;
-        check(reader.be32("multifd version")?, VERSION, "multifd version")?;
+        expect(reader.be32("multifd magic")?, MAGIC, "multifd magic")?;
+        expect(reader.be32("multifd version")?, VERSION, "multifd version")?;
         let uuid = *reader.array("multifd UUID")?;
         let id = reader.u8("multifd channel id")?;
 
@@ -128,7 +128,7 @@ impl Hello {
     fn read(packet: &[u8; INITIAL_PACKET_LEN]) -> Result<Self, WireError> {
         let mut reader = Reader::new(&packet[HELLO..]);
         let magic = u32::from_be_bytes(HELLO_MAGIC);
-        check(reader.be32("Hotlift hello")?, magic, "Hotlift hello")?;
+        expect(reader.be32("Hotlift hello")?, magic, "Hotlift hello")?;
 
         let expected = Reader::new(&packet[HELLO_CRC..]).be32("Hotlift hello")?;
         let got = crc32fast::hash(&packet[HELLO..HELLO_CRC]);
@@ -141,7 +141,7 @@ impl Hello {
         }
 
         let version = reader.be16("Hotlift hello version")?;
-        check(version, HELLO_VERSION, "Hotlift hello version")?;
+        expect(version, HELLO_VERSION, "Hotlift hello version")?;
         let channels = reader.u8("channels of a Hotlift hello")?;
         if channels == 0 {
             return Err(WireError::Empty {
@@ -177,19 +177,4 @@ impl Hello {
             zero_page_detection,
         })
     }
-}
-
-fn check<T: Into<u64> + PartialEq>(
-    got: T,
-    expected: T,
-    what: &'static str,
-) -> Result<(), WireError> {
-    if got == expected {
-        return Ok(());
-    }
-    Err(WireError::Mismatch {
-        what,
-        expected: expected.into(),
-        got: got.into(),
-    })
 }

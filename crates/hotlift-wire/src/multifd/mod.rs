@@ -142,3 +142,19 @@ impl PacketLayout {
         limits::PAYLOAD_FACTOR * self.page_size * self.pages
     }
 }
+
+/// Refuses a field that is not what it must be.
+fn expect<T: TryInto<u64> + PartialEq>(
+    got: T,
+    expected: T,
+    what: &'static str,
+) -> Result<(), WireError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(WireError::Mismatch {
+        what,
+        expected: expected.try_into().unwrap_or(u64::MAX),
+        got: got.try_into().unwrap_or(u64::MAX),
+    })
+}

@@ -10,7 +10,7 @@
 //! covers the header with bytes 44 to 51 as zero, the second the payload. With method none the
 //! second is 0: those pages change while they are sent, and a page that changed is sent again.
 
-use super::{MAGIC, Method, PacketLayout, VERSION};
+use super::{MAGIC, Method, PacketLayout, VERSION, expect};
 use crate::block::{self, RamBlockEntry};
 use crate::reader::as_u64;
 use crate::{Reader, WireError};
@@ -383,21 +383,6 @@ fn payload_len(
         expect(length, expected, "multifd payload length")?;
     }
     Ok(length)
-}
-
-fn expect<T: TryInto<u64> + PartialEq>(
-    got: T,
-    expected: T,
-    what: &'static str,
-) -> Result<(), WireError> {
-    if got == expected {
-        return Ok(());
-    }
-    Err(WireError::Mismatch {
-        what,
-        expected: expected.try_into().unwrap_or(u64::MAX),
-        got: got.try_into().unwrap_or(u64::MAX),
-    })
 }
 
 fn over(what: &'static str, limit: usize, got: usize) -> WireError {

@@ -15,12 +15,12 @@ use std::thread;
 use hotlift_mem::RamBlock;
 use hotlift_wire::multifd::Method;
 
-use crate::control::{Control, Status};
+use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::{DestinationReport, SideFigures};
 use crate::guest::Guest;
 use crate::options::Options;
-use crate::threads::{OnPanic, spawn};
+use crate::threads::{OnPanic, run_as, spawn};
 use crate::transport::Listener;
 use channel::ChannelReceiver;
 use main_channel::MainReceiver;
@@ -42,20 +42,9 @@ pub fn receive(
     control: &Control,
 ) -> Result<DestinationReport, MigrationError> {
     options.check()?;
-    control.set_status(Status::Setup);
-    let outcome = thread::scope(|scope| {
-        spawn(scope, "mig/dst/main".to_owned(), || {
-            run(guest, listener, options, control)
-        })?
-        .join()
-        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    });
-    control.set_status(match &outcome {
-        Ok(_) => Status::Completed,
-        Err(MigrationError::Cancelled) => Status::Cancelled,
-        Err(_) => Status::Failed,
-    });
-    outcome
+    run_as("mig/dst/main", control, || {
+        run(guest, listener, options, control)
+    })
 }
 
 /// Readies the guest's RAM for a migration with these options, before anybody is told where to

@@ -35,7 +35,7 @@ use crate::figures::{Counts, Measured, SourceReport};
 use crate::guest::{Guest, GuestError};
 use crate::options::Options;
 use crate::progress::OnProgress;
-use crate::threads::{OnPanic, spawn};
+use crate::threads::{OnPanic, run_as, spawn};
 use crate::transport::Address;
 use channel::ChannelSender;
 use estimate::Estimator;
@@ -69,20 +69,9 @@ pub fn migrate(
 ) -> Result<SourceReport, MigrationError> {
     let started = Instant::now();
     options.check()?;
-    control.set_status(Status::Setup);
-    let outcome = thread::scope(|scope| {
-        spawn(scope, "mig/src/main".to_owned(), || {
-            run(guest, to, options, control, on_progress, started)
-        })?
-        .join()
-        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    });
-    control.set_status(match &outcome {
-        Ok(_) => Status::Completed,
-        Err(MigrationError::Cancelled) => Status::Cancelled,
-        Err(_) => Status::Failed,
-    });
-    outcome
+    run_as("mig/src/main", control, || {
+        run(guest, to, options, control, on_progress, started)
+    })
 }
 
 /// The migration thread.
