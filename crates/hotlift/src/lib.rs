@@ -30,7 +30,10 @@
 //!
 //! Before the commit any failure gives the guest back to the source, and the destination, which has
 //! not heard of a commit, never runs it. After the commit the source takes it back only if every
-//! connection was closed without SHUT(0), which a destination that runs it never does.
+//! connection was closed without SHUT(0), which a destination that runs it never does. That is what a
+//! killed destination looks like. It is also what a middlebox looks like that resets *all* connections
+//! between commit and answer, and the two cannot be told apart from here; connections that time out
+//! are told apart, and leave the source paused ([`MigrationError::InDoubt`]).
 
 #![forbid(unsafe_code)]
 

@@ -132,7 +132,8 @@ impl<'a> Session<'a> {
     }
 
     /// Takes the error that ended the migration, if one has: what the destination said in place of
-    /// what its going away looked like from here.
+    /// what its going away looked like from here. (After a time-out here it only says that it was
+    /// left.)
     pub(super) fn take_failure(&self) -> Option<MigrationError> {
         let reason = self
             .reason
@@ -140,12 +141,9 @@ impl<'a> Session<'a> {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         match (self.lock_failure().take()?, reason) {
-            (
-                MigrationError::Connection { .. }
-                | MigrationError::Closed { .. }
-                | MigrationError::Timeout { .. },
-                Some(reason),
-            ) => Some(MigrationError::Destination { reason }),
+            (MigrationError::Connection { .. } | MigrationError::Closed { .. }, Some(reason)) => {
+                Some(MigrationError::Destination { reason })
+            }
             (error, _) => Some(error),
         }
     }
