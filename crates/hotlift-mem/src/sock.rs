@@ -48,6 +48,31 @@ impl IoScratch {
     }
 }
 
+/// Lets a TCP socket hold at most `bytes` that are not on their way yet (`TCP_NOTSENT_LOWAT`): what a
+/// sender queues beyond that is pushed out by the receiver's acknowledgements, in the receiver's time
+/// where both are on one host. Unlike a smaller send buffer this does not bound the data in flight, so a
+/// long link is filled as before.
+///
+/// # Errors
+/// The system's reason; a socket that is not TCP has no such limit.
+pub fn limit_unsent(fd: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
+    // SAFETY: the option's value is a u32 that outlives the call, and its size is given.
+    let answer = unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_NOTSENT_LOWAT,
+            ptr::from_ref(&bytes).cast(),
+            libc::socklen_t::from(4u8),
+        )
+    };
+    if answer == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
 /// Sends `head` and then `runs`, all of it. A peer that is gone is an error (`BrokenPipe`,
 /// `ConnectionReset`), never a signal.
 ///
@@ -228,6 +253,15 @@ mod tests {
     fn cut(socket: &OwnedFd) {
         let socket = UnixStream::from(socket.try_clone().expect("dup"));
         socket.shutdown(Shutdown::Both).expect("shutdown");
+    }
+
+    #[test]
+    fn a_tcp_socket_takes_a_limit_of_what_is_unsent_and_another_refuses_it() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let tcp = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        limit_unsent(tcp.as_fd(), 1 << 18).unwrap();
+        let (unix, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        limit_unsent(unix.as_fd(), 1 << 18).unwrap_err();
     }
 
     #[test]
