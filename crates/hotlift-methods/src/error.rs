@@ -117,3 +117,24 @@ pub enum MethodError {
         method: &'static str,
     },
 }
+
+impl MethodError {
+    /// A payload that ended after `got` of `expected` bytes.
+    pub(crate) fn short(method: &'static str, payload: &[u8], expected: usize, got: usize) -> Self {
+        Self::Short {
+            method,
+            payload: payload.len(),
+            expected,
+            got,
+        }
+    }
+
+    /// A payload that goes on after `expected` bytes.
+    pub(crate) fn long(method: &'static str, payload: &[u8], expected: usize) -> Self {
+        Self::Long {
+            method,
+            payload: payload.len(),
+            expected,
+        }
+    }
+}

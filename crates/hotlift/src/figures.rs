@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use hotlift_mem::thread_cpu_time;
+use hotlift_wire::multifd::INITIAL_PACKET_LEN;
 use serde::{Deserialize, Serialize};
 
 /// Bytes in a GiB, the unit of memory in every figure.
@@ -175,6 +176,15 @@ pub(crate) struct Counts {
 }
 
 impl Counters {
+    /// Those of one side: one a multifd channel, its opening counted, and the last for main.
+    pub(crate) fn of_side(channels: usize) -> Vec<Self> {
+        let counters: Vec<_> = (0..=channels).map(|_| Self::default()).collect();
+        for channel in &counters[..channels] {
+            channel.add_bytes(INITIAL_PACKET_LEN);
+        }
+        counters
+    }
+
     pub(crate) fn add_pages(&self, normal: usize, zero: usize) {
         self.normal_pages
             .fetch_add(normal as u64, Ordering::Relaxed);

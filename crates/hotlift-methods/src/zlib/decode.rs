@@ -102,8 +102,8 @@ impl Decoder {
         match self.whole.decode(deflate, extent) {
             Outcome::Invalid => return Ok(false),
             Outcome::Decoded(got) if got == expected => {}
-            Outcome::Decoded(got) => return Err(short(deflate, expected, got)),
-            Outcome::TooLong => return Err(long(deflate, expected)),
+            Outcome::Decoded(got) => return Err(MethodError::short(NAME, deflate, expected, got)),
+            Outcome::TooLong => return Err(MethodError::long(NAME, deflate, expected)),
             Outcome::Ended => return Err(MethodError::StreamEnd { method: NAME }),
         }
         if in_place.is_none() {
@@ -138,10 +138,10 @@ impl Decoder {
             return Err(MethodError::StreamEnd { method: NAME });
         }
         if got > expected {
-            return Err(long(deflate, expected));
+            return Err(MethodError::long(NAME, deflate, expected));
         }
         if got < expected {
-            return Err(short(deflate, expected, got));
+            return Err(MethodError::short(NAME, deflate, expected, got));
         }
         if left > 0 {
             return Err(MethodError::Leftover {
@@ -186,23 +186,6 @@ fn skip_header(payload: &[u8]) -> Result<&[u8], MethodError> {
         });
     }
     Ok(deflate)
-}
-
-fn short(payload: &[u8], expected: usize, got: usize) -> MethodError {
-    MethodError::Short {
-        method: NAME,
-        payload: payload.len(),
-        expected,
-        got,
-    }
-}
-
-fn long(payload: &[u8], expected: usize) -> MethodError {
-    MethodError::Long {
-        method: NAME,
-        payload: payload.len(),
-        expected,
-    }
 }
 
 /// The last bytes that a channel has given, as far as a packet can reach back.

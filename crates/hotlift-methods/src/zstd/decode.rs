@@ -109,7 +109,7 @@ impl Decoder {
         if let Some(content) = content_size(payload)
             && usize::try_from(content).map_or(true, |content| content > extent.len)
         {
-            return Err(long(payload, extent.len));
+            return Err(MethodError::long(NAME, payload, extent.len));
         }
         // SAFETY: the context is live and used by nobody else (`&mut self`); the extent is memory
         // that this call may write for its whole length: guest runs or our scratch.
@@ -124,7 +124,7 @@ impl Decoder {
         })
         .map_err(damaged)?;
         if written < extent.len {
-            return Err(short(payload, extent.len, written));
+            return Err(MethodError::short(NAME, payload, extent.len, written));
         }
         Ok(())
     }
@@ -140,7 +140,7 @@ impl Decoder {
             let written = self.stream(&mut input, extent)?;
             got += written;
             if written < extent.len {
-                return Err(short(payload, target.bytes(), got));
+                return Err(MethodError::short(NAME, payload, target.bytes(), got));
             }
         }
         // The pages are full. What may be left is the end of a frame, which gives no bytes; a byte
@@ -151,7 +151,7 @@ impl Decoder {
             len: beyond.len(),
         };
         if self.stream(&mut input, extent)? > 0 {
-            return Err(long(payload, target.bytes()));
+            return Err(MethodError::long(NAME, payload, target.bytes()));
         }
         if input.pos < input.size {
             return Err(MethodError::Leftover {
@@ -241,22 +241,5 @@ fn damaged(reason: &'static str) -> MethodError {
     MethodError::Damaged {
         method: NAME,
         reason,
-    }
-}
-
-fn short(payload: &[u8], expected: usize, got: usize) -> MethodError {
-    MethodError::Short {
-        method: NAME,
-        payload: payload.len(),
-        expected,
-        got,
-    }
-}
-
-fn long(payload: &[u8], expected: usize) -> MethodError {
-    MethodError::Long {
-        method: NAME,
-        payload: payload.len(),
-        expected,
     }
 }

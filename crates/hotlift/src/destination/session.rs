@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::DirtyBitmap;
 use hotlift_wire::RamBlockEntry;
-use hotlift_wire::multifd::{INITIAL_PACKET_LEN, Method};
+use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::Accepted;
@@ -62,11 +62,6 @@ impl<'a> Session<'a> {
             .iter()
             .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
             .collect();
-        let counters: Vec<_> = (0..=channels).map(|_| Counters::default()).collect();
-        // What was read to tell the connections apart.
-        for channel in &counters[..channels] {
-            channel.add_bytes(INITIAL_PACKET_LEN);
-        }
         Self {
             guest,
             options,
@@ -75,7 +70,7 @@ impl<'a> Session<'a> {
             blocks,
             written,
             barrier: Barrier::new(channels),
-            counters,
+            counters: Counters::of_side(channels),
             is_hotlift: AtomicBool::new(accepted.is_hotlift),
             accepted,
             handover: Handover::new(channels + 1),

@@ -4,7 +4,7 @@ use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use hotlift_wire::multifd::{INITIAL_PACKET_LEN, Method};
+use hotlift_wire::multifd::Method;
 
 use super::gate::Gate;
 use super::ram::RamState;
@@ -56,10 +56,6 @@ impl<'a> Session<'a> {
         connections: Connections,
     ) -> Self {
         let channels = connections.multifd.len();
-        let counters: Vec<_> = (0..=channels).map(|_| Counters::default()).collect();
-        for channel in &counters[..channels] {
-            channel.add_bytes(INITIAL_PACKET_LEN);
-        }
         Self {
             guest,
             options,
@@ -68,7 +64,7 @@ impl<'a> Session<'a> {
             ram: RamState::new(guest),
             gate: Gate::new(channels),
             pacer: Pacer::new(options.max_bandwidth),
-            counters,
+            counters: Counters::of_side(channels),
             connections,
             packet_num: AtomicU64::new(0),
             pings: AtomicU64::new(0),
