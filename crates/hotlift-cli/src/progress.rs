@@ -129,6 +129,7 @@ mod tests {
     fn bytes_have_the_largest_unit_that_fits() {
         assert_eq!(bytes(1023), "1023 B");
         assert_eq!(bytes(1536), "1.5 KiB");
+        assert_eq!(bytes(5 << 20), "5.0 MiB");
         assert_eq!(bytes(3 << 30), "3.0 GiB");
         assert_eq!(bytes(u64::MAX), "17179869183.9 GiB");
     }

@@ -85,6 +85,21 @@ mod tests {
     }
 
     #[test]
+    fn an_idle_phase_is_not_made_up_for_by_a_flood() {
+        let pacer = Pacer::new(1_000_000);
+        let start = Instant::now();
+        pacer.book(10_000, start);
+        let later = start + Duration::from_secs(5);
+        let at_once = (0..1000)
+            .take_while(|_| pacer.book(10_000, later).is_none())
+            .count();
+        assert!(
+            at_once <= 3,
+            "{at_once} packets of 10 ms in a burst of 20 ms"
+        );
+    }
+
+    #[test]
     fn no_limit_never_waits_and_a_new_rate_counts_from_the_next_packet() {
         let pacer = Pacer::new(0);
         let now = Instant::now();

@@ -336,6 +336,7 @@ mod tests {
             "tcp:host:",
             "tcp:host:70000",
             "tcp:[::1:44",
+            "tcp:::1:44",
             "unix:",
         ] {
             let error = uri.parse::<Address>().unwrap_err();
