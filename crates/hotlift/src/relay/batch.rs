@@ -1,0 +1,104 @@
+//! Pages on their way through the relay: what one incoming packet holds, decoded.
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::multifd::PacketLayout;
+
+/// Most pages in a batch: one packet's.
+pub(crate) const BATCH_PAGES: usize = PacketLayout::QEMU.pages();
+
+/// Up to [`BATCH_PAGES`] pages of one RAM block. Batches are made once and used again; their number
+/// is all the memory that pages in the relay can take.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    /// Index of the RAM block.
+    pub block: usize,
+    /// Byte offsets in the block of the pages that have content, in the order of [`Batch::pages`].
+    pub normal: Vec<u64>,
+    /// Byte offsets of the pages that are zero.
+    pub zero: Vec<u64>,
+    pages: Box<[u8]>,
+}
+
+impl Batch {
+    pub(crate) fn new() -> Self {
+        Self {
+            block: 0,
+            normal: Vec::with_capacity(BATCH_PAGES),
+            zero: Vec::with_capacity(BATCH_PAGES),
+            pages: vec![0; BATCH_PAGES * PAGE_SIZE].into_boxed_slice(),
+        }
+    }
+
+    /// Empties the batch for pages of `block`.
+    pub(crate) fn start(&mut self, block: usize) {
+        self.block = block;
+        self.normal.clear();
+        self.zero.clear();
+    }
+
+    /// Pages of both kinds.
+    pub(crate) fn len(&self) -> usize {
+        self.normal.len() + self.zero.len()
+    }
+
+    /// True if no other page fits, or may join: a packet has no more.
+    pub(crate) fn is_full(&self) -> bool {
+        self.len() >= BATCH_PAGES
+    }
+
+    /// Content of the normal pages, one after the other.
+    pub(crate) fn pages(&self) -> &[u8] {
+        &self.pages[..self.normal.len() * PAGE_SIZE]
+    }
+
+    /// Room for the normal pages named so far, one after the other.
+    pub(crate) fn pages_mut(&mut self) -> &mut [u8] {
+        &mut self.pages[..self.normal.len() * PAGE_SIZE]
+    }
+
+    /// Adds a page with content; the batch must not be full.
+    pub(crate) fn push(&mut self, offset: u64, content: &[u8; PAGE_SIZE]) {
+        let at = self.normal.len() * PAGE_SIZE;
+        self.pages[at..at + PAGE_SIZE].copy_from_slice(content);
+        self.normal.push(offset);
+    }
+
+    /// Moves every normal page whose bytes are all zero to the zero pages.
+    pub(crate) fn find_zero_pages(&mut self) {
+        let mut kept = 0;
+        for index in 0..self.normal.len() {
+            let at = index * PAGE_SIZE;
+            if hotlift_mem::zero::is_zero(&self.pages[at..at + PAGE_SIZE]) {
+                self.zero.push(self.normal[index]);
+                continue;
+            }
+            if kept != index {
+                self.pages.copy_within(at..at + PAGE_SIZE, kept * PAGE_SIZE);
+                self.normal[kept] = self.normal[index];
+            }
+            kept += 1;
+        }
+        self.normal.truncate(kept);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zero_pages_leave_the_content_and_the_rest_keeps_its_order() {
+        let mut batch = Batch::new();
+        batch.start(3);
+        for page in 0..6_u64 {
+            let byte = [0, 7, 0, 9, 8, 0][usize::try_from(page).unwrap()];
+            batch.push(page * 4096, &[byte; PAGE_SIZE]);
+        }
+        batch.find_zero_pages();
+        assert_eq!(batch.normal, [4096, 3 * 4096, 4 * 4096]);
+        assert_eq!(batch.zero, [0, 2 * 4096, 5 * 4096]);
+        let firsts: Vec<u8> = batch.pages().chunks(PAGE_SIZE).map(|page| page[0]).collect();
+        assert_eq!(firsts, [7, 9, 8]);
+        assert_eq!((batch.block, batch.len()), (3, 6));
+    }
+}
