@@ -1,0 +1,328 @@
+//! The protocol: greeting, commands with ids, events.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::unix::net::UnixStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, Value, json};
+
+use crate::address::QmpAddress;
+use crate::error::{QmpError, clean};
+use crate::lines::{Line, Lines, MAX_LINE, Socket};
+
+/// Events kept for whoever asks; of more, the oldest are dropped. An event is a hint to look, and what
+/// counts is asked for (`query-status`, `query-migrate`), so none that was dropped is missed.
+pub const MAX_QUEUED_EVENTS: usize = 1024;
+
+/// Between two attempts to connect.
+const RETRY: Duration = Duration::from_millis(20);
+
+/// How long an answer is waited for unless [`Client::set_timeout`] says otherwise. A QEMU that loads a
+/// migration answers nothing while its main loop waits for pages.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// Something that QEMU said of its own accord.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    /// Its name, such as `MIGRATION`.
+    pub name: String,
+    /// Its data; an empty object if it has none.
+    pub data: Value,
+    /// When, since 1970, by the clock of QEMU's host; `None` if that clock failed.
+    pub at: Option<Duration>,
+}
+
+/// A connection to one QEMU.
+#[derive(Debug)]
+pub struct Client {
+    lines: Lines,
+    address: QmpAddress,
+    greeting: Value,
+    events: VecDeque<Event>,
+    last_id: u64,
+    timeout: Duration,
+}
+
+/// A line of QEMU, told apart.
+enum Message {
+    Event(Event),
+    /// The `return` of the command with this id.
+    Return(Option<u64>, Value),
+    /// Class and words of the error that the command with this id met.
+    Error(Option<u64>, String, String),
+    /// A line for the first message.
+    Greeting(Value),
+}
+
+impl Client {
+    /// Connects and takes the greeting. A socket that is not there yet, or refuses, is tried again
+    /// until `timeout` is over; so is only a QEMU that is just starting waited for.
+    ///
+    /// # Errors
+    /// [`QmpError::Connect`], and [`QmpError::Timeout`] if no greeting comes (another client holds
+    /// the connection, or QEMU hangs).
+    pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Self, QmpError> {
+        let deadline = Instant::now() + timeout;
+        let socket = loop {
+            match open(address, deadline) {
+                Ok(socket) => break socket,
+                Err(error) if is_worth_a_retry(&error) && Instant::now() + RETRY < deadline => {
+                    thread::sleep(RETRY);
+                }
+                Err(source) => {
+                    return Err(QmpError::Connect {
+                        address: address.to_string(),
+                        waited: timeout,
+                        source,
+                    });
+                }
+            }
+        };
+        let mut client = Self {
+            lines: Lines::new(socket),
+            address: address.clone(),
+            greeting: Value::Null,
+            events: VecDeque::new(),
+            last_id: 0,
+            timeout: ANSWER,
+        };
+        match client.message("greeting", deadline, timeout)? {
+            Message::Greeting(greeting) => client.greeting = greeting,
+            _ => return Err(protocol("greeting", "no greeting came first")),
+        }
+        client.execute("qmp_capabilities", &Value::Null)?;
+        Ok(client)
+    }
+
+    /// Where this QEMU is.
+    #[must_use]
+    pub fn address(&self) -> &QmpAddress {
+        &self.address
+    }
+
+    /// The `QMP` member of the greeting, with version and features.
+    #[must_use]
+    pub fn greeting(&self) -> &Value {
+        &self.greeting
+    }
+
+    /// Sets how long an answer to a command is waited for.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// Runs a command and returns its answer. `arguments` are an object, or null for none.
+    ///
+    /// # Errors
+    /// [`QmpError::Command`] if QEMU refuses; the others if the conversation fails.
+    pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, QmpError> {
+        let deadline = Instant::now() + self.timeout;
+        self.last_id += 1;
+        let id = self.last_id;
+        let mut request = json!({ "execute": command, "id": id });
+        if !arguments.is_null() {
+            request["arguments"] = arguments.clone();
+        }
+        let mut line = request.to_string().into_bytes();
+        line.push(b'\n');
+        let written = self.lines.write(&line, deadline);
+        if !written.map_err(|source| io_error(command, source))? {
+            return Err(self.timed_out(command));
+        }
+        loop {
+            let (answered, outcome) = match self.message(command, deadline, self.timeout)? {
+                Message::Event(event) => {
+                    self.queue(event);
+                    continue;
+                }
+                Message::Greeting(_) => return Err(protocol(command, "a second greeting")),
+                Message::Return(id, value) => (id, Ok(value)),
+                Message::Error(id, class, desc) => (
+                    id,
+                    Err(QmpError::Command {
+                        command: command.to_owned(),
+                        class,
+                        desc,
+                    }),
+                ),
+            };
+            match answered {
+                Some(answered) if answered == id => return outcome,
+                // The answer to a command that was given up.
+                Some(answered) if answered < id => {}
+                _ => {
+                    return Err(protocol(
+                        command,
+                        match &outcome {
+                            Err(QmpError::Command { desc, .. }) => desc,
+                            _ => "an answer to another command",
+                        },
+                    ));
+                }
+            }
+        }
+    }
+
+    /// The next event, if one has come.
+    ///
+    /// # Errors
+    /// If the connection has ended or QEMU talks nonsense.
+    pub fn poll_event(&mut self) -> Result<Option<Event>, QmpError> {
+        self.wait_event(Duration::ZERO)
+    }
+
+    /// The next event, or `None` if none comes within `timeout`.
+    ///
+    /// # Errors
+    /// If the connection has ended or QEMU talks nonsense.
+    pub fn wait_event(&mut self, timeout: Duration) -> Result<Option<Event>, QmpError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(event) = self.events.pop_front() {
+                return Ok(Some(event));
+            }
+            match self.message("events", deadline, timeout) {
+                Ok(Message::Event(event)) => self.queue(event),
+                Ok(Message::Return(Some(id), _) | Message::Error(Some(id), ..))
+                    if id <= self.last_id => {}
+                Ok(_) => return Err(protocol("events", "an answer that nobody asked for")),
+                Err(QmpError::Timeout { .. }) => return Ok(None),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn queue(&mut self, event: Event) {
+        if self.events.len() == MAX_QUEUED_EVENTS {
+            self.events.pop_front();
+        }
+        self.events.push_back(event);
+    }
+
+    fn timed_out(&self, command: &str) -> QmpError {
+        QmpError::Timeout {
+            command: command.to_owned(),
+            waited: self.timeout,
+        }
+    }
+
+    /// The next message, whatever it is.
+    fn message(
+        &mut self,
+        command: &str,
+        deadline: Instant,
+        waited: Duration,
+    ) -> Result<Message, QmpError> {
+        let line = self
+            .lines
+            .read(deadline)
+            .map_err(|source| io_error(command, source))?;
+        match line {
+            Line::Whole(line) => parse(&line).map_err(|problem| protocol(command, &problem)),
+            Line::TooLong => Err(protocol(
+                command,
+                &format!("a line of more than {MAX_LINE} bytes"),
+            )),
+            Line::Closed => Err(QmpError::Closed {
+                command: command.to_owned(),
+            }),
+            Line::Late => Err(QmpError::Timeout {
+                command: command.to_owned(),
+                waited,
+            }),
+        }
+    }
+}
+
+fn open(address: &QmpAddress, deadline: Instant) -> io::Result<Socket> {
+    match address {
+        QmpAddress::Unix(path) => Ok(Socket::Unix(UnixStream::connect(path)?)),
+        QmpAddress::Tcp(host_and_port) => {
+            let mut failed = io::ErrorKind::AddrNotAvailable.into();
+            for address in host_and_port.to_socket_addrs()? {
+                let left = deadline.saturating_duration_since(Instant::now());
+                match TcpStream::connect_timeout(&address, left.max(RETRY)) {
+                    Ok(stream) => {
+                        stream.set_nodelay(true)?;
+                        return Ok(Socket::Tcp(stream));
+                    }
+                    Err(error) => failed = error,
+                }
+            }
+            Err(failed)
+        }
+    }
+}
+
+/// A QEMU that starts has no socket file yet, or does not listen on it.
+fn is_worth_a_retry(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::NotFound
+            | io::ErrorKind::ConnectionRefused
+            | io::ErrorKind::TimedOut
+            | io::ErrorKind::WouldBlock
+            | io::ErrorKind::Interrupted
+    )
+}
+
+fn io_error(command: &str, source: io::Error) -> QmpError {
+    match source.kind() {
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => QmpError::Closed {
+            command: command.to_owned(),
+        },
+        _ => QmpError::Io {
+            command: command.to_owned(),
+            source,
+        },
+    }
+}
+
+fn protocol(command: &str, problem: &str) -> QmpError {
+    QmpError::Protocol {
+        command: command.to_owned(),
+        problem: clean(problem),
+    }
+}
+
+fn parse(line: &[u8]) -> Result<Message, String> {
+    let value: Value = serde_json::from_slice(line)
+        .map_err(|error| format!("a line that is no JSON ({error})"))?;
+    let Value::Object(mut members) = value else {
+        return Err("a line that is no object".to_owned());
+    };
+    let id = members.get("id").and_then(Value::as_u64);
+    if let Some(name) = members.get("event") {
+        let name = name.as_str().ok_or("an event without a name")?;
+        return Ok(Message::Event(Event {
+            name: clean(name),
+            at: members.get("timestamp").and_then(timestamp),
+            data: members
+                .remove("data")
+                .unwrap_or_else(|| Value::Object(Map::new())),
+        }));
+    }
+    if let Some(error) = members.get("error") {
+        let text = |name: &str| error.get(name).and_then(Value::as_str).map(clean);
+        let class = text("class").ok_or("an error without a class")?;
+        let desc = text("desc").ok_or("an error without a description")?;
+        return Ok(Message::Error(id, class, desc));
+    }
+    if let Some(value) = members.remove("return") {
+        return Ok(Message::Return(id, value));
+    }
+    members
+        .remove("QMP")
+        .map(Message::Greeting)
+        .ok_or_else(|| "a line that is neither answer nor event".to_owned())
+}
+
+/// QEMU writes -1 for both members if its clock failed.
+fn timestamp(value: &Value) -> Option<Duration> {
+    let seconds = value.get("seconds")?.as_u64()?;
+    let microseconds = value.get("microseconds")?.as_u64()?;
+    Duration::from_secs(seconds).checked_add(Duration::from_micros(microseconds))
+}

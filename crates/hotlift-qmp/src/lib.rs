@@ -1,0 +1,22 @@
+//! A client for QEMU's machine protocol (QMP), QEMU 7.2 and later, as far as migrations need it.
+//!
+//! [`Client`] speaks the protocol: lines of JSON over a UNIX or TCP socket, one command at a time,
+//! events queued meanwhile. [`Qemu`] has the commands of a migration with types. Both block, with a
+//! deadline for every wait. QEMU serves one QMP connection at a time on a socket; a second one hears
+//! nothing until the first has gone, which is what a greeting that does not come usually means.
+
+#![forbid(unsafe_code)]
+
+mod address;
+mod client;
+mod error;
+mod lines;
+mod migration;
+mod qemu;
+
+pub use address::QmpAddress;
+pub use client::{Client, Event, MAX_QUEUED_EVENTS};
+pub use error::QmpError;
+pub use lines::MAX_LINE;
+pub use migration::{MigrateInfo, RamInfo};
+pub use qemu::{Qemu, RunState, Version};

@@ -1,0 +1,144 @@
+//! A socket read line by line, with a deadline and a limit.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+/// Longest line that QEMU may send, in bytes. The longest known is the answer to `query-qmp-schema`,
+/// some 300 KiB; QEMU's own limit for what it reads (`MAX_TOKEN_SIZE` of its JSON parser) is 64 MiB.
+pub const MAX_LINE: usize = 4 << 20;
+
+/// Read at once.
+const CHUNK: usize = 16 << 10;
+
+/// A connected socket.
+#[derive(Debug)]
+pub(crate) enum Socket {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl Socket {
+    /// Bounds the next read and the next write. Zero would mean for ever.
+    fn set_timeout(&self, left: Duration) -> io::Result<()> {
+        let left = Some(left.max(Duration::from_millis(1)));
+        match self {
+            Self::Unix(stream) => {
+                stream.set_read_timeout(left)?;
+                stream.set_write_timeout(left)
+            }
+            Self::Tcp(stream) => {
+                stream.set_read_timeout(left)?;
+                stream.set_write_timeout(left)
+            }
+        }
+    }
+
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Unix(stream) => stream.read(buffer),
+            Self::Tcp(stream) => stream.read(buffer),
+        }
+    }
+
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Unix(stream) => stream.write(buffer),
+            Self::Tcp(stream) => stream.write(buffer),
+        }
+    }
+}
+
+/// What came of waiting for a line.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Line {
+    /// A whole line, without its end.
+    Whole(Vec<u8>),
+    /// More than [`MAX_LINE`] bytes came without an end of line.
+    TooLong,
+    /// The other side closed.
+    Closed,
+    /// The deadline passed; what has come of the line is kept.
+    Late,
+}
+
+/// A socket and what was read of the next line.
+#[derive(Debug)]
+pub(crate) struct Lines {
+    socket: Socket,
+    buffer: Vec<u8>,
+    /// Bytes of `buffer` that hold no end of line.
+    searched: usize,
+}
+
+impl Lines {
+    pub(crate) fn new(socket: Socket) -> Self {
+        Self {
+            socket,
+            buffer: Vec::new(),
+            searched: 0,
+        }
+    }
+
+    /// The next line.
+    pub(crate) fn read(&mut self, deadline: Instant) -> io::Result<Line> {
+        loop {
+            let fresh = &self.buffer[self.searched..];
+            if let Some(end) = fresh.iter().position(|&byte| byte == b'\n') {
+                let rest = self.buffer.split_off(self.searched + end + 1);
+                let mut line = std::mem::replace(&mut self.buffer, rest);
+                self.searched = 0;
+                line.pop();
+                return Ok(Line::Whole(line));
+            }
+            self.searched = self.buffer.len();
+            if self.searched > MAX_LINE {
+                return Ok(Line::TooLong);
+            }
+            let mut chunk = [0; CHUNK];
+            self.socket
+                .set_timeout(deadline.saturating_duration_since(Instant::now()))?;
+            match self.socket.read(&mut chunk) {
+                Ok(0) => return Ok(Line::Closed),
+                Ok(length) => self.buffer.extend_from_slice(&chunk[..length]),
+                Err(error) if is_late(&error) => {
+                    if Instant::now() >= deadline {
+                        return Ok(Line::Late);
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                    return Ok(Line::Closed);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Writes `line`, which ends with its end of line; false if the deadline passed first.
+    pub(crate) fn write(&mut self, line: &[u8], deadline: Instant) -> io::Result<bool> {
+        let mut left = line;
+        while !left.is_empty() {
+            self.socket
+                .set_timeout(deadline.saturating_duration_since(Instant::now()))?;
+            match self.socket.write(left) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(length) => left = &left[length..],
+                Err(error) if is_late(&error) => {
+                    if Instant::now() >= deadline {
+                        return Ok(false);
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+}
+
+fn is_late(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted
+    )
+}

@@ -1,0 +1,300 @@
+//! The commands of a migration, with types.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use crate::address::QmpAddress;
+use crate::client::{Client, Event};
+use crate::error::QmpError;
+use crate::migration::MigrateInfo;
+
+/// A version of QEMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Version {
+    /// 10 in 10.0.2.
+    pub major: u32,
+    /// 0 in 10.0.2.
+    pub minor: u32,
+    /// 2 in 10.0.2.
+    pub micro: u32,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
+    }
+}
+
+/// What `query-status` answers (`StatusInfo`).
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct RunState {
+    /// QEMU's name of the state (`RunState`), such as `running`, `paused`, `postmigrate`, `inmigrate`.
+    pub status: String,
+    /// True if the vCPUs run.
+    pub running: bool,
+}
+
+/// A QEMU that is spoken to.
+#[derive(Debug)]
+pub struct Qemu {
+    client: Client,
+    version: Version,
+}
+
+#[derive(Deserialize)]
+struct Capability {
+    capability: String,
+    state: bool,
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: Option<String>,
+}
+
+impl Qemu {
+    /// Connects, and asks for the version.
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Self, QmpError> {
+        let mut qemu = Self {
+            client: Client::connect(address, timeout)?,
+            version: Version {
+                major: 0,
+                minor: 0,
+                micro: 0,
+            },
+        };
+        qemu.version = qemu.query_version()?;
+        Ok(qemu)
+    }
+
+    /// The protocol below.
+    pub fn client(&mut self) -> &mut Client {
+        &mut self.client
+    }
+
+    /// The version, as asked for on connecting.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// `query-version`.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn query_version(&mut self) -> Result<Version, QmpError> {
+        #[derive(Deserialize)]
+        struct Answer {
+            qemu: Version,
+        }
+        Ok(self.ask::<Answer>("query-version", &Value::Null)?.qemu)
+    }
+
+    /// `query-status`.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn query_status(&mut self) -> Result<RunState, QmpError> {
+        self.ask("query-status", &Value::Null)
+    }
+
+    /// `query-uuid`, as 16 bytes; all zero if the machine has none.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn query_uuid(&mut self) -> Result<[u8; 16], QmpError> {
+        #[derive(Deserialize)]
+        struct Answer {
+            #[serde(rename = "UUID")]
+            uuid: String,
+        }
+        let answer: Answer = self.ask("query-uuid", &Value::Null)?;
+        parse_uuid(&answer.uuid).ok_or_else(|| QmpError::Protocol {
+            command: "query-uuid".to_owned(),
+            problem: "a UUID that is none".to_owned(),
+        })
+    }
+
+    /// `query-name`: what `-name` gave the machine.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn query_name(&mut self) -> Result<Option<String>, QmpError> {
+        Ok(self.ask::<Named>("query-name", &Value::Null)?.name)
+    }
+
+    /// The machine type, such as `pc-i440fx-7.2`; `None` if this QEMU does not tell.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn machine_type(&mut self) -> Result<Option<String>, QmpError> {
+        let arguments = json!({ "path": "/machine", "property": "type" });
+        match self.ask::<String>("qom-get", &arguments) {
+            Ok(name) => Ok(Some(
+                name.strip_suffix("-machine").unwrap_or(&name).to_owned(),
+            )),
+            Err(QmpError::Command { .. } | QmpError::Answer { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// `query-migrate-capabilities`, in QEMU's order.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn query_capabilities(&mut self) -> Result<Vec<(String, bool)>, QmpError> {
+        let list: Vec<Capability> = self.ask("query-migrate-capabilities", &Value::Null)?;
+        Ok(list
+            .into_iter()
+            .map(|one| (one.capability, one.state))
+            .collect())
+    }
+
+    /// `migrate-set-capabilities`. A name that this QEMU does not know is passed over if it is to be
+    /// off, for off it is.
+    ///
+    /// # Errors
+    /// [`QmpError::NoCapability`] if an unknown one is to be on; else as [`Client::execute`].
+    pub fn set_capabilities(&mut self, wanted: &[(&str, bool)]) -> Result<(), QmpError> {
+        let known = self.query_capabilities()?;
+        let mut list = Vec::new();
+        for (name, state) in wanted {
+            if known.iter().any(|(known, _)| known == name) {
+                list.push(json!({ "capability": name, "state": state }));
+            } else if *state {
+                return Err(QmpError::NoCapability {
+                    name: (*name).to_owned(),
+                    version: self.version.to_string(),
+                });
+            }
+        }
+        self.tell("migrate-set-capabilities", &json!({ "capabilities": list }))
+    }
+
+    /// `query-migrate-parameters`.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn query_parameters(&mut self) -> Result<Map<String, Value>, QmpError> {
+        self.ask("query-migrate-parameters", &Value::Null)
+    }
+
+    /// `migrate-set-parameters`; `parameters` are an object.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn set_parameters(&mut self, parameters: &Value) -> Result<(), QmpError> {
+        self.tell("migrate-set-parameters", parameters)
+    }
+
+    /// `migrate`: starts an outgoing migration. What comes of it is in [`Qemu::query_migrate`].
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn migrate(&mut self, uri: &str) -> Result<(), QmpError> {
+        self.tell("migrate", &json!({ "uri": uri }))
+    }
+
+    /// `migrate-incoming`: a QEMU started with `-incoming defer` listens on `uri`. With
+    /// `stay_on_error` it does not exit if the migration fails (where it can be told so, from 9.1 on)
+    /// but can be asked for the reason.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn migrate_incoming(&mut self, uri: &str, stay_on_error: bool) -> Result<(), QmpError> {
+        let mut arguments = json!({ "uri": uri });
+        if stay_on_error && (self.version.major, self.version.minor) >= (9, 1) {
+            arguments["exit-on-error"] = false.into();
+        }
+        self.tell("migrate-incoming", &arguments)
+    }
+
+    /// `migrate_cancel`: succeeds even if nothing is under way.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn migrate_cancel(&mut self) -> Result<(), QmpError> {
+        self.tell("migrate_cancel", &Value::Null)
+    }
+
+    /// `query-migrate`.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn query_migrate(&mut self) -> Result<MigrateInfo, QmpError> {
+        self.ask("query-migrate", &Value::Null)
+    }
+
+    /// `stop`: the vCPUs stand still.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn stop(&mut self) -> Result<(), QmpError> {
+        self.tell("stop", &Value::Null)
+    }
+
+    /// `cont`: the vCPUs run.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn cont(&mut self) -> Result<(), QmpError> {
+        self.tell("cont", &Value::Null)
+    }
+
+    /// `quit`: QEMU ends. That it closes the connection before it has answered is no error.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn quit(&mut self) -> Result<(), QmpError> {
+        match self.tell("quit", &Value::Null) {
+            Err(QmpError::Closed { .. }) => Ok(()),
+            outcome => outcome,
+        }
+    }
+
+    /// [`Client::wait_event`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn wait_event(&mut self, timeout: Duration) -> Result<Option<Event>, QmpError> {
+        self.client.wait_event(timeout)
+    }
+
+    fn ask<T: DeserializeOwned>(
+        &mut self,
+        command: &str,
+        arguments: &Value,
+    ) -> Result<T, QmpError> {
+        let answer = self.client.execute(command, arguments)?;
+        serde_json::from_value(answer).map_err(|source| QmpError::Answer {
+            command: command.to_owned(),
+            source,
+        })
+    }
+
+    fn tell(&mut self, command: &str, arguments: &Value) -> Result<(), QmpError> {
+        self.client.execute(command, arguments).map(|_| ())
+    }
+}
+
+/// `550e8400-e29b-41d4-a716-446655440000` as bytes in that order.
+fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+    let digits: Vec<u8> = text
+        .chars()
+        .filter(|&c| c != '-')
+        .map(|c| c.to_digit(16).and_then(|digit| u8::try_from(digit).ok()))
+        .collect::<Option<_>>()?;
+    let bytes: Vec<u8> = digits
+        .chunks_exact(2)
+        .map(|pair| pair[0] << 4 | pair[1])
+        .collect();
+    (digits.len() == 32).then_some(())?;
+    bytes.try_into().ok()
+}

@@ -1,0 +1,338 @@
+//! The protocol against a scripted QEMU, and against a real one.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::{Child, Command, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use hotlift_qmp::{Client, MAX_LINE, MAX_QUEUED_EVENTS, Qemu, QmpAddress, QmpError};
+use serde_json::{Value, json};
+
+const LONG: Duration = Duration::from_secs(30);
+
+const GREETING: &str = r#"{"QMP":{"version":{"qemu":{"micro":2,"minor":0,"major":10},"package":""},"capabilities":["oob"]}}"#;
+
+/// A fake QEMU at a socket of its own, which runs `script` with the one connection it takes.
+struct Fake {
+    address: QmpAddress,
+    thread: Option<JoinHandle<()>>,
+    _folder: tempfile::TempDir,
+}
+
+struct Peer {
+    reader: BufReader<UnixStream>,
+    stream: UnixStream,
+}
+
+impl Peer {
+    fn say(&mut self, line: &str) {
+        let _ = self.stream.write_all(line.as_bytes());
+        let _ = self.stream.write_all(b"\r\n");
+    }
+
+    /// The next command and its id.
+    fn hear(&mut self) -> (String, Value, Value) {
+        let mut line = String::new();
+        self.reader.read_line(&mut line).unwrap();
+        let value: Value = serde_json::from_str(&line).unwrap_or_default();
+        let command = value["execute"].as_str().unwrap_or_default().to_owned();
+        (command, value["id"].clone(), value["arguments"].clone())
+    }
+
+    fn answer(&mut self, id: &Value, value: &Value) {
+        self.say(&json!({ "return": value, "id": id }).to_string());
+    }
+
+    /// Greets and negotiates.
+    fn greet(&mut self) {
+        self.say(GREETING);
+        let (command, id, _) = self.hear();
+        assert_eq!(command, "qmp_capabilities");
+        self.answer(&id, &json!({}));
+    }
+}
+
+impl Fake {
+    fn new(script: impl FnOnce(&mut Peer) + Send + 'static) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let thread = thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            let reader = BufReader::new(stream.try_clone().unwrap());
+            script(&mut Peer { reader, stream });
+        });
+        Self {
+            address: QmpAddress::Unix(path),
+            thread: Some(thread),
+            _folder: folder,
+        }
+    }
+
+    fn connect(&self) -> Result<Client, QmpError> {
+        Client::connect(&self.address, LONG)
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+            && !thread::panicking()
+        {
+            panic!("the script failed");
+        }
+    }
+}
+
+#[test]
+fn an_answer_is_told_from_the_events_before_it_and_the_events_are_kept() {
+    let fake = Fake::new(|peer| {
+        peer.greet();
+        let (command, id, arguments) = peer.hear();
+        assert_eq!(
+            (command.as_str(), &arguments["uri"]),
+            ("migrate", &json!("unix:/a"))
+        );
+        peer.say(
+            r#"{"timestamp":{"seconds":7,"microseconds":500000},"event":"MIGRATION","data":{"status":"setup"}}"#,
+        );
+        peer.say(r#"{"timestamp":{"seconds":-1,"microseconds":-1},"event":"STOP"}"#);
+        peer.answer(&id, &json!({"a": 1}));
+    });
+    let mut client = fake.connect().unwrap();
+    assert_eq!(client.greeting()["version"]["qemu"]["major"], 10);
+    let answer = client
+        .execute("migrate", &json!({"uri": "unix:/a"}))
+        .unwrap();
+    assert_eq!(answer, json!({"a": 1}));
+    let event = client.poll_event().unwrap().unwrap();
+    assert_eq!(event.name, "MIGRATION");
+    assert_eq!(event.data["status"], "setup");
+    assert_eq!(event.at, Some(Duration::from_millis(7500)));
+    let event = client.wait_event(LONG).unwrap().unwrap();
+    assert_eq!(
+        (event.name.as_str(), event.at, event.data),
+        ("STOP", None, json!({}))
+    );
+}
+
+#[test]
+fn a_refusal_carries_command_class_and_words_in_one_line() {
+    let fake = Fake::new(|peer| {
+        peer.greet();
+        let (_, id, _) = peer.hear();
+        let error = json!({"class": "GenericError", "desc": "no\nuri\u{1b}[2J"});
+        peer.say(&json!({"id": id, "error": error}).to_string());
+        let (_, id, _) = peer.hear();
+        peer.answer(&id, &json!({}));
+    });
+    let mut client = fake.connect().unwrap();
+    let error = client.execute("migrate", &Value::Null).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "QEMU refused migrate: no uri [2J (GenericError)"
+    );
+    assert!(!error.is_disconnected());
+    client.execute("query-status", &Value::Null).unwrap();
+}
+
+#[test]
+fn a_late_answer_is_not_taken_for_that_of_the_next_command() {
+    let fake = Fake::new(|peer| {
+        peer.greet();
+        let (_, late, _) = peer.hear();
+        let (_, id, _) = peer.hear();
+        peer.answer(&late, &json!("late"));
+        peer.answer(&id, &json!("in time"));
+    });
+    let mut client = fake.connect().unwrap();
+    client.set_timeout(Duration::from_millis(50));
+    let error = client.execute("query-migrate", &Value::Null).unwrap_err();
+    assert!(matches!(error, QmpError::Timeout { .. }), "{error}");
+    assert!(!error.is_disconnected());
+    client.set_timeout(LONG);
+    assert_eq!(
+        client.execute("query-status", &Value::Null).unwrap(),
+        "in time"
+    );
+}
+
+#[test]
+fn whatever_breaks_the_protocol_is_an_error_that_says_what() {
+    let deep = "[".repeat(100_000);
+    let cases: [(&str, &str); 8] = [
+        ("garbage", "no JSON"),
+        (deep.as_str(), "no JSON"),
+        ("[1]", "no object"),
+        ("{}", "neither answer nor event"),
+        (r#"{"event": 5}"#, "without a name"),
+        (
+            r#"{"id": 2, "error": {"class": "x"}}"#,
+            "without a description",
+        ),
+        (r#"{"id": 99, "return": {}}"#, "another command"),
+        (GREETING, "second greeting"),
+    ];
+    for (line, problem) in cases {
+        let line = line.to_owned();
+        let fake = Fake::new(move |peer| {
+            peer.greet();
+            peer.hear();
+            peer.say(&line);
+        });
+        let mut client = fake.connect().unwrap();
+        let error = client.execute("query-status", &Value::Null).unwrap_err();
+        assert!(matches!(error, QmpError::Protocol { .. }), "{error}");
+        assert!(error.to_string().contains(problem), "{error}");
+        assert!(error.is_disconnected());
+    }
+}
+
+#[test]
+fn a_line_without_end_is_given_up_at_the_limit() {
+    let fake = Fake::new(|peer| {
+        peer.greet();
+        peer.hear();
+        let chunk = vec![b'x'; 1 << 20];
+        // Ends when the client has gone.
+        while peer.stream.write_all(&chunk).is_ok() {}
+    });
+    let mut client = fake.connect().unwrap();
+    let error = client.execute("query-status", &Value::Null).unwrap_err();
+    assert!(error.to_string().contains(&MAX_LINE.to_string()), "{error}");
+    drop(client);
+}
+
+#[test]
+fn of_a_flood_of_events_the_newest_are_kept() {
+    let fake = Fake::new(|peer| {
+        peer.greet();
+        let (_, id, _) = peer.hear();
+        for number in 0..MAX_QUEUED_EVENTS + 5 {
+            peer.say(&json!({"event": "E", "data": number}).to_string());
+        }
+        peer.answer(&id, &json!({}));
+    });
+    let mut client = fake.connect().unwrap();
+    client.execute("query-status", &Value::Null).unwrap();
+    assert_eq!(client.poll_event().unwrap().unwrap().data, 5);
+}
+
+#[test]
+fn a_qemu_that_goes_is_told_from_one_that_is_silent() {
+    let fake = Fake::new(|peer| {
+        peer.greet();
+        peer.hear();
+    });
+    let mut client = fake.connect().unwrap();
+    let error = client.execute("query-status", &Value::Null).unwrap_err();
+    assert!(matches!(error, QmpError::Closed { .. }), "{error}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("qmp");
+    let _held = UnixListener::bind(&path).unwrap();
+    let error = Client::connect(&QmpAddress::Unix(path), Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(error, QmpError::Timeout { .. }), "{error}");
+    let nowhere = QmpAddress::Unix(folder.path().join("none"));
+    let error = Client::connect(&nowhere, Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(error, QmpError::Connect { .. }), "{error}");
+}
+
+#[test]
+fn a_capability_an_old_qemu_lacks_may_be_switched_off_but_not_on() {
+    let fake = Fake::new(|peer| {
+        peer.greet();
+        let (_, id, _) = peer.hear();
+        peer.answer(
+            &id,
+            &json!({"qemu": {"major": 7, "minor": 2, "micro": 22}, "package": ""}),
+        );
+        let known = json!([{"capability": "multifd", "state": false}]);
+        for _ in 0..2 {
+            let (command, id, arguments) = peer.hear();
+            match command.as_str() {
+                "query-migrate-capabilities" => peer.answer(&id, &known),
+                _ => {
+                    assert_eq!(
+                        arguments["capabilities"],
+                        json!([{"capability": "multifd", "state": true}])
+                    );
+                    peer.answer(&id, &json!({}));
+                }
+            }
+        }
+        let (_, id, _) = peer.hear();
+        peer.answer(&id, &known);
+    });
+    let mut qemu = Qemu::connect(&fake.address, LONG).unwrap();
+    qemu.set_capabilities(&[("multifd", true), ("mapped-ram", false)])
+        .unwrap();
+    let error = qemu.set_capabilities(&[("mapped-ram", true)]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "QEMU 7.2.22 has no migration capability 'mapped-ram'"
+    );
+}
+
+/// A QEMU without a machine, ended when it goes out of scope.
+struct Real(Child);
+
+impl Drop for Real {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_real_qemu_is_asked_and_told_all_that_a_migration_needs() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("qmp");
+    let child = Command::new("qemu-system-x86_64")
+        .args(["-machine", "none", "-nodefaults", "-display", "none", "-S"])
+        .args(["-uuid", "00112233-4455-6677-8899-aabbccddeeff"])
+        .args(["-name", "one", "-incoming", "defer", "-qmp"])
+        .arg(format!("unix:{},server=on,wait=off", path.display()))
+        .stdin(Stdio::null())
+        .spawn();
+    let Ok(child) = child else {
+        eprintln!("skipped: no qemu-system-x86_64; install qemu-system-x86");
+        return;
+    };
+    let mut real = Real(child);
+    let mut qemu = Qemu::connect(&QmpAddress::Unix(path), LONG).unwrap();
+    assert!(qemu.version().major >= 7);
+    assert_eq!(qemu.query_status().unwrap().status, "inmigrate");
+    assert_eq!(qemu.query_name().unwrap().as_deref(), Some("one"));
+    assert_eq!(qemu.machine_type().unwrap().as_deref(), Some("none"));
+    let uuid = qemu.query_uuid().unwrap();
+    assert_eq!((uuid[0], uuid[1], uuid[15]), (0x00, 0x11, 0xff));
+    assert_eq!(qemu.query_migrate().unwrap().status, "none");
+
+    qemu.set_capabilities(&[("multifd", true), ("events", true), ("x-no-such", false)])
+        .unwrap();
+    let capabilities = qemu.query_capabilities().unwrap();
+    assert!(capabilities.contains(&("multifd".to_owned(), true)));
+    qemu.set_parameters(&json!({"multifd-channels": 3, "max-bandwidth": 0}))
+        .unwrap();
+    assert_eq!(qemu.query_parameters().unwrap()["multifd-channels"], 3);
+    let error = qemu
+        .set_parameters(&json!({"multifd-channels": 0}))
+        .unwrap_err();
+    assert!(error.to_string().contains("between 1 and 255"), "{error}");
+
+    let socket = folder.path().join("incoming");
+    qemu.migrate_incoming(&format!("unix:{}", socket.display()), true)
+        .unwrap();
+    let setup = qemu.wait_event(LONG).unwrap().unwrap();
+    assert_eq!(
+        (setup.name.as_str(), setup.data),
+        ("MIGRATION", json!({"status": "setup"}))
+    );
+    assert!(setup.at.is_some() && socket.exists());
+    qemu.migrate_cancel().unwrap();
+    qemu.quit().unwrap();
+    real.0.wait().unwrap();
+}
