@@ -17,7 +17,7 @@ pub struct GuestRun<'a> {
     block: PhantomData<&'a RamBlock>,
 }
 
-// SAFETY: the run borrows a `RamBlock`, which is `Sync`, and accesses its bytes as `RamBlock` itself
+// SAFETY: the run borrows a `RamBlock`, which is `Sync`, or exclusively a buffer, and accesses its bytes as `RamBlock` itself
 // does: by raw copies that allow for concurrent writers. Moving it to a thread, or sharing it, adds
 // no access that two `&RamBlock` do not already have.
 unsafe impl Send for GuestRun<'_> {}
@@ -35,6 +35,16 @@ impl<'a> GuestRun<'a> {
         Self {
             ptr,
             len,
+            block: PhantomData,
+        }
+    }
+
+    /// A run over a buffer that is borrowed for as long, so that what fills guest memory can fill it,
+    /// too.
+    pub fn of_buffer(buffer: &'a mut [u8]) -> Self {
+        Self {
+            ptr: buffer.as_mut_ptr(),
+            len: buffer.len(),
             block: PhantomData,
         }
     }

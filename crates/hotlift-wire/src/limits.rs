@@ -45,3 +45,8 @@ pub const PAYLOAD_FACTOR: usize = 2;
 
 /// Longest legacy compressed page (`COMPRESS_PAGE`), in bytes: zlib's `compressBound(4096)`.
 pub const COMPRESSED_PAGE: usize = 4109;
+
+/// Most bytes of all device sections together, where a relay has to hold them at once. A minimal `pc`
+/// machine has 200 KB, one with a hundred devices some MiB; only devices that are refused earlier
+/// (VFIO) have more.
+pub const DEVICE_SECTIONS: usize = 256 << 20;

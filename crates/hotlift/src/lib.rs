@@ -37,6 +37,7 @@
 
 #![forbid(unsafe_code)]
 
+mod barrier;
 pub mod control;
 pub mod destination;
 pub mod error;

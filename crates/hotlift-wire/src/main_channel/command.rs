@@ -4,8 +4,9 @@ use super::section::COMMAND;
 use crate::{Reader, WireError};
 
 const OPEN_RETURN_PATH: u16 = 1;
-const PING: u16 = 2;
+pub(super) const PING: u16 = 2;
 const POSTCOPY_ADVISE: u16 = 3;
+pub(super) const PACKAGED: u16 = 7;
 const SWITCHOVER_START: u16 = 11;
 
 /// A command of a precopy stream (`MIG_CMD_*`).
@@ -90,7 +91,7 @@ impl Command {
             4 => unsupported("command POSTCOPY_LISTEN"),
             5 => unsupported("command POSTCOPY_RUN"),
             6 => unsupported("command POSTCOPY_RAM_DISCARD"),
-            7 => unsupported("command PACKAGED"),
+            PACKAGED => unsupported("command PACKAGED"),
             8 => unsupported("command ENABLE_COLO"),
             9 => unsupported("command POSTCOPY_RESUME"),
             10 => unsupported("command RECV_BITMAP"),

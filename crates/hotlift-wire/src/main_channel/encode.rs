@@ -11,7 +11,8 @@ use crate::block::RamBlockEntry;
 use crate::reader::as_u64;
 use crate::{PAGE_SIZE, WireError, limits};
 
-/// Section id of `ram`; devices count on from it. Receivers only use ids to tie sections together.
+/// Section id of `ram` unless told otherwise; devices count on from it. Receivers only use ids to tie
+/// sections together.
 const RAM_ID: u32 = 0;
 
 /// Bytes before a device's payload: its length, twice.
@@ -38,6 +39,7 @@ enum State {
 #[derive(Debug)]
 pub struct MainEncoder {
     state: State,
+    ram_id: u32,
     with_addresses: bool,
     blocks: Vec<RamBlockEntry>,
     current: Option<usize>,
@@ -51,6 +53,7 @@ impl MainEncoder {
         configuration.encode(out)?;
         Ok(Self {
             state: State::Setup,
+            ram_id: RAM_ID,
             with_addresses: configuration.has_addresses(),
             blocks: Vec::new(),
             current: None,
@@ -66,6 +69,14 @@ impl MainEncoder {
             "the rest of the section",
         )?;
         command.encode(out);
+        Ok(())
+    }
+
+    /// Gives the sections of `ram` this id, before the first: for streams whose device sections are
+    /// another encoder's, with ids of its own.
+    pub fn set_ram_id(&mut self, id: u32) -> Result<(), WireError> {
+        self.require(&[State::Setup], "another id of ram", "none after its START")?;
+        self.ram_id = id;
         Ok(())
     }
 
@@ -106,7 +117,7 @@ impl MainEncoder {
             }
         }
         let header = SectionHeader {
-            id: RAM_ID,
+            id: self.ram_id,
             idstr: "ram",
             instance_id: 0,
             version_id: RAM_VERSION,
@@ -117,7 +128,7 @@ impl MainEncoder {
             ram::put_flush(out);
         }
         ram::put_eos(out);
-        section::put_footer(RAM_ID, out);
+        section::put_footer(self.ram_id, out);
         self.blocks = blocks.to_vec();
         self.state = State::Live;
         Ok(())
@@ -140,7 +151,7 @@ impl MainEncoder {
             "START first, END last, one at a time",
         )?;
         out.push(kind);
-        out.extend_from_slice(&RAM_ID.to_be_bytes());
+        out.extend_from_slice(&self.ram_id.to_be_bytes());
         self.state = State::Ram {
             last: kind == section::END,
         };
@@ -186,6 +197,29 @@ impl MainEncoder {
         Ok(())
     }
 
+    /// An XBZRLE delta against what the receiver has in that page, 2 to 4096 bytes, in an open `ram`
+    /// section.
+    pub fn xbzrle_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        delta: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Result<(), WireError> {
+        let length = u16::try_from(delta.len())
+            .ok()
+            .filter(|_| delta.len() <= PAGE_SIZE)
+            .ok_or(WireError::OverLimit {
+                what: "length of an XBZRLE delta",
+                limit: as_u64(PAGE_SIZE),
+                got: as_u64(delta.len()),
+            })?;
+        let name = self.name_page(block, offset)?;
+        ram::put_xbzrle_head(offset, name, length, out);
+        out.extend_from_slice(delta);
+        Ok(())
+    }
+
     /// Checks a page and returns the name its record needs, none if the block was named last.
     fn name_page(&mut self, block: usize, offset: u64) -> Result<Option<&str>, WireError> {
         self.require_ram("a page")?;
@@ -210,7 +244,7 @@ impl MainEncoder {
     pub fn ram_eos(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         let last = self.require_ram("EOS")?;
         ram::put_eos(out);
-        section::put_footer(RAM_ID, out);
+        section::put_footer(self.ram_id, out);
         self.state = match last {
             true => State::Stopped,
             false => State::Live,

@@ -23,6 +23,7 @@ mod description;
 mod encode;
 mod ram;
 mod section;
+mod tail;
 
 pub use command::Command;
 pub use configuration::{Configuration, FILE_HEADER, MACHINE_PAGE_BITS};
@@ -31,3 +32,4 @@ pub use description::{DeviceLengths, VmDescription};
 pub use encode::MainEncoder;
 pub use ram::PageContent;
 pub use section::SectionKind;
+pub use tail::{TailEvent, TailStep, complete_tail, next_in_tail, put_packaged_head};

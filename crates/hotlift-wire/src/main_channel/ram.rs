@@ -292,6 +292,13 @@ pub(super) fn put_normal_page_head(offset: u64, name: Option<&str>, out: &mut Ve
     put_page_head(PAGE, offset, name, out);
 }
 
+/// Appends the head of an XBZRLE record, to be followed by `length` bytes of delta.
+pub(super) fn put_xbzrle_head(offset: u64, name: Option<&str>, length: u16, out: &mut Vec<u8>) {
+    put_page_head(XBZRLE, offset, name, out);
+    out.push(ENCODING_XBZRLE);
+    out.extend_from_slice(&length.to_be_bytes());
+}
+
 /// Appends a multifd flush.
 pub(super) fn put_flush(out: &mut Vec<u8>) {
     out.extend_from_slice(&MULTIFD_FLUSH.to_be_bytes());

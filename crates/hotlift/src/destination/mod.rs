@@ -2,7 +2,6 @@
 //! and takes the guest over when the source lets go.
 
 mod accept;
-mod barrier;
 mod channel;
 mod handover;
 mod last_words;

@@ -12,8 +12,8 @@ use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::Accepted;
-use super::barrier::Barrier;
 use super::handover::{Handover, Phase};
+use crate::barrier::Barrier;
 use crate::control::{Control, Status};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};

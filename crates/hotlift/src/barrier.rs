@@ -10,7 +10,7 @@ use std::time::Duration;
 const TICK: Duration = Duration::from_millis(100);
 
 /// One side of the barrier is the main thread, the other the channel threads.
-pub(super) struct Barrier {
+pub(crate) struct Barrier {
     channels: usize,
     state: Mutex<State>,
     changed: Condvar,
@@ -28,7 +28,7 @@ struct State {
 }
 
 impl Barrier {
-    pub(super) fn new(channels: usize) -> Self {
+    pub(crate) fn new(channels: usize) -> Self {
         Self {
             channels,
             state: Mutex::default(),
@@ -41,7 +41,7 @@ impl Barrier {
     }
 
     /// A channel has read SYNC: waits for the others and for main. False if the migration failed.
-    pub(super) fn channel_arrives(&self) -> bool {
+    pub(crate) fn channel_arrives(&self) -> bool {
         let mut state = self.lock();
         state.arrived += 1;
         let here = state.passed;
@@ -54,14 +54,22 @@ impl Barrier {
     }
 
     /// A channel has ended.
-    pub(super) fn channel_ends(&self) {
+    pub(crate) fn channel_ends(&self) {
         self.lock().ended += 1;
         self.changed.notify_all();
     }
 
     /// Main has read its mark: waits for every channel and lets all go on. False if the migration
     /// failed, a channel has ended, or `called_off` says so.
-    pub(super) fn main_arrives(&self, called_off: impl Fn() -> bool) -> bool {
+    pub(crate) fn main_arrives(&self, called_off: impl Fn() -> bool) -> bool {
+        self.wait_for_channels(called_off) && {
+            self.pass();
+            true
+        }
+    }
+
+    /// The first half of [`Barrier::main_arrives`]: all channels stand still when it returns true.
+    pub(crate) fn wait_for_channels(&self, called_off: impl Fn() -> bool) -> bool {
         let mut state = self.lock();
         while state.arrived < self.channels {
             if state.ended > 0 || state.broken || called_off() {
@@ -72,14 +80,19 @@ impl Barrier {
                 .wait_timeout(state, TICK)
                 .unwrap_or_else(PoisonError::into_inner);
         }
-        state.arrived = 0;
-        state.passed += 1;
-        self.changed.notify_all();
         true
     }
 
+    /// The second half: all channels go on.
+    pub(crate) fn pass(&self) {
+        let mut state = self.lock();
+        state.arrived = 0;
+        state.passed += 1;
+        self.changed.notify_all();
+    }
+
     /// Ends all waiting, now and later.
-    pub(super) fn break_up(&self) {
+    pub(crate) fn break_up(&self) {
         self.lock().broken = true;
         self.changed.notify_all();
     }
