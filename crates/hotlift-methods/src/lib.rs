@@ -11,6 +11,7 @@
 //! | `none` | pages as they are |
 //! | `zlib/` | one endless zlib stream a channel; by ISA-L, or zlib-rs where that is missing |
 //! | `zstd/` | a closed frame a packet when sending; that or QEMU's open frame when receiving |
+//! | `legacy/` | page records of older sources: XBZRLE deltas, `compress` pages |
 //! | `target` | where a payload goes: the packet's pages, adjacent ones joined |
 //!
 //! # What a decoder promises
@@ -26,6 +27,8 @@
 #![cfg(target_pointer_width = "64")]
 
 mod error;
+pub mod legacy;
+mod libdeflate;
 mod none;
 mod table;
 mod target;

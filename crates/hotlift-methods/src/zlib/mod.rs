@@ -94,7 +94,7 @@ pub(crate) fn library() -> String {
         Ok(isal) => isal.name(),
         Err(error) => format!("{} ({error})", portable::LIBRARY),
     };
-    format!("{compress}, receiving {}", whole::LIBRARY)
+    format!("{compress}, receiving {}", crate::libdeflate::LIBRARY)
 }
 
 /// A channel's compressor: the header once, then packet after packet.

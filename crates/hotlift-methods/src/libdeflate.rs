@@ -1,0 +1,104 @@
+//! libdeflate's decompressor: complete streams, each in one call.
+
+use std::ptr::NonNull;
+
+use libdeflate_sys::{
+    libdeflate_alloc_decompressor, libdeflate_decompressor, libdeflate_deflate_decompress_ex,
+    libdeflate_free_decompressor, libdeflate_result,
+    libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE as TOO_LONG,
+    libdeflate_result_LIBDEFLATE_SUCCESS as SUCCESS, libdeflate_zlib_decompress_ex,
+};
+
+use crate::MethodError;
+use crate::target::Extent;
+
+/// The library's name in messages.
+pub(crate) const LIBRARY: &str = "libdeflate";
+
+/// What surrounds the deflate blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wrapper {
+    /// Nothing (RFC 1951).
+    Raw,
+    /// Header and Adler-32, which is checked (RFC 1950).
+    Zlib,
+}
+
+/// How a stream decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// A whole stream.
+    Done {
+        /// Bytes of the input that it took.
+        read: usize,
+        /// Bytes of output that it gave.
+        written: usize,
+    },
+    /// It has more bytes than there was room for.
+    TooLong,
+    /// It is damaged, or not whole.
+    Invalid,
+}
+
+pub(crate) struct Decompressor(NonNull<libdeflate_decompressor>);
+
+// SAFETY: the decompressor is owned by this value alone and is not tied to a thread.
+unsafe impl Send for Decompressor {}
+
+impl Decompressor {
+    /// A decompressor for the method called `method`.
+    pub(crate) fn new(method: &'static str) -> Result<Self, MethodError> {
+        // SAFETY: no preconditions; null is checked.
+        let decompressor = NonNull::new(unsafe { libdeflate_alloc_decompressor() });
+        decompressor.map(Self).ok_or_else(|| MethodError::Library {
+            method,
+            library: LIBRARY,
+            operation: "make a decompressor",
+            reason: "out of memory".to_owned(),
+        })
+    }
+
+    /// Decodes the stream at the start of `stream` into `extent`. Whatever the outcome, the extent
+    /// may have been written.
+    ///
+    /// # Safety
+    ///
+    /// The caller may write the extent for its whole length.
+    pub(crate) unsafe fn decompress(
+        &mut self,
+        wrapper: Wrapper,
+        stream: &[u8],
+        extent: Extent,
+    ) -> Outcome {
+        let call: unsafe extern "C" fn(_, _, _, _, _, _, _) -> libdeflate_result = match wrapper {
+            Wrapper::Raw => libdeflate_deflate_decompress_ex,
+            Wrapper::Zlib => libdeflate_zlib_decompress_ex,
+        };
+        let (mut read, mut written) = (0, 0);
+        // SAFETY: the decompressor is live and used by nobody else (`&mut self`), the stream is a
+        // slice, and the caller lets the extent be written.
+        let result = unsafe {
+            call(
+                self.0.as_ptr(),
+                stream.as_ptr().cast(),
+                stream.len(),
+                extent.ptr.cast(),
+                extent.len,
+                &raw mut read,
+                &raw mut written,
+            )
+        };
+        match result {
+            SUCCESS => Outcome::Done { read, written },
+            TOO_LONG => Outcome::TooLong,
+            _ => Outcome::Invalid,
+        }
+    }
+}
+
+impl Drop for Decompressor {
+    fn drop(&mut self) {
+        // SAFETY: the decompressor is live, and freed only here.
+        unsafe { libdeflate_free_decompressor(self.0.as_ptr()) };
+    }
+}

@@ -1,0 +1,241 @@
+//! The page records of older sources: XBZRLE deltas and `compress` pages.
+
+mod support;
+
+use std::path::Path;
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::MethodError;
+use hotlift_methods::legacy::compress::Inflater;
+use hotlift_methods::legacy::xbzrle::{self, Delta};
+use hotlift_wire::main_channel::{
+    DeviceLengths, MainDecoder, MainEvent, PageContent, Step, VmDescription,
+};
+use proptest::prelude::*;
+use support::stream::{RAM_PAGES, ram_page};
+
+/// The guest's RAM as a recorded stream without multifd leaves it, and how many pages of the stream
+/// came as XBZRLE and as `compress`.
+fn loaded(name: &str) -> (Vec<u8>, usize, usize) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../hotlift-wire/fixtures")
+        .join(name)
+        .join("main.zst");
+    let packed = std::fs::read(&path).expect("a fixture");
+    let main = zstd::decode_all(packed.as_slice()).expect("a zstd file");
+    let text = VmDescription::find(&main).expect("a description");
+    let description = VmDescription::parse(text).expect("QEMU's description");
+    let mut decoder = MainDecoder::new(DeviceLengths::Description(description));
+    let mut inflater = Inflater::new().expect("libdeflate");
+    let mut memory = vec![[0xdd_u8; PAGE_SIZE]; RAM_PAGES];
+    let (mut deltas, mut compressed) = (0, 0);
+    let mut rest = main.as_slice();
+    let mut blocks = Vec::new();
+    while let Step::Event { event, consumed } = decoder.next(rest).expect("a main channel") {
+        rest = &rest[consumed..];
+        if let MainEvent::RamBlocks(list) = &event {
+            blocks.clone_from(list);
+        }
+        let MainEvent::RamPage {
+            block,
+            offset,
+            content,
+        } = event
+        else {
+            continue;
+        };
+        if blocks[block].name != "pc.ram" {
+            continue;
+        }
+        let page = &mut memory[usize::try_from(offset).expect("small") / PAGE_SIZE];
+        match content {
+            PageContent::Zero => page.fill(0),
+            PageContent::Normal(bytes) => *page = *bytes,
+            PageContent::Xbzrle(delta) => {
+                xbzrle::apply(delta, page).expect("QEMU's delta");
+                deltas += 1;
+            }
+            PageContent::Compressed(stream) => {
+                inflater.inflate(stream, page).expect("QEMU's stream");
+                compressed += 1;
+            }
+        }
+    }
+    (memory.as_flattened().to_vec(), deltas, compressed)
+}
+
+#[test]
+fn records_of_qemu_7_2_decode_to_the_guests_pages() {
+    for name in ["7.2-xbzrle", "7.2-compress"] {
+        let (memory, deltas, compressed) = loaded(name);
+        match name {
+            "7.2-xbzrle" => assert!(deltas >= 5, "{deltas} deltas"),
+            _ => assert!(compressed >= 50, "{compressed} compressed pages"),
+        }
+        for (number, page) in memory.chunks(PAGE_SIZE).enumerate() {
+            // The guest counts in the first two bytes of the pages 1 to 15.
+            let counted = if (1..16).contains(&number) { 2 } else { 0 };
+            assert!(
+                page[counted..] == ram_page(number)[counted..],
+                "{name}: page {number} differs"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_delta_is_what_the_format_says() {
+    let old = [7; PAGE_SIZE];
+    let mut new = old;
+    new[16] = 0x72;
+    new[32] = 0x56;
+    let mut delta = Vec::new();
+    assert_eq!(xbzrle::encode(&old, &new, 4096, &mut delta), Delta::Encoded);
+    assert_eq!(delta, [0x10, 0x01, 0x72, 0x0f, 0x01, 0x56]);
+
+    // Lengths of two bytes: keep 300 (0x80 | 44, 2), replace the 3796 that are left.
+    let mut new = old;
+    new[300..].fill(9);
+    delta.clear();
+    assert_eq!(xbzrle::encode(&old, &new, 4096, &mut delta), Delta::Encoded);
+    assert_eq!(delta[..4], [0x80 | 44, 2, 0x80 | 84, 29]);
+    assert_eq!(delta.len(), 4 + 3796);
+
+    assert_eq!(xbzrle::encode(&old, &old, 4096, &mut delta), Delta::Same);
+    assert_eq!(delta.len(), 4 + 3796, "nothing is appended for no change");
+}
+
+#[test]
+fn a_delta_that_breaks_a_rule_is_refused_with_the_rule() {
+    let cases: [(&[u8], &str); 11] = [
+        (&[], "a length is missing"),
+        (&[1], "a length is missing"),
+        (&[0x80], "a length is missing"),
+        (&[0, 1], "new bytes are missing"),
+        (&[0, 0], "a run of nothing to replace"),
+        (&[5, 0, 1, 1, 1], "a run of nothing to replace"),
+        (&[0, 1, 9, 0, 1, 9], "a run of nothing to keep"),
+        (&[0, 1, 9, 4], "a length is missing"),
+        (&[0x80, 0x80, 1, 9], "a length of more than 14 bits"),
+        (
+            &[0x80, 0x20, 1, 9],
+            "a run reaches over the end of the page",
+        ),
+        (
+            &[0xff, 0x1f, 2, 9, 9],
+            "a run reaches over the end of the page",
+        ),
+    ];
+    for (delta, rule) in cases {
+        let error = xbzrle::apply(delta, &mut [0; PAGE_SIZE]).expect_err("a broken delta");
+        assert!(
+            matches!(error, MethodError::Damaged { reason, .. } if reason == rule),
+            "{delta:02x?}: {error}"
+        );
+    }
+    // The last byte of the page is still inside.
+    let mut page = [0; PAGE_SIZE];
+    xbzrle::apply(&[0xff, 0x1f, 1, 9], &mut page).expect("the last byte");
+    assert_eq!(page[PAGE_SIZE - 1], 9);
+}
+
+/// A page and a later state of it, from no change to all of it.
+fn two_pages() -> impl Strategy<Value = (Vec<u8>, Vec<u8>)> {
+    let edits = prop::collection::vec((0..PAGE_SIZE, 0..400_usize, any::<u8>()), 0..30);
+    (prop::collection::vec(0..4_u8, PAGE_SIZE), edits).prop_map(|(old, edits)| {
+        let mut new = old.clone();
+        for (start, length, byte) in edits {
+            let end = (start + length).min(PAGE_SIZE);
+            new[start..end].fill(byte % 4);
+        }
+        (old, new)
+    })
+}
+
+proptest! {
+    #[test]
+    fn a_delta_makes_the_old_page_into_the_new(
+        (old, new) in two_pages(),
+        limit in 2..=PAGE_SIZE,
+    ) {
+        let [old, new]: [[u8; PAGE_SIZE]; 2] = [old, new].map(|page| page.try_into().unwrap());
+        let mut delta = vec![1, 2, 3];
+        match xbzrle::encode(&old, &new, limit, &mut delta) {
+            Delta::Same => prop_assert!(old == new && delta.len() == 3),
+            Delta::Overflow => prop_assert_eq!(delta, [1, 2, 3]),
+            Delta::Encoded => {
+                prop_assert!(delta.len() - 3 < limit);
+                let mut page = old;
+                xbzrle::apply(&delta[3..], &mut page).unwrap();
+                prop_assert!(page == new);
+            }
+        }
+    }
+
+    #[test]
+    fn any_bytes_as_delta_are_an_error_or_a_page(
+        delta in prop::collection::vec(any::<u8>(), 0..PAGE_SIZE),
+    ) {
+        let _ = xbzrle::apply(&delta, &mut [0; PAGE_SIZE]);
+    }
+
+    #[test]
+    fn any_bytes_as_compressed_page_are_an_error(
+        stream in prop::collection::vec(any::<u8>(), 0..300),
+    ) {
+        let mut inflater = Inflater::new().unwrap();
+        prop_assert!(inflater.inflate(&stream, &mut [0; PAGE_SIZE]).is_err());
+    }
+}
+
+/// `bytes` as one complete zlib stream of stock zlib.
+fn deflated(bytes: &[u8], level: i32) -> Vec<u8> {
+    let mut out = vec![0; 2 * bytes.len() + 64];
+    let mut length = out.len().try_into().expect("small");
+    // SAFETY: both buffers are live and as long as said.
+    let result = unsafe {
+        libz_sys::compress2(
+            out.as_mut_ptr(),
+            &raw mut length,
+            bytes.as_ptr(),
+            bytes.len().try_into().expect("small"),
+            level,
+        )
+    };
+    assert_eq!(result, libz_sys::Z_OK);
+    out.truncate(length.try_into().expect("small"));
+    out
+}
+
+#[test]
+fn a_compressed_page_is_one_whole_stream_of_exactly_one_page() {
+    let text = ram_page(3);
+    let mut inflater = Inflater::new().expect("libdeflate");
+    let mut page = [0; PAGE_SIZE];
+    for level in 0..=9 {
+        let stream = deflated(&text, level);
+        inflater.inflate(&stream, &mut page).expect("a whole page");
+        assert!(page == text[..], "level {level}");
+
+        for length in 0..stream.len() {
+            let cut = inflater.inflate(&stream[..length], &mut page);
+            assert!(cut.is_err(), "{length} bytes of level {level}");
+        }
+        let longer = [&stream[..], &[0]].concat();
+        let error = inflater.inflate(&longer, &mut page);
+        assert!(matches!(error, Err(MethodError::Leftover { left: 1, .. })));
+    }
+    let error = inflater.inflate(&deflated(&text[1..], 6), &mut page);
+    assert!(matches!(error, Err(MethodError::Short { got: 4095, .. })));
+    let error = inflater.inflate(&deflated(&[&text[..], b"x"].concat(), 6), &mut page);
+    assert!(matches!(error, Err(MethodError::Long { .. })));
+
+    let mut stream = deflated(&text, 1);
+    let last = stream.len() - 1;
+    stream[last] ^= 1;
+    let error = inflater.inflate(&stream, &mut page);
+    assert!(
+        matches!(error, Err(MethodError::Damaged { .. })),
+        "Adler-32"
+    );
+}
