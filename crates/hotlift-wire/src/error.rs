@@ -150,6 +150,24 @@ pub enum WireError {
         /// Length of the block in bytes.
         block_length: u64,
     },
+    /// Bitmap and pages of a RAM block in a `mapped-ram` file do not follow its header in this order,
+    /// are not aligned, or do not end in the file.
+    #[error(
+        "RAM block {block:?} of length {length:#x} has its bitmap at {bitmap_offset:#x} and its pages \
+         at {pages_offset:#x} of a file of {file_len:#x} bytes"
+    )]
+    BadMappedBlock {
+        /// Name of the block.
+        block: String,
+        /// File position of its bitmap.
+        bitmap_offset: u64,
+        /// File position of its first page.
+        pages_offset: u64,
+        /// Its length in bytes.
+        length: u64,
+        /// Length of the file in bytes.
+        file_len: u64,
+    },
     /// A page record continues "the same block" before any block was named.
     #[error("first page record has RAM_SAVE_FLAG_CONTINUE, but no block was named yet")]
     NoCurrentBlock,

@@ -50,3 +50,7 @@ pub const COMPRESSED_PAGE: usize = 4109;
 /// machine has 200 KB, one with a hundred devices some MiB; only devices that are refused earlier
 /// (VFIO) have more.
 pub const DEVICE_SECTIONS: usize = 256 << 20;
+
+/// Most bytes that a record of a `mapped-ram` file before its devices has: a configuration with as
+/// many capabilities as are accepted.
+pub const MAPPED_RAM_RECORD: usize = 16 << 10;

@@ -20,6 +20,9 @@ pub const MACHINE_PAGE_BITS: u32 = 12;
 /// The one capability that changes what is read here: RAM blocks are listed with their addresses.
 pub(super) const IGNORE_SHARED: &str = "x-ignore-shared";
 
+/// The capability of a file with pages at fixed places, see [`super::MappedRamDecoder`].
+pub const MAPPED_RAM: &str = "mapped-ram";
+
 const PAGE_BITS: &str = "configuration/target-page-bits";
 const CAPABILITIES: &str = "configuration/capabilities";
 const UUID: &str = "configuration/uuid";

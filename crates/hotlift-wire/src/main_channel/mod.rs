@@ -13,7 +13,10 @@
 //! [`MainDecoder`] reads this order and no other: START of `ram` once, PART only between it and END,
 //! EOF only after END. Early FULL sections may precede END. [`MainEncoder`] writes it.
 //!
-//! Of QEMU's format this leaves out postcopy, COLO, mapped-ram, RDMA and iterable devices other than
+//! A `mapped-ram` file has another `ram` section, which [`MappedRamDecoder`] reads and
+//! [`MappedLayout`] writes.
+//!
+//! Of QEMU's format this leaves out postcopy, COLO, RDMA and iterable devices other than
 //! `ram`; each ends in an error that names it.
 
 mod command;
@@ -21,15 +24,19 @@ mod configuration;
 mod decode;
 mod description;
 mod encode;
+mod mapped_ram;
 mod ram;
 mod section;
 mod tail;
 
 pub use command::Command;
-pub use configuration::{Configuration, FILE_HEADER, MACHINE_PAGE_BITS};
+pub use configuration::{Configuration, FILE_HEADER, MACHINE_PAGE_BITS, MAPPED_RAM};
 pub use decode::{MainDecoder, MainEvent, Step};
 pub use description::{DeviceLengths, VmDescription};
 pub use encode::MainEncoder;
+pub use mapped_ram::{
+    MappedBlock, MappedEvent, MappedLayout, MappedRamDecoder, MappedStep, put_mapped_end,
+};
 pub use ram::PageContent;
 pub use section::SectionKind;
 pub use tail::{TailEvent, TailStep, complete_tail, next_in_tail, put_packaged_head};

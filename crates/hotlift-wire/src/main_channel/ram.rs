@@ -11,7 +11,7 @@ use crate::{PAGE_SIZE, Reader, WireError, limits};
 pub(super) const RAM_VERSION: u32 = 4;
 
 const ZERO: u64 = 0x002;
-const MEM_SIZE: u64 = 0x004;
+pub(super) const MEM_SIZE: u64 = 0x004;
 const PAGE: u64 = 0x008;
 const EOS: u64 = 0x010;
 const CONTINUE: u64 = 0x020;
@@ -21,7 +21,7 @@ const COMPRESS_PAGE: u64 = 0x100;
 const MULTIFD_FLUSH: u64 = 0x200;
 
 /// The low bits of a record's first word that are not offset.
-const FLAG_MASK: u64 = 0xfff;
+pub(super) const FLAG_MASK: u64 = 0xfff;
 
 /// First byte of a delta (`ENCODING_FLAG_XBZRLE`).
 const ENCODING_XBZRLE: u8 = 1;
@@ -136,8 +136,8 @@ fn walk_block_list<'a>(
     Ok(())
 }
 
-/// Appends the block list, with an address for each block that has one.
-pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Result<(), WireError> {
+/// Checks the blocks' lengths, and returns their sum.
+pub(super) fn check_lengths(blocks: &[RamBlockEntry]) -> Result<u64, WireError> {
     let mut total: u64 = 0;
     for block in blocks {
         let sum = total.checked_add(block.used_length);
@@ -152,6 +152,12 @@ pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Res
             }
         };
     }
+    Ok(total)
+}
+
+/// Appends the block list, with an address for each block that has one.
+pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Result<(), WireError> {
+    let total = check_lengths(blocks)?;
     out.extend_from_slice(&(total | MEM_SIZE).to_be_bytes());
     for block in blocks {
         put_counted_string(out, &block.name, "RAM block name")?;
@@ -302,6 +308,19 @@ pub(super) fn put_xbzrle_head(offset: u64, name: Option<&str>, length: u16, out:
 /// Appends a multifd flush.
 pub(super) fn put_flush(out: &mut Vec<u8>) {
     out.extend_from_slice(&MULTIFD_FLUSH.to_be_bytes());
+}
+
+/// Reads the end of a section that has no records.
+pub(super) fn read_eos(reader: &mut Reader<'_>) -> Result<(), WireError> {
+    let got = reader.be64("end of an empty section of ram")?;
+    if got != EOS {
+        return Err(WireError::Mismatch {
+            what: "end of an empty section of ram",
+            expected: EOS,
+            got,
+        });
+    }
+    Ok(())
 }
 
 /// Appends the end of a section's records.
