@@ -96,6 +96,17 @@ pub enum MigrationError {
         #[source]
         source: MethodError,
     },
+    /// A page on the main channel (XBZRLE, `compress`) did not decode.
+    #[error("the page at {offset:#x} of RAM block '{block}' failed")]
+    Page {
+        /// The RAM block.
+        block: String,
+        /// Byte offset in the block.
+        offset: usize,
+        /// What is wrong with the record.
+        #[source]
+        source: MethodError,
+    },
     /// The two sides do not agree.
     #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
     Mismatch {
@@ -159,4 +170,9 @@ impl MigrationError {
         }
         line
     }
+}
+
+/// A peer's words, without what could steer a terminal.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).collect()
 }

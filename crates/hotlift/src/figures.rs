@@ -227,7 +227,7 @@ impl std::iter::Sum for Counts {
 }
 
 /// `numerator / denominator`, or 0 where nothing was counted.
-fn ratio(numerator: f64, denominator: f64) -> f64 {
+pub(crate) fn ratio(numerator: f64, denominator: f64) -> f64 {
     if denominator > 0.0 {
         numerator / denominator
     } else {

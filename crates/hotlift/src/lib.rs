@@ -8,6 +8,7 @@
 //! | [`transport`] | addresses and sockets |
 //! | [`source`] | sends: rounds, channels, switchover |
 //! | [`destination`] | receives: channels, barrier, hand-over |
+//! | [`relay`] | passes a QEMU's stream on, and its pages over channels |
 //! | [`control`] | state and cancel |
 //! | [`progress`], [`figures`] | what a migration tells while it runs, and what it cost |
 //! | [`error`] | why it ended before its time |
@@ -47,6 +48,7 @@ mod hello;
 pub mod options;
 mod pacing;
 pub mod progress;
+pub mod relay;
 pub mod source;
 mod threads;
 pub mod transport;

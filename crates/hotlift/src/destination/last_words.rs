@@ -30,7 +30,7 @@ pub(super) fn give_up(streams: &[&Stream], reason: &str) {
 }
 
 /// Closes `streams` after the source has had the time to read what was said.
-pub(super) fn close(streams: &[&Stream]) {
+pub(crate) fn close(streams: &[&Stream]) {
     for stream in streams {
         stream.shutdown(Shutdown::Write);
     }

@@ -5,7 +5,9 @@ use std::io::Write;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::PAGE_SIZE;
+use hotlift_mem::{PAGE_SIZE, RamBlock};
+use hotlift_methods::MethodError;
+use hotlift_methods::legacy::{compress::Inflater, xbzrle};
 use hotlift_wire::main_channel::{
     Command, DeviceLengths, MainDecoder, MainEvent, PageContent, SectionKind, Step,
 };
@@ -69,6 +71,8 @@ struct State<'a> {
     device: Option<DeviceState>,
     devices: Vec<DeviceState>,
     device_bytes: usize,
+    /// Made for the first compressed page.
+    inflater: Option<Inflater>,
 }
 
 impl<'a> MainReceiver<'a> {
@@ -92,6 +96,7 @@ impl<'a> MainReceiver<'a> {
                 device: None,
                 devices: Vec::new(),
                 device_bytes: 0,
+                inflater: None,
             },
         }
     }
@@ -388,32 +393,55 @@ impl State<'_> {
 
     /// A page on main: a zero page of `legacy` detection, or any page of a source without multifd.
     fn page(
-        &self,
+        &mut self,
         block: usize,
         offset: u64,
         content: PageContent<'_>,
     ) -> Result<(), MigrationError> {
         let ram = &self.session.guest.ram()[block];
-        let written = &self.session.written[block];
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
-        let page = offset / PAGE_SIZE;
         match content {
             PageContent::Zero => {
-                if written.test(page) {
+                if self.session.written[block].test(offset / PAGE_SIZE) {
                     ram.zero(offset, PAGE_SIZE)?;
                 }
                 self.session.main_counters().add_pages(0, 1);
             }
-            PageContent::Normal(bytes) => {
-                ram.write(offset, bytes)?;
-                written.set(page);
-                self.session.main_counters().add_pages(1, 0);
+            PageContent::Normal(bytes) => self.put_page(block, offset, bytes)?,
+            PageContent::Xbzrle(delta) => {
+                let mut bytes = [0; PAGE_SIZE];
+                ram.read(offset, &mut bytes)?;
+                xbzrle::apply(delta, &mut bytes).map_err(|source| failed(ram, offset, source))?;
+                self.put_page(block, offset, &bytes)?;
             }
-            PageContent::Xbzrle(_) | PageContent::Compressed(_) => {
-                return Err(protocol("an XBZRLE or compressed page"));
+            PageContent::Compressed(stream) => {
+                let mut bytes = [0; PAGE_SIZE];
+                self.inflate(stream, &mut bytes)
+                    .map_err(|source| failed(ram, offset, source))?;
+                self.put_page(block, offset, &bytes)?;
             }
         }
         Ok(())
+    }
+
+    fn put_page(
+        &self,
+        block: usize,
+        offset: usize,
+        bytes: &[u8; PAGE_SIZE],
+    ) -> Result<(), MigrationError> {
+        self.session.guest.ram()[block].write(offset, bytes)?;
+        self.session.written[block].set(offset / PAGE_SIZE);
+        self.session.main_counters().add_pages(1, 0);
+        Ok(())
+    }
+
+    fn inflate(&mut self, stream: &[u8], page: &mut [u8; PAGE_SIZE]) -> Result<(), MethodError> {
+        let inflater = match &mut self.inflater {
+            Some(inflater) => inflater,
+            none => none.insert(Inflater::new()?),
+        };
+        inflater.inflate(stream, page)
     }
 
     /// Loads the devices; they are all there.
@@ -431,6 +459,14 @@ fn protocol(got: &str) -> MigrationError {
         channel: Channel::Main,
         got: got.to_owned(),
         doing: "a multifd precopy migration",
+    }
+}
+
+fn failed(ram: &RamBlock, offset: usize, source: MethodError) -> MigrationError {
+    MigrationError::Page {
+        block: ram.name().to_owned(),
+        offset,
+        source,
     }
 }
 

@@ -4,7 +4,7 @@
 mod accept;
 mod channel;
 mod handover;
-mod last_words;
+pub(crate) mod last_words;
 mod main_channel;
 mod packets;
 mod session;

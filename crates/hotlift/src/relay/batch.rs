@@ -97,7 +97,11 @@ mod tests {
         batch.find_zero_pages();
         assert_eq!(batch.normal, [4096, 3 * 4096, 4 * 4096]);
         assert_eq!(batch.zero, [0, 2 * 4096, 5 * 4096]);
-        let firsts: Vec<u8> = batch.pages().chunks(PAGE_SIZE).map(|page| page[0]).collect();
+        let firsts: Vec<u8> = batch
+            .pages()
+            .chunks(PAGE_SIZE)
+            .map(|page| page[0])
+            .collect();
         assert_eq!(firsts, [7, 9, 8]);
         assert_eq!((batch.block, batch.len()), (3, 6));
     }

@@ -25,8 +25,8 @@ pub(crate) struct Flow {
 
 #[derive(Debug, Default)]
 struct State {
-    free: Vec<Box<Batch>>,
-    ready: VecDeque<Box<Batch>>,
+    free: Vec<Batch>,
+    ready: VecDeque<Batch>,
     /// Batches submitted and not yet given back.
     under_way: usize,
     ended: bool,
@@ -36,7 +36,7 @@ struct State {
 impl Flow {
     /// A flow of `batches` batches.
     pub(crate) fn new(batches: usize) -> Self {
-        let free = (0..batches).map(|_| Box::new(Batch::new())).collect();
+        let free = (0..batches).map(|_| Batch::new()).collect();
         Self {
             state: Mutex::new(State {
                 free,
@@ -53,7 +53,7 @@ impl Flow {
     }
 
     /// Waits for a free batch; `None` once the flow is broken.
-    pub(crate) fn take(&self) -> Option<Box<Batch>> {
+    pub(crate) fn take(&self) -> Option<Batch> {
         let mut state = self
             .freed
             .wait_while(self.lock(), |state| state.free.is_empty() && !state.broken)
@@ -65,7 +65,7 @@ impl Flow {
     }
 
     /// Hands a filled batch to the writers. An empty one is free again at once.
-    pub(crate) fn submit(&self, batch: Box<Batch>) {
+    pub(crate) fn submit(&self, batch: Batch) {
         let mut state = self.lock();
         if batch.len() == 0 {
             state.free.push(batch);
@@ -78,7 +78,7 @@ impl Flow {
     }
 
     /// Waits for a batch to write; `None` once the flow has ended or is broken.
-    pub(crate) fn next(&self) -> Option<Box<Batch>> {
+    pub(crate) fn next(&self) -> Option<Batch> {
         let mut state = self
             .readied
             .wait_while(self.lock(), |state| {
@@ -92,7 +92,7 @@ impl Flow {
     }
 
     /// A batch has been written.
-    pub(crate) fn give_back(&self, batch: Box<Batch>) {
+    pub(crate) fn give_back(&self, batch: Batch) {
         let mut state = self.lock();
         state.free.push(batch);
         state.under_way -= 1;

@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::session::Session;
 use crate::control::Status;
-use crate::error::{Channel, MigrationError};
+use crate::error::{Channel, MigrationError, printable};
 use crate::transport::Stream;
 
 /// How often a quiet destination is thought about.
@@ -206,7 +206,7 @@ impl Peer<'_> {
             }
             ReturnMessage::Shut(0) if session.is_committed() => Some(Answer::Running),
             ReturnMessage::ErrorText(text) => {
-                session.explain(text.chars().filter(|c| !c.is_control()).collect());
+                session.explain(printable(text));
                 None
             }
             ReturnMessage::Shut(value) => {

@@ -1,0 +1,148 @@
+//! What a stream says before its first page, and whether it can be carried page by page.
+
+use std::io::Write;
+
+use hotlift_wire::WireError;
+use hotlift_wire::main_channel::{
+    Command, Configuration, MainDecoder, MainEvent, SectionKind, Step,
+};
+use hotlift_wire::return_path::ReturnMessage;
+
+use super::main_input::MainInput;
+use super::session::{Call, encode};
+use super::sink::RamLayout;
+use super::{OPENING_MAIN, OPENING_MULTIFD, closed, wire};
+use crate::error::{Channel, MigrationError};
+use crate::hello;
+
+/// Section types that a stream may have behind the START section of `ram` if RAM is all that moves
+/// before the guest stops: PART, END, COMMAND.
+const CARRIED: [u8; 3] = [0x02, 0x03, 0x08];
+
+/// What the stream says before its first page.
+pub(super) struct Setup {
+    pub configuration: Configuration,
+    /// Commands for the other side.
+    pub commands: Vec<Command>,
+    pub ram: RamLayout,
+    /// The mark of the set-up is a record; else, with multifd, every section's end is a mark.
+    pub flush: bool,
+    /// `Some` if the source is a relay: whether it sends multifd channels.
+    pub relay: Option<bool>,
+    pub return_path: bool,
+}
+
+/// How the stream begins.
+pub(super) enum Beginning {
+    /// It can be carried page by page.
+    Carry(Box<Setup>),
+    /// It cannot: why.
+    PassThrough(String),
+}
+
+/// Reads up to the end of the START section of `ram`, and the type of what follows it.
+pub(super) fn read_setup(
+    input: &mut MainInput<'_>,
+    decoder: &mut MainDecoder,
+    call: &Call<'_>,
+) -> Result<Beginning, MigrationError> {
+    let mut configuration = None;
+    let mut commands = Vec::new();
+    let mut ram = None;
+    let mut section_id = 0;
+    let mut flush = false;
+    let mut relay = None;
+    let mut return_path = false;
+    loop {
+        let (event, consumed) = match decoder.next(input.unread()) {
+            Ok(Step::Event { event, consumed }) => (event, consumed),
+            Ok(Step::Need(needed)) => {
+                if !input.fill(needed, call)? {
+                    return Err(closed());
+                }
+                continue;
+            }
+            Err(WireError::UnknownDevice { idstr, .. }) => {
+                return Ok(Beginning::PassThrough(format!(
+                    "device '{idstr}' sends state while the guest runs"
+                )));
+            }
+            Err(WireError::Unsupported { what }) => {
+                return Ok(Beginning::PassThrough(format!("it has {what}")));
+            }
+            Err(source) => return Err(wire(source)),
+        };
+        let mut answer = None;
+        let ended = event == MainEvent::SectionFooter;
+        match event {
+            MainEvent::Configuration(said) => configuration = Some(said),
+            MainEvent::Command(Command::OpenReturnPath) => return_path = true,
+            MainEvent::Command(Command::PostcopyAdvise { .. }) => {
+                return Ok(Beginning::PassThrough(
+                    "postcopy may follow (capability postcopy-ram)".to_owned(),
+                ));
+            }
+            MainEvent::Command(Command::Ping(ping @ (OPENING_MULTIFD | OPENING_MAIN)))
+                if relay.is_none() && commands.is_empty() =>
+            {
+                relay = Some(ping == OPENING_MULTIFD);
+                answer = Some([
+                    ReturnMessage::Hello(hello::VERSION),
+                    ReturnMessage::Pong(ping),
+                ]);
+            }
+            MainEvent::Command(command) => commands.push(command),
+            MainEvent::SectionStart {
+                kind: SectionKind::Start,
+                id,
+                ..
+            } => section_id = id,
+            MainEvent::SectionStart { idstr, .. } => {
+                return Ok(Beginning::PassThrough(format!(
+                    "device '{idstr}' sends state before RAM"
+                )));
+            }
+            MainEvent::RamBlocks(blocks) => ram = Some(blocks),
+            MainEvent::MultifdFlush => flush = true,
+            _ => {}
+        }
+        input.take(consumed);
+        if let Some(messages) = answer {
+            let mut stream = input.stream();
+            stream
+                .write_all(&encode(&messages))
+                .map_err(|source| MigrationError::Connection {
+                    channel: Channel::Main,
+                    doing: "answering the source",
+                    source,
+                })?;
+        }
+        let (true, Some(configuration), Some(blocks)) = (ended, &configuration, &ram) else {
+            continue;
+        };
+        // A relay sends RAM alone, and nothing more before it is answered.
+        if relay.is_none() {
+            if input.unread().is_empty() && !input.fill(1, call)? {
+                return Err(closed());
+            }
+            let next = input.unread()[0];
+            if !CARRIED.contains(&next) {
+                return Ok(Beginning::PassThrough(
+                    "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)"
+                        .to_owned(),
+                ));
+            }
+        }
+        return Ok(Beginning::Carry(Box::new(Setup {
+            configuration: configuration.clone(),
+            commands,
+            ram: RamLayout {
+                section_id,
+                blocks: blocks.clone(),
+            },
+            flush,
+            relay,
+            return_path,
+        })));
+    }
+}

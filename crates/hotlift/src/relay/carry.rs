@@ -1,0 +1,251 @@
+//! One migration through the relay, start to end: connections, threads, and how they end.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
+use hotlift_wire::multifd::ZeroPageDetection;
+use hotlift_wire::return_path::ReturnMessage;
+
+use super::accept::{Arrivals, Channels};
+use super::beginning::{Beginning, Setup, read_setup};
+use super::main_in::MainReader;
+use super::main_input::MainInput;
+use super::outgoing::{self, Seen, StreamSink};
+use super::receive::ChannelReceiver;
+use super::session::{Call, Carried, Session, Upstream, encode};
+use super::sink::{Opening, Sink};
+use super::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings, pass_through};
+use crate::control::Control;
+use crate::error::MigrationError;
+use crate::figures::Counters;
+use crate::threads::{OnPanic, spawn};
+
+/// How often progress is told.
+const REPORT: Duration = Duration::from_millis(500);
+
+/// One migration, start to end.
+pub(super) fn run(
+    incoming: Incoming<'_>,
+    outgoing: &Outgoing<'_>,
+    settings: &RelaySettings,
+    control: &Control,
+    hooks: Hooks<'_>,
+) -> Result<Carried, MigrationError> {
+    let timeout = settings.outgoing.handshake_timeout;
+    let early = Call::early(control);
+    let mut arrivals = Arrivals::new(incoming);
+    let main = arrivals.main(timeout, &early)?;
+    let since = arrivals.since;
+    // Booked again below, when the number of channels is known.
+    let unbooked = Counters::default();
+    let mut input = MainInput::new(&main, &unbooked);
+    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
+    let beginning = read_setup(&mut input, &mut decoder, &early)?;
+    let Outgoing::Address(address) = outgoing;
+    let setup = match beginning {
+        Beginning::Carry(setup) => setup,
+        Beginning::PassThrough(why) => {
+            return pass_through::run(arrivals, &input, address, settings, control, why);
+        }
+    };
+    let expected = setup.flush || setup.relay == Some(true);
+    let channels = if setup.relay == Some(false) {
+        None
+    } else {
+        arrivals.channels(expected, timeout, &early)?
+    };
+    let said = channels.as_ref().map(|channels| channels.uuid);
+    let opening = Opening {
+        configuration: setup.configuration.clone(),
+        uuid: settings
+            .uuid
+            .or(said)
+            .or(setup.configuration.uuid)
+            .unwrap_or_default(),
+    };
+    let hello = channels.as_ref().and_then(|channels| channels.hello);
+    let seen = Seen {
+        flush_after_each_section: channels.as_ref().map(|_| !setup.flush),
+        zeros_were_looked_for: hello
+            .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
+    };
+    let connections = outgoing::connect(address, settings, opening.uuid, control)?;
+    let sink = StreamSink::new(connections, settings, seen, control);
+    let multifd = channels.map_or_else(Vec::new, |Channels { streams, .. }| streams);
+    let received = Counters::of_side(multifd.len());
+    if let Some(on_main) = received.last() {
+        on_main.add_bytes(input.everything().len());
+    }
+    let read_ahead = input.detach(setup.relay.is_some());
+    let upstream = Upstream::new(main, multifd, setup.relay.is_some(), setup.return_path);
+    let session = Session::new(
+        control.clone(),
+        &sink,
+        upstream.multifd.len(),
+        received,
+        since,
+    );
+    let input = MainInput::attach(
+        read_ahead,
+        &upstream.main,
+        &session.received[upstream.multifd.len()],
+    );
+    let reader = MainReader::new(&session, &upstream, &setup, input, decoder);
+    carry(&session, &upstream, &setup, hooks, reader, &opening)?;
+    Ok(Carried {
+        since,
+        received_bytes: session.received().transferred_bytes,
+        sent_bytes: sink.sent_bytes(),
+        pages: session.pages.read(),
+        barriers: session.barriers.load(Ordering::Relaxed),
+        machine: setup.configuration.machine.clone(),
+        method: sink.method(),
+        passed_through: None,
+        threads: session.threads.read(),
+    })
+}
+
+/// Runs all threads of one migration.
+fn carry(
+    session: &Session<'_>,
+    upstream: &Upstream,
+    setup: &Setup,
+    hooks: Hooks<'_>,
+    mut reader: MainReader<'_>,
+    opening: &Opening,
+) -> Result<(), MigrationError> {
+    let blocks = &setup.ram.blocks;
+    let total_bytes = blocks.iter().map(|block| block.used_length).sum();
+    let done = Mutex::new(false);
+    let aborting = &|| {
+        session.fail(MigrationError::Cancelled);
+        upstream.shut_down();
+    };
+    thread::scope(|scope| {
+        let outcome = (|| {
+            for (id, stream) in (0..).zip(&upstream.multifd) {
+                let name = format!("relay/recv_{id}");
+                spawn(scope, name.clone(), move || {
+                    let _ends = OnPanic(aborting);
+                    let relay = upstream.is_relay;
+                    let ended = ChannelReceiver::new(session, blocks, stream, id, relay).run();
+                    session.threads.book(&name);
+                    if let Err(error) = ended
+                        && !session.is_released()
+                    {
+                        session.fail(error);
+                    }
+                })?;
+            }
+            for worker in 0..session.sink.workers() {
+                let name = format!("relay/send_{worker}");
+                spawn(scope, name.clone(), move || {
+                    let _ends = OnPanic(aborting);
+                    let ended = write_batches(session, worker);
+                    session.threads.book(&name);
+                    if let Err(error) = ended {
+                        session.fail(error);
+                    }
+                })?;
+            }
+            spawn(scope, "relay/return".to_owned(), || {
+                let _ends = OnPanic(aborting);
+                let ended = session.sink.return_path(&|bytes| upstream.answer(bytes));
+                session.threads.book("relay/return");
+                if let Err(error) = ended
+                    && !session.is_released()
+                {
+                    session.fail(error);
+                }
+            })?;
+            if let Some(on_progress) = hooks.on_progress {
+                let done = &done;
+                spawn(scope, "relay/progress".to_owned(), move || {
+                    tell(session, on_progress, total_bytes, done);
+                })?;
+            }
+            let _ends = OnPanic(aborting);
+            reader.run(opening, hooks)
+        })();
+        if let Err(error) = outcome {
+            session.fail(error);
+        }
+        session.flow.end();
+        *done.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        wind_up(session, upstream);
+    });
+    session.threads.book("relay/main");
+    match session.take_failure() {
+        None => Ok(()),
+        Some(error) if session.is_released() => Err(match error {
+            MigrationError::Destination { .. } => error,
+            _ => MigrationError::InDoubt,
+        }),
+        Some(error) => Err(error),
+    }
+}
+
+/// Tells both sides how it ended, and closes all connections.
+fn wind_up(session: &Session<'_>, upstream: &Upstream) {
+    if let Some(reason) = session.failure_text() {
+        let shut = ReturnMessage::Shut(1);
+        // A QEMU does not know the text.
+        upstream.answer(&if upstream.is_relay {
+            encode(&[ReturnMessage::ErrorText(&reason), shut])
+        } else {
+            encode(&[shut])
+        });
+    }
+    session.sink.abort();
+    upstream.close();
+}
+
+/// A worker: writes batches until there are no more.
+fn write_batches(session: &Session<'_>, worker: usize) -> Result<(), MigrationError> {
+    let mut writer = None;
+    while let Some(mut batch) = session.flow.next() {
+        let writer = match &mut writer {
+            Some(writer) => writer,
+            None => writer.insert(session.sink.page_writer(worker)?),
+        };
+        let (normal, zero) = (batch.normal.len(), batch.zero.len());
+        writer.write(&mut batch)?;
+        // What was found to be zero has moved, or has gone to main.
+        let still_normal = batch.normal.len();
+        session
+            .pages
+            .add_pages(still_normal, zero + normal - still_normal);
+        session.flow.give_back(batch);
+    }
+    Ok(())
+}
+
+/// Reports until `done`.
+fn tell(
+    session: &Session<'_>,
+    on_progress: &(dyn Fn(&RelayProgress) + Sync),
+    total_bytes: u64,
+    done: &Mutex<bool>,
+) {
+    let step = REPORT / 10;
+    loop {
+        for _ in 0..10 {
+            thread::sleep(step);
+            if *done.lock().unwrap_or_else(PoisonError::into_inner) {
+                return;
+            }
+        }
+        let pages = session.pages.read();
+        on_progress(&RelayProgress {
+            elapsed: session.since.elapsed(),
+            received_bytes: session.received().transferred_bytes,
+            sent_bytes: session.sink.sent_bytes(),
+            normal_pages: pages.normal_pages,
+            zero_pages: pages.zero_pages,
+            total_bytes,
+        });
+    }
+}

@@ -1,0 +1,192 @@
+//! The incoming main channel: marks between rounds, and what else is not a page.
+
+use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, SectionKind, Step};
+
+use super::beginning::Setup;
+use super::main_input::MainInput;
+use super::main_pages::MainPages;
+use super::session::{Session, Upstream};
+use super::sink::Opening;
+use super::{Hooks, closed, tail, wire};
+use crate::control::Status;
+use crate::error::{Channel, MigrationError};
+
+/// The main thread's own state.
+pub(super) struct MainReader<'a> {
+    session: &'a Session<'a>,
+    upstream: &'a Upstream,
+    setup: &'a Setup,
+    input: MainInput<'a>,
+    decoder: MainDecoder,
+    pages: MainPages<'a>,
+    section: SectionKind,
+}
+
+/// What an event leaves to be done once its bytes have been taken.
+enum Then {
+    Nothing,
+    Mark,
+    SectionEnd,
+    Command(Command),
+    RamEnded,
+}
+
+impl<'a> MainReader<'a> {
+    /// A reader behind the START section of `ram`.
+    pub(super) fn new(
+        session: &'a Session<'a>,
+        upstream: &'a Upstream,
+        setup: &'a Setup,
+        input: MainInput<'a>,
+        decoder: MainDecoder,
+    ) -> Self {
+        Self {
+            session,
+            upstream,
+            setup,
+            input,
+            decoder,
+            pages: MainPages::new(session, &setup.ram, upstream.multifd.is_empty()),
+            section: SectionKind::Start,
+        }
+    }
+
+    /// Carries the whole stream.
+    pub(super) fn run(
+        &mut self,
+        opening: &Opening,
+        hooks: Hooks<'_>,
+    ) -> Result<(), MigrationError> {
+        self.open(opening)?;
+        while !self.next()? {}
+        if self.upstream.is_relay {
+            tail::of_relay(self.session, self.upstream, &mut self.input)
+        } else {
+            tail::of_qemu(self.session, self.upstream, &mut self.input, hooks)
+        }
+    }
+
+    /// Opens the other side, up to the RAM blocks.
+    fn open(&mut self, opening: &Opening) -> Result<(), MigrationError> {
+        let session = self.session;
+        session.sink.open(opening)?;
+        for command in &self.setup.commands {
+            session.sink.command(*command)?;
+        }
+        self.meet_channels()?;
+        session.sink.ram_start(&self.setup.ram)?;
+        session.barrier.pass();
+        session.control.set_status(Status::Active);
+        Ok(())
+    }
+
+    /// Handles the next event; true behind the END section of `ram`.
+    fn next(&mut self) -> Result<bool, MigrationError> {
+        let step = self.decoder.next(self.input.unread()).map_err(wire)?;
+        let (event, consumed) = match step {
+            Step::Event { event, consumed } => (event, consumed),
+            Step::Need(needed) => {
+                if !self.input.fill(needed, &self.session.call())? {
+                    return Err(closed());
+                }
+                return Ok(false);
+            }
+        };
+        let then = match event {
+            MainEvent::SectionStart {
+                kind: kind @ (SectionKind::Part | SectionKind::End),
+                ..
+            } => {
+                self.section = kind;
+                Then::Nothing
+            }
+            MainEvent::RamPage {
+                block,
+                offset,
+                content,
+            } => {
+                self.pages.add(block, offset, content)?;
+                Then::Nothing
+            }
+            MainEvent::MultifdFlush => Then::Mark,
+            MainEvent::RamEos => Then::SectionEnd,
+            MainEvent::Command(command) => Then::Command(command),
+            MainEvent::SectionFooter if self.section == SectionKind::End => Then::RamEnded,
+            MainEvent::SectionFooter => Then::Nothing,
+            other => {
+                return Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: name(&other),
+                    doing: "carrying RAM (this stream cannot be carried: migrate without the relay)",
+                });
+            }
+        };
+        self.input.take(consumed);
+        match then {
+            Then::Nothing => {}
+            Then::Mark => self.barrier()?,
+            Then::SectionEnd => self.section_end()?,
+            Then::Command(command) => self.session.sink.command(command)?,
+            Then::RamEnded => return Ok(true),
+        }
+        Ok(false)
+    }
+
+    /// EOS. With machine types up to 8.0 and multifd it is a mark, too.
+    fn section_end(&mut self) -> Result<(), MigrationError> {
+        let is_mark = !self.upstream.multifd.is_empty() && !self.setup.flush;
+        let is_last = self.section == SectionKind::End;
+        match (is_mark, is_last) {
+            (true, false) => self.barrier()?,
+            // The source may rest now; its pages need not.
+            (false, false) => self.pages.submit(),
+            (_, true) => {
+                // Without a mark here the channels have had their last one: only main's own pages
+                // are left.
+                if is_mark {
+                    self.meet_channels()?;
+                }
+                self.pages.settle()?;
+                self.session.sink.ram_end()?;
+                self.pages.barrier_passed();
+                if is_mark {
+                    self.session.barrier.pass();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A mark of the source.
+    fn barrier(&mut self) -> Result<(), MigrationError> {
+        self.pages.submit();
+        self.meet_channels()?;
+        self.pages.settle()?;
+        self.session.sink.barrier()?;
+        self.pages.barrier_passed();
+        self.session.barrier.pass();
+        Ok(())
+    }
+
+    /// Waits until all channels stand still at their SYNC.
+    fn meet_channels(&self) -> Result<(), MigrationError> {
+        let session = self.session;
+        let called_off = || session.call().check().is_err();
+        if self.upstream.multifd.is_empty() || session.barrier.wait_for_channels(called_off) {
+            return Ok(());
+        }
+        session.call().check()?;
+        Err(MigrationError::Protocol {
+            channel: Channel::Main,
+            got: "the end of a multifd channel before its SYNC".to_owned(),
+            doing: "waiting at a barrier",
+        })
+    }
+}
+
+/// An event's name, without what is in it.
+fn name(event: &MainEvent<'_>) -> String {
+    let text = format!("{event:?}");
+    let end = text.find([' ', '(', '{']).unwrap_or(text.len());
+    text[..end].to_owned()
+}

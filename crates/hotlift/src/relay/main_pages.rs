@@ -1,0 +1,127 @@
+//! Pages that are records of the main channel: those of a source without multifd, and zero pages of
+//! `legacy` detection.
+
+use std::sync::atomic::Ordering;
+
+use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_methods::legacy::compress::Inflater;
+use hotlift_wire::main_channel::PageContent;
+
+use super::batch::Batch;
+use super::session::Session;
+use super::sink::RamLayout;
+use crate::error::{Channel, MigrationError};
+
+/// Gathers page records into batches.
+pub(super) struct MainPages<'a> {
+    session: &'a Session<'a>,
+    ram: &'a RamLayout,
+    /// The source has no multifd channels, and so no marks.
+    alone: bool,
+    batch: Option<Batch>,
+    inflater: Option<Inflater>,
+    /// Which pages have come since the last barrier, by RAM block.
+    seen: Vec<DirtyBitmap>,
+    any_seen: bool,
+}
+
+impl<'a> MainPages<'a> {
+    pub(super) fn new(session: &'a Session<'a>, ram: &'a RamLayout, alone: bool) -> Self {
+        let bitmaps = ram.blocks.iter().map(|block| {
+            let pages = block.used_length / PAGE_SIZE as u64;
+            DirtyBitmap::new(usize::try_from(pages).unwrap_or(usize::MAX))
+        });
+        Self {
+            session,
+            ram,
+            alone,
+            batch: None,
+            inflater: None,
+            seen: bitmaps.collect(),
+            any_seen: false,
+        }
+    }
+
+    /// Takes in a page. Where the source makes no marks, a page that comes again since the last one
+    /// makes one: its versions must not overtake each other on different channels.
+    pub(super) fn add(
+        &mut self,
+        block: usize,
+        offset: u64,
+        content: PageContent<'_>,
+    ) -> Result<(), MigrationError> {
+        if self.alone && !self.note(block, offset) {
+            self.settle()?;
+            self.session.sink.barrier()?;
+            self.barrier_passed();
+            self.note(block, offset);
+        }
+        if let PageContent::Xbzrle(delta) = content {
+            return self.session.sink.delta(block, offset, delta);
+        }
+        let joins = |batch: &Batch| batch.block == block && !batch.is_full();
+        if !self.batch.as_ref().is_some_and(joins) {
+            self.submit();
+            let mut batch = self.session.flow.take().ok_or(MigrationError::Cancelled)?;
+            batch.start(block);
+            self.batch = Some(batch);
+        }
+        let Some(batch) = &mut self.batch else {
+            return Ok(());
+        };
+        match content {
+            PageContent::Zero => batch.zero.push(offset),
+            PageContent::Normal(bytes) => batch.push(offset, bytes),
+            PageContent::Compressed(stream) => {
+                let failed = |source| MigrationError::Method {
+                    channel: Channel::Main,
+                    packet: 0,
+                    block: self.ram.blocks[block].name.clone(),
+                    source,
+                };
+                if self.inflater.is_none() {
+                    self.inflater = Some(Inflater::new().map_err(failed)?);
+                }
+                let mut page = [0; PAGE_SIZE];
+                if let Some(inflater) = &mut self.inflater {
+                    inflater.inflate(stream, &mut page).map_err(failed)?;
+                }
+                batch.push(offset, &page);
+            }
+            PageContent::Xbzrle(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Notes a page; false if it has come before.
+    fn note(&mut self, block: usize, offset: u64) -> bool {
+        self.any_seen = true;
+        self.seen[block].set(usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE)
+    }
+
+    /// Hands on what was gathered.
+    pub(super) fn submit(&mut self) {
+        if let Some(batch) = self.batch.take() {
+            self.session.flow.submit(batch);
+        }
+    }
+
+    /// Returns when everything that was handed on, by any thread, has been written.
+    pub(super) fn settle(&mut self) -> Result<(), MigrationError> {
+        self.submit();
+        if self.session.flow.drain() {
+            return Ok(());
+        }
+        Err(MigrationError::Cancelled)
+    }
+
+    /// Every page may come again.
+    pub(super) fn barrier_passed(&mut self) {
+        self.session.barriers.fetch_add(1, Ordering::Relaxed);
+        if std::mem::replace(&mut self.any_seen, false) {
+            for bitmap in &self.seen {
+                bitmap.clear_range(0, bitmap.pages());
+            }
+        }
+    }
+}

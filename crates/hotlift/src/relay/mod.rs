@@ -1,0 +1,252 @@
+//! The relay: passes a QEMU's migration stream on, and on the way takes its pages out, compresses them
+//! and spreads them over channels, or the other way round.
+//!
+//! ```text
+//! incoming  accept who is who; main_in set-up, marks, end; receive packets -> batches
+//! flow      a fixed number of batches between readers and writers
+//! outgoing  main_out marks, device state; send batches -> packets; answers the return path
+//! ```
+//!
+//! Both sides are QEMU's stream: main and multifd channels in any method, or main alone. What the
+//! incoming stream has is found out from it; what the outgoing one is to have, the options say. So one
+//! engine stands at the source (QEMU in, channels out), at the destination (channels in, QEMU out), and
+//! serves a QEMU that compresses by itself.
+//!
+//! # Order
+//!
+//! Between two barriers a page is sent at most once, so that batches may overtake each other. A mark of
+//! the incoming stream is one of the outgoing: the main thread waits until all channels have come to
+//! their SYNC and every batch is written, then writes SYNC on all channels and the mark. A source
+//! without multifd has no marks; there a barrier is made when a page comes a second time.
+//!
+//! # Who has the guest
+//!
+//! A QEMU runs the guest when it has read EOF, and its source takes the guest back if it then hears
+//! nothing. A relay that was killed in between would make two of it. So the relay beside the source
+//! lets EOF wait:
+//!
+//! ```text
+//! source QEMU        relay                                  destination
+//! devices, EOF --->  holds EOF back, devices, PING    --->  loads all devices
+//!                                                     <---  PONG
+//!              <---  SHUT(0)
+//! lets go, closes -> EOF                              --->  runs the guest
+//!                                                     <---  SHUT(0)
+//! ```
+//!
+//! Before SHUT(0) every failure leaves the guest with the source, and the destination without EOF.
+//! Between SHUT(0) and EOF, some milliseconds, a killed relay leaves it paused at the source, whole, and
+//! nowhere twice.
+
+mod accept;
+mod batch;
+mod beginning;
+mod carry;
+mod flow;
+mod main_in;
+mod main_input;
+mod main_pages;
+mod outgoing;
+mod pass_through;
+mod receive;
+mod session;
+mod sink;
+mod tail;
+
+use std::time::{Duration, Instant};
+
+use hotlift_wire::WireError;
+use serde::{Deserialize, Serialize};
+
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::figures::{SideFigures, ratio, to_f64};
+use crate::options::{Options, ZeroPageDetection};
+use crate::threads::run_as;
+use crate::transport::{Address, Listener, Stream};
+use session::Carried;
+
+/// How two relays know each other: the value of the first PING on main.
+const OPENING_MULTIFD: u32 = 0x484c_524c; // "HLRL"
+/// The same from a relay that sends no multifd channels.
+const OPENING_MAIN: u32 = 0x484c_524d; // "HLRM"
+/// The PING after this one carries the CRC-32 of all bytes of main before it; between relays only.
+const CHECKSUM_FOLLOWS: u32 = 0x484c_434b; // "HLCK"
+/// PING behind the last device.
+const LOADED: u32 = 0x484c_4c44; // "HLLD"
+
+/// Where the stream comes from.
+#[derive(Debug)]
+pub enum Incoming<'a> {
+    /// The source connects here.
+    Listener(&'a Listener),
+    /// Connections that are made already, in any order.
+    Connections(Vec<Stream>),
+}
+
+/// Where it goes.
+#[derive(Debug)]
+pub enum Outgoing<'a> {
+    /// To a relay or QEMU that listens there.
+    Address(&'a Address),
+}
+
+/// How to pass the stream on.
+#[derive(Debug, Clone)]
+pub struct RelaySettings {
+    /// Multifd channels, method, level and bandwidth of the outgoing side.
+    pub outgoing: Options,
+    /// How zero pages are sent: in packets (`Multifd`), as records of main (`Legacy`), or as they
+    /// came, without looking for them (`None`). Not given: looked for where the source has not, and
+    /// sent as the other side can read them.
+    pub zero_pages: Option<ZeroPageDetection>,
+    /// The VM's UUID, where the incoming side has no multifd channels to say it.
+    pub uuid: Option<[u8; 16]>,
+    /// QEMU's property `multifd-flush-after-each-section` of the outgoing side. Not given: as the
+    /// incoming side has it; if that has no multifd, on for machine types up to 8.0.
+    pub flush_after_each_section: Option<bool>,
+}
+
+impl Default for RelaySettings {
+    /// Options of the table, but for the bandwidth: the source paces itself.
+    fn default() -> Self {
+        Self {
+            outgoing: Options {
+                max_bandwidth: 0,
+                ..Options::default()
+            },
+            zero_pages: None,
+            uuid: None,
+            flush_after_each_section: None,
+        }
+    }
+}
+
+/// Whether the source has given the guest up for good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LetGo {
+    /// It has: the destination may run the guest.
+    Yes,
+    /// It has taken it back.
+    No,
+    /// Not known yet.
+    NotYet,
+}
+
+/// What the caller wants to know, and knows better.
+#[derive(Default, Clone, Copy)]
+pub struct Hooks<'a> {
+    /// Takes reports, twice a second.
+    pub on_progress: Option<&'a (dyn Fn(&RelayProgress) + Sync)>,
+    /// Asked every few milliseconds, once all is loaded. Without it the source has let go when it
+    /// closes its main channel, which a cancel in that moment looks like, too.
+    pub has_let_go: Option<&'a (dyn Fn() -> LetGo + Sync)>,
+}
+
+/// A moment of a relay.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RelayProgress {
+    /// Since the source's first connection.
+    pub elapsed: Duration,
+    /// Bytes read from all incoming channels.
+    pub received_bytes: u64,
+    /// Bytes written to all outgoing channels.
+    pub sent_bytes: u64,
+    /// Pages passed on with their content.
+    pub normal_pages: u64,
+    /// Pages passed on as zero.
+    pub zero_pages: u64,
+    /// Bytes of the VM's RAM blocks; 0 before they are known.
+    pub total_bytes: u64,
+}
+
+/// What one migration through a relay came to.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RelayReport {
+    /// From the source's first connection until word that the destination has the guest, in
+    /// milliseconds.
+    pub total_ms: f64,
+    /// Bytes read from all incoming channels.
+    pub received_bytes: u64,
+    /// Bytes written to all outgoing channels.
+    pub sent_bytes: u64,
+    /// Pages passed on with their content.
+    pub normal_pages: u64,
+    /// Pages passed on as zero.
+    pub zero_pages: u64,
+    /// Barriers passed on or made.
+    pub barriers: u64,
+    /// Bytes of normal pages over `sent_bytes`.
+    pub ratio: f64,
+    /// `sent_bytes` × 8 over `total_ms`, in 10^6 bit/s.
+    pub throughput_mbps: f64,
+    /// The source's machine; empty for a stream that was passed through unread.
+    pub machine: String,
+    /// Page compression method of the outgoing side.
+    pub method: String,
+    /// Why the stream was passed through byte for byte; `None` for one that was carried page by page.
+    pub passed_through: Option<String>,
+    /// Cost of this relay.
+    pub side: SideFigures,
+}
+
+/// Passes one migration on, from its first connection to its end.
+///
+/// # Errors
+/// Any [`MigrationError`]; all connections are closed then. Unless it is [`MigrationError::InDoubt`],
+/// the source has kept the guest.
+pub fn relay(
+    incoming: Incoming<'_>,
+    outgoing: &Outgoing<'_>,
+    settings: &RelaySettings,
+    control: &Control,
+    hooks: Hooks<'_>,
+) -> Result<RelayReport, MigrationError> {
+    settings.outgoing.check()?;
+    run_as("relay/main", control, || {
+        let carried = carry::run(incoming, outgoing, settings, control, hooks)?;
+        Ok(report(carried))
+    })
+}
+
+fn report(carried: Carried) -> RelayReport {
+    let Carried {
+        since,
+        received_bytes,
+        sent_bytes,
+        pages,
+        barriers,
+        machine,
+        method,
+        passed_through,
+        threads,
+    } = carried;
+    let total = Instant::now() - since;
+    RelayReport {
+        total_ms: total.as_secs_f64() * 1e3,
+        received_bytes,
+        sent_bytes,
+        normal_pages: pages.normal_pages,
+        zero_pages: pages.zero_pages,
+        barriers,
+        ratio: ratio(to_f64(pages.normal_pages) * 4096.0, to_f64(sent_bytes)),
+        throughput_mbps: ratio(to_f64(sent_bytes) * 8.0 / 1e6, total.as_secs_f64()),
+        machine,
+        method: method.to_owned(),
+        passed_through,
+        side: SideFigures::new(threads, total, pages.normal_pages),
+    }
+}
+
+fn closed() -> MigrationError {
+    MigrationError::Closed {
+        channel: Channel::Main,
+    }
+}
+
+fn wire(source: WireError) -> MigrationError {
+    MigrationError::Wire {
+        channel: Channel::Main,
+        source,
+    }
+}

@@ -1,0 +1,214 @@
+//! What the other side has said on the return path so far.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::{WireError, limits};
+
+use super::super::{LOADED, OPENING_MAIN, OPENING_MULTIFD};
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::transport::Stream;
+
+/// How often a wait looks whether it was called off.
+const TICK: Duration = Duration::from_millis(100);
+
+#[derive(Debug, Default)]
+struct Heard {
+    is_relay: bool,
+    opened: bool,
+    loaded: bool,
+    shut: Option<u32>,
+    /// Why it gave up, in its words.
+    reason: Option<String>,
+    ended: bool,
+    aborted: bool,
+}
+
+/// Kept by the thread that listens, waited for by the main thread.
+#[derive(Debug, Default)]
+pub(super) struct Answers {
+    heard: Mutex<Heard>,
+    changed: Condvar,
+}
+
+impl Answers {
+    fn lock(&self) -> MutexGuard<'_, Heard> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note(&self, change: impl FnOnce(&mut Heard)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Ends all waits.
+    pub(super) fn abort(&self) {
+        self.note(|heard| heard.aborted = true);
+    }
+
+    /// Listens to `stream` until it ends. What is not for the relay goes to `forward`.
+    pub(super) fn listen(
+        &self,
+        stream: &Stream,
+        forward: &dyn Fn(&[u8]),
+    ) -> Result<(), MigrationError> {
+        let outcome = self.read_all(stream, forward);
+        self.note(|heard| heard.ended = true);
+        outcome
+    }
+
+    fn read_all(&self, stream: &Stream, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
+        let mut pending = Vec::with_capacity(2 * limits::RETURN_PATH_PAYLOAD);
+        let mut read_here = [0; limits::RETURN_PATH_PAYLOAD];
+        loop {
+            let read = match stream.read_some(&mut read_here) {
+                Ok(read) => read,
+                // It has said all that it had to say.
+                Err(_) if self.lock().shut.is_some() => 0,
+                Err(source) => {
+                    return Err(MigrationError::Connection {
+                        channel: Channel::Main,
+                        doing: "listening to the destination",
+                        source,
+                    });
+                }
+            };
+            if read == 0 {
+                return Ok(());
+            }
+            pending.extend_from_slice(&read_here[..read]);
+            let mut taken = 0;
+            loop {
+                match ReturnMessage::decode(&pending[taken..]) {
+                    Ok((message, length)) => {
+                        let bytes = &pending[taken..taken + length];
+                        self.take(message, bytes, forward);
+                        taken += length;
+                    }
+                    Err(WireError::Truncated { .. }) => break,
+                    Err(source) => {
+                        return Err(MigrationError::Wire {
+                            channel: Channel::Main,
+                            source,
+                        });
+                    }
+                }
+            }
+            pending.drain(..taken);
+        }
+    }
+
+    fn take(&self, message: ReturnMessage<'_>, bytes: &[u8], forward: &dyn Fn(&[u8])) {
+        match message {
+            ReturnMessage::Hello(_) => self.note(|heard| heard.is_relay = true),
+            ReturnMessage::Pong(OPENING_MULTIFD | OPENING_MAIN) => {
+                self.note(|heard| heard.opened = true);
+            }
+            ReturnMessage::Pong(LOADED) => self.note(|heard| heard.loaded = true),
+            ReturnMessage::Shut(value) => self.note(|heard| heard.shut = Some(value)),
+            ReturnMessage::ErrorText(text) => {
+                self.note(|heard| heard.reason = Some(crate::error::printable(text)));
+            }
+            _ => forward(bytes),
+        }
+    }
+
+    /// Waits for the answer to the opening; true if the other side is a relay.
+    pub(super) fn await_opened(
+        &self,
+        timeout: Duration,
+        control: &Control,
+    ) -> Result<bool, MigrationError> {
+        let doing = "the destination's answer to the opening (is its machine the source's, has it as \
+                     many multifd channels, and the same method?)";
+        self.wait(timeout, control, doing, |heard| heard.opened)?;
+        Ok(self.lock().is_relay)
+    }
+
+    /// Waits for word that all devices are loaded.
+    pub(super) fn await_loaded(
+        &self,
+        timeout: Duration,
+        control: &Control,
+    ) -> Result<(), MigrationError> {
+        let doing = "the destination's word that it has loaded the guest";
+        self.wait(timeout, control, doing, |heard| heard.loaded)
+    }
+
+    /// Waits for word that the guest runs there. Nothing calls this wait off: the guest may run.
+    ///
+    /// # Errors
+    /// [`MigrationError::Destination`] if it says that it could not, [`MigrationError::InDoubt`] if it
+    /// says nothing.
+    pub(super) fn await_running(&self, timeout: Duration) -> Result<(), MigrationError> {
+        let (heard, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), timeout, |heard| {
+                heard.shut.is_none() && !heard.ended && !heard.aborted
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        match heard.shut {
+            Some(0) => Ok(()),
+            Some(_) => Err(gave_up(&heard)),
+            None => Err(MigrationError::InDoubt),
+        }
+    }
+
+    fn wait(
+        &self,
+        timeout: Duration,
+        control: &Control,
+        waiting_for: &str,
+        is_there: impl Fn(&Heard) -> bool,
+    ) -> Result<(), MigrationError> {
+        let deadline = Instant::now() + timeout;
+        let mut heard = self.lock();
+        loop {
+            if is_there(&heard) {
+                return Ok(());
+            }
+            if heard.shut.is_some_and(|value| value != 0) || heard.reason.is_some() {
+                return Err(gave_up(&heard));
+            }
+            if heard.ended {
+                return Err(MigrationError::Closed {
+                    channel: Channel::Main,
+                });
+            }
+            if heard.aborted || control.is_cancelled() {
+                return Err(MigrationError::Cancelled);
+            }
+            if Instant::now() > deadline {
+                return Err(MigrationError::Timeout {
+                    waiting_for: waiting_for.to_owned(),
+                    waited: timeout,
+                });
+            }
+            (heard, _) = self
+                .changed
+                .wait_timeout(heard, TICK)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// What became of a connection that has ended: fine if the guest runs there.
+    pub(super) fn ending(&self) -> Result<(), MigrationError> {
+        let heard = self.lock();
+        match heard.shut {
+            Some(0) => Ok(()),
+            None if heard.reason.is_none() => Err(MigrationError::Closed {
+                channel: Channel::Main,
+            }),
+            _ => Err(gave_up(&heard)),
+        }
+    }
+}
+
+fn gave_up(heard: &Heard) -> MigrationError {
+    let reason = heard.reason.clone().unwrap_or_else(|| {
+        "it could not load the guest; its own log says why (QEMU sends no reason)".to_owned()
+    });
+    MigrationError::Destination { reason }
+}

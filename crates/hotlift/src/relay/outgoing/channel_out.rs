@@ -1,0 +1,166 @@
+//! An outgoing multifd channel: encodes batches and sends them as packets.
+
+use std::os::fd::AsFd;
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+
+use hotlift_mem::sock::{self, IoScratch};
+use hotlift_methods::Encode;
+use hotlift_wire::multifd::{Method, PacketFields, PacketLayout, PacketWriter};
+
+use super::super::batch::Batch;
+use super::super::sink::WritePages;
+use super::{StreamSink, Zeros};
+use crate::error::{Channel, MigrationError};
+
+/// One channel's working state; everything that a packet needs is kept from packet to packet.
+pub(super) struct ChannelWriter<'s, 'a> {
+    sink: &'s StreamSink<'a>,
+    id: u8,
+    writer: PacketWriter,
+    /// `None` for method none.
+    encoder: Option<Box<dyn Encode>>,
+    payload: Vec<u8>,
+    scratch: IoScratch,
+}
+
+impl<'s, 'a> ChannelWriter<'s, 'a> {
+    pub(super) fn new(sink: &'s StreamSink<'a>, id: u8) -> Result<Self, MigrationError> {
+        let info = sink.settings.outgoing.multifd_compression;
+        let method = sink.wire_method;
+        let encoder = if method == Method::None {
+            None
+        } else {
+            let level = sink.settings.outgoing.level();
+            let encoder = (info.encoder)(level.unwrap_or(info.default_level));
+            Some(encoder.map_err(|source| MigrationError::Method {
+                channel: Channel::Multifd(id),
+                packet: 0,
+                block: String::new(),
+                source,
+            })?)
+        };
+        Ok(Self {
+            sink,
+            id,
+            writer: PacketWriter::new(PacketLayout::QEMU, method, true),
+            encoder,
+            payload: Vec::new(),
+            scratch: IoScratch::new(),
+        })
+    }
+}
+
+impl WritePages for ChannelWriter<'_, '_> {
+    fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        let zeros = self.sink.zeros();
+        if zeros != Zeros::AsTheyCame {
+            batch.find_zero_pages();
+        }
+        if self.sink.zeros_on_main() {
+            self.sink.keep_zeros(batch);
+            batch.zero.clear();
+        }
+        if batch.len() == 0 {
+            return Ok(());
+        }
+        let packet_num = self.sink.packet_num.fetch_add(1, Ordering::Relaxed);
+        let block = self.sink.block_name(batch.block);
+        let mut payload_crc = 0;
+        let mut payload: &[u8] = batch.pages();
+        if let Some(encoder) = &mut self.encoder
+            && !payload.is_empty()
+        {
+            encoder
+                .encode(payload, &mut self.payload)
+                .map_err(|source| MigrationError::Method {
+                    channel: Channel::Multifd(self.id),
+                    packet: packet_num,
+                    block: block.to_owned(),
+                    source,
+                })?;
+            payload = &self.payload;
+            payload_crc = crc32fast::hash(payload);
+        }
+        let fields = PacketFields {
+            sync: false,
+            packet_num,
+            block,
+            normal: &batch.normal,
+            zero: &batch.zero,
+            payload_len: u32::try_from(payload.len()).unwrap_or(u32::MAX),
+            payload_crc,
+        };
+        let header = self
+            .writer
+            .header(&fields)
+            .map_err(|source| MigrationError::Wire {
+                channel: Channel::Multifd(self.id),
+                source,
+            })?;
+        self.sink
+            .send(self.id, &[header, payload], &mut self.scratch)
+    }
+}
+
+impl StreamSink<'_> {
+    /// Writes to a multifd channel.
+    pub(super) fn send(
+        &self,
+        id: u8,
+        parts: &[&[u8]],
+        scratch: &mut IoScratch,
+    ) -> Result<(), MigrationError> {
+        let index = usize::from(id);
+        let bytes = parts.iter().map(|part| part.len()).sum();
+        self.pacer.wait(bytes, &self.control);
+        sock::send_parts(self.multifd[index].as_fd(), parts, scratch).map_err(|source| {
+            MigrationError::Connection {
+                channel: Channel::Multifd(id),
+                doing: "sending pages",
+                source,
+            }
+        })?;
+        self.counters[index].add_bytes(bytes);
+        Ok(())
+    }
+
+    /// SYNC on every channel.
+    pub(super) fn sync_channels(&self) -> Result<(), MigrationError> {
+        let mut writer = PacketWriter::new(PacketLayout::QEMU, self.wire_method, true);
+        let mut scratch = IoScratch::new();
+        for id in (0..=u8::MAX).take(self.multifd.len()) {
+            let fields = PacketFields {
+                sync: true,
+                packet_num: self.packet_num.fetch_add(1, Ordering::Relaxed),
+                ..PacketFields::default()
+            };
+            let header = writer
+                .header(&fields)
+                .map_err(|source| MigrationError::Wire {
+                    channel: Channel::Multifd(id),
+                    source,
+                })?;
+            self.send(id, &[header], &mut scratch)?;
+        }
+        Ok(())
+    }
+}
+
+/// A stream without multifd: pages are records of main.
+pub(super) struct MainWriter<'s, 'a>(pub &'s StreamSink<'a>);
+
+impl WritePages for MainWriter<'_, '_> {
+    fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        if self.0.zeros() != Zeros::AsTheyCame {
+            batch.find_zero_pages();
+        }
+        self.0.lock_main().pages(batch)
+    }
+}
+
+/// A lock whose holder cannot have left anything half done.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,403 @@
+//! The outgoing side over sockets: a main channel and N multifd channels, or main alone.
+//!
+//! | file | what goes out |
+//! |---|---|
+//! | `channel_out` | pages |
+//! | `main_out` | set-up, marks, devices, end |
+//! | `answers` | nothing: what comes back |
+
+mod answers;
+mod channel_out;
+mod main_out;
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::Duration;
+
+use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_wire::main_channel::{Command, put_packaged_head};
+use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
+
+use super::batch::Batch;
+use super::sink::{Opening, RamLayout, Sink, WritePages};
+use super::{CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, RelaySettings};
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::figures::{Counters, Counts};
+use crate::pacing::Pacer;
+use crate::transport::{Address, Stream};
+use answers::Answers;
+use channel_out::{ChannelWriter, MainWriter, lock};
+use main_out::{MainLink, MainOut, Section, wire};
+
+/// How long a destination may take to load the devices, and to run the guest when it was told to.
+const LOADING: Duration = Duration::from_secs(60);
+
+/// What is done about zero pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Zeros {
+    /// Looked for.
+    Found,
+    /// Passed on where the source has found them.
+    AsTheyCame,
+}
+
+/// What the incoming side has shown of itself that matters here.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Seen {
+    /// Every section of RAM is a barrier; `None` without multifd.
+    pub flush_after_each_section: Option<bool>,
+    /// The source is a relay that has looked for zero pages.
+    pub zeros_were_looked_for: bool,
+}
+
+pub(super) struct StreamSink<'a> {
+    settings: &'a RelaySettings,
+    control: Control,
+    seen: Seen,
+    wire_method: Method,
+    link: Arc<MainLink>,
+    multifd: Vec<Stream>,
+    /// One a channel.
+    counters: Vec<Counters>,
+    pacer: Arc<Pacer>,
+    packet_num: AtomicU64,
+    answers: Answers,
+    out: OnceLock<Mutex<MainOut>>,
+    other_side: OnceLock<OtherSide>,
+    ram: OnceLock<Ram>,
+}
+
+/// What is known once the other side has answered.
+#[derive(Debug, Clone, Copy)]
+struct OtherSide {
+    is_relay: bool,
+    /// Every section of RAM is a barrier.
+    flush_after_each_section: bool,
+    zeros_on_main: bool,
+}
+
+struct Ram {
+    layout: RamLayout,
+    /// Zero pages that wait for the next section on main.
+    zeros: Vec<DirtyBitmap>,
+}
+
+/// Main and channels, connected in that order: receivers before QEMU 8.0 take the first connection for
+/// main.
+pub(super) fn connect(
+    to: &Address,
+    settings: &RelaySettings,
+    uuid: [u8; 16],
+    control: &Control,
+) -> Result<(Stream, Vec<Stream>), MigrationError> {
+    let options = &settings.outgoing;
+    let main = to.connect(options.handshake_timeout)?;
+    let mut multifd = Vec::new();
+    for id in 0..options.channels() {
+        if control.is_cancelled() {
+            return Err(MigrationError::Cancelled);
+        }
+        let stream = to.connect(options.handshake_timeout)?;
+        let opening = InitialPacket {
+            uuid,
+            id,
+            hello: Some(Hello {
+                channels: options.channels(),
+                method: method_of(settings),
+                layout: PacketLayout::QEMU,
+                zero_page_detection: settings.zero_pages.unwrap_or(ZeroPageDetection::Multifd),
+            }),
+        };
+        let sent = (&stream).write_all(&opening.encode());
+        sent.map_err(|source| MigrationError::Connection {
+            channel: Channel::Multifd(id),
+            doing: "opening the migration",
+            source,
+        })?;
+        multifd.push(stream);
+    }
+    Ok((main, multifd))
+}
+
+fn method_of(settings: &RelaySettings) -> Method {
+    Method::from_flag(settings.outgoing.multifd_compression.flag).unwrap_or(Method::None)
+}
+
+impl<'a> StreamSink<'a> {
+    pub(super) fn new(
+        (main, multifd): (Stream, Vec<Stream>),
+        settings: &'a RelaySettings,
+        seen: Seen,
+        control: &Control,
+    ) -> Self {
+        let mut counters = Counters::of_side(multifd.len());
+        let pacer = Arc::new(Pacer::new(settings.outgoing.max_bandwidth));
+        let link = Arc::new(MainLink {
+            stream: main,
+            counters: counters.pop().unwrap_or_default(),
+            pacer: Arc::clone(&pacer),
+            control: control.clone(),
+        });
+        Self {
+            settings,
+            control: control.clone(),
+            seen,
+            wire_method: method_of(settings),
+            counters,
+            link,
+            multifd,
+            pacer,
+            packet_num: AtomicU64::new(0),
+            answers: Answers::default(),
+            out: OnceLock::new(),
+            other_side: OnceLock::new(),
+            ram: OnceLock::new(),
+        }
+    }
+
+    fn lock_main(&self) -> MutexGuard<'_, MainOut> {
+        match self.out.get() {
+            Some(out) => lock(out),
+            None => unreachable!("`open` comes first"),
+        }
+    }
+
+    fn other_side(&self) -> OtherSide {
+        match self.other_side.get() {
+            Some(other_side) => *other_side,
+            None => unreachable!("`open` comes first"),
+        }
+    }
+
+    fn ram(&self) -> &Ram {
+        match self.ram.get() {
+            Some(ram) => ram,
+            None => unreachable!("`ram_start` comes first"),
+        }
+    }
+
+    fn block_name(&self, block: usize) -> &str {
+        &self.ram().layout.blocks[block].name
+    }
+
+    fn zeros(&self) -> Zeros {
+        match self.settings.zero_pages {
+            Some(ZeroPageDetection::None) => Zeros::AsTheyCame,
+            None if self.seen.zeros_were_looked_for => Zeros::AsTheyCame,
+            _ => Zeros::Found,
+        }
+    }
+
+    fn zeros_on_main(&self) -> bool {
+        self.other_side().zeros_on_main
+    }
+
+    /// Keeps the batch's zero pages for the next section on main.
+    fn keep_zeros(&self, batch: &Batch) {
+        let zeros = &self.ram().zeros[batch.block];
+        for offset in &batch.zero {
+            zeros.set(page_of(*offset));
+        }
+    }
+
+    /// SYNC on all channels, and a section of RAM with the mark.
+    fn mark(&self, section: Section) -> Result<(), MigrationError> {
+        self.sync_channels()?;
+        let zeros = self.ram().zeros.iter().enumerate();
+        let zeros = zeros.flat_map(|(block, zeros)| {
+            (0..zeros.words()).flat_map(move |word| {
+                let mut bits = zeros.take_word(word);
+                std::iter::from_fn(move || {
+                    let bit = bits.trailing_zeros();
+                    bits &= bits.wrapping_sub(1);
+                    (bit < u64::BITS).then(|| {
+                        (
+                            block,
+                            (word as u64 * 64 + u64::from(bit)) * PAGE_SIZE as u64,
+                        )
+                    })
+                })
+            })
+        });
+        let flush = self.flushes();
+        self.lock_main().section(section, zeros, flush)
+    }
+
+    /// Whether a mark is a record of its own; else every section's end is one.
+    fn flushes(&self) -> bool {
+        !self.multifd.is_empty() && !self.other_side().flush_after_each_section
+    }
+
+    /// Decides what the other side can read.
+    fn learn(&self, machine: &str, is_relay: bool) -> OtherSide {
+        let version = machine_version(machine);
+        let by_machine = version.is_some_and(|version| version <= (8, 0));
+        let flush_after_each_section = self
+            .settings
+            .flush_after_each_section
+            .or(self.seen.flush_after_each_section)
+            .unwrap_or(by_machine);
+        // The table of zero pages in a packet came with QEMU 9.0; a machine without a version (microvm)
+        // may be an older one's.
+        let reads_zeros_in_packets = is_relay || version.is_some_and(|version| version >= (9, 0));
+        let zeros_on_main = match self.settings.zero_pages {
+            Some(ZeroPageDetection::Legacy) => true,
+            Some(ZeroPageDetection::Multifd) => false,
+            Some(ZeroPageDetection::None) | None => !reads_zeros_in_packets,
+        };
+        OtherSide {
+            is_relay,
+            flush_after_each_section,
+            zeros_on_main,
+        }
+    }
+}
+
+/// The version of a machine type: (7, 2) of `pc-i440fx-7.2`.
+fn machine_version(machine: &str) -> Option<(u32, u32)> {
+    let (_, version) = machine.rsplit_once('-')?;
+    let (major, minor) = version.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
+}
+
+fn page_of(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE
+}
+
+impl Sink for StreamSink<'_> {
+    fn workers(&self) -> usize {
+        self.multifd.len().max(1)
+    }
+
+    fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
+        if self.multifd.is_empty() {
+            return Ok(Box::new(MainWriter(self)));
+        }
+        let id = u8::try_from(worker).unwrap_or(u8::MAX);
+        Ok(Box::new(ChannelWriter::new(self, id)?))
+    }
+
+    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
+        let mut out = MainOut::new(Arc::clone(&self.link), &opening.configuration)?;
+        let ping = if self.multifd.is_empty() {
+            OPENING_MAIN
+        } else {
+            OPENING_MULTIFD
+        };
+        out.command(Command::OpenReturnPath)?;
+        out.command(Command::Ping(ping))?;
+        let timeout = self.settings.outgoing.handshake_timeout;
+        let is_relay = self.answers.await_opened(timeout, &self.control)?;
+        if !is_relay {
+            out.drop_checksum();
+        }
+        let other_side = self.learn(&opening.configuration.machine, is_relay);
+        let _ = self.other_side.set(other_side);
+        let _ = self.out.set(Mutex::new(out));
+        Ok(())
+    }
+
+    fn command(&self, command: Command) -> Result<(), MigrationError> {
+        self.lock_main().command(command)
+    }
+
+    fn ram_start(&self, layout: &RamLayout) -> Result<(), MigrationError> {
+        let zeros = layout.blocks.iter().map(|block| {
+            let pages = block.used_length / PAGE_SIZE as u64;
+            DirtyBitmap::new(usize::try_from(pages).unwrap_or(usize::MAX))
+        });
+        let _ = self.ram.set(Ram {
+            layout: layout.clone(),
+            zeros: zeros.collect(),
+        });
+        self.sync_channels()?;
+        let flush = self.flushes();
+        self.lock_main().ram_start(layout, flush)
+    }
+
+    fn barrier(&self) -> Result<(), MigrationError> {
+        // Records of one stream are in order by themselves.
+        if self.multifd.is_empty() {
+            return Ok(());
+        }
+        self.mark(Section::Part)
+    }
+
+    fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
+        let each_section = !self.multifd.is_empty() && self.other_side().flush_after_each_section;
+        if each_section {
+            self.sync_channels()?;
+        }
+        self.lock_main().delta(block, offset, delta)
+    }
+
+    fn ram_end(&self) -> Result<(), MigrationError> {
+        self.mark(Section::End)
+    }
+
+    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
+        let mut main = self.lock_main();
+        if self.other_side().is_relay {
+            let mut head = Vec::new();
+            put_packaged_head(sections.len(), &mut head).map_err(wire)?;
+            main.raw(&head)?;
+        }
+        main.raw(sections)
+    }
+
+    fn await_loaded(&self) -> Result<(), MigrationError> {
+        let mut main = self.lock_main();
+        if let Some(crc) = main.crc() {
+            let mut pings = Vec::new();
+            Command::Ping(CHECKSUM_FOLLOWS).encode(&mut pings);
+            Command::Ping(crc).encode(&mut pings);
+            main.raw(&pings)?;
+        }
+        let mut ping = Vec::new();
+        Command::Ping(LOADED).encode(&mut ping);
+        main.raw(&ping)?;
+        self.answers.await_loaded(LOADING, &self.control)
+    }
+
+    fn commit(&self, end: &[u8]) -> Result<(), MigrationError> {
+        self.lock_main().raw(end)?;
+        self.answers.await_running(LOADING)
+    }
+
+    fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
+        self.answers.listen(&self.link.stream, forward)?;
+        self.answers.ending()
+    }
+
+    fn abort(&self) {
+        self.answers.abort();
+        for stream in std::iter::once(&self.link.stream).chain(&self.multifd) {
+            stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn sent_bytes(&self) -> u64 {
+        let channels: Counts = self.counters.iter().map(Counters::read).sum();
+        channels.transferred_bytes + self.link.counters.read().transferred_bytes
+    }
+
+    fn method(&self) -> &'static str {
+        self.wire_method.name()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_type_says_its_version_or_none() {
+        assert_eq!(machine_version("pc-i440fx-7.2"), Some((7, 2)));
+        assert_eq!(machine_version("pc-q35-10.0"), Some((10, 0)));
+        assert_eq!(machine_version("microvm"), None);
+        assert_eq!(machine_version("s390-ccw-virtio"), None);
+    }
+}

@@ -1,0 +1,164 @@
+//! An incoming multifd channel's thread: reads packets and decodes their pages into batches.
+
+use std::io::{self, Read};
+
+use hotlift_mem::GuestRun;
+use hotlift_methods::{Decode, METHODS};
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
+
+use super::session::Session;
+use crate::error::{Channel, MigrationError};
+use crate::transport::Stream;
+
+pub(super) struct ChannelReceiver<'a> {
+    session: &'a Session<'a>,
+    blocks: &'a [RamBlockEntry],
+    stream: &'a Stream,
+    id: u8,
+    rules: PacketRules,
+    header: PacketHeader,
+    header_bytes: Vec<u8>,
+    /// Made when the first packet says its method; all others must then have the same.
+    decoder: Option<Box<dyn Decode>>,
+    payload: Vec<u8>,
+}
+
+impl<'a> ChannelReceiver<'a> {
+    pub(super) fn new(
+        session: &'a Session<'a>,
+        blocks: &'a [RamBlockEntry],
+        stream: &'a Stream,
+        id: u8,
+        from_relay: bool,
+    ) -> Self {
+        let layout = PacketLayout::QEMU;
+        Self {
+            session,
+            blocks,
+            stream,
+            id,
+            rules: PacketRules {
+                layout,
+                method: None,
+                checksum_required: from_relay,
+            },
+            header: PacketHeader::new(layout),
+            header_bytes: vec![0; layout.header_len()],
+            decoder: None,
+            payload: Vec::new(),
+        }
+    }
+
+    /// Works until the channel ends, between packets, or the relay does.
+    pub(super) fn run(&mut self) -> Result<(), MigrationError> {
+        while self.read_header()? {
+            self.header
+                .decode(&self.header_bytes, &self.rules, self.blocks)
+                .map_err(|source| self.wire(source))?;
+            let pages = self.header.normal().len() + self.header.zero().len();
+            if pages > 0 && !self.pages()? {
+                return Ok(());
+            }
+            if self.header.sync() && !self.session.barrier.channel_arrives() {
+                return Ok(());
+            }
+        }
+        self.session.barrier.channel_ends();
+        Ok(())
+    }
+
+    /// Reads the next header; false if the channel ends before it.
+    fn read_header(&mut self) -> Result<bool, MigrationError> {
+        let mut filled = 0;
+        while filled < self.header_bytes.len() {
+            let read = self
+                .stream
+                .read_some(&mut self.header_bytes[filled..])
+                .map_err(|source| self.broken("reading a packet header", source))?;
+            if read == 0 && filled == 0 {
+                return Ok(false);
+            }
+            if read == 0 {
+                let source = io::ErrorKind::UnexpectedEof.into();
+                return Err(self.broken("reading a packet header", source));
+            }
+            filled += read;
+        }
+        self.session.received[usize::from(self.id)].add_bytes(filled);
+        Ok(true)
+    }
+
+    /// Hands the packet's pages on; false if the relay has ended.
+    fn pages(&mut self) -> Result<bool, MigrationError> {
+        let Some(mut batch) = self.session.flow.take() else {
+            return Ok(false);
+        };
+        batch.start(self.header.block());
+        batch.normal.extend_from_slice(self.header.normal());
+        batch.zero.extend_from_slice(self.header.zero());
+        if !self.header.normal().is_empty() {
+            self.normal_pages(batch.pages_mut())?;
+        }
+        self.session.flow.submit(batch);
+        Ok(true)
+    }
+
+    fn normal_pages(&mut self, pages: &mut [u8]) -> Result<(), MigrationError> {
+        let length = self.header.payload_len();
+        self.session.received[usize::from(self.id)].add_bytes(length);
+        let method = *self.rules.method.get_or_insert(self.header.method());
+        let mut stream = self.stream;
+        if method == Method::None {
+            return stream
+                .read_exact(pages)
+                .map_err(|source| self.broken("reading pages", source));
+        }
+        if self.payload.len() < length {
+            self.payload.resize(length, 0);
+        }
+        if let Err(source) = stream.read_exact(&mut self.payload[..length]) {
+            return Err(self.broken("reading a payload", source));
+        }
+        let payload = &self.payload[..length];
+        self.header
+            .check_payload(payload)
+            .map_err(|source| self.wire(source))?;
+        let failed = |source| MigrationError::Method {
+            channel: Channel::Multifd(self.id),
+            packet: self.header.packet_num(),
+            block: self.blocks[self.header.block()].name.clone(),
+            source,
+        };
+        if self.decoder.is_none() {
+            let known = METHODS.iter().find(|info| info.flag == method.flag());
+            let info = known.ok_or_else(|| MigrationError::Protocol {
+                channel: Channel::Multifd(self.id),
+                got: format!("method {}", method.name()),
+                doing: "reading pages (this build has no decoder for it)",
+            })?;
+            self.decoder = Some((info.decoder)().map_err(failed)?);
+        }
+        match &mut self.decoder {
+            Some(decoder) => decoder
+                .decode(payload, &[GuestRun::of_buffer(pages)])
+                .map_err(failed),
+            None => Ok(()),
+        }
+    }
+
+    fn wire(&self, source: hotlift_wire::WireError) -> MigrationError {
+        MigrationError::Wire {
+            channel: Channel::Multifd(self.id),
+            source,
+        }
+    }
+
+    fn broken(&self, doing: &'static str, source: io::Error) -> MigrationError {
+        MigrationError::Connection {
+            channel: Channel::Multifd(self.id),
+            doing,
+            source,
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! What the threads of one relayed migration share, and how any of them ends it.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use hotlift_wire::return_path::ReturnMessage;
+
+use super::flow::Flow;
+use super::sink::Sink;
+use crate::barrier::Barrier;
+use crate::control::Control;
+use crate::destination::last_words;
+use crate::error::MigrationError;
+use crate::figures::{Counters, Counts, ThreadCpu, ThreadTimes};
+use crate::transport::Stream;
+
+/// The source's connections.
+#[derive(Debug)]
+pub(super) struct Upstream {
+    pub main: Stream,
+    /// By channel id.
+    pub multifd: Vec<Stream>,
+    /// The source is a relay.
+    pub is_relay: bool,
+    /// The source takes answers.
+    pub return_path: bool,
+    /// Keeps answers of different threads apart.
+    answering: Mutex<()>,
+}
+
+impl Upstream {
+    pub(super) fn new(
+        main: Stream,
+        multifd: Vec<Stream>,
+        is_relay: bool,
+        return_path: bool,
+    ) -> Self {
+        Self {
+            main,
+            multifd,
+            is_relay,
+            return_path,
+            answering: Mutex::new(()),
+        }
+    }
+
+    /// Sends answers, if the source takes any. One that has gone cannot be told; its going is noticed
+    /// where it is read from.
+    pub(super) fn answer(&self, bytes: &[u8]) {
+        if self.return_path {
+            let _one = self
+                .answering
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            let _ = (&self.main).write_all(bytes);
+        }
+    }
+
+    pub(super) fn shut_down(&self) {
+        for stream in std::iter::once(&self.main).chain(&self.multifd) {
+            stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Closes all connections, main so that what was said on it last arrives.
+    pub(super) fn close(&self) {
+        for stream in &self.multifd {
+            stream.shutdown(Shutdown::Both);
+        }
+        last_words::close(&[&self.main]);
+    }
+}
+
+/// Whether a wait is to go on.
+pub(super) struct Call<'a> {
+    control: &'a Control,
+    session: Option<&'a Session<'a>>,
+}
+
+impl<'a> Call<'a> {
+    /// Before there is a session.
+    pub(super) fn early(control: &'a Control) -> Self {
+        Self {
+            control,
+            session: None,
+        }
+    }
+
+    /// # Errors
+    /// [`MigrationError::Cancelled`] if the relay is cancelled, or has failed elsewhere.
+    pub(super) fn check(&self) -> Result<(), MigrationError> {
+        let failed = self.session.is_some_and(Session::has_failed);
+        if failed || self.control.is_cancelled() {
+            return Err(MigrationError::Cancelled);
+        }
+        Ok(())
+    }
+}
+
+/// One migration on its way through.
+pub(super) struct Session<'a> {
+    pub control: Control,
+    pub flow: Flow,
+    pub barrier: Barrier,
+    pub sink: &'a dyn Sink,
+    /// One an incoming multifd channel, and the last for main.
+    pub received: Vec<Counters>,
+    /// Pages that workers have passed on.
+    pub pages: Counters,
+    pub barriers: AtomicU64,
+    pub threads: ThreadTimes,
+    pub since: Instant,
+    /// The guest may be the destination's.
+    released: AtomicBool,
+    failure: Mutex<Option<MigrationError>>,
+}
+
+impl<'a> Session<'a> {
+    pub(super) fn new(
+        control: Control,
+        sink: &'a dyn Sink,
+        channels: usize,
+        received: Vec<Counters>,
+        since: Instant,
+    ) -> Self {
+        Self {
+            control,
+            // One in the hands of each thread, and one between each pair of them.
+            flow: Flow::new(2 * channels.max(1) + 2 * sink.workers()),
+            barrier: Barrier::new(channels),
+            sink,
+            received,
+            pages: Counters::default(),
+            barriers: AtomicU64::new(0),
+            threads: ThreadTimes::default(),
+            since,
+            released: AtomicBool::new(false),
+            failure: Mutex::new(None),
+        }
+    }
+
+    pub(super) fn call(&'a self) -> Call<'a> {
+        Call {
+            control: &self.control,
+            session: Some(self),
+        }
+    }
+
+    fn lock_failure(&self) -> MutexGuard<'_, Option<MigrationError>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.lock_failure().is_some()
+    }
+
+    /// Keeps `error` if it is the first that says something, and ends every thread's waiting.
+    pub(super) fn fail(&self, error: MigrationError) {
+        {
+            let mut failure = self.lock_failure();
+            if failure.is_none() {
+                *failure = Some(error);
+            }
+        }
+        self.flow.break_up();
+        self.barrier.break_up();
+        self.sink.abort();
+    }
+
+    /// What ended the migration, as one line, if something has.
+    pub(super) fn failure_text(&self) -> Option<String> {
+        self.lock_failure().as_ref().map(MigrationError::chain)
+    }
+
+    pub(super) fn take_failure(&self) -> Option<MigrationError> {
+        self.lock_failure().take()
+    }
+
+    /// EOF goes out: from here on a failure does not say who has the guest.
+    pub(super) fn release(&self) {
+        self.released.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_released(&self) -> bool {
+        self.released.load(Ordering::Acquire)
+    }
+
+    pub(super) fn received(&self) -> Counts {
+        self.received.iter().map(Counters::read).sum()
+    }
+}
+
+/// What was passed on.
+pub(super) struct Carried {
+    pub since: Instant,
+    pub received_bytes: u64,
+    pub sent_bytes: u64,
+    pub pages: Counts,
+    pub barriers: u64,
+    pub machine: String,
+    pub method: &'static str,
+    pub passed_through: Option<String>,
+    pub threads: Vec<ThreadCpu>,
+}
+
+/// The bytes of `messages`.
+pub(super) fn encode(messages: &[ReturnMessage<'_>]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for message in messages {
+        // Only block names can be refused, and none of these has one.
+        let _ = message.encode(&mut bytes);
+    }
+    bytes
+}

@@ -1,0 +1,236 @@
+//! The end of a migration: devices, and who has the guest.
+
+use std::time::{Duration, Instant};
+
+use hotlift_wire::main_channel::{Command, TailEvent, TailStep, complete_tail, next_in_tail};
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::{WireError, limits};
+
+use super::main_input::MainInput;
+use super::session::{Session, Upstream, encode};
+use super::{CHECKSUM_FOLLOWS, Hooks, LOADED, LetGo};
+use crate::control::Status;
+use crate::error::{Channel, MigrationError};
+
+/// A source that has said nothing for so long behind RAM has sent its last byte, though there is no VM
+/// description to show it (machines with `suppress-vmdesc`). QEMU writes its devices in one go.
+const SILENCE: Duration = Duration::from_secs(1);
+
+/// How long a source may take to let go of the guest, once it was told that all is loaded.
+const LETTING_GO: Duration = Duration::from_secs(60);
+
+/// How often it is asked whether it has.
+const ASK: Duration = Duration::from_millis(1);
+
+/// Of a QEMU: everything behind RAM, up to word that the guest runs on the other side.
+pub(super) fn of_qemu(
+    session: &Session<'_>,
+    upstream: &Upstream,
+    input: &mut MainInput<'_>,
+    hooks: Hooks<'_>,
+) -> Result<(), MigrationError> {
+    let (tail, eof) = read_tail(session, input)?;
+    session.control.set_status(Status::Device);
+    session.sink.devices(&tail[..eof])?;
+    session.sink.await_loaded()?;
+    upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
+    await_let_go(session, upstream, input, hooks)?;
+    session.release();
+    session.sink.commit(&tail[eof..])
+}
+
+/// Reads until the stream's last byte has come: the bytes, and where EOF is in them.
+fn read_tail(
+    session: &Session<'_>,
+    input: &mut MainInput<'_>,
+) -> Result<(Vec<u8>, usize), MigrationError> {
+    let mut tail = Vec::new();
+    let (mut searched, mut candidates) = (0, Vec::new());
+    loop {
+        let unread = input.unread();
+        let taken = unread.len();
+        tail.extend_from_slice(unread);
+        input.take(taken);
+        if tail.len() > limits::DEVICE_SECTIONS {
+            return Err(wire(WireError::OverLimit {
+                what: "length of all device sections",
+                limit: limits::DEVICE_SECTIONS as u64,
+                got: tail.len() as u64,
+            }));
+        }
+        if let Some(eof) = complete_tail(&tail, &mut searched, &mut candidates) {
+            return Ok((tail, eof));
+        }
+        if input.fill_some(1, Some(SILENCE), &session.call())? {
+            continue;
+        }
+        // Without a description nothing shows that the last byte is EOF and no part of a device: the
+        // PING in its place does, which a device cut short would swallow.
+        match tail.split_last() {
+            Some((0, devices)) => {
+                let eof = devices.len();
+                return Ok((tail, eof));
+            }
+            _ => {
+                return Err(MigrationError::Closed {
+                    channel: Channel::Main,
+                });
+            }
+        }
+    }
+}
+
+/// Waits until the source has given the guest up.
+fn await_let_go(
+    session: &Session<'_>,
+    upstream: &Upstream,
+    input: &mut MainInput<'_>,
+    hooks: Hooks<'_>,
+) -> Result<(), MigrationError> {
+    let deadline = Instant::now() + LETTING_GO;
+    let call = session.call();
+    while Instant::now() < deadline {
+        let Some(has_let_go) = hooks.has_let_go else {
+            // Nothing follows the end of a stream but its close; a source that keeps it open has not
+            // let go.
+            match input.fill_some(1, Some(Duration::ZERO), &call) {
+                Ok(false) if is_closed(upstream) => return Ok(()),
+                Ok(false) => continue,
+                Ok(true) => {
+                    return Err(MigrationError::Protocol {
+                        channel: Channel::Main,
+                        got: "bytes behind the VM description".to_owned(),
+                        doing: "waiting for the source to let go of the guest",
+                    });
+                }
+                Err(MigrationError::Connection { .. }) => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        };
+        call.check()?;
+        match has_let_go() {
+            LetGo::Yes => return Ok(()),
+            LetGo::No => return Err(MigrationError::Cancelled),
+            LetGo::NotYet => std::thread::sleep(ASK),
+        }
+    }
+    Err(MigrationError::Timeout {
+        waiting_for:
+            "the source's letting go of the guest (it was told that all is loaded; ask its \
+                      query-migrate)"
+                .to_owned(),
+        waited: LETTING_GO,
+    })
+}
+
+/// Whether the source has closed its main channel.
+fn is_closed(upstream: &Upstream) -> bool {
+    !matches!(upstream.main.peek(&mut [0]), Ok(None | Some(1..)))
+}
+
+/// Of a relay: its device sections have a length, and it says itself when EOF may follow.
+pub(super) fn of_relay(
+    session: &Session<'_>,
+    upstream: &Upstream,
+    input: &mut MainInput<'_>,
+) -> Result<(), MigrationError> {
+    let mut checksum_follows = false;
+    loop {
+        let crc = input.crc();
+        match next_in_tail(input.unread()).map_err(wire)? {
+            TailStep::Need(needed) => {
+                if !input.fill(needed, &session.call())? {
+                    return Err(MigrationError::Closed {
+                        channel: Channel::Main,
+                    });
+                }
+            }
+            TailStep::Event(event, consumed) => {
+                if event == TailEvent::Eof {
+                    return end_of_relay(session, upstream, input);
+                }
+                input.take(consumed);
+                match event {
+                    TailEvent::Packaged(length) => {
+                        session.control.set_status(Status::Device);
+                        let sections = read_package(session, input, length)?;
+                        session.sink.devices(&sections)?;
+                    }
+                    TailEvent::Ping(expected) if checksum_follows => {
+                        checksum_follows = false;
+                        if crc.is_some_and(|crc| crc != expected) {
+                            return Err(wire(WireError::Checksum {
+                                what: "the main channel",
+                                expected,
+                                got: crc.unwrap_or(0),
+                            }));
+                        }
+                    }
+                    TailEvent::Ping(CHECKSUM_FOLLOWS) => checksum_follows = true,
+                    TailEvent::Ping(LOADED) => {
+                        session.sink.await_loaded()?;
+                        upstream.answer(&encode(&[ReturnMessage::Pong(LOADED)]));
+                    }
+                    TailEvent::Ping(value) => session.sink.command(Command::Ping(value))?,
+                    TailEvent::Eof => {}
+                }
+            }
+        }
+    }
+}
+
+fn read_package(
+    session: &Session<'_>,
+    input: &mut MainInput<'_>,
+    length: usize,
+) -> Result<Vec<u8>, MigrationError> {
+    let mut sections = Vec::new();
+    while sections.len() < length {
+        let unread = input.unread();
+        let taken = unread.len().min(length - sections.len());
+        sections.extend_from_slice(&unread[..taken]);
+        input.take(taken);
+        if sections.len() < length && !input.fill_some(1, None, &session.call())? {
+            return Err(MigrationError::Closed {
+                channel: Channel::Main,
+            });
+        }
+    }
+    Ok(sections)
+}
+
+/// EOF has come from a relay, which knows that all is loaded and that the source has let go.
+fn end_of_relay(
+    session: &Session<'_>,
+    upstream: &Upstream,
+    input: &mut MainInput<'_>,
+) -> Result<(), MigrationError> {
+    // From here on the guest may run nowhere else.
+    session.release();
+    let mut end = Vec::new();
+    let (mut searched, mut candidates) = (0, Vec::new());
+    loop {
+        let unread = input.unread();
+        let taken = unread.len();
+        end.extend_from_slice(unread);
+        input.take(taken);
+        let complete = complete_tail(&end, &mut searched, &mut candidates).is_some();
+        // What is missing of the description is no reason not to run the guest: nobody reads it.
+        if complete
+            || end.len() > limits::VM_DESCRIPTION
+            || !matches!(input.fill_some(1, Some(SILENCE), &session.call()), Ok(true))
+        {
+            break;
+        }
+    }
+    session.sink.commit(&end)?;
+    upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
+    Ok(())
+}
+
+fn wire(source: WireError) -> MigrationError {
+    MigrationError::Wire {
+        channel: Channel::Main,
+        source,
+    }
+}
