@@ -1,15 +1,16 @@
 # make demo    builds, and live-migrates the built-in guest with each method
 # make test    installs what the tests need, and runs all of them
 # make bench   measures beside QEMU 10.0 (root; some minutes)
+# make bench-relay   measures QEMU to QEMU over limited links, straight and through the relay (root; an hour)
 
 # A C compiler and binutils build the codecs and the guest program; ISA-L is the fastest deflate, and is
 # opened at run time.
 BUILD_PACKAGES = gcc libc6-dev binutils libisal2
 # The guest program is tried under Debian's QEMU, and the layout of ISA-L's structs against its header.
 TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3
-BENCH_PACKAGES = $(BUILD_PACKAGES) python3 zstd
+BENCH_PACKAGES = $(BUILD_PACKAGES) python3 zstd iproute2
 
-.PHONY: demo build test fmt lint unit bench
+.PHONY: demo build test fmt lint unit bench bench-relay
 
 demo: build
 	target/release/hotlift demo
@@ -36,3 +37,7 @@ unit:
 bench: build
 	@scripts/install-packages $(BENCH_PACKAGES)
 	python3 bench/pair.py
+
+bench-relay: build
+	@scripts/install-packages $(BENCH_PACKAGES)
+	python3 bench/relay.py

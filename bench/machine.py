@@ -29,6 +29,13 @@ def load():
     return os.getloadavg()[0]
 
 
+def busy_s():
+    """Seconds that all CPUs together have worked since the machine was started, interrupts and other work included."""
+    # user nice system idle iowait irq softirq; guest time is in user already (proc_stat(5)).
+    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
 class WarmMemory:
     """Memory that the host has already backed, handed to the destination as it needs it.
 

@@ -16,8 +16,10 @@ PIECE = 4 << 20
 # Above any link: QEMU's default of 128 MiB/s would be the only thing measured.
 UNLIMITED = 10**12
 DEADLINE_S = 600
-# The guest never runs, so nothing of it matters but its RAM; q35 or pc makes no difference.
-MACHINE = ["-machine", "pc", "-nodefaults", "-display", "none", "-S", "-name", "bench,debug-threads=on"]
+# Nothing of the machine matters but its RAM; q35 or pc makes no difference.
+MACHINE = ["-machine", "pc", "-nodefaults", "-display", "none", "-name", "bench,debug-threads=on"]
+# The vCPUs wait for `cont`.
+PAUSED = ["-S"]
 
 
 def version(binary):
@@ -26,9 +28,12 @@ def version(binary):
 
 
 class Vm:
-    """A QEMU process with a QMP connection; killed when the `with` block ends."""
+    """A QEMU process with a QMP connection; killed when the `with` block ends.
 
-    def __init__(self, binary, accel, ram_bytes, folder, name, extra=()):
+    `prefix` is a command that runs the command, such as one that enters a network namespace.
+    """
+
+    def __init__(self, binary, accel, ram_bytes, folder, name, extra=(), prefix=()):
         qmp = Path(folder) / f"{name}.qmp"
         self._ram_bytes = ram_bytes
         self.command = [binary, *MACHINE, "-accel", accel, "-m", f"{ram_bytes >> 20}M", *extra]
@@ -39,7 +44,7 @@ class Vm:
         self._log = open(Path(folder) / f"{name}.log", "w+b")
         # QEMU connects to us, so there is no moment at which its socket may not exist yet.
         self._process = subprocess.Popen(
-            [*self.command, "-qmp", f"unix:{qmp}"], stdin=subprocess.DEVNULL, stderr=self._log)
+            [*prefix, *self.command, "-qmp", f"unix:{qmp}"], stdin=subprocess.DEVNULL, stderr=self._log)
         self.pid = self._process.pid
         try:
             self._socket, _ = listener.accept()
@@ -48,7 +53,8 @@ class Vm:
             raise SystemExit(f"{name}: QEMU did not start: {self.stderr()}") from None
         self._socket.settimeout(DEADLINE_S)
         self._lines = self._socket.makefile("rb")
-        self._events = []
+        # Events not looked at yet, and those that were.
+        self._events, self._past = [], []
         self._receive()  # greeting
         self.qmp("qmp_capabilities")
 
@@ -88,6 +94,7 @@ class Vm:
         """Blocks until this side reports `completed`; any other end is an error."""
         while True:
             event = self._events.pop(0) if self._events else self._receive()
+            self._past.append(event)
             if event.get("event") != "MIGRATION":
                 continue
             status = event["data"]["status"]
@@ -95,6 +102,12 @@ class Vm:
                 return
             if status in ("failed", "cancelled"):
                 raise SystemExit(f"migration {status}: {self.qmp('query-migrate').get('error-desc')} {self.stderr()}")
+
+    def event_s(self, name):
+        """When the last event of this name was sent, in seconds of the wall clock; it must have come already."""
+        self.qmp("query-status")  # events before its answer are read with it
+        at = [event["timestamp"] for event in self._past + self._events if event["event"] == name][-1]
+        return at["seconds"] + at["microseconds"] / 1e6
 
     def await_end_of_migration_threads(self):
         """QEMU reports `completed` before it has joined its channel threads; they still count."""
@@ -134,6 +147,13 @@ class Vm:
         if dump.read_bytes() != data:
             raise SystemExit(f"guest-physical {offset:#x} does not hold what was written")
 
+    def ram_pieces(self, first=0):
+        """Guest RAM from offset `first` on, as (offset, bytes) pieces."""
+        address = self._ram_address()
+        with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as memory:
+            for at in range(first, self._ram_bytes, PIECE):
+                yield at, os.pread(memory.fileno(), PIECE, address + at)
+
     def ram_equals(self, pieces):
         address = self._ram_address()
         with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as memory:
@@ -148,10 +168,11 @@ def contents(case, image):
     """What guest RAM holds, as (offset, bytes) pieces."""
     if case.fill != "image":
         return ((at, bytes(PIECE)) for at in range(0, case.ram_bytes, PIECE))
-    return _file_pieces(image)
+    return file_pieces(image)
 
 
-def _file_pieces(image):
+def file_pieces(image):
+    """A file as (offset, bytes) pieces."""
     with open(image, "rb", buffering=0) as file:
         at = 0
         while data := file.read(PIECE):
@@ -184,8 +205,8 @@ def run(case, image, binary, warm, accel="kvm", channels=2, during=_no_profiler)
     `warm` (machine.WarmMemory) feeds the destination. `during(source_pid, destination_pid)` gives a context manager that is held over the measured time.
     """
     with tempfile.TemporaryDirectory(prefix="hotlift-bench-") as folder, \
-            Vm(binary, accel, case.ram_bytes, folder, "source") as source, \
-            Vm(binary, accel, case.ram_bytes, folder, "destination", ["-incoming", "defer"]) as destination:
+            Vm(binary, accel, case.ram_bytes, folder, "source", PAUSED) as source, \
+            Vm(binary, accel, case.ram_bytes, folder, "destination", [*PAUSED, "-incoming", "defer"]) as destination:
         _prepare(source, case, image, folder)
         for vm in (source, destination):
             vm.qmp("migrate-set-capabilities", capabilities=[
