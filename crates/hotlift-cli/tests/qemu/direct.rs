@@ -1,0 +1,102 @@
+//! Straight from QEMU to QEMU: what the harness itself is worth.
+
+use crate::guest::Guest;
+use crate::route::{Multifd, Route, Side};
+use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, until};
+use crate::{alone, skip};
+
+fn straight(multifd: Multifd, live: bool) -> Route {
+    Route {
+        source: Side::new(multifd),
+        destination: Side::new(multifd),
+        relays: None,
+        live,
+    }
+}
+
+fn machine(name: &'static str, accelerator: Accelerator) -> Machine {
+    Machine {
+        name,
+        accelerator,
+        guest: Guest::program(),
+    }
+}
+
+#[test]
+fn a_program_goes_from_qemu_to_qemu_and_counts_on() {
+    let _alone = alone();
+    use Accelerator::{Kvm, Tcg};
+    use Release::{V7, V10};
+    for (from, to, name, accelerator, multifd, return_path, live) in [
+        (V7, V7, PC_7, Kvm, Multifd::Off, false, true),
+        (V10, V10, PC_10, Kvm, Multifd::Channels(4), true, true),
+        (V10, V7, PC_7, Kvm, Multifd::Channels(1), true, true),
+        (V7, V10, PC_7, Tcg, Multifd::Channels(4), false, false),
+    ] {
+        let mut route = straight(multifd, live);
+        if return_path {
+            route.source = route.source.with("return-path");
+        }
+        let here = skip!(Vm::running(from, &machine(name, accelerator)));
+        let moved = skip!(route.take(here, to));
+        assert!(moved.info.ram.is_some_and(|ram| ram.normal > 0));
+    }
+}
+
+/// Guest memory is changed behind QEMU's back, as a page that was lost on the way would be.
+#[test]
+fn a_page_that_holds_an_older_write_is_found() {
+    let _alone = alone();
+    let mut vm = skip!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));
+    let before = vm.ram();
+    let count = vm.prove();
+    vm.qmp.cont().expect("cont");
+    vm.counts_on_from(count + 10_000);
+    vm.qmp.stop().expect("stop");
+    let now = vm.ram();
+    // The last page: one that the program writes now and then only.
+    let written = (0..now.len() / 4096)
+        .rev()
+        .find(|page| now[page * 4096..][..4096] != before[page * 4096..][..4096]);
+    let page = written.expect("a page that was written");
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .open(vm.path("ram"))
+        .expect("RAM");
+    std::os::unix::fs::FileExt::write_all_at(
+        &file,
+        &before[page * 4096..][..4096],
+        page as u64 * 4096,
+    )
+    .expect("a page");
+    let guest = vm.machine.guest.clone();
+    let why = guest.prove(&mut vm).expect_err("a lost page was not found");
+    assert!(why.contains("RAM differs at"), "{why}");
+
+    // The guest finds it, too, as soon as it comes to that page.
+    vm.qmp.cont().expect("cont");
+    until(
+        || "the guest does not find it".to_owned(),
+        || {
+            let console = vm.console();
+            console
+                .lines()
+                .any(|line| line.contains("errors=") && !line.ends_with("errors=0"))
+                .then_some(())
+        },
+    );
+}
+
+#[test]
+fn a_linux_goes_from_qemu_to_qemu_and_counts_on() {
+    let _alone = alone();
+    let machine = Machine {
+        name: PC_7,
+        accelerator: Accelerator::Tcg,
+        guest: skip!(Guest::linux()),
+    };
+    let here = skip!(Vm::running(Release::V10, &machine));
+    let moved = skip!(straight(Multifd::Channels(2), true).take(here, Release::V10));
+    let moved = skip!(straight(Multifd::Off, true).take(moved.there, Release::V7));
+    skip!(straight(Multifd::Off, false).take(moved.there, Release::V7));
+}

@@ -1,0 +1,130 @@
+/*
+ * The only program of the Linux guest. Writes whole pages at a given rate, and checks all of them again
+ * and again; what every page must hold follows from one number, the count of writes so far:
+ *
+ *   write n goes to page n * STEP % PAGES, and STEP and PAGES have no common divisor, so each page is
+ *   written once in PAGES writes; its content is a function of the page and of how often it was written.
+ *
+ * So a page that a migration lost holds the content of an earlier write, and is found. One content in
+ * four is a page of zeros: pages become zero again while the guest runs, which a destination must not
+ * take for pages that it never got.
+ *
+ * Says "linux writes=N checks=C bad=B" on the serial port about four times a second of its own time.
+ * Settings are `name=number` words of the kernel's command line, which the kernel hands to init.
+ */
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PAGE 4096
+#define WORDS (PAGE / 8)
+#define STEP 1237 /* a prime */
+#define TICK_US 5000
+#define TICKS_A_REPORT 50
+
+static uint64_t pages = 4096; /* of 4 KiB, no multiple of STEP */
+static uint64_t rate = 1000;  /* pages a second */
+
+/* Splitmix64's finaliser. */
+static uint64_t mix(uint64_t z)
+{
+	z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+	z = (z ^ z >> 27) * 0x94d049bb133111eb;
+	return z ^ z >> 31;
+}
+
+/* What page `page` holds after it was written `version` times. */
+static void content(uint64_t *out, uint64_t page, uint64_t version)
+{
+	uint64_t seed = page << 32 | version;
+
+	switch (version ? mix(seed) & 3 : 0) {
+	case 0: /* zeros, also if never written */
+		memset(out, 0, PAGE);
+		return;
+	case 1: /* one word again and again */
+		for (int i = 0; i < WORDS; i++)
+			out[i] = mix(seed);
+		return;
+	case 2: /* compresses to a half */
+		for (int i = 0; i < WORDS; i++)
+			out[i] = mix(seed + i) & 0xffffffff;
+		return;
+	default: /* does not compress */
+		for (int i = 0; i < WORDS; i++)
+			out[i] = mix(seed + i);
+	}
+}
+
+/* How often page `page` is among writes 1 to n. The inverse of STEP says which write is its first. */
+static uint64_t versions(uint64_t page, uint64_t n, uint64_t inverse)
+{
+	uint64_t first = page * inverse % pages;
+
+	if (first == 0)
+		first = pages;
+	return n < first ? 0 : (n - first) / pages + 1;
+}
+
+int main(void)
+{
+	const char *value;
+	uint64_t inverse = 1, due = 0, checks = 0, bad = 0;
+	/* In memory, not in a register: it must come along with the pages it speaks of. */
+	volatile uint64_t writes = 0;
+	uint64_t *memory, expected[WORDS];
+
+	if ((value = getenv("pages")))
+		pages = strtoull(value, NULL, 10);
+	if ((value = getenv("rate")))
+		rate = strtoull(value, NULL, 10);
+	mkdir("/dev", 0755);
+	mount("devtmpfs", "/dev", "devtmpfs", 0, NULL);
+	int console = open("/dev/ttyS0", O_WRONLY | O_NOCTTY);
+	if (console < 0)
+		return 1;
+	memory = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (memory == MAP_FAILED || pages % STEP == 0) {
+		dprintf(console, "linux BAD settings\n");
+		return 1;
+	}
+	while (inverse * STEP % pages != 1)
+		inverse++;
+
+	struct timespec next;
+	clock_gettime(CLOCK_MONOTONIC, &next);
+	for (uint64_t tick = 0;; tick++) {
+		due += rate * TICK_US;
+		for (; due >= 1000000; due -= 1000000) {
+			uint64_t n = writes + 1, page = n * STEP % pages;
+
+			content(memory + page * WORDS, page, versions(page, n, inverse));
+			writes = n;
+		}
+		if (tick % TICKS_A_REPORT == 0) {
+			for (uint64_t page = 0; page < pages; page++) {
+				content(expected, page, versions(page, writes, inverse));
+				if (memcmp(expected, memory + page * WORDS, PAGE)) {
+					if (bad++ == 0)
+						dprintf(console, "linux BAD page=%lu writes=%lu expected=%lx got=%lx\n",
+							page, writes, expected[0], memory[page * WORDS]);
+				}
+				checks++;
+			}
+			dprintf(console, "linux writes=%lu checks=%lu bad=%lu\n", writes, checks, bad);
+		}
+		next.tv_nsec += TICK_US * 1000;
+		if (next.tv_nsec >= 1000000000) {
+			next.tv_nsec -= 1000000000;
+			next.tv_sec++;
+		}
+		clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &next, NULL);
+	}
+}

@@ -1,0 +1,38 @@
+//! Real QEMUs, and real virtual machines that move from one to another through `hotlift`.
+//!
+//! | file | what |
+//! |---|---|
+//! | `vm`, `guest` | a QEMU; what runs in it, and the proof that its memory is right |
+//! | `route` | how a machine goes from one QEMU to another |
+//! | `direct` | the same without us: what all this is worth |
+//! | `matrix`, `linux_moves` | machines that move through relays |
+
+mod direct;
+mod guest;
+#[path = "../command/hotlift.rs"]
+#[allow(dead_code, reason = "its other users need the rest")]
+mod hotlift;
+mod linux_moves;
+mod matrix;
+mod route;
+mod vm;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// One migration at a time: each has four processes and two vCPUs, and a machine that is short of CPU
+/// tests nothing but patience.
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What there is, or the end of the test: whoever returned `None` has said why.
+macro_rules! skip {
+    ($there:expr) => {
+        match $there {
+            Some(there) => there,
+            None => return,
+        }
+    };
+}
+use skip;

@@ -1,0 +1,270 @@
+//! Machines that move through two relays, for every way in which QEMUs and relays may be set: a choice
+//! that has each pair of settings in it, or all of them with `HOTLIFT_QEMU_MATRIX=full`.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::guest::Guest;
+use crate::route::{Multifd, RelayOptions, Route, Side};
+use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, asks};
+use crate::{alone, skip};
+
+/// From where to where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Pair {
+    pub from: Release,
+    pub to: Release,
+    pub machine: &'static str,
+    pub accelerator: Accelerator,
+    pub live: bool,
+}
+
+const fn pair(
+    from: Release,
+    to: Release,
+    machine: &'static str,
+    accelerator: Accelerator,
+    live: bool,
+) -> Pair {
+    Pair {
+        from,
+        to,
+        machine,
+        accelerator,
+        live,
+    }
+}
+
+/// A 7.2 that runs under TCG is moved while it is stopped: QEMU 7.2 was seen to lose dirty pages of a
+/// running one by itself (14 to 100 pages in 4 of 8 runs, straight from QEMU to QEMU).
+pub const PAIRS: &[Pair] = {
+    use Accelerator::{Kvm, Tcg};
+    use Release::{V7, V10};
+    &[
+        pair(V10, V10, PC_10, Kvm, true),
+        pair(V10, V10, PC_10, Tcg, true),
+        pair(V10, V10, PC_10, Kvm, false),
+        pair(V7, V7, PC_7, Kvm, true),
+        pair(V7, V7, PC_7, Tcg, false),
+        pair(V10, V7, PC_7, Kvm, true),
+        pair(V10, V7, PC_7, Tcg, true),
+        pair(V7, V10, PC_7, Kvm, true),
+        pair(V7, V10, PC_7, Tcg, false),
+    ]
+};
+
+pub const METHODS: [&str; 3] = ["none", "zlib", "zstd"];
+/// Multifd of a QEMU.
+pub const MULTIFD: [Multifd; 3] = [Multifd::Off, Multifd::Channels(1), Multifd::Channels(4)];
+/// Between the relays.
+pub const BETWEEN: [Multifd; 3] = MULTIFD;
+/// Of a source that has the parameter.
+pub const ZERO_PAGES: [&str; 3] = ["none", "legacy", "multifd"];
+
+/// One way to go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Row {
+    pair: Pair,
+    source: Multifd,
+    zero_pages: Option<&'static str>,
+    return_path: bool,
+    method: &'static str,
+    between: Multifd,
+    destination: Multifd,
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Pair {
+            from,
+            to,
+            machine,
+            accelerator,
+            live,
+        } = self.pair;
+        write!(
+            f,
+            "{} -> {} {machine} {} {}: source multifd {} zero pages {} return path {}; {} on {}; destination multifd {}",
+            from.name(),
+            to.name(),
+            accelerator.name(),
+            if live { "live" } else { "stopped" },
+            self.source,
+            self.zero_pages.unwrap_or("-"),
+            if self.return_path { "on" } else { "off" },
+            self.method,
+            self.between,
+            self.destination,
+        )
+    }
+}
+
+/// All of them.
+fn rows() -> Vec<Row> {
+    let mut rows = Vec::new();
+    for &pair in PAIRS {
+        let modes: Vec<_> = match pair.from {
+            Release::V7 => vec![None],
+            Release::V10 => ZERO_PAGES.map(Some).to_vec(),
+        };
+        for source in MULTIFD {
+            for &zero_pages in &modes {
+                for return_path in [false, true] {
+                    for method in METHODS {
+                        for between in BETWEEN {
+                            // Pages on the main channel are not compressed.
+                            if between == Multifd::Off && method != "none" {
+                                continue;
+                            }
+                            for destination in MULTIFD {
+                                rows.push(Row {
+                                    pair,
+                                    source,
+                                    zero_pages,
+                                    return_path,
+                                    method,
+                                    between,
+                                    destination,
+                                });
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    rows
+}
+
+/// Few of them, such that any two settings that go together meet in one of them.
+fn choice(rows: &[Row]) -> Vec<Row> {
+    let pairs_of = |row: &Row| {
+        let values = [
+            format!("{:?}", row.pair),
+            format!("source {:?}", row.source),
+            format!("zero pages {:?}", row.zero_pages),
+            format!("return path {}", row.return_path),
+            row.method.to_owned(),
+            format!("between {:?}", row.between),
+            format!("destination {:?}", row.destination),
+        ];
+        let with_later = |i: usize| values[i + 1..].iter().map(move |other| (i, other.clone()));
+        let pairs = (0..values.len()).flat_map(|i| {
+            with_later(i)
+                .map(|(i, other)| (values[i].clone(), other))
+                .collect::<Vec<_>>()
+        });
+        pairs.collect::<HashSet<_>>()
+    };
+    let all: Vec<(Row, HashSet<_>)> = rows.iter().map(|row| (*row, pairs_of(row))).collect();
+    let mut left: HashSet<_> = all
+        .iter()
+        .flat_map(|(_, pairs)| pairs.iter().cloned())
+        .collect();
+    let mut chosen = Vec::new();
+    while !left.is_empty() {
+        // Of equals the first: the same rows in every run.
+        let best = all
+            .iter()
+            .rev()
+            .max_by_key(|(_, pairs)| pairs.intersection(&left).count());
+        let (row, pairs) = best.expect("there are rows");
+        left.retain(|pair| !pairs.contains(pair));
+        chosen.push(*row);
+    }
+    chosen
+}
+
+impl Row {
+    /// `None` if it cannot be tested here.
+    fn take(&self) -> Option<()> {
+        let Pair {
+            from,
+            to,
+            machine,
+            accelerator,
+            live,
+        } = self.pair;
+        let machine = Machine {
+            name: machine,
+            accelerator,
+            guest: Guest::program(),
+        };
+        let mut source = Side::new(self.source).zero_pages(self.zero_pages);
+        if self.return_path {
+            source = source.with("return-path");
+        }
+        let route = Route {
+            source,
+            destination: Side::new(self.destination),
+            relays: Some(RelayOptions::new(
+                self.method,
+                self.between,
+                self.destination,
+            )),
+            live,
+        };
+        let moved = route.take(Vm::running(from, &machine)?, to)?;
+        let reports = moved.reports.expect("relays report");
+        assert_eq!(reports[0]["method"], self.method, "{reports:?}");
+        Some(())
+    }
+}
+
+#[test]
+fn machines_move_through_relays_however_their_qemus_are_set() {
+    let _alone = alone();
+    let all = rows();
+    let rows = if asks("HOTLIFT_QEMU_MATRIX") {
+        all
+    } else {
+        let chosen = choice(&all);
+        println!(
+            "{} of {} rows; HOTLIFT_QEMU_MATRIX=full moves all",
+            chosen.len(),
+            all.len()
+        );
+        chosen
+    };
+    let mut failed = Vec::new();
+    for row in &rows {
+        let start = std::time::Instant::now();
+        match catch_unwind(AssertUnwindSafe(|| row.take())) {
+            Ok(moved) => skip!(moved),
+            Err(panic) => {
+                let why = panic.downcast_ref::<String>().cloned();
+                failed.push(format!("{row}\n    {}", why.unwrap_or_default()));
+            }
+        }
+        println!("{:.1?} {row}", start.elapsed());
+    }
+    assert!(
+        failed.is_empty(),
+        "{} of {} rows failed:\n{}",
+        failed.len(),
+        rows.len(),
+        failed.join("\n")
+    );
+}
+
+#[test]
+fn the_choice_has_every_pair_of_settings_in_few_rows() {
+    let all = rows();
+    let chosen = choice(&all);
+    assert!(
+        chosen.len() < 45 && chosen.len() >= PAIRS.len() * 3,
+        "{}",
+        chosen.len()
+    );
+    for &pair in PAIRS {
+        for method in METHODS {
+            assert!(
+                chosen
+                    .iter()
+                    .any(|row| row.pair == pair && row.method == method),
+                "{pair:?} {method}"
+            );
+        }
+    }
+}

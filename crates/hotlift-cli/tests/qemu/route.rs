@@ -1,0 +1,296 @@
+//! How a machine goes from one QEMU to another: what each QEMU is told, and what stands between them.
+
+use std::fmt;
+
+use hotlift_qmp::MigrateInfo;
+use serde_json::{Value, json};
+
+use crate::hotlift::{Hotlift, errors};
+use crate::vm::{Machine, Release, Vm};
+
+/// Multifd between two parties.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Multifd {
+    Off,
+    Channels(u8),
+}
+
+impl fmt::Display for Multifd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::Channels(channels) => write!(f, "{channels}"),
+        }
+    }
+}
+
+/// What one QEMU is told.
+#[derive(Debug, Clone)]
+pub struct Side {
+    pub multifd: Multifd,
+    /// `multifd-compression`.
+    pub method: &'static str,
+    /// `zero-page-detection`, where QEMU has it and it is not to be the default.
+    pub zero_pages: Option<&'static str>,
+    /// Capabilities besides `multifd`.
+    pub capabilities: Vec<&'static str>,
+    /// Parameters besides.
+    pub parameters: Value,
+}
+
+impl Side {
+    pub fn new(multifd: Multifd) -> Self {
+        Self {
+            multifd,
+            method: "none",
+            zero_pages: None,
+            capabilities: Vec::new(),
+            parameters: LIVELY.clone(),
+        }
+    }
+
+    pub fn method(mut self, method: &'static str) -> Self {
+        self.method = method;
+        self
+    }
+
+    pub fn zero_pages(mut self, mode: Option<&'static str>) -> Self {
+        self.zero_pages = mode;
+        self
+    }
+
+    /// Switches a capability on.
+    pub fn with(mut self, capability: &'static str) -> Self {
+        self.capabilities.push(capability);
+        self
+    }
+
+    pub fn parameters(mut self, parameters: Value) -> Self {
+        self.parameters = parameters;
+        self
+    }
+
+    /// Sets up a QEMU. What a destination does not need does not harm it.
+    pub fn apply(&self, vm: &mut Vm) {
+        let mut capabilities = vec![("multifd", self.multifd != Multifd::Off)];
+        capabilities.extend(self.capabilities.iter().map(|name| (*name, true)));
+        vm.qmp
+            .set_capabilities(&capabilities)
+            .expect("capabilities");
+        let mut parameters = self.parameters.clone();
+        if let Multifd::Channels(channels) = self.multifd {
+            parameters["multifd-channels"] = channels.into();
+            parameters["multifd-compression"] = self.method.into();
+        }
+        if let Some(mode) = self.zero_pages {
+            parameters["zero-page-detection"] = mode.into();
+        }
+        vm.qmp.set_parameters(&parameters).expect("parameters");
+    }
+}
+
+/// A rate and a downtime at which the guests' RAM takes some rounds.
+static LIVELY: std::sync::LazyLock<Value> =
+    std::sync::LazyLock::new(|| json!({ "max-bandwidth": 128 << 20, "downtime-limit": 20 }));
+
+/// The two relays of a migration, waiting for the source.
+pub struct Relays {
+    pub source: Hotlift,
+    pub destination: Hotlift,
+    /// Where the source QEMU is to send to.
+    pub uri: String,
+    /// Where the destination's relay waits.
+    pub between: String,
+}
+
+/// What is between two relays, and how the second speaks to the destination QEMU.
+#[derive(Debug, Clone)]
+pub struct RelayOptions {
+    pub source: Vec<String>,
+    pub destination: Vec<String>,
+}
+
+impl RelayOptions {
+    /// Pages in `method` on `channels`, and as the destination QEMU wants them.
+    pub fn new(method: &str, channels: Multifd, destination: Multifd) -> Self {
+        let multifd = |multifd| match multifd {
+            Multifd::Off => vec!["--multifd=off".to_owned()],
+            Multifd::Channels(channels) => vec![format!("--multifd-channels={channels}")],
+        };
+        let mut source = multifd(channels);
+        source.push(format!("--multifd-compression={method}"));
+        Self {
+            source,
+            destination: multifd(destination),
+        }
+    }
+}
+
+/// Starts `hotlift relay SIDE`, and waits until it listens; returns where.
+pub fn relay(side: &str, listen: &str, connect: &str, options: &[String]) -> (Hotlift, String) {
+    let mut arguments = vec![
+        "relay",
+        side,
+        "--listen",
+        listen,
+        "--connect",
+        connect,
+        "--json",
+    ];
+    arguments.extend(options.iter().map(String::as_str));
+    let mut relay = Hotlift::start(&arguments);
+    let line = relay.wait_for("listening on ");
+    let uri = line.rsplit(' ').next().expect("a word").to_owned();
+    (relay, uri)
+}
+
+impl Relays {
+    /// Starts both, with the source's socket in the source's folder; `to` is where the destination
+    /// QEMU listens.
+    pub fn start(source: &Vm, to: &str, options: &RelayOptions) -> Self {
+        let (there, between) = relay("destination", "tcp:127.0.0.1:0", to, &options.destination);
+        let (here, uri) = relay(
+            "source",
+            &source.uri("relay.sock"),
+            &between,
+            &options.source,
+        );
+        Self {
+            source: here,
+            destination: there,
+            uri,
+            between,
+        }
+    }
+
+    /// Waits until both have ended well, and returns their reports.
+    pub fn finish(self) -> [Value; 2] {
+        [("source", self.source), ("destination", self.destination)].map(|(side, relay)| {
+            let (status, said) = relay.wait();
+            assert!(
+                status.success(),
+                "relay {side}: {status}\n{}",
+                said.join("\n")
+            );
+            report(&said)
+                .unwrap_or_else(|| panic!("relay {side} reports nothing:\n{}", said.join("\n")))
+        })
+    }
+
+    /// Waits until both have failed, each with a reason.
+    pub fn fail(self) -> [String; 2] {
+        [("source", self.source), ("destination", self.destination)]
+            .map(|(side, relay)| failed(side, relay))
+    }
+}
+
+/// Waits for a relay that fails, and returns its reason.
+pub fn failed(side: &str, relay: Hotlift) -> String {
+    let (status, said) = relay.wait();
+    let reasons = errors(&said);
+    assert_eq!(
+        status.code(),
+        Some(1),
+        "relay {side}: {status}\n{}",
+        said.join("\n")
+    );
+    assert_eq!(reasons.len(), 1, "relay {side}: {}", said.join("\n"));
+    reasons[0].clone()
+}
+
+/// The line of JSON that a relay ends with.
+pub fn report(said: &[String]) -> Option<Value> {
+    said.iter()
+        .rev()
+        .find(|line| line.starts_with('{'))
+        .and_then(|line| serde_json::from_str(line).ok())
+}
+
+/// A way from QEMU to QEMU.
+#[derive(Debug, Clone)]
+pub struct Route {
+    pub source: Side,
+    pub destination: Side,
+    /// Relays in between, or none: straight on.
+    pub relays: Option<RelayOptions>,
+    /// The guest runs meanwhile; otherwise it is stopped before, and RAM of both ends is compared.
+    pub live: bool,
+}
+
+/// What came of it.
+pub struct Moved {
+    pub there: Vm,
+    /// What the source says of it.
+    pub info: MigrateInfo,
+    /// What the relays say, source first.
+    pub reports: Option<[Value; 2]>,
+}
+
+impl Route {
+    /// Moves `here` into a new QEMU, checks that the guest runs there and nowhere else, and leaves it
+    /// running. `None`: it cannot be tested here.
+    pub fn take(&self, mut here: Vm, to: Release) -> Option<Moved> {
+        let machine: Machine = here.machine.clone();
+        let mut there = Vm::waiting(to, &machine)?;
+        self.source.apply(&mut here);
+        self.destination.apply(&mut there);
+        let waiting_at = there.uri("incoming");
+        there
+            .qmp
+            .migrate_incoming(&waiting_at, true)
+            .expect("migrate-incoming");
+        let relays = self
+            .relays
+            .as_ref()
+            .map(|options| Relays::start(&here, &waiting_at, options));
+
+        let before = if self.live {
+            here.count()
+        } else {
+            Some(here.prove())
+        };
+        let uri = relays.as_ref().map_or(&waiting_at, |relays| &relays.uri);
+        here.qmp.migrate(uri).expect("migrate");
+        let info = here.reaches("completed");
+        let reports = relays.map(Relays::finish);
+        there.reaches("completed");
+        assert!(!here.is_running(), "the source runs, too");
+
+        // What the guest had said by the end is not on the destination's console.
+        let before = if self.live {
+            before.max(here.count())
+        } else {
+            assert!(!there.is_running(), "a stopped guest was started");
+            differ(&here.ram(), &there.ram());
+            there.qmp.cont().expect("cont");
+            before
+        };
+        let before = before.expect("the guest has said something");
+        there.counts_on_from(before);
+        let proven = there.prove();
+        there.qmp.cont().expect("cont");
+        there.counts_on_from(proven);
+        Some(Moved {
+            there,
+            info,
+            reports,
+        })
+    }
+}
+
+/// Panics if RAM of the two ends differs.
+fn differ(here: &[u8], there: &[u8]) {
+    assert_eq!(here.len(), there.len());
+    let pages = here.chunks(4096).zip(there.chunks(4096));
+    let differing: Vec<usize> = pages
+        .enumerate()
+        .filter(|(_, (a, b))| a != b)
+        .map(|(page, _)| page)
+        .collect();
+    assert!(
+        differing.is_empty(),
+        "{} pages differ, the first are {:x?}",
+        differing.len(),
+        &differing[..differing.len().min(8)]
+    );
+}

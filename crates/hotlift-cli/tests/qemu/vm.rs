@@ -1,0 +1,379 @@
+//! A QEMU with one of our guests in it, driven by QMP and killed when it goes out of scope.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::guest::Guest;
+
+/// Far beyond what anything here takes on a machine that does other things besides.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Polls `look` until it gives something, or panics with what `what` says by then.
+pub fn until<T>(what: impl Fn() -> String, mut look: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(start.elapsed() < DEADLINE, "{}", what());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Which QEMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Release {
+    /// Debian 12's.
+    V7,
+    /// bookworm-backports', unpacked by `scripts/qemu-10.0`.
+    V10,
+}
+
+impl Release {
+    /// Its number.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::V7 => "7.2",
+            Self::V10 => "10.0",
+        }
+    }
+
+    /// Where it is; says why not if it is not there.
+    fn program(self) -> Option<PathBuf> {
+        match self {
+            Self::V7 => {
+                let program = PathBuf::from("qemu-system-x86_64");
+                let run = Command::new(&program).arg("--version").output();
+                let version =
+                    run.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+                if !version.is_ok_and(|said| said.contains(" 7.2.")) {
+                    println!("not tested: qemu-system-x86_64 is not there, or not 7.2");
+                    return None;
+                }
+                Some(program)
+            }
+            Self::V10 => {
+                let folder = set("HOTLIFT_QEMU10")
+                    .map_or_else(|| cache().join("qemu-10.0/bin"), PathBuf::from);
+                let program = folder.join("qemu-system-x86_64");
+                if !program.exists() {
+                    println!(
+                        "not tested: no {}; scripts/qemu-10.0 fetches it",
+                        program.display()
+                    );
+                    return None;
+                }
+                Some(program)
+            }
+        }
+    }
+}
+
+fn set(name: &str) -> Option<std::ffi::OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
+}
+
+/// Where what was fetched is kept, as in `scripts/`.
+pub fn cache() -> PathBuf {
+    let default = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache");
+    set("HOTLIFT_CACHE").map_or_else(default, PathBuf::from)
+}
+
+/// Whether an environment variable asks for something.
+pub fn asks(name: &str) -> bool {
+    set(name).is_some()
+}
+
+/// What runs the guest's instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Accelerator {
+    Kvm,
+    Tcg,
+}
+
+impl Accelerator {
+    /// QEMU's name of it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg",
+        }
+    }
+}
+
+/// A machine that both ends of a migration have, in whatever QEMU.
+#[derive(Debug, Clone)]
+pub struct Machine {
+    /// A versioned one: its name is on the wire.
+    pub name: &'static str,
+    pub accelerator: Accelerator,
+    pub guest: Arc<Guest>,
+}
+
+/// Machine that both QEMUs have.
+pub const PC_7: &str = "pc-i440fx-7.2";
+/// Machine of QEMU 10.0: barriers by round, SWITCHOVER_START, zero pages in packets.
+pub const PC_10: &str = "pc-i440fx-10.0";
+
+/// A running QEMU.
+pub struct Vm {
+    process: Child,
+    /// Has the events of every migration.
+    pub qmp: Qemu,
+    folder: TempDir,
+    pub machine: Machine,
+    pub release: Release,
+}
+
+impl Vm {
+    /// Starts a machine that runs its guest, or says why it cannot be.
+    pub fn running(release: Release, machine: &Machine) -> Option<Self> {
+        Self::start(release, machine, &[])
+    }
+
+    /// Starts a machine that waits for a migration, or says why it cannot be.
+    pub fn waiting(release: Release, machine: &Machine) -> Option<Self> {
+        Self::start(release, machine, &["-incoming", "defer"])
+    }
+
+    fn start(release: Release, machine: &Machine, arguments: &[&str]) -> Option<Self> {
+        let program = release.program()?;
+        if machine.accelerator == Accelerator::Kvm
+            && let Err(why) = hotlift_vmm::kvm::usable()
+        {
+            println!("not tested: {why}");
+            return None;
+        }
+        let folder = folder();
+        let path = |name: &str| folder.path().join(name);
+        let guest = &machine.guest;
+        if arguments.is_empty() {
+            guest.fill(&path("ram"));
+        }
+        let mut command = Command::new(program);
+        command
+            .arg("-machine")
+            .arg(format!(
+                "{},graphics=off,memory-backend=pc.ram",
+                machine.name
+            ))
+            .args(["-accel", machine.accelerator.name()])
+            // A file, so that all of RAM can be read, and shared, so that what is written is in it.
+            .arg("-object")
+            .arg(format!(
+                "memory-backend-file,id=pc.ram,mem-path={},size={},share=on",
+                path("ram").display(),
+                guest.ram_bytes()
+            ))
+            .args(["-m", &format!("{}k", guest.ram_bytes() >> 10)])
+            // SeaBIOS takes 12 s under the KVM of a nested cloud, qboot 0.3 s.
+            .args(["-bios", "qboot.rom", "-uuid", UUID])
+            .args(["-nodefaults", "-display", "none", "-vga", "none"])
+            .args(["-name", "hotlift-test,debug-threads=on"])
+            .arg("-serial")
+            .arg(format!("file:{}", path("console").display()))
+            .args(arguments);
+        // One QMP socket for the test, one for a command that is tested.
+        for socket in ["test.qmp", "qmp"] {
+            command.arg("-qmp");
+            command.arg(format!(
+                "unix:{},server=on,wait=off",
+                path(socket).display()
+            ));
+        }
+        guest.boot(&mut command, folder.path());
+        let process = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(path("stderr")).expect("a file for stderr"))
+            .spawn()
+            .expect("QEMU starts");
+        let mut process = Killed(Some(process));
+        let address = QmpAddress::Unix(path("test.qmp"));
+        let mut qmp = Qemu::connect(&address, DEADLINE).unwrap_or_else(|error| {
+            let said = fs::read_to_string(path("stderr")).unwrap_or_default();
+            panic!("{error}: {said}");
+        });
+        qmp.set_capabilities(&[("events", true)]).expect("events");
+        let vm = Self {
+            process: process.0.take().expect("it was started"),
+            qmp,
+            folder,
+            machine: machine.clone(),
+            release,
+        };
+        if arguments.is_empty() {
+            until(|| vm.explain("the guest says nothing"), || vm.count());
+        }
+        Some(vm)
+    }
+
+    /// Where its files and sockets are.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A URI of a UNIX socket of its own.
+    pub fn uri(&self, name: &str) -> String {
+        format!("unix:{}", self.path(name).display())
+    }
+
+    /// The QMP socket that nobody uses yet.
+    pub fn free_qmp(&self) -> String {
+        self.path("qmp").display().to_string()
+    }
+
+    /// All of the guest's RAM.
+    pub fn ram(&self) -> Vec<u8> {
+        fs::read(self.path("ram")).expect("the guest's RAM")
+    }
+
+    /// What the guest has said so far.
+    pub fn console(&self) -> String {
+        let bytes = fs::read(self.path("console")).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// The count in the last line that the guest has said here; panics if the guest found an error.
+    pub fn count(&self) -> Option<u64> {
+        let console = self.console();
+        // The last line may be half written. All are looked at: each may say that memory is wrong.
+        let (lines, _) = console.rsplit_once('\n')?;
+        let counts = lines
+            .lines()
+            .filter_map(|line| self.machine.guest.count(line));
+        counts.fold(None, |_, count| Some(count))
+    }
+
+    /// Waits until the guest has counted on from `before`, and says how far.
+    pub fn counts_on_from(&self, before: u64) -> u64 {
+        until(
+            || self.explain(&format!("the guest does not count on from {before}")),
+            || self.count().filter(|&count| count > before),
+        )
+    }
+
+    /// Stops the guest, and proves that RAM is what all of its writes so far make it.
+    pub fn prove(&mut self) -> u64 {
+        self.qmp.stop().expect("stop");
+        let guest = Arc::clone(&self.machine.guest);
+        guest
+            .prove(self)
+            .unwrap_or_else(|why| panic!("{}", self.explain(&why)))
+    }
+
+    /// A command of the human monitor.
+    pub fn hmp(&mut self, line: &str) -> String {
+        let arguments = json!({ "command-line": line });
+        let answer = self
+            .qmp
+            .client()
+            .execute("human-monitor-command", &arguments);
+        match answer.unwrap_or_else(|error| panic!("{}", self.explain(&error.to_string()))) {
+            Value::String(text) => text,
+            other => panic!("{line}: {other}"),
+        }
+    }
+
+    /// `query-migrate`.
+    pub fn migration(&mut self) -> MigrateInfo {
+        let info = self.qmp.query_migrate();
+        info.unwrap_or_else(|error| panic!("{}", self.explain(&error.to_string())))
+    }
+
+    /// Waits for a status of the migration. Panics at once if it ends with another one.
+    pub fn reaches(&mut self, status: &str) -> MigrateInfo {
+        let start = Instant::now();
+        loop {
+            let info = self.migration();
+            if info.status == status {
+                return info;
+            }
+            let has_ended = info.is_completed() || info.has_failed();
+            if has_ended || start.elapsed() > DEADLINE {
+                panic!(
+                    "{}",
+                    self.explain(&format!("waited for '{status}', got {info:?}"))
+                );
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Whether vCPUs run here.
+    pub fn is_running(&mut self) -> bool {
+        self.qmp.query_status().is_ok_and(|state| state.running)
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill_process(self.pid(), signal).expect("the process is there");
+    }
+
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.process)
+    }
+
+    /// How the process ended, if it has.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.process.try_wait().expect("it was started")
+    }
+
+    /// What QEMU said on stderr, but for what it says of this machine's CPU.
+    pub fn stderr(&self) -> String {
+        let said = fs::read_to_string(self.path("stderr")).unwrap_or_default();
+        said.lines()
+            .filter(|line| !line.contains("host doesn't support requested feature"))
+            .collect::<Vec<_>>()
+            .join("\n")
+    }
+
+    fn explain(&self, what: &str) -> String {
+        let (stderr, console) = (self.stderr(), self.console());
+        let tail = console.lines().rev().take(5).collect::<Vec<_>>();
+        let release = self.release.name();
+        format!("QEMU {release}: {what}\nstderr: {stderr}\nconsole, backwards: {tail:#?}")
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        // Both fail only if the process has ended.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// A process that nobody has taken over yet.
+struct Killed(Option<Child>);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        if let Some(process) = &mut self.0 {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
+
+const UUID: &str = "486f746c-6966-7420-6265-736964652051";
+
+/// A folder in memory where there is one: RAM is in it, and must not be written to a disk.
+pub fn folder() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    let mut builder = tempfile::Builder::new();
+    builder.prefix("hotlift-");
+    if memory.is_dir() {
+        builder.tempdir_in(memory)
+    } else {
+        builder.tempdir()
+    }
+    .expect("a folder")
+}
