@@ -16,6 +16,8 @@ pub(crate) struct Batch {
     pub normal: Vec<u64>,
     /// Byte offsets of the pages that are zero.
     pub zero: Vec<u64>,
+    /// The pages were records of the main channel.
+    pub from_main: bool,
     pages: Box<[u8]>,
 }
 
@@ -25,6 +27,7 @@ impl Batch {
             block: 0,
             normal: Vec::with_capacity(BATCH_PAGES),
             zero: Vec::with_capacity(BATCH_PAGES),
+            from_main: false,
             pages: vec![0; BATCH_PAGES * PAGE_SIZE].into_boxed_slice(),
         }
     }
@@ -32,6 +35,7 @@ impl Batch {
     /// Empties the batch for pages of `block`.
     pub(crate) fn start(&mut self, block: usize) {
         self.block = block;
+        self.from_main = false;
         self.normal.clear();
         self.zero.clear();
     }

@@ -139,7 +139,10 @@ impl<'a> MainReader<'a> {
         match (is_mark, is_last) {
             (true, false) => self.barrier()?,
             // The source may rest now; its pages need not.
-            (false, false) => self.pages.submit(),
+            (false, false) => {
+                self.pages.submit();
+                self.session.sink.section_end()?;
+            }
             (_, true) => {
                 // Without a mark here the channels have had their last one: only main's own pages
                 // are left.

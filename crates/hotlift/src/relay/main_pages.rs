@@ -64,6 +64,7 @@ impl<'a> MainPages<'a> {
             self.submit();
             let mut batch = self.session.flow.take().ok_or(MigrationError::Cancelled)?;
             batch.start(block);
+            batch.from_main = true;
             self.batch = Some(batch);
         }
         let Some(batch) = &mut self.batch else {

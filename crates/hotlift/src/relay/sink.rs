@@ -3,7 +3,7 @@
 //! One thread (the relay's main thread) calls the methods of [`Sink`], in this order:
 //!
 //! ```text
-//! open  command*  ram_start  (barrier | delta | command)*  ram_end  devices  await_loaded  commit
+//! open  command*  ram_start  (section_end | barrier | delta | command)*  ram_end  devices  await_loaded  commit
 //! ```
 //!
 //! Worker threads meanwhile write batches, each by a [`WritePages`] of its own. Before `barrier`,
@@ -50,6 +50,11 @@ pub(crate) trait Sink: Sync {
 
     /// The RAM blocks.
     fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError>;
+
+    /// The source has ended a section of RAM and may rest. Nothing has to be idle.
+    fn section_end(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
 
     /// All pages written so far come before all pages written later.
     fn barrier(&self) -> Result<(), MigrationError>;

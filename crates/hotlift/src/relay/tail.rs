@@ -134,7 +134,8 @@ pub(super) fn of_relay(
     upstream: &Upstream,
     input: &mut MainInput<'_>,
 ) -> Result<(), MigrationError> {
-    let mut checksum_follows = false;
+    // Of all before the PING that announces a checksum.
+    let mut awaited = None;
     loop {
         let crc = input.crc();
         match next_in_tail(input.unread()).map_err(wire)? {
@@ -156,17 +157,16 @@ pub(super) fn of_relay(
                         let sections = read_package(session, input, length)?;
                         session.sink.devices(&sections)?;
                     }
-                    TailEvent::Ping(expected) if checksum_follows => {
-                        checksum_follows = false;
-                        if crc.is_some_and(|crc| crc != expected) {
+                    TailEvent::Ping(expected) if awaited.is_some() => {
+                        if let Some(got) = awaited.take().filter(|crc| *crc != expected) {
                             return Err(wire(WireError::Checksum {
                                 what: "the main channel",
                                 expected,
-                                got: crc.unwrap_or(0),
+                                got,
                             }));
                         }
                     }
-                    TailEvent::Ping(CHECKSUM_FOLLOWS) => checksum_follows = true,
+                    TailEvent::Ping(CHECKSUM_FOLLOWS) => awaited = crc,
                     TailEvent::Ping(LOADED) => {
                         session.sink.await_loaded()?;
                         upstream.answer(&encode(&[ReturnMessage::Pong(LOADED)]));

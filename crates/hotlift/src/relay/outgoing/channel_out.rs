@@ -11,7 +11,7 @@ use hotlift_wire::multifd::{Method, PacketFields, PacketLayout, PacketWriter};
 
 use super::super::batch::Batch;
 use super::super::sink::WritePages;
-use super::{StreamSink, Zeros};
+use super::{StreamSink, ZeroPlace};
 use crate::error::{Channel, MigrationError};
 
 /// One channel's working state; everything that a packet needs is kept from packet to packet.
@@ -54,14 +54,18 @@ impl<'s, 'a> ChannelWriter<'s, 'a> {
 
 impl WritePages for ChannelWriter<'_, '_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
-        let zeros = self.sink.zeros();
-        if zeros != Zeros::AsTheyCame {
+        let came = batch.zero.len();
+        if self.sink.looks_for_zeros() {
             batch.find_zero_pages();
         }
-        if self.sink.zeros_on_main() {
-            self.sink.keep_zeros(batch);
-            batch.zero.clear();
-        }
+        let in_packet = match self.sink.zero_place() {
+            ZeroPlace::Packets => batch.zero.len(),
+            ZeroPlace::Main => 0,
+            ZeroPlace::AsTheyCame if batch.from_main => 0,
+            ZeroPlace::AsTheyCame => came,
+        };
+        self.sink.keep_zeros(batch.block, &batch.zero[in_packet..]);
+        batch.zero.truncate(in_packet);
         if batch.len() == 0 {
             return Ok(());
         }
@@ -153,7 +157,7 @@ pub(super) struct MainWriter<'s, 'a>(pub &'s StreamSink<'a>);
 
 impl WritePages for MainWriter<'_, '_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
-        if self.0.zeros() != Zeros::AsTheyCame {
+        if self.0.looks_for_zeros() {
             batch.find_zero_pages();
         }
         self.0.lock_main().pages(batch)

@@ -12,7 +12,7 @@ mod main_out;
 
 use std::io::Write;
 use std::net::Shutdown;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
@@ -20,7 +20,6 @@ use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
 
-use super::batch::Batch;
 use super::sink::{Opening, RamLayout, Sink, WritePages};
 use super::{CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, RelaySettings};
 use crate::control::Control;
@@ -35,12 +34,14 @@ use main_out::{MainLink, MainOut, Section, wire};
 /// How long a destination may take to load the devices, and to run the guest when it was told to.
 const LOADING: Duration = Duration::from_secs(60);
 
-/// What is done about zero pages.
+/// Where zero pages go. The table of zero pages in packets came with QEMU 9.0; an older one takes no
+/// notice of it, and would keep what it had in those pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Zeros {
-    /// Looked for.
-    Found,
-    /// Passed on where the source has found them.
+enum ZeroPlace {
+    Packets,
+    /// Records of main, which every QEMU reads.
+    Main,
+    /// Where the source has put them, and on main if they were found here.
     AsTheyCame,
 }
 
@@ -76,13 +77,15 @@ struct OtherSide {
     is_relay: bool,
     /// Every section of RAM is a barrier.
     flush_after_each_section: bool,
-    zeros_on_main: bool,
+    zero_place: ZeroPlace,
 }
 
 struct Ram {
     layout: RamLayout,
     /// Zero pages that wait for the next section on main.
     zeros: Vec<DirtyBitmap>,
+    /// How many were added since the last section of its own.
+    kept: AtomicUsize,
 }
 
 /// Main and channels, connected in that order: receivers before QEMU 8.0 take the first connection for
@@ -183,29 +186,33 @@ impl<'a> StreamSink<'a> {
         &self.ram().layout.blocks[block].name
     }
 
-    fn zeros(&self) -> Zeros {
+    fn looks_for_zeros(&self) -> bool {
         match self.settings.zero_pages {
-            Some(ZeroPageDetection::None) => Zeros::AsTheyCame,
-            None if self.seen.zeros_were_looked_for => Zeros::AsTheyCame,
-            _ => Zeros::Found,
+            Some(mode) => mode != ZeroPageDetection::None,
+            None => !self.seen.zeros_were_looked_for,
         }
     }
 
-    fn zeros_on_main(&self) -> bool {
-        self.other_side().zeros_on_main
+    fn zero_place(&self) -> ZeroPlace {
+        self.other_side().zero_place
     }
 
-    /// Keeps the batch's zero pages for the next section on main.
-    fn keep_zeros(&self, batch: &Batch) {
-        let zeros = &self.ram().zeros[batch.block];
-        for offset in &batch.zero {
-            zeros.set(page_of(*offset));
+    /// Keeps zero pages for the next section on main.
+    fn keep_zeros(&self, block: usize, offsets: &[u64]) {
+        for offset in offsets {
+            self.ram().zeros[block].set(page_of(*offset));
         }
+        self.ram().kept.fetch_add(offsets.len(), Ordering::Relaxed);
     }
 
     /// SYNC on all channels, and a section of RAM with the mark.
     fn mark(&self, section: Section) -> Result<(), MigrationError> {
         self.sync_channels()?;
+        self.zero_section(section, self.flushes())
+    }
+
+    /// A section of RAM with the zero pages that wait.
+    fn zero_section(&self, section: Section, flush: bool) -> Result<(), MigrationError> {
         let zeros = self.ram().zeros.iter().enumerate();
         let zeros = zeros.flat_map(|(block, zeros)| {
             (0..zeros.words()).flat_map(move |word| {
@@ -222,7 +229,6 @@ impl<'a> StreamSink<'a> {
                 })
             })
         });
-        let flush = self.flushes();
         self.lock_main().section(section, zeros, flush)
     }
 
@@ -240,18 +246,20 @@ impl<'a> StreamSink<'a> {
             .flush_after_each_section
             .or(self.seen.flush_after_each_section)
             .unwrap_or(by_machine);
-        // The table of zero pages in a packet came with QEMU 9.0; a machine without a version (microvm)
-        // may be an older one's.
-        let reads_zeros_in_packets = is_relay || version.is_some_and(|version| version >= (9, 0));
-        let zeros_on_main = match self.settings.zero_pages {
-            Some(ZeroPageDetection::Legacy) => true,
-            Some(ZeroPageDetection::Multifd) => false,
-            Some(ZeroPageDetection::None) | None => !reads_zeros_in_packets,
+        let zero_place = match (self.settings.zero_pages, version) {
+            (Some(ZeroPageDetection::Legacy), _) => ZeroPlace::Main,
+            (Some(ZeroPageDetection::Multifd), _) => ZeroPlace::Packets,
+            (_, Some(_)) if is_relay => ZeroPlace::Packets,
+            (_, Some(version)) if version >= (9, 0) => ZeroPlace::Packets,
+            (_, Some(_)) => ZeroPlace::Main,
+            // Machines without a version (microvm) are those of the QEMU that has them; what its
+            // source sends, it reads.
+            (_, None) => ZeroPlace::AsTheyCame,
         };
         OtherSide {
             is_relay,
             flush_after_each_section,
-            zeros_on_main,
+            zero_place,
         }
     }
 }
@@ -312,10 +320,20 @@ impl Sink for StreamSink<'_> {
         let _ = self.ram.set(Ram {
             layout: layout.clone(),
             zeros: zeros.collect(),
+            kept: AtomicUsize::new(0),
         });
         self.sync_channels()?;
         let flush = self.flushes();
         self.lock_main().ram_start(layout, flush)
+    }
+
+    fn section_end(&self) -> Result<(), MigrationError> {
+        // With a mark in each section, the marks are all that there may be.
+        let each = self.other_side().flush_after_each_section && !self.multifd.is_empty();
+        if each || self.ram().kept.swap(0, Ordering::Relaxed) == 0 {
+            return Ok(());
+        }
+        self.zero_section(Section::Part, false)
     }
 
     fn barrier(&self) -> Result<(), MigrationError> {
