@@ -9,6 +9,7 @@ use hotlift_wire::WireError;
 
 use crate::guest::GuestError;
 use crate::options::OptionError;
+use crate::relay::file::FileError;
 use crate::transport::TransportError;
 
 /// Which connection of a migration.
@@ -107,6 +108,9 @@ pub enum MigrationError {
         #[source]
         source: MethodError,
     },
+    /// The file that a VM is saved in or restored from cannot be used.
+    #[error("the file cannot be used")]
+    File(#[from] FileError),
     /// The two sides do not agree.
     #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
     Mismatch {

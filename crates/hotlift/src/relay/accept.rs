@@ -52,6 +52,8 @@ impl<'a> Arrivals<'a> {
         let (listener, unnamed) = match incoming {
             Incoming::Listener(listener) => (Some(listener), Vec::new()),
             Incoming::Connections(streams) => (None, streams),
+            // Played by then: its connections are made.
+            Incoming::File { .. } => (None, Vec::new()),
         };
         Self {
             listener,

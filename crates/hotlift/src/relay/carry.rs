@@ -11,12 +11,13 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::{Arrivals, Channels};
 use super::beginning::{Beginning, Setup, read_setup};
+use super::file::FileError;
 use super::main_in::MainReader;
 use super::main_input::MainInput;
-use super::outgoing::{self, Seen, StreamSink};
+use super::outgoing::{self, Seen};
 use super::receive::ChannelReceiver;
 use super::session::{Call, Carried, Session, Upstream, encode};
-use super::sink::{Opening, Sink};
+use super::sink::Opening;
 use super::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings, pass_through};
 use crate::control::Control;
 use crate::error::MigrationError;
@@ -44,11 +45,15 @@ pub(super) fn run(
     let mut input = MainInput::new(&main, &unbooked);
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
     let beginning = read_setup(&mut input, &mut decoder, &early)?;
-    let Outgoing::Address(address) = outgoing;
     let setup = match beginning {
         Beginning::Carry(setup) => setup,
         Beginning::PassThrough(why) => {
-            return pass_through::run(arrivals, &input, address, settings, control, why);
+            return match outgoing {
+                Outgoing::Address(address) => {
+                    pass_through::run(arrivals, &input, address, settings, control, why)
+                }
+                Outgoing::File { .. } => Err(FileError::CannotBeSaved { reason: why }.into()),
+            };
         }
     };
     let expected = setup.flush || setup.relay == Some(true);
@@ -72,8 +77,7 @@ pub(super) fn run(
         zeros_were_looked_for: hello
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
     };
-    let connections = outgoing::connect(address, settings, opening.uuid, control)?;
-    let sink = StreamSink::new(connections, settings, seen, control);
+    let sink = outgoing::open(outgoing, settings, seen, &opening, control)?;
     let multifd = channels.map_or_else(Vec::new, |Channels { streams, .. }| streams);
     let received = Counters::of_side(multifd.len());
     if let Some(on_main) = received.last() {
@@ -83,7 +87,7 @@ pub(super) fn run(
     let upstream = Upstream::new(main, multifd, setup.relay.is_some(), setup.return_path);
     let session = Session::new(
         control.clone(),
-        &sink,
+        &*sink,
         upstream.multifd.len(),
         received,
         since,

@@ -42,6 +42,7 @@ mod accept;
 mod batch;
 mod beginning;
 mod carry;
+pub mod file;
 mod flow;
 mod main_in;
 mod main_input;
@@ -53,6 +54,7 @@ mod session;
 mod sink;
 mod tail;
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::WireError;
@@ -64,6 +66,7 @@ use crate::figures::{SideFigures, ratio, to_f64};
 use crate::options::{Options, ZeroPageDetection};
 use crate::threads::run_as;
 use crate::transport::{Address, Listener, Stream};
+use file::FileFormat;
 use session::Carried;
 
 /// How two relays know each other: the value of the first PING on main.
@@ -82,6 +85,13 @@ pub enum Incoming<'a> {
     Listener(&'a Listener),
     /// Connections that are made already, in any order.
     Connections(Vec<Stream>),
+    /// A VM that was saved: a file of Hotlift's or a `mapped-ram` file of QEMU's, which is found out.
+    File {
+        /// The file.
+        path: &'a Path,
+        /// Byte where its content starts, as in QEMU's `file:PATH,offset=N`; 0 for Hotlift's own.
+        offset: u64,
+    },
 }
 
 /// Where it goes.
@@ -89,6 +99,13 @@ pub enum Incoming<'a> {
 pub enum Outgoing<'a> {
     /// To a relay or QEMU that listens there.
     Address(&'a Address),
+    /// Into a file, which appears under its name when it is whole and on disk.
+    File {
+        /// The file; one that has this name is replaced.
+        path: &'a Path,
+        /// How it is written.
+        format: FileFormat,
+    },
 }
 
 /// How to pass the stream on.
@@ -204,7 +221,13 @@ pub fn relay(
 ) -> Result<RelayReport, MigrationError> {
     settings.outgoing.check()?;
     run_as("relay/main", control, || {
-        let carried = carry::run(incoming, outgoing, settings, control, hooks)?;
+        let run = |incoming| carry::run(incoming, outgoing, settings, control, hooks);
+        let carried = match incoming {
+            Incoming::File { path, offset } => {
+                file::play(path, offset, |played| run(Incoming::Connections(played)))
+            }
+            connected => run(connected),
+        }?;
         Ok(report(carried))
     })
 }

@@ -1,11 +1,10 @@
 //! An outgoing multifd channel: encodes batches and sends them as packets.
 
-use std::os::fd::AsFd;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
-use hotlift_mem::sock::{self, IoScratch};
+use hotlift_mem::sock::IoScratch;
 use hotlift_methods::Encode;
 use hotlift_wire::multifd::{Method, PacketFields, PacketLayout, PacketWriter};
 
@@ -119,13 +118,7 @@ impl StreamSink<'_> {
         let index = usize::from(id);
         let bytes = parts.iter().map(|part| part.len()).sum();
         self.pacer.wait(bytes, &self.control);
-        sock::send_parts(self.multifd[index].as_fd(), parts, scratch).map_err(|source| {
-            MigrationError::Connection {
-                channel: Channel::Multifd(id),
-                doing: "sending pages",
-                source,
-            }
-        })?;
+        self.multifd[index].send(Channel::Multifd(id), parts, scratch)?;
         self.counters[index].add_bytes(bytes);
         Ok(())
     }

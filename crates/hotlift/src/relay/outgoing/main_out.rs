@@ -1,21 +1,19 @@
 //! The outgoing main channel: whole sections, by whichever thread has one.
 
-use std::io::Write;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_mem::sock::{self, IoScratch};
+use hotlift_mem::sock::IoScratch;
 use hotlift_wire::WireError;
 use hotlift_wire::main_channel::{Command, Configuration, MainEncoder};
 
 use super::super::batch::Batch;
 use super::super::sink::RamLayout;
+use super::lane::Lane;
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::pacing::Pacer;
-use crate::transport::Stream;
 
 /// Records are gathered up to this many bytes before they are written.
 const GATHERED: usize = 64 << 10;
@@ -30,7 +28,7 @@ pub(super) enum Section {
 /// The connection of the main channel.
 #[derive(Debug)]
 pub(super) struct MainLink {
-    pub stream: Stream,
+    pub lane: Lane,
     pub counters: Counters,
     pub pacer: Arc<Pacer>,
     pub control: Control,
@@ -159,7 +157,8 @@ impl MainOut {
         if let Some(crc) = &mut self.crc {
             parts.iter().for_each(|part| crc.update(part));
         }
-        sock::send_parts(self.link.stream.as_fd(), &parts, &mut self.scratch).map_err(broken)?;
+        let scratch = &mut self.scratch;
+        self.link.lane.send(Channel::Main, &parts, scratch)?;
         self.link.counters.add_bytes(bytes);
         self.out.clear();
         Ok(())
@@ -185,18 +184,10 @@ impl MainOut {
             crc.update(bytes);
         }
         self.link.pacer.wait(bytes.len(), &self.link.control);
-        let mut stream = &self.link.stream;
-        stream.write_all(bytes).map_err(broken)?;
+        let scratch = &mut self.scratch;
+        self.link.lane.send(Channel::Main, &[bytes], scratch)?;
         self.link.counters.add_bytes(bytes.len());
         Ok(())
-    }
-}
-
-fn broken(source: std::io::Error) -> MigrationError {
-    MigrationError::Connection {
-        channel: Channel::Main,
-        doing: "sending to the destination",
-        source,
     }
 }
 

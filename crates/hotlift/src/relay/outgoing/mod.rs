@@ -1,34 +1,40 @@
-//! The outgoing side over sockets: a main channel and N multifd channels, or main alone.
+//! The outgoing side as streams: a main channel and N multifd channels, or main alone; over sockets, or
+//! kept in a save file.
 //!
 //! | file | what goes out |
 //! |---|---|
 //! | `channel_out` | pages |
 //! | `main_out` | set-up, marks, devices, end |
+//! | `lane` | bytes, to where they go |
 //! | `answers` | nothing: what comes back |
 
 mod answers;
 mod channel_out;
+mod lane;
 mod main_out;
 
-use std::io::Write;
 use std::net::Shutdown;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use hotlift_mem::sock::IoScratch;
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
 
+use super::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
 use super::sink::{Opening, RamLayout, Sink, WritePages};
-use super::{CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, RelaySettings};
+use super::{CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, Outgoing, RelaySettings};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts};
 use crate::pacing::Pacer;
-use crate::transport::{Address, Stream};
+use crate::transport::Address;
 use answers::Answers;
 use channel_out::{ChannelWriter, MainWriter, lock};
+use lane::Lane;
 use main_out::{MainLink, MainOut, Section, wire};
 
 /// How long a destination may take to load the devices, and to run the guest when it was told to.
@@ -60,7 +66,7 @@ pub(super) struct StreamSink<'a> {
     seen: Seen,
     wire_method: Method,
     link: Arc<MainLink>,
-    multifd: Vec<Stream>,
+    multifd: Vec<Lane>,
     /// One a channel.
     counters: Vec<Counters>,
     pacer: Arc<Pacer>,
@@ -88,14 +94,45 @@ struct Ram {
     kept: AtomicUsize,
 }
 
+/// Opens the outgoing side, up to the first byte on main.
+pub(super) fn open<'a>(
+    to: &Outgoing<'_>,
+    settings: &'a RelaySettings,
+    seen: Seen,
+    opening: &Opening,
+    control: &Control,
+) -> Result<Box<dyn Sink + 'a>, MigrationError> {
+    let lanes = match to {
+        Outgoing::Address(address) => connect(address, settings, opening, control)?,
+        Outgoing::File {
+            path,
+            format: FileFormat::Hotlift,
+        } => record(path, settings, opening)?,
+        Outgoing::File {
+            path,
+            format: FileFormat::MappedRam,
+        } => {
+            let sink = MappedRamSink::create(path, &settings.outgoing, control)?;
+            return Ok(Box::new(sink));
+        }
+    };
+    Ok(Box::new(StreamSink::new(lanes, settings, seen, control)))
+}
+
+/// Main and channels, which have been opened.
+struct Lanes {
+    main: Lane,
+    multifd: Vec<Lane>,
+}
+
 /// Main and channels, connected in that order: receivers before QEMU 8.0 take the first connection for
 /// main.
-pub(super) fn connect(
+fn connect(
     to: &Address,
     settings: &RelaySettings,
-    uuid: [u8; 16],
+    opening: &Opening,
     control: &Control,
-) -> Result<(Stream, Vec<Stream>), MigrationError> {
+) -> Result<Lanes, MigrationError> {
     let options = &settings.outgoing;
     let main = to.connect(options.handshake_timeout)?;
     let mut multifd = Vec::new();
@@ -104,25 +141,64 @@ pub(super) fn connect(
             return Err(MigrationError::Cancelled);
         }
         let stream = to.connect(options.handshake_timeout)?;
-        let opening = InitialPacket {
-            uuid,
-            id,
-            hello: Some(Hello {
-                channels: options.channels(),
-                method: method_of(settings),
-                layout: PacketLayout::QEMU,
-                zero_page_detection: settings.zero_pages.unwrap_or(ZeroPageDetection::Multifd),
-            }),
-        };
-        let sent = (&stream).write_all(&opening.encode());
-        sent.map_err(|source| MigrationError::Connection {
-            channel: Channel::Multifd(id),
-            doing: "opening the migration",
-            source,
-        })?;
-        multifd.push(stream);
+        let lane = Lane::Socket(stream);
+        open_channel(&lane, id, settings, opening)?;
+        multifd.push(lane);
     }
-    Ok((main, multifd))
+    Ok(Lanes {
+        main: Lane::Socket(main),
+        multifd,
+    })
+}
+
+/// Main and channels, all into one save file.
+fn record(
+    path: &Path,
+    settings: &RelaySettings,
+    opening: &Opening,
+) -> Result<Lanes, MigrationError> {
+    let channels = settings.outgoing.channels();
+    let begun = SystemTime::now().duration_since(UNIX_EPOCH);
+    let info = FileInfo {
+        machine: opening.configuration.machine.clone(),
+        uuid: opening.uuid.map(|byte| format!("{byte:02x}")).concat(),
+        channels,
+        method: method_of(settings).name().to_owned(),
+        begun: begun.map_or(0, |since| since.as_secs()),
+        hotlift: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let file = Arc::new(ContainerWriter::create(path, &info)?);
+    let mut multifd = Vec::new();
+    for id in 0..channels {
+        let lane = Lane::File(Arc::clone(&file));
+        open_channel(&lane, id, settings, opening)?;
+        multifd.push(lane);
+    }
+    Ok(Lanes {
+        main: Lane::File(file),
+        multifd,
+    })
+}
+
+/// Says which channel this is, and what a relay has to know of it.
+fn open_channel(
+    lane: &Lane,
+    id: u8,
+    settings: &RelaySettings,
+    opening: &Opening,
+) -> Result<(), MigrationError> {
+    let packet = InitialPacket {
+        uuid: opening.uuid,
+        id,
+        hello: Some(Hello {
+            channels: settings.outgoing.channels(),
+            method: method_of(settings),
+            layout: PacketLayout::QEMU,
+            zero_page_detection: settings.zero_pages.unwrap_or(ZeroPageDetection::Multifd),
+        }),
+    };
+    let parts: [&[u8]; 1] = [&packet.encode()];
+    lane.send(Channel::Multifd(id), &parts, &mut IoScratch::new())
 }
 
 fn method_of(settings: &RelaySettings) -> Method {
@@ -130,8 +206,8 @@ fn method_of(settings: &RelaySettings) -> Method {
 }
 
 impl<'a> StreamSink<'a> {
-    pub(super) fn new(
-        (main, multifd): (Stream, Vec<Stream>),
+    fn new(
+        Lanes { main, multifd }: Lanes,
         settings: &'a RelaySettings,
         seen: Seen,
         control: &Control,
@@ -139,7 +215,7 @@ impl<'a> StreamSink<'a> {
         let mut counters = Counters::of_side(multifd.len());
         let pacer = Arc::new(Pacer::new(settings.outgoing.max_bandwidth));
         let link = Arc::new(MainLink {
-            stream: main,
+            lane: main,
             counters: counters.pop().unwrap_or_default(),
             pacer: Arc::clone(&pacer),
             control: control.clone(),
@@ -158,6 +234,14 @@ impl<'a> StreamSink<'a> {
             out: OnceLock::new(),
             other_side: OnceLock::new(),
             ram: OnceLock::new(),
+        }
+    }
+
+    /// The file that everything goes into, if it does.
+    fn file(&self) -> Option<&ContainerWriter> {
+        match &self.link.lane {
+            Lane::Socket(_) => None,
+            Lane::File(file) => Some(file),
         }
     }
 
@@ -298,7 +382,11 @@ impl Sink for StreamSink<'_> {
         out.command(Command::OpenReturnPath)?;
         out.command(Command::Ping(ping))?;
         let timeout = self.settings.outgoing.handshake_timeout;
-        let is_relay = self.answers.await_opened(timeout, &self.control)?;
+        let is_relay = match self.file() {
+            // It is played back to a relay.
+            Some(_) => true,
+            None => self.answers.await_opened(timeout, &self.control)?,
+        };
         if !is_relay {
             out.drop_checksum();
         }
@@ -377,23 +465,36 @@ impl Sink for StreamSink<'_> {
         let mut ping = Vec::new();
         Command::Ping(LOADED).encode(&mut ping);
         main.raw(&ping)?;
-        self.answers.await_loaded(LOADING, &self.control)
+        match self.file() {
+            Some(file) => Ok(file.sync()?),
+            None => self.answers.await_loaded(LOADING, &self.control),
+        }
     }
 
     fn commit(&self, end: &[u8]) -> Result<(), MigrationError> {
+        if let Some(file) = self.file() {
+            file.append(0, true, &[end])?;
+            return Ok(file.finish()?);
+        }
         self.lock_main().raw(end)?;
         self.answers.await_running(LOADING)
     }
 
     fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
-        self.answers.listen(&self.link.stream, forward)?;
+        let Lane::Socket(main) = &self.link.lane else {
+            return Ok(());
+        };
+        self.answers.listen(main, forward)?;
         self.answers.ending()
     }
 
     fn abort(&self) {
         self.answers.abort();
-        for stream in std::iter::once(&self.link.stream).chain(&self.multifd) {
-            stream.shutdown(Shutdown::Both);
+        for lane in std::iter::once(&self.link.lane).chain(&self.multifd) {
+            match lane {
+                Lane::Socket(stream) => stream.shutdown(Shutdown::Both),
+                Lane::File(file) => file.abort(),
+            }
         }
     }
 

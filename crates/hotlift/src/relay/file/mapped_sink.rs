@@ -1,0 +1,258 @@
+//! Writes a VM as QEMU's `mapped-ram` file.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_methods::legacy::xbzrle;
+use hotlift_wire::WireError;
+use hotlift_wire::main_channel::{
+    Command, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, put_mapped_end,
+};
+
+use super::FileError;
+use super::partial::PartialFile;
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::options::Options;
+use crate::pacing::Pacer;
+use crate::relay::batch::Batch;
+use crate::relay::sink::{Opening, RamLayout, Sink, WritePages};
+
+/// Space set aside for EOF and VM description, which are written after the source was told that its
+/// guest is safe.
+const END: u64 = 4 << 20;
+
+/// Bitmap words that are written at once.
+const WORDS: usize = 8192;
+
+/// A file on its way; the relay's pages go straight to their places.
+pub(in crate::relay) struct MappedRamSink {
+    file: PartialFile,
+    /// Where the stream goes on.
+    position: AtomicU64,
+    ram: OnceLock<Ram>,
+    workers: usize,
+    pacer: Pacer,
+    control: Control,
+    sent_bytes: AtomicU64,
+}
+
+struct Ram {
+    section_id: u32,
+    blocks: Vec<Block>,
+}
+
+struct Block {
+    place: MappedBlock,
+    /// Pages whose content is in the file.
+    bitmap: DirtyBitmap,
+}
+
+impl MappedRamSink {
+    /// Begins the file that will be called `path`, written by as many threads as the options have
+    /// multifd channels.
+    pub(in crate::relay) fn create(
+        path: &Path,
+        options: &Options,
+        control: &Control,
+    ) -> Result<Self, MigrationError> {
+        Ok(Self {
+            file: PartialFile::create(path)?,
+            position: AtomicU64::new(0),
+            ram: OnceLock::new(),
+            workers: usize::from(options.channels()).max(1),
+            pacer: Pacer::new(options.max_bandwidth),
+            control: control.clone(),
+            sent_bytes: AtomicU64::new(0),
+        })
+    }
+
+    fn ram(&self) -> &Ram {
+        match self.ram.get() {
+            Some(ram) => ram,
+            None => unreachable!("`ram_start` comes first"),
+        }
+    }
+
+    fn write(&self, bytes: &[u8], position: u64) -> Result<(), MigrationError> {
+        self.pacer.wait(bytes.len(), &self.control);
+        self.file.write_at(&[bytes], position)?;
+        let bytes = bytes.len() as u64;
+        self.sent_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Writes what comes next in the stream.
+    fn append(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        let position = self
+            .position
+            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.write(bytes, position)
+    }
+
+    fn write_bitmap(&self, block: &Block) -> Result<(), MigrationError> {
+        let mut position = block.place.bitmap_offset;
+        let mut bytes = Vec::with_capacity(WORDS * 8);
+        for first in (0..block.bitmap.words()).step_by(WORDS) {
+            bytes.clear();
+            for word in first..block.bitmap.words().min(first + WORDS) {
+                bytes.extend_from_slice(&block.bitmap.take_word(word).to_le_bytes());
+            }
+            self.write(&bytes, position)?;
+            position += bytes.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+impl Sink for MappedRamSink {
+    fn workers(&self) -> usize {
+        self.workers
+    }
+
+    fn page_writer(&self, _: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
+        Ok(Box::new(Writer(self)))
+    }
+
+    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
+        let mut configuration = opening.configuration.clone();
+        if let Some(name) = configuration.capabilities.first() {
+            return Err(FileError::CannotBeSaved {
+                reason: format!("capability {name} does not go together with mapped-ram"),
+            }
+            .into());
+        }
+        configuration.capabilities.push(MAPPED_RAM.to_owned());
+        let mut bytes = FILE_HEADER.to_vec();
+        configuration.encode(&mut bytes).map_err(wire)?;
+        self.append(&bytes)
+    }
+
+    /// Nobody answers a PING in a file; QEMU refuses one without a return path.
+    fn command(&self, command: Command) -> Result<(), MigrationError> {
+        if command != Command::SwitchoverStart {
+            return Ok(());
+        }
+        let mut bytes = Vec::new();
+        command.encode(&mut bytes);
+        self.append(&bytes)
+    }
+
+    fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
+        let position = self.position.load(Ordering::Relaxed);
+        let layout = MappedLayout::new(ram.section_id, &ram.blocks, position).map_err(wire)?;
+        for (position, piece) in &layout.pieces {
+            self.write(piece, *position)?;
+        }
+        self.position.store(layout.end, Ordering::Relaxed);
+        let blocks = layout.blocks.into_iter().map(|place| Block {
+            bitmap: DirtyBitmap::new(page_of(place.entry.used_length)),
+            place,
+        });
+        let _ = self.ram.set(Ram {
+            section_id: ram.section_id,
+            blocks: blocks.collect(),
+        });
+        Ok(())
+    }
+
+    /// Pages have one place each: what is written later is what counts.
+    fn barrier(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
+        let block = &self.ram().blocks[block];
+        let position = block.place.pages_offset + offset;
+        let mut page = [0; PAGE_SIZE];
+        if block.bitmap.test(page_of(offset)) {
+            let read = self.file.file().read_exact_at(&mut page, position);
+            read.map_err(|source| self.file.failed(source))?;
+        }
+        xbzrle::apply(delta, &mut page).map_err(|source| MigrationError::Page {
+            block: block.place.entry.name.clone(),
+            offset: usize::try_from(offset).unwrap_or(usize::MAX),
+            source,
+        })?;
+        self.write(&page, position)?;
+        block.bitmap.set(page_of(offset));
+        Ok(())
+    }
+
+    fn ram_end(&self) -> Result<(), MigrationError> {
+        let mut bytes = Vec::new();
+        put_mapped_end(self.ram().section_id, &mut bytes);
+        self.append(&bytes)
+    }
+
+    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
+        self.append(sections)
+    }
+
+    fn await_loaded(&self) -> Result<(), MigrationError> {
+        for block in &self.ram().blocks {
+            self.write_bitmap(block)?;
+        }
+        let position = self.position.load(Ordering::Relaxed);
+        self.file.reserve(position, END)?;
+        Ok(self.file.sync()?)
+    }
+
+    fn commit(&self, end: &[u8]) -> Result<(), MigrationError> {
+        self.append(end)?;
+        let length = self.position.load(Ordering::Relaxed);
+        Ok(self.file.publish(length)?)
+    }
+
+    fn return_path(&self, _: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    fn abort(&self) {
+        self.file.give_up();
+    }
+
+    fn sent_bytes(&self) -> u64 {
+        self.sent_bytes.load(Ordering::Relaxed)
+    }
+
+    fn method(&self) -> &'static str {
+        "none"
+    }
+}
+
+struct Writer<'a>(&'a MappedRamSink);
+
+impl WritePages for Writer<'_> {
+    fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        // Zero pages take no space, whether the source has looked for them or not.
+        batch.find_zero_pages();
+        let block = &self.0.ram().blocks[batch.block];
+        let is_next = |a: &u64, b: &u64| *b == *a + PAGE_SIZE as u64;
+        let mut pages = batch.pages();
+        for run in batch.normal.chunk_by(is_next) {
+            let (bytes, rest) = pages.split_at(run.len() * PAGE_SIZE);
+            pages = rest;
+            self.0.write(bytes, block.place.pages_offset + run[0])?;
+            block.bitmap.set_range(page_of(run[0]), run.len());
+        }
+        for offset in &batch.zero {
+            block.bitmap.clear_range(page_of(*offset), 1);
+        }
+        Ok(())
+    }
+}
+
+fn page_of(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE
+}
+
+fn wire(source: WireError) -> MigrationError {
+    MigrationError::Wire {
+        channel: Channel::Main,
+        source,
+    }
+}

@@ -1,0 +1,45 @@
+//! Where a channel's bytes go: a socket, or a save file.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use hotlift_mem::sock::{self, IoScratch};
+
+use crate::error::{Channel, MigrationError};
+use crate::relay::file::ContainerWriter;
+use crate::transport::Stream;
+
+#[derive(Debug)]
+pub(super) enum Lane {
+    Socket(Stream),
+    File(Arc<ContainerWriter>),
+}
+
+impl Lane {
+    /// Sends `parts`, one after the other, as what `channel` has to say.
+    pub(super) fn send(
+        &self,
+        channel: Channel,
+        parts: &[&[u8]],
+        scratch: &mut IoScratch,
+    ) -> Result<(), MigrationError> {
+        match self {
+            Self::Socket(stream) => {
+                sock::send_parts(stream.as_fd(), parts, scratch).map_err(|source| {
+                    MigrationError::Connection {
+                        channel,
+                        doing: "sending to the destination",
+                        source,
+                    }
+                })
+            }
+            Self::File(file) => {
+                let number = match channel {
+                    Channel::Main => 0,
+                    Channel::Multifd(id) => 1 + u16::from(id),
+                };
+                Ok(file.append(number, false, parts)?)
+            }
+        }
+    }
+}
