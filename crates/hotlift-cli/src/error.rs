@@ -2,16 +2,19 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use hotlift::MigrationError;
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
+use hotlift_qmp::QmpError;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::verify::VerifyError;
 
 use crate::args::error_line;
+use crate::qemu::control::ControlError;
 
 /// A failed command.
 #[derive(Debug, thiserror::Error)]
@@ -46,11 +49,66 @@ pub enum CommandError {
         #[source]
         source: std::io::Error,
     },
+    #[error("relay failed")]
+    Relay(#[source] MigrationError),
+    #[error("QEMU at the {side}")]
+    Qmp {
+        side: &'static str,
+        #[source]
+        source: QmpError,
+    },
+    #[error("this QEMU cannot begin a migration: it is in state '{status}'")]
+    Busy { status: String },
+    #[error(
+        "QEMU at the destination does not wait for a migration: it is in state '{status}', and its \
+         migration in state '{migration}'"
+    )]
+    NotWaiting { status: String, migration: String },
+    #[error("QEMU at the destination did not take the guest (state '{status}'): {reason}")]
+    NotTaken { status: String, reason: String },
+    #[error("no QEMU was given")]
+    NoQemu,
+    #[error("bad QEMU command line: {problem}")]
+    QemuCommand { problem: String },
+    #[error("QEMU ended before it could be asked for anything ({status})")]
+    QemuEnded { status: std::process::ExitStatus },
+    #[error("talking to 'hotlift serve' failed")]
+    Control(#[from] ControlError),
+    #[error("cannot reach 'hotlift serve'")]
+    NoServe {
+        #[source]
+        source: TransportError,
+    },
+    #[error("{flag} takes tcp:HOST:PORT")]
+    OnlyTcp { flag: &'static str },
+    #[error("the other side said nothing for {waited:?}")]
+    Silent { waited: Duration },
+    #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
+    Differs {
+        what: &'static str,
+        source_has: String,
+        destination_has: String,
+    },
+    #[error("the guest is at the destination, though not all went well: {reasons}")]
+    MovedAnyway { reasons: String },
+    #[error("the destination refuses: {reason}")]
+    Refused { reason: String },
+    #[error("migration failed: {reasons}")]
+    Moving { reasons: String },
+    #[error(
+        "nobody knows whether the destination runs the guest, so it is left paused here: {reasons}"
+    )]
+    InDoubt { reasons: String },
     #[error("interrupted")]
     Interrupted,
 }
 
 impl CommandError {
+    /// An error of the QEMU at one side.
+    pub fn qmp(side: &'static str, source: QmpError) -> Self {
+        Self::Qmp { side, source }
+    }
+
     /// The error and its causes, in one line.
     pub fn line(&self) -> String {
         error_line(self)
@@ -65,7 +123,28 @@ impl CommandError {
             Self::Migration(MigrationError::Transport(TransportError::Connect { .. })) => Some(
                 "start 'hotlift guest run --incoming URI' with the same --guest, --ram and --vcpus first",
             ),
-            Self::Migration(MigrationError::InDoubt) => {
+            Self::Relay(MigrationError::Transport(TransportError::Connect { .. })) => {
+                Some("start the QEMU or the relay that is to listen there first")
+            }
+            Self::Qmp {
+                source: QmpError::Connect { .. },
+                ..
+            } => Some("give the path of '-qmp unix:PATH,server=on,wait=off' of a running QEMU"),
+            Self::Qmp {
+                source: QmpError::Timeout { .. },
+                ..
+            } => Some("a QMP socket serves one client at a time: see whether another one holds it"),
+            Self::Busy { .. } => {
+                Some("wait for the end of what is under way, or 'migrate_cancel' it")
+            }
+            Self::NotWaiting { .. } => Some("start a new QEMU with '-incoming defer'"),
+            Self::QemuEnded { .. } | Self::NotTaken { .. } => {
+                Some("its own words are on the terminal that it was started from")
+            }
+            Self::NoServe { .. } => Some("start 'hotlift serve' on the destination host first"),
+            Self::Migration(MigrationError::InDoubt)
+            | Self::Relay(MigrationError::InDoubt)
+            | Self::InDoubt { .. } => {
                 Some("ask the other side whether it runs the guest before you do anything else")
             }
             _ => None,
@@ -75,8 +154,12 @@ impl CommandError {
     /// 1; 3 if nobody knows who has the guest; 130 if a signal ended it, as shells have it.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Migration(MigrationError::InDoubt) => ExitCode::from(3),
-            Self::Migration(MigrationError::Cancelled) | Self::Interrupted => ExitCode::from(130),
+            Self::Migration(MigrationError::InDoubt)
+            | Self::Relay(MigrationError::InDoubt)
+            | Self::InDoubt { .. } => ExitCode::from(3),
+            Self::Migration(MigrationError::Cancelled)
+            | Self::Relay(MigrationError::Cancelled)
+            | Self::Interrupted => ExitCode::from(130),
             _ => ExitCode::FAILURE,
         }
     }

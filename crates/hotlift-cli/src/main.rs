@@ -7,9 +7,13 @@ mod demo;
 mod error;
 mod events;
 mod guest_run;
+mod migrate;
 mod migration_args;
 mod progress;
+mod qemu;
+mod relay;
 mod report;
+mod serve;
 mod signals;
 
 use std::process::ExitCode;
@@ -34,6 +38,39 @@ enum Command {
     /// Work with one built-in guest
     #[command(subcommand)]
     Guest(GuestCommand),
+    /// Move the guest of a running QEMU to a host where 'hotlift serve' waits
+    ///
+    /// Sets QEMU's migration capabilities and parameters for the time of the migration, and puts
+    /// them back. The bandwidth is unlimited unless max-bandwidth is given, and then it is that of
+    /// the wire. Ctrl-C cancels; the guest runs on here.
+    ///
+    ///   hotlift migrate --qmp /run/vm.qmp --to tcp:HOST:4444 --method zstd --channels 4
+    ///
+    /// Exit codes: 0 moved, 1 failed and the guest stayed, 2 usage, 130 cancelled and the guest
+    /// stayed, 3 nobody knows whether the destination runs the guest, and it is left paused here.
+    #[command(verbatim_doc_comment)]
+    Migrate(migrate::MigrateArgs),
+    /// Wait on the destination host for 'hotlift migrate', with a QEMU that takes the guest over
+    ///
+    /// Either a QEMU that waits with '-incoming defer', by its QMP socket:
+    ///
+    ///   hotlift serve --listen tcp::4444 --qmp /run/vm.qmp
+    ///
+    /// or the command line of one, started when a source has come:
+    ///
+    ///   hotlift serve --listen tcp::4444 -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
+    ///
+    /// One guest is received. A QEMU that was started runs on when this command ends, if it has the
+    /// guest; if not, it is ended. There is no authentication: use it on a network that you trust.
+    #[command(verbatim_doc_comment)]
+    Serve(serve::ServeArgs),
+    /// Pass QEMU's own migrations on, between a QEMU and the relay of another host
+    ///
+    /// One relay on each host, and QEMU's 'migrate' and 'migrate_incoming' as ever. The bandwidth is
+    /// unlimited unless max-bandwidth is given: QEMU paces itself. Zero pages are looked for where
+    /// the source has not, unless zero-page-detection is given.
+    #[command(subcommand)]
+    Relay(relay::RelayCommand),
     /// List the page compression methods, and which library does each on this host
     Methods,
 }
@@ -55,6 +92,9 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Guest(GuestCommand::Run(args)) => guest_run::run(&args),
+        Command::Migrate(args) => migrate::run(&args),
+        Command::Serve(args) => serve::run(&args),
+        Command::Relay(command) => relay::run(&command),
         Command::Methods => {
             println!("{}", report::methods());
             Ok(())

@@ -39,6 +39,11 @@ impl Display {
 
     /// Shows one moment.
     pub fn show(&self, progress: &Progress) {
+        self.show_line(progress.round, || line(&self.label, progress));
+    }
+
+    /// Shows one moment of a migration that is in its round `round`, if it is time to.
+    pub fn show_line(&self, round: u64, line: impl FnOnce() -> String) {
         if self.quiet {
             return;
         }
@@ -46,15 +51,15 @@ impl Display {
             return;
         };
         let now = Instant::now();
-        let due = state.last.is_none_or(|(shown, round)| {
-            state.terminal || round != progress.round || now - shown >= LOG_INTERVAL
+        let due = state.last.is_none_or(|(shown, shown_round)| {
+            state.terminal || shown_round != round || now - shown >= LOG_INTERVAL
         });
         if !due {
             return;
         }
-        state.last = Some((now, progress.round));
+        state.last = Some((now, round));
         state.shown.set(true);
-        let line = line(&self.label, progress);
+        let line = line();
         let mut stderr = std::io::stderr().lock();
         let _ = if state.terminal {
             write!(stderr, "\r\x1b[K{line}")
@@ -104,7 +109,7 @@ fn line(label: &str, progress: &Progress) -> String {
     clippy::cast_sign_loss,
     reason = "clamped"
 )]
-fn rounded(rate: f64) -> u64 {
+pub fn rounded(rate: f64) -> u64 {
     rate.clamp(0.0, 1e18) as u64
 }
 

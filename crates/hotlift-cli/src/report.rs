@@ -273,14 +273,15 @@ pub fn write_json(path: &Path, runs: &[Run]) -> Result<(), CommandError> {
     std::fs::write(path, text).map_err(failed)
 }
 
-fn new_table(header: &[&str]) -> Table {
+/// An empty table with a header.
+pub fn new_table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED).set_header(header);
     table
 }
 
 /// Figures to the right, names to the left.
-fn align(table: &mut Table) {
+pub fn align(table: &mut Table) {
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }

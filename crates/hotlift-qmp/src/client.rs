@@ -10,8 +10,12 @@ use std::time::{Duration, Instant};
 use serde_json::{Map, Value, json};
 
 use crate::address::QmpAddress;
-use crate::error::{QmpError, clean};
-use crate::lines::{Line, Lines, MAX_LINE, Socket};
+use crate::error::{QmpError, one_line};
+use crate::lines::{Line, Lines, Socket};
+
+/// Longest line that QEMU may send, in bytes. The longest known is the answer to `query-qmp-schema`,
+/// some 300 KiB; QEMU's own limit for what it reads (`MAX_TOKEN_SIZE` of its JSON parser) is 64 MiB.
+pub const MAX_LINE: usize = 4 << 20;
 
 /// Events kept for whoever asks; of more, the oldest are dropped. An event is a hint to look, and what
 /// counts is asked for (`query-status`, `query-migrate`), so none that was dropped is missed.
@@ -82,7 +86,7 @@ impl Client {
             }
         };
         let mut client = Self {
-            lines: Lines::new(socket),
+            lines: Lines::new(socket, MAX_LINE),
             address: address.clone(),
             greeting: Value::Null,
             events: VecDeque::new(),
@@ -284,7 +288,7 @@ fn io_error(command: &str, source: io::Error) -> QmpError {
 fn protocol(command: &str, problem: &str) -> QmpError {
     QmpError::Protocol {
         command: command.to_owned(),
-        problem: clean(problem),
+        problem: one_line(problem),
     }
 }
 
@@ -298,7 +302,7 @@ fn parse(line: &[u8]) -> Result<Message, String> {
     if let Some(name) = members.get("event") {
         let name = name.as_str().ok_or("an event without a name")?;
         return Ok(Message::Event(Event {
-            name: clean(name),
+            name: one_line(name),
             at: members.get("timestamp").and_then(timestamp),
             data: members
                 .remove("data")
@@ -306,7 +310,7 @@ fn parse(line: &[u8]) -> Result<Message, String> {
         }));
     }
     if let Some(error) = members.get("error") {
-        let text = |name: &str| error.get(name).and_then(Value::as_str).map(clean);
+        let text = |name: &str| error.get(name).and_then(Value::as_str).map(one_line);
         let class = text("class").ok_or("an error without a class")?;
         let desc = text("desc").ok_or("an error without a description")?;
         return Ok(Message::Error(id, class, desc));

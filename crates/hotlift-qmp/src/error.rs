@@ -99,8 +99,9 @@ impl QmpError {
 /// Longest piece of QEMU's words in a message, in characters.
 const MAX_WORDS: usize = 1000;
 
-/// Words of a peer, fit to be shown in one line.
-pub(crate) fn clean(words: &str) -> String {
+/// Words of a peer, fit to be shown: without control characters, in one line, not too long.
+#[must_use]
+pub fn one_line(words: &str) -> String {
     words
         .chars()
         .map(|c| if c.is_control() { ' ' } else { c })

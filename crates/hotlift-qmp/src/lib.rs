@@ -15,8 +15,8 @@ mod migration;
 mod qemu;
 
 pub use address::QmpAddress;
-pub use client::{Client, Event, MAX_QUEUED_EVENTS};
-pub use error::QmpError;
-pub use lines::MAX_LINE;
+pub use client::{Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
+pub use error::{QmpError, one_line};
+pub use lines::{Line, Lines, Socket};
 pub use migration::{MigrateInfo, RamInfo};
-pub use qemu::{Qemu, RunState, Version};
+pub use qemu::{Qemu, RunState, Version, parse_uuid};

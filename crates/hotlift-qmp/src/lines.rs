@@ -5,17 +5,15 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// Longest line that QEMU may send, in bytes. The longest known is the answer to `query-qmp-schema`,
-/// some 300 KiB; QEMU's own limit for what it reads (`MAX_TOKEN_SIZE` of its JSON parser) is 64 MiB.
-pub const MAX_LINE: usize = 4 << 20;
-
 /// Read at once.
 const CHUNK: usize = 16 << 10;
 
 /// A connected socket.
 #[derive(Debug)]
-pub(crate) enum Socket {
+pub enum Socket {
+    /// Over a UNIX socket.
     Unix(UnixStream),
+    /// Over TCP.
     Tcp(TcpStream),
 }
 
@@ -52,10 +50,10 @@ impl Socket {
 
 /// What came of waiting for a line.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Line {
+pub enum Line {
     /// A whole line, without its end.
     Whole(Vec<u8>),
-    /// More than [`MAX_LINE`] bytes came without an end of line.
+    /// More bytes than the limit came without an end of line.
     TooLong,
     /// The other side closed.
     Closed,
@@ -65,24 +63,31 @@ pub(crate) enum Line {
 
 /// A socket and what was read of the next line.
 #[derive(Debug)]
-pub(crate) struct Lines {
+pub struct Lines {
     socket: Socket,
+    limit: usize,
     buffer: Vec<u8>,
     /// Bytes of `buffer` that hold no end of line.
     searched: usize,
 }
 
 impl Lines {
-    pub(crate) fn new(socket: Socket) -> Self {
+    /// Lines of at most `limit` bytes (and what came with the last read).
+    #[must_use]
+    pub fn new(socket: Socket, limit: usize) -> Self {
         Self {
             socket,
+            limit,
             buffer: Vec::new(),
             searched: 0,
         }
     }
 
     /// The next line.
-    pub(crate) fn read(&mut self, deadline: Instant) -> io::Result<Line> {
+    ///
+    /// # Errors
+    /// The system's reason; a connection that was reset is [`Line::Closed`].
+    pub fn read(&mut self, deadline: Instant) -> io::Result<Line> {
         loop {
             let fresh = &self.buffer[self.searched..];
             if let Some(end) = fresh.iter().position(|&byte| byte == b'\n') {
@@ -93,7 +98,7 @@ impl Lines {
                 return Ok(Line::Whole(line));
             }
             self.searched = self.buffer.len();
-            if self.searched > MAX_LINE {
+            if self.searched > self.limit {
                 return Ok(Line::TooLong);
             }
             let mut chunk = [0; CHUNK];
@@ -116,7 +121,10 @@ impl Lines {
     }
 
     /// Writes `line`, which ends with its end of line; false if the deadline passed first.
-    pub(crate) fn write(&mut self, line: &[u8], deadline: Instant) -> io::Result<bool> {
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn write(&mut self, line: &[u8], deadline: Instant) -> io::Result<bool> {
         let mut left = line;
         while !left.is_empty() {
             self.socket

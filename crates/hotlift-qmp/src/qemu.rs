@@ -285,7 +285,8 @@ impl Qemu {
 }
 
 /// `550e8400-e29b-41d4-a716-446655440000` as bytes in that order.
-fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+#[must_use]
+pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let digits: Vec<u8> = text
         .chars()
         .filter(|&c| c != '-')

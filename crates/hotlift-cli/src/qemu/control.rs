@@ -1,0 +1,293 @@
+//! What `hotlift migrate` and `hotlift serve` say to each other: JSON, one line a message, over a
+//! TCP connection of its own. Pages and devices never travel here.
+//!
+//! ```text
+//! migrate                 serve
+//! hello            ---->  compares, prepares its QEMU, starts its relay
+//!                  <----  ready, or refused
+//!                  <----  progress, each second
+//!                  <----  completed, or failed
+//! ```
+//!
+//! A connection that ends early cancels what the other side does, as far as it still can be cancelled:
+//! who has the guest is settled by the relays alone.
+
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use hotlift::relay::RelayReport;
+use hotlift_qmp::{Line, Lines, Socket, Version, one_line};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::uuid::Uuid;
+
+/// Version of these messages. Another version is refused: both commands come from one binary.
+pub const PROTOCOL: u32 = 1;
+
+/// Longest message, in bytes. The longest is a result with the CPU time of 255 channels.
+const MAX_MESSAGE: usize = 256 << 10;
+
+/// How long the other side may take to read a message.
+const WRITE: Duration = Duration::from_secs(10);
+
+/// Opens the conversation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Hello {
+    /// [`PROTOCOL`].
+    pub hotlift_control: u32,
+    /// Version of the source's QEMU.
+    pub qemu: Version,
+    /// Machine type of the source's QEMU, where it tells.
+    pub machine: Option<String>,
+    /// UUID of the VM.
+    pub uuid: Uuid,
+    /// Whether the VM runs, and so is to run at the destination.
+    pub running: bool,
+    /// Multifd channels that the destination's QEMU is to have; 0 for multifd off.
+    pub channels: u8,
+    /// State of those capabilities of the source's QEMU that both sides must have alike.
+    pub alike: Vec<(String, bool)>,
+}
+
+/// What the destination says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(
+    tag = "message",
+    rename_all = "kebab-case",
+    rename_all_fields = "kebab-case"
+)]
+pub enum Answer {
+    /// The relay of the destination listens.
+    Ready {
+        /// On this port of the host that the conversation is with.
+        port: u16,
+        /// Version of the destination's QEMU.
+        qemu: Version,
+    },
+    /// Nothing was started.
+    Refused {
+        /// Why, in one line.
+        reason: String,
+    },
+    /// The relay of the destination is at work.
+    Progress {
+        /// Bytes that have arrived.
+        received_bytes: u64,
+    },
+    /// The destination's QEMU has the guest.
+    Completed {
+        /// Whether the guest runs there.
+        running: bool,
+        /// What it cost the relay of the destination.
+        report: Box<RelayReport>,
+    },
+    /// The migration failed, as the destination sees it.
+    Failed {
+        /// Why, in one line.
+        reason: String,
+        /// Where the guest is, as far as the destination can know.
+        guest: Guest,
+    },
+}
+
+/// What the destination knows of the guest after a failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Guest {
+    /// It was never run here, and never will be.
+    NotHere,
+    /// This QEMU has it.
+    Here,
+    /// It cannot be told.
+    Unknown,
+}
+
+/// Why a conversation ended.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    #[error("the connection broke")]
+    Io(#[from] std::io::Error),
+    #[error("the other side closed the connection")]
+    Closed,
+    #[error("a message of more than {MAX_MESSAGE} bytes")]
+    TooLong,
+    #[error("the other side did not take a message within {WRITE:?}")]
+    NotTaken,
+    #[error("a message that is not understood ({problem}): '{start}'")]
+    Garbage { problem: String, start: String },
+    #[error(
+        "the other side speaks version {theirs} of the control protocol, this one {PROTOCOL}: use the same hotlift on both hosts"
+    )]
+    Version { theirs: u64 },
+}
+
+/// One end of a conversation.
+#[derive(Debug)]
+pub struct Conversation(Lines);
+
+impl Conversation {
+    /// Over a connection that was made or accepted.
+    pub fn new(stream: TcpStream) -> Result<Self, ControlError> {
+        stream.set_nodelay(true)?;
+        Ok(Self(Lines::new(Socket::Tcp(stream), MAX_MESSAGE)))
+    }
+
+    /// Says something.
+    pub fn say<T: Serialize>(&mut self, message: &T) -> Result<(), ControlError> {
+        let mut line = serde_json::to_vec(message).map_err(std::io::Error::from)?;
+        line.push(b'\n');
+        match self.0.write(&line, Instant::now() + WRITE)? {
+            true => Ok(()),
+            false => Err(ControlError::NotTaken),
+        }
+    }
+
+    /// The next message, or `None` if none comes within `timeout`.
+    pub fn hear<T: DeserializeOwned>(
+        &mut self,
+        timeout: Duration,
+    ) -> Result<Option<T>, ControlError> {
+        let line = match self.0.read(Instant::now() + timeout)? {
+            Line::Whole(line) => line,
+            Line::Late => return Ok(None),
+            Line::Closed => return Err(ControlError::Closed),
+            Line::TooLong => return Err(ControlError::TooLong),
+        };
+        let message = serde_json::from_slice(&line);
+        message.map(Some).map_err(|error| garbage(&line, &error))
+    }
+
+    /// The first message of a source.
+    pub fn hear_hello(&mut self, timeout: Duration) -> Result<Option<Hello>, ControlError> {
+        // The version first: what else a hello of another version has is not known.
+        let Some(value) = self.hear::<serde_json::Value>(timeout)? else {
+            return Ok(None);
+        };
+        match value
+            .get("hotlift-control")
+            .and_then(|value| value.as_u64())
+        {
+            Some(theirs) if theirs != u64::from(PROTOCOL) => Err(ControlError::Version { theirs }),
+            _ => {
+                let text = value.to_string();
+                let hello = serde_json::from_value(value);
+                hello
+                    .map(Some)
+                    .map_err(|error| garbage(text.as_bytes(), &error))
+            }
+        }
+    }
+}
+
+/// Shown of a message that is none, in bytes.
+const START: usize = 60;
+
+fn garbage(line: &[u8], error: &serde_json::Error) -> ControlError {
+    ControlError::Garbage {
+        problem: one_line(&error.to_string()),
+        start: one_line(&String::from_utf8_lossy(&line[..line.len().min(START)])),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::net::TcpListener;
+
+    const LONG: Duration = Duration::from_secs(30);
+
+    fn pair() -> (TcpStream, Conversation) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let ours = Conversation::new(listener.accept().unwrap().0).unwrap();
+        (theirs, ours)
+    }
+
+    fn hello() -> Hello {
+        Hello {
+            hotlift_control: PROTOCOL,
+            qemu: Version {
+                major: 7,
+                minor: 2,
+                micro: 22,
+            },
+            machine: Some("pc-i440fx-7.2".to_owned()),
+            uuid: Uuid::default(),
+            running: true,
+            channels: 2,
+            alike: vec![("x-ignore-shared".to_owned(), false)],
+        }
+    }
+
+    #[test]
+    fn messages_arrive_as_they_were_said_however_they_are_cut() {
+        let (theirs, mut ours) = pair();
+        let mut line = serde_json::to_vec(&hello()).unwrap();
+        line.push(b'\n');
+        let (start, end) = line.split_at(10);
+        (&theirs).write_all(start).unwrap();
+        assert_eq!(ours.hear_hello(Duration::from_millis(10)).unwrap(), None);
+        (&theirs).write_all(end).unwrap();
+        assert_eq!(ours.hear_hello(LONG).unwrap(), Some(hello()));
+        let failed = Answer::Failed {
+            reason: "why".to_owned(),
+            guest: Guest::NotHere,
+        };
+        let mut theirs = Conversation::new(theirs).unwrap();
+        ours.say(&failed).unwrap();
+        assert_eq!(theirs.hear(LONG).unwrap(), Some(failed));
+        drop(theirs);
+        assert!(matches!(
+            ours.hear::<Answer>(LONG),
+            Err(ControlError::Closed)
+        ));
+    }
+
+    #[test]
+    fn another_version_is_named_even_if_nothing_else_is_understood() {
+        let (theirs, mut ours) = pair();
+        (&theirs).write_all(b"{\"hotlift-control\": 7}\n").unwrap();
+        let error = ours.hear_hello(LONG).unwrap_err().to_string();
+        assert!(error.contains("version 7"), "{error}");
+    }
+
+    #[test]
+    fn garbage_is_an_error_of_one_short_line() {
+        let deep = "[".repeat(10_000);
+        for bad in [
+            "GET / HTTP/1.1\r",
+            "\u{1b}[2J",
+            "",
+            "{}",
+            "[]",
+            "null",
+            &deep,
+        ] {
+            let (theirs, mut ours) = pair();
+            writeln!(&theirs, "{bad}").unwrap();
+            let error = ours.hear_hello(LONG).unwrap_err();
+            assert!(matches!(error, ControlError::Garbage { .. }), "{error}");
+            let error = error.to_string();
+            assert!(
+                error.len() < 300 && !error.chars().any(char::is_control),
+                "{error:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_message_without_end_is_given_up_at_the_limit() {
+        let (theirs, mut ours) = pair();
+        let flood = std::thread::spawn(move || {
+            let chunk = [b'x'; 64 << 10];
+            // Ends when the other side has gone.
+            while (&theirs).write_all(&chunk).is_ok() {}
+        });
+        assert!(matches!(ours.hear_hello(LONG), Err(ControlError::TooLong)));
+        drop(ours);
+        flood.join().unwrap();
+    }
+}

@@ -1,0 +1,108 @@
+//! What a migration of a QEMU came to: the table and the JSON.
+
+use comfy_table::Table;
+use hotlift::figures::SideFigures;
+use hotlift::relay::RelayReport;
+use hotlift_qmp::{MigrateInfo, RamInfo, Version};
+use serde::Serialize;
+
+use crate::progress::bytes;
+use crate::report::{align, new_table};
+
+/// One migration through a pair of relays, as `--json` writes it.
+#[derive(Debug, Serialize)]
+pub struct Migration {
+    /// What the source's QEMU says (`query-migrate`): times, rounds, bytes into the relay.
+    pub qemu: MigrateInfo,
+    /// Version of the source's QEMU.
+    pub source_qemu: Version,
+    /// Version of the destination's QEMU.
+    pub destination_qemu: Version,
+    /// Whether the guest runs at the destination; `null` if that was not heard.
+    pub running: Option<bool>,
+    /// The relay at the source.
+    pub source: RelayReport,
+    /// The relay at the destination; `null` if its figures were not heard.
+    pub destination: Option<RelayReport>,
+}
+
+impl Migration {
+    /// The result table, and CPU time by thread.
+    pub fn table(&self) -> String {
+        let ram = self.qemu.ram.clone().unwrap_or_default();
+        let ms = |time: Option<u64>| time.map_or("-".to_owned(), |ms| format!("{ms} ms"));
+        let mut table = new_table(&["migration", ""]);
+        let mut row = |name: &str, value: String| {
+            table.add_row([name.to_owned(), value]);
+        };
+        row("total time (QEMU)", ms(self.qemu.total_time));
+        row("downtime (QEMU)", ms(self.qemu.downtime));
+        row("rounds", ram.dirty_sync_count.to_string());
+        row("sent by QEMU", bytes(sent_by_qemu(&ram)));
+        relay_rows(&mut row, &self.source);
+        let reports: Vec<_> = std::iter::once(("source", &self.source))
+            .chain(
+                self.destination
+                    .iter()
+                    .map(|report| ("destination", report)),
+            )
+            .collect();
+        for (side, report) in &reports {
+            row(&format!("CPU, relay at the {side}"), cpu(&report.side));
+        }
+        align(&mut table);
+        let threads = reports.iter().map(|(side, report)| (*side, &report.side));
+        format!("{table}\n{}", threads_table(threads))
+    }
+}
+
+/// The result table of one relay.
+pub fn relay_table(label: &str, report: &RelayReport) -> String {
+    let mut table = new_table(&[label, ""]);
+    let mut row = |name: &str, value: String| {
+        table.add_row([name.to_owned(), value]);
+    };
+    row("total time", format!("{:.0} ms", report.total_ms));
+    row("received", bytes(report.received_bytes));
+    relay_rows(&mut row, report);
+    row("CPU", cpu(&report.side));
+    align(&mut table);
+    let threads = std::iter::once((label, &report.side));
+    format!("{table}\n{}", threads_table(threads))
+}
+
+fn relay_rows(row: &mut impl FnMut(&str, String), report: &RelayReport) {
+    row("sent by the relay", bytes(report.sent_bytes));
+    row("method", report.method.clone());
+    row("ratio", format!("{:.2}", report.ratio));
+    row(
+        "throughput",
+        format!("{:.0} Mbit/s", report.throughput_mbps),
+    );
+    row("normal pages", report.normal_pages.to_string());
+    row("zero pages", report.zero_pages.to_string());
+    if let Some(why) = &report.passed_through {
+        row("passed through unread", why.clone());
+    }
+}
+
+fn cpu(side: &SideFigures) -> String {
+    format!("{:.2} s, {:.2} core-s/GiB", side.cpu_s, side.core_s_per_gib)
+}
+
+/// What QEMU has written to its sockets: up to 8.0 its counter of all bytes lacks those of multifd.
+fn sent_by_qemu(ram: &RamInfo) -> u64 {
+    ram.transferred.max(ram.multifd_bytes)
+}
+
+fn threads_table<'a>(sides: impl Iterator<Item = (&'a str, &'a SideFigures)>) -> Table {
+    let mut table = new_table(&["thread", "CPU ms"]);
+    for (side, figures) in sides {
+        for thread in &figures.threads {
+            let name = format!("{} ({side})", thread.name);
+            table.add_row([name, format!("{:.1}", thread.cpu_s * 1e3)]);
+        }
+    }
+    align(&mut table);
+    table
+}

@@ -1,0 +1,198 @@
+//! The QEMU whose guest is to leave: prepared, watched, and put back if the guest stays.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hotlift::relay::LetGo;
+use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError};
+use serde_json::{Map, Value};
+
+use super::control::Guest;
+use super::settings::Changed;
+use super::uuid::Uuid;
+use crate::error::CommandError;
+use crate::signals::TICK;
+
+/// How long the QMP socket of a running QEMU is tried.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// How long a cancelled migration may take to end: QEMU's threads leave their sockets at once, but a
+/// busy host may keep them from running.
+const END: Duration = Duration::from_secs(60);
+
+/// A running QEMU, spoken to by the threads of one command.
+pub struct Source {
+    qemu: Mutex<Qemu>,
+    changed: Mutex<Option<Changed>>,
+    /// Whether the guest ran when the command began.
+    was_running: bool,
+}
+
+/// Where the guest is after a migration that did not succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whereabouts {
+    /// At the source, running as before.
+    Runs,
+    /// At the source, paused as before.
+    Paused,
+    /// At the destination, after all.
+    Moved,
+    /// At the source, paused; nobody knows whether it is at the destination, too.
+    InDoubt,
+}
+
+impl Source {
+    /// Connects, and sees whether a migration can be begun.
+    pub fn connect(address: &QmpAddress) -> Result<Self, CommandError> {
+        let mut qemu = Qemu::connect(address, CONNECT).map_err(at_source)?;
+        let migration = qemu.query_migrate().map_err(at_source)?;
+        if migration.is_running() {
+            return Err(CommandError::Busy {
+                status: migration.status,
+            });
+        }
+        let state = qemu.query_status().map_err(at_source)?;
+        if state.status == "inmigrate" {
+            return Err(CommandError::Busy {
+                status: state.status,
+            });
+        }
+        Ok(Self {
+            qemu: Mutex::new(qemu),
+            changed: Mutex::new(None),
+            was_running: state.running,
+        })
+    }
+
+    /// Whether the guest ran when the command began.
+    pub fn was_running(&self) -> bool {
+        self.was_running
+    }
+
+    /// This QEMU, for one command.
+    pub fn qemu(&self) -> MutexGuard<'_, Qemu> {
+        self.qemu.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// UUID of the VM.
+    pub fn uuid(&self) -> Result<Uuid, CommandError> {
+        self.qemu().query_uuid().map(Uuid).map_err(at_source)
+    }
+
+    /// Sets capabilities and parameters, to be put back by [`Source::restore_settings`].
+    pub fn change_settings(
+        &self,
+        capabilities: &[(&str, bool)],
+        parameters: &Map<String, Value>,
+    ) -> Result<(), CommandError> {
+        let changed = Changed::apply(&mut self.qemu(), capabilities, parameters);
+        let changed = changed.map_err(at_source)?;
+        *self.changed() = Some(changed);
+        Ok(())
+    }
+
+    /// Puts capabilities and parameters back, if they were changed. Not being able to is worth a
+    /// word, but fails nothing.
+    pub fn restore_settings(&self) {
+        if let Some(changed) = self.changed().take()
+            && let Err(error) = changed.undo(&mut self.qemu())
+        {
+            let error = crate::args::error_line(&error);
+            eprintln!("hotlift: the source's migration settings were not put back: {error}");
+        }
+    }
+
+    /// Begins to migrate to `uri`.
+    pub fn migrate(&self, uri: &str) -> Result<(), CommandError> {
+        self.qemu().migrate(uri).map_err(at_source)
+    }
+
+    /// What QEMU says of its migration.
+    pub fn look(&self) -> Result<MigrateInfo, QmpError> {
+        self.qemu().query_migrate()
+    }
+
+    /// Asks QEMU to cancel its migration; too late if it has completed.
+    pub fn cancel(&self) -> Result<(), QmpError> {
+        self.qemu().migrate_cancel()
+    }
+
+    /// Whether QEMU has given the guest up for good.
+    pub fn has_let_go(&self) -> LetGo {
+        match self.look() {
+            Ok(info) if info.is_completed() => LetGo::Yes,
+            Ok(info) if info.has_failed() => LetGo::No,
+            // A QEMU that does not answer may still take the guest back.
+            Ok(_) | Err(_) => LetGo::NotYet,
+        }
+    }
+
+    /// After a migration that did not succeed: sees that it has ended, and that the guest runs here
+    /// again if it did before. `at_destination` is asked where the guest is, if QEMU has given it up.
+    pub fn settle(&self, at_destination: impl FnOnce() -> Guest) -> Result<Whereabouts, QmpError> {
+        let kept = if self.was_running {
+            Whereabouts::Runs
+        } else {
+            Whereabouts::Paused
+        };
+        let info = self.wait_end()?;
+        if info.is_completed() {
+            match at_destination() {
+                Guest::NotHere => {}
+                Guest::Here => return Ok(Whereabouts::Moved),
+                Guest::Unknown => return Ok(Whereabouts::InDoubt),
+            }
+            if self.was_running {
+                self.qemu().cont()?;
+            }
+            return Ok(kept);
+        }
+        if self.was_running && !self.wait_running()? {
+            // It was stopped for the last round, and QEMU itself did not start it again.
+            self.qemu().cont()?;
+        }
+        Ok(kept)
+    }
+
+    /// Cancels what is under way and waits for its end.
+    fn wait_end(&self) -> Result<MigrateInfo, QmpError> {
+        let deadline = Instant::now() + END;
+        self.cancel()?;
+        loop {
+            let info = self.look()?;
+            if !info.is_running() {
+                return Ok(info);
+            }
+            if Instant::now() >= deadline {
+                return Err(QmpError::Timeout {
+                    command: "migrate_cancel".to_owned(),
+                    waited: END,
+                });
+            }
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// QEMU says that a migration has failed some moments before it runs the guest again.
+    fn wait_running(&self) -> Result<bool, QmpError> {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        loop {
+            if self.qemu().query_status()?.running {
+                return Ok(true);
+            }
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(TICK);
+        }
+    }
+
+    fn changed(&self) -> MutexGuard<'_, Option<Changed>> {
+        self.changed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An error of the source's QEMU.
+fn at_source(error: QmpError) -> CommandError {
+    CommandError::qmp("source", error)
+}

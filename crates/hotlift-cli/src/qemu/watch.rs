@@ -1,0 +1,175 @@
+//! How a QEMU's outgoing migration gets on: the line that is shown, and why it does not converge.
+
+use std::time::Instant;
+
+use hotlift_qmp::{MigrateInfo, RamInfo};
+
+use crate::progress::{bytes, rounded};
+
+/// Rounds after each of which as much was dirty again as before, until that is said.
+const ROUNDS_WITHOUT_GAIN: u32 = 3;
+
+/// Follows one migration from look to look.
+#[derive(Debug, Default)]
+pub struct Watch {
+    /// The last look at the relay's counter of bytes on the wire, and the rate since the one before.
+    wire: Option<(Instant, u64)>,
+    wire_rate: f64,
+    round: u64,
+    without_gain: u32,
+}
+
+impl Watch {
+    /// Takes in what QEMU says, and how many bytes its relay has sent by `now`; returns the line to
+    /// show.
+    pub fn look(&mut self, info: &MigrateInfo, sent_bytes: u64, now: Instant) -> String {
+        if let Some((then, before)) = self.wire {
+            let time = now.duration_since(then).as_secs_f64();
+            if time > 0.0 {
+                self.wire_rate = to_f64(sent_bytes.saturating_sub(before)) / time;
+            }
+        }
+        self.wire = Some((now, sent_bytes));
+        let Some(ram) = &info.ram else {
+            return format!("migration {}", info.status);
+        };
+        let rates = Rates::of(ram);
+        if ram.dirty_sync_count != self.round {
+            self.round = ram.dirty_sync_count;
+            let gains = rates.dirty < rates.sent;
+            self.without_gain = if gains { 0 } else { self.without_gain + 1 };
+        }
+        let left = rates
+            .seconds_left(ram.remaining)
+            .map_or("unknown time".to_owned(), |seconds| {
+                format!("{seconds:.1} s")
+            });
+        let mut line = format!(
+            "migration {}: round {}, {} of {} to go, RAM at {}/s, {}/s on the wire, guest dirties \
+             {}/s, {left} left",
+            info.status,
+            self.round,
+            bytes(ram.remaining),
+            bytes(ram.total),
+            bytes(rounded(rates.sent)),
+            bytes(rounded(self.wire_rate)),
+            bytes(rounded(rates.dirty)),
+        );
+        if let Some(reason) = self.stall_reason(&rates) {
+            line = format!("{line}; not converging: {reason}");
+        }
+        line
+    }
+
+    /// The present round.
+    pub fn round(&self) -> u64 {
+        self.round
+    }
+
+    fn stall_reason(&self, rates: &Rates) -> Option<String> {
+        (self.without_gain >= ROUNDS_WITHOUT_GAIN).then(|| {
+            format!(
+                "for {} rounds the guest has dirtied {}/s and {}/s were sent; raise the bandwidth or \
+                 downtime-limit, choose another method, or switch auto-converge on",
+                self.without_gain,
+                bytes(rounded(rates.dirty)),
+                bytes(rounded(rates.sent)),
+            )
+        })
+    }
+}
+
+/// Bytes of RAM a second.
+struct Rates {
+    sent: f64,
+    dirty: f64,
+}
+
+impl Rates {
+    fn of(ram: &RamInfo) -> Self {
+        Self {
+            sent: ram.mbps * 1e6 / 8.0,
+            dirty: to_f64(ram.dirty_pages_rate.saturating_mul(ram.page_size.max(1))),
+        }
+    }
+
+    /// Until as good as nothing remains, if the rates stay: what is dirtied meanwhile is sent, too.
+    fn seconds_left(&self, remaining: u64) -> Option<f64> {
+        let gain = self.sent - self.dirty;
+        (gain > 0.0).then(|| to_f64(remaining) / gain)
+    }
+}
+
+/// A count as a number to calculate with.
+#[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
+fn to_f64(count: u64) -> f64 {
+    count as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn active(round: u64, dirty_pages_rate: u64) -> MigrateInfo {
+        MigrateInfo {
+            status: "active".to_owned(),
+            ram: Some(RamInfo {
+                remaining: 100 << 20,
+                total: 1 << 30,
+                mbps: 8.0 * f64::from(100 << 20) / 1e6,
+                dirty_pages_rate,
+                page_size: 4096,
+                dirty_sync_count: round,
+                ..RamInfo::default()
+            }),
+            ..MigrateInfo::default()
+        }
+    }
+
+    #[test]
+    fn a_line_has_both_rates_what_remains_and_for_how_long() {
+        let mut watch = Watch::default();
+        let start = Instant::now();
+        watch.look(&active(2, 12_800), 0, start);
+        let line = watch.look(&active(2, 12_800), 20 << 20, start + Duration::from_secs(2));
+        assert_eq!(
+            line,
+            "migration active: round 2, 100.0 MiB of 1.0 GiB to go, RAM at 100.0 MiB/s, \
+             10.0 MiB/s on the wire, guest dirties 50.0 MiB/s, 2.0 s left"
+        );
+    }
+
+    #[test]
+    fn three_rounds_without_gain_are_explained_and_one_with_it_ends_that() {
+        let mut watch = Watch::default();
+        let now = Instant::now();
+        for round in 2..4 {
+            // However often it is looked at, a round counts once.
+            for _ in 0..5 {
+                let line = watch.look(&active(round, 51_200), 0, now);
+                assert!(!line.contains("not converging"), "{line}");
+            }
+        }
+        let line = watch.look(&active(4, 51_200), 0, now);
+        assert!(
+            line.contains("dirtied 200.0 MiB/s and 100.0 MiB/s were sent"),
+            "{line}"
+        );
+        assert!(line.contains("unknown time left"), "{line}");
+        let line = watch.look(&active(5, 25), 0, now);
+        assert!(!line.contains("not converging"), "{line}");
+    }
+
+    #[test]
+    fn a_migration_without_figures_shows_its_state() {
+        let info = MigrateInfo {
+            status: "setup".to_owned(),
+            ..MigrateInfo::default()
+        };
+        assert_eq!(
+            Watch::default().look(&info, 0, Instant::now()),
+            "migration setup"
+        );
+    }
+}

@@ -1,0 +1,188 @@
+//! `hotlift relay`: passes QEMU's migrations on, between a QEMU and the relay of another host.
+
+use std::ops::ControlFlow;
+
+use clap::{Args, Subcommand, ValueEnum};
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::{Address, Control, Listener, MigrationError};
+
+use crate::error::CommandError;
+use crate::migration_args::MigrationArgs;
+use crate::progress::{Display, bytes};
+use crate::qemu::result;
+use crate::qemu::uuid::Uuid;
+use crate::signals::Interrupt;
+
+/// Which end of the way a relay stands at. Both do the same; what differs is who connects, so what
+/// the flags are likely to be.
+#[derive(Debug, Subcommand)]
+pub enum RelayCommand {
+    /// Take migrations from the QEMU of this host, and send them to the relay of another
+    ///
+    /// Pages are compressed here, so the method and the number of channels are chosen here:
+    ///
+    ///   hotlift relay source --listen unix:/run/a.sock --connect tcp:HOST:4444 --method zstd
+    ///
+    /// and in QEMU's monitor, with multifd on (any number of channels) or off:
+    ///
+    ///   migrate -d unix:/run/a.sock
+    #[command(verbatim_doc_comment)]
+    Source(RelayArgs),
+    /// Take migrations from the relay of another host, and pass them to the QEMU of this one
+    ///
+    /// The method of the other host is found out. The options say what the QEMU of this host is
+    /// given: it must have as many multifd channels as they say, and the same method (none, as a
+    /// rule), or multifd off.
+    ///
+    ///   hotlift relay destination --listen tcp::4444 --connect unix:/run/b.sock
+    ///
+    /// and a QEMU that was started with '-incoming defer', in its monitor:
+    ///
+    ///   migrate_set_capability multifd on
+    ///   migrate_incoming unix:/run/b.sock
+    #[command(verbatim_doc_comment)]
+    Destination(RelayArgs),
+}
+
+/// Flags of both.
+#[derive(Debug, Args)]
+pub struct RelayArgs {
+    /// Take the migration that connects here: tcp:HOST:PORT or unix:PATH
+    #[arg(long, value_name = "URI")]
+    listen: Address,
+    /// Pass it on to whoever listens there: tcp:HOST:PORT or unix:PATH
+    #[arg(long, value_name = "URI")]
+    connect: Address,
+    /// The VM's UUID, which multifd channels must carry; needed where the VM has one and the source
+    /// does not use multifd
+    #[arg(long, value_name = "UUID")]
+    uuid: Option<Uuid>,
+    /// QEMU's property of that name on the side that is connected to [default: as the incoming side
+    /// has it, or as the machine type has it]
+    #[arg(long, value_name = "VALUE", value_enum)]
+    multifd_flush_after_each_section: Option<Switch>,
+    /// Take one migration after another; one that fails is reported, and the next is waited for
+    #[arg(long)]
+    forever: bool,
+    /// Print the figures as one line of JSON instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Show no progress
+    #[arg(long)]
+    quiet: bool,
+    #[command(flatten)]
+    migration: MigrationArgs,
+}
+
+/// `on` or `off`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Switch {
+    On,
+    Off,
+}
+
+/// Runs the command.
+pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
+    let (label, args) = match command {
+        RelayCommand::Source(args) => ("relay source", args),
+        RelayCommand::Destination(args) => ("relay destination", args),
+    };
+    let interrupt = Interrupt::catch()?;
+    let mut settings = settings(&args.migration)?;
+    settings.uuid = args.uuid.map(|uuid| uuid.0);
+    settings.flush_after_each_section = args
+        .multifd_flush_after_each_section
+        .map(|switch| switch == Switch::On);
+    let listener = args.listen.listen()?;
+    let address = listener.address().map_err(|source| CommandError::Process {
+        what: "listener",
+        source,
+    })?;
+    println!("listening on {address}");
+    loop {
+        match one(args, label, &settings, &listener, &interrupt) {
+            ControlFlow::Continue(()) if args.forever => {}
+            ControlFlow::Continue(()) => return Ok(()),
+            ControlFlow::Break(error) => return Err(error),
+        }
+    }
+}
+
+/// One migration; breaks off with an error that ends the command.
+fn one(
+    args: &RelayArgs,
+    label: &str,
+    settings: &RelaySettings,
+    listener: &Listener,
+    interrupt: &Interrupt,
+) -> ControlFlow<CommandError> {
+    let control = Control::new();
+    let display = Display::new(label, args.quiet);
+    let show = |progress: &RelayProgress| display.show_line(0, || line(label, progress));
+    let hooks = Hooks {
+        on_progress: Some(&show),
+        has_let_go: None,
+    };
+    let outcome = interrupt.cancelling(&control, || {
+        hotlift::relay::relay(
+            Incoming::Listener(listener),
+            &Outgoing::Address(&args.connect),
+            settings,
+            &control,
+            hooks,
+        )
+    });
+    display.finish();
+    match outcome {
+        Ok(report) => {
+            print(args, label, &report);
+            ControlFlow::Continue(())
+        }
+        Err(error) if args.forever && !matches!(error, MigrationError::Cancelled) => {
+            eprintln!("hotlift: {label}: {}", error.chain());
+            ControlFlow::Continue(())
+        }
+        Err(error) => ControlFlow::Break(CommandError::Relay(error)),
+    }
+}
+
+/// The settings of a relay: unlimited in bandwidth unless it was given, since QEMU paces itself; and
+/// zero pages as both ends can have them unless that was given.
+pub fn settings(given: &MigrationArgs) -> Result<RelaySettings, CommandError> {
+    let unlimited = if given.has("max-bandwidth") {
+        given.clone()
+    } else {
+        given.with("max-bandwidth", "0")
+    };
+    let outgoing = unlimited.options()?;
+    let zero_pages = given
+        .has("zero-page-detection")
+        .then_some(outgoing.zero_page_detection);
+    Ok(RelaySettings {
+        outgoing,
+        zero_pages,
+        ..RelaySettings::default()
+    })
+}
+
+fn print(args: &RelayArgs, label: &str, report: &RelayReport) {
+    if args.json {
+        if let Ok(line) = serde_json::to_string(report) {
+            println!("{line}");
+        }
+        return;
+    }
+    println!("{}", result::relay_table(label, report));
+}
+
+fn line(label: &str, progress: &RelayProgress) -> String {
+    format!(
+        "{label}: {:.1} s, {} in, {} out, {} normal and {} zero pages of {} of RAM",
+        progress.elapsed.as_secs_f64(),
+        bytes(progress.received_bytes),
+        bytes(progress.sent_bytes),
+        progress.normal_pages,
+        progress.zero_pages,
+        bytes(progress.total_bytes),
+    )
+}
