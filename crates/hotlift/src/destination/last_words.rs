@@ -17,7 +17,7 @@ use crate::transport::{Stream, wait_readable};
 const LINGER: Duration = Duration::from_secs(2);
 
 /// Says `reason` on each of `streams`, whose source is a Hotlift.
-pub(super) fn give_up(streams: &[&Stream], reason: &str) {
+pub(crate) fn give_up(streams: &[&Stream], reason: &str) {
     let mut words = Vec::new();
     for message in [ReturnMessage::ErrorText(reason), ReturnMessage::Shut(1)] {
         if message.encode(&mut words).is_err() {

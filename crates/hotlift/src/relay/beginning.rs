@@ -40,7 +40,37 @@ pub(super) enum Beginning {
     PassThrough(String),
 }
 
-/// Reads up to the end of the START section of `ram`, and the type of what follows it.
+/// Why a stream without multifd has to be passed through after all, if another device sends state
+/// while the guest runs: its section follows the footer of `ram`'s. (With multifd the source may write nothing
+/// more on main before its channels are read; there such a device is refused when it comes.)
+pub(super) fn other_devices(
+    input: &mut MainInput<'_>,
+    decoder: &mut MainDecoder,
+    call: &Call<'_>,
+) -> Result<Option<String>, MigrationError> {
+    loop {
+        match decoder.next(input.unread()).map_err(wire)? {
+            Step::Event { consumed, .. } => {
+                input.take(consumed);
+                break;
+            }
+            Step::Need(needed) => {
+                if !input.fill(needed, call)? {
+                    return Err(closed());
+                }
+            }
+        }
+    }
+    if input.unread().is_empty() && !input.fill(1, call)? {
+        return Err(closed());
+    }
+    let carried = CARRIED.contains(&input.unread()[0]);
+    Ok((!carried).then(|| {
+        "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)".to_owned()
+    }))
+}
+
+/// Reads up to the last record of the START section of `ram`.
 pub(super) fn read_setup(
     input: &mut MainInput<'_>,
     decoder: &mut MainDecoder,
@@ -73,7 +103,8 @@ pub(super) fn read_setup(
             Err(source) => return Err(wire(source)),
         };
         let mut answer = None;
-        let ended = event == MainEvent::SectionFooter;
+        // The footer may stay in the source's buffer until its channels are read.
+        let ended = event == MainEvent::RamEos;
         match event {
             MainEvent::Configuration(said) => configuration = Some(said),
             MainEvent::Command(Command::OpenReturnPath) => return_path = true,
@@ -120,19 +151,6 @@ pub(super) fn read_setup(
         let (true, Some(configuration), Some(blocks)) = (ended, &configuration, &ram) else {
             continue;
         };
-        // A relay sends RAM alone, and nothing more before it is answered.
-        if relay.is_none() {
-            if input.unread().is_empty() && !input.fill(1, call)? {
-                return Err(closed());
-            }
-            let next = input.unread()[0];
-            if !CARRIED.contains(&next) {
-                return Ok(Beginning::PassThrough(
-                    "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)"
-                        .to_owned(),
-                ));
-            }
-        }
         return Ok(Beginning::Carry(Box::new(Setup {
             configuration: configuration.clone(),
             commands,

@@ -10,7 +10,7 @@ use hotlift_wire::multifd::ZeroPageDetection;
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::{Arrivals, Channels};
-use super::beginning::{Beginning, Setup, read_setup};
+use super::beginning::{Beginning, Setup, other_devices, read_setup};
 use super::file::FileError;
 use super::main_in::MainReader;
 use super::main_input::MainInput;
@@ -20,6 +20,7 @@ use super::session::{Call, Carried, Session, Upstream, encode};
 use super::sink::Opening;
 use super::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings, pass_through};
 use crate::control::Control;
+use crate::destination::last_words;
 use crate::error::MigrationError;
 use crate::figures::Counters;
 use crate::threads::{OnPanic, spawn};
@@ -45,16 +46,15 @@ pub(super) fn run(
     let mut input = MainInput::new(&main, &unbooked);
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
     let beginning = read_setup(&mut input, &mut decoder, &early)?;
+    let pass_through = |arrivals, input: &MainInput<'_>, why| match outgoing {
+        Outgoing::Address(address) => {
+            pass_through::run(arrivals, input, address, settings, control, why)
+        }
+        Outgoing::File { .. } => Err(FileError::CannotBeSaved { reason: why }.into()),
+    };
     let setup = match beginning {
         Beginning::Carry(setup) => setup,
-        Beginning::PassThrough(why) => {
-            return match outgoing {
-                Outgoing::Address(address) => {
-                    pass_through::run(arrivals, &input, address, settings, control, why)
-                }
-                Outgoing::File { .. } => Err(FileError::CannotBeSaved { reason: why }.into()),
-            };
-        }
+        Beginning::PassThrough(why) => return pass_through(arrivals, &input, why),
     };
     let expected = setup.flush || setup.relay == Some(true);
     let channels = if setup.relay == Some(false) {
@@ -62,6 +62,12 @@ pub(super) fn run(
     } else {
         arrivals.channels(expected, timeout, &early)?
     };
+    if channels.is_none()
+        && setup.relay.is_none()
+        && let Some(why) = other_devices(&mut input, &mut decoder, &early)?
+    {
+        return pass_through(arrivals, &input, why);
+    }
     let said = channels.as_ref().map(|channels| channels.uuid);
     let opening = Opening {
         configuration: setup.configuration.clone(),
@@ -77,7 +83,17 @@ pub(super) fn run(
         zeros_were_looked_for: hello
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
     };
-    let sink = outgoing::open(outgoing, settings, seen, &opening, control)?;
+    let opened = outgoing::open(outgoing, settings, seen, &opening, control);
+    let sink = match opened {
+        Ok(sink) => sink,
+        Err(error) => {
+            if setup.relay.is_some() {
+                last_words::give_up(&[&main], &error.chain());
+                last_words::close(&[&main]);
+            }
+            return Err(error);
+        }
+    };
     let multifd = channels.map_or_else(Vec::new, |Channels { streams, .. }| streams);
     let received = Counters::of_side(multifd.len());
     if let Some(on_main) = received.last() {
