@@ -28,10 +28,12 @@ fn a_linux_moves_on_and_on_and_finds_its_memory_right() {
         (V7, false, Off, "zstd", Channels(4)),
         (V10, false, Channels(4), "none", Channels(1)),
     ] {
+        let mut relays = RelayOptions::new(method, Channels(2), destination);
+        relays.tell_uuid(source, Channels(2));
         let route = Route {
             source: Side::new(source).with("return-path"),
             destination: Side::new(destination),
-            relays: Some(RelayOptions::new(method, Channels(2), destination)),
+            relays: Some(relays),
             live,
         };
         let moved = skip!(route.take(here, to));

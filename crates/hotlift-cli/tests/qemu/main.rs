@@ -7,7 +7,9 @@
 //! | `direct` | the same without us: what all this is worth |
 //! | `matrix`, `linux_moves` | machines that move through relays |
 
+mod cutter;
 mod direct;
+mod faults;
 mod guest;
 #[path = "../command/hotlift.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]

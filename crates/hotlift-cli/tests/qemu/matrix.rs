@@ -1,5 +1,6 @@
 //! Machines that move through two relays, for every way in which QEMUs and relays may be set: a choice
-//! that has each pair of settings in it, or all of them with `HOTLIFT_QEMU_MATRIX=full`.
+//! that has each pair of settings in it, or all of them with `HOTLIFT_QEMU_MATRIX=full` (or those whose
+//! names have its value in them).
 
 use std::collections::HashSet;
 use std::fmt;
@@ -7,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::guest::Guest;
 use crate::route::{Multifd, RelayOptions, Route, Side};
-use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, asks};
+use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm};
 use crate::{alone, skip};
 
 /// From where to where.
@@ -195,14 +196,12 @@ impl Row {
         if self.return_path {
             source = source.with("return-path");
         }
+        let mut relays = RelayOptions::new(self.method, self.between, self.destination);
+        relays.tell_uuid(self.source, self.between);
         let route = Route {
             source,
             destination: Side::new(self.destination),
-            relays: Some(RelayOptions::new(
-                self.method,
-                self.between,
-                self.destination,
-            )),
+            relays: Some(relays),
             live,
         };
         let moved = route.take(Vm::running(from, &machine)?, to)?;
@@ -216,16 +215,18 @@ impl Row {
 fn machines_move_through_relays_however_their_qemus_are_set() {
     let _alone = alone();
     let all = rows();
-    let rows = if asks("HOTLIFT_QEMU_MATRIX") {
-        all
-    } else {
-        let chosen = choice(&all);
-        println!(
-            "{} of {} rows; HOTLIFT_QEMU_MATRIX=full moves all",
-            chosen.len(),
-            all.len()
-        );
-        chosen
+    let rows = match std::env::var("HOTLIFT_QEMU_MATRIX") {
+        Ok(part) if part != "full" => {
+            let named = all.iter().filter(|row| row.to_string().contains(&part));
+            named.copied().collect()
+        }
+        Ok(_) => all,
+        Err(_) => {
+            let chosen = choice(&all);
+            let (few, many) = (chosen.len(), all.len());
+            println!("{few} of {many} rows; HOTLIFT_QEMU_MATRIX=full moves all");
+            chosen
+        }
     };
     let mut failed = Vec::new();
     for row in &rows {

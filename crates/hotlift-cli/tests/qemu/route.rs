@@ -6,7 +6,7 @@ use hotlift_qmp::MigrateInfo;
 use serde_json::{Value, json};
 
 use crate::hotlift::{Hotlift, errors};
-use crate::vm::{Machine, Release, Vm};
+use crate::vm::{Machine, Release, UUID, Vm};
 
 /// Multifd between two parties.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -122,6 +122,15 @@ impl RelayOptions {
         Self {
             source,
             destination: multifd(destination),
+        }
+    }
+
+    /// Tells a relay the VM's UUID where what comes to it has no channels that carry it.
+    pub fn tell_uuid(&mut self, source: Multifd, between: Multifd) {
+        for (options, incoming) in [(&mut self.source, source), (&mut self.destination, between)] {
+            if incoming == Multifd::Off {
+                options.push(format!("--uuid={UUID}"));
+            }
         }
     }
 }

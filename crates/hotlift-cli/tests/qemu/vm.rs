@@ -87,11 +87,6 @@ pub fn cache() -> PathBuf {
     set("HOTLIFT_CACHE").map_or_else(default, PathBuf::from)
 }
 
-/// Whether an environment variable asks for something.
-pub fn asks(name: &str) -> bool {
-    set(name).is_some()
-}
-
 /// What runs the guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Accelerator {
@@ -363,7 +358,8 @@ impl Drop for Killed {
     }
 }
 
-const UUID: &str = "486f746c-6966-7420-6265-736964652051";
+/// The machine's, which multifd channels carry.
+pub const UUID: &str = "486f746c-6966-7420-6265-736964652051";
 
 /// A folder in memory where there is one: RAM is in it, and must not be written to a disk.
 pub fn folder() -> TempDir {

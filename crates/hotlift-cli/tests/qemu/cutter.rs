@@ -1,0 +1,174 @@
+//! A man in the middle of a link, who cuts one of its sockets when he is told to.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, spawn};
+
+/// Which of a link's connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Socket {
+    Main,
+    /// The multifd channel that comes first.
+    Channel,
+}
+
+/// Carries the connections of a link, over UNIX sockets.
+pub struct Cutter {
+    shared: Arc<Shared>,
+    path: PathBuf,
+    accepting: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    to: PathBuf,
+    connections: Mutex<Vec<Connection>>,
+    /// To be cut as soon as it is known to be that one.
+    on_sight: Mutex<Option<Socket>>,
+    ends: AtomicBool,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+struct Connection {
+    which: Socket,
+    near: UnixStream,
+    far: UnixStream,
+}
+
+impl Connection {
+    fn cut(&self) {
+        for stream in [&self.near, &self.far] {
+            // It may have ended by itself.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Cutter {
+    /// Listens at `path` for connections that are to go `to` another.
+    pub fn start(path: &Path, to: &Path) -> Self {
+        let listener = UnixListener::bind(path).expect("a socket");
+        let shared = Arc::new(Shared {
+            to: to.to_owned(),
+            connections: Mutex::default(),
+            on_sight: Mutex::default(),
+            ends: AtomicBool::new(false),
+            threads: Mutex::default(),
+        });
+        let accepting = Arc::clone(&shared);
+        Self {
+            shared,
+            path: path.to_owned(),
+            accepting: Some(spawn(move || accepting.accept(&listener))),
+        }
+    }
+
+    /// Cuts a connection that is there; panics if none is.
+    pub fn cut(&self, which: Socket) {
+        let connections = lock(&self.shared.connections);
+        let mut found = connections
+            .iter()
+            .filter(|connection| connection.which == which);
+        found
+            .next()
+            .unwrap_or_else(|| panic!("there is no {which:?}"))
+            .cut();
+    }
+
+    /// Cuts a connection as soon as it says what it is.
+    pub fn cut_on_sight(&self, which: Socket) {
+        *lock(&self.shared.on_sight) = Some(which);
+    }
+
+    /// True once that was done.
+    pub fn has_cut_on_sight(&self) -> bool {
+        lock(&self.shared.on_sight).is_none()
+    }
+}
+
+impl Shared {
+    fn accept(self: &Arc<Self>, listener: &UnixListener) {
+        while let Ok((near, _)) = listener.accept() {
+            if self.ends.load(Ordering::SeqCst) {
+                return;
+            }
+            // One who is gone refuses: dropping this end says the same.
+            let Ok(far) = UnixStream::connect(&self.to) else {
+                continue;
+            };
+            let shared = Arc::clone(self);
+            lock(&self.threads).push(spawn(move || shared.carry(near, far)));
+        }
+    }
+
+    fn carry(self: &Arc<Self>, near: UnixStream, far: UnixStream) {
+        let mut magic = [0; 4];
+        if (&near).read_exact(&mut magic).is_err() {
+            return;
+        }
+        let which = match &magic {
+            b"QEVM" => Socket::Main,
+            _ => Socket::Channel,
+        };
+        let copy = |stream: &UnixStream| stream.try_clone().expect("a second descriptor");
+        let connection = Connection {
+            which,
+            near: copy(&near),
+            far: copy(&far),
+        };
+        {
+            let mut on_sight = lock(&self.on_sight);
+            if *on_sight == Some(which) {
+                *on_sight = None;
+                connection.cut();
+                return;
+            }
+        }
+        lock(&self.connections).push(connection);
+        let (back_from, back_to) = (copy(&far), copy(&near));
+        let back = spawn(move || pass(&back_from, &back_to));
+        if (&far).write_all(&magic).is_ok() {
+            pass(&near, &far);
+        }
+        back.join().expect("the way back");
+    }
+}
+
+/// Passes bytes on until either end ends.
+fn pass(mut from: &UnixStream, mut to: &UnixStream) {
+    let mut buffer = vec![0; 256 << 10];
+    while let Ok(length @ 1..) = from.read(&mut buffer) {
+        if to.write_all(&buffer[..length]).is_err() {
+            // As a direct connection would tell its writer.
+            let _ = from.shutdown(Shutdown::Both);
+            return;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+}
+
+impl Drop for Cutter {
+    fn drop(&mut self) {
+        self.shared.ends.store(true, Ordering::SeqCst);
+        // Wakes the thread that waits for connections.
+        let _ = UnixStream::connect(&self.path);
+        if let Some(accepting) = self.accepting.take() {
+            let _ = accepting.join();
+        }
+        for connection in lock(&self.shared.connections).drain(..) {
+            connection.cut();
+        }
+        let threads: Vec<_> = lock(&self.shared.threads).drain(..).collect();
+        for thread in threads {
+            let _ = thread.join();
+        }
+        let _ = std::fs::remove_file(&self.path);
+    }
+}

@@ -1,0 +1,443 @@
+//! Whatever is killed or cut, and whenever: the guest runs on exactly one side, the QEMUs say what
+//! happened, and nothing is left behind.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::cutter::{Cutter, Socket};
+use crate::guest::Guest;
+use crate::hotlift::Hotlift;
+use crate::route::{Multifd, RelayOptions, Side, failed, relay};
+use crate::vm::{Accelerator, Machine, PC_7, Release, Vm, until};
+use crate::{alone, skip};
+
+/// How far the migration has come when something happens. Each lasts until then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// The destination's relay stands still: connections are made, and nothing is answered.
+    Setup,
+    /// At a rate at which the first round takes a minute.
+    FirstRound,
+    /// The guest writes more than the rate allows.
+    LaterRound,
+    /// The guest stands still at the source, nothing of its devices is sent.
+    BeforeSwitchover,
+    /// The source has sent what it can, and the destination QEMU stands still.
+    Switchover,
+}
+
+const PHASES: [Phase; 5] = [
+    Phase::Setup,
+    Phase::FirstRound,
+    Phase::LaterRound,
+    Phase::BeforeSwitchover,
+    Phase::Switchover,
+];
+
+/// The processes of a migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Party {
+    SourceQemu,
+    SourceRelay,
+    DestinationRelay,
+    DestinationQemu,
+}
+
+const PARTIES: [Party; 4] = [
+    Party::SourceQemu,
+    Party::SourceRelay,
+    Party::DestinationRelay,
+    Party::DestinationQemu,
+];
+
+/// Who speaks to whom.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Link {
+    SourceQemuToRelay,
+    RelayToRelay,
+    RelayToDestinationQemu,
+}
+
+const LINKS: [Link; 3] = [
+    Link::SourceQemuToRelay,
+    Link::RelayToRelay,
+    Link::RelayToDestinationQemu,
+];
+
+/// Between all parties.
+const CHANNELS: Multifd = Multifd::Channels(2);
+
+/// A migration that has been set up.
+struct Rig {
+    here: Vm,
+    there: Vm,
+    source: Option<Hotlift>,
+    destination: Option<Hotlift>,
+    cutters: Vec<Cutter>,
+    /// Where the source QEMU is to send to.
+    uri: String,
+}
+
+impl Rig {
+    /// `None`: it cannot be tested here.
+    fn new(from: Release, to: Release) -> Option<Self> {
+        let machine = Machine {
+            name: PC_7,
+            accelerator: Accelerator::Kvm,
+            guest: Guest::program(),
+        };
+        let mut here = Vm::running(from, &machine)?;
+        let mut there = Vm::waiting(to, &machine)?;
+        Side::new(CHANNELS)
+            .with("return-path")
+            .with("pause-before-switchover")
+            .apply(&mut here);
+        Side::new(CHANNELS).apply(&mut there);
+        there
+            .qmp
+            .migrate_incoming(&there.uri("incoming"), true)
+            .expect("migrate-incoming");
+
+        // A cutter on every link: `NAME.cut` leads to `NAME`.
+        let cut = |near: &Path| near.with_extension("cut");
+        let incoming = there.path("incoming");
+        let (between, outgoing) = (there.path("between"), here.path("outgoing"));
+        let uri = |path: &Path| format!("unix:{}", path.display());
+        let options = RelayOptions::new("zstd", CHANNELS, CHANNELS);
+        let (destination, _) = relay(
+            "destination",
+            &uri(&between),
+            &uri(&cut(&incoming)),
+            &options.destination,
+        );
+        let (source, _) = relay(
+            "source",
+            &uri(&outgoing),
+            &uri(&cut(&between)),
+            &options.source,
+        );
+        let cutters = [&outgoing, &between, &incoming].map(|near| Cutter::start(&cut(near), near));
+        Some(Self {
+            uri: uri(&cut(&outgoing)),
+            here,
+            there,
+            source: Some(source),
+            destination: Some(destination),
+            cutters: cutters.into(),
+        })
+    }
+
+    fn link(&self, link: Link) -> &Cutter {
+        let place = LINKS
+            .iter()
+            .position(|&one| one == link)
+            .expect("one of them");
+        &self.cutters[place]
+    }
+
+    fn relay(&self, party: Party) -> &Hotlift {
+        let relay = match party {
+            Party::SourceRelay => &self.source,
+            _ => &self.destination,
+        };
+        relay.as_ref().expect("it runs")
+    }
+
+    fn signal(&self, party: Party, signal: Signal) {
+        match party {
+            Party::SourceQemu => self.here.signal(signal),
+            Party::DestinationQemu => self.there.signal(signal),
+            relay => self.relay(relay).signal(signal),
+        }
+    }
+
+    /// Migrates up to a phase.
+    fn reach(&mut self, phase: Phase) {
+        let (bandwidth, downtime) = match phase {
+            Phase::FirstRound => (1_u64 << 20, 1),
+            // The guest dirties some 40 MiB a second.
+            Phase::LaterRound => (24 << 20, 1),
+            _ => (1 << 30, 300),
+        };
+        let parameters = json!({ "max-bandwidth": bandwidth, "downtime-limit": downtime });
+        self.here
+            .qmp
+            .set_parameters(&parameters)
+            .expect("parameters");
+        if phase == Phase::Setup {
+            self.signal(Party::DestinationRelay, Signal::STOP);
+        }
+        self.here.qmp.migrate(&self.uri).expect("migrate");
+        let rounds = |here: &mut Vm| {
+            here.migration().ram.map_or(0, |ram| {
+                if ram.transferred > 0 {
+                    ram.dirty_sync_count
+                } else {
+                    0
+                }
+            })
+        };
+        let here = &mut self.here;
+        match phase {
+            Phase::Setup => until(
+                || "no connection".to_owned(),
+                || here.migration().is_running().then_some(()),
+            ),
+            Phase::FirstRound => until(
+                || "no first round".to_owned(),
+                || (rounds(here) == 1).then_some(()),
+            ),
+            Phase::LaterRound => until(
+                || "no later round".to_owned(),
+                || (rounds(here) >= 3).then_some(()),
+            ),
+            Phase::BeforeSwitchover => drop(here.reaches("pre-switchover")),
+            Phase::Switchover => {
+                here.reaches("pre-switchover");
+                self.signal(Party::DestinationQemu, Signal::STOP);
+                let arguments = json!({ "state": "pre-switchover" });
+                self.here
+                    .qmp
+                    .client()
+                    .execute("migrate-continue", &arguments)
+                    .expect("migrate-continue");
+                self.here.reaches("device");
+            }
+        }
+    }
+
+    /// Lets go on whoever stands still.
+    fn go_on(&self, phase: Phase, but: Option<Party>) {
+        let stopped = match phase {
+            Phase::Setup => Party::DestinationRelay,
+            Phase::Switchover => Party::DestinationQemu,
+            _ => return,
+        };
+        if but != Some(stopped) {
+            self.signal(stopped, Signal::CONT);
+        }
+    }
+
+    /// Checks how it has ended after `killed` was killed, or a socket was cut.
+    fn check(mut self, killed: Option<Party>) {
+        for (party, relay) in [
+            (Party::SourceRelay, self.source.take()),
+            (Party::DestinationRelay, self.destination.take()),
+        ] {
+            let relay = relay.expect("it was started");
+            if killed == Some(party) {
+                relay.wait();
+            } else {
+                let why = failed(&format!("{party:?}"), relay);
+                assert!(why.contains("migration failed"), "{party:?}: {why}");
+            }
+        }
+        if killed == Some(Party::SourceQemu) {
+            until(|| "it lives".to_owned(), || self.here.ended());
+        } else {
+            until(
+                || "the source does not go on".to_owned(),
+                || self.here.is_running().then_some(()),
+            );
+            let info = self.here.reaches("failed");
+            assert!(
+                info.error_desc.is_some_and(|why| !why.is_empty()),
+                "the source does not say why"
+            );
+            let count = self.here.count().expect("it has said something");
+            self.here.counts_on_from(count);
+            let proven = self.here.prove();
+            self.here.qmp.cont().expect("cont");
+            self.here.counts_on_from(proven);
+        }
+        if killed == Some(Party::DestinationQemu) {
+            until(|| "it lives".to_owned(), || self.there.ended());
+        } else {
+            let how = until(
+                || "the destination does not end".to_owned(),
+                || how_it_ended(&mut self.there),
+            );
+            assert!(!how.is_empty(), "the destination does not say why");
+            assert_eq!(
+                self.there.count(),
+                None,
+                "the guest has run at the destination"
+            );
+        }
+        self.cutters.clear();
+        for (killed_one, file) in [
+            (Party::SourceRelay, self.here.path("outgoing")),
+            (Party::DestinationRelay, self.there.path("between")),
+        ] {
+            // Nobody can take away what is his when he is killed.
+            if killed != Some(killed_one) {
+                assert!(!file.exists(), "{} is left", file.display());
+            }
+        }
+    }
+}
+
+/// What a destination says of a migration that has failed; `None` while it goes on.
+fn how_it_ended(there: &mut Vm) -> Option<String> {
+    if there.ended().is_some() {
+        return Some(there.stderr());
+    }
+    // One that exits answers no more.
+    let info = there.qmp.query_migrate().ok()?;
+    let state = there.qmp.query_status().ok()?;
+    assert!(
+        !state.running,
+        "the guest runs at the destination: {state:?} {info:?}"
+    );
+    match info.status.as_str() {
+        "failed" => info.error_desc,
+        // Nobody has connected, and another may yet.
+        "setup" => Some(state.status).filter(|status| status == "inmigrate"),
+        _ => None,
+    }
+}
+
+/// Runs all of `cases`, and fails with those that do.
+fn each<T: std::fmt::Debug + Copy>(cases: &[T], run: impl Fn(T) -> Option<()>) {
+    let mut wrong = Vec::new();
+    for &case in cases {
+        let start = std::time::Instant::now();
+        match catch_unwind(AssertUnwindSafe(|| run(case))) {
+            Ok(run) => skip!(run),
+            Err(panic) => wrong.push(format!(
+                "{case:?}: {}",
+                panic.downcast_ref::<String>().cloned().unwrap_or_default()
+            )),
+        }
+        println!("{:.1?} {case:?}", start.elapsed());
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} of {} failed:\n{}",
+        wrong.len(),
+        cases.len(),
+        wrong.join("\n")
+    );
+}
+
+fn killed_in(from: Release, to: Release, phases: &[Phase]) {
+    let cases: Vec<_> = phases
+        .iter()
+        .flat_map(|&phase| PARTIES.map(|party| (party, phase)))
+        .collect();
+    each(&cases, |(party, phase)| {
+        let mut rig = Rig::new(from, to)?;
+        rig.reach(phase);
+        rig.signal(party, Signal::KILL);
+        rig.go_on(phase, Some(party));
+        rig.check(Some(party));
+        Some(())
+    });
+}
+
+#[test]
+fn whoever_is_killed_the_guest_runs_on_one_side_or_dies_with_its_qemu() {
+    let _alone = alone();
+    killed_in(Release::V10, Release::V10, &PHASES);
+}
+
+#[test]
+fn whoever_is_killed_between_older_qemus_the_guest_runs_on_one_side() {
+    let _alone = alone();
+    killed_in(
+        Release::V7,
+        Release::V7,
+        &[Phase::FirstRound, Phase::Switchover],
+    );
+}
+
+#[test]
+fn whichever_socket_is_cut_the_guest_stays_at_the_source() {
+    let _alone = alone();
+    let mut cases = Vec::new();
+    for phase in PHASES {
+        for link in LINKS {
+            for socket in [Socket::Main, Socket::Channel] {
+                cases.push((link, socket, phase));
+            }
+        }
+    }
+    each(&cases, |(link, socket, phase)| {
+        let mut rig = Rig::new(Release::V10, Release::V10)?;
+        if phase == Phase::Setup {
+            rig.link(link).cut_on_sight(socket);
+            // Its status may be anything by now, or over.
+            rig.here.qmp.migrate(&rig.uri).expect("migrate");
+            until(
+                || format!("{link:?} has no {socket:?}"),
+                || rig.link(link).has_cut_on_sight().then_some(()),
+            );
+        } else {
+            rig.reach(phase);
+            rig.link(link).cut(socket);
+            rig.go_on(phase, None);
+        }
+        rig.check(None);
+        Some(())
+    });
+}
+
+#[test]
+fn a_migration_that_is_cancelled_leaves_the_guest_and_another_can_follow() {
+    let _alone = alone();
+    let mut rig = skip!(Rig::new(Release::V10, Release::V10));
+    rig.reach(Phase::LaterRound);
+    rig.here.qmp.migrate_cancel().expect("migrate_cancel");
+    rig.here.reaches("cancelled");
+    for (side, relay) in [
+        ("source", rig.source.take()),
+        ("destination", rig.destination.take()),
+    ] {
+        failed(side, relay.expect("it was started"));
+    }
+    assert!(rig.here.is_running());
+    let Rig {
+        here,
+        there,
+        cutters,
+        ..
+    } = rig;
+    drop((there, cutters));
+    let again = crate::route::Route {
+        source: Side::new(CHANNELS),
+        destination: Side::new(CHANNELS),
+        relays: Some(RelayOptions::new("zlib", CHANNELS, CHANNELS)),
+        live: true,
+    };
+    let mut here = here;
+    here.qmp
+        .set_capabilities(&[("pause-before-switchover", false)])
+        .expect("capabilities");
+    skip!(again.take(here, Release::V10));
+}
+
+#[test]
+fn an_interrupted_relay_ends_the_migration_and_says_so() {
+    let _alone = alone();
+    each(&[Party::SourceRelay, Party::DestinationRelay], |party| {
+        let mut rig = Rig::new(Release::V10, Release::V10)?;
+        rig.reach(Phase::FirstRound);
+        rig.signal(party, Signal::INT);
+        let relay = match party {
+            Party::SourceRelay => &mut rig.source,
+            _ => &mut rig.destination,
+        };
+        let (status, said) = relay.take().expect("it runs").wait();
+        assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+        until(
+            || "the source does not go on".to_owned(),
+            || (rig.here.is_running() && rig.here.migration().has_failed()).then_some(()),
+        );
+        let count = rig.here.count().expect("it has said something");
+        rig.here.counts_on_from(count);
+        Some(())
+    });
+}
