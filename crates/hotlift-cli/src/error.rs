@@ -66,6 +66,8 @@ pub enum CommandError {
     NotWaiting { status: String, migration: String },
     #[error("QEMU at the destination did not take the guest (state '{status}'): {reason}")]
     NotTaken { status: String, reason: String },
+    #[error("the guest was not restored: {reasons}")]
+    Restore { reasons: String },
     #[error("no QEMU was given")]
     NoQemu,
     #[error("bad QEMU command line: {problem}")]
@@ -89,6 +91,11 @@ pub enum CommandError {
         source_has: String,
         destination_has: String,
     },
+    #[error(
+        "migration failed, and the source's QEMU has ended or does not answer; the destination does \
+         not run the guest: {reasons}"
+    )]
+    Gone { reasons: String },
     #[error("the guest is at the destination, though not all went well: {reasons}")]
     MovedAnyway { reasons: String },
     #[error("the destination refuses: {reason}")]

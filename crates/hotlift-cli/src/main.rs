@@ -13,6 +13,8 @@ mod progress;
 mod qemu;
 mod relay;
 mod report;
+mod restore;
+mod save;
 mod serve;
 mod signals;
 
@@ -61,7 +63,7 @@ enum Command {
     ///   hotlift serve --listen tcp::4444 -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
     /// One guest is received. A QEMU that was started runs on when this command ends, if it has the
-    /// guest; if not, it is ended. There is no authentication: use it on a network that you trust.
+    /// guest; if not, it is ended. What it says goes to standard error. There is no authentication: use it on a network that you trust.
     #[command(verbatim_doc_comment)]
     Serve(serve::ServeArgs),
     /// Pass QEMU's own migrations on, between a QEMU and the relay of another host
@@ -71,6 +73,28 @@ enum Command {
     /// the source has not, unless zero-page-detection is given.
     #[command(subcommand)]
     Relay(relay::RelayCommand),
+    /// Save the guest of a running QEMU in a file, while it runs
+    ///
+    /// The guest runs until all but the last of it is written, and is left paused then, as by QEMU's
+    /// own migration; with --keep-running it runs on. A save that fails leaves no file, and the
+    /// guest runs on.
+    ///
+    ///   hotlift save --qmp /run/vm.qmp vm.save --method zstd --channels 4
+    #[command(verbatim_doc_comment)]
+    Save(save::SaveArgs),
+    /// Restore a guest from a file into a QEMU
+    ///
+    /// Takes files of 'hotlift save' and QEMU's own mapped-ram files. A file that is cut short or
+    /// damaged is refused before the guest runs.
+    ///
+    ///   hotlift restore vm.save -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
+    ///
+    ///   hotlift restore vm.save --qmp /run/vm.qmp
+    ///
+    /// A QEMU that was started runs on when this command ends; if it did not get the guest, it is
+    /// ended.
+    #[command(verbatim_doc_comment)]
+    Restore(restore::RestoreArgs),
     /// List the page compression methods, and which library does each on this host
     Methods,
 }
@@ -94,6 +118,8 @@ fn main() -> ExitCode {
         Command::Guest(GuestCommand::Run(args)) => guest_run::run(&args),
         Command::Migrate(args) => migrate::run(&args),
         Command::Serve(args) => serve::run(&args),
+        Command::Save(args) => save::run(&args),
+        Command::Restore(args) => restore::run(&args),
         Command::Relay(command) => relay::run(&command),
         Command::Methods => {
             println!("{}", report::methods());

@@ -1,25 +1,23 @@
 //! `hotlift migrate`: moves the guest of a running QEMU to a host where `hotlift serve` waits.
 
 use std::net::TcpStream;
-use std::sync::Mutex;
-use std::thread::{self, ScopedJoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::relay::{Outgoing, RelayReport, RelaySettings};
 use hotlift::transport::Stream;
-use hotlift::{Address, Control, MigrationError};
+use hotlift::{Address, MigrationError};
 use hotlift_qmp::{QmpAddress, Version};
 
 use crate::args::error_line;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
-use crate::progress::Display;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL};
+use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Migration;
-use crate::qemu::source::{Source, Whereabouts};
-use crate::qemu::watch::Watch;
-use crate::qemu::{private_folder, settings};
+use crate::qemu::settings;
+use crate::qemu::source::Source;
 use crate::signals::{Interrupt, TICK};
 
 /// How long connecting to the destination host may take.
@@ -30,12 +28,6 @@ const READY: Duration = Duration::from_secs(90);
 
 /// How long the destination may take to say what became of a migration whose stream has ended.
 const LAST_WORDS: Duration = Duration::from_secs(40);
-
-/// Between two looks at QEMU's figures.
-const LOOK: Duration = Duration::from_millis(500);
-
-/// How long a relay may take to notice that QEMU has given up.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// Flags of `migrate`.
 #[derive(Debug, Args)]
@@ -66,15 +58,15 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     let hello = hello(&source, &relay_settings)?;
     destination.say(&hello)?;
     let (address, destination_qemu) = ready(args, &mut destination, &interrupt)?;
-    let moving = Moving {
+    let this = Move {
         args,
         interrupt: &interrupt,
         source: &source,
         settings: &relay_settings,
         address: &address,
     };
-    let outcome = moving.change_settings();
-    let outcome = outcome.and_then(|()| moving.run(&mut destination, destination_qemu));
+    let outcome = outgoing::change_settings(&source, &relay_settings, &args.migration)
+        .and_then(|()| this.run(&mut destination, destination_qemu));
     source.restore_settings();
     let migration = outcome?;
     if args.json {
@@ -164,7 +156,7 @@ fn ready(
 }
 
 /// One migration whose destination is ready.
-struct Moving<'a> {
+struct Move<'a> {
     args: &'a MigrateArgs,
     interrupt: &'a Interrupt,
     source: &'a Source,
@@ -185,110 +177,27 @@ enum LastWords {
     },
 }
 
-impl Moving<'_> {
-    fn change_settings(&self) -> Result<(), CommandError> {
-        let channels = self.settings.outgoing.channels();
-        let (capabilities, mut parameters) = settings::for_relay(channels);
-        // The limit is one of the wire, behind compression; the relay keeps it, and QEMU is slowed
-        // down by its socket.
-        parameters.insert("max-bandwidth".to_owned(), 0.into());
-        if self.args.migration.has("downtime-limit") {
-            let limit = self.settings.outgoing.downtime_limit.as_millis();
-            let limit = u64::try_from(limit).unwrap_or(u64::MAX);
-            parameters.insert("downtime-limit".to_owned(), limit.into());
-        }
-        self.source.change_settings(&capabilities, &parameters)
-    }
-
+impl Move<'_> {
     /// Runs relay and migration to their end.
     fn run(
         &self,
         destination: &mut Conversation,
         destination_qemu: Version,
     ) -> Result<Migration, CommandError> {
-        let folder = private_folder()?;
-        let path = folder.path().join("outgoing");
-        let uri = format!("unix:{}", path.display());
-        let listener = Address::Unix { path }.listen()?;
-        let control = Control::new();
-        let sent = Mutex::new(0);
-        let note = |progress: &RelayProgress| {
-            if let Ok(mut sent) = sent.lock() {
-                *sent = progress.sent_bytes;
-            }
-        };
-        let has_let_go = || self.source.has_let_go();
-        let hooks = Hooks {
-            on_progress: Some(&note),
-            has_let_go: Some(&has_let_go),
+        let moving = Moving {
+            source: self.source,
+            interrupt: self.interrupt,
+            settings: self.settings,
+            outgoing: Outgoing::Address(self.address),
+            quiet: self.args.quiet,
         };
         let mut last_words = None;
-        let relayed = thread::scope(|scope| {
-            let relay = scope.spawn(|| {
-                hotlift::relay::relay(
-                    Incoming::Listener(&listener),
-                    &Outgoing::Address(self.address),
-                    self.settings,
-                    &control,
-                    hooks,
-                )
-            });
-            let started = self.source.migrate(&uri);
-            if started.is_err() {
-                control.cancel();
-            }
-            let sent = || sent.lock().map_or(0, |sent| *sent);
-            self.watch(destination, &mut last_words, &relay, &control, &sent);
-            let relayed = relay.join().unwrap_or(Err(MigrationError::Cancelled));
-            started.map(|()| relayed)
-        })?;
-        drop(listener);
+        let relayed =
+            moving.run(&mut |timeout| self.hear(destination, &mut last_words, timeout))?;
         match relayed {
             Ok(report) => self.moved(destination, last_words, report, destination_qemu),
             Err(error) => Err(self.stayed(destination, last_words, &error)),
         }
-    }
-
-    /// Shows how it gets on until the relay has ended; cancels it on a signal.
-    fn watch<T>(
-        &self,
-        destination: &mut Conversation,
-        last_words: &mut Option<LastWords>,
-        relay: &ScopedJoinHandle<'_, T>,
-        control: &Control,
-        sent: &dyn Fn() -> u64,
-    ) {
-        let display = Display::new("migration", self.args.quiet);
-        let mut watch = Watch::default();
-        let mut looked = Instant::now();
-        let mut cancelled = false;
-        let mut given_up: Option<Instant> = None;
-        while !relay.is_finished() {
-            if self.interrupt.is_raised() && !cancelled {
-                cancelled = true;
-                display.finish();
-                eprintln!("cancelling");
-                // QEMU decides whether it is too late; its sockets tell the relay.
-                if self.source.cancel().is_err() {
-                    control.cancel();
-                }
-            }
-            self.hear(destination, last_words, TICK);
-            if looked.elapsed() >= LOOK {
-                looked = Instant::now();
-                if let Ok(info) = self.source.look() {
-                    let line = watch.look(&info, sent(), looked);
-                    display.show_line(watch.round(), || line);
-                    if info.has_failed() {
-                        given_up.get_or_insert(looked);
-                    }
-                }
-            }
-            if given_up.is_some_and(|since| since.elapsed() >= GRACE) {
-                control.cancel();
-            }
-        }
-        display.finish();
     }
 
     /// Takes what the destination says within `timeout`.
@@ -373,42 +282,23 @@ impl Moving<'_> {
         last_words: Option<LastWords>,
         error: &MigrationError,
     ) -> CommandError {
-        let mut reasons = vec![error.chain()];
-        if let Ok(info) = self.source.look()
-            && let Some(words) = info.error_desc
-        {
-            reasons.push(format!("QEMU at the source: {words}"));
-        }
-        let mut heard = None;
-        let settled = self.source.settle(|| {
-            heard = self.hear_out(destination, last_words);
+        let mut heard = last_words;
+        let settled = self.source.settle(error, || {
+            heard = self.hear_out(destination, heard.take());
             match &heard {
                 Some(LastWords::Completed { .. }) => Guest::Here,
                 Some(LastWords::Failed { guest, .. }) => *guest,
                 None => Guest::Unknown,
             }
         });
-        if let Some(LastWords::Failed { reason, .. }) = heard {
-            reasons.push(format!("the destination: {reason}"));
+        // What it has said by now, or says at once: the relays' errors often have it already.
+        if heard.is_none() {
+            self.hear(destination, &mut heard, TICK);
         }
-        let reasons = reasons.join("; ");
-        match settled {
-            Err(problem) => CommandError::InDoubt {
-                reasons: format!("{reasons}; QEMU at the source: {}", error_line(&problem)),
-            },
-            Ok(Whereabouts::InDoubt) => CommandError::InDoubt { reasons },
-            Ok(Whereabouts::Moved) => CommandError::MovedAnyway { reasons },
-            Ok(whereabouts) => {
-                let state = match whereabouts {
-                    Whereabouts::Runs => "runs on",
-                    _ => "stays paused",
-                };
-                eprintln!("hotlift: the guest {state} at the source");
-                if self.interrupt.is_raised() {
-                    return CommandError::Interrupted;
-                }
-                CommandError::Moving { reasons }
-            }
-        }
+        let theirs = match heard {
+            Some(LastWords::Failed { reason, .. }) => Some(format!("the destination: {reason}")),
+            _ => None,
+        };
+        settled.into_error(theirs, self.interrupt.is_raised())
     }
 }

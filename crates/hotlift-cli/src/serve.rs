@@ -6,18 +6,17 @@ use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hotlift::options::ZeroPageDetection;
-use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport};
 use hotlift::transport::Stream;
-use hotlift::{Address, Control, Listener, MigrationError, Options};
+use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_qmp::QmpAddress;
 
 use crate::args::error_line;
 use crate::error::CommandError;
 use crate::progress::bytes;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello};
-use crate::qemu::destination::{Destination, at_destination};
-use crate::qemu::{private_folder, settings};
+use crate::qemu::destination::Destination;
+use crate::qemu::{incoming, private_folder};
 use crate::signals::{Interrupt, TICK};
 
 /// How long a source that has connected may take to say what it wants.
@@ -123,7 +122,7 @@ impl Host<'_> {
                 return Visit::SentAway(error);
             }
         };
-        if let Err(error) = compare(&hello, &mut destination) {
+        if let Err(error) = incoming::compare_machines(hello.machine.as_deref(), &mut destination) {
             refuse(source, &error);
             if self.args.qmp.is_some() {
                 *held = Some(destination);
@@ -184,11 +183,7 @@ impl Host<'_> {
         destination: &mut Destination,
         socket: &Path,
     ) -> Result<(Listener, u16), CommandError> {
-        let (mut capabilities, parameters) = settings::for_relay(hello.channels);
-        let alike = hello.alike.iter();
-        let known = alike.filter(|(name, _)| settings::ALIKE.contains(&name.as_str()));
-        capabilities.extend(known.map(|(name, state)| (name.as_str(), *state)));
-        destination.listen(&capabilities, &parameters, socket)?;
+        incoming::listen(destination, hello.channels, &hello.alike, socket)?;
         let address = Address::Tcp {
             host: self.host.to_owned(),
             port: self.args.data_port,
@@ -209,25 +204,7 @@ impl Host<'_> {
         listener: &Listener,
         socket: &Path,
     ) -> Result<RelayReport, MigrationError> {
-        let qemu = destination.qemu().version();
-        let settings = RelaySettings {
-            outgoing: Options {
-                multifd: hello.channels > 0,
-                multifd_channels: hello.channels.max(1),
-                max_bandwidth: 0,
-                ..Options::default()
-            },
-            // Lists of zero pages in packets are read by QEMU 9.0 and later only.
-            zero_pages: Some(
-                if (qemu.major, qemu.minor) >= (9, 0) && hello.channels > 0 {
-                    ZeroPageDetection::Multifd
-                } else {
-                    ZeroPageDetection::Legacy
-                },
-            ),
-            uuid: Some(hello.uuid.0),
-            ..RelaySettings::default()
-        };
+        let settings = incoming::relay_settings(destination, hello.channels, Some(hello.uuid));
         let control = Control::new();
         let outgoing = Address::Unix {
             path: socket.to_owned(),
@@ -354,22 +331,6 @@ impl Host<'_> {
 fn refuse(source: &mut Conversation, error: &CommandError) {
     let reason = error_line(error);
     let _ = source.say(&Answer::Refused { reason });
-}
-
-/// Whether the guest of this source can run in `destination` at all. QEMU finds out more, at the end.
-fn compare(hello: &Hello, destination: &mut Destination) -> Result<(), CommandError> {
-    let machine = destination.qemu().machine_type().map_err(at_destination)?;
-    let (Some(source_has), Some(destination_has)) = (&hello.machine, machine) else {
-        return Ok(());
-    };
-    if *source_has == destination_has {
-        return Ok(());
-    }
-    Err(CommandError::Differs {
-        what: "the machine type",
-        source_has: hotlift_qmp::one_line(source_has),
-        destination_has,
-    })
 }
 
 fn accept(listener: &Listener) -> Result<Option<Stream>, CommandError> {

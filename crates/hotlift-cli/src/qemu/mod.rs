@@ -2,6 +2,8 @@
 
 pub mod control;
 pub mod destination;
+pub mod incoming;
+pub mod outgoing;
 pub mod process;
 pub mod result;
 pub mod settings;

@@ -50,6 +50,8 @@ impl Started {
             .arg("-qmp")
             .arg(option)
             .stdin(Stdio::null())
+            // What reads this command's output is not to wait for the end of a QEMU that runs on.
+            .stdout(std::io::stderr())
             // Away from the terminal's process group: Ctrl-C is for the command, and a QEMU that has
             // the guest is not ended by it.
             .process_group(0)

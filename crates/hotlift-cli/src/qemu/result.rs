@@ -29,16 +29,11 @@ pub struct Migration {
 impl Migration {
     /// The result table, and CPU time by thread.
     pub fn table(&self) -> String {
-        let ram = self.qemu.ram.clone().unwrap_or_default();
-        let ms = |time: Option<u64>| time.map_or("-".to_owned(), |ms| format!("{ms} ms"));
         let mut table = new_table(&["migration", ""]);
         let mut row = |name: &str, value: String| {
             table.add_row([name.to_owned(), value]);
         };
-        row("total time (QEMU)", ms(self.qemu.total_time));
-        row("downtime (QEMU)", ms(self.qemu.downtime));
-        row("rounds", ram.dirty_sync_count.to_string());
-        row("sent by QEMU", bytes(sent_by_qemu(&ram)));
+        qemu_rows(&mut row, &self.qemu);
         relay_rows(&mut row, &self.source);
         let reports: Vec<_> = std::iter::once(("source", &self.source))
             .chain(
@@ -56,6 +51,36 @@ impl Migration {
     }
 }
 
+/// One VM that was saved, as `--json` writes it.
+#[derive(Debug, Serialize)]
+pub struct Saved {
+    /// What the source's QEMU says (`query-migrate`): times, rounds, bytes into the relay.
+    pub qemu: MigrateInfo,
+    /// The relay between QEMU and the file.
+    pub relay: RelayReport,
+    /// Bytes of the file.
+    pub file_bytes: u64,
+}
+
+impl Saved {
+    /// The result table, and CPU time by thread.
+    pub fn table(&self) -> String {
+        let ram = self.qemu.ram.clone().unwrap_or_default();
+        let mut table = new_table(&["save", ""]);
+        let mut row = |name: &str, value: String| {
+            table.add_row([name.to_owned(), value]);
+        };
+        qemu_rows(&mut row, &self.qemu);
+        row("RAM", bytes(ram.total));
+        row("file", bytes(self.file_bytes));
+        relay_rows(&mut row, &self.relay);
+        row("CPU", cpu(&self.relay.side));
+        align(&mut table);
+        let threads = std::iter::once(("save", &self.relay.side));
+        format!("{table}\n{}", threads_table(threads))
+    }
+}
+
 /// The result table of one relay.
 pub fn relay_table(label: &str, report: &RelayReport) -> String {
     let mut table = new_table(&[label, ""]);
@@ -69,6 +94,15 @@ pub fn relay_table(label: &str, report: &RelayReport) -> String {
     align(&mut table);
     let threads = std::iter::once((label, &report.side));
     format!("{table}\n{}", threads_table(threads))
+}
+
+fn qemu_rows(row: &mut impl FnMut(&str, String), info: &MigrateInfo) {
+    let ram = info.ram.clone().unwrap_or_default();
+    let ms = |time: Option<u64>| time.map_or("-".to_owned(), |ms| format!("{ms} ms"));
+    row("total time (QEMU)", ms(info.total_time));
+    row("downtime (QEMU)", ms(info.downtime));
+    row("rounds", ram.dirty_sync_count.to_string());
+    row("sent by QEMU", bytes(sent_by_qemu(&ram)));
 }
 
 fn relay_rows(row: &mut impl FnMut(&str, String), report: &RelayReport) {

@@ -3,6 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift::MigrationError;
 use hotlift::relay::LetGo;
 use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError};
 use serde_json::{Map, Value};
@@ -10,6 +11,7 @@ use serde_json::{Map, Value};
 use super::control::Guest;
 use super::settings::Changed;
 use super::uuid::Uuid;
+use crate::args::error_line;
 use crate::error::CommandError;
 use crate::signals::TICK;
 
@@ -28,13 +30,22 @@ pub struct Source {
     was_running: bool,
 }
 
+/// How a migration that did not succeed was settled.
+#[derive(Debug)]
+pub struct Settled {
+    whereabouts: Whereabouts,
+    reasons: Vec<String>,
+}
+
 /// Where the guest is after a migration that did not succeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Whereabouts {
+enum Whereabouts {
     /// At the source, running as before.
     Runs,
     /// At the source, paused as before.
     Paused,
+    /// Nowhere: the source's QEMU has ended, or cannot be asked.
+    Gone,
     /// At the destination, after all.
     Moved,
     /// At the source, paused; nobody knows whether it is at the destination, too.
@@ -97,7 +108,7 @@ impl Source {
         if let Some(changed) = self.changed().take()
             && let Err(error) = changed.undo(&mut self.qemu())
         {
-            let error = crate::args::error_line(&error);
+            let error = error_line(&error);
             eprintln!("hotlift: the source's migration settings were not put back: {error}");
         }
     }
@@ -127,9 +138,36 @@ impl Source {
         }
     }
 
-    /// After a migration that did not succeed: sees that it has ended, and that the guest runs here
-    /// again if it did before. `at_destination` is asked where the guest is, if QEMU has given it up.
-    pub fn settle(&self, at_destination: impl FnOnce() -> Guest) -> Result<Whereabouts, QmpError> {
+    /// After a migration whose relay has ended with `error`: sees that it has ended, and that the
+    /// guest runs here again if it did before. `at_destination` is asked where the guest is, if QEMU
+    /// has given it up.
+    pub fn settle(
+        &self,
+        error: &MigrationError,
+        at_destination: impl FnOnce() -> Guest,
+    ) -> Settled {
+        let mut reasons = vec![error.chain()];
+        let whereabouts = self.bring_back(at_destination).unwrap_or_else(|problem| {
+            reasons.push(format!("QEMU at the source: {}", error_line(&problem)));
+            // Unless it is in doubt, the relay has not let the destination run the guest.
+            if problem.is_disconnected() && !matches!(error, MigrationError::InDoubt) {
+                Whereabouts::Gone
+            } else {
+                Whereabouts::InDoubt
+            }
+        });
+        if let Ok(info) = self.look()
+            && let Some(words) = info.error_desc
+        {
+            reasons.push(format!("QEMU at the source: {words}"));
+        }
+        Settled {
+            whereabouts,
+            reasons,
+        }
+    }
+
+    fn bring_back(&self, at_destination: impl FnOnce() -> Guest) -> Result<Whereabouts, QmpError> {
         let kept = if self.was_running {
             Whereabouts::Runs
         } else {
@@ -192,7 +230,28 @@ impl Source {
     }
 }
 
+impl Settled {
+    /// Says where the guest is, and makes the error that ends the command; `theirs` is what the other
+    /// side has said.
+    pub fn into_error(mut self, theirs: Option<String>, interrupted: bool) -> CommandError {
+        self.reasons.extend(theirs);
+        let reasons = self.reasons.join("; ");
+        let state = match self.whereabouts {
+            Whereabouts::InDoubt => return CommandError::InDoubt { reasons },
+            Whereabouts::Moved => return CommandError::MovedAnyway { reasons },
+            Whereabouts::Gone => return CommandError::Gone { reasons },
+            Whereabouts::Runs => "runs on",
+            Whereabouts::Paused => "stays paused",
+        };
+        eprintln!("hotlift: the guest {state} at the source");
+        if interrupted {
+            return CommandError::Interrupted;
+        }
+        CommandError::Moving { reasons }
+    }
+}
+
 /// An error of the source's QEMU.
-fn at_source(error: QmpError) -> CommandError {
+pub fn at_source(error: QmpError) -> CommandError {
     CommandError::qmp("source", error)
 }

@@ -1,0 +1,140 @@
+//! A running QEMU's migration into a relay of this process: started, watched, shown, and cancelled on
+//! a signal.
+
+use std::sync::Mutex;
+use std::thread::{self, ScopedJoinHandle};
+use std::time::{Duration, Instant};
+
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::{Address, Control, MigrationError};
+
+use super::private_folder;
+use super::settings;
+use super::source::Source;
+use super::watch::Watch;
+use crate::error::CommandError;
+use crate::migration_args::MigrationArgs;
+use crate::progress::Display;
+use crate::signals::{Interrupt, TICK};
+
+/// Between two looks at QEMU's figures.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// How long a relay may take to notice that QEMU has given up.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// What is to be moved, and how.
+pub struct Moving<'a> {
+    pub source: &'a Source,
+    pub interrupt: &'a Interrupt,
+    pub settings: &'a RelaySettings,
+    pub outgoing: Outgoing<'a>,
+    pub quiet: bool,
+}
+
+/// Sets QEMU up for a relay with these settings; what was given by hand on top.
+pub fn change_settings(
+    source: &Source,
+    settings: &RelaySettings,
+    given: &MigrationArgs,
+) -> Result<(), CommandError> {
+    let (capabilities, mut parameters) = settings::for_relay(settings.outgoing.channels());
+    // The limit is one of the wire, behind compression; the relay keeps it, and QEMU is slowed down by
+    // its socket.
+    parameters.insert("max-bandwidth".to_owned(), 0.into());
+    if given.has("downtime-limit") {
+        let limit = settings.outgoing.downtime_limit.as_millis();
+        let limit = u64::try_from(limit).unwrap_or(u64::MAX);
+        parameters.insert("downtime-limit".to_owned(), limit.into());
+    }
+    source.change_settings(&capabilities, &parameters)
+}
+
+impl Moving<'_> {
+    /// Runs relay and migration to their end. `attend` is called all the while, and takes about as
+    /// long as it is given.
+    ///
+    /// # Errors
+    /// The outer one if the migration could not even be begun; the inner one is the relay's.
+    pub fn run(
+        &self,
+        attend: &mut dyn FnMut(Duration),
+    ) -> Result<Result<RelayReport, MigrationError>, CommandError> {
+        let folder = private_folder()?;
+        let path = folder.path().join("outgoing");
+        let uri = format!("unix:{}", path.display());
+        let listener = Address::Unix { path }.listen()?;
+        let control = Control::new();
+        let sent = Mutex::new(0);
+        let note = |progress: &RelayProgress| {
+            if let Ok(mut sent) = sent.lock() {
+                *sent = progress.sent_bytes;
+            }
+        };
+        let has_let_go = || self.source.has_let_go();
+        let hooks = Hooks {
+            on_progress: Some(&note),
+            has_let_go: Some(&has_let_go),
+        };
+        thread::scope(|scope| {
+            let relay = scope.spawn(|| {
+                hotlift::relay::relay(
+                    Incoming::Listener(&listener),
+                    &self.outgoing,
+                    self.settings,
+                    &control,
+                    hooks,
+                )
+            });
+            let started = self.source.migrate(&uri);
+            if started.is_err() {
+                control.cancel();
+            }
+            let sent = || sent.lock().map_or(0, |sent| *sent);
+            self.watch(&relay, &control, &sent, attend);
+            let relayed = relay.join().unwrap_or(Err(MigrationError::Cancelled));
+            started.map(|()| relayed)
+        })
+    }
+
+    /// Shows how it gets on until the relay has ended; cancels it on a signal.
+    fn watch<T>(
+        &self,
+        relay: &ScopedJoinHandle<'_, T>,
+        control: &Control,
+        sent: &dyn Fn() -> u64,
+        attend: &mut dyn FnMut(Duration),
+    ) {
+        let display = Display::new("migration", self.quiet);
+        let mut watch = Watch::default();
+        let mut looked = Instant::now();
+        let mut cancelled = false;
+        let mut given_up: Option<Instant> = None;
+        while !relay.is_finished() {
+            if self.interrupt.is_raised() && !cancelled {
+                cancelled = true;
+                display.finish();
+                eprintln!("cancelling");
+                // QEMU decides whether it is too late; its sockets tell the relay.
+                if self.source.cancel().is_err() {
+                    control.cancel();
+                }
+            }
+            attend(TICK);
+            if looked.elapsed() >= LOOK {
+                looked = Instant::now();
+                if let Ok(info) = self.source.look() {
+                    let line = watch.look(&info, sent(), looked);
+                    display.show_line(watch.round(), || line);
+                    if info.has_failed() {
+                        given_up.get_or_insert(looked);
+                    }
+                }
+            }
+            if given_up.is_some_and(|since| since.elapsed() >= GRACE) {
+                control.cancel();
+            }
+        }
+        display.finish();
+    }
+}

@@ -1,0 +1,144 @@
+//! `hotlift restore`: a guest from a file into a QEMU.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use clap::Args;
+use hotlift::relay::file::{self, FileError};
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport};
+use hotlift::{Address, Control, MigrationError};
+use hotlift_qmp::QmpAddress;
+
+use crate::error::CommandError;
+use crate::progress::{Display, bytes};
+use crate::qemu::destination::Destination;
+use crate::qemu::{incoming, private_folder, result};
+use crate::signals::Interrupt;
+
+/// Flags of `restore`.
+#[derive(Debug, Args)]
+pub struct RestoreArgs {
+    /// File that 'hotlift save' or QEMU (with mapped-ram) has written
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
+    #[arg(long, value_name = "ADDRESS", required_unless_present = "command")]
+    qmp: Option<QmpAddress>,
+    /// Byte where a mapped-ram file begins, as in QEMU's file:PATH,offset=N
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    offset: u64,
+    /// Number of multifd channels into QEMU, 1 to 255; 0 for multifd off
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 2,
+        visible_alias = "channels"
+    )]
+    multifd_channels: u8,
+    /// Print the figures as one line of JSON instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Show no progress
+    #[arg(long)]
+    quiet: bool,
+    /// Command line of the QEMU to start; '-incoming defer' and a QMP socket are added
+    #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
+    command: Vec<OsString>,
+}
+
+/// Runs the command.
+pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
+    let interrupt = Interrupt::catch()?;
+    let machine = machine(args)?;
+    let mut destination = match &args.qmp {
+        Some(address) => Destination::held(address)?,
+        None => Destination::start(&args.command, &interrupt)?,
+    };
+    incoming::compare_machines(machine.as_deref(), &mut destination)?;
+    let folder = private_folder()?;
+    let socket = folder.path().join("incoming");
+    incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
+    let report = match relay(args, &mut destination, &socket, &interrupt) {
+        Ok(report) => report,
+        Err(MigrationError::Cancelled) => return Err(CommandError::Interrupted),
+        Err(error) => {
+            let in_doubt = matches!(error, MigrationError::InDoubt);
+            let (_, words) = destination.after_failure(in_doubt);
+            let mut reasons = error.chain();
+            if let Some(words) = words {
+                reasons = format!("{reasons}; QEMU: {words}");
+            }
+            return Err(CommandError::Restore { reasons });
+        }
+    };
+    let running = destination.wait_taken()?;
+    if args.json {
+        if let Ok(line) = serde_json::to_string(&report) {
+            println!("{line}");
+        }
+    } else {
+        println!("{}", result::relay_table("restore", &report));
+    }
+    let state = if running { "runs" } else { "is paused" };
+    eprintln!("the guest {state}: {}", destination.leave());
+    Ok(())
+}
+
+/// The machine that was saved, if the file says so at its beginning.
+fn machine(args: &RestoreArgs) -> Result<Option<String>, CommandError> {
+    if args.offset > 0 {
+        return Ok(None);
+    }
+    match file::inspect(&args.file) {
+        Ok(info) => Ok(Some(info.machine)),
+        // QEMU's file: what it says is read later.
+        Err(FileError::NotASave) => Ok(None),
+        Err(error) => Err(CommandError::Migration(error.into())),
+    }
+}
+
+fn relay(
+    args: &RestoreArgs,
+    destination: &mut Destination,
+    socket: &std::path::Path,
+    interrupt: &Interrupt,
+) -> Result<RelayReport, MigrationError> {
+    let settings = incoming::relay_settings(destination, args.multifd_channels, None);
+    let control = Control::new();
+    let display = Mutex::new(Display::new("restore", args.quiet));
+    let show = |progress: &RelayProgress| {
+        if let Ok(display) = display.lock() {
+            display.show_line(0, || {
+                format!(
+                    "restore: {} read, {} of RAM",
+                    bytes(progress.received_bytes),
+                    bytes(progress.total_bytes)
+                )
+            });
+        }
+    };
+    let hooks = Hooks {
+        on_progress: Some(&show),
+        has_let_go: None,
+    };
+    let outgoing = Address::Unix {
+        path: socket.to_owned(),
+    };
+    let relayed = interrupt.cancelling(&control, || {
+        hotlift::relay::relay(
+            Incoming::File {
+                path: &args.file,
+                offset: args.offset,
+            },
+            &Outgoing::Address(&outgoing),
+            &settings,
+            &control,
+            hooks,
+        )
+    });
+    if let Ok(display) = display.lock() {
+        display.finish();
+    }
+    relayed
+}

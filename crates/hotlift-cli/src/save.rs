@@ -1,0 +1,107 @@
+//! `hotlift save`: the guest of a running QEMU into a file.
+
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use clap::{Args, ValueEnum};
+use hotlift::relay::Outgoing;
+use hotlift::relay::file::FileFormat;
+use hotlift_qmp::QmpAddress;
+
+use crate::error::CommandError;
+use crate::migration_args::MigrationArgs;
+use crate::qemu::control::Guest;
+use crate::qemu::outgoing::{self, Moving};
+use crate::qemu::result::Saved;
+use crate::qemu::source::{Source, at_source};
+use crate::signals::Interrupt;
+
+/// Flags of `save`.
+#[derive(Debug, Args)]
+pub struct SaveArgs {
+    /// File to write; one of this name is replaced when the new one is whole
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// QMP socket of the QEMU whose guest is saved: PATH, unix:PATH or tcp:HOST:PORT
+    #[arg(long, value_name = "ADDRESS")]
+    qmp: QmpAddress,
+    /// Format of the file
+    #[arg(long, value_enum, default_value = "hotlift")]
+    format: Format,
+    /// Let the guest run on when it is saved, instead of leaving it paused
+    #[arg(long)]
+    keep_running: bool,
+    /// Print the figures as one line of JSON instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Show no progress
+    #[arg(long)]
+    quiet: bool,
+    #[command(flatten)]
+    migration: MigrationArgs,
+}
+
+/// `--format`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// Hotlift's own: compressed by the chosen method, with a checksum over every byte
+    Hotlift,
+    /// QEMU's mapped-ram file: uncompressed, and QEMU 9.0 or later loads it by itself
+    MappedRam,
+}
+
+/// Runs the command.
+pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
+    let interrupt = Interrupt::catch()?;
+    let mut settings = crate::relay::settings(&args.migration)?;
+    let source = Source::connect(&args.qmp)?;
+    settings.uuid = Some(source.uuid()?.0);
+    let moving = Moving {
+        source: &source,
+        interrupt: &interrupt,
+        settings: &settings,
+        outgoing: Outgoing::File {
+            path: &args.file,
+            format: match args.format {
+                Format::Hotlift => FileFormat::Hotlift,
+                Format::MappedRam => FileFormat::MappedRam,
+            },
+        },
+        quiet: args.quiet,
+    };
+    let outcome = outgoing::change_settings(&source, &settings, &args.migration)
+        .and_then(|()| moving.run(&mut thread::sleep));
+    let saved = match outcome {
+        Ok(Ok(relay)) => Ok(Saved {
+            qemu: source.look().map_err(at_source)?,
+            relay,
+            file_bytes: length(&args.file),
+        }),
+        // A file runs no guest.
+        Ok(Err(error)) => Err(source
+            .settle(&error, || Guest::NotHere)
+            .into_error(None, interrupt.is_raised())),
+        Err(error) => Err(error),
+    };
+    source.restore_settings();
+    let saved = saved?;
+    let state = if args.keep_running && source.was_running() {
+        source.qemu().cont().map_err(at_source)?;
+        "runs on"
+    } else {
+        "is left paused"
+    };
+    if args.json {
+        if let Ok(line) = serde_json::to_string(&saved) {
+            println!("{line}");
+        }
+    } else {
+        println!("{}", saved.table());
+    }
+    eprintln!("{} is written; the guest {state}", args.file.display());
+    Ok(())
+}
+
+fn length(path: &Path) -> u64 {
+    std::fs::metadata(path).map_or(0, |file| file.len())
+}
