@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 from statistics import median
@@ -50,6 +51,8 @@ def arguments():
 
 def main():
     args = arguments()
+    # As Ctrl-C does, it leaves every `with` block.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if args.report:
         report([json.loads(line) for file in args.report for line in Path(file).read_text().splitlines()])
         return

@@ -20,7 +20,7 @@ RAM_BYTES = 2 << 30
 LIVE_FIRST = 128 << 20
 LIVE_GUEST = "workload=random rate=1000 ws=67108864 tsc_khz=2500000"
 # The guest says a line a second.
-GUEST_LINE_S = 30
+GUEST_LINE_S = 120
 
 
 class Relay:
@@ -36,7 +36,7 @@ class Relay:
         found = re.fullmatch(r"listening on (\S+)\n", self._process.stdout.readline())
         if not found:
             self.close()
-            raise SystemExit(f"relay {side} did not start: {self._stderr()}")
+            raise SystemExit(f"relay {side} did not start: {self.stderr()}")
         self.address = found[1]
 
     def __enter__(self):
@@ -57,10 +57,10 @@ class Relay:
         """What it prints at its end."""
         output = self._process.stdout.read()
         if self._process.wait() != 0:
-            raise SystemExit(f"{' '.join(self.command)} ended with {self._process.returncode}: {self._stderr()}")
+            raise SystemExit(f"{' '.join(self.command)} ended with {self._process.returncode}: {self.stderr()}")
         return json.loads(output.splitlines()[-1])
 
-    def _stderr(self):
+    def stderr(self):
         self._log.seek(0)
         return self._log.read().decode(errors="replace").strip()
 
@@ -96,8 +96,12 @@ def run(way, road, link, image, settings, warm):
         meter.start()
         begin = time.monotonic()
         source.qmp("migrate", uri=uri)
-        source.await_migration()
-        destination.await_migration()
+        try:
+            source.await_migration()
+            destination.await_migration()
+        except SystemExit as error:
+            said = "; ".join(f"{name}: {relay.stderr()}" for name, relay in relays.items())
+            raise SystemExit(f"{error} {said}") from None
         wall = time.monotonic() - begin
         for vm in (source, destination):
             vm.await_end_of_migration_threads()
