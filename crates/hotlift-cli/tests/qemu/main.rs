@@ -6,10 +6,12 @@
 //! | `route` | how a machine goes from one QEMU to another |
 //! | `direct` | the same without us: what all this is worth |
 //! | `matrix`, `linux_moves` | machines that move through relays |
+//! | `files` | machines that go on from a file |
 
 mod cutter;
 mod direct;
 mod faults;
+mod files;
 mod guest;
 #[path = "../command/hotlift.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]

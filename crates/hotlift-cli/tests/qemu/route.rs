@@ -288,7 +288,7 @@ impl Route {
 }
 
 /// Panics if RAM of the two ends differs.
-fn differ(here: &[u8], there: &[u8]) {
+pub fn differ(here: &[u8], there: &[u8]) {
     assert_eq!(here.len(), there.len());
     let pages = here.chunks(4096).zip(there.chunks(4096));
     let differing: Vec<usize> = pages

@@ -20,6 +20,7 @@ use hotlift_wire::multifd::{
 };
 use hotlift_wire::{RamBlockEntry, WireError, limits};
 
+use super::super::outgoing::machine_version;
 use super::super::{LOADED, OPENING_MULTIFD};
 use super::{FileError, Stopped};
 
@@ -235,6 +236,11 @@ impl MappedSource {
         write(main, &out)
     }
 
+    /// Whether marks are records of their own, as this machine's QEMU makes and expects them.
+    fn flushes(&self) -> bool {
+        machine_version(&self.configuration.machine).is_none_or(|version| version > (8, 0))
+    }
+
     fn put_setup(&self, out: &mut Vec<u8>) -> Result<MainEncoder, WireError> {
         let mut encoder = MainEncoder::new(&self.configuration, out)?;
         encoder.command(Command::OpenReturnPath, out)?;
@@ -245,7 +251,7 @@ impl MappedSource {
             .map(|block| block.place.entry.clone())
             .collect();
         encoder.set_ram_id(self.section_id)?;
-        encoder.ram_start(&entries, true, out)?;
+        encoder.ram_start(&entries, self.flushes(), out)?;
         Ok(encoder)
     }
 
@@ -254,7 +260,9 @@ impl MappedSource {
             encoder.command(*command, out)?;
         }
         encoder.ram_end(out)?;
-        encoder.multifd_flush(out)?;
+        if self.flushes() {
+            encoder.multifd_flush(out)?;
+        }
         encoder.ram_eos(out)?;
         put_packaged_head(self.eof, out)?;
         out.extend_from_slice(&self.tail[..self.eof]);

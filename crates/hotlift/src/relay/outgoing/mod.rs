@@ -349,7 +349,7 @@ impl<'a> StreamSink<'a> {
 }
 
 /// The version of a machine type: (7, 2) of `pc-i440fx-7.2`.
-fn machine_version(machine: &str) -> Option<(u32, u32)> {
+pub(super) fn machine_version(machine: &str) -> Option<(u32, u32)> {
     let (_, version) = machine.rsplit_once('-')?;
     let (major, minor) = version.split_once('.')?;
     Some((major.parse().ok()?, minor.parse().ok()?))

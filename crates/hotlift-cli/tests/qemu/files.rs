@@ -1,0 +1,353 @@
+//! Machines that are saved into a file and go on from it: Hotlift's own, and QEMU's `mapped-ram`.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use hotlift::relay::file::{FileFormat, inspect};
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayReport, RelaySettings, relay};
+use hotlift::transport::Address;
+use hotlift::{Control, MigrationError, Options};
+
+use crate::guest::Guest;
+use crate::route::{Multifd, Side, differ};
+use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, folder, until};
+use crate::{alone, skip};
+
+fn machine(name: &'static str, accelerator: Accelerator) -> Machine {
+    Machine {
+        name,
+        accelerator,
+        guest: Guest::program(),
+    }
+}
+
+fn settings(method: &str, channels: Multifd) -> RelaySettings {
+    let channels = match channels {
+        Multifd::Off => 0,
+        Multifd::Channels(channels) => channels,
+    };
+    RelaySettings {
+        outgoing: Options {
+            multifd: channels > 0,
+            multifd_channels: channels.max(1),
+            multifd_compression: hotlift_methods::method(method).expect("a method"),
+            max_bandwidth: 0,
+            ..Options::default()
+        },
+        ..RelaySettings::default()
+    }
+}
+
+/// Moves a machine's state into the file `to`. The machine has let go of its guest then.
+fn save(
+    vm: &mut Vm,
+    multifd: Multifd,
+    to: &Path,
+    format: FileFormat,
+    settings: &RelaySettings,
+) -> RelayReport {
+    Side::new(multifd).with("return-path").apply(vm);
+    let uri = vm.uri("save.sock");
+    let address: Address = uri.parse().expect("a URI");
+    let listener = address.listen().expect("it listens");
+    let outgoing = Outgoing::File { path: to, format };
+    let report = std::thread::scope(|scope| {
+        let relaying = scope.spawn(|| {
+            relay(
+                Incoming::Listener(&listener),
+                &outgoing,
+                settings,
+                &Control::default(),
+                Hooks::default(),
+            )
+        });
+        vm.qmp.migrate(&uri).expect("migrate");
+        relaying.join().expect("no panic")
+    });
+    let report = report.unwrap_or_else(|error| panic!("save: {}", error.chain()));
+    vm.reaches("completed");
+    assert!(!vm.is_running(), "it runs on beside its file");
+    report
+}
+
+/// Starts a machine from the file `from`.
+fn restore(
+    from: &Path,
+    release: Release,
+    machine: &Machine,
+    multifd: Multifd,
+) -> Option<(Vm, Result<RelayReport, MigrationError>)> {
+    let mut vm = Vm::waiting(release, machine)?;
+    Side::new(multifd).apply(&mut vm);
+    let uri = vm.uri("incoming");
+    vm.qmp.migrate_incoming(&uri, true).expect("it listens");
+    let address: Address = uri.parse().expect("a URI");
+    // A file of a source without multifd does not say it.
+    let uuid = vm.qmp.query_uuid().expect("its UUID");
+    let settings = RelaySettings {
+        uuid: Some(uuid),
+        ..settings("none", multifd)
+    };
+    let report = relay(
+        Incoming::File {
+            path: from,
+            offset: 0,
+        },
+        &Outgoing::Address(&address),
+        &settings,
+        &Control::default(),
+        Hooks::default(),
+    );
+    Some((vm, report))
+}
+
+/// Checks that a guest that was saved with `before` writes goes on.
+fn goes_on(vm: &mut Vm, before: u64) {
+    vm.reaches("completed");
+    vm.counts_on_from(before);
+    let proven = vm.prove();
+    vm.qmp.cont().expect("cont");
+    vm.counts_on_from(proven);
+}
+
+#[test]
+fn a_running_machine_goes_on_from_its_file() {
+    let _alone = alone();
+    let folder = folder();
+    let file = folder.path().join("vm");
+    use Accelerator::{Kvm, Tcg};
+    use Multifd::{Channels, Off};
+    use Release::{V7, V10};
+    for (from, to, name, accelerator, saved_from, channels, method, restored_to) in [
+        (
+            V10,
+            V10,
+            PC_10,
+            Kvm,
+            Channels(4),
+            Channels(2),
+            "zstd",
+            Channels(2),
+        ),
+        (V7, V10, PC_7, Kvm, Off, Channels(2), "zlib", Channels(1)),
+        (V10, V7, PC_7, Kvm, Off, Off, "none", Off),
+        (V10, V10, PC_10, Tcg, Channels(1), Channels(3), "none", Off),
+    ] {
+        println!("{from:?} {saved_from} -> {channels} {method} -> {to:?} {restored_to}");
+        let machine = machine(name, accelerator);
+        let mut here = skip!(Vm::running(from, &machine));
+        let before = here.count().expect("the guest counts");
+        let settings = settings(method, channels);
+        let report = save(&mut here, saved_from, &file, FileFormat::Hotlift, &settings);
+        let info = inspect(&file).expect("a save file");
+        assert_eq!(
+            (info.machine.as_str(), info.method.as_str()),
+            (name, method)
+        );
+        let length = fs::metadata(&file).expect("the file").len();
+        assert!(report.normal_pages > 1000 && length >= report.sent_bytes);
+        // A fourth of the fill is zero, the rest compresses by itself.
+        if method != "none" {
+            assert!(length < report.normal_pages * 4096, "{length}");
+        }
+        let before = before.max(here.count().expect("the guest has counted"));
+        let (mut there, report) = skip!(restore(&file, to, &machine, restored_to));
+        report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
+        goes_on(&mut there, before);
+        // The file can be used again, and again.
+        let (mut again, report) = skip!(restore(&file, to, &machine, restored_to));
+        report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
+        goes_on(&mut again, before);
+    }
+}
+
+#[test]
+fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
+    let _alone = alone();
+    let folder = folder();
+    let file = folder.path().join("vm");
+    for (from, name, multifd, live) in [
+        (Release::V10, PC_10, Multifd::Channels(4), true),
+        (Release::V10, PC_10, Multifd::Off, false),
+        (Release::V7, PC_7, Multifd::Channels(2), false),
+        (Release::V7, PC_7, Multifd::Off, true),
+    ] {
+        println!("{from:?} {multifd} live: {live}");
+        let machine = machine(name, Accelerator::Kvm);
+        let mut here = skip!(Vm::running(from, &machine));
+        let before = match live {
+            true => here.count().expect("the guest counts"),
+            false => here.prove(),
+        };
+        let settings = settings("none", Multifd::Channels(2));
+        save(&mut here, multifd, &file, FileFormat::MappedRam, &settings);
+        for loaded_with in [Multifd::Off, Multifd::Channels(2)] {
+            let mut there = skip!(Vm::waiting(Release::V10, &machine));
+            Side::new(loaded_with).with("mapped-ram").apply(&mut there);
+            let uri = format!("file:{}", file.display());
+            there.qmp.migrate_incoming(&uri, true).expect("it loads");
+            there.reaches("completed");
+            if !live {
+                differ(&here.ram(), &there.ram());
+                there.qmp.cont().expect("cont");
+            }
+            goes_on(&mut there, before);
+        }
+    }
+}
+
+#[test]
+fn a_mapped_ram_file_of_qemu_is_read_to_its_last_page() {
+    let _alone = alone();
+    let folder = folder();
+    let file = folder.path().join("vm");
+    for (name, multifd, to, restored_to, live) in [
+        (
+            PC_10,
+            Multifd::Off,
+            Release::V10,
+            Multifd::Channels(2),
+            false,
+        ),
+        (
+            PC_10,
+            Multifd::Channels(4),
+            Release::V10,
+            Multifd::Off,
+            true,
+        ),
+        (PC_7, Multifd::Off, Release::V7, Multifd::Channels(2), false),
+    ] {
+        println!("{name} {multifd} -> {to:?} {restored_to} live: {live}");
+        let machine = machine(name, Accelerator::Kvm);
+        let mut here = skip!(Vm::running(Release::V10, &machine));
+        let before = match live {
+            true => here.count().expect("the guest counts"),
+            false => here.prove(),
+        };
+        Side::new(multifd).with("mapped-ram").apply(&mut here);
+        let uri = format!("file:{}", file.display());
+        here.qmp.migrate(&uri).expect("migrate");
+        here.reaches("completed");
+        let (mut there, report) = skip!(restore(&file, to, &machine, restored_to));
+        report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
+        there.reaches("completed");
+        if !live {
+            differ(&here.ram(), &there.ram());
+            there.qmp.cont().expect("cont");
+        }
+        goes_on(&mut there, before);
+    }
+}
+
+#[test]
+fn a_damaged_file_is_refused_and_no_guest_starts() {
+    let _alone = alone();
+    let folder = folder();
+    let (file, damaged) = (folder.path().join("vm"), folder.path().join("damaged"));
+    let machine = machine(PC_10, Accelerator::Kvm);
+    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let multifd = Multifd::Channels(2);
+    let settings = settings("zstd", multifd);
+    save(&mut here, multifd, &file, FileFormat::Hotlift, &settings);
+    let length = fs::metadata(&file).expect("the file").len();
+    let flip = |at: u64| {
+        fs::copy(&file, &damaged).expect("a copy");
+        let file = fs::File::options().read(true).write(true).open(&damaged);
+        let file = file.expect("the copy");
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).expect("a byte");
+        file.write_all_at(&[byte[0] ^ 0x10], at).expect("a byte");
+    };
+    let cut = |at: u64| {
+        fs::copy(&file, &damaged).expect("a copy");
+        let file = fs::File::options().write(true).open(&damaged);
+        file.expect("the copy").set_len(at).expect("a length");
+    };
+    let places = [100, length / 3, length - 70_000, length - 40, length - 1];
+    for (what, damage) in [("flipped", &flip as &dyn Fn(u64)), ("cut", &cut)] {
+        for at in places {
+            damage(at);
+            let (mut vm, report) = skip!(restore(&damaged, Release::V10, &machine, multifd));
+            let error = report.expect_err("a damaged file");
+            assert!(
+                matches!(error, MigrationError::File(_)),
+                "{what} at {at}: {}",
+                error.chain()
+            );
+            until(
+                || format!("{what} at {at}: the destination does not give up"),
+                || {
+                    let info = vm.migration();
+                    // Damage before the first byte of the stream, and QEMU has seen nothing.
+                    (info.has_failed() || at < 200).then_some(())
+                },
+            );
+            assert!(!vm.is_running(), "{what} at {at}: the guest runs");
+        }
+    }
+    // The file itself is as good as before.
+    let (mut vm, report) = skip!(restore(&file, Release::V10, &machine, multifd));
+    report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
+    vm.reaches("completed");
+}
+
+#[test]
+fn a_save_that_fails_leaves_the_guest_running_and_no_file() {
+    let _alone = alone();
+    let folder = folder();
+    let file = folder.path().join("vm");
+    let mut here = skip!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));
+    for format in [FileFormat::Hotlift, FileFormat::MappedRam] {
+        Side::new(Multifd::Channels(2))
+            .with("return-path")
+            .apply(&mut here);
+        let uri = here.uri("save.sock");
+        let address: Address = uri.parse().expect("a URI");
+        let listener = address.listen().expect("it listens");
+        let control = Control::default();
+        let outgoing = Outgoing::File {
+            path: &file,
+            format,
+        };
+        let error = std::thread::scope(|scope| {
+            let relaying = scope.spawn(|| {
+                let on_progress = |progress: &hotlift::relay::RelayProgress| {
+                    if progress.normal_pages > 0 {
+                        control.cancel();
+                    }
+                };
+                let hooks = Hooks {
+                    on_progress: Some(&on_progress),
+                    ..Hooks::default()
+                };
+                relay(
+                    Incoming::Listener(&listener),
+                    &outgoing,
+                    // Slow enough to be cancelled on the way.
+                    &RelaySettings {
+                        outgoing: Options {
+                            max_bandwidth: 8 << 20,
+                            ..settings("none", Multifd::Channels(2)).outgoing
+                        },
+                        ..RelaySettings::default()
+                    },
+                    &control,
+                    hooks,
+                )
+            });
+            here.qmp.migrate(&uri).expect("migrate");
+            relaying.join().expect("no panic").expect_err("cancelled")
+        });
+        assert!(matches!(error, MigrationError::Cancelled), "{error}");
+        until(
+            || "the source does not give up".to_owned(),
+            || here.migration().has_failed().then_some(()),
+        );
+        let count = here.count().expect("the guest counts");
+        here.counts_on_from(count);
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0);
+    }
+    here.prove();
+}
