@@ -9,6 +9,7 @@
 //! | `zero` | it is looked at: all zero? |
 //! | `guest_run` | it is copied, out or in |
 //! | `sock`, `splice` | it goes to a socket, or comes from one, uncopied |
+//! | `forward` | it goes from socket to socket, uncopied |
 //!
 //! # Sharing memory with a running guest
 //!
@@ -25,6 +26,7 @@ compile_error!("hotlift-mem needs 64-bit Linux");
 mod cpu_time;
 mod dirty_bitmap;
 mod error;
+mod forward;
 mod guest_run;
 mod populate;
 mod ram_block;

@@ -8,6 +8,7 @@ use std::ptr;
 use libc::{c_int, iovec, msghdr};
 
 use crate::GuestRun;
+pub use crate::forward::Forwarder;
 pub use crate::splice::Splicer;
 
 /// Most segments that one system call takes (`IOV_MAX`, the same on every Linux).

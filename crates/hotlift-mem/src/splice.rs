@@ -37,13 +37,13 @@ pub struct Splicer {
 }
 
 #[derive(Debug)]
-struct Pipe {
-    from: OwnedFd,
-    into: OwnedFd,
+pub(crate) struct Pipe {
+    pub(crate) from: OwnedFd,
+    pub(crate) into: OwnedFd,
 }
 
 impl Pipe {
-    fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         let (from, into) = pipe_with(PipeFlags::CLOEXEC)?;
         // Refused where the user's pipes hold too much already: it works with what it has then.
         let _ = fcntl_setpipe_size(&into, PIPE_SIZE);

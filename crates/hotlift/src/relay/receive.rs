@@ -8,6 +8,7 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
 
 use super::session::Session;
+use super::sink::ForwardPackets;
 use crate::error::{Channel, MigrationError};
 use crate::transport::Stream;
 
@@ -22,6 +23,8 @@ pub(super) struct ChannelReceiver<'a> {
     /// Made when the first packet says its method; all others must then have the same.
     decoder: Option<Box<dyn Decode>>,
     payload: Vec<u8>,
+    /// Passes uncompressed packets on where that may be done.
+    forwarder: Option<Box<dyn ForwardPackets + 'a>>,
 }
 
 impl<'a> ChannelReceiver<'a> {
@@ -47,6 +50,7 @@ impl<'a> ChannelReceiver<'a> {
             header_bytes: vec![0; layout.header_len()],
             decoder: None,
             payload: Vec::new(),
+            forwarder: None,
         }
     }
 
@@ -91,6 +95,9 @@ impl<'a> ChannelReceiver<'a> {
 
     /// Hands the packet's pages on; false if the relay has ended.
     fn pages(&mut self) -> Result<bool, MigrationError> {
+        if self.header.method() == Method::None && self.forward()? {
+            return Ok(true);
+        }
         let Some(mut batch) = self.session.flow.take() else {
             return Ok(false);
         };
@@ -101,6 +108,26 @@ impl<'a> ChannelReceiver<'a> {
             self.normal_pages(batch.pages_mut())?;
         }
         self.session.flow.submit(batch);
+        Ok(true)
+    }
+
+    /// Passes the packet on as it is; false if that may not be done.
+    fn forward(&mut self) -> Result<bool, MigrationError> {
+        if self.forwarder.is_none() {
+            self.forwarder = self.session.sink.forwarder(self.id);
+        }
+        let Some(forwarder) = &mut self.forwarder else {
+            return Ok(false);
+        };
+        let header = &self.header;
+        if !header.normal().is_empty() {
+            self.rules.method = Some(Method::None);
+        }
+        forwarder.forward(self.stream, header.block(), header.normal(), header.zero())?;
+        self.session.received[usize::from(self.id)].add_bytes(header.payload_len());
+        self.session
+            .pages
+            .add_pages(header.normal().len(), header.zero().len());
         Ok(true)
     }
 

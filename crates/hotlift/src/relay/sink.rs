@@ -15,6 +15,7 @@ use hotlift_wire::main_channel::{Command, Configuration};
 
 use super::batch::Batch;
 use crate::error::MigrationError;
+use crate::transport::Stream;
 
 /// What opens a stream.
 #[derive(Debug, Clone)]
@@ -41,6 +42,13 @@ pub(crate) trait Sink: Sync {
 
     /// The writer of worker `worker`, from 0. Called in the worker's thread, after `ram_start`.
     fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError>;
+
+    /// A way for packets that need no change but for their header, for the thread of incoming channel
+    /// `channel`; `None` if there is none, now or ever.
+    fn forwarder(&self, channel: u8) -> Option<Box<dyn ForwardPackets + '_>> {
+        let _ = channel;
+        None
+    }
 
     /// Header and configuration; returns when the other side has taken them.
     fn open(&self, opening: &Opening) -> Result<(), MigrationError>;
@@ -97,4 +105,16 @@ pub(crate) trait Sink: Sync {
 pub(crate) trait WritePages {
     /// Writes the batch's pages. The batch may be changed: it is emptied next.
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError>;
+}
+
+/// What a sink does with uncompressed packets that may stay as they are.
+pub(crate) trait ForwardPackets {
+    /// Sends a packet of RAM block `block` whose `normal` pages are the next bytes of `from`.
+    fn forward(
+        &mut self,
+        from: &Stream,
+        block: usize,
+        normal: &[u64],
+        zero: &[u64],
+    ) -> Result<(), MigrationError>;
 }

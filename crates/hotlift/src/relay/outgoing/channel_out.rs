@@ -1,17 +1,20 @@
 //! An outgoing multifd channel: encodes batches and sends them as packets.
 
+use std::os::fd::AsFd;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
-use hotlift_mem::sock::IoScratch;
+use hotlift_mem::PAGE_SIZE;
+use hotlift_mem::sock::{Forwarder, IoScratch};
 use hotlift_methods::Encode;
 use hotlift_wire::multifd::{Method, PacketFields, PacketLayout, PacketWriter};
 
 use super::super::batch::Batch;
-use super::super::sink::WritePages;
+use super::super::sink::{ForwardPackets, WritePages};
 use super::{StreamSink, ZeroPlace};
 use crate::error::{Channel, MigrationError};
+use crate::transport::Stream;
 
 /// One channel's working state; everything that a packet needs is kept from packet to packet.
 pub(super) struct ChannelWriter<'s, 'a> {
@@ -54,6 +57,9 @@ impl<'s, 'a> ChannelWriter<'s, 'a> {
 impl WritePages for ChannelWriter<'_, '_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         let came = batch.zero.len();
+        if came > 0 {
+            self.sink.source_finds_zeros();
+        }
         if self.sink.looks_for_zeros() {
             batch.find_zero_pages();
         }
@@ -118,6 +124,7 @@ impl StreamSink<'_> {
         let index = usize::from(id);
         let bytes = parts.iter().map(|part| part.len()).sum();
         self.pacer.wait(bytes, &self.control);
+        let _turn = lock(&self.turns[index]);
         self.multifd[index].send(Channel::Multifd(id), parts, scratch)?;
         self.counters[index].add_bytes(bytes);
         Ok(())
@@ -141,6 +148,82 @@ impl StreamSink<'_> {
                 })?;
             self.send(id, &[header], &mut scratch)?;
         }
+        Ok(())
+    }
+}
+
+/// Passes packets of method none on without looking at their pages.
+pub(super) struct PacketForwarder<'s, 'a> {
+    sink: &'s StreamSink<'a>,
+    id: u8,
+    writer: PacketWriter,
+    forwarder: Forwarder,
+}
+
+impl<'s, 'a> PacketForwarder<'s, 'a> {
+    /// Where it can be done: pages go out as they came in, and the source looks for zero pages.
+    pub(super) fn new(sink: &'s StreamSink<'a>, channel: u8) -> Option<Self> {
+        let id = usize::from(channel).checked_rem(sink.multifd.len())?;
+        let sockets = sink.multifd[id].socket().is_some();
+        if sink.wire_method != Method::None || sink.looks_for_zeros() || !sockets {
+            return None;
+        }
+        Some(Self {
+            sink,
+            id: u8::try_from(id).ok()?,
+            writer: PacketWriter::new(PacketLayout::QEMU, Method::None, true),
+            // A pipe may be refused (`pipe-user-pages-soft`); copying always works.
+            forwarder: Forwarder::new().ok()?,
+        })
+    }
+}
+
+impl ForwardPackets for PacketForwarder<'_, '_> {
+    fn forward(
+        &mut self,
+        from: &Stream,
+        block: usize,
+        normal: &[u64],
+        zero: &[u64],
+    ) -> Result<(), MigrationError> {
+        let sink = self.sink;
+        let channel = Channel::Multifd(self.id);
+        let in_packet = match sink.zero_place() {
+            ZeroPlace::Main => 0,
+            ZeroPlace::Packets | ZeroPlace::AsTheyCame => zero.len(),
+        };
+        sink.keep_zeros(block, &zero[in_packet..]);
+        let zero = &zero[..in_packet];
+        if normal.len() + zero.len() == 0 {
+            return Ok(());
+        }
+        let length = normal.len() * PAGE_SIZE;
+        let fields = PacketFields {
+            packet_num: sink.packet_num.fetch_add(1, Ordering::Relaxed),
+            block: sink.block_name(block),
+            normal,
+            zero,
+            payload_len: u32::try_from(length).unwrap_or(u32::MAX),
+            ..PacketFields::default()
+        };
+        let header = self
+            .writer
+            .header(&fields)
+            .map_err(|source| MigrationError::Wire { channel, source })?;
+        let bytes = header.len() + length;
+        sink.pacer.wait(bytes, &sink.control);
+        let index = usize::from(self.id);
+        if let Some(to) = sink.multifd[index].socket() {
+            let _turn = lock(&sink.turns[index]);
+            self.forwarder
+                .forward(from.as_fd(), to.as_fd(), header, length)
+                .map_err(|source| MigrationError::Connection {
+                    channel,
+                    doing: "passing pages on",
+                    source,
+                })?;
+        }
+        sink.counters[index].add_bytes(bytes);
         Ok(())
     }
 }

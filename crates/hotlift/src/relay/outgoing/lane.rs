@@ -43,3 +43,13 @@ impl Lane {
         }
     }
 }
+
+impl Lane {
+    /// The socket, if it is one.
+    pub(super) fn socket(&self) -> Option<&Stream> {
+        match self {
+            Self::Socket(stream) => Some(stream),
+            Self::File(_) => None,
+        }
+    }
+}

@@ -15,7 +15,7 @@ mod main_out;
 
 use std::net::Shutdown;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -25,7 +25,7 @@ use hotlift_wire::main_channel::{Command, put_packaged_head};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
 
 use super::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
-use super::sink::{Opening, RamLayout, Sink, WritePages};
+use super::sink::{ForwardPackets, Opening, RamLayout, Sink, WritePages};
 use super::{CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, Outgoing, RelaySettings};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
@@ -33,7 +33,7 @@ use crate::figures::{Counters, Counts};
 use crate::pacing::Pacer;
 use crate::transport::Address;
 use answers::Answers;
-use channel_out::{ChannelWriter, MainWriter, lock};
+use channel_out::{ChannelWriter, MainWriter, PacketForwarder, lock};
 use lane::Lane;
 use main_out::{MainLink, MainOut, Section, wire};
 
@@ -67,6 +67,10 @@ pub(super) struct StreamSink<'a> {
     wire_method: Method,
     link: Arc<MainLink>,
     multifd: Vec<Lane>,
+    /// Who writes to a channel: its worker, or a thread that passes packets on.
+    turns: Vec<Mutex<()>>,
+    /// The source has sent zero pages as such: it looks for them.
+    finds_zeros: AtomicBool,
     /// One a channel.
     counters: Vec<Counters>,
     pacer: Arc<Pacer>,
@@ -227,6 +231,8 @@ impl<'a> StreamSink<'a> {
             wire_method: method_of(settings),
             counters,
             link,
+            turns: multifd.iter().map(|_| Mutex::new(())).collect(),
+            finds_zeros: AtomicBool::new(seen.zeros_were_looked_for),
             multifd,
             pacer,
             packet_num: AtomicU64::new(0),
@@ -273,7 +279,14 @@ impl<'a> StreamSink<'a> {
     fn looks_for_zeros(&self) -> bool {
         match self.settings.zero_pages {
             Some(mode) => mode != ZeroPageDetection::None,
-            None => !self.seen.zeros_were_looked_for,
+            None => !self.finds_zeros.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The source has sent a zero page as such.
+    fn source_finds_zeros(&self) {
+        if !self.finds_zeros.load(Ordering::Relaxed) {
+            self.finds_zeros.store(true, Ordering::Relaxed);
         }
     }
 
@@ -370,6 +383,10 @@ impl Sink for StreamSink<'_> {
         }
         let id = u8::try_from(worker).unwrap_or(u8::MAX);
         Ok(Box::new(ChannelWriter::new(self, id)?))
+    }
+
+    fn forwarder(&self, channel: u8) -> Option<Box<dyn ForwardPackets + '_>> {
+        Some(Box::new(PacketForwarder::new(self, channel)?))
     }
 
     fn open(&self, opening: &Opening) -> Result<(), MigrationError> {

@@ -1,0 +1,144 @@
+//! Bytes from one socket to another by reference: a relay's pages pass without a copy of its own.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rustix::pipe::{SpliceFlags, splice};
+
+use crate::sock::{IoScratch, send_segments};
+use crate::splice::Pipe;
+
+/// Moves bytes between two sockets through a pipe of references (`splice` both ways).
+///
+/// Between a UNIX socket and TCP over loopback, in packets of 512 KiB, the two copies of reading into a
+/// buffer and writing it out are what method none costs a relay; references leave the system calls.
+/// Received pages belong to nobody else, so that nothing can change them on their way.
+///
+/// A splice to a socket that is gone raises SIGPIPE: the process must ignore it, as every Rust program
+/// does unless it changes that.
+#[derive(Debug)]
+pub struct Forwarder {
+    /// Gone after an error, since it may then hold part of a packet.
+    pipe: Option<Pipe>,
+    scratch: IoScratch,
+}
+
+impl Forwarder {
+    /// A forwarder with a pipe of its own.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
+            pipe: Some(Pipe::new()?),
+            scratch: IoScratch::new(),
+        })
+    }
+
+    /// Sends a copy of `head` to `to`, and then the next `bytes` that come from `from`, all of them.
+    /// Both sockets must be blocking. The end of `from` before is `UnexpectedEof`.
+    pub fn forward(
+        &mut self,
+        from: BorrowedFd<'_>,
+        to: BorrowedFd<'_>,
+        head: &[u8],
+        bytes: usize,
+    ) -> io::Result<()> {
+        // Without the flag TCP sends a packet of the head alone.
+        let flags = if bytes > 0 { libc::MSG_MORE } else { 0 };
+        send_segments(to, self.scratch.fill(&[head], &[]), flags)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let pipe = match self.pipe.take() {
+            Some(pipe) => pipe,
+            None => Pipe::new()?,
+        };
+        let mut left = bytes;
+        while left > 0 {
+            let flags = SpliceFlags::MOVE;
+            let mut held = retried(|| splice(from, None, pipe.into.as_fd(), None, left, flags))?;
+            if held == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            left -= held;
+            // With the flag on the last piece TCP would hold it back, waiting for more.
+            let more = if left > 0 {
+                SpliceFlags::MORE
+            } else {
+                SpliceFlags::empty()
+            };
+            while held > 0 {
+                let sent = retried(|| splice(pipe.from.as_fd(), None, to, None, held, more))?;
+                if sent == 0 {
+                    return Err(io::ErrorKind::WriteZero.into());
+                }
+                held -= sent;
+            }
+        }
+        self.pipe = Some(pipe);
+        Ok(())
+    }
+}
+
+fn retried(mut call: impl FnMut() -> rustix::io::Result<usize>) -> io::Result<usize> {
+    Ok(rustix::io::retry_on_intr(&mut call)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::unix::net::UnixStream;
+
+    fn tcp_pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (near, listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn heads_and_bytes_arrive_in_order_and_nothing_of_what_follows_is_taken() {
+        let (mut source, from) = UnixStream::pair().unwrap();
+        let (to, mut sink) = tcp_pair();
+        let data: Vec<u8> = (0..3_000_000_u32).map(|i| (i % 251) as u8).collect();
+        std::thread::scope(|scope| {
+            scope.spawn(|| source.write_all(&data).unwrap());
+            let reader = scope.spawn(move || {
+                let mut got = Vec::new();
+                sink.read_to_end(&mut got).unwrap();
+                got
+            });
+            let mut forwarder = Forwarder::new().unwrap();
+            let mut expected = Vec::new();
+            let mut at = 0;
+            for length in [0, 1, 4096, 700_000, 2_000_000] {
+                let head = format!("head of {length}");
+                forwarder
+                    .forward(from.as_fd(), to.as_fd(), head.as_bytes(), length)
+                    .unwrap();
+                expected.extend_from_slice(head.as_bytes());
+                expected.extend_from_slice(&data[at..at + length]);
+                at += length;
+            }
+            let mut rest = vec![0; data.len() - at];
+            (&from).read_exact(&mut rest).unwrap();
+            assert_eq!(rest, data[at..]);
+            drop(to);
+            assert!(reader.join().unwrap() == expected);
+        });
+    }
+
+    #[test]
+    fn a_source_that_ends_inside_is_an_error_and_the_forwarder_lives_on() {
+        let mut forwarder = Forwarder::new().unwrap();
+        for _ in 0..2 {
+            let (mut source, from) = UnixStream::pair().unwrap();
+            let (to, _sink) = tcp_pair();
+            source.write_all(&[7; 5000]).unwrap();
+            drop(source);
+            let error = forwarder
+                .forward(from.as_fd(), to.as_fd(), b"head", 5001)
+                .unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+        }
+    }
+}
