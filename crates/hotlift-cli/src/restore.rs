@@ -1,20 +1,26 @@
 //! `hotlift restore`: a guest from a file into a QEMU.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use clap::Args;
-use hotlift::relay::file::{self, FileError};
-use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport};
+use hotlift::relay::file::{self, FileError, FileInfo};
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
 use hotlift_qmp::QmpAddress;
 
+use crate::args::error_line;
 use crate::error::CommandError;
 use crate::progress::{Display, bytes};
 use crate::qemu::destination::Destination;
 use crate::qemu::{incoming, private_folder, result};
 use crate::signals::Interrupt;
+
+/// What a stream of QEMU begins with (`QEMU_VM_FILE_MAGIC`).
+const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
 
 /// Flags of `restore`.
 #[derive(Debug, Args)]
@@ -50,16 +56,20 @@ pub struct RestoreArgs {
 /// Runs the command.
 pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
-    let machine = machine(args)?;
+    let info = info(args)?;
     let mut destination = match &args.qmp {
         Some(address) => Destination::held(address)?,
         None => Destination::start(&args.command, &interrupt)?,
     };
-    incoming::compare_machines(machine.as_deref(), &mut destination)?;
+    if let Some(info) = &info {
+        let uuid = info.uuid.parse().unwrap_or_default();
+        incoming::compare(Some(&info.machine), uuid, &mut destination)?;
+    }
     let folder = private_folder()?;
     let socket = folder.path().join("incoming");
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
-    let report = match relay(args, &mut destination, &socket, &interrupt) {
+    let settings = incoming::relay_settings(&mut destination, args.multifd_channels)?;
+    let report = match relay(args, &settings, &socket, &interrupt) {
         Ok(report) => report,
         Err(MigrationError::Cancelled) => return Err(CommandError::Interrupted),
         Err(error) => {
@@ -85,26 +95,33 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// The machine that was saved, if the file says so at its beginning.
-fn machine(args: &RestoreArgs) -> Result<Option<String>, CommandError> {
-    if args.offset > 0 {
-        return Ok(None);
+/// What the file says of itself, if it is one of Hotlift's. Of QEMU's, the stream inside says it; here
+/// it is only seen that there is one.
+fn info(args: &RestoreArgs) -> Result<Option<FileInfo>, CommandError> {
+    let refused = |error: FileError| CommandError::Restore {
+        reasons: error_line(&error),
+    };
+    if args.offset == 0 {
+        match file::inspect(&args.file) {
+            Ok(info) => return Ok(Some(info)),
+            Err(FileError::NotASave) => {}
+            Err(error) => return Err(refused(error)),
+        }
     }
-    match file::inspect(&args.file) {
-        Ok(info) => Ok(Some(info.machine)),
-        // QEMU's file: what it says is read later.
-        Err(FileError::NotASave) => Ok(None),
-        Err(error) => Err(CommandError::Migration(error.into())),
+    let mut magic = [0; QEMU_FILE_MAGIC.len()];
+    let read = File::open(&args.file).and_then(|file| file.read_exact_at(&mut magic, args.offset));
+    if read.is_err() || magic != QEMU_FILE_MAGIC {
+        return Err(refused(FileError::NotASave));
     }
+    Ok(None)
 }
 
 fn relay(
     args: &RestoreArgs,
-    destination: &mut Destination,
-    socket: &std::path::Path,
+    settings: &RelaySettings,
+    socket: &Path,
     interrupt: &Interrupt,
 ) -> Result<RelayReport, MigrationError> {
-    let settings = incoming::relay_settings(destination, args.multifd_channels, None);
     let control = Control::new();
     let display = Mutex::new(Display::new("restore", args.quiet));
     let show = |progress: &RelayProgress| {
@@ -132,7 +149,7 @@ fn relay(
                 offset: args.offset,
             },
             &Outgoing::Address(&outgoing),
-            &settings,
+            settings,
             &control,
             hooks,
         )

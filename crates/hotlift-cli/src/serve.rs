@@ -6,7 +6,7 @@ use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport};
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::transport::Stream;
 use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_qmp::QmpAddress;
@@ -16,7 +16,7 @@ use crate::error::CommandError;
 use crate::progress::bytes;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello};
 use crate::qemu::destination::Destination;
-use crate::qemu::{incoming, private_folder};
+use crate::qemu::{incoming, private_folder, process};
 use crate::signals::{Interrupt, TICK};
 
 /// How long a source that has connected may take to say what it wants.
@@ -65,6 +65,9 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let Address::Tcp { host, .. } = &args.listen else {
         return Err(CommandError::OnlyTcp { flag: "--listen" });
     };
+    if args.qmp.is_none() {
+        process::waiting(&args.command)?;
+    }
     let mut held = args.qmp.as_ref().map(Destination::held).transpose()?;
     let listener = args.listen.listen()?;
     println!("listening on {}", address_of(&listener)?);
@@ -122,7 +125,8 @@ impl Host<'_> {
                 return Visit::SentAway(error);
             }
         };
-        if let Err(error) = incoming::compare_machines(hello.machine.as_deref(), &mut destination) {
+        let machine = hello.machine.as_deref();
+        if let Err(error) = incoming::compare(machine, hello.uuid, &mut destination) {
             refuse(source, &error);
             if self.args.qmp.is_some() {
                 *held = Some(destination);
@@ -156,19 +160,19 @@ impl Host<'_> {
     ) -> Result<(), CommandError> {
         let folder = private_folder()?;
         let socket = folder.path().join("incoming");
-        let listener = match self.get_ready(hello, &mut destination, &socket) {
-            Ok(listener) => listener,
+        let (listener, port, settings) = match self.get_ready(hello, &mut destination, &socket) {
+            Ok(ready) => ready,
             Err(error) => {
                 refuse(source, &error);
                 return Err(error);
             }
         };
         let ready = Answer::Ready {
-            port: listener.1,
+            port,
             qemu: destination.qemu().version(),
         };
         source.say(&ready)?;
-        let relayed = self.relay(source, hello, &mut destination, &listener.0, &socket);
+        let relayed = self.relay(source, &settings, &listener, &socket);
         drop(listener);
         match relayed {
             Ok(report) => self.taken(source, destination, report),
@@ -182,7 +186,8 @@ impl Host<'_> {
         hello: &Hello,
         destination: &mut Destination,
         socket: &Path,
-    ) -> Result<(Listener, u16), CommandError> {
+    ) -> Result<(Listener, u16, RelaySettings), CommandError> {
+        let settings = incoming::relay_settings(destination, hello.channels)?;
         incoming::listen(destination, hello.channels, &hello.alike, socket)?;
         let address = Address::Tcp {
             host: self.host.to_owned(),
@@ -190,7 +195,7 @@ impl Host<'_> {
         };
         let listener = address.listen()?;
         match address_of(&listener)? {
-            Address::Tcp { port, .. } => Ok((listener, port)),
+            Address::Tcp { port, .. } => Ok((listener, port, settings)),
             Address::Unix { .. } => Err(CommandError::OnlyTcp { flag: "--listen" }),
         }
     }
@@ -199,12 +204,10 @@ impl Host<'_> {
     fn relay(
         &self,
         source: &mut Conversation,
-        hello: &Hello,
-        destination: &mut Destination,
+        settings: &RelaySettings,
         listener: &Listener,
         socket: &Path,
     ) -> Result<RelayReport, MigrationError> {
-        let settings = incoming::relay_settings(destination, hello.channels, Some(hello.uuid));
         let control = Control::new();
         let outgoing = Address::Unix {
             path: socket.to_owned(),
@@ -224,7 +227,7 @@ impl Host<'_> {
                 hotlift::relay::relay(
                     Incoming::Listener(listener),
                     &Outgoing::Address(&outgoing),
-                    &settings,
+                    settings,
                     &control,
                     hooks,
                 )

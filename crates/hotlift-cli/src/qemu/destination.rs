@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 use super::control::Guest;
 use super::process::Started;
 use super::settings::Changed;
+use super::uuid::Uuid;
 use crate::error::CommandError;
 use crate::signals::{Interrupt, TICK};
 
@@ -58,6 +59,11 @@ impl Destination {
     /// This QEMU.
     pub fn qemu(&mut self) -> &mut Qemu {
         &mut self.qemu
+    }
+
+    /// UUID of its machine.
+    pub fn uuid(&mut self) -> Result<Uuid, CommandError> {
+        self.qemu.query_uuid().map(Uuid).map_err(at_destination)
     }
 
     /// Sets capabilities and parameters and listens on a UNIX socket.

@@ -11,23 +11,33 @@ use super::settings;
 use super::uuid::Uuid;
 use crate::error::CommandError;
 
-/// Whether a guest of this machine can run in `destination` at all. QEMU itself finds out more, but
-/// only at the end.
-pub fn compare_machines(
-    source_has: Option<&str>,
+/// Whether the guest of a machine of this type and UUID can run in `destination` at all. QEMU itself
+/// finds out more, but only at the end.
+pub fn compare(
+    machine: Option<&str>,
+    uuid: Uuid,
     destination: &mut Destination,
 ) -> Result<(), CommandError> {
-    let machine = destination.qemu().machine_type().map_err(at_destination)?;
-    match (source_has, machine) {
-        (Some(source_has), Some(destination_has)) if source_has != destination_has => {
-            Err(CommandError::Differs {
-                what: "the machine type",
-                source_has: hotlift_qmp::one_line(source_has),
-                destination_has,
-            })
-        }
-        _ => Ok(()),
+    let theirs = destination.qemu().machine_type().map_err(at_destination)?;
+    if let (Some(source_has), Some(destination_has)) = (machine, theirs)
+        && source_has != destination_has
+    {
+        return Err(CommandError::Differs {
+            what: "the machine type",
+            source_has: hotlift_qmp::one_line(source_has),
+            destination_has,
+        });
     }
+    // QEMU takes no multifd channel of another UUID.
+    let theirs = destination.uuid()?;
+    if uuid != theirs {
+        return Err(CommandError::Differs {
+            what: "the UUID (-uuid)",
+            source_has: uuid.to_string(),
+            destination_has: theirs.to_string(),
+        });
+    }
+    Ok(())
 }
 
 /// Lets QEMU listen on `socket` for a relay with so many channels (0: multifd off). `alike` is what
@@ -50,10 +60,10 @@ pub fn listen(
 pub fn relay_settings(
     destination: &mut Destination,
     channels: u8,
-    uuid: Option<Uuid>,
-) -> RelaySettings {
+) -> Result<RelaySettings, CommandError> {
+    let uuid = destination.uuid()?;
     let qemu = destination.qemu().version();
-    RelaySettings {
+    Ok(RelaySettings {
         outgoing: Options {
             multifd: channels > 0,
             multifd_channels: channels.max(1),
@@ -66,7 +76,7 @@ pub fn relay_settings(
         } else {
             ZeroPageDetection::Legacy
         }),
-        uuid: uuid.map(|uuid| uuid.0),
+        uuid: Some(uuid.0),
         ..RelaySettings::default()
-    }
+    })
 }

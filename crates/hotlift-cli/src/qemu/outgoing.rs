@@ -65,10 +65,10 @@ impl Moving<'_> {
         let uri = format!("unix:{}", path.display());
         let listener = Address::Unix { path }.listen()?;
         let control = Control::new();
-        let sent = Mutex::new(0);
+        let latest = Mutex::new(RelayProgress::default());
         let note = |progress: &RelayProgress| {
-            if let Ok(mut sent) = sent.lock() {
-                *sent = progress.sent_bytes;
+            if let Ok(mut latest) = latest.lock() {
+                *latest = *progress;
             }
         };
         let has_let_go = || self.source.has_let_go();
@@ -90,8 +90,12 @@ impl Moving<'_> {
             if started.is_err() {
                 control.cancel();
             }
-            let sent = || sent.lock().map_or(0, |sent| *sent);
-            self.watch(&relay, &control, &sent, attend);
+            let latest = || {
+                latest
+                    .lock()
+                    .map_or_else(|_| RelayProgress::default(), |it| *it)
+            };
+            self.watch(&relay, &control, &latest, attend);
             let relayed = relay.join().unwrap_or(Err(MigrationError::Cancelled));
             started.map(|()| relayed)
         })
@@ -102,7 +106,7 @@ impl Moving<'_> {
         &self,
         relay: &ScopedJoinHandle<'_, T>,
         control: &Control,
-        sent: &dyn Fn() -> u64,
+        latest: &dyn Fn() -> RelayProgress,
         attend: &mut dyn FnMut(Duration),
     ) {
         let display = Display::new("migration", self.quiet);
@@ -124,7 +128,7 @@ impl Moving<'_> {
             if looked.elapsed() >= LOOK {
                 looked = Instant::now();
                 if let Ok(info) = self.source.look() {
-                    let line = watch.look(&info, sent(), looked);
+                    let line = watch.look(&info, latest());
                     display.show_line(watch.round(), || line);
                     if info.has_failed() {
                         given_up.get_or_insert(looked);

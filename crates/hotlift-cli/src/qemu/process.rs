@@ -148,7 +148,10 @@ fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usi
 }
 
 /// `command` with `-incoming defer`.
-fn waiting(command: &[OsString]) -> Result<Vec<OsString>, CommandError> {
+///
+/// # Errors
+/// If it cannot be one that waits for a migration and is watched here.
+pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, CommandError> {
     let problem = |problem: &str| {
         Err(CommandError::QemuCommand {
             problem: problem.to_owned(),

@@ -15,8 +15,8 @@ use crate::args::error_line;
 use crate::error::CommandError;
 use crate::signals::TICK;
 
-/// How long the QMP socket of a running QEMU is tried.
-const CONNECT: Duration = Duration::from_secs(10);
+/// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
+const CONNECT: Duration = Duration::from_secs(2);
 
 /// How long a cancelled migration may take to end: QEMU's threads leave their sockets at once, but a
 /// busy host may keep them from running.
@@ -102,11 +102,12 @@ impl Source {
         Ok(())
     }
 
-    /// Puts capabilities and parameters back, if they were changed. Not being able to is worth a
-    /// word, but fails nothing.
+    /// Puts capabilities and parameters back, if they were changed. A QEMU that refuses is worth a
+    /// word, but fails nothing; one that has gone needs none.
     pub fn restore_settings(&self) {
         if let Some(changed) = self.changed().take()
             && let Err(error) = changed.undo(&mut self.qemu())
+            && !error.is_disconnected()
         {
             let error = error_line(&error);
             eprintln!("hotlift: the source's migration settings were not put back: {error}");
@@ -146,7 +147,11 @@ impl Source {
         error: &MigrationError,
         at_destination: impl FnOnce() -> Guest,
     ) -> Settled {
-        let mut reasons = vec![error.chain()];
+        let mut reasons = match error {
+            // It says so itself, if it can be heard.
+            MigrationError::Destination { reason } => vec![format!("the destination: {reason}")],
+            error => vec![error.chain()],
+        };
         let whereabouts = self.bring_back(at_destination).unwrap_or_else(|problem| {
             reasons.push(format!("QEMU at the source: {}", error_line(&problem)));
             // Unless it is in doubt, the relay has not let the destination run the guest.
@@ -234,7 +239,11 @@ impl Settled {
     /// Says where the guest is, and makes the error that ends the command; `theirs` is what the other
     /// side has said.
     pub fn into_error(mut self, theirs: Option<String>, interrupted: bool) -> CommandError {
-        self.reasons.extend(theirs);
+        if let Some(theirs) = theirs {
+            // The relays' last words say a part of it.
+            self.reasons.retain(|reason| !theirs.starts_with(reason));
+            self.reasons.push(theirs);
+        }
         let reasons = self.reasons.join("; ");
         let state = match self.whereabouts {
             Whereabouts::InDoubt => return CommandError::InDoubt { reasons },

@@ -1,7 +1,6 @@
 //! How a QEMU's outgoing migration gets on: the line that is shown, and why it does not converge.
 
-use std::time::Instant;
-
+use hotlift::relay::RelayProgress;
 use hotlift_qmp::{MigrateInfo, RamInfo};
 
 use crate::progress::{bytes, rounded};
@@ -12,24 +11,23 @@ const ROUNDS_WITHOUT_GAIN: u32 = 3;
 /// Follows one migration from look to look.
 #[derive(Debug, Default)]
 pub struct Watch {
-    /// The last look at the relay's counter of bytes on the wire, and the rate since the one before.
-    wire: Option<(Instant, u64)>,
+    /// The relay's last report, and its rate on the wire since the one before.
+    relay: RelayProgress,
     wire_rate: f64,
     round: u64,
     without_gain: u32,
 }
 
 impl Watch {
-    /// Takes in what QEMU says, and how many bytes its relay has sent by `now`; returns the line to
-    /// show.
-    pub fn look(&mut self, info: &MigrateInfo, sent_bytes: u64, now: Instant) -> String {
-        if let Some((then, before)) = self.wire {
-            let time = now.duration_since(then).as_secs_f64();
-            if time > 0.0 {
-                self.wire_rate = to_f64(sent_bytes.saturating_sub(before)) / time;
-            }
+    /// Takes in what QEMU says, and the latest that its relay has; returns the line to show.
+    pub fn look(&mut self, info: &MigrateInfo, relay: RelayProgress) -> String {
+        // The relay reports in a rhythm of its own; the same report twice says nothing of a rate.
+        let time = relay.elapsed.saturating_sub(self.relay.elapsed);
+        if !time.is_zero() {
+            let sent = relay.sent_bytes.saturating_sub(self.relay.sent_bytes);
+            self.wire_rate = to_f64(sent) / time.as_secs_f64();
+            self.relay = relay;
         }
-        self.wire = Some((now, sent_bytes));
         let Some(ram) = &info.ram else {
             return format!("migration {}", info.status);
         };
@@ -130,9 +128,14 @@ mod tests {
     #[test]
     fn a_line_has_both_rates_what_remains_and_for_how_long() {
         let mut watch = Watch::default();
-        let start = Instant::now();
-        watch.look(&active(2, 12_800), 0, start);
-        let line = watch.look(&active(2, 12_800), 20 << 20, start + Duration::from_secs(2));
+        let report = |seconds: u64, sent_bytes| RelayProgress {
+            elapsed: Duration::from_secs(seconds),
+            sent_bytes,
+            ..RelayProgress::default()
+        };
+        watch.look(&active(2, 12_800), report(1, 0));
+        watch.look(&active(2, 12_800), report(3, 20 << 20));
+        let line = watch.look(&active(2, 12_800), report(3, 20 << 20));
         assert_eq!(
             line,
             "migration active: round 2, 100.0 MiB of 1.0 GiB to go, RAM at 100.0 MiB/s, \
@@ -143,21 +146,20 @@ mod tests {
     #[test]
     fn three_rounds_without_gain_are_explained_and_one_with_it_ends_that() {
         let mut watch = Watch::default();
-        let now = Instant::now();
         for round in 2..4 {
             // However often it is looked at, a round counts once.
             for _ in 0..5 {
-                let line = watch.look(&active(round, 51_200), 0, now);
+                let line = watch.look(&active(round, 51_200), RelayProgress::default());
                 assert!(!line.contains("not converging"), "{line}");
             }
         }
-        let line = watch.look(&active(4, 51_200), 0, now);
+        let line = watch.look(&active(4, 51_200), RelayProgress::default());
         assert!(
             line.contains("dirtied 200.0 MiB/s and 100.0 MiB/s were sent"),
             "{line}"
         );
         assert!(line.contains("unknown time left"), "{line}");
-        let line = watch.look(&active(5, 25), 0, now);
+        let line = watch.look(&active(5, 25), RelayProgress::default());
         assert!(!line.contains("not converging"), "{line}");
     }
 
@@ -168,7 +170,7 @@ mod tests {
             ..MigrateInfo::default()
         };
         assert_eq!(
-            Watch::default().look(&info, 0, Instant::now()),
+            Watch::default().look(&info, RelayProgress::default()),
             "migration setup"
         );
     }

@@ -7,3 +7,4 @@ mod killed;
 #[path = "../../../hotlift-vmm/tests/migration/proxy.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]
 mod proxy;
+mod qemu_commands;
