@@ -1,0 +1,212 @@
+//! The commands that steer QEMUs, where no QEMU is needed: flags, addresses, hostile peers, signals.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+
+use rustix::process::Signal;
+
+use crate::hotlift::{Hotlift, errors};
+
+/// A `hotlift serve` that would start a QEMU that does not exist, and its address.
+fn serve() -> (Hotlift, String) {
+    let mut serve = Hotlift::start(&["serve", "--listen", "tcp:127.0.0.1:0", "--", "no-such-qemu"]);
+    let line = serve.wait_for("listening on tcp:");
+    let address = line.rsplit("tcp:").next().unwrap_or_default().to_owned();
+    (serve, address)
+}
+
+/// Says `words` to a `serve`, and returns the answer.
+fn tell(address: &str, words: &[u8]) -> String {
+    let stream = TcpStream::connect(address).expect("it listens");
+    let mut answer = String::new();
+    // One that is not heard out closes the connection, with or without an answer on it.
+    let _ = (&stream).write_all(words);
+    let _ = BufReader::new(&stream).read_line(&mut answer);
+    answer
+}
+
+#[test]
+fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
+    let (mut serve, address) = serve();
+    let answer = tell(&address, b"GET / HTTP/1.1\r\n\r\n");
+    assert!(
+        answer.contains("refused") && answer.contains("not understood"),
+        "{answer}"
+    );
+    let answer = tell(&address, b"{\"hotlift-control\": 99}\n");
+    assert!(answer.contains("version 99"), "{answer}");
+    let answer = tell(&address, b"{\"hotlift-control\": 1}\n");
+    assert!(answer.contains("missing field"), "{answer}");
+    // Megabytes without an end of line: given up at a limit.
+    tell(&address, &vec![b'x'; 8 << 20]);
+    serve.wait_for("a message of more than");
+    // Gone without a word.
+    drop(TcpStream::connect(&address).expect("it listens"));
+    serve.wait_for("closed the connection");
+
+    let good = "{\"hotlift-control\":1,\"qemu\":{\"major\":10,\"minor\":0,\"micro\":2},\
+                \"machine\":\"none\",\"uuid\":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],\"running\":true,\
+                \"channels\":2,\"alike\":[]}\n";
+    let answer = tell(&address, good.as_bytes());
+    assert!(
+        answer.contains("refused") && answer.contains("cannot run 'QEMU'"),
+        "{answer}"
+    );
+    serve.signal(Signal::INT);
+    let (status, said) = serve.wait();
+    assert_eq!(status.code(), Some(130), "{said:?}");
+    assert!(
+        !said.iter().any(|line| line.contains("panicked")),
+        "{said:?}"
+    );
+}
+
+#[test]
+fn a_migration_whose_other_ends_are_missing_says_what_to_start() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let nowhere = folder.path().join("qmp").display().to_string();
+    for command in [
+        &["migrate", "--qmp", &nowhere, "--to", "tcp:127.0.0.1:1"][..],
+        &["save", "--qmp", &nowhere, "never-written"],
+    ] {
+        let (status, said) = Hotlift::start(command).wait();
+        let errors = errors(&said);
+        assert_eq!(status.code(), Some(1), "{errors:?}");
+        assert!(
+            errors[0].contains("QEMU at the source: cannot connect"),
+            "{errors:?}"
+        );
+        assert!(errors[1].contains("-qmp unix:PATH,server=on"), "{errors:?}");
+    }
+}
+
+#[test]
+fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
+    for (command, words) in [
+        (&["serve", "--listen", "tcp::0"][..], "--qmp"),
+        (
+            &["serve", "--listen", "tcp::0", "--qmp", "q", "--", "qemu"],
+            "cannot be used with",
+        ),
+        (
+            &[
+                "relay",
+                "source",
+                "--listen",
+                "rdma:h:1",
+                "--connect",
+                "tcp:h:1",
+            ],
+            "unknown migration",
+        ),
+        (&["relay", "source", "--listen", "unix:/x"], "--connect"),
+        (
+            &["migrate", "--qmp", "tcp:4", "--to", "tcp:h:1"],
+            "no QMP address",
+        ),
+        (
+            &[
+                "migrate",
+                "--qmp",
+                "q",
+                "--to",
+                "tcp:h:1",
+                "--channels",
+                "0",
+            ],
+            "between 1 and 255",
+        ),
+        (
+            &[
+                "relay",
+                "source",
+                "--listen",
+                "unix:/x",
+                "--connect",
+                "unix:/y",
+                "--uuid",
+                "5",
+            ],
+            "a UUID",
+        ),
+        (&["save", "--qmp", "q"], "FILE"),
+        (
+            &["save", "--qmp", "q", "f", "--format", "qcow2"],
+            "mapped-ram",
+        ),
+        (&["restore", "f"], "--qmp"),
+    ] {
+        let (status, said) = Hotlift::start(command).wait();
+        assert_eq!(status.code(), Some(2), "{command:?}: {said:?}");
+        assert!(
+            said.iter().any(|line| line.contains(words)),
+            "{command:?}: {said:?}"
+        );
+    }
+}
+
+#[test]
+fn a_command_line_of_a_qemu_that_cannot_wait_is_refused_before_a_source_comes() {
+    for (flag, words) in [
+        ("-daemonize", "leave it out"),
+        ("-incoming", "must be 'defer'"),
+    ] {
+        let mut serve = Hotlift::start(&[
+            "serve",
+            "--listen",
+            "tcp:127.0.0.1:0",
+            "--",
+            "qemu",
+            flag,
+            "tcp::4",
+        ]);
+        let error = serve.wait_for("hotlift: ");
+        assert!(error.contains(words), "{error}");
+        let (status, _) = serve.wait();
+        assert_eq!(status.code(), Some(1));
+    }
+}
+
+#[test]
+fn a_relay_that_is_interrupted_leaves_no_socket_file() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("relay");
+    let uri = format!("unix:{}", path.display());
+    for forever in [false, true] {
+        for signal in [Signal::INT, Signal::TERM] {
+            let mut args = vec![
+                "relay",
+                "source",
+                "--listen",
+                &uri,
+                "--connect",
+                "tcp:127.0.0.1:1",
+            ];
+            args.extend(forever.then_some("--forever"));
+            let mut relay = Hotlift::start(&args);
+            relay.wait_for(&format!("listening on {uri}"));
+            assert!(path.exists());
+            relay.signal(signal);
+            let (status, said) = relay.wait();
+            assert_eq!(status.code(), Some(130), "{said:?}");
+            assert!(!path.exists());
+        }
+    }
+}
+
+#[test]
+fn a_restore_refuses_what_is_no_save_before_it_starts_a_qemu() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("file");
+    for (content, words) in [
+        (&b""[..], "cut short"),
+        (b"HOTLIFT SAVE? NO", "neither a save file"),
+    ] {
+        std::fs::write(&file, content).expect("a file");
+        let path = file.display().to_string();
+        let (status, said) = Hotlift::start(&["restore", &path, "--", "no-such-qemu"]).wait();
+        let errors = errors(&said);
+        assert_eq!(status.code(), Some(1), "{errors:?}");
+        assert!(errors[0].contains(words), "{errors:?}");
+    }
+}
