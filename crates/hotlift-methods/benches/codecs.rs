@@ -216,6 +216,10 @@ fn standard() -> Vec<Row> {
     }
     rows.push(Row::ours("zstd", 1, false, 1));
     rows.push(Row::ours("zstd", 1, true, 1));
+    for method in &METHODS[3..] {
+        rows.push(Row::ours(method.name, method.default_level, false, 0));
+        rows.push(Row::ours(method.name, method.default_level, true, 0));
+    }
     rows
 }
 

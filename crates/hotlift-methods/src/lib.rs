@@ -11,6 +11,11 @@
 //! | `none` | pages as they are |
 //! | `zlib/` | one endless zlib stream a channel; by ISA-L, or zlib-rs where that is missing |
 //! | `zstd/` | a closed frame a packet when sending; that or QEMU's open frame when receiving |
+//! | `pagewise/` | a table of lengths and each page deflated for itself: what qpl and uadk share |
+//! | `qpl/` | raw deflate pages, as Intel's IAA reads and writes them |
+//! | `uadk/` | zlib pages, as HiSilicon's accelerator reads and writes them |
+//! | `isal/` | ISA-L's igzip, opened at run time |
+//! | `libdeflate` | whole streams, both ways |
 //! | `legacy/` | page records of older sources: XBZRLE deltas, `compress` pages |
 //! | `target` | where a payload goes: the packet's pages, adjacent ones joined |
 //!
@@ -27,11 +32,15 @@
 #![cfg(target_pointer_width = "64")]
 
 mod error;
+mod isal;
 pub mod legacy;
 mod libdeflate;
 mod none;
+mod pagewise;
+mod qpl;
 mod table;
 mod target;
+mod uadk;
 pub mod zlib;
 mod zstd;
 

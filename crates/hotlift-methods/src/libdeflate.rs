@@ -1,11 +1,14 @@
-//! libdeflate's decompressor: complete streams, each in one call.
+//! libdeflate: complete streams, each in one call, both ways.
 
+use std::ffi::c_int;
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 
 use libdeflate_sys::{
-    libdeflate_alloc_decompressor, libdeflate_decompressor, libdeflate_deflate_decompress_ex,
-    libdeflate_free_decompressor, libdeflate_result,
-    libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE as TOO_LONG,
+    libdeflate_adler32, libdeflate_alloc_compressor, libdeflate_alloc_decompressor,
+    libdeflate_compressor, libdeflate_decompressor, libdeflate_deflate_compress,
+    libdeflate_deflate_decompress_ex, libdeflate_free_compressor, libdeflate_free_decompressor,
+    libdeflate_result, libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE as TOO_LONG,
     libdeflate_result_LIBDEFLATE_SUCCESS as SUCCESS, libdeflate_zlib_decompress_ex,
 };
 
@@ -101,4 +104,54 @@ impl Drop for Decompressor {
         // SAFETY: the decompressor is live, and freed only here.
         unsafe { libdeflate_free_decompressor(self.0.as_ptr()) };
     }
+}
+
+/// Compresses to raw deflate streams.
+pub(crate) struct Compressor(NonNull<libdeflate_compressor>);
+
+// SAFETY: the compressor is owned by this value alone and is not tied to a thread.
+unsafe impl Send for Compressor {}
+
+impl Compressor {
+    /// A compressor of that level, 1 to 12, for the method called `method`.
+    pub(crate) fn new(method: &'static str, level: u8) -> Result<Self, MethodError> {
+        // SAFETY: no preconditions; null is checked.
+        let compressor = NonNull::new(unsafe { libdeflate_alloc_compressor(c_int::from(level)) });
+        compressor.map(Self).ok_or_else(|| MethodError::Library {
+            method,
+            library: LIBRARY,
+            operation: "make a compressor",
+            reason: "out of memory".to_owned(),
+        })
+    }
+
+    /// Compresses `input` to one final stream at the start of `room`; its length, or `None` if it
+    /// does not fit.
+    pub(crate) fn compress(&mut self, input: &[u8], room: &mut [MaybeUninit<u8>]) -> Option<usize> {
+        // SAFETY: the compressor is live and used by nobody else (`&mut self`); input and output are
+        // slices.
+        let written = unsafe {
+            libdeflate_deflate_compress(
+                self.0.as_ptr(),
+                input.as_ptr().cast(),
+                input.len(),
+                room.as_mut_ptr().cast(),
+                room.len(),
+            )
+        };
+        (written > 0).then_some(written)
+    }
+}
+
+impl Drop for Compressor {
+    fn drop(&mut self) {
+        // SAFETY: the compressor is live, and freed only here.
+        unsafe { libdeflate_free_compressor(self.0.as_ptr()) };
+    }
+}
+
+/// The Adler-32 of `bytes` (RFC 1950).
+pub(crate) fn adler32(bytes: &[u8]) -> u32 {
+    // SAFETY: reads the slice; 1 is the checksum of nothing.
+    unsafe { libdeflate_adler32(1, bytes.as_ptr().cast(), bytes.len()) }
 }

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::{Decode, Encode, MethodError, none, zlib, zstd};
+use crate::{Decode, Encode, MethodError, none, qpl, uadk, zlib, zstd};
 
 /// What one call of a method's encoder compresses as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,6 +86,30 @@ pub static METHODS: &[MethodInfo] = &[
         decoder: zstd::decoder,
         library: zstd::library,
         summary: "zstd frames; fewer bytes and less CPU than zlib",
+    },
+    MethodInfo {
+        name: "qpl",
+        flag: 0x08,
+        levels: None,
+        default_level: 0,
+        unit: Unit::Page,
+        stateful: false,
+        encoder: qpl::encoder,
+        decoder: qpl::decoder,
+        library: qpl::library,
+        summary: "raw deflate pages for Intel's IAA; the least CPU of the deflates",
+    },
+    MethodInfo {
+        name: "uadk",
+        flag: 0x10,
+        levels: None,
+        default_level: 0,
+        unit: Unit::Page,
+        stateful: false,
+        encoder: uadk::encoder,
+        decoder: uadk::decoder,
+        library: uadk::library,
+        summary: "zlib pages for HiSilicon's accelerator",
     },
 ];
 

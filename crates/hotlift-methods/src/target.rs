@@ -71,6 +71,24 @@ impl<'a> Target<'a> {
         }
     }
 
+    /// Copies `bytes` into the runs, `offset` bytes behind their beginning.
+    ///
+    /// # Panics
+    ///
+    /// If they reach beyond the end of the runs.
+    pub(crate) fn write_at(&self, mut offset: usize, mut bytes: &[u8]) {
+        for run in self.runs {
+            let n = run.len().saturating_sub(offset).min(bytes.len());
+            if n > 0 {
+                let (head, rest) = bytes.split_at(n);
+                run.split_at(offset).1.split_at(n).0.copy_from(head);
+                bytes = rest;
+            }
+            offset = offset.saturating_sub(run.len());
+        }
+        assert!(bytes.is_empty(), "bytes beyond the runs");
+    }
+
     /// Copies the last bytes of the runs to `end`.
     ///
     /// # Panics

@@ -8,7 +8,7 @@ mod support;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 
-use hotlift_methods::METHODS;
+use hotlift_methods::{METHODS, method};
 use libz_sys::Z_SYNC_FLUSH;
 use support::qemu::{ZlibWriter, ZstdWriter};
 use support::{LAYOUTS, Place, contents};
@@ -79,7 +79,8 @@ fn no_packet_of_ours_allocates_after_the_warm_up() {
 fn no_packet_of_qemus_allocates_after_the_warm_up() {
     let mut zlib = ZlibWriter::new(1, Z_SYNC_FLUSH);
     let mut zstd = ZstdWriter::new(1);
-    for method in &METHODS[1..] {
+    for name in ["zlib", "zstd"] {
+        let method = method(name).expect(name);
         let mut decoder = (method.decoder)().expect(method.name);
         for packet in 0..9 {
             let n = [128, 128, 128, 1, 77][packet % 5];

@@ -6,7 +6,7 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{Decode, METHODS, MethodError, method};
 use libz_sys::{Z_FINISH, Z_NO_FLUSH, Z_SYNC_FLUSH};
 use support::qemu::{ZlibWriter, ZstdWriter, zstd_frame_with_window_log};
-use support::{LAYOUTS, Layout, Noise, Place, contents};
+use support::{CANARY, LAYOUTS, Layout, Noise, Place, contents, zlib_stream};
 
 fn decoder(name: &str) -> Box<dyn Decode> {
     (method(name).expect(name).decoder)().expect(name)
@@ -29,6 +29,11 @@ fn channels(pages: &[Vec<u8>]) -> Vec<(&'static str, Vec<Vec<u8>>)> {
     let mut zstd = ZstdWriter::new(1);
     all.push(("zstd", pages.iter().map(|p| zstd.packet(p)).collect()));
     all
+}
+
+/// Methods whose payloads begin with a table of the pages' lengths.
+fn has_table(name: &str) -> bool {
+    ["qpl", "uadk"].contains(&name)
 }
 
 fn three_packets(n: usize) -> Vec<Vec<u8>> {
@@ -100,13 +105,20 @@ fn flipped_bits_never_write_outside_of_the_runs() {
 #[test]
 fn noise_is_an_error() {
     let mut noise = Noise::new(11);
-    for name in ["zlib", "zstd"] {
+    for name in METHODS.iter().skip(1).map(|method| method.name) {
         for round in 0..2000 {
             let mut payload: Vec<u8> = (0..noise.below(600)).map(|_| noise.byte()).collect();
             match (name, round % 2) {
                 ("zlib", 1) => {
                     payload.splice(0..0, [0x78, 0x01]);
                     payload.extend_from_slice(&[0, 0, 0xff, 0xff]);
+                }
+                // Two pages whose lengths are right.
+                (name, 1) if has_table(name) => {
+                    payload.push(0);
+                    let second = u32::try_from(payload.len() / 2).expect("below 600");
+                    let first = u32::try_from(payload.len()).expect("below 600") - second;
+                    payload.splice(0..0, [first, second].map(u32::to_be_bytes).concat());
                 }
                 ("zstd", 1) => drop(payload.splice(0..0, [0x28, 0xb5, 0x2f, 0xfd])),
                 _ => {}
@@ -135,6 +147,16 @@ fn a_payload_with_more_or_fewer_pages_than_expected_is_an_error() {
                     let error = decoder
                         .decode(&payloads[at], &place.runs())
                         .expect_err(name);
+                    if has_table(name) {
+                        // Where a table ends is not written anywhere: one that is too long has pages
+                        // left over, one that is too short takes pages for lengths.
+                        assert_eq!(
+                            matches!(error, MethodError::Leftover { .. }),
+                            long,
+                            "{error}"
+                        );
+                        continue;
+                    }
                     let is_long = matches!(error, MethodError::Long { .. });
                     let is_short = matches!(error, MethodError::Short { .. });
                     assert_eq!((is_long, is_short), (long, !long), "{name} {at}: {error}");
@@ -247,6 +269,55 @@ fn a_zlib_stream_must_begin_with_its_header() {
             got: header,
         };
         assert_eq!(error, expected);
+    }
+}
+
+#[test]
+fn a_table_must_hold_lengths_of_pages_that_add_up() {
+    let pages = contents("alternating", 4, 1);
+    for name in ["qpl", "uadk"] {
+        let encoder = &mut (method(name).expect(name).encoder)(0).expect(name);
+        let mut good = Vec::new();
+        encoder.encode(&pages, &mut good).expect(name);
+        let first = u32::from_be_bytes(*good.first_chunk().expect("a table"));
+        let longer = first + 1;
+        for length in [0, 4097, u32::MAX, 1 << 31, longer, first - 1] {
+            let mut payload = good.clone();
+            payload[..4].copy_from_slice(&length.to_be_bytes());
+            let place = Place::new(4, Layout::Scattered);
+            let result = decoder(name).decode(&payload, &place.runs());
+            assert!(result.is_err(), "{name}, length {length}");
+            assert_eq!(
+                place.pages(),
+                vec![CANARY; 4 * PAGE_SIZE],
+                "nothing written"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_page_that_gives_more_or_fewer_bytes_than_a_page_is_an_error() {
+    for name in ["qpl", "uadk"] {
+        for (bytes, long) in [(PAGE_SIZE - 1, false), (1, false), (PAGE_SIZE + 1, true)] {
+            let mut stream = zlib_stream(&vec![7; bytes]);
+            if name == "qpl" {
+                stream = stream[2..stream.len() - 4].to_vec();
+            }
+            let mut payload = u32::try_from(stream.len())
+                .expect("short")
+                .to_be_bytes()
+                .to_vec();
+            payload.extend_from_slice(&stream);
+            let place = Place::new(1, Layout::Whole);
+            let error = decoder(name)
+                .decode(&payload, &place.runs())
+                .expect_err("another length than a page's");
+            let is_long = matches!(error, MethodError::Long { .. });
+            let is_short = matches!(error, MethodError::Short { .. });
+            assert_eq!((is_long, is_short), (long, !long), "{name}: {error}");
+            place.assert_rest_untouched(name);
+        }
     }
 }
 

@@ -151,6 +151,8 @@ fn the_table_has_qemus_names_bits_and_defaults() {
         ("none", 0, None, 0),
         ("zlib", 2, Some(0..=9), 1),
         ("zstd", 4, Some(1..=20), 1),
+        ("qpl", 8, None, 0),
+        ("uadk", 16, None, 0),
     ];
     assert_eq!(table, expected);
     assert!(method("zlib").is_some_and(|m| m.stateful && m.unit == Unit::Packet));

@@ -13,7 +13,7 @@ use hotlift_mem::GuestRun;
 use zlib_rs::{Inflate, InflateFlush, Status};
 
 use super::whole::{Outcome, Whole};
-use super::{NAME, portable};
+use super::{NAME, portable, skip_header};
 use crate::target::{Extent, Target};
 use crate::{Decode, MethodError};
 
@@ -56,7 +56,10 @@ impl Decoder {
     fn packet(&mut self, payload: &[u8], target: Target<'_>) -> Result<(), MethodError> {
         let mut deflate = payload;
         if self.state == State::FirstPacket {
-            deflate = skip_header(payload)?;
+            deflate = skip_header(NAME, payload)?.ok_or(MethodError::NotFlushed {
+                method: NAME,
+                payload: payload.len(),
+            })?;
             self.state = State::WithoutHistory;
         }
         if !deflate.ends_with(&FLUSHED) {
@@ -166,26 +169,6 @@ impl Decode for Decoder {
         }
         result
     }
-}
-
-/// What follows the two bytes of a zlib header (RFC 1950, 2.2).
-fn skip_header(payload: &[u8]) -> Result<&[u8], MethodError> {
-    let Some((&[method, flags], deflate)) = payload.split_first_chunk::<2>() else {
-        return Err(MethodError::NotFlushed {
-            method: NAME,
-            payload: payload.len(),
-        });
-    };
-    // Deflate with a window of at most 32 KiB, the two bytes a multiple of 31, no preset dictionary.
-    let deflated = method & 0x0f == 8 && method >> 4 <= 7;
-    let checked = u16::from_be_bytes([method, flags]).is_multiple_of(31);
-    if !deflated || !checked || flags & 0x20 != 0 {
-        return Err(MethodError::Header {
-            method: NAME,
-            got: [method, flags],
-        });
-    }
-    Ok(deflate)
 }
 
 /// The last bytes that a channel has given, as far as a packet can reach back.

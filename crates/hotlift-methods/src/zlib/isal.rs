@@ -1,112 +1,26 @@
-//! Compression by ISA-L's igzip, found at run time.
-//!
-//! The distributions ship it as `libisal2`; building it needs autotools and an assembler. So it is
-//! opened when the first encoder is made, tried on a sample, and left aside if anything is odd about
-//! it. Only our own pages go through it: what a peer sends is never shown to a library that was
-//! picked up at run time.
+//! Compression by ISA-L's igzip.
 
-use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
-use std::ffi::{CStr, c_void};
-use std::mem::MaybeUninit;
-use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use super::isal_sys::{
-    self as sys, COMP_OK, DeflateInit, FULL_FLUSH, LEVEL_2_BUFFER, SONAME, Stream,
-};
 use super::{Compress, NAME, trial};
 use crate::MethodError;
+use crate::isal::{
+    COMP_OK, FULL_FLUSH, Isal, LEVEL_2_BUFFER, LIBRARY, Stream, unavailable, zeroed_stream,
+};
 
-/// The library's name in messages.
-pub(super) const LIBRARY: &str = "ISA-L";
-
-/// The opened library.
-pub(super) struct Isal {
-    deflate_init: DeflateInit,
-    deflate: sys::Deflate,
-    version: String,
-}
-
-impl Isal {
-    /// The library, opened and tried once in the process's life.
-    ///
-    /// # Errors
-    ///
-    /// [`MethodError::Unavailable`] with what the loader or the trial said.
-    pub(super) fn get() -> Result<&'static Self, MethodError> {
-        static LOADED: OnceLock<Result<Isal, String>> = OnceLock::new();
-        static TRIED: OnceLock<Result<(), String>> = OnceLock::new();
-        let unavailable = |reason: &String| MethodError::Unavailable {
-            method: NAME,
-            library: LIBRARY,
-            reason: reason.clone(),
-        };
-        let isal = LOADED
-            .get_or_init(Self::open)
-            .as_ref()
-            .map_err(unavailable)?;
-        TRIED
-            .get_or_init(|| trial(&mut Deflate::with(isal)))
-            .as_ref()
-            .map_err(unavailable)?;
-        Ok(isal)
-    }
-
-    fn open() -> Result<Self, String> {
-        let reason = |error: libloading::Error| {
-            // libloading's own text names neither file nor cause.
-            let source = std::error::Error::source(&error).map(ToString::to_string);
-            source.unwrap_or_else(|| error.to_string())
-        };
-        // SAFETY: libisal has no constructors beyond those of the C runtime.
-        let library = unsafe { libloading::Library::new(SONAME) }.map_err(reason)?;
-        // SAFETY: the types are those of the header for this soname.
-        let (init, deflate) = unsafe {
-            let init = library.get::<DeflateInit>(b"isal_deflate_init\0");
-            let deflate = library.get::<sys::Deflate>(b"isal_deflate\0");
-            (*init.map_err(reason)?, *deflate.map_err(reason)?)
-        };
-        // The functions are kept for the life of the process, so the library must be, too.
-        std::mem::forget(library);
-        Ok(Self {
-            deflate_init: init,
-            deflate,
-            version: version_of(deflate as *const c_void),
-        })
-    }
-
-    /// Name and version, as in "ISA-L 2.30".
-    pub(super) fn name(&self) -> String {
-        format!("{LIBRARY}{}", self.version)
-    }
-}
-
-/// The version with a space before it, from the name of the file that holds `symbol`: the library has
-/// no call that tells it, and the file `libisal.so.2.0.30` is that of release 2.30. Empty if the file
-/// has no such name.
-fn version_of(symbol: *const c_void) -> String {
-    let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: `symbol` is the address of a function of a loaded library, `info` is ours to write.
-    if unsafe { libc::dladdr(symbol, info.as_mut_ptr()) } == 0 {
-        return String::new();
-    }
-    // SAFETY: dladdr succeeded, so the structure is filled (and all-zero was valid before).
-    let file = unsafe { info.assume_init() }.dli_fname;
-    if file.is_null() {
-        return String::new();
-    }
-    // SAFETY: a NUL-terminated path that lives as long as the library, which is never closed.
-    let file = unsafe { CStr::from_ptr(file) };
-    let path = PathBuf::from(file.to_string_lossy().into_owned());
-    let real = path.canonicalize().unwrap_or(path);
-    let name = real.file_name().unwrap_or_default().to_string_lossy();
-    match name.strip_prefix("libisal.so.").map(|rest| rest.split('.')) {
-        Some(mut parts) => match (parts.next(), parts.next_back()) {
-            (Some(major), Some(minor)) => format!(" {major}.{minor}"),
-            _ => String::new(),
-        },
-        None => String::new(),
-    }
+/// The library, if it is there and does what it should: tried once in the process's life.
+///
+/// # Errors
+///
+/// [`MethodError::Unavailable`] with what the loader or the trial said.
+pub(super) fn isal() -> Result<&'static Isal, MethodError> {
+    static TRIED: OnceLock<Result<(), String>> = OnceLock::new();
+    let isal = Isal::get(NAME)?;
+    TRIED
+        .get_or_init(|| trial(&mut Deflate::with(isal)))
+        .as_ref()
+        .map_err(|reason| unavailable(NAME, reason))?;
+    Ok(isal)
 }
 
 /// A raw deflate stream, one full flush a packet.
@@ -128,7 +42,7 @@ impl Deflate {
     ///
     /// [`MethodError::Unavailable`] if the library is.
     pub(super) fn new() -> Result<Self, MethodError> {
-        Ok(Self::with(Isal::get()?))
+        Ok(Self::with(isal()?))
     }
 
     fn with(isal: &'static Isal) -> Self {
@@ -191,19 +105,5 @@ impl Compress for Deflate {
             return Err(failed(format!("{} bytes not read", self.stream.avail_in)));
         }
         Ok(())
-    }
-}
-
-fn zeroed_stream() -> Box<Stream> {
-    let layout = Layout::new::<Stream>();
-    // SAFETY: the layout has a size. All-zero bytes are a valid `Stream`: integers and raw pointers.
-    // The box is made of memory of its own layout. (By a `Box::new` the 150 KB would go over the
-    // stack.)
-    unsafe {
-        let stream = alloc_zeroed(layout).cast::<Stream>();
-        if stream.is_null() {
-            handle_alloc_error(layout);
-        }
-        Box::from_raw(stream)
     }
 }

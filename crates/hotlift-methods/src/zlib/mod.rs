@@ -21,7 +21,6 @@
 
 mod decode;
 mod isal;
-mod isal_sys;
 mod portable;
 mod whole;
 
@@ -55,7 +54,7 @@ trait Compress: Send {
 pub fn library_for(level: u8) -> Library {
     // igzip's level 2 has 1.01 times the ratio of zlib 1 and 0.98 times that of zlib 2, in a fifth of
     // their time. Its level 1 is no faster and gives 2 % less, its level 3 gives 3.3 % less than zlib 3.
-    if (1..=2).contains(&level) && isal::Isal::get().is_ok() {
+    if (1..=2).contains(&level) && isal::isal().is_ok() {
         Library::Isal
     } else {
         Library::ZlibRs
@@ -90,7 +89,7 @@ pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
 }
 
 pub(crate) fn library() -> String {
-    let compress = match isal::Isal::get() {
+    let compress = match isal::isal() {
         Ok(isal) => isal.name(),
         Err(error) => format!("{} ({error})", portable::LIBRARY),
     };
@@ -129,6 +128,30 @@ impl<C: Compress> Encode for Encoder<C> {
         }
         self.compress.packet(pages, out)
     }
+}
+
+/// What follows the two bytes of a zlib header (RFC 1950, 2.2); `None` if there are no two bytes.
+///
+/// # Errors
+///
+/// [`MethodError::Header`] of `method`, if it is no such header.
+pub(crate) fn skip_header<'a>(
+    method: &'static str,
+    stream: &'a [u8],
+) -> Result<Option<&'a [u8]>, MethodError> {
+    let Some((&[format, flags], deflate)) = stream.split_first_chunk::<2>() else {
+        return Ok(None);
+    };
+    // Deflate with a window of at most 32 KiB, the two bytes a multiple of 31, no preset dictionary.
+    let deflated = format & 0x0f == 8 && format >> 4 <= 7;
+    let checked = u16::from_be_bytes([format, flags]).is_multiple_of(31);
+    if !deflated || !checked || flags & 0x20 != 0 {
+        return Err(MethodError::Header {
+            method,
+            got: [format, flags],
+        });
+    }
+    Ok(Some(deflate))
 }
 
 /// Two packets through `compress` and back by zlib-rs: what a library that was found at run time must

@@ -171,3 +171,17 @@ impl Place {
         }
     }
 }
+
+/// A whole zlib stream by stock zlib, with header and Adler-32.
+pub fn zlib_stream(bytes: &[u8]) -> Vec<u8> {
+    let mut stream = vec![0; bytes.len() + 64];
+    let mut len = u64::try_from(stream.len()).expect("64 bits");
+    let in_len = u64::try_from(bytes.len()).expect("64 bits");
+    // SAFETY: both are slices of the lengths given.
+    let code = unsafe {
+        libz_sys::compress2(stream.as_mut_ptr(), &raw mut len, bytes.as_ptr(), in_len, 6)
+    };
+    assert_eq!(code, libz_sys::Z_OK);
+    stream.truncate(usize::try_from(len).expect("64 bits"));
+    stream
+}

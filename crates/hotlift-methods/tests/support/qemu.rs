@@ -45,6 +45,32 @@ fn length(bytes: &[u8]) -> z::uInt {
     z::uInt::try_from(bytes.len()).expect("buffers are small")
 }
 
+/// Decodes the first stream of `input` by stock zlib: what it holds, and the bytes of input that it
+/// took. The window is zlib's `windowBits`: negative for raw deflate, above 15 for gzip.
+pub fn inflate(input: &[u8], window: c_int) -> (Vec<u8>, usize) {
+    let mut stream = stream();
+    let mut out = vec![0; PAYLOAD_LIMIT];
+    stream.next_in = input.as_ptr().cast_mut();
+    stream.avail_in = length(input);
+    stream.next_out = out.as_mut_ptr();
+    stream.avail_out = length(&out);
+    // SAFETY: the stream is set up as zlib asks, and both slices outlive it.
+    let code = unsafe {
+        let version = z::zlibVersion();
+        assert_eq!(
+            z::inflateInit2_(&raw mut *stream, window, version, STREAM_SIZE),
+            z::Z_OK
+        );
+        let code = z::inflate(&raw mut *stream, z::Z_FINISH);
+        z::inflateEnd(&raw mut *stream);
+        code
+    };
+    assert_eq!(code, z::Z_STREAM_END, "a whole stream");
+    let left = |avail: z::uInt| usize::try_from(avail).expect("64 bits");
+    out.truncate(out.len() - left(stream.avail_out));
+    (out, input.len() - left(stream.avail_in))
+}
+
 /// Stock zlib, compressing page by page into one stream, flushed at the packet's end.
 pub struct ZlibWriter {
     stream: Box<z::z_stream>,

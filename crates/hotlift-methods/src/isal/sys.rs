@@ -6,21 +6,31 @@
 use std::ffi::c_int;
 
 /// Soname that promises the layouts below.
-pub(super) const SONAME: &str = "libisal.so.2";
+pub(crate) const SONAME: &str = "libisal.so.2";
 
 /// `COMP_OK`.
-pub(super) const COMP_OK: c_int = 0;
+pub(crate) const COMP_OK: c_int = 0;
+/// `STATELESS_OVERFLOW`: no room for the output.
+pub(crate) const STATELESS_OVERFLOW: c_int = -1;
+/// `NO_FLUSH`.
+pub(crate) const NO_FLUSH: u16 = 0;
+/// `IGZIP_HUFFTABLE_CUSTOM`.
+pub(crate) const HUFFTABLE_CUSTOM: c_int = 0;
 /// `FULL_FLUSH`.
-pub(super) const FULL_FLUSH: u16 = 2;
+pub(crate) const FULL_FLUSH: u16 = 2;
 /// `ISAL_DEF_LVL2_EXTRA_LARGE`: room for 128 Ki tokens, so that most packets are one block. `SMALL`
 /// costs 5 % more time in both directions for 0.6 % of ratio.
-pub(super) const LEVEL_2_BUFFER: usize = 593_920;
+pub(crate) const LEVEL_2_BUFFER: usize = 593_920;
 
 /// `sizeof(struct isal_zstream)`.
 const STREAM_SIZE: usize = 82_384;
 /// Offset of `internal_state`.
 const INTERNAL_STATE: usize = 64;
-/// Room behind the state, should a later library of the same soname want more. It costs address
+/// `sizeof(struct isal_hufftables)`.
+const HUFFTABLES_SIZE: usize = 2_232;
+/// `sizeof(struct isal_huff_histogram)`.
+const HISTOGRAM_SIZE: usize = 18_912;
+/// Room behind each structure, should a later library of the same soname want more. It costs address
 /// space, and memory only if touched.
 const SLACK: usize = 64 * 1024;
 
@@ -28,28 +38,49 @@ const SLACK: usize = 64 * 1024;
 ///
 /// Aligned to a cache line, as the header asks for the hash table inside.
 #[repr(C, align(64))]
-pub(super) struct Stream {
-    pub(super) next_in: *const u8,
-    pub(super) avail_in: u32,
-    pub(super) total_in: u32,
-    pub(super) next_out: *mut u8,
-    pub(super) avail_out: u32,
-    pub(super) total_out: u32,
-    pub(super) hufftables: *mut u8,
-    pub(super) level: u32,
-    pub(super) level_buf_size: u32,
-    pub(super) level_buf: *mut u8,
-    pub(super) end_of_stream: u16,
-    pub(super) flush: u16,
-    pub(super) gzip_flag: u16,
-    pub(super) hist_bits: u16,
+pub(crate) struct Stream {
+    pub(crate) next_in: *const u8,
+    pub(crate) avail_in: u32,
+    pub(crate) total_in: u32,
+    pub(crate) next_out: *mut u8,
+    pub(crate) avail_out: u32,
+    pub(crate) total_out: u32,
+    pub(crate) hufftables: *mut u8,
+    pub(crate) level: u32,
+    pub(crate) level_buf_size: u32,
+    pub(crate) level_buf: *mut u8,
+    pub(crate) end_of_stream: u16,
+    pub(crate) flush: u16,
+    pub(crate) gzip_flag: u16,
+    pub(crate) hist_bits: u16,
     internal_state: [u8; STREAM_SIZE - INTERNAL_STATE + SLACK],
 }
 
-/// `void isal_deflate_init(struct isal_zstream *)`.
-pub(super) type DeflateInit = unsafe extern "C" fn(*mut Stream);
-/// `int isal_deflate(struct isal_zstream *)`.
-pub(super) type Deflate = unsafe extern "C" fn(*mut Stream) -> c_int;
+/// `struct isal_hufftables`: Huffman codes with their block header, by the library for the library.
+#[repr(C, align(64))]
+pub(crate) struct Hufftables([u8; HUFFTABLES_SIZE + SLACK]);
+
+/// `struct isal_huff_histogram`: all zero before the first use.
+#[repr(C, align(64))]
+pub(crate) struct Histogram([u8; HISTOGRAM_SIZE + SLACK]);
+
+impl Histogram {
+    /// Forgets what was counted.
+    pub(crate) fn clear(&mut self) {
+        self.0[..HISTOGRAM_SIZE].fill(0);
+    }
+}
+
+/// `void isal_deflate_init(struct isal_zstream *)`, `isal_deflate_stateless_init` likewise.
+pub(crate) type Init = unsafe extern "C" fn(*mut Stream);
+/// `int isal_deflate(struct isal_zstream *)`, `isal_deflate_stateless` likewise.
+pub(crate) type Deflate = unsafe extern "C" fn(*mut Stream) -> c_int;
+/// `int isal_deflate_set_hufftables(struct isal_zstream *, struct isal_hufftables *, int)`.
+pub(crate) type SetHufftables = unsafe extern "C" fn(*mut Stream, *mut Hufftables, c_int) -> c_int;
+/// `void isal_update_histogram(uint8_t *, int, struct isal_huff_histogram *)`.
+pub(crate) type UpdateHistogram = unsafe extern "C" fn(*const u8, c_int, *mut Histogram);
+/// `int isal_create_hufftables(struct isal_hufftables *, struct isal_huff_histogram *)`.
+pub(crate) type CreateHufftables = unsafe extern "C" fn(*mut Hufftables, *mut Histogram) -> c_int;
 
 #[cfg(test)]
 mod tests {
@@ -76,6 +107,9 @@ mod tests {
                 AT(end_of_stream); AT(flush); AT(gzip_flag); AT(hist_bits); AT(internal_state);
                 printf("%d\n%d\n", COMP_OK, FULL_FLUSH);
                 printf("%d\n", ISAL_DEF_LVL2_EXTRA_LARGE);
+                printf("%zu\n", sizeof(struct isal_hufftables));
+                printf("%zu\n", sizeof(struct isal_huff_histogram));
+                printf("%d\n%d\n%d\n", -STATELESS_OVERFLOW, NO_FLUSH, IGZIP_HUFFTABLE_CUSTOM);
                 return 0;
             }"#;
         std::fs::write(&source, text).map_err(|error| error.to_string())?;
@@ -128,6 +162,11 @@ mod tests {
             usize::try_from(COMP_OK).expect("COMP_OK is 0"),
             usize::from(FULL_FLUSH),
             LEVEL_2_BUFFER,
+            HUFFTABLES_SIZE,
+            HISTOGRAM_SIZE,
+            usize::try_from(-STATELESS_OVERFLOW).expect("STATELESS_OVERFLOW is -1"),
+            usize::from(NO_FLUSH),
+            usize::try_from(HUFFTABLE_CUSTOM).expect("IGZIP_HUFFTABLE_CUSTOM is 0"),
         ];
         assert_eq!(header, ours);
         assert!(size_of::<Stream>() >= STREAM_SIZE + SLACK);

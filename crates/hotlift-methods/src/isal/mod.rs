@@ -1,0 +1,156 @@
+//! ISA-L's igzip, found at run time.
+//!
+//! The distributions ship it as `libisal2`; building it needs autotools and an assembler. So it is
+//! opened when the first encoder is made, tried on a sample by each method that would use it, and left
+//! aside if anything is odd about it. Only our own pages go through it: what a peer sends is never
+//! shown to a library that was picked up at run time.
+
+mod stateless;
+mod sys;
+
+use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
+use std::ffi::{CStr, c_void};
+use std::mem::MaybeUninit;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+pub(crate) use stateless::Stateless;
+pub(crate) use sys::{COMP_OK, FULL_FLUSH, LEVEL_2_BUFFER, Stream};
+
+use crate::MethodError;
+use sys::SONAME;
+
+/// The library's name in messages.
+pub(crate) const LIBRARY: &str = "ISA-L";
+
+/// The opened library.
+pub(crate) struct Isal {
+    pub(crate) deflate_init: sys::Init,
+    pub(crate) deflate: sys::Deflate,
+    stateless_init: sys::Init,
+    deflate_stateless: sys::Deflate,
+    set_hufftables: sys::SetHufftables,
+    update_histogram: sys::UpdateHistogram,
+    create_hufftables: sys::CreateHufftables,
+    version: String,
+}
+
+impl Isal {
+    /// The library, opened once in the process's life, for the method called `method`.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::Unavailable`] with what the loader said.
+    pub(crate) fn get(method: &'static str) -> Result<&'static Self, MethodError> {
+        static LOADED: OnceLock<Result<Isal, String>> = OnceLock::new();
+        let loaded = LOADED.get_or_init(Self::open).as_ref();
+        loaded.map_err(|reason| unavailable(method, reason))
+    }
+
+    fn open() -> Result<Self, String> {
+        let reason = |error: libloading::Error| {
+            // libloading's own text names neither file nor cause.
+            let source = std::error::Error::source(&error).map(ToString::to_string);
+            source.unwrap_or_else(|| error.to_string())
+        };
+        // SAFETY: libisal has no constructors beyond those of the C runtime.
+        let library = unsafe { libloading::Library::new(SONAME) }.map_err(reason)?;
+        /// # Safety
+        ///
+        /// `T` must be the function's type in the header for the soname.
+        unsafe fn function<T: Copy>(
+            library: &libloading::Library,
+            name: &[u8],
+        ) -> Result<T, libloading::Error> {
+            // SAFETY: the caller's promise.
+            unsafe { library.get::<T>(name) }.map(|symbol| *symbol)
+        }
+        // SAFETY: the types are those of the header for this soname.
+        let isal = unsafe {
+            let deflate: sys::Deflate = function(&library, b"isal_deflate\0").map_err(reason)?;
+            Self {
+                deflate_init: function(&library, b"isal_deflate_init\0").map_err(reason)?,
+                deflate,
+                stateless_init: function(&library, b"isal_deflate_stateless_init\0")
+                    .map_err(reason)?,
+                deflate_stateless: function(&library, b"isal_deflate_stateless\0")
+                    .map_err(reason)?,
+                set_hufftables: function(&library, b"isal_deflate_set_hufftables\0")
+                    .map_err(reason)?,
+                update_histogram: function(&library, b"isal_update_histogram\0").map_err(reason)?,
+                create_hufftables: function(&library, b"isal_create_hufftables\0")
+                    .map_err(reason)?,
+                version: version_of(deflate as *const c_void),
+            }
+        };
+        // The functions are kept for the life of the process, so the library must be, too.
+        std::mem::forget(library);
+        Ok(isal)
+    }
+
+    /// Name and version, as in "ISA-L 2.30".
+    pub(crate) fn name(&self) -> String {
+        format!("{LIBRARY}{}", self.version)
+    }
+}
+
+/// The library cannot be used by the method called `method`, as the loader or a trial said.
+pub(crate) fn unavailable(method: &'static str, reason: &str) -> MethodError {
+    MethodError::Unavailable {
+        method,
+        library: LIBRARY,
+        reason: reason.to_owned(),
+    }
+}
+
+/// The version with a space before it, from the name of the file that holds `symbol`: the library has
+/// no call that tells it, and the file `libisal.so.2.0.30` is that of release 2.30. Empty if the file
+/// has no such name.
+fn version_of(symbol: *const c_void) -> String {
+    let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
+    // SAFETY: `symbol` is the address of a function of a loaded library, `info` is ours to write.
+    if unsafe { libc::dladdr(symbol, info.as_mut_ptr()) } == 0 {
+        return String::new();
+    }
+    // SAFETY: dladdr succeeded, so the structure is filled (and all-zero was valid before).
+    let file = unsafe { info.assume_init() }.dli_fname;
+    if file.is_null() {
+        return String::new();
+    }
+    // SAFETY: a NUL-terminated path that lives as long as the library, which is never closed.
+    let file = unsafe { CStr::from_ptr(file) };
+    let path = PathBuf::from(file.to_string_lossy().into_owned());
+    let real = path.canonicalize().unwrap_or(path);
+    let name = real.file_name().unwrap_or_default().to_string_lossy();
+    match name.strip_prefix("libisal.so.").map(|rest| rest.split('.')) {
+        Some(mut parts) => match (parts.next(), parts.next_back()) {
+            (Some(major), Some(minor)) => format!(" {major}.{minor}"),
+            _ => String::new(),
+        },
+        None => String::new(),
+    }
+}
+
+/// A stream for `isal_deflate_init` or `isal_deflate_stateless_init`.
+pub(crate) fn zeroed_stream() -> Box<Stream> {
+    // SAFETY: all-zero bytes are a valid `Stream`: integers and raw pointers.
+    unsafe { zeroed() }
+}
+
+/// A box of zeroes. (By a `Box::new` the 150 KB of a stream would go over the stack.)
+///
+/// # Safety
+///
+/// All-zero bytes must be a valid `T`, which must have a size.
+unsafe fn zeroed<T>() -> Box<T> {
+    let layout = Layout::new::<T>();
+    // SAFETY: the layout has a size; the box is made of memory of its own layout, and zeroes are a
+    // valid value by the caller's promise.
+    unsafe {
+        let value = alloc_zeroed(layout).cast::<T>();
+        if value.is_null() {
+            handle_alloc_error(layout);
+        }
+        Box::from_raw(value)
+    }
+}
