@@ -14,6 +14,8 @@
 //! | `pagewise/` | a table of lengths and each page deflated for itself: what qpl and uadk share |
 //! | `qpl/` | raw deflate pages, as Intel's IAA reads and writes them |
 //! | `uadk/` | zlib pages, as HiSilicon's accelerator reads and writes them |
+//! | `qatzip/` | gzip members with QAT's extra field |
+//! | `software` | pages and members to deflate without an accelerator |
 //! | `isal/` | ISA-L's igzip, opened at run time |
 //! | `libdeflate` | whole streams, both ways |
 //! | `legacy/` | page records of older sources: XBZRLE deltas, `compress` pages |
@@ -37,7 +39,9 @@ pub mod legacy;
 mod libdeflate;
 mod none;
 mod pagewise;
+mod qatzip;
 mod qpl;
+mod software;
 mod table;
 mod target;
 mod uadk;

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 
 use libdeflate_sys::{
     libdeflate_adler32, libdeflate_alloc_compressor, libdeflate_alloc_decompressor,
-    libdeflate_compressor, libdeflate_decompressor, libdeflate_deflate_compress,
+    libdeflate_compressor, libdeflate_crc32, libdeflate_decompressor, libdeflate_deflate_compress,
     libdeflate_deflate_decompress_ex, libdeflate_free_compressor, libdeflate_free_decompressor,
     libdeflate_result, libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE as TOO_LONG,
     libdeflate_result_LIBDEFLATE_SUCCESS as SUCCESS, libdeflate_zlib_decompress_ex,
@@ -154,4 +154,10 @@ impl Drop for Compressor {
 pub(crate) fn adler32(bytes: &[u8]) -> u32 {
     // SAFETY: reads the slice; 1 is the checksum of nothing.
     unsafe { libdeflate_adler32(1, bytes.as_ptr().cast(), bytes.len()) }
+}
+
+/// The CRC-32 of `bytes` (RFC 1952).
+pub(crate) fn crc32(bytes: &[u8]) -> u32 {
+    // SAFETY: reads the slice; 0 is the checksum of nothing.
+    unsafe { libdeflate_crc32(0, bytes.as_ptr().cast(), bytes.len()) }
 }

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::{Decode, Encode, MethodError, none, qpl, uadk, zlib, zstd};
+use crate::{Decode, Encode, MethodError, none, qatzip, qpl, uadk, zlib, zstd};
 
 /// What one call of a method's encoder compresses as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,6 +110,18 @@ pub static METHODS: &[MethodInfo] = &[
         decoder: uadk::decoder,
         library: uadk::library,
         summary: "zlib pages for HiSilicon's accelerator",
+    },
+    MethodInfo {
+        name: "qatzip",
+        flag: 0x20,
+        levels: Some(qatzip::LEVELS),
+        default_level: 1,
+        unit: Unit::Packet,
+        stateful: false,
+        encoder: qatzip::encoder,
+        decoder: qatzip::decoder,
+        library: qatzip::library,
+        summary: "gzip members for Intel's QAT, with a checksum each",
     },
 ];
 

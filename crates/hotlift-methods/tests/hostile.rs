@@ -120,6 +120,9 @@ fn noise_is_an_error() {
                     let first = u32::try_from(payload.len()).expect("below 600") - second;
                     payload.splice(0..0, [first, second].map(u32::to_be_bytes).concat());
                 }
+                ("qatzip", 1) => {
+                    drop(payload.splice(0..0, [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 0xff]))
+                }
                 ("zstd", 1) => drop(payload.splice(0..0, [0x28, 0xb5, 0x2f, 0xfd])),
                 _ => {}
             }

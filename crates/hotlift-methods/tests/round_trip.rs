@@ -119,6 +119,8 @@ fn levels_outside_of_the_range_are_refused_with_the_range() {
         ("zlib", 10, "zlib level 10 is out of range 0..=9"),
         ("zstd", 0, "zstd level 0 is out of range 1..=20"),
         ("zstd", 21, "zstd level 21 is out of range 1..=20"),
+        ("qatzip", 0, "qatzip level 0 is out of range 1..=9"),
+        ("qatzip", 10, "qatzip level 10 is out of range 1..=9"),
     ] {
         let method = method(name).expect(name);
         let error = (method.encoder)(level).err().expect("an error");
@@ -153,6 +155,7 @@ fn the_table_has_qemus_names_bits_and_defaults() {
         ("zstd", 4, Some(1..=20), 1),
         ("qpl", 8, None, 0),
         ("uadk", 16, None, 0),
+        ("qatzip", 32, Some(1..=9), 1),
     ];
     assert_eq!(table, expected);
     assert!(method("zlib").is_some_and(|m| m.stateful && m.unit == Unit::Packet));

@@ -3,20 +3,29 @@
 use std::mem::MaybeUninit;
 
 use super::sys::{
-    COMP_OK, HUFFTABLE_CUSTOM, Histogram, Hufftables, NO_FLUSH, STATELESS_OVERFLOW, Stream,
+    COMP_OK, HUFFTABLE_CUSTOM, Histogram, Hufftables, LEVEL_2_BUFFER, NO_FLUSH, STATELESS_OVERFLOW,
+    Stream,
 };
 use super::{Isal, zeroed, zeroed_stream};
 
-/// igzip's level 0 with Huffman codes made from samples.
-///
-/// Level 0 writes tokens as it finds them, by codes that stand before it starts. Its own codes are
-/// made for no data in particular; those of a packet's sample cost next to nothing more and shrink
-/// the output by a fifth.
+/// A compressor of complete streams.
 pub(crate) struct Stateless {
     isal: &'static Isal,
     stream: Box<Stream>,
-    codes: Box<Hufftables>,
-    histogram: Box<Histogram>,
+    codes: Codes,
+}
+
+/// Where the Huffman codes come from.
+enum Codes {
+    /// From samples, by igzip's level 0: it writes tokens as it finds them, by codes that stand before
+    /// it starts. Its own codes are made for no data in particular; those of a packet's sample cost
+    /// next to nothing more and shrink the output by a fifth.
+    Sampled {
+        codes: Box<Hufftables>,
+        histogram: Box<Histogram>,
+    },
+    /// From the input, by igzip's level 2, which keeps the tokens of a block until then.
+    Own { tokens: Box<[u8]> },
 }
 
 // SAFETY: the pointers inside the stream lead to `codes` and to the arguments of a call, and are set
@@ -24,36 +33,47 @@ pub(crate) struct Stateless {
 unsafe impl Send for Stateless {}
 
 impl Stateless {
-    /// A compressor, which must [learn](Self::learn) before it compresses.
-    pub(crate) fn new(isal: &'static Isal) -> Self {
+    /// A compressor of level 0, which must [learn](Self::learn) before it compresses.
+    pub(crate) fn with_sampled_codes(isal: &'static Isal) -> Self {
         // SAFETY: all-zero bytes are valid for both: arrays of bytes.
         let (codes, histogram) = unsafe { (zeroed(), zeroed()) };
         Self {
             isal,
             stream: zeroed_stream(),
-            codes,
-            histogram,
+            codes: Codes::Sampled { codes, histogram },
+        }
+    }
+
+    /// A compressor of level 2.
+    pub(crate) fn with_own_codes(isal: &'static Isal) -> Self {
+        Self {
+            isal,
+            stream: zeroed_stream(),
+            codes: Codes::Own {
+                tokens: vec![0; LEVEL_2_BUFFER].into_boxed_slice(),
+            },
         }
     }
 
     /// Makes the codes of the next calls from samples of what they will compress. Every symbol gets a
-    /// code, so that anything can be compressed by them.
+    /// code, so that anything can be compressed by them. A compressor with its own codes needs none.
     pub(crate) fn learn<'a>(
         &mut self,
         samples: impl Iterator<Item = &'a [u8]>,
     ) -> Result<(), String> {
-        self.histogram.clear();
+        let Codes::Sampled { codes, histogram } = &mut self.codes else {
+            return Ok(());
+        };
+        histogram.clear();
         for sample in samples {
             let len = i32::try_from(sample.len()).map_err(|error| error.to_string())?;
             // SAFETY: reads the slice, counts in the histogram, which is ours.
             unsafe {
-                (self.isal.update_histogram)(sample.as_ptr(), len, &raw mut *self.histogram);
+                (self.isal.update_histogram)(sample.as_ptr(), len, &raw mut **histogram);
             }
         }
         // SAFETY: both are memory of the library's layout with room to spare.
-        let code = unsafe {
-            (self.isal.create_hufftables)(&raw mut *self.codes, &raw mut *self.histogram)
-        };
+        let code = unsafe { (self.isal.create_hufftables)(&raw mut **codes, &raw mut **histogram) };
         if code != COMP_OK {
             return Err(format!("no Huffman codes: {code}"));
         }
@@ -70,12 +90,22 @@ impl Stateless {
         let stream = &mut *self.stream;
         // SAFETY: the stream is zeroed or used memory of the library's layout with room to spare.
         unsafe { (self.isal.stateless_init)(&raw mut *stream) };
-        // SAFETY: the stream is initialised; the codes were made by the library and outlive the call.
-        let code = unsafe {
-            (self.isal.set_hufftables)(&raw mut *stream, &raw mut *self.codes, HUFFTABLE_CUSTOM)
-        };
-        if code != COMP_OK {
-            return Err(format!("codes not taken: {code}"));
+        match &mut self.codes {
+            Codes::Sampled { codes, .. } => {
+                // SAFETY: the stream is initialised; the codes were made by the library and outlive
+                // the call.
+                let code = unsafe {
+                    (self.isal.set_hufftables)(&raw mut *stream, &raw mut **codes, HUFFTABLE_CUSTOM)
+                };
+                if code != COMP_OK {
+                    return Err(format!("codes not taken: {code}"));
+                }
+            }
+            Codes::Own { tokens } => {
+                stream.level = 2;
+                stream.level_buf = tokens.as_mut_ptr();
+                stream.level_buf_size = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+            }
         }
         let count = |len: usize| u32::try_from(len).map_err(|error| error.to_string());
         stream.end_of_stream = 1;

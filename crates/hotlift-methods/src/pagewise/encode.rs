@@ -2,7 +2,8 @@
 
 use hotlift_mem::PAGE_SIZE;
 
-use super::{ENTRY, Software, Wrapper};
+use super::{ENTRY, Wrapper};
+use crate::software::Software;
 use crate::{Encode, MethodError, table};
 
 /// A channel's compressor.
@@ -17,7 +18,7 @@ impl Encoder {
         Ok(Self {
             method,
             wrapper,
-            software: Software::new(method)?,
+            software: Software::pages(method)?,
         })
     }
 
@@ -30,7 +31,7 @@ impl Encoder {
         let Some(spare) = out.spare_capacity_mut().get_mut(..room) else {
             unreachable!("room for every page was reserved");
         };
-        let Some(written) = self.software.page(self.method, page, spare)? else {
+        let Some(written) = self.software.compress(self.method, page, spare)? else {
             out.truncate(begin);
             return Ok(false);
         };

@@ -10,13 +10,11 @@
 
 mod decode;
 mod encode;
-mod software;
 
 use crate::libdeflate::adler32;
 
 pub(crate) use decode::Decoder;
 pub(crate) use encode::Encoder;
-pub(crate) use software::{Software, library};
 
 /// Bytes of a table's entry.
 const ENTRY: usize = 4;

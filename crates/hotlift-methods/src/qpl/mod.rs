@@ -8,7 +8,7 @@
 //! Reading is libdeflate's in any case: it checks the length of what comes out, which libqpl does not.
 
 use crate::pagewise::{self, Wrapper};
-use crate::{Decode, Encode, MethodError};
+use crate::{Decode, Encode, MethodError, software};
 
 const NAME: &str = "qpl";
 
@@ -21,5 +21,5 @@ pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
 }
 
 pub(crate) fn library() -> String {
-    pagewise::library(NAME)
+    software::library(NAME)
 }

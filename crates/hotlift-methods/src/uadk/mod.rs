@@ -4,7 +4,7 @@
 //! device sends every page as it is, and cannot read any other.
 
 use crate::pagewise::{self, Wrapper};
-use crate::{Decode, Encode, MethodError};
+use crate::{Decode, Encode, MethodError, software};
 
 const NAME: &str = "uadk";
 
@@ -17,5 +17,5 @@ pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
 }
 
 pub(crate) fn library() -> String {
-    pagewise::library(NAME)
+    software::library(NAME)
 }

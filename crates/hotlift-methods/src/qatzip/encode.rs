@@ -1,0 +1,75 @@
+//! Packets to gzip members.
+
+use hotlift_mem::PAGE_SIZE;
+
+use super::{EXTRA, LEVELS, MAGIC, NAME, SUBFIELD, crc32};
+use crate::software::Software;
+use crate::{Encode, MethodError, table};
+
+/// Most bytes of a member (QATzip's default `hw_buff_sz`): what a hardware session takes at once.
+const MEMBER: usize = 64 * 1024;
+
+/// Bytes that a member's deflate may have: stored blocks take 5 bytes for each 65,535, libdeflate's
+/// 5 for each 5,000. A session's hardware takes up to 9/8 and 1 KiB.
+const ROOM: usize = MEMBER + MEMBER / 32;
+
+/// Bytes before a member's deflate.
+const HEAD: usize = 24;
+
+/// A channel's compressor.
+pub(super) struct Encoder {
+    software: Software,
+}
+
+impl Encoder {
+    pub(super) fn new(level: u8) -> Result<Self, MethodError> {
+        table::check_level(NAME, &LEVELS, level)?;
+        Ok(Self {
+            software: Software::members(NAME, level)?,
+        })
+    }
+
+    fn member(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
+        out.reserve(HEAD + ROOM + super::TRAILER);
+        let sizes = out.len() + HEAD - EXTRA;
+        out.extend_from_slice(&MAGIC);
+        // Deflate; an extra field and nothing else; no time; XFL; an unknown system.
+        out.extend_from_slice(&[8, 4, 0, 0, 0, 0, 0, 255]);
+        out.extend_from_slice(&[12, 0]);
+        out.extend_from_slice(&SUBFIELD);
+        out.extend_from_slice(&[8, 0]);
+        out.extend_from_slice(&[0; EXTRA]);
+        let room = &mut out.spare_capacity_mut()[..ROOM];
+        let Some(written) = self.software.compress(NAME, bytes, room)? else {
+            return Err(MethodError::Library {
+                method: NAME,
+                library: self.software.name(),
+                operation: "compress a member",
+                reason: format!("it does not fit into {ROOM} bytes"),
+            });
+        };
+        // SAFETY: that many bytes of the spare capacity are written, and never more than there is
+        // room for.
+        unsafe { out.set_len(out.len() + written.min(ROOM)) };
+        // Both are below 2^17.
+        let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX).to_le_bytes();
+        out[sizes..][..4].copy_from_slice(&size(bytes.len()));
+        out[sizes + 4..][..4].copy_from_slice(&size(written));
+        out.extend_from_slice(&crc32(bytes).to_le_bytes());
+        out.extend_from_slice(&size(bytes.len()));
+        Ok(())
+    }
+}
+
+impl Encode for Encoder {
+    fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
+        table::check_whole_pages(NAME, pages)?;
+        out.clear();
+        for member in pages.chunks(MEMBER) {
+            self.member(member, out)?;
+        }
+        Ok(())
+    }
+}
+
+const _: () = assert!(MEMBER.is_multiple_of(PAGE_SIZE));
