@@ -12,8 +12,8 @@ use hotlift_wire::main_channel::FILE_HEADER;
 use hotlift_wire::multifd::{Hello, INITIAL_PACKET_LEN, InitialPacket, MAGIC};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::Incoming;
 use super::session::Call;
+use super::{Incoming, closed};
 use crate::error::{Channel, MigrationError};
 use crate::transport::{Listener, Stream};
 
@@ -76,6 +76,9 @@ impl<'a> Arrivals<'a> {
                 return Ok(main);
             }
             self.step(TICK, call)?;
+            if self.unnamed.is_empty() && self.main.is_none() && self.listener.is_none() {
+                return Err(closed());
+            }
             if self.unnamed.is_empty() && self.multifd.is_empty() && self.main.is_none() {
                 self.since = Instant::now();
                 deadline = None;
@@ -110,6 +113,9 @@ impl<'a> Arrivals<'a> {
             let settled = quiet_since.elapsed() >= SETTLE || self.listener.is_none();
             if self.unnamed.is_empty() && self.is_complete(settled, expected) {
                 return self.take_channels();
+            }
+            if self.unnamed.is_empty() && self.listener.is_none() {
+                return Err(closed());
             }
             if Instant::now() > deadline {
                 return Err(MigrationError::Timeout {

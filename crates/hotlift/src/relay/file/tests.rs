@@ -3,12 +3,24 @@
 use std::fs;
 use std::path::Path;
 
+use tempfile::TempDir;
+
 use super::container::{CHUNK_HEADER_LEN, CHUNK_MAX, TRAILER_LEN};
 use super::read::ContainerReader;
 use super::{ContainerWriter, FileError, FileInfo, inspect};
 
 /// What a reader hands on: channel and bytes.
 type Handed = Vec<(u16, Vec<u8>)>;
+
+/// A folder in memory where there is one: most files here live for a moment.
+fn folder() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    match memory.is_dir() {
+        true => tempfile::tempdir_in(memory),
+        false => tempfile::tempdir(),
+    }
+    .unwrap()
+}
 
 fn info() -> FileInfo {
     FileInfo {
@@ -74,7 +86,7 @@ fn assert_refused(path: &Path, bytes: &[u8], what: &str) {
 
 #[test]
 fn what_was_written_comes_back_in_order_under_its_name_alone() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().join("vm");
     write(&path);
     let (handed, outcome) = read(&path);
@@ -89,7 +101,7 @@ fn what_was_written_comes_back_in_order_under_its_name_alone() {
 
 #[test]
 fn every_damaged_byte_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().join("vm");
     write(&path);
     let whole = fs::read(&path).unwrap();
@@ -105,7 +117,7 @@ fn every_damaged_byte_is_refused() {
 
 #[test]
 fn every_truncation_and_every_addition_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().join("vm");
     write(&path);
     let whole = fs::read(&path).unwrap();
@@ -136,7 +148,7 @@ fn ranges(whole: &[u8]) -> Vec<std::ops::Range<usize>> {
 
 #[test]
 fn chunks_moved_doubled_or_left_out_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().join("vm");
     write(&path);
     let whole = fs::read(&path).unwrap();
@@ -170,7 +182,7 @@ fn chunks_moved_doubled_or_left_out_are_refused() {
 
 #[test]
 fn a_chunk_of_another_file_is_refused_by_the_trailer() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let (path, other) = (folder.path().join("vm"), folder.path().join("other"));
     write(&path);
     let file = ContainerWriter::create(&other, &info()).unwrap();
@@ -198,7 +210,7 @@ fn a_chunk_of_another_file_is_refused_by_the_trailer() {
 
 #[test]
 fn a_file_that_was_not_finished_leaves_nothing() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().join("vm");
     fs::write(&path, "what was there before").unwrap();
     for abort in [true, false] {
@@ -218,7 +230,7 @@ fn a_file_that_was_not_finished_leaves_nothing() {
 
 #[test]
 fn a_file_that_is_being_written_is_left_alone_and_a_dead_ones_rest_is_not() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().join("vm");
     fs::write(folder.path().join("vm.partial"), [0xee; 1 << 20]).unwrap();
     let file = ContainerWriter::create(&path, &info()).unwrap();
@@ -234,7 +246,7 @@ fn a_file_that_is_being_written_is_left_alone_and_a_dead_ones_rest_is_not() {
 #[test]
 fn threads_write_beside_each_other_and_each_channel_keeps_its_order() {
     const EACH: u16 = 300;
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().join("vm");
     let file = ContainerWriter::create(&path, &info()).unwrap();
     std::thread::scope(|scope| {
@@ -265,7 +277,7 @@ fn threads_write_beside_each_other_and_each_channel_keeps_its_order() {
 
 #[test]
 fn what_is_too_long_for_a_chunk_comes_back_in_several() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().join("vm");
     let file = ContainerWriter::create(&path, &info()).unwrap();
     let long: Vec<u8> = (0..=u8::MAX).cycle().take(2 * CHUNK_MAX + 77).collect();
@@ -288,7 +300,7 @@ fn what_is_too_long_for_a_chunk_comes_back_in_several() {
 
 #[test]
 fn other_files_are_told_apart() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let path = folder.path().join("vm");
     assert!(matches!(inspect(&path), Err(FileError::Read { .. })));
     fs::write(&path, "#!/bin/sh\necho no save file\n").unwrap();

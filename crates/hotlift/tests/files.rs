@@ -1,0 +1,366 @@
+//! From file to file through the relay: what is saved is what was there, and a damaged file ends in an
+//! error and in no file.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use hotlift::relay::file::{FileError, FileFormat};
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayReport, RelaySettings, relay};
+use hotlift::{Control, MigrationError, Options};
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::main_channel::{
+    Command, Configuration, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedEvent, MappedLayout,
+    MappedRamDecoder, MappedStep, put_mapped_end,
+};
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+const PAGE: usize = 4096;
+
+/// A VM as a `mapped-ram` file has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Saved {
+    configuration: Configuration,
+    switchover_start: bool,
+    /// Name, and what is in each page: nothing if it is zero.
+    blocks: Vec<(String, Vec<Option<u8>>)>,
+    /// Devices, EOF, VM description.
+    tail: Vec<u8>,
+}
+
+/// A folder in memory where there is one: every file is forced to disk before it gets its name.
+fn folder() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    match memory.is_dir() {
+        true => tempfile::tempdir_in(memory),
+        false => tempfile::tempdir(),
+    }
+    .expect("a folder")
+}
+
+/// A page with content that tells it from others.
+fn page(content: u8) -> Vec<u8> {
+    let mut page = vec![content; PAGE];
+    page[..8].copy_from_slice(b"hotlift ");
+    page
+}
+
+fn small(machine: &str) -> Saved {
+    let pages = |n: u8| (0..n).map(|i| (i % 3 != 0).then_some(i)).collect();
+    Saved {
+        configuration: Configuration {
+            machine: machine.to_owned(),
+            capabilities: vec![MAPPED_RAM.to_owned()],
+            ..Configuration::default()
+        },
+        switchover_start: false,
+        blocks: vec![
+            ("pc.ram".to_owned(), pages(200)),
+            ("rom".to_owned(), pages(3)),
+        ],
+        tail: b"\x04device\0\x06\0\0\0\x15{\"a description\": []}".to_vec(),
+    }
+}
+
+impl Saved {
+    /// Writes it as QEMU does, from byte `offset` of the file on.
+    fn write(&self, path: &Path, offset: u64) {
+        let file = File::create(path).expect("a file");
+        let mut start = FILE_HEADER.to_vec();
+        self.configuration.encode(&mut start).expect("encode");
+        file.write_all_at(&start, offset).expect("write");
+        let entries: Vec<_> = self
+            .blocks
+            .iter()
+            .map(|(name, pages)| RamBlockEntry::new(name, (pages.len() * PAGE) as u64))
+            .collect();
+        let layout = MappedLayout::new(7, &entries, offset + start.len() as u64).expect("layout");
+        for (position, piece) in &layout.pieces {
+            file.write_all_at(piece, *position).expect("write");
+        }
+        for (place, (_, pages)) in layout.blocks.iter().zip(&self.blocks) {
+            let mut bitmap = vec![0_u8; usize::try_from(place.bitmap_len()).expect("small")];
+            for (number, content) in pages.iter().enumerate() {
+                if let Some(content) = content {
+                    bitmap[number / 8] |= 1 << (number % 8);
+                    let position = place.pages_offset + (number * PAGE) as u64;
+                    file.write_all_at(&page(*content), position).expect("write");
+                }
+            }
+            file.write_all_at(&bitmap, place.bitmap_offset)
+                .expect("write");
+        }
+        let mut end = Vec::new();
+        if self.switchover_start {
+            Command::SwitchoverStart.encode(&mut end);
+        }
+        put_mapped_end(7, &mut end);
+        end.extend_from_slice(&self.tail);
+        file.write_all_at(&end, layout.end).expect("write");
+    }
+
+    /// Reads it back, by the rules of the format alone.
+    fn read(path: &Path) -> Self {
+        let bytes = fs::read(path).expect("the file");
+        let mut saved = Self {
+            configuration: Configuration::default(),
+            switchover_start: false,
+            blocks: Vec::new(),
+            tail: Vec::new(),
+        };
+        let mut decoder = MappedRamDecoder::new(0, bytes.len() as u64);
+        loop {
+            let at = |position: u64| usize::try_from(position).expect("small");
+            let step = decoder.next(&bytes[at(decoder.position())..]);
+            match step.expect("a good file") {
+                MappedStep::Event(MappedEvent::Configuration(said)) => saved.configuration = said,
+                MappedStep::Event(MappedEvent::Command(Command::SwitchoverStart)) => {
+                    saved.switchover_start = true;
+                }
+                MappedStep::Event(MappedEvent::Block(place)) => {
+                    saved.blocks.push(read_block(&bytes, &place));
+                }
+                MappedStep::Event(MappedEvent::RamEnd) => {
+                    saved.tail = bytes[at(decoder.position())..].to_vec();
+                    return saved;
+                }
+                MappedStep::Event(_) => {}
+                MappedStep::Need(_) => panic!("the file is cut short"),
+            }
+        }
+    }
+}
+
+fn read_block(bytes: &[u8], place: &MappedBlock) -> (String, Vec<Option<u8>>) {
+    let at = |position: u64| usize::try_from(position).expect("small");
+    let pages = (0..at(place.entry.used_length) / PAGE).map(|number| {
+        let word = bytes[at(place.bitmap_offset) + number / 8];
+        (word >> (number % 8) & 1 == 1).then(|| {
+            let got = &bytes[at(place.pages_offset) + number * PAGE..][..PAGE];
+            assert!(got == page(got[8]), "page {number} is torn");
+            got[8]
+        })
+    });
+    (place.entry.name.clone(), pages.collect())
+}
+
+fn settings(method: &str, channels: u8) -> RelaySettings {
+    RelaySettings {
+        outgoing: Options {
+            multifd: channels > 0,
+            multifd_channels: channels.max(1),
+            multifd_compression: hotlift_methods::method(method).expect("a method"),
+            max_bandwidth: 0,
+            ..Options::default()
+        },
+        ..RelaySettings::default()
+    }
+}
+
+fn carry(
+    (from, offset): (&Path, u64),
+    to: &Path,
+    format: FileFormat,
+    settings: &RelaySettings,
+) -> Result<RelayReport, MigrationError> {
+    relay(
+        Incoming::File { path: from, offset },
+        &Outgoing::File { path: to, format },
+        settings,
+        &Control::default(),
+        Hooks::default(),
+    )
+}
+
+/// From QEMU's format into ours and back.
+fn there_and_back(saved: &Saved, method: &str, channels: u8) -> Saved {
+    let folder = folder();
+    let path = |name: &str| folder.path().join(name);
+    saved.write(&path("qemu"), 0);
+    // Records of main are not compressed.
+    let settings = settings(if channels > 0 { method } else { "none" }, channels);
+    let explained = |result: Result<RelayReport, MigrationError>| {
+        result.unwrap_or_else(|error| panic!("{}", error.chain()))
+    };
+    let from = (&*path("qemu"), 0);
+    let report = explained(carry(from, &path("ours"), FileFormat::Hotlift, &settings));
+    let pages = saved.blocks.iter().flat_map(|(_, pages)| pages);
+    assert_eq!(report.normal_pages, pages.flatten().count() as u64);
+    let from = (&*path("ours"), 0);
+    explained(carry(
+        from,
+        &path("again"),
+        FileFormat::MappedRam,
+        &settings,
+    ));
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 3);
+    Saved::read(&path("again"))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn a_vm_comes_back_from_either_format_as_it_was(
+        method in prop::sample::select(&["none", "zlib", "zstd"][..]),
+        channels in 0..4_u8,
+        // Barriers by section and by round.
+        machine in prop::sample::select(&["pc-i440fx-7.2", "pc-i440fx-10.0", "microvm"][..]),
+        switchover_start in any::<bool>(),
+        uuid in prop::option::of(any::<[u8; 16]>()),
+        blocks in prop::collection::vec(
+            prop::collection::vec(prop::option::weighted(0.7, any::<u8>()), 1..700),
+            1..5,
+        ),
+        devices in prop::collection::vec(1..255_u8, 0..3000),
+    ) {
+        let mut saved = small(machine);
+        saved.switchover_start = switchover_start;
+        saved.configuration.uuid = uuid;
+        saved.blocks = blocks
+            .into_iter()
+            .enumerate()
+            .map(|(number, pages)| (format!("block {number}"), pages))
+            .collect();
+        saved.tail.splice(0..0, devices);
+        let back = there_and_back(&saved, method, channels);
+        prop_assert!(back == saved, "{:?} became {:?}", saved.configuration, back.configuration);
+    }
+}
+
+#[test]
+fn a_stream_may_start_inside_of_a_file() {
+    let folder = folder();
+    let path = |name: &str| folder.path().join(name);
+    let saved = small("pc-i440fx-10.0");
+    saved.write(&path("qemu"), 5000);
+    let settings = settings("none", 2);
+    let to = path("again");
+    carry((&path("qemu"), 5000), &to, FileFormat::MappedRam, &settings).expect("carried");
+    assert_eq!(Saved::read(&to), saved);
+    let error = carry((&path("qemu"), 0), &to, FileFormat::MappedRam, &settings);
+    assert!(matches!(
+        error,
+        Err(MigrationError::File(FileError::NotASave))
+    ));
+}
+
+#[test]
+fn a_page_of_zeros_in_a_file_takes_no_space_in_another() {
+    let folder = folder();
+    let path = |name: &str| folder.path().join(name);
+    let saved = small("pc-i440fx-10.0");
+    saved.write(&path("qemu"), 0);
+    // Page 1 has content by its bit, and is all zeros.
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .open(path("qemu"))
+        .expect("the file");
+    let place = {
+        let bytes = fs::read(path("qemu")).expect("the file");
+        let mut decoder = MappedRamDecoder::new(0, bytes.len() as u64);
+        loop {
+            let from = usize::try_from(decoder.position()).expect("small");
+            if let MappedStep::Event(MappedEvent::Block(place)) =
+                decoder.next(&bytes[from..]).expect("a good file")
+            {
+                break place;
+            }
+        }
+    };
+    let at = place.pages_offset + PAGE as u64;
+    file.write_all_at(&[0; PAGE], at).expect("write");
+    let to = path("again");
+    carry(
+        (&path("qemu"), 0),
+        &to,
+        FileFormat::MappedRam,
+        &settings("none", 2),
+    )
+    .expect("carried");
+    let mut expected = saved;
+    expected.blocks[0].1[1] = None;
+    assert_eq!(Saved::read(&to), expected);
+}
+
+/// Asserts that a file ends in an error about the file, and in nothing that looks like a VM.
+fn assert_refused(from: &Path, what: &str) {
+    let to = from.with_file_name("to");
+    for format in [FileFormat::MappedRam, FileFormat::Hotlift] {
+        let error = carry((from, 0), &to, format, &settings("none", 2)).expect_err(what);
+        assert!(
+            matches!(error, MigrationError::File(_)),
+            "{what}: {}",
+            error.chain()
+        );
+        let folder = from.parent().expect("a folder");
+        let left = fs::read_dir(folder).expect("a folder").count();
+        assert_eq!(left, 1, "{what}: something is left");
+    }
+}
+
+#[test]
+fn a_mapped_ram_file_that_was_cut_is_refused() {
+    let folder = folder();
+    let path = folder.path().join("qemu");
+    small("pc-i440fx-10.0").write(&path, 0);
+    let length = fs::metadata(&path).expect("the file").len();
+    let mut cuts: Vec<u64> = (0..200).step_by(7).collect();
+    cuts.extend((0..length).step_by(100_000));
+    // In the sections behind RAM, and the tail.
+    cuts.extend(length - 70..length);
+    for cut in cuts.into_iter().rev() {
+        File::options()
+            .write(true)
+            .open(&path)
+            .and_then(|file| file.set_len(cut))
+            .expect("cut");
+        assert_refused(&path, &format!("{cut} of {length} bytes"));
+    }
+}
+
+#[test]
+fn a_damaged_mapped_ram_file_never_ends_in_a_panic_or_a_rest() {
+    let folder = folder();
+    let (path, to) = (folder.path().join("qemu"), folder.path().join("to"));
+    small("pc-i440fx-10.0").write(&path, 0);
+    let whole = fs::read(&path).expect("the file");
+    let stream = (0..160).chain(whole.len() - 80..whole.len());
+    for at in stream {
+        let file = File::options().write(true).open(&path).expect("the file");
+        let at_byte = at as u64;
+        file.write_all_at(&[whole[at] ^ 1 << (at % 8)], at_byte)
+            .expect("write");
+        // The format has no checksum: a flipped bit of a page, or of a bitmap, is as good as another.
+        let outcome = carry((&path, 0), &to, FileFormat::MappedRam, &settings("none", 1));
+        match outcome {
+            Ok(_) => fs::remove_file(&to).expect("it is there"),
+            Err(error) => {
+                let expected = matches!(error, MigrationError::File(_));
+                assert!(expected, "byte {at}: {}", error.chain());
+            }
+        }
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1);
+        file.write_all_at(&whole[at..=at], at_byte).expect("write");
+    }
+}
+
+#[test]
+fn a_damaged_save_file_is_refused_wherever_the_damage_is() {
+    let (outer, inner) = (folder(), folder());
+    let (qemu, path) = (outer.path().join("qemu"), inner.path().join("ours"));
+    small("pc-i440fx-10.0").write(&qemu, 0);
+    carry((&qemu, 0), &path, FileFormat::Hotlift, &settings("zstd", 2)).expect("saved");
+    let whole = fs::read(&path).expect("the file");
+    let places = (0..whole.len()).step_by(whole.len() / 60);
+    for at in places.chain(whole.len() - 40..whole.len()) {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 0x40;
+        fs::write(&path, bytes).expect("write");
+        assert_refused(&path, &format!("byte {at}"));
+        fs::write(&path, &whole[..at]).expect("write");
+        assert_refused(&path, &format!("{at} bytes"));
+    }
+}
