@@ -1,0 +1,205 @@
+//! A destination takes the page records of older sources: XBZRLE deltas and `compress` pages.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use hotlift::destination::receive;
+use hotlift::guest::{DeviceState, Guest, GuestError};
+use hotlift::transport::Address;
+use hotlift::{Control, MigrationError, Options};
+use hotlift_mem::{Backing, DirtyBitmap, PAGE_SIZE, RamBlock};
+use hotlift_methods::legacy::xbzrle;
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::main_channel::{Configuration, MainEncoder};
+
+const PAGES: usize = 8;
+const MACHINE: &str = "older-1.0";
+
+/// RAM that waits for a migration.
+struct Waiting {
+    ram: Vec<Arc<RamBlock>>,
+    runs: AtomicBool,
+}
+
+impl Waiting {
+    fn new() -> Self {
+        let ram = RamBlock::new("ram0", PAGES * PAGE_SIZE, Backing::Private).expect("RAM");
+        Self {
+            ram: vec![Arc::new(ram)],
+            runs: AtomicBool::new(false),
+        }
+    }
+
+    fn page(&self, number: usize) -> Vec<u8> {
+        let mut page = vec![0; PAGE_SIZE];
+        self.ram[0]
+            .read(number * PAGE_SIZE, &mut page)
+            .expect("read");
+        page
+    }
+}
+
+impl Guest for Waiting {
+    fn machine(&self) -> &str {
+        MACHINE
+    }
+
+    fn uuid(&self) -> [u8; 16] {
+        [0; 16]
+    }
+
+    fn ram(&self) -> &[Arc<RamBlock>] {
+        &self.ram
+    }
+
+    fn ram_is_fresh(&self) -> bool {
+        true
+    }
+
+    fn start_dirty_log(&self) -> Result<(), GuestError> {
+        Ok(())
+    }
+
+    fn stop_dirty_log(&self) -> Result<(), GuestError> {
+        Ok(())
+    }
+
+    fn sync_dirty_log(&self, _: usize, _: &DirtyBitmap) -> Result<u64, GuestError> {
+        Ok(0)
+    }
+
+    fn clear_dirty_log(&self, _: usize, _: usize, _: usize) -> Result<(), GuestError> {
+        Ok(())
+    }
+
+    fn pause(&self) -> Result<(), GuestError> {
+        Ok(())
+    }
+
+    fn resume(&self) -> Result<(), GuestError> {
+        self.runs.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
+        Ok(Vec::new())
+    }
+
+    fn load_devices(&self, _: Vec<DeviceState>) -> Result<(), GuestError> {
+        Ok(())
+    }
+}
+
+/// A page of text.
+fn page(seed: u8) -> [u8; PAGE_SIZE] {
+    std::array::from_fn(|at| seed.wrapping_add(at.to_le_bytes()[at % 2]))
+}
+
+/// A `compress` record for a page of the block that was named last: the page in one stored block of
+/// a zlib stream.
+fn compressed(offset: u64, page: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(page.len()).expect("a page");
+    let (mut a, mut b) = (1, 0);
+    for &byte in page {
+        a = (a + u32::from(byte)) % 65521;
+        b = (b + a) % 65521;
+    }
+    let mut stream = vec![0x78, 0x01, 0x01];
+    stream.extend_from_slice(&length.to_le_bytes());
+    stream.extend_from_slice(&(!length).to_le_bytes());
+    stream.extend_from_slice(page);
+    stream.extend_from_slice(&(b << 16 | a).to_be_bytes());
+    let mut record = (offset | 0x100 | 0x20).to_be_bytes().to_vec();
+    record.extend_from_slice(&u32::try_from(stream.len()).expect("short").to_be_bytes());
+    record.extend_from_slice(&stream);
+    record
+}
+
+/// Sends a stream with these records to a new destination.
+fn receive_records(
+    records: impl FnOnce(&mut MainEncoder, &mut Vec<u8>),
+) -> (Waiting, Result<(), MigrationError>) {
+    let mut stream = Vec::new();
+    let configuration = Configuration {
+        machine: MACHINE.to_owned(),
+        ..Configuration::default()
+    };
+    let mut encoder = MainEncoder::new(&configuration, &mut stream).expect("encode");
+    let entries = [RamBlockEntry::new("ram0", (PAGES * PAGE_SIZE) as u64)];
+    encoder
+        .ram_start(&entries, false, &mut stream)
+        .expect("encode");
+    encoder.ram_end(&mut stream).expect("encode");
+    records(&mut encoder, &mut stream);
+    encoder.ram_eos(&mut stream).expect("encode");
+    encoder.eof(&mut stream).expect("encode");
+
+    let guest = Waiting::new();
+    let options = Options {
+        multifd: false,
+        handshake_timeout: Duration::from_secs(10),
+        ..Options::default()
+    };
+    let address: Address = "tcp:127.0.0.1:0".parse().expect("an address");
+    let listener = address.listen().expect("it listens");
+    let to = listener.address().expect("an address");
+    let outcome = std::thread::scope(|scope| {
+        let (guest, options) = (&guest, &options);
+        let receiving = scope.spawn(|| receive(guest, listener, options, &Control::default()));
+        let source = to.connect(Duration::from_secs(10)).expect("connect");
+        // A destination that has refused takes no more.
+        let _ = (&source).write_all(&stream);
+        receiving.join().expect("no panic")
+    });
+    (guest, outcome.map(drop))
+}
+
+#[test]
+fn deltas_and_compressed_pages_become_pages() {
+    let (old, new, packed) = (page(1), page(7), page(200));
+    let (guest, outcome) = receive_records(|encoder, out| {
+        encoder.normal_page(0, 0, &old, out).expect("encode");
+        // To a page that was sent, to one that was not, and again.
+        let mut delta = Vec::new();
+        let mut half = old;
+        half[1000..2000].copy_from_slice(&new[1000..2000]);
+        xbzrle::encode(&old, &half, PAGE_SIZE, &mut delta);
+        encoder.xbzrle_page(0, 0, &delta, out).expect("encode");
+        let fresh = [0x10, 0x02, 0xaa, 0xbb];
+        encoder.xbzrle_page(0, 4096, &fresh, out).expect("encode");
+        delta.clear();
+        xbzrle::encode(&half, &old, PAGE_SIZE, &mut delta);
+        encoder.xbzrle_page(0, 0, &delta, out).expect("encode");
+        out.extend_from_slice(&compressed(8192, &packed));
+    });
+    outcome.unwrap_or_else(|error| panic!("{}", error.chain()));
+    assert!(guest.runs.load(Ordering::SeqCst));
+    assert!(guest.page(0) == old, "two deltas that undo each other");
+    let mut fresh = vec![0; PAGE_SIZE];
+    fresh[0x10..0x12].copy_from_slice(&[0xaa, 0xbb]);
+    assert!(guest.page(1) == fresh, "a delta to a page of zeros");
+    assert!(guest.page(2) == packed, "a compressed page");
+}
+
+#[test]
+fn a_record_that_does_not_decode_is_refused_with_its_page() {
+    let bad_delta = receive_records(|encoder, out| {
+        let delta = [0xff, 0x1f, 2, 9, 9];
+        encoder.xbzrle_page(0, 4096, &delta, out).expect("encode");
+    });
+    let short_page = receive_records(|encoder, out| {
+        encoder.zero_page(0, 0, out).expect("encode");
+        out.extend_from_slice(&compressed(4096, &[1; PAGE_SIZE - 1]));
+    });
+    for (guest, outcome) in [bad_delta, short_page] {
+        let error = outcome.expect_err("a bad record");
+        assert!(
+            matches!(&error, MigrationError::Page { block, offset: 4096, .. } if block == "ram0"),
+            "{}",
+            error.chain()
+        );
+        assert!(!guest.runs.load(Ordering::SeqCst));
+    }
+}
