@@ -17,6 +17,16 @@ pub const TICK: Duration = Duration::from_millis(50);
 #[derive(Clone)]
 pub struct Interrupt(Arc<AtomicBool>);
 
+/// Ends a watch when it goes out of scope.
+struct Ends<'a>(&'a AtomicBool, &'a thread::Thread);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+        self.1.unpark();
+    }
+}
+
 impl Interrupt {
     /// Starts to catch both signals.
     pub fn catch() -> Result<Self, CommandError> {
@@ -51,10 +61,9 @@ impl Interrupt {
                     thread::park_timeout(TICK);
                 }
             });
-            let result = work();
-            done.store(true, Ordering::Release);
-            watch.thread().unpark();
-            result
+            // However `work` ends: a panic must not wait for a watch that waits for a signal.
+            let _ends = Ends(&done, watch.thread());
+            work()
         })
     }
 

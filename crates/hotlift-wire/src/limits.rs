@@ -15,6 +15,10 @@ pub const CAPABILITIES: usize = 32;
 /// more.
 pub const RAM_BLOCKS: usize = 4096;
 
+/// Most bytes of all RAM blocks together. Receivers keep bitmaps of a bit a page: half a GiB at most.
+/// The largest machines that are sold have 32 TiB; the largest VMs in use, 12.
+pub const RAM: u64 = 16 << 40;
+
 /// Most sections (START and FULL) of one stream. A minimal `pc` machine has 61.
 pub const SECTIONS: usize = 4096;
 

@@ -153,6 +153,17 @@ pub enum MigrationError {
         #[source]
         source: io::Error,
     },
+    /// The source was told that it may let go of the guest, and the destination was not told to run
+    /// it: if the source has let go, the guest stands still there, whole.
+    #[error(
+        "the destination does not run the guest, but the source may have let go of it: if the \
+         source says 'completed', 'cont' it there"
+    )]
+    LetGo {
+        /// What came between.
+        #[source]
+        source: Box<MigrationError>,
+    },
     /// The destination had everything and was told to run the guest, and then no word came back.
     /// The guest stands still here: letting it run could make two of it.
     #[error(

@@ -100,6 +100,13 @@ fn walk_block_list<'a>(
         });
     }
     let mut remaining = first & !FLAG_MASK;
+    if remaining > limits::RAM {
+        return Err(WireError::OverLimit {
+            what: "length of all RAM blocks",
+            limit: limits::RAM,
+            got: remaining,
+        });
+    }
     let mut count = 0;
     while remaining > 0 {
         count += 1;

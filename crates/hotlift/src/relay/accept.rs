@@ -23,9 +23,13 @@ const TICK: Duration = Duration::from_millis(100);
 /// Between two looks at a connection that has sent a part of its first bytes.
 const HALF_SAID: Duration = Duration::from_millis(2);
 
-/// How long the last channel of a source may be behind its first mark on main, which it connected
-/// before: on one host nothing, on a network a lost segment.
+/// How long the last channel of a source may be behind its first mark on main, before which it was
+/// connected: on one host nothing but this process's own delay.
 const SETTLE: Duration = Duration::from_millis(50);
+
+/// The same on a network, where the last segment of a handshake may be lost: TCP sends it again after
+/// 200 ms at the earliest.
+const SETTLE_TCP: Duration = Duration::from_secs(1);
 
 /// Connections that have arrived.
 pub(super) struct Arrivals<'a> {
@@ -110,7 +114,12 @@ impl<'a> Arrivals<'a> {
             if (self.unnamed.len(), self.multifd.len()) != before {
                 quiet_since = Instant::now();
             }
-            let settled = quiet_since.elapsed() >= SETTLE || self.listener.is_none();
+            let settle = match self.listener {
+                None => Duration::ZERO,
+                Some(Listener::Unix(_)) => SETTLE,
+                Some(Listener::Tcp(_)) => SETTLE_TCP,
+            };
+            let settled = quiet_since.elapsed() >= settle;
             if self.unnamed.is_empty() && self.is_complete(settled, expected) {
                 return self.take_channels();
             }
@@ -144,6 +153,8 @@ impl<'a> Arrivals<'a> {
 
     fn take_channels(&mut self) -> Result<Option<Channels>, MigrationError> {
         let mut arrived = std::mem::take(&mut self.multifd);
+        // Left in the queue by a migration that failed before.
+        arrived.retain(|(_, stream)| !is_hung_up(stream));
         arrived.sort_by_key(|(packet, _)| packet.id);
         let Some((first, _)) = arrived.first() else {
             return Ok(None);
@@ -235,6 +246,12 @@ impl<'a> Arrivals<'a> {
                         channel: Channel::Multifd(bytes[24]),
                         source,
                     })?;
+                if packet.id == u8::MAX {
+                    return Err(protocol(
+                        Channel::Multifd(packet.id),
+                        "a channel with this id",
+                    ));
+                }
                 self.multifd.push((packet, stream));
             }
             Some(_) => std::thread::sleep(HALF_SAID),
@@ -256,10 +273,35 @@ impl<'a> Arrivals<'a> {
         }
     }
 
+    /// True if another multifd channel waits to be accepted: one whose connection was not there yet when
+    /// they were counted.
+    pub(super) fn late_channel(&self) -> bool {
+        let Some(listener) = self.listener else {
+            return false;
+        };
+        while let Ok(Some(stream)) = listener.accept(Duration::ZERO) {
+            let mut magic = [0; 4];
+            if matches!(stream.peek(&mut magic), Ok(Some(4))) && magic == MAGIC.to_be_bytes() {
+                return true;
+            }
+        }
+        false
+    }
+
     /// True if multifd channels have arrived.
     pub(super) fn has_channels(&self) -> bool {
         !self.multifd.is_empty()
     }
+}
+
+/// True if the peer has closed the connection, whatever it has sent before.
+pub(super) fn is_hung_up(stream: &Stream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+    let at_once = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    matches!(rustix::event::poll(&mut fds, Some(&at_once)), Ok(1..))
 }
 
 fn opening(source: std::io::Error) -> MigrationError {

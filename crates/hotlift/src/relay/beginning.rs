@@ -2,16 +2,16 @@
 
 use std::io::Write;
 
-use hotlift_wire::WireError;
 use hotlift_wire::main_channel::{
     Command, Configuration, MainDecoder, MainEvent, SectionKind, Step,
 };
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::{WireError, limits};
 
 use super::main_input::MainInput;
 use super::session::{Call, encode};
 use super::sink::RamLayout;
-use super::{OPENING_MAIN, OPENING_MULTIFD, closed, wire};
+use super::{OPENING_MAIN, OPENING_MULTIFD, closed, name, wire};
 use crate::error::{Channel, MigrationError};
 use crate::hello;
 
@@ -102,6 +102,13 @@ pub(super) fn read_setup(
             }
             Err(source) => return Err(wire(source)),
         };
+        if input.everything().len() > limits::MAIN_RECORD {
+            return Err(wire(WireError::OverLimit {
+                what: "length of the set-up",
+                limit: limits::MAIN_RECORD as u64,
+                got: input.everything().len() as u64,
+            }));
+        }
         let mut answer = None;
         // The footer may stay in the source's buffer until its channels are read.
         let ended = event == MainEvent::RamEos;
@@ -134,8 +141,15 @@ pub(super) fn read_setup(
                 )));
             }
             MainEvent::RamBlocks(blocks) => ram = Some(blocks),
-            MainEvent::MultifdFlush => flush = true,
-            _ => {}
+            MainEvent::MultifdFlush if !flush => flush = true,
+            MainEvent::Header | MainEvent::RamEos => {}
+            other => {
+                return Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: name(&other),
+                    doing: "opening the migration",
+                });
+            }
         }
         input.take(consumed);
         if let Some(messages) = answer {

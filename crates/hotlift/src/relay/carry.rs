@@ -1,9 +1,7 @@
 //! One migration through the relay, start to end: connections, threads, and how they end.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
 
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
 use hotlift_wire::multifd::ZeroPageDetection;
@@ -18,15 +16,13 @@ use super::outgoing::{self, Seen};
 use super::receive::ChannelReceiver;
 use super::session::{Call, Carried, Session, Upstream, encode};
 use super::sink::Opening;
-use super::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings, pass_through};
+use super::watch::{EndsWatch, Watch};
+use super::{Hooks, Incoming, Outgoing, RelaySettings, pass_through};
 use crate::control::Control;
 use crate::destination::last_words;
 use crate::error::MigrationError;
 use crate::figures::Counters;
 use crate::threads::{OnPanic, spawn};
-
-/// How often progress is told.
-const REPORT: Duration = Duration::from_millis(500);
 
 /// One migration, start to end.
 pub(super) fn run(
@@ -114,7 +110,16 @@ pub(super) fn run(
         &session.received[upstream.multifd.len()],
     );
     let reader = MainReader::new(&session, &upstream, &setup, input, decoder);
-    carry(&session, &upstream, &setup, hooks, reader, &opening)?;
+    let late_channel = || arrivals.late_channel();
+    carry(
+        &session,
+        &upstream,
+        &setup,
+        hooks,
+        reader,
+        &opening,
+        &late_channel,
+    )?;
     Ok(Carried {
         since,
         received_bytes: session.received().transferred_bytes,
@@ -136,17 +141,19 @@ fn carry(
     hooks: Hooks<'_>,
     mut reader: MainReader<'_>,
     opening: &Opening,
+    late_channel: &dyn Fn() -> bool,
 ) -> Result<(), MigrationError> {
     let blocks = &setup.ram.blocks;
     let total_bytes = blocks.iter().map(|block| block.used_length).sum();
-    let done = Mutex::new(false);
+    let watch = Watch::default();
     let aborting = &|| {
         session.fail(MigrationError::Cancelled);
         upstream.shut_down();
     };
     thread::scope(|scope| {
+        let _watched = EndsWatch(&watch);
         let outcome = (|| {
-            for (id, stream) in (0..).zip(&upstream.multifd) {
+            for (id, stream) in (0..=u8::MAX).zip(&upstream.multifd) {
                 let name = format!("relay/recv_{id}");
                 spawn(scope, name.clone(), move || {
                     let _ends = OnPanic(aborting);
@@ -181,20 +188,19 @@ fn carry(
                     session.fail(error);
                 }
             })?;
-            if let Some(on_progress) = hooks.on_progress {
-                let done = &done;
-                spawn(scope, "relay/progress".to_owned(), move || {
-                    tell(session, on_progress, total_bytes, done);
-                })?;
-            }
+            spawn(scope, "relay/watch".to_owned(), || {
+                let _ends = OnPanic(aborting);
+                watch.run(session, upstream, total_bytes, hooks.on_progress);
+            })?;
             let _ends = OnPanic(aborting);
-            reader.run(opening, hooks)
+            reader.run(opening, hooks, late_channel)
         })();
         if let Err(error) = outcome {
             session.fail(error);
         }
         session.flow.end();
-        *done.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        // Everything has been written, or nothing will be: nobody need wait for anybody.
+        session.release_waiting();
         wind_up(session, upstream);
     });
     session.threads.book("relay/main");
@@ -204,13 +210,20 @@ fn carry(
             MigrationError::Destination { .. } => error,
             _ => MigrationError::InDoubt,
         }),
+        Some(error) if session.is_told() => Err(MigrationError::LetGo {
+            source: Box::new(error),
+        }),
         Some(error) => Err(error),
     }
 }
 
 /// Tells both sides how it ended, and closes all connections.
 fn wind_up(session: &Session<'_>, upstream: &Upstream) {
-    if let Some(reason) = session.failure_text() {
+    if session.has_failed() {
+        session.explain(session.sink.last_words());
+    }
+    let in_doubt = session.is_released() && !session.was_refused();
+    if let Some(reason) = session.failure_text().filter(|_| !in_doubt) {
         let shut = ReturnMessage::Shut(1);
         // A QEMU does not know the text.
         upstream.answer(&if upstream.is_relay {
@@ -219,7 +232,7 @@ fn wind_up(session: &Session<'_>, upstream: &Upstream) {
             encode(&[shut])
         });
     }
-    session.sink.abort();
+    session.sink.close();
     upstream.close();
 }
 
@@ -241,31 +254,4 @@ fn write_batches(session: &Session<'_>, worker: usize) -> Result<(), MigrationEr
         session.flow.give_back(batch);
     }
     Ok(())
-}
-
-/// Reports until `done`.
-fn tell(
-    session: &Session<'_>,
-    on_progress: &(dyn Fn(&RelayProgress) + Sync),
-    total_bytes: u64,
-    done: &Mutex<bool>,
-) {
-    let step = REPORT / 10;
-    loop {
-        for _ in 0..10 {
-            thread::sleep(step);
-            if *done.lock().unwrap_or_else(PoisonError::into_inner) {
-                return;
-            }
-        }
-        let pages = session.pages.read();
-        on_progress(&RelayProgress {
-            elapsed: session.since.elapsed(),
-            received_bytes: session.received().transferred_bytes,
-            sent_bytes: session.sink.sent_bytes(),
-            normal_pages: pages.normal_pages,
-            zero_pages: pages.zero_pages,
-            total_bytes,
-        });
-    }
 }

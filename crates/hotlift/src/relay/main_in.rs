@@ -7,7 +7,7 @@ use super::main_input::MainInput;
 use super::main_pages::MainPages;
 use super::session::{Session, Upstream};
 use super::sink::Opening;
-use super::{Hooks, closed, tail, wire};
+use super::{Hooks, closed, name, tail, wire};
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
 
@@ -56,13 +56,15 @@ impl<'a> MainReader<'a> {
         &mut self,
         opening: &Opening,
         hooks: Hooks<'_>,
+        late_channel: &dyn Fn() -> bool,
     ) -> Result<(), MigrationError> {
         self.open(opening)?;
         while !self.next()? {}
         if self.upstream.is_relay {
             tail::of_relay(self.session, self.upstream, &mut self.input)
         } else {
-            tail::of_qemu(self.session, self.upstream, &mut self.input, hooks)
+            let input = &mut self.input;
+            tail::of_qemu(self.session, self.upstream, input, hooks, late_channel)
         }
     }
 
@@ -185,11 +187,4 @@ impl<'a> MainReader<'a> {
             doing: "waiting at a barrier",
         })
     }
-}
-
-/// An event's name, without what is in it.
-fn name(event: &MainEvent<'_>) -> String {
-    let text = format!("{event:?}");
-    let end = text.find([' ', '(', '{']).unwrap_or(text.len());
-    text[..end].to_owned()
 }

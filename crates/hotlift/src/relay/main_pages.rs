@@ -27,7 +27,9 @@ pub(super) struct MainPages<'a> {
 
 impl<'a> MainPages<'a> {
     pub(super) fn new(session: &'a Session<'a>, ram: &'a RamLayout, alone: bool) -> Self {
-        let bitmaps = ram.blocks.iter().map(|block| {
+        // Only where the pages are looked up.
+        let blocks = if alone { ram.blocks.as_slice() } else { &[] };
+        let bitmaps = blocks.iter().map(|block| {
             let pages = block.used_length / PAGE_SIZE as u64;
             DirtyBitmap::new(usize::try_from(pages).unwrap_or(usize::MAX))
         });
@@ -57,6 +59,7 @@ impl<'a> MainPages<'a> {
             self.note(block, offset);
         }
         if let PageContent::Xbzrle(delta) = content {
+            self.settle()?;
             return self.session.sink.delta(block, offset, delta);
         }
         let joins = |batch: &Batch| batch.block == block && !batch.is_full();

@@ -53,11 +53,13 @@ mod receive;
 mod session;
 mod sink;
 mod tail;
+mod watch;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::WireError;
+use hotlift_wire::main_channel::MainEvent;
 use serde::{Deserialize, Serialize};
 
 use crate::control::Control;
@@ -272,4 +274,11 @@ fn wire(source: WireError) -> MigrationError {
         channel: Channel::Main,
         source,
     }
+}
+
+/// An event's name, without what is in it.
+fn name(event: &MainEvent<'_>) -> String {
+    let text = format!("{event:?}");
+    let end = text.find([' ', '(', '{']).unwrap_or(text.len());
+    text[..end].to_owned()
 }

@@ -6,8 +6,9 @@
 
 use std::io::Write;
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use super::accept::Arrivals;
 use super::main_input::MainInput;
@@ -18,6 +19,15 @@ use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
 use crate::threads::spawn;
 use crate::transport::{Address, Stream};
+
+/// Further connections at most: QEMU has one, the preempt channel of postcopy.
+const EXTRA: usize = 4;
+
+/// After a connection that could not be accepted.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// The last thing that a destination says if all is well: SHUT(0).
+const SHUT_0: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
 
 /// Bytes copied at once.
 const COPY: usize = 256 << 10;
@@ -49,21 +59,23 @@ pub(super) fn run(
     counters.0.add_bytes(input.everything().len());
     counters.1.add_bytes(input.everything().len());
     let threads = ThreadTimes::default();
-    let over = AtomicBool::new(false);
+    let ended = AtomicUsize::new(0);
     let source = input.stream();
     let outcome = thread::scope(|scope| {
         let counters = &counters;
-        let (threads, over) = (&threads, &over);
-        spawn(scope, "relay/return".to_owned(), || {
+        let (threads, ended) = (&threads, &ended);
+        let backward = spawn(scope, "relay/return".to_owned(), || {
             // Answers are in neither figure.
-            copy(&first, source, &Counters::default(), None);
+            let copied = copy(&first, source, &Counters::default(), None);
             threads.book("relay/return");
+            ended.fetch_add(1, Ordering::AcqRel);
+            copied
         })?;
         let forward = spawn(scope, "relay/main".to_owned(), || {
-            let ended = copy(source, &first, &counters.0, Some(&counters.1));
+            let copied = copy(source, &first, &counters.0, Some(&counters.1));
             threads.book("relay/main");
-            over.store(true, Ordering::Release);
-            ended
+            ended.fetch_add(1, Ordering::AcqRel);
+            copied
         })?;
         // The preempt channel of postcopy comes late, and may say nothing for long.
         let mut extra = Vec::new();
@@ -72,14 +84,16 @@ pub(super) fn run(
             if let Err(error) = call.check() {
                 break Err(error);
             }
-            if over.load(Ordering::Acquire) {
+            if ended.load(Ordering::Acquire) == 2 {
                 break Ok(());
             }
             match arrivals.another() {
                 Ok(None) => {}
-                Err(error) => break Err(error),
+                // Somebody else's connection; the migration goes on without it.
+                Err(_) => thread::sleep(RETRY),
+                Ok(Some(_)) if extra.len() == EXTRA => {}
                 Ok(Some(stream)) => match to.connect(timeout) {
-                    Err(error) => break Err(error.into()),
+                    Err(_) => {}
                     Ok(other) => {
                         let pair = std::sync::Arc::new((stream, other));
                         for (name, back) in [("relay/extra", false), ("relay/extra_r", true)] {
@@ -105,15 +119,20 @@ pub(super) fn run(
             source.shutdown(Shutdown::Both);
             first.shutdown(Shutdown::Both);
         }
-        let whole = forward.join().unwrap_or(false);
-        // The destination's last answers are on their way; its close ends the return thread.
-        source.shutdown(Shutdown::Read);
+        let there = forward.join().unwrap_or_default();
+        let back = backward.join().unwrap_or_default();
         for pair in &extra {
             pair.0.shutdown(Shutdown::Both);
             pair.1.shutdown(Shutdown::Both);
         }
         outcome?;
-        if whole { Ok(()) } else { Err(closed()) }
+        // A destination that speaks at all ends with SHUT(0) if it has the guest.
+        let refused = !back.last.is_empty() && back.last != SHUT_0;
+        if there.is_whole && !refused {
+            Ok(())
+        } else {
+            Err(closed())
+        }
     });
     outcome?;
     Ok(Carried {
@@ -129,18 +148,34 @@ pub(super) fn run(
     })
 }
 
-/// Copies until the end of `from`, and ends `to`; false if either broke.
-fn copy(from: &Stream, to: &Stream, received: &Counters, sent: Option<&Counters>) -> bool {
+/// What became of one direction.
+#[derive(Debug, Default)]
+struct Copied {
+    /// It ended by itself.
+    is_whole: bool,
+    /// Its last bytes, up to as many as [`SHUT_0`] has.
+    last: Vec<u8>,
+}
+
+/// Copies until the end of `from`, and ends `to`.
+fn copy(from: &Stream, to: &Stream, received: &Counters, sent: Option<&Counters>) -> Copied {
     let mut buffer = vec![0; COPY];
+    let mut copied = Copied::default();
     loop {
         let read = match from.read_some(&mut buffer) {
             Ok(0) => {
                 to.shutdown(Shutdown::Write);
-                return true;
+                copied.is_whole = true;
+                return copied;
             }
             Ok(read) => read,
             Err(_) => break,
         };
+        copied
+            .last
+            .extend_from_slice(&buffer[read - read.min(SHUT_0.len())..read]);
+        let excess = copied.last.len().saturating_sub(SHUT_0.len());
+        copied.last.drain(..excess);
         let mut out = to;
         if out.write_all(&buffer[..read]).is_err() {
             break;
@@ -152,7 +187,7 @@ fn copy(from: &Stream, to: &Stream, received: &Counters, sent: Option<&Counters>
     }
     from.shutdown(Shutdown::Both);
     to.shutdown(Shutdown::Both);
-    false
+    copied
 }
 
 fn broken(source: std::io::Error, doing: &'static str) -> MigrationError {

@@ -23,6 +23,8 @@ pub(super) struct ChannelReceiver<'a> {
     /// Made when the first packet says its method; all others must then have the same.
     decoder: Option<Box<dyn Decode>>,
     payload: Vec<u8>,
+    /// The SYNC of the set-up has come, and with it everything that pages need.
+    synced: bool,
     /// Passes uncompressed packets on where that may be done.
     forwarder: Option<Box<dyn ForwardPackets + 'a>>,
 }
@@ -50,6 +52,7 @@ impl<'a> ChannelReceiver<'a> {
             header_bytes: vec![0; layout.header_len()],
             decoder: None,
             payload: Vec::new(),
+            synced: false,
             forwarder: None,
         }
     }
@@ -61,12 +64,20 @@ impl<'a> ChannelReceiver<'a> {
                 .decode(&self.header_bytes, &self.rules, self.blocks)
                 .map_err(|source| self.wire(source))?;
             let pages = self.header.normal().len() + self.header.zero().len();
+            if pages > 0 && !self.synced {
+                return Err(MigrationError::Protocol {
+                    channel: Channel::Multifd(self.id),
+                    got: "pages before the first SYNC".to_owned(),
+                    doing: "opening the migration",
+                });
+            }
             if pages > 0 && !self.pages()? {
                 return Ok(());
             }
             if self.header.sync() && !self.session.barrier.channel_arrives() {
                 return Ok(());
             }
+            self.synced |= self.header.sync();
         }
         self.session.barrier.channel_ends();
         Ok(())

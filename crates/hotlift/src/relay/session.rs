@@ -4,18 +4,22 @@ use std::io::Write;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hotlift_wire::return_path::ReturnMessage;
 
+use super::accept::is_hung_up;
 use super::flow::Flow;
 use super::sink::Sink;
 use crate::barrier::Barrier;
 use crate::control::Control;
 use crate::destination::last_words;
-use crate::error::MigrationError;
+use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadCpu, ThreadTimes};
 use crate::transport::Stream;
+
+/// How long a source may leave answers unread before it is given up.
+const ANSWERING: Duration = Duration::from_secs(5);
 
 /// The source's connections.
 #[derive(Debug)]
@@ -38,6 +42,8 @@ impl Upstream {
         is_relay: bool,
         return_path: bool,
     ) -> Self {
+        // A socket that refuses the time-out is one that has gone.
+        let _ = main.set_write_timeout(ANSWERING);
         Self {
             main,
             multifd,
@@ -50,12 +56,41 @@ impl Upstream {
     /// Sends answers, if the source takes any. One that has gone cannot be told; its going is noticed
     /// where it is read from.
     pub(super) fn answer(&self, bytes: &[u8]) {
-        if self.return_path {
-            let _one = self
-                .answering
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            let _ = (&self.main).write_all(bytes);
+        let _ = self.answer_surely(bytes);
+    }
+
+    /// The same, where it matters.
+    ///
+    /// # Errors
+    /// [`MigrationError::Connection`] if the source has gone, or reads nothing.
+    pub(super) fn answer_surely(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        if !self.return_path {
+            return Ok(());
+        }
+        let _one = self
+            .answering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        (&self.main).write_all(bytes).map_err(|source| {
+            // A part of a message may be on its way: nothing can follow it.
+            self.main.shutdown(Shutdown::Both);
+            MigrationError::Connection {
+                channel: Channel::Main,
+                doing: "answering the source",
+                source,
+            }
+        })
+    }
+
+    /// Whether the source has closed its main channel.
+    pub(super) fn is_closed(&self) -> bool {
+        is_hung_up(&self.main)
+    }
+
+    /// Frees the threads that read multifd channels.
+    pub(super) fn shut_channels(&self) {
+        for stream in &self.multifd {
+            stream.shutdown(Shutdown::Both);
         }
     }
 
@@ -67,8 +102,10 @@ impl Upstream {
 
     /// Closes all connections, main so that what was said on it last arrives.
     pub(super) fn close(&self) {
-        for stream in &self.multifd {
-            stream.shutdown(Shutdown::Both);
+        self.shut_channels();
+        if !self.return_path {
+            // It hears nothing, and what it writes on must not look taken.
+            return self.shut_down();
         }
         last_words::close(&[&self.main]);
     }
@@ -93,7 +130,8 @@ impl<'a> Call<'a> {
     /// [`MigrationError::Cancelled`] if the relay is cancelled, or has failed elsewhere.
     pub(super) fn check(&self) -> Result<(), MigrationError> {
         let failed = self.session.is_some_and(Session::has_failed);
-        if failed || self.control.is_cancelled() {
+        let too_late = self.session.is_some_and(Session::is_told);
+        if failed || (self.control.is_cancelled() && !too_late) {
             return Err(MigrationError::Cancelled);
         }
         Ok(())
@@ -113,6 +151,8 @@ pub(super) struct Session<'a> {
     pub barriers: AtomicU64,
     pub threads: ThreadTimes,
     pub since: Instant,
+    /// The source was told that it may let go of the guest.
+    told: AtomicBool,
     /// The guest may be the destination's.
     released: AtomicBool,
     failure: Mutex<Option<MigrationError>>,
@@ -137,6 +177,7 @@ impl<'a> Session<'a> {
             barriers: AtomicU64::new(0),
             threads: ThreadTimes::default(),
             since,
+            told: AtomicBool::new(false),
             released: AtomicBool::new(false),
             failure: Mutex::new(None),
         }
@@ -165,9 +206,24 @@ impl<'a> Session<'a> {
                 *failure = Some(error);
             }
         }
+        self.control.stop();
+        self.release_waiting();
+        self.sink.abort();
+    }
+
+    /// Ends every wait of the threads for each other: something failed, or everything is done.
+    pub(super) fn release_waiting(&self) {
         self.flow.break_up();
         self.barrier.break_up();
-        self.sink.abort();
+    }
+
+    /// The source is told that all is loaded: it may let go, and a cancel comes too late.
+    pub(super) fn tell(&self) {
+        self.told.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_told(&self) -> bool {
+        self.told.load(Ordering::Acquire)
     }
 
     /// What ended the migration, as one line, if something has.
@@ -177,6 +233,26 @@ impl<'a> Session<'a> {
 
     pub(super) fn take_failure(&self) -> Option<MigrationError> {
         self.lock_failure().take()
+    }
+
+    /// Puts what the other side has said in place of what its going away looked like from here.
+    pub(super) fn explain(&self, words: Option<String>) {
+        if let (Some(failure), Some(reason)) = (&mut *self.lock_failure(), words)
+            && matches!(
+                failure,
+                MigrationError::Connection { .. } | MigrationError::Closed { .. }
+            )
+        {
+            *failure = MigrationError::Destination { reason };
+        }
+    }
+
+    /// The other side has said that it does not run the guest.
+    pub(super) fn was_refused(&self) -> bool {
+        matches!(
+            *self.lock_failure(),
+            Some(MigrationError::Destination { .. })
+        )
     }
 
     /// EOF goes out: from here on a failure does not say who has the guest.

@@ -91,8 +91,19 @@ pub(crate) trait Sink: Sync {
     /// What the other side said is wrong, or a connection that ended before `commit`.
     fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError>;
 
-    /// Ends every call that waits; from any thread. Nothing of a file is left that looks whole.
+    /// Ends every call that waits; from any thread. Nothing of a file is left that looks whole. What
+    /// the other side says may still be read.
     fn abort(&self);
+
+    /// After a failure: what the other side has to say about it, if it says it soon.
+    fn last_words(&self) -> Option<String> {
+        None
+    }
+
+    /// Closes everything, [`Sink::return_path`] too.
+    fn close(&self) {
+        self.abort();
+    }
 
     /// Bytes written so far, all channels.
     fn sent_bytes(&self) -> u64;

@@ -8,13 +8,17 @@ use hotlift_wire::{WireError, limits};
 
 use super::main_input::MainInput;
 use super::session::{Session, Upstream, encode};
-use super::{CHECKSUM_FOLLOWS, Hooks, LOADED, LetGo};
+use super::{CHECKSUM_FOLLOWS, Hooks, LOADED, LetGo, closed, wire};
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
 
 /// A source that has said nothing for so long behind RAM has sent its last byte, though there is no VM
-/// description to show it (machines with `suppress-vmdesc`). QEMU writes its devices in one go.
-const SILENCE: Duration = Duration::from_secs(1);
+/// description to show it (machines with `suppress-vmdesc`). A second was too short: QEMU flushes its
+/// disks between the last device and EOF.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// How long a VM description may be behind the EOF of a relay, which sends both in one go.
+const DESCRIPTION: Duration = Duration::from_secs(1);
 
 /// How long a source may take to let go of the guest, once it was told that all is loaded.
 const LETTING_GO: Duration = Duration::from_secs(60);
@@ -28,12 +32,27 @@ pub(super) fn of_qemu(
     upstream: &Upstream,
     input: &mut MainInput<'_>,
     hooks: Hooks<'_>,
+    late_channel: &dyn Fn() -> bool,
 ) -> Result<(), MigrationError> {
-    let (tail, eof) = read_tail(session, input)?;
+    let (tail, eof) = read_tail(session, upstream, input)?;
     session.control.set_status(Status::Device);
     session.sink.devices(&tail[..eof])?;
     session.sink.await_loaded()?;
-    upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
+    let channel_missing = late_channel();
+    if channel_missing {
+        return Err(MigrationError::Protocol {
+            channel: Channel::Main,
+            got: "a further multifd channel at the end of the stream".to_owned(),
+            doing: "carrying RAM (its connection came too late to be counted)",
+        });
+    }
+    // A source that takes answers lets go at SHUT(0), and not before: one that has gone already was
+    // cancelled, or has died.
+    if upstream.return_path && upstream.is_closed() {
+        return Err(closed());
+    }
+    session.tell();
+    upstream.answer_surely(&encode(&[ReturnMessage::Shut(0)]))?;
     await_let_go(session, upstream, input, hooks)?;
     session.release();
     session.sink.commit(&tail[eof..])
@@ -42,6 +61,7 @@ pub(super) fn of_qemu(
 /// Reads until the stream's last byte has come: the bytes, and where EOF is in them.
 fn read_tail(
     session: &Session<'_>,
+    upstream: &Upstream,
     input: &mut MainInput<'_>,
 ) -> Result<(Vec<u8>, usize), MigrationError> {
     let mut tail = Vec::new();
@@ -65,18 +85,20 @@ fn read_tail(
             continue;
         }
         // Without a description nothing shows that the last byte is EOF and no part of a device: the
-        // PING in its place does, which a device cut short would swallow.
-        match tail.split_last() {
-            Some((0, devices)) => {
+        // PING in its place does, which a device cut short would swallow. A source that takes answers
+        // does not close before it has had one.
+        let is_closed = upstream.is_closed();
+        return match tail.split_last() {
+            Some((0, devices)) if !(is_closed && upstream.return_path) => {
                 let eof = devices.len();
-                return Ok((tail, eof));
+                Ok((tail, eof))
             }
-            _ => {
-                return Err(MigrationError::Closed {
-                    channel: Channel::Main,
-                });
-            }
-        }
+            _ if is_closed => Err(closed()),
+            _ => Err(MigrationError::Timeout {
+                waiting_for: "the rest of the source's devices".to_owned(),
+                waited: SILENCE,
+            }),
+        };
     }
 }
 
@@ -94,7 +116,7 @@ fn await_let_go(
             // Nothing follows the end of a stream but its close; a source that keeps it open has not
             // let go.
             match input.fill_some(1, Some(Duration::ZERO), &call) {
-                Ok(false) if is_closed(upstream) => return Ok(()),
+                Ok(false) if upstream.is_closed() => return Ok(()),
                 Ok(false) => continue,
                 Ok(true) => {
                     return Err(MigrationError::Protocol {
@@ -103,7 +125,8 @@ fn await_let_go(
                         doing: "waiting for the source to let go of the guest",
                     });
                 }
-                Err(MigrationError::Connection { .. }) => return Ok(()),
+                // A connection that is reset was closed with SHUT(0) unread: the source was cancelled, or
+                // has died.
                 Err(error) => return Err(error),
             }
         };
@@ -123,11 +146,6 @@ fn await_let_go(
     })
 }
 
-/// Whether the source has closed its main channel.
-fn is_closed(upstream: &Upstream) -> bool {
-    !matches!(upstream.main.peek(&mut [0]), Ok(None | Some(1..)))
-}
-
 /// Of a relay: its device sections have a length, and it says itself when EOF may follow.
 pub(super) fn of_relay(
     session: &Session<'_>,
@@ -136,22 +154,27 @@ pub(super) fn of_relay(
 ) -> Result<(), MigrationError> {
     // Of all before the PING that announces a checksum.
     let mut awaited = None;
+    let mut is_loaded = false;
     loop {
         let crc = input.crc();
         match next_in_tail(input.unread()).map_err(wire)? {
             TailStep::Need(needed) => {
                 if !input.fill(needed, &session.call())? {
-                    return Err(MigrationError::Closed {
-                        channel: Channel::Main,
-                    });
+                    return Err(closed());
                 }
             }
             TailStep::Event(event, consumed) => {
                 if event == TailEvent::Eof {
+                    if !is_loaded {
+                        return Err(unexpected("EOF before the devices were loaded"));
+                    }
                     return end_of_relay(session, upstream, input);
                 }
                 input.take(consumed);
                 match event {
+                    TailEvent::Packaged(_) if is_loaded => {
+                        return Err(unexpected("devices behind the last"));
+                    }
                     TailEvent::Packaged(length) => {
                         session.control.set_status(Status::Device);
                         let sections = read_package(session, input, length)?;
@@ -169,6 +192,7 @@ pub(super) fn of_relay(
                     TailEvent::Ping(CHECKSUM_FOLLOWS) => awaited = crc,
                     TailEvent::Ping(LOADED) => {
                         session.sink.await_loaded()?;
+                        is_loaded = true;
                         upstream.answer(&encode(&[ReturnMessage::Pong(LOADED)]));
                     }
                     TailEvent::Ping(value) => session.sink.command(Command::Ping(value))?,
@@ -191,9 +215,7 @@ fn read_package(
         sections.extend_from_slice(&unread[..taken]);
         input.take(taken);
         if sections.len() < length && !input.fill_some(1, None, &session.call())? {
-            return Err(MigrationError::Closed {
-                channel: Channel::Main,
-            });
+            return Err(closed());
         }
     }
     Ok(sections)
@@ -218,7 +240,10 @@ fn end_of_relay(
         // What is missing of the description is no reason not to run the guest: nobody reads it.
         if complete
             || end.len() > limits::VM_DESCRIPTION
-            || !matches!(input.fill_some(1, Some(SILENCE), &session.call()), Ok(true))
+            || !matches!(
+                input.fill_some(1, Some(DESCRIPTION), &session.call()),
+                Ok(true)
+            )
         {
             break;
         }
@@ -228,9 +253,10 @@ fn end_of_relay(
     Ok(())
 }
 
-fn wire(source: WireError) -> MigrationError {
-    MigrationError::Wire {
+fn unexpected(got: &str) -> MigrationError {
+    MigrationError::Protocol {
         channel: Channel::Main,
-        source,
+        got: got.to_owned(),
+        doing: "reading the end of a relay's stream",
     }
 }

@@ -251,6 +251,17 @@ impl Stream {
         };
     }
 
+    /// Limits how long a write may wait for the peer to read.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub(crate) fn set_write_timeout(&self, timeout: Duration) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_write_timeout(Some(timeout)),
+            Self::Unix(stream) => stream.set_write_timeout(Some(timeout)),
+        }
+    }
+
     /// Reads what there is into `buffer`, waiting for at least a byte; 0 at end of stream.
     ///
     /// # Errors

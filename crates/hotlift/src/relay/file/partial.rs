@@ -3,7 +3,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -49,6 +49,10 @@ impl PartialFile {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => return Err(FileError::InUse { path: partial }),
             Err(errno) => return Err(failed(errno.into())),
+        }
+        // Its last owner may have given it its name meanwhile: what is locked is then a whole file.
+        if !is_at(&file, &partial).map_err(failed)? {
+            return Err(FileError::InUse { path: partial });
         }
         file.set_len(0).map_err(failed)?;
         Ok(Self {
@@ -139,5 +143,15 @@ impl PartialFile {
 impl Drop for PartialFile {
     fn drop(&mut self) {
         self.give_up();
+    }
+}
+
+/// Whether `path` is the name of `file`.
+fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let (opened, named) = (file.metadata()?, std::fs::metadata(path));
+    match named {
+        Ok(named) => Ok((opened.dev(), opened.ino()) == (named.dev(), named.ino())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
     }
 }

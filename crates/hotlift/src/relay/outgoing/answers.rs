@@ -193,6 +193,17 @@ impl Answers {
         }
     }
 
+    /// The other side's reason to give up, if it comes within `patience`.
+    pub(super) fn reason(&self, patience: Duration) -> Option<String> {
+        let (heard, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), patience, |heard| {
+                heard.reason.is_none() && !heard.ended
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        heard.reason.clone()
+    }
+
     /// What became of a connection that has ended: fine if the guest runs there.
     pub(super) fn ending(&self) -> Result<(), MigrationError> {
         let heard = self.lock();

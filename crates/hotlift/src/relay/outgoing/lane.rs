@@ -1,5 +1,6 @@
 //! Where a channel's bytes go: a socket, or a save file.
 
+use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
@@ -45,6 +46,14 @@ impl Lane {
 }
 
 impl Lane {
+    /// Ends one or both directions; nothing is left of a file.
+    pub(super) fn shut_down(&self, how: Shutdown) {
+        match self {
+            Self::Socket(stream) => stream.shutdown(how),
+            Self::File(file) => file.abort(),
+        }
+    }
+
     /// The socket, if it is one.
     pub(super) fn socket(&self) -> Option<&Stream> {
         match self {

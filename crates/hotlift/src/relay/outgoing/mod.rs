@@ -40,6 +40,9 @@ use main_out::{MainLink, MainOut, Section, wire};
 /// How long a destination may take to load the devices, and to run the guest when it was told to.
 const LOADING: Duration = Duration::from_secs(60);
 
+/// How long the reason of the other side may be behind its going.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+
 /// Where zero pages go. The table of zero pages in packets came with QEMU 9.0; an older one takes no
 /// notice of it, and would keep what it had in those pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -507,12 +510,19 @@ impl Sink for StreamSink<'_> {
 
     fn abort(&self) {
         self.answers.abort();
-        for lane in std::iter::once(&self.link.lane).chain(&self.multifd) {
-            match lane {
-                Lane::Socket(stream) => stream.shutdown(Shutdown::Both),
-                Lane::File(file) => file.abort(),
-            }
+        for lane in &self.multifd {
+            lane.shut_down(Shutdown::Both);
         }
+        self.link.lane.shut_down(Shutdown::Write);
+    }
+
+    fn last_words(&self) -> Option<String> {
+        self.answers.reason(LAST_WORDS)
+    }
+
+    fn close(&self) {
+        self.abort();
+        self.link.lane.shut_down(Shutdown::Both);
     }
 
     fn sent_bytes(&self) -> u64 {

@@ -1,0 +1,98 @@
+//! The thread that sees what no other one can while it waits: a cancel, and a source that has gone.
+//!
+//! A destination that takes nothing stops the workers, those stop the readers, and then nobody reads from
+//! the source, whose going would be noticed there.
+
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::session::{Session, Upstream};
+use super::{RelayProgress, closed};
+use crate::error::MigrationError;
+
+/// How often it looks.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// How often progress is told.
+const REPORT: Duration = Duration::from_millis(500);
+
+/// How long the last words to a source may take before its main channel is closed all the same.
+const LAST_WORDS: Duration = Duration::from_secs(8);
+
+/// Ends the watch when the main thread does, however it does.
+#[derive(Debug, Default)]
+pub(super) struct Watch {
+    over: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Watch {
+    /// The migration is over.
+    pub(super) fn end(&self) {
+        *self.over.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for [`LOOK`]; true once it is over.
+    fn rest(&self) -> bool {
+        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        let (over, _) = self
+            .changed
+            .wait_timeout_while(over, LOOK, |over| !*over)
+            .unwrap_or_else(PoisonError::into_inner);
+        *over
+    }
+
+    /// Watches, and tells `on_progress`, until the end.
+    pub(super) fn run(
+        &self,
+        session: &Session<'_>,
+        upstream: &Upstream,
+        total_bytes: u64,
+        on_progress: Option<&(dyn Fn(&RelayProgress) + Sync)>,
+    ) {
+        let mut told = Instant::now();
+        let mut failed_at = None;
+        while !self.rest() {
+            if session.control.is_cancelled() && !session.is_told() {
+                session.fail(MigrationError::Cancelled);
+            }
+            // A QEMU that takes answers keeps its side open until it has had the last. (What plays a
+            // file, and a relay, end theirs when all is written.)
+            let stays = upstream.return_path && !upstream.is_relay;
+            if stays && !session.is_told() && upstream.is_closed() {
+                session.fail(closed());
+            }
+            if session.has_failed() {
+                upstream.shut_channels();
+                let since = *failed_at.get_or_insert_with(Instant::now);
+                if since.elapsed() > LAST_WORDS {
+                    upstream.shut_down();
+                }
+            }
+            if let Some(on_progress) = on_progress
+                && told.elapsed() >= REPORT
+            {
+                told = Instant::now();
+                let pages = session.pages.read();
+                on_progress(&RelayProgress {
+                    elapsed: session.since.elapsed(),
+                    received_bytes: session.received().transferred_bytes,
+                    sent_bytes: session.sink.sent_bytes(),
+                    normal_pages: pages.normal_pages,
+                    zero_pages: pages.zero_pages,
+                    total_bytes,
+                });
+            }
+        }
+    }
+}
+
+/// Ends a watch when it goes out of scope.
+pub(super) struct EndsWatch<'a>(pub &'a Watch);
+
+impl Drop for EndsWatch<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
