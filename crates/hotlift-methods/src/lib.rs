@@ -1,4 +1,4 @@
-//! The page compression methods of the multifd stream (QEMU's `multifd-compression`).
+//! The page compression methods of the multifd stream: QEMU's `multifd-compression`, and `lz4`.
 //!
 //! One packet of up to 128 pages is the unit: an [`Encode`] turns the packet's normal pages into the
 //! payload that follows its header, a [`Decode`] puts a payload back into guest memory. Each channel
@@ -15,6 +15,7 @@
 //! | `qpl/` | raw deflate pages, as Intel's IAA reads and writes them |
 //! | `uadk/` | zlib pages, as HiSilicon's accelerator reads and writes them |
 //! | `qatzip/` | gzip members with QAT's extra field |
+//! | `lz4/` | an LZ4 block a packet, between two Hotlifts |
 //! | `software` | pages and members to deflate without an accelerator |
 //! | `isal/` | ISA-L's igzip, opened at run time |
 //! | `libdeflate` | whole streams, both ways |
@@ -37,6 +38,7 @@ mod error;
 mod isal;
 pub mod legacy;
 mod libdeflate;
+mod lz4;
 mod none;
 mod pagewise;
 mod qatzip;

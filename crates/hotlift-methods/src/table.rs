@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::{Decode, Encode, MethodError, none, qatzip, qpl, uadk, zlib, zstd};
+use crate::{Decode, Encode, MethodError, lz4, none, qatzip, qpl, uadk, zlib, zstd};
 
 /// What one call of a method's encoder compresses as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub enum Unit {
 /// A page compression method.
 #[derive(Debug)]
 pub struct MethodInfo {
-    /// Value of `multifd-compression` that selects it.
+    /// Value of `multifd-compression` that selects it. QEMU knows all but `lz4`.
     pub name: &'static str,
     /// Method bits in the flags of a multifd packet header (QEMU: `MULTIFD_FLAG_*`).
     pub flag: u32,
@@ -122,6 +122,18 @@ pub static METHODS: &[MethodInfo] = &[
         decoder: qatzip::decoder,
         library: qatzip::library,
         summary: "gzip members for Intel's QAT, with a checksum each",
+    },
+    MethodInfo {
+        name: "lz4",
+        flag: 0x80,
+        levels: None,
+        default_level: 0,
+        unit: Unit::Packet,
+        stateful: false,
+        encoder: lz4::encoder,
+        decoder: lz4::decoder,
+        library: lz4::library,
+        summary: "LZ4 blocks, for links too fast for zstd; between Hotlifts only",
     },
 ];
 

@@ -123,6 +123,7 @@ fn noise_is_an_error() {
                 ("qatzip", 1) => {
                     drop(payload.splice(0..0, [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 0xff]))
                 }
+                ("lz4", 1) => drop(payload.splice(0..0, [0, 0, 0x20, 0])),
                 ("zstd", 1) => drop(payload.splice(0..0, [0x28, 0xb5, 0x2f, 0xfd])),
                 _ => {}
             }
@@ -295,6 +296,34 @@ fn a_table_must_hold_lengths_of_pages_that_add_up() {
                 vec![CANARY; 4 * PAGE_SIZE],
                 "nothing written"
             );
+        }
+    }
+}
+
+#[test]
+fn an_lz4_block_must_give_exactly_what_its_head_says() {
+    let pages = contents("text", 4, 1);
+    let encoder = &mut (method("lz4").expect("lz4").encoder)(0).expect("lz4");
+    let mut good = Vec::new();
+    encoder.encode(&pages, &mut good).expect("lz4");
+    assert_eq!(good[..4], [0, 0, 0x40, 0], "bytes of four pages");
+    for (head, there, error) in [
+        (3 * PAGE_SIZE, 3, "no block of the pages"),
+        (5 * PAGE_SIZE, 5, "fills 16384 of 20480"),
+        (4 * PAGE_SIZE - 1, 4, "fills 16383 of 16384"),
+        (4 * PAGE_SIZE + 1, 4, "gives more than 16384"),
+        (usize::try_from(u32::MAX).expect("64 bits"), 4, "gives more"),
+        (0, 4, "fills 0 of 16384"),
+    ] {
+        let mut payload = good.clone();
+        payload[..4].copy_from_slice(&u32::try_from(head).expect("32 bits").to_be_bytes());
+        for layout in LAYOUTS {
+            let place = Place::new(there, layout);
+            let got = decoder("lz4")
+                .decode(&payload, &place.runs())
+                .expect_err("a wrong head");
+            assert!(got.to_string().contains(error), "{head}: {got}");
+            place.assert_rest_untouched("lz4");
         }
     }
 }

@@ -144,7 +144,7 @@ fn parts_of_pages_are_refused() {
 }
 
 #[test]
-fn the_table_has_qemus_names_bits_and_defaults() {
+fn the_table_has_qemus_names_bits_and_defaults_and_lz4_beside_them() {
     let table: Vec<_> = METHODS
         .iter()
         .map(|m| (m.name, m.flag, m.levels.clone(), m.default_level))
@@ -156,8 +156,13 @@ fn the_table_has_qemus_names_bits_and_defaults() {
         ("qpl", 8, None, 0),
         ("uadk", 16, None, 0),
         ("qatzip", 32, Some(1..=9), 1),
+        ("lz4", 0x80, None, 0),
     ];
     assert_eq!(table, expected);
+    for (method, wire) in METHODS.iter().zip(hotlift_wire::multifd::Method::ALL) {
+        assert_eq!((method.name, method.flag), (wire.name(), wire.flag()));
+    }
+    assert_eq!(METHODS.len(), hotlift_wire::multifd::Method::ALL.len());
     assert!(method("zlib").is_some_and(|m| m.stateful && m.unit == Unit::Packet));
-    assert!(method("lz4").is_none());
+    assert!(method("snappy").is_none());
 }

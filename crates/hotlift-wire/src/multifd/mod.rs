@@ -27,7 +27,7 @@ pub const VERSION: u32 = 1;
 pub const HEADER_LEN: usize = PacketLayout::QEMU.header_len();
 
 /// How the pages of a packet's payload are written: QEMU's `multifd-compression`, as the flag that
-/// stands for it in packet headers (`MULTIFD_FLAG_*`).
+/// stands for it in packet headers (`MULTIFD_FLAG_*`), and one method that only Hotlifts know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Method {
@@ -43,17 +43,21 @@ pub enum Method {
     Uadk = 0x10,
     /// gzip members with QAT's extra field.
     Qatzip = 0x20,
+    /// An LZ4 block a packet, between two Hotlifts. QEMU has given bits up to 0x40 a meaning, and
+    /// refuses the others.
+    Lz4 = 0x80,
 }
 
 impl Method {
     /// All methods, in the order of their flags.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::None,
         Self::Zlib,
         Self::Zstd,
         Self::Qpl,
         Self::Uadk,
         Self::Qatzip,
+        Self::Lz4,
     ];
 
     /// The method's bits in a packet's flags, 0 for [`Method::None`].
@@ -71,7 +75,7 @@ impl Method {
         Self::ALL.into_iter().find(|method| method.flag() == flag)
     }
 
-    /// QEMU's name of the method.
+    /// QEMU's name of the method; of [`Method::Lz4`], ours.
     pub const fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -80,6 +84,7 @@ impl Method {
             Self::Qpl => "qpl",
             Self::Uadk => "uadk",
             Self::Qatzip => "qatzip",
+            Self::Lz4 => "lz4",
         }
     }
 }

@@ -16,7 +16,8 @@ use crate::reader::as_u64;
 use crate::{Reader, WireError};
 
 const FLAG_SYNC: u32 = 0x01;
-const FLAG_METHODS: u32 = 0x3e;
+/// QEMU's bits of methods, and Hotlift's own.
+const FLAG_METHODS: u32 = 0x3e | Method::Lz4.flag();
 const FLAG_DEVICE_STATE: u32 = 0x40;
 
 const FLAGS: usize = 8;

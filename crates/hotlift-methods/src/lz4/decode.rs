@@ -1,0 +1,86 @@
+//! Blocks to pages.
+
+use std::ffi::c_int;
+
+use hotlift_mem::GuestRun;
+use lz4_sys::LZ4_decompress_safe;
+
+use super::{HEAD, NAME};
+use crate::target::{Extent, Target};
+use crate::{Decode, MethodError};
+
+/// A channel's decompressor.
+pub(super) struct Decoder {
+    /// One packet's pages, for a packet whose pages are scattered. Grows to the largest packet.
+    scratch: Vec<u8>,
+    failed: bool,
+}
+
+impl Decoder {
+    pub(super) fn new() -> Self {
+        Self {
+            scratch: Vec::new(),
+            failed: false,
+        }
+    }
+
+    fn packet(&mut self, payload: &[u8], target: Target<'_>) -> Result<(), MethodError> {
+        let expected = target.bytes();
+        let Some((head, block)) = payload.split_first_chunk::<HEAD>() else {
+            return Err(MethodError::short(NAME, payload, expected, 0));
+        };
+        let told = usize::try_from(u32::from_be_bytes(*head)).unwrap_or(usize::MAX);
+        if told < expected {
+            return Err(MethodError::short(NAME, payload, expected, told));
+        }
+        if told > expected {
+            return Err(MethodError::long(NAME, payload, expected));
+        }
+        if let Some(extent) = target.contiguous() {
+            return block_into(payload, block, extent);
+        }
+        if self.scratch.len() < expected {
+            self.scratch.resize(expected, 0);
+        }
+        let extent = Extent {
+            ptr: self.scratch.as_mut_ptr(),
+            len: expected,
+        };
+        block_into(payload, block, extent)?;
+        target.scatter(&self.scratch[..expected]);
+        Ok(())
+    }
+}
+
+/// Decodes a block, which is all of `payload` behind its head, into all of `extent`: guest runs or a
+/// decoder's scratch.
+fn block_into(payload: &[u8], block: &[u8], extent: Extent) -> Result<(), MethodError> {
+    let damaged = MethodError::Damaged {
+        method: NAME,
+        reason: "no block of the pages",
+    };
+    let (Ok(len), Ok(room)) = (c_int::try_from(block.len()), c_int::try_from(extent.len)) else {
+        return Err(damaged);
+    };
+    // SAFETY: the source is a slice; the extent may be written for its whole length. Whatever the
+    // block says, this call of the library keeps to both.
+    let written =
+        unsafe { LZ4_decompress_safe(block.as_ptr().cast(), extent.ptr.cast(), len, room) };
+    // Negative also if there is more than room for, or input behind the end.
+    let written = usize::try_from(written).map_err(|_| damaged)?;
+    if written < extent.len {
+        return Err(MethodError::short(NAME, payload, extent.len, written));
+    }
+    Ok(())
+}
+
+impl Decode for Decoder {
+    fn decode(&mut self, payload: &[u8], pages: &[GuestRun<'_>]) -> Result<(), MethodError> {
+        if self.failed {
+            return Err(MethodError::Failed { method: NAME });
+        }
+        let result = self.packet(payload, Target::new(pages));
+        self.failed = result.is_err();
+        result
+    }
+}
