@@ -314,10 +314,7 @@ impl Host<'_> {
             reason: reason.clone(),
             guest,
         });
-        if guest == Guest::NotHere {
-            // One that was started here ends here.
-            drop(destination);
-        } else {
+        if guest != Guest::NotHere && !destination.has_ended() {
             println!("the guest may be here: {}", destination.leave());
         }
         if self.interrupt.is_raised() {

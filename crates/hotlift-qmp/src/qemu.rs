@@ -56,6 +56,11 @@ struct Named {
     name: Option<String>,
 }
 
+#[derive(Deserialize)]
+struct Thread {
+    name: String,
+}
+
 impl Qemu {
     /// Connects, and asks for the version.
     ///
@@ -230,6 +235,19 @@ impl Qemu {
     /// As [`Client::execute`].
     pub fn query_migrate(&mut self) -> Result<MigrateInfo, QmpError> {
         self.ask("query-migrate", &Value::Null)
+    }
+
+    /// `query-migrationthreads`: names of the threads that an outgoing migration still has; `None` from
+    /// a QEMU before 8.0, which does not know the command.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn query_migration_threads(&mut self) -> Result<Option<Vec<String>>, QmpError> {
+        match self.ask::<Vec<Thread>>("query-migrationthreads", &Value::Null) {
+            Ok(threads) => Ok(Some(threads.into_iter().map(|one| one.name).collect())),
+            Err(QmpError::Command { class, .. }) if class == "CommandNotFound" => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// `stop`: the vCPUs stand still.

@@ -125,10 +125,17 @@ impl Destination {
         }
     }
 
+    /// True if it was started here and has ended.
+    pub fn has_ended(&mut self) -> bool {
+        let process = self.process.as_mut();
+        process.is_some_and(|process| process.has_ended().is_some())
+    }
+
     /// QEMU has the guest: its settings are put back, and it is left running. Says where it is.
     pub fn leave(mut self) -> String {
         if let Some(changed) = self.changed.take()
             && let Err(error) = changed.undo(&mut self.qemu)
+            && !error.is_disconnected()
         {
             let error = crate::args::error_line(&error);
             eprintln!("hotlift: the destination's migration settings were not put back: {error}");

@@ -22,6 +22,9 @@ const CONNECT: Duration = Duration::from_secs(2);
 /// busy host may keep them from running.
 const END: Duration = Duration::from_secs(60);
 
+/// How long a QEMU that does not tell of its migration's threads has for their end.
+const CLEAN_UP: Duration = Duration::from_millis(500);
+
 /// A running QEMU, spoken to by the threads of one command.
 pub struct Source {
     qemu: Mutex<Qemu>,
@@ -105,12 +108,39 @@ impl Source {
     /// Puts capabilities and parameters back, if they were changed. A QEMU that refuses is worth a
     /// word, but fails nothing; one that has gone needs none.
     pub fn restore_settings(&self) {
-        if let Some(changed) = self.changed().take()
-            && let Err(error) = changed.undo(&mut self.qemu())
+        let Some(changed) = self.changed().take() else {
+            return;
+        };
+        let restored = self
+            .wait_cleaned_up()
+            .and_then(|()| changed.undo(&mut self.qemu()));
+        if let Err(error) = restored
             && !error.is_disconnected()
         {
             let error = error_line(&error);
             eprintln!("hotlift: the source's migration settings were not put back: {error}");
+        }
+    }
+
+    /// QEMU calls a migration completed or failed some moments before it frees what that had, and goes
+    /// by the capabilities of the moment then: one whose multifd was switched off in between keeps
+    /// channels that it uses after their end.
+    fn wait_cleaned_up(&self) -> Result<(), QmpError> {
+        let deadline = Instant::now() + END;
+        loop {
+            let threads = self.qemu().query_migration_threads()?;
+            match threads {
+                None => std::thread::sleep(CLEAN_UP),
+                Some(threads) if !threads.is_empty() && Instant::now() < deadline => {
+                    std::thread::sleep(TICK);
+                    continue;
+                }
+                Some(_) => {}
+            }
+            // The last thread leaves the rest to the main loop, which does it before it answers again.
+            self.look()?;
+            self.look()?;
+            return Ok(());
         }
     }
 
