@@ -8,6 +8,7 @@ use hotlift::relay::file::{FileFormat, inspect};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayReport, RelaySettings, relay};
 use hotlift::transport::Address;
 use hotlift::{Control, MigrationError, Options};
+use serde_json::{Value, json};
 
 use crate::guest::Guest;
 use crate::route::{Multifd, Side, differ};
@@ -42,12 +43,12 @@ fn settings(method: &str, channels: Multifd) -> RelaySettings {
 /// Moves a machine's state into the file `to`. The machine has let go of its guest then.
 fn save(
     vm: &mut Vm,
-    multifd: Multifd,
+    source: Side,
     to: &Path,
     format: FileFormat,
     settings: &RelaySettings,
 ) -> RelayReport {
-    Side::new(multifd).with("return-path").apply(vm);
+    source.with("return-path").apply(vm);
     let uri = vm.uri("save.sock");
     let address: Address = uri.parse().expect("a URI");
     let listener = address.listen().expect("it listens");
@@ -139,7 +140,13 @@ fn a_running_machine_goes_on_from_its_file() {
         let mut here = skip!(Vm::running(from, &machine));
         let before = here.count().expect("the guest counts");
         let settings = settings(method, channels);
-        let report = save(&mut here, saved_from, &file, FileFormat::Hotlift, &settings);
+        let report = save(
+            &mut here,
+            Side::new(saved_from),
+            &file,
+            FileFormat::Hotlift,
+            &settings,
+        );
         let info = inspect(&file).expect("a save file");
         assert_eq!(
             (info.machine.as_str(), info.method.as_str()),
@@ -181,7 +188,13 @@ fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
             false => here.prove(),
         };
         let settings = settings("none", Multifd::Channels(2));
-        save(&mut here, multifd, &file, FileFormat::MappedRam, &settings);
+        save(
+            &mut here,
+            Side::new(multifd),
+            &file,
+            FileFormat::MappedRam,
+            &settings,
+        );
         for loaded_with in [Multifd::Off, Multifd::Channels(2)] {
             let mut there = skip!(Vm::waiting(Release::V10, &machine));
             Side::new(loaded_with).with("mapped-ram").apply(&mut there);
@@ -241,6 +254,49 @@ fn a_mapped_ram_file_of_qemu_is_read_to_its_last_page() {
     }
 }
 
+/// XBZRLE deltas change pages that are in the file already.
+#[test]
+fn older_sources_are_saved() {
+    let _alone = alone();
+    let folder = folder();
+    let file = folder.path().join("vm");
+    for (capability, figures, parameters) in [
+        // Slow, so that there are rounds with pages that were sent before.
+        (
+            "xbzrle",
+            "xbzrle-cache",
+            json!({ "max-bandwidth": 48 << 20, "downtime-limit": 20 }),
+        ),
+        (
+            "compress",
+            "compression",
+            json!({ "downtime-limit": 3000, "compress-threads": 2 }),
+        ),
+    ] {
+        for format in [FileFormat::Hotlift, FileFormat::MappedRam] {
+            println!("{capability} -> {format:?}");
+            let machine = machine(PC_7, Accelerator::Kvm);
+            let mut here = skip!(Vm::running(Release::V7, &machine));
+            let before = here.count().expect("the guest counts");
+            let source = Side::new(Multifd::Off)
+                .with(capability)
+                .parameters(parameters.clone());
+            let settings = settings("zstd", Multifd::Channels(2));
+            save(&mut here, source, &file, format, &settings);
+            let said = here.qmp.client().execute("query-migrate", &Value::Null);
+            let said = said.expect("query-migrate");
+            assert!(
+                said[figures]["pages"].as_u64() > Some(0),
+                "no such page was sent: {said}"
+            );
+            let (mut there, report) =
+                skip!(restore(&file, Release::V10, &machine, Multifd::Channels(2)));
+            report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
+            goes_on(&mut there, before);
+        }
+    }
+}
+
 #[test]
 fn a_damaged_file_is_refused_and_no_guest_starts() {
     let _alone = alone();
@@ -250,7 +306,13 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
     let mut here = skip!(Vm::running(Release::V10, &machine));
     let multifd = Multifd::Channels(2);
     let settings = settings("zstd", multifd);
-    save(&mut here, multifd, &file, FileFormat::Hotlift, &settings);
+    save(
+        &mut here,
+        Side::new(multifd),
+        &file,
+        FileFormat::Hotlift,
+        &settings,
+    );
     let length = fs::metadata(&file).expect("the file").len();
     let flip = |at: u64| {
         fs::copy(&file, &damaged).expect("a copy");
