@@ -7,8 +7,8 @@
 //! FOLDER (or `HOTLIFT_CORPUS`; else the Silesia corpus of the development machine) holds files,
 //! `.zst` ones are unpacked. They are joined and cut into packets of 128 pages. Each packet goes
 //! through every codec before the next one is looked at, so that a machine whose speed drifts drifts
-//! for all; figures are thread CPU time, the median of the passes. The two references are zlib and
-//! zstd at level 1, called page by page as QEMU calls them. `--levels` prints every zlib level, and
+//! for all; figures are thread CPU time, the median of the passes. The references are zlib and zstd at
+//! level 1, called page by page as QEMU calls them, and liblz4 as it comes, called packet by packet. `--levels` prints every zlib level, and
 //! the zstd levels up to 9, each beside QEMU's way at the same level.
 
 #[path = "../tests/support/qemu.rs"]
@@ -181,6 +181,16 @@ impl Row {
         })
     }
 
+    fn liblz4(reference: usize) -> Self {
+        Self::new("liblz4, default", reference, |memory| {
+            Ok(Lz4 {
+                payload: vec![0; PAYLOAD_LIMIT],
+                len: 0,
+                memory,
+            })
+        })
+    }
+
     fn qemu_zlib(level: u8, reference: usize) -> Self {
         Self::new(format!("QEMU's zlib {level}"), reference, move |memory| {
             Ok(Qemu {
@@ -216,9 +226,14 @@ fn standard() -> Vec<Row> {
     }
     rows.push(Row::ours("zstd", 1, false, 1));
     rows.push(Row::ours("zstd", 1, true, 1));
+    let liblz4 = rows.len();
+    rows.push(Row::liblz4(liblz4));
     for method in &METHODS[3..] {
-        rows.push(Row::ours(method.name, method.default_level, false, 0));
-        rows.push(Row::ours(method.name, method.default_level, true, 0));
+        let reference = if method.name == "lz4" { liblz4 } else { 0 };
+        for scattered in [false, true] {
+            let level = method.default_level;
+            rows.push(Row::ours(method.name, level, scattered, reference));
+        }
     }
     rows
 }
@@ -394,6 +409,52 @@ impl<W: Writer, R: Reader> Codec for Qemu<W, R> {
         // SAFETY: the benchmark has one thread, and no other slice lives.
         let pages = unsafe { self.memory.slice(place) };
         Ok(self.reader.read_packet(&self.payload[..self.len], pages)?)
+    }
+
+    fn check(&mut self, packet: &[u8], place: usize) -> bool {
+        // SAFETY: as in `decode`.
+        unsafe { self.memory.slice(place) == packet }
+    }
+}
+
+/// liblz4, a packet a block.
+struct Lz4 {
+    payload: Vec<u8>,
+    len: i32,
+    memory: &'static Memory,
+}
+
+impl Codec for Lz4 {
+    fn encode(&mut self, packet: &[u8]) -> Result<usize> {
+        let (from, to) = (i32::try_from(packet.len())?, self.payload.len());
+        // SAFETY: both are slices of the lengths given.
+        self.len = unsafe {
+            lz4_sys::LZ4_compress_default(
+                packet.as_ptr().cast(),
+                self.payload.as_mut_ptr().cast(),
+                from,
+                i32::try_from(to)?,
+            )
+        };
+        Ok(usize::try_from(self.len)?)
+    }
+
+    fn decode(&mut self, place: usize) -> Result<()> {
+        // SAFETY: the benchmark has one thread, and no other slice lives; the block is of `len`
+        // bytes.
+        let written = unsafe {
+            let pages = self.memory.slice(place);
+            lz4_sys::LZ4_decompress_safe(
+                self.payload.as_ptr().cast(),
+                pages.as_mut_ptr().cast(),
+                self.len,
+                i32::try_from(pages.len())?,
+            )
+        };
+        if usize::try_from(written) != Ok(PACKET) {
+            return Err("liblz4 does not read what it wrote".into());
+        }
+        Ok(())
     }
 
     fn check(&mut self, packet: &[u8], place: usize) -> bool {
