@@ -7,9 +7,10 @@ use lz4_sys::{LZ4_compress_fast, LZ4_compressBound};
 use super::{HEAD, LIBRARY, NAME};
 use crate::{Encode, MethodError, table};
 
-/// How far the library jumps where it finds no match. 1 is its default; 2 takes 0.89 of the time to
-/// encode and 0.97 to decode for 4 % of the ratio, 4 takes 0.80 for 9 % (seven Silesia files, 512 KiB a
-/// packet). Who has time for more ratio has zstd.
+/// How far the library jumps where it finds no match. 1 is its default; in a loop of its own, 2 takes
+/// 0.89 of the time to encode and 0.97 to decode for 4 % of the ratio, 4 takes 0.80 for 9 % (seven
+/// Silesia files, 512 KiB a packet). Between other codecs, as `benches/codecs.rs` runs it, 2 has shown
+/// no gain over 1 so far. Who has time for more ratio has zstd.
 const ACCELERATION: c_int = 2;
 
 /// A channel's compressor: packets share nothing.
