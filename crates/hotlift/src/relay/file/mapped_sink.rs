@@ -256,3 +256,118 @@ fn wire(source: WireError) -> MigrationError {
         source,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use hotlift_wire::RamBlockEntry;
+    use hotlift_wire::main_channel::Configuration;
+
+    /// What the file has of the first pages of the first block, after `write` did its work.
+    fn written(write: impl FnOnce(&MappedRamSink, &mut Writer<'_>)) -> Vec<Option<Vec<u8>>> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        let sink = MappedRamSink::create(&path, &Options::default(), &Control::default()).unwrap();
+        let configuration = Configuration {
+            machine: "pc".to_owned(),
+            ..Configuration::default()
+        };
+        sink.open(&Opening {
+            configuration,
+            uuid: [0; 16],
+        })
+        .unwrap();
+        sink.ram_start(&RamLayout {
+            section_id: 1,
+            blocks: ["ram", "rom"]
+                .map(|name| RamBlockEntry::new(name, 8 * 4096))
+                .into(),
+        })
+        .unwrap();
+        write(&sink, &mut Writer(&sink));
+        sink.ram_end().unwrap();
+        sink.await_loaded().unwrap();
+        assert!(!path.exists(), "the file has its name before it is whole");
+        sink.commit(b"end").unwrap();
+        let bytes = fs::read(&path).unwrap();
+        assert!(bytes.ends_with(b"end"));
+        let place = &sink.ram().blocks[0].place;
+        let at = |position: u64| usize::try_from(position).unwrap();
+        let bitmap = bytes[at(place.bitmap_offset)];
+        let page = |number: usize| bytes[at(place.pages_offset) + number * 4096..][..4096].to_vec();
+        (0..4)
+            .map(|number| (bitmap >> number & 1 == 1).then(|| page(number)))
+            .collect()
+    }
+
+    fn put(writer: &mut Writer<'_>, block: usize, offset: u64, content: u8) {
+        let mut batch = Batch::new();
+        batch.start(block);
+        match content {
+            0 => batch.zero.push(offset),
+            _ => batch.push(offset, &[content; PAGE_SIZE]),
+        }
+        writer.write(&mut batch).unwrap();
+    }
+
+    #[test]
+    fn what_is_written_last_is_what_a_page_has() {
+        let pages = written(|_, writer| {
+            for (offset, content) in [(0, 1), (4096, 2), (8192, 3), (4096, 0), (0, 9)] {
+                put(writer, 0, offset, content);
+            }
+            for (offset, content) in [(12288, 0), (12288, 5)] {
+                put(writer, 0, offset, content);
+            }
+            // The other block's pages are its own.
+            put(writer, 1, 8192, 0);
+        });
+        let [nine, three, five] = [9, 3, 5].map(|content| Some(vec![content; 4096]));
+        assert!(pages == [nine, None, three, five]);
+    }
+
+    #[test]
+    fn a_delta_applies_to_what_the_page_has_now() {
+        let delta = [0x10, 0x02, 0xaa, 0xbb];
+        let pages = written(|sink, writer| {
+            put(writer, 0, 0, 7);
+            sink.delta(0, 0, &delta).unwrap();
+            // To a page that has become zero, whose old content is still in the file.
+            put(writer, 0, 4096, 7);
+            put(writer, 0, 4096, 0);
+            sink.delta(0, 4096, &delta).unwrap();
+            // To one that was never written.
+            sink.delta(0, 8192, &delta).unwrap();
+            assert!(sink.delta(0, 12288, &[0, 0]).is_err());
+        });
+        let expected = |content| {
+            let mut page = vec![content; 4096];
+            page[16..18].copy_from_slice(&[0xaa, 0xbb]);
+            Some(page)
+        };
+        assert!(pages == [expected(7), expected(0), expected(0), None]);
+    }
+
+    #[test]
+    fn streams_that_qemu_would_not_load_are_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        let sink = MappedRamSink::create(&path, &Options::default(), &Control::default()).unwrap();
+        let opening = Opening {
+            configuration: Configuration {
+                machine: "pc".to_owned(),
+                capabilities: vec!["x-ignore-shared".to_owned()],
+                ..Configuration::default()
+            },
+            uuid: [0; 16],
+        };
+        let error = sink.open(&opening).unwrap_err();
+        assert!(
+            error.chain().contains("x-ignore-shared"),
+            "{}",
+            error.chain()
+        );
+    }
+}
