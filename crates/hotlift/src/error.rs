@@ -6,6 +6,7 @@ use std::time::Duration;
 use hotlift_mem::MemError;
 use hotlift_methods::MethodError;
 use hotlift_wire::WireError;
+use hotlift_wire::multifd::Method;
 
 use crate::guest::GuestError;
 use crate::options::OptionError;
@@ -174,6 +175,15 @@ pub enum MigrationError {
 }
 
 impl MigrationError {
+    /// The destination is a QEMU, and no QEMU has `method`.
+    pub(crate) fn not_qemus(method: Method) -> Self {
+        Self::Mismatch {
+            what: "multifd-compression".to_owned(),
+            source_has: method.name().to_owned(),
+            destination_has: "none of that name: it is a QEMU".to_owned(),
+        }
+    }
+
     /// The error and its causes as one line, outermost first.
     #[must_use]
     pub fn chain(&self) -> String {

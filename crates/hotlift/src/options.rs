@@ -30,6 +30,8 @@ pub struct Options {
     pub multifd_zlib_level: u8,
     /// Level of zstd, 1 to 20.
     pub multifd_zstd_level: u8,
+    /// Level of qatzip, 1 to 9.
+    pub multifd_qatzip_level: u8,
     /// Limit over all sockets, in bytes a second; 0 is unlimited.
     pub max_bandwidth: u64,
     /// How long the guest may stand still, 0 to 2,000,000 ms.
@@ -52,6 +54,7 @@ impl Default for Options {
             multifd_compression: &METHODS[0],
             multifd_zlib_level: 1,
             multifd_zstd_level: 1,
+            multifd_qatzip_level: 1,
             max_bandwidth: 128 << 20,
             downtime_limit: Duration::from_millis(300),
             zero_page_detection: ZeroPageDetection::Multifd,
@@ -231,6 +234,18 @@ pub static OPTIONS: &[OptionInfo] = &[
         store: store_number!(multifd_zstd_level),
     },
     OptionInfo {
+        name: "multifd-qatzip-level",
+        alias: None,
+        values: Values::Number {
+            lowest: 1,
+            highest: 9,
+        },
+        default: "1",
+        unit: "",
+        help: "Level of method qatzip: 1 is fastest, 9 is smallest",
+        store: store_number!(multifd_qatzip_level),
+    },
+    OptionInfo {
         name: "max-bandwidth",
         alias: None,
         values: Values::Size,
@@ -392,6 +407,7 @@ impl Options {
         match self.multifd_compression.name {
             "zlib" => Some(self.multifd_zlib_level),
             "zstd" => Some(self.multifd_zstd_level),
+            "qatzip" => Some(self.multifd_qatzip_level),
             _ => None,
         }
     }

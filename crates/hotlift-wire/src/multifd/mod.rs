@@ -75,6 +75,11 @@ impl Method {
         Self::ALL.into_iter().find(|method| method.flag() == flag)
     }
 
+    /// Whether a QEMU may have the method; the others are for two Hotlifts.
+    pub const fn is_qemus(self) -> bool {
+        !matches!(self, Self::Lz4)
+    }
+
     /// QEMU's name of the method; of [`Method::Lz4`], ours.
     pub const fn name(self) -> &'static str {
         match self {

@@ -215,6 +215,9 @@ impl Migration<'_> {
             self.session.options.channels()
         );
         self.await_pongs(&waiting_for)?;
+        if !self.main.peer_is_hotlift() && !self.session.method.is_qemus() {
+            return Err(MigrationError::not_qemus(self.session.method).into());
+        }
         self.main.send_ram_blocks()?;
         self.run_job(Job::Sync)?;
         self.session.guest.start_dirty_log()?;
