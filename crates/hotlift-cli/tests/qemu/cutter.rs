@@ -8,6 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, spawn};
 
+use tempfile::TempDir;
+
+use crate::vm::{folder, until};
+
 /// Which of a link's connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Socket {
@@ -19,7 +23,7 @@ pub enum Socket {
 /// Carries the connections of a link, over UNIX sockets.
 pub struct Cutter {
     shared: Arc<Shared>,
-    path: PathBuf,
+    folder: TempDir,
     accepting: Option<JoinHandle<()>>,
 }
 
@@ -52,9 +56,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Cutter {
-    /// Listens at `path` for connections that are to go `to` another.
-    pub fn start(path: &Path, to: &Path) -> Self {
-        let listener = UnixListener::bind(path).expect("a socket");
+    /// Listens for connections that are to go `to` another.
+    pub fn start(to: &Path) -> Self {
+        let folder = folder();
+        let listener = UnixListener::bind(folder.path().join("cut")).expect("a socket");
         let shared = Arc::new(Shared {
             to: to.to_owned(),
             connections: Mutex::default(),
@@ -65,21 +70,38 @@ impl Cutter {
         let accepting = Arc::clone(&shared);
         Self {
             shared,
-            path: path.to_owned(),
+            folder,
             accepting: Some(spawn(move || accepting.accept(&listener))),
         }
     }
 
-    /// Cuts a connection that is there; panics if none is.
+    /// Where it listens.
+    pub fn uri(&self) -> String {
+        format!("unix:{}", self.path().display())
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("cut")
+    }
+
+    /// Cuts a connection, and waits for it first.
     pub fn cut(&self, which: Socket) {
+        self.wait_for(which);
         let connections = lock(&self.shared.connections);
-        let mut found = connections
-            .iter()
-            .filter(|connection| connection.which == which);
-        found
-            .next()
-            .unwrap_or_else(|| panic!("there is no {which:?}"))
-            .cut();
+        let mut found = connections.iter().filter(|one| one.which == which);
+        found.next().expect("it was there").cut();
+    }
+
+    /// Waits for a connection.
+    pub fn wait_for(&self, which: Socket) {
+        let what = || format!("there is no {which:?}");
+        until(what, || {
+            let connections = lock(&self.shared.connections);
+            connections
+                .iter()
+                .any(|one| one.which == which)
+                .then_some(())
+        });
     }
 
     /// Cuts a connection as soon as it says what it is.
@@ -158,7 +180,7 @@ impl Drop for Cutter {
     fn drop(&mut self) {
         self.shared.ends.store(true, Ordering::SeqCst);
         // Wakes the thread that waits for connections.
-        let _ = UnixStream::connect(&self.path);
+        let _ = UnixStream::connect(self.path());
         if let Some(accepting) = self.accepting.take() {
             let _ = accepting.join();
         }
@@ -169,6 +191,5 @@ impl Drop for Cutter {
         for thread in threads {
             let _ = thread.join();
         }
-        let _ = std::fs::remove_file(&self.path);
     }
 }

@@ -101,27 +101,20 @@ impl Rig {
             .migrate_incoming(&there.uri("incoming"), true)
             .expect("migrate-incoming");
 
-        // A cutter on every link: `NAME.cut` leads to `NAME`.
-        let cut = |near: &Path| near.with_extension("cut");
-        let incoming = there.path("incoming");
         let (between, outgoing) = (there.path("between"), here.path("outgoing"));
+        let cutters = [&outgoing, &between, &there.path("incoming")].map(|to| Cutter::start(to));
+        let [to_source_relay, to_relay, to_qemu] = cutters.each_ref().map(Cutter::uri);
         let uri = |path: &Path| format!("unix:{}", path.display());
         let options = RelayOptions::new("zstd", CHANNELS, CHANNELS);
         let (destination, _) = relay(
             "destination",
             &uri(&between),
-            &uri(&cut(&incoming)),
-            &options.destination,
+            &to_qemu,
+            options.destination.as_deref().unwrap_or_default(),
         );
-        let (source, _) = relay(
-            "source",
-            &uri(&outgoing),
-            &uri(&cut(&between)),
-            &options.source,
-        );
-        let cutters = [&outgoing, &between, &incoming].map(|near| Cutter::start(&cut(near), near));
+        let (source, _) = relay("source", &uri(&outgoing), &to_relay, &options.source);
         Some(Self {
-            uri: uri(&cut(&outgoing)),
+            uri: to_source_relay,
             here,
             there,
             source: Some(source),
@@ -186,10 +179,15 @@ impl Rig {
                 || "no connection".to_owned(),
                 || here.migration().is_running().then_some(()),
             ),
-            Phase::FirstRound => until(
-                || "no first round".to_owned(),
-                || (rounds(here) == 1).then_some(()),
-            ),
+            Phase::FirstRound => {
+                until(
+                    || "no first round".to_owned(),
+                    || (rounds(here) == 1).then_some(()),
+                );
+                // The whole way is there.
+                self.link(Link::RelayToDestinationQemu)
+                    .wait_for(Socket::Main);
+            }
             Phase::LaterRound => until(
                 || "no later round".to_owned(),
                 || (rounds(here) >= 3).then_some(()),
@@ -210,11 +208,18 @@ impl Rig {
     }
 
     /// Lets go on whoever stands still.
-    fn go_on(&self, phase: Phase, but: Option<Party>) {
+    fn go_on(&mut self, phase: Phase, but: Option<Party>) {
         let stopped = match phase {
             Phase::Setup => Party::DestinationRelay,
             Phase::Switchover => Party::DestinationQemu,
-            _ => return,
+            Phase::BeforeSwitchover => {
+                // Whoever manages the source does not know yet; the source may.
+                let arguments = json!({ "state": "pre-switchover" });
+                let client = self.here.qmp.client();
+                let _ = client.execute("migrate-continue", &arguments);
+                return;
+            }
+            Phase::FirstRound | Phase::LaterRound => return,
         };
         if but != Some(stopped) {
             self.signal(stopped, Signal::CONT);
@@ -222,19 +227,7 @@ impl Rig {
     }
 
     /// Checks how it has ended after `killed` was killed, or a socket was cut.
-    fn check(mut self, killed: Option<Party>) {
-        for (party, relay) in [
-            (Party::SourceRelay, self.source.take()),
-            (Party::DestinationRelay, self.destination.take()),
-        ] {
-            let relay = relay.expect("it was started");
-            if killed == Some(party) {
-                relay.wait();
-            } else {
-                let why = failed(&format!("{party:?}"), relay);
-                assert!(why.contains("migration failed"), "{party:?}: {why}");
-            }
-        }
+    fn check(mut self, phase: Phase, killed: Option<Party>) {
         if killed == Some(Party::SourceQemu) {
             until(|| "it lives".to_owned(), || self.here.ended());
         } else {
@@ -243,37 +236,49 @@ impl Rig {
                 || self.here.is_running().then_some(()),
             );
             let info = self.here.reaches("failed");
-            assert!(
-                info.error_desc.is_some_and(|why| !why.is_empty()),
-                "the source does not say why"
-            );
+            let why = info.error_desc.unwrap_or_default();
+            assert!(!why.is_empty(), "the source does not say why");
             let count = self.here.count().expect("it has said something");
             self.here.counts_on_from(count);
             let proven = self.here.prove();
             self.here.qmp.cont().expect("cont");
             self.here.counts_on_from(proven);
         }
+        for (party, relay) in [
+            (Party::SourceRelay, self.source.take()),
+            (Party::DestinationRelay, self.destination.take()),
+        ] {
+            let relay = relay.expect("it was started");
+            if killed == Some(party) {
+                relay.wait();
+            } else if phase == Phase::Setup {
+                // It may not have been spoken to, and wait for somebody who does.
+                relay.signal(Signal::INT);
+                let (status, said) = relay.wait();
+                let ends = [Some(1), Some(130)].contains(&status.code());
+                assert!(ends, "{party:?}: {status}\n{}", said.join("\n"));
+            } else {
+                let why = failed(&format!("{party:?}"), relay);
+                assert!(why.contains("relay failed"), "{party:?}: {why}");
+            }
+        }
         if killed == Some(Party::DestinationQemu) {
             until(|| "it lives".to_owned(), || self.there.ended());
         } else {
             let how = until(
                 || "the destination does not end".to_owned(),
-                || how_it_ended(&mut self.there),
+                || how_it_ended(&mut self.there, phase),
             );
             assert!(!how.is_empty(), "the destination does not say why");
-            assert_eq!(
-                self.there.count(),
-                None,
-                "the guest has run at the destination"
-            );
+            assert_eq!(self.there.count(), None, "the guest has run there");
         }
         self.cutters.clear();
-        for (killed_one, file) in [
+        for (owner, file) in [
             (Party::SourceRelay, self.here.path("outgoing")),
             (Party::DestinationRelay, self.there.path("between")),
         ] {
             // Nobody can take away what is his when he is killed.
-            if killed != Some(killed_one) {
+            if killed != Some(owner) {
                 assert!(!file.exists(), "{} is left", file.display());
             }
         }
@@ -281,7 +286,7 @@ impl Rig {
 }
 
 /// What a destination says of a migration that has failed; `None` while it goes on.
-fn how_it_ended(there: &mut Vm) -> Option<String> {
+fn how_it_ended(there: &mut Vm, phase: Phase) -> Option<String> {
     if there.ended().is_some() {
         return Some(there.stderr());
     }
@@ -294,8 +299,8 @@ fn how_it_ended(there: &mut Vm) -> Option<String> {
     );
     match info.status.as_str() {
         "failed" => info.error_desc,
-        // Nobody has connected, and another may yet.
-        "setup" => Some(state.status).filter(|status| status == "inmigrate"),
+        // The connections that it needs to begin with have not come, and may yet.
+        "setup" | "active" if phase == Phase::Setup => Some(state.status),
         _ => None,
     }
 }
@@ -333,7 +338,7 @@ fn killed_in(from: Release, to: Release, phases: &[Phase]) {
         rig.reach(phase);
         rig.signal(party, Signal::KILL);
         rig.go_on(phase, Some(party));
-        rig.check(Some(party));
+        rig.check(phase, Some(party));
         Some(())
     });
 }
@@ -365,6 +370,15 @@ fn whichever_socket_is_cut_the_guest_stays_at_the_source() {
             }
         }
     }
+    // The relay has no main channel and QEMU none that fails, or the other way round.
+    let slow = [
+        (Link::SourceQemuToRelay, Socket::Main, Phase::Setup),
+        (Link::RelayToDestinationQemu, Socket::Channel, Phase::Setup),
+    ];
+    if std::env::var_os("HOTLIFT_QEMU_MATRIX").is_none() {
+        println!("not tested: {slow:?}, which end by a timeout of 30 s; HOTLIFT_QEMU_MATRIX=full");
+        cases.retain(|case| !slow.contains(case));
+    }
     each(&cases, |(link, socket, phase)| {
         let mut rig = Rig::new(Release::V10, Release::V10)?;
         if phase == Phase::Setup {
@@ -380,7 +394,7 @@ fn whichever_socket_is_cut_the_guest_stays_at_the_source() {
             rig.link(link).cut(socket);
             rig.go_on(phase, None);
         }
-        rig.check(None);
+        rig.check(phase, None);
         Some(())
     });
 }

@@ -6,9 +6,16 @@
 //! | `route` | how a machine goes from one QEMU to another |
 //! | `direct` | the same without us: what all this is worth |
 //! | `matrix`, `linux_moves` | machines that move through relays |
+//! | `dialect` | QEMU's own compression on either side of a relay |
+//! | `faults`, `cutter` | whatever is killed or cut |
+//! | `back_and_forth` | fifty migrations through the same relays |
+//! | `operator` | the commands that steer QEMUs: migrate, serve, save, restore |
+//! | `table` | docs/qemu-compatibility.md, of what all these say |
 //! | `files` | machines that go on from a file |
 
+mod back_and_forth;
 mod cutter;
+mod dialect;
 mod direct;
 mod faults;
 mod files;
@@ -18,7 +25,9 @@ mod guest;
 mod hotlift;
 mod linux_moves;
 mod matrix;
+mod operator;
 mod route;
+mod table;
 mod vm;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -55,24 +55,24 @@ pub const PAIRS: &[Pair] = {
     ]
 };
 
-pub const METHODS: [&str; 3] = ["none", "zlib", "zstd"];
+const METHODS: [&str; 3] = ["none", "zlib", "zstd"];
 /// Multifd of a QEMU.
-pub const MULTIFD: [Multifd; 3] = [Multifd::Off, Multifd::Channels(1), Multifd::Channels(4)];
+const MULTIFD: [Multifd; 3] = [Multifd::Off, Multifd::Channels(1), Multifd::Channels(4)];
 /// Between the relays.
-pub const BETWEEN: [Multifd; 3] = MULTIFD;
+const BETWEEN: [Multifd; 3] = MULTIFD;
 /// Of a source that has the parameter.
-pub const ZERO_PAGES: [&str; 3] = ["none", "legacy", "multifd"];
+const ZERO_PAGES: [&str; 3] = ["none", "legacy", "multifd"];
 
 /// One way to go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Row {
-    pair: Pair,
-    source: Multifd,
-    zero_pages: Option<&'static str>,
-    return_path: bool,
-    method: &'static str,
-    between: Multifd,
-    destination: Multifd,
+    pub pair: Pair,
+    pub source: Multifd,
+    pub zero_pages: Option<&'static str>,
+    pub return_path: bool,
+    pub method: &'static str,
+    pub between: Multifd,
+    pub destination: Multifd,
 }
 
 impl fmt::Display for Row {
@@ -102,7 +102,7 @@ impl fmt::Display for Row {
 }
 
 /// All of them.
-fn rows() -> Vec<Row> {
+pub fn rows() -> Vec<Row> {
     let mut rows = Vec::new();
     for &pair in PAIRS {
         let modes: Vec<_> = match pair.from {
@@ -139,7 +139,7 @@ fn rows() -> Vec<Row> {
 }
 
 /// Few of them, such that any two settings that go together meet in one of them.
-fn choice(rows: &[Row]) -> Vec<Row> {
+pub fn choice(rows: &[Row]) -> Vec<Row> {
     let pairs_of = |row: &Row| {
         let values = [
             format!("{:?}", row.pair),

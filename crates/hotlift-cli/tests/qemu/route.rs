@@ -95,19 +95,19 @@ static LIVELY: std::sync::LazyLock<Value> =
 
 /// The two relays of a migration, waiting for the source.
 pub struct Relays {
-    pub source: Hotlift,
-    pub destination: Hotlift,
+    source: Hotlift,
+    /// None: one relay does it all.
+    destination: Option<Hotlift>,
     /// Where the source QEMU is to send to.
-    pub uri: String,
-    /// Where the destination's relay waits.
-    pub between: String,
+    uri: String,
 }
 
 /// What is between two relays, and how the second speaks to the destination QEMU.
 #[derive(Debug, Clone)]
 pub struct RelayOptions {
     pub source: Vec<String>,
-    pub destination: Vec<String>,
+    /// None: the source's relay speaks to the destination QEMU.
+    pub destination: Option<Vec<String>>,
 }
 
 impl RelayOptions {
@@ -121,16 +121,28 @@ impl RelayOptions {
         source.push(format!("--multifd-compression={method}"));
         Self {
             source,
-            destination: multifd(destination),
+            destination: Some(multifd(destination)),
         }
     }
 
     /// Tells a relay the VM's UUID where what comes to it has no channels that carry it.
     pub fn tell_uuid(&mut self, source: Multifd, between: Multifd) {
-        for (options, incoming) in [(&mut self.source, source), (&mut self.destination, between)] {
-            if incoming == Multifd::Off {
-                options.push(format!("--uuid={UUID}"));
-            }
+        let uuid = format!("--uuid={UUID}");
+        if source == Multifd::Off {
+            self.source.push(uuid.clone());
+        }
+        if let Some(options) = &mut self.destination
+            && between == Multifd::Off
+        {
+            options.push(uuid);
+        }
+    }
+
+    /// One relay alone, which gives the destination QEMU pages in `method` on `channels`.
+    pub fn alone(method: &str, channels: Multifd) -> Self {
+        Self {
+            destination: None,
+            ..Self::new(method, channels, channels)
         }
     }
 }
@@ -157,39 +169,38 @@ impl Relays {
     /// Starts both, with the source's socket in the source's folder; `to` is where the destination
     /// QEMU listens.
     pub fn start(source: &Vm, to: &str, options: &RelayOptions) -> Self {
-        let (there, between) = relay("destination", "tcp:127.0.0.1:0", to, &options.destination);
-        let (here, uri) = relay(
-            "source",
-            &source.uri("relay.sock"),
-            &between,
-            &options.source,
-        );
+        let mut to = to.to_owned();
+        let destination = options.destination.as_ref().map(|options| {
+            let (relay, uri) = relay("destination", "tcp:127.0.0.1:0", &to, options);
+            to = uri;
+            relay
+        });
+        let (here, uri) = relay("source", &source.uri("relay.sock"), &to, &options.source);
         Self {
             source: here,
-            destination: there,
+            destination,
             uri,
-            between,
         }
     }
 
-    /// Waits until both have ended well, and returns their reports.
-    pub fn finish(self) -> [Value; 2] {
-        [("source", self.source), ("destination", self.destination)].map(|(side, relay)| {
+    /// Waits until all have ended well, and returns their reports, source first.
+    pub fn finish(self) -> Vec<Value> {
+        let relays = [
+            ("source", Some(self.source)),
+            ("destination", self.destination),
+        ];
+        let there = relays
+            .into_iter()
+            .filter_map(|(side, relay)| Some((side, relay?)));
+        let reports = there.map(|(side, relay)| {
             let (status, said) = relay.wait();
-            assert!(
-                status.success(),
-                "relay {side}: {status}\n{}",
-                said.join("\n")
-            );
-            report(&said)
-                .unwrap_or_else(|| panic!("relay {side} reports nothing:\n{}", said.join("\n")))
-        })
-    }
-
-    /// Waits until both have failed, each with a reason.
-    pub fn fail(self) -> [String; 2] {
-        [("source", self.source), ("destination", self.destination)]
-            .map(|(side, relay)| failed(side, relay))
+            let said = said.join("\n");
+            assert!(status.success(), "relay {side}: {status}\n{said}");
+            let line = said.lines().rev().find(|line| line.starts_with('{'));
+            let line = line.unwrap_or_else(|| panic!("relay {side} reports nothing:\n{said}"));
+            serde_json::from_str(line).expect("a report")
+        });
+        reports.collect()
     }
 }
 
@@ -205,14 +216,6 @@ pub fn failed(side: &str, relay: Hotlift) -> String {
     );
     assert_eq!(reasons.len(), 1, "relay {side}: {}", said.join("\n"));
     reasons[0].clone()
-}
-
-/// The line of JSON that a relay ends with.
-pub fn report(said: &[String]) -> Option<Value> {
-    said.iter()
-        .rev()
-        .find(|line| line.starts_with('{'))
-        .and_then(|line| serde_json::from_str(line).ok())
 }
 
 /// A way from QEMU to QEMU.
@@ -231,8 +234,10 @@ pub struct Moved {
     pub there: Vm,
     /// What the source says of it.
     pub info: MigrateInfo,
+    /// All of it.
+    pub figures: Value,
     /// What the relays say, source first.
-    pub reports: Option<[Value; 2]>,
+    pub reports: Option<Vec<Value>>,
 }
 
 impl Route {
@@ -261,6 +266,8 @@ impl Route {
         let uri = relays.as_ref().map_or(&waiting_at, |relays| &relays.uri);
         here.qmp.migrate(uri).expect("migrate");
         let info = here.reaches("completed");
+        let figures = here.qmp.client().execute("query-migrate", &Value::Null);
+        let figures = figures.expect("query-migrate");
         let reports = relays.map(Relays::finish);
         there.reaches("completed");
         assert!(!here.is_running(), "the source runs, too");
@@ -282,6 +289,7 @@ impl Route {
         Some(Moved {
             there,
             info,
+            figures,
             reports,
         })
     }

@@ -46,8 +46,14 @@ impl Release {
         }
     }
 
-    /// Where it is; says why not if it is not there.
-    fn program(self) -> Option<PathBuf> {
+    /// Where the QEMU is that can run a machine; says why not if it is not there.
+    pub fn program(self, machine: &Machine) -> Option<PathBuf> {
+        if machine.accelerator == Accelerator::Kvm
+            && let Err(why) = hotlift_vmm::kvm::usable()
+        {
+            println!("not tested: {why}");
+            return None;
+        }
         match self {
             Self::V7 => {
                 let program = PathBuf::from("qemu-system-x86_64");
@@ -140,41 +146,15 @@ impl Vm {
     }
 
     fn start(release: Release, machine: &Machine, arguments: &[&str]) -> Option<Self> {
-        let program = release.program()?;
-        if machine.accelerator == Accelerator::Kvm
-            && let Err(why) = hotlift_vmm::kvm::usable()
-        {
-            println!("not tested: {why}");
-            return None;
-        }
+        let program = release.program(machine)?;
         let folder = folder();
         let path = |name: &str| folder.path().join(name);
-        let guest = &machine.guest;
         if arguments.is_empty() {
-            guest.fill(&path("ram"));
+            machine.guest.fill(&path("ram"));
         }
         let mut command = Command::new(program);
         command
-            .arg("-machine")
-            .arg(format!(
-                "{},graphics=off,memory-backend=pc.ram",
-                machine.name
-            ))
-            .args(["-accel", machine.accelerator.name()])
-            // A file, so that all of RAM can be read, and shared, so that what is written is in it.
-            .arg("-object")
-            .arg(format!(
-                "memory-backend-file,id=pc.ram,mem-path={},size={},share=on",
-                path("ram").display(),
-                guest.ram_bytes()
-            ))
-            .args(["-m", &format!("{}k", guest.ram_bytes() >> 10)])
-            // SeaBIOS takes 12 s under the KVM of a nested cloud, qboot 0.3 s.
-            .args(["-bios", "qboot.rom", "-uuid", UUID])
-            .args(["-nodefaults", "-display", "none", "-vga", "none"])
-            .args(["-name", "hotlift-test,debug-threads=on"])
-            .arg("-serial")
-            .arg(format!("file:{}", path("console").display()))
+            .args(command_line(machine, folder.path()))
             .args(arguments);
         // One QMP socket for the test, one for a command that is tested.
         for socket in ["test.qmp", "qmp"] {
@@ -184,7 +164,6 @@ impl Vm {
                 path(socket).display()
             ));
         }
-        guest.boot(&mut command, folder.path());
         let process = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -239,13 +218,7 @@ impl Vm {
 
     /// The count in the last line that the guest has said here; panics if the guest found an error.
     pub fn count(&self) -> Option<u64> {
-        let console = self.console();
-        // The last line may be half written. All are looked at: each may say that memory is wrong.
-        let (lines, _) = console.rsplit_once('\n')?;
-        let counts = lines
-            .lines()
-            .filter_map(|line| self.machine.guest.count(line));
-        counts.fold(None, |_, count| Some(count))
+        count_in(&self.console(), &self.machine.guest)
     }
 
     /// Waits until the guest has counted on from `before`, and says how far.
@@ -356,6 +329,54 @@ impl Drop for Killed {
             let _ = process.wait();
         }
     }
+}
+
+/// What a QEMU is started with to have a machine whose files are in `folder`.
+pub fn command_line(machine: &Machine, folder: &Path) -> Vec<String> {
+    let path = |name: &str| folder.join(name).display().to_string();
+    let guest = &machine.guest;
+    // RAM is a file, so that all of it can be read, and shared, so that what is written is in it.
+    let ram = format!(
+        "memory-backend-file,id=pc.ram,mem-path={},size={},share=on",
+        path("ram"),
+        guest.ram_bytes()
+    );
+    let mut line: Vec<String> = [
+        "-machine",
+        &format!("{},graphics=off,memory-backend=pc.ram", machine.name),
+        "-accel",
+        machine.accelerator.name(),
+        "-object",
+        &ram,
+        "-m",
+        &format!("{}k", guest.ram_bytes() >> 10),
+        // SeaBIOS takes 12 s under the KVM of a nested cloud, qboot 0.3 s.
+        "-bios",
+        "qboot.rom",
+        "-uuid",
+        UUID,
+        "-nodefaults",
+        "-display",
+        "none",
+        "-vga",
+        "none",
+        "-name",
+        "hotlift-test,debug-threads=on",
+        "-serial",
+        &format!("file:{}", path("console")),
+    ]
+    .map(str::to_owned)
+    .into();
+    line.extend(guest.boot(folder));
+    line
+}
+
+/// The count in the last line of a console; panics if any says that the guest found an error.
+pub fn count_in(console: &str, guest: &Guest) -> Option<u64> {
+    // The last line may be half written.
+    let (lines, _) = console.rsplit_once('\n')?;
+    let counts = lines.lines().filter_map(|line| guest.count(line));
+    counts.fold(None, |_, count| Some(count))
 }
 
 /// The machine's, which multifd channels carry.

@@ -1,0 +1,123 @@
+//! One machine that goes to and fro through the same relays.
+
+use std::fs;
+
+use rustix::process::Signal;
+
+use crate::guest::Guest;
+use crate::hotlift::Hotlift;
+use crate::route::{Multifd, RelayOptions, Side, relay};
+use crate::vm::{Accelerator, Machine, PC_10, Release, Vm, folder};
+use crate::{alone, skip};
+
+const TIMES: usize = 50;
+
+/// After so many the relays have what they keep: buffers, arenas of the allocator, codecs.
+const WARM: usize = 10;
+
+/// What a relay's memory may differ between two moments of the same: an allocator keeps what it was
+/// given back by one thread and not by another. One page a migration that is kept would be more.
+const SLACK: u64 = 16 << 20;
+
+const CHANNELS: Multifd = Multifd::Channels(2);
+
+/// Descriptors, threads, and bytes of memory of a process.
+fn used(relay: &Hotlift) -> (usize, usize, u64) {
+    let process = format!("/proc/{}", relay.pid());
+    let count = |what: &str| {
+        fs::read_dir(format!("{process}/{what}"))
+            .expect("a process")
+            .count()
+    };
+    let statm = fs::read_to_string(format!("{process}/statm")).expect("a process");
+    let pages: u64 = statm
+        .split(' ')
+        .nth(1)
+        .and_then(|pages| pages.parse().ok())
+        .expect("resident pages");
+    (count("fd"), count("task"), pages * 4096)
+}
+
+#[test]
+fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
+    let _alone = alone();
+    let folder = folder();
+    let uri = |name: &str| format!("unix:{}", folder.path().join(name).display());
+    let machine = Machine {
+        name: PC_10,
+        accelerator: Accelerator::Kvm,
+        guest: std::sync::Arc::new(Guest::with(40 << 20, 16 << 20, 1500)),
+    };
+    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let forever = |mut options: Vec<String>| {
+        options.extend(["--forever", "--quiet"].map(str::to_owned));
+        options
+    };
+    // There and back, each with its own pair.
+    let mut ways = Vec::new();
+    for (way, method) in [("there", "zstd"), ("back", "zlib")] {
+        let mut options = RelayOptions::new(method, CHANNELS, CHANNELS);
+        options.tell_uuid(Multifd::Off, CHANNELS);
+        let (outgoing, incoming) = (uri(&format!("{way}.out")), uri(&format!("{way}.in")));
+        let theirs = forever(options.destination.expect("two relays"));
+        let (destination, between) = relay("destination", "tcp:127.0.0.1:0", &incoming, &theirs);
+        let (source, _) = relay("source", &outgoing, &between, &forever(options.source));
+        ways.push((outgoing, incoming, [source, destination]));
+    }
+
+    let mut warm = Vec::new();
+    for time in 0..TIMES {
+        let (outgoing, incoming, relays) = &mut ways[time % 2];
+        let mut there = skip!(Vm::waiting(Release::V10, &machine));
+        // With multifd and without, so that the relays change, too.
+        let multifd = if time % 4 < 2 { CHANNELS } else { Multifd::Off };
+        Side::new(multifd).with("return-path").apply(&mut here);
+        Side::new(CHANNELS).apply(&mut there);
+        there
+            .qmp
+            .migrate_incoming(incoming, true)
+            .expect("migrate-incoming");
+        here.qmp.migrate(outgoing).expect("migrate");
+        here.reaches("completed");
+        there.reaches("completed");
+        for relay in relays {
+            // Its report.
+            relay.wait_for("{\"");
+        }
+        let before = here.count().expect("the guest has counted");
+        let proven = there.prove();
+        assert!(
+            proven >= before,
+            "after {time}: {proven} writes, {before} before"
+        );
+        there.qmp.cont().expect("cont");
+        here = there;
+        // It says where it is before it goes on.
+        here.counts_on_from(proven);
+        let all = ways.iter().flat_map(|(.., relays)| relays);
+        if time + 1 == WARM {
+            warm = all.map(used).collect();
+        } else if time + 1 == TIMES {
+            for (before, relay) in warm.iter().zip(all) {
+                let now = used(relay);
+                println!("descriptors, threads, bytes of memory: {before:?}, then {now:?}");
+                assert_eq!((now.0, now.1), (before.0, before.1), "descriptors, threads");
+                assert!(now.2 < before.2 + SLACK, "memory");
+            }
+        }
+    }
+    for relay in ways.into_iter().flat_map(|(.., relays)| relays) {
+        relay.signal(Signal::INT);
+        let (status, said) = relay.wait();
+        assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+    }
+    assert_eq!(
+        fs::read_dir(folder.path())
+            .expect("the folder")
+            .flatten()
+            .filter(|entry| !entry.file_name().to_string_lossy().ends_with(".in"))
+            .count(),
+        0,
+        "a relay has left its socket"
+    );
+}

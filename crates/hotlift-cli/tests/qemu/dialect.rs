@@ -1,0 +1,117 @@
+//! QEMU's own ways to compress, on either side of a relay.
+
+use serde_json::json;
+
+use crate::guest::Guest;
+use crate::route::{Multifd, RelayOptions, Route, Side};
+use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm};
+use crate::{alone, skip};
+
+const CHANNELS: Multifd = Multifd::Channels(2);
+
+/// QEMU and its machine, its `multifd-compression`, and the method between relays.
+pub const COMPRESSED_BY_QEMU: [(Release, &str, &str, &str); 4] = [
+    (Release::V10, PC_10, "zlib", "zstd"),
+    (Release::V10, PC_10, "zstd", "none"),
+    (Release::V7, PC_7, "zlib", "zlib"),
+    (Release::V7, PC_7, "zstd", "zstd"),
+];
+
+/// QEMU and its machine, its `multifd-compression`, and whether two relays are in between or one.
+pub const COMPRESSED_FOR_QEMU: [(Release, &str, &str, bool); 4] = [
+    (Release::V10, PC_10, "zlib", false),
+    (Release::V10, PC_10, "zstd", true),
+    (Release::V7, PC_7, "zlib", true),
+    (Release::V7, PC_7, "zstd", false),
+];
+
+/// Capabilities of a 7.2 source without multifd.
+pub const OLDER_RECORDS: [&str; 2] = ["xbzrle", "compress"];
+
+fn machine(name: &'static str) -> Machine {
+    Machine {
+        name,
+        accelerator: Accelerator::Kvm,
+        guest: Guest::program(),
+    }
+}
+
+#[test]
+fn pages_that_qemu_has_compressed_are_read_and_compressed_anew() {
+    let _alone = alone();
+    for (from, name, theirs, ours) in COMPRESSED_BY_QEMU {
+        println!("{from:?} {theirs} -> {ours}");
+        let route = Route {
+            source: Side::new(CHANNELS).method(theirs).with("return-path"),
+            destination: Side::new(CHANNELS),
+            relays: Some(RelayOptions::new(ours, CHANNELS, CHANNELS)),
+            live: true,
+        };
+        let moved = skip!(route.take(skip!(Vm::running(from, &machine(name))), from));
+        let reports = moved.reports.expect("reports");
+        let read = reports[0]["received_bytes"].as_u64().expect("a number");
+        let pages = reports[0]["normal_pages"].as_u64().expect("a number");
+        assert!(read < pages * 4096, "QEMU has not compressed: {reports:?}");
+    }
+}
+
+#[test]
+fn qemu_reads_pages_that_a_relay_has_compressed_for_it() {
+    let _alone = alone();
+    for (to, name, method, two) in COMPRESSED_FOR_QEMU {
+        println!("{method} -> {to:?}, two relays: {two}");
+        let mut relays = RelayOptions::alone(method, CHANNELS);
+        if two {
+            relays = RelayOptions::new("zstd", CHANNELS, CHANNELS);
+            let options = relays.destination.as_mut().expect("two relays");
+            options.push(format!("--multifd-compression={method}"));
+        }
+        let route = Route {
+            source: Side::new(Multifd::Channels(4)).with("return-path"),
+            destination: Side::new(CHANNELS).method(method),
+            relays: Some(relays),
+            live: true,
+        };
+        let moved = skip!(route.take(skip!(Vm::running(to, &machine(name))), to));
+        let reports = moved.reports.expect("reports");
+        assert_eq!(reports.last().expect("a report")["method"], method);
+    }
+}
+
+/// XBZRLE deltas and pages of the old capability `compress` come on the main channel.
+#[test]
+fn the_records_of_older_sources_are_read() {
+    let _alone = alone();
+    for capability in OLDER_RECORDS {
+        let (parameters, sent) = if capability == "xbzrle" {
+            // Slow, so that there are rounds with pages that were sent before.
+            let slow = json!({ "max-bandwidth": 48 << 20, "downtime-limit": 20 });
+            (slow, "xbzrle-cache")
+        } else {
+            // Its threads are slow, and must not be overtaken by the guest.
+            let fast = json!({ "downtime-limit": 3000, "compress-threads": 2 });
+            (fast, "compression")
+        };
+        for destination in [Multifd::Off, CHANNELS] {
+            println!("{capability} -> {destination}");
+            let mut relays = RelayOptions::new("zstd", CHANNELS, destination);
+            relays.tell_uuid(Multifd::Off, CHANNELS);
+            let route = Route {
+                source: Side::new(Multifd::Off)
+                    .with(capability)
+                    .parameters(parameters.clone()),
+                destination: Side::new(destination),
+                relays: Some(relays),
+                live: true,
+            };
+            let here = skip!(Vm::running(Release::V7, &machine(PC_7)));
+            let moved = skip!(route.take(here, Release::V7));
+            let figures = &moved.figures[sent];
+            assert!(
+                figures["pages"].as_u64() > Some(0),
+                "no such page was sent: {}",
+                moved.figures
+            );
+        }
+    }
+}

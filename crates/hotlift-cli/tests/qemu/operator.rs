@@ -1,0 +1,317 @@
+//! What an operator types: `migrate` and `serve`, `save` and `restore`.
+
+use std::fs;
+use std::sync::Arc;
+
+use hotlift_qmp::{Qemu, QmpAddress};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+use crate::guest::Guest;
+use crate::hotlift::{Hotlift, errors};
+use crate::vm::{
+    Accelerator, DEADLINE, Machine, PC_7, PC_10, Release, Vm, command_line, count_in, folder, until,
+};
+use crate::{alone, skip};
+
+fn machine(name: &'static str) -> Machine {
+    Machine {
+        name,
+        accelerator: Accelerator::Kvm,
+        guest: Guest::program(),
+    }
+}
+
+/// Starts `serve` with what it is to get the guest into, and returns where it listens.
+fn serve(arguments: &[&str]) -> (Hotlift, String) {
+    let mut serve = Hotlift::start(&[&["serve", "--listen=tcp:127.0.0.1:0"], arguments].concat());
+    let line = serve.wait_for("listening on ");
+    let uri = line.rsplit(' ').next().expect("a word").to_owned();
+    (serve, uri)
+}
+
+fn succeeds(command: Hotlift) -> String {
+    let (status, said) = command.wait();
+    let said = said.join("\n");
+    assert!(status.success(), "{status}\n{said}");
+    said
+}
+
+/// Checks that the guest of `here` has gone to `there` and counts on.
+fn has_moved(here: &mut Vm, there: &mut Vm) {
+    assert!(!here.is_running(), "the source runs, too");
+    assert!(there.is_running());
+    let before = here.count().expect("the guest has counted");
+    there.counts_on_from(before);
+    let proven = there.prove();
+    there.qmp.cont().expect("cont");
+    there.counts_on_from(proven);
+}
+
+#[test]
+fn migrate_takes_a_guest_to_the_qemu_that_serve_holds() {
+    let _alone = alone();
+    use Release::{V7, V10};
+    for (from, to, name, options) in [
+        (V10, V10, PC_10, ["--method=zstd", "--channels=4"]),
+        (V7, V10, PC_7, ["--method=none", "--multifd=off"]),
+        (V10, V7, PC_7, ["--method=zlib", "--channels=1"]),
+    ] {
+        println!("{from:?} -> {to:?} {options:?}");
+        let mut here = skip!(Vm::running(from, &machine(name)));
+        let mut there = skip!(Vm::waiting(to, &machine(name)));
+        let settings = here.qmp.query_parameters().expect("parameters");
+        let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
+        let qmp = here.free_qmp();
+        let migrate = [&["migrate", "--qmp", &qmp, "--to", &uri][..], &options].concat();
+        succeeds(Hotlift::start(&migrate));
+        succeeds(serve);
+        has_moved(&mut here, &mut there);
+        let now = here.qmp.query_parameters().expect("parameters");
+        assert_eq!(now, settings, "settings were not put back");
+    }
+}
+
+/// A QEMU that outlives the command that starts it, but not this.
+struct Adopted {
+    machine: Machine,
+    folder: TempDir,
+}
+
+impl Adopted {
+    fn new(machine: Machine) -> Self {
+        let folder = folder();
+        Self { machine, folder }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).display().to_string()
+    }
+
+    /// The command line, as somebody would type it. `None`: it cannot be tested here.
+    fn line(&self, release: Release) -> Option<Vec<String>> {
+        let program = release.program(&self.machine)?;
+        let mut line = vec![program.display().to_string()];
+        line.extend(command_line(&self.machine, self.folder.path()));
+        let qmp = format!("unix:{},server=on,wait=off", self.path("test.qmp"));
+        let pid = self.path("pid");
+        line.extend(["-qmp", &qmp, "-pidfile", &pid].map(str::to_owned));
+        Some(line)
+    }
+
+    /// Waits for the end of the command that has started it, checks that the guest counts on after
+    /// `before`, and ends it: until then it holds what the command's output goes to.
+    fn counts_on_from(self, before: u64, mut command: Hotlift) {
+        command.wait_for("the guest runs");
+        let address = QmpAddress::Unix(self.folder.path().join("test.qmp"));
+        let mut qmp = Qemu::connect(&address, DEADLINE).expect("it runs on");
+        let console = self.path("console");
+        let said = || fs::read_to_string(&console).unwrap_or_default();
+        until(
+            || format!("it does not count on from {before}"),
+            || count_in(&said(), &self.machine.guest).filter(|&count| count > before),
+        );
+        assert!(qmp.query_status().expect("a status").running);
+        qmp.quit().expect("quit");
+        succeeds(command);
+    }
+}
+
+impl Drop for Adopted {
+    fn drop(&mut self) {
+        let pid = fs::read_to_string(self.path("pid")).unwrap_or_default();
+        // QEMU takes the file away when it ends by itself.
+        if let Some(pid) = pid.trim().parse().ok().and_then(Pid::from_raw) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    }
+}
+
+#[test]
+fn serve_starts_the_qemu_that_it_was_given_and_leaves_it_with_the_guest() {
+    let _alone = alone();
+    let machine = machine(PC_10);
+    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let there = Adopted::new(machine);
+    let line = skip!(there.line(Release::V10));
+    let mut arguments = vec!["--"];
+    arguments.extend(line.iter().map(String::as_str));
+    let (serve, uri) = serve(&arguments);
+    let (qmp, method) = (here.free_qmp(), "--method=zstd");
+    let migrate = ["migrate", "--qmp", &qmp, "--to", &uri, method];
+    succeeds(Hotlift::start(&migrate));
+    assert!(!here.is_running(), "the source runs, too");
+    there.counts_on_from(here.count().expect("the guest has counted"), serve);
+}
+
+#[test]
+fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
+    let _alone = alone();
+    for release in [Release::V10, Release::V7] {
+        let mut here = skip!(Vm::running(release, &machine(PC_7)));
+        let mut there = skip!(Vm::waiting(release, &machine(PC_7)));
+        let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
+        let qmp = here.free_qmp();
+        let migrate =
+            Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri, "--max-bandwidth=2M"]);
+        until(
+            || "no pages are sent".to_owned(),
+            || {
+                let info = here.migration();
+                info.ram.is_some_and(|ram| ram.normal > 200).then_some(())
+            },
+        );
+        migrate.signal(Signal::INT);
+        let (status, said) = migrate.wait();
+        assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+        assert!(here.is_running(), "the guest was not left running");
+        let proven = here.prove();
+        here.qmp.cont().expect("cont");
+        here.counts_on_from(proven);
+        let (status, said) = serve.wait();
+        assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
+        assert_eq!(there.count(), None, "the guest has run at the destination");
+        if there.ended().is_none() {
+            assert!(!there.is_running());
+        }
+    }
+}
+
+#[test]
+fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
+    let _alone = alone();
+    let machine = machine(PC_10);
+    let files = folder();
+    let path = |name: &str| files.path().join(name).display().to_string();
+    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let qmp = here.free_qmp();
+    let file = path("vm.save");
+    succeeds(Hotlift::start(&[
+        "save",
+        "--qmp",
+        &qmp,
+        &file,
+        "--method=zstd",
+        "--channels=2",
+    ]));
+    assert!(!here.is_running(), "it runs on beside its file");
+    let before = here.count().expect("the guest has counted");
+
+    // Cut short by a byte; a byte changed in the middle.
+    let whole = fs::read(&file).expect("the file");
+    let mut altered = whole.clone();
+    altered[whole.len() / 2] ^= 1;
+    for (name, bytes) in [("cut", &whole[..whole.len() - 1]), ("altered", &altered)] {
+        fs::write(path(name), bytes).expect("a damaged file");
+        let mut there = skip!(Vm::waiting(Release::V10, &machine));
+        let restore = Hotlift::start(&["restore", &path(name), "--qmp", &there.free_qmp()]);
+        let (status, said) = restore.wait();
+        assert_eq!(status.code(), Some(1), "{name}: {}", said.join("\n"));
+        assert_eq!(errors(&said).len(), 1, "{name}: {}", said.join("\n"));
+        assert!(
+            there.ended().is_some() || !there.is_running(),
+            "{name}: the guest runs"
+        );
+        assert_eq!(there.count(), None, "{name}: the guest has run");
+    }
+
+    let mut there = skip!(Vm::waiting(Release::V10, &machine));
+    succeeds(Hotlift::start(&[
+        "restore",
+        &file,
+        "--qmp",
+        &there.free_qmp(),
+    ]));
+    has_moved(&mut here, &mut there);
+
+    // The same into a QEMU that the command starts.
+    let again = Adopted::new(machine);
+    let line = skip!(again.line(Release::V10));
+    let mut arguments = vec!["restore", &file, "--"];
+    arguments.extend(line.iter().map(String::as_str));
+    again.counts_on_from(before, Hotlift::start(&arguments));
+}
+
+#[test]
+fn mapped_ram_files_go_both_ways_between_the_commands_and_qemu() {
+    let _alone = alone();
+    let machine = machine(PC_10);
+    let files = folder();
+    let path = |name: &str| files.path().join(name).display().to_string();
+
+    // Ours, loaded by QEMU.
+    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let qmp = here.free_qmp();
+    succeeds(Hotlift::start(&[
+        "save",
+        "--qmp",
+        &qmp,
+        &path("ours"),
+        "--format=mapped-ram",
+    ]));
+    let mut there = skip!(Vm::waiting(Release::V10, &machine));
+    there
+        .qmp
+        .set_capabilities(&[("mapped-ram", true)])
+        .expect("mapped-ram");
+    let uri = format!("file:{}", path("ours"));
+    there
+        .qmp
+        .migrate_incoming(&uri, true)
+        .expect("migrate-incoming");
+    there.reaches("completed");
+    has_moved(&mut here, &mut there);
+
+    // QEMU's, loaded by us.
+    there
+        .qmp
+        .set_capabilities(&[("mapped-ram", true)])
+        .expect("mapped-ram");
+    there
+        .qmp
+        .migrate(&format!("file:{}", path("theirs")))
+        .expect("migrate");
+    there.reaches("completed");
+    let mut back = skip!(Vm::waiting(Release::V10, &machine));
+    succeeds(Hotlift::start(&[
+        "restore",
+        &path("theirs"),
+        "--qmp",
+        &back.free_qmp(),
+    ]));
+    has_moved(&mut there, &mut back);
+}
+
+#[test]
+fn a_save_that_keeps_the_guest_running_does() {
+    let _alone = alone();
+    let machine = machine(PC_7);
+    let files = folder();
+    let file = files.path().join("vm.save").display().to_string();
+    let mut here = skip!(Vm::running(Release::V7, &machine));
+    let qmp = here.free_qmp();
+    succeeds(Hotlift::start(&[
+        "save",
+        "--qmp",
+        &qmp,
+        &file,
+        "--method=zlib",
+        "--keep-running",
+    ]));
+    let count = here.count().expect("the guest has counted");
+    here.counts_on_from(count);
+    here.prove();
+    let guest: Arc<Guest> = Arc::clone(&machine.guest);
+    let mut there = skip!(Vm::waiting(Release::V7, &machine));
+    succeeds(Hotlift::start(&[
+        "restore",
+        &file,
+        "--qmp",
+        &there.free_qmp(),
+    ]));
+    until(
+        || "it does not count".to_owned(),
+        || count_in(&there.console(), &guest),
+    );
+    there.prove();
+}

@@ -1,0 +1,129 @@
+//! `docs/qemu-compatibility.md` is made of what the tests move, so that it says neither more nor less.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use crate::dialect::{COMPRESSED_BY_QEMU, COMPRESSED_FOR_QEMU, OLDER_RECORDS};
+use crate::linux_moves::{JOURNEY, STARTS_IN};
+use crate::matrix::{PAIRS, Row, choice, rows};
+use crate::vm::Release;
+
+/// The values that some column has, each once, in their order.
+fn values(rows: &[&Row], value: impl Fn(&Row) -> String) -> String {
+    let mut seen: Vec<String> = Vec::new();
+    for row in rows {
+        let value = value(row);
+        if !seen.contains(&value) {
+            seen.push(value);
+        }
+    }
+    seen.join(", ")
+}
+
+fn render() -> String {
+    let mut text = String::from(
+        "# Which QEMUs work\n\n\
+         Made by the tests in `crates/hotlift-cli/tests/qemu` of what they move: real virtual machines, through a\n\
+         relay on each side unless it says otherwise. Each guest checks its memory all the time; after each move the\n\
+         harness replays every write of the guest, or compares all of RAM. QEMU 7.2 is Debian 12's, 10.0 that of\n\
+         bookworm-backports.\n\n\
+         ## Settings\n\n\
+         Each row is all combinations of its settings: `make test` moves ",
+    );
+    let all = rows();
+    let few = choice(&all).len();
+    let _ = write!(
+        text,
+        "{few} that have any two settings together,\n\
+         `HOTLIFT_QEMU_MATRIX=full cargo test -p hotlift-cli --test qemu machines_move` all {}.\n\n\
+         | from → to | machine | guest | source multifd channels | zero-page-detection | return path | between relays | their channels | destination multifd channels | combinations |\n\
+         |---|---|---|---|---|---|---|---|---|---|\n",
+        all.len()
+    );
+    for &pair in PAIRS {
+        let of_it: Vec<&Row> = all.iter().filter(|row| row.pair == pair).collect();
+        let guest = if pair.live { "runs" } else { "stopped" };
+        let _ = writeln!(
+            text,
+            "| {} → {} | {} | {guest}, {} | {} | {} | {} | {} | {} | {} | {} |",
+            pair.from.name(),
+            pair.to.name(),
+            pair.machine,
+            pair.accelerator.name().to_uppercase(),
+            values(&of_it, |row| row.source.to_string()),
+            values(&of_it, |row| row
+                .zero_pages
+                .unwrap_or("its own way")
+                .to_owned()),
+            values(&of_it, |row| if row.return_path { "on" } else { "off" }
+                .to_owned()),
+            values(&of_it, |row| row.method.to_owned()),
+            values(&of_it, |row| row.between.to_string()),
+            values(&of_it, |row| row.destination.to_string()),
+            of_it.len(),
+        );
+    }
+    text.push_str(
+        "\nChannels between relays are off (pages on the main channel) with method none only. A 7.2 source under TCG\n\
+         is moved stopped: QEMU 7.2 was seen to lose dirty pages of a running one by itself, straight from QEMU to\n\
+         QEMU.\n\n\
+         ## QEMU's own compression\n\n\
+         | who compresses | method | what else |\n|---|---|---|\n",
+    );
+    for (from, _, theirs, ours) in COMPRESSED_BY_QEMU {
+        let _ = writeln!(
+            text,
+            "| QEMU {}, for the relay | multifd {theirs} | {ours} between relays |",
+            from.name()
+        );
+    }
+    for capability in OLDER_RECORDS {
+        let _ = writeln!(
+            text,
+            "| QEMU {}, for the relay | {capability}, without multifd | zstd between relays |",
+            Release::V7.name()
+        );
+    }
+    for (to, _, method, two) in COMPRESSED_FOR_QEMU {
+        let relays = if two {
+            "zstd between relays"
+        } else {
+            "one relay alone"
+        };
+        let _ = writeln!(
+            text,
+            "| the relay, for QEMU {} | multifd {method} | {relays} |",
+            to.name()
+        );
+    }
+    let _ = write!(
+        text,
+        "\n## A Linux under way\n\nDebian's cloud kernel under TCG boots in QEMU {} and goes on and on:\n\n\
+         | to | guest | source multifd channels | between relays | destination multifd channels |\n|---|---|---|---|---|\n",
+        STARTS_IN.name()
+    );
+    for (to, live, source, method, destination) in JOURNEY {
+        let guest = if live { "runs" } else { "stopped" };
+        let _ = writeln!(
+            text,
+            "| {} | {guest} | {source} | {method} | {destination} |",
+            to.name()
+        );
+    }
+    text
+}
+
+#[test]
+fn the_table_in_the_docs_is_what_the_tests_move() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/qemu-compatibility.md");
+    let text = render();
+    if std::env::var_os("HOTLIFT_WRITE_TABLE").is_some() {
+        std::fs::write(&file, &text).expect("the table");
+    }
+    let there = std::fs::read_to_string(&file).unwrap_or_default();
+    assert!(
+        there == text,
+        "{} is old: HOTLIFT_WRITE_TABLE=1 writes it anew",
+        file.display()
+    );
+}
