@@ -95,6 +95,9 @@ enum Command {
     /// ended.
     #[command(verbatim_doc_comment)]
     Restore(restore::RestoreArgs),
+    /// Watch over a QEMU that 'serve' or 'restore' has started
+    #[command(hide = true)]
+    Guard(qemu::guard::GuardArgs),
     /// List the page compression methods, and which library does each on this host
     Methods,
 }
@@ -120,6 +123,10 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Save(args) => save::run(&args),
         Command::Restore(args) => restore::run(&args),
+        Command::Guard(args) => {
+            qemu::guard::run(&args);
+            Ok(())
+        }
         Command::Relay(command) => relay::run(&command),
         Command::Methods => {
             println!("{}", report::methods());

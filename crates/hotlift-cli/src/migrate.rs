@@ -253,7 +253,6 @@ impl Move<'_> {
         source: RelayReport,
         destination_qemu: Version,
     ) -> Result<Migration, CommandError> {
-        let at_source = |error| CommandError::qmp("source", error);
         let (running, destination) = match self.hear_out(destination, last_words) {
             Some(LastWords::Completed { running, report }) => (Some(running), Some(*report)),
             Some(LastWords::Failed { reason, guest }) => {
@@ -266,7 +265,8 @@ impl Move<'_> {
             None => (None, None),
         };
         Ok(Migration {
-            qemu: self.source.look().map_err(at_source)?,
+            // A source that has gone by now had let its guest go.
+            qemu: self.source.look().unwrap_or_default(),
             source_qemu: self.source.qemu().version(),
             destination_qemu,
             running,

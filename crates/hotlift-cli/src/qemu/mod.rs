@@ -2,6 +2,7 @@
 
 pub mod control;
 pub mod destination;
+pub mod guard;
 pub mod incoming;
 pub mod outgoing;
 pub mod process;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 use tempfile::TempDir;
 
+use super::guard::Guard;
 use super::private_folder;
 use crate::error::CommandError;
 use crate::signals::Interrupt;
@@ -21,10 +22,12 @@ const LOOK: Duration = Duration::from_millis(500);
 /// How long it may take to end when it is asked to.
 const END: Duration = Duration::from_secs(5);
 
-/// A QEMU process. Killed when it goes out of scope, unless it was left running.
+/// A QEMU process. Killed when it goes out of scope, unless it was left running; ended by its guard if
+/// this process is killed.
 #[derive(Debug)]
 pub struct Started {
     child: Child,
+    guard: Option<Guard>,
     folder: Option<TempDir>,
     qmp: QmpAddress,
     has_own_qmp: bool,
@@ -62,11 +65,17 @@ impl Started {
             })?;
         let mut started = Self {
             child,
+            guard: None,
             qmp: QmpAddress::Unix(socket),
             folder: Some(folder),
             has_own_qmp: names(command, "qmp").next().is_some(),
             left: false,
         };
+        let guard = Guard::start(&started.qmp).map_err(|source| CommandError::Process {
+            what: "hotlift guard",
+            source,
+        })?;
+        started.guard = Some(guard);
         let qemu = started.connect(interrupt)?;
         Ok((started, qemu))
     }

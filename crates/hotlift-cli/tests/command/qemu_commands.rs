@@ -2,10 +2,17 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
 use crate::hotlift::{Hotlift, errors};
+
+/// What `hotlift migrate` says first, for a machine without RAM.
+const HELLO: &str = "{\"hotlift-control\":1,\"qemu\":{\"major\":7,\"minor\":2,\"micro\":0},\
+    \"machine\":\"none\",\"uuid\":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],\"running\":true,\
+    \"channels\":2,\"alike\":[]}\n";
 
 /// A `hotlift serve` that would start a QEMU that does not exist, and its address.
 fn serve() -> (Hotlift, String) {
@@ -44,10 +51,7 @@ fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
     drop(TcpStream::connect(&address).expect("it listens"));
     serve.wait_for("closed the connection");
 
-    let good = "{\"hotlift-control\":1,\"qemu\":{\"major\":10,\"minor\":0,\"micro\":2},\
-                \"machine\":\"none\",\"uuid\":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],\"running\":true,\
-                \"channels\":2,\"alike\":[]}\n";
-    let answer = tell(&address, good.as_bytes());
+    let answer = tell(&address, HELLO.as_bytes());
     assert!(
         answer.contains("refused") && answer.contains("cannot run 'QEMU'"),
         "{answer}"
@@ -208,5 +212,50 @@ fn a_restore_refuses_what_is_no_save_before_it_starts_a_qemu() {
         let errors = errors(&said);
         assert_eq!(status.code(), Some(1), "{errors:?}");
         assert!(errors[0].contains(words), "{errors:?}");
+    }
+}
+
+#[test]
+fn a_serve_that_is_killed_leaves_no_qemu_that_waits() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let pidfile = folder.path().join("pid");
+    let path = pidfile.display().to_string();
+    let mut serve = Hotlift::start(&[
+        "serve",
+        "--listen",
+        "tcp:127.0.0.1:0",
+        "--",
+        "qemu-system-x86_64",
+        "-machine",
+        "none",
+        "-nodefaults",
+        "-display",
+        "none",
+        "-pidfile",
+        &path,
+    ]);
+    let line = serve.wait_for("listening on tcp:");
+    let stream =
+        TcpStream::connect(line.rsplit("tcp:").next().unwrap_or_default()).expect("it listens");
+    (&stream).write_all(HELLO.as_bytes()).expect("it reads");
+    let mut answer = String::new();
+    BufReader::new(&stream)
+        .read_line(&mut answer)
+        .expect("it answers");
+    if answer.contains("cannot run") {
+        println!("not tested: no qemu-system-x86_64; install qemu-system-x86");
+        return;
+    }
+    assert!(answer.contains("\"ready\""), "{answer}");
+    let pid = std::fs::read_to_string(&pidfile).expect("QEMU runs");
+    // Empty for one that has ended and that nobody has waited for yet.
+    let command_line = Path::new("/proc").join(pid.trim()).join("cmdline");
+    let runs = || std::fs::read(&command_line).is_ok_and(|line| !line.is_empty());
+    assert!(runs());
+    serve.signal(Signal::KILL);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while runs() {
+        assert!(Instant::now() < deadline, "QEMU {} still waits", pid.trim());
+        std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -1,0 +1,78 @@
+//! Ends a QEMU that waits for a migration, should the command that has started it be killed: a process
+//! of its own, since nothing else outlives a SIGKILL. (`PR_SET_PDEATHSIG` would end a QEMU that has its
+//! guest, too, when the command is done.)
+
+use std::io::{self, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+
+use crate::signals::TICK;
+
+/// How long QEMU may take to answer, and a migration whose sockets are gone to end.
+const END: Duration = Duration::from_secs(10);
+
+/// The guard of one QEMU, dismissed when it goes out of scope.
+#[derive(Debug)]
+pub struct Guard(Child);
+
+impl Guard {
+    /// Starts to watch over the QEMU at this QMP socket.
+    pub fn start(qmp: &QmpAddress) -> io::Result<Self> {
+        let child = Command::new(std::env::current_exe()?)
+            .args(["guard", "--qmp", &qmp.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            // Ctrl-C is for the command, which then ends its QEMU itself.
+            .process_group(0)
+            .spawn()?;
+        Ok(Self(child))
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        // A word says that all is well; the end of the pipe without one, that nobody could say so.
+        if let Some(mut pipe) = self.0.stdin.take() {
+            let _ = pipe.write_all(b".");
+        }
+        let _ = self.0.wait();
+    }
+}
+
+/// Flags of the guard's process.
+#[derive(Debug, Args)]
+pub struct GuardArgs {
+    /// QMP socket of the QEMU
+    #[arg(long, value_name = "ADDRESS")]
+    qmp: QmpAddress,
+}
+
+/// The guard's process.
+pub fn run(args: &GuardArgs) {
+    let mut word = [0; 1];
+    if matches!(io::stdin().read(&mut word), Ok(0)) {
+        // One that does not answer has ended, or is in other hands.
+        let _ = end(&args.qmp);
+    }
+}
+
+/// Ends a QEMU that waits for a guest, and removes its socket. One that has its guest is left alone.
+fn end(address: &QmpAddress) -> Result<(), QmpError> {
+    let deadline = Instant::now() + END;
+    let mut qemu = Qemu::connect(address, END)?;
+    while qemu.query_status()?.status == "inmigrate" {
+        // What is under way ends by itself: badly, or with the guest if that was all there.
+        if qemu.query_migrate()?.status != "active" || Instant::now() >= deadline {
+            qemu.quit()?;
+            break;
+        }
+        thread::sleep(TICK);
+    }
+    Ok(())
+}
