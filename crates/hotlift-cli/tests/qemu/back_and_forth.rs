@@ -46,7 +46,7 @@ fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
     let machine = Machine {
         name: PC_10,
         accelerator: Accelerator::Kvm,
-        guest: std::sync::Arc::new(Guest::with(40 << 20, 16 << 20, 1500)),
+        guest: std::sync::Arc::new(Guest::with(40 << 20, 16 << 20, 500)),
     };
     let mut here = skip!(Vm::running(Release::V10, &machine));
     let forever = |mut options: Vec<String>| {

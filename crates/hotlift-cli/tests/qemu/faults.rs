@@ -3,7 +3,9 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::time::Duration;
 
+use hotlift_qmp::QmpError;
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -66,6 +68,9 @@ const LINKS: [Link; 3] = [
     Link::RelayToRelay,
     Link::RelayToDestinationQemu,
 ];
+
+/// How long a destination may answer nothing before it hangs.
+const SILENCE: Duration = Duration::from_secs(5);
 
 /// Between all parties.
 const CHANNELS: Multifd = Multifd::Channels(2);
@@ -151,9 +156,11 @@ impl Rig {
     fn reach(&mut self, phase: Phase) {
         let (bandwidth, downtime) = match phase {
             Phase::FirstRound => (1_u64 << 20, 1),
-            // The guest dirties some 40 MiB a second.
-            Phase::LaterRound => (24 << 20, 1),
-            _ => (1 << 30, 300),
+            // The guest dirties some 20 MiB a second.
+            Phase::LaterRound => (16 << 20, 1),
+            // So little is left for the end that the buffers on the way hold it: a QEMU whose last
+            // pages are not taken holds its big lock meanwhile, and answers nothing.
+            _ => (128 << 20, 10),
         };
         let parameters = json!({ "max-bandwidth": bandwidth, "downtime-limit": downtime });
         self.here
@@ -227,7 +234,7 @@ impl Rig {
     }
 
     /// Checks how it has ended after `killed` was killed, or a socket was cut.
-    fn check(mut self, phase: Phase, killed: Option<Party>) {
+    fn check(mut self, phase: Phase, killed: Option<Party>, may_hang: bool) {
         if killed == Some(Party::SourceQemu) {
             until(|| "it lives".to_owned(), || self.here.ended());
         } else {
@@ -267,7 +274,7 @@ impl Rig {
         } else {
             let how = until(
                 || "the destination does not end".to_owned(),
-                || how_it_ended(&mut self.there, phase),
+                || how_it_ended(&mut self.there, phase, may_hang),
             );
             assert!(!how.is_empty(), "the destination does not say why");
             assert_eq!(self.there.count(), None, "the guest has run there");
@@ -286,19 +293,22 @@ impl Rig {
 }
 
 /// What a destination says of a migration that has failed; `None` while it goes on.
-fn how_it_ended(there: &mut Vm, phase: Phase) -> Option<String> {
+fn how_it_ended(there: &mut Vm, phase: Phase, may_hang: bool) -> Option<String> {
     if there.ended().is_some() {
         return Some(there.stderr());
     }
-    // One that exits answers no more.
-    let info = there.qmp.query_migrate().ok()?;
+    there.qmp.client().set_timeout(SILENCE);
+    let info = match there.qmp.query_migrate() {
+        Ok(info) => info,
+        Err(QmpError::Timeout { .. }) if may_hang => return Some("it hangs".to_owned()),
+        // One that exits answers no more.
+        Err(_) => return None,
+    };
     let state = there.qmp.query_status().ok()?;
-    assert!(
-        !state.running,
-        "the guest runs at the destination: {state:?} {info:?}"
-    );
+    assert!(!state.running, "the guest runs there: {state:?} {info:?}");
     match info.status.as_str() {
-        "failed" => info.error_desc,
+        // What it failed at, or, of a connection that said nothing, on stderr.
+        "failed" => Some(info.error_desc.unwrap_or_else(|| there.stderr())),
         // The connections that it needs to begin with have not come, and may yet.
         "setup" | "active" if phase == Phase::Setup => Some(state.status),
         _ => None,
@@ -308,7 +318,12 @@ fn how_it_ended(there: &mut Vm, phase: Phase) -> Option<String> {
 /// Runs all of `cases`, and fails with those that do.
 fn each<T: std::fmt::Debug + Copy>(cases: &[T], run: impl Fn(T) -> Option<()>) {
     let mut wrong = Vec::new();
+    // One of them alone, for whoever looks for what is wrong with it.
+    let asked = std::env::var("HOTLIFT_QEMU_FAULT").unwrap_or_default();
     for &case in cases {
+        if !format!("{case:?}").contains(&asked) {
+            continue;
+        }
         let start = std::time::Instant::now();
         match catch_unwind(AssertUnwindSafe(|| run(case))) {
             Ok(run) => skip!(run),
@@ -338,7 +353,7 @@ fn killed_in(from: Release, to: Release, phases: &[Phase]) {
         rig.reach(phase);
         rig.signal(party, Signal::KILL);
         rig.go_on(phase, Some(party));
-        rig.check(phase, Some(party));
+        rig.check(phase, Some(party), false);
         Some(())
     });
 }
@@ -394,7 +409,10 @@ fn whichever_socket_is_cut_the_guest_stays_at_the_source() {
             rig.link(link).cut(socket);
             rig.go_on(phase, None);
         }
-        rig.check(phase, None);
+        // The thread of a channel that broke ends, and QEMU's main thread, QMP with it, may wait for its
+        // SYNC for ever (7.2 and 10.0): the guest is not started, and the process has to be killed.
+        let may_hang = link == Link::RelayToDestinationQemu && socket == Socket::Channel;
+        rig.check(phase, None, may_hang);
         Some(())
     });
 }

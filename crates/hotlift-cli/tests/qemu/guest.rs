@@ -51,7 +51,7 @@ impl Guest {
     /// The program in 64 MiB, half of it written to. A migration takes about a second.
     pub fn program() -> Arc<Self> {
         static SHARED: OnceLock<Arc<Guest>> = OnceLock::new();
-        Arc::clone(SHARED.get_or_init(|| Arc::new(Self::with(64 << 20, 32 << 20, 1500))))
+        Arc::clone(SHARED.get_or_init(|| Arc::new(Self::with(64 << 20, 32 << 20, 500))))
     }
 
     /// The program in so many bytes of RAM, writing so many pages a second to part of it.
