@@ -326,6 +326,23 @@ fn a_mapped_ram_file_that_was_cut_is_refused() {
 }
 
 #[test]
+fn a_sparse_file_of_more_ram_than_any_host_has_is_refused() {
+    let folder = folder();
+    let path = folder.path().join("qemu");
+    let saved = small("pc-i440fx-10.0");
+    let mut bytes = FILE_HEADER.to_vec();
+    saved.configuration.encode(&mut bytes).expect("encode");
+    let entries = [RamBlockEntry::new("ram", 1 << 55)];
+    let layout = MappedLayout::new(1, &entries, bytes.len() as u64).expect("layout");
+    bytes.extend_from_slice(&layout.pieces[0].1);
+    fs::write(&path, bytes).expect("write");
+    let file = File::options().write(true).open(&path).expect("the file");
+    // Where no file can be so long, it is a file that was cut.
+    let _ = file.set_len(layout.end + 100);
+    assert_refused(&path, "a sparse file");
+}
+
+#[test]
 fn a_damaged_mapped_ram_file_never_ends_in_a_panic_or_a_rest() {
     let folder = folder();
     let (path, to) = (folder.path().join("qemu"), folder.path().join("to"));

@@ -12,8 +12,8 @@ use hotlift_wire::main_channel::{
     Command, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, put_mapped_end,
 };
 
-use super::FileError;
 use super::partial::PartialFile;
+use super::{FileError, check_ram};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::options::Options;
@@ -142,6 +142,8 @@ impl Sink for MappedRamSink {
     }
 
     fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
+        let lengths = ram.blocks.iter().map(|block| block.used_length);
+        check_ram(lengths.fold(0, u64::saturating_add)).map_err(wire)?;
         let position = self.position.load(Ordering::Relaxed);
         let layout = MappedLayout::new(ram.section_id, &ram.blocks, position).map_err(wire)?;
         for (position, piece) in &layout.pieces {
@@ -369,5 +371,17 @@ mod tests {
             "{}",
             error.chain()
         );
+    }
+
+    #[test]
+    fn more_ram_than_any_host_has_is_refused_before_memory_is_taken_for_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        let sink = MappedRamSink::create(&path, &Options::default(), &Control::default()).unwrap();
+        let ram = RamLayout {
+            section_id: 1,
+            blocks: vec![RamBlockEntry::new("ram", 1 << 62)],
+        };
+        assert!(sink.ram_start(&ram).is_err());
     }
 }

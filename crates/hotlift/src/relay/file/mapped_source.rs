@@ -22,13 +22,10 @@ use hotlift_wire::{RamBlockEntry, WireError, limits};
 
 use super::super::outgoing::machine_version;
 use super::super::{LOADED, OPENING_MULTIFD};
-use super::{FileError, Stopped};
+use super::{FileError, Stopped, check_ram};
 
 /// Pages that a thread takes at a time: 4 MiB.
 const SHARE: usize = 1024;
-
-/// Most RAM of a VM, in bytes: 16 TiB, of which the bitmaps are 512 MiB. The largest hosts have that.
-const RAM_MAX: u64 = 16 << 40;
 
 /// Threads that read at once; one alone keeps a disk busy, and two a page cache.
 const THREADS: usize = 4;
@@ -144,16 +141,12 @@ impl MappedSource {
             .iter()
             .map(|block| block.place.entry.used_length)
             .sum();
-        if before.saturating_add(place.entry.used_length) > RAM_MAX {
-            return Err(FileError::Stream {
+        check_ram(before.saturating_add(place.entry.used_length)).map_err(|source| {
+            FileError::Stream {
                 position: place.bitmap_offset,
-                source: WireError::OverLimit {
-                    what: "RAM of a VM in a file",
-                    limit: RAM_MAX,
-                    got: place.entry.used_length,
-                },
-            });
-        }
+                source,
+            }
+        })?;
         let length = usize::try_from(place.bitmap_len()).unwrap_or(usize::MAX);
         let mut bytes = vec![0; length];
         self.read_exact(&mut bytes, place.bitmap_offset)?;

@@ -38,8 +38,24 @@ pub(super) use write::ContainerWriter;
 use crate::error::{Channel, MigrationError};
 use crate::threads::spawn;
 use crate::transport::Stream;
+use hotlift_wire::WireError;
 use mapped_source::MappedSource;
 use read::ContainerReader;
+
+/// Most RAM of a VM in a `mapped-ram` file, in bytes: 16 TiB, of which the bitmaps, all in memory, are
+/// 512 MiB. The largest hosts have that.
+const RAM_MAX: u64 = 16 << 40;
+
+fn check_ram(bytes: u64) -> Result<(), WireError> {
+    if bytes > RAM_MAX {
+        return Err(WireError::OverLimit {
+            what: "RAM of a VM in a mapped-ram file",
+            limit: RAM_MAX,
+            got: bytes,
+        });
+    }
+    Ok(())
+}
 
 /// How a VM is kept in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

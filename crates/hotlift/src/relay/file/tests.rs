@@ -97,7 +97,11 @@ fn what_was_written_comes_back_in_order_under_its_name_alone() {
     let names: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
     assert_eq!(names.len(), 1, "the partial file is gone");
     let about = fs::metadata(&path).unwrap();
-    assert_eq!(about.mode() & 0o777, 0o600, "a guest's memory is its owner's");
+    assert_eq!(
+        about.mode() & 0o777,
+        0o600,
+        "a guest's memory is its owner's"
+    );
     // 512 bytes each; what was set aside for the end is MiBs.
     assert!(about.blocks() < 256, "{} blocks are kept", about.blocks());
 }
