@@ -37,6 +37,8 @@ pub(super) struct Arrivals<'a> {
     /// Connections that have not said what they are.
     unnamed: Vec<Stream>,
     main: Option<Stream>,
+    /// Main has come; it may have been taken.
+    main_came: bool,
     multifd: Vec<(InitialPacket, Stream)>,
     /// When the first was accepted.
     pub since: Instant,
@@ -63,6 +65,7 @@ impl<'a> Arrivals<'a> {
             listener,
             unnamed,
             main: None,
+            main_came: false,
             multifd: Vec::new(),
             since: Instant::now(),
         }
@@ -102,6 +105,7 @@ impl<'a> Arrivals<'a> {
     /// if it may have none.
     pub(super) fn channels(
         &mut self,
+        main: &Stream,
         expected: bool,
         timeout: Duration,
         call: &Call<'_>,
@@ -121,7 +125,7 @@ impl<'a> Arrivals<'a> {
             };
             let settled = quiet_since.elapsed() >= settle;
             if self.unnamed.is_empty() && self.is_complete(settled, expected) {
-                return self.take_channels();
+                return self.take_channels(main);
             }
             if self.unnamed.is_empty() && self.listener.is_none() {
                 return Err(closed());
@@ -143,18 +147,20 @@ impl<'a> Arrivals<'a> {
         let said = self.multifd.first().and_then(|(packet, _)| packet.hello);
         match said {
             Some(hello) => count >= usize::from(hello.channels),
-            // Ids count from 0, so that a gap shows one that is missing.
+            // Ids count from 0, so that a gap shows one that is missing. (There may be more than one
+            // with an id: stale ones.)
             None => {
                 let highest = self.multifd.iter().map(|(packet, _)| packet.id).max();
-                settled && highest.map_or(!expected, |highest| usize::from(highest) + 1 == count)
+                settled && highest.map_or(!expected, |highest| usize::from(highest) < count)
             }
         }
     }
 
-    fn take_channels(&mut self) -> Result<Option<Channels>, MigrationError> {
+    fn take_channels(&mut self, main: &Stream) -> Result<Option<Channels>, MigrationError> {
         let mut arrived = std::mem::take(&mut self.multifd);
-        // Left in the queue by a migration that failed before.
-        arrived.retain(|(_, stream)| !is_hung_up(stream));
+        if self.listener.is_some() {
+            drop_stale(&mut arrived, main)?;
+        }
         arrived.sort_by_key(|(packet, _)| packet.id);
         let Some((first, _)) = arrived.first() else {
             return Ok(None);
@@ -212,17 +218,21 @@ impl<'a> Arrivals<'a> {
     /// Looks at what an unnamed connection says, and puts it into its place.
     fn name(&mut self, index: usize) -> Result<(), MigrationError> {
         let mut first = [0; INITIAL_PACKET_LEN];
-        let seen = self.unnamed[index].peek(&mut first).map_err(opening)?;
+        // One that was reset has gone like one that was closed.
+        let seen = self.unnamed[index].peek(&mut first).unwrap_or(Some(0));
         let magic = [first[0], first[1], first[2], first[3]];
         match seen {
             None | Some(1..4) => std::thread::sleep(HALF_SAID),
             // Somebody looked whether the port is open.
             Some(0) => drop(self.unnamed.swap_remove(index)),
             Some(_) if FILE_HEADER.starts_with(&magic) => {
-                if self.main.is_some() {
+                let stream = self.unnamed.swap_remove(index);
+                if !self.main_came {
+                    self.main_came = true;
+                    self.main = Some(stream);
+                } else if !is_hung_up(&stream) {
                     return Err(protocol(Channel::Main, "a second main channel"));
                 }
-                self.main = Some(self.unnamed.swap_remove(index));
             }
             Some(_) if magic[..2] == [0x16, 0x03] => {
                 return Err(protocol(
@@ -291,6 +301,32 @@ impl<'a> Arrivals<'a> {
     /// True if multifd channels have arrived.
     pub(super) fn has_channels(&self) -> bool {
         !self.multifd.is_empty()
+    }
+}
+
+/// Drops channels that a migration which failed before has left in the queue: closed already, while
+/// another with their id is not. One that is closed and has no such other may be this source's own, with
+/// pages in it that must not be missed. If all are closed and `main` is, too, the source takes no answers
+/// and has sent everything.
+fn drop_stale(
+    arrived: &mut Vec<(InitialPacket, Stream)>,
+    main: &Stream,
+) -> Result<(), MigrationError> {
+    let (closed, live): (Vec<_>, Vec<_>) = std::mem::take(arrived)
+        .into_iter()
+        .partition(|(_, stream)| is_hung_up(stream));
+    if live.is_empty() && is_hung_up(main) {
+        *arrived = closed;
+        return Ok(());
+    }
+    *arrived = live;
+    let has_live = |id| arrived.iter().any(|(packet, _)| packet.id == id);
+    match closed.iter().find(|(packet, _)| !has_live(packet.id)) {
+        Some((packet, _)) => Err(protocol(
+            Channel::Multifd(packet.id),
+            "a channel that is closed already",
+        )),
+        None => Ok(()),
     }
 }
 

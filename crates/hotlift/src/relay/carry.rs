@@ -39,7 +39,7 @@ pub(super) fn run(
     let since = arrivals.since;
     // Booked again below, when the number of channels is known.
     let unbooked = Counters::default();
-    let mut input = MainInput::new(&main, &unbooked);
+    let mut input = MainInput::new(&main, &unbooked, timeout);
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
     let beginning = read_setup(&mut input, &mut decoder, &early)?;
     let pass_through = |arrivals, input: &MainInput<'_>, why| match outgoing {
@@ -56,7 +56,7 @@ pub(super) fn run(
     let channels = if setup.relay == Some(false) {
         None
     } else {
-        arrivals.channels(expected, timeout, &early)?
+        arrivals.channels(&main, expected, timeout, &early)?
     };
     if channels.is_none()
         && setup.relay.is_none()

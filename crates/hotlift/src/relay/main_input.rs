@@ -24,8 +24,9 @@ pub(super) struct MainInput<'a> {
     buffer: Vec<u8>,
     /// The part of `buffer` that was read and not yet taken.
     unread: std::ops::Range<usize>,
-    /// Everything from the stream's first byte on is still in `buffer`.
-    keeps_all: bool,
+    /// Until the stream is understood everything from its first byte on is kept in `buffer`, and the
+    /// source may be silent for no longer than this. (Later it may rest for as long as it likes.)
+    set_up: Option<Duration>,
     /// Of every byte taken so far, as long as somebody may ask for it.
     crc: Option<crc32fast::Hasher>,
 }
@@ -38,13 +39,13 @@ pub(super) struct ReadAhead {
 }
 
 impl<'a> MainInput<'a> {
-    pub(super) fn new(stream: &'a Stream, counters: &'a Counters) -> Self {
+    pub(super) fn new(stream: &'a Stream, counters: &'a Counters, silence: Duration) -> Self {
         Self {
             stream,
             counters,
             buffer: vec![0; READ],
             unread: 0..0,
-            keeps_all: true,
+            set_up: Some(silence),
             crc: Some(crc32fast::Hasher::new()),
         }
     }
@@ -95,7 +96,7 @@ impl<'a> MainInput<'a> {
             counters,
             buffer: ahead.buffer,
             unread: ahead.unread,
-            keeps_all: false,
+            set_up: None,
             crc: ahead.crc,
         }
     }
@@ -130,7 +131,7 @@ impl<'a> MainInput<'a> {
         patience: Option<Duration>,
         call: &Call<'_>,
     ) -> Result<bool, MigrationError> {
-        if !self.keeps_all {
+        if self.set_up.is_none() {
             self.buffer.copy_within(self.unread.clone(), 0);
             self.unread = 0..self.unread.len();
         }
@@ -142,6 +143,14 @@ impl<'a> MainInput<'a> {
             call.check()?;
             if patience.is_some_and(|patience| since.elapsed() >= patience) {
                 return Ok(false);
+            }
+            if let Some(silence) = self.set_up
+                && since.elapsed() >= silence
+            {
+                return Err(MigrationError::Timeout {
+                    waiting_for: "the rest of the source's set-up on main".to_owned(),
+                    waited: silence,
+                });
             }
         }
         call.check()?;

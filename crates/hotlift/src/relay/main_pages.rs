@@ -3,11 +3,12 @@
 
 use std::sync::atomic::Ordering;
 
-use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::main_channel::PageContent;
 
 use super::batch::Batch;
+use super::page_set::PageSet;
 use super::session::Session;
 use super::sink::RamLayout;
 use crate::error::{Channel, MigrationError};
@@ -21,7 +22,7 @@ pub(super) struct MainPages<'a> {
     batch: Option<Batch>,
     inflater: Option<Inflater>,
     /// Which pages have come since the last barrier, by RAM block.
-    seen: Vec<DirtyBitmap>,
+    seen: Vec<PageSet>,
     any_seen: bool,
 }
 
@@ -29,17 +30,14 @@ impl<'a> MainPages<'a> {
     pub(super) fn new(session: &'a Session<'a>, ram: &'a RamLayout, alone: bool) -> Self {
         // Only where the pages are looked up.
         let blocks = if alone { ram.blocks.as_slice() } else { &[] };
-        let bitmaps = blocks.iter().map(|block| {
-            let pages = block.used_length / PAGE_SIZE as u64;
-            DirtyBitmap::new(usize::try_from(pages).unwrap_or(usize::MAX))
-        });
+        let seen = blocks.iter().map(|block| PageSet::new(block.used_length));
         Self {
             session,
             ram,
             alone,
             batch: None,
             inflater: None,
-            seen: bitmaps.collect(),
+            seen: seen.collect(),
             any_seen: false,
         }
     }
@@ -100,7 +98,7 @@ impl<'a> MainPages<'a> {
     /// Notes a page; false if it has come before.
     fn note(&mut self, block: usize, offset: u64) -> bool {
         self.any_seen = true;
-        self.seen[block].set(usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE)
+        self.seen[block].insert(offset)
     }
 
     /// Hands on what was gathered.
@@ -123,9 +121,7 @@ impl<'a> MainPages<'a> {
     pub(super) fn barrier_passed(&mut self) {
         self.session.barriers.fetch_add(1, Ordering::Relaxed);
         if std::mem::replace(&mut self.any_seen, false) {
-            for bitmap in &self.seen {
-                bitmap.clear_range(0, bitmap.pages());
-            }
+            self.seen.iter().for_each(PageSet::clear);
         }
     }
 }

@@ -48,6 +48,7 @@ mod main_in;
 mod main_input;
 mod main_pages;
 mod outgoing;
+mod page_set;
 mod pass_through;
 mod receive;
 mod session;

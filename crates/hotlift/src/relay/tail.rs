@@ -17,6 +17,13 @@ use crate::error::{Channel, MigrationError};
 /// disks between the last device and EOF.
 const SILENCE: Duration = Duration::from_secs(30);
 
+/// Bytes of QEMU's format: the section type behind the last section (`QEMU_VM_EOF`), a footer's first
+/// byte (`QEMU_VM_SECTION_FOOTER`, with the section's id behind it), a description's
+/// (`QEMU_VM_VMDESCRIPTION`).
+const EOF: u8 = 0x00;
+const FOOTER: u8 = 0x7e;
+const DESCRIPTION_MARK: u8 = 0x06;
+
 /// How long a VM description may be behind the EOF of a relay, which sends both in one go.
 const DESCRIPTION: Duration = Duration::from_secs(1);
 
@@ -84,13 +91,12 @@ fn read_tail(
         if input.fill_some(1, Some(SILENCE), &session.call())? {
             continue;
         }
-        // Without a description nothing shows that the last byte is EOF and no part of a device: the
-        // PING in its place does, which a device cut short would swallow. A source that takes answers
+        // Without a description only the footer before it shows that the last byte is EOF, and the PING
+        // in its place, which a device cut short would swallow. A source that takes answers
         // does not close before it has had one.
         let is_closed = upstream.is_closed();
-        return match tail.split_last() {
-            Some((0, devices)) if !(is_closed && upstream.return_path) => {
-                let eof = devices.len();
+        return match tail.len().checked_sub(1) {
+            Some(eof) if is_eof(&tail, eof) && !(is_closed && upstream.return_path) => {
                 Ok((tail, eof))
             }
             _ if is_closed => Err(closed()),
@@ -100,6 +106,17 @@ fn read_tail(
             }),
         };
     }
+}
+
+/// Whether the byte at `at`, the last that came, can be EOF: it is behind a footer. A description of
+/// which a part has come has zero bytes in its length; that one's EOF came earlier, and must not go out.
+fn is_eof(tail: &[u8], at: usize) -> bool {
+    let follows_footer = |at: usize| tail[at] == EOF && at >= 5 && tail[at - 5] == FOOTER;
+    let earlier = at.saturating_sub(5)..at;
+    follows_footer(at)
+        && !earlier
+            .into_iter()
+            .any(|earlier| follows_footer(earlier) && tail[earlier + 1] == DESCRIPTION_MARK)
 }
 
 /// Waits until the source has given the guest up.

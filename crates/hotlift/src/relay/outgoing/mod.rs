@@ -20,11 +20,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use hotlift_mem::sock::IoScratch;
-use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
 
 use super::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
+use super::page_set::PageSet;
 use super::sink::{ForwardPackets, Opening, RamLayout, Sink, WritePages};
 use super::{CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, Outgoing, RelaySettings};
 use crate::control::Control;
@@ -96,7 +96,7 @@ struct OtherSide {
 struct Ram {
     layout: RamLayout,
     /// Zero pages that wait for the next section on main.
-    zeros: Vec<DirtyBitmap>,
+    zeros: Vec<PageSet>,
     /// How many were added since the last section of its own.
     kept: AtomicUsize,
 }
@@ -300,7 +300,7 @@ impl<'a> StreamSink<'a> {
     /// Keeps zero pages for the next section on main.
     fn keep_zeros(&self, block: usize, offsets: &[u64]) {
         for offset in offsets {
-            self.ram().zeros[block].set(page_of(*offset));
+            self.ram().zeros[block].insert(*offset);
         }
         self.ram().kept.fetch_add(offsets.len(), Ordering::Relaxed);
     }
@@ -314,21 +314,7 @@ impl<'a> StreamSink<'a> {
     /// A section of RAM with the zero pages that wait.
     fn zero_section(&self, section: Section, flush: bool) -> Result<(), MigrationError> {
         let zeros = self.ram().zeros.iter().enumerate();
-        let zeros = zeros.flat_map(|(block, zeros)| {
-            (0..zeros.words()).flat_map(move |word| {
-                let mut bits = zeros.take_word(word);
-                std::iter::from_fn(move || {
-                    let bit = bits.trailing_zeros();
-                    bits &= bits.wrapping_sub(1);
-                    (bit < u64::BITS).then(|| {
-                        (
-                            block,
-                            (word as u64 * 64 + u64::from(bit)) * PAGE_SIZE as u64,
-                        )
-                    })
-                })
-            })
-        });
+        let zeros = zeros.flat_map(|(block, set)| set.take().map(move |offset| (block, offset)));
         self.lock_main().section(section, zeros, flush)
     }
 
@@ -369,10 +355,6 @@ pub(super) fn machine_version(machine: &str) -> Option<(u32, u32)> {
     let (_, version) = machine.rsplit_once('-')?;
     let (major, minor) = version.split_once('.')?;
     Some((major.parse().ok()?, minor.parse().ok()?))
-}
-
-fn page_of(offset: u64) -> usize {
-    usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE
 }
 
 impl Sink for StreamSink<'_> {
@@ -421,10 +403,8 @@ impl Sink for StreamSink<'_> {
     }
 
     fn ram_start(&self, layout: &RamLayout) -> Result<(), MigrationError> {
-        let zeros = layout.blocks.iter().map(|block| {
-            let pages = block.used_length / PAGE_SIZE as u64;
-            DirtyBitmap::new(usize::try_from(pages).unwrap_or(usize::MAX))
-        });
+        let blocks = layout.blocks.iter();
+        let zeros = blocks.map(|block| PageSet::new(block.used_length));
         let _ = self.ram.set(Ram {
             layout: layout.clone(),
             zeros: zeros.collect(),

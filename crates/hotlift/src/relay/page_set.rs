@@ -1,0 +1,86 @@
+//! Sets of pages, whose memory is that of the pages in them: how much RAM there is, a peer says.
+
+use std::sync::OnceLock;
+
+use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+
+/// Pages that share a bitmap, which is made when the first of them is put in: 1 GiB of RAM, 32 KiB.
+const PART: usize = 1 << 18;
+
+/// Pages of one RAM block.
+#[derive(Debug)]
+pub(super) struct PageSet {
+    parts: Vec<OnceLock<DirtyBitmap>>,
+}
+
+impl PageSet {
+    /// No pages of a RAM block of `length` bytes.
+    pub(super) fn new(length: u64) -> Self {
+        let parts = length.div_ceil((PART * PAGE_SIZE) as u64);
+        Self {
+            parts: (0..parts).map(|_| OnceLock::new()).collect(),
+        }
+    }
+
+    /// Puts in the page at byte `offset`; false if it was in, or is none of the block's.
+    pub(super) fn insert(&self, offset: u64) -> bool {
+        let page = usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE;
+        self.parts
+            .get(page / PART)
+            .is_some_and(|part| part.get_or_init(|| DirtyBitmap::new(PART)).set(page % PART))
+    }
+
+    /// Takes out every page: their byte offsets, in order.
+    pub(super) fn take(&self) -> impl Iterator<Item = u64> {
+        let made = (0_u64..).zip(&self.parts);
+        let made = made.filter_map(|(part, bitmap)| Some((part, bitmap.get()?)));
+        made.flat_map(|(part, bitmap)| {
+            (0..bitmap.words()).flat_map(move |word| {
+                let mut bits = bitmap.take_word(word);
+                std::iter::from_fn(move || {
+                    let bit = bits.trailing_zeros();
+                    bits &= bits.wrapping_sub(1);
+                    let page = part * PART as u64 + word as u64 * 64 + u64::from(bit);
+                    (bit < u64::BITS).then_some(page * PAGE_SIZE as u64)
+                })
+            })
+        })
+    }
+
+    /// Takes out every page.
+    pub(super) fn clear(&self) {
+        for bitmap in self.parts.iter().filter_map(OnceLock::get) {
+            bitmap.clear_range(0, bitmap.pages());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_in_once_and_come_out_in_order() {
+        let gib = 1 << 30;
+        let set = PageSet::new(3 * gib + 4096);
+        let pages = [3 * gib, 2 * gib - 4096, 0, 2 * gib, 63 * 4096, 64 * 4096];
+        assert!(pages.iter().all(|&page| set.insert(page)));
+        assert!(!pages.iter().any(|&page| set.insert(page)));
+        assert!(!set.insert(4 * gib), "behind the block");
+        let mut sorted = pages.to_vec();
+        sorted.sort_unstable();
+        assert_eq!(set.take().collect::<Vec<_>>(), sorted);
+        assert_eq!(set.take().count(), 0);
+        set.insert(gib);
+        set.clear();
+        assert!(set.insert(gib));
+    }
+
+    #[test]
+    fn a_large_block_takes_memory_for_what_is_in_it() {
+        let set = PageSet::new(64 << 40);
+        assert!(set.insert((64 << 40) - 4096));
+        let made = set.parts.iter().filter_map(OnceLock::get).count();
+        assert_eq!((set.parts.len(), made), (1 << 16, 1));
+    }
+}
