@@ -7,8 +7,8 @@ use rustix::process::Signal;
 use crate::guest::Guest;
 use crate::hotlift::Hotlift;
 use crate::route::{Multifd, RelayOptions, Side, relay};
+use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_10, Release, Vm, folder};
-use crate::{alone, skip};
 
 const TIMES: usize = 50;
 
@@ -40,7 +40,6 @@ fn used(relay: &Hotlift) -> (usize, usize, u64) {
 
 #[test]
 fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
-    let _alone = alone();
     let folder = folder();
     let uri = |name: &str| format!("unix:{}", folder.path().join(name).display());
     let machine = Machine {

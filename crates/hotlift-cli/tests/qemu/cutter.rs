@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, spawn};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 
 use crate::vm::{folder, until};
@@ -173,7 +174,15 @@ fn pass(mut from: &UnixStream, mut to: &UnixStream) {
             return;
         }
     }
-    let _ = to.shutdown(Shutdown::Write);
+    // One who is gone is told from one who has said all: the other end must see the same.
+    let mut ends = [PollFd::new(from, PollFlags::empty())];
+    let polled = poll(&mut ends, Some(&Timespec::default()));
+    let is_gone = polled.is_ok() && ends[0].revents().contains(PollFlags::HUP);
+    let _ = to.shutdown(if is_gone {
+        Shutdown::Both
+    } else {
+        Shutdown::Write
+    });
 }
 
 impl Drop for Cutter {

@@ -4,8 +4,8 @@ use serde_json::json;
 
 use crate::guest::Guest;
 use crate::route::{Multifd, RelayOptions, Route, Side};
+use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm};
-use crate::{alone, skip};
 
 const CHANNELS: Multifd = Multifd::Channels(2);
 
@@ -38,7 +38,6 @@ fn machine(name: &'static str) -> Machine {
 
 #[test]
 fn pages_that_qemu_has_compressed_are_read_and_compressed_anew() {
-    let _alone = alone();
     for (from, name, theirs, ours) in COMPRESSED_BY_QEMU {
         println!("{from:?} {theirs} -> {ours}");
         let route = Route {
@@ -57,7 +56,6 @@ fn pages_that_qemu_has_compressed_are_read_and_compressed_anew() {
 
 #[test]
 fn qemu_reads_pages_that_a_relay_has_compressed_for_it() {
-    let _alone = alone();
     for (to, name, method, two) in COMPRESSED_FOR_QEMU {
         println!("{method} -> {to:?}, two relays: {two}");
         let mut relays = RelayOptions::alone(method, CHANNELS);
@@ -81,7 +79,6 @@ fn qemu_reads_pages_that_a_relay_has_compressed_for_it() {
 /// XBZRLE deltas and pages of the old capability `compress` come on the main channel.
 #[test]
 fn the_records_of_older_sources_are_read() {
-    let _alone = alone();
     for capability in OLDER_RECORDS {
         let (parameters, sent) = if capability == "xbzrle" {
             // Slow, so that there are rounds with pages that were sent before.

@@ -2,8 +2,8 @@
 
 use crate::guest::Guest;
 use crate::route::{Multifd, Route, Side};
+use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, until};
-use crate::{alone, skip};
 
 fn straight(multifd: Multifd, live: bool) -> Route {
     Route {
@@ -24,7 +24,6 @@ fn machine(name: &'static str, accelerator: Accelerator) -> Machine {
 
 #[test]
 fn a_program_goes_from_qemu_to_qemu_and_counts_on() {
-    let _alone = alone();
     use Accelerator::{Kvm, Tcg};
     use Release::{V7, V10};
     for (from, to, name, accelerator, multifd, return_path, live) in [
@@ -46,7 +45,6 @@ fn a_program_goes_from_qemu_to_qemu_and_counts_on() {
 /// Guest memory is changed behind QEMU's back, as a page that was lost on the way would be.
 #[test]
 fn a_page_that_holds_an_older_write_is_found() {
-    let _alone = alone();
     let mut vm = skip!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));
     let before = vm.ram();
     let count = vm.prove();
@@ -89,7 +87,6 @@ fn a_page_that_holds_an_older_write_is_found() {
 
 #[test]
 fn a_linux_goes_from_qemu_to_qemu_and_counts_on() {
-    let _alone = alone();
     let machine = Machine {
         name: PC_7,
         accelerator: Accelerator::Tcg,

@@ -11,10 +11,10 @@ use serde_json::json;
 
 use crate::cutter::{Cutter, Socket};
 use crate::guest::Guest;
-use crate::hotlift::Hotlift;
+use crate::hotlift::{Hotlift, errors};
 use crate::route::{Multifd, RelayOptions, Side, failed, relay};
+use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, Release, Vm, until};
-use crate::{alone, skip};
 
 /// How far the migration has come when something happens. Each lasts until then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -237,14 +237,34 @@ impl Rig {
     fn check(mut self, phase: Phase, killed: Option<Party>, may_hang: bool) {
         if killed == Some(Party::SourceQemu) {
             until(|| "it lives".to_owned(), || self.here.ended());
+            if phase == Phase::Switchover {
+                // It takes its time to die: if the destination has loaded all before its sockets are
+                // closed, that is how a source lets go, and the guest lives on there.
+                let relay = self.source.take().expect("it was started");
+                let (status, said) = relay.wait();
+                if status.success() {
+                    return self.has_moved();
+                }
+                assert_eq!(errors(&said).len(), 1, "{}", said.join("\n"));
+            }
         } else {
+            let info = until(
+                || "the source's migration does not end".to_owned(),
+                || Some(self.here.migration()).filter(|info| !info.is_running()),
+            );
+            if info.is_completed() && phase == Phase::Switchover && killed.is_none() {
+                // All of its pages had gone by the time that the channel was cut.
+                return self.has_moved();
+            }
+            assert!(info.has_failed(), "{info:?}");
             until(
                 || "the source does not go on".to_owned(),
                 || self.here.is_running().then_some(()),
             );
-            let info = self.here.reaches("failed");
-            let why = info.error_desc.unwrap_or_default();
-            assert!(!why.is_empty(), "the source does not say why");
+            // 7.2 has no words for what breaks after the last page.
+            let why = info.error_desc.unwrap_or_else(|| self.here.stderr());
+            let has_words = !why.is_empty() || self.here.release == Release::V7;
+            assert!(has_words, "the source does not say why");
             let count = self.here.count().expect("it has said something");
             self.here.counts_on_from(count);
             let proven = self.here.prove();
@@ -255,7 +275,7 @@ impl Rig {
             (Party::SourceRelay, self.source.take()),
             (Party::DestinationRelay, self.destination.take()),
         ] {
-            let relay = relay.expect("it was started");
+            let Some(relay) = relay else { continue };
             if killed == Some(party) {
                 relay.wait();
             } else if phase == Phase::Setup {
@@ -289,6 +309,22 @@ impl Rig {
                 assert!(!file.exists(), "{} is left", file.display());
             }
         }
+    }
+}
+
+impl Rig {
+    /// Checks that the guest has gone to the destination in spite of it all.
+    fn has_moved(mut self) {
+        let relays = [self.source.take(), self.destination.take()];
+        for relay in relays.into_iter().flatten() {
+            let (status, said) = relay.wait();
+            assert!(status.success(), "{status}\n{}", said.join("\n"));
+        }
+        self.there.reaches("completed");
+        assert!(!self.here.is_running(), "the source runs, too");
+        let before = self.here.count().expect("it has said something");
+        self.there.counts_on_from(before);
+        self.there.prove();
     }
 }
 
@@ -360,13 +396,11 @@ fn killed_in(from: Release, to: Release, phases: &[Phase]) {
 
 #[test]
 fn whoever_is_killed_the_guest_runs_on_one_side_or_dies_with_its_qemu() {
-    let _alone = alone();
     killed_in(Release::V10, Release::V10, &PHASES);
 }
 
 #[test]
 fn whoever_is_killed_between_older_qemus_the_guest_runs_on_one_side() {
-    let _alone = alone();
     killed_in(
         Release::V7,
         Release::V7,
@@ -376,7 +410,6 @@ fn whoever_is_killed_between_older_qemus_the_guest_runs_on_one_side() {
 
 #[test]
 fn whichever_socket_is_cut_the_guest_stays_at_the_source() {
-    let _alone = alone();
     let mut cases = Vec::new();
     for phase in PHASES {
         for link in LINKS {
@@ -419,7 +452,6 @@ fn whichever_socket_is_cut_the_guest_stays_at_the_source() {
 
 #[test]
 fn a_migration_that_is_cancelled_leaves_the_guest_and_another_can_follow() {
-    let _alone = alone();
     let mut rig = skip!(Rig::new(Release::V10, Release::V10));
     rig.reach(Phase::LaterRound);
     rig.here.qmp.migrate_cancel().expect("migrate_cancel");
@@ -453,7 +485,6 @@ fn a_migration_that_is_cancelled_leaves_the_guest_and_another_can_follow() {
 
 #[test]
 fn an_interrupted_relay_ends_the_migration_and_says_so() {
-    let _alone = alone();
     each(&[Party::SourceRelay, Party::DestinationRelay], |party| {
         let mut rig = Rig::new(Release::V10, Release::V10)?;
         rig.reach(Phase::FirstRound);

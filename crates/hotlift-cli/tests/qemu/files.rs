@@ -12,8 +12,8 @@ use serde_json::{Value, json};
 
 use crate::guest::Guest;
 use crate::route::{Multifd, Side, differ};
+use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, folder, until};
-use crate::{alone, skip};
 
 fn machine(name: &'static str, accelerator: Accelerator) -> Machine {
     Machine {
@@ -114,7 +114,6 @@ fn goes_on(vm: &mut Vm, before: u64) {
 
 #[test]
 fn a_running_machine_goes_on_from_its_file() {
-    let _alone = alone();
     let folder = folder();
     let file = folder.path().join("vm");
     use Accelerator::{Kvm, Tcg};
@@ -171,7 +170,6 @@ fn a_running_machine_goes_on_from_its_file() {
 
 #[test]
 fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
-    let _alone = alone();
     let folder = folder();
     let file = folder.path().join("vm");
     for (from, name, multifd, live) in [
@@ -212,7 +210,6 @@ fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
 
 #[test]
 fn a_mapped_ram_file_of_qemu_is_read_to_its_last_page() {
-    let _alone = alone();
     let folder = folder();
     let file = folder.path().join("vm");
     for (name, multifd, to, restored_to, live) in [
@@ -257,7 +254,6 @@ fn a_mapped_ram_file_of_qemu_is_read_to_its_last_page() {
 /// XBZRLE deltas change pages that are in the file already.
 #[test]
 fn older_sources_are_saved() {
-    let _alone = alone();
     let folder = folder();
     let file = folder.path().join("vm");
     for (capability, figures, parameters) in [
@@ -299,7 +295,6 @@ fn older_sources_are_saved() {
 
 #[test]
 fn a_damaged_file_is_refused_and_no_guest_starts() {
-    let _alone = alone();
     let folder = folder();
     let (file, damaged) = (folder.path().join("vm"), folder.path().join("damaged"));
     let machine = machine(PC_10, Accelerator::Kvm);
@@ -357,7 +352,6 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
 
 #[test]
 fn a_save_that_fails_leaves_the_guest_running_and_no_file() {
-    let _alone = alone();
     let folder = folder();
     let file = folder.path().join("vm");
     let mut here = skip!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));

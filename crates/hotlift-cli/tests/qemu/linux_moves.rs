@@ -2,8 +2,8 @@
 
 use crate::guest::Guest;
 use crate::route::{Multifd, RelayOptions, Route, Side};
+use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, Release, Vm};
-use crate::{alone, skip};
 
 /// Where it boots.
 pub const STARTS_IN: Release = Release::V10;
@@ -28,7 +28,6 @@ pub const JOURNEY: [(Release, bool, Multifd, &str, Multifd); 6] = {
 /// kernel everywhere, and what one migration breaks the next ones find.
 #[test]
 fn a_linux_moves_on_and_on_and_finds_its_memory_right() {
-    let _alone = alone();
     let guest = skip!(Guest::linux());
     let machine = Machine {
         name: PC_7,

@@ -30,15 +30,6 @@ mod route;
 mod table;
 mod vm;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// One migration at a time: each has four processes and two vCPUs, and a machine that is short of CPU
-/// tests nothing but patience.
-fn alone() -> MutexGuard<'static, ()> {
-    static ONE: Mutex<()> = Mutex::new(());
-    ONE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// What there is, or the end of the test: whoever returned `None` has said why.
 macro_rules! skip {
     ($there:expr) => {

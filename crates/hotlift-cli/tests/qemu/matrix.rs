@@ -8,8 +8,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::guest::Guest;
 use crate::route::{Multifd, RelayOptions, Route, Side};
+use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm};
-use crate::{alone, skip};
 
 /// From where to where.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -213,7 +213,6 @@ impl Row {
 
 #[test]
 fn machines_move_through_relays_however_their_qemus_are_set() {
-    let _alone = alone();
     let all = rows();
     let rows = match std::env::var("HOTLIFT_QEMU_MATRIX") {
         Ok(part) if part != "full" => {

@@ -9,10 +9,10 @@ use tempfile::TempDir;
 
 use crate::guest::Guest;
 use crate::hotlift::{Hotlift, errors};
+use crate::skip;
 use crate::vm::{
     Accelerator, DEADLINE, Machine, PC_7, PC_10, Release, Vm, command_line, count_in, folder, until,
 };
-use crate::{alone, skip};
 
 fn machine(name: &'static str) -> Machine {
     Machine {
@@ -50,7 +50,6 @@ fn has_moved(here: &mut Vm, there: &mut Vm) {
 
 #[test]
 fn migrate_takes_a_guest_to_the_qemu_that_serve_holds() {
-    let _alone = alone();
     use Release::{V7, V10};
     for (from, to, name, options) in [
         (V10, V10, PC_10, ["--method=zstd", "--channels=4"]),
@@ -129,7 +128,6 @@ impl Drop for Adopted {
 
 #[test]
 fn serve_starts_the_qemu_that_it_was_given_and_leaves_it_with_the_guest() {
-    let _alone = alone();
     let machine = machine(PC_10);
     let mut here = skip!(Vm::running(Release::V10, &machine));
     let there = Adopted::new(machine);
@@ -146,7 +144,6 @@ fn serve_starts_the_qemu_that_it_was_given_and_leaves_it_with_the_guest() {
 
 #[test]
 fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
-    let _alone = alone();
     for release in [Release::V10, Release::V7] {
         let mut here = skip!(Vm::running(release, &machine(PC_7)));
         let mut there = skip!(Vm::waiting(release, &machine(PC_7)));
@@ -179,7 +176,6 @@ fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
 
 #[test]
 fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
-    let _alone = alone();
     let machine = machine(PC_10);
     let files = folder();
     let path = |name: &str| files.path().join(name).display().to_string();
@@ -234,7 +230,6 @@ fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
 
 #[test]
 fn mapped_ram_files_go_both_ways_between_the_commands_and_qemu() {
-    let _alone = alone();
     let machine = machine(PC_10);
     let files = folder();
     let path = |name: &str| files.path().join(name).display().to_string();
@@ -284,7 +279,6 @@ fn mapped_ram_files_go_both_ways_between_the_commands_and_qemu() {
 
 #[test]
 fn a_save_that_keeps_the_guest_running_does() {
-    let _alone = alone();
     let machine = machine(PC_7);
     let files = folder();
     let file = files.path().join("vm.save").display().to_string();
