@@ -127,7 +127,8 @@ impl<'a> Arrivals<'a> {
             if self.unnamed.is_empty() && self.is_complete(settled, expected) {
                 return self.take_channels(main);
             }
-            if self.unnamed.is_empty() && self.listener.is_none() {
+            let source_has_gone = settled && is_hung_up(main);
+            if self.unnamed.is_empty() && (source_has_gone || self.listener.is_none()) {
                 return Err(closed());
             }
             if Instant::now() > deadline {
@@ -221,7 +222,11 @@ impl<'a> Arrivals<'a> {
         // One that was reset has gone like one that was closed.
         let seen = self.unnamed[index].peek(&mut first).unwrap_or(Some(0));
         let magic = [first[0], first[1], first[2], first[3]];
+        let has_more = !is_hung_up(&self.unnamed[index]);
         match seen {
+            Some(1..INITIAL_PACKET_LEN) if !has_more && !FILE_HEADER.starts_with(&magic) => {
+                drop(self.unnamed.swap_remove(index));
+            }
             None | Some(1..4) => std::thread::sleep(HALF_SAID),
             // Somebody looked whether the port is open.
             Some(0) => drop(self.unnamed.swap_remove(index)),
