@@ -127,13 +127,13 @@ impl Shared {
                 continue;
             };
             let shared = Arc::clone(self);
-            lock(&self.threads).push(spawn(move || shared.carry(near, far)));
+            lock(&self.threads).push(spawn(move || shared.carry(&near, &far)));
         }
     }
 
-    fn carry(self: &Arc<Self>, near: UnixStream, far: UnixStream) {
+    fn carry(&self, mut near: &UnixStream, mut far: &UnixStream) {
         let mut magic = [0; 4];
-        if (&near).read_exact(&mut magic).is_err() {
+        if near.read_exact(&mut magic).is_err() {
             return;
         }
         let which = match &magic {
@@ -143,8 +143,8 @@ impl Shared {
         let copy = |stream: &UnixStream| stream.try_clone().expect("a second descriptor");
         let connection = Connection {
             which,
-            near: copy(&near),
-            far: copy(&far),
+            near: copy(near),
+            far: copy(far),
         };
         {
             let mut on_sight = lock(&self.on_sight);
@@ -155,10 +155,10 @@ impl Shared {
             }
         }
         lock(&self.connections).push(connection);
-        let (back_from, back_to) = (copy(&far), copy(&near));
+        let (back_from, back_to) = (copy(far), copy(near));
         let back = spawn(move || pass(&back_from, &back_to));
-        if (&far).write_all(&magic).is_ok() {
-            pass(&near, &far);
+        if far.write_all(&magic).is_ok() {
+            pass(near, far);
         }
         back.join().expect("the way back");
     }
