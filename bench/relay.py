@@ -92,6 +92,8 @@ def one(way, road, image, args, about):
         "way": way.name,
         **about,
         "load": machine.load(),
+        # Below 0: ahead of other work on the machine.
+        "nice": os.nice(0),
     }
     with machine.WarmMemory(relayed.RAM_BYTES + machine.WarmMemory.AHEAD) as warm, \
             Link(road.rate, road.joined) as link:
