@@ -1,0 +1,227 @@
+//! A cancel ends a relay whatever it is doing, and whoever it waits for.
+
+use std::io::Write;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift::relay::{LetGo, RelaySettings};
+use hotlift::{MigrationError, Status};
+use hotlift_wire::main_channel::{MainEncoder, MainEvent};
+use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
+
+use super::destination::{Failure, Moment};
+use super::log::{Event, Log};
+use super::recording::{Recording, configuration, page_of};
+use super::rig::{DEADLINE, Relay, destination, settings, shared, until};
+use super::source::{Ending, play};
+
+/// What a cancel may take. A relay gives its source 2 s to read the last words; the rest is for
+/// machines that do other things, too.
+const SOON: Duration = Duration::from_secs(8);
+
+fn ways() -> [RelaySettings; 2] {
+    [
+        settings(&[("multifd", "off")]),
+        settings(&[("multifd-compression", "zstd")]),
+    ]
+}
+
+/// Cancels `relay`, which must end soon and say so.
+fn cancel(relay: Relay, what: &str) {
+    let control = relay.control.clone();
+    let since = Instant::now();
+    control.cancel();
+    let error = relay.outcome(what).unwrap_err();
+    assert!(since.elapsed() < SOON, "{what}: {:?}", since.elapsed());
+    assert!(
+        matches!(error, MigrationError::Cancelled),
+        "{what}: {error}"
+    );
+    assert_eq!(control.status(), Status::Cancelled, "{what}");
+}
+
+#[test]
+fn while_nobody_has_come() {
+    let _beside = shared();
+    let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &settings(&[]), true);
+    cancel(relay, "nobody has come");
+}
+
+#[test]
+fn while_a_connection_says_nothing() {
+    let _beside = shared();
+    let small = Recording::small_multifd(2);
+    for said in [0, 3, 8, 40] {
+        let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &settings(&[]), true);
+        let mut stream = &relay.address.connect(DEADLINE).unwrap();
+        stream.write_all(&small.main[..said]).unwrap();
+        thread::sleep(Duration::from_millis(60));
+        cancel(relay, &format!("{said} bytes of main"));
+    }
+}
+
+/// Cancels a relay between `recording`'s source, which ends so, and a destination that fails so, when
+/// `reached` says that it is time.
+fn cancel_when(
+    recording: &Recording,
+    way: &RelaySettings,
+    (ending, fails): (Ending, Option<(Moment, Failure)>),
+    reached: impl Fn(&Relay, &Log) -> bool,
+    what: &str,
+) {
+    let log = Log::default();
+    let channels = way.outgoing.channels();
+    let (_folder, destination) = destination(recording, channels, fails, &log);
+    let relay = Relay::start(&destination.address, way, false);
+    let to = relay.address.clone();
+    thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        let playing = scope.spawn(|| play(recording, &to, ending, &log));
+        until(what, || reached(&relay, &log));
+        cancel(relay, what);
+        log.note(Event::RelaysEnded);
+        assert_ne!(playing.join().unwrap().shut, Some(0), "{what}");
+        assert!(!arriving.join().unwrap().eof, "{what}");
+    });
+}
+
+/// Polls for `time` before it says yes: nothing shows from outside that a thread waits.
+fn after(time: Duration) -> impl Fn(&Relay, &Log) -> bool {
+    let since = Instant::now();
+    move |_, _| since.elapsed() > time
+}
+
+const A_WHILE: Duration = Duration::from_millis(300);
+
+#[test]
+fn while_channels_are_missing() {
+    let _beside = shared();
+    let mut recording = Recording::small_multifd(2);
+    recording.channels.truncate(1);
+    recording.channels[0][24] = 1;
+    let quiet = (Ending::FallsSilentAt(recording.main.len()), None);
+    for way in ways() {
+        cancel_when(
+            &recording,
+            &way,
+            quiet,
+            after(A_WHILE),
+            "a channel is missing",
+        );
+    }
+}
+
+#[test]
+fn while_the_source_rests() {
+    let _beside = shared();
+    for recording in [Recording::small(), Recording::small_multifd(2)] {
+        let ends = recording.events();
+        let ends = ends.iter().filter(|(_, event)| *event == MainEvent::RamEos);
+        for (at, _) in ends {
+            for way in ways() {
+                let quiet = (Ending::FallsSilentAt(*at), None);
+                let active = |relay: &Relay, _: &Log| relay.control.status() == Status::Active;
+                // The first end is that of the set-up: nothing is active in front of it.
+                if *at == recording.position(|event| *event == MainEvent::RamEos) {
+                    cancel_when(&recording, &way, quiet, after(A_WHILE), "set-up");
+                } else {
+                    cancel_when(&recording, &way, quiet, active, "RAM");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn while_a_channel_does_not_come_to_a_mark() {
+    let _beside = shared();
+    let mut recording = Recording::small_multifd(2);
+    let length = recording.channels[1].len();
+    recording.channels[1].truncate(length - 2 * 1344);
+    // It keeps its connection, which a lost one would not.
+    let ending = (Ending::FallsSilentAt(recording.main.len()), None);
+    for way in ways() {
+        let active = |relay: &Relay, _: &Log| relay.control.status() == Status::Active;
+        cancel_when(&recording, &way, ending, active, "no SYNC");
+    }
+}
+
+#[test]
+fn while_the_destination_says_nothing() {
+    let _beside = shared();
+    let recording = Recording::small();
+    for way in ways() {
+        for moment in [Moment::Connected, Moment::Opening, Moment::Loaded] {
+            let stalls = (Ending::LetsGo, Some((moment, Failure::Stalls)));
+            let what = format!("{moment:?}");
+            cancel_when(&recording, &way, stalls, after(A_WHILE), &what);
+        }
+    }
+}
+
+/// The start of a stream with many more pages than sockets hold.
+fn large() -> Vec<u8> {
+    let bytes = 8 << 20;
+    let mut main = Vec::new();
+    let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
+    let block = RamBlockEntry::new("pc.ram", bytes);
+    encoder.ram_start(&[block], false, &mut main).unwrap();
+    encoder.ram_part(&mut main).unwrap();
+    for number in 0..bytes / PAGE_SIZE as u64 {
+        let at = number * PAGE_SIZE as u64;
+        let page = page_of(0, number, 0);
+        encoder.normal_page(0, at, &page, &mut main).unwrap();
+    }
+    encoder.ram_eos(&mut main).unwrap();
+    main
+}
+
+#[test]
+fn while_the_destination_takes_nothing() {
+    let _beside = shared();
+    let main = large();
+    for way in ways() {
+        let log = Log::default();
+        let fails = Some((Moment::RamStart, Failure::Stalls));
+        let channels = way.outgoing.channels();
+        let (_folder, destination) = destination(&Recording::small(), channels, fails, &log);
+        let relay = Relay::start(&destination.address, &way, false);
+        let mut stream = &relay.address.connect(DEADLINE).unwrap();
+        thread::scope(|scope| {
+            let arriving = scope.spawn(|| destination.run());
+            let writing = scope.spawn(|| stream.write_all(&main));
+            until("RAM", || relay.control.status() == Status::Active);
+            // Until everything on the way is full.
+            thread::sleep(A_WHILE);
+            cancel(relay, "the destination takes nothing");
+            log.note(Event::RelaysEnded);
+            assert!(writing.join().unwrap().is_err(), "the source was let go");
+            assert!(!arriving.join().unwrap().eof);
+        });
+    }
+}
+
+#[test]
+fn too_late_a_cancel_changes_nothing() {
+    let _beside = shared();
+    let recording = Recording::small();
+    let log = Log::default();
+    let (_folder, destination) = destination(&recording, 0, None, &log);
+    let of_hook = log.clone();
+    let hook = Box::new(move || match of_hook.has(Event::SourceMayClose) {
+        true => LetGo::Yes,
+        false => LetGo::NotYet,
+    });
+    let relay = Relay::start_with(&destination.address, &ways()[0], false, Some(hook));
+    let to = relay.address.clone();
+    thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        scope.spawn(|| play(&recording, &to, Ending::Keeps, &log));
+        until("SHUT(0)", || log.has(Event::SourceToldShut(0)));
+        relay.control.cancel();
+        // The source lets go in the same moment: its guest must run somewhere.
+        log.note(Event::SourceMayClose);
+        relay.outcome("a late cancel").unwrap();
+        assert!(arriving.join().unwrap().eof);
+    });
+}

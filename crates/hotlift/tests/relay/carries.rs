@@ -1,0 +1,138 @@
+//! Every stream that QEMUs send comes out as the same guest, whatever is chosen for the way.
+
+use hotlift::relay::RelaySettings;
+
+use super::destination::Guest;
+use super::recording::{RECORDED, Recording, UUID};
+use super::rig::{migrate, settings, shared};
+use super::source::Ending;
+
+/// What comes of the stream without a relay.
+fn direct(recording: &Recording) -> Guest {
+    let outcome = migrate(recording, &[], None, Ending::LetsGo);
+    assert_eq!(outcome.arrived.ended, Ok(()), "{}", recording.name);
+    outcome.arrived.guest
+}
+
+/// Settings of a relay whose VM's UUID is known.
+fn hop(method: &str, channels: &str) -> RelaySettings {
+    let mut settings = match method {
+        "off" => settings(&[("multifd", "off")]),
+        method => settings(&[
+            ("multifd-compression", method),
+            ("multifd-channels", channels),
+        ]),
+    };
+    settings.uuid = Some(UUID);
+    settings
+}
+
+/// All outgoing sides: methods by channels, and none at all.
+fn hops() -> Vec<RelaySettings> {
+    let mut hops = vec![hop("off", "")];
+    for method in ["none", "zlib", "zstd"] {
+        hops.extend(["1", "3"].map(|channels| hop(method, channels)));
+    }
+    hops
+}
+
+fn assert_same(recording: &Recording, expected: &Guest, way: &[RelaySettings]) {
+    let outcome = migrate(recording, way, None, Ending::LetsGo);
+    let options = way.iter().map(|hop| {
+        let options = &hop.outgoing;
+        let method = options.multifd_compression.name;
+        format!("{method} on {} channels", options.channels())
+    });
+    let what = format!("{} by {:?}", recording.name, options.collect::<Vec<_>>());
+    outcome.assert_handed_over(&what);
+    let guest = &outcome.arrived.guest;
+    assert!(guest.ram == expected.ram, "{what}: RAM differs");
+    assert!(guest.devices == expected.devices, "{what}: devices differ");
+    assert_eq!(guest.switchover, expected.switchover, "{what}");
+    if recording.has_return_path() {
+        assert_eq!(outcome.told.shut, Some(0), "{what}");
+        let pings: &[u32] = if recording.name.ends_with("return-path") {
+            &[1]
+        } else {
+            &[]
+        };
+        assert_eq!(outcome.told.pongs, pings, "{what}");
+    }
+}
+
+/// Page `number` of the recorded guests, as the script that recorded them and hotlift-wire's tests
+/// have it; its first bytes count in pages 1 to 15.
+fn assert_is_the_recorded_guest(name: &str, guest: &Guest) {
+    let (_, ram) = guest.ram.iter().find(|(name, _)| name == "pc.ram").unwrap();
+    for (number, page) in ram.chunks(4096).enumerate() {
+        if number / 8 % 2 == 1 {
+            assert!(page[2..].iter().all(|&byte| byte == 0), "{name}: {number}");
+        } else if number % 64 != 0 {
+            let text = format!("tlift page {number} line 0\n");
+            assert!(page[2..].starts_with(text.as_bytes()), "{name}: {number}");
+        }
+    }
+    assert!(guest.devices.len() > 10_000, "{name}");
+}
+
+#[test]
+fn every_recorded_stream_is_the_same_guest_behind_one_relay() {
+    let _beside = shared();
+    for name in RECORDED {
+        let recording = Recording::load(name).with_return_path();
+        let expected = direct(&recording);
+        assert_is_the_recorded_guest(name, &expected);
+        for hop in hops() {
+            assert_same(&recording, &expected, &[hop]);
+        }
+    }
+}
+
+#[test]
+fn every_recorded_stream_is_the_same_guest_behind_two_relays() {
+    let _beside = shared();
+    // What is between the relays by what is behind them; the second is told nothing of the VM.
+    let (between, behind) = (hops(), hops());
+    for (number, name) in RECORDED.into_iter().enumerate() {
+        let recording = Recording::load(name).with_return_path();
+        let expected = direct(&recording);
+        for (index, first) in between.iter().enumerate() {
+            // Each stream meets another seventh of the pairs.
+            let second = &behind[(index + number) % behind.len()];
+            let way = [first.clone(), second.clone()];
+            assert_same(&recording, &expected, &way);
+        }
+    }
+}
+
+#[test]
+fn a_source_without_return_path_is_carried_to_its_close() {
+    let _beside = shared();
+    for name in RECORDED {
+        let recording = Recording::load(name);
+        let expected = direct(&recording);
+        assert_same(&recording, &expected, &[hop("zstd", "3"), hop("off", "")]);
+    }
+}
+
+#[test]
+fn a_page_that_comes_twice_is_the_later_one() {
+    let _beside = shared();
+    let recording = Recording::small();
+    let expected = direct(&recording);
+    for first in hops() {
+        for second in hops() {
+            assert_small(&recording, &expected, &[first.clone(), second]);
+        }
+    }
+}
+
+fn assert_small(recording: &Recording, expected: &Guest, way: &[RelaySettings]) {
+    let outcome = migrate(recording, way, None, Ending::LetsGo);
+    outcome.assert_handed_over("small");
+    assert!(
+        outcome.arrived.guest == *expected,
+        "the small guest differs"
+    );
+    assert_eq!(outcome.told.pongs, [1]);
+}

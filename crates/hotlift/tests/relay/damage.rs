@@ -1,0 +1,152 @@
+//! A damaged byte between two relays never makes another guest of the one that went in.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use hotlift::relay::RelaySettings;
+
+use super::destination::Guest;
+use super::log::{Event, Log};
+use super::recording::Recording;
+use super::rig::{Relay, destination, migrate, settings, shared};
+use super::source::{Ending, play};
+use super::tap::{Carried, Flip, Lane, Tap};
+
+/// What has not ended by then waits for something that the damage has made away with.
+const STUCK: Duration = Duration::from_millis(1500);
+
+/// Migrations at once: most of the time each waits.
+const BESIDE: usize = 12;
+
+fn short(options: &[(&str, &str)]) -> RelaySettings {
+    let mut settings = settings(options);
+    settings.outgoing.handshake_timeout = STUCK;
+    settings
+}
+
+/// Moves the small guest with `flip` between the relays. True if it arrived.
+fn damaged(between: &RelaySettings, flip: Option<Flip>, expected: &Guest) -> (bool, Carried) {
+    let recording = Recording::small();
+    let log = Log::default();
+    let (_folder, destination) = destination(&recording, 0, None, &log);
+    let behind = short(&[("multifd", "off")]);
+    let second = Relay::start(&destination.address, &behind, true);
+    let tap = Tap::start(&second.address, flip);
+    let first = Relay::start(&tap.address, between, false);
+    let to_first = first.address.clone();
+    thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        let playing = scope.spawn(|| play(&recording, &to_first, Ending::LetsGo, &log));
+        let outcomes = [first, second].map(|relay| {
+            relay.has_ended(STUCK).unwrap_or_else(|| {
+                relay.control.cancel();
+                relay.outcome(&format!("{flip:?}"))
+            })
+        });
+        log.note(Event::RelaysEnded);
+        let told = playing.join().unwrap();
+        let arrived = arriving.join().unwrap();
+        let what = format!("{flip:?}: {outcomes:?}, {:?}", log.events());
+        if outcomes[0].is_ok() {
+            assert!(arrived.eof, "{what}: success, and no EOF");
+        }
+        if arrived.eof {
+            assert_eq!(told.shut, Some(0), "{what}: the source has the guest, too");
+            let events = log.events();
+            let at = |event| events.iter().position(|&e| e == event);
+            let closed = at(Event::SourceCloses);
+            assert!(closed < at(Event::DestinationReadsEof), "{what}");
+            assert!(arrived.guest == *expected, "{what}: another guest");
+        }
+        (outcomes[0].is_ok(), tap.finish())
+    })
+}
+
+/// Damages `flips`, one a migration; how many of them were no harm.
+fn damage_all(between: &RelaySettings, flips: &[Flip], expected: &Guest) -> usize {
+    let (next, harmless) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    thread::scope(|scope| {
+        for _ in 0..BESIDE {
+            scope.spawn(|| {
+                while let Some(flip) = flips.get(next.fetch_add(1, Ordering::SeqCst)) {
+                    if damaged(between, Some(*flip), expected).0 {
+                        harmless.fetch_add(1, Ordering::SeqCst);
+                    }
+                }
+            });
+        }
+    });
+    harmless.into_inner()
+}
+
+fn expected() -> Guest {
+    let outcome = migrate(&Recording::small(), &[], None, Ending::LetsGo);
+    assert_eq!(outcome.arrived.ended, Ok(()));
+    outcome.arrived.guest
+}
+
+/// One flip a position, another bit each.
+fn at(lane: Lane, positions: impl Iterator<Item = usize>) -> Vec<Flip> {
+    positions
+        .map(|at| Flip {
+            lane,
+            at,
+            mask: 1 << (at % 8),
+        })
+        .collect()
+}
+
+#[test]
+fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
+    let _beside = shared();
+    let expected = expected();
+    let between = short(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
+    let (arrived, carried) = damaged(&between, None, &expected);
+    assert!(arrived, "it arrives undamaged");
+    let main = &carried[&Lane::Main];
+    // Of the text of the description a part is enough.
+    let text = main.len() - main.iter().rev().position(|&byte| byte == 0).unwrap();
+    let mut flips = at(Lane::Main, (0..text).chain((text..main.len()).step_by(29)));
+    // A command that becomes EOF is the worst that can happen.
+    let commands = (0..text).filter(|&at| main[at] == 8);
+    flips.extend(commands.map(|at| Flip {
+        lane: Lane::Main,
+        at,
+        mask: 8,
+    }));
+    let harmless = damage_all(&between, &flips, &expected);
+    assert!(harmless * 4 < flips.len(), "{harmless} of {}", flips.len());
+}
+
+#[test]
+fn no_flipped_byte_of_a_channel_or_an_answer_makes_another_guest() {
+    let _beside = shared();
+    let expected = expected();
+    let between = short(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
+    let (arrived, carried) = damaged(&between, None, &expected);
+    assert!(arrived, "it arrives undamaged");
+    let channel = carried[&Lane::Channel(0)].len();
+    // The opening and the first header's fields, then some of everything.
+    let mut flips = at(
+        Lane::Channel(0),
+        (0..64 + 80).chain((144..channel).step_by(487)),
+    );
+    flips.extend(at(Lane::Back, 0..carried[&Lane::Back].len()));
+    let harmless = damage_all(&between, &flips, &expected);
+    // Reserved bytes, the UUID that is all of one channel's, answers that nobody waits for.
+    assert!(harmless * 2 < flips.len(), "{harmless} of {}", flips.len());
+}
+
+#[test]
+fn no_flipped_byte_of_pages_on_main_makes_another_guest() {
+    let _beside = shared();
+    let expected = expected();
+    let between = short(&[("multifd", "off")]);
+    let (arrived, carried) = damaged(&between, None, &expected);
+    assert!(arrived, "it arrives undamaged");
+    let main = carried[&Lane::Main].len();
+    let flips = at(Lane::Main, (0..main).step_by(2741));
+    let harmless = damage_all(&between, &flips, &expected);
+    assert!(harmless * 10 < flips.len(), "{harmless} of {}", flips.len());
+}

@@ -1,0 +1,426 @@
+//! A destination that behaves as a QEMU does, or as one that fails.
+
+use std::collections::{HashMap, HashSet};
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift::transport::Stream;
+use hotlift::{Address, Listener};
+use hotlift_mem::GuestRun;
+use hotlift_methods::legacy::{compress::Inflater, xbzrle};
+use hotlift_methods::{Decode, method};
+use hotlift_wire::main_channel::{
+    Command, DeviceLengths, MainDecoder, MainEvent, PageContent, SectionKind, Step, VmDescription,
+};
+use hotlift_wire::multifd::{INITIAL_PACKET_LEN, InitialPacket, Method, PacketHeader};
+use hotlift_wire::multifd::{PacketLayout, PacketRules};
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
+
+use super::log::{Event, Log};
+use super::recording::UUID;
+use super::rig::DEADLINE;
+
+/// Moments of a destination's life at which it can fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Moment {
+    /// All connections are there.
+    Connected,
+    /// The first PING has come.
+    Opening,
+    /// The RAM blocks have come.
+    RamStart,
+    /// The END section of RAM has ended.
+    RamEnd,
+    /// A PING has come behind the devices.
+    Loaded,
+    /// EOF has come.
+    Eof,
+}
+
+/// How it fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Failure {
+    /// Closes all connections.
+    Dies,
+    /// Says SHUT(1) first.
+    Refuses,
+    /// Reads nothing more, and keeps its connections until it is closed on.
+    Stalls,
+}
+
+/// The guest that came.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Guest {
+    /// Name and content of the RAM blocks.
+    pub ram: Vec<(String, Vec<u8>)>,
+    /// Device sections, byte for byte.
+    pub devices: Vec<u8>,
+    /// SWITCHOVER_START came before the END section.
+    pub switchover: bool,
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub struct Arrived {
+    pub guest: Guest,
+    /// EOF came.
+    pub eof: bool,
+    /// Why it gave up, if it did.
+    pub ended: Result<(), String>,
+}
+
+/// A listening destination.
+pub struct Destination {
+    pub address: Address,
+    pub listener: Listener,
+    pub channels: u8,
+    pub description: VmDescription,
+    pub fails: Option<(Moment, Failure)>,
+    pub log: Log,
+}
+
+type Ended = Result<(), String>;
+
+/// Most RAM of the destination's machine.
+const MACHINE_BYTES: u64 = 16 << 20;
+
+#[derive(Default)]
+struct Memory {
+    blocks: Arc<Vec<RamBlockEntry>>,
+    guest: Guest,
+    /// Pages since the last barrier.
+    fresh: HashSet<(usize, u64)>,
+    /// Channels that stand at their SYNC.
+    waiting: u8,
+    passed: usize,
+    /// Somebody has failed: nobody waits.
+    over: Option<String>,
+}
+
+impl Memory {
+    fn page(&mut self, block: usize, at: u64) -> &mut [u8; PAGE_SIZE] {
+        let at = usize::try_from(at).unwrap();
+        let page = &mut self.guest.ram[block].1[at..at + PAGE_SIZE];
+        page.try_into().unwrap()
+    }
+
+    /// Puts a page in its place. Where channels could have carried its versions, two between the
+    /// same barriers might have come in either order. (QEMU 7.2 sends some pages twice, unchanged.)
+    fn put(&mut self, block: usize, at: u64, content: &[u8; PAGE_SIZE], channels: u8) -> Ended {
+        let again = !self.fresh.insert((block, at));
+        if again && channels > 0 && self.page(block, at) != content {
+            return Err(format!(
+                "page {at:#x} of {block} twice between two barriers"
+            ));
+        }
+        *self.page(block, at) = *content;
+        Ok(())
+    }
+}
+
+struct Shared {
+    memory: Mutex<Memory>,
+    changed: Condvar,
+    channels: u8,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self, why: String) {
+        self.lock().over.get_or_insert(why);
+        self.changed.notify_all();
+    }
+
+    /// Waits until `done`.
+    fn wait(&self, done: impl Fn(&Memory) -> bool) -> Result<MutexGuard<'_, Memory>, String> {
+        let deadline = Instant::now() + DEADLINE;
+        let mut memory = self.lock();
+        loop {
+            if let Some(why) = &memory.over {
+                return Err(why.clone());
+            }
+            if done(&memory) {
+                return Ok(memory);
+            }
+            assert!(Instant::now() < deadline, "nothing came to a barrier");
+            let tick = Duration::from_millis(100);
+            memory = self
+                .changed
+                .wait_timeout(memory, tick)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    fn mark(&self) -> Ended {
+        let mut memory = self.wait(|memory| memory.waiting == self.channels)?;
+        memory.waiting = 0;
+        memory.passed += 1;
+        memory.fresh.clear();
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn channel_arrives(&self) -> Ended {
+        let here = {
+            let mut memory = self.lock();
+            memory.waiting += 1;
+            memory.passed
+        };
+        self.changed.notify_all();
+        self.wait(|memory| memory.passed > here).map(drop)
+    }
+}
+
+impl Destination {
+    /// Waits for a migration and takes it in, to its end.
+    pub fn run(self) -> Arrived {
+        let shared = Shared {
+            memory: Mutex::default(),
+            changed: Condvar::new(),
+            channels: self.channels,
+        };
+        let mut eof = false;
+        let ended = self.take_in(&shared, &mut eof);
+        if !eof {
+            self.log.note(Event::DestinationEndsWithoutEof);
+        }
+        let memory = shared.memory.into_inner().unwrap();
+        Arrived {
+            guest: memory.guest,
+            eof,
+            ended,
+        }
+    }
+
+    fn take_in(&self, shared: &Shared, eof: &mut bool) -> Ended {
+        let mut streams = Vec::new();
+        let deadline = Instant::now() + DEADLINE;
+        while streams.len() <= usize::from(self.channels) {
+            if let Some(stream) = self.listener.accept(Duration::from_millis(50)).unwrap() {
+                streams.push(stream);
+            } else if self.log.has(Event::RelaysEnded) || Instant::now() > deadline {
+                return Err("nobody came".to_owned());
+            }
+        }
+        let main = streams.remove(0);
+        thread::scope(|scope| {
+            for (id, stream) in streams.iter().enumerate() {
+                scope.spawn(move || {
+                    if let Err(why) = channel(stream, id, shared) {
+                        shared.end(format!("channel {id}: {why}"));
+                        stream.shutdown(Shutdown::Both);
+                    }
+                });
+            }
+            let ended = self.reach(Moment::Connected, &main);
+            let ended = ended.and_then(|()| self.main(&main, shared, eof));
+            shared.end("main ended".to_owned());
+            for stream in streams.iter().chain([&main]) {
+                stream.shutdown(Shutdown::Both);
+            }
+            ended
+        })
+    }
+
+    /// Fails here, if it is to.
+    fn reach(&self, moment: Moment, main: &Stream) -> Ended {
+        let Some((_, failure)) = self.fails.filter(|(when, _)| *when == moment) else {
+            return Ok(());
+        };
+        match failure {
+            Failure::Dies => {}
+            Failure::Refuses => say(main, ReturnMessage::Shut(1)),
+            Failure::Stalls => {
+                // The end of the connection shows in what can be written.
+                let deadline = Instant::now() + DEADLINE;
+                let mut out = main;
+                let pong = encode(ReturnMessage::Pong(0));
+                while Instant::now() < deadline && out.write_all(&pong).is_ok() {
+                    thread::sleep(Duration::from_millis(10));
+                }
+            }
+        }
+        Err(format!("{failure:?} at {moment:?}"))
+    }
+
+    fn main(&self, main: &Stream, shared: &Shared, eof: &mut bool) -> Ended {
+        let lengths = DeviceLengths::Description(self.description.clone());
+        let mut decoder = MainDecoder::new(lengths);
+        let (mut buffer, mut read_here) = (Vec::new(), vec![0; 64 << 10]);
+        let mut inflater = Inflater::new().unwrap();
+        let (mut section, mut flush, mut opened) = (SectionKind::Start, false, false);
+        let mut at = 0;
+        loop {
+            let step = decoder.next(&buffer[at..]).map_err(|e| e.to_string())?;
+            let Step::Event { event, consumed } = step else {
+                buffer.drain(..at);
+                at = 0;
+                let read = main.read_some(&mut read_here).map_err(|e| e.to_string())?;
+                if read == 0 {
+                    return Err("main was closed".to_owned());
+                }
+                buffer.extend_from_slice(&read_here[..read]);
+                continue;
+            };
+            let bytes = &buffer[at..at + consumed];
+            let behind_ram = section == SectionKind::Full;
+            match event {
+                MainEvent::Command(Command::Ping(value)) => {
+                    if behind_ram {
+                        self.reach(Moment::Loaded, main)?;
+                    } else if !std::mem::replace(&mut opened, true) {
+                        self.reach(Moment::Opening, main)?;
+                    }
+                    say(main, ReturnMessage::Pong(value));
+                }
+                MainEvent::Command(Command::SwitchoverStart) => {
+                    shared.lock().guest.switchover = true;
+                }
+                MainEvent::SectionStart { kind, .. } => {
+                    section = kind;
+                    if kind == SectionKind::Full {
+                        shared.lock().guest.devices.extend_from_slice(bytes);
+                    }
+                }
+                MainEvent::DevicePayload(_) => {
+                    shared.lock().guest.devices.extend_from_slice(bytes);
+                }
+                MainEvent::SectionFooter if behind_ram => {
+                    shared.lock().guest.devices.extend_from_slice(bytes);
+                }
+                MainEvent::RamBlocks(blocks) => {
+                    let bytes: u64 = blocks.iter().map(|block| block.used_length).sum();
+                    if bytes > MACHINE_BYTES {
+                        return Err("this machine has less RAM".to_owned());
+                    }
+                    let fresh = |block: &RamBlockEntry| {
+                        let length = usize::try_from(block.used_length).unwrap();
+                        (block.name.clone(), vec![0xdd; length])
+                    };
+                    let mut memory = shared.lock();
+                    memory.guest.ram = blocks.iter().map(fresh).collect();
+                    memory.blocks = Arc::new(blocks);
+                    drop(memory);
+                    self.reach(Moment::RamStart, main)?;
+                }
+                MainEvent::RamPage {
+                    block,
+                    offset,
+                    content,
+                } => {
+                    let mut memory = shared.lock();
+                    let mut page = [0; PAGE_SIZE];
+                    match content {
+                        PageContent::Zero => {}
+                        PageContent::Normal(bytes) => page = *bytes,
+                        PageContent::Xbzrle(delta) => {
+                            page = *memory.page(block, offset);
+                            xbzrle::apply(delta, &mut page).map_err(|e| e.to_string())?;
+                        }
+                        PageContent::Compressed(stream) => inflater
+                            .inflate(stream, &mut page)
+                            .map_err(|e| e.to_string())?,
+                    }
+                    memory.put(block, offset, &page, self.channels)?;
+                }
+                MainEvent::MultifdFlush => {
+                    flush = true;
+                    shared.mark()?;
+                }
+                MainEvent::RamEos => {
+                    if !flush && self.channels > 0 {
+                        shared.mark()?;
+                    }
+                    if section == SectionKind::End {
+                        self.reach(Moment::RamEnd, main)?;
+                    }
+                }
+                MainEvent::Eof => {
+                    *eof = true;
+                    self.log.note(Event::DestinationReadsEof);
+                    self.reach(Moment::Eof, main)?;
+                    say(main, ReturnMessage::Shut(0));
+                    return Ok(());
+                }
+                _ => {}
+            }
+            at += consumed;
+        }
+    }
+}
+
+fn encode(message: ReturnMessage<'_>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    message.encode(&mut bytes).unwrap();
+    bytes
+}
+
+/// Whoever does not hear it has gone.
+fn say(main: &Stream, message: ReturnMessage<'_>) {
+    let mut out = main;
+    let _ = out.write_all(&encode(message));
+}
+
+/// A channel, to its end.
+fn channel(stream: &Stream, id: usize, shared: &Shared) -> Ended {
+    let mut stream = stream;
+    let broken = |error: std::io::Error| error.to_string();
+    let mut opening = [0; INITIAL_PACKET_LEN];
+    stream.read_exact(&mut opening).map_err(broken)?;
+    let opening = InitialPacket::decode(&opening).map_err(|e| e.to_string())?;
+    if opening.uuid != UUID || usize::from(opening.id) != id {
+        return Err(format!("{opening:?} is not this VM's channel"));
+    }
+    let rules = PacketRules {
+        layout: PacketLayout::QEMU,
+        method: None,
+        checksum_required: false,
+    };
+    let mut header = PacketHeader::new(rules.layout);
+    let mut bytes = vec![0; rules.layout.header_len()];
+    let mut decoders: HashMap<&str, Box<dyn Decode>> = HashMap::new();
+    loop {
+        match stream.read(&mut bytes[..1]).map_err(broken)? {
+            0 => return Ok(()),
+            _ => stream.read_exact(&mut bytes[1..]).map_err(broken)?,
+        }
+        let blocks = Arc::clone(&shared.lock().blocks);
+        let decoded = header.decode(&bytes, &rules, &blocks);
+        decoded.map_err(|e| e.to_string())?;
+        let mut payload = vec![0; header.payload_len()];
+        stream.read_exact(&mut payload).map_err(broken)?;
+        let mut pages = vec![0; header.normal().len() * PAGE_SIZE];
+        if header.method() == Method::None {
+            pages = payload;
+        } else if !pages.is_empty() {
+            let name = header.method().name();
+            let decoder = decoders
+                .entry(name)
+                .or_insert_with(|| (method(name).unwrap().decoder)().unwrap());
+            let run = GuestRun::of_buffer(&mut pages);
+            decoder
+                .decode(&payload, &[run])
+                .map_err(|e| e.to_string())?;
+        }
+        let mut memory = shared.lock();
+        for (at, content) in header.normal().iter().zip(pages.chunks(PAGE_SIZE)) {
+            let page = content.try_into().unwrap();
+            memory.put(header.block(), *at, page, shared.channels)?;
+        }
+        for at in header.zero() {
+            memory.put(header.block(), *at, &[0; PAGE_SIZE], shared.channels)?;
+        }
+        drop(memory);
+        if header.sync() {
+            shared.channel_arrives()?;
+        }
+    }
+}

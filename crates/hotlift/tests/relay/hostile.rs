@@ -1,0 +1,381 @@
+//! What no source sends: it ends in an error that names it, soon, and leaves nothing behind.
+
+use std::fs;
+use std::io::Write;
+use std::net::Shutdown;
+use std::time::Duration;
+
+use hotlift::relay::RelaySettings;
+use hotlift::transport::Stream;
+use hotlift_wire::PAGE_SIZE;
+use hotlift_wire::main_channel::{Command, MainEncoder};
+use hotlift_wire::multifd::{
+    InitialPacket, MAGIC, Method, PacketFields, PacketLayout, PacketWriter,
+};
+use rustix::net::sockopt::set_socket_linger;
+
+use super::log::{Event, Log};
+use super::recording::{Recording, UUID, configuration, put_sync};
+use super::rig::{Relay, alone, destination, settings, until};
+
+/// Memory that a relay and what is around it here may take, whatever it is told. Bitmaps for 16 TiB
+/// would have half a GiB each.
+const SPARE_KIB: u64 = 64 << 10;
+
+fn way() -> RelaySettings {
+    let mut way = settings(&[("multifd", "off")]);
+    way.outgoing.handshake_timeout = Duration::from_millis(400);
+    way
+}
+
+/// Names of this process's threads.
+fn relay_threads() -> Vec<String> {
+    let tasks = fs::read_dir("/proc/self/task").unwrap();
+    tasks
+        .filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok())
+        .filter(|name| name.starts_with("relay/"))
+        .collect()
+}
+
+/// The most memory that this process had since the last call, in KiB.
+fn peak_kib() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
+    let peak = line.unwrap().split_whitespace().nth(1).unwrap();
+    fs::write("/proc/self/clear_refs", "5").unwrap();
+    peak.parse().unwrap()
+}
+
+/// One thing that a source may send.
+struct Case {
+    name: String,
+    /// In the order in which they are made.
+    connections: Vec<Vec<u8>>,
+    /// Whether the connections end then, or are silent.
+    ends: bool,
+    /// What the error names.
+    wanted: &'static str,
+}
+
+fn case(name: &str, connections: &[&[u8]], wanted: &'static str) -> Case {
+    Case {
+        name: name.to_owned(),
+        connections: connections.iter().map(|bytes| bytes.to_vec()).collect(),
+        ends: false,
+        wanted,
+    }
+}
+
+/// Asserts that each of `cases`, beside each other, ends in an error that names it, and that no thread
+/// and not much memory is left of them.
+fn assert_refused(cases: &[Case]) {
+    peak_kib();
+    let before = peak_kib();
+    std::thread::scope(|scope| {
+        for case in cases {
+            scope.spawn(|| {
+                let line = ended_with(case);
+                assert!(line.contains(case.wanted), "{}: {line}", case.name);
+                assert!(!line.contains('\n'), "{}: {line}", case.name);
+            });
+        }
+    });
+    until("threads are left", || relay_threads().is_empty());
+    let grown = peak_kib().saturating_sub(before);
+    let allowed = SPARE_KIB * u64::try_from(cases.len()).unwrap();
+    assert!(grown < allowed, "{grown} KiB by {}", cases[0].name);
+}
+
+/// The line that a relay ends with.
+fn ended_with(case: &Case) -> String {
+    let name = &case.name;
+    let log = Log::default();
+    let (_folder, destination) = destination(&Recording::small(), 0, None, &log);
+    let relay = Relay::start(&destination.address, &way(), false);
+    let to = relay.address.clone();
+    std::thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        let connect = |_| to.connect(Duration::from_secs(10)).unwrap();
+        let streams: Vec<Stream> = case.connections.iter().map(connect).collect();
+        for (mut stream, bytes) in streams.iter().zip(&case.connections) {
+            // It may have heard enough.
+            let _ = stream.write_all(bytes);
+            if case.ends {
+                stream.shutdown(Shutdown::Write);
+            }
+        }
+        let outcome = relay.outcome(name);
+        log.note(Event::RelaysEnded);
+        drop(streams);
+        assert!(
+            !arriving.join().unwrap().eof,
+            "{name}: the guest was started"
+        );
+        outcome.expect_err(name).chain()
+    })
+}
+
+#[test]
+fn what_is_no_migration_is_named() {
+    let _alone = alone();
+    let main = Recording::small().main;
+    let mut version = main.clone();
+    version[7] = 2;
+    let mut cases = vec![
+        case("TLS", &[b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03"], "TLS"),
+        case("HTTP", &[b"GET / HTTP/1.1\r\n\r\n"], "47, 45, 54, 20"),
+        case("silence", &[b""], "main channel"),
+        case("half a word", &[b"QE"], "main channel"),
+        case("an old stream", &[&version], "stream version"),
+        case("two sources", &[&main, &main], "a second main channel"),
+    ];
+    for length in [4, 8, 20, 60] {
+        let name = format!("{length} bytes of a set-up");
+        cases.push(case(&name, &[&main[..length]], "did not arrive within"));
+    }
+    assert_refused(&cases);
+}
+
+#[test]
+fn noise_is_refused_and_nothing_waits_for_its_end() {
+    let _alone = alone();
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut noise = |length: usize| -> Vec<u8> {
+        let bytes = (0..length).map(|_| {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            state.to_be_bytes()[1]
+        });
+        bytes.collect()
+    };
+    let small = Recording::small();
+    let starts = small.boundaries();
+    let mut cases = Vec::new();
+    for round in 0..24_usize {
+        // Behind more and more of what is good.
+        let good = &small.main[..starts[round % 16]];
+        let main = [good, &noise(20_000)].concat();
+        let name = format!("noise behind record {}", round % 16);
+        cases.push(case(&name, &[&main], ""));
+    }
+    let multifd = Recording::small_multifd(2);
+    for length in [0, 4, 64, 64 + 1344, 64 + 1344 + 12, 64 + 2 * 1344 + 5000] {
+        let channel = [&multifd.channels[1][..length], &noise(40_000)].concat();
+        // Pages of method none may be anything; headers may not.
+        let connections: [&[u8]; 3] = [&multifd.main, &multifd.channels[0], &channel];
+        let name = format!("noise behind {length} bytes of a channel");
+        cases.push(case(&name, &connections, ""));
+    }
+    for case in &mut cases {
+        case.ends = true;
+    }
+    assert_refused(&cases);
+}
+
+#[test]
+fn channels_that_do_not_belong_together_are_named() {
+    let _alone = alone();
+    let recording = Recording::small_multifd(2);
+    let (main, channels) = (&recording.main[..], &recording.channels);
+    let mut foreign = channels[1].clone();
+    foreign[9] ^= 1;
+    let said = MAGIC.to_be_bytes();
+    let twice = "a second channel with this id";
+    assert_refused(&[
+        case("an id twice", &[main, &channels[0], &channels[0]], twice),
+        case(
+            "another VM's",
+            &[main, &channels[0], &foreign],
+            "another VM",
+        ),
+        case("a gap", &[main, &channels[1]], "1 have come"),
+        case("none", &[main], "0 have come"),
+        case("a silent one", &[main, &channels[0], b""], "1 have come"),
+        case(
+            "a half-open one",
+            &[main, &channels[0], &said],
+            "1 have come",
+        ),
+    ]);
+}
+
+/// A stream up to its list of RAM blocks, written by hand: no encoder writes these.
+fn block_list(blocks: &[(&str, u64)], total: u64) -> Vec<u8> {
+    let mut main = Vec::new();
+    let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
+    encoder.command(Command::OpenReturnPath, &mut main).unwrap();
+    main.extend_from_slice(b"\x01\0\0\0\x02\x03ram\0\0\0\0\0\0\0\x04");
+    main.extend_from_slice(&(total | 4).to_be_bytes());
+    for (name, length) in blocks {
+        main.push(u8::try_from(name.len()).unwrap());
+        main.extend_from_slice(name.as_bytes());
+        main.extend_from_slice(&length.to_be_bytes());
+    }
+    main.extend_from_slice(&0x10_u64.to_be_bytes());
+    main.extend_from_slice(b"\x7e\0\0\0\x02");
+    // The next section: no other device sends anything.
+    main.extend_from_slice(b"\x02\0\0\0\x02");
+    main
+}
+
+#[test]
+fn ram_blocks_that_cannot_be_are_refused_without_memory_for_them() {
+    let _alone = alone();
+    let page = PAGE_SIZE as u64;
+    let all = u64::MAX - 4095;
+    let wanted = "length of all RAM blocks";
+    let half = (all / 2) & !4095;
+    let two = [("a", half), ("b", half)];
+    let total = two[0].1 * 2;
+    let more = (16 << 40) + page;
+    let names: Vec<String> = (0..4097).map(|number| number.to_string()).collect();
+    let many: Vec<(&str, u64)> = names.iter().map(|name| (name.as_str(), page)).collect();
+    let list = |name, blocks: &[(&str, u64)], total, wanted| {
+        case(name, &[&block_list(blocks, total)], wanted)
+    };
+    let wraps = [("a", all), ("b", 2 * page)];
+    let mut cases = vec![
+        list("one of 2^64", &[("a", all)], all, wanted),
+        list("two of 2^63", &two, total, wanted),
+        list("16 TiB and a page", &[("a", more)], more, wanted),
+        list("a sum that wraps", &wraps, page, "RAM block"),
+        list("a length of 0", &[("a", 0), ("b", page)], page, "RAM block"),
+        list("half a page", &[("a", page / 2)], page, "RAM block"),
+        list("more than all", &[("a", 2 * page)], page, "RAM block"),
+        list(
+            "a name twice",
+            &[("a", page), ("a", page)],
+            2 * page,
+            "\"a\"",
+        ),
+        list("4097 blocks", &many, 4097 * page, "number of RAM blocks"),
+    ];
+    // As many and as large as there may be, with a page that is in none of them.
+    for blocks in [&many[..4096], &[("a", 16 << 40)]] {
+        let total = blocks.iter().map(|block| block.1).sum();
+        let list = block_list(blocks, total);
+        let main = [
+            &list[..],
+            &(1_u64 << 50 | 8).to_be_bytes(),
+            b"\x01a",
+            &[0; PAGE_SIZE],
+        ];
+        cases.push(case("the most that may be", &[&main.concat()], ""));
+    }
+    assert_refused(&cases);
+}
+
+#[test]
+fn pages_that_are_in_no_block_are_named() {
+    let _alone = alone();
+    let list = block_list(&[("a", 16 << 12)], 16 << 12);
+    let record = |first: u64, rest: &[u8]| [&list[..], &first.to_be_bytes(), rest].concat();
+    let zero = 2;
+    let cases = [
+        (
+            "behind the end",
+            record(16 << 12 | zero, b"\x01a\0"),
+            "\"a\"",
+        ),
+        ("far behind", record(!4095 | zero, b"\x01a\0"), "\"a\""),
+        ("of another block", record(zero, b"\x01b\0"), "\"b\""),
+        ("of no block", record(zero | 0x20, b"\0"), "block"),
+        ("filled with ones", record(zero, b"\x01a\x01"), "zero page"),
+        ("of no kind", record(0x800, b"\x01a\0"), "RAM record"),
+        ("an empty delta", record(0x40, b"\x01a\x01\0\0"), "XBZRLE"),
+        ("a long delta", record(0x40, b"\x01a\x01\xff\xff"), "XBZRLE"),
+        ("no zlib", record(0x100, b"\x01a\0\0\0\x04abcd"), "compress"),
+        (
+            "a long zlib",
+            record(0x100, b"\x01a\xff\xff\xff\xff"),
+            "compressed page",
+        ),
+    ];
+    let cases = cases.map(|(name, main, wanted)| case(name, &[&main], wanted));
+    assert_refused(&cases);
+}
+
+/// A channel of `small_multifd(1)` whose second header is `change`d.
+fn damaged_header(change: impl Fn(&mut [u8])) -> Vec<u8> {
+    let opening = InitialPacket {
+        uuid: UUID,
+        id: 0,
+        hello: None,
+    };
+    let mut bytes = opening.encode().to_vec();
+    let mut writer = PacketWriter::new(PacketLayout::QEMU, Method::None, false);
+    put_sync(&mut writer, &mut bytes);
+    let fields = PacketFields {
+        block: "pc.ram",
+        normal: &[0],
+        payload_len: 4096,
+        ..PacketFields::default()
+    };
+    let mut header = writer.header(&fields).unwrap().to_vec();
+    change(&mut header);
+    bytes.extend_from_slice(&header);
+    bytes.extend_from_slice(&[7; PAGE_SIZE]);
+    bytes
+}
+
+#[test]
+fn packet_headers_that_lie_are_named() {
+    let _alone = alone();
+    let main = Recording::small_multifd(1).main;
+    type Change = fn(&mut [u8]);
+    let cases: [(&str, Change, &str); 11] = [
+        ("no magic", |header| header[0] = 9, "magic"),
+        ("another version", |header| header[7] = 2, "version"),
+        ("device state", |header| header[11] = 0x40, "device state"),
+        ("two methods", |header| header[11] = 6, "flags"),
+        ("pages_alloc", |header| header[12] = 0xff, "pages_alloc"),
+        ("too many pages", |header| header[18] = 1, "normal pages"),
+        ("too many zero pages", |header| header[34] = 1, "zero pages"),
+        ("a long payload", |header| header[20] = 0xff, "payload"),
+        ("another block", |header| header[64] = b'q', "qc.ram"),
+        ("far behind", |header| header[320] = 0xff, "pc.ram"),
+        ("half a page", |header| header[327] = 1, "pc.ram"),
+    ];
+    let cases = cases.map(|(name, change, wanted)| {
+        let channel = damaged_header(change);
+        case(name, &[&main, &channel], wanted)
+    });
+    assert_refused(&cases);
+}
+
+#[test]
+fn a_set_up_that_does_not_end_is_cut_off() {
+    let _alone = alone();
+    let mut main = Vec::new();
+    let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
+    while main.len() < 17 << 20 {
+        encoder.command(Command::Ping(7), &mut main).unwrap();
+    }
+    assert_refused(&[case("17 MiB of PINGs", &[&main], "length of the set-up")]);
+}
+
+#[test]
+fn a_source_that_only_looks_whether_somebody_listens_is_not_waited_for() {
+    let _alone = alone();
+    let log = Log::default();
+    let recording = Recording::small();
+    let (_folder, destination) = destination(&recording, 2, None, &log);
+    let relay = Relay::start(&destination.address, &settings(&[]), true);
+    let to = relay.address.clone();
+    // Closed or reset, with nothing said or the start of something.
+    for number in 0..20 {
+        let mut stream = &to.connect(Duration::from_secs(10)).unwrap();
+        let said: &[u8] = if number % 4 < 2 { b"" } else { b"\x11\x22" };
+        stream.write_all(said).unwrap();
+        if number % 2 == 0 {
+            set_socket_linger(stream, Some(Duration::ZERO)).unwrap();
+        }
+    }
+    std::thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        super::source::play(&recording, &to, super::source::Ending::LetsGo, &log);
+        relay.outcome("looked at").unwrap();
+        assert!(arriving.join().unwrap().eof);
+    });
+}

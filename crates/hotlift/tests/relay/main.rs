@@ -1,0 +1,14 @@
+//! The relay, as a source and a destination see it: what comes out is what went in, and nobody runs
+//! the guest whom the other might run. Real sockets, no QEMU: what a source says is recorded.
+
+mod cancel;
+mod carries;
+mod damage;
+mod destination;
+mod hostile;
+mod log;
+mod recording;
+mod rig;
+mod source;
+mod tap;
+mod who_has_the_guest;

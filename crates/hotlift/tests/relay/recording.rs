@@ -1,0 +1,252 @@
+//! Streams of sources: recorded from real QEMUs, or small ones made here.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use hotlift_wire::main_channel::{
+    Command, Configuration, DeviceLengths, MainDecoder, MainEncoder, MainEvent, Step, VmDescription,
+};
+use hotlift_wire::multifd::{InitialPacket, Method, PacketFields, PacketLayout, PacketWriter};
+use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
+
+/// The UUID of every VM here.
+pub const UUID: [u8; 16] = *b"Hotlift fixtures";
+
+/// What one source sends, a connection each.
+#[derive(Debug, Clone)]
+pub struct Recording {
+    pub name: String,
+    pub main: Vec<u8>,
+    pub channels: Vec<Vec<u8>>,
+}
+
+/// Names of the recorded streams, all that QEMUs 7.2 and 10.0 can send.
+pub const RECORDED: [&str; 12] = [
+    "7.2-off",
+    "7.2-none",
+    "7.2-zlib",
+    "7.2-zstd",
+    "7.2-compress",
+    "7.2-xbzrle",
+    "10.0-off",
+    "10.0-none",
+    "10.0-zlib",
+    "10.0-zstd",
+    "10.0-none-legacy",
+    "10.0-none-return-path",
+];
+
+impl Recording {
+    /// A recorded stream.
+    pub fn load(name: &str) -> Self {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../hotlift-wire/fixtures");
+        let folder = folder.join(name);
+        let connection = |kind: &str| -> Option<Vec<u8>> {
+            let packed = fs::read(PathBuf::from(&folder).join(format!("{kind}.zst"))).ok()?;
+            Some(zstd::decode_all(packed.as_slice()).unwrap())
+        };
+        Self {
+            name: name.to_owned(),
+            main: connection("main").unwrap(),
+            channels: ["channel-0", "channel-1"]
+                .into_iter()
+                .filter_map(connection)
+                .collect(),
+        }
+    }
+
+    /// The same from a source that takes answers and waits for SHUT, as one with `return-path` does.
+    pub fn with_return_path(mut self) -> Self {
+        if !self.has_return_path() {
+            let configured = self.boundaries()[2];
+            let mut command = Vec::new();
+            Command::OpenReturnPath.encode(&mut command);
+            self.main.splice(configured..configured, command);
+        }
+        self
+    }
+
+    /// The same from a source that takes no answers.
+    pub fn without_return_path(mut self) -> Self {
+        let wanted = MainEvent::Command(Command::OpenReturnPath);
+        let at = self.position(|event| *event == wanted);
+        let mut command = Vec::new();
+        Command::OpenReturnPath.encode(&mut command);
+        self.main.drain(at..at + command.len());
+        self
+    }
+
+    pub fn has_return_path(&self) -> bool {
+        let wanted = MainEvent::Command(Command::OpenReturnPath);
+        self.events().iter().any(|(_, event)| *event == wanted)
+    }
+
+    /// What the destination's machine knows of its devices.
+    pub fn description(&self) -> VmDescription {
+        let text = VmDescription::find(&self.main).expect("a stream ends in a description");
+        VmDescription::parse(text).unwrap()
+    }
+
+    /// Every event of main, with the position of its first byte.
+    pub fn events(&self) -> Vec<(usize, MainEvent<'_>)> {
+        let mut decoder = MainDecoder::new(DeviceLengths::Description(self.description()));
+        let (mut events, mut at) = (Vec::new(), 0);
+        while let Step::Event { event, consumed } = decoder.next(&self.main[at..]).unwrap() {
+            events.push((at, event));
+            at += consumed;
+        }
+        assert_eq!(at, self.main.len(), "{}", self.name);
+        events
+    }
+
+    /// Positions in main between two records.
+    pub fn boundaries(&self) -> Vec<usize> {
+        self.events().iter().map(|(at, _)| *at).collect()
+    }
+
+    /// Where the first record is that `is` says.
+    pub fn position(&self, is: impl Fn(&MainEvent<'_>) -> bool) -> usize {
+        let events = self.events();
+        events.iter().find(|(_, event)| is(event)).unwrap().0
+    }
+
+    /// A VM of 64 pages in two blocks and two devices, of which a source without multifd sends some
+    /// twice; small, so that hundreds of migrations take no time.
+    pub fn small() -> Self {
+        let blocks = [
+            RamBlockEntry::new("pc.ram", 48 * PAGE_SIZE as u64),
+            RamBlockEntry::new("pc.rom", 16 * PAGE_SIZE as u64),
+        ];
+        let (mut encoder, mut main) = small_start(&blocks, false);
+        for round in 0..2_u8 {
+            encoder.ram_part(&mut main).unwrap();
+            for number in (0..64_u64).filter(|number| round == 0 || number % 3 == 0) {
+                let (block, number) = if number < 48 {
+                    (0, number)
+                } else {
+                    (1, number - 48)
+                };
+                let at = number * PAGE_SIZE as u64;
+                if number % 4 == 3 {
+                    encoder.zero_page(block, at, &mut main).unwrap();
+                } else {
+                    let page = page_of(block, number, round);
+                    encoder.normal_page(block, at, &page, &mut main).unwrap();
+                }
+            }
+            encoder.ram_eos(&mut main).unwrap();
+        }
+        small_end(encoder, main, "small", Vec::new())
+    }
+
+    /// The same VM from a source with `count` multifd channels of method none.
+    pub fn small_multifd(count: u8) -> Self {
+        let blocks = [RamBlockEntry::new("pc.ram", 64 * PAGE_SIZE as u64)];
+        let (mut encoder, mut main) = small_start(&blocks, true);
+        let mut channels = Vec::new();
+        for id in 0..count {
+            let uuid = UUID;
+            let opening = InitialPacket {
+                uuid,
+                id,
+                hello: None,
+            };
+            let mut bytes = opening.encode().to_vec();
+            let mut writer = PacketWriter::new(PacketLayout::QEMU, Method::None, false);
+            put_sync(&mut writer, &mut bytes);
+            let normal: Vec<u64> = (0..64)
+                .filter(|page| page % u64::from(count) == u64::from(id))
+                .map(|page| page * PAGE_SIZE as u64)
+                .collect();
+            let fields = PacketFields {
+                block: "pc.ram",
+                normal: &normal,
+                payload_len: u32::try_from(normal.len() * PAGE_SIZE).unwrap(),
+                ..PacketFields::default()
+            };
+            bytes.extend_from_slice(writer.header(&fields).unwrap());
+            for at in &normal {
+                bytes.extend_from_slice(&page_of(0, at / PAGE_SIZE as u64, id));
+            }
+            for _ in 0..2 {
+                put_sync(&mut writer, &mut bytes);
+            }
+            channels.push(bytes);
+        }
+        encoder.ram_part(&mut main).unwrap();
+        encoder.multifd_flush(&mut main).unwrap();
+        encoder.ram_eos(&mut main).unwrap();
+        small_end(encoder, main, "small multifd", channels)
+    }
+}
+
+/// SYNC.
+pub fn put_sync(writer: &mut PacketWriter, out: &mut Vec<u8>) {
+    let fields = PacketFields {
+        sync: true,
+        ..PacketFields::default()
+    };
+    out.extend_from_slice(writer.header(&fields).unwrap());
+}
+
+/// Compresses a little, and differs from every other page.
+pub fn page_of(block: usize, number: u64, round: u8) -> [u8; PAGE_SIZE] {
+    let mut page = [round + 1; PAGE_SIZE];
+    let mut state = number * 64 + u64::try_from(block).unwrap() + 1;
+    for byte in page.iter_mut().step_by(3) {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        *byte = state.to_be_bytes()[0];
+    }
+    page
+}
+
+/// The configuration of the VMs made here.
+pub fn configuration() -> Configuration {
+    Configuration {
+        machine: "pc-i440fx-10.0".to_owned(),
+        uuid: Some(UUID),
+        ..Configuration::default()
+    }
+}
+
+fn small_start(blocks: &[RamBlockEntry], flush: bool) -> (MainEncoder, Vec<u8>) {
+    let mut main = Vec::new();
+    let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
+    for command in [Command::OpenReturnPath, Command::Ping(1)] {
+        encoder.command(command, &mut main).unwrap();
+    }
+    encoder.ram_start(blocks, flush, &mut main).unwrap();
+    (encoder, main)
+}
+
+fn small_end(
+    mut encoder: MainEncoder,
+    mut main: Vec<u8>,
+    name: &str,
+    channels: Vec<Vec<u8>>,
+) -> Recording {
+    encoder
+        .command(Command::SwitchoverStart, &mut main)
+        .unwrap();
+    encoder.ram_end(&mut main).unwrap();
+    if !channels.is_empty() {
+        encoder.multifd_flush(&mut main).unwrap();
+    }
+    encoder.ram_eos(&mut main).unwrap();
+    // Zero bytes at ends of fields, where a cut leaves what might be taken for EOF.
+    encoder
+        .device("timer", 0, 2, &[0, 0, 7, 0, 0], &mut main)
+        .unwrap();
+    encoder
+        .device("cpu", 0, 1, b"registers\0\0", &mut main)
+        .unwrap();
+    encoder.eof(&mut main).unwrap();
+    encoder.vm_description(&mut main).unwrap();
+    Recording {
+        name: name.to_owned(),
+        main,
+        channels,
+    }
+}

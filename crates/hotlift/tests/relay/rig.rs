@@ -1,0 +1,230 @@
+//! Source, relays and destination, put together over sockets in one process.
+
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift::relay::{Hooks, Incoming, LetGo, Outgoing, RelayReport, RelaySettings, relay};
+use hotlift::{Address, Control, Listener, MigrationError, Status};
+use tempfile::TempDir;
+
+use super::destination::{Arrived, Destination, Failure, Moment};
+use super::log::{Event, Log};
+use super::recording::Recording;
+use super::source::{Ending, Told, play};
+
+/// Nothing here takes so long, on any machine; what does hangs.
+pub const DEADLINE: Duration = Duration::from_secs(40);
+
+/// Tests that count what the whole process has run alone, all others beside each other.
+static PROCESS: RwLock<()> = RwLock::new(());
+
+pub fn shared() -> RwLockReadGuard<'static, ()> {
+    PROCESS.read().unwrap_or_else(|e| e.into_inner())
+}
+
+pub fn alone() -> RwLockWriteGuard<'static, ()> {
+    PROCESS.write().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Asked whether the source has let go.
+pub type HasLetGo = Box<dyn Fn() -> LetGo + Send + Sync>;
+
+/// A relay at work.
+pub struct Relay {
+    pub address: Address,
+    pub control: Control,
+    outcome: Receiver<Result<RelayReport, MigrationError>>,
+    _folder: TempDir,
+}
+
+/// Where somebody listens: a UNIX socket, as beside a QEMU, or TCP, as between hosts.
+fn listen(over_tcp: bool) -> (TempDir, Listener, Address) {
+    let folder = tempfile::tempdir().unwrap();
+    let uri = if over_tcp {
+        "tcp:127.0.0.1:0".to_owned()
+    } else {
+        format!("unix:{}", folder.path().join("socket").display())
+    };
+    let listener = uri.parse::<Address>().unwrap().listen().unwrap();
+    let address = listener.address().unwrap();
+    (folder, listener, address)
+}
+
+impl Relay {
+    pub fn start(to: &Address, settings: &RelaySettings, over_tcp: bool) -> Self {
+        Self::start_with(to, settings, over_tcp, None)
+    }
+
+    pub fn start_with(
+        to: &Address,
+        settings: &RelaySettings,
+        over_tcp: bool,
+        has_let_go: Option<HasLetGo>,
+    ) -> Self {
+        let (folder, listener, address) = listen(over_tcp);
+        let control = Control::new();
+        let (sender, outcome) = channel();
+        let (of_relay, to, settings) = (control.clone(), to.clone(), settings.clone());
+        thread::spawn(move || {
+            let hooks = Hooks {
+                on_progress: None,
+                has_let_go: has_let_go.as_deref().map(|hook| hook as _),
+            };
+            let incoming = Incoming::Listener(&listener);
+            let to = Outgoing::Address(&to);
+            let _ = sender.send(relay(incoming, &to, &settings, &of_relay, hooks));
+        });
+        Self {
+            address,
+            control,
+            outcome,
+            _folder: folder,
+        }
+    }
+
+    /// How it ended.
+    pub fn outcome(self, what: &str) -> Result<RelayReport, MigrationError> {
+        let outcome = self.outcome.recv_timeout(DEADLINE);
+        outcome.unwrap_or_else(|_| panic!("{what}: the relay hangs, or has panicked"))
+    }
+
+    /// True if it has ended within `wait`.
+    pub fn has_ended(&self, wait: Duration) -> Option<Result<RelayReport, MigrationError>> {
+        self.outcome.recv_timeout(wait).ok()
+    }
+}
+
+/// A destination for `recording`'s VM with so many channels.
+pub fn destination(
+    recording: &Recording,
+    channels: u8,
+    fails: Option<(Moment, Failure)>,
+    log: &Log,
+) -> (TempDir, Destination) {
+    let (folder, listener, address) = listen(false);
+    let destination = Destination {
+        address,
+        listener,
+        channels,
+        description: recording.description(),
+        fails,
+        log: log.clone(),
+    };
+    (folder, destination)
+}
+
+/// What one migration came to, at every place.
+#[derive(Debug)]
+pub struct Outcome {
+    /// From the source on.
+    pub relays: Vec<Result<RelayReport, MigrationError>>,
+    pub told: Told,
+    pub arrived: Arrived,
+    pub log: Vec<Event>,
+}
+
+/// Settings of the outgoing side: as with `hotlift relay --set`.
+pub fn settings(options: &[(&str, &str)]) -> RelaySettings {
+    let mut settings = RelaySettings::default();
+    for (name, value) in options {
+        settings.outgoing.set(name, value).unwrap();
+    }
+    settings
+}
+
+/// Moves `recording` through relays with these settings, from the source on.
+pub fn migrate(
+    recording: &Recording,
+    hops: &[RelaySettings],
+    fails: Option<(Moment, Failure)>,
+    ending: Ending,
+) -> Outcome {
+    let log = Log::default();
+    let channels = match hops.last() {
+        Some(last) => last.outgoing.channels(),
+        None => u8::try_from(recording.channels.len()).unwrap(),
+    };
+    let (_folder, destination) = destination(recording, channels, fails, &log);
+    let mut to = destination.address.clone();
+    let mut relays = Vec::new();
+    for (index, settings) in hops.iter().enumerate().rev() {
+        let relay = Relay::start(&to, settings, index > 0);
+        to = relay.address.clone();
+        relays.insert(0, relay);
+    }
+    thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        let told = play(recording, &to, ending, &log);
+        let what = format!("{}, {fails:?}, {ending:?}, {}", recording.name, hops.len());
+        let mut outcomes: Vec<Result<_, _>> = Vec::new();
+        for relay in relays {
+            // One that failed may never have reached the next, which waits for as long as it takes.
+            if outcomes.iter().any(Result::is_err) && relay.control.status() == Status::Setup {
+                relay.control.cancel();
+            }
+            outcomes.push(relay.outcome(&what));
+        }
+        let relays = outcomes;
+        log.note(Event::RelaysEnded);
+        Outcome {
+            relays,
+            told,
+            arrived: arriving.join().unwrap(),
+            log: log.events(),
+        }
+    })
+}
+
+impl Outcome {
+    /// Asserts that the guest is the destination's, by the order that keeps it from running twice.
+    pub fn assert_handed_over(&self, what: &str) {
+        for relay in &self.relays {
+            assert!(relay.is_ok(), "{what}: {self:?}", self = self.brief());
+        }
+        assert_eq!(self.arrived.ended, Ok(()), "{what}");
+        let at = |event| self.log.iter().position(|&e| e == event);
+        let eof = at(Event::DestinationReadsEof);
+        let closed = at(Event::SourceCloses);
+        assert!(
+            eof.is_some() && closed.is_some() && closed < eof,
+            "{what}: {:?}",
+            self.log
+        );
+        if let Some(shut) = at(Event::SourceToldShut(0)) {
+            assert!(Some(shut) < closed, "{what}: {:?}", self.log);
+        }
+    }
+
+    /// Asserts that the source has the guest, and nobody else can have it.
+    pub fn assert_kept(&self, what: &str) {
+        let brief = self.brief();
+        assert!(self.relays.iter().all(Result::is_err), "{what}: {brief:?}");
+        assert_ne!(self.told.shut, Some(0), "{what}: {brief:?}");
+        assert!(!self.arrived.eof, "{what}: {brief:?}");
+    }
+
+    /// Without the guest.
+    pub fn brief(&self) -> (Vec<String>, Option<u32>, &Result<(), String>, &[Event]) {
+        let lines = self.relays.iter().map(|relay| match relay {
+            Ok(_) => "ok".to_owned(),
+            Err(error) => error.chain(),
+        });
+        (
+            lines.collect(),
+            self.told.shut,
+            &self.arrived.ended,
+            &self.log,
+        )
+    }
+}
+
+/// Polls until `done`.
+pub fn until(what: &str, done: impl Fn() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !done() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}

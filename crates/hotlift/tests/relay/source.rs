@@ -1,0 +1,121 @@
+//! A source that plays a recording the way a QEMU sends it.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::thread;
+use std::time::Duration;
+
+use hotlift::Address;
+use hotlift::transport::Stream;
+use hotlift_wire::return_path::ReturnMessage;
+
+use super::log::{Event, Log};
+use super::recording::Recording;
+
+/// How a source ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// Sends all, waits for SHUT (if it takes answers), and closes.
+    LetsGo,
+    /// Closes everything behind so many bytes of main.
+    CancelsAt(usize),
+    /// Ends this channel behind so many bytes, and waits.
+    LosesChannel(usize, usize),
+    /// Sends so many bytes of main, and then nothing, until it is closed on.
+    FallsSilentAt(usize),
+    /// Sends all, and keeps its connections whatever it is told, until [`Event::SourceMayClose`].
+    Keeps,
+}
+
+/// What a source was told.
+#[derive(Debug, Default)]
+pub struct Told {
+    pub shut: Option<u32>,
+    pub pongs: Vec<u32>,
+}
+
+/// Plays `recording` to whoever listens at `to`; returns when its connections are closed.
+pub fn play(recording: &Recording, to: &Address, ending: Ending, log: &Log) -> Told {
+    let connect = || to.connect(Duration::from_secs(10)).unwrap();
+    // Other channels than main only once main is there, as before QEMU 8.0.
+    let main = connect();
+    let channels: Vec<Stream> = recording.channels.iter().map(|_| connect()).collect();
+    let close = || {
+        for stream in std::iter::once(&main).chain(&channels) {
+            stream.shutdown(Shutdown::Both);
+        }
+    };
+    thread::scope(|scope| {
+        let mut writers = Vec::new();
+        for (id, (stream, bytes)) in channels.iter().zip(&recording.channels).enumerate() {
+            let lost = match ending {
+                Ending::LosesChannel(which, length) if which == id => Some(length),
+                _ => None,
+            };
+            writers.push(scope.spawn(move || {
+                let mut out = stream;
+                // A relay that has failed closes; that is seen on main.
+                let _ = out.write_all(&bytes[..lost.unwrap_or(bytes.len())]);
+                if lost.is_some() {
+                    stream.shutdown(Shutdown::Both);
+                }
+            }));
+        }
+        let close = &close;
+        let mut out = &main;
+        scope.spawn(move || {
+            let length = match ending {
+                Ending::CancelsAt(length) | Ending::FallsSilentAt(length) => length,
+                _ => recording.main.len(),
+            };
+            let sent = out.write_all(&recording.main[..length]);
+            let lets_go = ending == Ending::LetsGo && !recording.has_return_path();
+            if sent.is_ok() && (lets_go || matches!(ending, Ending::CancelsAt(_))) {
+                if lets_go {
+                    writers
+                        .into_iter()
+                        .for_each(|writer| writer.join().unwrap());
+                }
+                log.note(Event::SourceCloses);
+                close();
+            }
+        });
+        let told = listen(&main, ending, log);
+        close();
+        told
+    })
+}
+
+/// Takes in answers until the connection ends, or SHUT says that it is over.
+fn listen(main: &Stream, ending: Ending, log: &Log) -> Told {
+    let mut told = Told::default();
+    let (mut pending, mut buffer) = (Vec::new(), [0; 512]);
+    loop {
+        let read = main.read_some(&mut buffer).unwrap_or(0);
+        if read == 0 {
+            return told;
+        }
+        pending.extend_from_slice(&buffer[..read]);
+        while let Ok((message, length)) = ReturnMessage::decode(&pending) {
+            match message {
+                ReturnMessage::Pong(value) => told.pongs.push(value),
+                ReturnMessage::Shut(value) => {
+                    log.note(Event::SourceToldShut(value));
+                    told.shut = Some(value);
+                    let may_close = || log.has(Event::SourceMayClose);
+                    while ending == Ending::Keeps && !may_close() && !is_closed(main) {
+                        thread::sleep(Duration::from_millis(2));
+                    }
+                    log.note(Event::SourceCloses);
+                    return told;
+                }
+                other => panic!("a QEMU source was sent {other:?}"),
+            }
+            pending.drain(..length);
+        }
+    }
+}
+
+fn is_closed(main: &Stream) -> bool {
+    !matches!(main.peek(&mut [0]), Ok(None | Some(1..)))
+}

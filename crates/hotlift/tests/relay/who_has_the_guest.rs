@@ -1,0 +1,267 @@
+//! Whatever fails, and whenever: never do both sides have the guest.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use hotlift::MigrationError;
+use hotlift::relay::{LetGo, RelaySettings};
+use hotlift_wire::main_channel::{MainEvent, SectionKind};
+
+use super::destination::{Failure, Moment};
+use super::log::{Event, Log};
+use super::recording::Recording;
+use super::rig::{HasLetGo, Relay, destination, migrate, settings, shared, until};
+use super::source::{Ending, play};
+
+/// Migrations at once: most of the time each waits.
+const BESIDE: usize = 8;
+
+fn channels() -> RelaySettings {
+    settings(&[("multifd-compression", "zstd"), ("multifd-channels", "2")])
+}
+
+fn off() -> RelaySettings {
+    settings(&[("multifd", "off")])
+}
+
+/// Does `each` for all of `items`, some at once.
+fn for_all<T: Sync>(items: &[T], each: impl Fn(&T) + Sync) {
+    let next = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..BESIDE {
+            scope.spawn(|| {
+                while let Some(item) = items.get(next.fetch_add(1, Ordering::SeqCst)) {
+                    each(item);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_destination_that_fails_before_it_has_all_leaves_the_guest_with_the_source() {
+    let _beside = shared();
+    let mut cases = Vec::new();
+    for moment in [
+        Moment::Connected,
+        Moment::Opening,
+        Moment::RamStart,
+        Moment::RamEnd,
+        Moment::Loaded,
+    ] {
+        for failure in [Failure::Dies, Failure::Refuses] {
+            for way in [vec![channels()], vec![off()], vec![channels(), channels()]] {
+                for recording in [Recording::small(), Recording::small_multifd(2)] {
+                    cases.push((moment, failure, way.clone(), recording));
+                }
+            }
+        }
+    }
+    for_all(&cases, |(moment, failure, way, recording)| {
+        let fails = Some((*moment, *failure));
+        let outcome = migrate(recording, way, fails, Ending::LetsGo);
+        let what = format!("{failure:?} at {moment:?} behind {} relays", way.len());
+        outcome.assert_kept(&what);
+        assert!(outcome.told.shut.is_none_or(|value| value == 1), "{what}");
+    });
+}
+
+#[test]
+fn a_destination_that_refuses_is_quoted_at_the_source() {
+    let _beside = shared();
+    let way = [channels(), off()];
+    let fails = Some((Moment::Loaded, Failure::Refuses));
+    let outcome = migrate(&Recording::small(), &way, fails, Ending::LetsGo);
+    for relay in &outcome.relays {
+        let line = relay.as_ref().unwrap_err().chain();
+        assert!(line.contains("the destination gave up"), "{line}");
+    }
+}
+
+#[test]
+fn a_destination_that_does_not_answer_the_opening_is_given_up_in_time() {
+    let _beside = shared();
+    let mut way = [off(), off()];
+    for hop in &mut way {
+        hop.outgoing.handshake_timeout = Duration::from_millis(500);
+    }
+    for count in [1, 2] {
+        let fails = Some((Moment::Opening, Failure::Stalls));
+        let outcome = migrate(&Recording::small(), &way[..count], fails, Ending::LetsGo);
+        outcome.assert_kept("no PONG");
+        let line = outcome.relays[count - 1].as_ref().unwrap_err().chain();
+        assert!(line.contains("answer to the opening"), "{line}");
+    }
+}
+
+#[test]
+fn a_destination_that_fails_when_it_was_told_to_run_leaves_the_source_in_doubt() {
+    let _beside = shared();
+    for way in [vec![off()], vec![channels(), off()]] {
+        for failure in [Failure::Dies, Failure::Refuses] {
+            let fails = Some((Moment::Eof, failure));
+            let outcome = migrate(&Recording::small(), &way, fails, Ending::LetsGo);
+            assert_eq!(outcome.told.shut, Some(0), "{failure:?}");
+            for relay in &outcome.relays {
+                let error = relay.as_ref().unwrap_err();
+                let wanted = match failure {
+                    Failure::Refuses => matches!(error, MigrationError::Destination { .. }),
+                    _ => matches!(error, MigrationError::InDoubt),
+                };
+                assert!(wanted, "{failure:?}: {}", error.chain());
+            }
+        }
+    }
+}
+
+/// Positions in main behind which a source may be ended: all records, and every byte behind RAM.
+fn cuts(recording: &Recording) -> Vec<usize> {
+    let devices = recording.position(|event| {
+        let kind = SectionKind::Full;
+        matches!(event, MainEvent::SectionStart { kind: it, .. } if *it == kind)
+    });
+    let mut cuts = recording.boundaries();
+    // One that says nothing has only looked whether somebody listens.
+    cuts.retain(|at| (1..devices).contains(at));
+    let text = recording.events().last().unwrap().0 + 12;
+    cuts.extend(devices..text);
+    cuts.extend((text..recording.main.len()).step_by(17));
+    cuts
+}
+
+#[test]
+fn a_source_that_takes_answers_and_cancels_anywhere_never_starts_the_destination() {
+    let _beside = shared();
+    for recording in [Recording::small(), Recording::small_multifd(2)] {
+        let mut cuts = cuts(&recording);
+        // Even behind its last byte: it was not told to let go.
+        cuts.push(recording.main.len());
+        for_all(&cuts, |at| {
+            let way = [if at % 2 == 0 { off() } else { channels() }];
+            let outcome = migrate(&recording, &way, None, Ending::CancelsAt(*at));
+            // Told in the moment it cancels, it cannot be told from one that lets go.
+            if *at < recording.main.len() || outcome.told.shut != Some(0) {
+                outcome.assert_kept(&format!("{} cut to {at}", recording.name));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_source_without_answers_that_cancels_anywhere_never_starts_the_destination() {
+    let _beside = shared();
+    let recording = Recording::small().without_return_path();
+    let eof = recording.position(|event| *event == MainEvent::Eof);
+    let mut cuts = cuts(&recording);
+    // One that ends with EOF has sent all that it would without a description.
+    cuts.retain(|at| *at != eof + 1);
+    for_all(&cuts, |at| {
+        let way = [if at % 2 == 0 { off() } else { channels() }];
+        let outcome = migrate(&recording, &way, None, Ending::CancelsAt(*at));
+        outcome.assert_kept(&format!("cut to {at} of {}", recording.main.len()));
+    });
+}
+
+#[test]
+fn a_source_that_cancels_anywhere_in_a_recorded_stream_never_starts_the_destination() {
+    let _beside = shared();
+    let mut cases = Vec::new();
+    for name in ["7.2-off", "7.2-zlib", "10.0-none"] {
+        let recording = Recording::load(name).with_return_path();
+        let cuts = cuts(&recording);
+        let step = cuts.len() / 40;
+        let chosen: Vec<_> = cuts.into_iter().step_by(step).collect();
+        cases.extend(chosen.into_iter().map(|at| (recording.clone(), at)));
+    }
+    for_all(&cases, |(recording, at)| {
+        let mut way = [channels(), off()];
+        way[0].uuid = Some(super::recording::UUID);
+        let outcome = migrate(recording, &way, None, Ending::CancelsAt(*at));
+        outcome.assert_kept(&format!("{} cut to {at}", recording.name));
+    });
+}
+
+#[test]
+fn a_lost_channel_leaves_the_guest_with_the_source() {
+    let _beside = shared();
+    let recording = Recording::small_multifd(2);
+    let length = recording.channels[1].len();
+    // In front of the last SYNC, between headers, in headers, in pages. (Of one that never said what it
+    // is, nobody but the source knows.)
+    let cuts = (64..length - 1344).step_by(6007).chain([64 + 1344]);
+    let cuts: Vec<usize> = cuts.collect();
+    for_all(&cuts, |at| {
+        let ending = Ending::LosesChannel(1, *at);
+        let mut way = [channels()];
+        way[0].outgoing.handshake_timeout = Duration::from_secs(2);
+        let outcome = migrate(&recording, &way, None, ending);
+        outcome.assert_kept(&format!("channel 1 cut to {at}"));
+    });
+}
+
+/// Moves the small guest with a hook; what came of it, and the hook's relay.
+fn with_hook(hook: HasLetGo, ending: Ending, log: &Log) -> (Result<(), MigrationError>, bool) {
+    let recording = Recording::small();
+    let (_folder, destination) = destination(&recording, 0, None, log);
+    let relay = Relay::start_with(&destination.address, &off(), false, Some(hook));
+    let to = relay.address.clone();
+    thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        play(&recording, &to, ending, log);
+        let outcome = relay.outcome("with a hook").map(drop);
+        log.note(Event::RelaysEnded);
+        (outcome, arriving.join().unwrap().eof)
+    })
+}
+
+#[test]
+fn the_destination_is_started_when_the_hook_says_that_the_source_has_let_go_and_not_before() {
+    let _beside = shared();
+    let log = Log::default();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let of_hook = (log.clone(), Arc::clone(&asked));
+    // The source keeps its connection: the hook alone knows.
+    let hook: HasLetGo = Box::new(move || {
+        assert!(!of_hook.0.has(Event::DestinationReadsEof));
+        match of_hook.1.fetch_add(1, Ordering::SeqCst) {
+            0..20 => LetGo::NotYet,
+            _ => LetGo::Yes,
+        }
+    });
+    let (outcome, eof) = with_hook(hook, Ending::Keeps, &log);
+    outcome.unwrap();
+    assert!(eof && asked.load(Ordering::SeqCst) == 21);
+    assert!(log.has(Event::SourceToldShut(0)));
+}
+
+#[test]
+fn a_source_that_takes_the_guest_back_by_the_hooks_word_keeps_it() {
+    let _beside = shared();
+    let log = Log::default();
+    let (outcome, eof) = with_hook(Box::new(|| LetGo::No), Ending::LetsGo, &log);
+    assert!(outcome.is_err());
+    assert!(!eof);
+}
+
+#[test]
+fn a_source_that_keeps_its_connection_has_not_let_go() {
+    let _beside = shared();
+    let recording = Recording::small();
+    let log = Log::default();
+    let (_folder, destination) = destination(&recording, 0, None, &log);
+    let relay = Relay::start(&destination.address, &off(), false);
+    let to = relay.address.clone();
+    thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        scope.spawn(|| play(&recording, &to, Ending::Keeps, &log));
+        until("SHUT(0)", || log.has(Event::SourceToldShut(0)));
+        // Long enough for a relay that does not wait.
+        assert!(relay.has_ended(Duration::from_millis(300)).is_none());
+        assert!(!log.has(Event::DestinationReadsEof));
+        log.note(Event::SourceMayClose);
+        relay.outcome("a source that keeps").unwrap();
+        assert!(arriving.join().unwrap().eof);
+    });
+}
