@@ -86,6 +86,7 @@ fn a_page_that_holds_an_older_write_is_found() {
 }
 
 #[test]
+#[ignore = "linux_moves has more of it, through relays; this shows whose fault it is if that fails"]
 fn a_linux_goes_from_qemu_to_qemu_and_counts_on() {
     let machine = Machine {
         name: PC_7,

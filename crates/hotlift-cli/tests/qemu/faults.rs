@@ -23,7 +23,7 @@ enum Phase {
     Setup,
     /// At a rate at which the first round takes a minute.
     FirstRound,
-    /// The guest writes more than the rate allows.
+    /// The guest writes about as much as the rate allows.
     LaterRound,
     /// The guest stands still at the source, nothing of its devices is sent.
     BeforeSwitchover,
@@ -157,7 +157,7 @@ impl Rig {
         let (bandwidth, downtime) = match phase {
             Phase::FirstRound => (1_u64 << 20, 1),
             // The guest dirties some 20 MiB a second.
-            Phase::LaterRound => (16 << 20, 1),
+            Phase::LaterRound => (24 << 20, 1),
             // So little is left for the end that the buffers on the way hold it: a QEMU whose last
             // pages are not taken holds its big lock meanwhile, and answers nothing.
             _ => (128 << 20, 10),
