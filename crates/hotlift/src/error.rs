@@ -31,7 +31,8 @@ impl std::fmt::Display for Channel {
     }
 }
 
-/// A failed (or cancelled) migration. Unless it is [`MigrationError::InDoubt`], the guest goes on
+/// A failed (or cancelled) migration. Unless it is [`MigrationError::InDoubt`] (or, of a relay,
+/// [`MigrationError::LetGo`]), the guest goes on
 /// where it was.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -213,8 +213,10 @@ pub struct RelayReport {
 /// Passes one migration on, from its first connection to its end.
 ///
 /// # Errors
-/// Any [`MigrationError`]; all connections are closed then. Unless it is [`MigrationError::InDoubt`],
-/// the source has kept the guest.
+/// Any [`MigrationError`]; all connections are closed then. The source has kept the guest, unless it is
+/// [`MigrationError::InDoubt`], or [`MigrationError::LetGo`], which say what is known, or
+/// [`MigrationError::Destination`] from a destination that refused to run a guest that the source had
+/// let go of.
 pub fn relay(
     incoming: Incoming<'_>,
     outgoing: &Outgoing<'_>,

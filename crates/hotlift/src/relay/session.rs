@@ -222,6 +222,11 @@ impl<'a> Session<'a> {
         self.told.store(true, Ordering::Release);
     }
 
+    /// The source has taken the guest back all the same.
+    pub(super) fn source_kept_it(&self) {
+        self.told.store(false, Ordering::Release);
+    }
+
     pub(super) fn is_told(&self) -> bool {
         self.told.load(Ordering::Acquire)
     }

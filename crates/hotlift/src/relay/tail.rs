@@ -150,7 +150,10 @@ fn await_let_go(
         call.check()?;
         match has_let_go() {
             LetGo::Yes => return Ok(()),
-            LetGo::No => return Err(MigrationError::Cancelled),
+            LetGo::No => {
+                session.source_kept_it();
+                return Err(MigrationError::Cancelled);
+            }
             LetGo::NotYet => std::thread::sleep(ASK),
         }
     }
