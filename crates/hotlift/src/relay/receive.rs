@@ -79,6 +79,13 @@ impl<'a> ChannelReceiver<'a> {
             }
             self.synced |= self.header.sync();
         }
+        // A relay closes its channels when everything is over: one that ends before was cut, and may
+        // be quiet for long before anybody writes to it.
+        if self.rules.checksum_required && !self.session.is_released() {
+            return Err(MigrationError::Closed {
+                channel: Channel::Multifd(self.id),
+            });
+        }
         self.session.barrier.channel_ends();
         Ok(())
     }
