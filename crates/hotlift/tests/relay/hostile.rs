@@ -20,7 +20,7 @@ use super::rig::{Relay, alone, destination, settings, until};
 
 /// Memory that a relay and what is around it here may take, whatever it is told. Bitmaps for 16 TiB
 /// would have half a GiB each.
-const SPARE_KIB: u64 = 64 << 10;
+const SPARE_KIB: u64 = 96 << 10;
 
 fn way() -> RelaySettings {
     let mut way = settings(&[("multifd", "off")]);
