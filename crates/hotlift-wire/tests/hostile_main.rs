@@ -163,6 +163,13 @@ fn a_block_list_adds_up() {
     bad_length((2 * PAGE) | 4, PAGE + 1);
     bad_length(PAGE | 4, !0xfff);
     assert_fault!(
+        section((limits::RAM + PAGE) | 4, &[(b"a", PAGE)]),
+        WireError::OverLimit {
+            what: "length of all RAM blocks",
+            ..
+        }
+    );
+    assert_fault!(
         section((2 * PAGE) | 4, &[(b"a", PAGE), (b"a", PAGE)]),
         WireError::DuplicateBlock { .. }
     );
@@ -171,7 +178,7 @@ fn a_block_list_adds_up() {
     let names: Vec<String> = (0..=limits::RAM_BLOCKS).map(|n| n.to_string()).collect();
     let many: Vec<_> = names.iter().map(|name| (name.as_bytes(), PAGE)).collect();
     assert_fault!(
-        section(!0xfff | 4, &many),
+        section(limits::RAM | 4, &many),
         WireError::OverLimit {
             what: "number of RAM blocks",
             ..
