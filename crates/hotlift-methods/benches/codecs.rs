@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time};
-use hotlift_methods::{Decode, Encode, METHODS, zlib};
+use hotlift_methods::{Accelerator, Decode, Encode, EncoderSettings, METHODS, zlib};
 use libz_sys::Z_SYNC_FLUSH;
 use qemu::{PAYLOAD_LIMIT, ZlibReader, ZlibWriter, ZstdReader, ZstdWriter};
 use zstd_sys::ZSTD_EndDirective::ZSTD_e_flush;
@@ -156,8 +156,8 @@ impl Row {
             move |memory| {
                 let method = hotlift_methods::method(method).ok_or("no such method")?;
                 Ok(Ours {
-                    encoder: (method.encoder)(level)?,
-                    decoder: (method.decoder)()?,
+                    encoder: (method.encoder)(&EncoderSettings::software(level))?,
+                    decoder: (method.decoder)(Accelerator::Off)?,
                     payload: Vec::new(),
                     memory,
                     stride: if scattered { 2 } else { 1 },
@@ -172,7 +172,7 @@ impl Row {
         Self::new(name, reference, move |memory| {
             Ok(Ours {
                 encoder: zlib::encoder_by(library, level)?,
-                decoder: (METHODS[1].decoder)()?,
+                decoder: (METHODS[1].decoder)(Accelerator::Off)?,
                 payload: Vec::new(),
                 memory,
                 stride: 1,

@@ -16,6 +16,8 @@
 //! | `uadk/` | zlib pages, as HiSilicon's accelerator reads and writes them |
 //! | `qatzip/` | gzip members with QAT's extra field |
 //! | `lz4/` | an LZ4 block a packet, between two Hotlifts |
+//! | `accelerator` | whether one may run, and what has run |
+//! | `library` | libraries that are opened at run time |
 //! | `software` | pages and members to deflate without an accelerator |
 //! | `isal/` | ISA-L's igzip, opened at run time |
 //! | `libdeflate` | whole streams, both ways |
@@ -34,10 +36,12 @@
 #![cfg(target_os = "linux")]
 #![cfg(target_pointer_width = "64")]
 
+mod accelerator;
 mod error;
 mod isal;
 pub mod legacy;
 mod libdeflate;
+mod library;
 mod lz4;
 mod none;
 mod pagewise;
@@ -50,6 +54,7 @@ mod uadk;
 pub mod zlib;
 mod zstd;
 
+pub use accelerator::{Accelerator, EncoderSettings, Hardware, Jobs, RunsOn};
 pub use error::MethodError;
 pub use table::{METHODS, MethodInfo, Unit, method};
 pub use zstd::WINDOW_LOG_MAX as ZSTD_WINDOW_LOG_MAX;
@@ -69,6 +74,16 @@ pub trait Encode: Send {
     /// [`MethodError::UnevenInput`] if `pages` is empty or no multiple of the page size,
     /// [`MethodError::Library`] if the library fails. The channel cannot go on after an error.
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError>;
+
+    /// What was done so far, and by what.
+    fn jobs(&self) -> Jobs {
+        Jobs::default()
+    }
+
+    /// What does it at present.
+    fn runs_on(&self) -> RunsOn {
+        RunsOn::Software
+    }
 }
 
 /// The receiving half of a channel's method.
@@ -84,4 +99,14 @@ pub trait Decode: Send {
     /// Whatever is wrong with the payload, see [`MethodError`]; a payload with fewer or more bytes
     /// than the runs hold, and one with input left over, are errors too.
     fn decode(&mut self, payload: &[u8], pages: &[GuestRun<'_>]) -> Result<(), MethodError>;
+
+    /// What was done so far, and by what.
+    fn jobs(&self) -> Jobs {
+        Jobs::default()
+    }
+
+    /// What does it at present.
+    fn runs_on(&self) -> RunsOn {
+        RunsOn::Software
+    }
 }

@@ -6,15 +6,15 @@
 use hotlift_mem::GuestRun;
 
 use crate::target::Target;
-use crate::{Decode, Encode, MethodError, table};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, table};
 
 const NAME: &str = "none";
 
-pub(crate) fn encoder(_level: u8) -> Result<Box<dyn Encode>, MethodError> {
+pub(crate) fn encoder(_settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
     Ok(Box::new(Copy))
 }
 
-pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
+pub(crate) fn decoder(_accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
     Ok(Box::new(Copy))
 }
 

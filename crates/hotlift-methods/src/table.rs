@@ -4,7 +4,10 @@ use std::ops::RangeInclusive;
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::{Decode, Encode, MethodError, lz4, none, qatzip, qpl, uadk, zlib, zstd};
+use crate::{
+    Accelerator, Decode, Encode, EncoderSettings, Hardware, MethodError, lz4, none, qatzip, qpl,
+    uadk, zlib, zstd,
+};
 
 /// What one call of a method's encoder compresses as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,19 +33,24 @@ pub struct MethodInfo {
     pub unit: Unit,
     /// True if a channel's packets can only be decoded all and in order.
     pub stateful: bool,
+    /// The accelerator that may do it; `None` if there is no such device.
+    pub hardware: Option<&'static Hardware>,
+    /// Whose streams of this name ours can stand in for, both ways.
+    pub interoperates_with: &'static str,
     /// Makes a channel's encoder. A method without levels takes any.
     ///
     /// # Errors
     ///
     /// [`MethodError::Level`] for a level outside of `levels`; [`MethodError::Library`] if the library
-    /// cannot be set up.
-    pub encoder: fn(level: u8) -> Result<Box<dyn Encode>, MethodError>,
+    /// cannot be set up; [`MethodError::Unavailable`] if an accelerator is required and there is none.
+    pub encoder: fn(&EncoderSettings) -> Result<Box<dyn Encode>, MethodError>,
     /// Makes a channel's decoder, which reads every level.
     ///
     /// # Errors
     ///
-    /// [`MethodError::Library`] if the library cannot be set up.
-    pub decoder: fn() -> Result<Box<dyn Decode>, MethodError>,
+    /// [`MethodError::Library`] if the library cannot be set up; [`MethodError::Unavailable`] if an
+    /// accelerator is required and there is none.
+    pub decoder: fn(Accelerator) -> Result<Box<dyn Decode>, MethodError>,
     /// Name and version of the library that will really run.
     pub library: fn() -> String,
     /// One line for a list of methods.
@@ -58,6 +66,8 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 0,
         unit: Unit::Page,
         stateful: false,
+        hardware: None,
+        interoperates_with: "QEMU 4.0 and later",
         encoder: none::encoder,
         decoder: none::decoder,
         library: || "none".to_owned(),
@@ -70,6 +80,8 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 1,
         unit: Unit::Packet,
         stateful: true,
+        hardware: None,
+        interoperates_with: "QEMU 5.0 and later",
         encoder: zlib::encoder,
         decoder: zlib::decoder,
         library: zlib::library,
@@ -82,6 +94,8 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 1,
         unit: Unit::Packet,
         stateful: true,
+        hardware: None,
+        interoperates_with: "QEMU 5.0 and later, if built with libzstd",
         encoder: zstd::encoder,
         decoder: zstd::decoder,
         library: zstd::library,
@@ -94,6 +108,8 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 0,
         unit: Unit::Page,
         stateful: false,
+        hardware: None,
+        interoperates_with: "QEMU 9.1 and later, if built with libqpl",
         encoder: qpl::encoder,
         decoder: qpl::decoder,
         library: qpl::library,
@@ -106,6 +122,8 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 0,
         unit: Unit::Page,
         stateful: false,
+        hardware: None,
+        interoperates_with: "QEMU 9.1 and later, if built with libwd",
         encoder: uadk::encoder,
         decoder: uadk::decoder,
         library: uadk::library,
@@ -118,6 +136,8 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 1,
         unit: Unit::Packet,
         stateful: false,
+        hardware: None,
+        interoperates_with: "QEMU 9.2 and later, if built with libqatzip",
         encoder: qatzip::encoder,
         decoder: qatzip::decoder,
         library: qatzip::library,
@@ -130,6 +150,8 @@ pub static METHODS: &[MethodInfo] = &[
         default_level: 0,
         unit: Unit::Packet,
         stateful: false,
+        hardware: None,
+        interoperates_with: "Hotlift only",
         encoder: lz4::encoder,
         decoder: lz4::decoder,
         library: lz4::library,

@@ -8,7 +8,7 @@ mod support;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 
-use hotlift_methods::{METHODS, method};
+use hotlift_methods::{Accelerator, EncoderSettings, METHODS, method};
 use libz_sys::Z_SYNC_FLUSH;
 use support::qemu::{ZlibWriter, ZstdWriter};
 use support::{LAYOUTS, Place, contents};
@@ -54,8 +54,9 @@ const KINDS: [&str; 4] = ["random", "alternating", "text", "zero"];
 fn no_packet_of_ours_allocates_after_the_warm_up() {
     for method in METHODS {
         for level in [method.default_level, 6] {
-            let mut encoder = (method.encoder)(level).expect(method.name);
-            let mut decoder = (method.decoder)().expect(method.name);
+            let mut encoder =
+                (method.encoder)(&EncoderSettings::software(level)).expect(method.name);
+            let mut decoder = (method.decoder)(Accelerator::Off).expect(method.name);
             let mut payload = Vec::new();
             for packet in 0..12 {
                 let n = [128, 128, 128, 128, 1, 77][packet % 6];
@@ -81,7 +82,7 @@ fn no_packet_of_qemus_allocates_after_the_warm_up() {
     let mut zstd = ZstdWriter::new(1);
     for name in ["zlib", "zstd"] {
         let method = method(name).expect(name);
-        let mut decoder = (method.decoder)().expect(method.name);
+        let mut decoder = (method.decoder)(Accelerator::Off).expect(method.name);
         for packet in 0..9 {
             let n = [128, 128, 128, 1, 77][packet % 5];
             let pages = contents(KINDS[packet % 4], n, 1);

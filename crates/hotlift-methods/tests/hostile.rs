@@ -3,20 +3,21 @@
 mod support;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::{Decode, METHODS, MethodError, method};
+use hotlift_methods::{Accelerator, Decode, EncoderSettings, METHODS, MethodError, method};
 use libz_sys::{Z_FINISH, Z_NO_FLUSH, Z_SYNC_FLUSH};
 use support::qemu::{ZlibWriter, ZstdWriter, zstd_frame_with_window_log};
 use support::{CANARY, LAYOUTS, Layout, Noise, Place, contents, zlib_stream};
 
 fn decoder(name: &str) -> Box<dyn Decode> {
-    (method(name).expect(name).decoder)().expect(name)
+    (method(name).expect(name).decoder)(Accelerator::Off).expect(name)
 }
 
 /// The packets of a channel by each writer: our own of each method, and QEMU's zlib and zstd.
 fn channels(pages: &[Vec<u8>]) -> Vec<(&'static str, Vec<Vec<u8>>)> {
     let mut all = Vec::new();
     for method in METHODS {
-        let mut encoder = (method.encoder)(method.default_level).expect(method.name);
+        let mut encoder =
+            (method.encoder)(&EncoderSettings::software(method.default_level)).expect(method.name);
         let payloads = pages.iter().map(|pages| {
             let mut payload = Vec::new();
             encoder.encode(pages, &mut payload).expect(method.name);
@@ -280,7 +281,8 @@ fn a_zlib_stream_must_begin_with_its_header() {
 fn a_table_must_hold_lengths_of_pages_that_add_up() {
     let pages = contents("alternating", 4, 1);
     for name in ["qpl", "uadk"] {
-        let encoder = &mut (method(name).expect(name).encoder)(0).expect(name);
+        let encoder =
+            &mut (method(name).expect(name).encoder)(&EncoderSettings::software(0)).expect(name);
         let mut good = Vec::new();
         encoder.encode(&pages, &mut good).expect(name);
         let first = u32::from_be_bytes(*good.first_chunk().expect("a table"));
@@ -303,7 +305,8 @@ fn a_table_must_hold_lengths_of_pages_that_add_up() {
 #[test]
 fn an_lz4_block_must_give_exactly_what_its_head_says() {
     let pages = contents("text", 4, 1);
-    let encoder = &mut (method("lz4").expect("lz4").encoder)(0).expect("lz4");
+    let encoder =
+        &mut (method("lz4").expect("lz4").encoder)(&EncoderSettings::software(0)).expect("lz4");
     let mut good = Vec::new();
     encoder.encode(&pages, &mut good).expect("lz4");
     assert_eq!(good[..4], [0, 0, 0x40, 0], "bytes of four pages");

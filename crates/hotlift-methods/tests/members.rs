@@ -3,17 +3,19 @@
 mod support;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::{Decode, MethodError, method};
+use hotlift_methods::{Accelerator, Decode, EncoderSettings, MethodError, method};
 use support::qemu::inflate;
 use support::{CANARY, CONTENTS, LAYOUTS, Layout, Place, contents, zlib_stream};
 
 fn decoder() -> Box<dyn Decode> {
-    (method("qatzip").expect("qatzip").decoder)().expect("qatzip")
+    (method("qatzip").expect("qatzip").decoder)(Accelerator::Off).expect("qatzip")
 }
 
 fn encoded(pages: &[u8], level: u8) -> Vec<u8> {
     let mut payload = Vec::new();
-    let mut encoder = (method("qatzip").expect("qatzip").encoder)(level).expect("qatzip");
+    let mut encoder =
+        (method("qatzip").expect("qatzip").encoder)(&EncoderSettings::software(level))
+            .expect("qatzip");
     encoder.encode(pages, &mut payload).expect("qatzip");
     payload
 }

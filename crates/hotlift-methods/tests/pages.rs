@@ -3,7 +3,7 @@
 mod support;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::method;
+use hotlift_methods::{Accelerator, EncoderSettings, method};
 use support::qemu::inflate;
 use support::{CONTENTS, LAYOUTS, Layout, Place, contents, zlib_stream};
 
@@ -33,7 +33,8 @@ fn payload_of(pages: &[Vec<u8>]) -> Vec<u8> {
 #[test]
 fn each_page_is_a_stream_with_a_window_of_4_kib_or_as_it_is() {
     for (name, window) in [("qpl", -12), ("uadk", 15)] {
-        let mut encoder = (method(name).expect(name).encoder)(0).expect(name);
+        let mut encoder =
+            (method(name).expect(name).encoder)(&EncoderSettings::software(0)).expect(name);
         let mut payload = Vec::new();
         for kind in CONTENTS {
             let pages = contents(kind, 40, 3);
@@ -58,7 +59,8 @@ fn each_page_is_a_stream_with_a_window_of_4_kib_or_as_it_is() {
 #[test]
 fn uadk_pages_have_the_drivers_header() {
     let mut payload = Vec::new();
-    let mut encoder = (method("uadk").expect("uadk").encoder)(0).expect("uadk");
+    let mut encoder =
+        (method("uadk").expect("uadk").encoder)(&EncoderSettings::software(0)).expect("uadk");
     encoder
         .encode(&contents("text", 3, 0), &mut payload)
         .expect("uadk");
@@ -89,7 +91,7 @@ fn pages_of_others_are_read_with_or_without_an_adler() {
         ("uadk", payload_of(&wrong)),
     ] {
         for layout in LAYOUTS {
-            let mut decoder = (method(name).expect(name).decoder)().expect(name);
+            let mut decoder = (method(name).expect(name).decoder)(Accelerator::Off).expect(name);
             let place = Place::new(6, layout);
             decoder.decode(&payload, &place.runs()).expect(name);
             assert!(place.pages() == pages, "{name}, {layout:?}: pages differ");
@@ -109,7 +111,7 @@ fn a_packet_of_pages_as_they_are_is_read() {
             .collect::<Vec<_>>(),
     );
     for name in ["qpl", "uadk"] {
-        let mut decoder = (method(name).expect(name).decoder)().expect(name);
+        let mut decoder = (method(name).expect(name).decoder)(Accelerator::Off).expect(name);
         let place = Place::new(5, Layout::Scattered);
         decoder.decode(&payload, &place.runs()).expect(name);
         assert!(place.pages() == pages, "{name}");
@@ -121,7 +123,8 @@ fn pages_that_lie_in_pieces_are_put_together() {
     let pages = contents("text", 3, 1);
     for name in ["qpl", "uadk"] {
         let mut payload = Vec::new();
-        let mut encoder = (method(name).expect(name).encoder)(0).expect(name);
+        let mut encoder =
+            (method(name).expect(name).encoder)(&EncoderSettings::software(0)).expect(name);
         encoder.encode(&pages, &mut payload).expect(name);
         let place = Place::new(3, Layout::Scattered);
         let runs: Vec<_> = place
@@ -129,7 +132,7 @@ fn pages_that_lie_in_pieces_are_put_together() {
             .iter()
             .flat_map(|run| [run.split_at(1000).0, run.split_at(1000).1])
             .collect();
-        let mut decoder = (method(name).expect(name).decoder)().expect(name);
+        let mut decoder = (method(name).expect(name).decoder)(Accelerator::Off).expect(name);
         decoder.decode(&payload, &runs).expect(name);
         assert!(place.pages() == pages, "{name}");
         place.assert_rest_untouched(name);

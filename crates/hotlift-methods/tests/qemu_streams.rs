@@ -2,7 +2,7 @@
 
 mod support;
 
-use hotlift_methods::{Decode, Encode, MethodError, method, zlib};
+use hotlift_methods::{Accelerator, Decode, Encode, EncoderSettings, MethodError, method, zlib};
 use libz_sys::{Z_FULL_FLUSH, Z_SYNC_FLUSH};
 use support::qemu::{ZlibReader, ZlibWriter, ZstdReader, ZstdWriter};
 use support::{CONTENTS, LAYOUTS, Layout, Place, contents};
@@ -10,7 +10,7 @@ use support::{CONTENTS, LAYOUTS, Layout, Place, contents};
 const PACKETS: [usize; 8] = [128, 1, 2, 127, 3, 128, 64, 1];
 
 fn decoder(name: &str) -> Box<dyn Decode> {
-    (method(name).expect(name).decoder)().expect(name)
+    (method(name).expect(name).decoder)(Accelerator::Off).expect(name)
 }
 
 fn read(decoder: &mut dyn Decode, payload: &[u8], pages: &[u8], layout: Layout, what: &str) {
@@ -82,7 +82,8 @@ fn an_open_zstd_frame_written_page_by_page_is_read() {
 #[test]
 fn open_and_closed_zstd_frames_may_alternate() {
     let mut open = ZstdWriter::new(1);
-    let mut closed = (method("zstd").expect("zstd").encoder)(1).expect("zstd");
+    let mut closed =
+        (method("zstd").expect("zstd").encoder)(&EncoderSettings::software(1)).expect("zstd");
     let mut decoder = decoder("zstd");
     for packet in 0..9 {
         let pages = related("text", 20, packet);
@@ -103,7 +104,8 @@ fn open_and_closed_zstd_frames_may_alternate() {
 
 #[test]
 fn several_zstd_frames_in_one_packet_are_read() {
-    let mut closed = (method("zstd").expect("zstd").encoder)(1).expect("zstd");
+    let mut closed =
+        (method("zstd").expect("zstd").encoder)(&EncoderSettings::software(1)).expect("zstd");
     let pages = contents("text", 6, 1);
     let mut all = Vec::new();
     let mut payload = Vec::new();
@@ -166,7 +168,7 @@ fn qemus_zstd_reader_takes_every_level() {
     // The highest levels take a second for a megabyte.
     for level in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 20] {
         let mut reader = ZstdReader::new();
-        let mut encoder = (zstd.encoder)(level).expect("encoder");
+        let mut encoder = (zstd.encoder)(&EncoderSettings::software(level)).expect("encoder");
         let kinds = if level <= 9 { &CONTENTS[..] } else { &["text"] };
         written(
             &format!("zstd {level}"),

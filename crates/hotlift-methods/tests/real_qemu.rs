@@ -8,7 +8,7 @@ mod support;
 use std::path::{Path, PathBuf};
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::{Encode, MethodError, method};
+use hotlift_methods::{Encode, EncoderSettings, MethodError, method};
 use support::machine::{fetched_qemu, installed_qemu, load, send};
 use support::stream::{RAM_PAGES, Stream, ram_page};
 
@@ -20,7 +20,7 @@ const WRITTEN: [(&str, &[u8]); 3] = [
 ];
 
 fn encoder(name: &str, level: u8) -> Box<dyn Encode> {
-    (method(name).expect(name).encoder)(level).expect(name)
+    (method(name).expect(name).encoder)(&EncoderSettings::software(level)).expect(name)
 }
 
 /// Plays a recorded stream, with its channels written anew, to a QEMU: its memory must be the source's.

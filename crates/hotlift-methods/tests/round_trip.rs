@@ -3,7 +3,9 @@
 mod support;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::{Decode, Encode, METHODS, MethodError, Unit, method, zlib};
+use hotlift_methods::{
+    Accelerator, Decode, Encode, EncoderSettings, METHODS, MethodError, Unit, method, zlib,
+};
 use support::{CONTENTS, LAYOUTS, Layout, Place, contents};
 
 const PACKETS: [usize; 4] = [1, 2, 127, 128];
@@ -37,8 +39,10 @@ fn every_method_gives_back_every_page_exactly() {
     for method in METHODS {
         for kind in CONTENTS {
             for layout in LAYOUTS {
-                let mut encoder = (method.encoder)(method.default_level).expect(method.name);
-                let mut decoder = (method.decoder)().expect(method.name);
+                let mut encoder =
+                    (method.encoder)(&EncoderSettings::software(method.default_level))
+                        .expect(method.name);
+                let mut decoder = (method.decoder)(Accelerator::Off).expect(method.name);
                 let what = format!("{} by {}", method.name, (method.library)());
                 channel(&what, kind, layout, &mut *encoder, &mut *decoder);
             }
@@ -50,8 +54,9 @@ fn every_method_gives_back_every_page_exactly() {
 fn every_level_gives_back_every_page_exactly() {
     for method in METHODS {
         for level in method.levels.clone().into_iter().flatten() {
-            let mut encoder = (method.encoder)(level).expect(method.name);
-            let mut decoder = (method.decoder)().expect(method.name);
+            let mut encoder =
+                (method.encoder)(&EncoderSettings::software(level)).expect(method.name);
+            let mut decoder = (method.decoder)(Accelerator::Off).expect(method.name);
             let what = format!("{} {level}", method.name);
             let mut payload = Vec::new();
             for packet in 0..3 {
@@ -78,7 +83,8 @@ fn both_zlib_libraries_write_what_the_decoder_reads() {
                     }
                     Err(error) => panic!("{error}"),
                 };
-                let mut decoder = (method("zlib").expect("zlib").decoder)().expect("decoder");
+                let mut decoder =
+                    (method("zlib").expect("zlib").decoder)(Accelerator::Off).expect("decoder");
                 let what = format!("zlib {level} by {library:?}");
                 channel(&what, kind, Layout::Scattered, &mut *encoder, &mut *decoder);
             }
@@ -96,8 +102,8 @@ fn a_channel_of_more_than_4_gib_wraps_no_counter() {
     }
     for name in ["zlib", "zstd"] {
         let method = method(name).expect(name);
-        let mut encoder = (method.encoder)(1).expect(name);
-        let mut decoder = (method.decoder)().expect(name);
+        let mut encoder = (method.encoder)(&EncoderSettings::software(1)).expect(name);
+        let mut decoder = (method.decoder)(Accelerator::Off).expect(name);
         let mut payload = Vec::new();
         let place = Place::new(128, Layout::Whole);
         let kinds: Vec<Vec<u8>> = (0..7)
@@ -123,7 +129,9 @@ fn levels_outside_of_the_range_are_refused_with_the_range() {
         ("qatzip", 10, "qatzip level 10 is out of range 1..=9"),
     ] {
         let method = method(name).expect(name);
-        let error = (method.encoder)(level).err().expect("an error");
+        let error = (method.encoder)(&EncoderSettings::software(level))
+            .err()
+            .expect("an error");
         assert_eq!(error.to_string(), text);
     }
 }
@@ -131,7 +139,8 @@ fn levels_outside_of_the_range_are_refused_with_the_range() {
 #[test]
 fn parts_of_pages_are_refused() {
     for method in METHODS {
-        let mut encoder = (method.encoder)(method.default_level).expect(method.name);
+        let mut encoder =
+            (method.encoder)(&EncoderSettings::software(method.default_level)).expect(method.name);
         for bytes in [0, 1, PAGE_SIZE - 1, PAGE_SIZE + 1] {
             let result = encoder.encode(&vec![1; bytes], &mut Vec::new());
             let expected = MethodError::UnevenInput {

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use hotlift_methods::{METHODS, MethodInfo, method};
+use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodInfo, method};
 pub use hotlift_wire::multifd::ZeroPageDetection;
 
 /// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread (zero pages
@@ -15,6 +15,13 @@ pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection)] = &[
     ("none", ZeroPageDetection::None),
     ("legacy", ZeroPageDetection::Legacy),
     ("multifd", ZeroPageDetection::Multifd),
+];
+
+/// All choices of `accelerator`, an option of ours: QEMU uses what it finds.
+pub const ACCELERATOR: &[(&str, Accelerator)] = &[
+    ("auto", Accelerator::Auto),
+    ("off", Accelerator::Off),
+    ("required", Accelerator::Required),
 ];
 
 /// The options of one migration, resolved and in range.
@@ -32,6 +39,8 @@ pub struct Options {
     pub multifd_zstd_level: u8,
     /// Level of qatzip, 1 to 9.
     pub multifd_qatzip_level: u8,
+    /// Whether the method's accelerator is used.
+    pub accelerator: Accelerator,
     /// Limit over all sockets, in bytes a second; 0 is unlimited.
     pub max_bandwidth: u64,
     /// How long the guest may stand still, 0 to 2,000,000 ms.
@@ -55,6 +64,7 @@ impl Default for Options {
             multifd_zlib_level: 1,
             multifd_zstd_level: 1,
             multifd_qatzip_level: 1,
+            accelerator: Accelerator::Auto,
             max_bandwidth: 128 << 20,
             downtime_limit: Duration::from_millis(300),
             zero_page_detection: ZeroPageDetection::Multifd,
@@ -112,6 +122,8 @@ pub enum Values {
     Method,
     /// A name of [`ZERO_PAGE_DETECTION`].
     ZeroPages,
+    /// A name of [`ACCELERATOR`].
+    Accelerator,
 }
 
 impl fmt::Display for Values {
@@ -127,6 +139,7 @@ impl fmt::Display for Values {
             Self::Switch => write!(f, "one of on, off"),
             Self::Method => names(f, &mut METHODS.iter().map(|method| method.name)),
             Self::ZeroPages => names(f, &mut ZERO_PAGE_DETECTION.iter().map(|(n, _)| *n)),
+            Self::Accelerator => names(f, &mut ACCELERATOR.iter().map(|(n, _)| *n)),
         }
     }
 }
@@ -156,6 +169,7 @@ enum Checked {
     Switch(bool),
     Method(&'static MethodInfo),
     ZeroPages(ZeroPageDetection),
+    Accelerator(Accelerator),
 }
 
 /// Makes a `store` function for a number that fits a smaller integer because its range says so.
@@ -244,6 +258,19 @@ pub static OPTIONS: &[OptionInfo] = &[
         unit: "",
         help: "Level of method qatzip: 1 is fastest, 9 is smallest",
         store: store_number!(multifd_qatzip_level),
+    },
+    OptionInfo {
+        name: "accelerator",
+        alias: None,
+        values: Values::Accelerator,
+        default: "auto",
+        unit: "",
+        help: "Accelerator of the method: used if it works, never, or required at the start",
+        store: |options, value| {
+            if let Checked::Accelerator(choice) = value {
+                options.accelerator = choice;
+            }
+        },
     },
     OptionInfo {
         name: "max-bandwidth",
@@ -357,6 +384,10 @@ impl Options {
                 .iter()
                 .find(|(name, _)| *name == value)
                 .map(|(_, mode)| Checked::ZeroPages(*mode)),
+            Values::Accelerator => ACCELERATOR
+                .iter()
+                .find(|(name, _)| *name == value)
+                .map(|(_, choice)| Checked::Accelerator(*choice)),
         };
         let checked = checked.ok_or_else(|| OptionError::Value {
             name: option.name,
@@ -399,6 +430,18 @@ impl Options {
             .iter()
             .find(|(_, mode)| *mode == self.zero_page_detection)
             .map_or("", |(name, _)| name)
+    }
+
+    /// How a channel's encoder works, for a receiver that is a Hotlift or is not.
+    #[must_use]
+    pub fn encoder_settings(&self, to_hotlift: bool) -> EncoderSettings {
+        EncoderSettings {
+            level: self
+                .level()
+                .unwrap_or(self.multifd_compression.default_level),
+            accelerator: self.accelerator,
+            to_hotlift,
+        }
     }
 
     /// Level of the chosen method; `None` if it has no levels.

@@ -17,7 +17,7 @@ use std::sync::OnceLock;
 pub(crate) use stateless::Stateless;
 pub(crate) use sys::{COMP_OK, FULL_FLUSH, LEVEL_2_BUFFER, Stream};
 
-use crate::MethodError;
+use crate::{MethodError, library};
 use sys::SONAME;
 
 /// The library's name in messages.
@@ -48,43 +48,23 @@ impl Isal {
     }
 
     fn open() -> Result<Self, String> {
-        let reason = |error: libloading::Error| {
-            // libloading's own text names neither file nor cause.
-            let source = std::error::Error::source(&error).map(ToString::to_string);
-            source.unwrap_or_else(|| error.to_string())
-        };
         // SAFETY: libisal has no constructors beyond those of the C runtime.
-        let library = unsafe { libloading::Library::new(SONAME) }.map_err(reason)?;
-        /// # Safety
-        ///
-        /// `T` must be the function's type in the header for the soname.
-        unsafe fn function<T: Copy>(
-            library: &libloading::Library,
-            name: &[u8],
-        ) -> Result<T, libloading::Error> {
-            // SAFETY: the caller's promise.
-            unsafe { library.get::<T>(name) }.map(|symbol| *symbol)
-        }
+        let library = unsafe { library::open(SONAME, None) }?;
         // SAFETY: the types are those of the header for this soname.
         let isal = unsafe {
-            let deflate: sys::Deflate = function(&library, b"isal_deflate\0").map_err(reason)?;
+            let deflate: sys::Deflate = library.function(b"isal_deflate\0")?;
             Self {
-                deflate_init: function(&library, b"isal_deflate_init\0").map_err(reason)?,
+                deflate_init: library.function(b"isal_deflate_init\0")?,
                 deflate,
-                stateless_init: function(&library, b"isal_deflate_stateless_init\0")
-                    .map_err(reason)?,
-                deflate_stateless: function(&library, b"isal_deflate_stateless\0")
-                    .map_err(reason)?,
-                set_hufftables: function(&library, b"isal_deflate_set_hufftables\0")
-                    .map_err(reason)?,
-                update_histogram: function(&library, b"isal_update_histogram\0").map_err(reason)?,
-                create_hufftables: function(&library, b"isal_create_hufftables\0")
-                    .map_err(reason)?,
+                stateless_init: library.function(b"isal_deflate_stateless_init\0")?,
+                deflate_stateless: library.function(b"isal_deflate_stateless\0")?,
+                set_hufftables: library.function(b"isal_deflate_set_hufftables\0")?,
+                update_histogram: library.function(b"isal_update_histogram\0")?,
+                create_hufftables: library.function(b"isal_create_hufftables\0")?,
                 version: version_of(deflate as *const c_void),
             }
         };
-        // The functions are kept for the life of the process, so the library must be, too.
-        std::mem::forget(library);
+        library.keep();
         Ok(isal)
     }
 

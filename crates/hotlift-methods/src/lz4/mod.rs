@@ -14,7 +14,7 @@
 mod decode;
 mod encode;
 
-use crate::{Decode, Encode, MethodError};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError};
 
 const NAME: &str = "lz4";
 const LIBRARY: &str = "liblz4";
@@ -22,11 +22,11 @@ const LIBRARY: &str = "liblz4";
 /// Bytes before the block.
 const HEAD: usize = 4;
 
-pub(crate) fn encoder(_level: u8) -> Result<Box<dyn Encode>, MethodError> {
+pub(crate) fn encoder(_settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
     Ok(Box::new(encode::Encoder))
 }
 
-pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
+pub(crate) fn decoder(_accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
     Ok(Box::new(decode::Decoder::new()))
 }
 

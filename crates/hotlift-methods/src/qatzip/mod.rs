@@ -16,7 +16,7 @@ mod encode;
 use std::ops::RangeInclusive;
 
 use crate::software;
-use crate::{Decode, Encode, MethodError};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError};
 
 pub(crate) use crate::libdeflate::crc32;
 
@@ -36,11 +36,11 @@ const EXTRA: usize = 8;
 /// Bytes of a trailer: checksum and size.
 const TRAILER: usize = 8;
 
-pub(crate) fn encoder(level: u8) -> Result<Box<dyn Encode>, MethodError> {
-    Ok(Box::new(encode::Encoder::new(level)?))
+pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
+    Ok(Box::new(encode::Encoder::new(settings.level)?))
 }
 
-pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
+pub(crate) fn decoder(_accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
     Ok(Box::new(decode::Decoder::new()?))
 }
 

@@ -8,15 +8,15 @@
 //! Reading is libdeflate's in any case: it checks the length of what comes out, which libqpl does not.
 
 use crate::pagewise::{self, Wrapper};
-use crate::{Decode, Encode, MethodError, software};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, software};
 
 const NAME: &str = "qpl";
 
-pub(crate) fn encoder(_level: u8) -> Result<Box<dyn Encode>, MethodError> {
+pub(crate) fn encoder(_settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
     Ok(Box::new(pagewise::Encoder::new(NAME, Wrapper::Raw)?))
 }
 
-pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
+pub(crate) fn decoder(_accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
     Ok(Box::new(pagewise::Decoder::new(NAME, Wrapper::Raw)?))
 }
 

@@ -4,15 +4,15 @@
 //! device sends every page as it is, and cannot read any other.
 
 use crate::pagewise::{self, Wrapper};
-use crate::{Decode, Encode, MethodError, software};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, software};
 
 const NAME: &str = "uadk";
 
-pub(crate) fn encoder(_level: u8) -> Result<Box<dyn Encode>, MethodError> {
+pub(crate) fn encoder(_settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
     Ok(Box::new(pagewise::Encoder::new(NAME, Wrapper::Zlib)?))
 }
 
-pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
+pub(crate) fn decoder(_accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
     Ok(Box::new(pagewise::Decoder::new(NAME, Wrapper::Zlib)?))
 }
 

@@ -28,7 +28,7 @@ use std::ops::RangeInclusive;
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::{Decode, Encode, MethodError, table};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, table};
 
 const NAME: &str = "zlib";
 
@@ -80,11 +80,11 @@ pub fn encoder_by(library: Library, level: u8) -> Result<Box<dyn Encode>, Method
     }
 }
 
-pub(crate) fn encoder(level: u8) -> Result<Box<dyn Encode>, MethodError> {
-    encoder_by(library_for(level), level)
+pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
+    encoder_by(library_for(settings.level), settings.level)
 }
 
-pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
+pub(crate) fn decoder(_accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
     Ok(Box::new(decode::Decoder::new()?))
 }
 

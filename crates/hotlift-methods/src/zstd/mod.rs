@@ -15,7 +15,7 @@ use std::ops::RangeInclusive;
 
 use zstd_sys::{ZSTD_getErrorName, ZSTD_isError, ZSTD_versionString};
 
-use crate::{Decode, Encode, MethodError, table};
+use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, table};
 
 const NAME: &str = "zstd";
 const LIBRARY: &str = "libzstd";
@@ -29,12 +29,12 @@ pub(crate) const LEVELS: RangeInclusive<u8> = 1..=20;
 /// It bounds the only memory whose size a peer chooses. QEMU's levels need at most 2^25 bytes.
 pub const WINDOW_LOG_MAX: u8 = 27;
 
-pub(crate) fn encoder(level: u8) -> Result<Box<dyn Encode>, MethodError> {
-    table::check_level(NAME, &LEVELS, level)?;
-    Ok(Box::new(encode::Encoder::new(level)?))
+pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
+    table::check_level(NAME, &LEVELS, settings.level)?;
+    Ok(Box::new(encode::Encoder::new(settings.level)?))
 }
 
-pub(crate) fn decoder() -> Result<Box<dyn Decode>, MethodError> {
+pub(crate) fn decoder(_accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
     Ok(Box::new(decode::Decoder::new()?))
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::{Encode, MethodInfo, method};
+use hotlift_methods::{Accelerator, Encode, MethodInfo, method};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{
     DeviceLengths, MainDecoder, MainEvent, PageContent, Step, VmDescription,
@@ -218,7 +218,7 @@ fn read_channel(
         checksum_required: false,
     };
     let mut header = PacketHeader::new(rules.layout);
-    let mut decoder = (method.decoder)().expect(method.name);
+    let mut decoder = (method.decoder)(Accelerator::Off).expect(method.name);
     let mut packets = Vec::new();
     let (initial, mut rest) = bytes
         .split_first_chunk::<INITIAL_PACKET_LEN>()

@@ -31,7 +31,8 @@ impl<'a> ChannelReceiver<'a> {
         let decoder = if session.method == Method::None {
             None
         } else {
-            let decoder = (session.options.multifd_compression.decoder)();
+            let options = session.options;
+            let decoder = (options.multifd_compression.decoder)(options.accelerator);
             Some(decoder.map_err(|source| MigrationError::Method {
                 channel: Channel::Multifd(id),
                 packet: 0,

@@ -99,6 +99,7 @@ pub(super) fn run(
     let upstream = Upstream::new(main, multifd, setup.relay.is_some(), setup.return_path);
     let session = Session::new(
         control.clone(),
+        settings.outgoing.accelerator,
         &*sink,
         upstream.multifd.len(),
         received,

@@ -182,7 +182,7 @@ impl<'a> ChannelReceiver<'a> {
                 got: format!("method {}", method.name()),
                 doing: "reading pages (this build has no decoder for it)",
             })?;
-            self.decoder = Some((info.decoder)().map_err(failed)?);
+            self.decoder = Some((info.decoder)(self.session.accelerator).map_err(failed)?);
         }
         match &mut self.decoder {
             Some(decoder) => decoder

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift_methods::Accelerator;
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::is_hung_up;
@@ -141,6 +142,8 @@ impl<'a> Call<'a> {
 /// One migration on its way through.
 pub(super) struct Session<'a> {
     pub control: Control,
+    /// Whether incoming channels use their method's accelerator.
+    pub accelerator: Accelerator,
     pub flow: Flow,
     pub barrier: Barrier,
     pub sink: &'a dyn Sink,
@@ -161,6 +164,7 @@ pub(super) struct Session<'a> {
 impl<'a> Session<'a> {
     pub(super) fn new(
         control: Control,
+        accelerator: Accelerator,
         sink: &'a dyn Sink,
         channels: usize,
         received: Vec<Counters>,
@@ -168,6 +172,7 @@ impl<'a> Session<'a> {
     ) -> Self {
         Self {
             control,
+            accelerator,
             // One in the hands of each thread, and one between each pair of them.
             flow: Flow::new(2 * channels.max(1) + 2 * sink.workers()),
             barrier: Barrier::new(channels),

@@ -66,8 +66,8 @@ impl<'a> ChannelSender<'a> {
         let encoder = if method == Method::None {
             None
         } else {
-            let level = session.options.level().unwrap_or(info.default_level);
-            let encoder = (info.encoder)(level).map_err(|source| MigrationError::Method {
+            let settings = session.options.encoder_settings(true);
+            let encoder = (info.encoder)(&settings).map_err(|source| MigrationError::Method {
                 channel: Channel::Multifd(id),
                 packet: 0,
                 block: String::new(),

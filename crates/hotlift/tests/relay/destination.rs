@@ -11,7 +11,7 @@ use hotlift::transport::Stream;
 use hotlift::{Address, Listener};
 use hotlift_mem::GuestRun;
 use hotlift_methods::legacy::{compress::Inflater, xbzrle};
-use hotlift_methods::{Decode, method};
+use hotlift_methods::{Accelerator, Decode, method};
 use hotlift_wire::main_channel::{
     Command, DeviceLengths, MainDecoder, MainEvent, PageContent, SectionKind, Step, VmDescription,
 };
@@ -404,7 +404,7 @@ fn channel(stream: &Stream, id: usize, shared: &Shared) -> Ended {
             let name = header.method().name();
             let decoder = decoders
                 .entry(name)
-                .or_insert_with(|| (method(name).unwrap().decoder)().unwrap());
+                .or_insert_with(|| (method(name).unwrap().decoder)(Accelerator::Off).unwrap());
             let run = GuestRun::of_buffer(&mut pages);
             decoder
                 .decode(&payload, &[run])

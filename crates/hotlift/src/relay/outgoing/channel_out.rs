@@ -34,8 +34,8 @@ impl<'s, 'a> ChannelWriter<'s, 'a> {
         let encoder = if method == Method::None {
             None
         } else {
-            let level = sink.settings.outgoing.level();
-            let encoder = (info.encoder)(level.unwrap_or(info.default_level));
+            let to_hotlift = sink.other_side().is_relay;
+            let encoder = (info.encoder)(&sink.settings.outgoing.encoder_settings(to_hotlift));
             Some(encoder.map_err(|source| MigrationError::Method {
                 channel: Channel::Multifd(id),
                 packet: 0,

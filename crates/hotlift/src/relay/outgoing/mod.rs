@@ -390,6 +390,9 @@ impl Sink for StreamSink<'_> {
             None => self.answers.await_opened(timeout, &self.control)?,
         };
         if !is_relay {
+            if !self.wire_method.is_qemus() {
+                return Err(MigrationError::not_qemus(self.wire_method));
+            }
             out.drop_checksum();
         }
         let other_side = self.learn(&opening.configuration.machine, is_relay);

@@ -1,0 +1,58 @@
+//! Libraries that are opened at run time.
+//!
+//! One that is missing is a normal case. One that is opened is never closed: its functions are kept
+//! for the life of the process.
+
+use std::ffi::OsString;
+
+use libloading::Library;
+
+/// An open library.
+pub(crate) struct Opened(Library);
+
+/// Opens the library with that soname, or the file that the environment variable names instead.
+///
+/// # Errors
+///
+/// What the loader said.
+///
+/// # Safety
+///
+/// The library's constructors must be sound to run; an operator who names a file vouches for it.
+pub(crate) unsafe fn open(soname: &str, variable: Option<&str>) -> Result<Opened, String> {
+    let file = variable
+        .and_then(std::env::var_os)
+        .filter(|file| !file.is_empty())
+        .unwrap_or_else(|| OsString::from(soname));
+    // SAFETY: the caller's promise.
+    let library = unsafe { Library::new(file) }.map_err(|error| reason(&error))?;
+    Ok(Opened(library))
+}
+
+impl Opened {
+    /// The function called `name`, which ends with a NUL.
+    ///
+    /// # Errors
+    ///
+    /// What the loader said.
+    ///
+    /// # Safety
+    ///
+    /// `T` must be the function's type in the header for the soname.
+    pub(crate) unsafe fn function<T: Copy>(&self, name: &[u8]) -> Result<T, String> {
+        // SAFETY: the caller's promise.
+        let symbol = unsafe { self.0.get::<T>(name) };
+        symbol.map(|symbol| *symbol).map_err(|error| reason(&error))
+    }
+
+    /// Keeps the library for the life of the process.
+    pub(crate) fn keep(self) {
+        std::mem::forget(self.0);
+    }
+}
+
+fn reason(error: &libloading::Error) -> String {
+    // libloading's own text names neither file nor cause.
+    let source = std::error::Error::source(error).map(ToString::to_string);
+    source.unwrap_or_else(|| error.to_string())
+}
