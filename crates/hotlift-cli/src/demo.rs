@@ -51,6 +51,9 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     if runs.iter().any(|run| run.source.is_some()) {
         println!("{}", report::threads(&runs));
     }
+    if let Some(jobs) = report::jobs(&runs) {
+        println!("{jobs}");
+    }
     for run in &runs {
         if let Some(error) = &run.error {
             eprintln!("hotlift: {}: {error}", run.method);
@@ -79,7 +82,7 @@ fn settings(given: &MigrationArgs) -> Vec<MigrationArgs> {
     } else {
         given.with("max-bandwidth", "0")
     };
-    let multifd = given.options().is_ok_and(|options| options.multifd);
+    let multifd = given.options().is_ok_and(|options| options.multifd());
     if given.has("multifd-compression") || given.has_level() || !multifd {
         return vec![unlimited];
     }
@@ -119,7 +122,7 @@ fn migrate_once(
 ) -> Result<Run, CommandError> {
     let options: Options = migration.options()?;
     let mut run = Run::new(kind, &args.guest.settings(), &options);
-    let label = options.multifd_compression.name;
+    let label = options.method_name();
 
     let (destination, mut events) = spawn(
         args,

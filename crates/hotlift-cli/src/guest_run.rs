@@ -11,7 +11,7 @@ use crate::args::{GuestArgs, error_line};
 use crate::error::CommandError;
 use crate::events::{Check, Event, tell};
 use crate::migration_args::MigrationArgs;
-use crate::progress::Display;
+use crate::progress::{Display, fallback_warning};
 use crate::report::{self, Run};
 use crate::signals::Interrupt;
 
@@ -116,7 +116,7 @@ impl Session<'_> {
             return Err(CommandError::Interrupted);
         }
         let control = Control::new();
-        let display = Display::new(&self.args.label, self.args.quiet);
+        let display = Display::new(&self.args.label, self.args.quiet, &control);
         let outcome = self.interrupt.cancelling(&control, || {
             hotlift::source::migrate(self.guest, uri, &self.options, &control, &|progress| {
                 display.show(progress);
@@ -131,11 +131,7 @@ impl Session<'_> {
                 let mut run = self.new_run();
                 run.sent(sent);
                 let runs = [run];
-                self.say(&format!(
-                    "{}\n{}",
-                    report::results(&runs),
-                    report::threads(&runs)
-                ));
+                self.say(&report::all(&runs));
                 self.write_json(&runs)
             }
             Err(error) => {
@@ -193,6 +189,9 @@ impl Session<'_> {
                 return Err(error.into());
             }
         };
+        if let Some(warning) = fallback_warning(&received.side.jobs) {
+            self.say(&warning);
+        }
         self.say(&format!(
             "the guest runs here after {:.0} ms, {} normal and {} zero pages, CPU {:.2} s",
             received.total_ms, received.normal_pages, received.zero_pages, received.side.cpu_s

@@ -5,14 +5,17 @@ use std::io::{IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use hotlift::Control;
+use hotlift::figures::JobFigures;
 use hotlift::progress::Progress;
 
 /// Between lines where they are kept, as in a log.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shows how a migration gets on, on standard error.
+/// Shows how a migration gets on, on standard error, and warns if it does without an accelerator.
 pub struct Display {
     label: String,
+    control: Control,
     quiet: bool,
     state: Mutex<State>,
 }
@@ -21,35 +24,43 @@ struct State {
     terminal: bool,
     last: Option<(Instant, u64)>,
     shown: Cell<bool>,
+    warned: Cell<bool>,
 }
 
 impl Display {
-    /// A display whose lines begin with `label`.
-    pub fn new(label: &str, quiet: bool) -> Self {
+    /// A display of the migration of `control`, whose lines begin with `label`. A quiet one shows
+    /// nothing but warnings.
+    pub fn new(label: &str, quiet: bool, control: &Control) -> Self {
         Self {
             label: label.to_owned(),
+            control: control.clone(),
             quiet,
             state: Mutex::new(State {
                 terminal: std::io::stderr().is_terminal(),
                 last: None,
                 shown: Cell::new(false),
+                warned: Cell::new(false),
             }),
         }
     }
 
     /// Shows one moment.
     pub fn show(&self, progress: &Progress) {
-        self.show_line(progress.round, || line(&self.label, progress));
+        self.show_line(progress.round, || {
+            let jobs = jobs(&self.control.jobs());
+            format!("{}{jobs}", line(&self.label, progress))
+        });
     }
 
     /// Shows one moment of a migration that is in its round `round`, if it is time to.
     pub fn show_line(&self, round: u64, line: impl FnOnce() -> String) {
-        if self.quiet {
-            return;
-        }
         let Ok(mut state) = self.state.lock() else {
             return;
         };
+        self.warn(&state);
+        if self.quiet {
+            return;
+        }
         let now = Instant::now();
         let due = state.last.is_none_or(|(shown, shown_round)| {
             state.terminal || shown_round != round || now - shown >= LOG_INTERVAL
@@ -71,13 +82,41 @@ impl Display {
 
     /// Ends the line that was being rewritten.
     pub fn finish(&self) {
-        if let Ok(state) = self.state.lock()
-            && state.terminal
-            && state.shown.get()
-        {
+        if let Ok(state) = self.state.lock() {
+            state.clear_line();
+            self.warn(&state);
+        }
+    }
+
+    /// Says once why the CPU does what an accelerator might.
+    fn warn(&self, state: &State) {
+        if state.warned.get() {
+            return;
+        }
+        if let Some(warning) = fallback_warning(&self.control.jobs()) {
+            state.warned.set(true);
+            state.clear_line();
+            eprintln!("{}: {warning}", self.label);
+        }
+    }
+}
+
+impl State {
+    fn clear_line(&self) {
+        if self.terminal && self.shown.get() {
             eprint!("\r\x1b[K");
         }
     }
+}
+
+/// What to say of jobs that an accelerator might have done, if there are any.
+pub fn fallback_warning(jobs: &JobFigures) -> Option<String> {
+    let why = jobs.fallback.as_ref()?;
+    Some(if jobs.hardware > 0 {
+        format!("the accelerator was given up, the CPU goes on: {why}")
+    } else {
+        format!("runs on the CPU, without an accelerator: {why} ('hotlift accel' tells more)")
+    })
 }
 
 fn line(label: &str, progress: &Progress) -> String {
@@ -101,6 +140,17 @@ fn line(label: &str, progress: &Progress) -> String {
         line = format!("{line}; not converging: {reason}");
     }
     line
+}
+
+/// What an accelerator does, as the end of a line; empty if there is none.
+pub fn jobs(jobs: &JobFigures) -> String {
+    if jobs.hardware == 0 {
+        return String::new();
+    }
+    format!(
+        "; {} jobs in hardware, {} in software, {} retries",
+        jobs.hardware, jobs.software, jobs.retries
+    )
 }
 
 /// A rate as a whole number; a rate is never negative, and far below 2^63.

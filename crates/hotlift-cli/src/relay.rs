@@ -8,7 +8,7 @@ use hotlift::{Address, Control, Listener, MigrationError};
 
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
-use crate::progress::{Display, bytes};
+use crate::progress::{Display, bytes, jobs};
 use crate::qemu::result;
 use crate::qemu::uuid::Uuid;
 use crate::signals::Interrupt;
@@ -117,8 +117,12 @@ fn one(
     interrupt: &Interrupt,
 ) -> ControlFlow<CommandError> {
     let control = Control::new();
-    let display = Display::new(label, args.quiet);
-    let show = |progress: &RelayProgress| display.show_line(0, || line(label, progress));
+    let display = Display::new(label, args.quiet, &control);
+    let show = |progress: &RelayProgress| {
+        display.show_line(0, || {
+            format!("{}{}", line(label, progress), jobs(&control.jobs()))
+        });
+    };
     let hooks = Hooks {
         on_progress: Some(&show),
         has_let_go: None,

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use comfy_table::presets::UTF8_FULL_CONDENSED;
 use comfy_table::{CellAlignment, Table};
-use hotlift::figures::{DestinationReport, SideFigures, SourceReport};
+use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
 use hotlift::{Options, Status};
 use hotlift_methods::METHODS;
 use hotlift_vmm::{GuestKind, GuestSettings};
@@ -115,6 +115,7 @@ impl Run {
             report.side.threads,
             std::time::Duration::from_secs_f64(total / 1e3),
             report.normal_pages,
+            report.side.jobs,
         ));
     }
 
@@ -145,6 +146,12 @@ impl Run {
             None => self.method.clone(),
         }
     }
+}
+
+/// All tables.
+pub fn all(runs: &[Run]) -> String {
+    let tables = [Some(results(runs)), Some(threads(runs)), jobs(runs)];
+    tables.into_iter().flatten().collect::<Vec<_>>().join("\n")
 }
 
 /// The result table.
@@ -236,6 +243,58 @@ pub fn threads(runs: &[Run]) -> String {
     table.add_row(totals);
     align(&mut table);
     table.to_string()
+}
+
+/// What has done the work of the methods that an accelerator may do; `None` if none of them was used.
+pub fn jobs(runs: &[Run]) -> Option<String> {
+    let sides = runs.iter().flat_map(|run| {
+        let sides = [("source", &run.source), ("destination", &run.destination)];
+        sides
+            .into_iter()
+            .filter_map(move |(side, figures)| Some((run.name(), side, &figures.as_ref()?.jobs)))
+    });
+    let rows: Vec<_> = sides
+        .filter(|(_, _, jobs)| **jobs != JobFigures::default())
+        .collect();
+    if rows.is_empty() {
+        return None;
+    }
+    let mut table = new_table(&[
+        "method",
+        "side",
+        "hardware",
+        "software",
+        "retries",
+        "raw pages",
+        "done by",
+    ]);
+    for (method, side, jobs) in rows {
+        table.add_row([
+            method,
+            side.to_owned(),
+            jobs.hardware.to_string(),
+            jobs.software.to_string(),
+            jobs.retries.to_string(),
+            jobs.raw_pages.to_string(),
+            done_by(jobs),
+        ]);
+    }
+    align(&mut table);
+    if let Some(column) = table.column_mut(6) {
+        column.set_cell_alignment(CellAlignment::Left);
+    }
+    Some(format!("jobs\n{table}"))
+}
+
+/// The devices, or why there was none.
+pub fn done_by(jobs: &JobFigures) -> String {
+    let devices = jobs.devices.join(", ");
+    match &jobs.fallback {
+        None if devices.is_empty() => "the CPU".to_owned(),
+        None => devices,
+        Some(why) if jobs.hardware == 0 => format!("the CPU: {why}"),
+        Some(why) => format!("{devices}, then the CPU: {why}"),
+    }
 }
 
 /// The table of methods.

@@ -123,7 +123,7 @@ fn relay(
     interrupt: &Interrupt,
 ) -> Result<RelayReport, MigrationError> {
     let control = Control::new();
-    let display = Mutex::new(Display::new("restore", args.quiet));
+    let display = Mutex::new(Display::new("restore", args.quiet, &control));
     let show = |progress: &RelayProgress| {
         if let Ok(display) = display.lock() {
             display.show_line(0, || {

@@ -5,6 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
+use crate::figures::JobFigures;
+use crate::ran::Ran;
+
 /// State of a migration; QEMU's names (`MigrationStatus`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -64,6 +67,7 @@ pub struct Control(Arc<Shared>);
 struct Shared {
     status: AtomicU8,
     cancelled: AtomicBool,
+    ran: Ran,
     /// Set once by whatever ends the migration before its time.
     stopped: Mutex<bool>,
     wake: Condvar,
@@ -84,6 +88,16 @@ impl Control {
 
     pub(crate) fn set_status(&self, status: Status) {
         self.0.status.store(status as u8, Ordering::Release);
+    }
+
+    /// What has done the work of the method so far, on this side.
+    #[must_use]
+    pub fn jobs(&self) -> JobFigures {
+        self.0.ran.read()
+    }
+
+    pub(crate) fn ran(&self) -> &Ran {
+        &self.0.ran
     }
 
     /// Asks the migration to end; the guest goes on where it is. Too late once the source has

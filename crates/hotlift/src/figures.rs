@@ -50,6 +50,24 @@ impl ThreadTimes {
     }
 }
 
+/// What has done the work of one side's method. All 0 and empty for a method that no accelerator
+/// serves.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobFigures {
+    /// Jobs of an accelerator: pages of qpl and uadk, gzip members of qatzip.
+    pub hardware: u64,
+    /// Jobs done on the CPU, those that an accelerator refused or failed among them.
+    pub software: u64,
+    /// Submissions repeated because the accelerator was busy.
+    pub retries: u64,
+    /// Pages that did not shrink and travelled as they are.
+    pub raw_pages: u64,
+    /// What drove the accelerators, as in "libqpl 1.9.0".
+    pub devices: Vec<String>,
+    /// Why an accelerator was not used where it might have been, or not to the end.
+    pub fallback: Option<String>,
+}
+
 /// What a migration cost one side.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SideFigures {
@@ -61,12 +79,20 @@ pub struct SideFigures {
     pub core_s_per_gib: f64,
     /// The same, thread by thread.
     pub threads: Vec<ThreadCpu>,
+    /// What has done the work of the method.
+    #[serde(default)]
+    pub jobs: JobFigures,
 }
 
 impl SideFigures {
     /// Sums up `threads` of a migration that took `total` and moved `normal_pages` pages.
     #[must_use]
-    pub fn new(threads: Vec<ThreadCpu>, total: Duration, normal_pages: u64) -> Self {
+    pub fn new(
+        threads: Vec<ThreadCpu>,
+        total: Duration,
+        normal_pages: u64,
+        jobs: JobFigures,
+    ) -> Self {
         // The sum of nothing is -0.0.
         let cpu_s = threads.iter().map(|thread| thread.cpu_s).sum::<f64>() + 0.0;
         Self {
@@ -74,6 +100,7 @@ impl SideFigures {
             cpu_percent: ratio(cpu_s * 100.0, total.as_secs_f64()),
             core_s_per_gib: ratio(cpu_s, to_f64(normal_pages) * 4096.0 / GIB),
             threads,
+            jobs,
         }
     }
 }
@@ -126,6 +153,7 @@ pub(crate) struct Measured {
     pub rounds: u64,
     pub counts: Counts,
     pub threads: Vec<ThreadCpu>,
+    pub jobs: JobFigures,
 }
 
 impl From<Measured> for SourceReport {
@@ -150,7 +178,12 @@ impl From<Measured> for SourceReport {
                 to_f64(counts.normal_pages) * 4096.0,
                 to_f64(counts.transferred_bytes),
             ),
-            side: SideFigures::new(measured.threads, measured.total, counts.normal_pages),
+            side: SideFigures::new(
+                measured.threads,
+                measured.total,
+                counts.normal_pages,
+                measured.jobs,
+            ),
         }
     }
 }
@@ -267,6 +300,7 @@ mod tests {
                     cpu_s: 0.5,
                 },
             ],
+            jobs: JobFigures::default(),
         });
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-9 * b.abs().max(1.0), "{a} {b}");
         close(report.throughput_mbps, f64::from(1 << 28) * 8.0 / 2.0 / 1e6);
@@ -279,7 +313,7 @@ mod tests {
 
     #[test]
     fn an_all_zero_guest_divides_nothing_by_zero() {
-        let figures = SideFigures::new(Vec::new(), Duration::ZERO, 0);
+        let figures = SideFigures::new(Vec::new(), Duration::ZERO, 0, JobFigures::default());
         assert_eq!((figures.cpu_percent, figures.core_s_per_gib), (0.0, 0.0));
     }
 }

@@ -39,6 +39,7 @@
 #![forbid(unsafe_code)]
 
 mod barrier;
+mod codec;
 pub mod control;
 pub mod destination;
 pub mod error;
@@ -48,6 +49,7 @@ mod hello;
 pub mod options;
 mod pacing;
 pub mod progress;
+mod ran;
 pub mod relay;
 pub mod source;
 mod threads;

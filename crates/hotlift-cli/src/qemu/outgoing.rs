@@ -14,7 +14,7 @@ use super::source::Source;
 use super::watch::Watch;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
-use crate::progress::Display;
+use crate::progress::{Display, jobs};
 use crate::signals::{Interrupt, TICK};
 
 /// Between two looks at QEMU's figures.
@@ -109,7 +109,7 @@ impl Moving<'_> {
         latest: &dyn Fn() -> RelayProgress,
         attend: &mut dyn FnMut(Duration),
     ) {
-        let display = Display::new("migration", self.quiet);
+        let display = Display::new("migration", self.quiet, control);
         let mut watch = Watch::default();
         let mut looked = Instant::now();
         let mut cancelled = false;
@@ -128,7 +128,7 @@ impl Moving<'_> {
             if looked.elapsed() >= LOOK {
                 looked = Instant::now();
                 if let Ok(info) = self.source.look() {
-                    let line = watch.look(&info, latest());
+                    let line = watch.look(&info, latest()) + &jobs(&control.jobs());
                     display.show_line(watch.round(), || line);
                     if info.has_failed() {
                         given_up.get_or_insert(looked);

@@ -1,13 +1,13 @@
 //! What a migration of a QEMU came to: the table and the JSON.
 
 use comfy_table::Table;
-use hotlift::figures::SideFigures;
+use hotlift::figures::{JobFigures, SideFigures};
 use hotlift::relay::RelayReport;
 use hotlift_qmp::{MigrateInfo, RamInfo, Version};
 use serde::Serialize;
 
 use crate::progress::bytes;
-use crate::report::{align, new_table};
+use crate::report::{align, done_by, new_table};
 
 /// One migration through a pair of relays, as `--json` writes it.
 #[derive(Debug, Serialize)]
@@ -115,6 +115,14 @@ fn relay_rows(row: &mut impl FnMut(&str, String), report: &RelayReport) {
     );
     row("normal pages", report.normal_pages.to_string());
     row("zero pages", report.zero_pages.to_string());
+    let jobs = &report.side.jobs;
+    if *jobs != JobFigures::default() {
+        row("jobs in hardware", jobs.hardware.to_string());
+        row("jobs in software", jobs.software.to_string());
+        row("retries", jobs.retries.to_string());
+        row("raw pages", jobs.raw_pages.to_string());
+        row("jobs done by", done_by(jobs));
+    }
     if let Some(why) = &report.passed_through {
         row("passed through unread", why.clone());
     }

@@ -5,12 +5,12 @@
 //! writing zeros would only make the kernel allocate it.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
-use hotlift_methods::Decode;
-use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
+use hotlift_wire::multifd::{PacketHeader, PacketLayout, PacketRules};
 
 use super::handover::Phase;
 use super::packets::PacketReader;
 use super::session::Session;
+use crate::codec::Decoder;
 use crate::error::{Channel, MigrationError};
 
 pub(super) struct ChannelReceiver<'a> {
@@ -20,7 +20,7 @@ pub(super) struct ChannelReceiver<'a> {
     rules: PacketRules,
     header: PacketHeader,
     /// `None` for method none.
-    decoder: Option<Box<dyn Decode>>,
+    decoder: Option<Decoder>,
     payload: Vec<u8>,
     runs: Vec<GuestRun<'a>>,
 }
@@ -28,18 +28,13 @@ pub(super) struct ChannelReceiver<'a> {
 impl<'a> ChannelReceiver<'a> {
     pub(super) fn new(session: &'a Session<'a>, id: u8) -> Result<Self, MigrationError> {
         let layout = PacketLayout::QEMU;
-        let decoder = if session.method == Method::None {
-            None
-        } else {
-            let options = session.options;
-            let decoder = (options.multifd_compression.decoder)(options.accelerator);
-            Some(decoder.map_err(|source| MigrationError::Method {
-                channel: Channel::Multifd(id),
-                packet: 0,
-                block: String::new(),
-                source,
-            })?)
-        };
+        let options = session.options;
+        let decoder = Decoder::new(
+            id,
+            options.multifd_compression,
+            options.accelerator,
+            &session.control,
+        )?;
         Ok(Self {
             session,
             id,
@@ -140,14 +135,7 @@ impl<'a> ChannelReceiver<'a> {
                 channel: Channel::Multifd(self.id),
                 source,
             })?;
-        decoder
-            .decode(payload, &self.runs)
-            .map_err(|source| MigrationError::Method {
-                channel: Channel::Multifd(self.id),
-                packet: self.header.packet_num(),
-                block: ram.name().to_owned(),
-                source,
-            })
+        decoder.decode(self.header.packet_num(), ram.name(), payload, &self.runs)
     }
 
     fn zero_pages(&self) -> Result<(), MigrationError> {

@@ -126,7 +126,12 @@ fn run(
         total_ms: total.as_secs_f64() * 1e3,
         normal_pages: counts.normal_pages,
         zero_pages: counts.zero_pages,
-        side: SideFigures::new(session.threads.read(), total, counts.normal_pages),
+        side: SideFigures::new(
+            session.threads.read(),
+            total,
+            counts.normal_pages,
+            session.control.jobs(),
+        ),
     })
 }
 

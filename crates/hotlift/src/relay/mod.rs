@@ -233,11 +233,11 @@ pub fn relay(
             }
             connected => run(connected),
         }?;
-        Ok(report(carried))
+        Ok(report(carried, control))
     })
 }
 
-fn report(carried: Carried) -> RelayReport {
+fn report(carried: Carried, control: &Control) -> RelayReport {
     let Carried {
         since,
         received_bytes,
@@ -262,7 +262,7 @@ fn report(carried: Carried) -> RelayReport {
         machine,
         method: method.to_owned(),
         passed_through,
-        side: SideFigures::new(threads, total, pages.normal_pages),
+        side: SideFigures::new(threads, total, pages.normal_pages, control.jobs()),
     }
 }
 

@@ -3,12 +3,13 @@
 use std::io::{self, Read};
 
 use hotlift_mem::GuestRun;
-use hotlift_methods::{Decode, METHODS};
+use hotlift_methods::METHODS;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
 
 use super::session::Session;
 use super::sink::ForwardPackets;
+use crate::codec::Decoder;
 use crate::error::{Channel, MigrationError};
 use crate::transport::Stream;
 
@@ -21,7 +22,7 @@ pub(super) struct ChannelReceiver<'a> {
     header: PacketHeader,
     header_bytes: Vec<u8>,
     /// Made when the first packet says its method; all others must then have the same.
-    decoder: Option<Box<dyn Decode>>,
+    decoder: Option<Decoder>,
     payload: Vec<u8>,
     /// The SYNC of the set-up has come, and with it everything that pages need.
     synced: bool,
@@ -169,12 +170,6 @@ impl<'a> ChannelReceiver<'a> {
         self.header
             .check_payload(payload)
             .map_err(|source| self.wire(source))?;
-        let failed = |source| MigrationError::Method {
-            channel: Channel::Multifd(self.id),
-            packet: self.header.packet_num(),
-            block: self.blocks[self.header.block()].name.clone(),
-            source,
-        };
         if self.decoder.is_none() {
             let known = METHODS.iter().find(|info| info.flag == method.flag());
             let info = known.ok_or_else(|| MigrationError::Protocol {
@@ -182,12 +177,17 @@ impl<'a> ChannelReceiver<'a> {
                 got: format!("method {}", method.name()),
                 doing: "reading pages (this build has no decoder for it)",
             })?;
-            self.decoder = Some((info.decoder)(self.session.accelerator).map_err(failed)?);
+            let session = self.session;
+            self.decoder = Decoder::new(self.id, info, session.accelerator, &session.control)?;
         }
+        let block = &self.blocks[self.header.block()].name;
         match &mut self.decoder {
-            Some(decoder) => decoder
-                .decode(payload, &[GuestRun::of_buffer(pages)])
-                .map_err(failed),
+            Some(decoder) => decoder.decode(
+                self.header.packet_num(),
+                block,
+                payload,
+                &[GuestRun::of_buffer(pages)],
+            ),
             None => Ok(()),
         }
     }

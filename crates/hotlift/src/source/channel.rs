@@ -18,12 +18,12 @@ use std::sync::atomic::Ordering;
 
 use hotlift_mem::sock::{self, IoScratch, Splicer};
 use hotlift_mem::{GuestRun, PAGE_SIZE};
-use hotlift_methods::Encode;
-use hotlift_wire::multifd::{Method, PacketFields, PacketLayout, PacketWriter, ZeroPageDetection};
+use hotlift_wire::multifd::{PacketFields, PacketLayout, PacketWriter, ZeroPageDetection};
 
 use super::gate::Job;
 use super::ram::{Chunk, offsets};
 use super::session::Session;
+use crate::codec::Encoder;
 use crate::error::{Channel, MigrationError};
 use crate::transport::Stream;
 
@@ -38,7 +38,7 @@ pub(super) struct ChannelSender<'a> {
     stream: &'a Stream,
     writer: PacketWriter,
     /// `None` for method none, whose pages are not copied.
-    encoder: Option<Box<dyn Encode>>,
+    encoder: Option<Encoder>,
     block: usize,
     normal: Vec<u64>,
     zero: Vec<u64>,
@@ -61,20 +61,8 @@ impl<'a> ChannelSender<'a> {
         id: u8,
         stream: &'a Stream,
     ) -> Result<Self, MigrationError> {
-        let info = session.options.multifd_compression;
         let method = session.method;
-        let encoder = if method == Method::None {
-            None
-        } else {
-            let settings = session.options.encoder_settings(true);
-            let encoder = (info.encoder)(&settings).map_err(|source| MigrationError::Method {
-                channel: Channel::Multifd(id),
-                packet: 0,
-                block: String::new(),
-                source,
-            })?;
-            Some(encoder)
-        };
+        let encoder = Encoder::new(id, session.options, true, &session.control)?;
         let layout = PacketLayout::QEMU;
         Ok(Self {
             session,
@@ -196,14 +184,12 @@ impl<'a> ChannelSender<'a> {
                     run.copy_to(&mut self.pages[filled..filled + run.len()]);
                     filled += run.len();
                 }
-                encoder
-                    .encode(&self.pages[..filled], &mut self.payload)
-                    .map_err(|source| MigrationError::Method {
-                        channel: Channel::Multifd(self.id),
-                        packet: packet_num,
-                        block: ram.name().to_owned(),
-                        source,
-                    })?;
+                encoder.encode(
+                    packet_num,
+                    ram.name(),
+                    &self.pages[..filled],
+                    &mut self.payload,
+                )?;
                 payload_crc = crc32fast::hash(&self.payload);
             }
             payload_len = self.payload.len();

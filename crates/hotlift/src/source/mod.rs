@@ -31,7 +31,7 @@ use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
 
 use crate::control::{Control, Status};
 use crate::error::{Channel, MigrationError};
-use crate::figures::{Counts, Measured, SourceReport};
+use crate::figures::{Counts, JobFigures, Measured, SourceReport};
 use crate::guest::{Guest, GuestError};
 use crate::options::Options;
 use crate::progress::OnProgress;
@@ -130,6 +130,7 @@ fn run(
     measured.map(|mut measured| {
         measured.threads = session.threads.read();
         measured.counts = session.counts();
+        measured.jobs = session.control.jobs();
         SourceReport::from(measured)
     })
 }
@@ -203,6 +204,7 @@ impl Migration<'_> {
             rounds: self.round,
             counts: Counts::default(),
             threads: Vec::new(),
+            jobs: JobFigures::default(),
         })
     }
 

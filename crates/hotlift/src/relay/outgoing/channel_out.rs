@@ -7,12 +7,12 @@ use std::sync::atomic::Ordering;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_mem::sock::{Forwarder, IoScratch};
-use hotlift_methods::Encode;
 use hotlift_wire::multifd::{Method, PacketFields, PacketLayout, PacketWriter};
 
 use super::super::batch::Batch;
 use super::super::sink::{ForwardPackets, WritePages};
 use super::{StreamSink, ZeroPlace};
+use crate::codec::Encoder;
 use crate::error::{Channel, MigrationError};
 use crate::transport::Stream;
 
@@ -22,31 +22,19 @@ pub(super) struct ChannelWriter<'s, 'a> {
     id: u8,
     writer: PacketWriter,
     /// `None` for method none.
-    encoder: Option<Box<dyn Encode>>,
+    encoder: Option<Encoder>,
     payload: Vec<u8>,
     scratch: IoScratch,
 }
 
 impl<'s, 'a> ChannelWriter<'s, 'a> {
     pub(super) fn new(sink: &'s StreamSink<'a>, id: u8) -> Result<Self, MigrationError> {
-        let info = sink.settings.outgoing.multifd_compression;
-        let method = sink.wire_method;
-        let encoder = if method == Method::None {
-            None
-        } else {
-            let to_hotlift = sink.other_side().is_relay;
-            let encoder = (info.encoder)(&sink.settings.outgoing.encoder_settings(to_hotlift));
-            Some(encoder.map_err(|source| MigrationError::Method {
-                channel: Channel::Multifd(id),
-                packet: 0,
-                block: String::new(),
-                source,
-            })?)
-        };
+        let options = &sink.settings.outgoing;
+        let encoder = Encoder::new(id, options, sink.other_side().is_relay, &sink.control)?;
         Ok(Self {
             sink,
             id,
-            writer: PacketWriter::new(PacketLayout::QEMU, method, true),
+            writer: PacketWriter::new(PacketLayout::QEMU, sink.wire_method, true),
             encoder,
             payload: Vec::new(),
             scratch: IoScratch::new(),
@@ -81,14 +69,7 @@ impl WritePages for ChannelWriter<'_, '_> {
         if let Some(encoder) = &mut self.encoder
             && !payload.is_empty()
         {
-            encoder
-                .encode(payload, &mut self.payload)
-                .map_err(|source| MigrationError::Method {
-                    channel: Channel::Multifd(self.id),
-                    packet: packet_num,
-                    block: block.to_owned(),
-                    source,
-                })?;
+            encoder.encode(packet_num, block, payload, &mut self.payload)?;
             payload = &self.payload;
             payload_crc = crc32fast::hash(payload);
         }

@@ -1,0 +1,114 @@
+//! A multifd channel's half of its method, with the names that its errors carry.
+
+use hotlift_mem::GuestRun;
+use hotlift_methods::{Accelerator, Decode, Encode, Jobs, MethodError, MethodInfo, RunsOn};
+
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::options::Options;
+use crate::ran::Teller;
+
+/// The sending half.
+pub(crate) struct Encoder {
+    encoder: Box<dyn Encode>,
+    side: Side,
+}
+
+/// The receiving half.
+pub(crate) struct Decoder {
+    decoder: Box<dyn Decode>,
+    side: Side,
+}
+
+struct Side {
+    id: u8,
+    control: Control,
+    teller: Teller,
+}
+
+impl Encoder {
+    /// The half of channel `id`; `None` for method none, whose pages are sent as they are.
+    pub(crate) fn new(
+        id: u8,
+        options: &Options,
+        to_hotlift: bool,
+        control: &Control,
+    ) -> Result<Option<Self>, MigrationError> {
+        let method = options.multifd_compression;
+        if method.flag == 0 {
+            return Ok(None);
+        }
+        let mut side = Side::new(id, control);
+        let encoder = (method.encoder)(&options.encoder_settings(to_hotlift))
+            .map_err(|source| side.failed(0, "", source))?;
+        side.tell(encoder.jobs(), encoder.runs_on());
+        Ok(Some(Self { encoder, side }))
+    }
+
+    /// Compresses the pages of packet `number` to `out`, in place of what that holds.
+    pub(crate) fn encode(
+        &mut self,
+        number: u64,
+        block: &str,
+        pages: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Result<(), MigrationError> {
+        let done = self.encoder.encode(pages, out);
+        self.side.tell(self.encoder.jobs(), self.encoder.runs_on());
+        done.map_err(|source| self.side.failed(number, block, source))
+    }
+}
+
+impl Decoder {
+    /// The half of channel `id`; `None` for method none.
+    pub(crate) fn new(
+        id: u8,
+        method: &MethodInfo,
+        accelerator: Accelerator,
+        control: &Control,
+    ) -> Result<Option<Self>, MigrationError> {
+        if method.flag == 0 {
+            return Ok(None);
+        }
+        let mut side = Side::new(id, control);
+        let decoder = (method.decoder)(accelerator).map_err(|source| side.failed(0, "", source))?;
+        side.tell(decoder.jobs(), decoder.runs_on());
+        Ok(Some(Self { decoder, side }))
+    }
+
+    /// Decompresses the payload of packet `number` into `pages`.
+    pub(crate) fn decode(
+        &mut self,
+        number: u64,
+        block: &str,
+        payload: &[u8],
+        pages: &[GuestRun<'_>],
+    ) -> Result<(), MigrationError> {
+        let done = self.decoder.decode(payload, pages);
+        self.side.tell(self.decoder.jobs(), self.decoder.runs_on());
+        done.map_err(|source| self.side.failed(number, block, source))
+    }
+}
+
+impl Side {
+    fn new(id: u8, control: &Control) -> Self {
+        Self {
+            id,
+            control: control.clone(),
+            teller: Teller::default(),
+        }
+    }
+
+    fn tell(&mut self, jobs: Jobs, runs_on: RunsOn) {
+        self.teller.tell(self.control.ran(), jobs, runs_on);
+    }
+
+    fn failed(&self, packet: u64, block: &str, source: MethodError) -> MigrationError {
+        MigrationError::Method {
+            channel: Channel::Multifd(self.id),
+            packet,
+            block: block.to_owned(),
+            source,
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! What has done the work of a migration's method: an accelerator, or the CPU.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hotlift_methods::{Jobs, RunsOn};
+
+use crate::figures::JobFigures;
+
+/// Counts of all channels of one side.
+#[derive(Debug, Default)]
+pub(crate) struct Ran {
+    hardware: AtomicU64,
+    software: AtomicU64,
+    retries: AtomicU64,
+    raw_pages: AtomicU64,
+    notes: Mutex<Notes>,
+}
+
+#[derive(Debug, Default)]
+struct Notes {
+    devices: BTreeSet<Arc<str>>,
+    /// Why a channel does without; the first reason, since channels share their device's fate.
+    fallback: Option<Arc<str>>,
+}
+
+impl Ran {
+    /// What there is to tell so far.
+    pub(crate) fn read(&self) -> JobFigures {
+        let notes = self.lock();
+        JobFigures {
+            hardware: self.hardware.load(Ordering::Relaxed),
+            software: self.software.load(Ordering::Relaxed),
+            retries: self.retries.load(Ordering::Relaxed),
+            raw_pages: self.raw_pages.load(Ordering::Relaxed),
+            devices: notes.devices.iter().map(ToString::to_string).collect(),
+            fallback: notes.fallback.as_deref().map(str::to_owned),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One channel's part of [`Ran`].
+#[derive(Debug, Default)]
+pub(crate) struct Teller {
+    told: Jobs,
+    runs_on: RunsOn,
+}
+
+impl Teller {
+    /// Adds what is new since the last time.
+    pub(crate) fn tell(&mut self, ran: &Ran, jobs: Jobs, runs_on: RunsOn) {
+        if jobs != self.told {
+            let add = |counter: &AtomicU64, now: u64, before: u64| {
+                counter.fetch_add(now - before, Ordering::Relaxed);
+            };
+            add(&ran.hardware, jobs.hardware, self.told.hardware);
+            add(&ran.software, jobs.software, self.told.software);
+            add(&ran.retries, jobs.retries, self.told.retries);
+            add(&ran.raw_pages, jobs.raw_pages, self.told.raw_pages);
+            self.told = jobs;
+        }
+        if runs_on != self.runs_on {
+            let mut notes = ran.lock();
+            match &runs_on {
+                RunsOn::Software => {}
+                RunsOn::Fallback(why) => {
+                    notes.fallback.get_or_insert_with(|| Arc::clone(why));
+                }
+                RunsOn::Hardware(device) => {
+                    notes.devices.insert(Arc::clone(device));
+                }
+            }
+            drop(notes);
+            self.runs_on = runs_on;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_add_up_and_the_first_reason_stays() {
+        let ran = Ran::default();
+        let (mut one, mut two) = (Teller::default(), Teller::default());
+        let jobs = |hardware, software| Jobs {
+            hardware,
+            software,
+            retries: 1,
+            raw_pages: 2,
+        };
+        let device = || RunsOn::Hardware("a device".into());
+        one.tell(&ran, jobs(5, 0), device());
+        one.tell(&ran, jobs(7, 1), RunsOn::Fallback("it died".into()));
+        two.tell(&ran, jobs(1, 0), device());
+        two.tell(&ran, jobs(1, 4), RunsOn::Fallback("it hangs".into()));
+        let expected = JobFigures {
+            hardware: 8,
+            software: 5,
+            retries: 2,
+            raw_pages: 4,
+            devices: vec!["a device".to_owned()],
+            fallback: Some("it died".to_owned()),
+        };
+        assert_eq!(ran.read(), expected);
+    }
+}
