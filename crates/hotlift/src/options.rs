@@ -6,6 +6,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use hotlift_methods::legacy::compress;
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodInfo, method};
 pub use hotlift_wire::multifd::ZeroPageDetection;
 
@@ -27,8 +28,9 @@ pub const ACCELERATOR: &[(&str, Accelerator)] = &[
 /// The options of one migration, resolved and in range.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Whether pages travel on multifd channels; if not, they are records of the main channel.
-    pub multifd: bool,
+    /// Whether pages travel on multifd channels; if not, they are records of the main channel. `None`:
+    /// on, unless `compress` is. What comes of it is [`Options::multifd`].
+    pub multifd: Option<bool>,
     /// Number of multifd channels, 1 to 255.
     pub multifd_channels: u8,
     /// Page compression method.
@@ -39,6 +41,17 @@ pub struct Options {
     pub multifd_zstd_level: u8,
     /// Level of qatzip, 1 to 9.
     pub multifd_qatzip_level: u8,
+    /// Whether pages on the main channel are compressed by threads (QEMU 2.4 to 9.0).
+    pub compress: bool,
+    /// Level of `compress`, 0 to 9.
+    pub compress_level: u8,
+    /// Number of threads that compress, 1 to 255.
+    pub compress_threads: u8,
+    /// Number of threads that decompress, 1 to 255.
+    pub decompress_threads: u8,
+    /// Whether pages wait for a thread that compresses; if not, those that find none free go
+    /// uncompressed.
+    pub compress_wait_thread: bool,
     /// Whether the method's accelerator is used.
     pub accelerator: Accelerator,
     /// Limit over all sockets, in bytes a second; 0 is unlimited.
@@ -58,12 +71,17 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
-            multifd: true,
+            multifd: None,
             multifd_channels: 2,
             multifd_compression: &METHODS[0],
             multifd_zlib_level: 1,
             multifd_zstd_level: 1,
             multifd_qatzip_level: 1,
+            compress: false,
+            compress_level: 1,
+            compress_threads: 8,
+            decompress_threads: 2,
+            compress_wait_thread: true,
             accelerator: Accelerator::Auto,
             max_bandwidth: 128 << 20,
             downtime_limit: Duration::from_millis(300),
@@ -191,10 +209,10 @@ pub static OPTIONS: &[OptionInfo] = &[
         values: Values::Switch,
         default: "on",
         unit: "",
-        help: "Send pages on multifd channels; off puts them on the main channel, uncompressed",
+        help: "Send pages on multifd channels; off, as with compress, puts them on the main channel",
         store: |options, value| {
             if let Checked::Switch(on) = value {
-                options.multifd = on;
+                options.multifd = Some(on);
             }
         },
     },
@@ -258,6 +276,68 @@ pub static OPTIONS: &[OptionInfo] = &[
         unit: "",
         help: "Level of method qatzip: 1 is fastest, 9 is smallest",
         store: store_number!(multifd_qatzip_level),
+    },
+    OptionInfo {
+        name: "compress",
+        alias: None,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        help: "Compress pages on the main channel, for QEMU up to 9.0; both sides must agree",
+        store: |options, value| {
+            if let Checked::Switch(on) = value {
+                options.compress = on;
+            }
+        },
+    },
+    OptionInfo {
+        name: "compress-level",
+        alias: None,
+        values: Values::Number {
+            lowest: 0,
+            highest: 9,
+        },
+        default: "1",
+        unit: "",
+        help: "Level of compress: 0 leaves pages as they are, 1 is fastest, 9 is smallest",
+        store: store_number!(compress_level),
+    },
+    OptionInfo {
+        name: "compress-threads",
+        alias: None,
+        values: Values::Number {
+            lowest: 1,
+            highest: 255,
+        },
+        default: "8",
+        unit: "",
+        help: "Number of threads that compress, with compress",
+        store: store_number!(compress_threads),
+    },
+    OptionInfo {
+        name: "decompress-threads",
+        alias: None,
+        values: Values::Number {
+            lowest: 1,
+            highest: 255,
+        },
+        default: "2",
+        unit: "",
+        help: "Number of threads that decompress, with compress",
+        store: store_number!(decompress_threads),
+    },
+    OptionInfo {
+        name: "compress-wait-thread",
+        alias: None,
+        values: Values::Switch,
+        default: "on",
+        unit: "",
+        help: "Wait for a thread that compresses; off sends pages that find none free as they are",
+        store: |options, value| {
+            if let Checked::Switch(on) = value {
+                options.compress_wait_thread = on;
+            }
+        },
     },
     OptionInfo {
         name: "accelerator",
@@ -404,19 +484,55 @@ impl Options {
     /// [`OptionError::Conflict`].
     pub fn check(&self) -> Result<(), OptionError> {
         let method = self.multifd_compression;
-        if !self.multifd && method.flag != 0 {
+        if self.compress && self.multifd() {
+            return Err(OptionError::Conflict {
+                option: "compress=on".to_owned(),
+                needs: "multifd=off: it compresses pages on the main channel",
+            });
+        }
+        if !self.multifd() && method.flag != 0 {
             return Err(OptionError::Conflict {
                 option: format!("multifd-compression={}", method.name),
-                needs: "multifd=on",
+                needs: if self.compress {
+                    "multifd=on, with which compress=on does not go"
+                } else {
+                    "multifd=on"
+                },
             });
         }
         Ok(())
     }
 
+    /// Whether pages travel on multifd channels.
+    #[must_use]
+    pub fn multifd(&self) -> bool {
+        self.multifd.unwrap_or(!self.compress)
+    }
+
+    /// Name of what compresses pages: a method's, or `compress`.
+    #[must_use]
+    pub fn method_name(&self) -> &'static str {
+        if self.compress {
+            compress::NAME
+        } else {
+            self.multifd_compression.name
+        }
+    }
+
+    /// The libraries that do it, by name and version.
+    #[must_use]
+    pub fn library(&self) -> String {
+        if self.compress {
+            compress::library(self.compress_level)
+        } else {
+            (self.multifd_compression.library)()
+        }
+    }
+
     /// Number of multifd channels that the migration has; 0 without multifd.
     #[must_use]
     pub fn channels(&self) -> u8 {
-        if self.multifd {
+        if self.multifd() {
             self.multifd_channels
         } else {
             0
@@ -444,9 +560,12 @@ impl Options {
         }
     }
 
-    /// Level of the chosen method; `None` if it has no levels.
+    /// Level of the chosen method, or of `compress`; `None` if it has no levels.
     #[must_use]
     pub fn level(&self) -> Option<u8> {
+        if self.compress {
+            return Some(self.compress_level);
+        }
         match self.multifd_compression.name {
             "zlib" => Some(self.multifd_zlib_level),
             "zstd" => Some(self.multifd_zstd_level),
@@ -466,6 +585,8 @@ mod tests {
         for option in OPTIONS {
             options.set(option.name, option.default).unwrap();
         }
+        // Not given, it depends; given, it is what was said.
+        assert_eq!(options.multifd.take(), Some(options.multifd()));
         assert_eq!(format!("{options:?}"), format!("{:?}", Options::default()));
     }
 
@@ -527,5 +648,35 @@ mod tests {
         assert!(error.to_string().contains("multifd-chanels"));
         let error = options.set("multifd-compression", "lz5").unwrap_err();
         assert!(error.to_string().contains("none, zlib, zstd"), "{error}");
+    }
+
+    /// Options set in this order, if they go together.
+    fn given(options: &[(&str, &str)]) -> Result<Options, OptionError> {
+        let mut all = Options::default();
+        for (name, value) in options {
+            all.set(name, value)?;
+        }
+        all.check()?;
+        Ok(all)
+    }
+
+    #[test]
+    fn compress_takes_pages_off_multifd_channels_unless_those_were_asked_for() {
+        assert_eq!(given(&[("compress", "off")]).unwrap().channels(), 2);
+        let options = given(&[("compress", "on"), ("compress_level", "9")]).unwrap();
+        assert_eq!((options.channels(), options.level()), (0, Some(9)));
+        assert_eq!(options.method_name(), "compress");
+        given(&[("compress", "on"), ("multifd", "off")]).unwrap();
+        for asked in [
+            [("multifd", "on"), ("compress", "on")],
+            [("compress", "on"), ("multifd", "on")],
+            [("compress", "on"), ("multifd-compression", "zstd")],
+        ] {
+            let error = given(&asked).unwrap_err().to_string();
+            assert!(
+                error.contains("compress=on") && error.contains("multifd="),
+                "{error}"
+            );
+        }
     }
 }

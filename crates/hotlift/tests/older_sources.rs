@@ -138,7 +138,7 @@ fn receive_records(
 
     let guest = Waiting::new();
     let options = Options {
-        multifd: false,
+        multifd: Some(false),
         handshake_timeout: Duration::from_secs(10),
         ..Options::default()
     };

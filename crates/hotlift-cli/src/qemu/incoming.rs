@@ -65,7 +65,7 @@ pub fn relay_settings(
     let qemu = destination.qemu().version();
     Ok(RelaySettings {
         outgoing: Options {
-            multifd: channels > 0,
+            multifd: Some(channels > 0),
             multifd_channels: channels.max(1),
             max_bandwidth: 0,
             ..Options::default()

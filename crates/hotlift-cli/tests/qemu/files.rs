@@ -30,7 +30,7 @@ fn settings(method: &str, channels: Multifd) -> RelaySettings {
     };
     RelaySettings {
         outgoing: Options {
-            multifd: channels > 0,
+            multifd: Some(channels > 0),
             multifd_channels: channels.max(1),
             multifd_compression: hotlift_methods::method(method).expect("a method"),
             max_bandwidth: 0,

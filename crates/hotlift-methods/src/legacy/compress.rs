@@ -4,10 +4,17 @@
 use hotlift_mem::PAGE_SIZE;
 
 use crate::MethodError;
-use crate::libdeflate::{Decompressor, Outcome, Wrapper};
+use crate::libdeflate::{Decompressor, LIBRARY, Outcome, Wrapper};
 use crate::target::Extent;
 
-const NAME: &str = "compress";
+/// Name of the capability, in messages and reports.
+pub const NAME: &str = "compress";
+
+/// The libraries that compress at that level, and decompress.
+#[must_use]
+pub fn library(_level: u8) -> String {
+    LIBRARY.to_owned()
+}
 
 /// Decodes records; one a thread.
 pub struct Inflater(Decompressor);

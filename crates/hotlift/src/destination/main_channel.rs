@@ -217,7 +217,7 @@ impl State<'_> {
         event: MainEvent<'_>,
         crc: &crc32fast::Hasher,
     ) -> Result<Next, MigrationError> {
-        let multifd = self.session.options.multifd;
+        let multifd = self.session.options.multifd();
         match event {
             MainEvent::Configuration(configuration) => {
                 compare(
@@ -308,7 +308,9 @@ impl State<'_> {
         match command {
             Command::OpenReturnPath => self.return_path = true,
             // Without channels a Hotlift has had no other place to say that it is one.
-            Command::Ping(hello::OPENING_PING) if !self.opened && !self.session.options.multifd => {
+            Command::Ping(hello::OPENING_PING)
+                if !self.opened && !self.session.options.multifd() =>
+            {
                 self.session.set_is_hotlift();
                 self.open()?;
             }

@@ -86,7 +86,7 @@ impl<'a> MainSender<'a> {
             .iter()
             .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
             .collect();
-        let multifd = self.session.options.multifd;
+        let multifd = self.session.options.multifd();
         self.record(|encoder, out| encoder.ram_start(&blocks, multifd, out))?;
         self.section_sent()
     }
@@ -123,7 +123,7 @@ impl<'a> MainSender<'a> {
     /// The mark that pairs with the round's SYNC packets, and the end of its section.
     pub(super) fn send_flush(&mut self) -> Result<(), MigrationError> {
         self.open_section()?;
-        if self.session.options.multifd {
+        if self.session.options.multifd() {
             self.record(|encoder, out| encoder.multifd_flush(out))?;
         }
         self.record(|encoder, out| encoder.ram_eos(out))?;

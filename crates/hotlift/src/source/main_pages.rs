@@ -18,7 +18,7 @@ use crate::options::Options;
 
 /// Whether the migration thread has to look at pages.
 pub(super) fn needed(options: &Options) -> bool {
-    !options.multifd || options.zero_page_detection == ZeroPageDetection::Legacy
+    !options.multifd() || options.zero_page_detection == ZeroPageDetection::Legacy
 }
 
 /// Works through all chunks of the round that has just started.
@@ -46,7 +46,7 @@ pub(super) fn scan(
                 if is_zero {
                     main.zero_page(chunk.block, offset as u64)?;
                     zero_pages += 1;
-                } else if session.options.multifd {
+                } else if session.options.multifd() {
                     session.ram.put_back(chunk.block, chunk.first_page + page);
                 } else {
                     main.normal_page(chunk.block, offset as u64, ram.run(offset, PAGE_SIZE)?)?;

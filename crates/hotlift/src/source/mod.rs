@@ -314,7 +314,7 @@ impl Migration<'_> {
                 // says so on main alone, and without multifd there is no other: that one may have
                 // been cut.
                 Some(Answer::Gone)
-                    if self.main.peer_is_hotlift() && self.session.options.multifd =>
+                    if self.main.peer_is_hotlift() && self.session.options.multifd() =>
                 {
                     return Err(MigrationError::Closed {
                         channel: Channel::Main,
