@@ -1,0 +1,20 @@
+//! Intel's DSA and IAA as the Linux driver `idxd` shows them.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `sysfs` | devices and their work queues: what there is, how it is set up, its limits |
+//! | `attribute` | one attribute file of sysfs, as a number, a name or a set of operations |
+//! | `cpu` | which instructions this CPU has to hand descriptors to a queue |
+//!
+//! Reading here has no effect on a device. A queue's node is never opened to see whether it can be: a
+//! dedicated queue has one opener, and every opener binds its address space to the device.
+
+#![deny(unsafe_code)]
+
+mod attribute;
+pub mod cpu;
+pub mod sysfs;
+
+pub use attribute::{OpSet, SysfsError};
+pub use cpu::CpuFeatures;
+pub use sysfs::{Device, DeviceKind, Engine, Mode, Place, State, WorkQueue, devices};
