@@ -3,6 +3,7 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Environment variable with the behaviour at the start, as [`hotlift_simulate`] takes it.
 pub const VARIABLE: &str = "HOTLIFT_SIMULATED";
@@ -36,6 +37,8 @@ static BEHAVIOUR: Mutex<Option<Behaviour>> = Mutex::new(None);
 /// Jobs that were accepted, and submissions that were made.
 static JOBS: AtomicU64 = AtomicU64::new(0);
 static SUBMISSIONS: AtomicU64 = AtomicU64::new(0);
+/// When the jobs of [`Behaviour::admit`] end; `None` for those that never do.
+static QUEUE: Mutex<Vec<Option<Instant>>> = Mutex::new(Vec::new());
 
 impl Behaviour {
     /// Parses `key=number` pairs with spaces or commas between; `None` if one is none of the above.
@@ -75,6 +78,29 @@ impl Behaviour {
                 ..Self::default()
             })
         })
+    }
+
+    /// True if the device has died: every call fails.
+    #[must_use]
+    pub fn is_dead(&self) -> bool {
+        self.die_at != 0 && JOBS.load(Ordering::Relaxed) >= self.die_at
+    }
+
+    /// Enters a job into the device's queue: what becomes of it and when, or `None` if the answer is
+    /// busy. One that hangs stays in the queue until the behaviour is set again.
+    pub fn admit(&self) -> Option<(Fate, Instant)> {
+        let busy = self.submission_is_busy();
+        let now = Instant::now();
+        let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.retain(|end| end.is_none_or(|end| end > now));
+        let depth = usize::try_from(self.depth).unwrap_or(usize::MAX);
+        if busy || depth != 0 && queue.len() >= depth {
+            return None;
+        }
+        let fate = self.next_job();
+        let end = now + Duration::from_micros(self.latency_us);
+        queue.push((fate != Fate::Hangs).then_some(end));
+        Some((fate, end))
     }
 
     /// Counts a submission; true if it is one to be answered busy.
@@ -142,6 +168,7 @@ pub unsafe extern "C" fn hotlift_simulate(text: *const c_char) -> c_int {
     };
     JOBS.store(0, Ordering::Relaxed);
     SUBMISSIONS.store(0, Ordering::Relaxed);
+    QUEUE.lock().unwrap_or_else(PoisonError::into_inner).clear();
     *lock() = Some(behaviour);
     0
 }

@@ -8,10 +8,16 @@
 //! | file | subject |
 //! |---|---|
 //! | `behaviour` | what the device was told to do, and what it was asked to do |
+//! | `deflate` | the work itself, by libdeflate |
+//! | `qpl` | libqpl: Intel's IAA |
+//! | `wd` | libwd_comp: HiSilicon's zip engine |
 
 #![cfg(target_os = "linux")]
 #![cfg(target_pointer_width = "64")]
 
 pub mod behaviour;
+mod deflate;
+pub mod qpl;
+pub mod wd;
 
 pub use behaviour::hotlift_simulate;
