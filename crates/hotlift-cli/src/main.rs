@@ -9,6 +9,7 @@ mod events;
 mod guest_run;
 mod migrate;
 mod migration_args;
+mod output_args;
 mod progress;
 mod qemu;
 mod relay;

@@ -13,6 +13,7 @@ use hotlift_qmp::{QmpAddress, Version};
 use crate::args::error_line;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::output_args::OutputArgs;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL};
 use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Migration;
@@ -38,12 +39,8 @@ pub struct MigrateArgs {
     /// Where 'hotlift serve' listens: tcp:HOST:PORT
     #[arg(long, value_name = "URI")]
     to: Address,
-    /// Print the figures as one line of JSON instead of a table
-    #[arg(long)]
-    json: bool,
-    /// Show no progress
-    #[arg(long)]
-    quiet: bool,
+    #[command(flatten)]
+    output: OutputArgs,
     #[command(flatten)]
     migration: MigrationArgs,
 }
@@ -69,13 +66,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
         .and_then(|()| this.run(&mut destination, destination_qemu));
     source.restore_settings();
     let migration = outcome?;
-    if args.json {
-        if let Ok(line) = serde_json::to_string(&migration) {
-            println!("{line}");
-        }
-    } else {
-        println!("{}", migration.table());
-    }
+    args.output.print(&migration, || migration.table());
     let state = match migration.running {
         Some(true) => "runs",
         Some(false) => "is paused",
@@ -189,7 +180,7 @@ impl Move<'_> {
             interrupt: self.interrupt,
             settings: self.settings,
             outgoing: Outgoing::Address(self.address),
-            quiet: self.args.quiet,
+            quiet: self.args.output.quiet,
         };
         let mut last_words = None;
         let relayed =

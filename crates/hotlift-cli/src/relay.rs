@@ -3,11 +3,12 @@
 use std::ops::ControlFlow;
 
 use clap::{Args, Subcommand, ValueEnum};
-use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Control, Listener, MigrationError};
 
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes, jobs};
 use crate::qemu::result;
 use crate::qemu::uuid::Uuid;
@@ -64,12 +65,8 @@ pub struct RelayArgs {
     /// Take one migration after another; one that fails is reported, and the next is waited for
     #[arg(long)]
     forever: bool,
-    /// Print the figures as one line of JSON instead of a table
-    #[arg(long)]
-    json: bool,
-    /// Show no progress
-    #[arg(long)]
-    quiet: bool,
+    #[command(flatten)]
+    output: OutputArgs,
     #[command(flatten)]
     migration: MigrationArgs,
 }
@@ -117,7 +114,7 @@ fn one(
     interrupt: &Interrupt,
 ) -> ControlFlow<CommandError> {
     let control = Control::new();
-    let display = Display::new(label, args.quiet, &control);
+    let display = Display::new(label, args.output.quiet, &control);
     let show = |progress: &RelayProgress| {
         display.show_line(0, || {
             format!("{}{}", line(label, progress), jobs(&control.jobs()))
@@ -139,7 +136,8 @@ fn one(
     display.finish();
     match outcome {
         Ok(report) => {
-            print(args, label, &report);
+            args.output
+                .print(&report, || result::relay_table(label, &report));
             ControlFlow::Continue(())
         }
         Err(error) if args.forever && !matches!(error, MigrationError::Cancelled) => {
@@ -167,16 +165,6 @@ pub fn settings(given: &MigrationArgs) -> Result<RelaySettings, CommandError> {
         zero_pages,
         ..RelaySettings::default()
     })
-}
-
-fn print(args: &RelayArgs, label: &str, report: &RelayReport) {
-    if args.json {
-        if let Ok(line) = serde_json::to_string(report) {
-            println!("{line}");
-        }
-        return;
-    }
-    println!("{}", result::relay_table(label, report));
 }
 
 fn line(label: &str, progress: &RelayProgress) -> String {

@@ -14,6 +14,7 @@ use hotlift_qmp::QmpAddress;
 
 use crate::args::error_line;
 use crate::error::CommandError;
+use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes};
 use crate::qemu::destination::Destination;
 use crate::qemu::{incoming, private_folder, result};
@@ -42,12 +43,8 @@ pub struct RestoreArgs {
         visible_alias = "channels"
     )]
     multifd_channels: u8,
-    /// Print the figures as one line of JSON instead of a table
-    #[arg(long)]
-    json: bool,
-    /// Show no progress
-    #[arg(long)]
-    quiet: bool,
+    #[command(flatten)]
+    output: OutputArgs,
     /// Command line of the QEMU to start; '-incoming defer' and a QMP socket are added
     #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
     command: Vec<OsString>,
@@ -83,13 +80,8 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         }
     };
     let running = destination.wait_taken()?;
-    if args.json {
-        if let Ok(line) = serde_json::to_string(&report) {
-            println!("{line}");
-        }
-    } else {
-        println!("{}", result::relay_table("restore", &report));
-    }
+    args.output
+        .print(&report, || result::relay_table("restore", &report));
     let state = if running { "runs" } else { "is paused" };
     eprintln!("the guest {state}: {}", destination.leave());
     Ok(())
@@ -123,7 +115,7 @@ fn relay(
     interrupt: &Interrupt,
 ) -> Result<RelayReport, MigrationError> {
     let control = Control::new();
-    let display = Mutex::new(Display::new("restore", args.quiet, &control));
+    let display = Mutex::new(Display::new("restore", args.output.quiet, &control));
     let show = |progress: &RelayProgress| {
         if let Ok(display) = display.lock() {
             display.show_line(0, || {

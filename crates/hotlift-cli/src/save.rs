@@ -10,6 +10,7 @@ use hotlift_qmp::QmpAddress;
 
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::output_args::OutputArgs;
 use crate::qemu::control::Guest;
 use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Saved;
@@ -31,12 +32,8 @@ pub struct SaveArgs {
     /// Let the guest run on when it is saved, instead of leaving it paused
     #[arg(long)]
     keep_running: bool,
-    /// Print the figures as one line of JSON instead of a table
-    #[arg(long)]
-    json: bool,
-    /// Show no progress
-    #[arg(long)]
-    quiet: bool,
+    #[command(flatten)]
+    output: OutputArgs,
     #[command(flatten)]
     migration: MigrationArgs,
 }
@@ -67,7 +64,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
                 Format::MappedRam => FileFormat::MappedRam,
             },
         },
-        quiet: args.quiet,
+        quiet: args.output.quiet,
     };
     let outcome = outgoing::change_settings(&source, &settings, &args.migration)
         .and_then(|()| moving.run(&mut thread::sleep));
@@ -91,13 +88,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     } else {
         "is left paused"
     };
-    if args.json {
-        if let Ok(line) = serde_json::to_string(&saved) {
-            println!("{line}");
-        }
-    } else {
-        println!("{}", saved.table());
-    }
+    args.output.print(&saved, || saved.table());
     eprintln!("{} is written; the guest {state}", args.file.display());
     Ok(())
 }

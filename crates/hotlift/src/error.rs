@@ -176,6 +176,24 @@ pub enum MigrationError {
 }
 
 impl MigrationError {
+    /// A connection failed before the migration was open.
+    pub(crate) fn opening(source: std::io::Error) -> Self {
+        Self::Connection {
+            channel: Channel::Main,
+            doing: "opening the migration",
+            source,
+        }
+    }
+
+    /// A connection began with something that opens no migration.
+    pub(crate) fn opened_with(channel: Channel, got: &str) -> Self {
+        Self::Protocol {
+            channel,
+            got: got.to_owned(),
+            doing: "opening the migration",
+        }
+    }
+
     /// The destination is a QEMU, and no QEMU has `method`.
     pub(crate) fn not_qemus(method: Method) -> Self {
         Self::Mismatch {

@@ -116,7 +116,7 @@ impl Arriving<'_> {
         fds.extend(named.map(|s| PollFd::new(s, PollFlags::RDHUP)));
         match rustix::event::poll(&mut fds, Some(&TICK)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(opening(errno.into())),
+            Err(errno) => return Err(MigrationError::opening(errno.into())),
         }
         let happened: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
@@ -127,7 +127,9 @@ impl Arriving<'_> {
             });
         }
         if happened[0]
-            && let Some(stream) = listener.accept(Duration::ZERO).map_err(opening)?
+            && let Some(stream) = listener
+                .accept(Duration::ZERO)
+                .map_err(MigrationError::opening)?
         {
             self.since.get_or_insert_with(Instant::now);
             self.unnamed.push(stream);
@@ -140,7 +142,7 @@ impl Arriving<'_> {
 
     /// Looks at what an unnamed connection says, and puts it into its place.
     fn name(&mut self, index: usize) -> Result<(), MigrationError> {
-        match look(&self.unnamed[index]).map_err(opening)? {
+        match look(&self.unnamed[index]).map_err(MigrationError::opening)? {
             Opening::Partial => std::thread::sleep(HALF_SAID),
             Opening::Closed => {
                 // Somebody looked whether the port is open.
@@ -150,7 +152,10 @@ impl Arriving<'_> {
                 }
             }
             Opening::Main if self.main.is_some() => {
-                return Err(protocol(Channel::Main, "a second main channel"));
+                return Err(MigrationError::opened_with(
+                    Channel::Main,
+                    "a second main channel",
+                ));
             }
             Opening::Main => self.main = Some(self.unnamed.swap_remove(index)),
             Opening::Multifd => {
@@ -158,7 +163,7 @@ impl Arriving<'_> {
                 self.add_multifd(stream)?;
             }
             Opening::Other(magic) => {
-                return Err(protocol(
+                return Err(MigrationError::opened_with(
                     Channel::Main,
                     &format!("a connection that begins with {magic:02x?}, no migration stream,"),
                 ));
@@ -171,7 +176,9 @@ impl Arriving<'_> {
     fn add_multifd(&mut self, stream: Stream) -> Result<(), MigrationError> {
         let mut bytes = [0; INITIAL_PACKET_LEN];
         let mut reader = &stream;
-        reader.read_exact(&mut bytes).map_err(opening)?;
+        reader
+            .read_exact(&mut bytes)
+            .map_err(MigrationError::opening)?;
         let decoded = InitialPacket::decode(&bytes);
         // Kept among the unnamed while it is checked, so that a refusal reaches it, too.
         self.unnamed.push(stream);
@@ -182,7 +189,10 @@ impl Arriving<'_> {
         let channel = Channel::Multifd(packet.id);
         let is_hotlift = packet.hello.is_some();
         if *self.is_hotlift.get_or_insert(is_hotlift) != is_hotlift {
-            return Err(protocol(channel, "a channel of another source"));
+            return Err(MigrationError::opened_with(
+                channel,
+                "a channel of another source",
+            ));
         }
         if let Some(hello) = &packet.hello {
             check_hello(hello, self.method, self.options)?;
@@ -204,7 +214,10 @@ impl Arriving<'_> {
                 destination_has: format!("{count} channels"),
             })?;
         if place.is_some() {
-            return Err(protocol(channel, "a second connection with this id"));
+            return Err(MigrationError::opened_with(
+                channel,
+                "a second connection with this id",
+            ));
         }
         *place = self.unnamed.pop();
         Ok(())
@@ -313,20 +326,4 @@ fn check_hello(hello: &Hello, method: Method, options: &Options) -> Result<(), M
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn opening(source: io::Error) -> MigrationError {
-    MigrationError::Connection {
-        channel: Channel::Main,
-        doing: "opening the migration",
-        source,
-    }
-}
-
-fn protocol(channel: Channel, got: &str) -> MigrationError {
-    MigrationError::Protocol {
-        channel,
-        got: got.to_owned(),
-        doing: "opening the migration",
-    }
 }

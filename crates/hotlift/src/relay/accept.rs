@@ -127,7 +127,7 @@ impl<'a> Arrivals<'a> {
             if self.unnamed.is_empty() && self.is_complete(settled, expected) {
                 return self.take_channels(main);
             }
-            let source_has_gone = settled && is_hung_up(main);
+            let source_has_gone = settled && main.is_hung_up();
             if self.unnamed.is_empty() && (source_has_gone || self.listener.is_none()) {
                 return Err(closed());
             }
@@ -169,7 +169,7 @@ impl<'a> Arrivals<'a> {
         let (uuid, hello) = (first.uuid, first.hello);
         for (expected, (packet, _)) in arrived.iter().enumerate() {
             if usize::from(packet.id) != expected || packet.uuid != uuid || packet.hello != hello {
-                return Err(protocol(
+                return Err(MigrationError::opened_with(
                     Channel::Multifd(packet.id),
                     "a second channel with this id, or one of another VM",
                 ));
@@ -199,7 +199,7 @@ impl<'a> Arrivals<'a> {
         };
         match rustix::event::poll(&mut fds, Some(&wait)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(opening(errno.into())),
+            Err(errno) => return Err(MigrationError::opening(errno.into())),
         }
         let happened: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
@@ -209,7 +209,9 @@ impl<'a> Arrivals<'a> {
         }
         if let Some(listener) = self.listener
             && happened.last() == Some(&true)
-            && let Some(stream) = listener.accept(Duration::ZERO).map_err(opening)?
+            && let Some(stream) = listener
+                .accept(Duration::ZERO)
+                .map_err(MigrationError::opening)?
         {
             self.unnamed.push(stream);
         }
@@ -222,7 +224,7 @@ impl<'a> Arrivals<'a> {
         // One that was reset has gone like one that was closed.
         let seen = self.unnamed[index].peek(&mut first).unwrap_or(Some(0));
         let magic = [first[0], first[1], first[2], first[3]];
-        let has_more = !is_hung_up(&self.unnamed[index]);
+        let has_more = !self.unnamed[index].is_hung_up();
         match seen {
             Some(1..INITIAL_PACKET_LEN) if !has_more && !FILE_HEADER.starts_with(&magic) => {
                 drop(self.unnamed.swap_remove(index));
@@ -235,19 +237,22 @@ impl<'a> Arrivals<'a> {
                 if !self.main_came {
                     self.main_came = true;
                     self.main = Some(stream);
-                } else if !is_hung_up(&stream) {
-                    return Err(protocol(Channel::Main, "a second main channel"));
+                } else if !stream.is_hung_up() {
+                    return Err(MigrationError::opened_with(
+                        Channel::Main,
+                        "a second main channel",
+                    ));
                 }
             }
             Some(_) if magic[..2] == [0x16, 0x03] => {
-                return Err(protocol(
+                return Err(MigrationError::opened_with(
                     Channel::Main,
                     "a TLS handshake, which cannot be looked into (switch tls-creds off between \
                      QEMU and the relay),",
                 ));
             }
             Some(_) if magic != MAGIC.to_be_bytes() => {
-                return Err(protocol(
+                return Err(MigrationError::opened_with(
                     Channel::Main,
                     &format!("a connection that begins with {magic:02x?}, no migration stream,"),
                 ));
@@ -255,14 +260,16 @@ impl<'a> Arrivals<'a> {
             Some(INITIAL_PACKET_LEN..) => {
                 let stream = self.unnamed.swap_remove(index);
                 let mut bytes = [0; INITIAL_PACKET_LEN];
-                (&stream).read_exact(&mut bytes).map_err(opening)?;
+                (&stream)
+                    .read_exact(&mut bytes)
+                    .map_err(MigrationError::opening)?;
                 let packet =
                     InitialPacket::decode(&bytes).map_err(|source| MigrationError::Wire {
                         channel: Channel::Multifd(bytes[24]),
                         source,
                     })?;
                 if packet.id == u8::MAX {
-                    return Err(protocol(
+                    return Err(MigrationError::opened_with(
                         Channel::Multifd(packet.id),
                         "a channel with this id",
                     ));
@@ -280,7 +287,7 @@ impl<'a> Arrivals<'a> {
             return Ok(Some(stream));
         }
         match self.listener {
-            Some(listener) => listener.accept(TICK).map_err(opening),
+            Some(listener) => listener.accept(TICK).map_err(MigrationError::opening),
             None => {
                 std::thread::sleep(TICK);
                 Ok(None)
@@ -319,44 +326,18 @@ fn drop_stale(
 ) -> Result<(), MigrationError> {
     let (closed, live): (Vec<_>, Vec<_>) = std::mem::take(arrived)
         .into_iter()
-        .partition(|(_, stream)| is_hung_up(stream));
-    if live.is_empty() && is_hung_up(main) {
+        .partition(|(_, stream)| stream.is_hung_up());
+    if live.is_empty() && main.is_hung_up() {
         *arrived = closed;
         return Ok(());
     }
     *arrived = live;
     let has_live = |id| arrived.iter().any(|(packet, _)| packet.id == id);
     match closed.iter().find(|(packet, _)| !has_live(packet.id)) {
-        Some((packet, _)) => Err(protocol(
+        Some((packet, _)) => Err(MigrationError::opened_with(
             Channel::Multifd(packet.id),
             "a channel that is closed already",
         )),
         None => Ok(()),
-    }
-}
-
-/// True if the peer has closed the connection, whatever it has sent before.
-pub(super) fn is_hung_up(stream: &Stream) -> bool {
-    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
-    let at_once = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    matches!(rustix::event::poll(&mut fds, Some(&at_once)), Ok(1..))
-}
-
-fn opening(source: std::io::Error) -> MigrationError {
-    MigrationError::Connection {
-        channel: Channel::Main,
-        doing: "opening the migration",
-        source,
-    }
-}
-
-fn protocol(channel: Channel, got: &str) -> MigrationError {
-    MigrationError::Protocol {
-        channel,
-        got: got.to_owned(),
-        doing: "opening the migration",
     }
 }

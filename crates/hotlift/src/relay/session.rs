@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use hotlift_methods::Accelerator;
 use hotlift_wire::return_path::ReturnMessage;
 
-use super::accept::is_hung_up;
 use super::flow::Flow;
 use super::sink::Sink;
 use crate::barrier::Barrier;
@@ -85,7 +84,7 @@ impl Upstream {
 
     /// Whether the source has closed its main channel.
     pub(super) fn is_closed(&self) -> bool {
-        is_hung_up(&self.main)
+        self.main.is_hung_up()
     }
 
     /// Frees the threads that read multifd channels.

@@ -251,6 +251,16 @@ impl Stream {
         };
     }
 
+    /// True if the peer has closed the connection, whatever it has sent before.
+    pub(crate) fn is_hung_up(&self) -> bool {
+        let mut fds = [PollFd::new(self, PollFlags::RDHUP)];
+        let at_once = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        matches!(rustix::event::poll(&mut fds, Some(&at_once)), Ok(1..))
+    }
+
     /// Limits how long a write may wait for the peer to read.
     ///
     /// # Errors
