@@ -11,6 +11,7 @@
 //! | `back_and_forth` | fifty migrations through the same relays |
 //! | `operator` | the commands that steer QEMUs: migrate, serve, save, restore |
 //! | `table` | docs/qemu-compatibility.md, of what all these say |
+//! | `postcopy` | what the relays carry untouched |
 //! | `files` | machines that go on from a file |
 
 mod back_and_forth;
@@ -26,6 +27,7 @@ mod hotlift;
 mod linux_moves;
 mod matrix;
 mod operator;
+mod postcopy;
 mod route;
 mod table;
 mod vm;

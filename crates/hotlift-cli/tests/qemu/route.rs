@@ -183,6 +183,11 @@ impl Relays {
         }
     }
 
+    /// Where the source QEMU is to send to.
+    pub fn uri(&self) -> &str {
+        &self.uri
+    }
+
     /// Waits until all have ended well, and returns their reports, source first.
     pub fn finish(self) -> Vec<Value> {
         let relays = [
