@@ -10,6 +10,7 @@
 //! | `behaviour` | what the device was told to do, and what it was asked to do |
 //! | `deflate` | the work itself, by libdeflate |
 //! | `qpl` | libqpl: Intel's IAA |
+//! | `qatzip` | libqatzip: Intel's QAT |
 //! | `wd` | libwd_comp: HiSilicon's zip engine |
 
 #![cfg(target_os = "linux")]
@@ -17,6 +18,7 @@
 
 pub mod behaviour;
 mod deflate;
+pub mod qatzip;
 pub mod qpl;
 pub mod wd;
 

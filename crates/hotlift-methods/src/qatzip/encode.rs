@@ -2,12 +2,11 @@
 
 use hotlift_mem::PAGE_SIZE;
 
+use super::device::Device;
+use super::members::{self, LARGEST as MEMBER};
 use super::{EXTRA, LEVELS, MAGIC, NAME, SUBFIELD, crc32};
 use crate::software::Software;
-use crate::{Encode, MethodError, table};
-
-/// Most bytes of a member (QATzip's default `hw_buff_sz`): what a hardware session takes at once.
-const MEMBER: usize = 64 * 1024;
+use crate::{Encode, Jobs, MethodError, RunsOn, table};
 
 /// Bytes that a member's deflate may have: stored blocks take 5 bytes for each 65,535, libdeflate's
 /// 5 for each 5,000. A session's hardware takes up to 9/8 and 1 KiB.
@@ -18,15 +17,38 @@ const HEAD: usize = 24;
 
 /// A channel's compressor.
 pub(super) struct Encoder {
+    device: Device,
     software: Software,
+    jobs: Jobs,
 }
 
 impl Encoder {
-    pub(super) fn new(level: u8) -> Result<Self, MethodError> {
+    pub(super) fn new(device: Device, level: u8) -> Result<Self, MethodError> {
         table::check_level(NAME, &LEVELS, level)?;
         Ok(Self {
+            device,
             software: Software::members(NAME, level)?,
+            jobs: Jobs::default(),
         })
+    }
+
+    /// Lets the device do a packet, if there is one and it can; true if it did.
+    fn by_device(&mut self, pages: &[u8], out: &mut Vec<u8>) -> bool {
+        let Some(largest) = self.device.largest_member() else {
+            return false;
+        };
+        let mut members = 0;
+        let done = self.device.run(pages, pages.len(), |payload| {
+            // Checksums are the receiver's to check: the CPU would read every byte again.
+            members = members::count(payload, pages.len(), largest)
+                .ok_or("output that is no members of the packet's pages")?;
+            out.extend_from_slice(payload);
+            Ok(())
+        });
+        if done {
+            self.jobs.hardware += members;
+        }
+        done
     }
 
     fn member(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
@@ -65,10 +87,25 @@ impl Encode for Encoder {
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
         table::check_whole_pages(NAME, pages)?;
         out.clear();
+        if self.by_device(pages, out) {
+            return Ok(());
+        }
         for member in pages.chunks(MEMBER) {
             self.member(member, out)?;
+            self.jobs.software += 1;
         }
         Ok(())
+    }
+
+    fn jobs(&self) -> Jobs {
+        Jobs {
+            retries: self.device.retries(),
+            ..self.jobs
+        }
+    }
+
+    fn runs_on(&self) -> RunsOn {
+        self.device.runs_on()
     }
 }
 

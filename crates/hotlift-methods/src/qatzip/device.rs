@@ -1,0 +1,195 @@
+//! The hardware's part in a channel: while it works, and no longer.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::NAME;
+use super::library::{self, HARDWARE, Library};
+use super::session::{Backend, Direction, Failure, Session};
+use crate::{Accelerator, MethodError, RunsOn};
+
+/// Failures one after the other until the device is left: each costs a session's set-up and the packet
+/// is done again on the CPU. What fails three times in three sessions is no accident.
+const FAILURES: u32 = 3;
+/// Times that a packet is offered to a device whose instances are all taken, and the pause between.
+/// Four devices took 3.3 GB/s and more by QEMU's figures, so a packet of 512 KiB holds an instance for
+/// some 100 microseconds; the CPU would take two thousand.
+const RETRIES: u32 = 8;
+const PAUSE: Duration = Duration::from_micros(100);
+/// Packets one after the other that found no instance until the device is left: a dead one says no
+/// more than that.
+const REFUSED: u32 = 64;
+
+/// A channel's device, or why there is none.
+pub(super) struct Device {
+    session: Option<Session>,
+    library: Option<&'static Library>,
+    backend: Backend,
+    direction: Direction,
+    level: u8,
+    failures: u32,
+    refused: u32,
+    retries: u64,
+    runs_on: RunsOn,
+}
+
+impl Device {
+    /// The device as it is wanted; without one, nothing to run on.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::Unavailable`] if it is required and there is none.
+    pub(super) fn open(
+        accelerator: Accelerator,
+        direction: Direction,
+        level: u8,
+    ) -> Result<Self, MethodError> {
+        if accelerator == Accelerator::Off {
+            return Ok(Self::none(direction, RunsOn::Software));
+        }
+        let opened = library::probe()
+            .and_then(|found| Self::by(Backend::Hardware, direction, level, &found));
+        match opened {
+            Ok(device) => Ok(device),
+            Err(reason) if accelerator == Accelerator::Required => Err(unavailable(&reason)),
+            Err(reason) => Ok(Self::none(direction, RunsOn::Fallback(reason))),
+        }
+    }
+
+    /// The library's own software in place of a device.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::Unavailable`] without the library.
+    pub(super) fn software(direction: Direction, level: u8) -> Result<Self, MethodError> {
+        Self::by(Backend::LibrarySoftware, direction, level, "software")
+            .map_err(|reason| unavailable(&reason))
+    }
+
+    fn by(
+        backend: Backend,
+        direction: Direction,
+        level: u8,
+        found: &str,
+    ) -> Result<Self, Arc<str>> {
+        let library = Library::get()?;
+        let session = Session::new(library, backend, direction, level)?;
+        let what = format!("{} by {found}", HARDWARE.device);
+        Ok(Self {
+            session: Some(session),
+            library: Some(library),
+            backend,
+            level,
+            ..Self::none(direction, RunsOn::Hardware(what.into()))
+        })
+    }
+
+    fn none(direction: Direction, runs_on: RunsOn) -> Self {
+        Self {
+            session: None,
+            library: None,
+            backend: Backend::Hardware,
+            direction,
+            level: 1,
+            failures: 0,
+            refused: 0,
+            retries: 0,
+            runs_on,
+        }
+    }
+
+    /// Most bytes of a member that it takes; `None` without a device.
+    pub(super) fn largest_member(&self) -> Option<usize> {
+        self.session.as_ref().map(|_| self.backend.largest_member())
+    }
+
+    /// Offers `bytes`, which are or become `pages` bytes of pages; true if `accept` took what came out.
+    pub(super) fn run(
+        &mut self,
+        bytes: &[u8],
+        pages: usize,
+        mut accept: impl FnMut(&[u8]) -> Result<(), &'static str>,
+    ) -> bool {
+        for offer in 0..=RETRIES {
+            let Some(session) = &mut self.session else {
+                return false;
+            };
+            let taken = session
+                .run(bytes, pages)
+                .and_then(|output| accept(output).map_err(|why| Failure::Failed(why.to_owned())));
+            match taken {
+                Ok(()) => {
+                    (self.failures, self.refused) = (0, 0);
+                    return true;
+                }
+                Err(Failure::Busy) if offer < RETRIES => {
+                    self.retries += 1;
+                    std::thread::sleep(PAUSE);
+                }
+                Err(failure) => {
+                    self.failed(&failure);
+                    return false;
+                }
+            }
+        }
+        false
+    }
+
+    fn failed(&mut self, failure: &Failure) {
+        match failure {
+            Failure::Busy => {
+                self.refused += 1;
+                if self.refused == REFUSED {
+                    self.leave(&format!("{failure} for {REFUSED} packets"));
+                }
+            }
+            Failure::NoAnswer => {
+                if let Some(session) = self.session.take() {
+                    session.leak();
+                }
+                self.leave(&failure.to_string());
+            }
+            Failure::Failed(_) => {
+                self.failures += 1;
+                if self.failures == FAILURES {
+                    self.leave(&format!("{FAILURES} failures, the last: {failure}"));
+                } else {
+                    self.renew();
+                }
+            }
+        }
+    }
+
+    /// A new session in place of one that may be spoiled: after a bad decode every call on it fails.
+    fn renew(&mut self) {
+        // The old one gives its instance and memory back first.
+        self.session = None;
+        let Some(library) = self.library else { return };
+        match Session::new(library, self.backend, self.direction, self.level) {
+            Ok(session) => self.session = Some(session),
+            Err(reason) => self.leave(&reason),
+        }
+    }
+
+    fn leave(&mut self, reason: &str) {
+        self.session = None;
+        self.runs_on = RunsOn::Fallback(reason.into());
+    }
+
+    /// Offers that were repeated.
+    pub(super) fn retries(&self) -> u64 {
+        self.retries
+    }
+
+    pub(super) fn runs_on(&self) -> RunsOn {
+        self.runs_on.clone()
+    }
+}
+
+fn unavailable(reason: &str) -> MethodError {
+    MethodError::Unavailable {
+        method: NAME,
+        library: HARDWARE.library,
+        reason: reason.to_owned(),
+    }
+}

@@ -1,0 +1,435 @@
+//! libqatzip's interface over a simulated QAT.
+//!
+//! A call is a job: the library sends a packet's members to the device one behind the other, and
+//! answers for all of them with one code. What differs from the other devices:
+//!
+//! | behaviour | here |
+//! |---|---|
+//! | `absent` | `qzInit` without software says -101; with it sessions run in software (11) |
+//! | `busy`, `depth` | -103: others have the device's instances |
+//! | `fault`, `error` | -2; with corrupt data to decompress -4. Until it is torn down the session is spoiled |
+//! | `wrong` | 0, and not all of the input was used: what the library says when the output has no room |
+//! | `die` | -103, from set-up on |
+//! | `hang` | -5 after the latency, since calls wait |
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::time::Instant;
+
+use libdeflate_sys::libdeflate_crc32;
+
+use crate::behaviour::{Behaviour, Fate};
+use crate::deflate::{self, Failed};
+
+const OK: c_int = 0;
+const PARAMS: c_int = -1;
+const FAIL: c_int = -2;
+const BUFFER: c_int = -3;
+const DATA: c_int = -4;
+const TIMEOUT: c_int = -5;
+const NOSW_NO_HARDWARE: c_int = -101;
+const NOSW_NO_INSTANCE: c_int = -103;
+/// `hw_session_stat` of a session that runs in software.
+const NO_HARDWARE: i64 = 11;
+
+/// Bytes before a member's deflate, and behind it.
+const HEAD: usize = 24;
+const TRAILER: usize = 8;
+
+/// `QzSession_T`.
+#[repr(C)]
+pub struct Session {
+    hw_session_stat: i64,
+    thread_state: c_int,
+    internal: *mut State,
+    total_in: u64,
+    total_out: u64,
+}
+
+/// `QzSessionParamsDeflate_T`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Params {
+    direction: u32,
+    level: u32,
+    algorithm: u8,
+    max_forks: u32,
+    sw_backup: u8,
+    hw_buff_sz: u32,
+    strm_buff_sz: u32,
+    input_threshold: u32,
+    request_threshold: u32,
+    wait_threshold: u32,
+    polling_mode: u32,
+    sensitive_mode: u32,
+    huffman_header: u32,
+    data_format: u32,
+}
+
+/// What a session that is set up holds.
+struct State {
+    params: Params,
+    spoiled: bool,
+}
+
+unsafe extern "C" {
+    fn malloc(bytes: usize) -> *mut c_void;
+    fn free(memory: *mut c_void);
+}
+
+/// Initialises a session, and the process with the first.
+///
+/// # Safety
+///
+/// `session` must be null or a session of zeroes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzInit(session: *mut Session, sw_backup: u8) -> c_int {
+    if session.is_null() || sw_backup > 1 {
+        return PARAMS;
+    }
+    match (Behaviour::now().absent, sw_backup) {
+        (true, 0) => NOSW_NO_HARDWARE,
+        _ => OK,
+    }
+}
+
+/// Fills in what libqatzip 1.3.1 has as defaults.
+///
+/// # Safety
+///
+/// `params` must be null or room for parameters.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzGetDefaultsDeflate(params: *mut Params) -> c_int {
+    if params.is_null() {
+        return PARAMS;
+    }
+    let defaults = Params {
+        direction: 2,
+        level: 1,
+        algorithm: 8,
+        max_forks: 3,
+        sw_backup: 1,
+        hw_buff_sz: 64 * 1024,
+        strm_buff_sz: 64 * 1024,
+        input_threshold: 1024,
+        request_threshold: 32,
+        wait_threshold: 8,
+        polling_mode: 0,
+        sensitive_mode: 0,
+        huffman_header: 0,
+        data_format: 2,
+    };
+    // SAFETY: room for parameters, by the caller's promise.
+    unsafe { params.write(defaults) };
+    OK
+}
+
+/// Sets a session up.
+///
+/// # Safety
+///
+/// Both must be null or what they are called; the session must be initialised.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzSetupSessionDeflate(
+    session: *mut Session,
+    params: *const Params,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let (Some(session), Some(params)) = (unsafe { session.as_mut() }, unsafe { params.as_ref() })
+    else {
+        return PARAMS;
+    };
+    let size = params.hw_buff_sz;
+    if !(1..=9).contains(&params.level)
+        || !size.is_power_of_two()
+        || !(1024..=512 * 1024).contains(&size)
+        || params.data_format != 2
+        || params.direction > 2
+        || params.sw_backup > 1
+    {
+        return PARAMS;
+    }
+    if !session.internal.is_null() {
+        return 1;
+    }
+    let behaviour = Behaviour::now();
+    let software = params.sw_backup == 1;
+    if behaviour.is_dead() && !software {
+        return NOSW_NO_INSTANCE;
+    }
+    if behaviour.absent && !software {
+        return NOSW_NO_HARDWARE;
+    }
+    let state = State {
+        params: *params,
+        spoiled: false,
+    };
+    session.internal = Box::into_raw(Box::new(state));
+    session.hw_session_stat = if behaviour.absent { NO_HARDWARE } else { 0 };
+    OK
+}
+
+/// Most bytes that so many may become.
+///
+/// # Safety
+///
+/// None: the session is not looked at.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzMaxCompressedLength(bytes: c_uint, _session: *mut Session) -> c_uint {
+    bytes.saturating_add(bytes / 8).saturating_add(1024)
+}
+
+/// Compresses to members of `hw_buff_sz`.
+///
+/// # Safety
+///
+/// The session must be set up, and the lengths those of the buffers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzCompress(
+    session: *mut Session,
+    source: *const u8,
+    source_len: *mut c_uint,
+    destination: *mut u8,
+    destination_len: *mut c_uint,
+    _last: c_uint,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        call(
+            session,
+            source,
+            source_len,
+            destination,
+            destination_len,
+            compress,
+        )
+    }
+}
+
+/// Decompresses members.
+///
+/// # Safety
+///
+/// The session must be set up, and the lengths those of the buffers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzDecompress(
+    session: *mut Session,
+    source: *const u8,
+    source_len: *mut c_uint,
+    destination: *mut u8,
+    destination_len: *mut c_uint,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe {
+        call(
+            session,
+            source,
+            source_len,
+            destination,
+            destination_len,
+            decompress,
+        )
+    }
+}
+
+/// Ordinary memory, pinned or not.
+///
+/// # Safety
+///
+/// None; the memory is to be freed by [`qzFree`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzMalloc(bytes: usize, _node: c_int, _pinned: c_int) -> *mut c_void {
+    // SAFETY: no preconditions.
+    unsafe { malloc(bytes) }
+}
+
+/// Frees what [`qzMalloc`] gave.
+///
+/// # Safety
+///
+/// The pointer must be null or from [`qzMalloc`], and not freed yet.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzFree(memory: *mut c_void) {
+    // SAFETY: the caller's promise.
+    unsafe { free(memory) };
+}
+
+/// Does nothing, as in libqatzip 1.3.1.
+///
+/// # Safety
+///
+/// None: nothing is looked at.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzGetStatus(session: *mut Session, status: *mut c_void) -> c_int {
+    if session.is_null() || status.is_null() {
+        return PARAMS;
+    }
+    OK
+}
+
+/// Ends what [`qzSetupSessionDeflate`] began.
+///
+/// # Safety
+///
+/// `session` must be null or an initialised session, with no call under way.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzTeardownSession(session: *mut Session) -> c_int {
+    // SAFETY: the caller's promise.
+    let Some(session) = (unsafe { session.as_mut() }) else {
+        return PARAMS;
+    };
+    if !session.internal.is_null() {
+        // SAFETY: from Box::into_raw in the set-up, and nobody else's.
+        drop(unsafe { Box::from_raw(session.internal) });
+        session.internal = std::ptr::null_mut();
+    }
+    OK
+}
+
+/// Ends a session.
+///
+/// # Safety
+///
+/// None: the session is not looked at.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qzClose(session: *mut Session) -> c_int {
+    if session.is_null() { PARAMS } else { OK }
+}
+
+/// The code, and the bytes used and given.
+type Work = fn(&mut State, &[u8], &mut [u8]) -> (c_int, usize, usize);
+
+/// What both directions have in common.
+///
+/// # Safety
+///
+/// The session must be set up, and the lengths those of the buffers.
+unsafe fn call(
+    session: *mut Session,
+    source: *const u8,
+    source_len: *mut c_uint,
+    destination: *mut u8,
+    destination_len: *mut c_uint,
+    work: Work,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    let (session, source_len, destination_len) = unsafe {
+        match (
+            session.as_mut(),
+            source_len.as_mut(),
+            destination_len.as_mut(),
+        ) {
+            (Some(session), Some(source), Some(destination)) => (session, source, destination),
+            _ => return PARAMS,
+        }
+    };
+    // SAFETY: buffers of those lengths, by the caller's promise.
+    let (source, destination) = unsafe {
+        (
+            std::slice::from_raw_parts(source, *source_len as usize),
+            std::slice::from_raw_parts_mut(destination, *destination_len as usize),
+        )
+    };
+    // SAFETY: null or a state that is live until the session is torn down.
+    let Some(state) = (unsafe { session.internal.as_mut() }) else {
+        return PARAMS;
+    };
+    let (code, used, given) = if session.hw_session_stat == NO_HARDWARE {
+        work(state, source, destination)
+    } else {
+        by_device(state, source, destination, work)
+    };
+    state.spoiled |= code == FAIL || code == DATA;
+    let length = |bytes: usize| c_uint::try_from(bytes).unwrap_or(c_uint::MAX);
+    (*source_len, *destination_len) = (length(used), length(given));
+    session.total_in += used as u64;
+    session.total_out += given as u64;
+    code
+}
+
+fn by_device(
+    state: &mut State,
+    source: &[u8],
+    destination: &mut [u8],
+    work: Work,
+) -> (c_int, usize, usize) {
+    if state.spoiled {
+        return (DATA, 0, 0);
+    }
+    let Some((fate, end)) = Behaviour::now().admit() else {
+        return (NOSW_NO_INSTANCE, 0, 0);
+    };
+    std::thread::sleep(end.saturating_duration_since(Instant::now()));
+    match fate {
+        Fate::Succeeds => work(state, source, destination),
+        Fate::Faults | Fate::Fails => (FAIL, 0, 0),
+        Fate::Dies => (NOSW_NO_INSTANCE, 0, 0),
+        Fate::Hangs => (TIMEOUT, 0, 0),
+        Fate::IsWrong => {
+            let (code, used, given) = work(state, source, destination);
+            (code, used / 2, given / 2)
+        }
+    }
+}
+
+fn compress(state: &mut State, source: &[u8], destination: &mut [u8]) -> (c_int, usize, usize) {
+    let mut given = 0;
+    for member in source.chunks(state.params.hw_buff_sz as usize) {
+        let Some((room, rest)) = destination[given..]
+            .split_at_mut_checked(HEAD)
+            .filter(|(_, rest)| rest.len() > TRAILER)
+        else {
+            return (BUFFER, 0, 0);
+        };
+        let most = rest.len() - TRAILER;
+        let Ok(written) = deflate::compress(member, &mut rest[..most]) else {
+            return (BUFFER, 0, 0);
+        };
+        let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX).to_le_bytes();
+        room[..16].copy_from_slice(b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x0c\0QZ\x08\0");
+        room[16..20].copy_from_slice(&size(member.len()));
+        room[20..].copy_from_slice(&size(written));
+        rest[written..][..4].copy_from_slice(&crc32(member).to_le_bytes());
+        rest[written + 4..][..4].copy_from_slice(&size(member.len()));
+        given += HEAD + written + TRAILER;
+    }
+    (OK, source.len(), given)
+}
+
+fn decompress(_state: &mut State, source: &[u8], destination: &mut [u8]) -> (c_int, usize, usize) {
+    let (mut used, mut given) = (0, 0);
+    while used < source.len() {
+        match member(&source[used..], &mut destination[given..]) {
+            Ok((taken, bytes)) => {
+                used += taken;
+                given += bytes;
+            }
+            // Out of room is success, up to here.
+            Err(Failed::DoesNotFit) => return (OK, used, given),
+            Err(Failed::Damaged) => return (DATA, used, given),
+        }
+    }
+    (OK, used, given)
+}
+
+/// Decompresses the member at the beginning of `source`; the bytes that it took and gave.
+fn member(source: &[u8], destination: &mut [u8]) -> Result<(usize, usize), Failed> {
+    let (head, body) = source.split_at_checked(HEAD).ok_or(Failed::Damaged)?;
+    let size = |at: usize| {
+        let bytes = head[at..].first_chunk().ok_or(Failed::Damaged)?;
+        Ok(u32::from_le_bytes(*bytes) as usize)
+    };
+    let (plain, packed) = (size(16)?, size(20)?);
+    let (stream, rest) = body.split_at_checked(packed).ok_or(Failed::Damaged)?;
+    let trailer = rest.first_chunk::<TRAILER>().ok_or(Failed::Damaged)?;
+    let room = destination.get_mut(..plain).ok_or(Failed::DoesNotFit)?;
+    let written = deflate::decompress(stream, room).map_err(|_| Failed::Damaged)?;
+    if written != plain || trailer[..4] != crc32(room).to_le_bytes() {
+        return Err(Failed::Damaged);
+    }
+    Ok((HEAD + packed + TRAILER, plain))
+}
+
+fn crc32(bytes: &[u8]) -> u32 {
+    // SAFETY: reads the slice; 0 is the checksum of nothing.
+    unsafe { libdeflate_crc32(0, bytes.as_ptr().cast(), bytes.len()) }
+}
