@@ -52,7 +52,6 @@ pub struct Run {
 impl Run {
     /// A migration that has not happened yet.
     pub fn new(kind: GuestKind, guest: &GuestSettings, options: &Options) -> Self {
-        let method = options.multifd_compression;
         Self {
             guest: kind.name().to_owned(),
             vcpus: guest.vcpus,
@@ -60,8 +59,8 @@ impl Run {
             rate: guest.rate,
             working_set: guest.working_set,
             seed: guest.seed,
-            method: method.name.to_owned(),
-            library: (method.library)(),
+            method: options.method_name().to_owned(),
+            library: options.library(),
             level: options.level(),
             channels: options.channels(),
             zero_page_detection: options.zero_page_detection_name().to_owned(),

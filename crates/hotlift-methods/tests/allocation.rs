@@ -8,6 +8,8 @@ mod support;
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 
+use hotlift_mem::{GuestRun, PAGE_SIZE};
+use hotlift_methods::legacy::compress::{Deflater, Inflater, LEVELS};
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, method};
 use libz_sys::Z_SYNC_FLUSH;
 use support::qemu::{ZlibWriter, ZstdWriter};
@@ -71,6 +73,30 @@ fn no_packet_of_ours_allocates_after_the_warm_up() {
                 if packet > 2 {
                     assert_eq!(count, 0, "{} {level}, packet {packet}", method.name);
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn no_page_of_compress_allocates_after_the_warm_up() {
+    for level in LEVELS {
+        let mut deflater = Deflater::new(level).expect("a level");
+        let mut inflater = Inflater::new().expect("libdeflate");
+        let mut out = Vec::new();
+        let mut back = [0; PAGE_SIZE];
+        for number in 0..12 {
+            let page = contents(KINDS[number % 4], 1, number as u64);
+            let page = page.as_slice().try_into().expect("a page");
+            let count = allocations_of(|| {
+                out.clear();
+                if deflater.deflate(page, &mut out).expect("a page") {
+                    let back = GuestRun::of_buffer(&mut back);
+                    inflater.inflate(&out, back).expect("a page");
+                }
+            });
+            if number > 0 {
+                assert_eq!(count, 0, "level {level}, page {number}");
             }
         }
     }

@@ -4,15 +4,16 @@ mod support;
 
 use std::path::Path;
 
-use hotlift_mem::PAGE_SIZE;
+use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::MethodError;
-use hotlift_methods::legacy::compress::Inflater;
+use hotlift_methods::legacy::compress::{Deflater, Inflater, LEVELS};
 use hotlift_methods::legacy::xbzrle::{self, Delta};
 use hotlift_wire::main_channel::{
     DeviceLengths, MainDecoder, MainEvent, PageContent, Step, VmDescription,
 };
 use proptest::prelude::*;
 use support::stream::{RAM_PAGES, ram_page};
+use support::{Noise, qemu};
 
 /// The guest's RAM as a recorded stream without multifd leaves it, and how many pages of the stream
 /// came as XBZRLE and as `compress`.
@@ -56,7 +57,9 @@ fn loaded(name: &str) -> (Vec<u8>, usize, usize) {
                 deltas += 1;
             }
             PageContent::Compressed(stream) => {
-                inflater.inflate(stream, page).expect("QEMU's stream");
+                inflater
+                    .inflate(stream, GuestRun::of_buffer(page))
+                    .expect("QEMU's stream");
                 compressed += 1;
             }
         }
@@ -184,7 +187,7 @@ proptest! {
         stream in prop::collection::vec(any::<u8>(), 0..300),
     ) {
         let mut inflater = Inflater::new().unwrap();
-        prop_assert!(inflater.inflate(&stream, &mut [0; PAGE_SIZE]).is_err());
+        prop_assert!(inflater.inflate(&stream, GuestRun::of_buffer(&mut [0; PAGE_SIZE])).is_err());
     }
 }
 
@@ -212,30 +215,100 @@ fn a_compressed_page_is_one_whole_stream_of_exactly_one_page() {
     let text = ram_page(3);
     let mut inflater = Inflater::new().expect("libdeflate");
     let mut page = [0; PAGE_SIZE];
+    let mut inflate = |stream: &[u8]| {
+        inflater
+            .inflate(stream, GuestRun::of_buffer(&mut page))
+            .map(|()| page)
+    };
     for level in 0..=9 {
         let stream = deflated(&text, level);
-        inflater.inflate(&stream, &mut page).expect("a whole page");
+        let page = inflate(&stream).expect("a whole page");
         assert!(page == text[..], "level {level}");
 
         for length in 0..stream.len() {
-            let cut = inflater.inflate(&stream[..length], &mut page);
+            let cut = inflate(&stream[..length]);
             assert!(cut.is_err(), "{length} bytes of level {level}");
         }
         let longer = [&stream[..], &[0]].concat();
-        let error = inflater.inflate(&longer, &mut page);
+        let error = inflate(&longer);
         assert!(matches!(error, Err(MethodError::Leftover { left: 1, .. })));
     }
-    let error = inflater.inflate(&deflated(&text[1..], 6), &mut page);
+    let error = inflate(&deflated(&text[1..], 6));
     assert!(matches!(error, Err(MethodError::Short { got: 4095, .. })));
-    let error = inflater.inflate(&deflated(&[&text[..], b"x"].concat(), 6), &mut page);
+    let error = inflate(&deflated(&[&text[..], b"x"].concat(), 6));
     assert!(matches!(error, Err(MethodError::Long { .. })));
 
     let mut stream = deflated(&text, 1);
     let last = stream.len() - 1;
     stream[last] ^= 1;
-    let error = inflater.inflate(&stream, &mut page);
+    let error = inflate(&stream);
     assert!(
         matches!(error, Err(MethodError::Damaged { .. })),
         "Adler-32"
     );
+}
+
+/// Pages that are alike in nothing: zero, text, noise, and halves of these.
+fn mixed_pages(count: usize) -> Vec<u8> {
+    let mut noise = Noise::new(3);
+    let mut pages = Vec::new();
+    for number in 0..count {
+        let mut page = match number % 4 {
+            0 => vec![0; PAGE_SIZE],
+            _ => ram_page(number),
+        };
+        if number % 4 >= 2 {
+            let from = if number % 4 == 2 { 0 } else { PAGE_SIZE / 2 };
+            for byte in &mut page[from..] {
+                *byte = noise.next().to_be_bytes()[0];
+            }
+        }
+        pages.extend(page);
+    }
+    pages
+}
+
+#[test]
+fn stock_zlib_reads_our_streams_at_every_level_and_what_does_not_shrink_has_none() {
+    for level in LEVELS {
+        let mut deflater = Deflater::new(level).expect("a level");
+        for (number, page) in mixed_pages(24).as_chunks().0.iter().enumerate() {
+            let what = format!("level {level}, page {number}");
+            let mut out = vec![7];
+            let shrinks = deflater.deflate(page, &mut out).expect("a page");
+            assert_eq!(shrinks, level > 0 && number % 4 != 2, "{what}");
+            let stream = &out[1..];
+            if shrinks {
+                // With its length before it the record is shorter than the page.
+                assert!(stream.len() + 4 < PAGE_SIZE, "{what}");
+                let (back, read) = qemu::inflate(stream, 15);
+                assert!(back == page && read == stream.len(), "{what}");
+            } else {
+                assert!(stream.is_empty(), "{what}");
+            }
+        }
+    }
+    let above = Deflater::new(10).err();
+    assert!(matches!(above, Some(MethodError::Level { level: 10, .. })));
+}
+
+/// A page whose record would be as long as the page, or longer by its last bytes, is left alone: QEMU
+/// takes up to 4109 bytes, but they would not pay.
+#[test]
+fn a_stream_that_is_just_not_shorter_than_its_page_is_not_kept() {
+    let noise: [u8; PAGE_SIZE] = mixed_pages(3)[2 * PAGE_SIZE..].try_into().expect("a page");
+    for level in 1..=9 {
+        let mut deflater = Deflater::new(level).expect("a level");
+        let mut shrinks = Vec::new();
+        for zeros in 0..200 {
+            let mut page = noise;
+            page[..zeros].fill(0);
+            let mut out = vec![7];
+            shrinks.push(deflater.deflate(&page, &mut out).expect("a page"));
+            let length = out.len() - 1;
+            assert_eq!(length > 0, shrinks[zeros], "level {level}, {zeros} zeros");
+            assert!(length + 4 < PAGE_SIZE, "level {level}, {zeros} zeros");
+        }
+        assert!(!shrinks[0] && shrinks[199], "level {level}");
+    }
 }

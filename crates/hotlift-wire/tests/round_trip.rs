@@ -245,6 +245,11 @@ proptest! {
                     encoder.zero_page(block, offset, &mut out).unwrap();
                     PageContent::Zero
                 }
+                Some(length) if length % 2 == 1 => {
+                    let stream = &fills[index][..usize::from(*length)];
+                    encoder.compressed_page(block, offset, stream, &mut out).unwrap();
+                    PageContent::Compressed(stream)
+                }
                 Some(_) => {
                     encoder.normal_page(block, offset, &fills[index], &mut out).unwrap();
                     PageContent::Normal(&fills[index])
@@ -293,6 +298,22 @@ proptest! {
             prop_assert_eq!(description.payload_len(idstr, *instance_id), Some(length));
         }
         common::events(&mut common::decoder_for(&out), &out).unwrap();
+    }
+}
+
+/// QEMU would read no other.
+#[test]
+fn a_compressed_page_has_1_to_4109_bytes() {
+    let mut out = Vec::new();
+    let mut encoder = MainEncoder::new(&Configuration::default(), &mut out).unwrap();
+    let blocks = [RamBlockEntry::new("ram", PAGE)];
+    encoder.ram_start(&blocks, false, &mut out).unwrap();
+    encoder.ram_part(&mut out).unwrap();
+    for (length, good) in [(0, false), (1, true), (4109, true), (4110, false)] {
+        let before = out.len();
+        let written = encoder.compressed_page(0, 0, &vec![7; length], &mut out);
+        assert_eq!(written.is_ok(), good, "{length}");
+        assert_eq!(out.len() > before, good, "{length}");
     }
 }
 

@@ -105,16 +105,9 @@ struct Encoder<C> {
 
 impl<C: Compress + 'static> Encoder<C> {
     fn boxed(compress: C, level: u8) -> Box<dyn Encode> {
-        // Deflate with a 32 KiB window; the level is a hint that nobody reads, written as zlib does.
-        let header = match level {
-            0 | 1 => [0x78, 0x01],
-            2..=5 => [0x78, 0x5e],
-            6 => [0x78, 0x9c],
-            _ => [0x78, 0xda],
-        };
         Box::new(Self {
             compress,
-            header: Some(header),
+            header: Some(header(level)),
         })
     }
 }
@@ -127,6 +120,17 @@ impl<C: Compress> Encode for Encoder<C> {
             out.extend_from_slice(&header);
         }
         self.compress.packet(pages, out)
+    }
+}
+
+/// The header of a stream of that level: deflate with a 32 KiB window; the level is a hint that nobody
+/// reads, written as zlib does.
+pub(crate) fn header(level: u8) -> [u8; 2] {
+    match level {
+        0 | 1 => [0x78, 0x01],
+        2..=5 => [0x78, 0x5e],
+        6 => [0x78, 0x9c],
+        _ => [0x78, 0xda],
     }
 }
 

@@ -220,6 +220,33 @@ impl MainEncoder {
         Ok(())
     }
 
+    /// A page as one complete zlib stream of 1 to [`limits::COMPRESSED_PAGE`] bytes, in an open `ram`
+    /// section. QEMU reads it up to 9.0.
+    pub fn compressed_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        stream: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Result<(), WireError> {
+        let what = "compressed page";
+        if stream.is_empty() {
+            return Err(WireError::Empty { what });
+        }
+        let length = u32::try_from(stream.len())
+            .ok()
+            .filter(|_| stream.len() <= limits::COMPRESSED_PAGE)
+            .ok_or(WireError::OverLimit {
+                what,
+                limit: as_u64(limits::COMPRESSED_PAGE),
+                got: as_u64(stream.len()),
+            })?;
+        let name = self.name_page(block, offset)?;
+        ram::put_compressed_head(offset, name, length, out);
+        out.extend_from_slice(stream);
+        Ok(())
+    }
+
     /// Checks a page and returns the name its record needs, none if the block was named last.
     fn name_page(&mut self, block: usize, offset: u64) -> Result<Option<&str>, WireError> {
         self.require_ram("a page")?;

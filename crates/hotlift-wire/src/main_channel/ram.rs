@@ -312,6 +312,12 @@ pub(super) fn put_xbzrle_head(offset: u64, name: Option<&str>, length: u16, out:
     out.extend_from_slice(&length.to_be_bytes());
 }
 
+/// Appends the head of a COMPRESS_PAGE record, to be followed by `length` bytes of stream.
+pub(super) fn put_compressed_head(offset: u64, name: Option<&str>, length: u32, out: &mut Vec<u8>) {
+    put_page_head(COMPRESS_PAGE, offset, name, out);
+    out.extend_from_slice(&length.to_be_bytes());
+}
+
 /// Appends a multifd flush.
 pub(super) fn put_flush(out: &mut Vec<u8>) {
     out.extend_from_slice(&MULTIFD_FLUSH.to_be_bytes());

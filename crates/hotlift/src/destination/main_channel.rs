@@ -5,7 +5,7 @@ use std::io::Write;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::{PAGE_SIZE, RamBlock};
+use hotlift_mem::{GuestRun, PAGE_SIZE, RamBlock};
 use hotlift_methods::MethodError;
 use hotlift_methods::legacy::{compress::Inflater, xbzrle};
 use hotlift_wire::main_channel::{
@@ -443,7 +443,7 @@ impl State<'_> {
             Some(inflater) => inflater,
             none => none.insert(Inflater::new()?),
         };
-        inflater.inflate(stream, page)
+        inflater.inflate(stream, GuestRun::of_buffer(page))
     }
 
     /// Loads the devices; they are all there.

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use hotlift_mem::PAGE_SIZE;
+use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::main_channel::PageContent;
 
@@ -86,7 +86,8 @@ impl<'a> MainPages<'a> {
                 }
                 let mut page = [0; PAGE_SIZE];
                 if let Some(inflater) = &mut self.inflater {
-                    inflater.inflate(stream, &mut page).map_err(failed)?;
+                    let page = GuestRun::of_buffer(&mut page);
+                    inflater.inflate(stream, page).map_err(failed)?;
                 }
                 batch.push(offset, &page);
             }

@@ -326,7 +326,7 @@ impl Destination {
                             xbzrle::apply(delta, &mut page).map_err(|e| e.to_string())?;
                         }
                         PageContent::Compressed(stream) => inflater
-                            .inflate(stream, &mut page)
+                            .inflate(stream, GuestRun::of_buffer(&mut page))
                             .map_err(|e| e.to_string())?,
                     }
                     memory.put(block, offset, &page, self.channels)?;
