@@ -46,7 +46,7 @@ mod lz4;
 mod none;
 mod pagewise;
 pub mod qatzip;
-mod qpl;
+pub mod qpl;
 mod software;
 mod table;
 mod target;

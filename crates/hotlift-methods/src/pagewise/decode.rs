@@ -2,27 +2,44 @@
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 
+use super::device::{Done, Service};
 use super::{ENTRY, Wrapper};
 use crate::libdeflate::{self, Decompressor, Outcome};
 use crate::target::{Extent, Target};
-use crate::{Decode, MethodError, zlib};
+use crate::{Decode, Jobs, MethodError, RunsOn};
 
 /// A channel's decompressor.
 pub(crate) struct Decoder {
     method: &'static str,
-    wrapper: Wrapper,
-    decompressor: Decompressor,
+    service: Service,
+    cpu: Cpu,
     /// For pages that lie in pieces.
     scratch: Box<[u8; PAGE_SIZE]>,
     failed: bool,
 }
 
+/// What decompresses the pages that no device does.
+struct Cpu {
+    method: &'static str,
+    wrapper: Wrapper,
+    decompressor: Decompressor,
+}
+
 impl Decoder {
-    pub(crate) fn new(method: &'static str, wrapper: Wrapper) -> Result<Self, MethodError> {
+    /// A decoder that decompresses pages on the device, and on the CPU what that leaves.
+    pub(crate) fn new(
+        method: &'static str,
+        wrapper: Wrapper,
+        service: Service,
+    ) -> Result<Self, MethodError> {
         Ok(Self {
             method,
-            wrapper,
-            decompressor: Decompressor::new(method)?,
+            service,
+            cpu: Cpu {
+                method,
+                wrapper,
+                decompressor: Decompressor::new(method)?,
+            },
             scratch: Box::new([0; PAGE_SIZE]),
             failed: false,
         })
@@ -46,26 +63,53 @@ impl Decoder {
         let (table, _) = table.as_chunks::<ENTRY>();
         self.check_table(table, payload, streams.len())?;
 
-        let mut streams = streams;
-        let mut done = 0;
-        for extent in target.extents() {
-            let mut at = 0;
-            while at < extent.len {
-                if (done + at) % PAGE_SIZE != 0 || extent.len - at < PAGE_SIZE {
-                    // Runs that are not whole pages: nobody's, but allowed.
-                    return self.in_pieces(payload, &table[..pages], target);
-                }
-                let (page, rest) = streams.split_at(length(table[(done + at) / PAGE_SIZE]));
+        let streams = Streams {
+            table,
+            rest: streams,
+        };
+        let (method, wrapper) = (self.method, self.cpu.wrapper);
+        let inputs = streams.map(|page| {
+            // Not all devices look at a header.
+            let deflated = || matches!(wrapper.skip_header(method, page), Ok(Some(_)));
+            (page.len() < PAGE_SIZE && deflated()).then_some(page)
+        });
+        let mut packet = self.service.packet(inputs);
+        let cpu = &mut self.cpu;
+        // SAFETY of both calls: a place is all of the scratch, or inside an extent, which is guest runs
+        // of the packet.
+        let mut page = |stream: &[u8], place: Extent| {
+            if stream.len() == PAGE_SIZE {
+                packet.is_raw();
+            }
+            match packet.next() {
+                // SAFETY: as said.
+                Done::Output(page) => unsafe { fill(place, page) },
+                // SAFETY: as said.
+                Done::ByCpu | Done::DoesNotFit => unsafe { cpu.page(stream, place) }?,
+            }
+            Ok(())
+        };
+        let mut extents = target.extents();
+        if extents.all(|extent| extent.len.is_multiple_of(PAGE_SIZE)) {
+            let places = target.extents().flat_map(|extent| {
+                (0..extent.len / PAGE_SIZE).map(move |i| Extent {
+                    ptr: extent.ptr.wrapping_add(i * PAGE_SIZE),
+                    len: PAGE_SIZE,
+                })
+            });
+            for (stream, place) in streams.zip(places) {
+                page(stream, place)?;
+            }
+        } else {
+            // Runs that are not whole pages: nobody's, but allowed.
+            for (i, stream) in streams.enumerate() {
                 let place = Extent {
-                    ptr: extent.ptr.wrapping_add(at),
+                    ptr: self.scratch.as_mut_ptr(),
                     len: PAGE_SIZE,
                 };
-                // SAFETY: inside the extent, which is guest runs of the packet.
-                unsafe { self.page(page, place) }?;
-                streams = rest;
-                at += PAGE_SIZE;
+                page(stream, place)?;
+                target.write_at(i * PAGE_SIZE, &self.scratch[..]);
             }
-            done += extent.len;
         }
         Ok(())
     }
@@ -103,28 +147,12 @@ impl Decoder {
         Ok(())
     }
 
-    /// Decodes every page to the scratch, and from there to its pieces.
-    fn in_pieces(
-        &mut self,
-        payload: &[u8],
-        table: &[[u8; ENTRY]],
-        target: Target<'_>,
-    ) -> Result<(), MethodError> {
-        let mut streams = &payload[table.len() * ENTRY..];
-        for (i, &entry) in table.iter().enumerate() {
-            let (page, rest) = streams.split_at(length(entry));
-            let place = Extent {
-                ptr: self.scratch.as_mut_ptr(),
-                len: PAGE_SIZE,
-            };
-            // SAFETY: all of the scratch.
-            unsafe { self.page(page, place) }?;
-            target.write_at(i * PAGE_SIZE, &self.scratch[..]);
-            streams = rest;
-        }
-        Ok(())
+    fn damaged(&self, reason: &'static str) -> MethodError {
+        damaged(self.method, reason)
     }
+}
 
+impl Cpu {
     /// Decodes one page.
     ///
     /// # Safety
@@ -132,12 +160,12 @@ impl Decoder {
     /// The caller may write the place, which has a page's size.
     unsafe fn page(&mut self, page: &[u8], place: Extent) -> Result<(), MethodError> {
         if page.len() == PAGE_SIZE {
-            // SAFETY: both have a page's size; the place is the caller's to write, and payloads are
-            // no guest memory.
-            unsafe { std::ptr::copy(page.as_ptr(), place.ptr, PAGE_SIZE) };
+            // SAFETY: the caller's promise.
+            unsafe { fill(place, page) };
             return Ok(());
         }
-        let stream = self.skip_header(page)?;
+        let stream = self.wrapper.skip_header(self.method, page)?;
+        let stream = stream.ok_or_else(|| MethodError::short(self.method, page, PAGE_SIZE, 0))?;
         // SAFETY: the caller's promise.
         let outcome = unsafe {
             self.decompressor
@@ -158,24 +186,42 @@ impl Decoder {
             // is not known, and its driver reads none.
             Outcome::Done { .. } => Ok(()),
             Outcome::TooLong => Err(MethodError::long(self.method, page, PAGE_SIZE)),
-            Outcome::Invalid => Err(self.damaged("a page is no complete deflate stream")),
+            Outcome::Invalid => Err(damaged(self.method, "a page is no complete deflate stream")),
         }
     }
+}
 
-    /// What follows the header of a page's stream.
-    fn skip_header<'a>(&self, page: &'a [u8]) -> Result<&'a [u8], MethodError> {
-        match self.wrapper {
-            Wrapper::Raw => Ok(page),
-            Wrapper::Zlib => zlib::skip_header(self.method, page)?
-                .ok_or_else(|| MethodError::short(self.method, page, PAGE_SIZE, 0)),
-        }
-    }
+/// Writes a page.
+///
+/// # Safety
+///
+/// The caller may write the place, which has a page's size, as `page` has. What is no guest memory
+/// cannot overlap it.
+unsafe fn fill(place: Extent, page: &[u8]) {
+    let len = place.len.min(page.len());
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy(page.as_ptr(), place.ptr, len) };
+}
 
-    fn damaged(&self, reason: &'static str) -> MethodError {
-        MethodError::Damaged {
-            method: self.method,
-            reason,
-        }
+fn damaged(method: &'static str, reason: &'static str) -> MethodError {
+    MethodError::Damaged { method, reason }
+}
+
+/// The pages of a payload, by a table that adds up.
+#[derive(Clone, Copy)]
+struct Streams<'a> {
+    table: &'a [[u8; ENTRY]],
+    rest: &'a [u8],
+}
+
+impl<'a> Iterator for Streams<'a> {
+    type Item = &'a [u8];
+
+    fn next(&mut self) -> Option<&'a [u8]> {
+        let (&entry, table) = self.table.split_first()?;
+        let (stream, rest) = self.rest.split_at_checked(length(entry))?;
+        *self = Self { table, rest };
+        Some(stream)
     }
 }
 
@@ -189,6 +235,14 @@ impl Decode for Decoder {
         let result = self.packet(payload, Target::new(pages));
         self.failed = result.is_err();
         result
+    }
+
+    fn jobs(&self) -> Jobs {
+        self.service.jobs()
+    }
+
+    fn runs_on(&self) -> RunsOn {
+        self.service.runs_on()
     }
 }
 

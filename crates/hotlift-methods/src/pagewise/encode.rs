@@ -2,28 +2,104 @@
 
 use hotlift_mem::PAGE_SIZE;
 
+use super::device::{Done, Service};
 use super::{ENTRY, Wrapper};
 use crate::software::Software;
-use crate::{Encode, MethodError, table};
+use crate::{Encode, Jobs, MethodError, RunsOn, table};
 
 /// A channel's compressor.
 pub(crate) struct Encoder {
     method: &'static str,
+    service: Service,
+    cpu: Cpu,
+}
+
+/// What compresses the pages that no device does.
+struct Cpu {
+    method: &'static str,
     wrapper: Wrapper,
-    software: Software,
+    /// `None` leaves pages as they are.
+    software: Option<Software>,
+    /// It has seen the packet.
+    begun: bool,
 }
 
 impl Encoder {
-    pub(crate) fn new(method: &'static str, wrapper: Wrapper) -> Result<Self, MethodError> {
+    /// An encoder that compresses pages on the device, and on the CPU what that leaves.
+    pub(crate) fn new(
+        method: &'static str,
+        wrapper: Wrapper,
+        service: Service,
+    ) -> Result<Self, MethodError> {
         Ok(Self {
             method,
-            wrapper,
-            software: Software::pages(method)?,
+            service,
+            cpu: Cpu {
+                method,
+                wrapper,
+                software: Some(Software::pages(method)?),
+                begun: false,
+            },
         })
     }
 
-    /// Appends `page` as a stream, if that is shorter than the page.
-    fn stream(&mut self, page: &[u8], out: &mut Vec<u8>) -> Result<bool, MethodError> {
+    /// The same, but what the device leaves travels as it is.
+    pub(crate) fn without_software(
+        method: &'static str,
+        wrapper: Wrapper,
+        service: Service,
+    ) -> Self {
+        Self {
+            method,
+            service,
+            cpu: Cpu {
+                method,
+                wrapper,
+                software: None,
+                begun: false,
+            },
+        }
+    }
+
+    fn packet(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
+        let inputs = pages.chunks(PAGE_SIZE);
+        let mut packet = self.service.packet(inputs.clone().map(Some));
+        for (i, page) in inputs.enumerate() {
+            let begin = out.len();
+            let shrunk = match packet.next() {
+                Done::Output(stream) => {
+                    out.extend_from_slice(stream);
+                    true
+                }
+                Done::DoesNotFit => false,
+                Done::ByCpu => self.cpu.stream(pages, page, out)?,
+            };
+            if !shrunk {
+                out.extend_from_slice(page);
+                packet.is_raw();
+            }
+            // At most a page.
+            let length = u32::try_from(out.len() - begin).unwrap_or(u32::MAX);
+            out[i * ENTRY..][..ENTRY].copy_from_slice(&length.to_be_bytes());
+        }
+        Ok(())
+    }
+}
+
+impl Cpu {
+    /// Appends `page`, one of `pages`, as a stream, if that is shorter than the page.
+    fn stream(
+        &mut self,
+        pages: &[u8],
+        page: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Result<bool, MethodError> {
+        let Some(software) = &mut self.software else {
+            return Ok(false);
+        };
+        if !std::mem::replace(&mut self.begun, true) {
+            software.begin(self.method, pages)?;
+        }
         let begin = out.len();
         out.extend_from_slice(self.wrapper.header());
         // One byte less than a page, so that the length tells it from a page as it is.
@@ -31,7 +107,7 @@ impl Encoder {
         let Some(spare) = out.spare_capacity_mut().get_mut(..room) else {
             unreachable!("room for every page was reserved");
         };
-        let Some(written) = self.software.compress(self.method, page, spare)? else {
+        let Some(written) = software.compress(self.method, page, spare)? else {
             out.truncate(begin);
             return Ok(false);
         };
@@ -50,16 +126,15 @@ impl Encode for Encoder {
         out.clear();
         out.reserve(table + pages.len());
         out.resize(table, 0);
-        self.software.begin(self.method, pages)?;
-        for (i, page) in pages.chunks(PAGE_SIZE).enumerate() {
-            let begin = out.len();
-            if !self.stream(page, out)? {
-                out.extend_from_slice(page);
-            }
-            // At most a page.
-            let length = u32::try_from(out.len() - begin).unwrap_or(u32::MAX);
-            out[i * ENTRY..][..ENTRY].copy_from_slice(&length.to_be_bytes());
-        }
-        Ok(())
+        self.cpu.begun = false;
+        self.packet(pages, out)
+    }
+
+    fn jobs(&self) -> Jobs {
+        self.service.jobs()
+    }
+
+    fn runs_on(&self) -> RunsOn {
+        self.service.runs_on()
     }
 }

@@ -7,13 +7,19 @@
 //! A length of the page size says that the page is as it is; a smaller one, that it is one complete
 //! deflate stream. No page needs another, so packets have no state. No distance inside a page can be
 //! larger than the 4 KiB that the accelerators look back.
+//!
+//! A device does the pages where there is one ([`device`]), and the CPU those that it leaves. Only the
+//! CPU's verdict makes a peer's page a bad one.
 
 mod decode;
+mod device;
 mod encode;
 
 use crate::libdeflate::adler32;
+use crate::{MethodError, zlib};
 
 pub(crate) use decode::Decoder;
+pub(crate) use device::{Collected, Direction, Failure, PageDevice, Service, Submitted, trial};
 pub(crate) use encode::Encoder;
 
 /// Bytes of a table's entry.
@@ -39,6 +45,22 @@ impl Wrapper {
         match self {
             Self::Raw => &[],
             Self::Zlib => &ZLIB_HEADER,
+        }
+    }
+
+    /// What follows the header of a page's stream; `None` if it ends before.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::Header`] of `method`, if it has another header.
+    fn skip_header<'a>(
+        self,
+        method: &'static str,
+        page: &'a [u8],
+    ) -> Result<Option<&'a [u8]>, MethodError> {
+        match self {
+            Self::Raw => Ok(Some(page)),
+            Self::Zlib => zlib::skip_header(method, page),
         }
     }
 

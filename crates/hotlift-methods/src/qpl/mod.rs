@@ -1,23 +1,86 @@
 //! `qpl`: raw deflate pages, as Intel's IAA writes and reads them through libqpl.
 //!
-//! The payload is that of [`pagewise`], its streams without header or trailer
-//! (RFC 1951). QEMU's encoder leaves its job with a full page's room less a byte, so that a page that
-//! does not shrink is sent as it is; its decoders refuse distances beyond 4 KiB, which a page cannot
-//! have, and take every kind of block.
+//! The payload is a table of lengths and the pages' streams without header or trailer (RFC 1951).
+//! QEMU's encoder leaves its job with a full page's room less a byte, so that a page that does not
+//! shrink is sent as it is; its decoders refuse distances beyond 4 KiB, which a page cannot have, and
+//! take every kind of block.
 //!
-//! Reading is libdeflate's in any case: it checks the length of what comes out, which libqpl does not.
+//! A device's job says that it succeeded with a stream that was cut, too, so the length of what comes
+//! out is looked at. The CPU's way is not libqpl's: its software is slower than libdeflate and ISA-L.
 
-use crate::pagewise::{self, Wrapper};
+mod jobs;
+mod library;
+mod sys;
+
+use crate::pagewise::{self, Direction, Service, Wrapper};
 use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, software};
+
+use jobs::Pool;
+pub(crate) use library::HARDWARE;
+use library::Library;
 
 const NAME: &str = "qpl";
 
-pub(crate) fn encoder(_settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
-    Ok(Box::new(pagewise::Encoder::new(NAME, Wrapper::Raw)?))
+/// What does the jobs of libqpl.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Path {
+    /// An IAA device.
+    Hardware,
+    /// libqpl itself, on the CPU.
+    Software,
 }
 
-pub(crate) fn decoder(_accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
-    Ok(Box::new(pagewise::Decoder::new(NAME, Wrapper::Raw)?))
+/// An encoder that gives every page to libqpl, whatever path that is to take: to compare it with ours.
+///
+/// # Errors
+///
+/// [`MethodError::Unavailable`] if the library is missing or has no jobs of that path.
+pub fn encoder_by(path: Path) -> Result<Box<dyn Encode>, MethodError> {
+    let service = service_by(path, Direction::Compress)?;
+    let encoder = pagewise::Encoder::new(NAME, Wrapper::Raw, service)?;
+    Ok(Box::new(encoder))
+}
+
+/// A decoder that gives every page to libqpl, see [`encoder_by`].
+///
+/// # Errors
+///
+/// As there.
+pub fn decoder_by(path: Path) -> Result<Box<dyn Decode>, MethodError> {
+    let service = service_by(path, Direction::Decompress)?;
+    let decoder = pagewise::Decoder::new(NAME, Wrapper::Raw, service)?;
+    Ok(Box::new(decoder))
+}
+
+fn service_by(path: Path, direction: Direction) -> Result<Service, MethodError> {
+    let pool = Library::get().and_then(|library| {
+        let pool = Pool::open(path, direction)?;
+        Ok((pool, format!("{}, {path:?} path", library.name())))
+    });
+    let (pool, what) = pool.map_err(|reason| MethodError::Unavailable {
+        method: NAME,
+        library: HARDWARE.library,
+        reason,
+    })?;
+    Ok(Service::on(pool, direction, &what))
+}
+
+fn service(accelerator: Accelerator, direction: Direction) -> Result<Service, MethodError> {
+    Service::open(NAME, &HARDWARE, accelerator, direction, |direction| {
+        Pool::open(Path::Hardware, direction)
+    })
+}
+
+pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
+    let service = service(settings.accelerator, Direction::Compress)?;
+    let encoder = pagewise::Encoder::new(NAME, Wrapper::Raw, service)?;
+    Ok(Box::new(encoder))
+}
+
+pub(crate) fn decoder(accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {
+    let service = service(accelerator, Direction::Decompress)?;
+    let decoder = pagewise::Decoder::new(NAME, Wrapper::Raw, service)?;
+    Ok(Box::new(decoder))
 }
 
 pub(crate) fn library() -> String {

@@ -1,0 +1,437 @@
+//! The accelerator's part in a channel: pages to it and back, while it works, and no longer.
+
+use std::fmt;
+use std::iter::Peekable;
+
+use hotlift_mem::PAGE_SIZE;
+
+use super::Wrapper;
+use crate::libdeflate::{self, Decompressor};
+use crate::target::Extent;
+use crate::{Accelerator, Hardware, Jobs, MethodError, RunsOn};
+
+/// Times that a page is offered again, at its turn, to a device whose queue is full (QEMU: 3). Then the
+/// CPU does it, which gives the queue time.
+const RETRIES: u32 = 3;
+/// Failures one after the other until the device is left. Each page is done again on the CPU; what
+/// fails eight times is no accident.
+const FAILURES: u32 = 8;
+/// Pages one after the other that found the queue full until the device is left: 64 packets, which
+/// take the CPU a tenth of a second. Other users of a shared queue leave it sooner; a dead one says no
+/// more than that it is full.
+const REFUSED: u32 = 64 * 128;
+
+/// Which way the pages go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Compress,
+    Decompress,
+}
+
+/// A device that compresses or decompresses pages, one job a page, for one channel.
+///
+/// Dropping it ends its jobs, none of which may be in flight.
+pub(crate) trait PageDevice: Send {
+    /// Jobs that may be in flight at once, never 0.
+    fn slots(&self) -> usize;
+
+    /// Begins the job of a slot, which has none in flight.
+    ///
+    /// # Safety
+    ///
+    /// `input` must stay as it is until the job is collected or the device abandoned.
+    unsafe fn submit(&mut self, slot: usize, input: &[u8]) -> Submitted;
+
+    /// Waits for the job of a slot.
+    fn collect(&mut self, slot: usize) -> Collected;
+
+    /// The first `len` bytes of the output of a job that was collected, which said so many.
+    fn output(&self, slot: usize, len: usize) -> &[u8];
+
+    /// Forgets the device with all memory that its jobs may still write to.
+    fn abandon(self: Box<Self>);
+}
+
+/// What a device says of a job that was offered.
+#[derive(Debug)]
+pub(crate) enum Submitted {
+    /// It must be collected.
+    Accepted,
+    /// Its queue is full.
+    Busy,
+    /// It cannot be done.
+    Failed(Failure),
+}
+
+/// What became of a job.
+#[derive(Debug)]
+pub(crate) enum Collected {
+    /// Done, with so many bytes of output.
+    Done(usize),
+    /// The output has no room, so the page does not shrink.
+    DoesNotFit,
+    /// It failed, and writes no more.
+    Failed(Failure),
+    /// It has not ended in the time that a device has. The device must be abandoned.
+    NoAnswer,
+}
+
+/// Why the device did not do a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// The library's code.
+    Code(i64),
+    /// It says that it succeeded, with so many bytes of output, which cannot be.
+    Length(usize),
+    /// No memory for a job.
+    NoMemory,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Code(code) => write!(f, "code {code}"),
+            Self::Length(len) => write!(f, "an output of {len} bytes"),
+            Self::NoMemory => f.write_str("no memory for a job"),
+        }
+    }
+}
+
+/// A channel's device, or why there is none, and what was done by which.
+pub(crate) struct Service {
+    device: Option<Box<dyn PageDevice>>,
+    direction: Direction,
+    /// Slots with a job in flight.
+    in_flight: Box<[bool]>,
+    /// One after the other.
+    failures: u32,
+    refused: u32,
+    last_failure: Option<Failure>,
+    /// Why the device is left as soon as no job is in flight.
+    leaving: Option<String>,
+    runs_on: RunsOn,
+    jobs: Jobs,
+}
+
+/// What there is of a page.
+#[derive(Debug)]
+pub(crate) enum Done<'a> {
+    /// The device's output: a whole page, or a stream shorter than one.
+    Output(&'a [u8]),
+    /// The page does not shrink.
+    DoesNotFit,
+    /// Nothing yet: it is the CPU's.
+    ByCpu,
+}
+
+impl Service {
+    /// The device of that hardware as it is wanted; without one, nothing to run on.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::Unavailable`] if it is required and there is none.
+    pub(crate) fn open(
+        method: &'static str,
+        hardware: &Hardware,
+        accelerator: Accelerator,
+        direction: Direction,
+        open: fn(Direction) -> Result<Box<dyn PageDevice>, String>,
+    ) -> Result<Self, MethodError> {
+        if accelerator == Accelerator::Off {
+            return Ok(Self::none(RunsOn::Software));
+        }
+        let opened = (hardware.probe)().and_then(|found| {
+            let device = open(direction).map_err(|reason| reason.as_str().into());
+            device.map(|device| (device, found))
+        });
+        match opened {
+            Ok((device, found)) => {
+                let what = format!("{} by {found}", hardware.device);
+                Ok(Self::on(device, direction, &what))
+            }
+            Err(reason) if accelerator == Accelerator::Required => Err(MethodError::Unavailable {
+                method,
+                library: hardware.library,
+                reason: reason.to_string(),
+            }),
+            Err(reason) => Ok(Self::none(RunsOn::Fallback(reason))),
+        }
+    }
+
+    /// That device.
+    pub(crate) fn on(device: Box<dyn PageDevice>, direction: Direction, what: &str) -> Self {
+        Self {
+            in_flight: vec![false; device.slots()].into_boxed_slice(),
+            device: Some(device),
+            direction,
+            ..Self::none(RunsOn::Hardware(what.into()))
+        }
+    }
+
+    fn none(runs_on: RunsOn) -> Self {
+        Self {
+            device: None,
+            direction: Direction::Compress,
+            in_flight: Box::default(),
+            failures: 0,
+            refused: 0,
+            last_failure: None,
+            leaving: None,
+            runs_on,
+            jobs: Jobs::default(),
+        }
+    }
+
+    /// A packet whose pages are made of `inputs`; `None` is a page that is not the device's.
+    pub(crate) fn packet<'i, I>(&mut self, inputs: I) -> Packet<'_, 'i, I>
+    where
+        I: Iterator<Item = Option<&'i [u8]>>,
+    {
+        let slots = self.device.as_ref().map_or(0, |device| device.slots());
+        Packet {
+            slots,
+            service: self,
+            inputs: inputs.peekable(),
+            offered: 0,
+            refused: false,
+            page: 0,
+        }
+    }
+
+    pub(crate) fn jobs(&self) -> Jobs {
+        self.jobs
+    }
+
+    pub(crate) fn runs_on(&self) -> RunsOn {
+        self.runs_on.clone()
+    }
+
+    /// Offers the job of a slot; false if the queue is full.
+    ///
+    /// # Safety
+    ///
+    /// As for [`PageDevice::submit`].
+    unsafe fn offer(&mut self, slot: usize, input: &[u8]) -> bool {
+        let Some(device) = self.device.as_mut().filter(|_| self.leaving.is_none()) else {
+            return true;
+        };
+        // SAFETY: the caller's promise.
+        match unsafe { device.submit(slot, input) } {
+            Submitted::Accepted => {
+                self.in_flight[slot] = true;
+                self.refused = 0;
+            }
+            Submitted::Busy => return false,
+            Submitted::Failed(failure) => self.failed(failure),
+        }
+        true
+    }
+
+    /// Waits for the job of a slot; the bytes of its output, `None` if there is none.
+    fn collect(&mut self, slot: usize) -> Option<Collected> {
+        let device = self.device.as_mut()?;
+        if !std::mem::take(self.in_flight.get_mut(slot)?) {
+            return None;
+        }
+        let collected = device.collect(slot);
+        let fits = match (&collected, self.direction) {
+            (Collected::Done(len), Direction::Compress) => *len > 0,
+            (Collected::Done(len), Direction::Decompress) => *len == PAGE_SIZE,
+            (Collected::DoesNotFit, direction) => direction == Direction::Compress,
+            (Collected::Failed(_) | Collected::NoAnswer, _) => false,
+        };
+        if fits {
+            self.failures = 0;
+            return Some(collected);
+        }
+        match collected {
+            Collected::Done(len) => self.failed(Failure::Length(len)),
+            Collected::DoesNotFit => self.failed(Failure::Length(PAGE_SIZE + 1)),
+            Collected::Failed(failure) => self.failed(failure),
+            Collected::NoAnswer => self.abandon(),
+        }
+        None
+    }
+
+    fn failed(&mut self, failure: Failure) {
+        self.failures += 1;
+        self.last_failure = Some(failure);
+        if self.failures >= FAILURES {
+            let reason = format!("{FAILURES} failures in a row, the last: {failure}");
+            self.leaving.get_or_insert(reason);
+        }
+    }
+
+    /// The queue was full when a page's turn came.
+    fn was_full(&mut self) {
+        self.refused += 1;
+        if self.refused >= REFUSED {
+            let reason = format!("its queue was full for {REFUSED} pages in a row");
+            self.leaving.get_or_insert(reason);
+        }
+    }
+
+    fn abandon(&mut self) {
+        if let Some(device) = self.device.take() {
+            device.abandon();
+        }
+        self.in_flight.fill(false);
+        self.leave("a job did not end");
+    }
+
+    /// Collects what nobody wants any more, and leaves a device that is to be left.
+    fn settle(&mut self) {
+        for slot in 0..self.in_flight.len() {
+            self.collect(slot);
+        }
+        if let Some(reason) = self.leaving.take() {
+            self.device = None;
+            self.leave(&reason);
+        }
+    }
+
+    fn leave(&mut self, reason: &str) {
+        if let RunsOn::Hardware(what) = &self.runs_on {
+            self.runs_on = RunsOn::Fallback(format!("{what}: {reason}").into());
+        }
+    }
+}
+
+/// The pages of a packet on their way through the device. As many as it takes are handed out before
+/// the first is waited for, and another one whenever one came back.
+///
+/// The device is done with all inputs when this is dropped, which must not be forgone.
+pub(crate) struct Packet<'s, 'i, I: Iterator<Item = Option<&'i [u8]>>> {
+    service: &'s mut Service,
+    /// Of the pages that were not offered yet, or not taken.
+    inputs: Peekable<I>,
+    /// 0 without a device.
+    slots: usize,
+    /// Pages that have gone to the device, or past it.
+    offered: usize,
+    /// The next of them was refused before.
+    refused: bool,
+    /// Pages that have come back.
+    page: usize,
+}
+
+impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Packet<'_, 'i, I> {
+    /// The next page. What is left to the CPU is counted as done by it.
+    pub(crate) fn next(&mut self) -> Done<'_> {
+        let page = self.page;
+        self.page += 1;
+        let mut collected = None;
+        if self.slots > 0 {
+            while self.offered < page + self.slots && self.offer() {}
+            let mut retries = 0;
+            while self.offered == page && retries < RETRIES && !self.offer() {
+                retries += 1;
+            }
+            if self.offered == page {
+                self.service.was_full();
+                self.pass();
+            }
+            collected = self.service.collect(page % self.slots);
+        }
+        let jobs = &mut self.service.jobs;
+        match (collected, &self.service.device) {
+            (Some(Collected::Done(len)), Some(device)) if len <= PAGE_SIZE => {
+                jobs.hardware += 1;
+                if self.service.direction == Direction::Compress && len == PAGE_SIZE {
+                    return Done::DoesNotFit;
+                }
+                Done::Output(device.output(page % self.slots, len))
+            }
+            (Some(_), _) => {
+                jobs.hardware += 1;
+                Done::DoesNotFit
+            }
+            (None, _) => {
+                jobs.software += 1;
+                Done::ByCpu
+            }
+        }
+    }
+
+    /// Counts the page that came last as one that travels as it is.
+    pub(crate) fn is_raw(&mut self) {
+        self.service.jobs.raw_pages += 1;
+    }
+
+    /// Offers the next page; false if the queue is full or there is none.
+    fn offer(&mut self) -> bool {
+        let slot = self.offered % self.slots;
+        match self.inputs.peek() {
+            None => return false,
+            Some(None) => {}
+            Some(Some(input)) => {
+                if std::mem::replace(&mut self.refused, true) {
+                    self.service.jobs.retries += 1;
+                }
+                // SAFETY: the input lives for 'i, which is longer than this value, and dropping that
+                // collects the job.
+                if !unsafe { self.service.offer(slot, input) } {
+                    return false;
+                }
+            }
+        }
+        self.pass();
+        true
+    }
+
+    fn pass(&mut self) {
+        self.inputs.next();
+        self.offered += 1;
+        self.refused = false;
+    }
+}
+
+impl<'i, I: Iterator<Item = Option<&'i [u8]>>> Drop for Packet<'_, 'i, I> {
+    fn drop(&mut self) {
+        self.service.settle();
+    }
+}
+
+/// A page through both devices: what they must get right before pages are given to them.
+///
+/// # Errors
+///
+/// What they got wrong.
+pub(crate) fn trial(
+    wrapper: Wrapper,
+    open: fn(Direction) -> Result<Box<dyn PageDevice>, String>,
+) -> Result<(), String> {
+    let page: Vec<u8> = (0..PAGE_SIZE)
+        .map(|i| b"hotlift "[i * i % 11 % 8])
+        .collect();
+    let run = |direction, input: &[u8]| -> Result<Vec<u8>, String> {
+        let mut service = Service::on(open(direction)?, direction, "trial");
+        let output = match service.packet(std::iter::once(Some(input))).next() {
+            Done::Output(output) => Some(output.to_vec()),
+            Done::DoesNotFit | Done::ByCpu => None,
+        };
+        let reason = match (service.last_failure, service.runs_on()) {
+            (Some(failure), _) => failure.to_string(),
+            (None, RunsOn::Fallback(reason)) => reason.to_string(),
+            (None, _) => "its queue is full, or a page of text does not shrink".to_owned(),
+        };
+        output.ok_or_else(|| format!("{direction:?} of a page: {reason}"))
+    };
+    let stream = run(Direction::Compress, &page)?;
+    let mut decompressor = Decompressor::new("trial").map_err(|error| error.to_string())?;
+    let mut back = vec![0; PAGE_SIZE];
+    let place = Extent {
+        ptr: back.as_mut_ptr(),
+        len: back.len(),
+    };
+    let deflate = stream.get(wrapper.header().len()..).unwrap_or_default();
+    // SAFETY: the place is all of `back`.
+    unsafe { decompressor.decompress(libdeflate::Wrapper::Raw, deflate, place) };
+    if back != page {
+        return Err("a page that it compressed is another one when decompressed".to_owned());
+    }
+    if run(Direction::Decompress, &stream)? != page {
+        return Err("a page that it decompressed is another one".to_owned());
+    }
+    Ok(())
+}

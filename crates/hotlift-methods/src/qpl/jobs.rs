@@ -1,0 +1,243 @@
+//! Jobs of libqpl: one for each page in flight, for one channel's half.
+//!
+//! Compression is a single pass with fixed Huffman codes, as QEMU's is. Codes of the page's own would
+//! give 1.39 times the ratio (2.71 to 1.95 on Silesia's pages, libqpl 1.9.0), but take a second pass
+//! through the device, and between the two the CPU makes the codes and submits again: work that the
+//! device is there to spare, and the device's rate halved. Who wants the bytes rather than the CPU has
+//! zstd. The device does not verify what it wrote, which would be a third pass.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use hotlift_mem::PAGE_SIZE;
+
+use super::library::Library;
+use super::{Path, sys};
+use crate::pagewise::{Collected, Direction, Failure, PageDevice, Submitted};
+
+/// Jobs of a channel's half that may be in flight: the pages of a multifd packet. 189 KB each of memory
+/// that the library asks for, set up when first needed.
+const JOBS: usize = 128;
+/// Time in which a job must end once it is waited for. The device takes microseconds, and the slowest
+/// of 25,000 page faults half a millisecond (QEMU's measurement); a thousand times that is no delay.
+const DEADLINE: Duration = Duration::from_millis(500);
+/// Questions whether a job has ended before the processor is given to others in between: some 10
+/// microseconds, in which a device with nothing else to do has a page done.
+const SPINS: u32 = 256;
+/// Alignment of a job, that of the completion records inside.
+const ALIGN: usize = 64;
+
+/// The jobs.
+pub(super) struct Pool {
+    library: &'static Library,
+    path: Path,
+    direction: Direction,
+    job: Layout,
+    /// Set up from the first on.
+    jobs: Vec<Memory>,
+    /// What each job writes to: a page a job, all touched, since the device does not fault well.
+    output: Memory,
+    /// Of the software path, whose jobs end when they are submitted: the last one's code.
+    done: u32,
+}
+
+// SAFETY: the memory is this value's alone, but for the device in the time of a job; the library ties no
+// job to a thread.
+unsafe impl Send for Pool {}
+
+impl Pool {
+    /// Jobs of that path, of which one is set up.
+    ///
+    /// # Errors
+    ///
+    /// What the loader or the library said.
+    pub(super) fn open(path: Path, direction: Direction) -> Result<Box<dyn PageDevice>, String> {
+        let library = Library::get()?;
+        let (slots, path_code) = match path {
+            Path::Hardware => (JOBS, sys::PATH_HARDWARE),
+            Path::Software => (1, sys::PATH_SOFTWARE),
+        };
+        let mut size = 0;
+        // SAFETY: `size` is ours to write.
+        let status = unsafe { (library.get_job_size)(path_code, &raw mut size) };
+        let size = usize::try_from(size)
+            .unwrap_or(0)
+            .max(size_of::<sys::Job>());
+        if status != sys::OK {
+            return Err(format!("no size of a job: code {status}"));
+        }
+        let job = Layout::from_size_align(size, ALIGN).map_err(|error| error.to_string())?;
+        let output = Layout::from_size_align(slots * PAGE_SIZE, PAGE_SIZE)
+            .map_err(|error| error.to_string())?;
+        let output = Memory::zeroed(output).ok_or("no memory for the jobs' output")?;
+        // SAFETY: all of the memory, which is ours. Zeroes from the kernel are not there yet.
+        unsafe { output.ptr.write_bytes(0xff, output.layout.size()) };
+        let mut pool = Self {
+            library,
+            path,
+            direction,
+            job,
+            jobs: Vec::with_capacity(slots),
+            output,
+            done: sys::OK,
+        };
+        pool.add_job().map_err(|code| match code {
+            None => "no memory for a job".to_owned(),
+            Some(code) => format!("no job: {} (code {code})", sys::meaning(code)),
+        })?;
+        Ok(Box::new(pool))
+    }
+
+    fn add_job(&mut self) -> Result<(), Option<u32>> {
+        let memory = Memory::zeroed(self.job).ok_or(None)?;
+        let path = match self.path {
+            Path::Hardware => sys::PATH_HARDWARE,
+            Path::Software => sys::PATH_SOFTWARE,
+        };
+        // SAFETY: zeroed memory of the size that the library asks for on this path.
+        match unsafe { (self.library.init_job)(path, memory.ptr.as_ptr().cast()) } {
+            sys::OK => {
+                self.jobs.push(memory);
+                Ok(())
+            }
+            code => Err(Some(code)),
+        }
+    }
+
+    fn job(&self, slot: usize) -> *mut sys::Job {
+        self.jobs[slot].ptr.as_ptr().cast()
+    }
+}
+
+impl PageDevice for Pool {
+    fn slots(&self) -> usize {
+        self.jobs.capacity().min(JOBS)
+    }
+
+    unsafe fn submit(&mut self, slot: usize, input: &[u8]) -> Submitted {
+        while slot >= self.jobs.len() {
+            match self.add_job() {
+                Ok(()) => {}
+                Err(None) => return Submitted::Failed(Failure::NoMemory),
+                Err(Some(code)) => return Submitted::Failed(Failure::Code(code.into())),
+            }
+        }
+        let Ok(available_in) = u32::try_from(input.len()) else {
+            return Submitted::Failed(Failure::Length(input.len()));
+        };
+        let (op, flags, room) = match self.direction {
+            // One byte less than a page: what does not fit is sent as it is.
+            Direction::Compress => (sys::OP_COMPRESS, sys::FLAG_OMIT_VERIFY, PAGE_SIZE - 1),
+            Direction::Decompress => (sys::OP_DECOMPRESS, 0, PAGE_SIZE),
+        };
+        let job = self.job(slot);
+        // SAFETY: the job is initialised and not in flight, the caller's promise, so it is ours; only
+        // fields at its head are written. The output is the slot's own and has room for a page.
+        unsafe {
+            (*job).next_in = input.as_ptr();
+            (*job).available_in = available_in;
+            (*job).next_out = self.output.ptr.as_ptr().add(slot * PAGE_SIZE);
+            (*job).available_out = u32::try_from(room).unwrap_or(0);
+            (*job).total_in = 0;
+            (*job).total_out = 0;
+            (*job).op = op;
+            (*job).flags = sys::FLAG_FIRST | sys::FLAG_LAST | flags;
+            (*job).level = sys::LEVEL;
+            (*job).huffman_table = std::ptr::null_mut();
+            (*job).dictionary = std::ptr::null_mut();
+        }
+        let run = match self.path {
+            Path::Hardware => self.library.submit_job,
+            Path::Software => self.library.execute_job,
+        };
+        // SAFETY: the job is set up, and what it points to stays until it is collected: the input by
+        // the caller's promise, the output because it is this value's.
+        match (unsafe { run(job) }, self.path) {
+            (code, Path::Software) => {
+                self.done = code;
+                Submitted::Accepted
+            }
+            (sys::OK, Path::Hardware) => Submitted::Accepted,
+            (sys::QUEUES_ARE_BUSY, Path::Hardware) => Submitted::Busy,
+            (code, Path::Hardware) => Submitted::Failed(Failure::Code(code.into())),
+        }
+    }
+
+    fn collect(&mut self, slot: usize) -> Collected {
+        let job = self.job(slot);
+        let mut begin = None;
+        let mut questions = 0u32;
+        let code = loop {
+            let code = match self.path {
+                // SAFETY: the job was submitted, and lives.
+                Path::Hardware => unsafe { (self.library.check_job)(job) },
+                Path::Software => self.done,
+            };
+            if code != sys::BEING_PROCESSED {
+                break code;
+            }
+            questions += 1;
+            if questions < SPINS {
+                std::hint::spin_loop();
+            } else if begin.get_or_insert_with(Instant::now).elapsed() < DEADLINE {
+                std::thread::yield_now();
+            } else {
+                return Collected::NoAnswer;
+            }
+        };
+        // SAFETY: the job has ended, so nobody else writes it.
+        let written = unsafe { (*job).total_out };
+        match (code, usize::try_from(written)) {
+            (sys::OK, Ok(written)) if written <= PAGE_SIZE => Collected::Done(written),
+            (sys::OK, written) => Collected::Failed(Failure::Length(written.unwrap_or(usize::MAX))),
+            (sys::MORE_OUTPUT_NEEDED, _) => Collected::DoesNotFit,
+            (code, _) => Collected::Failed(Failure::Code(code.into())),
+        }
+    }
+
+    fn output(&self, slot: usize, len: usize) -> &[u8] {
+        assert!(slot < self.jobs.len() && len <= PAGE_SIZE, "a job's output");
+        // SAFETY: a part of the slot's room, which is initialised; its job has ended, and begins no
+        // other one without `&mut self`.
+        unsafe {
+            let room = self.output.ptr.as_ptr().add(slot * PAGE_SIZE);
+            std::slice::from_raw_parts(room, len)
+        }
+    }
+
+    fn abandon(self: Box<Self>) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        for memory in &self.jobs {
+            // SAFETY: the job is initialised and not in flight, the trait's condition.
+            unsafe { (self.library.fini_job)(memory.ptr.as_ptr().cast()) };
+        }
+    }
+}
+
+/// Memory that a device may write to.
+struct Memory {
+    ptr: NonNull<u8>,
+    layout: Layout,
+}
+
+impl Memory {
+    /// Zeroes of that layout, which has a size.
+    fn zeroed(layout: Layout) -> Option<Self> {
+        // SAFETY: both callers' layouts have a size: a job's head at least, a page at least.
+        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        Some(Self { ptr, layout })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.ptr.as_ptr(), self.layout) };
+    }
+}

@@ -1,0 +1,106 @@
+//! The part of libqpl's C interface that is used, after the public headers of QPL 1.2 to 1.9
+//! (`qpl/c_api/job.h`, `defs.h`, `status.h`; MIT), which agree in what is here.
+
+use std::ffi::{c_char, c_void};
+
+/// `qpl_path_hardware`. (`qpl_path_auto` is never used: it does not say what ran where.)
+pub(super) const PATH_HARDWARE: u32 = 1;
+/// `qpl_path_software`.
+pub(super) const PATH_SOFTWARE: u32 = 2;
+
+/// `qpl_op_decompress`.
+pub(super) const OP_DECOMPRESS: u32 = 0;
+/// `qpl_op_compress`.
+pub(super) const OP_COMPRESS: u32 = 1;
+
+/// `QPL_FLAG_FIRST`.
+pub(super) const FLAG_FIRST: u32 = 0x1;
+/// `QPL_FLAG_LAST`.
+pub(super) const FLAG_LAST: u32 = 0x2;
+/// `QPL_FLAG_OMIT_VERIFY`.
+pub(super) const FLAG_OMIT_VERIFY: u32 = 0x4000;
+
+/// `qpl_default_level`.
+pub(super) const LEVEL: u32 = 1;
+
+/// `QPL_STS_OK`.
+pub(super) const OK: u32 = 0;
+/// `QPL_STS_BEING_PROCESSED`.
+pub(super) const BEING_PROCESSED: u32 = 1;
+/// `QPL_STS_MORE_OUTPUT_NEEDED`.
+pub(super) const MORE_OUTPUT_NEEDED: u32 = 2;
+/// `QPL_STS_QUEUES_ARE_BUSY_ERR`.
+pub(super) const QUEUES_ARE_BUSY: u32 = 5;
+
+/// The head of `qpl_job`, which is all that is set or read here. The library says how long the whole
+/// is, and owns the rest.
+#[repr(C)]
+pub(super) struct Job {
+    pub(super) next_in: *const u8,
+    pub(super) available_in: u32,
+    pub(super) total_in: u32,
+    pub(super) next_out: *mut u8,
+    pub(super) available_out: u32,
+    pub(super) total_out: u32,
+    pub(super) op: u32,
+    pub(super) flags: u32,
+    pub(super) crc: u32,
+    pub(super) xor_checksum: u32,
+    pub(super) last_bit_offset: u32,
+    pub(super) level: u32,
+    pub(super) statistics_mode: u32,
+    pub(super) huffman_table: *mut c_void,
+    pub(super) dictionary: *mut c_void,
+}
+
+/// `const char *qpl_get_library_version(void)`.
+pub(super) type GetVersion = unsafe extern "C" fn() -> *const c_char;
+/// `qpl_status qpl_get_job_size(qpl_path_t, uint32_t *)`.
+pub(super) type GetJobSize = unsafe extern "C" fn(u32, *mut u32) -> u32;
+/// `qpl_status qpl_init_job(qpl_path_t, qpl_job *)`.
+pub(super) type InitJob = unsafe extern "C" fn(u32, *mut Job) -> u32;
+/// `qpl_status qpl_submit_job(qpl_job *)`; `check`, `execute` and `fini` likewise.
+pub(super) type RunJob = unsafe extern "C" fn(*mut Job) -> u32;
+
+/// What a code that is met without a device means.
+pub(super) fn meaning(code: u32) -> &'static str {
+    match code {
+        101 => "out of memory",
+        500 => "the hardware path is not supported here",
+        501 => "libaccel-config.so.1 is missing",
+        502 => "libaccel-config failed",
+        503 => "no shared work queue of an IAA device can be used",
+        _ => "see qpl/c_api/status.h",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::offset_of;
+
+    use super::*;
+
+    #[test]
+    fn the_head_of_a_job_is_laid_out_as_in_every_release() {
+        let ours = [
+            offset_of!(Job, next_in),
+            offset_of!(Job, available_in),
+            offset_of!(Job, total_in),
+            offset_of!(Job, next_out),
+            offset_of!(Job, available_out),
+            offset_of!(Job, total_out),
+            offset_of!(Job, op),
+            offset_of!(Job, flags),
+            offset_of!(Job, crc),
+            offset_of!(Job, xor_checksum),
+            offset_of!(Job, last_bit_offset),
+            offset_of!(Job, level),
+            offset_of!(Job, statistics_mode),
+            offset_of!(Job, huffman_table),
+            offset_of!(Job, dictionary),
+            size_of::<Job>(),
+        ];
+        let theirs = [0, 8, 12, 16, 24, 28, 32, 36, 40, 44, 48, 52, 56, 64, 72, 80];
+        assert_eq!(ours, theirs);
+    }
+}

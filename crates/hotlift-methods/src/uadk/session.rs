@@ -1,0 +1,141 @@
+//! A channel's session with the device: one page at a time, waited for by the library.
+
+use std::ffi::c_int;
+
+use hotlift_mem::PAGE_SIZE;
+
+use super::library::Library;
+use super::sys;
+use crate::pagewise::{Collected, Direction, Failure, PageDevice, Submitted};
+
+/// Room for a page's output (QEMU: as much): the device may write more than it read.
+const ROOM: usize = 2 * PAGE_SIZE;
+
+/// The session.
+pub(super) struct Session {
+    library: &'static Library,
+    handle: usize,
+    direction: Direction,
+    /// What the device writes to, touched.
+    output: Box<[u8; ROOM]>,
+    /// What became of the last request, until it is collected.
+    done: (c_int, u32, u32),
+}
+
+impl Session {
+    /// A session of that direction.
+    ///
+    /// # Errors
+    ///
+    /// What the library said.
+    pub(super) fn open(direction: Direction) -> Result<Box<dyn PageDevice>, String> {
+        let library = Library::get()?;
+        let op_type = op_type(direction);
+        let mut params = sys::SchedParams {
+            // As QEMU: the first node's device, or the next one's.
+            numa_id: 0,
+            op_type: u8::try_from(op_type).unwrap_or(0),
+            mode: 0,
+            begin: 0,
+            end: 0,
+            slack: [0; sys::SLACK],
+        };
+        let mut setup = sys::Setup {
+            alg_type: sys::ALG_ZLIB,
+            level: sys::LEVEL_1,
+            window: sys::WINDOW_4K,
+            op_type,
+            sched_params: &raw mut params,
+            slack: [0; sys::SLACK],
+        };
+        // SAFETY: both structures are those of the header, with zeroes behind, and not kept.
+        let handle = unsafe { (library.alloc_session)(&raw mut setup) };
+        if handle == 0 {
+            return Err("no session".to_owned());
+        }
+        Ok(Box::new(Self {
+            library,
+            handle,
+            direction,
+            output: Box::new([0xff; ROOM]),
+            done: (0, 0, 0),
+        }))
+    }
+}
+
+fn op_type(direction: Direction) -> u32 {
+    match direction {
+        Direction::Compress => sys::COMPRESS,
+        Direction::Decompress => sys::DECOMPRESS,
+    }
+}
+
+impl PageDevice for Session {
+    fn slots(&self) -> usize {
+        1
+    }
+
+    unsafe fn submit(&mut self, _slot: usize, input: &[u8]) -> Submitted {
+        let room = match self.direction {
+            Direction::Compress => ROOM,
+            Direction::Decompress => PAGE_SIZE,
+        };
+        let (Ok(src_len), Ok(dst_len)) = (u32::try_from(input.len()), u32::try_from(room)) else {
+            return Submitted::Failed(Failure::Length(input.len()));
+        };
+        let mut request = sys::Request {
+            src: input.as_ptr(),
+            src_len,
+            dst: self.output.as_mut_ptr(),
+            dst_len,
+            callback: std::ptr::null_mut(),
+            callback_param: std::ptr::null_mut(),
+            op_type: op_type(self.direction),
+            // One flat buffer.
+            data_fmt: 0,
+            last: 1,
+            status: 0,
+            private: std::ptr::null_mut(),
+            slack: [0; sys::SLACK],
+        };
+        // SAFETY: the session is live and used by nobody else (`&mut self`); source and destination are
+        // as long as said.
+        let code = unsafe { (self.library.do_sync)(self.handle, &raw mut request) };
+        if code == sys::BUSY {
+            return Submitted::Busy;
+        }
+        self.done = (code, request.status, request.dst_len);
+        Submitted::Accepted
+    }
+
+    fn collect(&mut self, _slot: usize) -> Collected {
+        let (code, status, written) = self.done;
+        let status = match self.direction {
+            Direction::Decompress if status == sys::STREAM_END => 0,
+            _ => status,
+        };
+        match (code, status, usize::try_from(written)) {
+            (sys::TIMED_OUT, ..) => Collected::NoAnswer,
+            (0, 0, Ok(written)) if written <= PAGE_SIZE => Collected::Done(written),
+            (0, 0, Ok(written)) if written <= ROOM => Collected::DoesNotFit,
+            (0, 0, written) => Collected::Failed(Failure::Length(written.unwrap_or(usize::MAX))),
+            (0, status, _) => Collected::Failed(Failure::Code(status.into())),
+            (code, ..) => Collected::Failed(Failure::Code(code.into())),
+        }
+    }
+
+    fn output(&self, _slot: usize, len: usize) -> &[u8] {
+        &self.output[..len]
+    }
+
+    fn abandon(self: Box<Self>) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // SAFETY: the session is live, and freed only here.
+        unsafe { (self.library.free_session)(self.handle) };
+    }
+}

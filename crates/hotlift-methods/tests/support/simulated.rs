@@ -1,0 +1,76 @@
+//! The simulated accelerators: the library of `hotlift-simulated`, opened in place of the vendors'.
+//!
+//! Cargo builds it because the package is a dependency of the tests, and puts it beside them.
+#![allow(dead_code)]
+
+use std::ffi::{CString, c_char, c_int};
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use libloading::Library;
+
+/// Environment variables that name a vendor's library.
+pub const VARIABLES: [&str; 3] = ["HOTLIFT_LIBQPL", "HOTLIFT_LIBQATZIP", "HOTLIFT_LIBWD"];
+
+/// The library's file.
+pub fn library() -> PathBuf {
+    let test = std::env::current_exe().expect("the test's own file");
+    let file = test.with_file_name("libhotlift_simulated.so");
+    assert!(file.exists(), "{} was not built", file.display());
+    file
+}
+
+/// The process's accelerators, for as long as this lives: how they behave is the process's, too.
+pub struct Simulated {
+    library: Library,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Simulated {
+    /// The accelerators of this process, behaving well. The first call must come before any method
+    /// looks for a library, so every test of a file with this one begins with it.
+    pub fn take() -> Self {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = library();
+        for variable in VARIABLES {
+            // SAFETY: tests of the file wait for each other here, and their harness reads no variable
+            // by C while tests run.
+            unsafe { std::env::set_var(variable, &file) };
+        }
+        // SAFETY: the library has no constructors.
+        let library = unsafe { Library::new(&file) }.expect("the simulated library");
+        let simulated = Self {
+            library,
+            _alone: alone,
+        };
+        simulated.behave("");
+        simulated
+    }
+
+    /// Sets how the devices behave, see `hotlift_simulated::behaviour`, and begins all counts again.
+    pub fn behave(&self, text: &str) {
+        let text = CString::new(text).expect("no NUL");
+        // SAFETY: the type is the function's.
+        let code = unsafe {
+            let simulate = self
+                .library
+                .get::<unsafe extern "C" fn(*const c_char) -> c_int>(b"hotlift_simulate\0")
+                .expect("hotlift_simulate");
+            simulate(text.as_ptr())
+        };
+        assert_eq!(code, 0, "{text:?} is no behaviour");
+    }
+
+    /// Jobs that the devices accepted since.
+    pub fn jobs(&self) -> u64 {
+        // SAFETY: the type is the function's.
+        unsafe {
+            let jobs = self
+                .library
+                .get::<unsafe extern "C" fn() -> u64>(b"hotlift_simulated_jobs\0")
+                .expect("hotlift_simulated_jobs");
+            jobs()
+        }
+    }
+}
