@@ -23,7 +23,9 @@ test:
 	@scripts/install-packages $(TEST_PACKAGES)
 	@scripts/linux-guest >/dev/null || echo "test: the tests with a Linux guest are skipped"
 	@HOTLIFT_QEMU10=$$(scripts/qemu-10.0) || echo "test: the tests with QEMU 10.0 are skipped"; \
-	export HOTLIFT_QEMU10; $(MAKE) --no-print-directory fmt lint unit
+	HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries) || \
+		echo "test: the tests with the accelerators' own libraries are skipped"; \
+	export HOTLIFT_QEMU10 HOTLIFT_VENDOR_LIBRARIES; $(MAKE) --no-print-directory fmt lint unit
 
 fmt:
 	cargo fmt --all --check
