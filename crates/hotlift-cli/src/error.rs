@@ -8,6 +8,7 @@ use hotlift::MigrationError;
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
+use hotlift_idxd::SysfsError;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
@@ -37,6 +38,16 @@ pub enum CommandError {
     NotWell { problem: String },
     #[error("{failed} of {runs} migrations failed")]
     Demo { failed: usize, runs: usize },
+    #[error("cannot look at {}", path.display())]
+    Look {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("the driver idxd says something unexpected")]
+    Idxd(#[from] SysfsError),
+    #[error("cannot write the result")]
+    Output(#[source] std::io::Error),
     #[error("cannot write {}", path.display())]
     Write {
         path: PathBuf,

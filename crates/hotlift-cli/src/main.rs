@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod accel;
 mod args;
 mod demo;
 mod error;
@@ -101,6 +102,12 @@ enum Command {
     Guard(qemu::guard::GuardArgs),
     /// List the page compression methods, and which library does each on this host
     Methods,
+    /// List the accelerators of this host, and what is missing to use them
+    ///
+    /// Looks at devices, work queues, drivers, permissions and the vendors' libraries, and says what
+    /// an operator runs for each thing that is missing. Nothing is changed, and no queue is opened but
+    /// by the vendors' own libraries, to see whether they work.
+    Accel(accel::AccelArgs),
 }
 
 #[derive(Subcommand)]
@@ -129,6 +136,7 @@ fn main() -> ExitCode {
             Ok(())
         }
         Command::Relay(command) => relay::run(&command),
+        Command::Accel(args) => accel::run(&args),
         Command::Methods => {
             println!("{}", report::methods());
             Ok(())

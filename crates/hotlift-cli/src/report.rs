@@ -3,15 +3,18 @@
 use std::path::Path;
 
 use comfy_table::presets::UTF8_FULL_CONDENSED;
-use comfy_table::{CellAlignment, Table};
+use comfy_table::{CellAlignment, ContentArrangement, Table};
 use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
 use hotlift::{Options, Status};
-use hotlift_methods::METHODS;
+use hotlift_methods::{METHODS, Unit};
 use hotlift_vmm::{GuestKind, GuestSettings};
 use serde::Serialize;
 
 use crate::error::CommandError;
 use crate::events::Check;
+
+/// Columns that a table may take where it can be made narrower.
+const TERMINAL_WIDTH: u16 = 100;
 
 /// One migration, as `--json` writes it. Times in milliseconds, CPU in seconds and percent of one
 /// core; every figure is defined in `hotlift::figures`.
@@ -296,9 +299,19 @@ pub fn done_by(jobs: &JobFigures) -> String {
     }
 }
 
-/// The table of methods.
+/// The table of methods, and a line on each.
 pub fn methods() -> String {
-    let mut table = new_table(&["method", "levels", "state", "done by", "what"]);
+    let mut table = new_table(&[
+        "method",
+        "unit",
+        "levels",
+        "hardware",
+        "software here",
+        "at the other end",
+    ]);
+    table
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(TERMINAL_WIDTH);
     for method in METHODS {
         let levels = method.levels.as_ref().map_or("-".to_owned(), |levels| {
             format!(
@@ -308,16 +321,26 @@ pub fn methods() -> String {
                 method.default_level
             )
         });
-        let state = if method.stateful { "per channel" } else { "-" };
+        let unit = match (method.stateful, method.unit) {
+            (true, _) => "channel",
+            (false, Unit::Packet) => "packet",
+            (false, Unit::Page) => "page",
+        };
         table.add_row([
             method.name.to_owned(),
+            unit.to_owned(),
             levels,
-            state.to_owned(),
+            method.hardware.map_or("-", |one| one.device).to_owned(),
             (method.library)(),
-            method.summary.to_owned(),
+            method.interoperates_with.to_owned(),
         ]);
     }
-    table.to_string()
+    let mut text = table.to_string();
+    for method in METHODS {
+        text.push_str(&format!("\n{:8}{}", method.name, method.summary));
+    }
+    text.push_str("\n\nWhat the hardware lacks here: hotlift accel");
+    text
 }
 
 /// Writes all runs as a JSON array.

@@ -1,9 +1,11 @@
 //! The command as a user runs it: processes, signals, exit codes, files left behind.
 
+mod accel;
 mod demo;
 mod guest_run;
 mod hotlift;
 mod killed;
+mod methods;
 #[path = "../../../hotlift-vmm/tests/migration/proxy.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]
 mod proxy;

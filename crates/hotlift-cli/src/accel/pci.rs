@@ -1,0 +1,74 @@
+//! PCI devices, as far as an accelerator's driver is concerned.
+
+use super::host::Host;
+
+/// A PCI function.
+#[derive(Debug, Clone)]
+pub struct Function {
+    /// As in `0000:6b:00.0`.
+    pub address: String,
+    /// Vendor and device id.
+    pub id: (u16, u16),
+    /// The driver that has it.
+    pub driver: Option<String>,
+    /// NUMA node; `None` if the host has one only.
+    pub numa_node: Option<u64>,
+    /// Its group, the name of its node in `/dev/vfio`; `None` without an IOMMU.
+    pub iommu_group: Option<String>,
+    /// Address of the physical function that a virtual one belongs to.
+    pub physical: Option<String>,
+}
+
+impl Function {
+    /// Its folder.
+    pub fn folder(&self) -> String {
+        folder(&self.address)
+    }
+
+    /// "NUMA node 0", or nothing.
+    pub fn place(&self) -> Option<String> {
+        self.numa_node.map(|node| format!("NUMA node {node}"))
+    }
+}
+
+/// All functions with one of these ids.
+pub fn functions(host: &Host, ids: &[(u16, u16)]) -> Vec<Function> {
+    let addresses = host.names("/sys/bus/pci/devices").into_iter();
+    addresses
+        .filter_map(|address| {
+            let folder = folder(&address);
+            let id = |name: &str| {
+                let text = host.read(&format!("{folder}/{name}"))?;
+                u16::from_str_radix(text.strip_prefix("0x")?, 16).ok()
+            };
+            let id = (id("vendor")?, id("device")?);
+            ids.contains(&id).then(|| Function {
+                id,
+                driver: host.link(&format!("{folder}/driver")),
+                numa_node: host.number(&format!("{folder}/numa_node")),
+                iommu_group: host.link(&format!("{folder}/iommu_group")),
+                physical: host.link(&format!("{folder}/physfn")),
+                address,
+            })
+        })
+        .collect()
+}
+
+fn folder(address: &str) -> String {
+    format!("/sys/bus/pci/devices/{address}")
+}
+
+/// What gives a function to a module's driver, whoever has it now.
+pub fn give_to(module: &str, driver: &str, function: &Function) -> Vec<String> {
+    let folder = function.folder();
+    let address = &function.address;
+    let mut commands = vec![
+        format!("modprobe {module}"),
+        format!("echo {driver} > {folder}/driver_override"),
+        format!("echo {address} > /sys/bus/pci/drivers_probe"),
+    ];
+    if function.driver.is_some() {
+        commands.insert(2, format!("echo {address} > {folder}/driver/unbind"));
+    }
+    commands
+}
