@@ -4,16 +4,23 @@
 //! |---|---|
 //! | `sysfs` | devices and their work queues: what there is, how it is set up, its limits |
 //! | `attribute` | one attribute file of sysfs, as a number, a name or a set of operations |
+//! | `descriptor`, `record` | what a device is told, and what it answers |
+//! | `portal` | ways to hand a descriptor to a queue |
+//! | `zero` | zero pages, found by devices |
+//! | `model` | a software model of a queue, for tests |
 //! | `cpu` | which instructions this CPU has to hand descriptors to a queue |
 //!
 //! Reading here has no effect on a device. A queue's node is never opened to see whether it can be: a
 //! dedicated queue has one opener, and every opener binds its address space to the device.
 
-#![deny(unsafe_code)]
-
 mod attribute;
 pub mod cpu;
+pub mod descriptor;
+pub mod model;
+pub mod portal;
+pub mod record;
 pub mod sysfs;
+pub mod zero;
 
 pub use attribute::{OpSet, SysfsError};
 pub use cpu::CpuFeatures;

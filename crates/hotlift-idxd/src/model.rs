@@ -1,0 +1,328 @@
+//! A software model of one DSA queue, for tests: it takes descriptors as a portal does, executes them in
+//! memory, writes completion records, and can be told to fault, fail, refuse, answer late, in another
+//! order, never, or to die. What is measured on it says nothing about a device.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::descriptor::{Descriptor, Opcode};
+use crate::portal::{Portal, Submitted};
+use crate::record::Record;
+
+/// How a model behaves. Chances are in thousandths of the descriptors (of a batch: of its members),
+/// drawn from `seed`.
+#[derive(Debug, Clone, Copy)]
+pub struct Behaviour {
+    /// Begins the draws: the same seed and the same order of descriptors give the same faults.
+    pub seed: u64,
+    /// Descriptors that wait at most; one more is refused as full.
+    pub depth: usize,
+    /// Longest batch.
+    pub max_batch: u32,
+    /// Largest range, in bytes.
+    pub max_transfer: u32,
+    /// Submissions that are refused as full although there is room.
+    pub full: u32,
+    /// Page faults at a byte that is drawn, too.
+    pub fault: u32,
+    /// Failures with a status that the CPU is not to work around (hardware error 0x20).
+    pub fail: u32,
+    /// Batches whose list faults at a member that is drawn: the rest are never looked at.
+    pub list_fault: u32,
+    /// Descriptors that are never answered.
+    pub silent: u32,
+    /// Descriptors wait until others that came later are done.
+    pub shuffled: bool,
+}
+
+impl Default for Behaviour {
+    /// A device without faults, as the shipped profiles set queues up.
+    fn default() -> Self {
+        Self {
+            seed: 1,
+            depth: 128,
+            max_batch: 1024,
+            max_transfer: 2 << 20,
+            full: 0,
+            fault: 0,
+            fail: 0,
+            list_fault: 0,
+            silent: 0,
+            shuffled: false,
+        }
+    }
+}
+
+/// Status codes that the model writes (see `record`).
+mod status {
+    pub const SUCCESS: u8 = 0x01;
+    pub const PAGE_FAULT: u8 = 0x03;
+    pub const BATCH_FAILED: u8 = 0x05;
+    pub const BATCH_FAULT: u8 = 0x06;
+    pub const OPCODE: u8 = 0x10;
+    pub const TRANSFER_SIZE: u8 = 0x13;
+    pub const DESCRIPTOR_COUNT: u8 = 0x14;
+    pub const HARDWARE: u8 = 0x20;
+}
+
+/// The model.
+#[derive(Debug)]
+pub struct Model {
+    behaviour: Behaviour,
+    state: Mutex<State>,
+    arrived: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    waiting: VecDeque<Descriptor>,
+    draws: u64,
+    dead: bool,
+    closed: bool,
+    accepted: u64,
+}
+
+impl Model {
+    /// A queue.
+    #[must_use]
+    pub fn new(behaviour: Behaviour) -> Self {
+        Self {
+            behaviour,
+            state: Mutex::new(State {
+                waiting: VecDeque::new(),
+                // Never 0, where the draws would stay.
+                draws: behaviour.seed | 1 << 63,
+                dead: false,
+                closed: false,
+                accepted: 0,
+            }),
+            arrived: Condvar::new(),
+        }
+    }
+
+    /// Descriptors that were accepted so far.
+    #[must_use]
+    pub fn accepted(&self) -> u64 {
+        self.lock().accepted
+    }
+
+    /// From now on nothing is answered, and every submission is an error.
+    pub fn die(&self) {
+        let mut state = self.lock();
+        state.dead = true;
+        state.waiting.clear();
+    }
+
+    /// Executes one descriptor that waits; false if none does.
+    pub fn step(&self) -> bool {
+        let mut state = self.lock();
+        let next = if self.behaviour.shuffled && state.waiting.len() > 1 {
+            let waiting = state.waiting.len();
+            let at = state.below(waiting);
+            state.waiting.remove(at)
+        } else {
+            state.waiting.pop_front()
+        };
+        let Some(descriptor) = next else {
+            return false;
+        };
+        // SAFETY: whoever submitted it answers for its addresses until the record is complete.
+        unsafe { self.execute(&descriptor, &mut state) };
+        true
+    }
+
+    /// Executes descriptors until [`Model::close`] is called: what a device's thread does.
+    pub fn run(&self) {
+        loop {
+            while self.step() {}
+            let state = self.lock();
+            if state.closed {
+                return;
+            }
+            let has_work = |state: &mut State| state.waiting.is_empty() && !state.closed;
+            drop(self.arrived.wait_while(state, has_work));
+        }
+    }
+
+    /// Ends [`Model::run`].
+    pub fn close(&self) {
+        self.lock().closed = true;
+        self.arrived.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// # Safety
+    ///
+    /// As [`Portal::submit`].
+    unsafe fn execute(&self, descriptor: &Descriptor, state: &mut State) {
+        if state.chance(self.behaviour.silent) {
+            return;
+        }
+        // SAFETY: the caller's promise holds for the record.
+        let record = unsafe { &*descriptor.record() };
+        if descriptor.opcode() == Some(Opcode::Batch) {
+            // SAFETY: the caller's promise holds for the list and all that it names.
+            unsafe { self.batch(descriptor, record, state) };
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { self.one(descriptor, record, state) };
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As [`Portal::submit`].
+    unsafe fn batch(&self, descriptor: &Descriptor, record: &Record, state: &mut State) {
+        let count = descriptor.size();
+        if count < 2 || count > self.behaviour.max_batch {
+            return record.complete(status::DESCRIPTOR_COUNT, 0, 0, 0);
+        }
+        let list = descriptor.source() as *const Descriptor;
+        let members = usize::try_from(count).unwrap_or(0);
+        let readable = if state.chance(self.behaviour.list_fault) {
+            state.below(members)
+        } else {
+            members
+        };
+        let mut all_well = true;
+        for at in 0..readable {
+            // SAFETY: the list has so many descriptors, which stay until the batch is complete.
+            let member = unsafe { *list.add(at) };
+            // SAFETY: the caller's promise holds for every member.
+            let member_record = unsafe { &*member.record() };
+            all_well &= if member.opcode() == Some(Opcode::Batch) {
+                member_record.complete(status::OPCODE, 0, 0, 0);
+                false
+            } else {
+                // SAFETY: the caller's promise.
+                unsafe { self.one(&member, member_record, state) }
+            };
+        }
+        let done = u32::try_from(readable).unwrap_or(u32::MAX);
+        if readable < members {
+            record.complete(status::BATCH_FAULT, 0, done, list as u64);
+        } else if all_well {
+            record.complete(status::SUCCESS, 0, done, 0);
+        } else {
+            record.complete(status::BATCH_FAILED, 0, done, 0);
+        }
+    }
+
+    /// True if it succeeded.
+    ///
+    /// # Safety
+    ///
+    /// As [`Portal::submit`].
+    unsafe fn one(&self, descriptor: &Descriptor, record: &Record, state: &mut State) -> bool {
+        if state.chance(self.behaviour.fail) {
+            record.complete(status::HARDWARE, 0, 0, 0);
+            return false;
+        }
+        let size = descriptor.size();
+        if descriptor.opcode() != Some(Opcode::Noop)
+            && (size == 0 || size > self.behaviour.max_transfer)
+        {
+            record.complete(status::TRANSFER_SIZE, 0, 0, 0);
+            return false;
+        }
+        let bytes = usize::try_from(size).unwrap_or(0);
+        let fault = state
+            .chance(self.behaviour.fault)
+            .then(|| state.below(bytes.max(1)));
+        let reach = fault.unwrap_or(bytes);
+        let (source, destination) = (descriptor.source(), descriptor.destination());
+        let result = match descriptor.opcode() {
+            Some(Opcode::Noop) => None,
+            Some(Opcode::ComparePattern) => {
+                let pattern = destination.to_le_bytes();
+                // SAFETY: the submitter's promise for the source.
+                unsafe { first(reach, |at| byte(source, at) != pattern[at % 8]) }
+            }
+            Some(Opcode::Compare) => {
+                // SAFETY: the submitter's promise for both ranges.
+                unsafe { first(reach, |at| byte(source, at) != byte(destination, at)) }
+            }
+            Some(Opcode::Memmove) => {
+                // SAFETY: the submitter's promise for both ranges.
+                unsafe { std::ptr::copy(source as *const u8, destination as *mut u8, reach) };
+                None
+            }
+            Some(Opcode::Fill) => {
+                let pattern = source.to_le_bytes();
+                for at in 0..reach {
+                    // SAFETY: the submitter's promise for the destination.
+                    unsafe {
+                        (destination as *mut u8)
+                            .add(at)
+                            .write_volatile(pattern[at % 8])
+                    };
+                }
+                None
+            }
+            Some(Opcode::Batch) | None => {
+                record.complete(status::OPCODE, 0, 0, 0);
+                return false;
+            }
+        };
+        let done = |at: usize| u32::try_from(at).unwrap_or(u32::MAX);
+        match (result, fault) {
+            (Some(at), _) => record.complete(status::SUCCESS, 1, done(at), 0),
+            (None, Some(at)) => {
+                let address = source.wrapping_add(at as u64);
+                record.complete(status::PAGE_FAULT, 0, done(at), address);
+                return false;
+            }
+            (None, None) => record.complete(status::SUCCESS, 0, size, 0),
+        }
+        true
+    }
+}
+
+/// The first of `bytes` positions where that holds.
+fn first(bytes: usize, holds: impl Fn(usize) -> bool) -> Option<usize> {
+    (0..bytes).find(|at| holds(*at))
+}
+
+/// # Safety
+///
+/// The byte must be mapped readable.
+unsafe fn byte(base: u64, at: usize) -> u8 {
+    // SAFETY: the caller's promise; others may write it meanwhile.
+    unsafe { (base as *const u8).add(at).read_volatile() }
+}
+
+impl State {
+    /// A number below `n`.
+    fn below(&mut self, n: usize) -> usize {
+        // xorshift64: Marsaglia 2003.
+        self.draws ^= self.draws << 13;
+        self.draws ^= self.draws >> 7;
+        self.draws ^= self.draws << 17;
+        usize::try_from(self.draws % n as u64).unwrap_or(0)
+    }
+
+    fn chance(&mut self, thousandths: u32) -> bool {
+        thousandths > 0 && self.below(1000) < usize::try_from(thousandths).unwrap_or(usize::MAX)
+    }
+}
+
+impl Portal for Model {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
+        let mut state = self.lock();
+        if state.dead {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        if state.waiting.len() >= self.behaviour.depth || state.chance(self.behaviour.full) {
+            return Ok(Submitted::Full);
+        }
+        state.waiting.push_back(*descriptor);
+        state.accepted += 1;
+        drop(state);
+        self.arrived.notify_one();
+        Ok(Submitted::Accepted)
+    }
+}

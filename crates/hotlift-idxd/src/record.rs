@@ -1,0 +1,151 @@
+//! Completion records: the 32 bytes that a device writes when it is done.
+//!
+//! ```text
+//!  0 status (0: not yet)   1 result   2 fault info   4 bytes or descriptors done   8 fault address
+//! 16 by operation
+//! ```
+
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+/// Bytes of a record.
+pub const RECORD: usize = 32;
+
+/// Status: done.
+const SUCCESS: u8 = 0x01;
+/// Status: done, and the result is not the one that was expected.
+const SUCCESS_BUT_DIFFERS: u8 = 0x02;
+/// Status: a page was not there; a part is done.
+const PAGE_FAULT: u8 = 0x03;
+/// Status: the system could not bring the page.
+const PAGE_REQUEST_FAILED: u8 = 0x04;
+/// Status of a batch: not all of it succeeded.
+const BATCH_FAILED: u8 = 0x05;
+/// Status of a batch: its list could not be read to the end.
+const BATCH_FAULT: u8 = 0x06;
+/// Status: the address could not be translated.
+const TRANSLATION_FAILED: u8 = 0x22;
+/// Bit of the status: the fault was on a write.
+const ON_WRITE: u8 = 0x80;
+
+/// One record, written by a device while a program looks at it.
+#[derive(Debug, Default)]
+#[repr(C, align(32))]
+pub struct Record {
+    status: AtomicU8,
+    result: AtomicU8,
+    fault_info: AtomicU8,
+    reserved: AtomicU8,
+    completed: AtomicU32,
+    fault_address: AtomicU64,
+    by_operation: [AtomicU64; 2],
+}
+
+const _: () = assert!(size_of::<Record>() == RECORD);
+
+/// What a device says of a descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Completion {
+    /// It is not done.
+    Pending,
+    /// Done. The result is 0 where a comparison found no difference.
+    Done {
+        /// 0 or 1.
+        differs: bool,
+    },
+    /// Some bytes are done; then a page was not there, or could not be reached. The CPU goes on.
+    Fault {
+        /// The difference is found already.
+        differs: bool,
+        /// Bytes that were done before.
+        completed: u32,
+    },
+    /// Of a batch: at least one descriptor did not succeed. Each has its own record; a record that is
+    /// still pending is of one that was never read.
+    BatchFailed,
+    /// The device did not do it; its status code.
+    Failed(u8),
+}
+
+impl Record {
+    /// Makes it pending, for a descriptor that is to be submitted.
+    pub fn clear(&self) {
+        self.result.store(0, Ordering::Relaxed);
+        self.completed.store(0, Ordering::Relaxed);
+        self.status.store(0, Ordering::Relaxed);
+    }
+
+    /// What the device has said so far. Once it is not pending, everything that the device wrote before
+    /// is visible, too.
+    #[must_use]
+    pub fn read(&self) -> Completion {
+        let status = self.status.load(Ordering::Acquire);
+        let differs = self.result.load(Ordering::Relaxed) != 0;
+        match status & !ON_WRITE {
+            0 => Completion::Pending,
+            SUCCESS | SUCCESS_BUT_DIFFERS => Completion::Done { differs },
+            PAGE_FAULT | PAGE_REQUEST_FAILED | TRANSLATION_FAILED => Completion::Fault {
+                differs,
+                completed: self.completed.load(Ordering::Relaxed),
+            },
+            BATCH_FAILED | BATCH_FAULT => Completion::BatchFailed,
+            code => Completion::Failed(code),
+        }
+    }
+
+    /// As a device writes it: everything else before the status.
+    pub fn complete(&self, status: u8, result: u8, completed: u32, fault_address: u64) {
+        self.result.store(result, Ordering::Relaxed);
+        self.completed.store(completed, Ordering::Relaxed);
+        self.fault_address.store(fault_address, Ordering::Relaxed);
+        self.status.store(status, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_lie_where_the_device_writes_them() {
+        assert_eq!(std::mem::offset_of!(Record, result), 1);
+        assert_eq!(std::mem::offset_of!(Record, completed), 4);
+        assert_eq!(std::mem::offset_of!(Record, fault_address), 8);
+        assert_eq!(align_of::<Record>(), RECORD);
+    }
+
+    #[test]
+    fn every_status_is_understood() {
+        let read = |status, result, completed| {
+            let record = Record::default();
+            record.complete(status, result, completed, 0x1000);
+            record.read()
+        };
+        assert_eq!(Record::default().read(), Completion::Pending);
+        assert_eq!(read(0x01, 0, 4096), Completion::Done { differs: false });
+        assert_eq!(read(0x01, 1, 64), Completion::Done { differs: true });
+        assert_eq!(read(0x02, 1, 64), Completion::Done { differs: true });
+        for status in [0x03, 0x83, 0x04, 0x22] {
+            let expected = Completion::Fault {
+                differs: false,
+                completed: 512,
+            };
+            assert_eq!(read(status, 0, 512), expected, "{status:#x}");
+        }
+        for status in [0x05, 0x06] {
+            assert_eq!(read(status, 0, 3), Completion::BatchFailed, "{status:#x}");
+        }
+        for status in (0x07..=0x21).chain([0x26, 0x27, 0x7f]) {
+            assert_eq!(read(status, 0, 0), Completion::Failed(status));
+        }
+    }
+
+    #[test]
+    fn a_cleared_record_is_pending_again() {
+        let record = Record::default();
+        record.complete(0x03, 1, 77, 0);
+        record.clear();
+        assert_eq!(record.read(), Completion::Pending);
+        record.complete(0x01, 0, 0, 0);
+        assert_eq!(record.read(), Completion::Done { differs: false });
+    }
+}

@@ -1,0 +1,501 @@
+//! Zero pages, found by devices.
+//!
+//! ```text
+//! channel thread: fill a batch -> submit -> (encode and send the batch before) -> wait -> verdicts
+//! completion thread:            poll the records of all that is in flight, wake who waits; sleep if none
+//! ```
+//!
+//! A batch goes to one device, the next batch to the next one. Whatever a device does not settle is left
+//! to the CPU, with the bytes that are still to be looked at: page faults, refused descriptors, a full
+//! queue, a device that errs or does not answer. The last two end its service.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::descriptor::Descriptor;
+use crate::portal::{Portal, Submitted};
+use crate::record::{Completion, Record};
+
+/// How often a full queue is tried again: QEMU's series gives a batch of 128 so many turns for each.
+/// After that the CPU does the rest of the batch, which gives the queue time, too.
+const FULL_RETRIES: u32 = 12_800;
+
+/// How long a batch may take. A device looks at 128 pages in 20 us; a page fault that the system serves
+/// takes a millisecond at worst.
+const DEADLINE: Duration = Duration::from_secs(1);
+
+/// A device that takes work.
+pub struct Device {
+    /// Its node, as in "/dev/dsa/wq4.0".
+    pub name: String,
+    /// Its entrance.
+    pub portal: Box<dyn Portal>,
+    /// Longest batch; below 2 it takes none.
+    pub max_batch: u32,
+}
+
+/// What has been done by devices, and what not.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ZeroJobs {
+    /// Pages that a device has settled.
+    pub hardware: u64,
+    /// Pages that the CPU has settled, in whole or from where a device stopped.
+    pub software: u64,
+    /// Submissions repeated because a queue was full.
+    pub retries: u64,
+}
+
+/// Devices and the thread that listens to them.
+pub struct ZeroFinder {
+    inner: Arc<Inner>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Inner {
+    devices: Vec<Service>,
+    next: AtomicUsize,
+    flights: Mutex<Flights>,
+    more: Condvar,
+    hardware: AtomicU64,
+    software: AtomicU64,
+    retries: AtomicU64,
+    deadline: Duration,
+}
+
+/// Batches that devices work on.
+#[derive(Default)]
+struct Flights {
+    list: Vec<(Box<Flight>, Arc<Slot>)>,
+    closed: bool,
+}
+
+/// A device and whether it is still used.
+struct Service {
+    device: Device,
+    out: OnceLock<String>,
+}
+
+/// Where a batch comes back to.
+#[derive(Default)]
+struct Slot {
+    landed: Mutex<Option<Landing>>,
+    wake: Condvar,
+}
+
+enum Landing {
+    Done(Box<Flight>),
+    /// The device did not answer. It may still write to the flight's memory, which is never freed.
+    Lost(Vec<Page>),
+}
+
+/// One batch: what a device reads, and what it writes to.
+struct Flight {
+    pages: Vec<Page>,
+    descriptors: Box<[Descriptor]>,
+    records: Box<[Record]>,
+    /// What was submitted: so many pages each, from the first on. A head of one page has the page's own
+    /// record, a longer one the batch record of its number.
+    heads: Vec<usize>,
+    head_records: Box<[Record]>,
+    /// Index of the device.
+    device: usize,
+    begun: Option<Instant>,
+}
+
+/// A page's address. It is a number here; who gave it answers for what lies there.
+#[derive(Debug, Clone, Copy)]
+struct Page(*const u8);
+
+// SAFETY: an address is a number.
+unsafe impl Send for Page {}
+
+// SAFETY: descriptors hold addresses, of the flight's own memory and of pages that are only read.
+unsafe impl Send for Flight {}
+
+/// A channel's batch of pages; it is kept from packet to packet.
+pub struct ZeroBatch {
+    finder: Arc<Inner>,
+    flight: Option<Box<Flight>>,
+    slot: Arc<Slot>,
+    /// Pages at most.
+    room: usize,
+    page_size: u32,
+}
+
+/// What is known of a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is zero.
+    Zero,
+    /// It is not.
+    Normal,
+    /// The bytes before this one are zero; the CPU is to look at the rest.
+    LookFrom(usize),
+}
+
+impl ZeroFinder {
+    /// Begins to work with `devices`, of which there is at least one.
+    ///
+    /// # Errors
+    ///
+    /// The system's reason if there can be no thread.
+    pub fn new(devices: Vec<Device>) -> std::io::Result<Self> {
+        Self::with_deadline(devices, DEADLINE)
+    }
+
+    /// The same with another deadline for a batch.
+    ///
+    /// # Errors
+    ///
+    /// As [`ZeroFinder::new`].
+    pub fn with_deadline(devices: Vec<Device>, deadline: Duration) -> std::io::Result<Self> {
+        let service = |device| Service {
+            device,
+            out: OnceLock::new(),
+        };
+        let inner = Arc::new(Inner {
+            devices: devices.into_iter().map(service).collect(),
+            next: AtomicUsize::new(0),
+            flights: Mutex::default(),
+            more: Condvar::new(),
+            hardware: AtomicU64::new(0),
+            software: AtomicU64::new(0),
+            retries: AtomicU64::new(0),
+            deadline,
+        });
+        let listener = Arc::clone(&inner);
+        let thread = std::thread::Builder::new()
+            .name("dsa_completion".to_owned())
+            .spawn(move || listener.listen())?;
+        Ok(Self {
+            inner,
+            thread: Some(thread),
+        })
+    }
+
+    /// A batch of at most `pages` pages of `page_size` bytes.
+    #[must_use]
+    pub fn batch(&self, pages: usize, page_size: u32) -> ZeroBatch {
+        ZeroBatch {
+            finder: Arc::clone(&self.inner),
+            flight: Some(Flight::new(pages)),
+            slot: Arc::default(),
+            room: pages,
+            page_size,
+        }
+    }
+
+    /// What was done so far, and by what.
+    #[must_use]
+    pub fn jobs(&self) -> ZeroJobs {
+        ZeroJobs {
+            hardware: self.inner.hardware.load(Ordering::Relaxed),
+            software: self.inner.software.load(Ordering::Relaxed),
+            retries: self.inner.retries.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Devices that were taken out of service, each with the reason.
+    #[must_use]
+    pub fn out_of_service(&self) -> Vec<String> {
+        let out =
+            |service: &Service| Some(format!("{}: {}", service.device.name, service.out.get()?));
+        self.inner.devices.iter().filter_map(out).collect()
+    }
+}
+
+impl Drop for ZeroFinder {
+    fn drop(&mut self) {
+        self.inner.lock().closed = true;
+        self.inner.more.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // A panic there has been printed, and nothing of it is left here.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, Flights> {
+        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends every batch back that has landed, until closed and nothing is in flight.
+    fn listen(&self) {
+        let mut flying: Vec<(Box<Flight>, Arc<Slot>)> = Vec::new();
+        loop {
+            let mut flights = self.lock();
+            while flights.list.is_empty() && flying.is_empty() {
+                if flights.closed {
+                    return;
+                }
+                flights = self
+                    .more
+                    .wait(flights)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+            flying.append(&mut flights.list);
+            drop(flights);
+            // Only what is complete is taken out; the rest keeps its order.
+            let mut at = 0;
+            while at < flying.len() {
+                match self.look(&flying[at].0) {
+                    Look::Flies => at += 1,
+                    Look::Landed => {
+                        let (flight, slot) = flying.remove(at);
+                        self.completed(&flight);
+                        slot.put(Landing::Done(flight));
+                    }
+                    Look::Late => {
+                        let (flight, slot) = flying.remove(at);
+                        let service = &self.devices[flight.device];
+                        let _ = service
+                            .out
+                            .set(format!("no answer within {:?}", self.deadline));
+                        let pages = flight.pages.clone();
+                        // The device may still write to it.
+                        std::mem::forget(flight);
+                        slot.put(Landing::Lost(pages));
+                    }
+                }
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    fn look(&self, flight: &Flight) -> Look {
+        let mut heads = flight.head_records();
+        if heads.all(|record| record.read() != Completion::Pending) {
+            return Look::Landed;
+        }
+        match flight.begun {
+            Some(begun) if begun.elapsed() >= self.deadline => Look::Late,
+            _ => Look::Flies,
+        }
+    }
+
+    fn completed(&self, flight: &Flight) {
+        for _ in &flight.heads {
+            self.devices[flight.device].device.portal.completed();
+        }
+    }
+
+    /// The next device in turn that is in service.
+    fn choose(&self) -> Option<usize> {
+        let first = self.next.fetch_add(1, Ordering::Relaxed);
+        let all = self.devices.len();
+        (0..all)
+            .map(|k| (first + k) % all)
+            .find(|&k| self.devices[k].out.get().is_none())
+    }
+}
+
+enum Look {
+    Flies,
+    Landed,
+    Late,
+}
+
+impl Slot {
+    fn put(&self, landing: Landing) {
+        *self.landed.lock().unwrap_or_else(PoisonError::into_inner) = Some(landing);
+        self.wake.notify_all();
+    }
+
+    fn wait(&self) -> Landing {
+        let mut landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(landing) = landed.take() {
+                return landing;
+            }
+            landed = self
+                .wake
+                .wait(landed)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Flight {
+    /// Room for so many pages.
+    fn new(pages: usize) -> Box<Self> {
+        let records = |count| (0..count).map(|_| Record::default()).collect();
+        Box::new(Self {
+            pages: Vec::with_capacity(pages),
+            descriptors: vec![Descriptor::noop(std::ptr::null()); pages].into(),
+            records: records(pages),
+            heads: Vec::with_capacity(pages),
+            head_records: records(pages.div_ceil(2)),
+            device: 0,
+            begun: None,
+        })
+    }
+
+    /// The records that tell when everything submitted is complete.
+    fn head_records(&self) -> impl Iterator<Item = &Record> {
+        let mut first = 0;
+        let mut batch = 0;
+        self.heads.iter().map(move |&pages| {
+            let record = if pages == 1 {
+                &self.records[first]
+            } else {
+                batch += 1;
+                &self.head_records[batch - 1]
+            };
+            first += pages;
+            record
+        })
+    }
+
+    /// Pages that were handed to the device, from the first on.
+    fn submitted(&self) -> usize {
+        self.heads.iter().sum()
+    }
+}
+
+impl ZeroBatch {
+    /// Adds a page, and returns true if there is no room for another.
+    ///
+    /// # Panics
+    ///
+    /// If it is in flight, or full.
+    pub fn push(&mut self, page: *const u8) -> bool {
+        let flight = self.flight.as_mut().expect("a batch that is not in flight");
+        assert!(flight.pages.len() < flight.records.len(), "a full batch");
+        flight.pages.push(Page(page));
+        flight.pages.len() == flight.records.len()
+    }
+
+    /// Hands the pages to a device and returns at once.
+    ///
+    /// # Safety
+    ///
+    /// The pages must stay mapped readable until [`ZeroBatch::wait`] has returned, and, after a device
+    /// did not answer, as long as it may still read them.
+    pub unsafe fn submit(&mut self) {
+        let Some(mut flight) = self.flight.take() else {
+            return;
+        };
+        flight.heads.clear();
+        flight.begun = Some(Instant::now());
+        if let Some(device) = self.finder.choose() {
+            flight.device = device;
+            // SAFETY: the caller's promise; the flight's own memory is on the heap and stays.
+            unsafe { self.submit_to(&mut flight) };
+        }
+        if flight.heads.is_empty() {
+            return self.slot.put(Landing::Done(flight));
+        }
+        self.finder
+            .lock()
+            .list
+            .push((flight, Arc::clone(&self.slot)));
+        self.finder.more.notify_one();
+    }
+
+    /// # Safety
+    ///
+    /// As [`ZeroBatch::submit`].
+    unsafe fn submit_to(&self, flight: &mut Flight) {
+        let service = &self.finder.devices[flight.device];
+        let device = &service.device;
+        for (at, page) in flight.pages.iter().enumerate() {
+            let record = &flight.records[at];
+            record.clear();
+            flight.descriptors[at] = Descriptor::is_zero(page.0, self.page_size, record);
+        }
+        let longest = usize::try_from(device.max_batch)
+            .unwrap_or(usize::MAX)
+            .max(1);
+        let (mut first, mut batches, mut retries) = (0, 0, 0);
+        while first < flight.pages.len() {
+            let pages = longest.min(flight.pages.len() - first);
+            let head = if pages == 1 {
+                flight.descriptors[first]
+            } else {
+                let record = &flight.head_records[batches];
+                record.clear();
+                let count = u32::try_from(pages).unwrap_or(u32::MAX);
+                Descriptor::batch(&raw const flight.descriptors[first], count, record)
+            };
+            // SAFETY: the flight and its pages stay until the records are complete.
+            match unsafe { device.portal.submit(&head) } {
+                Ok(Submitted::Accepted) => {
+                    batches += usize::from(pages > 1);
+                    flight.heads.push(pages);
+                    first += pages;
+                }
+                Ok(Submitted::Full) if retries < FULL_RETRIES => {
+                    retries += 1;
+                    std::hint::spin_loop();
+                }
+                Ok(Submitted::Full) => break,
+                Err(error) => {
+                    let _ = service.out.set(error.to_string());
+                    break;
+                }
+            }
+        }
+        self.finder
+            .retries
+            .fetch_add(retries.into(), Ordering::Relaxed);
+    }
+
+    /// Waits for the device and gives each page's address and verdict, in order; the batch is empty then.
+    pub fn wait(&mut self, mut verdict: impl FnMut(*const u8, Verdict)) {
+        let (mut hardware, mut software) = (0, 0);
+        let mut flight = match self.slot.wait() {
+            Landing::Done(flight) => flight,
+            Landing::Lost(pages) => {
+                for page in &pages {
+                    verdict(page.0, Verdict::LookFrom(0));
+                }
+                let count = pages.len() as u64;
+                self.finder.software.fetch_add(count, Ordering::Relaxed);
+                self.flight = Some(Flight::new(self.room));
+                return;
+            }
+        };
+        let submitted = flight.submitted();
+        let service = &self.finder.devices[flight.device];
+        for (at, page) in flight.pages.iter().enumerate() {
+            let completion = if at < submitted {
+                flight.records[at].read()
+            } else {
+                Completion::Pending
+            };
+            let what = match completion {
+                Completion::Done { differs: true } | Completion::Fault { differs: true, .. } => {
+                    Verdict::Normal
+                }
+                Completion::Done { differs: false } => Verdict::Zero,
+                Completion::Fault { completed, .. } => {
+                    let done = usize::try_from(completed.min(self.page_size)).unwrap_or(0);
+                    Verdict::LookFrom(done)
+                }
+                Completion::Pending => Verdict::LookFrom(0),
+                Completion::Failed(code) => {
+                    let _ = service.out.set(format!("status {code:#04x}"));
+                    Verdict::LookFrom(0)
+                }
+                Completion::BatchFailed => Verdict::LookFrom(0),
+            };
+            match what {
+                Verdict::LookFrom(_) => software += 1,
+                Verdict::Zero | Verdict::Normal => hardware += 1,
+            }
+            verdict(page.0, what);
+        }
+        for record in flight.head_records() {
+            if let Completion::Failed(code) = record.read() {
+                let _ = service.out.set(format!("status {code:#04x}"));
+            }
+        }
+        self.finder.hardware.fetch_add(hardware, Ordering::Relaxed);
+        self.finder.software.fetch_add(software, Ordering::Relaxed);
+        flight.pages.clear();
+        self.flight = Some(flight);
+    }
+}

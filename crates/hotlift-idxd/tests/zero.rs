@@ -1,0 +1,291 @@
+//! Zero pages by devices: whatever these do, every page gets the right answer once.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hotlift_idxd::descriptor::Descriptor;
+use hotlift_idxd::model::{Behaviour, Model};
+use hotlift_idxd::portal::{Portal, Submitted};
+use hotlift_idxd::zero::{Device, Verdict, ZeroBatch, ZeroFinder};
+
+const PAGE: usize = 4096;
+const PAGES: usize = 128;
+
+/// Long enough for every model that answers at all, and short enough to wait for.
+const DEADLINE: Duration = Duration::from_millis(200);
+
+/// A model that the test keeps a hold of.
+struct Shared(Arc<Model>);
+
+impl Portal for Shared {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.submit(descriptor) }
+    }
+}
+
+fn device(model: &Arc<Model>, max_batch: u32) -> Device {
+    Device {
+        name: "model".to_owned(),
+        portal: Box::new(Shared(Arc::clone(model))),
+        max_batch,
+    }
+}
+
+/// Pages of which every third is not zero, at another byte each.
+fn pages() -> Vec<Vec<u8>> {
+    let page = |n: usize| {
+        let mut page = vec![0; PAGE];
+        if n.is_multiple_of(3) {
+            page[n * 31] = 1;
+        }
+        page
+    };
+    (0..PAGES).map(page).collect()
+}
+
+/// Hands pages to the device.
+fn submit(batch: &mut ZeroBatch, pages: &[Vec<u8>]) {
+    for page in pages {
+        batch.push(page.as_ptr());
+    }
+    // SAFETY: the pages are the caller's, who waits for the batch; models read none after that but
+    // those that never answer, and they read none at all.
+    unsafe { batch.submit() };
+}
+
+/// Waits, does the CPU's part, and checks every answer.
+fn check(batch: &mut ZeroBatch, pages: &[Vec<u8>]) {
+    let mut answers = 0;
+    batch.wait(|address, verdict| {
+        let page = &pages[answers];
+        assert_eq!(address, page.as_ptr(), "page {answers}");
+        let zero = match verdict {
+            Verdict::Zero => true,
+            Verdict::Normal => false,
+            Verdict::LookFrom(at) => page[at..].iter().all(|&byte| byte == 0),
+        };
+        assert_eq!(
+            zero,
+            page.iter().all(|&byte| byte == 0),
+            "page {answers}: {verdict:?}"
+        );
+        answers += 1;
+    });
+    assert_eq!(answers, pages.len());
+}
+
+/// Works with models in threads of their own.
+fn with(behaviours: &[Behaviour], max_batch: u32, work: impl FnOnce(&ZeroFinder, &[Arc<Model>])) {
+    let models: Vec<_> = behaviours
+        .iter()
+        .map(|b| Arc::new(Model::new(*b)))
+        .collect();
+    let devices = models
+        .iter()
+        .map(|model| device(model, max_batch))
+        .collect();
+    std::thread::scope(|scope| {
+        for model in &models {
+            scope.spawn(|| model.run());
+        }
+        let _closing = Closing(&models);
+        let finder = ZeroFinder::with_deadline(devices, DEADLINE).expect("a thread");
+        work(&finder, &models);
+    });
+}
+
+/// Ends the models' threads, also when a test fails.
+struct Closing<'a>(&'a [Arc<Model>]);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        for model in self.0 {
+            model.close();
+        }
+    }
+}
+
+#[test]
+fn a_sound_device_settles_every_page() {
+    for max_batch in [0, 2, 3, 32, 1024] {
+        with(&[Behaviour::default()], max_batch, |finder, _| {
+            let pages = pages();
+            let mut batch = finder.batch(PAGES, 4096);
+            for count in [PAGES, 1, 2, 0, 77] {
+                submit(&mut batch, &pages[..count]);
+                check(&mut batch, &pages[..count]);
+            }
+            let jobs = finder.jobs();
+            assert_eq!(
+                (jobs.hardware, jobs.software),
+                (128 + 1 + 2 + 77, 0),
+                "{max_batch}"
+            );
+            assert_eq!(finder.out_of_service(), Vec::<String>::new());
+        });
+    }
+}
+
+#[test]
+fn the_next_batch_is_under_way_while_one_is_looked_at() {
+    let model = Arc::new(Model::new(Behaviour::default()));
+    let finder = ZeroFinder::new(vec![device(&model, 128)]).expect("a thread");
+    let pages = pages();
+    let mut batches = [finder.batch(PAGES, 4096), finder.batch(PAGES, 4096)];
+    submit(&mut batches[0], &pages);
+    submit(&mut batches[1], &pages);
+    assert_eq!(model.accepted(), 2, "both are with the device");
+    assert!(model.step());
+    check(&mut batches[0], &pages);
+    assert!(model.step());
+    check(&mut batches[1], &pages);
+}
+
+#[test]
+fn batches_go_to_the_devices_in_turn() {
+    with(&[Behaviour::default(); 3], 128, |finder, models| {
+        let pages = pages();
+        let mut batch = finder.batch(PAGES, 4096);
+        for _ in 0..6 {
+            submit(&mut batch, &pages);
+            check(&mut batch, &pages);
+        }
+        let accepted: Vec<u64> = models.iter().map(|model| model.accepted()).collect();
+        assert_eq!(accepted, [2, 2, 2]);
+    });
+}
+
+#[test]
+fn faults_and_refusals_are_the_cpus_work() {
+    for seed in 1..60 {
+        let behaviour = Behaviour {
+            seed,
+            fault: 100,
+            list_fault: 200,
+            full: 300,
+            shuffled: true,
+            ..Behaviour::default()
+        };
+        with(&[behaviour, behaviour], 16, |finder, _| {
+            let pages = pages();
+            let mut batch = finder.batch(PAGES, 4096);
+            for _ in 0..4 {
+                submit(&mut batch, &pages);
+                check(&mut batch, &pages);
+            }
+            let jobs = finder.jobs();
+            assert_eq!(jobs.hardware + jobs.software, 4 * PAGES as u64);
+            assert!(jobs.hardware > 0 && jobs.software > 0, "{jobs:?}");
+            assert_eq!(
+                finder.out_of_service(),
+                Vec::<String>::new(),
+                "faults are no error"
+            );
+        });
+    }
+}
+
+#[test]
+fn a_queue_that_stays_full_leaves_the_batch_to_the_cpu() {
+    // Nobody executes.
+    let model = Arc::new(Model::new(Behaviour {
+        depth: 0,
+        ..Behaviour::default()
+    }));
+    let finder = ZeroFinder::new(vec![device(&model, 128)]).expect("a thread");
+    let pages = pages();
+    let mut batch = finder.batch(PAGES, 4096);
+    submit(&mut batch, &pages);
+    check(&mut batch, &pages);
+    let jobs = finder.jobs();
+    assert_eq!((jobs.hardware, jobs.software), (0, PAGES as u64));
+    assert!(jobs.retries > 0);
+    assert_eq!(finder.out_of_service(), Vec::<String>::new());
+}
+
+#[test]
+fn a_device_that_errs_is_taken_out_of_service_and_others_go_on() {
+    let bad = Behaviour {
+        fail: 1000,
+        ..Behaviour::default()
+    };
+    with(&[bad, Behaviour::default()], 128, |finder, models| {
+        let pages = pages();
+        let mut batch = finder.batch(PAGES, 4096);
+        for _ in 0..6 {
+            submit(&mut batch, &pages);
+            check(&mut batch, &pages);
+        }
+        assert_eq!(models[0].accepted(), 1);
+        assert_eq!(models[1].accepted(), 5);
+        assert_eq!(finder.out_of_service(), ["model: status 0x20"]);
+    });
+}
+
+#[test]
+fn a_device_that_dies_leaves_its_pages_to_the_cpu() {
+    with(&[Behaviour::default()], 128, |finder, models| {
+        let pages = pages();
+        let mut batch = finder.batch(PAGES, 4096);
+        submit(&mut batch, &pages);
+        check(&mut batch, &pages);
+        models[0].die();
+        for _ in 0..3 {
+            submit(&mut batch, &pages);
+            check(&mut batch, &pages);
+        }
+        let jobs = finder.jobs();
+        assert_eq!((jobs.hardware, jobs.software), (128, 3 * 128));
+        assert_eq!(finder.out_of_service().len(), 1);
+    });
+}
+
+#[test]
+fn a_device_that_does_not_answer_is_not_waited_for_twice() {
+    let silent = Behaviour {
+        silent: 1000,
+        ..Behaviour::default()
+    };
+    with(&[silent], 128, |finder, models| {
+        let pages = pages();
+        let mut batch = finder.batch(PAGES, 4096);
+        for _ in 0..3 {
+            submit(&mut batch, &pages);
+            check(&mut batch, &pages);
+        }
+        assert_eq!(models[0].accepted(), 1, "it got no second batch");
+        assert_eq!(finder.jobs().software, 3 * PAGES as u64);
+        assert_eq!(finder.out_of_service(), ["model: no answer within 200ms"]);
+    });
+}
+
+#[test]
+fn many_channels_share_devices_and_each_gets_its_own_answers() {
+    let behaviour = |seed| Behaviour {
+        seed,
+        fault: 20,
+        full: 100,
+        shuffled: true,
+        ..Behaviour::default()
+    };
+    with(&[behaviour(3), behaviour(4)], 32, |finder, _| {
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let pages = pages();
+                    let mut batches = [finder.batch(PAGES, 4096), finder.batch(PAGES, 4096)];
+                    submit(&mut batches[0], &pages);
+                    for turn in 1..40 {
+                        submit(&mut batches[turn % 2], &pages);
+                        check(&mut batches[(turn + 1) % 2], &pages);
+                    }
+                    check(&mut batches[1], &pages);
+                });
+            }
+        });
+        let jobs = finder.jobs();
+        assert_eq!(jobs.hardware + jobs.software, 4 * 40 * PAGES as u64);
+    });
+}
