@@ -140,7 +140,7 @@ impl Device {
             Failure::Busy => {
                 self.refused += 1;
                 if self.refused == REFUSED {
-                    self.leave(&format!("{failure} for {REFUSED} packets"));
+                    self.leave(&format!("{failure} for {REFUSED} packets in a row"));
                 }
             }
             Failure::NoAnswer => {
@@ -152,7 +152,9 @@ impl Device {
             Failure::Failed(_) => {
                 self.failures += 1;
                 if self.failures == FAILURES {
-                    self.leave(&format!("{FAILURES} failures, the last: {failure}"));
+                    self.leave(&format!(
+                        "{FAILURES} failures in a row, the last: {failure}"
+                    ));
                 } else {
                     self.renew();
                 }
@@ -173,7 +175,9 @@ impl Device {
 
     fn leave(&mut self, reason: &str) {
         self.session = None;
-        self.runs_on = RunsOn::Fallback(reason.into());
+        if let RunsOn::Hardware(what) = &self.runs_on {
+            self.runs_on = RunsOn::Fallback(format!("{what}: {reason}").into());
+        }
     }
 
     /// Offers that were repeated.
