@@ -3,6 +3,8 @@
 //! Counts Rust's allocator; the C libraries here allocate when a context is made or first used, which
 //! the warm-up covers, and zlib-rs allocates through Rust's.
 
+#[path = "support/simulated.rs"]
+mod simulated;
 mod support;
 
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
@@ -12,6 +14,7 @@ use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::legacy::compress::{Deflater, Inflater, LEVELS};
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, method};
 use libz_sys::Z_SYNC_FLUSH;
+use simulated::Simulated;
 use support::qemu::{ZlibWriter, ZstdWriter};
 use support::{LAYOUTS, Place, contents};
 
@@ -97,6 +100,38 @@ fn no_page_of_compress_allocates_after_the_warm_up() {
             });
             if number > 0 {
                 assert_eq!(count, 0, "level {level}, page {number}");
+            }
+        }
+    }
+}
+
+#[test]
+fn no_packet_on_a_device_allocates_after_the_warm_up() {
+    let simulated = Simulated::take();
+    for method in METHODS.iter().filter(|method| method.hardware.is_some()) {
+        // The second is a device that leaves much to the CPU.
+        for behaviour in ["", "busy=3,depth=20"] {
+            simulated.behave(behaviour);
+            let settings = EncoderSettings {
+                accelerator: Accelerator::Required,
+                ..EncoderSettings::software(method.default_level)
+            };
+            let mut encoder = (method.encoder)(&settings).expect(method.name);
+            let mut decoder = (method.decoder)(Accelerator::Required).expect(method.name);
+            let mut payload = Vec::new();
+            for packet in 0..12 {
+                let n = [128, 128, 128, 128, 1, 77][packet % 6];
+                let pages = contents(KINDS[packet % 4], n, packet as u64);
+                let place = Place::new(n, LAYOUTS[(packet + 2) % 3]);
+                let runs = place.runs();
+                let count = allocations_of(|| {
+                    encoder.encode(&pages, &mut payload).expect(method.name);
+                    decoder.decode(&payload, &runs).expect(method.name);
+                });
+                assert!(place.pages() == pages);
+                if packet > 2 {
+                    assert_eq!(count, 0, "{}, {behaviour}, packet {packet}", method.name);
+                }
             }
         }
     }

@@ -110,11 +110,13 @@ pub unsafe extern "C" fn wd_comp_alloc_sess(setup: *const Setup) -> usize {
     let Some(setup) = (unsafe { setup.as_ref() }) else {
         return 0;
     };
+    let behaviour = Behaviour::now();
     let refused = setup.alg_type != ZLIB
         || setup.op_type > DECOMPRESS
         || setup.sched_param.is_null()
         || !INITIALISED.load(Ordering::Relaxed)
-        || Behaviour::now().is_dead();
+        || behaviour.absent
+        || behaviour.is_dead();
     if refused {
         return 0;
     }
