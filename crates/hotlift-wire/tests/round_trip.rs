@@ -305,7 +305,12 @@ proptest! {
 #[test]
 fn a_compressed_page_has_1_to_4109_bytes() {
     let mut out = Vec::new();
-    let mut encoder = MainEncoder::new(&Configuration::default(), &mut out).unwrap();
+    let machine = "hotlift".to_owned();
+    let configuration = Configuration {
+        machine,
+        ..Configuration::default()
+    };
+    let mut encoder = MainEncoder::new(&configuration, &mut out).unwrap();
     let blocks = [RamBlockEntry::new("ram", PAGE)];
     encoder.ram_start(&blocks, false, &mut out).unwrap();
     encoder.ram_part(&mut out).unwrap();

@@ -44,6 +44,7 @@ pub mod control;
 pub mod destination;
 pub mod error;
 pub mod figures;
+mod flow;
 pub mod guest;
 mod hello;
 pub mod options;

@@ -148,7 +148,7 @@ fn read_block(bytes: &[u8], place: &MappedBlock) -> (String, Vec<Option<u8>>) {
 fn settings(method: &str, channels: u8) -> RelaySettings {
     RelaySettings {
         outgoing: Options {
-            multifd: channels > 0,
+            multifd: Some(channels > 0),
             multifd_channels: channels.max(1),
             multifd_compression: hotlift_methods::method(method).expect("a method"),
             max_bandwidth: 0,

@@ -97,28 +97,36 @@ fn page(seed: u8) -> [u8; PAGE_SIZE] {
     std::array::from_fn(|at| seed.wrapping_add(at.to_le_bytes()[at % 2]))
 }
 
-/// A `compress` record for a page of the block that was named last: the page in one stored block of
-/// a zlib stream.
-fn compressed(offset: u64, page: &[u8]) -> Vec<u8> {
-    let length = u16::try_from(page.len()).expect("a page");
+/// The bytes in one stored block of a zlib stream.
+fn compressed(bytes: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(bytes.len()).expect("a page");
     let (mut a, mut b) = (1, 0);
-    for &byte in page {
+    for &byte in bytes {
         a = (a + u32::from(byte)) % 65521;
         b = (b + a) % 65521;
     }
     let mut stream = vec![0x78, 0x01, 0x01];
     stream.extend_from_slice(&length.to_le_bytes());
     stream.extend_from_slice(&(!length).to_le_bytes());
-    stream.extend_from_slice(page);
+    stream.extend_from_slice(bytes);
     stream.extend_from_slice(&(b << 16 | a).to_be_bytes());
-    let mut record = (offset | 0x100 | 0x20).to_be_bytes().to_vec();
-    record.extend_from_slice(&u32::try_from(stream.len()).expect("short").to_be_bytes());
-    record.extend_from_slice(&stream);
-    record
+    stream
+}
+
+/// Options of destinations without threads that decompress, with one, and with many.
+fn destinations() -> [Options; 3] {
+    [None, Some(1), Some(8)].map(|threads| Options {
+        multifd: Some(false),
+        compress: threads.is_some(),
+        decompress_threads: threads.unwrap_or(2),
+        handshake_timeout: Duration::from_secs(10),
+        ..Options::default()
+    })
 }
 
 /// Sends a stream with these records to a new destination.
 fn receive_records(
+    options: &Options,
     records: impl FnOnce(&mut MainEncoder, &mut Vec<u8>),
 ) -> (Waiting, Result<(), MigrationError>) {
     let mut stream = Vec::new();
@@ -137,16 +145,11 @@ fn receive_records(
     encoder.eof(&mut stream).expect("encode");
 
     let guest = Waiting::new();
-    let options = Options {
-        multifd: Some(false),
-        handshake_timeout: Duration::from_secs(10),
-        ..Options::default()
-    };
     let address: Address = "tcp:127.0.0.1:0".parse().expect("an address");
     let listener = address.listen().expect("it listens");
     let to = listener.address().expect("an address");
     let outcome = std::thread::scope(|scope| {
-        let (guest, options) = (&guest, &options);
+        let guest = &guest;
         let receiving = scope.spawn(|| receive(guest, listener, options, &Control::default()));
         let source = to.connect(Duration::from_secs(10)).expect("connect");
         // A destination that has refused takes no more.
@@ -158,48 +161,110 @@ fn receive_records(
 
 #[test]
 fn deltas_and_compressed_pages_become_pages() {
-    let (old, new, packed) = (page(1), page(7), page(200));
-    let (guest, outcome) = receive_records(|encoder, out| {
-        encoder.normal_page(0, 0, &old, out).expect("encode");
-        // To a page that was sent, to one that was not, and again.
-        let mut delta = Vec::new();
-        let mut half = old;
-        half[1000..2000].copy_from_slice(&new[1000..2000]);
-        xbzrle::encode(&old, &half, PAGE_SIZE, &mut delta);
-        encoder.xbzrle_page(0, 0, &delta, out).expect("encode");
-        let fresh = [0x10, 0x02, 0xaa, 0xbb];
-        encoder.xbzrle_page(0, 4096, &fresh, out).expect("encode");
-        delta.clear();
-        xbzrle::encode(&half, &old, PAGE_SIZE, &mut delta);
-        encoder.xbzrle_page(0, 0, &delta, out).expect("encode");
-        out.extend_from_slice(&compressed(8192, &packed));
-    });
-    outcome.unwrap_or_else(|error| panic!("{}", error.chain()));
-    assert!(guest.runs.load(Ordering::SeqCst));
-    assert!(guest.page(0) == old, "two deltas that undo each other");
-    let mut fresh = vec![0; PAGE_SIZE];
-    fresh[0x10..0x12].copy_from_slice(&[0xaa, 0xbb]);
-    assert!(guest.page(1) == fresh, "a delta to a page of zeros");
-    assert!(guest.page(2) == packed, "a compressed page");
+    for options in destinations() {
+        let (old, new, packed) = (page(1), page(7), page(200));
+        let (guest, outcome) = receive_records(&options, |encoder, out| {
+            encoder.normal_page(0, 0, &old, out).expect("encode");
+            // To a page that was sent, to one that was not, and again.
+            let mut delta = Vec::new();
+            let mut half = old;
+            half[1000..2000].copy_from_slice(&new[1000..2000]);
+            xbzrle::encode(&old, &half, PAGE_SIZE, &mut delta);
+            encoder.xbzrle_page(0, 0, &delta, out).expect("encode");
+            let fresh = [0x10, 0x02, 0xaa, 0xbb];
+            encoder.xbzrle_page(0, 4096, &fresh, out).expect("encode");
+            delta.clear();
+            xbzrle::encode(&half, &old, PAGE_SIZE, &mut delta);
+            encoder.xbzrle_page(0, 0, &delta, out).expect("encode");
+            let packed = compressed(&packed);
+            encoder
+                .compressed_page(0, 8192, &packed, out)
+                .expect("encode");
+        });
+        outcome.unwrap_or_else(|error| panic!("{}", error.chain()));
+        assert!(guest.runs.load(Ordering::SeqCst));
+        assert!(guest.page(0) == old, "two deltas that undo each other");
+        let mut fresh = vec![0; PAGE_SIZE];
+        fresh[0x10..0x12].copy_from_slice(&[0xaa, 0xbb]);
+        assert!(guest.page(1) == fresh, "a delta to a page of zeros");
+        assert!(guest.page(2) == packed, "a compressed page");
+    }
+}
+
+/// Threads work side by side, and a stream may bring a page as often as it likes.
+#[test]
+fn of_all_versions_of_a_page_in_a_section_the_last_counts_however_it_came() {
+    for options in destinations() {
+        let mut expected = vec![[0; PAGE_SIZE]; PAGES];
+        let (guest, outcome) = receive_records(&options, |encoder, out| {
+            for step in 0..400_u64 {
+                // Pages come again after every distance from 1 to 8.
+                let number = usize::try_from(step * step % 8 + step % 3).expect("small") % PAGES;
+                let offset = (number * PAGE_SIZE) as u64;
+                let new = page(step.to_le_bytes()[0]);
+                let kept = &mut expected[number];
+                match step % 5 {
+                    0 => {
+                        encoder.zero_page(0, offset, out).expect("encode");
+                        kept.fill(0);
+                    }
+                    1 => {
+                        encoder.normal_page(0, offset, &new, out).expect("encode");
+                        *kept = new;
+                    }
+                    2 => {
+                        let mut changed = *kept;
+                        changed[7] ^= 0x5a;
+                        let mut delta = Vec::new();
+                        xbzrle::encode(kept, &changed, PAGE_SIZE, &mut delta);
+                        encoder.xbzrle_page(0, offset, &delta, out).expect("encode");
+                        *kept = changed;
+                    }
+                    _ => {
+                        let stream = compressed(&new);
+                        let record = encoder.compressed_page(0, offset, &stream, out);
+                        record.expect("encode");
+                        *kept = new;
+                    }
+                }
+            }
+        });
+        outcome.unwrap_or_else(|error| panic!("{}", error.chain()));
+        for (number, expected) in expected.iter().enumerate() {
+            assert!(guest.page(number) == expected, "page {number}");
+        }
+    }
 }
 
 #[test]
 fn a_record_that_does_not_decode_is_refused_with_its_page() {
-    let bad_delta = receive_records(|encoder, out| {
-        let delta = [0xff, 0x1f, 2, 9, 9];
-        encoder.xbzrle_page(0, 4096, &delta, out).expect("encode");
-    });
-    let short_page = receive_records(|encoder, out| {
-        encoder.zero_page(0, 0, out).expect("encode");
-        out.extend_from_slice(&compressed(4096, &[1; PAGE_SIZE - 1]));
-    });
-    for (guest, outcome) in [bad_delta, short_page] {
-        let error = outcome.expect_err("a bad record");
-        assert!(
-            matches!(&error, MigrationError::Page { block, offset: 4096, .. } if block == "ram0"),
-            "{}",
-            error.chain()
-        );
-        assert!(!guest.runs.load(Ordering::SeqCst));
+    for options in destinations() {
+        let bad_delta = receive_records(&options, |encoder, out| {
+            let delta = [0xff, 0x1f, 2, 9, 9];
+            encoder.xbzrle_page(0, 4096, &delta, out).expect("encode");
+        });
+        let short_page = receive_records(&options, |encoder, out| {
+            encoder.zero_page(0, 0, out).expect("encode");
+            let short = compressed(&[1; PAGE_SIZE - 1]);
+            encoder
+                .compressed_page(0, 4096, &short, out)
+                .expect("encode");
+            // Those that follow do not hide it.
+            for _ in 0..500 {
+                let good = compressed(&page(1));
+                encoder
+                    .compressed_page(0, 8192, &good, out)
+                    .expect("encode");
+            }
+        });
+        for (guest, outcome) in [bad_delta, short_page] {
+            let error = outcome.expect_err("a bad record");
+            assert!(
+                matches!(&error, MigrationError::Page { block, offset: 4096, .. } if block == "ram0"),
+                "{}",
+                error.chain()
+            );
+            assert!(!guest.runs.load(Ordering::SeqCst));
+        }
     }
 }

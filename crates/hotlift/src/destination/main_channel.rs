@@ -5,8 +5,7 @@ use std::io::Write;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::{GuestRun, PAGE_SIZE, RamBlock};
-use hotlift_methods::MethodError;
+use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::{compress::Inflater, xbzrle};
 use hotlift_wire::main_channel::{
     Command, DeviceLengths, MainDecoder, MainEvent, PageContent, SectionKind, Step,
@@ -14,6 +13,7 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{RamBlockEntry, WireError, limits};
 
+use super::decompress_threads::{self, HandOver, failed};
 use super::handover::Phase;
 use super::session::Session;
 use crate::control::Status;
@@ -71,7 +71,9 @@ struct State<'a> {
     device: Option<DeviceState>,
     devices: Vec<DeviceState>,
     device_bytes: usize,
-    /// Made for the first compressed page.
+    /// Threads for compressed pages, with `compress`.
+    threads: Option<HandOver<'a>>,
+    /// Made for the first compressed page, without.
     inflater: Option<Inflater>,
 }
 
@@ -96,6 +98,7 @@ impl<'a> MainReceiver<'a> {
                 device: None,
                 devices: Vec::new(),
                 device_bytes: 0,
+                threads: HandOver::new(session),
                 inflater: None,
             },
         }
@@ -265,18 +268,23 @@ impl State<'_> {
                     });
                 }
             }
-            MainEvent::RamEos => match self.section {
-                Some(SectionKind::Start) if multifd && !self.flushed => {
-                    return Err(protocol(
-                        "a stream with a barrier in each section (machine types up to 8.0)",
-                    ));
+            MainEvent::RamEos => {
+                if let Some(threads) = &mut self.threads {
+                    threads.settle()?;
                 }
-                Some(SectionKind::End) if multifd && !self.flushed => {
-                    return Err(protocol("the end of RAM without a barrier"));
+                match self.section {
+                    Some(SectionKind::Start) if multifd && !self.flushed => {
+                        return Err(protocol(
+                            "a stream with a barrier in each section (machine types up to 8.0)",
+                        ));
+                    }
+                    Some(SectionKind::End) if multifd && !self.flushed => {
+                        return Err(protocol("the end of RAM without a barrier"));
+                    }
+                    Some(SectionKind::End) => self.ram_complete = true,
+                    _ => {}
                 }
-                Some(SectionKind::End) => self.ram_complete = true,
-                _ => {}
-            },
+            }
             MainEvent::DevicePayload(payload) => {
                 self.device_bytes += payload.len();
                 if self.device_bytes > DEVICE_BYTES {
@@ -400,8 +408,12 @@ impl State<'_> {
         offset: u64,
         content: PageContent<'_>,
     ) -> Result<(), MigrationError> {
-        let ram = &self.session.guest.ram()[block];
+        let session = self.session;
+        let ram = &session.guest.ram()[block];
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
+        if let Some(threads) = &mut self.threads {
+            threads.wait_for(block, offset)?;
+        }
         match content {
             PageContent::Zero => {
                 if self.session.written[block].test(offset / PAGE_SIZE) {
@@ -413,14 +425,16 @@ impl State<'_> {
             PageContent::Xbzrle(delta) => {
                 let mut bytes = [0; PAGE_SIZE];
                 ram.read(offset, &mut bytes)?;
-                xbzrle::apply(delta, &mut bytes).map_err(|source| failed(ram, offset, source))?;
+                xbzrle::apply(delta, &mut bytes)
+                    .map_err(|source| failed(session.guest, block, offset, source))?;
                 self.put_page(block, offset, &bytes)?;
             }
             PageContent::Compressed(stream) => {
-                let mut bytes = [0; PAGE_SIZE];
-                self.inflate(stream, &mut bytes)
-                    .map_err(|source| failed(ram, offset, source))?;
-                self.put_page(block, offset, &bytes)?;
+                match &mut self.threads {
+                    Some(threads) => threads.page(block, offset, stream)?,
+                    None => self.inflate(block, offset, stream)?,
+                }
+                session.main_counters().add_pages(1, 0);
             }
         }
         Ok(())
@@ -438,12 +452,20 @@ impl State<'_> {
         Ok(())
     }
 
-    fn inflate(&mut self, stream: &[u8], page: &mut [u8; PAGE_SIZE]) -> Result<(), MethodError> {
+    fn inflate(
+        &mut self,
+        block: usize,
+        offset: usize,
+        stream: &[u8],
+    ) -> Result<(), MigrationError> {
+        let session = self.session;
         let inflater = match &mut self.inflater {
             Some(inflater) => inflater,
-            none => none.insert(Inflater::new()?),
+            none => none.insert(
+                Inflater::new().map_err(|source| failed(session.guest, block, offset, source))?,
+            ),
         };
-        inflater.inflate(stream, GuestRun::of_buffer(page))
+        decompress_threads::inflate(session, inflater, block, offset, stream)
     }
 
     /// Loads the devices; they are all there.
@@ -461,14 +483,6 @@ fn protocol(got: &str) -> MigrationError {
         channel: Channel::Main,
         got: got.to_owned(),
         doing: "a multifd precopy migration",
-    }
-}
-
-fn failed(ram: &RamBlock, offset: usize, source: MethodError) -> MigrationError {
-    MigrationError::Page {
-        block: ram.name().to_owned(),
-        offset,
-        source,
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod accept;
 mod channel;
+mod decompress_threads;
 mod handover;
 pub(crate) mod last_words;
 mod main_channel;
@@ -106,6 +107,18 @@ fn run(
                 session.channel_ended(outcome);
             }));
         }
+        for number in 0..decompress_threads::threads(options) {
+            let session = &session;
+            let name = format!("decompress_{number}");
+            threads.push(spawn(scope, name.clone(), move || {
+                let _ends = OnPanic(|| session.abort());
+                let outcome = decompress_threads::work(session);
+                session.threads.book(&name);
+                if let Err(error) = outcome {
+                    session.fail(error);
+                }
+            }));
+        }
         let _ends = OnPanic(|| session.abort());
         let outcome = threads
             .into_iter()
@@ -114,6 +127,7 @@ fn run(
         if let Err(error) = outcome {
             session.fail(error);
         }
+        session.decompress.end();
         wind_up(&session);
         session.threads.book("mig/dst/main");
     });

@@ -12,6 +12,7 @@ use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::Accepted;
+use super::decompress_threads::DecompressThreads;
 use super::handover::{Handover, Phase};
 use crate::barrier::Barrier;
 use crate::control::{Control, Status};
@@ -34,6 +35,7 @@ pub(super) struct Session<'a> {
     pub barrier: Barrier,
     pub counters: Vec<Counters>,
     pub handover: Handover,
+    pub decompress: DecompressThreads,
     is_hotlift: AtomicBool,
     /// CPU time of the threads that have ended.
     pub threads: ThreadTimes,
@@ -74,6 +76,7 @@ impl<'a> Session<'a> {
             is_hotlift: AtomicBool::new(accepted.is_hotlift),
             accepted,
             handover: Handover::new(channels + 1),
+            decompress: DecompressThreads::new(options),
             threads: ThreadTimes::default(),
             failure: Mutex::new(None),
         }
@@ -150,6 +153,7 @@ impl<'a> Session<'a> {
         }
         self.control.stop();
         self.barrier.break_up();
+        self.decompress.end();
         for stream in &self.accepted.multifd {
             stream.shutdown(Shutdown::Both);
         }

@@ -1,6 +1,8 @@
 //! Pages on their way through the relay: what one incoming packet holds, decoded.
 
-use hotlift_mem::PAGE_SIZE;
+use hotlift_mem::{GuestRun, PAGE_SIZE};
+use hotlift_methods::MethodError;
+use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::multifd::PacketLayout;
 
 /// Most pages in a batch: one packet's.
@@ -19,6 +21,10 @@ pub(crate) struct Batch {
     /// The pages were records of the main channel.
     pub from_main: bool,
     pages: Box<[u8]>,
+    /// Pages of capability `compress`, as they came: byte offset, and length of the stream.
+    compressed: Vec<(u64, usize)>,
+    /// Their streams, one after the other.
+    streams: Vec<u8>,
 }
 
 impl Batch {
@@ -29,6 +35,8 @@ impl Batch {
             zero: Vec::with_capacity(BATCH_PAGES),
             from_main: false,
             pages: vec![0; BATCH_PAGES * PAGE_SIZE].into_boxed_slice(),
+            compressed: Vec::new(),
+            streams: Vec::new(),
         }
     }
 
@@ -38,11 +46,13 @@ impl Batch {
         self.from_main = false;
         self.normal.clear();
         self.zero.clear();
+        self.compressed.clear();
+        self.streams.clear();
     }
 
-    /// Pages of both kinds.
+    /// Pages of all kinds.
     pub(crate) fn len(&self) -> usize {
-        self.normal.len() + self.zero.len()
+        self.normal.len() + self.zero.len() + self.compressed.len()
     }
 
     /// True if no other page fits, or may join: a packet has no more.
@@ -65,6 +75,38 @@ impl Batch {
         let at = self.normal.len() * PAGE_SIZE;
         self.pages[at..at + PAGE_SIZE].copy_from_slice(content);
         self.normal.push(offset);
+    }
+
+    /// Adds a compressed page; the batch must not be full.
+    pub(crate) fn push_compressed(&mut self, offset: u64, stream: &[u8]) {
+        self.compressed.push((offset, stream.len()));
+        self.streams.extend_from_slice(stream);
+    }
+
+    /// True if there are compressed pages.
+    pub(crate) fn is_compressed(&self) -> bool {
+        !self.compressed.is_empty()
+    }
+
+    /// Makes the compressed pages normal ones, in their order and behind those that are.
+    ///
+    /// # Errors
+    ///
+    /// Offset of the page that does not decode, and why.
+    pub(crate) fn inflate(&mut self, inflater: &mut Inflater) -> Result<(), (u64, MethodError)> {
+        let mut rest = self.streams.as_slice();
+        for (offset, length) in self.compressed.drain(..) {
+            let (stream, behind) = rest.split_at(length);
+            rest = behind;
+            let at = self.normal.len() * PAGE_SIZE;
+            let page = GuestRun::of_buffer(&mut self.pages[at..at + PAGE_SIZE]);
+            inflater
+                .inflate(stream, page)
+                .map_err(|source| (offset, source))?;
+            self.normal.push(offset);
+        }
+        self.streams.clear();
+        Ok(())
     }
 
     /// Moves every normal page whose bytes are all zero to the zero pages.

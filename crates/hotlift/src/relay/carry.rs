@@ -3,6 +3,8 @@
 use std::sync::atomic::Ordering;
 use std::thread;
 
+use hotlift_methods::legacy::compress::Inflater;
+use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
 use hotlift_wire::multifd::ZeroPageDetection;
 use hotlift_wire::return_path::ReturnMessage;
@@ -172,7 +174,7 @@ fn carry(
                 let name = format!("relay/send_{worker}");
                 spawn(scope, name.clone(), move || {
                     let _ends = OnPanic(aborting);
-                    let ended = write_batches(session, worker);
+                    let ended = write_batches(session, blocks, worker);
                     session.threads.book(&name);
                     if let Err(error) = ended {
                         session.fail(error);
@@ -238,9 +240,30 @@ fn wind_up(session: &Session<'_>, upstream: &Upstream) {
 }
 
 /// A worker: writes batches until there are no more.
-fn write_batches(session: &Session<'_>, worker: usize) -> Result<(), MigrationError> {
+fn write_batches(
+    session: &Session<'_>,
+    blocks: &[RamBlockEntry],
+    worker: usize,
+) -> Result<(), MigrationError> {
     let mut writer = None;
+    let mut inflater = None;
     while let Some(mut batch) = session.flow.next() {
+        if batch.is_compressed() {
+            let block = &blocks[batch.block].name;
+            let failed = |(offset, source)| MigrationError::Page {
+                block: block.clone(),
+                offset: usize::try_from(offset).unwrap_or(usize::MAX),
+                source,
+            };
+            let inflater = match &mut inflater {
+                Some(inflater) => inflater,
+                None => {
+                    let made = Inflater::new().map_err(|source| failed((0, source)))?;
+                    inflater.insert(made)
+                }
+            };
+            batch.inflate(inflater).map_err(failed)?;
+        }
         let writer = match &mut writer {
             Some(writer) => writer,
             None => writer.insert(session.sink.page_writer(worker)?),

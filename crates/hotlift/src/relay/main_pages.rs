@@ -3,40 +3,34 @@
 
 use std::sync::atomic::Ordering;
 
-use hotlift_mem::{GuestRun, PAGE_SIZE};
-use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::main_channel::PageContent;
 
 use super::batch::Batch;
 use super::page_set::PageSet;
 use super::session::Session;
 use super::sink::RamLayout;
-use crate::error::{Channel, MigrationError};
+use crate::error::MigrationError;
 
 /// Gathers page records into batches.
 pub(super) struct MainPages<'a> {
     session: &'a Session<'a>,
-    ram: &'a RamLayout,
     /// The source has no multifd channels, and so no marks.
     alone: bool,
     batch: Option<Batch>,
-    inflater: Option<Inflater>,
     /// Which pages have come since the last barrier, by RAM block.
     seen: Vec<PageSet>,
     any_seen: bool,
 }
 
 impl<'a> MainPages<'a> {
-    pub(super) fn new(session: &'a Session<'a>, ram: &'a RamLayout, alone: bool) -> Self {
+    pub(super) fn new(session: &'a Session<'a>, ram: &RamLayout, alone: bool) -> Self {
         // Only where the pages are looked up.
         let blocks = if alone { ram.blocks.as_slice() } else { &[] };
         let seen = blocks.iter().map(|block| PageSet::new(block.used_length));
         Self {
             session,
-            ram,
             alone,
             batch: None,
-            inflater: None,
             seen: seen.collect(),
             any_seen: false,
         }
@@ -74,23 +68,7 @@ impl<'a> MainPages<'a> {
         match content {
             PageContent::Zero => batch.zero.push(offset),
             PageContent::Normal(bytes) => batch.push(offset, bytes),
-            PageContent::Compressed(stream) => {
-                let failed = |source| MigrationError::Method {
-                    channel: Channel::Main,
-                    packet: 0,
-                    block: self.ram.blocks[block].name.clone(),
-                    source,
-                };
-                if self.inflater.is_none() {
-                    self.inflater = Some(Inflater::new().map_err(failed)?);
-                }
-                let mut page = [0; PAGE_SIZE];
-                if let Some(inflater) = &mut self.inflater {
-                    let page = GuestRun::of_buffer(&mut page);
-                    inflater.inflate(stream, page).map_err(failed)?;
-                }
-                batch.push(offset, &page);
-            }
+            PageContent::Compressed(stream) => batch.push_compressed(offset, stream),
             PageContent::Xbzrle(_) => {}
         }
         Ok(())

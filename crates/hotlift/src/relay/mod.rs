@@ -43,7 +43,6 @@ mod batch;
 mod beginning;
 mod carry;
 pub mod file;
-mod flow;
 mod main_in;
 mod main_input;
 mod main_pages;

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 use hotlift_methods::Accelerator;
 use hotlift_wire::return_path::ReturnMessage;
 
-use super::flow::Flow;
+use super::batch::Batch;
 use super::sink::Sink;
 use crate::barrier::Barrier;
 use crate::control::Control;
 use crate::destination::last_words;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadCpu, ThreadTimes};
+use crate::flow::Flow;
 use crate::transport::Stream;
 
 /// How long a source may leave answers unread before it is given up.
@@ -143,7 +144,7 @@ pub(super) struct Session<'a> {
     pub control: Control,
     /// Whether incoming channels use their method's accelerator.
     pub accelerator: Accelerator,
-    pub flow: Flow,
+    pub flow: Flow<Batch>,
     pub barrier: Barrier,
     pub sink: &'a dyn Sink,
     /// One an incoming multifd channel, and the last for main.
@@ -173,7 +174,7 @@ impl<'a> Session<'a> {
             control,
             accelerator,
             // One in the hands of each thread, and one between each pair of them.
-            flow: Flow::new(2 * channels.max(1) + 2 * sink.workers()),
+            flow: Flow::new((0..2 * channels.max(1) + 2 * sink.workers()).map(|_| Batch::new())),
             barrier: Barrier::new(channels),
             sink,
             received,

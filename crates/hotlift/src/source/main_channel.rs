@@ -95,10 +95,7 @@ impl<'a> MainSender<'a> {
     pub(super) fn zero_page(&mut self, block: usize, offset: u64) -> Result<(), MigrationError> {
         self.open_section()?;
         self.record(|encoder, out| encoder.zero_page(block, offset, out))?;
-        if self.out.len() >= GATHERED {
-            self.flush()?;
-        }
-        Ok(())
+        self.flush_if_full()
     }
 
     /// A page with its content, in the round's section. A page that changes while it is copied is
@@ -114,10 +111,32 @@ impl<'a> MainSender<'a> {
         let start = self.out.len();
         self.out.resize(start + page.len(), 0);
         page.copy_to(&mut self.out[start..]);
-        if self.out.len() >= GATHERED {
-            self.flush()?;
-        }
-        Ok(())
+        self.flush_if_full()
+    }
+
+    /// The same of a page that has been copied.
+    pub(super) fn copied_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        page: &[u8],
+    ) -> Result<(), MigrationError> {
+        self.open_section()?;
+        self.record(|encoder, out| encoder.normal_page_head(block, offset, out))?;
+        self.out.extend_from_slice(page);
+        self.flush_if_full()
+    }
+
+    /// A page as a zlib stream, in the round's section.
+    pub(super) fn compressed_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        stream: &[u8],
+    ) -> Result<(), MigrationError> {
+        self.open_section()?;
+        self.record(|encoder, out| encoder.compressed_page(block, offset, stream, out))?;
+        self.flush_if_full()
     }
 
     /// The mark that pairs with the round's SYNC packets, and the end of its section.
@@ -210,6 +229,13 @@ impl<'a> MainSender<'a> {
             Some(encoder) => write(encoder, &mut self.out).map_err(wire),
             None => Ok(()),
         }
+    }
+
+    fn flush_if_full(&mut self) -> Result<(), MigrationError> {
+        if self.out.len() >= GATHERED {
+            self.flush()?;
+        }
+        Ok(())
     }
 
     /// Writes what was gathered.

@@ -5,11 +5,13 @@
 //! the channel threads. A page is settled once a round, either here or there, and both lie before the
 //! round's barrier, so the two ways need no order between them.
 //!
-//! Without multifd it sends all pages, as records of the main channel.
+//! Without multifd it sends all pages, as records of the main channel; with `compress` other threads make
+//! those records.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::ZeroPageDetection;
 
+use super::compress_threads::HandOut;
 use super::main_channel::MainSender;
 use super::ram::offsets;
 use super::session::Session;
@@ -28,7 +30,11 @@ pub(super) fn scan(
     main: &mut MainSender<'_>,
     mut after_chunk: impl FnMut(),
 ) -> Result<(), MigrationError> {
-    let detect = session.options.zero_page_detection != ZeroPageDetection::None;
+    let detection = session.options.zero_page_detection;
+    let detect = detection != ZeroPageDetection::None;
+    let mut hand_out = session.options.compress.then(|| HandOut::new(session));
+    // Threads that compress look for themselves.
+    let looks = detect && (hand_out.is_none() || detection == ZeroPageDetection::Legacy);
     let mut dirty = Vec::new();
     let mut untouched = Vec::new();
     for (index, chunk) in session.ram.chunks().iter().copied().enumerate() {
@@ -40,14 +46,15 @@ pub(super) fn scan(
             let ram = &session.guest.ram()[chunk.block];
             let (mut normal_pages, mut zero_pages) = (0, 0);
             for (page, offset) in offsets(chunk, &dirty) {
-                let is_zero = detect
-                    && (untouched[page / 64] >> (page % 64) & 1 == 1
-                        || ram.page_is_zero(chunk.first_page + page));
+                let is_zero = detect && untouched[page / 64] >> (page % 64) & 1 == 1
+                    || looks && ram.page_is_zero(chunk.first_page + page);
                 if is_zero {
                     main.zero_page(chunk.block, offset as u64)?;
                     zero_pages += 1;
                 } else if session.options.multifd() {
                     session.ram.put_back(chunk.block, chunk.first_page + page);
+                } else if let Some(hand_out) = &mut hand_out {
+                    hand_out.page(main, chunk.block, offset as u64)?;
                 } else {
                     main.normal_page(chunk.block, offset as u64, ram.run(offset, PAGE_SIZE)?)?;
                     normal_pages += 1;
@@ -57,6 +64,9 @@ pub(super) fn scan(
         }
         session.ram.release(index + 1);
         after_chunk();
+    }
+    if let Some(hand_out) = &mut hand_out {
+        hand_out.finish(main)?;
     }
     Ok(())
 }

@@ -13,6 +13,7 @@
 //! and from then on only the certainty that the destination does not run the guest brings it back.
 
 mod channel;
+mod compress_threads;
 mod estimate;
 mod gate;
 mod main_channel;
@@ -96,6 +97,18 @@ fn run(
                 let _ends = OnPanic(|| session.abort());
                 let outcome =
                     ChannelSender::new(session, id, stream).and_then(|mut sender| sender.run());
+                session.threads.book(&name);
+                if let Err(error) = outcome {
+                    session.fail(error);
+                }
+            }));
+        }
+        for number in 0..compress_threads::threads(options) {
+            let session = &session;
+            let name = format!("compress_{number}");
+            threads.push(spawn(scope, name.clone(), move || {
+                let _ends = OnPanic(|| session.abort());
+                let outcome = compress_threads::work(session);
                 session.threads.book(&name);
                 if let Err(error) = outcome {
                     session.fail(error);
@@ -417,6 +430,7 @@ impl Migration<'_> {
         let measured = match outcome {
             Ok(measured) => {
                 session.gate.start(Job::Exit);
+                session.compress.end();
                 session.shut_down();
                 // The guest is gone from here; its log only costs.
                 let _ = session.guest.stop_dirty_log();

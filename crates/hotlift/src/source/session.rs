@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use hotlift_wire::multifd::Method;
 
+use super::compress_threads::CompressThreads;
 use super::gate::Gate;
 use super::ram::RamState;
 use crate::control::Control;
@@ -32,6 +33,7 @@ pub(super) struct Session<'a> {
     pub connections: Connections,
     pub ram: RamState<'a>,
     pub gate: Gate,
+    pub compress: CompressThreads,
     pub pacer: Pacer,
     /// One a channel, and the last for the main channel.
     pub counters: Vec<Counters>,
@@ -63,6 +65,7 @@ impl<'a> Session<'a> {
             method,
             ram: RamState::new(guest),
             gate: Gate::new(channels),
+            compress: CompressThreads::new(options),
             pacer: Pacer::new(options.max_bandwidth),
             counters: Counters::of_side(channels),
             connections,
@@ -106,6 +109,7 @@ impl<'a> Session<'a> {
     fn release_all(&self) {
         self.control.stop();
         self.gate.break_up();
+        self.compress.end();
         self.ram.abandon();
         for stream in &self.connections.multifd {
             stream.shutdown(Shutdown::Both);

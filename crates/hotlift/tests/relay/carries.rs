@@ -18,6 +18,7 @@ fn direct(recording: &Recording) -> Guest {
 fn hop(method: &str, channels: &str) -> RelaySettings {
     let mut settings = match method {
         "off" => settings(&[("multifd", "off")]),
+        "compress" => settings(&[("compress", "on"), ("compress-threads", channels)]),
         method => settings(&[
             ("multifd-compression", method),
             ("multifd-channels", channels),
@@ -30,6 +31,7 @@ fn hop(method: &str, channels: &str) -> RelaySettings {
 /// All outgoing sides: methods by channels, and none at all.
 fn hops() -> Vec<RelaySettings> {
     let mut hops = vec![hop("off", "")];
+    hops.extend(["1", "3"].map(|threads| hop("compress", threads)));
     for method in ["none", "zlib", "zstd"] {
         hops.extend(["1", "3"].map(|channels| hop(method, channels)));
     }
@@ -40,7 +42,7 @@ fn assert_same(recording: &Recording, expected: &Guest, way: &[RelaySettings]) {
     let outcome = migrate(recording, way, None, Ending::LetsGo);
     let options = way.iter().map(|hop| {
         let options = &hop.outgoing;
-        let method = options.multifd_compression.name;
+        let method = options.method_name();
         format!("{method} on {} channels", options.channels())
     });
     let what = format!("{} by {:?}", recording.name, options.collect::<Vec<_>>());

@@ -7,10 +7,13 @@ use std::sync::atomic::Ordering;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_mem::sock::{Forwarder, IoScratch};
+use hotlift_methods::MethodError;
+use hotlift_methods::legacy::compress::Deflater;
 use hotlift_wire::multifd::{Method, PacketFields, PacketLayout, PacketWriter};
 
 use super::super::batch::Batch;
 use super::super::sink::{ForwardPackets, WritePages};
+use super::main_out::Compressed;
 use super::{StreamSink, ZeroPlace};
 use crate::codec::Encoder;
 use crate::error::{Channel, MigrationError};
@@ -210,14 +213,53 @@ impl ForwardPackets for PacketForwarder<'_, '_> {
 }
 
 /// A stream without multifd: pages are records of main.
-pub(super) struct MainWriter<'s, 'a>(pub &'s StreamSink<'a>);
+pub(super) struct MainWriter<'s, 'a> {
+    sink: &'s StreamSink<'a>,
+    /// With `compress`: each writer compresses in its own thread, and only then takes its turn on main.
+    compress: Option<(Deflater, Compressed)>,
+}
+
+impl<'s, 'a> MainWriter<'s, 'a> {
+    pub(super) fn new(sink: &'s StreamSink<'a>) -> Result<Self, MigrationError> {
+        let options = &sink.settings.outgoing;
+        let compress = if options.compress {
+            let deflater = Deflater::new(options.compress_level);
+            let deflater = deflater.map_err(|source| page_failed("", 0, source))?;
+            Some((deflater, Compressed::default()))
+        } else {
+            None
+        };
+        Ok(Self { sink, compress })
+    }
+}
 
 impl WritePages for MainWriter<'_, '_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
-        if self.0.looks_for_zeros() {
+        if self.sink.looks_for_zeros() {
             batch.find_zero_pages();
         }
-        self.0.lock_main().pages(batch)
+        let Some((deflater, pages)) = &mut self.compress else {
+            return self.sink.lock_main().pages(batch);
+        };
+        pages.streams.clear();
+        pages.lengths.clear();
+        for (page, offset) in batch.pages().as_chunks().0.iter().zip(&batch.normal) {
+            let before = pages.streams.len();
+            let block = self.sink.block_name(batch.block);
+            deflater
+                .deflate(page, &mut pages.streams)
+                .map_err(|source| page_failed(block, *offset, source))?;
+            pages.lengths.push(pages.streams.len() - before);
+        }
+        self.sink.lock_main().compressed_pages(batch, pages)
+    }
+}
+
+fn page_failed(block: &str, offset: u64, source: MethodError) -> MigrationError {
+    MigrationError::Page {
+        block: block.to_owned(),
+        offset: usize::try_from(offset).unwrap_or(usize::MAX),
+        source,
     }
 }
 

@@ -34,6 +34,15 @@ pub(super) struct MainLink {
     pub control: Control,
 }
 
+/// Pages of a batch as zlib streams.
+#[derive(Debug, Default)]
+pub(super) struct Compressed {
+    /// One after the other.
+    pub streams: Vec<u8>,
+    /// Length of each page's stream; 0 for a page that goes as it is.
+    pub lengths: Vec<usize>,
+}
+
 pub(super) struct MainOut {
     link: Arc<MainLink>,
     encoder: MainEncoder,
@@ -162,6 +171,35 @@ impl MainOut {
         self.link.counters.add_bytes(bytes);
         self.out.clear();
         Ok(())
+    }
+
+    /// A section with the batch's pages as `pages` has them.
+    pub(super) fn compressed_pages(
+        &mut self,
+        batch: &Batch,
+        pages: &Compressed,
+    ) -> Result<(), MigrationError> {
+        self.open_section(Section::Part)?;
+        let (encoder, out) = (&mut self.encoder, &mut self.out);
+        for offset in &batch.zero {
+            encoder.zero_page(batch.block, *offset, out).map_err(wire)?;
+        }
+        let mut rest = pages.streams.as_slice();
+        let contents = batch.pages().chunks(PAGE_SIZE).zip(&pages.lengths);
+        for (offset, (page, length)) in batch.normal.iter().zip(contents) {
+            let (stream, behind) = rest.split_at(*length);
+            rest = behind;
+            if stream.is_empty() {
+                let head = encoder.normal_page_head(batch.block, *offset, out);
+                head.map_err(wire)?;
+                out.extend_from_slice(page);
+            } else {
+                let record = encoder.compressed_page(batch.block, *offset, stream, out);
+                record.map_err(wire)?;
+            }
+        }
+        self.encoder.ram_eos(&mut self.out).map_err(wire)?;
+        self.flush()
     }
 
     /// Bytes as they are, behind everything gathered.

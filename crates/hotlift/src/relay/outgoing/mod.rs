@@ -170,7 +170,7 @@ fn record(
         machine: opening.configuration.machine.clone(),
         uuid: opening.uuid.map(|byte| format!("{byte:02x}")).concat(),
         channels,
-        method: method_of(settings).name().to_owned(),
+        method: settings.outgoing.method_name().to_owned(),
         begun: begun.map_or(0, |since| since.as_secs()),
         hotlift: env!("CARGO_PKG_VERSION").to_owned(),
     };
@@ -359,12 +359,17 @@ pub(super) fn machine_version(machine: &str) -> Option<(u32, u32)> {
 
 impl Sink for StreamSink<'_> {
     fn workers(&self) -> usize {
-        self.multifd.len().max(1)
+        let options = &self.settings.outgoing;
+        if options.compress {
+            options.compress_threads.into()
+        } else {
+            self.multifd.len().max(1)
+        }
     }
 
     fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
         if self.multifd.is_empty() {
-            return Ok(Box::new(MainWriter(self)));
+            return Ok(Box::new(MainWriter::new(self)?));
         }
         let id = u8::try_from(worker).unwrap_or(u8::MAX);
         Ok(Box::new(ChannelWriter::new(self, id)?))
@@ -514,7 +519,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn method(&self) -> &'static str {
-        self.wire_method.name()
+        self.settings.outgoing.method_name()
     }
 }
 

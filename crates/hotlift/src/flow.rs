@@ -1,20 +1,18 @@
-//! The way of batches from the threads that read to the threads that write.
+//! The way of batches from those who fill them to the threads that work on them, and back.
 //!
 //! ```text
-//! free --take--> filled by a reader --submit--> ready --next--> written by a worker --give_back--> free
+//! free --take--> filled --submit--> ready --next--> worked on --give_back--> free
 //! ```
 //!
-//! A fixed number of batches goes round. When the wire is slow none is free, readers stop reading, and
-//! the source feels it: that is the back-pressure, and the relay's memory stays what it was.
+//! A fixed number of batches goes round. When work is slow none is free, and those who would fill them
+//! wait: that is the back-pressure, and memory stays what it was.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::batch::Batch;
-
 #[derive(Debug)]
-pub(crate) struct Flow {
-    state: Mutex<State>,
+pub(crate) struct Flow<B> {
+    state: Mutex<State<B>>,
     /// A batch became free, or the flow broke.
     freed: Condvar,
     /// A batch became ready, or the flow ended.
@@ -23,24 +21,29 @@ pub(crate) struct Flow {
     drained: Condvar,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    free: Vec<Batch>,
-    ready: VecDeque<Batch>,
+#[derive(Debug)]
+struct State<B> {
+    /// The one given back last is taken first: its memory is in the caches.
+    free: Vec<B>,
+    ready: VecDeque<B>,
     /// Batches submitted and not yet given back.
     under_way: usize,
     ended: bool,
     broken: bool,
 }
 
-impl Flow {
-    /// A flow of `batches` batches.
-    pub(crate) fn new(batches: usize) -> Self {
-        let free = (0..batches).map(|_| Batch::new()).collect();
+impl<B> Flow<B> {
+    /// A flow of these batches.
+    pub(crate) fn new(batches: impl Iterator<Item = B>) -> Self {
+        let free: Vec<_> = batches.collect();
         Self {
             state: Mutex::new(State {
+                // Nothing is allocated later.
+                ready: VecDeque::with_capacity(free.len()),
                 free,
-                ..State::default()
+                under_way: 0,
+                ended: false,
+                broken: false,
             }),
             freed: Condvar::new(),
             readied: Condvar::new(),
@@ -48,12 +51,12 @@ impl Flow {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, State<B>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a free batch; `None` once the flow is broken.
-    pub(crate) fn take(&self) -> Option<Batch> {
+    pub(crate) fn take(&self) -> Option<B> {
         let mut state = self
             .freed
             .wait_while(self.lock(), |state| state.free.is_empty() && !state.broken)
@@ -64,21 +67,25 @@ impl Flow {
         state.free.pop()
     }
 
-    /// Hands a filled batch to the writers. An empty one is free again at once.
-    pub(crate) fn submit(&self, batch: Batch) {
+    /// A free batch, if there is one now.
+    pub(crate) fn try_take(&self) -> Option<B> {
         let mut state = self.lock();
-        if batch.len() == 0 {
-            state.free.push(batch);
-            self.freed.notify_one();
-            return;
+        if state.broken {
+            return None;
         }
+        state.free.pop()
+    }
+
+    /// Hands a filled batch to the workers.
+    pub(crate) fn submit(&self, batch: B) {
+        let mut state = self.lock();
         state.ready.push_back(batch);
         state.under_way += 1;
         self.readied.notify_one();
     }
 
-    /// Waits for a batch to write; `None` once the flow has ended or is broken.
-    pub(crate) fn next(&self) -> Option<Batch> {
+    /// Waits for a batch to work on; `None` once the flow has ended or is broken.
+    pub(crate) fn next(&self) -> Option<B> {
         let mut state = self
             .readied
             .wait_while(self.lock(), |state| {
@@ -91,8 +98,14 @@ impl Flow {
         state.ready.pop_front()
     }
 
-    /// A batch has been written.
-    pub(crate) fn give_back(&self, batch: Batch) {
+    /// A batch that was taken is free again, with no work for anybody.
+    pub(crate) fn release(&self, batch: B) {
+        self.lock().free.push(batch);
+        self.freed.notify_one();
+    }
+
+    /// A batch has been worked on.
+    pub(crate) fn give_back(&self, batch: B) {
         let mut state = self.lock();
         state.free.push(batch);
         state.under_way -= 1;
@@ -102,7 +115,7 @@ impl Flow {
         }
     }
 
-    /// Waits until everything submitted has been written; false if the flow is broken.
+    /// Waits until everything submitted has been given back; false if the flow is broken.
     pub(crate) fn drain(&self) -> bool {
         let state = self
             .drained
@@ -111,7 +124,7 @@ impl Flow {
         !state.broken
     }
 
-    /// No more batches will be submitted: writers end when the ready ones are written.
+    /// No more batches will be submitted: workers end when the ready ones are done.
     pub(crate) fn end(&self) {
         self.lock().ended = true;
         self.readied.notify_all();
@@ -132,8 +145,8 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
-    fn drain_returns_only_when_every_submitted_batch_is_written() {
-        let flow = Flow::new(3);
+    fn drain_returns_only_when_every_submitted_batch_is_given_back() {
+        let flow = Flow::new(0..3);
         let written = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for _ in 0..2 {
@@ -146,9 +159,7 @@ mod tests {
             }
             for round in 1..=200 {
                 for _ in 0..5 {
-                    let mut batch = flow.take().unwrap();
-                    batch.start(0);
-                    batch.zero.push(0);
+                    let batch = flow.take().unwrap();
                     flow.submit(batch);
                 }
                 assert!(flow.drain());
@@ -159,21 +170,25 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_batch_reaches_no_writer() {
-        let flow = Flow::new(1);
-        let mut batch = flow.take().unwrap();
-        batch.start(0);
-        flow.submit(batch);
-        assert!(flow.drain());
-        assert!(flow.take().is_some());
+    fn what_is_taken_without_waiting_is_what_is_free() {
+        let flow = Flow::new(0..2);
+        let first = flow.try_take().unwrap();
+        flow.submit(first);
+        let second = flow.try_take().unwrap();
+        assert_eq!(flow.try_take(), None);
+        assert_eq!(flow.next(), Some(first));
+        flow.give_back(first);
+        assert_eq!(flow.try_take(), Some(first));
+        assert_eq!(flow.try_take(), None);
+        flow.release(second);
+        assert_eq!(flow.take(), Some(second));
+        assert!(flow.drain(), "nothing is under way");
     }
 
     #[test]
     fn a_broken_flow_frees_everybody_who_waits() {
-        let flow = Flow::new(1);
-        let mut batch = flow.take().unwrap();
-        batch.start(0);
-        batch.zero.push(0);
+        let flow = Flow::new(0..1);
+        let batch = flow.take().unwrap();
         flow.submit(batch);
         std::thread::scope(|scope| {
             let reader = scope.spawn(|| flow.take().is_none());
