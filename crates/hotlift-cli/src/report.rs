@@ -295,7 +295,11 @@ pub fn done_by(jobs: &JobFigures) -> String {
         None if devices.is_empty() => "the CPU".to_owned(),
         None => devices,
         Some(why) if jobs.hardware == 0 => format!("the CPU: {why}"),
-        Some(why) => format!("{devices}, then the CPU: {why}"),
+        Some(why) => {
+            // The reason begins with the device that it is of.
+            let of_the_one = why.strip_prefix(&format!("{devices}: "));
+            format!("{devices}; then the CPU: {}", of_the_one.unwrap_or(why))
+        }
     }
 }
 

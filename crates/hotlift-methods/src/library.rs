@@ -20,13 +20,18 @@ pub(crate) struct Opened(Library);
 ///
 /// The library's constructors must be sound to run; an operator who names a file vouches for it.
 pub(crate) unsafe fn open(soname: &str, variable: Option<&str>) -> Result<Opened, String> {
-    let file = variable
+    // SAFETY: the caller's promise.
+    let library =
+        unsafe { Library::new(file(soname, variable)) }.map_err(|error| reason(&error))?;
+    Ok(Opened(library))
+}
+
+/// What [`open`] opens: the file that the environment variable names, or the soname.
+pub(crate) fn file(soname: &str, variable: Option<&str>) -> OsString {
+    variable
         .and_then(std::env::var_os)
         .filter(|file| !file.is_empty())
-        .unwrap_or_else(|| OsString::from(soname));
-    // SAFETY: the caller's promise.
-    let library = unsafe { Library::new(file) }.map_err(|error| reason(&error))?;
-    Ok(Opened(library))
+        .unwrap_or_else(|| OsString::from(soname))
 }
 
 impl Opened {

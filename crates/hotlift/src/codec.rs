@@ -40,7 +40,7 @@ impl Encoder {
         }
         let mut side = Side::new(id, control);
         let encoder = (method.encoder)(&options.encoder_settings(to_hotlift))
-            .map_err(|source| side.failed(0, "", source))?;
+            .map_err(|source| side.not_made(source))?;
         side.tell(encoder.jobs(), encoder.runs_on());
         Ok(Some(Self { encoder, side }))
     }
@@ -71,7 +71,7 @@ impl Decoder {
             return Ok(None);
         }
         let mut side = Side::new(id, control);
-        let decoder = (method.decoder)(accelerator).map_err(|source| side.failed(0, "", source))?;
+        let decoder = (method.decoder)(accelerator).map_err(|source| side.not_made(source))?;
         side.tell(decoder.jobs(), decoder.runs_on());
         Ok(Some(Self { decoder, side }))
     }
@@ -101,6 +101,13 @@ impl Side {
 
     fn tell(&mut self, jobs: Jobs, runs_on: RunsOn) {
         self.teller.tell(self.control.ran(), jobs, runs_on);
+    }
+
+    fn not_made(&self, source: MethodError) -> MigrationError {
+        MigrationError::MethodSetup {
+            channel: Channel::Multifd(self.id),
+            source,
+        }
     }
 
     fn failed(&self, packet: u64, block: &str, source: MethodError) -> MigrationError {

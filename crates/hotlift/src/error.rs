@@ -86,6 +86,15 @@ pub enum MigrationError {
         #[source]
         source: WireError,
     },
+    /// A channel's half of the method could not be made.
+    #[error("the method of {channel} cannot be set up")]
+    MethodSetup {
+        /// The channel.
+        channel: Channel,
+        /// The method's reason.
+        #[source]
+        source: MethodError,
+    },
     /// A packet's pages did not decode, or did not encode.
     #[error("packet {packet} of {channel} (RAM block '{block}') failed")]
     Method {

@@ -112,6 +112,14 @@ pub enum OptionError {
         /// The value as given.
         got: String,
     },
+    /// The accelerator is required, and cannot be used.
+    #[error("accelerator=required: {device} cannot be used: {reason} ('hotlift accel' tells more)")]
+    NoAccelerator {
+        /// The device.
+        device: &'static str,
+        /// Why not.
+        reason: String,
+    },
     /// Two options do not go together.
     #[error("{option} needs {needs}")]
     Conflict {
@@ -478,10 +486,10 @@ impl Options {
         Ok(())
     }
 
-    /// Whether the options go together.
+    /// Whether the options go together, and whether what they require is there.
     ///
     /// # Errors
-    /// [`OptionError::Conflict`].
+    /// [`OptionError::Conflict`], [`OptionError::NoAccelerator`].
     pub fn check(&self) -> Result<(), OptionError> {
         let method = self.multifd_compression;
         if self.compress && self.multifd() {
@@ -500,7 +508,24 @@ impl Options {
                 },
             });
         }
-        Ok(())
+        // Method none may still be one end of a relay whose other end has an accelerator.
+        if self.accelerator != Accelerator::Required || method.flag == 0 {
+            return Ok(());
+        }
+        match method.hardware {
+            None => Err(OptionError::Conflict {
+                option: "accelerator=required".to_owned(),
+                needs: "a method that an accelerator serves ('hotlift methods' lists them)",
+            }),
+            Some(hardware) => {
+                (hardware.probe)()
+                    .map(|_| ())
+                    .map_err(|reason| OptionError::NoAccelerator {
+                        device: hardware.device,
+                        reason: reason.to_string(),
+                    })
+            }
+        }
     }
 
     /// Whether pages travel on multifd channels.

@@ -19,8 +19,14 @@ pub struct Hotlift {
 impl Hotlift {
     /// Starts the command; what it says on either stream can be waited for.
     pub fn start(args: &[&str]) -> Self {
+        Self::start_with(args, &[])
+    }
+
+    /// Starts the command with environment variables.
+    pub fn start_with(args: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_hotlift"))
             .args(args)
+            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -1,6 +1,7 @@
 //! The command as a user runs it: processes, signals, exit codes, files left behind.
 
 mod accel;
+mod accelerated;
 mod demo;
 mod guest_run;
 mod hotlift;

@@ -66,7 +66,11 @@ pub(super) fn probe() -> Result<Arc<str>, Arc<str>> {
     static TRIED: OnceLock<Result<Arc<str>, Arc<str>>> = OnceLock::new();
     TRIED
         .get_or_init(|| match trial() {
-            Ok(()) => Ok(HARDWARE.library.into()),
+            Ok(()) => {
+                // The library does not tell its version.
+                let file = library::file(HARDWARE.library, Some(HARDWARE.variable));
+                Ok(file.to_string_lossy().into())
+            }
             Err(reason) => Err(reason.into()),
         })
         .clone()

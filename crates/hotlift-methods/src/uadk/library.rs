@@ -76,7 +76,8 @@ fn probe() -> Result<Arc<str>, Arc<str>> {
         pagewise::trial(Wrapper::Zlib, Session::open)
             .map_err(|reason| format!("libwd_comp: {reason}"))?;
         // The library does not tell its version.
-        Ok("libwd_comp".into())
+        let file = library::file(HARDWARE.library, Some(HARDWARE.variable));
+        Ok(file.to_string_lossy().into())
     });
     tried.clone()
 }
