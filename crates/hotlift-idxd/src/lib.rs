@@ -6,6 +6,7 @@
 //! | `attribute` | one attribute file of sysfs, as a number, a name or a set of operations |
 //! | `descriptor`, `record` | what a device is told, and what it answers |
 //! | `portal` | ways to hand a descriptor to a queue |
+//! | `queue` | opens a work queue, and proves that it works |
 //! | `zero` | zero pages, found by devices |
 //! | `model` | a software model of a queue, for tests |
 //! | `cpu` | which instructions this CPU has to hand descriptors to a queue |
@@ -18,6 +19,7 @@ pub mod cpu;
 pub mod descriptor;
 pub mod model;
 pub mod portal;
+pub mod queue;
 pub mod record;
 pub mod sysfs;
 pub mod zero;
