@@ -47,7 +47,8 @@ impl EncoderSettings {
 pub struct Jobs {
     /// Done by the accelerator.
     pub hardware: u64,
-    /// Done on the CPU: all without an accelerator, with one those that it refused or failed.
+    /// Done on the CPU: all without an accelerator, with one those that it refused or failed. A
+    /// receiver's CPU copies the pages that travel as they are.
     pub software: u64,
     /// Submissions repeated because the accelerator's queue was full.
     pub retries: u64,

@@ -1,4 +1,7 @@
 //! A channel's session with the device: one page at a time, waited for by the library.
+//!
+//! How long it waits is the library's to say, too: it gives up after 200 million questions, which take
+//! seconds. A session that waits otherwise would need contexts and a scheduler of our own.
 
 use std::ffi::c_int;
 
