@@ -28,6 +28,11 @@ pub const COMPRESSED_FOR_QEMU: [(Release, &str, &str, bool); 4] = [
 /// Capabilities of a 7.2 source without multifd.
 pub const OLDER_RECORDS: [&str; 2] = ["xbzrle", "compress"];
 
+/// Who makes records of capability `compress` for a 7.2 that reads them: the source QEMU or not, relays
+/// between, and how many threads the last has.
+pub const COMPRESS_FOR_QEMU: [(bool, bool, u8); 3] =
+    [(true, true, 8), (false, true, 1), (false, false, 8)];
+
 fn machine(name: &'static str) -> Machine {
     Machine {
         name,
@@ -76,6 +81,52 @@ fn qemu_reads_pages_that_a_relay_has_compressed_for_it() {
     }
 }
 
+/// Parameters of a QEMU that compresses: its threads are slow, and must not be overtaken by the guest.
+fn slow_threads() -> serde_json::Value {
+    json!({ "downtime-limit": 3000, "compress-threads": 2 })
+}
+
+/// The same for a relay and its destination, whose threads QEMU makes when it has the capability.
+#[test]
+fn qemu_reads_the_compressed_pages_that_a_relay_has_made_for_it() {
+    for (by_qemu, two, threads) in COMPRESS_FOR_QEMU {
+        println!("compressed by QEMU: {by_qemu}, two relays: {two}, {threads} threads");
+        let ours = [
+            "--compress=on".to_owned(),
+            format!("--compress-threads={threads}"),
+        ];
+        let mut relays = RelayOptions::new("none", Multifd::Off, Multifd::Off);
+        if two {
+            let options = relays.destination.as_mut().expect("two relays");
+            options.extend(ours);
+            relays.source.push("--compress=on".to_owned());
+        } else {
+            relays.destination = None;
+            relays.source.extend(ours);
+        }
+        relays.tell_uuid(Multifd::Off, Multifd::Off);
+        let mut source = Side::new(Multifd::Off).with("return-path");
+        if by_qemu {
+            source = source.with("compress").parameters(slow_threads());
+        }
+        let route = Route {
+            source,
+            destination: Side::new(Multifd::Off).with("compress"),
+            relays: Some(relays),
+            live: true,
+        };
+        let here = skip!(Vm::running(Release::V7, &machine(PC_7)));
+        let moved = skip!(route.take(here, Release::V7));
+        for report in moved.reports.expect("reports") {
+            assert_eq!(report["method"], "compress", "{report}");
+            let sent = report["sent_bytes"].as_u64().expect("a number");
+            let pages = report["normal_pages"].as_u64().expect("a number");
+            assert!(sent < pages * 4096, "{report}");
+            assert_eq!(report["passed_through"], serde_json::Value::Null);
+        }
+    }
+}
+
 /// XBZRLE deltas and pages of the old capability `compress` come on the main channel.
 #[test]
 fn the_records_of_older_sources_are_read() {
@@ -85,9 +136,7 @@ fn the_records_of_older_sources_are_read() {
             let slow = json!({ "max-bandwidth": 48 << 20, "downtime-limit": 20 });
             (slow, "xbzrle-cache")
         } else {
-            // Its threads are slow, and must not be overtaken by the guest.
-            let fast = json!({ "downtime-limit": 3000, "compress-threads": 2 });
-            (fast, "compression")
+            (slow_threads(), "compression")
         };
         for destination in [Multifd::Off, CHANNELS] {
             println!("{capability} -> {destination}");

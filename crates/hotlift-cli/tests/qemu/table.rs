@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use crate::dialect::{COMPRESSED_BY_QEMU, COMPRESSED_FOR_QEMU, OLDER_RECORDS};
+use crate::dialect::{COMPRESS_FOR_QEMU, COMPRESSED_BY_QEMU, COMPRESSED_FOR_QEMU, OLDER_RECORDS};
 use crate::linux_moves::{JOURNEY, STARTS_IN};
 use crate::matrix::{PAIRS, Row, choice, rows};
 use crate::vm::Release;
@@ -94,6 +94,19 @@ fn render() -> String {
             text,
             "| the relay, for QEMU {} | multifd {method} | {relays} |",
             to.name()
+        );
+    }
+    for (by_qemu, two, threads) in COMPRESS_FOR_QEMU {
+        let source = if by_qemu { "compress" } else { "nothing" };
+        let relays = if two {
+            "two relays, compress between them"
+        } else {
+            "one relay alone"
+        };
+        let _ = writeln!(
+            text,
+            "| the relay, for QEMU {} | compress by {threads} threads, without multifd | {source} by the source, {relays} |",
+            Release::V7.name()
         );
     }
     let _ = write!(
