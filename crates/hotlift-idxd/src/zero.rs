@@ -9,10 +9,12 @@
 //! to the CPU, with the bytes that are still to be looked at: page faults, refused descriptors, a full
 //! queue, a device that errs or does not answer. The last two end its service.
 
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use hotlift_mem::GuestRun;
 
 use crate::descriptor::Descriptor;
 use crate::portal::{Portal, Submitted};
@@ -47,13 +49,8 @@ pub struct ZeroJobs {
     pub retries: u64,
 }
 
-/// Devices and the thread that listens to them.
+/// Devices, and what they work on.
 pub struct ZeroFinder {
-    inner: Arc<Inner>,
-    thread: Option<JoinHandle<()>>,
-}
-
-struct Inner {
     devices: Vec<Service>,
     next: AtomicUsize,
     flights: Mutex<Flights>,
@@ -87,7 +84,7 @@ struct Slot {
 enum Landing {
     Done(Box<Flight>),
     /// The device did not answer. It may still write to the flight's memory, which is never freed.
-    Lost(Vec<Page>),
+    Lost(usize),
 }
 
 /// One batch: what a device reads, and what it writes to.
@@ -114,14 +111,16 @@ unsafe impl Send for Page {}
 // SAFETY: descriptors hold addresses, of the flight's own memory and of pages that are only read.
 unsafe impl Send for Flight {}
 
-/// A channel's batch of pages; it is kept from packet to packet.
-pub struct ZeroBatch {
-    finder: Arc<Inner>,
+/// A channel's batch of pages; it is kept from packet to packet. A batch that is in flight is waited for
+/// when it is dropped.
+pub struct ZeroBatch<'a> {
+    finder: &'a ZeroFinder,
     flight: Option<Box<Flight>>,
     slot: Arc<Slot>,
     /// Pages at most.
     room: usize,
     page_size: u32,
+    pages: PhantomData<GuestRun<'a>>,
 }
 
 /// What is known of a page.
@@ -136,26 +135,20 @@ pub enum Verdict {
 }
 
 impl ZeroFinder {
-    /// Begins to work with `devices`, of which there is at least one.
-    ///
-    /// # Errors
-    ///
-    /// The system's reason if there can be no thread.
-    pub fn new(devices: Vec<Device>) -> std::io::Result<Self> {
+    /// Work for `devices`. Some thread must [`ZeroFinder::listen`] to them.
+    #[must_use]
+    pub fn new(devices: Vec<Device>) -> Self {
         Self::with_deadline(devices, DEADLINE)
     }
 
     /// The same with another deadline for a batch.
-    ///
-    /// # Errors
-    ///
-    /// As [`ZeroFinder::new`].
-    pub fn with_deadline(devices: Vec<Device>, deadline: Duration) -> std::io::Result<Self> {
+    #[must_use]
+    pub fn with_deadline(devices: Vec<Device>, deadline: Duration) -> Self {
         let service = |device| Service {
             device,
             out: OnceLock::new(),
         };
-        let inner = Arc::new(Inner {
+        Self {
             devices: devices.into_iter().map(service).collect(),
             next: AtomicUsize::new(0),
             flights: Mutex::default(),
@@ -164,26 +157,19 @@ impl ZeroFinder {
             software: AtomicU64::new(0),
             retries: AtomicU64::new(0),
             deadline,
-        });
-        let listener = Arc::clone(&inner);
-        let thread = std::thread::Builder::new()
-            .name("dsa_completion".to_owned())
-            .spawn(move || listener.listen())?;
-        Ok(Self {
-            inner,
-            thread: Some(thread),
-        })
+        }
     }
 
     /// A batch of at most `pages` pages of `page_size` bytes.
     #[must_use]
-    pub fn batch(&self, pages: usize, page_size: u32) -> ZeroBatch {
+    pub fn batch<'a>(&'a self, pages: usize, page_size: u32) -> ZeroBatch<'a> {
         ZeroBatch {
-            finder: Arc::clone(&self.inner),
+            finder: self,
             flight: Some(Flight::new(pages)),
             slot: Arc::default(),
             room: pages,
             page_size,
+            pages: PhantomData,
         }
     }
 
@@ -191,9 +177,9 @@ impl ZeroFinder {
     #[must_use]
     pub fn jobs(&self) -> ZeroJobs {
         ZeroJobs {
-            hardware: self.inner.hardware.load(Ordering::Relaxed),
-            software: self.inner.software.load(Ordering::Relaxed),
-            retries: self.inner.retries.load(Ordering::Relaxed),
+            hardware: self.hardware.load(Ordering::Relaxed),
+            software: self.software.load(Ordering::Relaxed),
+            retries: self.retries.load(Ordering::Relaxed),
         }
     }
 
@@ -202,28 +188,28 @@ impl ZeroFinder {
     pub fn out_of_service(&self) -> Vec<String> {
         let out =
             |service: &Service| Some(format!("{}: {}", service.device.name, service.out.get()?));
-        self.inner.devices.iter().filter_map(out).collect()
+        self.devices.iter().filter_map(out).collect()
     }
-}
 
-impl Drop for ZeroFinder {
-    fn drop(&mut self) {
-        self.inner.lock().closed = true;
-        self.inner.more.notify_all();
-        if let Some(thread) = self.thread.take() {
-            // A panic there has been printed, and nothing of it is left here.
-            let _ = thread.join();
-        }
+    /// The devices' names.
+    #[must_use]
+    pub fn names(&self) -> Vec<String> {
+        let name = |service: &Service| service.device.name.clone();
+        self.devices.iter().map(name).collect()
     }
-}
 
-impl Inner {
     fn lock(&self) -> MutexGuard<'_, Flights> {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends every batch back that has landed, until closed and nothing is in flight.
-    fn listen(&self) {
+    /// Ends [`ZeroFinder::listen`] as soon as nothing is in flight.
+    pub fn close(&self) {
+        self.lock().closed = true;
+        self.more.notify_all();
+    }
+
+    /// Sends every batch back that has landed: what the completion thread does.
+    pub fn listen(&self) {
         let mut flying: Vec<(Box<Flight>, Arc<Slot>)> = Vec::new();
         loop {
             let mut flights = self.lock();
@@ -254,7 +240,7 @@ impl Inner {
                         let _ = service
                             .out
                             .set(format!("no answer within {:?}", self.deadline));
-                        let pages = flight.pages.clone();
+                        let pages = flight.pages.len();
                         // The device may still write to it.
                         std::mem::forget(flight);
                         slot.put(Landing::Lost(pages));
@@ -355,26 +341,23 @@ impl Flight {
     }
 }
 
-impl ZeroBatch {
-    /// Adds a page, and returns true if there is no room for another.
+impl<'a> ZeroBatch<'a> {
+    /// Adds a page.
     ///
     /// # Panics
     ///
-    /// If it is in flight, or full.
-    pub fn push(&mut self, page: *const u8) -> bool {
-        let flight = self.flight.as_mut().expect("a batch that is not in flight");
-        assert!(flight.pages.len() < flight.records.len(), "a full batch");
-        flight.pages.push(Page(page));
-        flight.pages.len() == flight.records.len()
+    /// If the batch is in flight or full, or the page has another size.
+    pub fn push(&mut self, page: GuestRun<'a>) {
+        assert_eq!(page.len(), self.page_size as usize, "a page");
+        let Some(flight) = &mut self.flight else {
+            panic!("a batch in flight takes no page");
+        };
+        assert!(flight.pages.len() < self.room, "a full batch takes no page");
+        flight.pages.push(Page(page.as_ptr()));
     }
 
     /// Hands the pages to a device and returns at once.
-    ///
-    /// # Safety
-    ///
-    /// The pages must stay mapped readable until [`ZeroBatch::wait`] has returned, and, after a device
-    /// did not answer, as long as it may still read them.
-    pub unsafe fn submit(&mut self) {
+    pub fn submit(&mut self) {
         let Some(mut flight) = self.flight.take() else {
             return;
         };
@@ -382,8 +365,7 @@ impl ZeroBatch {
         flight.begun = Some(Instant::now());
         if let Some(device) = self.finder.choose() {
             flight.device = device;
-            // SAFETY: the caller's promise; the flight's own memory is on the heap and stays.
-            unsafe { self.submit_to(&mut flight) };
+            self.submit_to(&mut flight);
         }
         if flight.heads.is_empty() {
             return self.slot.put(Landing::Done(flight));
@@ -395,10 +377,7 @@ impl ZeroBatch {
         self.finder.more.notify_one();
     }
 
-    /// # Safety
-    ///
-    /// As [`ZeroBatch::submit`].
-    unsafe fn submit_to(&self, flight: &mut Flight) {
+    fn submit_to(&self, flight: &mut Flight) {
         let service = &self.finder.devices[flight.device];
         let device = &service.device;
         for (at, page) in flight.pages.iter().enumerate() {
@@ -420,7 +399,9 @@ impl ZeroBatch {
                 let count = u32::try_from(pages).unwrap_or(u32::MAX);
                 Descriptor::batch(&raw const flight.descriptors[first], count, record)
             };
-            // SAFETY: the flight and its pages stay until the records are complete.
+            // SAFETY: a flight is on the heap, and only a complete one is used again or freed. Its pages
+            // are guest memory, borrowed until the batch has been waited for. A device that has not
+            // answered by then only reads them, and finds no memory if it is gone.
             match unsafe { device.portal.submit(&head) } {
                 Ok(Submitted::Accepted) => {
                     batches += usize::from(pages > 1);
@@ -443,16 +424,20 @@ impl ZeroBatch {
             .fetch_add(retries.into(), Ordering::Relaxed);
     }
 
-    /// Waits for the device and gives each page's address and verdict, in order; the batch is empty then.
-    pub fn wait(&mut self, mut verdict: impl FnMut(*const u8, Verdict)) {
+    /// Waits for the device and gives the verdict on each page, in order; the batch is empty then, and is
+    /// so at once if it was not submitted.
+    pub fn wait(&mut self, mut verdict: impl FnMut(Verdict)) {
+        if self.flight.is_some() {
+            return;
+        }
         let (mut hardware, mut software) = (0, 0);
         let mut flight = match self.slot.wait() {
             Landing::Done(flight) => flight,
             Landing::Lost(pages) => {
-                for page in &pages {
-                    verdict(page.0, Verdict::LookFrom(0));
+                for _ in 0..pages {
+                    verdict(Verdict::LookFrom(0));
                 }
-                let count = pages.len() as u64;
+                let count = pages as u64;
                 self.finder.software.fetch_add(count, Ordering::Relaxed);
                 self.flight = Some(Flight::new(self.room));
                 return;
@@ -460,7 +445,7 @@ impl ZeroBatch {
         };
         let submitted = flight.submitted();
         let service = &self.finder.devices[flight.device];
-        for (at, page) in flight.pages.iter().enumerate() {
+        for at in 0..flight.pages.len() {
             let completion = if at < submitted {
                 flight.records[at].read()
             } else {
@@ -486,7 +471,7 @@ impl ZeroBatch {
                 Verdict::LookFrom(_) => software += 1,
                 Verdict::Zero | Verdict::Normal => hardware += 1,
             }
-            verdict(page.0, what);
+            verdict(what);
         }
         for record in flight.head_records() {
             if let Completion::Failed(code) = record.read() {
@@ -497,5 +482,11 @@ impl ZeroBatch {
         self.finder.software.fetch_add(software, Ordering::Relaxed);
         flight.pages.clear();
         self.flight = Some(flight);
+    }
+}
+
+impl Drop for ZeroBatch<'_> {
+    fn drop(&mut self) {
+        self.wait(|_| {});
     }
 }

@@ -8,6 +8,7 @@ use hotlift_idxd::descriptor::Descriptor;
 use hotlift_idxd::model::{Behaviour, Model};
 use hotlift_idxd::portal::{Portal, Submitted};
 use hotlift_idxd::zero::{Device, Verdict, ZeroBatch, ZeroFinder};
+use hotlift_mem::{Backing, RamBlock};
 
 const PAGE: usize = 4096;
 const PAGES: usize = 128;
@@ -34,46 +35,36 @@ fn device(model: &Arc<Model>, max_batch: u32) -> Device {
 }
 
 /// Pages of which every third is not zero, at another byte each.
-fn pages() -> Vec<Vec<u8>> {
-    let page = |n: usize| {
-        let mut page = vec![0; PAGE];
-        if n.is_multiple_of(3) {
-            page[n * 31] = 1;
-        }
-        page
-    };
-    (0..PAGES).map(page).collect()
+fn pages() -> RamBlock {
+    let block = RamBlock::new("ram", PAGES * PAGE, Backing::Private).expect("memory");
+    for page in (0..PAGES).step_by(3) {
+        block.write(page * PAGE + page * 31, &[1]).expect("a byte");
+    }
+    block
 }
 
 /// Hands pages to the device.
-fn submit(batch: &mut ZeroBatch, pages: &[Vec<u8>]) {
-    for page in pages {
-        batch.push(page.as_ptr());
+fn submit<'a>(batch: &mut ZeroBatch<'a>, block: &'a RamBlock, pages: usize) {
+    for page in 0..pages {
+        batch.push(block.run(page * PAGE, PAGE).expect("a page"));
     }
-    // SAFETY: the pages are the caller's, who waits for the batch; models read none after that but
-    // those that never answer, and they read none at all.
-    unsafe { batch.submit() };
+    batch.submit();
 }
 
 /// Waits, does the CPU's part, and checks every answer.
-fn check(batch: &mut ZeroBatch, pages: &[Vec<u8>]) {
+fn check(batch: &mut ZeroBatch<'_>, block: &RamBlock, pages: usize) {
     let mut answers = 0;
-    batch.wait(|address, verdict| {
-        let page = &pages[answers];
-        assert_eq!(address, page.as_ptr(), "page {answers}");
+    batch.wait(|verdict| {
+        let page = block.run(answers * PAGE, PAGE).expect("a page");
         let zero = match verdict {
             Verdict::Zero => true,
             Verdict::Normal => false,
-            Verdict::LookFrom(at) => page[at..].iter().all(|&byte| byte == 0),
+            Verdict::LookFrom(at) => page.split_at(at).1.is_zero(),
         };
-        assert_eq!(
-            zero,
-            page.iter().all(|&byte| byte == 0),
-            "page {answers}: {verdict:?}"
-        );
+        assert_eq!(zero, page.is_zero(), "page {answers}: {verdict:?}");
         answers += 1;
     });
-    assert_eq!(answers, pages.len());
+    assert_eq!(answers, pages);
 }
 
 /// Works with models in threads of their own.
@@ -90,9 +81,26 @@ fn with(behaviours: &[Behaviour], max_batch: u32, work: impl FnOnce(&ZeroFinder,
         for model in &models {
             scope.spawn(|| model.run());
         }
-        let _closing = Closing(&models);
-        let finder = ZeroFinder::with_deadline(devices, DEADLINE).expect("a thread");
-        work(&finder, &models);
+        listening(devices, |finder| {
+            let _closing = Closing(&models);
+            work(finder, &models);
+        });
+    });
+}
+
+/// Works with devices that a thread listens to.
+fn listening(devices: Vec<Device>, work: impl FnOnce(&ZeroFinder)) {
+    struct Close<'a>(&'a ZeroFinder);
+    impl Drop for Close<'_> {
+        fn drop(&mut self) {
+            self.0.close();
+        }
+    }
+    let finder = ZeroFinder::with_deadline(devices, DEADLINE);
+    std::thread::scope(|scope| {
+        scope.spawn(|| finder.listen());
+        let _close = Close(&finder);
+        work(&finder);
     });
 }
 
@@ -114,8 +122,8 @@ fn a_sound_device_settles_every_page() {
             let pages = pages();
             let mut batch = finder.batch(PAGES, 4096);
             for count in [PAGES, 1, 2, 0, 77] {
-                submit(&mut batch, &pages[..count]);
-                check(&mut batch, &pages[..count]);
+                submit(&mut batch, &pages, count);
+                check(&mut batch, &pages, count);
             }
             let jobs = finder.jobs();
             assert_eq!(
@@ -131,16 +139,17 @@ fn a_sound_device_settles_every_page() {
 #[test]
 fn the_next_batch_is_under_way_while_one_is_looked_at() {
     let model = Arc::new(Model::new(Behaviour::default()));
-    let finder = ZeroFinder::new(vec![device(&model, 128)]).expect("a thread");
-    let pages = pages();
-    let mut batches = [finder.batch(PAGES, 4096), finder.batch(PAGES, 4096)];
-    submit(&mut batches[0], &pages);
-    submit(&mut batches[1], &pages);
-    assert_eq!(model.accepted(), 2, "both are with the device");
-    assert!(model.step());
-    check(&mut batches[0], &pages);
-    assert!(model.step());
-    check(&mut batches[1], &pages);
+    listening(vec![device(&model, 128)], |finder| {
+        let pages = pages();
+        let mut batches = [finder.batch(PAGES, 4096), finder.batch(PAGES, 4096)];
+        submit(&mut batches[0], &pages, PAGES);
+        submit(&mut batches[1], &pages, PAGES);
+        assert_eq!(model.accepted(), 2, "both are with the device");
+        for batch in &mut batches {
+            assert!(model.step());
+            check(batch, &pages, PAGES);
+        }
+    });
 }
 
 #[test]
@@ -149,8 +158,8 @@ fn batches_go_to_the_devices_in_turn() {
         let pages = pages();
         let mut batch = finder.batch(PAGES, 4096);
         for _ in 0..6 {
-            submit(&mut batch, &pages);
-            check(&mut batch, &pages);
+            submit(&mut batch, &pages, PAGES);
+            check(&mut batch, &pages, PAGES);
         }
         let accepted: Vec<u64> = models.iter().map(|model| model.accepted()).collect();
         assert_eq!(accepted, [2, 2, 2]);
@@ -172,8 +181,8 @@ fn faults_and_refusals_are_the_cpus_work() {
             let pages = pages();
             let mut batch = finder.batch(PAGES, 4096);
             for _ in 0..4 {
-                submit(&mut batch, &pages);
-                check(&mut batch, &pages);
+                submit(&mut batch, &pages, PAGES);
+                check(&mut batch, &pages, PAGES);
             }
             let jobs = finder.jobs();
             assert_eq!(jobs.hardware + jobs.software, 4 * PAGES as u64);
@@ -194,15 +203,16 @@ fn a_queue_that_stays_full_leaves_the_batch_to_the_cpu() {
         depth: 0,
         ..Behaviour::default()
     }));
-    let finder = ZeroFinder::new(vec![device(&model, 128)]).expect("a thread");
-    let pages = pages();
-    let mut batch = finder.batch(PAGES, 4096);
-    submit(&mut batch, &pages);
-    check(&mut batch, &pages);
-    let jobs = finder.jobs();
-    assert_eq!((jobs.hardware, jobs.software), (0, PAGES as u64));
-    assert!(jobs.retries > 0);
-    assert_eq!(finder.out_of_service(), Vec::<String>::new());
+    listening(vec![device(&model, 128)], |finder| {
+        let pages = pages();
+        let mut batch = finder.batch(PAGES, 4096);
+        submit(&mut batch, &pages, PAGES);
+        check(&mut batch, &pages, PAGES);
+        let jobs = finder.jobs();
+        assert_eq!((jobs.hardware, jobs.software), (0, PAGES as u64));
+        assert!(jobs.retries > 0);
+        assert_eq!(finder.out_of_service(), Vec::<String>::new());
+    });
 }
 
 #[test]
@@ -215,8 +225,8 @@ fn a_device_that_errs_is_taken_out_of_service_and_others_go_on() {
         let pages = pages();
         let mut batch = finder.batch(PAGES, 4096);
         for _ in 0..6 {
-            submit(&mut batch, &pages);
-            check(&mut batch, &pages);
+            submit(&mut batch, &pages, PAGES);
+            check(&mut batch, &pages, PAGES);
         }
         assert_eq!(models[0].accepted(), 1);
         assert_eq!(models[1].accepted(), 5);
@@ -229,12 +239,12 @@ fn a_device_that_dies_leaves_its_pages_to_the_cpu() {
     with(&[Behaviour::default()], 128, |finder, models| {
         let pages = pages();
         let mut batch = finder.batch(PAGES, 4096);
-        submit(&mut batch, &pages);
-        check(&mut batch, &pages);
+        submit(&mut batch, &pages, PAGES);
+        check(&mut batch, &pages, PAGES);
         models[0].die();
         for _ in 0..3 {
-            submit(&mut batch, &pages);
-            check(&mut batch, &pages);
+            submit(&mut batch, &pages, PAGES);
+            check(&mut batch, &pages, PAGES);
         }
         let jobs = finder.jobs();
         assert_eq!((jobs.hardware, jobs.software), (128, 3 * 128));
@@ -252,8 +262,8 @@ fn a_device_that_does_not_answer_is_not_waited_for_twice() {
         let pages = pages();
         let mut batch = finder.batch(PAGES, 4096);
         for _ in 0..3 {
-            submit(&mut batch, &pages);
-            check(&mut batch, &pages);
+            submit(&mut batch, &pages, PAGES);
+            check(&mut batch, &pages, PAGES);
         }
         assert_eq!(models[0].accepted(), 1, "it got no second batch");
         assert_eq!(finder.jobs().software, 3 * PAGES as u64);
@@ -276,12 +286,12 @@ fn many_channels_share_devices_and_each_gets_its_own_answers() {
                 scope.spawn(|| {
                     let pages = pages();
                     let mut batches = [finder.batch(PAGES, 4096), finder.batch(PAGES, 4096)];
-                    submit(&mut batches[0], &pages);
+                    submit(&mut batches[0], &pages, PAGES);
                     for turn in 1..40 {
-                        submit(&mut batches[turn % 2], &pages);
-                        check(&mut batches[(turn + 1) % 2], &pages);
+                        submit(&mut batches[turn % 2], &pages, PAGES);
+                        check(&mut batches[(turn + 1) % 2], &pages, PAGES);
                     }
-                    check(&mut batches[1], &pages);
+                    check(&mut batches[1], &pages, PAGES);
                 });
             }
         });
