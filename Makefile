@@ -1,16 +1,21 @@
 # make demo    builds, and live-migrates the built-in guest with each method
 # make test    installs what the tests need, and runs all of them
+# make fuzz    runs each fuzz target for five minutes, two at a time (three quarters of an hour)
 # make bench   measures beside QEMU 10.0 (root; some minutes)
 # make bench-relay   measures QEMU to QEMU over limited links, straight and through the relay (root; an hour)
 
 # A C compiler and binutils build the codecs and the guest program; ISA-L is the fastest deflate, and is
 # opened at run time.
 BUILD_PACKAGES = gcc libc6-dev binutils libisal2
-# The guest program is tried under Debian's QEMU, and the layout of ISA-L's structs against its header.
-TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3
+# The guest program is tried under Debian's QEMU, and the layout of ISA-L's structs against its header;
+# libFuzzer is C++.
+TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3 g++
 BENCH_PACKAGES = $(BUILD_PACKAGES) python3 zstd iproute2
 
-.PHONY: demo build test fmt lint unit bench bench-relay
+# Enough for each target's corpus and some new inputs.
+TEST_FUZZ_SECONDS = 2
+
+.PHONY: demo build test fmt lint unit fuzz bench bench-relay
 
 demo: build
 	target/release/hotlift demo
@@ -26,9 +31,11 @@ test:
 	HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries) || \
 		echo "test: the tests with the accelerators' own libraries are skipped"; \
 	export HOTLIFT_QEMU10 HOTLIFT_VENDOR_LIBRARIES; $(MAKE) --no-print-directory fmt lint unit
+	scripts/fuzz $(TEST_FUZZ_SECONDS)
 
 fmt:
 	cargo fmt --all --check
+	cargo fmt --manifest-path fuzz/Cargo.toml --check
 
 lint:
 	cargo clippy --workspace --all-targets --locked -- -D warnings
@@ -36,6 +43,10 @@ lint:
 
 unit:
 	cargo test --workspace --locked
+
+fuzz:
+	@scripts/install-packages $(TEST_PACKAGES)
+	scripts/fuzz 300
 
 bench: build
 	@scripts/install-packages $(BENCH_PACKAGES)

@@ -1,0 +1,123 @@
+//! The main channel.
+
+use hotlift_wire::main_channel::{
+    DeviceLengths, MainDecoder, MainEvent, Step, TailEvent, TailStep, VmDescription, complete_tail,
+    next_in_tail,
+};
+use hotlift_wire::{PAGE_SIZE, limits};
+
+use crate::memory::{at_the_end, bounded};
+
+/// Most that may be allocated for an input: names and numbers of it, over again in values.
+const fn memory(input: &[u8]) -> usize {
+    (64 << 10) + 64 * input.len()
+}
+
+/// Reads the input twice, as a whole and as if it trickled in.
+///
+/// The first byte says how devices' lengths are known: by a prefix, or by the description that the
+/// input ends in.
+pub fn read(data: &[u8]) {
+    let Some((&[first], data)) = data.split_first_chunk() else {
+        return;
+    };
+    let lengths = match first % 2 {
+        0 => DeviceLengths::LengthPrefixed,
+        _ => {
+            let text = VmDescription::find(data);
+            let parsed = text.map(|text| bounded(memory(data), || VmDescription::parse(text)));
+            match parsed {
+                Some(Ok(description)) => DeviceLengths::Description(description),
+                _ => return,
+            }
+        }
+    };
+    at_the_end(data, |data| {
+        let mut whole = MainDecoder::new(lengths.clone());
+        let mut trickling = MainDecoder::new(lengths);
+        bounded(memory(data), || both(&mut whole, &mut trickling, data));
+    });
+}
+
+fn both(whole: &mut MainDecoder, trickling: &mut MainDecoder, mut rest: &[u8]) {
+    loop {
+        let step = whole.next(rest);
+        let mut given = 0;
+        let slow = loop {
+            match trickling.next(&rest[..given]) {
+                Ok(Step::Need(more)) => {
+                    assert!(more > 0, "needs nothing, and says nothing");
+                    if given == rest.len() {
+                        break Ok(Step::Need(more));
+                    }
+                    given = rest.len().min(given + more);
+                }
+                other => break other,
+            }
+        };
+        match (step, slow) {
+            (Ok(step), Ok(slow)) => {
+                assert_eq!(step, slow);
+                let Step::Event { event, consumed } = step else {
+                    return;
+                };
+                let is_empty = matches!(event, MainEvent::DevicePayload([]));
+                assert!(consumed > 0 || is_empty, "no way on from {event:?}");
+                assert!(consumed <= limits::MAIN_RECORD);
+                check(&event, whole);
+                rest = &rest[consumed..];
+            }
+            (Err(_), Err(_)) => return,
+            (step, slow) => panic!("{step:?} as a whole, {slow:?} bit by bit"),
+        }
+    }
+}
+
+fn check(event: &MainEvent<'_>, decoder: &MainDecoder) {
+    let blocks = decoder.blocks();
+    match event {
+        MainEvent::RamPage { block, offset, .. } => {
+            let end = offset.checked_add(PAGE_SIZE as u64).expect("a page");
+            assert!(
+                end <= blocks[*block].used_length,
+                "a page outside its block"
+            );
+            assert!(offset.is_multiple_of(PAGE_SIZE as u64));
+        }
+        MainEvent::RamBlocks(list) => {
+            assert_eq!(list, blocks);
+            assert!(list.len() <= limits::RAM_BLOCKS);
+            let bytes = list.iter().map(|block| u128::from(block.used_length));
+            assert!(bytes.sum::<u128>() <= u128::from(limits::RAM));
+        }
+        _ => {}
+    }
+}
+
+/// The tail: events of one between two Hotlifts, and the end of a QEMU's.
+pub fn tail(data: &[u8]) {
+    at_the_end(data, |data| bounded(memory(data), || read_tail(data)));
+}
+
+fn read_tail(data: &[u8]) {
+    let mut rest = data;
+    while let Ok(TailStep::Event(event, consumed)) = next_in_tail(rest) {
+        assert!(consumed > 0);
+        rest = &rest[consumed..];
+        match event {
+            TailEvent::Packaged(length) => {
+                assert!(length <= limits::DEVICE_SECTIONS);
+                rest = &rest[length.min(rest.len())..];
+            }
+            TailEvent::Ping(_) => {}
+            TailEvent::Eof => break,
+        }
+    }
+    // The end is found at the same place however the bytes came.
+    let whole = complete_tail(data, &mut 0, &mut Vec::new());
+    let (mut from, mut candidates) = (0, Vec::new());
+    let half = data.len() / 2;
+    complete_tail(&data[..half], &mut from, &mut candidates);
+    let parts = complete_tail(data, &mut from, &mut candidates);
+    assert_eq!(whole, parts);
+}

@@ -1,0 +1,101 @@
+//! Payloads of the methods.
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::{Accelerator, Decode, EncoderSettings, METHODS, MethodError, method};
+
+use crate::memory::{Order, PAGES_MAX, Place, at_the_end, bounded};
+
+/// Most that a decoder may allocate: some times the largest packet here. The window of zstd is in C.
+const MEMORY: usize = 4 << 20;
+
+/// Most packets of an input: enough for a channel's state to matter, and quick.
+const PACKETS: usize = 4;
+
+/// Decodes packets: a byte for pages and order, then a be16 length before each payload. All payloads go
+/// through two decoders, into pages that lie differently.
+pub fn decode(name: &str, data: &[u8]) {
+    let Some((&[head], mut rest)) = data.split_first_chunk() else {
+        return;
+    };
+    let pages = 1 + usize::from(head) % PAGES_MAX;
+    let order = Order::of(head >> 4);
+    let new = || (method(name).expect(name).decoder)(Accelerator::Off).expect(name);
+    let (mut decoder, mut other) = (new(), new());
+    let mut failed = false;
+    for _ in 0..PACKETS {
+        let Some((length, behind)) = rest.split_first_chunk() else {
+            return;
+        };
+        let length = usize::from(u16::from_be_bytes(*length)).min(behind.len());
+        let (payload, behind) = behind.split_at(length);
+        rest = behind;
+        let (result, content) = one(&mut *decoder, payload, pages, order);
+        let (again, same) = one(&mut *other, payload, pages, Order::Scattered);
+        assert_eq!(result.is_ok(), again.is_ok(), "{result:?} and {again:?}");
+        if failed && name != "none" {
+            let expected = Err(MethodError::Failed {
+                method: method(name).expect(name).name,
+            });
+            assert_eq!(result, expected, "after an error");
+        }
+        failed |= result.is_err();
+        if result.is_ok() {
+            assert!(
+                content == same,
+                "pages that lie elsewhere hold something else"
+            );
+        }
+    }
+}
+
+fn one(
+    decoder: &mut dyn Decode,
+    payload: &[u8],
+    pages: usize,
+    order: Order,
+) -> (Result<(), MethodError>, Vec<u8>) {
+    at_the_end(payload, |payload| {
+        Place::with(|place| {
+            place.decoded(pages, order, |runs| {
+                bounded(MEMORY, || decoder.decode(payload, runs))
+            })
+        })
+    })
+}
+
+/// Levels of a method that [`round_trip`] tries, from its lowest on. zstd's highest need tenths of a
+/// second for one packet.
+const ROUND_TRIP_LEVELS: u8 = 9;
+
+/// Most pages of a packet in [`round_trip`].
+const ROUND_TRIP_PAGES: usize = 4;
+
+/// Encodes pages by any method and decodes them: method, level, pages and order, then what
+/// is in the pages, again and again until they are full. Two packets, since some methods keep state.
+pub fn round_trip(data: &[u8]) {
+    let Some((&[which, level, shape], content)) = data.split_first_chunk() else {
+        return;
+    };
+    let method = &METHODS[usize::from(which) % METHODS.len()];
+    let level = match &method.levels {
+        Some(levels) => levels.start() + level % ROUND_TRIP_LEVELS,
+        None => method.default_level,
+    };
+    let order = Order::of(shape >> 4);
+    let pages = 1 + usize::from(shape) % ROUND_TRIP_PAGES;
+    let mut encoder = (method.encoder)(&EncoderSettings::software(level)).expect(method.name);
+    let mut decoder = (method.decoder)(Accelerator::Off).expect(method.name);
+    let mut payload = Vec::new();
+    let content = if content.is_empty() { &[0] } else { content };
+    let mut bytes = content.iter().copied().cycle();
+    for _ in 0..2 {
+        let sent: Vec<u8> = bytes.by_ref().take(pages * PAGE_SIZE).collect();
+        let encoded = at_the_end(&sent, |sent| encoder.encode(sent, &mut payload));
+        encoded.expect(method.name);
+        let room = hotlift_wire::limits::PAYLOAD_FACTOR * sent.len();
+        assert!(payload.len() <= room, "{} bytes of payload", payload.len());
+        let (result, got) = one(&mut *decoder, &payload, pages, order);
+        result.expect(method.name);
+        assert!(got == sent, "{} at level {level}", method.name);
+    }
+}

@@ -1,0 +1,34 @@
+//! What a destination says to its source.
+
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::{WireError, limits};
+
+use crate::memory::{at_the_end, bounded};
+
+/// Messages are read in place.
+const MEMORY: usize = 4 << 10;
+
+/// Reads messages one after the other; what is written again is the same.
+pub fn messages(data: &[u8]) {
+    at_the_end(data, |data| bounded(MEMORY, || read(data)));
+}
+
+fn read(mut rest: &[u8]) {
+    while !rest.is_empty() {
+        match ReturnMessage::decode(rest) {
+            Ok((message, length)) => {
+                assert!((4..=4 + limits::RETURN_PATH_PAYLOAD).contains(&length));
+                let mut again = Vec::with_capacity(length);
+                message.encode(&mut again).expect("a message that was read");
+                assert_eq!(again, rest[..length]);
+                rest = &rest[length..];
+            }
+            Err(WireError::Truncated { needed, .. }) => {
+                assert!(needed > 0, "needs nothing, and says nothing");
+                assert!(rest.len() + needed <= 4 + limits::RETURN_PATH_PAYLOAD);
+                return;
+            }
+            Err(_) => return,
+        }
+    }
+}
