@@ -8,6 +8,14 @@ use super::sys::{
 };
 use super::{Isal, zeroed, zeroed_stream};
 
+/// What each symbol counts for at least, as a part of all: one of 1024 literals and lengths, one of 128
+/// distances. No code is then much longer than 10 and 7 bits, so the tables of a decoder (libdeflate's
+/// first ones have 11 and 8) are small and need no second ones. A page's tables are a quarter of the
+/// time to decode it: qpl takes 0.88 of the time that it takes without, for 0.8 % of the ratio (nine
+/// Silesia files, Xeon of 2.5 GHz).
+const RAREST_LITERAL: u64 = 1024;
+const RAREST_DISTANCE: u64 = 128;
+
 /// A compressor of complete streams.
 pub(crate) struct Stateless {
     isal: &'static Isal,
@@ -72,6 +80,7 @@ impl Stateless {
                 (self.isal.update_histogram)(sample.as_ptr(), len, &raw mut **histogram);
             }
         }
+        histogram.raise(RAREST_LITERAL, RAREST_DISTANCE);
         // SAFETY: both are memory of the library's layout with room to spare.
         let code = unsafe { (self.isal.create_hufftables)(&raw mut **codes, &raw mut **histogram) };
         if code != COMP_OK {

@@ -30,6 +30,10 @@ const INTERNAL_STATE: usize = 64;
 const HUFFTABLES_SIZE: usize = 2_232;
 /// `sizeof(struct isal_huff_histogram)`.
 const HISTOGRAM_SIZE: usize = 18_912;
+/// Offset of `dist_histogram`, behind a `u64` for each literal and length.
+const DISTANCES: usize = 2_288;
+/// Offset of what follows it, `hash_table`.
+const DISTANCES_END: usize = 2_528;
 /// Room behind each structure, should a later library of the same soname want more. It costs address
 /// space, and memory only if touched.
 const SLACK: usize = 64 * 1024;
@@ -68,6 +72,22 @@ impl Histogram {
     /// Forgets what was counted.
     pub(crate) fn clear(&mut self) {
         self.0[..HISTOGRAM_SIZE].fill(0);
+    }
+
+    /// Makes no literal or length rarer than one of `literal`, and no distance than one of `distance`.
+    pub(crate) fn raise(&mut self, literal: u64, distance: u64) {
+        let (literals, rest) = self.0.split_at_mut(DISTANCES);
+        for (counts, rarest) in [
+            (literals, literal),
+            (&mut rest[..DISTANCES_END - DISTANCES], distance),
+        ] {
+            let (counts, _) = counts.as_chunks_mut::<8>();
+            let all: u64 = counts.iter().map(|&count| u64::from_ne_bytes(count)).sum();
+            for count in counts {
+                let raised = u64::from_ne_bytes(*count).max(all / rarest);
+                *count = raised.to_ne_bytes();
+            }
+        }
     }
 }
 
@@ -109,6 +129,8 @@ mod tests {
                 printf("%d\n", ISAL_DEF_LVL2_EXTRA_LARGE);
                 printf("%zu\n", sizeof(struct isal_hufftables));
                 printf("%zu\n", sizeof(struct isal_huff_histogram));
+                printf("%zu\n", offsetof(struct isal_huff_histogram, dist_histogram));
+                printf("%zu\n", offsetof(struct isal_huff_histogram, hash_table));
                 printf("%d\n%d\n%d\n", -STATELESS_OVERFLOW, NO_FLUSH, IGZIP_HUFFTABLE_CUSTOM);
                 return 0;
             }"#;
@@ -164,11 +186,37 @@ mod tests {
             LEVEL_2_BUFFER,
             HUFFTABLES_SIZE,
             HISTOGRAM_SIZE,
+            DISTANCES,
+            DISTANCES_END,
             usize::try_from(-STATELESS_OVERFLOW).expect("STATELESS_OVERFLOW is -1"),
             usize::from(NO_FLUSH),
             usize::try_from(HUFFTABLE_CUSTOM).expect("IGZIP_HUFFTABLE_CUSTOM is 0"),
         ];
         assert_eq!(header, ours);
         assert!(size_of::<Stream>() >= STREAM_SIZE + SLACK);
+    }
+
+    #[test]
+    fn the_rarest_symbols_of_a_histogram_are_raised_and_no_others() {
+        let mut histogram = Histogram([0; HISTOGRAM_SIZE + SLACK]);
+        let put = |histogram: &mut Histogram, at: usize, count: u64| {
+            histogram.0[at..at + 8].copy_from_slice(&count.to_ne_bytes());
+        };
+        put(&mut histogram, 0, 990);
+        put(&mut histogram, DISTANCES - 8, 10);
+        put(&mut histogram, DISTANCES, 99);
+        put(&mut histogram, DISTANCES_END - 8, 1);
+        put(&mut histogram, DISTANCES_END, 7);
+        histogram.raise(50, 50);
+        let counts: Vec<u64> = histogram.0[..DISTANCES_END + 16]
+            .chunks(8)
+            .map(|count| u64::from_ne_bytes(count.try_into().expect("8 bytes")))
+            .collect();
+        let mut expected = vec![20; 286];
+        expected[0] = 990;
+        expected.extend([99]);
+        expected.extend([2; 29]);
+        expected.extend([7, 0]);
+        assert_eq!(counts, expected);
     }
 }
