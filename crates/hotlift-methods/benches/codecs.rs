@@ -1,19 +1,30 @@
 //! Codecs of the multifd channels beside those that QEMU uses: ratio, and CPU time for both ways.
 //!
 //! ```sh
-//! cargo bench -p hotlift-methods --bench codecs -- [--levels] [--passes N] [FOLDER]
+//! cargo bench -p hotlift-methods --bench codecs -- [--levels] [--only WORD] [--passes N] [FOLDER]
 //! ```
 //!
 //! FOLDER (or `HOTLIFT_CORPUS`; else the Silesia corpus of the development machine) holds files,
 //! `.zst` ones are unpacked. They are joined and cut into packets of 128 pages. Each packet goes
 //! through every codec before the next one is looked at, so that a machine whose speed drifts drifts
-//! for all; figures are thread CPU time, the median of the passes. The references are zlib and zstd at
-//! level 1, called page by page as QEMU calls them, and liblz4 as it comes, called packet by packet. `--levels` prints every zlib level, and
-//! the zstd levels up to 9, each beside QEMU's way at the same level.
+//! for all, and in another order each time: what a codec leaves behind in caches, and in the clock of
+//! a core that has used its wide vectors, must not always meet the same one. Figures are thread CPU
+//! time, the median of the passes. `--levels` prints every zlib level, and the zstd levels up to 9,
+//! each beside QEMU's way at the same level, and the accelerations of liblz4; `--only` the codecs with WORD in their name, and those
+//! that they are compared with.
+//!
+//! The references are zlib and zstd at level 1, called page by page as QEMU calls them, liblz4 as it
+//! comes, called packet by packet; and with `HOTLIFT_VENDOR_LIBRARIES` (what
+//! `scripts/accelerator-libraries` prints) the vendors' libraries in software: libqpl's jobs page by
+//! page, at level 1 with fixed codes as QEMU asks for, and libqatzip's sessions with a call a packet.
+//! The latter go through our encoder and decoder, which copy payloads to and from the library's memory
+//! and check checksums once more: some 2 % of its time.
 
 #[path = "../tests/support/qemu.rs"]
 #[allow(dead_code)]
 mod qemu;
+#[path = "../tests/support/vendors.rs"]
+mod vendors;
 
 use std::error::Error;
 use std::hint::black_box;
@@ -21,9 +32,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time};
-use hotlift_methods::{Accelerator, Decode, Encode, EncoderSettings, METHODS, zlib};
+use hotlift_methods::{Accelerator, Decode, Encode, EncoderSettings, METHODS, qatzip, zlib};
 use libz_sys::Z_SYNC_FLUSH;
 use qemu::{PAYLOAD_LIMIT, ZlibReader, ZlibWriter, ZstdReader, ZstdWriter};
+use vendors::Qpl;
 use zstd_sys::ZSTD_EndDirective::ZSTD_e_flush;
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -31,6 +43,15 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 const PACKET: usize = 128 * PAGE_SIZE;
 
 fn main() -> Result<()> {
+    if !vendors::inside()
+        && let Some(mut program) = vendors::this_program()
+    {
+        let status = program.args(std::env::args_os().skip(1)).status()?;
+        return status
+            .success()
+            .then_some(())
+            .ok_or_else(|| status.to_string().into());
+    }
     let options = Options::parse()?;
     let data = read_folder(&options.folder)?;
     let packets: Vec<&[u8]> = data.chunks_exact(PACKET).collect();
@@ -51,8 +72,11 @@ fn main() -> Result<()> {
     } else {
         standard()
     };
+    let rows = only(rows, &options.only);
     let mut results: Vec<Results> = rows.iter().map(|_| Results::default()).collect();
     let memory: &'static Memory = Box::leak(Box::new(Memory::new(packets.len())?));
+    let mut order: Vec<usize> = (0..rows.len()).collect();
+    let mut noise = 1;
     for _ in 0..options.passes {
         let mut codecs = rows
             .iter()
@@ -60,8 +84,10 @@ fn main() -> Result<()> {
             .collect::<Result<Vec<_>>>()?;
         let mut sums = vec![Sums::default(); rows.len()];
         for (i, &packet) in packets.iter().enumerate() {
-            for (k, (codec, sum)) in codecs.iter_mut().zip(&mut sums).enumerate() {
-                sum.add(&mut **codec, packet, i + k * packets.len() / rows.len())?;
+            shuffle(&mut order, &mut noise);
+            for &k in &order {
+                let place = i + k * packets.len() / rows.len();
+                sums[k].add(&mut *codecs[k], packet, place)?;
             }
         }
         for (result, sum) in results.iter_mut().zip(sums) {
@@ -72,8 +98,20 @@ fn main() -> Result<()> {
     Ok(())
 }
 
+/// Fisher and Yates' shuffle by a xorshift64.
+fn shuffle(order: &mut [usize], noise: &mut u64) {
+    for i in (1..order.len()).rev() {
+        *noise ^= *noise << 13;
+        *noise ^= *noise >> 7;
+        *noise ^= *noise << 17;
+        let other = usize::try_from(*noise >> 33).unwrap_or(0) % (i + 1);
+        order.swap(i, other);
+    }
+}
+
 struct Options {
     folder: PathBuf,
+    only: String,
     passes: usize,
     levels: bool,
 }
@@ -83,6 +121,7 @@ impl Options {
         let folder = std::env::var_os("HOTLIFT_CORPUS");
         let mut options = Self {
             folder: folder.map_or_else(|| "/work/shared/silesia".into(), PathBuf::from),
+            only: String::new(),
             passes: 5,
             levels: false,
         };
@@ -90,6 +129,7 @@ impl Options {
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
                 "--bench" => {}
+                "--only" => options.only = arguments.next().ok_or("--only wants a word")?,
                 "--levels" => options.levels = true,
                 "--passes" => {
                     options.passes = arguments.next().ok_or("--passes wants a number")?.parse()?;
@@ -123,7 +163,12 @@ fn read_folder(folder: &Path) -> Result<Vec<u8>> {
 trait Codec {
     /// The payload's bytes.
     fn encode(&mut self, packet: &[u8]) -> Result<usize>;
-    /// Decodes the last payload to that place in the memory.
+    /// Gets ready to decode to that place in the memory: the list of a packet's pages comes from its
+    /// header, whatever the method.
+    fn prepare(&mut self, _place: usize) -> Result<()> {
+        Ok(())
+    }
+    /// Decodes the last payload to that place.
     fn decode(&mut self, place: usize) -> Result<()>;
     fn check(&mut self, packet: &[u8], place: usize) -> bool;
 }
@@ -158,7 +203,7 @@ impl Row {
                 Ok(Ours {
                     encoder: (method.encoder)(&EncoderSettings::software(level))?,
                     decoder: (method.decoder)(Accelerator::Off)?,
-                    payload: Vec::new(),
+                    payload: Vec::with_capacity(PAYLOAD_LIMIT),
                     memory,
                     stride: if scattered { 2 } else { 1 },
                     runs: Vec::new(),
@@ -173,7 +218,7 @@ impl Row {
             Ok(Ours {
                 encoder: zlib::encoder_by(library, level)?,
                 decoder: (METHODS[1].decoder)(Accelerator::Off)?,
-                payload: Vec::new(),
+                payload: Vec::with_capacity(PAYLOAD_LIMIT),
                 memory,
                 stride: 1,
                 runs: Vec::new(),
@@ -182,11 +227,49 @@ impl Row {
     }
 
     fn liblz4(reference: usize) -> Self {
-        Self::new("liblz4, default", reference, |memory| {
-            Ok(Lz4 {
+        let name = "liblz4, default";
+        let default = Self::liblz4_at(1, reference);
+        Self {
+            name: name.to_owned(),
+            ..default
+        }
+    }
+
+    fn liblz4_at(acceleration: i32, reference: usize) -> Self {
+        Self::new(
+            format!("liblz4, acceleration {acceleration}"),
+            reference,
+            move |memory| {
+                Ok(Lz4 {
+                    payload: vec![0; PAYLOAD_LIMIT],
+                    len: 0,
+                    acceleration,
+                    memory,
+                })
+            },
+        )
+    }
+
+    fn libqpl(name: &str, flags: u32, reference: usize) -> Self {
+        Self::new(format!("libqpl 1, {name}"), reference, move |memory| {
+            Ok(Libqpl {
+                job: Qpl::new(flags),
                 payload: vec![0; PAYLOAD_LIMIT],
-                len: 0,
+                lengths: Vec::new(),
                 memory,
+            })
+        })
+    }
+
+    fn libqatzip(level: u8, reference: usize) -> Self {
+        Self::new(format!("libqatzip {level}"), reference, move |memory| {
+            Ok(Ours {
+                encoder: qatzip::library_encoder(level)?,
+                decoder: qatzip::library_decoder()?,
+                payload: Vec::with_capacity(PAYLOAD_LIMIT),
+                memory,
+                stride: 1,
+                runs: Vec::new(),
             })
         })
     }
@@ -228,8 +311,21 @@ fn standard() -> Vec<Row> {
     rows.push(Row::ours("zstd", 1, true, 1));
     let liblz4 = rows.len();
     rows.push(Row::liblz4(liblz4));
+    let (mut libqpl, mut libqatzip) = (0, 0);
+    if vendors::inside() {
+        libqpl = rows.len();
+        rows.push(Row::libqpl("fixed codes", Qpl::FIXED, libqpl));
+        rows.push(Row::libqpl("dynamic codes", Qpl::DYNAMIC, libqpl));
+        libqatzip = rows.len();
+        rows.push(Row::libqatzip(1, libqatzip));
+    }
     for method in &METHODS[3..] {
-        let reference = if method.name == "lz4" { liblz4 } else { 0 };
+        let reference = match method.name {
+            "lz4" => liblz4,
+            "qatzip" => libqatzip,
+            "qpl" => libqpl,
+            _ => 0,
+        };
         for scattered in [false, true] {
             let level = method.default_level;
             rows.push(Row::ours(method.name, level, scattered, reference));
@@ -253,7 +349,32 @@ fn by_level() -> Vec<Row> {
         rows.push(Row::qemu_zstd(level, reference));
         rows.push(Row::ours("zstd", level, false, reference));
     }
+    let liblz4 = rows.len();
+    rows.push(Row::liblz4(liblz4));
+    for acceleration in [2, 3, 4, 5, 6, 8] {
+        rows.push(Row::liblz4_at(acceleration, liblz4));
+    }
+    rows.push(Row::ours("lz4", 0, false, liblz4));
     rows
+}
+
+/// The rows with that word in their names, and their references.
+fn only(rows: Vec<Row>, word: &str) -> Vec<Row> {
+    let wanted: Vec<usize> = (0..rows.len())
+        .filter(|&i| {
+            let asks = |row: &Row| row.name.contains(word);
+            asks(&rows[i]) || rows.iter().any(|row| asks(row) && row.reference == i)
+        })
+        .collect();
+    let place = |old: usize| wanted.iter().position(|&i| i == old).unwrap_or(0);
+    let mut kept = Vec::new();
+    for (i, mut row) in rows.into_iter().enumerate() {
+        if wanted.contains(&i) {
+            row.reference = place(row.reference);
+            kept.push(row);
+        }
+    }
+    kept
 }
 
 /// What one codec took and gave in one pass.
@@ -268,10 +389,11 @@ impl Sums {
     fn add(&mut self, codec: &mut dyn Codec, packet: &[u8], place: usize) -> Result<()> {
         let start = thread_cpu_time();
         self.bytes += black_box(codec.encode(black_box(packet))?);
-        let between = thread_cpu_time();
+        self.encode += thread_cpu_time() - start;
+        codec.prepare(place)?;
+        let start = thread_cpu_time();
         codec.decode(place)?;
-        self.decode += thread_cpu_time() - between;
-        self.encode += between - start;
+        self.decode += thread_cpu_time() - start;
         if !codec.check(packet, place) {
             return Err("a packet differs after decoding".into());
         }
@@ -373,8 +495,11 @@ impl Codec for Ours {
         Ok(self.payload.len())
     }
 
-    fn decode(&mut self, place: usize) -> Result<()> {
-        self.memory.runs(place, self.stride, &mut self.runs)?;
+    fn prepare(&mut self, place: usize) -> Result<()> {
+        self.memory.runs(place, self.stride, &mut self.runs)
+    }
+
+    fn decode(&mut self, _place: usize) -> Result<()> {
         Ok(self.decoder.decode(&self.payload, &self.runs)?)
     }
 
@@ -421,6 +546,7 @@ impl<W: Writer, R: Reader> Codec for Qemu<W, R> {
 struct Lz4 {
     payload: Vec<u8>,
     len: i32,
+    acceleration: i32,
     memory: &'static Memory,
 }
 
@@ -429,11 +555,12 @@ impl Codec for Lz4 {
         let (from, to) = (i32::try_from(packet.len())?, self.payload.len());
         // SAFETY: both are slices of the lengths given.
         self.len = unsafe {
-            lz4_sys::LZ4_compress_default(
+            lz4_sys::LZ4_compress_fast(
                 packet.as_ptr().cast(),
                 self.payload.as_mut_ptr().cast(),
                 from,
                 i32::try_from(to)?,
+                self.acceleration,
             )
         };
         Ok(usize::try_from(self.len)?)
@@ -453,6 +580,53 @@ impl Codec for Lz4 {
         };
         if usize::try_from(written) != Ok(PACKET) {
             return Err("liblz4 does not read what it wrote".into());
+        }
+        Ok(())
+    }
+
+    fn check(&mut self, packet: &[u8], place: usize) -> bool {
+        // SAFETY: as in `decode`.
+        unsafe { self.memory.slice(place) == packet }
+    }
+}
+
+/// libqpl's software, a job a page.
+struct Libqpl {
+    job: Qpl,
+    payload: Vec<u8>,
+    /// Of the pages; a page's own if it did not shrink.
+    lengths: Vec<usize>,
+    memory: &'static Memory,
+}
+
+impl Codec for Libqpl {
+    fn encode(&mut self, packet: &[u8]) -> Result<usize> {
+        self.lengths.clear();
+        let mut at = 0;
+        for page in packet.chunks(PAGE_SIZE) {
+            let room = &mut self.payload[at..at + PAGE_SIZE];
+            let length = self.job.compress(page, room).unwrap_or_else(|| {
+                room.copy_from_slice(page);
+                PAGE_SIZE
+            });
+            self.lengths.push(length);
+            at += length;
+        }
+        // With the table that QEMU sends before the pages.
+        Ok(at + 4 * self.lengths.len())
+    }
+
+    fn decode(&mut self, place: usize) -> Result<()> {
+        // SAFETY: the benchmark has one thread, and no other slice lives.
+        let pages = unsafe { self.memory.slice(place) };
+        let mut rest = &self.payload[..];
+        for (page, &length) in pages.chunks_mut(PAGE_SIZE).zip(&self.lengths) {
+            let (stream, after) = rest.split_at(length);
+            match length {
+                PAGE_SIZE => page.copy_from_slice(stream),
+                _ => self.job.decompress(stream, page),
+            }
+            rest = after;
         }
         Ok(())
     }

@@ -2,45 +2,33 @@
 //! and the calls that a device gets are those that they take.
 //!
 //! `HOTLIFT_VENDOR_LIBRARIES` names the directory that `scripts/accelerator-libraries` prints; without
-//! it nothing is tried. libqpl wants a newer C library than Debian 12 has, so each test runs once more
-//! under the loader of that directory.
+//! it nothing is tried.
 
 mod support;
-
-use std::path::PathBuf;
-use std::process::Command;
+#[path = "support/vendors.rs"]
+mod vendors;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{
     Accelerator, Decode, Encode, EncoderSettings, MethodError, RunsOn, method, qatzip, qpl,
 };
 use support::{CONTENTS, Layout, Place, contents};
-
-const VARIABLE: &str = "HOTLIFT_VENDOR_LIBRARIES";
-/// Set in a process that was started by the directory's loader.
-const INSIDE: &str = "HOTLIFT_VENDOR_LOADER";
+use vendors::Qpl;
 
 /// Runs `body` under the directory's loader, in a process of its own that runs the test of that name.
 fn beside_the_vendors(name: &str, body: impl FnOnce()) {
-    if std::env::var_os(INSIDE).is_some() {
+    if vendors::inside() {
         return body();
     }
-    let Some(folder) = std::env::var_os(VARIABLE).filter(|folder| !folder.is_empty()) else {
-        eprintln!("skipped: {VARIABLE} is not set; scripts/accelerator-libraries prints it");
+    let Some(mut program) = vendors::this_program() else {
+        eprintln!(
+            "skipped: {} is not set; scripts/accelerator-libraries prints it",
+            vendors::VARIABLE
+        );
         return;
     };
-    let folder = PathBuf::from(folder);
-    let mut path = folder.clone().into_os_string();
-    // ISA-L and the compiler's runtime.
-    path.push(":/usr/lib/x86_64-linux-gnu:/lib/x86_64-linux-gnu");
-    let output = Command::new(folder.join("ld-linux-x86-64.so.2"))
-        .arg("--library-path")
-        .arg(path)
-        .arg(std::env::current_exe().expect("the test's own file"))
+    let output = program
         .args(["--exact", name, "--nocapture", "--test-threads=1"])
-        .env(INSIDE, "1")
-        .env_remove("HOTLIFT_LIBQPL")
-        .env_remove("HOTLIFT_LIBQATZIP")
         .output()
         .expect("the vendors' loader");
     let text = [output.stdout, output.stderr].concat();
@@ -146,7 +134,10 @@ fn libqpl_and_our_pages() {
 #[test]
 fn pages_with_libqpls_dynamic_codes_are_read() {
     beside_the_vendors("pages_with_libqpls_dynamic_codes_are_read", || {
-        let mut encoder = Dynamic::new();
+        let mut encoder = Dynamic {
+            job: Qpl::new(Qpl::DYNAMIC),
+            shrunk: 0,
+        };
         let (_, mut decoder) = ours("qpl");
         packets("libqpl, dynamic", &mut encoder, &mut *decoder);
         assert!(encoder.shrunk > 500, "{} pages", encoder.shrunk);
@@ -155,87 +146,20 @@ fn pages_with_libqpls_dynamic_codes_are_read() {
 
 /// `qpl` by libqpl's software with Huffman codes of each page, which no encoder of ours asks for.
 struct Dynamic {
-    _library: libloading::Library,
-    execute: unsafe extern "C" fn(*mut u8) -> u32,
-    job: Vec<u64>,
+    job: Qpl,
     /// Pages that were not sent as they are.
     shrunk: usize,
 }
 
-impl Dynamic {
-    fn new() -> Self {
-        const SOFTWARE: u32 = 2;
-        // SAFETY: the library's constructors are sound; the types are those of its header.
-        let (library, size, init, execute) = unsafe {
-            let library = libloading::Library::new("libqpl.so.1").expect("libqpl");
-            let size = *library
-                .get::<unsafe extern "C" fn(u32, *mut u32) -> u32>(b"qpl_get_job_size\0")
-                .expect("qpl_get_job_size");
-            let init = *library
-                .get::<unsafe extern "C" fn(u32, *mut u8) -> u32>(b"qpl_init_job\0")
-                .expect("qpl_init_job");
-            let execute = *library
-                .get::<unsafe extern "C" fn(*mut u8) -> u32>(b"qpl_execute_job\0")
-                .expect("qpl_execute_job");
-            (library, size, init, execute)
-        };
-        let mut bytes = 0;
-        // SAFETY: room for the size.
-        assert_eq!(unsafe { size(SOFTWARE, &raw mut bytes) }, 0);
-        let mut job = vec![0_u64; usize::try_from(bytes).expect("64 bits").div_ceil(8)];
-        // SAFETY: zeroed memory of the size asked for.
-        assert_eq!(unsafe { init(SOFTWARE, job.as_mut_ptr().cast()) }, 0);
-        Self {
-            _library: library,
-            execute,
-            job,
-            shrunk: 0,
-        }
-    }
-
-    /// The page's stream, if it is shorter than the page.
-    fn page(&mut self, page: &[u8]) -> Option<Vec<u8>> {
-        const COMPRESS: u32 = 1;
-        /// First, last, dynamic Huffman codes, no verification.
-        const FLAGS: u32 = 0x1 | 0x2 | 0x2000 | 0x4000;
-        let mut out = vec![0; PAGE_SIZE - 1];
-        let job: *mut u8 = self.job.as_mut_ptr().cast();
-        let room = u32::try_from(out.len()).expect("a page");
-        // SAFETY: offsets of the header, inside of the job; input and output live through the call.
-        let (status, written) = unsafe {
-            job.cast::<*const u8>().write(page.as_ptr());
-            job.add(8).cast::<u32>().write(room + 1);
-            job.add(16).cast::<*mut u8>().write(out.as_mut_ptr());
-            job.add(24).cast::<u32>().write(room);
-            job.add(32).cast::<u32>().write(COMPRESS);
-            job.add(36).cast::<u32>().write(FLAGS);
-            job.add(52).cast::<u32>().write(1);
-            job.add(64).cast::<*mut u8>().write(std::ptr::null_mut());
-            let status = (self.execute)(job);
-            (status, job.add(28).cast::<u32>().read())
-        };
-        match status {
-            0 => {
-                out.truncate(usize::try_from(written).expect("64 bits"));
-                self.shrunk += 1;
-                Some(out)
-            }
-            // More output needed.
-            2 => None,
-            status => panic!("libqpl: status {status}"),
-        }
-    }
-}
-
-// SAFETY: the job is this value's alone.
-unsafe impl Send for Dynamic {}
-
 impl Encode for Dynamic {
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
-        let streams: Vec<Vec<u8>> = pages
-            .chunks(PAGE_SIZE)
-            .map(|page| self.page(page).unwrap_or_else(|| page.to_vec()))
-            .collect();
+        let mut room = [0; PAGE_SIZE];
+        let mut streams = Vec::new();
+        for page in pages.chunks(PAGE_SIZE) {
+            let shrunk = self.job.compress(page, &mut room);
+            self.shrunk += usize::from(shrunk.is_some());
+            streams.push(shrunk.map_or(page, |written| &room[..written]).to_vec());
+        }
         out.clear();
         for stream in &streams {
             let length = u32::try_from(stream.len()).expect("a page");
