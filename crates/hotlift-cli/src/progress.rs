@@ -93,7 +93,9 @@ impl Display {
         if state.warned.get() {
             return;
         }
-        if let Some(warning) = fallback_warning(&self.control.jobs()) {
+        let jobs = fallback_warning(&self.control.jobs());
+        let zero_jobs = || fallback_warning(&self.control.zero_jobs());
+        if let Some(warning) = jobs.or_else(zero_jobs) {
             state.warned.set(true);
             state.clear_line();
             eprintln!("{}: {warning}", self.label);

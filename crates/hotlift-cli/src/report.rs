@@ -251,11 +251,19 @@ pub fn threads(runs: &[Run]) -> String {
 pub fn jobs(runs: &[Run]) -> Option<String> {
     let sides = runs.iter().flat_map(|run| {
         let sides = [("source", &run.source), ("destination", &run.destination)];
-        sides
-            .into_iter()
-            .filter_map(move |(side, figures)| Some((run.name(), side, &figures.as_ref()?.jobs)))
+        sides.into_iter().flat_map(move |(side, figures)| {
+            let of = |what: String, jobs: fn(&SideFigures) -> &JobFigures| {
+                Some((what, side, jobs(figures.as_ref()?)))
+            };
+            let zero_pages = format!("zero pages, {}", run.name());
+            [
+                of(run.name(), |figures| &figures.jobs),
+                of(zero_pages, |figures| &figures.zero_jobs),
+            ]
+        })
     });
     let rows: Vec<_> = sides
+        .flatten()
         .filter(|(_, _, jobs)| **jobs != JobFigures::default())
         .collect();
     if rows.is_empty() {

@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::descriptor::{Descriptor, Opcode};
 use crate::portal::{Portal, Submitted};
@@ -12,7 +12,7 @@ use crate::record::Record;
 
 /// How a model behaves. Chances are in thousandths of the descriptors (of a batch: of its members),
 /// drawn from `seed`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Behaviour {
     /// Begins the draws: the same seed and the same order of descriptors give the same faults.
     pub seed: u64,
@@ -51,6 +51,34 @@ impl Default for Behaviour {
             silent: 0,
             shuffled: false,
         }
+    }
+}
+
+impl Behaviour {
+    /// The default with the fields of `text`: `name=number`, with colons between; `None` if one is
+    /// unknown.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut behaviour = Self::default();
+        for field in text.split(':').filter(|field| !field.is_empty()) {
+            let (name, value) = field.split_once('=')?;
+            let value: u64 = value.parse().ok()?;
+            let small = u32::try_from(value).ok()?;
+            match name {
+                "seed" => behaviour.seed = value,
+                "depth" => behaviour.depth = usize::try_from(value).ok()?,
+                "max-batch" => behaviour.max_batch = small,
+                "max-transfer" => behaviour.max_transfer = small,
+                "full" => behaviour.full = small,
+                "fault" => behaviour.fault = small,
+                "fail" => behaviour.fail = small,
+                "list-fault" => behaviour.list_fault = small,
+                "silent" => behaviour.silent = small,
+                "shuffled" => behaviour.shuffled = value != 0,
+                _ => return None,
+            }
+        }
+        Some(behaviour)
     }
 }
 
@@ -307,6 +335,13 @@ impl State {
 
     fn chance(&mut self, thousandths: u32) -> bool {
         thousandths > 0 && self.below(1000) < usize::try_from(thousandths).unwrap_or(usize::MAX)
+    }
+}
+
+impl Portal for Arc<Model> {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
+        // SAFETY: the caller's promise.
+        unsafe { self.as_ref().submit(descriptor) }
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use hotlift_mem::GuestRun;
+use hotlift_mem::{GuestRun, PAGE_SIZE};
 
 use crate::descriptor::Descriptor;
 use crate::portal::{Portal, Submitted};
@@ -27,6 +27,10 @@ const FULL_RETRIES: u32 = 12_800;
 /// How long a batch may take. A device looks at 128 pages in 20 us; a page fault that the system serves
 /// takes a millisecond at worst.
 const DEADLINE: Duration = Duration::from_secs(1);
+
+/// Bytes of a page, as a descriptor has them.
+const PAGE: u32 = 4096;
+const _: () = assert!(PAGE as usize == PAGE_SIZE);
 
 /// A device that takes work.
 pub struct Device {
@@ -65,6 +69,8 @@ pub struct ZeroFinder {
 #[derive(Default)]
 struct Flights {
     list: Vec<(Box<Flight>, Arc<Slot>)>,
+    /// Batches that are about to be in the list.
+    coming: usize,
     closed: bool,
 }
 
@@ -119,7 +125,6 @@ pub struct ZeroBatch<'a> {
     slot: Arc<Slot>,
     /// Pages at most.
     room: usize,
-    page_size: u32,
     pages: PhantomData<GuestRun<'a>>,
 }
 
@@ -160,15 +165,14 @@ impl ZeroFinder {
         }
     }
 
-    /// A batch of at most `pages` pages of `page_size` bytes.
+    /// A batch of at most `pages` pages.
     #[must_use]
-    pub fn batch<'a>(&'a self, pages: usize, page_size: u32) -> ZeroBatch<'a> {
+    pub fn batch(&self, pages: usize) -> ZeroBatch<'_> {
         ZeroBatch {
             finder: self,
             flight: Some(Flight::new(pages)),
             slot: Arc::default(),
             room: pages,
-            page_size,
             pages: PhantomData,
         }
     }
@@ -202,7 +206,8 @@ impl ZeroFinder {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends [`ZeroFinder::listen`] as soon as nothing is in flight.
+    /// Ends [`ZeroFinder::listen`] as soon as nothing is in flight. Batches that are submitted later are
+    /// left to the CPU.
     pub fn close(&self) {
         self.lock().closed = true;
         self.more.notify_all();
@@ -214,7 +219,7 @@ impl ZeroFinder {
         loop {
             let mut flights = self.lock();
             while flights.list.is_empty() && flying.is_empty() {
-                if flights.closed {
+                if flights.closed && flights.coming == 0 {
                     return;
                 }
                 flights = self
@@ -348,7 +353,7 @@ impl<'a> ZeroBatch<'a> {
     ///
     /// If the batch is in flight or full, or the page has another size.
     pub fn push(&mut self, page: GuestRun<'a>) {
-        assert_eq!(page.len(), self.page_size as usize, "a page");
+        assert_eq!(page.len(), PAGE_SIZE, "a page");
         let Some(flight) = &mut self.flight else {
             panic!("a batch in flight takes no page");
         };
@@ -363,17 +368,21 @@ impl<'a> ZeroBatch<'a> {
         };
         flight.heads.clear();
         flight.begun = Some(Instant::now());
-        if let Some(device) = self.finder.choose() {
+        let mut flights = self.finder.lock();
+        let device = self.finder.choose().filter(|_| !flights.closed);
+        if let Some(device) = device {
+            flights.coming += 1;
+            drop(flights);
             flight.device = device;
             self.submit_to(&mut flight);
+            flights = self.finder.lock();
+            flights.coming -= 1;
         }
         if flight.heads.is_empty() {
-            return self.slot.put(Landing::Done(flight));
+            self.slot.put(Landing::Done(flight));
+        } else {
+            flights.list.push((flight, Arc::clone(&self.slot)));
         }
-        self.finder
-            .lock()
-            .list
-            .push((flight, Arc::clone(&self.slot)));
         self.finder.more.notify_one();
     }
 
@@ -383,7 +392,7 @@ impl<'a> ZeroBatch<'a> {
         for (at, page) in flight.pages.iter().enumerate() {
             let record = &flight.records[at];
             record.clear();
-            flight.descriptors[at] = Descriptor::is_zero(page.0, self.page_size, record);
+            flight.descriptors[at] = Descriptor::is_zero(page.0, PAGE, record);
         }
         let longest = usize::try_from(device.max_batch)
             .unwrap_or(usize::MAX)
@@ -457,7 +466,7 @@ impl<'a> ZeroBatch<'a> {
                 }
                 Completion::Done { differs: false } => Verdict::Zero,
                 Completion::Fault { completed, .. } => {
-                    let done = usize::try_from(completed.min(self.page_size)).unwrap_or(0);
+                    let done = usize::try_from(completed.min(PAGE)).unwrap_or(0);
                     Verdict::LookFrom(done)
                 }
                 Completion::Pending => Verdict::LookFrom(0),

@@ -1,12 +1,9 @@
 //! Zero pages by devices: whatever these do, every page gets the right answer once.
 
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hotlift_idxd::descriptor::Descriptor;
 use hotlift_idxd::model::{Behaviour, Model};
-use hotlift_idxd::portal::{Portal, Submitted};
 use hotlift_idxd::zero::{Device, Verdict, ZeroBatch, ZeroFinder};
 use hotlift_mem::{Backing, RamBlock};
 
@@ -16,20 +13,10 @@ const PAGES: usize = 128;
 /// Long enough for every model that answers at all, and short enough to wait for.
 const DEADLINE: Duration = Duration::from_millis(200);
 
-/// A model that the test keeps a hold of.
-struct Shared(Arc<Model>);
-
-impl Portal for Shared {
-    unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
-        // SAFETY: the caller's promise.
-        unsafe { self.0.submit(descriptor) }
-    }
-}
-
 fn device(model: &Arc<Model>, max_batch: u32) -> Device {
     Device {
         name: "model".to_owned(),
-        portal: Box::new(Shared(Arc::clone(model))),
+        portal: Box::new(Arc::clone(model)),
         max_batch,
     }
 }
@@ -120,7 +107,7 @@ fn a_sound_device_settles_every_page() {
     for max_batch in [0, 2, 3, 32, 1024] {
         with(&[Behaviour::default()], max_batch, |finder, _| {
             let pages = pages();
-            let mut batch = finder.batch(PAGES, 4096);
+            let mut batch = finder.batch(PAGES);
             for count in [PAGES, 1, 2, 0, 77] {
                 submit(&mut batch, &pages, count);
                 check(&mut batch, &pages, count);
@@ -141,7 +128,7 @@ fn the_next_batch_is_under_way_while_one_is_looked_at() {
     let model = Arc::new(Model::new(Behaviour::default()));
     listening(vec![device(&model, 128)], |finder| {
         let pages = pages();
-        let mut batches = [finder.batch(PAGES, 4096), finder.batch(PAGES, 4096)];
+        let mut batches = [finder.batch(PAGES), finder.batch(PAGES)];
         submit(&mut batches[0], &pages, PAGES);
         submit(&mut batches[1], &pages, PAGES);
         assert_eq!(model.accepted(), 2, "both are with the device");
@@ -156,7 +143,7 @@ fn the_next_batch_is_under_way_while_one_is_looked_at() {
 fn batches_go_to_the_devices_in_turn() {
     with(&[Behaviour::default(); 3], 128, |finder, models| {
         let pages = pages();
-        let mut batch = finder.batch(PAGES, 4096);
+        let mut batch = finder.batch(PAGES);
         for _ in 0..6 {
             submit(&mut batch, &pages, PAGES);
             check(&mut batch, &pages, PAGES);
@@ -179,7 +166,7 @@ fn faults_and_refusals_are_the_cpus_work() {
         };
         with(&[behaviour, behaviour], 16, |finder, _| {
             let pages = pages();
-            let mut batch = finder.batch(PAGES, 4096);
+            let mut batch = finder.batch(PAGES);
             for _ in 0..4 {
                 submit(&mut batch, &pages, PAGES);
                 check(&mut batch, &pages, PAGES);
@@ -205,7 +192,7 @@ fn a_queue_that_stays_full_leaves_the_batch_to_the_cpu() {
     }));
     listening(vec![device(&model, 128)], |finder| {
         let pages = pages();
-        let mut batch = finder.batch(PAGES, 4096);
+        let mut batch = finder.batch(PAGES);
         submit(&mut batch, &pages, PAGES);
         check(&mut batch, &pages, PAGES);
         let jobs = finder.jobs();
@@ -223,7 +210,7 @@ fn a_device_that_errs_is_taken_out_of_service_and_others_go_on() {
     };
     with(&[bad, Behaviour::default()], 128, |finder, models| {
         let pages = pages();
-        let mut batch = finder.batch(PAGES, 4096);
+        let mut batch = finder.batch(PAGES);
         for _ in 0..6 {
             submit(&mut batch, &pages, PAGES);
             check(&mut batch, &pages, PAGES);
@@ -238,7 +225,7 @@ fn a_device_that_errs_is_taken_out_of_service_and_others_go_on() {
 fn a_device_that_dies_leaves_its_pages_to_the_cpu() {
     with(&[Behaviour::default()], 128, |finder, models| {
         let pages = pages();
-        let mut batch = finder.batch(PAGES, 4096);
+        let mut batch = finder.batch(PAGES);
         submit(&mut batch, &pages, PAGES);
         check(&mut batch, &pages, PAGES);
         models[0].die();
@@ -260,7 +247,7 @@ fn a_device_that_does_not_answer_is_not_waited_for_twice() {
     };
     with(&[silent], 128, |finder, models| {
         let pages = pages();
-        let mut batch = finder.batch(PAGES, 4096);
+        let mut batch = finder.batch(PAGES);
         for _ in 0..3 {
             submit(&mut batch, &pages, PAGES);
             check(&mut batch, &pages, PAGES);
@@ -285,7 +272,7 @@ fn many_channels_share_devices_and_each_gets_its_own_answers() {
             for _ in 0..4 {
                 scope.spawn(|| {
                     let pages = pages();
-                    let mut batches = [finder.batch(PAGES, 4096), finder.batch(PAGES, 4096)];
+                    let mut batches = [finder.batch(PAGES), finder.batch(PAGES)];
                     submit(&mut batches[0], &pages, PAGES);
                     for turn in 1..40 {
                         submit(&mut batches[turn % 2], &pages, PAGES);
@@ -297,5 +284,20 @@ fn many_channels_share_devices_and_each_gets_its_own_answers() {
         });
         let jobs = finder.jobs();
         assert_eq!(jobs.hardware + jobs.software, 4 * 40 * PAGES as u64);
+    });
+}
+
+#[test]
+fn a_finder_that_is_closed_leaves_everything_to_the_cpu() {
+    with(&[Behaviour::default()], 128, |finder, models| {
+        let pages = pages();
+        let mut batches = [finder.batch(PAGES), finder.batch(PAGES)];
+        submit(&mut batches[0], &pages, PAGES);
+        finder.close();
+        submit(&mut batches[1], &pages, PAGES);
+        for batch in &mut batches {
+            check(batch, &pages, PAGES);
+        }
+        assert_eq!(models[0].accepted(), 1);
     });
 }

@@ -96,6 +96,12 @@ impl Control {
         self.0.ran.read()
     }
 
+    /// What has looked for zero pages so far, if devices were to.
+    #[must_use]
+    pub fn zero_jobs(&self) -> JobFigures {
+        self.0.ran.read_zero()
+    }
+
     pub(crate) fn ran(&self) -> &Ran {
         &self.0.ran
     }

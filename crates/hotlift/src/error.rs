@@ -3,6 +3,7 @@
 use std::io;
 use std::time::Duration;
 
+use hotlift_idxd::queue::QueueError;
 use hotlift_mem::MemError;
 use hotlift_methods::MethodError;
 use hotlift_wire::WireError;
@@ -85,6 +86,13 @@ pub enum MigrationError {
         /// What is wrong with it.
         #[source]
         source: WireError,
+    },
+    /// A device that is required to look for zero pages cannot be used.
+    #[error("zero-page-detection=dsa-accel")]
+    ZeroDevice {
+        /// Why not.
+        #[source]
+        source: QueueError,
     },
     /// A channel's half of the method could not be made.
     #[error("the method of {channel} cannot be set up")]

@@ -82,6 +82,9 @@ pub struct SideFigures {
     /// What has done the work of the method.
     #[serde(default)]
     pub jobs: JobFigures,
+    /// What has looked for zero pages, if devices were to: pages settled by them, and by the CPU.
+    #[serde(default)]
+    pub zero_jobs: JobFigures,
 }
 
 impl SideFigures {
@@ -101,6 +104,7 @@ impl SideFigures {
             core_s_per_gib: ratio(cpu_s, to_f64(normal_pages) * 4096.0 / GIB),
             threads,
             jobs,
+            zero_jobs: JobFigures::default(),
         }
     }
 }
@@ -154,6 +158,7 @@ pub(crate) struct Measured {
     pub counts: Counts,
     pub threads: Vec<ThreadCpu>,
     pub jobs: JobFigures,
+    pub zero_jobs: JobFigures,
 }
 
 impl From<Measured> for SourceReport {
@@ -178,12 +183,15 @@ impl From<Measured> for SourceReport {
                 to_f64(counts.normal_pages) * 4096.0,
                 to_f64(counts.transferred_bytes),
             ),
-            side: SideFigures::new(
-                measured.threads,
-                measured.total,
-                counts.normal_pages,
-                measured.jobs,
-            ),
+            side: SideFigures {
+                zero_jobs: measured.zero_jobs,
+                ..SideFigures::new(
+                    measured.threads,
+                    measured.total,
+                    counts.normal_pages,
+                    measured.jobs,
+                )
+            },
         }
     }
 }
@@ -301,6 +309,7 @@ mod tests {
                 },
             ],
             jobs: JobFigures::default(),
+            zero_jobs: JobFigures::default(),
         });
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-9 * b.abs().max(1.0), "{a} {b}");
         close(report.throughput_mbps, f64::from(1 << 28) * 8.0 / 2.0 / 1e6);

@@ -4,18 +4,23 @@
 //! checked against its range here and nowhere else, before anything is opened.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
+use hotlift_idxd::model::Behaviour;
 use hotlift_methods::legacy::compress;
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodInfo, method};
 pub use hotlift_wire::multifd::ZeroPageDetection;
 
 /// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread (zero pages
 /// are records of the main channel), or in the channel threads (they are listed in packets).
-pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection)] = &[
-    ("none", ZeroPageDetection::None),
-    ("legacy", ZeroPageDetection::Legacy),
-    ("multifd", ZeroPageDetection::Multifd),
+///
+/// The last one is of a QEMU series that was not merged: as `multifd`, on the devices of `accel-path`.
+pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection, bool)] = &[
+    ("none", ZeroPageDetection::None, false),
+    ("legacy", ZeroPageDetection::Legacy, false),
+    ("multifd", ZeroPageDetection::Multifd, false),
+    ("dsa-accel", ZeroPageDetection::Multifd, true),
 ];
 
 /// All choices of `accelerator`, an option of ours: QEMU uses what it finds.
@@ -24,6 +29,25 @@ pub const ACCELERATOR: &[(&str, Accelerator)] = &[
     ("off", Accelerator::Off),
     ("required", Accelerator::Required),
 ];
+
+/// A device of `accel-path`.
+#[derive(Debug, Clone, PartialEq)]
+pub enum AccelPath {
+    /// `dsa:/dev/dsa/wqN.M`: a work queue of DSA.
+    Dsa(PathBuf),
+    /// `dsa-model:KEY=N:...`: a simulated one, for tests; see `hotlift_idxd::model::Behaviour`.
+    DsaModel(Behaviour),
+}
+
+impl AccelPath {
+    fn parse(text: &str) -> Option<Self> {
+        match text.split_once(':')? {
+            ("dsa", path) if path.starts_with('/') => Some(Self::Dsa(path.into())),
+            ("dsa-model", behaviour) => Behaviour::parse(behaviour).map(Self::DsaModel),
+            _ => None,
+        }
+    }
+}
 
 /// The options of one migration, resolved and in range.
 #[derive(Debug, Clone)]
@@ -60,6 +84,10 @@ pub struct Options {
     pub downtime_limit: Duration,
     /// Where zero pages are looked for.
     pub zero_page_detection: ZeroPageDetection,
+    /// Whether the devices of `accel_path` look for them.
+    pub zero_page_devices: bool,
+    /// Devices for `zero_page_devices`.
+    pub accel_path: Vec<AccelPath>,
     /// Whether method none sends guest pages by reference instead of copying them into the socket.
     pub zero_copy_send: bool,
     /// Whether the destination populates its RAM before the first page arrives.
@@ -86,6 +114,8 @@ impl Default for Options {
             max_bandwidth: 128 << 20,
             downtime_limit: Duration::from_millis(300),
             zero_page_detection: ZeroPageDetection::Multifd,
+            zero_page_devices: false,
+            accel_path: Vec::new(),
             zero_copy_send: false,
             mem_prealloc: false,
             handshake_timeout: Duration::from_secs(30),
@@ -150,6 +180,8 @@ pub enum Values {
     ZeroPages,
     /// A name of [`ACCELERATOR`].
     Accelerator,
+    /// Devices, as [`AccelPath`] has them, with spaces or commas between.
+    AccelPath,
 }
 
 impl fmt::Display for Values {
@@ -164,8 +196,9 @@ impl fmt::Display for Values {
             Self::Size => write!(f, "a number of bytes with an optional suffix K, M, G or T"),
             Self::Switch => write!(f, "one of on, off"),
             Self::Method => names(f, &mut METHODS.iter().map(|method| method.name)),
-            Self::ZeroPages => names(f, &mut ZERO_PAGE_DETECTION.iter().map(|(n, _)| *n)),
+            Self::ZeroPages => names(f, &mut ZERO_PAGE_DETECTION.iter().map(|(n, ..)| *n)),
             Self::Accelerator => names(f, &mut ACCELERATOR.iter().map(|(n, _)| *n)),
+            Self::AccelPath => write!(f, "dsa:/dev/dsa/wqN.M, several with spaces between"),
         }
     }
 }
@@ -194,8 +227,9 @@ enum Checked {
     Number(u64),
     Switch(bool),
     Method(&'static MethodInfo),
-    ZeroPages(ZeroPageDetection),
+    ZeroPages(ZeroPageDetection, bool),
     Accelerator(Accelerator),
+    AccelPath(Vec<AccelPath>),
 }
 
 /// Makes a `store` function for a number that fits a smaller integer because its range says so.
@@ -391,10 +425,24 @@ pub static OPTIONS: &[OptionInfo] = &[
         values: Values::ZeroPages,
         default: "multifd",
         unit: "",
-        help: "Where zero pages are looked for: nowhere, migration thread, channel threads",
+        help: "Where zero pages are looked for: nowhere, migration thread, channel threads, DSA",
         store: |options, value| {
-            if let Checked::ZeroPages(mode) = value {
+            if let Checked::ZeroPages(mode, devices) = value {
                 options.zero_page_detection = mode;
+                options.zero_page_devices = devices;
+            }
+        },
+    },
+    OptionInfo {
+        name: "accel-path",
+        alias: None,
+        values: Values::AccelPath,
+        default: "",
+        unit: "",
+        help: "Work queues of DSA that zero-page-detection=dsa-accel uses in turn",
+        store: |options, value| {
+            if let Checked::AccelPath(paths) = value {
+                options.accel_path = paths;
             }
         },
     },
@@ -470,12 +518,18 @@ impl Options {
             Values::Method => method(value).map(Checked::Method),
             Values::ZeroPages => ZERO_PAGE_DETECTION
                 .iter()
-                .find(|(name, _)| *name == value)
-                .map(|(_, mode)| Checked::ZeroPages(*mode)),
+                .find(|(name, ..)| *name == value)
+                .map(|(_, mode, devices)| Checked::ZeroPages(*mode, *devices)),
             Values::Accelerator => ACCELERATOR
                 .iter()
                 .find(|(name, _)| *name == value)
                 .map(|(_, choice)| Checked::Accelerator(*choice)),
+            Values::AccelPath => value
+                .split([' ', ','])
+                .filter(|path| !path.is_empty())
+                .map(AccelPath::parse)
+                .collect::<Option<_>>()
+                .map(Checked::AccelPath),
         };
         let checked = checked.ok_or_else(|| OptionError::Value {
             name: option.name,
@@ -503,6 +557,16 @@ impl Options {
                 option: format!("multifd-compression={}", method.name),
                 needs: if self.compress {
                     "multifd=on, with which compress=on does not go"
+                } else {
+                    "multifd=on"
+                },
+            });
+        }
+        if self.zero_page_devices && (self.accel_path.is_empty() || !self.multifd()) {
+            return Err(OptionError::Conflict {
+                option: "zero-page-detection=dsa-accel".to_owned(),
+                needs: if self.multifd() {
+                    "accel-path ('hotlift accel' lists the work queues)"
                 } else {
                     "multifd=on"
                 },
@@ -569,8 +633,10 @@ impl Options {
     pub fn zero_page_detection_name(&self) -> &'static str {
         ZERO_PAGE_DETECTION
             .iter()
-            .find(|(_, mode)| *mode == self.zero_page_detection)
-            .map_or("", |(name, _)| name)
+            .find(|(_, mode, devices)| {
+                (*mode, *devices) == (self.zero_page_detection, self.zero_page_devices)
+            })
+            .map_or("", |(name, ..)| name)
     }
 
     /// How a channel's encoder works, for a receiver that is a Hotlift or is not.

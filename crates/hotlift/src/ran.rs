@@ -16,6 +16,8 @@ pub(crate) struct Ran {
     retries: AtomicU64,
     raw_pages: AtomicU64,
     notes: Mutex<Notes>,
+    /// What has looked for zero pages, if devices were to.
+    zero: Mutex<JobFigures>,
 }
 
 #[derive(Debug, Default)]
@@ -37,6 +39,15 @@ impl Ran {
             devices: notes.devices.iter().map(ToString::to_string).collect(),
             fallback: notes.fallback.as_deref().map(str::to_owned),
         }
+    }
+
+    pub(crate) fn set_zero(&self, figures: JobFigures) {
+        *self.zero.lock().unwrap_or_else(PoisonError::into_inner) = figures;
+    }
+
+    pub(crate) fn read_zero(&self) -> JobFigures {
+        let zero = self.zero.lock().unwrap_or_else(PoisonError::into_inner);
+        zero.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, Notes> {

@@ -31,7 +31,13 @@ fn demo(method: &str, variables: &[(&str, &str)], flags: &[&str]) -> (Value, Str
         format!("--json={}", file.display()),
         format!("--method={method}"),
     );
-    let mut args = vec!["demo", "--ram=64M", "--rate=2000", &json, &method];
+    let mut args = vec!["demo", "--ram=64M", &json, &method];
+    if !flags
+        .iter()
+        .any(|flag| flag.starts_with("--rate") || flag.starts_with("--workload"))
+    {
+        args.push("--rate=2000");
+    }
     args.extend(flags);
     let (status, said) = Hotlift::start_with(&args, variables).wait();
     let said = said.join("\n");
@@ -142,4 +148,77 @@ fn what_is_required_and_missing_is_refused_before_anything_is_opened() {
     assert_eq!(status.code(), Some(2), "{}", said.join("\n"));
     let said = said.join("\n");
     assert!(said.contains("hotlift methods"), "{said}");
+}
+
+/// Zero pages that simulated devices find, beside those that the CPU finds: the guest is the same.
+#[test]
+fn devices_find_the_zero_pages_that_the_cpu_finds() {
+    let still = ["--workload=idle", "--seed=7"];
+    let (by_cpu, _) = demo("none", &[], &still);
+    for (paths, all_by_devices) in [
+        ("dsa-model:", true),
+        ("dsa-model:shuffled=1:max-batch=16 dsa-model:seed=2", true),
+        ("dsa-model:fault=50:full=200:seed=3", false),
+        (
+            "dsa-model:list-fault=300:seed=4 dsa-model:max-batch=0",
+            false,
+        ),
+        ("dsa-model:fail=20:seed=5", false),
+        ("dsa-model:silent=100:seed=6", false),
+    ] {
+        let path = format!("--accel-path={paths}");
+        let mut flags = vec!["--zero-page-detection=dsa-accel", &path];
+        flags.extend(still);
+        let (run, said) = demo("zstd", &[], &flags);
+        assert_eq!(run["zero_pages"], by_cpu["zero_pages"], "{paths}: {said}");
+        assert_eq!(
+            run["normal_pages"], by_cpu["normal_pages"],
+            "{paths}: {said}"
+        );
+        let jobs = &run["source"]["zero_jobs"];
+        assert!(jobs["hardware"].as_u64() > Some(0), "{paths}: {said}");
+        assert_eq!(jobs["software"] == 0, all_by_devices, "{paths}: {said}");
+        assert!(said.contains("simulated DSA"), "{said}");
+        assert!(said.contains("dsa_completion"), "{said}");
+    }
+}
+
+#[test]
+fn a_guest_that_writes_arrives_whole_whatever_its_zero_page_devices_do() {
+    for paths in [
+        "dsa-model:",
+        "dsa-model:fault=100:full=100:list-fault=100:shuffled=1",
+    ] {
+        let path = format!("--accel-path={paths}");
+        for method in ["none", "zstd"] {
+            let flags = ["--zero-page-detection=dsa-accel", &path, "--rate=20000"];
+            demo(method, &[], &flags);
+        }
+    }
+}
+
+#[test]
+fn a_work_queue_that_is_not_there_is_the_cpus_work_or_an_error_as_asked() {
+    let flags = [
+        "--zero-page-detection=dsa-accel",
+        "--accel-path=dsa:/dev/dsa/wq99.0",
+    ];
+    let (run, said) = demo("none", &[], &flags);
+    assert!(run["zero_pages"].as_u64() > Some(1000), "{said}");
+    assert!(said.contains("wq99.0 is no work queue"), "{said}");
+
+    let required = [
+        "demo",
+        "--ram=64M",
+        flags[0],
+        flags[1],
+        "--accelerator=required",
+    ];
+    let (status, said) = Hotlift::start(&required).wait();
+    assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
+    assert!(said.join("\n").contains("wq99.0 is no work queue"));
+
+    let (status, said) = Hotlift::start(&required[..3]).wait();
+    assert_eq!(status.code(), Some(2), "{}", said.join("\n"));
+    assert!(said.join("\n").contains("accel-path"));
 }

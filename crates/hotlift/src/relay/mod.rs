@@ -65,7 +65,7 @@ use serde::{Deserialize, Serialize};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{SideFigures, ratio, to_f64};
-use crate::options::{Options, ZeroPageDetection};
+use crate::options::{OptionError, Options, ZeroPageDetection};
 use crate::threads::run_as;
 use crate::transport::{Address, Listener, Stream};
 use file::FileFormat;
@@ -224,6 +224,13 @@ pub fn relay(
     hooks: Hooks<'_>,
 ) -> Result<RelayReport, MigrationError> {
     settings.outgoing.check()?;
+    if settings.outgoing.zero_page_devices {
+        // Pages come out of a socket and are in the cache; a device would fetch them from memory.
+        return Err(MigrationError::Option(OptionError::Conflict {
+            option: "zero-page-detection=dsa-accel".to_owned(),
+            needs: "a guest of its own: a relay looks at its pages itself",
+        }));
+    }
     run_as("relay/main", control, || {
         let run = |incoming| carry::run(incoming, outgoing, settings, control, hooks);
         let carried = match incoming {

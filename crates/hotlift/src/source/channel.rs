@@ -23,6 +23,7 @@ use hotlift_wire::multifd::{PacketFields, PacketLayout, PacketWriter, ZeroPageDe
 use super::gate::Job;
 use super::ram::{Chunk, offsets};
 use super::session::Session;
+use super::zero_devices::Pipeline;
 use crate::codec::Encoder;
 use crate::error::{Channel, MigrationError};
 use crate::transport::Stream;
@@ -51,6 +52,8 @@ pub(super) struct ChannelSender<'a> {
     scratch: IoScratch,
     /// Sends guest pages by reference, with method none.
     splicer: Option<Splicer>,
+    /// Devices that look for zero pages, in place of this thread.
+    pipeline: Option<Pipeline<'a>>,
     dirty_words: Vec<u64>,
     untouched_words: Vec<u64>,
 }
@@ -89,6 +92,7 @@ impl<'a> ChannelSender<'a> {
             payload: Vec::new(),
             headers: Vec::with_capacity(GATHERED_HEADERS + layout.header_len()),
             scratch: IoScratch::new(),
+            pipeline: session.zero_devices.as_ref().map(Pipeline::new),
             dirty_words: Vec::new(),
             untouched_words: Vec::new(),
         })
@@ -118,6 +122,19 @@ impl<'a> ChannelSender<'a> {
             }
             self.chunk(chunk)?;
         }
+        if self.pipeline.is_some() {
+            // What is filled, and then what the device still has.
+            self.turn()?;
+            self.turn()?;
+        }
+        self.send_packet()
+    }
+
+    /// Hands the gathered pages to a device, and sends those that it had before.
+    fn turn(&mut self) -> Result<(), MigrationError> {
+        if let Some(pipeline) = &mut self.pipeline {
+            self.block = pipeline.turn(&mut self.normal, &mut self.zero);
+        }
         self.send_packet()
     }
 
@@ -132,9 +149,15 @@ impl<'a> ChannelSender<'a> {
             session.ram.fetch_and_clear(chunk, &mut dirty)?
         };
         if any {
-            if chunk.block != self.block {
-                self.send_packet()?;
-                self.block = chunk.block;
+            let waiting = self.pipeline.as_ref().map(Pipeline::block);
+            match waiting {
+                Some(Some(block)) if block != chunk.block => self.turn()?,
+                Some(_) => {}
+                None if chunk.block != self.block => {
+                    self.send_packet()?;
+                    self.block = chunk.block;
+                }
+                None => {}
             }
             let detect = session.options.zero_page_detection == ZeroPageDetection::Multifd;
             if detect {
@@ -142,9 +165,14 @@ impl<'a> ChannelSender<'a> {
             }
             let ram = &session.guest.ram()[chunk.block];
             for (page, offset) in offsets(chunk, &dirty) {
-                let is_zero = detect
-                    && (untouched[page / 64] >> (page % 64) & 1 == 1
-                        || ram.page_is_zero(chunk.first_page + page));
+                let is_untouched = detect && untouched[page / 64] >> (page % 64) & 1 == 1;
+                if let Some(pipeline) = &mut self.pipeline {
+                    if pipeline.add(chunk.block, ram, offset, is_untouched)? {
+                        self.turn()?;
+                    }
+                    continue;
+                }
+                let is_zero = is_untouched || (detect && ram.page_is_zero(chunk.first_page + page));
                 let list = if is_zero {
                     &mut self.zero
                 } else {

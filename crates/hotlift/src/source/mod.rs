@@ -22,6 +22,7 @@ mod ram;
 mod reporter;
 mod return_path;
 mod session;
+mod zero_devices;
 
 use std::io::Write;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -86,7 +87,15 @@ fn run(
 ) -> Result<SourceReport, MigrationError> {
     let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
     let connections = connect(guest, to, options, method, control)?;
-    let session = Session::new(guest, options, control.clone(), method, connections);
+    let devices = zero_devices::open(options, control)?;
+    let session = Session::new(
+        guest,
+        options,
+        control.clone(),
+        method,
+        connections,
+        devices,
+    );
     let (answer_sender, answers) = channel();
     let measured = thread::scope(|scope| {
         let mut threads = Vec::new();
@@ -115,6 +124,18 @@ fn run(
                 }
             }));
         }
+        if let Some(devices) = &session.zero_devices {
+            let session = &session;
+            // QEMU's series calls it so.
+            let name = "dsa_completion";
+            threads.push(spawn(scope, name.to_owned(), move || {
+                devices.finder.listen();
+                session.threads.book(name);
+            }));
+            for model in &devices.models {
+                threads.push(spawn(scope, "dsa_simulated".to_owned(), || model.run()));
+            }
+        }
         threads.push(spawn(scope, "mig/src/return".to_owned(), || {
             let _ends = OnPanic(|| session.abort());
             return_path::listen(&session, &answer_sender);
@@ -137,6 +158,9 @@ fn run(
             .map_err(Ended::Here)
             .and_then(|_| migration.phases());
         let outcome = migration.wind_up(outcome);
+        if let Some(devices) = &session.zero_devices {
+            devices.close();
+        }
         session.threads.book("mig/src/main");
         outcome
     });
@@ -144,6 +168,8 @@ fn run(
         measured.threads = session.threads.read();
         measured.counts = session.counts();
         measured.jobs = session.control.jobs();
+        session.tell_zero_jobs();
+        measured.zero_jobs = session.control.zero_jobs();
         SourceReport::from(measured)
     })
 }
@@ -218,6 +244,7 @@ impl Migration<'_> {
             counts: Counts::default(),
             threads: Vec::new(),
             jobs: JobFigures::default(),
+            zero_jobs: JobFigures::default(),
         })
     }
 

@@ -43,6 +43,7 @@ impl<'a> Reporter<'a> {
 
     /// Reports.
     pub(super) fn tell(&mut self, round: u64, estimator: &Estimator) {
+        self.session.tell_zero_jobs();
         let counts = self.session.counts();
         let now = Instant::now();
         let (last, before) = self.last;

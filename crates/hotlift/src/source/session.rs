@@ -9,6 +9,7 @@ use hotlift_wire::multifd::Method;
 use super::compress_threads::CompressThreads;
 use super::gate::Gate;
 use super::ram::RamState;
+use super::zero_devices::ZeroDevices;
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::{Counters, Counts, ThreadTimes};
@@ -31,6 +32,8 @@ pub(super) struct Session<'a> {
     /// The wire's number of `options.multifd_compression`.
     pub method: Method,
     pub connections: Connections,
+    /// Devices that look for zero pages.
+    pub zero_devices: Option<ZeroDevices>,
     pub ram: RamState<'a>,
     pub gate: Gate,
     pub compress: CompressThreads,
@@ -56,6 +59,7 @@ impl<'a> Session<'a> {
         control: Control,
         method: Method,
         connections: Connections,
+        zero_devices: Option<ZeroDevices>,
     ) -> Self {
         let channels = connections.multifd.len();
         Self {
@@ -63,6 +67,7 @@ impl<'a> Session<'a> {
             options,
             control,
             method,
+            zero_devices,
             ram: RamState::new(guest),
             gate: Gate::new(channels),
             compress: CompressThreads::new(options),
@@ -117,8 +122,18 @@ impl<'a> Session<'a> {
         self.connections.main.shutdown(Shutdown::Write);
     }
 
+    /// Tells what devices have found.
+    pub(super) fn tell_zero_jobs(&self) {
+        if let Some(devices) = &self.zero_devices {
+            self.control.ran().set_zero(devices.figures());
+        }
+    }
+
     /// A thread has panicked: frees all others.
     pub(super) fn abort(&self) {
+        if let Some(devices) = &self.zero_devices {
+            devices.close();
+        }
         self.end(MigrationError::Cancelled);
         self.shut_down();
     }
