@@ -46,10 +46,14 @@ fn hardware(jobs: u64) -> Jobs {
     }
 }
 
+fn device_name() -> String {
+    format!("Intel QAT by {}", simulated::library().display())
+}
+
 fn reason(runs_on: &RunsOn) -> &str {
     match runs_on {
         RunsOn::Fallback(reason) => reason
-            .strip_prefix("Intel QAT by libqatzip.so.3: ")
+            .strip_prefix(&format!("{}: ", device_name()))
             .expect("which device"),
         other => panic!("{other:?}"),
     }
@@ -62,7 +66,7 @@ fn a_packet_is_one_call_and_every_member_a_job() {
     device.behave("");
     let payloads = send(5, &mut *encoder, &mut *decoder);
     assert_eq!(device.jobs(), 10);
-    let works = RunsOn::Hardware("Intel QAT by libqatzip.so.3".into());
+    let works = RunsOn::Hardware(device_name().into());
     for (jobs, runs_on) in [
         (encoder.jobs(), encoder.runs_on()),
         (decoder.jobs(), decoder.runs_on()),
