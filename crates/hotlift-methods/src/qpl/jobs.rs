@@ -169,22 +169,22 @@ impl PageDevice for Pool {
         let mut begin = None;
         let mut questions = 0u32;
         let code = loop {
+            // Looked at before the question: a thread that got no processor meanwhile must not take a
+            // job for lost that has ended.
+            let overdue =
+                questions >= SPINS && begin.get_or_insert_with(Instant::now).elapsed() >= DEADLINE;
             let code = match self.path {
                 // SAFETY: the job was submitted, and lives.
                 Path::Hardware => unsafe { (self.library.check_job)(job) },
                 Path::Software => self.done,
             };
-            if code != sys::BEING_PROCESSED {
-                break code;
+            match code {
+                sys::BEING_PROCESSED if overdue => return Collected::NoAnswer,
+                sys::BEING_PROCESSED if questions >= SPINS => std::thread::yield_now(),
+                sys::BEING_PROCESSED => std::hint::spin_loop(),
+                code => break code,
             }
-            questions += 1;
-            if questions < SPINS {
-                std::hint::spin_loop();
-            } else if begin.get_or_insert_with(Instant::now).elapsed() < DEADLINE {
-                std::thread::yield_now();
-            } else {
-                return Collected::NoAnswer;
-            }
+            questions = questions.saturating_add(1);
         };
         // SAFETY: the job has ended, so nobody else writes it.
         let written = unsafe { (*job).total_out };
