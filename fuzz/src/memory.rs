@@ -45,6 +45,9 @@ fn edge() -> &'static mut [u8] {
 /// What every byte holds before a decoder writes.
 const CANARY: u8 = 0xa5;
 
+/// Bytes of a page's first run in [`Order::Pieces`].
+const PIECE: usize = 1000;
+
 /// Most pages of a [`Place`].
 pub const PAGES_MAX: usize = 16;
 
@@ -63,18 +66,20 @@ pub enum Order {
     Adjacent,
     /// A run a page, backwards, with a page between any two.
     Scattered,
+    /// As scattered, and each page in two runs.
+    Pieces,
 }
 
 impl Order {
     /// Any of them, chosen by `byte`.
     pub fn of(byte: u8) -> Self {
-        [Self::Whole, Self::Adjacent, Self::Scattered][usize::from(byte % 3)]
+        [Self::Whole, Self::Adjacent, Self::Scattered, Self::Pieces][usize::from(byte % 4)]
     }
 
     fn offset(self, page: usize, pages: usize) -> usize {
         match self {
             Self::Whole | Self::Adjacent => (1 + page) * PAGE_SIZE,
-            Self::Scattered => (2 * (pages - page) - 1) * PAGE_SIZE,
+            Self::Scattered | Self::Pieces => (2 * (pages - page) - 1) * PAGE_SIZE,
         }
     }
 }
@@ -109,6 +114,12 @@ impl Place {
         let run = |offset, len| self.block.run(offset, len).expect("a run in the block");
         let runs: Vec<_> = match order {
             Order::Whole => vec![run(PAGE_SIZE, pages * PAGE_SIZE)],
+            Order::Pieces => (0..pages)
+                .flat_map(|page| {
+                    let at = order.offset(page, pages);
+                    [run(at, PIECE), run(at + PIECE, PAGE_SIZE - PIECE)]
+                })
+                .collect(),
             _ => (0..pages)
                 .map(|page| run(order.offset(page, pages), PAGE_SIZE))
                 .collect(),

@@ -77,11 +77,13 @@ fn mend(bytes: &mut [u8]) -> Option<()> {
             bytes.get_mut(at + 24..at + 28)?.copy_from_slice(&sum);
             return seal(bytes, at, at + 28);
         }
-        let length = be32(bytes, at + 16)?.min(bytes.len());
-        let crc = crc32fast::hash(bytes.get(at + header..at + header + length)?).to_be_bytes();
+        let length = be32(bytes, at + 16)?;
+        let content = bytes.get(at + header..)?;
+        let content = content.get(..length).unwrap_or(content);
+        let crc = crc32fast::hash(content).to_be_bytes();
         bytes.get_mut(at + 20..at + 24)?.copy_from_slice(&crc);
         seal(bytes, at, at + header - 4)?;
         headers.update(&bytes[at..at + header]);
-        at += header + length;
+        at = at.checked_add(header + length)?;
     }
 }
