@@ -86,8 +86,7 @@ def record_qemu(args, case, image, warm, data):
         sides.update({source: "source", destination: "destination"})
         return attached(data, (source, destination))
 
-    binary = args.qemu or pair.qemu_10_0()
-    run = qemu.run(case, image, binary, warm, args.accel, args.channels, during)
+    run = qemu.run(case, image, pair.qemu_for(args, case), warm, args.accel, args.channels, during)
     return run, sides
 
 

@@ -16,10 +16,17 @@ def command(case, image, binary, channels, json_file, flags=()):
     return [
         binary, "demo", "--guest", "threads", "--workload", "idle",
         "--ram", f"{case.ram_bytes >> 30}G", *_fill(case, image),
-        "--method", case.method, *(["--level", str(case.level)] if case.level is not None else []),
-        "--channels", str(channels), "--zero-page-detection", "multifd", "--max-bandwidth", "0",
+        *_method(case, channels), "--zero-page-detection", "multifd", "--max-bandwidth", "0",
         "--json", str(json_file), *flags,
     ]
+
+
+def _method(case, channels):
+    if case.method == "compress":
+        # The threads are the default, which is QEMU's.
+        return ["--compress=on", f"--compress-level={case.level}"]
+    level = ["--level", str(case.level)] if case.level is not None else []
+    return ["--method", case.method, *level, "--channels", str(channels)]
 
 
 def _fill(case, image):

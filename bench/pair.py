@@ -43,6 +43,8 @@ def add_common_arguments(parser):
     parser.add_argument("--channels", type=int, default=2)
     parser.add_argument("--accel", default="kvm" if os.access("/dev/kvm", os.W_OK) else "tcg")
     parser.add_argument("--qemu", metavar="BINARY", help="default: what scripts/qemu-10.0 fetches")
+    parser.add_argument("--qemu-7", metavar="BINARY", default="qemu-system-x86_64",
+                        help="for case compress, which QEMU 9.1 took out; default: Debian 12's 7.2")
     parser.add_argument("--hotlift-flag", metavar="FLAG", action="append", default=[],
                         help="a further flag of hotlift demo, such as --zero-copy-send=off; repeatable")
     parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/release/hotlift"))
@@ -84,16 +86,23 @@ def image_of(args, cases):
 
 
 def runners(args, image):
-    """Side -> (version, function that runs one case)."""
+    """Side -> (version for a case, function that runs one case)."""
     sides = {}
     if args.only != "hotlift":
-        binary = args.qemu or qemu_10_0()
-        sides["qemu"] = (qemu.version(binary), lambda case, warm: qemu.run(case, image, binary, warm, args.accel, args.channels))
+        sides["qemu"] = (
+            lambda case: qemu.version(qemu_for(args, case)),
+            lambda case, warm: qemu.run(case, image, qemu_for(args, case), warm, args.accel, args.channels))
     if args.only != "qemu":
-        version = hotlift.version(args.hotlift)
-        sides["hotlift"] = (version, lambda case, warm: hotlift.run(
+        sides["hotlift"] = (lambda _: hotlift.version(args.hotlift), lambda case, warm: hotlift.run(
             case, image, args.hotlift, warm, args.channels, flags=args.hotlift_flag))
     return sides
+
+
+def qemu_for(args, case):
+    """The QEMU that has what the case asks for."""
+    if case.method == "compress":
+        return args.qemu_7
+    return args.qemu or qemu_10_0()
 
 
 def qemu_10_0():
@@ -107,7 +116,7 @@ def one(side, runner, case, pair):
     before = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "side": side,
-        "version": version,
+        "version": version(case),
         "case": case.name,
         "pair": pair,
         "load": machine.load(),

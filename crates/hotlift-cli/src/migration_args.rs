@@ -29,7 +29,11 @@ impl MigrationArgs {
         for (name, value) in &self.given {
             options.set(name, value)?;
         }
-        if let Some(level) = &self.level {
+        if let Some(level) = &self.level
+            && options.compress
+        {
+            options.set("compress-level", level)?;
+        } else if let Some(level) = &self.level {
             let method = options.multifd_compression;
             if method.levels.is_none() {
                 return Err(OptionError::Value {
@@ -174,5 +178,7 @@ mod tests {
             (options.multifd_zstd_level, options.multifd_channels),
             (7, 3)
         );
+        let options = parse(&["--level=9", "--compress=on"]).unwrap().options();
+        assert_eq!(options.unwrap().level(), Some(9));
     }
 }

@@ -235,3 +235,86 @@ fn a_damaged_length_on_main_does_not_hang_a_long_round() {
     drop(source);
     census.expect_unchanged();
 }
+
+/// A thread of its own finds it, while others work on and the main thread reads on.
+#[test]
+fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
+    let _alone = alone();
+    let census = Census::take();
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    for (threads, number) in [("1", 3), ("8", 40), ("8", 900)] {
+        let mut options = options();
+        for (name, value) in [
+            ("compress", "on"),
+            ("compress-threads", threads),
+            ("decompress-threads", threads),
+            // Pages of zeros are streams, too: any record will do.
+            ("zero-page-detection", "none"),
+        ] {
+            options.set(name, value).unwrap();
+        }
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let (listener, address) = rig::listen();
+        let unit = Unit {
+            socket: Some(Socket::Main),
+            back: false,
+            name: format!("page #{number}"),
+        };
+        // Behind offset and length: the first byte of the stream.
+        let action = Action::Flip {
+            byte: 12,
+            mask: 0x80,
+        };
+        let proxy = Proxy::start(&address, Some(Fault { unit, action }));
+        let to = proxy.address();
+        let ended = rig::migrate(&source, &destination, listener, &to, &options);
+        assert!(proxy.finish().fired);
+        let errors = ended.errors();
+        assert_eq!(
+            ended.holder(&source, &destination),
+            Ok(Holder::Source),
+            "{errors:?}"
+        );
+        // A page that does not shrink is no stream: the section's checksum shows that.
+        let named = |error: &str| {
+            error.contains("of RAM block") && error.contains("no complete zlib stream")
+                || error.contains("checksum of the main channel")
+        };
+        assert!(named(&errors.0) && named(&errors.1), "{errors:?}");
+        assert!(!ended.timed_out(), "{errors:?}");
+    }
+    drop(source);
+    census.expect_unchanged();
+}
+
+#[test]
+fn a_thread_that_cannot_compress_ends_the_migration_with_its_reason_and_the_guest_runs_on() {
+    let _alone = alone();
+    let census = Census::take();
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    for wait in [true, false] {
+        let options = Options {
+            compress: true,
+            compress_level: 42,
+            compress_wait_thread: wait,
+            ..options()
+        };
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let (listener, to) = rig::listen();
+        let ended = rig::migrate(&source, &destination, listener, &to, &options);
+        let errors = ended.errors();
+        assert_eq!(
+            ended.holder(&source, &destination),
+            Ok(Holder::Source),
+            "{errors:?}"
+        );
+        assert!(
+            errors.0.contains("compress level 42 is out of range 0..=9"),
+            "{errors:?}"
+        );
+    }
+    drop(source);
+    census.expect_unchanged();
+}

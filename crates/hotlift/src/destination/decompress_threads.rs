@@ -20,8 +20,8 @@ use crate::flow::Flow;
 use crate::guest::Guest;
 use crate::options::Options;
 
-/// Pages that are handed over together: some 0.3 ms of decompression, against some 10 µs to wake a
-/// thread and be woken.
+/// Pages that are handed over together: a page takes some 14 µs, a run 0.5 ms, against which waking a
+/// thread is nothing. QEMU ends a section after 50 ms.
 const RUN_PAGES: usize = 32;
 
 /// Runs for each thread, and one that is being filled.
