@@ -1,4 +1,4 @@
-//! Intel DSA, for the test of zero pages.
+//! Intel DSA, which looks for zero pages.
 
 use hotlift_idxd::DeviceKind;
 
@@ -34,6 +34,6 @@ pub fn look(host: &Host) -> Result<Accelerator, CommandError> {
         }
         gaps.extend(raw_io(host).map(Gap::minor));
     }
-    let serves = "zero pages (to come)";
+    let serves = "zero-page-detection=dsa-accel";
     Ok(Accelerator::new("Intel DSA", serves, None, parts, gaps))
 }
