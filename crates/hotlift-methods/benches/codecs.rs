@@ -7,8 +7,8 @@
 //! FOLDER (or `HOTLIFT_CORPUS`; else the Silesia corpus of the development machine) holds files,
 //! `.zst` ones are unpacked. They are joined and cut into packets of 128 pages. Each packet goes
 //! through every codec before the next one is looked at, so that a machine whose speed drifts drifts
-//! for all, and in another order each time: what a codec leaves behind in caches, and in the clock of
-//! a core that has used its wide vectors, must not always meet the same one. Figures are thread CPU
+//! for all, and in another order each time: what a codec leaves behind, in caches and maybe in the clock
+//! of a core that has used its widest vectors, must not always meet the same one. Figures are thread CPU
 //! time, the median of the passes. `--levels` prints every zlib level, and the zstd levels up to 9,
 //! each beside QEMU's way at the same level, and the accelerations of liblz4; `--only` the codecs with WORD in their name, and those
 //! that they are compared with.
