@@ -15,6 +15,8 @@ class Case:
     fill: str
     method: str = "none"
     level: int | None = None
+    # Debian's QEMU is built without the methods of accelerators, and has no lz4.
+    sides: tuple = ("qemu", "hotlift")
 
 
 CASES = {case.name: case for case in (
@@ -23,6 +25,10 @@ CASES = {case.name: case for case in (
     Case("zstd", 2 * GIB, "image", "zstd", 1),
     # By threads, on the main channel, as QEMU has it up to 9.0.
     Case("compress", 2 * GIB, "image", "compress", 1),
+    Case("qpl", 2 * GIB, "image", "qpl", sides=("hotlift",)),
+    Case("uadk", 2 * GIB, "image", "uadk", sides=("hotlift",)),
+    Case("qatzip", 2 * GIB, "image", "qatzip", 1, sides=("hotlift",)),
+    Case("lz4", 2 * GIB, "image", "lz4", sides=("hotlift",)),
     Case("zero-touched", 4 * GIB, "touched"),
     Case("zero-untouched", 4 * GIB, "untouched"),
 )}

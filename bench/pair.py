@@ -68,7 +68,7 @@ def main():
         for case in cases:
             # Every second pair runs in the other order: a steady drift then favours neither side.
             order = list(sides) if pair % 2 == 0 else list(reversed(sides))
-            for side in order:
+            for side in (side for side in order if side in case.sides):
                 run = one(side, sides[side], case, pair)
                 runs.append(run)
                 with open(results, "a") as out:
