@@ -35,11 +35,11 @@ fn a_cancel_in_the_middle_lets_the_guest_run_on_and_a_second_migration_succeeds(
     let census = Census::take();
     for kind in rig::kinds() {
         let source = rig::source(kind, &settings(), Quirks::default());
-        for who in 0..2 {
+        for (who, compress) in [(0, false), (1, false), (0, true), (1, true)] {
             let destination = rig::destination(kind, &settings(), Quirks::default());
             let (listener, to) = rig::listen();
             let controls = [Control::new(), Control::new()];
-            let slow = slow();
+            let slow = Options { compress, ..slow() };
             let ended = rig::run(
                 &source,
                 &destination,
