@@ -20,8 +20,8 @@ use crate::flow::Flow;
 use crate::guest::Guest;
 use crate::options::Options;
 
-/// Pages that are handed over together: a page takes some 14 µs, a run 0.5 ms, against which waking a
-/// thread is nothing. QEMU ends a section after 50 ms.
+/// Pages that are handed over together. With 1, 8, 32 and 128 of them this side took 8.5, 5.9, 5.8 and
+/// 5.6 CPU s/GiB (2 threads, Silesia). A run is 0.5 ms of work, and QEMU ends a section after 50 ms.
 const RUN_PAGES: usize = 32;
 
 /// Runs for each thread, and one that is being filled.

@@ -24,8 +24,9 @@ use crate::error::MigrationError;
 use crate::flow::Flow;
 use crate::options::Options;
 
-/// Pages that are handed out together: a page takes some 30 µs (level 1), a run 1 ms. Waking a thread and
-/// being woken by it is nothing against that, and the last run of a round keeps nobody waiting for long.
+/// Pages that are handed out together. With 1, 8, 32 and 128 of them the migration thread took 1.05,
+/// 0.53, 0.40 and 0.36 CPU s/GiB (8 threads, level 1, Silesia); the threads gained nothing beyond 8. The
+/// last run of a round, which keeps the others waiting, is 1 ms of work.
 const RUN_PAGES: usize = 32;
 
 /// Runs for each thread: one in its hands, one that waits for it or for the migration thread.
