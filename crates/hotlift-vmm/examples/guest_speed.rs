@@ -1,6 +1,6 @@
 //! Prints what the built-in guests cost and can do on this machine.
 //!
-//! `cargo run --release -p hotlift-vmm --example measure [kvm|threads]`
+//! `cargo run --release -p hotlift-vmm --example guest_speed [kvm|threads]`
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Measures what the crate is for: `measure zero|copy|untouched|sockets`.
+//! Measures what the crate is for: `memory_speed zero|copy|untouched|sockets`.
 //!
 //! Every figure is the best of several passes and in CPU time of its thread, because other load only
 //! ever slows one down; the rates of sockets are in wall time, which other load ruins.
