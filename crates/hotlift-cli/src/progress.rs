@@ -25,6 +25,7 @@ struct State {
     last: Option<(Instant, u64)>,
     shown: Cell<bool>,
     warned: Cell<bool>,
+    warned_of_zeros: Cell<bool>,
 }
 
 impl Display {
@@ -40,6 +41,7 @@ impl Display {
                 last: None,
                 shown: Cell::new(false),
                 warned: Cell::new(false),
+                warned_of_zeros: Cell::new(false),
             }),
         }
     }
@@ -88,17 +90,24 @@ impl Display {
         }
     }
 
-    /// Says once why the CPU does what an accelerator might.
+    /// Says once why the CPU does what an accelerator might: of the method, and of zero pages.
     fn warn(&self, state: &State) {
-        if state.warned.get() {
-            return;
-        }
-        let jobs = fallback_warning(&self.control.jobs());
-        let zero_jobs = || fallback_warning(&self.control.zero_jobs());
-        if let Some(warning) = jobs.or_else(zero_jobs) {
-            state.warned.set(true);
-            state.clear_line();
-            eprintln!("{}: {warning}", self.label);
+        let of = [
+            ("", self.control.jobs(), &state.warned),
+            (
+                " zero pages:",
+                self.control.zero_jobs(),
+                &state.warned_of_zeros,
+            ),
+        ];
+        for (what, jobs, warned) in of {
+            if !warned.get()
+                && let Some(warning) = fallback_warning(&jobs)
+            {
+                warned.set(true);
+                state.clear_line();
+                eprintln!("{}:{what} {warning}", self.label);
+            }
         }
     }
 }
@@ -115,7 +124,7 @@ impl State {
 pub fn fallback_warning(jobs: &JobFigures) -> Option<String> {
     let why = jobs.fallback.as_ref()?;
     Some(if jobs.hardware > 0 {
-        format!("the accelerator was given up, the CPU goes on: {why}")
+        format!("an accelerator was given up, the rest goes on without it: {why}")
     } else {
         format!("runs on the CPU, without an accelerator: {why} ('hotlift accel' tells more)")
     })

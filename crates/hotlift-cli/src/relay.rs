@@ -98,7 +98,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     println!("listening on {address}");
     loop {
         match one(args, label, &settings, &listener, &interrupt) {
-            ControlFlow::Continue(()) if args.forever => {}
+            ControlFlow::Continue(()) if args.forever && !interrupt.is_raised() => {}
             ControlFlow::Continue(()) => return Ok(()),
             ControlFlow::Break(error) => return Err(error),
         }
@@ -157,6 +157,7 @@ pub fn settings(given: &MigrationArgs) -> Result<RelaySettings, CommandError> {
         given.with("max-bandwidth", "0")
     };
     let outgoing = unlimited.options()?;
+    hotlift::relay::check(&outgoing)?;
     let zero_pages = given
         .has("zero-page-detection")
         .then_some(outgoing.zero_page_detection);

@@ -10,7 +10,7 @@
 //! queue, a device that errs or does not answer. The last two end its service.
 
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,10 @@ use crate::record::{Completion, Record};
 /// How often a full queue is tried again: QEMU's series gives a batch of 128 so many turns for each.
 /// After that the CPU does the rest of the batch, which gives the queue time, too.
 const FULL_RETRIES: u32 = 12_800;
+
+/// Batches in a row that find the queue full until it is left: other users leave it sooner, a dead or
+/// disabled shared queue says no more than that it is full.
+const REFUSED: u32 = 64;
 
 /// How long a batch may take. A device looks at 128 pages in 20 us; a page fault that the system serves
 /// takes a millisecond at worst.
@@ -77,6 +81,8 @@ struct Flights {
 /// A device and whether it is still used.
 struct Service {
     device: Device,
+    /// Batches in a row of which it took nothing.
+    refused: AtomicU32,
     out: OnceLock<String>,
 }
 
@@ -151,6 +157,7 @@ impl ZeroFinder {
     pub fn with_deadline(devices: Vec<Device>, deadline: Duration) -> Self {
         let service = |device| Service {
             device,
+            refused: AtomicU32::new(0),
             out: OnceLock::new(),
         };
         Self {
@@ -257,14 +264,15 @@ impl ZeroFinder {
     }
 
     fn look(&self, flight: &Flight) -> Look {
+        // Asked first: a thread that got no processor for long must not take what has ended for lost.
+        let late = flight
+            .begun
+            .is_some_and(|begun| begun.elapsed() >= self.deadline);
         let mut heads = flight.head_records();
         if heads.all(|record| record.read() != Completion::Pending) {
             return Look::Landed;
         }
-        match flight.begun {
-            Some(begun) if begun.elapsed() >= self.deadline => Look::Late,
-            _ => Look::Flies,
-        }
+        if late { Look::Late } else { Look::Flies }
     }
 
     fn completed(&self, flight: &Flight) {
@@ -287,6 +295,16 @@ enum Look {
     Flies,
     Landed,
     Late,
+}
+
+impl Service {
+    /// The queue was full for a whole batch's turns.
+    fn was_full(&self) {
+        if self.refused.fetch_add(1, Ordering::Relaxed) + 1 >= REFUSED {
+            let reason = format!("its queue was full for {REFUSED} batches in a row");
+            let _ = self.out.set(reason);
+        }
+    }
 }
 
 impl Slot {
@@ -367,7 +385,6 @@ impl<'a> ZeroBatch<'a> {
             return;
         };
         flight.heads.clear();
-        flight.begun = Some(Instant::now());
         let mut flights = self.finder.lock();
         let device = self.finder.choose().filter(|_| !flights.closed);
         if let Some(device) = device {
@@ -375,6 +392,7 @@ impl<'a> ZeroBatch<'a> {
             drop(flights);
             flight.device = device;
             self.submit_to(&mut flight);
+            flight.begun = Some(Instant::now());
             flights = self.finder.lock();
             flights.coming -= 1;
         }
@@ -413,6 +431,7 @@ impl<'a> ZeroBatch<'a> {
             // answered by then only reads them, and finds no memory if it is gone.
             match unsafe { device.portal.submit(&head) } {
                 Ok(Submitted::Accepted) => {
+                    service.refused.store(0, Ordering::Relaxed);
                     batches += usize::from(pages > 1);
                     flight.heads.push(pages);
                     first += pages;
@@ -421,7 +440,12 @@ impl<'a> ZeroBatch<'a> {
                     retries += 1;
                     std::hint::spin_loop();
                 }
-                Ok(Submitted::Full) => break,
+                Ok(Submitted::Full) => {
+                    if flight.heads.is_empty() {
+                        service.was_full();
+                    }
+                    break;
+                }
                 Err(error) => {
                     let _ = service.out.set(error.to_string());
                     break;

@@ -199,6 +199,14 @@ fn a_queue_that_stays_full_leaves_the_batch_to_the_cpu() {
         assert_eq!((jobs.hardware, jobs.software), (0, PAGES as u64));
         assert!(jobs.retries > 0);
         assert_eq!(finder.out_of_service(), Vec::<String>::new());
+        // One that stays so for long is not asked any more.
+        for _ in 1..80 {
+            submit(&mut batch, &pages, PAGES);
+            check(&mut batch, &pages, PAGES);
+        }
+        let reason = "model: its queue was full for 64 batches in a row";
+        assert_eq!(finder.out_of_service(), [reason]);
+        assert_eq!(finder.jobs().retries, 64 * jobs.retries);
     });
 }
 

@@ -572,8 +572,10 @@ impl Options {
                 },
             });
         }
-        // Method none may still be one end of a relay whose other end has an accelerator.
-        if self.accelerator != Accelerator::Required || method.flag == 0 {
+        // The search for zero pages has devices of its own, which are opened later. Method none may
+        // still be one end of a relay whose other end has an accelerator.
+        let other = self.zero_page_devices || (method.flag == 0 && !self.compress);
+        if self.accelerator != Accelerator::Required || (other && method.hardware.is_none()) {
             return Ok(());
         }
         match method.hardware {

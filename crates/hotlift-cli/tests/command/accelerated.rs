@@ -101,7 +101,7 @@ fn a_device_that_dies_in_a_round_ends_in_software_and_no_page_is_lost() {
                 let why = run["source"]["jobs"]["fallback"]
                     .as_str()
                     .expect("a reason");
-                assert!(said.contains("the CPU goes on"), "{said}");
+                assert!(said.contains("was given up"), "{said}");
                 assert!(said.contains(why), "{said}");
             }
         }
@@ -171,10 +171,6 @@ fn devices_find_the_zero_pages_that_the_cpu_finds() {
         flags.extend(still);
         let (run, said) = demo("zstd", &[], &flags);
         assert_eq!(run["zero_pages"], by_cpu["zero_pages"], "{paths}: {said}");
-        assert_eq!(
-            run["normal_pages"], by_cpu["normal_pages"],
-            "{paths}: {said}"
-        );
         let jobs = &run["source"]["zero_jobs"];
         assert!(jobs["hardware"].as_u64() > Some(0), "{paths}: {said}");
         assert_eq!(jobs["software"] == 0, all_by_devices, "{paths}: {said}");
@@ -221,4 +217,31 @@ fn a_work_queue_that_is_not_there_is_the_cpus_work_or_an_error_as_asked() {
     let (status, said) = Hotlift::start(&required[..3]).wait();
     assert_eq!(status.code(), Some(2), "{}", said.join("\n"));
     assert!(said.join("\n").contains("accel-path"));
+}
+
+#[test]
+fn a_relay_refuses_at_once_what_only_a_guests_own_migration_can_do() {
+    for command in [
+        &[
+            "relay",
+            "source",
+            "--listen=tcp:127.0.0.1:0",
+            "--connect=tcp:127.0.0.1:1",
+            "--forever",
+        ][..],
+        &[
+            "migrate",
+            "--quiet",
+            "--qmp=/nonexistent",
+            "--to=tcp:127.0.0.1:1",
+        ],
+        &["save", "--quiet", "--qmp=/nonexistent", "/nonexistent/file"],
+    ] {
+        let mut args = command.to_vec();
+        args.extend(["--zero-page-detection=dsa-accel", "--accel-path=dsa-model:"]);
+        let (status, said) = Hotlift::start(&args).wait();
+        let said = said.join("\n");
+        assert!(!status.success(), "{said}");
+        assert!(said.contains("a guest of its own"), "{command:?}: {said}");
+    }
 }

@@ -34,6 +34,8 @@ pub(super) struct Pool {
     path: Path,
     direction: Direction,
     job: Layout,
+    /// Jobs that there may be.
+    slots: usize,
     /// Set up from the first on.
     jobs: Vec<Memory>,
     /// What each job writes to: a page a job, all touched, since the device does not fault well.
@@ -78,6 +80,7 @@ impl Pool {
             path,
             direction,
             job,
+            slots,
             jobs: Vec::with_capacity(slots),
             output,
             done: sys::OK,
@@ -112,7 +115,7 @@ impl Pool {
 
 impl PageDevice for Pool {
     fn slots(&self) -> usize {
-        self.jobs.capacity().min(JOBS)
+        self.slots
     }
 
     unsafe fn submit(&mut self, slot: usize, input: &[u8]) -> Submitted {

@@ -223,14 +223,7 @@ pub fn relay(
     control: &Control,
     hooks: Hooks<'_>,
 ) -> Result<RelayReport, MigrationError> {
-    settings.outgoing.check()?;
-    if settings.outgoing.zero_page_devices {
-        // Pages come out of a socket and are in the cache; a device would fetch them from memory.
-        return Err(MigrationError::Option(OptionError::Conflict {
-            option: "zero-page-detection=dsa-accel".to_owned(),
-            needs: "a guest of its own: a relay looks at its pages itself",
-        }));
-    }
+    check(&settings.outgoing)?;
     run_as("relay/main", control, || {
         let run = |incoming| carry::run(incoming, outgoing, settings, control, hooks);
         let carried = match incoming {
@@ -241,6 +234,22 @@ pub fn relay(
         }?;
         Ok(report(carried, control))
     })
+}
+
+/// Whether a relay can do what the options ask for.
+///
+/// # Errors
+/// [`OptionError`], also for what only a guest's own migration can do.
+pub fn check(outgoing: &Options) -> Result<(), OptionError> {
+    outgoing.check()?;
+    if outgoing.zero_page_devices {
+        // Pages come out of a socket and are in the cache; a device would fetch them from memory.
+        return Err(OptionError::Conflict {
+            option: "zero-page-detection=dsa-accel".to_owned(),
+            needs: "a guest of its own: a relay looks at its pages itself",
+        });
+    }
+    Ok(())
 }
 
 fn report(carried: Carried, control: &Control) -> RelayReport {

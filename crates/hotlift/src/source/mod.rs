@@ -86,8 +86,8 @@ fn run(
     started: Instant,
 ) -> Result<SourceReport, MigrationError> {
     let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
-    let connections = connect(guest, to, options, method, control)?;
     let devices = zero_devices::open(options, control)?;
+    let connections = connect(guest, to, options, method, control)?;
     let session = Session::new(
         guest,
         options,
