@@ -12,8 +12,9 @@ use crate::sysfs::{self, DeviceKind, Mode, State};
 use crate::zero;
 use crate::{CpuFeatures, SysfsError};
 
-/// How long the no-op that proves a queue may take; a device needs some microseconds.
-const PROOF: Duration = Duration::from_millis(20);
+/// How long the no-op that proves a queue may take. A device needs some microseconds; a host that starts
+/// many things at once may look away for long.
+const PROOF: Duration = Duration::from_secs(1);
 
 /// Why a queue cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -10,8 +10,10 @@ use hotlift_mem::{Backing, RamBlock};
 const PAGE: usize = 4096;
 const PAGES: usize = 128;
 
-/// Long enough for every model that answers at all, and short enough to wait for.
-const DEADLINE: Duration = Duration::from_millis(200);
+/// Long enough for every model that answers at all, on a machine that does other things besides.
+const DEADLINE: Duration = Duration::from_secs(20);
+/// For one that does not.
+const SOON: Duration = Duration::from_millis(50);
 
 fn device(model: &Arc<Model>, max_batch: u32) -> Device {
     Device {
@@ -68,7 +70,7 @@ fn with(behaviours: &[Behaviour], max_batch: u32, work: impl FnOnce(&ZeroFinder,
         for model in &models {
             scope.spawn(|| model.run());
         }
-        listening(devices, |finder| {
+        listening(devices, DEADLINE, |finder| {
             let _closing = Closing(&models);
             work(finder, &models);
         });
@@ -76,14 +78,14 @@ fn with(behaviours: &[Behaviour], max_batch: u32, work: impl FnOnce(&ZeroFinder,
 }
 
 /// Works with devices that a thread listens to.
-fn listening(devices: Vec<Device>, work: impl FnOnce(&ZeroFinder)) {
+fn listening(devices: Vec<Device>, deadline: Duration, work: impl FnOnce(&ZeroFinder)) {
     struct Close<'a>(&'a ZeroFinder);
     impl Drop for Close<'_> {
         fn drop(&mut self) {
             self.0.close();
         }
     }
-    let finder = ZeroFinder::with_deadline(devices, DEADLINE);
+    let finder = ZeroFinder::with_deadline(devices, deadline);
     std::thread::scope(|scope| {
         scope.spawn(|| finder.listen());
         let _close = Close(&finder);
@@ -126,7 +128,7 @@ fn a_sound_device_settles_every_page() {
 #[test]
 fn the_next_batch_is_under_way_while_one_is_looked_at() {
     let model = Arc::new(Model::new(Behaviour::default()));
-    listening(vec![device(&model, 128)], |finder| {
+    listening(vec![device(&model, 128)], DEADLINE, |finder| {
         let pages = pages();
         let mut batches = [finder.batch(PAGES), finder.batch(PAGES)];
         submit(&mut batches[0], &pages, PAGES);
@@ -190,7 +192,7 @@ fn a_queue_that_stays_full_leaves_the_batch_to_the_cpu() {
         depth: 0,
         ..Behaviour::default()
     }));
-    listening(vec![device(&model, 128)], |finder| {
+    listening(vec![device(&model, 128)], DEADLINE, |finder| {
         let pages = pages();
         let mut batch = finder.batch(PAGES);
         submit(&mut batch, &pages, PAGES);
@@ -249,20 +251,18 @@ fn a_device_that_dies_leaves_its_pages_to_the_cpu() {
 
 #[test]
 fn a_device_that_does_not_answer_is_not_waited_for_twice() {
-    let silent = Behaviour {
-        silent: 1000,
-        ..Behaviour::default()
-    };
-    with(&[silent], 128, |finder, models| {
+    // Nobody executes.
+    let model = Arc::new(Model::new(Behaviour::default()));
+    listening(vec![device(&model, 128)], SOON, |finder| {
         let pages = pages();
         let mut batch = finder.batch(PAGES);
         for _ in 0..3 {
             submit(&mut batch, &pages, PAGES);
             check(&mut batch, &pages, PAGES);
         }
-        assert_eq!(models[0].accepted(), 1, "it got no second batch");
+        assert_eq!(model.accepted(), 1, "it got no second batch");
         assert_eq!(finder.jobs().software, 3 * PAGES as u64);
-        assert_eq!(finder.out_of_service(), ["model: no answer within 200ms"]);
+        assert_eq!(finder.out_of_service(), ["model: no answer within 50ms"]);
     });
 }
 
