@@ -99,12 +99,20 @@ pub(super) fn work(session: &Session<'_>) -> Result<(), MigrationError> {
         offset,
         source,
     };
-    let mut deflater =
-        Deflater::new(options.compress_level).map_err(|source| failed("", 0, source))?;
+    // Made when there is work. A stream that ended before it was opened would be a stranger's to the
+    // destination, which goes on waiting for its source.
+    let mut deflater = None;
     let detect = options.zero_page_detection == ZeroPageDetection::Multifd;
     let mut page = [0; PAGE_SIZE];
     while let Some(mut run) = session.compress.runs.next() {
         let ram = &session.guest.ram()[run.block];
+        let deflater = match &mut deflater {
+            Some(deflater) => deflater,
+            none => {
+                let made = Deflater::new(options.compress_level);
+                none.insert(made.map_err(|source| failed(ram.name(), 0, source))?)
+            }
+        };
         for offset in &run.offsets {
             let offset = usize::try_from(*offset).unwrap_or(usize::MAX);
             if detect && ram.page_is_zero(offset / PAGE_SIZE) {
