@@ -25,6 +25,23 @@ fn is_zero(model: &Model, page: &[u8]) -> Completion {
     record.read()
 }
 
+/// One batch of all pages: its record, and that of each page.
+fn are_zero(model: &Model, pages: &[Vec<u8>]) -> (Record, Vec<Record>) {
+    let records: Vec<Record> = pages.iter().map(|_| Record::default()).collect();
+    let list: Vec<Descriptor> = pages
+        .iter()
+        .zip(&records)
+        .map(|(page, record)| Descriptor::is_zero(page.as_ptr(), 4096, record))
+        .collect();
+    let head = Record::default();
+    let count = u32::try_from(list.len()).unwrap();
+    run(
+        model,
+        &Descriptor::batch(list.as_ptr(), count, &raw const head),
+    );
+    (head, records)
+}
+
 #[test]
 fn a_noop_completes() {
     let model = Model::new(Behaviour::default());
@@ -52,17 +69,7 @@ fn a_batch_answers_for_each_of_its_members() {
     for page in pages.iter_mut().step_by(3) {
         page[PAGE / 2] = 7;
     }
-    let records: Vec<Record> = pages.iter().map(|_| Record::default()).collect();
-    let list: Vec<Descriptor> = pages
-        .iter()
-        .zip(&records)
-        .map(|(page, record)| Descriptor::is_zero(page.as_ptr(), 4096, record))
-        .collect();
-    let record = Record::default();
-    run(
-        &model,
-        &Descriptor::batch(list.as_ptr(), 128, &raw const record),
-    );
+    let (record, records) = are_zero(&model, &pages);
     assert_eq!(record.read(), Completion::Done { differs: false });
     for (at, record) in records.iter().enumerate() {
         let differs = at % 3 == 0;
@@ -120,17 +127,7 @@ fn faults_never_make_a_wrong_answer() {
         for (at, page) in pages.iter_mut().enumerate().skip(1).step_by(2) {
             page[at * 200] = 1;
         }
-        let records: Vec<Record> = pages.iter().map(|_| Record::default()).collect();
-        let list: Vec<Descriptor> = pages
-            .iter()
-            .zip(&records)
-            .map(|(page, record)| Descriptor::is_zero(page.as_ptr(), 4096, record))
-            .collect();
-        let head = Record::default();
-        run(
-            &model,
-            &Descriptor::batch(list.as_ptr(), 16, &raw const head),
-        );
+        let (head, records) = are_zero(&model, &pages);
         for (page, record) in pages.iter().zip(&records) {
             match record.read() {
                 Completion::Done { differs } => {
