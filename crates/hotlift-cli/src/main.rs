@@ -10,6 +10,8 @@ mod events;
 mod guest_run;
 mod migrate;
 mod migration_args;
+#[expect(dead_code, reason = "its parts come next")]
+mod monitor;
 mod output_args;
 mod progress;
 mod qemu;

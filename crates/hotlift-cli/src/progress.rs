@@ -213,6 +213,14 @@ mod tests {
             dirty_pages_per_second: 40_000.0,
             elapsed: Duration::from_secs(70),
             time_left: Some(Duration::from_millis(4400)),
+            setup: None,
+            expected_downtime: None,
+            normal_pages: 0,
+            zero_pages: 0,
+            dirty_syncs: 1,
+            bytes: hotlift::figures::ByteFigures::default(),
+            throttle_percent: 0,
+            xbzrle: None,
             stalled: false,
         };
         let converging = line("zstd", &progress);

@@ -66,7 +66,7 @@ impl Run {
             library: options.library(),
             level: options.level(),
             channels: options.channels(),
-            zero_page_detection: options.zero_page_detection_name().to_owned(),
+            zero_page_detection: options.zero_page_detection_name(),
             max_bandwidth: options.max_bandwidth,
             downtime_limit_ms: options.downtime_limit.as_millis(),
             ram_bytes: guest.ram_bytes,

@@ -1,11 +1,12 @@
-//! Watching and stopping a migration from outside: state, cancel, and the way every thread of it
-//! learns that it is over.
+//! Watching and steering a migration from outside: state, events, what may be changed while it runs,
+//! cancel, and the way every thread of it learns that it is over.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crate::figures::JobFigures;
+use crate::options::Options;
 use crate::ran::Ran;
 
 /// State of a migration; QEMU's names (`MigrationStatus`).
@@ -18,6 +19,8 @@ pub enum Status {
     Setup,
     /// Sending rounds while the guest runs.
     Active,
+    /// The guest stands still until [`Control::proceed`], with `pause-before-switchover`.
+    PreSwitchover,
     /// The guest stands still; the rest of its state is on its way.
     Device,
     /// The guest runs on the destination.
@@ -31,10 +34,11 @@ pub enum Status {
 }
 
 impl Status {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::None,
         Self::Setup,
         Self::Active,
+        Self::PreSwitchover,
         Self::Device,
         Self::Completed,
         Self::Failed,
@@ -49,6 +53,7 @@ impl Status {
             Self::None => "none",
             Self::Setup => "setup",
             Self::Active => "active",
+            Self::PreSwitchover => "pre-switchover",
             Self::Device => "device",
             Self::Completed => "completed",
             Self::Failed => "failed",
@@ -58,16 +63,45 @@ impl Status {
     }
 }
 
+/// What happens in a migration, as it happens; QMP's events of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MigrationEvent {
+    /// The state has changed (`MIGRATION`).
+    Status(Status),
+    /// The dirty log was read for this round, from 1 (`MIGRATION_PASS`).
+    Pass(u64),
+    /// The guest was stopped to be switched over (`STOP`).
+    Stopped,
+    /// The guest runs: here again after a failure, or now, at a destination (`RESUME`).
+    Resumed,
+}
+
+/// Takes events, on the thread in which they happen; must not block for long.
+pub type Watcher = Box<dyn Fn(MigrationEvent) + Send + Sync>;
+
 /// A handle on one migration, shared by its threads and by whoever steers it. Clones are the same
 /// migration.
-#[derive(Debug, Clone, Default)]
+#[derive(Clone, Default)]
 pub struct Control(Arc<Shared>);
 
-#[derive(Debug, Default)]
+impl std::fmt::Debug for Control {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Control")
+            .field("status", &self.status())
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
 struct Shared {
     status: AtomicU8,
     cancelled: AtomicBool,
+    watcher: Option<Watcher>,
     ran: Ran,
+    /// Set by [`Control::proceed`].
+    proceeds: Mutex<bool>,
+    /// The latest options of [`Control::change`].
+    changed: Mutex<Option<Options>>,
     /// Set once by whatever ends the migration before its time.
     stopped: Mutex<bool>,
     wake: Condvar,
@@ -80,6 +114,22 @@ impl Control {
         Self::default()
     }
 
+    /// The same, with somebody who hears of all that happens in it.
+    #[must_use]
+    pub fn watched(watcher: Watcher) -> Self {
+        Self(Arc::new(Shared {
+            watcher: Some(watcher),
+            ..Shared::default()
+        }))
+    }
+
+    /// Tells whoever watches.
+    pub(crate) fn tell(&self, event: MigrationEvent) {
+        if let Some(watcher) = &self.0.watcher {
+            watcher(event);
+        }
+    }
+
     /// The present state.
     #[must_use]
     pub fn status(&self) -> Status {
@@ -87,7 +137,10 @@ impl Control {
     }
 
     pub(crate) fn set_status(&self, status: Status) {
-        self.0.status.store(status as u8, Ordering::Release);
+        let before = self.0.status.swap(status as u8, Ordering::AcqRel);
+        if before != status as u8 {
+            self.tell(MigrationEvent::Status(status));
+        }
     }
 
     /// What has done the work of the method so far, on this side.
@@ -113,6 +166,19 @@ impl Control {
         self.stop();
     }
 
+    /// Lets a migration go on that waits in [`Status::PreSwitchover`]; does nothing in any other state.
+    pub fn proceed(&self) {
+        *lock(&self.0.proceeds) = self.status() == Status::PreSwitchover;
+        self.0.wake.notify_all();
+    }
+
+    /// Takes over those of `options` that may change while a migration runs (`live` in the table of
+    /// options). Others are not looked at.
+    pub fn change(&self, options: &Options) {
+        *lock(&self.0.changed) = Some(options.clone());
+        self.0.wake.notify_all();
+    }
+
     /// True once [`Control::cancel`] was called.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
@@ -121,30 +187,18 @@ impl Control {
 
     /// Ends all sleeps, now and later.
     pub(crate) fn stop(&self) {
-        *self
-            .0
-            .stopped
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = true;
+        *lock(&self.0.stopped) = true;
         self.0.wake.notify_all();
     }
 
     /// True once the migration is to end before its time.
     pub(crate) fn is_stopped(&self) -> bool {
-        *self
-            .0
-            .stopped
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.0.stopped)
     }
 
     /// Sleeps until `until` or until the migration is stopped.
     pub(crate) fn sleep_until(&self, until: Instant) {
-        let mut stopped = self
-            .0
-            .stopped
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut stopped = lock(&self.0.stopped);
         while !*stopped {
             let Some(left) = until.checked_duration_since(Instant::now()) else {
                 return;
@@ -160,4 +214,8 @@ impl Control {
                 .0;
         }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

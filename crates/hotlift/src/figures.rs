@@ -68,6 +68,36 @@ pub struct JobFigures {
     pub fallback: Option<String>,
 }
 
+/// Bytes written, by where and when.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ByteFigures {
+    /// To multifd channels.
+    pub multifd: u64,
+    /// To all sockets while the guest ran here.
+    pub precopy: u64,
+    /// To all sockets while it stood still.
+    pub downtime: u64,
+}
+
+/// What XBZRLE has done (QEMU's `XBZRLECacheStats`).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct XbzrleFigures {
+    /// Size of the cache, in bytes.
+    pub cache_bytes: u64,
+    /// Bytes of XBZRLE pages sent.
+    pub bytes: u64,
+    /// Pages sent so.
+    pub pages: u64,
+    /// Pages that the cache did not hold.
+    pub cache_misses: u64,
+    /// `cache_misses` over the pages looked for, in the last round.
+    pub cache_miss_rate: f64,
+    /// Bytes of the pages over bytes sent for them, in the last round.
+    pub encoding_rate: f64,
+    /// Pages whose changes took more room than the page.
+    pub overflows: u64,
+}
+
 /// What a migration cost one side.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SideFigures {
@@ -132,6 +162,18 @@ pub struct SourceReport {
     pub zero_pages: u64,
     /// Bytes of normal pages over `transferred_bytes`; 0 if nothing was normal.
     pub ratio: f64,
+    /// Reads of the dirty log.
+    #[serde(default)]
+    pub dirty_syncs: u64,
+    /// Bytes, by where they went.
+    #[serde(default)]
+    pub bytes: ByteFigures,
+    /// The most that auto-converge took from the vCPUs, in percent; 0 if it was not needed.
+    #[serde(default)]
+    pub throttle_percent: u8,
+    /// What XBZRLE has done, if it was on.
+    #[serde(default)]
+    pub xbzrle: Option<XbzrleFigures>,
     /// Cost on this side.
     pub side: SideFigures,
 }
@@ -183,6 +225,10 @@ impl From<Measured> for SourceReport {
                 to_f64(counts.normal_pages) * 4096.0,
                 to_f64(counts.transferred_bytes),
             ),
+            dirty_syncs: measured.rounds,
+            bytes: ByteFigures::default(),
+            throttle_percent: 0,
+            xbzrle: None,
             side: SideFigures {
                 zero_jobs: measured.zero_jobs,
                 ..SideFigures::new(

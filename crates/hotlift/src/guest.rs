@@ -91,6 +91,17 @@ pub trait Guest: Send + Sync {
     /// Lets the vCPUs run (again). Idempotent.
     fn resume(&self) -> Result<(), GuestError>;
 
+    /// Takes `percent` of the vCPUs' time away from them until the next call, 0 to 99; for auto-converge.
+    /// 0 ends it. Called some times a second at most. `false`: this guest cannot be slowed down.
+    fn throttle(&self, percent: u8) -> bool {
+        let _ = percent;
+        false
+    }
+
+    /// Makes the network learn where the guest is now: called at the destination once the guest runs,
+    /// `announce-rounds` times. A guest without a network card has nothing to do.
+    fn announce(&self) {}
+
     /// The state of all devices, vCPUs included, of a paused guest.
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError>;
 

@@ -56,7 +56,7 @@ pub mod source;
 mod threads;
 pub mod transport;
 
-pub use control::{Control, Status};
+pub use control::{Control, MigrationEvent, Status};
 pub use error::MigrationError;
 pub use options::Options;
 pub use transport::{Address, Listener};

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::control::Status;
+use crate::figures::{ByteFigures, XbzrleFigures};
 
 /// A moment of a migration, as its source sees it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,6 +28,23 @@ pub struct Progress {
     pub elapsed: Duration,
     /// Time that the rest of this round takes at the present rate; unknown before there is one.
     pub time_left: Option<Duration>,
+    /// Time until the first page could be sent; unknown before.
+    pub setup: Option<Duration>,
+    /// Time that the pages dirty at the last sync would take at the present rate; unknown before there
+    /// is one.
+    pub expected_downtime: Option<Duration>,
+    /// Pages sent with their content so far.
+    pub normal_pages: u64,
+    /// Pages sent as zero so far.
+    pub zero_pages: u64,
+    /// Reads of the dirty log so far.
+    pub dirty_syncs: u64,
+    /// Bytes, by where they went.
+    pub bytes: ByteFigures,
+    /// Share of their time that auto-converge takes from the vCPUs, in percent; 0 if it does not.
+    pub throttle_percent: u8,
+    /// What XBZRLE has done, if it is on.
+    pub xbzrle: Option<XbzrleFigures>,
     /// True if several rounds have left as much as they found: at this rate it does not end.
     pub stalled: bool,
 }

@@ -6,7 +6,7 @@ use hotlift_mem::PAGE_SIZE;
 
 use super::estimate::Estimator;
 use super::session::Session;
-use crate::figures::{Counts, to_f64};
+use crate::figures::{ByteFigures, Counts, to_f64};
 use crate::progress::{OnProgress, Progress};
 
 /// Between two reports.
@@ -72,6 +72,14 @@ impl<'a> Reporter<'a> {
             dirty_pages_per_second: estimator.dirty_pages_per_second(),
             elapsed: self.started.elapsed(),
             time_left,
+            setup: None,
+            expected_downtime: None,
+            normal_pages: counts.normal_pages,
+            zero_pages: counts.zero_pages,
+            dirty_syncs: round,
+            bytes: ByteFigures::default(),
+            throttle_percent: 0,
+            xbzrle: None,
             stalled: estimator.is_stalled(),
         });
         self.last = (now, counts);

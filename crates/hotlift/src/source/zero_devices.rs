@@ -57,7 +57,7 @@ pub(super) fn open(
                     }
                 }
             }
-            AccelPath::DsaModel(behaviour) => {
+            AccelPath::DsaModel { behaviour, .. } => {
                 let model = Arc::new(Model::new(*behaviour));
                 devices.push(Device {
                     name: "simulated DSA".to_owned(),

@@ -1,0 +1,3 @@
+//! Driving and watching whatever moves memory, as QEMU is: by tools over QMP, by people at a monitor.
+
+mod commands;

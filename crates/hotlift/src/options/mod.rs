@@ -1,0 +1,491 @@
+//! The one table of migration options: names, units, ranges and defaults as QEMU 10.0 has them.
+//!
+//! Command-line flags, help and documentation are made from [`OPTIONS`]; a value is parsed and
+//! checked against its range here and nowhere else, before anything is opened.
+
+mod table;
+mod values;
+
+use std::time::Duration;
+
+use hotlift_methods::legacy::compress;
+use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodInfo};
+
+pub use table::OPTIONS;
+pub use values::{
+    ACCELERATOR, AccelPath, Value, Values, ZERO_PAGE_DETECTION, ZeroPageDetection, parse_size,
+};
+
+/// The options of one migration, resolved and in range.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Whether pages travel on multifd channels; if not, they are records of the main channel. `None`:
+    /// on, unless `compress` is. What comes of it is [`Options::multifd`].
+    pub multifd: Option<bool>,
+    /// Number of multifd channels, 1 to 255.
+    pub multifd_channels: u8,
+    /// Page compression method.
+    pub multifd_compression: &'static MethodInfo,
+    /// Level of zlib, 0 to 9.
+    pub multifd_zlib_level: u8,
+    /// Level of zstd, 1 to 20.
+    pub multifd_zstd_level: u8,
+    /// Level of qatzip, 1 to 9.
+    pub multifd_qatzip_level: u8,
+    /// Whether pages on the main channel are compressed by threads (QEMU 2.4 to 9.0).
+    pub compress: bool,
+    /// Level of `compress`, 0 to 9.
+    pub compress_level: u8,
+    /// Number of threads that compress, 1 to 255.
+    pub compress_threads: u8,
+    /// Number of threads that decompress, 1 to 255.
+    pub decompress_threads: u8,
+    /// Whether pages wait for a thread that compresses; if not, those that find none free go
+    /// uncompressed.
+    pub compress_wait_thread: bool,
+    /// Whether the method's accelerator is used.
+    pub accelerator: Accelerator,
+    /// Limit over all sockets, in bytes a second; 0 is unlimited.
+    pub max_bandwidth: u64,
+    /// How long the guest may stand still, 0 to 2,000,000 ms.
+    pub downtime_limit: Duration,
+    /// Where zero pages are looked for.
+    pub zero_page_detection: ZeroPageDetection,
+    /// Whether the devices of `accel_path` look for them.
+    pub zero_page_devices: bool,
+    /// Devices for `zero_page_devices`.
+    pub accel_path: Vec<AccelPath>,
+    /// Whether method none sends guest pages by reference instead of copying them into the socket.
+    pub zero_copy_send: bool,
+    /// Whether the destination populates its RAM before the first page arrives.
+    pub mem_prealloc: bool,
+    /// Whether pages of the main channel are sent as what has changed of them.
+    pub xbzrle: bool,
+    /// Memory of the pages that `xbzrle` compares with, in bytes; a power of two.
+    pub xbzrle_cache_size: u64,
+    /// Whether the guest is slowed down while it dirties pages faster than they are sent.
+    pub auto_converge: bool,
+    /// Dirtied bytes over sent bytes of a round above which it is, 1 to 100 %.
+    pub throttle_trigger_threshold: u8,
+    /// What `auto_converge` takes from the vCPUs at first, 1 to 99 %.
+    pub cpu_throttle_initial: u8,
+    /// What it adds each time, 1 to 99 %.
+    pub cpu_throttle_increment: u8,
+    /// Whether it adds no more than is needed, at the end.
+    pub cpu_throttle_tailslow: bool,
+    /// The most that it takes, 1 to 99 %.
+    pub max_cpu_throttle: u8,
+    /// Whether the source waits for [`Control::proceed`](crate::Control::proceed) once its guest is stopped.
+    pub pause_before_switchover: bool,
+    /// Whether a monitor tells each state as an event. The engine does not read it.
+    pub events: bool,
+    /// The engine does not read it: the destination always answers.
+    pub return_path: bool,
+    /// Bandwidth to reckon with for the switchover, in bytes a second; 0 measures it.
+    pub avail_switchover_bandwidth: u64,
+    /// Before the second announcement at the destination, in ms.
+    pub announce_initial: u32,
+    /// Longest time between two announcements, in ms.
+    pub announce_max: u32,
+    /// Number of announcements.
+    pub announce_rounds: u16,
+    /// What each adds to the time before the next, in ms.
+    pub announce_step: u16,
+    /// Share of the zero pages that is sent as if they had content, 0 to 100 %.
+    pub multifd_normal_page_ratio: u8,
+    /// Pages of one packet, in bytes; a multiple of the page.
+    pub multifd_packet_size: u32,
+    /// How long a started handshake or a silent peer is waited for.
+    pub handshake_timeout: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            multifd: None,
+            multifd_channels: 2,
+            multifd_compression: &METHODS[0],
+            multifd_zlib_level: 1,
+            multifd_zstd_level: 1,
+            multifd_qatzip_level: 1,
+            compress: false,
+            compress_level: 1,
+            compress_threads: 8,
+            decompress_threads: 2,
+            compress_wait_thread: true,
+            accelerator: Accelerator::Auto,
+            max_bandwidth: 128 << 20,
+            downtime_limit: Duration::from_millis(300),
+            zero_page_detection: ZeroPageDetection::Multifd,
+            zero_page_devices: false,
+            accel_path: Vec::new(),
+            zero_copy_send: false,
+            mem_prealloc: false,
+            xbzrle: false,
+            xbzrle_cache_size: 64 << 20,
+            auto_converge: false,
+            throttle_trigger_threshold: 50,
+            cpu_throttle_initial: 20,
+            cpu_throttle_increment: 10,
+            cpu_throttle_tailslow: false,
+            max_cpu_throttle: 99,
+            pause_before_switchover: false,
+            events: false,
+            return_path: false,
+            avail_switchover_bandwidth: 0,
+            announce_initial: 50,
+            announce_max: 550,
+            announce_rounds: 5,
+            announce_step: 100,
+            multifd_normal_page_ratio: 0,
+            multifd_packet_size: 512 << 10,
+            handshake_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Why an option was refused. QEMU's wording, with the range and what was given.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OptionError {
+    /// No option has that name.
+    #[error("parameter '{name}' is unexpected")]
+    Unknown {
+        /// The name as given.
+        name: String,
+    },
+    /// The value is outside the option's range, or is no such value at all.
+    #[error("parameter '{name}' expects {expected}, got '{got}'")]
+    Value {
+        /// The option's name.
+        name: &'static str,
+        /// The values that it takes.
+        expected: String,
+        /// The value as given.
+        got: String,
+    },
+    /// The accelerator is required, and cannot be used.
+    #[error("accelerator=required: {device} cannot be used: {reason} ('hotlift accel' tells more)")]
+    NoAccelerator {
+        /// The device.
+        device: &'static str,
+        /// Why not.
+        reason: String,
+    },
+    /// Two options do not go together.
+    #[error("{option} needs {needs}")]
+    Conflict {
+        /// The option and its value.
+        option: String,
+        /// What it needs.
+        needs: &'static str,
+    },
+}
+
+/// What kind of option a row is; says how it is set over QMP and HMP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// `migrate-set-capabilities`.
+    Capability,
+    /// `migrate-set-parameters`.
+    Parameter,
+    /// The same, with the prefix `x-hotlift-` there: QEMU has no such thing.
+    Ours,
+}
+
+/// One row of the table of options.
+pub struct OptionInfo {
+    /// QEMU's name (QMP's spelling, with dashes).
+    pub name: &'static str,
+    /// A shorter name for the command line, if it has one.
+    pub alias: Option<&'static str>,
+    /// What kind of option it is.
+    pub kind: Kind,
+    /// The values it takes.
+    pub values: Values,
+    /// The default on the command line, as it would be typed.
+    pub default: &'static str,
+    /// Unit of a number; empty if it has none.
+    pub unit: &'static str,
+    /// Whether a change takes effect in a migration that runs.
+    pub live: bool,
+    /// What it does, in one line.
+    pub help: &'static str,
+    access: Access,
+}
+
+/// How an option's field is reached.
+struct Access {
+    /// Stores a checked value.
+    store: fn(&mut Options, Value),
+    read: fn(&Options) -> Value,
+}
+
+impl OptionInfo {
+    /// The option's value in `options`.
+    #[must_use]
+    pub fn read(&self, options: &Options) -> Value {
+        (self.access.read)(options)
+    }
+}
+
+/// The row of an option. Names are taken with dashes or underscores.
+///
+/// # Errors
+/// [`OptionError::Unknown`].
+pub fn option(name: &str) -> Result<&'static OptionInfo, OptionError> {
+    let dashed = name.replace('_', "-");
+    OPTIONS
+        .iter()
+        .find(|option| option.name == dashed)
+        .ok_or_else(|| OptionError::Unknown {
+            name: name.to_owned(),
+        })
+}
+
+impl Options {
+    /// Sets an option by name. Names are taken with dashes or underscores.
+    ///
+    /// # Errors
+    /// [`OptionError`] for an unknown name or a value outside the range, which is named.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), OptionError> {
+        let option = option(name)?;
+        let value = option
+            .values
+            .parse(value)
+            .ok_or_else(|| OptionError::Value {
+                name: option.name,
+                expected: option.values.to_string(),
+                got: value.to_owned(),
+            })?;
+        (option.access.store)(self, value);
+        Ok(())
+    }
+
+    /// Whether the options go together, and whether what they require is there.
+    ///
+    /// # Errors
+    /// [`OptionError::Conflict`], [`OptionError::NoAccelerator`].
+    pub fn check(&self) -> Result<(), OptionError> {
+        let method = self.multifd_compression;
+        if self.compress && self.multifd() {
+            return Err(OptionError::Conflict {
+                option: "compress=on".to_owned(),
+                needs: "multifd=off: it compresses pages on the main channel",
+            });
+        }
+        if !self.multifd() && method.flag != 0 {
+            return Err(OptionError::Conflict {
+                option: format!("multifd-compression={}", method.name),
+                needs: if self.compress {
+                    "multifd=on, with which compress=on does not go"
+                } else {
+                    "multifd=on"
+                },
+            });
+        }
+        if self.zero_page_devices && (self.accel_path.is_empty() || !self.multifd()) {
+            return Err(OptionError::Conflict {
+                option: "zero-page-detection=dsa-accel".to_owned(),
+                needs: if self.multifd() {
+                    "accel-path ('hotlift accel' lists the work queues)"
+                } else {
+                    "multifd=on"
+                },
+            });
+        }
+        // The search for zero pages has devices of its own, which are opened later. Method none may
+        // still be one end of a relay whose other end has an accelerator.
+        let other = self.zero_page_devices || (method.flag == 0 && !self.compress);
+        if self.accelerator != Accelerator::Required || (other && method.hardware.is_none()) {
+            return Ok(());
+        }
+        match method.hardware {
+            None => Err(OptionError::Conflict {
+                option: "accelerator=required".to_owned(),
+                needs: "a method that an accelerator serves ('hotlift methods' lists them)",
+            }),
+            Some(hardware) => {
+                (hardware.probe)()
+                    .map(|_| ())
+                    .map_err(|reason| OptionError::NoAccelerator {
+                        device: hardware.device,
+                        reason: reason.to_string(),
+                    })
+            }
+        }
+    }
+
+    /// Whether pages travel on multifd channels.
+    #[must_use]
+    pub fn multifd(&self) -> bool {
+        self.multifd.unwrap_or(!self.compress)
+    }
+
+    /// Name of what compresses pages: a method's, or `compress`.
+    #[must_use]
+    pub fn method_name(&self) -> &'static str {
+        if self.compress {
+            compress::NAME
+        } else {
+            self.multifd_compression.name
+        }
+    }
+
+    /// The libraries that do it, by name and version.
+    #[must_use]
+    pub fn library(&self) -> String {
+        if self.compress {
+            compress::library(self.compress_level)
+        } else {
+            (self.multifd_compression.library)()
+        }
+    }
+
+    /// Number of multifd channels that the migration has; 0 without multifd.
+    #[must_use]
+    pub fn channels(&self) -> u8 {
+        if self.multifd() {
+            self.multifd_channels
+        } else {
+            0
+        }
+    }
+
+    /// Name of the mode of zero page detection.
+    #[must_use]
+    pub fn zero_page_detection_name(&self) -> String {
+        Value::ZeroPages(self.zero_page_detection, self.zero_page_devices).to_string()
+    }
+
+    /// How a channel's encoder works, for a receiver that is a Hotlift or is not.
+    #[must_use]
+    pub fn encoder_settings(&self, to_hotlift: bool) -> EncoderSettings {
+        EncoderSettings {
+            level: self
+                .level()
+                .unwrap_or(self.multifd_compression.default_level),
+            accelerator: self.accelerator,
+            to_hotlift,
+        }
+    }
+
+    /// Level of the chosen method, or of `compress`; `None` if it has no levels.
+    #[must_use]
+    pub fn level(&self) -> Option<u8> {
+        if self.compress {
+            return Some(self.compress_level);
+        }
+        match self.multifd_compression.name {
+            "zlib" => Some(self.multifd_zlib_level),
+            "zstd" => Some(self.multifd_zstd_level),
+            "qatzip" => Some(self.multifd_qatzip_level),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_in_the_table_are_the_defaults() {
+        let mut options = Options::default();
+        for option in OPTIONS {
+            options.set(option.name, option.default).unwrap();
+        }
+        // Not given, it depends; given, it is what was said.
+        assert_eq!(options.multifd.take(), Some(options.multifd()));
+        assert_eq!(format!("{options:?}"), format!("{:?}", Options::default()));
+    }
+
+    #[test]
+    fn every_number_takes_its_range_and_nothing_beside_it() {
+        for option in OPTIONS {
+            let Values::Number { lowest, highest } = option.values else {
+                continue;
+            };
+            let mut options = Options::default();
+            for good in [lowest, highest] {
+                options.set(option.name, &good.to_string()).unwrap();
+            }
+            let below = lowest.checked_sub(1).map(|number| number.to_string());
+            let beside = [
+                below.unwrap_or("-1".to_owned()),
+                (highest + 1).to_string(),
+                String::new(),
+                "1x".to_owned(),
+            ];
+            for bad in beside {
+                let error = options.set(option.name, &bad).unwrap_err().to_string();
+                assert!(
+                    error.contains(&format!("between {lowest} and {highest}")),
+                    "{error}"
+                );
+                assert!(
+                    error.contains(option.name) && error.contains(&format!("'{bad}'")),
+                    "{error}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_have_binary_suffixes_and_do_not_overflow() {
+        for (text, bytes) in [
+            ("0", Some(0)),
+            ("17", Some(17)),
+            ("1K", Some(1024)),
+            ("2g", Some(2 << 30)),
+            ("3GiB", Some(3 << 30)),
+            ("16777216T", None),
+            ("1Q", None),
+            ("G", None),
+            ("-1", None),
+            ("1.5G", None),
+        ] {
+            assert_eq!(parse_size(text), bytes, "{text}");
+        }
+    }
+
+    #[test]
+    fn names_are_taken_with_dashes_and_underscores_and_unknown_ones_are_refused_by_name() {
+        let mut options = Options::default();
+        options.set("multifd_channels", "7").unwrap();
+        assert_eq!(options.multifd_channels, 7);
+        let error = options.set("multifd-chanels", "7").unwrap_err();
+        assert!(error.to_string().contains("multifd-chanels"));
+        let error = options.set("multifd-compression", "lz5").unwrap_err();
+        assert!(error.to_string().contains("none, zlib, zstd"), "{error}");
+    }
+
+    /// Options set in this order, if they go together.
+    fn given(options: &[(&str, &str)]) -> Result<Options, OptionError> {
+        let mut all = Options::default();
+        for (name, value) in options {
+            all.set(name, value)?;
+        }
+        all.check()?;
+        Ok(all)
+    }
+
+    #[test]
+    fn compress_takes_pages_off_multifd_channels_unless_those_were_asked_for() {
+        assert_eq!(given(&[("compress", "off")]).unwrap().channels(), 2);
+        let options = given(&[("compress", "on"), ("compress_level", "9")]).unwrap();
+        assert_eq!((options.channels(), options.level()), (0, Some(9)));
+        assert_eq!(options.method_name(), "compress");
+        given(&[("compress", "on"), ("multifd", "off")]).unwrap();
+        for asked in [
+            [("multifd", "on"), ("compress", "on")],
+            [("compress", "on"), ("multifd", "on")],
+            [("compress", "on"), ("multifd-compression", "zstd")],
+        ] {
+            let error = given(&asked).unwrap_err().to_string();
+            assert!(
+                error.contains("compress=on") && error.contains("multifd="),
+                "{error}"
+            );
+        }
+    }
+}

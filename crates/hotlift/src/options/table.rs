@@ -1,0 +1,478 @@
+//! Every option, a row each: capabilities, then parameters in the order of QEMU's
+//! `info migrate_parameters`, then our own.
+
+use std::time::Duration;
+
+use super::values::{Value, Values};
+use super::{Access, Kind, OptionInfo};
+
+/// Reads and writes a field of [`Options`] that is a number of any width; a value that was checked fits.
+macro_rules! number {
+    ($field:ident) => {
+        Access {
+            store: |options, value| {
+                if let Value::Number(number) = value {
+                    options.$field = number.try_into().unwrap_or(options.$field);
+                }
+            },
+            read: |options| Value::Number(options.$field.into()),
+        }
+    };
+}
+
+/// The same for a field of any other kind of [`Value`].
+macro_rules! plain {
+    ($kind:ident, $field:ident) => {
+        Access {
+            store: |options, value| {
+                if let Value::$kind(value) = value {
+                    options.$field = value;
+                }
+            },
+            read: |options| Value::$kind(options.$field.clone()),
+        }
+    };
+}
+
+/// A packet has at least a page; QEMU takes 512 KiB (`MULTIFD_PACKET_SIZE`). The highest bounds what a
+/// channel of either side allocates.
+const PACKET_SIZE: Values = Values::Pages {
+    lowest: 4 << 10,
+    highest: 8 << 20,
+};
+
+const fn number(lowest: u64, highest: u64) -> Values {
+    Values::Number { lowest, highest }
+}
+
+/// Every option of a migration.
+pub static OPTIONS: &[OptionInfo] = &[
+    OptionInfo {
+        name: "xbzrle",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        help: "Send what changed of a page that was sent before, without multifd",
+        access: plain!(Switch, xbzrle),
+    },
+    OptionInfo {
+        name: "auto-converge",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        help: "Slow the guest down while it dirties pages faster than they are sent",
+        access: plain!(Switch, auto_converge),
+    },
+    OptionInfo {
+        name: "events",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        help: "Tell each state of a migration as a QMP event",
+        access: plain!(Switch, events),
+    },
+    OptionInfo {
+        name: "compress",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        help: "Compress pages on the main channel, for QEMU up to 9.0; both sides must agree",
+        access: plain!(Switch, compress),
+    },
+    OptionInfo {
+        name: "return-path",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        help: "Kept for those who set it: the destination always answers",
+        access: plain!(Switch, return_path),
+    },
+    OptionInfo {
+        name: "pause-before-switchover",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        help: "Stop before the last pages are sent, until migrate-continue",
+        access: plain!(Switch, pause_before_switchover),
+    },
+    OptionInfo {
+        name: "multifd",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "on",
+        unit: "",
+        live: false,
+        help: "Send pages on multifd channels; off, as with compress, puts them on the main channel",
+        access: Access {
+            store: |options, value| {
+                if let Value::Switch(on) = value {
+                    options.multifd = Some(on);
+                }
+            },
+            read: |options| Value::Switch(options.multifd()),
+        },
+    },
+    OptionInfo {
+        name: "zero-copy-send",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        help: "Send pages of method none by reference (vmsplice), not by copy",
+        access: plain!(Switch, zero_copy_send),
+    },
+    OptionInfo {
+        name: "announce-initial",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(0, 100000),
+        default: "50",
+        unit: "ms",
+        live: false,
+        help: "Before the second announcement of a guest at its destination",
+        access: number!(announce_initial),
+    },
+    OptionInfo {
+        name: "announce-max",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(0, 100000),
+        default: "550",
+        unit: "ms",
+        live: false,
+        help: "Longest time between two announcements",
+        access: number!(announce_max),
+    },
+    OptionInfo {
+        name: "announce-rounds",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(0, 1000),
+        default: "5",
+        unit: "",
+        live: false,
+        help: "Number of announcements",
+        access: number!(announce_rounds),
+    },
+    OptionInfo {
+        name: "announce-step",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(1, 10000),
+        default: "100",
+        unit: "ms",
+        live: false,
+        help: "What each announcement adds to the time before the next",
+        access: number!(announce_step),
+    },
+    OptionInfo {
+        name: "compress-level",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(0, 9),
+        default: "1",
+        unit: "",
+        live: false,
+        help: "Level of compress: 0 leaves pages as they are, 1 is fastest, 9 is smallest",
+        access: number!(compress_level),
+    },
+    OptionInfo {
+        name: "compress-threads",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(1, 255),
+        default: "8",
+        unit: "",
+        live: false,
+        help: "Number of threads that compress, with compress",
+        access: number!(compress_threads),
+    },
+    OptionInfo {
+        name: "compress-wait-thread",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::Switch,
+        default: "on",
+        unit: "",
+        live: false,
+        help: "Wait for a thread that compresses; off sends pages that find none free as they are",
+        access: plain!(Switch, compress_wait_thread),
+    },
+    OptionInfo {
+        name: "decompress-threads",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(1, 255),
+        default: "2",
+        unit: "",
+        live: false,
+        help: "Number of threads that decompress, with compress",
+        access: number!(decompress_threads),
+    },
+    OptionInfo {
+        name: "throttle-trigger-threshold",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(1, 100),
+        default: "50",
+        unit: "%",
+        live: true,
+        help: "Dirtied bytes over sent bytes of a round above which auto-converge slows the guest down",
+        access: number!(throttle_trigger_threshold),
+    },
+    OptionInfo {
+        name: "cpu-throttle-initial",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(1, 99),
+        default: "20",
+        unit: "%",
+        live: true,
+        help: "Share of time that auto-converge takes from the vCPUs at first",
+        access: number!(cpu_throttle_initial),
+    },
+    OptionInfo {
+        name: "cpu-throttle-increment",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(1, 99),
+        default: "10",
+        unit: "%",
+        live: true,
+        help: "What auto-converge adds each time that it was not enough",
+        access: number!(cpu_throttle_increment),
+    },
+    OptionInfo {
+        name: "cpu-throttle-tailslow",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: true,
+        help: "Add no more than is needed at the end of the throttling",
+        access: plain!(Switch, cpu_throttle_tailslow),
+    },
+    OptionInfo {
+        name: "max-cpu-throttle",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(1, 99),
+        default: "99",
+        unit: "%",
+        live: true,
+        help: "Most that auto-converge takes from the vCPUs",
+        access: number!(max_cpu_throttle),
+    },
+    OptionInfo {
+        name: "max-bandwidth",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::Size,
+        default: "128M",
+        unit: "bytes/s",
+        live: true,
+        help: "Limit over all channels together; 0 is unlimited",
+        access: number!(max_bandwidth),
+    },
+    OptionInfo {
+        name: "avail-switchover-bandwidth",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::Size,
+        default: "0",
+        unit: "bytes/s",
+        live: true,
+        help: "Bandwidth to reckon with for the switchover; 0 measures it",
+        access: number!(avail_switchover_bandwidth),
+    },
+    OptionInfo {
+        name: "downtime-limit",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(0, 2000000),
+        default: "300",
+        unit: "ms",
+        live: true,
+        help: "How long the guest may stand still while it is switched over",
+        access: Access {
+            store: |options, value| {
+                if let Value::Number(ms) = value {
+                    options.downtime_limit = Duration::from_millis(ms);
+                }
+            },
+            read: |options| {
+                Value::Number(
+                    options
+                        .downtime_limit
+                        .as_millis()
+                        .try_into()
+                        .unwrap_or(u64::MAX),
+                )
+            },
+        },
+    },
+    OptionInfo {
+        name: "multifd-channels",
+        alias: Some("channels"),
+        kind: Kind::Parameter,
+        values: number(1, 255),
+        default: "2",
+        unit: "",
+        live: false,
+        help: "Number of multifd channels; both sides must agree",
+        access: number!(multifd_channels),
+    },
+    OptionInfo {
+        name: "multifd-compression",
+        alias: Some("method"),
+        kind: Kind::Parameter,
+        values: Values::Method,
+        default: "none",
+        unit: "",
+        live: false,
+        help: "Page compression method; both sides must agree",
+        access: plain!(Method, multifd_compression),
+    },
+    OptionInfo {
+        name: "multifd-zlib-level",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(0, 9),
+        default: "1",
+        unit: "",
+        live: false,
+        help: "Level of method zlib: 0 stores, 1 is fastest, 9 is smallest",
+        access: number!(multifd_zlib_level),
+    },
+    OptionInfo {
+        name: "multifd-zstd-level",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(1, 20),
+        default: "1",
+        unit: "",
+        live: false,
+        help: "Level of method zstd: 1 is fastest, 20 is smallest",
+        access: number!(multifd_zstd_level),
+    },
+    OptionInfo {
+        name: "multifd-qatzip-level",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(1, 9),
+        default: "1",
+        unit: "",
+        live: false,
+        help: "Level of method qatzip: 1 is fastest, 9 is smallest",
+        access: number!(multifd_qatzip_level),
+    },
+    OptionInfo {
+        name: "zero-page-detection",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::ZeroPages,
+        default: "multifd",
+        unit: "",
+        live: false,
+        help: "Where zero pages are looked for: nowhere, migration thread, channel threads, DSA",
+        access: Access {
+            store: |options, value| {
+                if let Value::ZeroPages(mode, devices) = value {
+                    options.zero_page_detection = mode;
+                    options.zero_page_devices = devices;
+                }
+            },
+            read: |options| {
+                Value::ZeroPages(options.zero_page_detection, options.zero_page_devices)
+            },
+        },
+    },
+    OptionInfo {
+        name: "accel-path",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::AccelPath,
+        default: "",
+        unit: "",
+        live: false,
+        help: "Work queues of DSA that zero-page-detection=dsa-accel uses in turn",
+        access: plain!(AccelPath, accel_path),
+    },
+    OptionInfo {
+        name: "multifd-normal-page-ratio",
+        alias: None,
+        kind: Kind::Parameter,
+        values: number(0, 100),
+        default: "0",
+        unit: "%",
+        live: false,
+        help: "Share of the zero pages that is sent as if they had content, to measure throughput",
+        access: number!(multifd_normal_page_ratio),
+    },
+    OptionInfo {
+        name: "multifd-packet-size",
+        alias: None,
+        kind: Kind::Parameter,
+        values: PACKET_SIZE,
+        default: "512K",
+        unit: "bytes",
+        live: false,
+        help: "Pages of one multifd packet, in bytes; more than 512K needs a Hotlift on the other side",
+        access: number!(multifd_packet_size),
+    },
+    OptionInfo {
+        name: "xbzrle-cache-size",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::PowerOfTwo,
+        default: "64M",
+        unit: "bytes",
+        live: false,
+        help: "Memory that keeps pages as they were sent, with xbzrle",
+        access: number!(xbzrle_cache_size),
+    },
+    OptionInfo {
+        name: "accelerator",
+        alias: None,
+        kind: Kind::Ours,
+        values: Values::Accelerator,
+        default: "auto",
+        unit: "",
+        live: false,
+        help: "Accelerator of the method: used if it works, never, or required at the start",
+        access: plain!(Accelerator, accelerator),
+    },
+    OptionInfo {
+        name: "mem-prealloc",
+        alias: None,
+        kind: Kind::Ours,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        help: "Populate the destination's RAM before the first page arrives",
+        access: plain!(Switch, mem_prealloc),
+    },
+];

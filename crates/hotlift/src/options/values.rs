@@ -1,0 +1,224 @@
+//! The values that options take, as people type them and as JSON has them.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use hotlift_idxd::model::Behaviour;
+use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::{Accelerator, METHODS, MethodInfo, method};
+pub use hotlift_wire::multifd::ZeroPageDetection;
+
+/// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread (zero pages
+/// are records of the main channel), or in the channel threads (they are listed in packets).
+///
+/// The last one is of a QEMU series that was not merged: as `multifd`, on the devices of `accel-path`.
+pub const ZERO_PAGE_DETECTION: &[(&str, ZeroPageDetection, bool)] = &[
+    ("none", ZeroPageDetection::None, false),
+    ("legacy", ZeroPageDetection::Legacy, false),
+    ("multifd", ZeroPageDetection::Multifd, false),
+    ("dsa-accel", ZeroPageDetection::Multifd, true),
+];
+
+/// All choices of `accelerator`, an option of ours: QEMU uses what it finds.
+pub const ACCELERATOR: &[(&str, Accelerator)] = &[
+    ("auto", Accelerator::Auto),
+    ("off", Accelerator::Off),
+    ("required", Accelerator::Required),
+];
+
+/// A device of `accel-path`.
+#[derive(Debug, Clone, PartialEq)]
+pub enum AccelPath {
+    /// `dsa:/dev/dsa/wqN.M`: a work queue of DSA.
+    Dsa(PathBuf),
+    /// `dsa-model:KEY=N:...`: a simulated one, for tests; see `hotlift_idxd::model::Behaviour`.
+    DsaModel {
+        /// What it does.
+        behaviour: Behaviour,
+        /// The same as it was written.
+        text: String,
+    },
+}
+
+impl AccelPath {
+    fn parse(text: &str) -> Option<Self> {
+        match text.split_once(':')? {
+            ("dsa", path) if path.starts_with('/') => Some(Self::Dsa(path.into())),
+            ("dsa-model", text) => Behaviour::parse(text).map(|behaviour| Self::DsaModel {
+                behaviour,
+                text: text.to_owned(),
+            }),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for AccelPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dsa(path) => write!(f, "dsa:{}", path.display()),
+            Self::DsaModel { text, .. } => write!(f, "dsa-model:{text}"),
+        }
+    }
+}
+
+/// The values an option takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Values {
+    /// A whole number in a closed range.
+    Number {
+        /// Lowest value.
+        lowest: u64,
+        /// Highest value.
+        highest: u64,
+    },
+    /// Bytes (or bytes a second) with an optional suffix K, M, G or T (powers of 1024).
+    Size,
+    /// The same, a power of two no less than a page.
+    PowerOfTwo,
+    /// The same, whole pages in a closed range of bytes.
+    Pages {
+        /// Lowest value.
+        lowest: u64,
+        /// Highest value.
+        highest: u64,
+    },
+    /// `on` or `off`.
+    Switch,
+    /// A name of a method of [`METHODS`].
+    Method,
+    /// A name of [`ZERO_PAGE_DETECTION`].
+    ZeroPages,
+    /// A name of [`ACCELERATOR`].
+    Accelerator,
+    /// Devices, as [`AccelPath`] has them, with spaces or commas between.
+    AccelPath,
+}
+
+/// The value of an option, checked against its [`Values`].
+#[derive(Debug, Clone)]
+pub enum Value {
+    /// Of [`Values::Number`], and of all that are bytes.
+    Number(u64),
+    /// Of [`Values::Switch`].
+    Switch(bool),
+    /// Of [`Values::Method`].
+    Method(&'static MethodInfo),
+    /// Of [`Values::ZeroPages`]: the mode, and whether devices look.
+    ZeroPages(ZeroPageDetection, bool),
+    /// Of [`Values::Accelerator`].
+    Accelerator(Accelerator),
+    /// Of [`Values::AccelPath`].
+    AccelPath(Vec<AccelPath>),
+}
+
+/// As it would be typed.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Number(number) => write!(f, "{number}"),
+            Self::Switch(on) => f.write_str(if *on { "on" } else { "off" }),
+            Self::Method(method) => f.write_str(method.name),
+            Self::ZeroPages(mode, devices) => {
+                let row = ZERO_PAGE_DETECTION
+                    .iter()
+                    .find(|(_, one, on_devices)| (one, on_devices) == (mode, devices));
+                f.write_str(row.map_or("", |(name, ..)| name))
+            }
+            Self::Accelerator(choice) => {
+                let row = ACCELERATOR.iter().find(|(_, one)| one == choice);
+                f.write_str(row.map_or("", |(name, _)| name))
+            }
+            Self::AccelPath(paths) => {
+                let paths: Vec<_> = paths.iter().map(ToString::to_string).collect();
+                f.write_str(&paths.join(" "))
+            }
+        }
+    }
+}
+
+impl Values {
+    /// Reads a value as it is typed; `None` if it is none of these.
+    #[must_use]
+    pub fn parse(self, text: &str) -> Option<Value> {
+        let size = |fits: &dyn Fn(u64) -> bool| {
+            parse_size(text)
+                .filter(|&bytes| fits(bytes))
+                .map(Value::Number)
+        };
+        match self {
+            Self::Number { lowest, highest } => text
+                .parse()
+                .ok()
+                .filter(|number| (lowest..=highest).contains(number))
+                .map(Value::Number),
+            Self::Size => size(&|_| true),
+            Self::PowerOfTwo => size(&|bytes| bytes.is_power_of_two() && bytes >= PAGE_SIZE as u64),
+            Self::Pages { lowest, highest } => size(&|bytes| {
+                (lowest..=highest).contains(&bytes) && bytes.is_multiple_of(PAGE_SIZE as u64)
+            }),
+            Self::Switch => match text {
+                "on" => Some(Value::Switch(true)),
+                "off" => Some(Value::Switch(false)),
+                _ => None,
+            },
+            Self::Method => method(text).map(Value::Method),
+            Self::ZeroPages => ZERO_PAGE_DETECTION
+                .iter()
+                .find(|(name, ..)| *name == text)
+                .map(|(_, mode, devices)| Value::ZeroPages(*mode, *devices)),
+            Self::Accelerator => ACCELERATOR
+                .iter()
+                .find(|(name, _)| *name == text)
+                .map(|(_, choice)| Value::Accelerator(*choice)),
+            Self::AccelPath => text
+                .split([' ', ','])
+                .filter(|path| !path.is_empty())
+                .map(AccelPath::parse)
+                .collect::<Option<_>>()
+                .map(Value::AccelPath),
+        }
+    }
+}
+
+impl fmt::Display for Values {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = |f: &mut fmt::Formatter<'_>, names: &mut dyn Iterator<Item = &str>| {
+            write!(f, "one of {}", names.collect::<Vec<_>>().join(", "))
+        };
+        match self {
+            Self::Number { lowest, highest } => {
+                write!(f, "a value between {lowest} and {highest}")
+            }
+            Self::Size => write!(f, "a number of bytes with an optional suffix K, M, G or T"),
+            Self::PowerOfTwo => write!(f, "a power of two no less than the page size"),
+            Self::Pages { lowest, highest } => {
+                write!(
+                    f,
+                    "a multiple of {PAGE_SIZE} between {lowest} and {highest}"
+                )
+            }
+            Self::Switch => write!(f, "one of on, off"),
+            Self::Method => names(f, &mut METHODS.iter().map(|method| method.name)),
+            Self::ZeroPages => names(f, &mut ZERO_PAGE_DETECTION.iter().map(|(n, ..)| *n)),
+            Self::Accelerator => names(f, &mut ACCELERATOR.iter().map(|(n, _)| *n)),
+            Self::AccelPath => write!(f, "dsa:/dev/dsa/wqN.M, several with spaces between"),
+        }
+    }
+}
+
+/// Parses a number of bytes with an optional suffix K, M, G or T (powers of 1024); `None` if it is
+/// none, or does not fit 64 bits.
+#[must_use]
+pub fn parse_size(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KB" | "KIB" => 10,
+        "M" | "MB" | "MIB" => 20,
+        "G" | "GB" | "GIB" => 30,
+        "T" | "TB" | "TIB" => 40,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
