@@ -4,6 +4,8 @@
 
 mod accel;
 mod args;
+#[allow(dead_code, reason = "its parts come next")]
+mod bench;
 mod demo;
 mod error;
 mod events;

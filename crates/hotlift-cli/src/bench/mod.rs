@@ -1,0 +1,3 @@
+//! `hotlift bench`: migrations in many settings, in turn, kept as records.
+
+pub mod record;

@@ -1,0 +1,296 @@
+//! One migration of a bench, as a line of `runs.jsonl`: what was run, where, and what came of it.
+//!
+//! All that tables and reports say is made from such lines, so that kept runs can be read again.
+
+use std::collections::BTreeMap;
+
+use hotlift::figures::{DestinationReport, SourceReport};
+use hotlift::progress::Progress;
+use serde::{Deserialize, Serialize};
+
+/// One run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// "matrix", or the name of the suite.
+    pub suite: String,
+    /// Names the call of `hotlift bench` that this run belongs to; runs of one series were interleaved.
+    pub series: String,
+    /// Number of the run in its series, from 1, in the order in which they ran.
+    pub number: u32,
+    /// How often the row had run before in this series, plus 1. The same repeat of two rows ran
+    /// within one turn of the matrix, so quotients are made of runs with the same repeat.
+    pub repeat: u32,
+    /// When it began: UTC, as RFC 3339 has it.
+    pub time: String,
+    /// What was asked for.
+    pub row: Row,
+    /// Where.
+    pub machine: Machine,
+    /// What came of it.
+    pub outcome: Outcome,
+}
+
+/// The settings of a run: two runs with equal rows repeat each other.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// What migrated.
+    pub engine: Engine,
+    /// Page compression method, "compress" for threads on the main channel.
+    pub method: String,
+    /// Level of the method, if it has levels.
+    pub level: Option<u8>,
+    /// multifd channels; 0 without multifd.
+    pub channels: u8,
+    /// As the option is typed.
+    pub zero_page_detection: String,
+    /// Limit of the migration, in bytes a second; 0 is unlimited.
+    pub max_bandwidth: u64,
+    /// Limit of the link itself, as typed ("1gbit"); `None` if nothing was limited.
+    pub link: Option<String>,
+    /// The guest.
+    pub guest: GuestRow,
+    /// Every other option that was given, by name, as typed.
+    pub options: BTreeMap<String, String>,
+}
+
+/// The guest of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GuestRow {
+    /// "kvm" or "threads"; of a QEMU "kvm" or "tcg".
+    pub kind: String,
+    /// vCPUs.
+    pub vcpus: u8,
+    /// Bytes of RAM.
+    pub ram_bytes: u64,
+    /// "generated", "zero", or the folder or image that RAM was filled with.
+    pub fill: String,
+    /// Share of pages that stay zero, 0 to 1.
+    pub zero_share: f64,
+    /// Zero pages were written once, so that they are allocated.
+    pub zero_touched: bool,
+    /// idle, random, sequential or hotset.
+    pub workload: String,
+    /// Pages written a second; 0 if idle.
+    pub rate: u64,
+    /// Bytes that are written to.
+    pub working_set: u64,
+}
+
+/// What migrated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Engine {
+    /// Hotlift to Hotlift.
+    Hotlift,
+    /// QEMU to QEMU.
+    Qemu,
+}
+
+/// Where it ran, at the time.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Machine {
+    /// Model name of the CPU.
+    pub cpu: String,
+    /// Cores that may be used.
+    pub cores: usize,
+    /// Bytes of memory.
+    pub memory_bytes: u64,
+    /// Release of the kernel.
+    pub kernel: String,
+    /// Load average of the last minute, just before the run: other work shows here.
+    pub load: f64,
+    /// Versions by name: hotlift, qemu, the method's library.
+    pub versions: BTreeMap<String, String>,
+    /// The command line of the bench.
+    pub command: Vec<String>,
+    /// The other host, if the destination was there.
+    pub destination: Option<String>,
+}
+
+/// What came of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// The destination runs the guest.
+    Completed(Box<Completed>),
+    /// It does not.
+    Failed {
+        /// Why, in one line.
+        error: String,
+    },
+    /// It was not tried.
+    Skipped {
+        /// Why, in one line: a method that this QEMU lacks, memory that this machine lacks.
+        reason: String,
+    },
+}
+
+/// Figures of a run that completed. Of a QEMU they are what QEMU itself reports, with CPU times as the
+/// kernel has them; what it does not tell is 0 or empty.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Completed {
+    /// RAM is what it has to be; `None` where it could not be seen.
+    pub verified: Option<bool>,
+    /// The source's figures.
+    pub source: SourceReport,
+    /// The destination's figures.
+    pub destination: DestinationReport,
+    /// What the kernel has counted for each thread of the source.
+    pub source_threads: Vec<ThreadCounts>,
+    /// The same at the destination; empty if that is on another host.
+    pub destination_threads: Vec<ThreadCounts>,
+    /// Moments of the migration, in order.
+    pub timeline: Vec<Moment>,
+}
+
+/// What the kernel has counted for a thread (proc_pid_stat(5), proc_pid_status(5)), from the
+/// begin of the migration until it was last looked at, some milliseconds before its end.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct ThreadCounts {
+    /// Its name.
+    pub name: String,
+    /// User and system time, in seconds.
+    pub cpu_s: f64,
+    /// Switches that it asked for: it waited, for a futex or a socket.
+    pub waits: u64,
+    /// Switches that it did not ask for.
+    pub preempted: u64,
+    /// Page faults, of both kinds.
+    pub page_faults: u64,
+}
+
+/// A moment of a migration, as its source saw it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Moment {
+    /// Time since the migration was asked for, in milliseconds.
+    pub elapsed_ms: f64,
+    /// State, by QEMU's name.
+    pub status: String,
+    /// Pass over the dirty pages, from 1.
+    pub round: u64,
+    /// Bytes of pages that this round has still to settle.
+    pub remaining_bytes: u64,
+    /// Bytes written to all sockets so far.
+    pub transferred_bytes: u64,
+    /// Bytes written a second, since the moment before.
+    pub bytes_per_second: f64,
+    /// Pages settled a second, since the moment before.
+    pub pages_per_second: f64,
+    /// Pages that the guest dirties a second.
+    pub dirty_pages_per_second: f64,
+}
+
+impl From<&Progress> for Moment {
+    fn from(progress: &Progress) -> Self {
+        Self {
+            elapsed_ms: progress.elapsed.as_secs_f64() * 1e3,
+            status: progress.status.name().to_owned(),
+            round: progress.round,
+            remaining_bytes: progress.remaining_bytes,
+            transferred_bytes: progress.transferred_bytes,
+            bytes_per_second: progress.bytes_per_second,
+            pages_per_second: progress.pages_per_second,
+            dirty_pages_per_second: progress.dirty_pages_per_second,
+        }
+    }
+}
+
+impl Record {
+    /// The figures, if the migration completed.
+    pub fn completed(&self) -> Option<&Completed> {
+        match &self.outcome {
+            Outcome::Completed(completed) => Some(completed),
+            Outcome::Failed { .. } | Outcome::Skipped { .. } => None,
+        }
+    }
+}
+
+impl Row {
+    /// "zstd 1", "none".
+    pub fn method_and_level(&self) -> String {
+        match self.level {
+            Some(level) => format!("{} {level}", self.method),
+            None => self.method.clone(),
+        }
+    }
+}
+
+/// The record in a line of `runs.jsonl`.
+///
+/// # Errors
+/// If the line is not one.
+pub fn parse(line: &str) -> Result<Record, serde_json::Error> {
+    serde_json::from_str(line)
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    /// A record to make tables of.
+    pub fn example() -> Record {
+        Record {
+            suite: "matrix".to_owned(),
+            series: "2026-11-22T06:40:00Z".to_owned(),
+            number: 1,
+            repeat: 1,
+            time: "2026-11-22T06:40:01Z".to_owned(),
+            row: Row {
+                engine: Engine::Hotlift,
+                method: "zstd".to_owned(),
+                level: Some(1),
+                channels: 2,
+                zero_page_detection: "multifd".to_owned(),
+                max_bandwidth: 0,
+                link: None,
+                guest: GuestRow {
+                    kind: "kvm".to_owned(),
+                    vcpus: 1,
+                    ram_bytes: 1 << 30,
+                    fill: "generated".to_owned(),
+                    zero_share: 0.25,
+                    zero_touched: false,
+                    workload: "random".to_owned(),
+                    rate: 1000,
+                    working_set: 128 << 20,
+                },
+                options: BTreeMap::new(),
+            },
+            machine: Machine {
+                cpu: "a CPU".to_owned(),
+                cores: 2,
+                memory_bytes: 4 << 30,
+                kernel: "6.18".to_owned(),
+                load: 0.5,
+                versions: BTreeMap::from([("hotlift".to_owned(), "0.1.0".to_owned())]),
+                command: vec!["hotlift".to_owned(), "bench".to_owned()],
+                destination: None,
+            },
+            outcome: Outcome::Completed(Box::default()),
+        }
+    }
+
+    #[test]
+    fn a_record_survives_its_line() {
+        let mut record = example();
+        record.outcome = Outcome::Completed(Box::new(Completed {
+            verified: Some(true),
+            source_threads: vec![ThreadCounts::default()],
+            ..Completed::default()
+        }));
+        for outcome in [
+            record.outcome.clone(),
+            Outcome::Failed {
+                error: "no".to_owned(),
+            },
+            Outcome::Skipped {
+                reason: "no".to_owned(),
+            },
+        ] {
+            record.outcome = outcome;
+            let line = serde_json::to_string(&record).unwrap();
+            assert!(!line.contains('\n'));
+            assert_eq!(parse(&line).unwrap(), record);
+        }
+    }
+}
