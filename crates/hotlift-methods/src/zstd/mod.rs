@@ -20,8 +20,8 @@ use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError, table};
 const NAME: &str = "zstd";
 const LIBRARY: &str = "libzstd";
 
-/// Levels as `multifd-zstd-level` has them, without QEMU's 0, which is another name for 3.
-pub(crate) const LEVELS: RangeInclusive<u8> = 1..=20;
+/// Levels as `multifd-zstd-level` has them; 0 is libzstd's default, which is 3.
+pub(crate) const LEVELS: RangeInclusive<u8> = 0..=20;
 
 /// Largest window that a received stream may ask for, as a power of two of bytes: 128 MiB, the limit
 /// of libzstd's own streaming decoder (`ZSTD_WINDOWLOG_LIMIT_DEFAULT`) and so of every QEMU.

@@ -3,6 +3,7 @@
 //! Command-line flags, help and documentation are made from [`OPTIONS`]; a value is parsed and
 //! checked against its range here and nowhere else, before anything is opened.
 
+mod qmp;
 mod table;
 mod values;
 
@@ -11,6 +12,7 @@ use std::time::Duration;
 use hotlift_methods::legacy::compress;
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodInfo};
 
+pub use qmp::{OLDER_NAMES, OUR_PREFIX, OlderName, QmpRefusal, QmpType, qmp_option};
 pub use table::OPTIONS;
 pub use values::{
     ACCELERATOR, AccelPath, Value, Values, ZERO_PAGE_DETECTION, ZeroPageDetection, parse_size,
@@ -28,7 +30,7 @@ pub struct Options {
     pub multifd_compression: &'static MethodInfo,
     /// Level of zlib, 0 to 9.
     pub multifd_zlib_level: u8,
-    /// Level of zstd, 1 to 20.
+    /// Level of zstd, 0 to 20; 0 is 3.
     pub multifd_zstd_level: u8,
     /// Level of qatzip, 1 to 9.
     pub multifd_qatzip_level: u8,
@@ -228,7 +230,8 @@ impl OptionInfo {
     }
 }
 
-/// The row of an option. Names are taken with dashes or underscores.
+/// The row of an option. Names are taken with dashes or underscores, ours with or without their
+/// prefix, and as older documents have them ([`OLDER_NAMES`]).
 ///
 /// # Errors
 /// [`OptionError::Unknown`].
@@ -237,6 +240,7 @@ pub fn option(name: &str) -> Result<&'static OptionInfo, OptionError> {
     OPTIONS
         .iter()
         .find(|option| option.name == dashed)
+        .or_else(|| qmp_option(&dashed))
         .ok_or_else(|| OptionError::Unknown {
             name: name.to_owned(),
         })
@@ -258,6 +262,7 @@ impl Options {
                 got: value.to_owned(),
             })?;
         (option.access.store)(self, value);
+        self.set_along(&name.replace('_', "-"));
         Ok(())
     }
 
@@ -291,6 +296,12 @@ impl Options {
                 } else {
                     "multifd=on"
                 },
+            });
+        }
+        if self.max_cpu_throttle < self.cpu_throttle_initial {
+            return Err(OptionError::Conflict {
+                option: format!("max-cpu-throttle={}", self.max_cpu_throttle),
+                needs: "a cpu-throttle-initial that is no greater",
             });
         }
         // The search for zero pages has devices of its own, which are opened later. Method none may
@@ -442,7 +453,11 @@ mod tests {
             ("1Q", None),
             ("G", None),
             ("-1", None),
-            ("1.5G", None),
+            ("1.5G", Some(3 << 29)),
+            ("0.5", None),
+            ("1.G", None),
+            ("15.9999999999999999999T", Some((16 << 40) - 1)),
+            ("111111111111111111111", None),
         ] {
             assert_eq!(parse_size(text), bytes, "{text}");
         }

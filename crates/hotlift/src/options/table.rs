@@ -370,11 +370,11 @@ pub static OPTIONS: &[OptionInfo] = &[
         name: "multifd-zstd-level",
         alias: None,
         kind: Kind::Parameter,
-        values: number(1, 20),
+        values: number(0, 20),
         default: "1",
         unit: "",
         live: false,
-        help: "Level of method zstd: 1 is fastest, 20 is smallest",
+        help: "Level of method zstd: 1 is fastest, 20 is smallest; 0 is 3",
         access: number!(multifd_zstd_level),
     },
     OptionInfo {

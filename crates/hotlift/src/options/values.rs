@@ -41,7 +41,11 @@ pub enum AccelPath {
 }
 
 impl AccelPath {
-    fn parse(text: &str) -> Option<Self> {
+    /// A path alone is a work queue of DSA, as in the DSA series before its seventh version.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        if text.starts_with('/') {
+            return Some(Self::Dsa(text.into()));
+        }
         match text.split_once(':')? {
             ("dsa", path) if path.starts_with('/') => Some(Self::Dsa(path.into())),
             ("dsa-model", text) => Behaviour::parse(text).map(|behaviour| Self::DsaModel {
@@ -181,11 +185,26 @@ impl Values {
     }
 }
 
+impl Values {
+    /// The names that can be typed; empty where no list of them can be given.
+    #[must_use]
+    pub fn names(self) -> Vec<&'static str> {
+        match self {
+            Self::Switch => vec!["on", "off"],
+            Self::Method => METHODS.iter().map(|method| method.name).collect(),
+            Self::ZeroPages => ZERO_PAGE_DETECTION.iter().map(|(n, ..)| *n).collect(),
+            Self::Accelerator => ACCELERATOR.iter().map(|(n, _)| *n).collect(),
+            Self::Number { .. }
+            | Self::Size
+            | Self::PowerOfTwo
+            | Self::Pages { .. }
+            | Self::AccelPath => Vec::new(),
+        }
+    }
+}
+
 impl fmt::Display for Values {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names = |f: &mut fmt::Formatter<'_>, names: &mut dyn Iterator<Item = &str>| {
-            write!(f, "one of {}", names.collect::<Vec<_>>().join(", "))
-        };
         match self {
             Self::Number { lowest, highest } => {
                 write!(f, "a value between {lowest} and {highest}")
@@ -198,27 +217,45 @@ impl fmt::Display for Values {
                     "a multiple of {PAGE_SIZE} between {lowest} and {highest}"
                 )
             }
-            Self::Switch => write!(f, "one of on, off"),
-            Self::Method => names(f, &mut METHODS.iter().map(|method| method.name)),
-            Self::ZeroPages => names(f, &mut ZERO_PAGE_DETECTION.iter().map(|(n, ..)| *n)),
-            Self::Accelerator => names(f, &mut ACCELERATOR.iter().map(|(n, _)| *n)),
+            Self::Switch | Self::Method | Self::ZeroPages | Self::Accelerator => {
+                write!(f, "one of {}", self.names().join(", "))
+            }
             Self::AccelPath => write!(f, "dsa:/dev/dsa/wqN.M, several with spaces between"),
         }
     }
 }
 
-/// Parses a number of bytes with an optional suffix K, M, G or T (powers of 1024); `None` if it is
-/// none, or does not fit 64 bits.
+/// Parses a number of bytes with an optional suffix K, M, G or T (powers of 1024), with a fraction if it
+/// has one; `None` if it is none, or does not fit 64 bits.
 #[must_use]
 pub fn parse_size(text: &str) -> Option<u64> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
-        "" | "B" => 0,
+    parse_size_in(text, 0)
+}
+
+/// The same; without a suffix in units of `1 << shift` bytes.
+pub(super) fn parse_size_in(text: &str, shift: u32) -> Option<u64> {
+    // More digits than matter below 2^64, and few enough for 128 bits.
+    const MOST_DIGITS: usize = 20;
+    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[number.len()..].to_ascii_uppercase().as_str() {
+        "" => shift,
+        "B" => 0,
         "K" | "KB" | "KIB" => 10,
         "M" | "MB" | "MIB" => 20,
         "G" | "GB" | "GIB" => 30,
         "T" | "TB" | "TIB" => 40,
         _ => return None,
     };
-    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    let digits = |text: &str| {
+        let all = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        (all && text.len() <= MOST_DIGITS).then(|| text.parse::<u128>().ok())?
+    };
+    // Half a byte is none.
+    if shift == 0 && number.contains('.') {
+        return None;
+    }
+    let places = u32::try_from(fraction.len()).ok()?;
+    let part = (digits(fraction)? << shift) / 10_u128.pow(places);
+    u64::try_from((digits(whole)? << shift) + part).ok()
 }

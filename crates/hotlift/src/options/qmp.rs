@@ -1,0 +1,379 @@
+//! The options over QMP and HMP: names, types, typed values, and QEMU's words when one is refused.
+
+use std::borrow::Cow;
+
+use serde_json::{Map, Value as Json, json};
+
+use super::values::{AccelPath, Value, Values, parse_size_in};
+use super::{Kind, OPTIONS, OptionInfo, Options, option};
+
+/// Begins the names of options that QEMU has not.
+pub const OUR_PREFIX: &str = "x-hotlift-";
+
+/// A name that an option had in an older document.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OlderName {
+    /// The name.
+    pub name: &'static str,
+    /// What it is now.
+    pub now: &'static str,
+    /// What is set along with it: option and value.
+    pub also: Option<(&'static str, &'static str)>,
+}
+
+/// Names of the DSA series before its seventh version, in which the device's path alone chose DSA.
+pub const OLDER_NAMES: &[OlderName] = &[
+    OlderName {
+        name: "multifd-dsa-accel",
+        now: "accel-path",
+        also: Some(("zero-page-detection", "dsa-accel")),
+    },
+    OlderName {
+        name: "multifd-set-normal-page-ratio",
+        now: "multifd-normal-page-ratio",
+        also: None,
+    },
+];
+
+/// Type of an option's value in QMP; `Display` writes QAPI's name of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum QmpType {
+    /// A number that fits 8 bits.
+    Uint8,
+    /// A number.
+    Uint64,
+    /// A number of bytes, or of bytes a second.
+    Size,
+    /// `true` or `false`.
+    Bool,
+    /// One of these names.
+    Enum(Vec<&'static str>),
+    /// A list of strings.
+    Strings,
+}
+
+impl std::fmt::Display for QmpType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Uint8 => "uint8",
+            Self::Uint64 => "uint64",
+            Self::Size => "size",
+            Self::Bool => "bool",
+            Self::Enum(_) => "enum",
+            Self::Strings => "['str']",
+        })
+    }
+}
+
+/// Why QMP or HMP refuses an option. The words are those of QEMU 10.0, which clients look for.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum QmpRefusal {
+    /// No parameter has that name.
+    #[error("Parameter '{name}' is unexpected")]
+    Unexpected {
+        /// The name as given.
+        name: String,
+    },
+    /// No number, or one outside the range.
+    #[error("Parameter '{name}' expects {expected}")]
+    Expects {
+        /// The option's name; with underscores where QEMU has them.
+        name: String,
+        /// What it takes.
+        expected: Cow<'static, str>,
+    },
+    /// Not one of the names that it takes.
+    #[error("Parameter '{name}' does not accept value '{got}'")]
+    NotAccepted {
+        /// The option's name, or `capability`.
+        name: &'static str,
+        /// The value as given.
+        got: String,
+    },
+    /// JSON of another type.
+    #[error("Invalid parameter type for '{name}', expected: {expected}")]
+    Type {
+        /// The option's name, with the index in a list.
+        name: String,
+        /// JSON's name of the type.
+        expected: &'static str,
+    },
+    /// No size, where QEMU's HMP reads bandwidths.
+    #[error("Invalid size {got}")]
+    Size {
+        /// As it was typed.
+        got: String,
+    },
+}
+
+/// QEMU's ranges that are worded unlike "a value between LOWEST and HIGHEST".
+const WORDINGS: &[(&str, &str)] = &[
+    // 0 is refused, and so said by QEMU.
+    ("announce-step", "a value between 0 and 10000"),
+    (
+        "throttle-trigger-threshold",
+        "an integer in the range of 1 to 100",
+    ),
+    ("cpu-throttle-initial", "an integer in the range of 1 to 99"),
+    (
+        "cpu-throttle-increment",
+        "an integer in the range of 1 to 99",
+    ),
+    (
+        "max-cpu-throttle",
+        "an integer in the range of cpu_throttle_initial to 99",
+    ),
+    (
+        "downtime-limit",
+        "an integer in the range of 0 to (2000 * 1000) ms",
+    ),
+    (
+        "xbzrle-cache-size",
+        "a power of two no less than the target page size",
+    ),
+];
+
+impl OptionInfo {
+    /// The name over QMP and HMP: ours have the prefix `x-hotlift-`.
+    #[must_use]
+    pub fn qmp_name(&self) -> Cow<'static, str> {
+        match self.kind {
+            Kind::Capability | Kind::Parameter => Cow::Borrowed(self.name),
+            Kind::Ours => Cow::Owned(format!("{OUR_PREFIX}{}", self.name)),
+        }
+    }
+
+    /// Type over QMP.
+    #[must_use]
+    pub fn qmp_type(&self) -> QmpType {
+        match self.values {
+            Values::Number { highest, .. } if highest <= u64::from(u8::MAX) => QmpType::Uint8,
+            Values::Number { .. } => QmpType::Uint64,
+            Values::Size | Values::PowerOfTwo | Values::Pages { .. } => QmpType::Size,
+            Values::Switch => QmpType::Bool,
+            Values::Method | Values::ZeroPages | Values::Accelerator => {
+                QmpType::Enum(self.values.names())
+            }
+            Values::AccelPath => QmpType::Strings,
+        }
+    }
+
+    /// The option's value in `options`, as QMP tells it.
+    #[must_use]
+    pub fn read_json(&self, options: &Options) -> Json {
+        match self.read(options) {
+            Value::Number(number) => json!(number),
+            Value::Switch(on) => json!(on),
+            Value::AccelPath(paths) => paths.iter().map(ToString::to_string).collect(),
+            name => json!(name.to_string()),
+        }
+    }
+
+    /// What is typed at a monitor, as QMP takes it: bandwidths are MiB/s without a suffix, switches
+    /// are on or off, all else as in [`Values`]. The range is not checked.
+    ///
+    /// # Errors
+    /// [`QmpRefusal`] if it is no such value at all.
+    pub fn typed(&self, text: &str) -> Result<Json, QmpRefusal> {
+        let not_a_number = || {
+            let hexadecimal = text
+                .strip_prefix("0x")
+                .map(|hex| u64::from_str_radix(hex, 16));
+            let number = match hexadecimal {
+                Some(hexadecimal) => hexadecimal.ok().map(Json::from),
+                None => text.parse::<i64>().ok().map(Json::from),
+            };
+            number.ok_or_else(|| self.expects("uint64"))
+        };
+        match self.qmp_type() {
+            QmpType::Size if self.is_bandwidth() => {
+                const MIB: u32 = 20;
+                parse_size_in(text, MIB)
+                    .map(Json::from)
+                    .ok_or_else(|| QmpRefusal::Size {
+                        got: text.to_owned(),
+                    })
+            }
+            QmpType::Size | QmpType::Uint64 => {
+                parse_size_in(text, 0).map_or_else(not_a_number, |number| Ok(json!(number)))
+            }
+            QmpType::Uint8 => text
+                .parse::<u64>()
+                .map_or_else(|_| not_a_number(), |number| Ok(json!(number))),
+            QmpType::Bool => match text {
+                "on" | "yes" | "true" | "y" => Ok(json!(true)),
+                "off" | "no" | "false" | "n" => Ok(json!(false)),
+                _ => Err(self.expects("'on' or 'off'")),
+            },
+            QmpType::Enum(_) => Ok(json!(text)),
+            QmpType::Strings => Ok(text
+                .split([' ', ','])
+                .filter(|path| !path.is_empty())
+                .collect()),
+        }
+    }
+
+    /// True for bytes a second, which QEMU's HMP takes in MiB/s.
+    #[must_use]
+    pub fn is_bandwidth(&self) -> bool {
+        self.values == Values::Size && self.unit == "bytes/s"
+    }
+
+    fn expects(&self, expected: impl Into<Cow<'static, str>>) -> QmpRefusal {
+        QmpRefusal::Expects {
+            name: self.qmp_name().into_owned(),
+            expected: expected.into(),
+        }
+    }
+
+    /// The same with underscores: QEMU names parameters so when it speaks of ranges.
+    fn out_of_range(&self) -> QmpRefusal {
+        let wording = WORDINGS.iter().find(|(name, _)| *name == self.name);
+        let expected = wording.map_or_else(
+            || Cow::Owned(self.values.to_string()),
+            |(_, words)| Cow::Borrowed(*words),
+        );
+        QmpRefusal::Expects {
+            name: self.qmp_name().replace('-', "_"),
+            expected,
+        }
+    }
+
+    fn not_a(&self, expected: &'static str) -> QmpRefusal {
+        QmpRefusal::Type {
+            name: self.qmp_name().into_owned(),
+            expected,
+        }
+    }
+
+    /// Checks the type alone, as QEMU does with all parameters of a command before any range.
+    fn check_type(&self, json: &Json) -> Result<(), QmpRefusal> {
+        let number = || json.is_u64() || json.is_i64();
+        match self.qmp_type() {
+            QmpType::Uint8 if number() && json.as_u64().is_none_or(|n| n > u8::MAX.into()) => {
+                Err(self.expects("uint8_t"))
+            }
+            QmpType::Uint8 | QmpType::Uint64 | QmpType::Size if !number() => {
+                Err(self.expects("uint64"))
+            }
+            QmpType::Uint8 | QmpType::Uint64 | QmpType::Size => Ok(()),
+            QmpType::Bool if !json.is_boolean() => Err(self.not_a("boolean")),
+            QmpType::Bool => Ok(()),
+            QmpType::Enum(names) => {
+                let got = json.as_str().ok_or_else(|| self.not_a("string"))?;
+                if names.contains(&got) {
+                    return Ok(());
+                }
+                Err(QmpRefusal::NotAccepted {
+                    name: self.name,
+                    got: got.to_owned(),
+                })
+            }
+            QmpType::Strings => {
+                let items = json.as_array().ok_or_else(|| self.not_a("array"))?;
+                match items.iter().position(|item| !item.is_string()) {
+                    None => Ok(()),
+                    Some(index) => Err(QmpRefusal::Type {
+                        name: format!("{}[{index}]", self.qmp_name()),
+                        expected: "string",
+                    }),
+                }
+            }
+        }
+    }
+
+    /// The value of `json`, whose type was checked.
+    fn value(&self, json: &Json) -> Result<Value, QmpRefusal> {
+        match json {
+            Json::Array(items) => items
+                .iter()
+                .filter_map(Json::as_str)
+                .map(|text| {
+                    AccelPath::parse(text).ok_or_else(|| QmpRefusal::NotAccepted {
+                        name: self.name,
+                        got: text.to_owned(),
+                    })
+                })
+                .collect::<Result<_, _>>()
+                .map(Value::AccelPath),
+            Json::Bool(on) => Ok(Value::Switch(*on)),
+            Json::String(text) => self.values.parse(text).ok_or_else(|| self.out_of_range()),
+            number => self
+                .values
+                .parse(&number.to_string())
+                .ok_or_else(|| self.out_of_range()),
+        }
+    }
+}
+
+/// The row of a name that came over QMP: exact, dashes only; or a name of [`OLDER_NAMES`].
+#[must_use]
+pub fn qmp_option(name: &str) -> Option<&'static OptionInfo> {
+    let older = OLDER_NAMES.iter().find(|older| older.name == name);
+    let name = older.map_or(name, |older| older.now);
+    OPTIONS.iter().find(|option| option.qmp_name() == name)
+}
+
+impl Options {
+    /// Sets a capability by its QMP name.
+    ///
+    /// # Errors
+    /// [`QmpRefusal::NotAccepted`] if there is no such.
+    pub fn set_capability(&mut self, name: &str, state: bool) -> Result<(), QmpRefusal> {
+        let option = qmp_option(name)
+            .filter(|option| option.kind == Kind::Capability)
+            .ok_or_else(|| QmpRefusal::NotAccepted {
+                name: "capability",
+                got: name.to_owned(),
+            })?;
+        (option.access.store)(self, Value::Switch(state));
+        Ok(())
+    }
+
+    /// Sets what a name of [`OLDER_NAMES`] sets along with it.
+    pub(super) fn set_along(&mut self, name: &str) {
+        let older = OLDER_NAMES.iter().find(|older| older.name == name);
+        if let Some((name, value)) = older.and_then(|older| older.also) {
+            // Both are the table's own.
+            let _ = self.set(name, value);
+        }
+    }
+
+    /// Sets parameters by their QMP names: all of them, or none. As in QEMU all types are checked
+    /// before any name, and names before any range.
+    ///
+    /// # Errors
+    /// [`QmpRefusal`] for the first that does not fit.
+    pub fn set_parameters(&mut self, parameters: &Map<String, Json>) -> Result<(), QmpRefusal> {
+        let known = |name: &str| qmp_option(name).filter(|row| row.kind != Kind::Capability);
+        for (name, json) in parameters {
+            if let Some(option) = known(name) {
+                option.check_type(json)?;
+            }
+        }
+        let mut changed = self.clone();
+        let mut refused = None;
+        for (name, json) in parameters {
+            let option =
+                known(name).ok_or_else(|| QmpRefusal::Unexpected { name: name.clone() })?;
+            match option.value(json) {
+                Ok(value) => (option.access.store)(&mut changed, value),
+                Err(error) => refused = refused.or(Some(error)),
+            }
+            changed.set_along(name);
+        }
+        if let Some(refused) = refused {
+            return Err(refused);
+        }
+        if changed.max_cpu_throttle < changed.cpu_throttle_initial
+            && let Ok(option) = option("max-cpu-throttle")
+        {
+            return Err(option.out_of_range());
+        }
+        *self = changed;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;
