@@ -3,10 +3,11 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::figures::JobFigures;
 use crate::options::Options;
+use crate::pacing::Pacer;
 use crate::ran::Ran;
 
 /// State of a migration; QEMU's names (`MigrationStatus`).
@@ -25,7 +26,7 @@ pub enum Status {
     Device,
     /// The guest runs on the destination.
     Completed,
-    /// It failed; the guest runs on the source.
+    /// It failed; the guest is given back to the source.
     Failed,
     /// A cancel was asked for.
     Cancelling,
@@ -68,7 +69,8 @@ impl Status {
 pub enum MigrationEvent {
     /// The state has changed (`MIGRATION`).
     Status(Status),
-    /// The dirty log was read for this round, from 1 (`MIGRATION_PASS`).
+    /// The dirty log was read, for the so-manyth time; 1 is its start, when all pages count as dirty
+    /// (`MIGRATION_PASS`).
     Pass(u64),
     /// The guest was stopped to be switched over (`STOP`).
     Stopped,
@@ -96,15 +98,25 @@ impl std::fmt::Debug for Control {
 struct Shared {
     status: AtomicU8,
     cancelled: AtomicBool,
+    /// The guest has been handed over.
+    too_late: AtomicBool,
     watcher: Option<Watcher>,
     ran: Ran,
     /// Set by [`Control::proceed`].
     proceeds: Mutex<bool>,
-    /// The latest options of [`Control::change`].
-    changed: Mutex<Option<Options>>,
+    live: Mutex<Live>,
     /// Set once by whatever ends the migration before its time.
     stopped: Mutex<bool>,
     wake: Condvar,
+}
+
+/// What may change while a migration runs.
+#[derive(Default)]
+struct Live {
+    /// The latest options of [`Control::change`].
+    changed: Option<Options>,
+    /// Paces this migration.
+    pacer: Option<Arc<Pacer>>,
 }
 
 impl Control {
@@ -133,7 +145,17 @@ impl Control {
     /// The present state.
     #[must_use]
     pub fn status(&self) -> Status {
-        Status::ALL[usize::from(self.0.status.load(Ordering::Acquire)) % Status::ALL.len()]
+        let status =
+            Status::ALL[usize::from(self.0.status.load(Ordering::Acquire)) % Status::ALL.len()];
+        match status {
+            // Its own thread says so as soon as it notices.
+            Status::Setup | Status::Active | Status::PreSwitchover | Status::Device
+                if self.is_cancelled() && !self.0.too_late.load(Ordering::Acquire) =>
+            {
+                Status::Cancelling
+            }
+            _ => status,
+        }
     }
 
     pub(crate) fn set_status(&self, status: Status) {
@@ -141,6 +163,11 @@ impl Control {
         if before != status as u8 {
             self.tell(MigrationEvent::Status(status));
         }
+    }
+
+    /// Whether a cancel comes too late, as it does once the guest has been handed over.
+    pub(crate) fn set_too_late(&self, too_late: bool) {
+        self.0.too_late.store(too_late, Ordering::Release);
     }
 
     /// What has done the work of the method so far, on this side.
@@ -168,21 +195,61 @@ impl Control {
 
     /// Lets a migration go on that waits in [`Status::PreSwitchover`]; does nothing in any other state.
     pub fn proceed(&self) {
-        *lock(&self.0.proceeds) = self.status() == Status::PreSwitchover;
-        self.0.wake.notify_all();
+        if self.status() == Status::PreSwitchover {
+            *lock(&self.0.proceeds) = true;
+            self.wake();
+        }
     }
 
     /// Takes over those of `options` that may change while a migration runs (`live` in the table of
     /// options). Others are not looked at.
     pub fn change(&self, options: &Options) {
-        *lock(&self.0.changed) = Some(options.clone());
-        self.0.wake.notify_all();
+        let mut live = lock(&self.0.live);
+        live.changed = Some(options.clone());
+        if let Some(pacer) = &live.pacer {
+            pacer.set_rate(options.max_bandwidth);
+        }
+        drop(live);
+        self.wake();
+    }
+
+    /// `options` with what [`Control::change`] has changed of them.
+    pub(crate) fn latest(&self, options: &Options) -> Options {
+        let mut latest = options.clone();
+        if let Some(changed) = &lock(&self.0.live).changed {
+            latest.take_live(changed);
+        }
+        latest
+    }
+
+    /// The budget of all of the migration's channels, which follows [`Control::change`].
+    pub(crate) fn pacer(&self, options: &Options) -> Arc<Pacer> {
+        let mut live = lock(&self.0.live);
+        let rate = live.changed.as_ref().unwrap_or(options).max_bandwidth;
+        let pacer = Arc::new(Pacer::new(rate));
+        live.pacer = Some(Arc::clone(&pacer));
+        pacer
+    }
+
+    /// Waits up to `time` for [`Control::proceed`]; true if it has been called since the state is
+    /// [`Status::PreSwitchover`].
+    pub(crate) fn may_proceed(&self, time: Duration) -> bool {
+        let until = Instant::now() + time;
+        self.sleep_while(until, || !*lock(&self.0.proceeds));
+        *lock(&self.0.proceeds)
     }
 
     /// True once [`Control::cancel`] was called.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         self.0.cancelled.load(Ordering::Acquire)
+    }
+
+    /// Makes all sleepers look whether they still have to.
+    fn wake(&self) {
+        // With the lock that they look under: none of them is between its look and its sleep.
+        let _stopped = lock(&self.0.stopped);
+        self.0.wake.notify_all();
     }
 
     /// Ends all sleeps, now and later.
@@ -196,10 +263,10 @@ impl Control {
         *lock(&self.0.stopped)
     }
 
-    /// Sleeps until `until` or until the migration is stopped.
-    pub(crate) fn sleep_until(&self, until: Instant) {
+    /// Sleeps until `until`, for as long as `waits` says so and the migration is not stopped.
+    pub(crate) fn sleep_while(&self, until: Instant, waits: impl Fn() -> bool) {
         let mut stopped = lock(&self.0.stopped);
-        while !*stopped {
+        while !*stopped && waits() {
             let Some(left) = until.checked_duration_since(Instant::now()) else {
                 return;
             };

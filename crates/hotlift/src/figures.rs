@@ -68,15 +68,23 @@ pub struct JobFigures {
     pub fallback: Option<String>,
 }
 
-/// Bytes written, by where and when.
+/// Bytes written, by where and when, as QEMU counts them: the sum is `transferred_bytes`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByteFigures {
     /// To multifd channels.
     pub multifd: u64,
-    /// To all sockets while the guest ran here.
+    /// To the main channel while the guest ran here.
     pub precopy: u64,
-    /// To all sockets while it stood still.
+    /// To the main channel while it stood still.
     pub downtime: u64,
+}
+
+impl ByteFigures {
+    /// All of them.
+    #[must_use]
+    pub fn sum(self) -> u64 {
+        self.multifd + self.precopy + self.downtime
+    }
 }
 
 /// What XBZRLE has done (QEMU's `XBZRLECacheStats`).
@@ -162,10 +170,10 @@ pub struct SourceReport {
     pub zero_pages: u64,
     /// Bytes of normal pages over `transferred_bytes`; 0 if nothing was normal.
     pub ratio: f64,
-    /// Reads of the dirty log.
+    /// Reads of the dirty log, its start included: one more than rounds.
     #[serde(default)]
     pub dirty_syncs: u64,
-    /// Bytes, by where they went.
+    /// Bytes, by where they went; `transferred_bytes` is their sum.
     #[serde(default)]
     pub bytes: ByteFigures,
     /// The most that auto-converge took from the vCPUs, in percent; 0 if it was not needed.
@@ -197,7 +205,9 @@ pub(crate) struct Measured {
     pub setup: Duration,
     pub downtime: Duration,
     pub rounds: u64,
+    pub dirty_syncs: u64,
     pub counts: Counts,
+    pub bytes: ByteFigures,
     pub threads: Vec<ThreadCpu>,
     pub jobs: JobFigures,
     pub zero_jobs: JobFigures,
@@ -225,8 +235,8 @@ impl From<Measured> for SourceReport {
                 to_f64(counts.normal_pages) * 4096.0,
                 to_f64(counts.transferred_bytes),
             ),
-            dirty_syncs: measured.rounds,
-            bytes: ByteFigures::default(),
+            dirty_syncs: measured.dirty_syncs,
+            bytes: measured.bytes,
             throttle_percent: 0,
             xbzrle: None,
             side: SideFigures {
@@ -339,6 +349,8 @@ mod tests {
             setup: Duration::from_millis(100),
             downtime: Duration::from_millis(30),
             rounds: 3,
+            dirty_syncs: 4,
+            bytes: ByteFigures::default(),
             counts: Counts {
                 normal_pages: 1 << 18,
                 zero_pages: 5,

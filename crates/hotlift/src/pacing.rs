@@ -5,8 +5,8 @@
 //! by a flood. QEMU counts bytes in windows of 100 ms and sleeps at their ends; booking each packet
 //! keeps the same average without a stop-and-go that a shallow switch buffer would drop.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::control::Control;
@@ -21,6 +21,10 @@ pub(crate) struct Pacer {
     rate: AtomicU64,
     /// When the bytes booked so far will have passed at `rate`.
     booked_until: Mutex<Option<Instant>>,
+    /// Changes of the rate so far.
+    changes: AtomicU64,
+    /// Whether the rate is to change no more.
+    lifted: AtomicBool,
 }
 
 impl Pacer {
@@ -28,31 +32,56 @@ impl Pacer {
         Self {
             rate: AtomicU64::new(bytes_per_second),
             booked_until: Mutex::new(None),
+            changes: AtomicU64::new(0),
+            lifted: AtomicBool::new(false),
         }
     }
 
-    /// Changes the rate from the next packet on; 0 is unlimited.
+    /// Changes the rate from the next packet on; 0 is unlimited. What is booked already, up to a packet
+    /// of each channel, goes out at once: whoever waits for it at a low rate is not to wait on.
     pub(crate) fn set_rate(&self, bytes_per_second: u64) {
-        self.rate.store(bytes_per_second, Ordering::Relaxed);
+        self.change(bytes_per_second, false);
+    }
+
+    /// Takes the limit away for good.
+    pub(crate) fn lift(&self) {
+        self.change(0, true);
+    }
+
+    fn change(&self, bytes_per_second: u64, for_good: bool) {
+        let mut booked_until = self.lock_booked();
+        if !self.lifted.fetch_or(for_good, Ordering::Relaxed) {
+            self.rate.store(bytes_per_second, Ordering::Relaxed);
+            *booked_until = None;
+            self.changes.fetch_add(1, Ordering::Release);
+        }
+    }
+
+    fn lock_booked(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.booked_until
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Books `bytes` and waits until they may be written. Returns early when `control` stops.
     pub(crate) fn wait(&self, bytes: usize, control: &Control) {
+        let changes = self.changes.load(Ordering::Acquire);
         if let Some(until) = self.book(bytes, Instant::now()) {
-            control.sleep_until(until);
+            control.sleep_while(until, || self.changes.load(Ordering::Acquire) == changes);
         }
     }
 
     /// When `bytes` more may be written if it is `now`; `None` for at once.
     fn book(&self, bytes: usize, now: Instant) -> Option<Instant> {
+        // Looked at first without the lock: a migration without a limit is the fastest one.
+        if self.rate.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let mut booked_until = self.lock_booked();
         let rate = self.rate.load(Ordering::Relaxed);
         if rate == 0 {
             return None;
         }
-        let mut booked_until = self
-            .booked_until
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
         let earliest = now.checked_sub(BURST).unwrap_or(now);
         let start = booked_until.map_or(now, |booked| booked.max(earliest));
         let nanos = (bytes as u128 * 1_000_000_000) / u128::from(rate);
@@ -65,6 +94,7 @@ impl Pacer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::options::Options;
 
     #[test]
     fn booked_bytes_never_exceed_the_rate_by_more_than_the_burst() {
@@ -109,5 +139,34 @@ mod tests {
         assert_eq!(pacer.book(1, now), Some(now + Duration::from_secs(1)));
         pacer.set_rate(0);
         assert_eq!(pacer.book(1000, now), None);
+        pacer.lift();
+        pacer.set_rate(1);
+        pacer.book(1000, now);
+        assert_eq!(pacer.book(1000, now), None, "it was lifted for good");
+    }
+
+    #[test]
+    fn a_change_of_bandwidth_reaches_a_packet_that_waits_at_the_old_one() {
+        let control = Control::new();
+        let slow = Options {
+            max_bandwidth: 1,
+            ..Options::default()
+        };
+        let pacer = control.pacer(&slow);
+        // Hours of bytes.
+        pacer.wait(1 << 20, &control);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| pacer.wait(1, &control));
+            while pacer.lock_booked().is_none() {
+                std::thread::yield_now();
+            }
+            control.change(&Options {
+                max_bandwidth: 1 << 30,
+                ..slow
+            });
+            waits.join().unwrap();
+        });
+        assert!(!control.is_stopped());
+        assert_eq!(pacer.rate.load(Ordering::Relaxed), 1 << 30);
     }
 }

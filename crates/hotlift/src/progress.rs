@@ -37,9 +37,9 @@ pub struct Progress {
     pub normal_pages: u64,
     /// Pages sent as zero so far.
     pub zero_pages: u64,
-    /// Reads of the dirty log so far.
+    /// Reads of the dirty log so far, its start included.
     pub dirty_syncs: u64,
-    /// Bytes, by where they went.
+    /// Bytes, by where they went; `transferred_bytes` is their sum.
     pub bytes: ByteFigures,
     /// Share of their time that auto-converge takes from the vCPUs, in percent; 0 if it does not.
     pub throttle_percent: u8,

@@ -31,7 +31,10 @@ pub(crate) fn run_as<T: Send>(
     });
     control.set_status(match &outcome {
         Ok(_) => Status::Completed,
-        Err(MigrationError::Cancelled) => Status::Cancelled,
+        Err(MigrationError::Cancelled) => {
+            control.set_status(Status::Cancelling);
+            Status::Cancelled
+        }
         Err(_) => Status::Failed,
     });
     outcome

@@ -15,7 +15,7 @@ use super::accept::Accepted;
 use super::decompress_threads::DecompressThreads;
 use super::handover::{Handover, Phase};
 use crate::barrier::Barrier;
-use crate::control::{Control, Status};
+use crate::control::{Control, MigrationEvent, Status};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
 use crate::guest::Guest;
@@ -98,9 +98,7 @@ impl<'a> Session<'a> {
 
     /// Everything has arrived and was loaded: the source may now let go.
     pub(super) fn loaded(&self) {
-        if self.handover.loaded() {
-            self.control.set_status(Status::Device);
-        }
+        self.handover.loaded();
     }
 
     /// The source has let go, says one of the connections; the first to say so makes the guest run.
@@ -120,6 +118,7 @@ impl<'a> Session<'a> {
             self.handover.refused();
             return Ok(());
         }
+        self.control.tell(MigrationEvent::Resumed);
         self.control.set_status(Status::Completed);
         // On every socket, so that one that is cut or garbled leaves the source no doubt.
         let mut running = Vec::new();

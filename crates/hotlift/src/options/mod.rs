@@ -266,6 +266,13 @@ impl Options {
         Ok(())
     }
 
+    /// Takes over the options that may change while a migration runs.
+    pub(crate) fn take_live(&mut self, from: &Self) {
+        for option in OPTIONS.iter().filter(|option| option.live) {
+            (option.access.store)(self, option.read(from));
+        }
+    }
+
     /// Whether the options go together, and whether what they require is there.
     ///
     /// # Errors

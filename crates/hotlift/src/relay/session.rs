@@ -225,11 +225,13 @@ impl<'a> Session<'a> {
     /// The source is told that all is loaded: it may let go, and a cancel comes too late.
     pub(super) fn tell(&self) {
         self.told.store(true, Ordering::Release);
+        self.control.set_too_late(true);
     }
 
     /// The source has taken the guest back all the same.
     pub(super) fn source_kept_it(&self) {
         self.told.store(false, Ordering::Release);
+        self.control.set_too_late(false);
     }
 
     pub(super) fn is_told(&self) -> bool {

@@ -7,6 +7,8 @@
 
 use std::time::Duration;
 
+use hotlift_mem::PAGE_SIZE;
+
 use crate::figures::{Counts, to_f64};
 
 /// Rounds shorter than this say more about thread wake-ups than about the rate of pages.
@@ -25,6 +27,8 @@ pub(crate) struct Estimator {
     dirty_pages_per_second: f64,
     previous_pending: Option<u64>,
     stalled_rounds: u32,
+    /// Bytes a second to reckon with in place of what was measured.
+    switchover_bandwidth: Option<u64>,
 }
 
 impl Estimator {
@@ -55,14 +59,29 @@ impl Estimator {
         self.previous_pending = Some(pending);
     }
 
+    /// Reckons with so many bytes a second from now on (`avail-switchover-bandwidth`); 0: with what
+    /// was measured. A page then counts with all its bytes, as QEMU has it.
+    pub(crate) fn assume(&mut self, bytes_per_second: u64) {
+        self.switchover_bandwidth = Some(bytes_per_second).filter(|bandwidth| *bandwidth > 0);
+    }
+
     /// How long `pages` dirty pages would take; `None` before the first round.
     pub(crate) fn time_for(&self, pages: u64) -> Option<Duration> {
         if pages == 0 {
             return Some(Duration::ZERO);
         }
-        self.seconds_per_page.map(|seconds| {
-            Duration::try_from_secs_f64(seconds * to_f64(pages)).unwrap_or(Duration::MAX)
-        })
+        self.switchover_bandwidth
+            .map(|bandwidth| to_f64(PAGE_SIZE as u64) / to_f64(bandwidth))
+            .or(self.seconds_per_page)
+            .map(|seconds| {
+                Duration::try_from_secs_f64(seconds * to_f64(pages)).unwrap_or(Duration::MAX)
+            })
+    }
+
+    /// How long the pages would take that were dirty at the last sync; `None` before it.
+    pub(crate) fn expected_downtime(&self) -> Option<Duration> {
+        self.previous_pending
+            .and_then(|pending| self.time_for(pending))
     }
 
     /// Pages that the guest dirties per second, by the last two syncs.
@@ -95,6 +114,19 @@ mod tests {
         assert_eq!(estimator.time_for(0), Some(Duration::ZERO));
         estimator.round_done(counts(1000, 1_000_000), Duration::from_secs(1));
         assert_eq!(estimator.time_for(500), Some(Duration::from_millis(500)));
+    }
+
+    #[test]
+    fn a_bandwidth_that_was_given_is_reckoned_with_instead_of_the_measured_one() {
+        let mut estimator = Estimator::default();
+        estimator.round_done(counts(1000, 0), Duration::from_secs(1));
+        estimator.assume(4096 * 10);
+        assert_eq!(estimator.time_for(20), Some(Duration::from_secs(2)));
+        assert_eq!(estimator.expected_downtime(), None);
+        estimator.synced(30, 30, Duration::from_secs(1));
+        assert_eq!(estimator.expected_downtime(), Some(Duration::from_secs(3)));
+        estimator.assume(0);
+        assert_eq!(estimator.time_for(20), Some(Duration::from_millis(20)));
     }
 
     #[test]

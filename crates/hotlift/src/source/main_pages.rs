@@ -24,11 +24,11 @@ pub(super) fn needed(options: &Options) -> bool {
 }
 
 /// Works through all chunks of the round that has just started.
-/// `after_chunk` is called after each.
+/// `between` is called again and again: a chunk may take minutes.
 pub(super) fn scan(
     session: &Session<'_>,
     main: &mut MainSender<'_>,
-    mut after_chunk: impl FnMut(),
+    mut between: impl FnMut(),
 ) -> Result<(), MigrationError> {
     let detection = session.options.zero_page_detection;
     let detect = detection != ZeroPageDetection::None;
@@ -46,6 +46,7 @@ pub(super) fn scan(
             let ram = &session.guest.ram()[chunk.block];
             let (mut normal_pages, mut zero_pages) = (0, 0);
             for (page, offset) in offsets(chunk, &dirty) {
+                between();
                 let is_zero = detect && untouched[page / 64] >> (page % 64) & 1 == 1
                     || looks && ram.page_is_zero(chunk.first_page + page);
                 if is_zero {
@@ -63,7 +64,7 @@ pub(super) fn scan(
             session.main_counters().add_pages(normal_pages, zero_pages);
         }
         session.ram.release(index + 1);
-        after_chunk();
+        between();
     }
     if let Some(hand_out) = &mut hand_out {
         hand_out.finish(main)?;

@@ -31,9 +31,9 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
 
-use crate::control::{Control, Status};
+use crate::control::{Control, MigrationEvent, Status};
 use crate::error::{Channel, MigrationError};
-use crate::figures::{Counts, JobFigures, Measured, SourceReport};
+use crate::figures::{ByteFigures, Counts, JobFigures, Measured, SourceReport};
 use crate::guest::{Guest, GuestError};
 use crate::options::Options;
 use crate::progress::OnProgress;
@@ -167,6 +167,7 @@ fn run(
     measured.map(|mut measured| {
         measured.threads = session.threads.read();
         measured.counts = session.counts();
+        measured.bytes = session.bytes();
         measured.jobs = session.control.jobs();
         session.tell_zero_jobs();
         measured.zero_jobs = session.control.zero_jobs();
@@ -229,10 +230,11 @@ impl Migration<'_> {
     fn phases(&mut self) -> Result<Measured, Ended> {
         self.setup()?;
         let setup = self.started.elapsed();
+        self.reporter.set_up(setup);
         self.session.control.set_status(Status::Active);
         self.rounds()?;
-        self.session.control.set_status(Status::Device);
         let stopped_at = Instant::now();
+        self.stop_guest()?;
         self.switch_over()?;
         self.hand_over()?;
         let now = Instant::now();
@@ -241,7 +243,9 @@ impl Migration<'_> {
             setup,
             downtime: now - stopped_at,
             rounds: self.round,
+            dirty_syncs: self.session.ram.syncs(),
             counts: Counts::default(),
+            bytes: ByteFigures::default(),
             threads: Vec::new(),
             jobs: JobFigures::default(),
             zero_jobs: JobFigures::default(),
@@ -262,17 +266,31 @@ impl Migration<'_> {
         }
         self.main.send_ram_blocks()?;
         self.run_job(Job::Sync)?;
-        self.session.guest.start_dirty_log()?;
+        self.session.ram.start_log()?;
+        self.tell_pass();
         Ok(())
+    }
+
+    /// Reads the dirty log; returns how many pages it added.
+    fn sync(&self) -> Result<u64, Ended> {
+        let newly_dirty = self.session.ram.sync()?;
+        self.tell_pass();
+        Ok(newly_dirty)
+    }
+
+    fn tell_pass(&self) {
+        let pass = MigrationEvent::Pass(self.session.ram.syncs());
+        self.session.control.tell(pass);
     }
 
     /// Rounds while the guest runs, until the rest fits the downtime limit.
     fn rounds(&mut self) -> Result<(), Ended> {
-        let limit = self.session.options.downtime_limit;
         let mut synced_at = Instant::now();
         loop {
             self.send_round()?;
-            let newly_dirty = self.session.ram.sync()?;
+            let newly_dirty = self.sync()?;
+            let live = self.session.control.latest(self.session.options);
+            self.estimator.assume(live.avail_switchover_bandwidth);
             let pending = self.session.ram.pending();
             self.estimator
                 .synced(pending, newly_dirty, synced_at.elapsed());
@@ -280,7 +298,7 @@ impl Migration<'_> {
             if self
                 .estimator
                 .time_for(pending)
-                .is_some_and(|time| time <= limit)
+                .is_some_and(|time| time <= live.downtime_limit)
             {
                 return Ok(());
             }
@@ -316,14 +334,33 @@ impl Migration<'_> {
         Ok(())
     }
 
-    /// Stops the guest and sends all that is left.
+    /// Stops the guest, and waits with `pause-before-switchover` until it may go on.
+    fn stop_guest(&mut self) -> Result<(), Ended> {
+        let Session {
+            control, options, ..
+        } = self.session;
+        self.guest_was_stopped = true;
+        self.session.guest.pause()?;
+        self.session.guest_stopped();
+        control.tell(MigrationEvent::Stopped);
+        if options.pause_before_switchover {
+            control.set_status(Status::PreSwitchover);
+            while !control.may_proceed(TICK) {
+                self.check()?;
+                self.reporter.tell(self.round, &self.estimator);
+            }
+        }
+        self.check()?;
+        control.set_status(Status::Device);
+        Ok(())
+    }
+
+    /// Sends all that is left.
     fn switch_over(&mut self) -> Result<(), Ended> {
         let session = self.session;
-        self.guest_was_stopped = true;
-        session.guest.pause()?;
         // The rest was measured to fit the downtime limit at full speed.
-        session.pacer.set_rate(0);
-        session.ram.sync()?;
+        session.pacer.lift();
+        self.sync()?;
         self.main.complete();
         self.send_round()?;
         let left = session.ram.pending();
@@ -475,6 +512,14 @@ impl Migration<'_> {
         if let Err(error) = measured {
             session.end(error);
         }
+        // In QEMU's order: what became of it, and then that the guest runs.
+        session
+            .control
+            .set_status(if session.control.is_cancelled() {
+                Status::Cancelling
+            } else {
+                Status::Failed
+            });
         // The guest first: it has stood still for long enough.
         let restored = self.give_back();
         let deadline = Instant::now() + LAST_WORDS;
@@ -496,6 +541,7 @@ impl Migration<'_> {
         let stopped = self.session.guest.stop_dirty_log();
         if self.guest_was_stopped {
             self.session.guest.resume()?;
+            self.session.control.tell(MigrationEvent::Resumed);
         }
         Ok(stopped?)
     }

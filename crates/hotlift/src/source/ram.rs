@@ -4,7 +4,7 @@
 //! themselves. One thread that hands out pages, as QEMU's migration thread does, is the limit of a
 //! fast migration long before memory is.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
@@ -42,6 +42,8 @@ pub(super) struct RamState<'a> {
     abandoned: AtomicBool,
     /// True until the first round is over: pages may never have been touched.
     first_round: AtomicBool,
+    /// Reads of the dirty log.
+    syncs: AtomicU64,
 }
 
 impl<'a> RamState<'a> {
@@ -79,6 +81,7 @@ impl<'a> RamState<'a> {
             more_released: Condvar::new(),
             abandoned: AtomicBool::new(false),
             first_round: AtomicBool::new(true),
+            syncs: AtomicU64::new(0),
         }
     }
 
@@ -92,8 +95,21 @@ impl<'a> RamState<'a> {
         self.dirty.iter().map(DirtyBitmap::count).sum()
     }
 
+    /// Starts the dirty log. It counts as the first read of it: every page is dirty.
+    pub(super) fn start_log(&self) -> Result<(), MigrationError> {
+        self.guest.start_dirty_log()?;
+        self.syncs.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Reads of the dirty log so far.
+    pub(super) fn syncs(&self) -> u64 {
+        self.syncs.load(Ordering::Relaxed)
+    }
+
     /// Fetches the dirty log of all blocks; returns how many pages it added.
     pub(super) fn sync(&self) -> Result<u64, MigrationError> {
+        self.syncs.fetch_add(1, Ordering::Relaxed);
         let mut newly_dirty = 0;
         for (block, dirty) in self.dirty.iter().enumerate() {
             newly_dirty += self.guest.sync_dirty_log(block, dirty)?;

@@ -6,7 +6,7 @@ use hotlift_mem::PAGE_SIZE;
 
 use super::estimate::Estimator;
 use super::session::Session;
-use crate::figures::{ByteFigures, Counts, to_f64};
+use crate::figures::{Counts, to_f64};
 use crate::progress::{OnProgress, Progress};
 
 /// Between two reports.
@@ -18,6 +18,8 @@ pub(super) struct Reporter<'a> {
     on_progress: OnProgress<'a>,
     started: Instant,
     last: (Instant, Counts),
+    /// Time until the first page could be sent.
+    setup: Option<Duration>,
 }
 
 impl<'a> Reporter<'a> {
@@ -31,7 +33,13 @@ impl<'a> Reporter<'a> {
             on_progress,
             started,
             last: (started, Counts::default()),
+            setup: None,
         }
+    }
+
+    /// From now on pages may be sent.
+    pub(super) fn set_up(&mut self, setup: Duration) {
+        self.setup = Some(setup);
     }
 
     /// Reports if the last time was long enough ago.
@@ -44,7 +52,12 @@ impl<'a> Reporter<'a> {
     /// Reports.
     pub(super) fn tell(&mut self, round: u64, estimator: &Estimator) {
         self.session.tell_zero_jobs();
-        let counts = self.session.counts();
+        let bytes = self.session.bytes();
+        let counts = Counts {
+            // Channels count on: the sum is to be that of the parts.
+            transferred_bytes: bytes.sum(),
+            ..self.session.counts()
+        };
         let now = Instant::now();
         let (last, before) = self.last;
         let seconds = (now - last).as_secs_f64();
@@ -72,12 +85,12 @@ impl<'a> Reporter<'a> {
             dirty_pages_per_second: estimator.dirty_pages_per_second(),
             elapsed: self.started.elapsed(),
             time_left,
-            setup: None,
-            expected_downtime: None,
+            setup: self.setup,
+            expected_downtime: estimator.expected_downtime(),
             normal_pages: counts.normal_pages,
             zero_pages: counts.zero_pages,
-            dirty_syncs: round,
-            bytes: ByteFigures::default(),
+            dirty_syncs: self.session.ram.syncs(),
+            bytes,
             throttle_percent: 0,
             xbzrle: None,
             stalled: estimator.is_stalled(),

@@ -2,7 +2,7 @@
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use hotlift_wire::multifd::Method;
 
@@ -12,7 +12,7 @@ use super::ram::RamState;
 use super::zero_devices::ZeroDevices;
 use crate::control::Control;
 use crate::error::MigrationError;
-use crate::figures::{Counters, Counts, ThreadTimes};
+use crate::figures::{ByteFigures, Counters, Counts, ThreadTimes};
 use crate::guest::Guest;
 use crate::options::Options;
 use crate::pacing::Pacer;
@@ -37,9 +37,11 @@ pub(super) struct Session<'a> {
     pub ram: RamState<'a>,
     pub gate: Gate,
     pub compress: CompressThreads,
-    pub pacer: Pacer,
+    pub pacer: Arc<Pacer>,
     /// One a channel, and the last for the main channel.
     pub counters: Vec<Counters>,
+    /// Bytes that had been written to main when the guest was stopped.
+    main_at_stop: OnceLock<u64>,
     /// QEMU's `packet_num`: over all channels, SYNC packets included.
     pub packet_num: AtomicU64,
     /// PINGs sent on main; the destination has no more PONGs to send.
@@ -65,15 +67,16 @@ impl<'a> Session<'a> {
         Self {
             guest,
             options,
-            control,
             method,
             zero_devices,
             ram: RamState::new(guest),
             gate: Gate::new(channels),
             compress: CompressThreads::new(options),
-            pacer: Pacer::new(options.max_bandwidth),
+            pacer: control.pacer(options),
             counters: Counters::of_side(channels),
+            main_at_stop: OnceLock::new(),
             connections,
+            control,
             packet_num: AtomicU64::new(0),
             pings: AtomicU64::new(0),
             threads: ThreadTimes::default(),
@@ -91,6 +94,25 @@ impl<'a> Session<'a> {
     /// All counters together.
     pub(super) fn counts(&self) -> Counts {
         self.counters.iter().map(Counters::read).sum()
+    }
+
+    /// The guest has been stopped.
+    pub(super) fn guest_stopped(&self) {
+        let main = self.main_counters().read().transferred_bytes;
+        let _ = self.main_at_stop.set(main);
+    }
+
+    /// Bytes written, by where and when.
+    pub(super) fn bytes(&self) -> ByteFigures {
+        let all = self.counts().transferred_bytes;
+        let main = self.main_counters().read().transferred_bytes;
+        let precopy = self.main_at_stop.get().copied().unwrap_or(main);
+        ByteFigures {
+            // The main channel may have grown since.
+            multifd: all.saturating_sub(main),
+            precopy,
+            downtime: main - precopy,
+        }
     }
 
     /// Keeps `error` if it is the first, and ends every thread's waiting. What the other side has to
@@ -179,6 +201,7 @@ impl<'a> Session<'a> {
         let failure = self.lock_failure();
         let may = failure.is_none() && !self.control.is_stopped();
         self.committed.store(may, Ordering::Release);
+        self.control.set_too_late(may);
         may
     }
 

@@ -2,8 +2,8 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_methods::legacy::xbzrle;
@@ -35,7 +35,7 @@ pub(in crate::relay) struct MappedRamSink {
     position: AtomicU64,
     ram: OnceLock<Ram>,
     workers: usize,
-    pacer: Pacer,
+    pacer: Arc<Pacer>,
     control: Control,
     sent_bytes: AtomicU64,
 }
@@ -64,7 +64,7 @@ impl MappedRamSink {
             position: AtomicU64::new(0),
             ram: OnceLock::new(),
             workers: usize::from(options.channels()).max(1),
-            pacer: Pacer::new(options.max_bandwidth),
+            pacer: control.pacer(options),
             control: control.clone(),
             sent_bytes: AtomicU64::new(0),
         })

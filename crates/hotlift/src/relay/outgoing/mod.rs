@@ -220,7 +220,7 @@ impl<'a> StreamSink<'a> {
         control: &Control,
     ) -> Self {
         let mut counters = Counters::of_side(multifd.len());
-        let pacer = Arc::new(Pacer::new(settings.outgoing.max_bandwidth));
+        let pacer = control.pacer(&settings.outgoing);
         let link = Arc::new(MainLink {
             lane: main,
             counters: counters.pop().unwrap_or_default(),

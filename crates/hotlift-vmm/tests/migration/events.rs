@@ -1,0 +1,220 @@
+//! What a watcher hears of a migration, in QEMU 10.0's order.
+
+use std::sync::{Arc, Mutex};
+
+use hotlift::figures::SourceReport;
+use hotlift::progress::Progress;
+use hotlift::{Control, MigrationEvent, Options, Status};
+
+use MigrationEvent::{Pass, Resumed, Status as State, Stopped};
+use Status::{Active, Cancelled, Cancelling, Completed, Device, Failed, PreSwitchover, Setup};
+
+use crate::census::alone;
+use crate::probe::{Probe, Quirks, three_rounds};
+use crate::rig::{self, Ended, settings};
+
+/// All events of one side.
+#[derive(Clone, Default)]
+pub struct Heard(Arc<Mutex<Vec<MigrationEvent>>>);
+
+impl Heard {
+    pub fn control(&self) -> Control {
+        let heard = self.clone();
+        Control::watched(Box::new(move |event| heard.0.lock().unwrap().push(event)))
+    }
+
+    pub fn read(&self) -> Vec<MigrationEvent> {
+        self.0.lock().unwrap().clone()
+    }
+}
+
+/// One migration with three rounds, and what each side has heard of it.
+fn heard(
+    source: &Probe,
+    destination: &Probe,
+    options: &Options,
+    on_progress: &(dyn Fn(&[Control; 2], &Progress) + Sync),
+) -> (Ended, [Vec<MigrationEvent>; 2]) {
+    let (listener, to) = rig::listen();
+    let heard = [Heard::default(), Heard::default()];
+    let controls = heard.each_ref().map(Heard::control);
+    let ended = rig::run(
+        source,
+        destination,
+        listener,
+        &to,
+        [options, options],
+        &controls,
+        &|progress| on_progress(&controls, progress),
+    );
+    (ended, heard.map(|heard| heard.read()))
+}
+
+fn options(multifd: bool) -> Options {
+    Options {
+        multifd: Some(multifd),
+        max_bandwidth: 0,
+        downtime_limit: std::time::Duration::ZERO,
+        ..Options::default()
+    }
+}
+
+fn guest() -> Probe {
+    let quirks = Quirks {
+        sync: Some(three_rounds()),
+        ..Quirks::default()
+    };
+    rig::source(rig::kinds()[0], &settings(), quirks)
+}
+
+fn room(quirks: Quirks) -> Probe {
+    rig::destination(rig::kinds()[0], &settings(), quirks)
+}
+
+/// A source's way to the last sync, all of [`three_rounds`].
+const TO_THE_LAST_ROUND: [MigrationEvent; 8] = [
+    State(Setup),
+    Pass(1),
+    State(Active),
+    Pass(2),
+    Pass(3),
+    Stopped,
+    State(Device),
+    Pass(4),
+];
+
+fn and_then(more: &[MigrationEvent]) -> Vec<MigrationEvent> {
+    [&TO_THE_LAST_ROUND, more].concat()
+}
+
+fn consistent(report: &SourceReport, multifd: bool) {
+    let bytes = report.bytes;
+    assert_eq!(
+        bytes.multifd + bytes.precopy + bytes.downtime,
+        report.transferred_bytes
+    );
+    assert_eq!(bytes.multifd > 0, multifd, "{report:?}");
+    assert!(bytes.precopy > 0 && bytes.downtime > 0, "{report:?}");
+    assert_eq!(report.dirty_syncs, report.rounds + 1);
+}
+
+#[test]
+fn a_migration_is_told_step_by_step_as_qemu_tells_it() {
+    let _alone = alone();
+    for multifd in [true, false] {
+        let (source, destination) = (guest(), room(Quirks::default()));
+        let (ended, [here, there]) =
+            heard(&source, &destination, &options(multifd), &|_, progress| {
+                assert_eq!(progress.transferred_bytes, progress.bytes.sum());
+            });
+        assert_eq!(here, and_then(&[State(Completed)]));
+        assert_eq!(
+            there,
+            [State(Setup), State(Active), Resumed, State(Completed)]
+        );
+        consistent(&ended.source.unwrap(), multifd);
+    }
+}
+
+#[test]
+fn a_guest_that_is_given_back_is_told_of_after_the_failure() {
+    let _alone = alone();
+    for multifd in [true, false] {
+        let fails_to_load = Quirks {
+            fails_to_load: true,
+            ..Quirks::default()
+        };
+        let (source, destination) = (guest(), room(fails_to_load));
+        let (ended, [here, there]) = heard(&source, &destination, &options(multifd), &|_, _| {});
+        assert!(ended.source.is_err() && source.runs());
+        assert_eq!(here, and_then(&[State(Failed), Resumed]));
+        assert_eq!(there, [State(Setup), State(Active), State(Failed)]);
+    }
+}
+
+#[test]
+fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
+    let _alone = alone();
+    let slow = Options {
+        max_bandwidth: 256 << 10,
+        ..options(true)
+    };
+    let (source, destination) = (guest(), room(Quirks::default()));
+    let (_, [here, there]) = heard(&source, &destination, &slow, &|controls, progress| {
+        assert_eq!(progress.dirty_syncs, 1);
+        assert!(progress.setup.is_some_and(|setup| setup < progress.elapsed));
+        controls[0].cancel();
+        assert_eq!(controls[0].status(), Cancelling);
+    });
+    assert_eq!(
+        here,
+        [
+            State(Setup),
+            Pass(1),
+            State(Active),
+            State(Cancelling),
+            State(Cancelled)
+        ]
+    );
+    assert_eq!(there, [State(Setup), State(Active), State(Failed)]);
+
+    // Before it has begun there is nothing else to tell.
+    let heard = Heard::default();
+    let control = heard.control();
+    control.cancel();
+    let (listener, to) = rig::listen();
+    let error = hotlift::source::migrate(&source, &to, &options(true), &control, &|_| {});
+    assert!(error.is_err() && source.runs());
+    drop(listener);
+    assert_eq!(
+        heard.read(),
+        [State(Setup), State(Cancelling), State(Cancelled)]
+    );
+}
+
+#[test]
+fn with_pause_before_switchover_the_guest_stands_still_until_it_may_go_on() {
+    let _alone = alone();
+    let paused = Options {
+        pause_before_switchover: true,
+        ..options(true)
+    };
+    // Whoever watches hears of it before `proceed` can be called with any effect.
+    let to_the_pause = [&TO_THE_LAST_ROUND[..6], &[State(PreSwitchover)]].concat();
+    let after = |more: &[MigrationEvent]| [&to_the_pause[..], more].concat();
+
+    let (source, destination) = (guest(), room(Quirks::default()));
+    let (ended, [here, _]) = heard(&source, &destination, &paused, &|controls, progress| {
+        controls[0].proceed();
+        if progress.status == PreSwitchover {
+            assert!(!source.runs() && !destination.runs());
+        }
+    });
+    assert!(ended.source.is_ok() && destination.runs());
+    assert_eq!(
+        here,
+        after(&[State(Device), Pass(4), State(Completed)]),
+        "{:?}",
+        ended.errors()
+    );
+
+    // Cancelled there, or left by the destination: the guest runs again.
+    for (who, told) in [
+        (0, [State(Cancelling), Resumed, State(Cancelled)].as_slice()),
+        (1, &[State(Failed), Resumed]),
+    ] {
+        let (source, destination) = (guest(), room(Quirks::default()));
+        let (ended, [here, _]) = heard(&source, &destination, &paused, &|controls, progress| {
+            if progress.status == PreSwitchover {
+                controls[who].cancel();
+            }
+        });
+        assert_eq!(
+            ended.holder(&source, &destination),
+            Ok(rig::Holder::Source),
+            "{:?}",
+            ended.errors()
+        );
+        assert_eq!(here, after(told));
+    }
+}
