@@ -14,12 +14,15 @@ use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::verify::VerifyError;
 
+use crate::advise::error::AdviseError;
 use crate::args::error_line;
 use crate::qemu::control::ControlError;
 
 /// A failed command.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
+    #[error("cannot advise")]
+    Advise(#[from] AdviseError),
     #[error("bad option")]
     Option(#[from] OptionError),
     #[error("cannot make the guest")]

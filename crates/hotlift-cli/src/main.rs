@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod accel;
+mod advise;
 mod args;
 #[allow(dead_code, reason = "its parts come next")]
 mod bench;
@@ -12,7 +13,7 @@ mod events;
 mod guest_run;
 mod migrate;
 mod migration_args;
-#[allow(dead_code, unused_imports, reason = "its parts come next")]
+#[expect(dead_code, reason = "its parts come next")]
 mod monitor;
 mod output_args;
 mod progress;
@@ -112,6 +113,17 @@ enum Command {
     /// an operator runs for each thing that is missing. Nothing is changed, and no queue is opened but
     /// by the vendors' own libraries, to see whether they work.
     Accel(accel::AccelArgs),
+    /// Sample memory, measure this host, and say which method, level and channels to migrate it with
+    ///
+    /// Every method is measured on this host's CPU (and its accelerators) with pages of the memory that is to
+    /// move; total time, downtime and CPU are predicted from that, for a host like this one at the other end.
+    /// Nothing is changed: pages are read through /proc/PID/mem.
+    ///
+    ///   hotlift advise --qmp /run/vm.qmp --bandwidth 10gbit
+    ///
+    ///   hotlift advise --pid 4242 --bandwidth 1gbit --dirty-rate 5000 --goal shortest-downtime
+    #[command(verbatim_doc_comment)]
+    Advise(advise::AdviseArgs),
 }
 
 #[derive(Subcommand)]
@@ -141,6 +153,7 @@ fn main() -> ExitCode {
         }
         Command::Relay(command) => relay::run(&command),
         Command::Accel(args) => accel::run(&args),
+        Command::Advise(args) => advise::run(&args),
         Command::Methods => {
             println!("{}", report::methods());
             Ok(())

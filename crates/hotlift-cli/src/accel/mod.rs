@@ -19,12 +19,14 @@ mod queues;
 mod text;
 mod uadk;
 
+use std::collections::BTreeSet;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
 
+use crate::advise::Devices;
 use crate::error::CommandError;
 use host::Host;
 use libraries::Library;
@@ -142,6 +144,30 @@ impl Accelerator {
     fn is_there(&self) -> bool {
         !self.parts.is_empty() || self.usable
     }
+}
+
+/// What the rules of choosing look at.
+pub fn devices() -> Result<Devices, CommandError> {
+    let host = Host::new(Path::new("/"))?;
+    let idxd = hotlift_idxd::devices(host.root())?;
+    // A queue is named after its device: iax1/wq1.0.
+    let usable = |accelerator: &Accelerator| -> usize {
+        let parts = accelerator.parts.iter().filter(|part| part.usable);
+        let names: BTreeSet<_> = parts
+            .filter_map(|part| part.name.split('/').next())
+            .collect();
+        if accelerator.usable {
+            names.len().max(1)
+        } else {
+            0
+        }
+    };
+    Ok(Devices {
+        iaa: usable(&iaa::look(&host)?),
+        qat: usable(&qat::look(&host)),
+        dsa: dsa::look(&host)?.usable,
+        shared_virtual_memory: idxd.iter().any(|device| device.pasid_enabled == Some(true)),
+    })
 }
 
 /// Lists the accelerators.

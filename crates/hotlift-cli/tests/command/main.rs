@@ -2,6 +2,7 @@
 
 mod accel;
 mod accelerated;
+mod advise;
 mod demo;
 mod guest_run;
 mod hotlift;

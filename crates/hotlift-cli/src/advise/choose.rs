@@ -1,0 +1,291 @@
+//! Which method, level and channels for a goal.
+
+use clap::ValueEnum;
+use serde::Serialize;
+
+use super::measure::{Candidate, Measured};
+use super::model::{Load, Machine, Prediction, Settings, predict};
+use super::rules::{self, Devices, Rule};
+
+/// What a migration is to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Goal {
+    /// The least total time
+    Fastest,
+    /// The least CPU time of both sides together
+    LeastCpu,
+    /// The guest stands still as short as can be
+    ShortestDowntime,
+}
+
+/// Predictions that differ by less than this share are alike, and the lesser CPU decides: measurements of neighbouring
+/// runs differ by as much.
+const ALIKE: f64 = 0.03;
+
+/// Methods on devices that differ by less than this share are alike, and the published rules decide.
+const ALIKE_ON_DEVICES: f64 = 0.1;
+
+/// Downtime limits that are tried for [`Goal::ShortestDowntime`], in seconds. Below 30 ms the switchover itself and the
+/// scheduling of threads make most of it.
+const SHORT_DOWNTIMES: [f64; 3] = [0.03, 0.1, 0.3];
+
+/// A method with the channels and the downtime limit that are best for it, and what is predicted for it.
+#[derive(Debug, Clone, Serialize)]
+pub struct Choice {
+    #[serde(flatten)]
+    pub candidate: Candidate,
+    /// What to set.
+    pub settings: Settings,
+    /// What it will take.
+    pub prediction: Prediction,
+    /// It may be recommended: neither the other side nor a rule is against it.
+    pub eligible: bool,
+}
+
+/// What is asked for.
+#[derive(Debug, Clone, Copy)]
+pub struct Question {
+    pub goal: Goal,
+    /// Channels at most; every number from 1 on is tried.
+    pub most_channels: u8,
+    /// Seconds.
+    pub downtime_limit: f64,
+    /// The other side is a QEMU.
+    pub to_qemu: bool,
+}
+
+/// The candidates, best first, those that may not be recommended last.
+pub fn choose(
+    question: &Question,
+    measured: &Measured,
+    load: &Load,
+    machine: &Machine,
+    devices: &Devices,
+    rules: &[Rule],
+) -> Vec<Choice> {
+    let mut choices: Vec<Choice> = measured
+        .candidates
+        .iter()
+        .map(|candidate| {
+            let (settings, prediction) = best_settings(question, candidate, load, machine);
+            let known = !(question.to_qemu && candidate.method == "lz4");
+            Choice {
+                candidate: candidate.clone(),
+                settings,
+                prediction,
+                eligible: known && rules::allows(devices, candidate),
+            }
+        })
+        .collect();
+    choices.sort_by(|a, b| {
+        let order = (!a.eligible).cmp(&!b.eligible);
+        order
+            .then(rank(question.goal, &a.prediction).total_cmp(&rank(question.goal, &b.prediction)))
+    });
+    let eligible = choices.iter().filter(|choice| choice.eligible).count();
+    if eligible > 0 {
+        let best = first_among_alike(&choices[..eligible], question.goal, rules);
+        choices[..=best].rotate_right(1);
+    }
+    choices
+}
+
+/// The best is the first, but for those that are like it.
+fn first_among_alike(choices: &[Choice], goal: Goal, rules: &[Rule]) -> usize {
+    let best = rank(goal, &choices[0].prediction);
+    let alike = |share: f64| {
+        choices
+            .iter()
+            .enumerate()
+            .take_while(move |(_, choice)| rank(goal, &choice.prediction) <= best * (1.0 + share))
+    };
+    if choices[0].candidate.on_device
+        && let Some(preferred) = rules::preferred(rules)
+        && let Some((i, _)) = alike(ALIKE_ON_DEVICES)
+            .find(|(_, choice)| choice.candidate.method == preferred && choice.candidate.on_device)
+    {
+        return i;
+    }
+    let cpu = |choice: &Choice| choice.prediction.cpu_s();
+    let least = alike(ALIKE).min_by(|(_, a), (_, b)| cpu(a).total_cmp(&cpu(b)));
+    least.map_or(0, |(i, _)| i)
+}
+
+/// A number that is the smaller the better a prediction serves the goal.
+pub fn rank(goal: Goal, prediction: &Prediction) -> f64 {
+    /// More than any time: what does not converge comes after all that does, the nearest to it first.
+    const NEVER: f64 = 1e12;
+    if !prediction.converges {
+        return NEVER / prediction.settles_pages_per_s.max(1e-3) + NEVER;
+    }
+    match goal {
+        Goal::Fastest => prediction.total_s,
+        Goal::LeastCpu => prediction.cpu_s(),
+        // A second more of total time for ten milliseconds less of downtime is not what is meant.
+        Goal::ShortestDowntime => prediction.downtime_s + prediction.total_s / 100.0,
+    }
+}
+
+/// The fewest channels that are as good as more.
+fn best_settings(
+    question: &Question,
+    candidate: &Candidate,
+    load: &Load,
+    machine: &Machine,
+) -> (Settings, Prediction) {
+    let limits: &[f64] = match question.goal {
+        Goal::ShortestDowntime => &SHORT_DOWNTIMES,
+        Goal::Fastest | Goal::LeastCpu => &[question.downtime_limit],
+    };
+    let mut best: Option<(Settings, Prediction)> = None;
+    for &downtime_limit in limits {
+        for channels in 1..=question.most_channels.max(1) {
+            let settings = Settings {
+                channels,
+                downtime_limit,
+            };
+            let prediction = predict(load, &candidate.costs, machine, &settings);
+            // More channels cost the same CPU: for all goals the time is what they are for.
+            let better = best.as_ref().is_none_or(|(_, best)| {
+                let goal = match question.goal {
+                    Goal::LeastCpu => Goal::Fastest,
+                    goal => goal,
+                };
+                rank(goal, &prediction) < rank(goal, best) * (1.0 - ALIKE)
+            });
+            if better {
+                best = Some((settings, prediction));
+            }
+        }
+    }
+    best.unwrap_or_else(|| {
+        let settings = Settings {
+            channels: 1,
+            downtime_limit: question.downtime_limit,
+        };
+        (
+            settings,
+            predict(load, &candidate.costs, machine, &settings),
+        )
+    })
+}
+
+impl Prediction {
+    /// CPU time of both sides.
+    pub fn cpu_s(&self) -> f64 {
+        self.source_cpu_s + self.destination_cpu_s
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::model::{Codec, PAGES_OF_A_GIB, Work};
+    use super::*;
+
+    fn candidate(method: &'static str, encode: f64, decode: f64, ratio: f64) -> Candidate {
+        let work = |seconds| Work {
+            cpu: seconds,
+            thread: seconds,
+        };
+        Candidate {
+            method,
+            level: None,
+            runs_on: String::new(),
+            on_device: false,
+            measured_bytes: 0,
+            costs: Codec {
+                encode: work(encode),
+                decode: work(decode),
+                ratio,
+            },
+        }
+    }
+
+    /// Costs as in the README's machine.
+    fn measured() -> Measured {
+        Measured {
+            cores: 4,
+            cores_free: 4.0,
+            zero_scan: 0.1,
+            first_touch: 0.25,
+            send: 0.3,
+            receive: 0.25,
+            candidates: vec![
+                candidate("none", 0.0, 0.0, 1.0),
+                candidate("zstd", 4.0, 1.4, 3.3),
+                candidate("lz4", 2.2, 0.5, 2.05),
+                candidate("qpl", 4.3, 3.5, 2.4),
+            ],
+        }
+    }
+
+    fn first(goal: Goal, bandwidth: f64, rate: f64, to_qemu: bool) -> Choice {
+        let measured = measured();
+        let load = Load {
+            pages: 4.0 * PAGES_OF_A_GIB,
+            untouched_share: 0.0,
+            zero_share: 0.1,
+            dirty_rate: rate,
+            working_set: PAGES_OF_A_GIB,
+        };
+        let machine = Machine {
+            cores: 4.0,
+            same_host: false,
+            zero_scan: measured.zero_scan,
+            send: measured.send,
+            receive: measured.receive,
+            first_touch: measured.first_touch,
+            bandwidth,
+        };
+        let question = Question {
+            goal,
+            most_channels: 4,
+            downtime_limit: 0.3,
+            to_qemu,
+        };
+        let devices = Devices::default();
+        let mut choices = choose(&question, &measured, &load, &machine, &devices, &[]);
+        assert_eq!(choices.len(), 4);
+        choices.remove(0)
+    }
+
+    #[test]
+    fn slow_links_want_ratio_fast_ones_nothing_and_lz4_is_between() {
+        let fastest = |mbit: f64| first(Goal::Fastest, mbit * 125e3, 0.0, false);
+        assert_eq!(fastest(1000.0).candidate.method, "zstd");
+        assert_eq!(fastest(9000.0).candidate.method, "lz4");
+        assert_eq!(fastest(100_000.0).candidate.method, "none");
+        let qemu = first(Goal::Fastest, 9e9 / 8.0, 0.0, true);
+        assert_ne!(qemu.candidate.method, "lz4", "a QEMU does not know it");
+    }
+
+    #[test]
+    fn no_more_channels_than_help() {
+        let slow = first(Goal::Fastest, 125e6, 0.0, false);
+        assert_eq!((slow.candidate.method, slow.settings.channels), ("zstd", 2));
+        let fast = first(Goal::Fastest, f64::INFINITY, 0.0, false);
+        assert_eq!((fast.candidate.method, fast.settings.channels), ("none", 4));
+    }
+
+    #[test]
+    fn the_least_cpu_is_no_compression_unless_only_that_converges() {
+        let idle = first(Goal::LeastCpu, 125e6, 0.0, false);
+        assert_eq!(idle.candidate.method, "none");
+        let busy = first(Goal::LeastCpu, 125e6, 40_000.0, false);
+        assert!(busy.prediction.converges, "{busy:?}");
+        assert_ne!(busy.candidate.method, "none");
+    }
+
+    #[test]
+    fn the_shortest_downtime_sets_the_limit_that_is_reached() {
+        let idle = first(Goal::ShortestDowntime, 125e6, 0.0, false);
+        assert!(idle.settings.downtime_limit < 0.05, "{idle:?}");
+        let all = first(Goal::ShortestDowntime, 125e6, 20_000.0, false);
+        assert!(all.prediction.converges);
+        assert!(
+            all.prediction.downtime_s <= all.settings.downtime_limit + 0.05,
+            "{all:?}"
+        );
+    }
+}

@@ -1,0 +1,174 @@
+//! Pages drawn at random from memory, in batches of a packet: what compresses together lies together.
+
+use std::collections::HashSet;
+
+use hotlift_mem::{PAGE_SIZE, zero};
+use serde::Serialize;
+
+use super::error::AdviseError;
+
+/// Pages of a packet (QEMU's `MULTIFD_PACKET_SIZE` of 512 KiB).
+pub const PACKET_PAGES: usize = 128;
+
+/// Bytes of a packet's pages.
+pub const PACKET: usize = PACKET_PAGES * PAGE_SIZE;
+
+/// Packets looked at for each one that is read: memory that was never touched costs no reading.
+const LOOKS: u64 = 16;
+
+/// Memory that can be sampled.
+pub trait Memory {
+    /// What it is, for people.
+    fn name(&self) -> &str;
+    /// Bytes of it.
+    fn len(&self) -> u64;
+    /// Reads a packet's touched pages to the end of `to`, and returns how many were never touched; `None` if it is
+    /// not there any more. The last packet may be shorter.
+    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<usize>, AdviseError>;
+}
+
+/// What was drawn.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Sample {
+    /// What it was drawn from.
+    pub memory: String,
+    /// Bytes of the whole of it.
+    pub ram_bytes: u64,
+    /// Pages looked at.
+    pub pages: usize,
+    /// Of them: never touched.
+    pub untouched: usize,
+    /// Of them: zero, though touched.
+    pub zero: usize,
+    /// The others, a packet each.
+    #[serde(skip)]
+    pub packets: Vec<Vec<u8>>,
+}
+
+impl Sample {
+    /// Draws packets until `limit` bytes have been read, or so many looked at, or there are no more.
+    pub fn draw(memory: &dyn Memory, limit: u64, seed: u64) -> Result<Self, AdviseError> {
+        let mut sample = Self {
+            memory: memory.name().to_owned(),
+            ram_bytes: memory.len(),
+            ..Self::default()
+        };
+        let packets = memory.len().div_ceil(PACKET as u64);
+        let enough = limit.div_ceil(PACKET as u64).max(1);
+        let mut read = 0;
+        for packet in order(packets, enough.saturating_mul(LOOKS), seed) {
+            let mut pages = Vec::with_capacity(PACKET);
+            let Some(untouched) = memory.read(packet, &mut pages)? else {
+                continue;
+            };
+            sample.pages += untouched + pages.len() / PAGE_SIZE;
+            sample.untouched += untouched;
+            let any = !pages.is_empty();
+            sample.keep(&pages);
+            read += u64::from(any);
+            if read == enough {
+                break;
+            }
+        }
+        Ok(sample)
+    }
+
+    fn keep(&mut self, pages: &[u8]) {
+        let mut content = Vec::with_capacity(pages.len());
+        for page in pages.as_chunks::<PAGE_SIZE>().0 {
+            if zero::is_zero(page) {
+                self.zero += 1;
+            } else {
+                content.extend_from_slice(page);
+            }
+        }
+        if !content.is_empty() {
+            self.packets.push(content);
+        }
+    }
+
+    /// Share of the pages looked at.
+    pub fn share(&self, pages: usize) -> f64 {
+        pages as f64 / self.pages.max(1) as f64
+    }
+
+    /// Bytes of the pages with content.
+    pub fn content(&self) -> usize {
+        self.packets.iter().map(Vec::len).sum()
+    }
+}
+
+/// At most `most` different numbers below `packets`, in random order; all of them where they are not many more.
+fn order(packets: u64, most: u64, seed: u64) -> Vec<u64> {
+    let mut noise = seed | 1;
+    let mut below = |end: u64| {
+        noise ^= noise << 13;
+        noise ^= noise >> 7;
+        noise ^= noise << 17;
+        u64::try_from((u128::from(noise) * u128::from(end)) >> 64).unwrap_or(0)
+    };
+    if packets <= most.saturating_mul(2) {
+        let mut all: Vec<u64> = (0..packets).collect();
+        for i in (1..packets).rev() {
+            if let (Ok(i), Ok(other)) = (usize::try_from(i), usize::try_from(below(i + 1))) {
+                all.swap(i, other);
+            }
+        }
+        all.truncate(usize::try_from(most).unwrap_or(usize::MAX));
+        return all;
+    }
+    let mut seen = HashSet::new();
+    let mut drawn = Vec::new();
+    while (drawn.len() as u64) < most {
+        let packet = below(packets);
+        if seen.insert(packet) {
+            drawn.push(packet);
+        }
+    }
+    drawn
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_are_drawn_once_each_and_never_beyond_the_end() {
+        for (packets, most) in [(0, 5), (1, 5), (10, 5), (10, 10), (100_000, 50)] {
+            let drawn = order(packets, most, 7);
+            let different: HashSet<_> = drawn.iter().collect();
+            assert_eq!(different.len(), drawn.len(), "{packets} {most}");
+            assert_eq!(drawn.len() as u64, packets.min(most));
+            assert!(drawn.iter().all(|packet| *packet < packets));
+        }
+        assert_ne!(order(1000, 10, 1), order(1000, 10, 3), "seeds differ");
+    }
+
+    struct Striped;
+
+    impl Memory for Striped {
+        fn name(&self) -> &str {
+            "stripes"
+        }
+        fn len(&self) -> u64 {
+            (40 * PACKET) as u64
+        }
+        /// Of each packet a quarter is untouched, a quarter zero.
+        fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<usize>, AdviseError> {
+            to.resize(32 * PAGE_SIZE, 0);
+            to.resize(96 * PAGE_SIZE, 7);
+            Ok((packet != 3).then_some(32))
+        }
+    }
+
+    #[test]
+    fn shares_are_those_of_the_memory_and_the_limit_is_kept() {
+        let sample = Sample::draw(&Striped, 4 * PACKET as u64, 1).unwrap();
+        assert_eq!(sample.packets.len(), 4);
+        assert!((sample.share(sample.untouched) - 0.25).abs() < 1e-9);
+        assert!((sample.share(sample.zero) - 0.25).abs() < 1e-9);
+        assert_eq!(sample.content(), 4 * 64 * PAGE_SIZE);
+        let all = Sample::draw(&Striped, u64::MAX, 1).unwrap();
+        assert_eq!(all.packets.len(), 39, "all but the one that has gone");
+    }
+}
