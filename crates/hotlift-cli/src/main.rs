@@ -13,7 +13,7 @@ mod events;
 mod guest_run;
 mod migrate;
 mod migration_args;
-#[expect(dead_code, reason = "its parts come next")]
+#[allow(dead_code, unused_imports, reason = "its parts come next")]
 mod monitor;
 mod output_args;
 mod progress;

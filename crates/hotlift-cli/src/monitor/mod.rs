@@ -1,4 +1,4 @@
 //! Driving and watching whatever moves memory, as QEMU is: by tools over QMP, by people at a monitor.
 
-mod commands;
-mod hmp;
+pub mod commands;
+pub mod hmp;

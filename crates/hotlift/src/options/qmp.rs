@@ -175,16 +175,7 @@ impl OptionInfo {
     /// # Errors
     /// [`QmpRefusal`] if it is no such value at all.
     pub fn typed(&self, text: &str) -> Result<Json, QmpRefusal> {
-        let not_a_number = || {
-            let hexadecimal = text
-                .strip_prefix("0x")
-                .map(|hex| u64::from_str_radix(hex, 16));
-            let number = match hexadecimal {
-                Some(hexadecimal) => hexadecimal.ok().map(Json::from),
-                None => text.parse::<i64>().ok().map(Json::from),
-            };
-            number.ok_or_else(|| self.expects("uint64"))
-        };
+        let hexadecimal = || u64::from_str_radix(text.strip_prefix("0x")?, 16).ok();
         match self.qmp_type() {
             QmpType::Size if self.is_bandwidth() => {
                 const MIB: u32 = 20;
@@ -194,12 +185,16 @@ impl OptionInfo {
                         got: text.to_owned(),
                     })
             }
-            QmpType::Size | QmpType::Uint64 => {
-                parse_size_in(text, 0).map_or_else(not_a_number, |number| Ok(json!(number)))
+            QmpType::Size | QmpType::Uint64 => parse_size_in(text, 0)
+                .or_else(hexadecimal)
+                .map(Json::from)
+                .ok_or_else(|| self.expects("a non-negative number below 2^64")),
+            QmpType::Uint8 => {
+                let decimal = text.parse::<i64>().ok().map(Json::from);
+                decimal
+                    .or_else(|| hexadecimal().map(Json::from))
+                    .ok_or_else(|| self.expects("uint64"))
             }
-            QmpType::Uint8 => text
-                .parse::<u64>()
-                .map_or_else(|_| not_a_number(), |number| Ok(json!(number))),
             QmpType::Bool => match text {
                 "on" | "yes" | "true" | "y" => Ok(json!(true)),
                 "off" | "no" | "false" | "n" => Ok(json!(false)),

@@ -1,34 +1,36 @@
 //! The human monitor (HMP): lines that people type, carried out by QMP's [`Commands`].
+//!
+//! Commands, answers and complaints are those of QEMU 10.0, and the forms of older documents are taken too. The
+//! terminal's prompt says whose monitor it is; a socket's is QEMU's, because scripts wait for it.
 
-use std::io::{self, Read, Write};
+mod complete;
+mod line;
+mod run;
+mod session;
+mod show;
+mod table;
+mod terminal;
 
 use super::commands::Commands;
+use run::Answer;
+
+pub use session::serve_client;
+pub use table::{COMMANDS, HmpCommand, INFO};
+pub use terminal::{TerminalSettings, serve_terminal};
 
 /// Runs one line and gives back what it prints, as `human-monitor-command` does: nothing waits.
 pub fn run_line(commands: &dyn Commands, line: &str) -> String {
-    let _ = (commands, line);
-    String::new()
+    let text = match run::run(commands, line) {
+        Answer::Text(text) => text,
+        Answer::Started => {
+            "terminal does not allow synchronous migration, continuing detached\n".to_owned()
+        }
+        Answer::Quit => String::new(),
+    };
+    text.replace('\n', "\r\n")
 }
 
-/// Serves a client of a socket until it leaves or says `quit`.
-///
-/// # Errors
-/// Those of the connection.
-pub fn serve_client(
-    commands: &dyn Commands,
-    input: &mut dyn Read,
-    output: &mut dyn Write,
-) -> io::Result<()> {
-    let _ = (commands, input, output);
-    Ok(())
-}
-
-/// Serves the terminal on standard input and output, with history and completion, until the end of
-/// its input or `quit`.
-///
-/// # Errors
-/// Those of the terminal.
-pub fn serve_terminal(commands: &dyn Commands) -> io::Result<()> {
-    let _ = commands;
-    Ok(())
-}
+#[cfg(test)]
+mod fake;
+#[cfg(test)]
+mod tests;

@@ -273,6 +273,16 @@ fn what_is_typed_at_a_monitor_has_qemus_units() {
     for (name, text, words) in [
         ("max-bandwidth", "1x", "Invalid size 1x"),
         (
+            "downtime-limit",
+            "abc",
+            "Parameter 'downtime-limit' expects a non-negative number below 2^64",
+        ),
+        (
+            "xbzrle-cache-size",
+            "-1",
+            "Parameter 'xbzrle-cache-size' expects a non-negative number below 2^64",
+        ),
+        (
             "multifd-channels",
             "abc",
             "Parameter 'multifd-channels' expects uint64",

@@ -1,0 +1,308 @@
+//! What `info` prints: QEMU 10.0's lines, in its order, from the JSON of QMP.
+
+use std::fmt::Write;
+
+use hotlift::options::{OPTIONS, OUR_PREFIX};
+use serde_json::Value as Json;
+
+/// How a member is written.
+enum As {
+    Ms,
+    Mbps,
+    Kbytes,
+    Bytes,
+    Pages,
+    Number,
+    Rate,
+    Times,
+}
+
+/// A line of `info migrate`.
+struct Row {
+    label: &'static str,
+    /// The member of `query-migrate`, as a JSON pointer.
+    member: &'static str,
+    shown: As,
+    /// Whether 0 is shown.
+    zero: bool,
+}
+
+const fn row(label: &'static str, member: &'static str, shown: As, zero: bool) -> Row {
+    Row {
+        label,
+        member,
+        shown,
+        zero,
+    }
+}
+
+/// In QEMU's order.
+const ROWS: &[Row] = &[
+    row("total time", "/total-time", As::Ms, true),
+    row("expected downtime", "/expected-downtime", As::Ms, true),
+    row("downtime", "/downtime", As::Ms, true),
+    row("setup", "/setup-time", As::Ms, true),
+    row("transferred ram", "/ram/transferred", As::Kbytes, true),
+    row("throughput", "/ram/mbps", As::Mbps, true),
+    row("remaining ram", "/ram/remaining", As::Kbytes, true),
+    row("total ram", "/ram/total", As::Kbytes, true),
+    row("duplicate", "/ram/duplicate", As::Pages, true),
+    row("normal", "/ram/normal", As::Pages, true),
+    row("normal bytes", "/ram/normal-bytes", As::Kbytes, true),
+    row(
+        "dirty sync count",
+        "/ram/dirty-sync-count",
+        As::Number,
+        true,
+    ),
+    row("page size", "/ram/page-size", As::Kbytes, true),
+    row("multifd bytes", "/ram/multifd-bytes", As::Kbytes, true),
+    row(
+        "pages-per-second",
+        "/ram/pages-per-second",
+        As::Number,
+        true,
+    ),
+    row(
+        "dirty pages rate",
+        "/ram/dirty-pages-rate",
+        As::Pages,
+        false,
+    ),
+    row(
+        "postcopy request count",
+        "/ram/postcopy-requests",
+        As::Number,
+        false,
+    ),
+    row("precopy ram", "/ram/precopy-bytes", As::Kbytes, false),
+    row("downtime ram", "/ram/downtime-bytes", As::Kbytes, false),
+    row("postcopy ram", "/ram/postcopy-bytes", As::Kbytes, false),
+    row(
+        "Zero-copy-send fallbacks happened",
+        "/ram/dirty-sync-missed-zero-copy",
+        As::Times,
+        false,
+    ),
+    row("cache size", "/xbzrle-cache/cache-size", As::Bytes, true),
+    row(
+        "xbzrle transferred",
+        "/xbzrle-cache/bytes",
+        As::Kbytes,
+        true,
+    ),
+    row("xbzrle pages", "/xbzrle-cache/pages", As::Pages, true),
+    row(
+        "xbzrle cache miss",
+        "/xbzrle-cache/cache-miss",
+        As::Pages,
+        true,
+    ),
+    row(
+        "xbzrle cache miss rate",
+        "/xbzrle-cache/cache-miss-rate",
+        As::Rate,
+        true,
+    ),
+    row(
+        "xbzrle encoding rate",
+        "/xbzrle-cache/encoding-rate",
+        As::Rate,
+        true,
+    ),
+    row(
+        "xbzrle overflow",
+        "/xbzrle-cache/overflow",
+        As::Number,
+        true,
+    ),
+    row(
+        "cpu throttle percentage",
+        "/cpu-throttle-percentage",
+        As::Number,
+        true,
+    ),
+];
+
+impl Row {
+    fn write(&self, text: &mut String, info: &Json) {
+        let Some(member) = info.pointer(self.member) else {
+            return;
+        };
+        let (label, whole) = (self.label, member.as_u64().unwrap_or(0));
+        if whole == 0 && !self.zero {
+            return;
+        }
+        let real = member.as_f64().unwrap_or(0.0);
+        let _ = match self.shown {
+            As::Ms => writeln!(text, "{label}: {whole} ms"),
+            As::Mbps => writeln!(text, "{label}: {real:.2} mbps"),
+            As::Kbytes => writeln!(text, "{label}: {} kbytes", whole >> 10),
+            As::Bytes => writeln!(text, "{label}: {whole} bytes"),
+            As::Pages => writeln!(text, "{label}: {whole} pages"),
+            As::Number => writeln!(text, "{label}: {whole}"),
+            As::Rate => writeln!(text, "{label}: {real:.2}"),
+            As::Times => writeln!(text, "{label}: {whole} times"),
+        };
+    }
+}
+
+/// `info migrate`. Its first line is that of QEMU before 2.12, which documents of that time show; the
+/// `globals` that QEMU has there now are of machine types.
+pub fn migration(info: &Json, capabilities: &Json, all: bool) -> String {
+    let mut text = String::from("Capabilities:");
+    for (name, state) in states(capabilities) {
+        let _ = write!(text, " {name}: {state}");
+    }
+    text.push('\n');
+    if let Some(reasons) = info["blocked-reasons"].as_array() {
+        text.push_str("Outgoing migration blocked:\n");
+        for reason in reasons.iter().filter_map(Json::as_str) {
+            let _ = writeln!(text, "  {reason}");
+        }
+    }
+    if let Some(line) = status_line(info) {
+        text.push_str(&line);
+    }
+    for row in ROWS {
+        row.write(&mut text, info);
+    }
+    if let Some(addresses) = info["socket-address"].as_array() {
+        text.push_str("socket address: [\n");
+        for address in addresses {
+            let _ = writeln!(text, "\t{}", socket_address(address));
+        }
+        text.push_str("]\n");
+    }
+    if all && let Some(members) = info.as_object() {
+        for (name, member) in members
+            .iter()
+            .filter(|(name, _)| name.starts_with(OUR_PREFIX))
+        {
+            let _ = writeln!(text, "{}: {}", name, plain(member));
+        }
+    }
+    text
+}
+
+/// The line of the state, with the reason of a failure; none before the first migration.
+pub fn status_line(info: &Json) -> Option<String> {
+    let status = info["status"].as_str()?;
+    Some(match info["error-desc"].as_str() {
+        Some(reason) if status == "failed" => format!("Migration status: {status} ({reason})\n"),
+        _ => format!("Migration status: {status}\n"),
+    })
+}
+
+/// How a migration gets on, in one line.
+pub fn progress_line(info: &Json) -> String {
+    let ram = &info["ram"];
+    let kbytes = |name: &str| ram[name].as_u64().unwrap_or(0) >> 10;
+    let status = info["status"].as_str().unwrap_or("none");
+    if !ram.is_object() {
+        return status.to_owned();
+    }
+    format!(
+        "{status}: round {}, {} of {} kbytes remain, {} kbytes transferred, {:.2} mbps",
+        ram["dirty-sync-count"].as_u64().unwrap_or(0),
+        kbytes("remaining"),
+        kbytes("total"),
+        kbytes("transferred"),
+        ram["mbps"].as_f64().unwrap_or(0.0),
+    )
+}
+
+/// QAPI's `SocketAddress` as it is typed.
+fn socket_address(address: &Json) -> String {
+    let part = |name: &str| address[name].as_str().unwrap_or_default();
+    match part("type") {
+        "inet" if part("host").contains(':') => format!("tcp:[{}]:{}", part("host"), part("port")),
+        "inet" => format!("tcp:{}:{}", part("host"), part("port")),
+        "unix" => format!("unix:{}", part("path")),
+        _ => plain(address),
+    }
+}
+
+/// The capabilities and `on` or `off`.
+fn states(capabilities: &Json) -> impl Iterator<Item = (&str, &'static str)> {
+    let all = capabilities.as_array().into_iter().flatten();
+    all.filter_map(|one| {
+        let on = one["state"].as_bool()?;
+        Some((one["capability"].as_str()?, if on { "on" } else { "off" }))
+    })
+}
+
+/// `info migrate_capabilities`.
+pub fn capabilities(capabilities: &Json) -> String {
+    states(capabilities)
+        .map(|(name, state)| format!("{name}: {state}\n"))
+        .collect()
+}
+
+/// `info migrate_parameters`: those of the table in its order, then whatever else QMP tells.
+pub fn parameters(parameters: &Json) -> String {
+    let Some(all) = parameters.as_object() else {
+        return String::new();
+    };
+    let mut text = String::new();
+    let mut shown = Vec::new();
+    for row in OPTIONS {
+        let name = row.qmp_name();
+        let Some(value) = all.get(&*name) else {
+            continue;
+        };
+        let unit = match row.unit {
+            "ms" => " ms",
+            "bytes" => " bytes",
+            "bytes/s" => " bytes/second",
+            _ => "",
+        };
+        let _ = writeln!(text, "{name}: {}{unit}", plain(value));
+        shown.push(name);
+    }
+    for (name, value) in all
+        .iter()
+        .filter(|(name, _)| !shown.iter().any(|one| *one == **name))
+    {
+        let _ = match value {
+            Json::String(string) => writeln!(text, "{name}: '{string}'"),
+            other => writeln!(text, "{name}: {}", plain(other)),
+        };
+    }
+    text
+}
+
+/// A value without quotes; switches as `on` and `off`, strings of a list with spaces between.
+fn plain(value: &Json) -> String {
+    match value {
+        Json::Bool(on) => if *on { "on" } else { "off" }.to_owned(),
+        Json::String(text) => text.clone(),
+        Json::Array(items) if items.iter().all(Json::is_string) => {
+            let items: Vec<_> = items.iter().filter_map(Json::as_str).collect();
+            items.join(" ")
+        }
+        other => other.to_string(),
+    }
+}
+
+/// `info status`.
+pub fn status(status: &Json) -> String {
+    let running = status["running"].as_bool().unwrap_or(false);
+    match status["status"].as_str() {
+        _ if running => "VM status: running\n".to_owned(),
+        Some(why) if why != "paused" => format!("VM status: paused ({why})\n"),
+        _ => "VM status: paused\n".to_owned(),
+    }
+}
+
+/// `info version`.
+pub fn version(version: &Json) -> String {
+    let part = |name: &str| version["qemu"][name].as_u64().unwrap_or(0);
+    let package = version["package"].as_str().unwrap_or_default();
+    format!(
+        "{}.{}.{}{package}\n",
+        part("major"),
+        part("minor"),
+        part("micro")
+    )
+}

@@ -1,0 +1,159 @@
+//! Every command of the monitor. Help, completion and the table in `docs/control.md` are made from these rows.
+
+/// A command, or what `info` can tell.
+pub struct HmpCommand {
+    /// Its names, the first is the one to use.
+    pub names: &'static [&'static str],
+    /// What follows it, as help shows it.
+    pub arguments: &'static str,
+    /// Letters that it takes as flags.
+    pub flags: &'static str,
+    /// What it does, in one line.
+    pub help: &'static str,
+    /// The QMP command that carries it out.
+    pub qmp: &'static str,
+}
+
+/// Every command.
+pub static COMMANDS: &[HmpCommand] = &[
+    HmpCommand {
+        names: &["cont", "c"],
+        arguments: "",
+        flags: "",
+        help: "let the guest run",
+        qmp: "cont",
+    },
+    HmpCommand {
+        names: &["help", "?"],
+        arguments: "[command]",
+        flags: "",
+        help: "show the commands, or one of them; 'help migrate_set_parameter' lists parameters",
+        qmp: "",
+    },
+    HmpCommand {
+        names: &["info"],
+        arguments: "[what]",
+        flags: "",
+        help: "show something; 'help info' says what there is",
+        qmp: "",
+    },
+    HmpCommand {
+        names: &["migrate"],
+        arguments: "[-d] uri",
+        flags: "dr",
+        help: "migrate the guest to uri; with -d the monitor does not wait for the end",
+        qmp: "migrate",
+    },
+    HmpCommand {
+        names: &["migrate_cancel"],
+        arguments: "",
+        flags: "",
+        help: "cancel the migration; the guest goes on here",
+        qmp: "migrate_cancel",
+    },
+    HmpCommand {
+        names: &["migrate_continue"],
+        arguments: "state",
+        flags: "",
+        help: "let a migration go on that waits in state (pre-switchover)",
+        qmp: "migrate-continue",
+    },
+    HmpCommand {
+        names: &["migrate_incoming"],
+        arguments: "uri",
+        flags: "",
+        help: "wait at uri for a source, where '--incoming defer' has put it off",
+        qmp: "migrate-incoming",
+    },
+    HmpCommand {
+        names: &["migrate_pause"],
+        arguments: "",
+        flags: "",
+        help: "pause a postcopy migration, which Hotlift does not have",
+        qmp: "migrate-pause",
+    },
+    HmpCommand {
+        names: &["migrate_set_capability"],
+        arguments: "capability on|off",
+        flags: "",
+        help: "switch a capability of migrations",
+        qmp: "migrate-set-capabilities",
+    },
+    HmpCommand {
+        names: &["migrate_set_parameter"],
+        arguments: "parameter value",
+        flags: "",
+        help: "set a parameter of migrations; sizes take K, M, G or T, bandwidths are MiB/s without",
+        qmp: "migrate-set-parameters",
+    },
+    HmpCommand {
+        names: &["quit", "q"],
+        arguments: "",
+        flags: "",
+        help: "end the process, and the guest with it",
+        qmp: "quit",
+    },
+    HmpCommand {
+        names: &["stop", "s"],
+        arguments: "",
+        flags: "",
+        help: "stop the guest",
+        qmp: "stop",
+    },
+];
+
+/// What `info` can tell.
+pub static INFO: &[HmpCommand] = &[
+    HmpCommand {
+        names: &["migrate"],
+        arguments: "[-a]",
+        flags: "a",
+        help: "show how the migration gets on; with -a all that Hotlift knows of it",
+        qmp: "query-migrate",
+    },
+    HmpCommand {
+        names: &["migrate_capabilities"],
+        arguments: "",
+        flags: "",
+        help: "show the capabilities of migrations",
+        qmp: "query-migrate-capabilities",
+    },
+    HmpCommand {
+        names: &["migrate_parameters"],
+        arguments: "",
+        flags: "",
+        help: "show the parameters of migrations",
+        qmp: "query-migrate-parameters",
+    },
+    HmpCommand {
+        names: &["status"],
+        arguments: "",
+        flags: "",
+        help: "show whether the guest runs",
+        qmp: "query-status",
+    },
+    HmpCommand {
+        names: &["version"],
+        arguments: "",
+        flags: "",
+        help: "show the version",
+        qmp: "query-version",
+    },
+];
+
+impl HmpCommand {
+    /// Its names as QEMU writes them in complaints: `cont|c`.
+    pub fn title(&self) -> String {
+        self.names.join("|")
+    }
+
+    /// A line of help.
+    pub fn usage(&self) -> String {
+        format!("{} {} -- {}", self.title(), self.arguments, self.help)
+    }
+}
+
+/// The row of a name.
+pub fn find(table: &'static [HmpCommand], name: &str) -> Option<&'static HmpCommand> {
+    table.iter().find(|command| command.names.contains(&name))
+}
