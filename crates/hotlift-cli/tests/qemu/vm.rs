@@ -289,6 +289,15 @@ impl Vm {
         Pid::from_child(&self.process)
     }
 
+    /// Whether a thread of the process has a name that begins so.
+    pub fn has_thread(&self, name: &str) -> bool {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.process.id())).expect("it runs");
+        tasks.flatten().any(|task| {
+            // A thread that ends meanwhile has none.
+            fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.starts_with(name))
+        })
+    }
+
     /// How the process ended, if it has.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.process.try_wait().expect("it was started")
