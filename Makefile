@@ -1,3 +1,4 @@
+# make build   builds target/release/hotlift, and in target/share its manual pages and shell completions
 # make demo    builds, and live-migrates the built-in guest with each method
 # make test    installs what the tests need, and runs all of them
 # make fuzz    runs each fuzz target for five minutes, two at a time (three quarters of an hour)
@@ -23,6 +24,7 @@ demo: build
 build:
 	@scripts/install-packages $(BUILD_PACKAGES)
 	cargo build --release --locked
+	target/release/hotlift manual target/share
 
 test:
 	@scripts/install-packages $(TEST_PACKAGES)

@@ -35,6 +35,10 @@ pub struct DemoArgs {
 
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
+    args.migration.refuse(
+        &["pause-before-switchover"],
+        "a monitor that lets the migration go on, which the demo has not",
+    )?;
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
     let mut runs = Vec::new();
@@ -214,7 +218,7 @@ fn spawn(
     };
     let program = std::env::current_exe().map_err(failed)?;
     let mut child = Command::new(program)
-        .args(["guest", "run", "--events"])
+        .args(["guest", "run", "--tell-events"])
         .arg(format!("--label={label}"))
         .args(role)
         .args(args.guest.to_flags(kind))

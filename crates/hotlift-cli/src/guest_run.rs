@@ -49,7 +49,7 @@ pub struct GuestRunArgs {
     json: Option<PathBuf>,
     /// Tell events as JSON lines on standard output, for the process that started this one
     #[arg(long, hide = true)]
-    events: bool,
+    tell_events: bool,
     /// Begins the lines of the progress display
     #[arg(long, hide = true, default_value = "migration")]
     label: String,
@@ -64,7 +64,7 @@ pub struct GuestRunArgs {
 
 /// Runs the command.
 pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
-    if args.events {
+    if args.tell_events {
         // A child must not outlive the command that it belongs to.
         let _ =
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
@@ -212,7 +212,7 @@ impl Session<'_> {
             "it goes on: {} writes, {} pages checked, no write was lost",
             check.writes, check.pages_checked
         ));
-        if self.args.events {
+        if self.args.tell_events {
             return Ok(());
         }
         self.run_on()
@@ -299,14 +299,14 @@ impl Session<'_> {
 
     /// Tells the process that started this one.
     fn tell(&self, event: &Event) {
-        if self.args.events {
+        if self.args.tell_events {
             tell(event);
         }
     }
 
     /// Tells the person at the terminal.
     fn say(&self, text: &str) {
-        if !self.args.events {
+        if !self.args.tell_events {
             println!("{text}");
         }
     }

@@ -11,6 +11,7 @@ mod demo;
 mod error;
 mod events;
 mod guest_run;
+mod manual;
 mod migrate;
 mod migration_args;
 #[allow(dead_code, unused_imports, reason = "its parts come next")]
@@ -27,7 +28,7 @@ mod signals;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// Moves the memory of a running virtual machine between hosts.
 #[derive(Parser)]
@@ -105,6 +106,9 @@ enum Command {
     /// Watch over a QEMU that 'serve' or 'restore' has started
     #[command(hide = true)]
     Guard(qemu::guard::GuardArgs),
+    /// Write the manual pages and the shells' completions of this command
+    #[command(hide = true)]
+    Manual(manual::ManualArgs),
     /// List the page compression methods, and which library does each on this host
     Methods,
     /// List the accelerators of this host, and what is missing to use them
@@ -154,6 +158,7 @@ fn main() -> ExitCode {
         Command::Relay(command) => relay::run(&command),
         Command::Accel(args) => accel::run(&args),
         Command::Advise(args) => advise::run(&args),
+        Command::Manual(args) => manual::run(&args, &Cli::command()),
         Command::Methods => {
             println!("{}", report::methods());
             Ok(())

@@ -22,6 +22,21 @@ impl MigrationArgs {
         self.level.is_some()
     }
 
+    /// Refuses the switches `names` where they are on, because nothing would come of them, or no end.
+    pub fn refuse(&self, names: &[&str], needs: &'static str) -> Result<(), OptionError> {
+        match self
+            .given
+            .iter()
+            .find(|(name, value)| value == "on" && names.contains(&name.as_str()))
+        {
+            None => Ok(()),
+            Some((name, value)) => Err(OptionError::Conflict {
+                option: format!("{name}={value}"),
+                needs,
+            }),
+        }
+    }
+
     /// Checks every value against its range.
     pub fn options(&self) -> Result<Options, OptionError> {
         let mut options = Options::default();
@@ -166,6 +181,17 @@ mod tests {
         assert!(error.to_string().contains("'none' has none"), "{error}");
         let error = parse(&["--method", "zlib", "--level", "10"]).unwrap_err();
         assert!(error.to_string().contains("between 0 and 9"), "{error}");
+    }
+
+    #[test]
+    fn a_switch_without_its_other_half_is_refused_by_name_where_it_is_on() {
+        let args = parse(&["--pause-before-switchover=on", "--xbzrle=off"]).unwrap();
+        args.refuse(&["xbzrle", "events"], "a monitor").unwrap();
+        let error = args.refuse(&["xbzrle", "pause-before-switchover"], "a monitor");
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "pause-before-switchover=on needs a monitor"
+        );
     }
 
     #[test]

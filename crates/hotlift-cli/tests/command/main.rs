@@ -7,6 +7,7 @@ mod demo;
 mod guest_run;
 mod hotlift;
 mod killed;
+mod manual;
 mod methods;
 #[path = "../../../hotlift-vmm/tests/migration/proxy.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]

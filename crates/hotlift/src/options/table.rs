@@ -77,7 +77,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         default: "off",
         unit: "",
         live: false,
-        help: "Tell each state of a migration as a QMP event",
+        help: "Tell each state of a migration as a QMP event; without a monitor there is nobody to tell",
         access: plain!(Switch, events),
     },
     OptionInfo {
@@ -99,7 +99,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         default: "off",
         unit: "",
         live: false,
-        help: "Kept for those who set it: the destination always answers",
+        help: "Kept for those who set it: the destination always answers, as with on",
         access: plain!(Switch, return_path),
     },
     OptionInfo {
@@ -110,7 +110,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         default: "off",
         unit: "",
         live: false,
-        help: "Stop before the last pages are sent, until migrate-continue",
+        help: "Stop before the last pages are sent, until a monitor says migrate-continue",
         access: plain!(Switch, pause_before_switchover),
     },
     OptionInfo {

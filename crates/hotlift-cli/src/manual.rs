@@ -1,0 +1,43 @@
+//! Manual pages and shell completions, made of the command's own flags; `make build` runs this.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Command};
+use clap_complete::Shell;
+
+use crate::error::CommandError;
+
+/// Flags of `manual`.
+#[derive(Debug, Args)]
+pub struct ManualArgs {
+    /// Folder that becomes like a /usr/share
+    dir: PathBuf,
+}
+
+/// Where a shell looks for its completions below /usr/share.
+const COMPLETIONS: &[(Shell, &str)] = &[
+    (Shell::Bash, "bash-completion/completions"),
+    (Shell::Zsh, "zsh/site-functions"),
+    (Shell::Fish, "fish/vendor_completions.d"),
+];
+
+/// Runs the command.
+pub fn run(args: &ManualArgs, command: &Command) -> Result<(), CommandError> {
+    write(&args.dir, command).map_err(|source| CommandError::Process {
+        what: "manual",
+        source,
+    })
+}
+
+fn write(dir: &Path, command: &Command) -> std::io::Result<()> {
+    let pages = dir.join("man/man1");
+    fs::create_dir_all(&pages)?;
+    clap_mangen::generate_to(command.clone(), &pages)?;
+    for &(shell, folder) in COMPLETIONS {
+        let folder = dir.join(folder);
+        fs::create_dir_all(&folder)?;
+        clap_complete::generate_to(shell, &mut command.clone(), "hotlift", &folder)?;
+    }
+    Ok(())
+}
