@@ -220,6 +220,7 @@ mod tests {
             dirty_syncs: 1,
             bytes: hotlift::figures::ByteFigures::default(),
             throttle_percent: 0,
+            throttle_refused: false,
             xbzrle: None,
             stalled: false,
         };

@@ -9,28 +9,34 @@ use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::{Deflater, Inflater, LEVELS};
 use hotlift_methods::legacy::xbzrle::{self, Delta};
 use hotlift_wire::main_channel::{
-    DeviceLengths, MainDecoder, MainEvent, PageContent, Step, VmDescription,
+    Configuration, DeviceLengths, MainDecoder, MainEncoder, MainEvent, PageContent, SectionKind,
+    Step, VmDescription,
 };
 use proptest::prelude::*;
+use support::machine::{fetched_qemu, installed_qemu, load};
 use support::stream::{RAM_PAGES, ram_page};
 use support::{Noise, qemu};
 
-/// The guest's RAM as a recorded stream without multifd leaves it, and how many pages of the stream
-/// came as XBZRLE and as `compress`.
-fn loaded(name: &str) -> (Vec<u8>, usize, usize) {
+/// The main channel of a recorded stream.
+fn recorded(name: &str) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../hotlift-wire/fixtures")
         .join(name)
         .join("main.zst");
     let packed = std::fs::read(&path).expect("a fixture");
-    let main = zstd::decode_all(packed.as_slice()).expect("a zstd file");
-    let text = VmDescription::find(&main).expect("a description");
+    zstd::decode_all(packed.as_slice()).expect("a zstd file")
+}
+
+/// The guest's RAM as a recorded stream without multifd leaves it, and how many pages of the stream
+/// came as XBZRLE and as `compress`.
+fn loaded(main: &[u8]) -> (Vec<u8>, usize, usize) {
+    let text = VmDescription::find(main).expect("a description");
     let description = VmDescription::parse(text).expect("QEMU's description");
     let mut decoder = MainDecoder::new(DeviceLengths::Description(description));
     let mut inflater = Inflater::new().expect("libdeflate");
     let mut memory = vec![[0xdd_u8; PAGE_SIZE]; RAM_PAGES];
     let (mut deltas, mut compressed) = (0, 0);
-    let mut rest = main.as_slice();
+    let mut rest = main;
     let mut blocks = Vec::new();
     while let Step::Event { event, consumed } = decoder.next(rest).expect("a main channel") {
         rest = &rest[consumed..];
@@ -70,7 +76,7 @@ fn loaded(name: &str) -> (Vec<u8>, usize, usize) {
 #[test]
 fn records_of_qemu_7_2_decode_to_the_guests_pages() {
     for name in ["7.2-xbzrle", "7.2-compress"] {
-        let (memory, deltas, compressed) = loaded(name);
+        let (memory, deltas, compressed) = loaded(&recorded(name));
         match name {
             "7.2-xbzrle" => assert!(deltas >= 5, "{deltas} deltas"),
             _ => assert!(compressed >= 50, "{compressed} compressed pages"),
@@ -82,6 +88,101 @@ fn records_of_qemu_7_2_decode_to_the_guests_pages() {
                 page[counted..] == ram_page(number)[counted..],
                 "{name}: page {number} differs"
             );
+        }
+    }
+}
+
+/// A recorded stream with one more section before the end of RAM, in which every page of the guest that
+/// held text is changed by deltas of ours: its middle, its ends, and nearly all of it.
+fn with_deltas(main: &[u8]) -> (Vec<u8>, String) {
+    let text = VmDescription::find(main).expect("a description");
+    let description = VmDescription::parse(text).expect("QEMU's description");
+    let mut decoder = MainDecoder::new(DeviceLengths::Description(description));
+    let (mut rest, mut machine) = (main, String::new());
+    let end = loop {
+        let at = main.len() - rest.len();
+        let Step::Event { event, consumed } = decoder.next(rest).expect("a main channel") else {
+            panic!("no end of RAM");
+        };
+        rest = &rest[consumed..];
+        match event {
+            MainEvent::Configuration(found) => machine = found.machine.to_owned(),
+            MainEvent::SectionStart {
+                kind: SectionKind::End,
+                ..
+            } => break at,
+            _ => {}
+        }
+    };
+    let blocks = decoder.blocks().to_vec();
+    let ram = blocks.iter().position(|block| block.name == "pc.ram");
+    let ram = ram.expect("the guest's RAM");
+    let before = loaded(main).0;
+    let (mut setup, mut part) = (Vec::new(), Vec::new());
+    let configuration = Configuration {
+        machine: machine.clone(),
+        ..Configuration::default()
+    };
+    let mut encoder = MainEncoder::new(&configuration, &mut setup).expect("a stream");
+    encoder.ram_start(&blocks, false, &mut setup).expect("RAM");
+    encoder.ram_part(&mut part).expect("a section");
+    for (number, old) in before.as_chunks().0.iter().enumerate() {
+        // The guest counts in the pages from 1 to 15: those are left as they are.
+        if old[0] == 0 || number < 16 {
+            continue;
+        }
+        let mut delta = Vec::new();
+        let encoded = xbzrle::encode(old, &changed(old, number), PAGE_SIZE, &mut delta);
+        assert_eq!(encoded, Delta::Encoded, "page {number}");
+        let offset = (number * PAGE_SIZE) as u64;
+        encoder
+            .xbzrle_page(ram, offset, &delta, &mut part)
+            .expect("a record");
+    }
+    encoder.ram_eos(&mut part).expect("the section's end");
+    // The recorded section's number, in its head and in its footer.
+    let footer = part.len() - 4;
+    let id = &main[end + 1..end + 5];
+    part[1..5].copy_from_slice(id);
+    part[footer..].copy_from_slice(id);
+    ([&main[..end], &part, &main[end..]].concat(), machine)
+}
+
+/// A later state of a page.
+fn changed(old: &[u8; PAGE_SIZE], number: usize) -> [u8; PAGE_SIZE] {
+    let mut new = *old;
+    let changes = match number % 4 {
+        0 => 2000..2100,
+        1 => 0..1,
+        2 => PAGE_SIZE - 1..PAGE_SIZE,
+        _ => 1..PAGE_SIZE - 20,
+    };
+    new[changes].iter_mut().for_each(|byte| *byte ^= 0x55);
+    new
+}
+
+#[test]
+fn real_qemus_apply_the_deltas_that_we_write() {
+    for (qemu, name) in [(installed_qemu(), "7.2-off"), (fetched_qemu(), "10.0-off")] {
+        let Some(qemu) = qemu else { continue };
+        let main = recorded(name);
+        let before = loaded(&main).0;
+        let (main, machine) = with_deltas(&main);
+        let (expected, deltas, _) = loaded(&main);
+        assert!(deltas > 200, "{deltas} deltas");
+        let got = load(&qemu, &machine, main, None)
+            .unwrap_or_else(|error| panic!("{name}: {error}"))
+            .ram;
+        let pages = before.as_chunks::<PAGE_SIZE>().0;
+        for (number, old) in pages.iter().enumerate() {
+            let at = number * PAGE_SIZE..(number + 1) * PAGE_SIZE;
+            assert!(
+                got[at.clone()] == expected[at.clone()],
+                "{name}: page {number}"
+            );
+            if number >= 16 && old[0] != 0 {
+                assert!(got[at] == changed(old, number), "{name}: page {number}");
+            }
         }
     }
 }

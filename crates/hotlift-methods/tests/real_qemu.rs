@@ -31,7 +31,9 @@ fn plays(
     make: &dyn Fn() -> Box<dyn Encode>,
 ) -> Result<(), String> {
     let stream = Stream::recorded(recorded);
-    let loaded = load(qemu, &stream, name, stream.rewritten(name, make))?;
+    let channels = stream.rewritten(name, make);
+    let main = stream.main.clone();
+    let loaded = load(qemu, &stream.machine, main, Some((name, channels)))?;
     let (ram, bios) = (stream.memory("pc.ram"), stream.memory("pc.bios"));
     assert_eq!(bios[0xfff0], 0xe9, "{recorded}: the reset vector");
     for number in 0..RAM_PAGES {

@@ -1,7 +1,11 @@
-//! Letting vCPU threads run, and waiting until none of them does.
+//! Letting vCPU threads run, for all of the time or part of it, and waiting until none of them does.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+/// What a vCPU runs between two sleeps while it is throttled (QEMU's `CPU_THROTTLE_TIMESLICE_NS`).
+const SLICE: Duration = Duration::from_millis(10);
 
 /// What vCPU threads are to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,6 +22,8 @@ pub(crate) enum Want {
 struct State {
     want: Want,
     running: usize,
+    /// Share of their time that running threads sleep, 0 to 99 %.
+    throttle: u8,
 }
 
 /// Shared by the vCPU threads of a guest and by who commands them. Threads start parked.
@@ -25,6 +31,8 @@ struct State {
 pub(crate) struct Control {
     state: Mutex<State>,
     changed: Condvar,
+    /// Slices that have ended.
+    slices: AtomicU64,
 }
 
 impl Control {
@@ -33,8 +41,10 @@ impl Control {
             state: Mutex::new(State {
                 want: Want::Pause,
                 running: 0,
+                throttle: 0,
             }),
             changed: Condvar::new(),
+            slices: AtomicU64::new(0),
         }
     }
 
@@ -84,9 +94,64 @@ impl Control {
         );
     }
 
+    /// Sets the share of their time that threads are to sleep, up to 99 %; 0 ends all sleep.
+    pub fn throttle(&self, percent: u8) {
+        self.lock().throttle = percent.min(99);
+        self.changed.notify_all();
+    }
+
+    /// Ends slice after slice until threads are throttled no more; `kick` makes those look that are
+    /// busy.
+    pub fn end_slices(&self, kick: impl Fn()) {
+        loop {
+            let percent = self.lock().throttle;
+            if percent == 0 {
+                return;
+            }
+            if self.stays_for(SLICE, percent) {
+                self.slices.fetch_add(1, Ordering::Relaxed);
+                kick();
+                self.stays_for(sleep_after_slice(percent), percent);
+            }
+        }
+    }
+
+    /// Waits for `time`; false as soon as threads are throttled otherwise.
+    fn stays_for(&self, time: Duration, percent: u8) -> bool {
+        let (_state, timeout) = self
+            .changed
+            .wait_timeout_while(self.lock(), time, |state| state.throttle == percent)
+            .unwrap_or_else(PoisonError::into_inner);
+        timeout.timed_out()
+    }
+
+    /// Number of the present slice; when it has grown, [`Control::sleep_off`] is due.
+    pub fn slice(&self) -> u64 {
+        self.slices.load(Ordering::Relaxed)
+    }
+
+    /// Called by a running thread whose slice has ended: sleeps as long as the throttle asks for, less
+    /// if it changes or the thread is to stop running.
+    pub fn sleep_off(&self) {
+        let state = self.lock();
+        let percent = state.throttle;
+        drop(
+            self.changed
+                .wait_timeout_while(state, sleep_after_slice(percent), |state| {
+                    state.want == Want::Run && state.throttle == percent
+                })
+                .unwrap_or_else(PoisonError::into_inner),
+        );
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// How long a thread sleeps after each slice, to sleep `percent` of the time.
+fn sleep_after_slice(percent: u8) -> Duration {
+    SLICE * u32::from(percent) / u32::from(100 - percent.min(99))
 }
 
 /// A thread that runs. It counts as parked as soon as this is dropped, by a panic too.
@@ -96,5 +161,23 @@ impl Drop for Running<'_> {
     fn drop(&mut self) {
         self.0.lock().running -= 1;
         self.0.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_throttled_vcpu_sleeps_its_share_of_the_time() {
+        for (percent, sleep) in [
+            (0, 0),
+            (20, 2500),
+            (50, 10_000),
+            (90, 90_000),
+            (99, 990_000),
+        ] {
+            assert_eq!(sleep_after_slice(percent), Duration::from_micros(sleep));
+        }
     }
 }

@@ -11,7 +11,7 @@
 //! | `fill` | what RAM holds before the start |
 //! | `kvm`, `threads` | the two guests |
 //! | `guest/hotlift.s` | the program that the KVM guest runs, and any other VMM can |
-//! | `life`, `control`, `device` | their phases, their threads, their device state |
+//! | `life`, `control`, `throttle`, `device` | their phases, their threads, their device state |
 //! | `verify` | the proof |
 
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
@@ -26,6 +26,7 @@ pub mod layout;
 mod life;
 mod settings;
 pub mod threads;
+mod throttle;
 pub mod verify;
 pub mod workload;
 

@@ -17,6 +17,7 @@ use crate::fill::{self, FillError, FillSettings, Filled};
 use crate::layout::{Layout, RAM_BLOCK, Record};
 use crate::life::Life;
 use crate::settings::{GuestKind, GuestSettings, Program};
+use crate::throttle::Throttle;
 use crate::verify::{self, Digest, Verified, VerifyError};
 use crate::workload::{Generator, Position};
 
@@ -35,6 +36,7 @@ pub struct ThreadsGuest {
     /// Held by who starts, pauses or resumes, so that each finds done what it waits for.
     commands: Mutex<()>,
     threads: Vec<JoinHandle<()>>,
+    throttle: Throttle,
 }
 
 struct Shared {
@@ -83,6 +85,7 @@ impl ThreadsGuest {
             uuid: settings.uuid,
             commands: Mutex::new(()),
             threads: Vec::new(),
+            throttle: Throttle::default(),
         };
         for index in 0..settings.vcpus {
             let shared = Arc::clone(&guest.shared);
@@ -123,6 +126,7 @@ impl ThreadsGuest {
 
 impl Drop for ThreadsGuest {
     fn drop(&mut self) {
+        self.throttle(0);
         self.want(Want::Stop);
         for thread in self.threads.drain(..) {
             // A panic was recorded by the thread itself.
@@ -164,11 +168,16 @@ impl Shared {
         let mut number = worker.writes.load(Ordering::Relaxed);
         let mut credit = 0;
         let mut next_tick = Instant::now();
+        let mut slice = self.control.slice();
         while self.run.load(Ordering::Acquire) {
             credit = (credit & 0xffff) + pace.quota;
             for _ in 0..credit >> 16 {
                 if !self.run.load(Ordering::Relaxed) {
                     return Ok(());
+                }
+                if self.control.slice() != slice {
+                    slice = self.control.slice();
+                    self.control.sleep_off();
                 }
                 number += 1;
                 if !self.write(&program.layout, &generator, index, number)? {
@@ -276,6 +285,15 @@ impl Guest for ThreadsGuest {
         self.life().resume()?;
         self.want(Want::Run);
         Ok(())
+    }
+
+    fn throttle(&self, percent: u8) -> bool {
+        let shared = Arc::clone(&self.shared);
+        self.throttle.set(percent, &self.shared.control, || {
+            std::thread::Builder::new()
+                .name("vcpu-throttle".to_owned())
+                .spawn(move || shared.control.end_slices(|| {}))
+        })
     }
 
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {

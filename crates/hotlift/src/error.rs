@@ -163,6 +163,12 @@ pub enum MigrationError {
     /// Guest memory could not be used.
     #[error("guest memory failed")]
     Memory(#[from] MemError),
+    /// There is no memory for XBZRLE's cache.
+    #[error("no memory for an xbzrle cache of {bytes} bytes: choose a smaller xbzrle-cache-size")]
+    XbzrleCache {
+        /// Bytes that were asked for.
+        bytes: u64,
+    },
     /// A thread could not be started.
     #[error("thread '{name}' could not be started")]
     Thread {

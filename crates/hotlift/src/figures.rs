@@ -94,7 +94,8 @@ pub struct XbzrleFigures {
     pub cache_bytes: u64,
     /// Bytes of XBZRLE pages sent.
     pub bytes: u64,
-    /// Pages sent so.
+    /// Pages sent so. They count as normal pages, too, as they do at the destination; one in which nothing
+    /// had changed is not sent, and is no page of either.
     pub pages: u64,
     /// Pages that the cache did not hold.
     pub cache_misses: u64,
@@ -179,6 +180,9 @@ pub struct SourceReport {
     /// The most that auto-converge took from the vCPUs, in percent; 0 if it was not needed.
     #[serde(default)]
     pub throttle_percent: u8,
+    /// Auto-converge was to slow the guest down, and this guest cannot be.
+    #[serde(default)]
+    pub throttle_refused: bool,
     /// What XBZRLE has done, if it was on.
     #[serde(default)]
     pub xbzrle: Option<XbzrleFigures>,
@@ -208,6 +212,9 @@ pub(crate) struct Measured {
     pub dirty_syncs: u64,
     pub counts: Counts,
     pub bytes: ByteFigures,
+    pub throttle_percent: u8,
+    pub throttle_refused: bool,
+    pub xbzrle: Option<XbzrleFigures>,
     pub threads: Vec<ThreadCpu>,
     pub jobs: JobFigures,
     pub zero_jobs: JobFigures,
@@ -237,8 +244,9 @@ impl From<Measured> for SourceReport {
             ),
             dirty_syncs: measured.dirty_syncs,
             bytes: measured.bytes,
-            throttle_percent: 0,
-            xbzrle: None,
+            throttle_percent: measured.throttle_percent,
+            throttle_refused: measured.throttle_refused,
+            xbzrle: measured.xbzrle,
             side: SideFigures {
                 zero_jobs: measured.zero_jobs,
                 ..SideFigures::new(
@@ -351,6 +359,9 @@ mod tests {
             rounds: 3,
             dirty_syncs: 4,
             bytes: ByteFigures::default(),
+            throttle_percent: 0,
+            throttle_refused: false,
+            xbzrle: None,
             counts: Counts {
                 normal_pages: 1 << 18,
                 zero_pages: 5,

@@ -45,6 +45,9 @@ pub struct DeviceState {
     pub payload: Vec<u8>,
 }
 
+/// Announces a guest once, see [`Guest::announcer`].
+pub type Announcer = Box<dyn FnMut() + Send>;
+
 /// A virtual machine that can be migrated.
 ///
 /// Dirty pages follow QEMU's order of events: a bit is fetched and cleared *before* its page is
@@ -98,9 +101,12 @@ pub trait Guest: Send + Sync {
         false
     }
 
-    /// Makes the network learn where the guest is now: called at the destination once the guest runs,
-    /// `announce-rounds` times. A guest without a network card has nothing to do.
-    fn announce(&self) {}
+    /// What makes the network learn where the guest is now (ARP, RARP): called at the destination once the
+    /// guest runs, `announce-rounds` times, on a thread of its own, which nobody waits for and which may
+    /// outlive the migration. `None`: there is nothing to tell, as without a network card.
+    fn announcer(&self) -> Option<Announcer> {
+        None
+    }
 
     /// The state of all devices, vCPUs included, of a paused guest.
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError>;

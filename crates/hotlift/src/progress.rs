@@ -43,6 +43,8 @@ pub struct Progress {
     pub bytes: ByteFigures,
     /// Share of their time that auto-converge takes from the vCPUs, in percent; 0 if it does not.
     pub throttle_percent: u8,
+    /// True if auto-converge is to slow the guest down, and this guest cannot be.
+    pub throttle_refused: bool,
     /// What XBZRLE has done, if it is on.
     pub xbzrle: Option<XbzrleFigures>,
     /// True if several rounds have left as much as they found: at this rate it does not end.
@@ -54,9 +56,14 @@ impl Progress {
     #[must_use]
     pub fn stall_reason(&self) -> Option<String> {
         self.stalled.then(|| {
+            let unthrottled = if self.throttle_refused {
+                " (auto-converge cannot slow this guest down)"
+            } else {
+                ""
+            };
             format!(
-                "the guest dirties {:.0} pages/s and the channels settle {:.0} pages/s: raise \
-                 max-bandwidth, downtime-limit or multifd-channels, or choose another method",
+                "the guest dirties {:.0} pages/s and the channels settle {:.0} pages/s{unthrottled}: \
+                 raise max-bandwidth, downtime-limit or multifd-channels, or choose another method",
                 self.dirty_pages_per_second, self.pages_per_second
             )
         })

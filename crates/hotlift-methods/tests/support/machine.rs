@@ -61,23 +61,23 @@ pub fn fetched_qemu() -> Option<PathBuf> {
     Some(program)
 }
 
-/// Plays `stream` with `channels` in the place of its own to a new destination. An error is what QEMU
+/// Plays `main` and `channels` in `method`, or `main` alone, to a new destination. An error is what QEMU
 /// said when it gave up.
 pub fn load(
     program: &Path,
-    stream: &Stream,
-    method: &str,
-    channels: Vec<Vec<u8>>,
+    machine: &str,
+    main: Vec<u8>,
+    channels: Option<(&str, Vec<Vec<u8>>)>,
 ) -> Result<Loaded, String> {
-    let mut machine = Machine::start(program, &stream.machine, &[], &["-incoming", "defer"]);
-    machine.set_multifd(method)?;
+    let mut machine = Machine::start(program, machine, &[], &["-incoming", "defer"]);
+    machine.set_multifd(channels.as_ref().map(|(method, _)| *method))?;
     let path = machine.folder.path().join("stream");
     let uri = format!("unix:{}", path.display());
     machine.execute("migrate-incoming", &json!({ "uri": uri }))?;
 
     // QEMU 7.2 takes the connection that comes first for main.
-    let writers: Vec<_> = std::iter::once(stream.main.clone())
-        .chain(channels)
+    let writers: Vec<_> = std::iter::once(main)
+        .chain(channels.into_iter().flat_map(|(_, channels)| channels))
         .map(|bytes| {
             let mut connection = UnixStream::connect(&path).expect("QEMU listens");
             thread::spawn(move || -> io::Result<UnixStream> {
@@ -114,7 +114,7 @@ pub struct Loaded {
 pub fn send(program: &Path, machine: &str, method: &MethodInfo) -> Result<Stream, String> {
     let ram: Vec<u8> = (0..RAM_PAGES).flat_map(ram_page).collect();
     let mut machine = Machine::start(program, machine, &ram, &[]);
-    machine.set_multifd(method.name)?;
+    machine.set_multifd(Some(method.name))?;
     let path = machine.folder.path().join("stream");
     let listener = UnixListener::bind(&path).expect("a listener");
     let readers = thread::spawn(move || {
@@ -197,13 +197,16 @@ impl Machine {
         }
     }
 
-    /// Multifd in `method` with the channels of the recorded streams; tells of progress.
-    fn set_multifd(&mut self, method: &str) -> Result<(), String> {
+    /// Multifd in `method` with the channels of the recorded streams, or none; tells of progress.
+    fn set_multifd(&mut self, method: Option<&str>) -> Result<(), String> {
         self.execute("qmp_capabilities", &json!({}))?;
-        let capabilities =
-            ["multifd", "events"].map(|name| json!({ "capability": name, "state": true }));
+        let capabilities = [("multifd", method.is_some()), ("events", true)]
+            .map(|(name, state)| json!({ "capability": name, "state": state }));
         let capabilities = json!({ "capabilities": capabilities });
         self.execute("migrate-set-capabilities", &capabilities)?;
+        let Some(method) = method else {
+            return Ok(());
+        };
         let parameters = json!({ "multifd-channels": CHANNELS, "multifd-compression": method });
         self.execute("migrate-set-parameters", &parameters)
     }

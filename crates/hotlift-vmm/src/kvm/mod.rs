@@ -35,6 +35,7 @@ use crate::fill::{self, FillError, FillSettings, Filled};
 use crate::layout::{Layout, RAM_BLOCK};
 use crate::life::Life;
 use crate::settings::{GuestKind, GuestSettings, Program};
+use crate::throttle::Throttle;
 use crate::verify::{self, Verified, VerifyError};
 use crate::workload::Position;
 use dirty_log::DirtyLog;
@@ -61,6 +62,7 @@ pub struct KvmGuest {
     /// Held by who starts, pauses or resumes, so that each finds done what it waits for.
     commands: Mutex<()>,
     uuid: [u8; 16],
+    throttle: Throttle,
 }
 
 impl KvmGuest {
@@ -90,6 +92,7 @@ impl KvmGuest {
             life: Mutex::new(Life::new(program)),
             commands: Mutex::new(()),
             uuid: settings.uuid,
+            throttle: Throttle::default(),
         };
         for (index, vcpu) in guest.vcpus.iter().enumerate() {
             let (vcpu, shared) = (Arc::clone(vcpu), Arc::clone(&guest.shared));
@@ -174,6 +177,7 @@ impl KvmGuest {
 
 impl Drop for KvmGuest {
     fn drop(&mut self) {
+        self.throttle(0);
         self.stop(Want::Stop);
         for thread in self.threads.drain(..) {
             // A panic of it is one that was printed; there is nobody left to tell.
@@ -238,6 +242,22 @@ impl Guest for KvmGuest {
         self.life().resume()?;
         self.shared.want(Want::Run, &self.vcpus);
         Ok(())
+    }
+
+    fn throttle(&self, percent: u8) -> bool {
+        let shared = Arc::clone(&self.shared);
+        // They are joined after the thread that kicks them.
+        let vcpus: Vec<_> = self
+            .threads
+            .iter()
+            .map(JoinHandleExt::as_pthread_t)
+            .collect();
+        self.throttle.set(percent, &self.shared.control, || {
+            let kick = move || vcpus.iter().for_each(|vcpu| send_kick(*vcpu));
+            std::thread::Builder::new()
+                .name("vcpu-throttle".to_owned())
+                .spawn(move || shared.control.end_slices(kick))
+        })
     }
 
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {

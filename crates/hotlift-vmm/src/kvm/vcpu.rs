@@ -173,7 +173,13 @@ impl Vcpu {
 
     fn run_until_stopped(&self, core: &mut Core, shared: &Shared) -> Result<Stop, String> {
         let Core { fd, line } = core;
+        let mut slice = shared.control.slice();
         loop {
+            // A kick in the moment before it enters the guest is lost: it then runs for a slice more.
+            if shared.control.slice() != slice {
+                slice = shared.control.slice();
+                shared.control.sleep_off();
+            }
             match fd.run() {
                 Err(error) if error.errno() == libc::EINTR => {
                     if self.is_told_to_stop() {

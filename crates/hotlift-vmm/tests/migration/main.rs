@@ -6,12 +6,15 @@
 //! | `matrix` | every guest, method, number of channels and zero page mode arrives whole |
 //! | `lost_page` | the proof would notice a single page that was not sent |
 //! | `faults` | a flipped byte or a cut connection anywhere: exactly one side runs the guest |
+//! | `auto_converge` | a guest that is slowed down until it can be migrated |
 //! | `events` | what a monitor hears, in QEMU's order, on every way a migration may go |
 //! | `steering` | what is changed, continued or cancelled while it runs |
 //! | `ways_out` | cancel, a guest that fails, noise before the migration |
+//! | `xbzrle` | pages as what has changed of them |
 //! | `refusals` | two ends that do not agree |
 //! | `probe`, `proxy`, `rig`, `census` | a guest that is watched, a man in the middle, both ends, leaks |
 
+mod auto_converge;
 mod census;
 mod events;
 mod faults;
@@ -24,3 +27,4 @@ mod refusals;
 mod rig;
 mod steering;
 mod ways_out;
+mod xbzrle;

@@ -1,7 +1,7 @@
 //! A built-in guest that is watched, and that misbehaves on demand.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hotlift::guest::{DeviceState, Guest, GuestError};
@@ -28,6 +28,7 @@ pub struct Quirks {
     pub fails_to_load: bool,
     pub fails_to_resume: bool,
     pub fails_to_save: bool,
+    pub cannot_throttle: bool,
 }
 
 /// A guest, whether it runs, and its quirks.
@@ -36,6 +37,7 @@ pub struct Probe {
     pub quirks: Quirks,
     runs: AtomicBool,
     syncs: AtomicU64,
+    throttles: Mutex<Vec<u8>>,
 }
 
 impl Probe {
@@ -45,6 +47,7 @@ impl Probe {
             quirks,
             runs: AtomicBool::new(false),
             syncs: AtomicU64::new(0),
+            throttles: Mutex::default(),
         }
     }
 
@@ -56,6 +59,11 @@ impl Probe {
     /// Whether it was last told to run.
     pub fn runs(&self) -> bool {
         self.runs.load(Ordering::SeqCst)
+    }
+
+    /// How much of its time was to be taken from it, each time that it was told.
+    pub fn throttles(&self) -> Vec<u8> {
+        self.throttles.lock().unwrap().clone()
     }
 
     /// Waits until it has written `more` times.
@@ -149,6 +157,11 @@ impl Guest for Probe {
         self.guest.resume()?;
         self.runs.store(true, Ordering::SeqCst);
         Ok(())
+    }
+
+    fn throttle(&self, percent: u8) -> bool {
+        self.throttles.lock().unwrap().push(percent);
+        !self.quirks.cannot_throttle && self.guest.throttle(percent)
     }
 
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {

@@ -2,6 +2,7 @@
 //! and takes the guest over when the source lets go.
 
 mod accept;
+mod announce;
 mod channel;
 mod decompress_threads;
 mod handover;

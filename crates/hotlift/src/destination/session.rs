@@ -12,6 +12,7 @@ use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::Accepted;
+use super::announce;
 use super::decompress_threads::DecompressThreads;
 use super::handover::{Handover, Phase};
 use crate::barrier::Barrier;
@@ -128,6 +129,7 @@ impl<'a> Session<'a> {
             }
         }
         self.handover.taken();
+        announce::start(self.guest, self.options);
         Ok(())
     }
 

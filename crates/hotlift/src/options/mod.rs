@@ -22,7 +22,7 @@ pub use values::{
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Whether pages travel on multifd channels; if not, they are records of the main channel. `None`:
-    /// on, unless `compress` is. What comes of it is [`Options::multifd`].
+    /// on, unless `compress` or `xbzrle` is. What comes of it is [`Options::multifd`].
     pub multifd: Option<bool>,
     /// Number of multifd channels, 1 to 255.
     pub multifd_channels: u8,
@@ -285,11 +285,25 @@ impl Options {
                 needs: "multifd=off: it compresses pages on the main channel",
             });
         }
+        if self.xbzrle && self.multifd() {
+            return Err(OptionError::Conflict {
+                option: "xbzrle=on".to_owned(),
+                needs: "multifd=off: it sends changes of pages on the main channel",
+            });
+        }
+        if self.xbzrle && self.compress {
+            return Err(OptionError::Conflict {
+                option: "xbzrle=on".to_owned(),
+                needs: "compress=off: a page is sent as a change or compressed, not both",
+            });
+        }
         if !self.multifd() && method.flag != 0 {
             return Err(OptionError::Conflict {
                 option: format!("multifd-compression={}", method.name),
                 needs: if self.compress {
                     "multifd=on, with which compress=on does not go"
+                } else if self.xbzrle {
+                    "multifd=on, with which xbzrle=on does not go"
                 } else {
                     "multifd=on"
                 },
@@ -336,7 +350,7 @@ impl Options {
     /// Whether pages travel on multifd channels.
     #[must_use]
     pub fn multifd(&self) -> bool {
-        self.multifd.unwrap_or(!self.compress)
+        self.multifd.unwrap_or(!self.compress && !self.xbzrle)
     }
 
     /// Name of what compresses pages: a method's, or `compress`.
@@ -508,6 +522,19 @@ mod tests {
                 error.contains("compress=on") && error.contains("multifd="),
                 "{error}"
             );
+        }
+    }
+
+    #[test]
+    fn xbzrle_takes_pages_off_multifd_channels_and_leaves_none_for_compress() {
+        assert_eq!(given(&[("xbzrle", "on")]).unwrap().channels(), 0);
+        for asked in [
+            [("multifd", "on"), ("xbzrle", "on")],
+            [("xbzrle", "on"), ("compress", "on")],
+            [("xbzrle", "on"), ("multifd-compression", "zlib")],
+        ] {
+            let error = given(&asked).unwrap_err().to_string();
+            assert!(error.contains("xbzrle=on"), "{error}");
         }
     }
 }

@@ -65,7 +65,7 @@ use serde::{Deserialize, Serialize};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{SideFigures, ratio, to_f64};
-use crate::options::{OptionError, Options, ZeroPageDetection};
+use crate::options::{OptionError, Options, ZeroPageDetection, option};
 use crate::threads::run_as;
 use crate::transport::{Address, Listener, Stream};
 use file::FileFormat;
@@ -79,6 +79,32 @@ const OPENING_MAIN: u32 = 0x484c_524d; // "HLRM"
 const CHECKSUM_FOLLOWS: u32 = 0x484c_434b; // "HLCK"
 /// PING behind the last device.
 const LOADED: u32 = 0x484c_4c44; // "HLLD"
+
+/// What a relay has no hand in, and who has.
+const QEMUS_OWN: [(&str, &str); 8] = [
+    (
+        "xbzrle",
+        "a guest of its own: a relay keeps no page that it could compare with",
+    ),
+    (
+        "auto-converge",
+        "a guest of its own: the source's QEMU slows its guest down, set it there",
+    ),
+    (
+        "pause-before-switchover",
+        "a guest of its own: the source's QEMU stops its guest, set it there",
+    ),
+    (
+        "avail-switchover-bandwidth",
+        "a guest of its own: the source's QEMU decides when to switch over, set it there",
+    ),
+    ("announce-initial", ANNOUNCES),
+    ("announce-max", ANNOUNCES),
+    ("announce-rounds", ANNOUNCES),
+    ("announce-step", ANNOUNCES),
+];
+const ANNOUNCES: &str =
+    "a guest of its own: the destination's QEMU announces its guest, set it there";
 
 /// Where the stream comes from.
 #[derive(Debug)]
@@ -248,6 +274,17 @@ pub fn check(outgoing: &Options) -> Result<(), OptionError> {
             option: "zero-page-detection=dsa-accel".to_owned(),
             needs: "a guest of its own: a relay looks at its pages itself",
         });
+    }
+    let defaults = Options::default();
+    for (name, needs) in QEMUS_OWN {
+        let option = option(name)?;
+        let value = option.read(outgoing).to_string();
+        if value != option.read(&defaults).to_string() {
+            return Err(OptionError::Conflict {
+                option: format!("{name}={value}"),
+                needs,
+            });
+        }
     }
     Ok(())
 }

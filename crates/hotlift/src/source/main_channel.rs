@@ -127,6 +127,18 @@ impl<'a> MainSender<'a> {
         self.flush_if_full()
     }
 
+    /// A page as what has changed of it since it was sent, in the round's section.
+    pub(super) fn xbzrle_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        delta: &[u8],
+    ) -> Result<(), MigrationError> {
+        self.open_section()?;
+        self.record(|encoder, out| encoder.xbzrle_page(block, offset, delta, out))?;
+        self.flush_if_full()
+    }
+
     /// A page as a zlib stream, in the round's section.
     pub(super) fn compressed_page(
         &mut self,

@@ -6,7 +6,7 @@
 //! round's barrier, so the two ways need no order between them.
 //!
 //! Without multifd it sends all pages, as records of the main channel; with `compress` other threads make
-//! those records.
+//! those records, and with `xbzrle` they are what has changed of a page.
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::ZeroPageDetection;
@@ -15,6 +15,7 @@ use super::compress_threads::HandOut;
 use super::main_channel::MainSender;
 use super::ram::offsets;
 use super::session::Session;
+use super::xbzrle::{Form, Xbzrle};
 use crate::error::MigrationError;
 use crate::options::Options;
 
@@ -28,7 +29,8 @@ pub(super) fn needed(options: &Options) -> bool {
 pub(super) fn scan(
     session: &Session<'_>,
     main: &mut MainSender<'_>,
-    mut between: impl FnMut(),
+    xbzrle: &mut Option<Xbzrle>,
+    mut between: impl FnMut(&Option<Xbzrle>),
 ) -> Result<(), MigrationError> {
     let detection = session.options.zero_page_detection;
     let detect = detection != ZeroPageDetection::None;
@@ -46,25 +48,38 @@ pub(super) fn scan(
             let ram = &session.guest.ram()[chunk.block];
             let (mut normal_pages, mut zero_pages) = (0, 0);
             for (page, offset) in offsets(chunk, &dirty) {
-                between();
+                between(xbzrle);
                 let is_zero = detect && untouched[page / 64] >> (page % 64) & 1 == 1
                     || looks && ram.page_is_zero(chunk.first_page + page);
                 if is_zero {
                     main.zero_page(chunk.block, offset as u64)?;
+                    if let Some(xbzrle) = xbzrle {
+                        xbzrle.zero_page(chunk.block, chunk.first_page + page);
+                    }
                     zero_pages += 1;
                 } else if session.options.multifd() {
                     session.ram.put_back(chunk.block, chunk.first_page + page);
                 } else if let Some(hand_out) = &mut hand_out {
                     hand_out.page(main, chunk.block, offset as u64)?;
                 } else {
-                    main.normal_page(chunk.block, offset as u64, ram.run(offset, PAGE_SIZE)?)?;
+                    let form = match xbzrle {
+                        Some(xbzrle) => xbzrle.page(ram, chunk.block, chunk.first_page + page)?,
+                        None => None,
+                    };
+                    let at = offset as u64;
+                    match form {
+                        Some(Form::Same) => continue,
+                        Some(Form::Delta(delta)) => main.xbzrle_page(chunk.block, at, delta)?,
+                        Some(Form::Whole(copy)) => main.copied_page(chunk.block, at, copy)?,
+                        None => main.normal_page(chunk.block, at, ram.run(offset, PAGE_SIZE)?)?,
+                    }
                     normal_pages += 1;
                 }
             }
             session.main_counters().add_pages(normal_pages, zero_pages);
         }
         session.ram.release(index + 1);
-        between();
+        between(xbzrle);
     }
     if let Some(hand_out) = &mut hand_out {
         hand_out.finish(main)?;

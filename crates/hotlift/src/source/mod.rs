@@ -12,6 +12,7 @@
 //! commit the source knows that the destination has loaded everything; it says so on every socket,
 //! and from then on only the certainty that the destination does not run the guest brings it back.
 
+mod auto_converge;
 mod channel;
 mod compress_threads;
 mod estimate;
@@ -22,6 +23,7 @@ mod ram;
 mod reporter;
 mod return_path;
 mod session;
+mod xbzrle;
 mod zero_devices;
 
 use std::io::Write;
@@ -39,6 +41,7 @@ use crate::options::Options;
 use crate::progress::OnProgress;
 use crate::threads::{OnPanic, run_as, spawn};
 use crate::transport::Address;
+use auto_converge::AutoConverge;
 use channel::ChannelSender;
 use estimate::Estimator;
 use gate::Job;
@@ -46,6 +49,7 @@ use main_channel::MainSender;
 use reporter::Reporter;
 use return_path::Answer;
 use session::{Connections, Session};
+use xbzrle::Xbzrle;
 
 /// How often cancelling is looked at where nothing wakes the thread.
 const TICK: Duration = reporter::INTERVAL;
@@ -86,6 +90,7 @@ fn run(
     started: Instant,
 ) -> Result<SourceReport, MigrationError> {
     let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
+    let xbzrle = Xbzrle::new(guest, options)?;
     let devices = zero_devices::open(options, control)?;
     let connections = connect(guest, to, options, method, control)?;
     let session = Session::new(
@@ -151,6 +156,8 @@ fn run(
             reporter: Reporter::new(&session, on_progress, started),
             started,
             estimator: Estimator::default(),
+            auto_converge: AutoConverge::new(guest, Instant::now()),
+            xbzrle,
             round: 0,
             guest_was_stopped: false,
         };
@@ -221,6 +228,8 @@ struct Migration<'a> {
     reporter: Reporter<'a>,
     started: Instant,
     estimator: Estimator,
+    auto_converge: AutoConverge<'a>,
+    xbzrle: Option<Xbzrle>,
     round: u64,
     guest_was_stopped: bool,
 }
@@ -246,6 +255,9 @@ impl Migration<'_> {
             dirty_syncs: self.session.ram.syncs(),
             counts: Counts::default(),
             bytes: ByteFigures::default(),
+            throttle_percent: self.auto_converge.highest(),
+            throttle_refused: self.auto_converge.is_refused(),
+            xbzrle: self.xbzrle.as_ref().map(Xbzrle::figures),
             threads: Vec::new(),
             jobs: JobFigures::default(),
             zero_jobs: JobFigures::default(),
@@ -295,6 +307,10 @@ impl Migration<'_> {
             self.estimator
                 .synced(pending, newly_dirty, synced_at.elapsed());
             synced_at = Instant::now();
+            let sent = self.session.counts().transferred_bytes;
+            self.auto_converge
+                .synced(newly_dirty, sent, synced_at, &live);
+            self.reporter.throttled(&self.auto_converge);
             if self
                 .estimator
                 .time_for(pending)
@@ -318,12 +334,20 @@ impl Migration<'_> {
                 main,
                 reporter,
                 estimator,
+                xbzrle,
                 round,
                 ..
             } = self;
-            main_pages::scan(self.session, main, || {
-                reporter.tell_in_time(*round, estimator);
+            if let Some(xbzrle) = xbzrle {
+                xbzrle.start_round(self.guest_was_stopped);
+            }
+            main_pages::scan(self.session, main, xbzrle, |xbzrle| {
+                if reporter.is_due() {
+                    reporter.encoded(xbzrle.as_ref());
+                    reporter.tell(*round, estimator);
+                }
             })?;
+            reporter.encoded(xbzrle.as_ref());
         }
         self.wait_for_channels()?;
         self.session.ram.end_round();
@@ -342,6 +366,8 @@ impl Migration<'_> {
         self.guest_was_stopped = true;
         self.session.guest.pause()?;
         self.session.guest_stopped();
+        self.auto_converge.release();
+        self.reporter.throttled(&self.auto_converge);
         control.tell(MigrationEvent::Stopped);
         if options.pause_before_switchover {
             control.set_status(Status::PreSwitchover);
@@ -491,6 +517,7 @@ impl Migration<'_> {
     /// Ends the migration's threads and connections; after a failure, gives the guest back first.
     fn wind_up(&mut self, outcome: Result<Measured, Ended>) -> Result<Measured, MigrationError> {
         let session = self.session;
+        self.auto_converge.release();
         let measured = match outcome {
             Ok(measured) => {
                 session.gate.start(Job::Exit);

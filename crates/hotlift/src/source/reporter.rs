@@ -4,9 +4,11 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 
+use super::auto_converge::AutoConverge;
 use super::estimate::Estimator;
 use super::session::Session;
-use crate::figures::{Counts, to_f64};
+use super::xbzrle::Xbzrle;
+use crate::figures::{Counts, XbzrleFigures, to_f64};
 use crate::progress::{OnProgress, Progress};
 
 /// Between two reports.
@@ -20,6 +22,9 @@ pub(super) struct Reporter<'a> {
     last: (Instant, Counts),
     /// Time until the first page could be sent.
     setup: Option<Duration>,
+    throttle_percent: u8,
+    throttle_refused: bool,
+    xbzrle: Option<XbzrleFigures>,
 }
 
 impl<'a> Reporter<'a> {
@@ -34,6 +39,9 @@ impl<'a> Reporter<'a> {
             started,
             last: (started, Counts::default()),
             setup: None,
+            throttle_percent: 0,
+            throttle_refused: false,
+            xbzrle: None,
         }
     }
 
@@ -42,11 +50,20 @@ impl<'a> Reporter<'a> {
         self.setup = Some(setup);
     }
 
-    /// Reports if the last time was long enough ago.
-    pub(super) fn tell_in_time(&mut self, round: u64, estimator: &Estimator) {
-        if self.last.0.elapsed() >= INTERVAL {
-            self.tell(round, estimator);
-        }
+    /// From now on the guest is slowed down like this.
+    pub(super) fn throttled(&mut self, throttle: &AutoConverge<'_>) {
+        self.throttle_percent = throttle.percent();
+        self.throttle_refused = throttle.is_refused();
+    }
+
+    /// What XBZRLE has done, from now on.
+    pub(super) fn encoded(&mut self, xbzrle: Option<&Xbzrle>) {
+        self.xbzrle = xbzrle.map(Xbzrle::figures);
+    }
+
+    /// Whether the last report was long enough ago.
+    pub(super) fn is_due(&self) -> bool {
+        self.last.0.elapsed() >= INTERVAL
     }
 
     /// Reports.
@@ -91,8 +108,9 @@ impl<'a> Reporter<'a> {
             zero_pages: counts.zero_pages,
             dirty_syncs: self.session.ram.syncs(),
             bytes,
-            throttle_percent: 0,
-            xbzrle: None,
+            throttle_percent: self.throttle_percent,
+            throttle_refused: self.throttle_refused,
+            xbzrle: self.xbzrle,
             stalled: estimator.is_stalled(),
         });
         self.last = (now, counts);

@@ -1,0 +1,195 @@
+//! Auto-converge: a guest that dirties pages faster than they are sent is slowed down until it can be
+//! migrated, and is given its time back on every way out.
+
+use std::fs;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+use hotlift::{Control, Options};
+use hotlift_vmm::{GuestKind, GuestSettings, create};
+
+use crate::census::{Census, alone};
+use crate::probe::{Probe, Quirks, let_write};
+use crate::rig::{self, Holder, settings};
+
+/// In the half second that its 4 MiB take at the bandwidth below, the guest dirties all of them again. With
+/// a hundredth of its time it dirties a tenth of what fits the downtime.
+fn busy() -> GuestSettings {
+    GuestSettings {
+        ram_bytes: 16 << 20,
+        working_set: Some(4 << 20),
+        ..settings()
+    }
+}
+
+fn options() -> Options {
+    Options {
+        max_bandwidth: 8 << 20,
+        downtime_limit: Duration::from_millis(100),
+        auto_converge: true,
+        cpu_throttle_initial: 99,
+        ..Options::default()
+    }
+}
+
+/// Threads of this process that throttle a guest.
+fn throttling() -> usize {
+    fs::read_dir("/proc/self/task")
+        .unwrap()
+        .flatten()
+        .filter(|task| {
+            fs::read_to_string(task.path().join("comm"))
+                .is_ok_and(|name| name.trim() == "vcpu-throttle")
+        })
+        .count()
+}
+
+fn pair(kind: GuestKind, quirks: Quirks) -> [Probe; 2] {
+    [
+        rig::source(kind, &busy(), quirks),
+        rig::destination(kind, &busy(), Quirks::default()),
+    ]
+}
+
+#[test]
+fn a_guest_that_does_not_converge_is_slowed_down_until_it_does() {
+    let _alone = alone();
+    let census = Census::take();
+    for kind in rig::kinds() {
+        let [source, destination] = pair(kind, Quirks::default());
+        let (listener, to) = rig::listen();
+        let told = AtomicU8::new(0);
+        let ended = rig::run(
+            &source,
+            &destination,
+            listener,
+            &to,
+            [&options(), &options()],
+            &[Control::new(), Control::new()],
+            &|progress| {
+                told.fetch_max(progress.throttle_percent, Ordering::Relaxed);
+            },
+        );
+        assert_eq!(
+            ended.holder(&source, &destination),
+            Ok(Holder::Destination),
+            "{:?}",
+            ended.errors()
+        );
+        let report = ended.source.unwrap();
+        assert_eq!((report.throttle_percent, told.into_inner()), (99, 99));
+        assert_eq!(source.throttles(), [99, 0]);
+        assert_eq!(throttling(), 0, "{kind}");
+        assert!(destination.throttles().is_empty());
+    }
+    census.expect_unchanged();
+}
+
+#[test]
+fn a_cancel_gives_a_slowed_down_guest_all_of_its_time_back() {
+    let _alone = alone();
+    for kind in rig::kinds() {
+        let [source, destination] = pair(kind, Quirks::default());
+        let (listener, to) = rig::listen();
+        let controls = [Control::new(), Control::new()];
+        let never = Options {
+            downtime_limit: Duration::ZERO,
+            ..options()
+        };
+        let ended = rig::run(
+            &source,
+            &destination,
+            listener,
+            &to,
+            [&never, &never],
+            &controls,
+            &|progress| {
+                if progress.throttle_percent > 0 {
+                    assert_eq!(throttling(), 1, "{kind}");
+                    controls[0].cancel();
+                }
+            },
+        );
+        assert_eq!(ended.holder(&source, &destination), Ok(Holder::Source));
+        assert_eq!(source.throttles(), [99, 0]);
+        assert_eq!(throttling(), 0, "{kind}");
+    }
+}
+
+#[test]
+fn a_guest_that_cannot_be_slowed_down_is_told_of() {
+    let _alone = alone();
+    let quirks = Quirks {
+        cannot_throttle: true,
+        ..Quirks::default()
+    };
+    let [source, destination] = pair(rig::kinds()[0], quirks);
+    let (listener, to) = rig::listen();
+    let controls = [Control::new(), Control::new()];
+    let ended = rig::run(
+        &source,
+        &destination,
+        listener,
+        &to,
+        [&options(), &options()],
+        &controls,
+        &|progress| {
+            if progress.throttle_refused && progress.stalled {
+                let words = progress.stall_reason().unwrap();
+                assert!(words.contains("auto-converge cannot"), "{words}");
+                // With all the downtime that it wants it gets there.
+                controls[0].change(&Options {
+                    downtime_limit: Duration::from_secs(10),
+                    ..options()
+                });
+            }
+        },
+    );
+    assert_eq!(ended.holder(&source, &destination), Ok(Holder::Destination));
+    let report = ended.source.unwrap();
+    assert_eq!(
+        (report.throttle_percent, report.throttle_refused),
+        (0, true)
+    );
+    assert_eq!(source.throttles(), [99]);
+}
+
+#[test]
+fn a_throttled_guest_writes_less_and_can_be_paused_at_once() {
+    let _alone = alone();
+    for kind in rig::kinds() {
+        let guest = create(
+            kind,
+            &GuestSettings {
+                rate: u64::MAX,
+                vcpus: 2,
+                ..settings()
+            },
+        )
+        .unwrap();
+        guest.start().unwrap();
+        let in_a_while = || {
+            let before = guest.writes();
+            std::thread::sleep(Duration::from_millis(500));
+            guest.writes() - before
+        };
+        let (mut free, mut throttled) = (0, 0);
+        for _ in 0..3 {
+            assert!(guest.throttle(95));
+            throttled += in_a_while();
+            // In the middle of a sleep, as likely as not.
+            guest.pause().unwrap();
+            guest.verify().unwrap();
+            guest.resume().unwrap();
+            assert!(guest.throttle(0));
+            free += in_a_while();
+        }
+        assert!(throttled * 3 < free, "{kind}: {throttled} of {free} writes");
+        assert_eq!(throttling(), 0);
+        let_write(&*guest, 100).unwrap();
+        // It ends with its guest.
+        assert!(guest.throttle(50));
+        drop(guest);
+        assert_eq!(throttling(), 0);
+    }
+}

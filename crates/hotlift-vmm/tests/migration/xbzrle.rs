@@ -1,0 +1,130 @@
+//! XBZRLE: pages that were sent before go out as what has changed of them, and arrive whole.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use hotlift::options::ZERO_PAGE_DETECTION;
+use hotlift::{Control, MigrationError, Options};
+
+use crate::census::{Census, alone};
+use crate::probe::{Quirks, three_rounds};
+use crate::rig::{self, Holder, settings};
+
+fn options() -> Options {
+    Options {
+        xbzrle: true,
+        max_bandwidth: 0,
+        downtime_limit: Duration::ZERO,
+        ..Options::default()
+    }
+}
+
+#[test]
+fn a_guest_arrives_whole_as_deltas_whatever_the_cache() {
+    let _alone = alone();
+    let census = Census::take();
+    for kind in rig::kinds() {
+        for (mode, _, devices) in ZERO_PAGE_DETECTION {
+            // More than the guest has, less than it writes to, and next to nothing.
+            for cache in ["64M", "256K", "4K"] {
+                if *devices {
+                    continue;
+                }
+                let what = format!("{kind} {mode} {cache}");
+                let mut options = options();
+                options.set("zero-page-detection", mode).unwrap();
+                options.set("xbzrle-cache-size", cache).unwrap();
+                // Slow enough for rounds in which the guest writes all over its MiB.
+                options.max_bandwidth = 24 << 20;
+                options.downtime_limit = Duration::from_millis(2);
+                let settings = hotlift_vmm::GuestSettings {
+                    rate: 1500,
+                    ..settings()
+                };
+                let source = rig::source(kind, &settings, Quirks::default());
+                let destination = rig::destination(kind, &settings, Quirks::default());
+                let (listener, to) = rig::listen();
+                let ended = rig::migrate(&source, &destination, listener, &to, &options);
+                assert_eq!(
+                    ended.holder(&source, &destination),
+                    Ok(Holder::Destination),
+                    "{what}: {:?}",
+                    ended.errors()
+                );
+                let (sent, received) = (ended.source.unwrap(), ended.destination.unwrap());
+                let figures = sent.xbzrle.unwrap();
+                assert_eq!(
+                    (sent.normal_pages, sent.zero_pages),
+                    (received.normal_pages, received.zero_pages),
+                    "{what}"
+                );
+                assert!(sent.rounds > 2, "{what}: {sent:?}");
+                assert!(figures.cache_misses > 0, "{what}: {figures:?}");
+                assert_eq!(figures.cache_bytes, options.xbzrle_cache_size, "{what}");
+                if cache == "64M" && sent.rounds > 3 {
+                    assert!(figures.pages > 0, "{what}: {figures:?}");
+                    // A write is 16 bytes of a page.
+                    assert!(figures.bytes < figures.pages * 400, "{what}: {figures:?}");
+                }
+            }
+        }
+    }
+    census.expect_unchanged();
+}
+
+#[test]
+fn the_first_round_goes_out_whole_and_the_last_as_deltas() {
+    let _alone = alone();
+    for kind in rig::kinds() {
+        let quirks = Quirks {
+            sync: Some(three_rounds()),
+            ..Quirks::default()
+        };
+        let source = rig::source(kind, &settings(), quirks);
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let (listener, to) = rig::listen();
+        let told = Mutex::new(Vec::new());
+        let ended = rig::run(
+            &source,
+            &destination,
+            listener,
+            &to,
+            [&options(), &options()],
+            &[Control::new(), Control::new()],
+            &|progress| told.lock().unwrap().push(progress.xbzrle),
+        );
+        assert_eq!(ended.holder(&source, &destination), Ok(Holder::Destination));
+        let report = ended.source.unwrap();
+        let figures = report.xbzrle.unwrap();
+        // The counters and tables that the guest changes with every write: cached in round 2, and found
+        // again in round 3.
+        assert!(figures.cache_misses > 0 && figures.pages > 0, "{figures:?}");
+        assert_eq!(report.rounds, 3);
+        assert_eq!(report.bytes.multifd, 0);
+    }
+}
+
+#[test]
+fn a_cache_takes_no_more_than_the_guest_has_and_channels_are_refused() {
+    let _alone = alone();
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let (listener, to) = rig::listen();
+    let huge = Options {
+        xbzrle_cache_size: 1 << 62,
+        ..options()
+    };
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let ended = rig::migrate(&source, &destination, listener, &to, &huge);
+    assert!(ended.source.is_ok(), "{:?}", ended.errors());
+
+    let with_channels = Options {
+        multifd: Some(true),
+        ..options()
+    };
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let refused = hotlift::source::migrate(&source, &to, &with_channels, &Control::new(), &|_| {});
+    let error = refused.unwrap_err();
+    assert!(matches!(error, MigrationError::Option(_)), "{error}");
+    assert!(source.runs());
+}

@@ -1,0 +1,273 @@
+//! Capability `auto-converge`: the guest is slowed down while it dirties pages faster than they are sent.
+//!
+//! The rule and its numbers are QEMU's: syncs of the dirty log are put together to periods of at least a
+//! second; a period in which the guest dirtied more than `throttle-trigger-threshold` percent of the
+//! bytes that were sent counts against it, and at the second of them it loses `cpu-throttle-initial`
+//! percent of its time, then `cpu-throttle-increment` more each time, up to `max-cpu-throttle`.
+
+use std::time::{Duration, Instant};
+
+use hotlift_mem::PAGE_SIZE;
+
+use crate::figures::to_f64;
+use crate::guest::Guest;
+use crate::options::Options;
+
+/// Shortest period; in less the last change has not shown.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Periods that have to count against the guest before it is slowed down (more).
+const PATIENCE: u32 = 2;
+
+/// Throttles a guest, and lets it go when dropped.
+pub(super) struct AutoConverge<'a> {
+    guest: &'a dyn Guest,
+    period: Period,
+    /// Periods that count against the guest.
+    too_fast: u32,
+    percent: u8,
+    highest: u8,
+    refused: bool,
+}
+
+/// What happened since the last judgement.
+struct Period {
+    since: Instant,
+    dirtied_pages: u64,
+    /// Bytes sent before it.
+    sent_before: u64,
+}
+
+impl<'a> AutoConverge<'a> {
+    /// From `now` on; nothing has been sent.
+    pub(super) fn new(guest: &'a dyn Guest, now: Instant) -> Self {
+        Self {
+            guest,
+            period: Period {
+                since: now,
+                dirtied_pages: 0,
+                sent_before: 0,
+            },
+            too_fast: 0,
+            percent: 0,
+            highest: 0,
+            refused: false,
+        }
+    }
+
+    /// Takes in a sync of the dirty log: so many pages were dirtied since the last one, and so many bytes
+    /// have been sent in all.
+    pub(super) fn synced(
+        &mut self,
+        dirtied_pages: u64,
+        sent_bytes: u64,
+        now: Instant,
+        options: &Options,
+    ) {
+        self.period.dirtied_pages += dirtied_pages;
+        if !options.auto_converge || self.refused || now - self.period.since < PERIOD {
+            return;
+        }
+        let dirtied = to_f64(self.period.dirtied_pages * PAGE_SIZE as u64);
+        let allowed = to_f64(sent_bytes.saturating_sub(self.period.sent_before))
+            * f64::from(options.throttle_trigger_threshold)
+            / 100.0;
+        self.period = Period {
+            since: now,
+            dirtied_pages: 0,
+            sent_before: sent_bytes,
+        };
+        if dirtied > allowed {
+            self.too_fast += 1;
+            if self.too_fast == PATIENCE {
+                self.too_fast = 0;
+                self.set(next(self.percent, allowed / dirtied, options));
+            }
+        }
+    }
+
+    fn set(&mut self, percent: u8) {
+        if percent == self.percent {
+            return;
+        }
+        if self.guest.throttle(percent) {
+            self.percent = percent;
+            self.highest = self.highest.max(percent);
+        } else {
+            self.refused = true;
+        }
+    }
+
+    /// Gives the guest all of its time back.
+    pub(super) fn release(&mut self) {
+        if self.percent > 0 {
+            self.guest.throttle(0);
+            self.percent = 0;
+        }
+    }
+
+    /// What it takes from the guest now, in percent.
+    pub(super) fn percent(&self) -> u8 {
+        self.percent
+    }
+
+    /// The most that it took.
+    pub(super) fn highest(&self) -> u8 {
+        self.highest
+    }
+
+    /// Whether the guest was to be slowed down and cannot be.
+    pub(super) fn is_refused(&self) -> bool {
+        self.refused
+    }
+}
+
+impl Drop for AutoConverge<'_> {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// What to take from a guest that has lost `percent` and still dirties so much that only the share
+/// `allowed`, below 1, of it would do.
+fn next(percent: u8, allowed: f64, options: &Options) -> u8 {
+    let wanted = match percent {
+        0 => options.cpu_throttle_initial,
+        _ => percent.saturating_add(match options.cpu_throttle_tailslow {
+            false => options.cpu_throttle_increment,
+            true => {
+                // If what it dirties goes with the time that it has, this is what it may keep.
+                let has = 100 - percent.min(100);
+                let may_keep = f64::from(has) * allowed;
+                let keeps = (1..=has).filter(|kept| f64::from(*kept) <= may_keep).max();
+                options.cpu_throttle_increment.min(has - keeps.unwrap_or(0))
+            }
+        }),
+    };
+    wanted.min(options.max_cpu_throttle).max(percent)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use hotlift_mem::{DirtyBitmap, RamBlock};
+
+    use super::*;
+    use crate::guest::{DeviceState, GuestError};
+
+    /// Writes down what is asked of it.
+    struct Asked {
+        percents: Mutex<Vec<u8>>,
+        can: bool,
+    }
+
+    impl Guest for Asked {
+        fn throttle(&self, percent: u8) -> bool {
+            self.percents.lock().unwrap().push(percent);
+            self.can
+        }
+        fn machine(&self) -> &'static str {
+            ""
+        }
+        fn uuid(&self) -> [u8; 16] {
+            [0; 16]
+        }
+        fn ram(&self) -> &[Arc<RamBlock>] {
+            &[]
+        }
+        fn ram_is_fresh(&self) -> bool {
+            false
+        }
+        fn start_dirty_log(&self) -> Result<(), GuestError> {
+            Ok(())
+        }
+        fn stop_dirty_log(&self) -> Result<(), GuestError> {
+            Ok(())
+        }
+        fn sync_dirty_log(&self, _: usize, _: &DirtyBitmap) -> Result<u64, GuestError> {
+            Ok(0)
+        }
+        fn clear_dirty_log(&self, _: usize, _: usize, _: usize) -> Result<(), GuestError> {
+            Ok(())
+        }
+        fn pause(&self) -> Result<(), GuestError> {
+            Ok(())
+        }
+        fn resume(&self) -> Result<(), GuestError> {
+            Ok(())
+        }
+        fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
+            Ok(Vec::new())
+        }
+        fn load_devices(&self, _: Vec<DeviceState>) -> Result<(), GuestError> {
+            Ok(())
+        }
+    }
+
+    fn on() -> Options {
+        Options {
+            auto_converge: true,
+            ..Options::default()
+        }
+    }
+
+    /// What is asked of a guest over periods in which it dirties so many pages while 100 are sent.
+    fn asked(dirtied: &[u64], can: bool, options: &Options) -> (Vec<u8>, u8, bool) {
+        let guest = Asked {
+            percents: Mutex::default(),
+            can,
+        };
+        let mut now = Instant::now();
+        let mut throttle = AutoConverge::new(&guest, now);
+        let mut sent = 0;
+        for pages in dirtied {
+            // Two syncs make a period.
+            for part in [pages / 2, pages.div_ceil(2)] {
+                now += PERIOD / 2;
+                sent += 50 * 4096;
+                throttle.synced(part, sent, now, options);
+            }
+        }
+        let state = (throttle.highest(), throttle.is_refused());
+        drop(throttle);
+        (guest.percents.into_inner().unwrap(), state.0, state.1)
+    }
+
+    #[test]
+    fn every_second_period_above_the_threshold_takes_more_up_to_the_most() {
+        assert_eq!(asked(&[51, 50, 20, 51], true, &on()).0, [20, 0]);
+        assert_eq!(asked(&[50; 20], true, &on()).0, Vec::<u8>::new());
+        let options = Options {
+            max_cpu_throttle: 45,
+            ..on()
+        };
+        assert_eq!(
+            asked(&[60; 12], true, &options),
+            (vec![20, 30, 40, 45, 0], 45, false),
+            "and all is given back in the end"
+        );
+        assert_eq!(
+            asked(&[200; 20], true, &Options::default()).0,
+            Vec::<u8>::new()
+        );
+    }
+
+    #[test]
+    fn tailslow_takes_no_more_than_is_needed() {
+        let options = Options {
+            cpu_throttle_initial: 50,
+            cpu_throttle_tailslow: true,
+            ..on()
+        };
+        // A tenth too much: of the half that is left, 5 %.
+        assert_eq!(next(50, 0.9, &options), 55);
+        assert_eq!(next(50, 0.1, &options), 60, "no more than the increment");
+        assert_eq!(next(0, 0.9, &options), 50);
+    }
+
+    #[test]
+    fn a_guest_that_cannot_be_slowed_down_is_asked_once() {
+        assert_eq!(asked(&[200; 20], false, &on()), (vec![20], 0, true));
+    }
+}
