@@ -1,5 +1,6 @@
 //! What a watcher hears of a migration, in QEMU 10.0's order.
 
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
 use hotlift::figures::SourceReport;
@@ -217,4 +218,35 @@ fn with_pause_before_switchover_the_guest_stands_still_until_it_may_go_on() {
         );
         assert_eq!(here, after(told));
     }
+}
+
+#[test]
+fn a_guest_is_announced_where_it_runs_now_and_nobody_waits_for_it() {
+    let _alone = alone();
+    let announced = |rounds, initial, destination_fails| {
+        let (sender, announcements) = channel();
+        let quirks = Quirks {
+            announced: Some(sender),
+            fails_to_resume: destination_fails,
+            ..Quirks::default()
+        };
+        let options = Options {
+            announce_rounds: rounds,
+            announce_initial: initial,
+            announce_step: 1,
+            announce_max: initial,
+            ..options(true)
+        };
+        let (source, destination) = (guest(), room(quirks));
+        let (ended, _) = heard(&source, &destination, &options, &|_, _| {});
+        assert_eq!(ended.destination.is_err(), destination_fails);
+        drop(destination);
+        announcements
+    };
+    // The sender ends with the last announcement.
+    assert_eq!(announced(3, 1, false).iter().count(), 3);
+    assert_eq!(announced(0, 1, false).iter().count(), 0);
+    assert_eq!(announced(3, 1, true).iter().count(), 0);
+    // The second is due when this process has ended.
+    assert!(announced(2, 100_000, false).recv().is_ok());
 }

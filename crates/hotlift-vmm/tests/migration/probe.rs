@@ -1,10 +1,11 @@
 //! A built-in guest that is watched, and that misbehaves on demand.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hotlift::guest::{DeviceState, Guest, GuestError};
+use hotlift::guest::{Announcer, DeviceState, Guest, GuestError};
 use hotlift_mem::{DirtyBitmap, RamBlock};
 use hotlift_vmm::BuiltinGuest;
 
@@ -29,6 +30,7 @@ pub struct Quirks {
     pub fails_to_resume: bool,
     pub fails_to_save: bool,
     pub cannot_throttle: bool,
+    pub announced: Option<Sender<()>>,
 }
 
 /// A guest, whether it runs, and its quirks.
@@ -162,6 +164,13 @@ impl Guest for Probe {
     fn throttle(&self, percent: u8) -> bool {
         self.throttles.lock().unwrap().push(percent);
         !self.quirks.cannot_throttle && self.guest.throttle(percent)
+    }
+
+    fn announcer(&self) -> Option<Announcer> {
+        let announced = self.quirks.announced.clone()?;
+        Some(Box::new(move || {
+            let _ = announced.send(());
+        }))
     }
 
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {

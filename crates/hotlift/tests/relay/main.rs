@@ -7,6 +7,7 @@ mod damage;
 mod destination;
 mod hostile;
 mod log;
+mod options;
 mod recording;
 mod rig;
 mod source;

@@ -1,0 +1,71 @@
+//! Options of a relay: what may change on the way, and what is not its own to do.
+
+use std::thread;
+use std::time::Duration;
+
+use hotlift::Options;
+use hotlift::relay::check;
+
+use crate::log::Log;
+use crate::recording::Recording;
+use crate::rig::{Relay, destination, settings, shared};
+use crate::source::{Ending, play};
+
+/// A relay that paces nothing is done long before.
+const A_WHILE: Duration = Duration::from_millis(200);
+
+#[test]
+fn bandwidth_that_is_raised_reaches_a_relay_at_work() {
+    let _beside = shared();
+    let recording = Recording::small();
+    // On main, in packets. Days of bytes.
+    for options in [
+        &[("multifd", "off"), ("max-bandwidth", "1")][..],
+        &[("multifd-channels", "2"), ("max-bandwidth", "1")],
+    ] {
+        let slow = settings(options);
+        let log = Log::default();
+        let channels = slow.outgoing.channels();
+        let (_folder, destination) = destination(&recording, channels, None, &log);
+        let relay = Relay::start(&destination.address, &slow, false);
+        let control = relay.control.clone();
+        let to = relay.address.clone();
+        thread::scope(|scope| {
+            let arriving = scope.spawn(|| destination.run());
+            let playing = scope.spawn(|| play(&recording, &to, Ending::LetsGo, &log));
+            let early = relay.has_ended(A_WHILE);
+            assert!(early.is_none(), "it waits for its first bytes: {early:?}");
+            control.change(&Options {
+                max_bandwidth: 0,
+                ..slow.outgoing.clone()
+            });
+            let outcome = relay.outcome("raised");
+            assert!(outcome.is_ok(), "{outcome:?}");
+            playing.join().unwrap();
+            assert!(arriving.join().unwrap().eof);
+        });
+    }
+}
+
+#[test]
+fn what_is_its_qemus_to_do_is_refused_by_name() {
+    check(&settings(&[("multifd-channels", "4")]).outgoing).unwrap();
+    for (name, value) in [
+        ("xbzrle", "on"),
+        ("auto-converge", "on"),
+        ("pause-before-switchover", "on"),
+        ("avail-switchover-bandwidth", "1073741824"),
+        ("announce-rounds", "7"),
+        ("announce-initial", "51"),
+        ("announce-step", "1"),
+        ("announce-max", "0"),
+    ] {
+        let error = check(&settings(&[(name, value)]).outgoing).unwrap_err();
+        let words = error.to_string();
+        assert!(
+            words.starts_with(&format!("{name}=")) && words.contains("QEMU")
+                || name == "xbzrle" && words.contains("a relay keeps no page"),
+            "{words}"
+        );
+    }
+}
