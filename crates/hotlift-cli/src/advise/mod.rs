@@ -34,6 +34,7 @@ use serde::Serialize;
 use crate::accel;
 use crate::error::CommandError;
 use crate::output_args::OutputArgs;
+pub use bandwidth::parse as parse_rate;
 use choose::{Choice, Goal, Question};
 use measure::Measured;
 use memory::{Folder, Image, Process};

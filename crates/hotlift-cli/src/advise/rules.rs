@@ -44,17 +44,17 @@ pub fn rules(devices: &Devices, limited: bool, zero_share: f64) -> Vec<Rule> {
     vec![
         Rule {
             rule: "qatzip where the network is the limit and there is more QAT than IAA",
-            reason: "it saves most of the CPU of compression, and its ratio is the better one",
+            reason: "it saves a lot of the host CPU that compression takes",
             applies: qatzip,
         },
         Rule {
             rule: "qatzip, not qpl, where there is no shared virtual memory (SVM)",
-            reason: "without it IAA cannot reach pages where they are",
+            reason: "qpl does not perform well without it",
             applies: no_svm,
         },
         Rule {
             rule: "else qpl before qatzip",
-            reason: "IAA takes single pages without a copy, and decompresses faster",
+            reason: "for all other cases QEMU's documentation puts IAA first",
             applies: iaa && !qatzip && !no_svm,
         },
         Rule {

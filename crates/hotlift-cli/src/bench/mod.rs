@@ -1,3 +1,4 @@
 //! `hotlift bench`: migrations in many settings, in turn, kept as records.
 
 pub mod record;
+pub mod report;

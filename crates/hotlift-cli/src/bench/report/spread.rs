@@ -1,0 +1,78 @@
+//! Medians and spread.
+
+/// The middle and the ends of some numbers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Spread {
+    /// The median; of an even number the mean of the two in the middle.
+    pub median: f64,
+    /// The lowest.
+    pub lowest: f64,
+    /// The highest.
+    pub highest: f64,
+}
+
+/// Of `values`; `None` if there are none, or one is not a number.
+pub fn spread(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    if values.iter().any(|value| !value.is_finite()) {
+        return None;
+    }
+    values.sort_by(f64::total_cmp);
+    let (lowest, highest) = (*values.first()?, *values.last()?);
+    let half = values.len() / 2;
+    let median = if values.len().is_multiple_of(2) {
+        f64::midpoint(values[half - 1], values[half])
+    } else {
+        values[half]
+    };
+    Some(Spread {
+        median,
+        lowest,
+        highest,
+    })
+}
+
+impl Spread {
+    /// "12.3 (11.0–14.1)", or the median alone if all are alike.
+    pub fn text(&self) -> String {
+        let (median, lowest, highest) = (
+            number(self.median),
+            number(self.lowest),
+            number(self.highest),
+        );
+        if lowest == highest {
+            return median;
+        }
+        format!("{median} ({lowest}–{highest})")
+    }
+}
+
+/// A number with about three digits.
+pub fn number(value: f64) -> String {
+    match value.abs() {
+        size if size >= 100.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+/// The spread of `values`, or "-".
+pub fn text(values: impl IntoIterator<Item = f64>) -> String {
+    spread(values).map_or("-".to_owned(), |spread| spread.text())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle_and_nothing_has_none() {
+        let of = |values: &[f64]| spread(values.iter().copied());
+        assert_eq!(of(&[3.0, 1.0, 2.0]).unwrap().median, 2.0);
+        assert_eq!(of(&[4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
+        assert_eq!(of(&[]), None);
+        assert_eq!(of(&[1.0, f64::NAN]), None);
+        assert_eq!(text([5.0, 5.0]), "5.00");
+        assert_eq!(text([1234.0, 1.0, 20.0]), "20.0 (1.00–1234)");
+    }
+}
