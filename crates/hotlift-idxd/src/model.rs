@@ -4,11 +4,11 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::descriptor::{Descriptor, Opcode};
 use crate::portal::{Portal, Submitted};
 use crate::record::Record;
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// How a model behaves. Chances are in thousandths of the descriptors (of a batch: of its members),
 /// drawn from `seed`.
@@ -34,23 +34,39 @@ pub struct Behaviour {
     pub silent: u32,
     /// Descriptors wait until others that came later are done.
     pub shuffled: bool,
+    /// The kernel does not let its portal be mapped.
+    pub unmapped: bool,
+    /// The kernel takes no batch by `write`.
+    pub unbatched: bool,
+    /// The kernel takes nothing by `write`.
+    pub unwritten: bool,
+    /// Descriptors after which it dies; 0 never.
+    pub dies: u64,
+}
+
+impl Behaviour {
+    /// A device without faults, as the shipped profiles set queues up.
+    pub const SOUND: Self = Self {
+        seed: 1,
+        depth: 128,
+        max_batch: 1024,
+        max_transfer: 2 << 20,
+        full: 0,
+        fault: 0,
+        fail: 0,
+        list_fault: 0,
+        silent: 0,
+        shuffled: false,
+        unmapped: false,
+        unbatched: false,
+        unwritten: false,
+        dies: 0,
+    };
 }
 
 impl Default for Behaviour {
-    /// A device without faults, as the shipped profiles set queues up.
     fn default() -> Self {
-        Self {
-            seed: 1,
-            depth: 128,
-            max_batch: 1024,
-            max_transfer: 2 << 20,
-            full: 0,
-            fault: 0,
-            fail: 0,
-            list_fault: 0,
-            silent: 0,
-            shuffled: false,
-        }
+        Self::SOUND
     }
 }
 
@@ -75,6 +91,10 @@ impl Behaviour {
                 "list-fault" => behaviour.list_fault = small,
                 "silent" => behaviour.silent = small,
                 "shuffled" => behaviour.shuffled = value != 0,
+                "unmapped" => behaviour.unmapped = value != 0,
+                "unbatched" => behaviour.unbatched = value != 0,
+                "unwritten" => behaviour.unwritten = value != 0,
+                "dies" => behaviour.dies = value,
                 _ => return None,
             }
         }
@@ -127,6 +147,23 @@ impl Model {
             }),
             arrived: Condvar::new(),
         }
+    }
+
+    /// The same queue without what goes wrong in the device.
+    pub(crate) fn without_faults(&self) -> Self {
+        let kernel = self.behaviour;
+        Self::new(Behaviour {
+            max_batch: kernel.max_batch,
+            unmapped: kernel.unmapped,
+            unbatched: kernel.unbatched,
+            unwritten: kernel.unwritten,
+            ..Behaviour::SOUND
+        })
+    }
+
+    /// As it was told to behave.
+    pub(crate) fn behaviour(&self) -> &Behaviour {
+        &self.behaviour
     }
 
     /// Descriptors that were accepted so far.
@@ -356,6 +393,10 @@ impl Portal for Model {
         }
         state.waiting.push_back(*descriptor);
         state.accepted += 1;
+        if state.accepted == self.behaviour.dies {
+            state.dead = true;
+            state.waiting.clear();
+        }
         drop(state);
         self.arrived.notify_one();
         Ok(Submitted::Accepted)

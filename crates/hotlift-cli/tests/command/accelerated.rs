@@ -237,11 +237,17 @@ fn a_relay_refuses_at_once_what_only_a_guests_own_migration_can_do() {
         ],
         &["save", "--quiet", "--qmp=/nonexistent", "/nonexistent/file"],
     ] {
-        let mut args = command.to_vec();
-        args.extend(["--zero-page-detection=dsa-accel", "--accel-path=dsa-model:"]);
-        let (status, said) = Hotlift::start(&args).wait();
-        let said = said.join("\n");
-        assert!(!status.success(), "{said}");
-        assert!(said.contains("a guest of its own"), "{command:?}: {said}");
+        for asked in [
+            &["--zero-page-detection=dsa-accel", "--accel-path=dsa-model:"][..],
+            &["--multifd-packet-size=1M"],
+            &["--multifd-packet-size=64K"],
+            &["--multifd-normal-page-ratio=50"],
+        ] {
+            let args = [command, asked].concat();
+            let (status, said) = Hotlift::start(&args).wait();
+            let said = said.join("\n");
+            assert!(!status.success(), "{said}");
+            assert!(said.contains("a guest of its own"), "{args:?}: {said}");
+        }
     }
 }
