@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::time::Duration;
 
 use crate::descriptor::{Descriptor, Opcode};
 use crate::portal::{Portal, Submitted};
@@ -42,6 +43,8 @@ pub struct Behaviour {
     pub unwritten: bool,
     /// Descriptors after which it dies; 0 never.
     pub dies: u64,
+    /// Microseconds that its thread takes for each answer.
+    pub late: u32,
 }
 
 impl Behaviour {
@@ -61,6 +64,7 @@ impl Behaviour {
         unbatched: false,
         unwritten: false,
         dies: 0,
+        late: 0,
     };
 }
 
@@ -95,6 +99,7 @@ impl Behaviour {
                 "unbatched" => behaviour.unbatched = value != 0,
                 "unwritten" => behaviour.unwritten = value != 0,
                 "dies" => behaviour.dies = value,
+                "late" => behaviour.late = small,
                 _ => return None,
             }
         }
@@ -200,7 +205,11 @@ impl Model {
     /// Executes descriptors until [`Model::close`] is called: what a device's thread does.
     pub fn run(&self) {
         loop {
-            while self.step() {}
+            while self.step() {
+                if self.behaviour.late > 0 && !self.lock().closed {
+                    std::thread::sleep(Duration::from_micros(self.behaviour.late.into()));
+                }
+            }
             let state = self.lock();
             if state.closed {
                 return;
