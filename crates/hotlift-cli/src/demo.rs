@@ -1,7 +1,6 @@
 //! `hotlift demo`: both ends of a migration as two processes of this host, and the result table.
 
 use std::path::PathBuf;
-use std::process::{Child, ChildStdout, Command, Stdio};
 
 use clap::Args;
 use hotlift::Options;
@@ -10,8 +9,8 @@ use hotlift_vmm::GuestKind;
 
 use crate::args::GuestArgs;
 use crate::error::CommandError;
-use crate::events::{self, Event};
 use crate::migration_args::MigrationArgs;
+use crate::pair::{Errors, Pair, Place};
 use crate::report::{self, Run};
 use crate::signals::Interrupt;
 
@@ -47,7 +46,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
             if interrupt.is_raised() {
                 break;
             }
-            runs.push(migrate_once(args, kind, &migration)?);
+            runs.push(migrate_once(args, kind, &migration, &interrupt)?);
         }
     }
     println!("{}", heading(args, kind));
@@ -123,113 +122,34 @@ fn migrate_once(
     args: &DemoArgs,
     kind: GuestKind,
     migration: &MigrationArgs,
+    interrupt: &Interrupt,
 ) -> Result<Run, CommandError> {
     let options: Options = migration.options()?;
     let mut run = Run::new(kind, &args.guest.settings(), &options);
-    let label = options.method_name();
-
-    let (destination, mut events) = spawn(
-        args,
+    let pair = Pair {
         kind,
+        guest: &args.guest,
         migration,
-        label,
-        &["--incoming=tcp:127.0.0.1:0"],
-    )?;
-    let listening = events.find_map(|event| match event {
-        Event::Listening { uri } => Some(Ok(uri)),
-        Event::Failed { error } => Some(Err(error)),
-        _ => None,
-    });
-    let uri = match listening {
-        Some(Ok(uri)) => uri,
-        Some(Err(error)) => {
-            run.failed(&error);
-            return Ok(run);
-        }
-        None => {
-            run.failed("the destination process ended before it listened");
-            return Ok(run);
-        }
+        label: options.method_name(),
+        place: &Place::default(),
+        limit: None,
+        errors: Errors::Shown { quiet: args.quiet },
     };
-    let (source, source_events) = spawn(
-        args,
-        kind,
-        migration,
-        label,
-        &[&format!("--migrate-to={uri}")],
-    )?;
-    for event in source_events {
-        match event {
-            Event::Sent { report } => run.sent(report),
-            Event::Failed { error } => run.failed(&error),
-            _ => {}
-        }
+    let moved = pair.migrate(pair.destination()?, interrupt, &mut |_| {})?;
+    if let Some(report) = moved.source {
+        run.sent(report);
     }
-    // A source that went without a word leaves a destination that would wait for it.
-    drop(source);
-    let mut destination = destination;
-    if run.source.is_none() {
-        run.failed("the source process ended before the migration did");
-        destination.end();
+    if let Some(report) = moved.destination {
+        run.received(report);
     }
-    for event in events {
-        match event {
-            Event::Received { report } => run.received(report),
-            Event::Checked(check) => run.checked(&check),
-            Event::Failed { error } => run.failed(&error),
-            Event::Listening { .. } | Event::Sent { .. } => {}
-        }
+    if let Some(check) = &moved.check {
+        run.checked(check);
+    }
+    if let Some(error) = &moved.error {
+        run.failed(error);
     }
     if run.status == "completed" && run.verified.is_none() {
         run.verified = Some(false);
-        run.failed("the destination process ended before the guest was checked");
     }
     Ok(run)
-}
-
-/// A child process that does not outlive its owner.
-struct Process(Child);
-
-impl Process {
-    /// Ends the process if it has not ended.
-    fn end(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // By now its output has ended, and so does it; a process that does not is stuck.
-        let _ = self.0.wait();
-    }
-}
-
-fn spawn(
-    args: &DemoArgs,
-    kind: GuestKind,
-    migration: &MigrationArgs,
-    label: &str,
-    role: &[&str],
-) -> Result<(Process, impl Iterator<Item = Event> + use<>), CommandError> {
-    let failed = |source| CommandError::Process {
-        what: "hotlift guest run",
-        source,
-    };
-    let program = std::env::current_exe().map_err(failed)?;
-    let mut child = Command::new(program)
-        .args(["guest", "run", "--tell-events"])
-        .arg(format!("--label={label}"))
-        .args(role)
-        .args(args.guest.to_flags(kind))
-        .args(migration.to_flags())
-        .args(args.quiet.then_some("--quiet"))
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::inherit())
-        .spawn()
-        .map_err(failed)?;
-    let stdout: Option<ChildStdout> = child.stdout.take();
-    let events = stdout.into_iter().flat_map(events::read);
-    Ok((Process(child), events))
 }

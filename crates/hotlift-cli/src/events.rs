@@ -1,11 +1,15 @@
 //! What a `guest run` process tells the `demo` that started it: JSON, one line an event, on its
 //! standard output.
 
-use std::io::{BufRead, BufReader};
-use std::process::ChildStdout;
+use std::io::{BufRead, BufReader, Read};
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use serde::{Deserialize, Serialize};
+
+use crate::bench::record::Moment;
+
+/// Events as they come.
+pub type Events = Box<dyn Iterator<Item = Event>>;
 
 /// One event.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -15,6 +19,11 @@ pub enum Event {
     Listening {
         /// With the port that the system chose.
         uri: String,
+    },
+    /// The source's migration goes on.
+    Progress {
+        /// Where it is.
+        moment: Moment,
     },
     /// The source's migration has completed.
     Sent {
@@ -58,9 +67,11 @@ pub fn tell(event: &Event) {
 }
 
 /// The events of a child process, up to its end. Lines that are none are passed over.
-pub fn read(stdout: ChildStdout) -> impl Iterator<Item = Event> {
-    BufReader::new(stdout)
-        .lines()
-        .map_while(Result::ok)
-        .filter_map(|line| serde_json::from_str(&line).ok())
+pub fn read(stdout: impl Read + 'static) -> Events {
+    Box::new(
+        BufReader::new(stdout)
+            .lines()
+            .map_while(Result::ok)
+            .filter_map(|line| serde_json::from_str(&line).ok()),
+    )
 }

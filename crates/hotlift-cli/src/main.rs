@@ -5,7 +5,6 @@
 mod accel;
 mod advise;
 mod args;
-#[allow(dead_code, reason = "its parts come next")]
 mod bench;
 mod demo;
 mod error;
@@ -14,8 +13,10 @@ mod guest_run;
 mod manual;
 mod migrate;
 mod migration_args;
+#[allow(dead_code, unused_imports, reason = "its parts come next")]
 mod monitor;
 mod output_args;
+mod pair;
 mod progress;
 mod qemu;
 mod relay;
@@ -44,6 +45,18 @@ enum Command {
     /// Without flags: once with each page compression method. A flag that chooses a method makes it
     /// one migration with the settings given.
     Demo(demo::DemoArgs),
+    /// Migrate in many settings, in turn, and compare; with a real QEMU, to another host, over a limited link
+    ///
+    /// Every combination of what is listed runs in random order, several times; each run is kept in
+    /// DIR/runs.jsonl as it ends. Ctrl-C keeps what is done. A setting that fails costs a line.
+    ///
+    ///   hotlift bench --method none,zstd --channels 2,4 --workload idle,random
+    ///
+    ///   hotlift bench --suite iaa --fill /data/silesia --with-qemu /usr/bin/qemu-system-x86_64
+    ///
+    ///   hotlift bench --serve tcp::4444     and on another host     hotlift bench --to tcp:HOST:4444
+    #[command(verbatim_doc_comment)]
+    Bench(Box<bench::BenchArgs>),
     /// Work with one built-in guest
     #[command(subcommand)]
     Guest(GuestCommand),
@@ -145,6 +158,7 @@ enum GuestCommand {
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Guest(GuestCommand::Run(args)) => guest_run::run(&args),
         Command::Migrate(args) => migrate::run(&args),
         Command::Serve(args) => serve::run(&args),

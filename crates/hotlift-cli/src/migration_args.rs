@@ -17,6 +17,11 @@ impl MigrationArgs {
         self.given.iter().any(|(given, _)| given == name)
     }
 
+    /// Names and values, as given.
+    pub fn given(&self) -> &[(String, String)] {
+        &self.given
+    }
+
     /// True if a level was given for whatever method is chosen.
     pub fn has_level(&self) -> bool {
         self.level.is_some()

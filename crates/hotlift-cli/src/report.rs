@@ -112,13 +112,7 @@ impl Run {
             self.normal_pages = report.normal_pages;
             self.zero_pages = report.zero_pages;
         }
-        let total = self.total_ms;
-        self.destination = Some(SideFigures::new(
-            report.side.threads,
-            std::time::Duration::from_secs_f64(total / 1e3),
-            report.normal_pages,
-            report.side.jobs,
-        ));
+        self.destination = Some(destination_side(report, self.total_ms));
     }
 
     /// Takes in what the guest looked like afterwards.
@@ -148,6 +142,16 @@ impl Run {
             None => self.method.clone(),
         }
     }
+}
+
+/// A destination's cost over the total time that its source has seen, in milliseconds.
+pub fn destination_side(report: DestinationReport, total_ms: f64) -> SideFigures {
+    SideFigures::new(
+        report.side.threads,
+        std::time::Duration::from_secs_f64(total_ms / 1e3),
+        report.normal_pages,
+        report.side.jobs,
+    )
 }
 
 /// All tables.

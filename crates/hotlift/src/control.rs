@@ -35,8 +35,7 @@ pub enum Status {
 }
 
 impl Status {
-    /// All states.
-    pub const ALL: [Self; 9] = [
+    const ALL: [Self; 9] = [
         Self::None,
         Self::Setup,
         Self::Active,

@@ -1,4 +1,274 @@
 //! `hotlift bench`: migrations in many settings, in turn, kept as records.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `cell`, `matrix` | a setting, and every combination of what was asked for |
+//! | `runner`, `journal` | runs them in random order; keeps each as it ends |
+//! | `record` | what is kept: a line of JSON a run |
+//! | `built_in`, `far` | a run of the built-in guest, on this host or to another |
+//! | `qemu`, `machines` | the same work by a real QEMU |
+//! | `link` | limits that are real, by network namespaces |
+//! | `threads`, `machine` | what the kernel counts; what this machine is |
+//! | `table`, `stats` | medians and quotients, as tables |
+//! | `report` | the same as one HTML file |
+//! | `suite` | the published tables |
 
+mod built_in;
+mod cell;
+mod far;
+mod journal;
+mod link;
+mod machine;
+mod machines;
+mod matrix;
+mod qemu;
 pub mod record;
 pub mod report;
+mod runner;
+mod stats;
+mod suite;
+mod table;
+mod threads;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use hotlift::Address;
+use hotlift::options::parse_size;
+
+use crate::args::{GuestArgs, GuestChoice, RamBackend};
+use crate::error::CommandError;
+use crate::pair::Place;
+use crate::progress::bytes;
+use crate::signals::Interrupt;
+use cell::Cell;
+use far::Far;
+use journal::Journal;
+use link::Link;
+use matrix::MatrixArgs;
+use record::{Outcome, Record};
+use runner::Bench;
+use suite::Suite;
+
+/// RAM of the matrix's guests, if none is given.
+const RAM: u64 = 1 << 30;
+
+/// Flags of `bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// Reproduce a published table instead of the matrix
+    #[arg(long, value_name = "NAME", value_parser = suite::find)]
+    suite: Option<&'static Suite>,
+    /// Run each cell so often
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    repeats: u32,
+    /// Keep runs.jsonl in this folder; runs of before stay
+    #[arg(long, value_name = "DIR", default_value = "hotlift-bench")]
+    out: PathBuf,
+    /// Say which cells there are and what memory they need, and run none
+    #[arg(long)]
+    dry_run: bool,
+    /// Have this QEMU do the same work in the same run
+    #[arg(long, value_name = "PATH", conflicts_with = "to")]
+    with_qemu: Option<PathBuf>,
+    /// Migrate to the host where 'hotlift bench --serve' waits: tcp:HOST:PORT
+    #[arg(long, value_name = "URI")]
+    to: Option<Address>,
+    /// Be the other host: take the guests of 'hotlift bench --to', until Ctrl-C
+    #[arg(long, value_name = "URI", conflicts_with_all = ["to", "suite", "with_qemu", "link"])]
+    serve: Option<Address>,
+    /// Print the tables of kept runs, and run nothing; repeatable
+    #[arg(long, value_name = "FILE")]
+    kept: Vec<PathBuf>,
+    /// Limit the link on this machine by network namespaces (root), as in 1gbit or 200mbit,2ms
+    #[arg(long, value_name = "RATE[,DELAY]", conflicts_with = "to")]
+    link: Option<Link>,
+    /// End a run that takes longer
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    time_limit: u64,
+    /// Bytes of RAM, with suffix K, M or G [default: 1G, of a suite the published size; less where
+    /// it does not fit]
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Guest")]
+    ram: Option<u64>,
+    /// Number of vCPUs, 1 to 8
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Guest")]
+    vcpus: u8,
+    /// Pages that the guest writes in a second
+    #[arg(
+        long,
+        value_name = "PAGES/S",
+        default_value_t = 20_000,
+        help_heading = "Guest"
+    )]
+    rate: u64,
+    /// Bytes that it writes to [default: an eighth of the RAM]
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Guest")]
+    working_set: Option<u64>,
+    /// Write the zero pages once, so that the host has to allocate them
+    #[arg(long, help_heading = "Guest")]
+    zero_touched: bool,
+    /// Start of all random numbers, those of the order of runs among them
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    #[command(flatten)]
+    matrix: MatrixArgs,
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    parse_size(text).ok_or_else(|| "expected a number of bytes with suffix K, M or G".to_owned())
+}
+
+/// Runs the command.
+pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
+    let interrupt = Interrupt::catch()?;
+    if let Some(at) = &args.serve {
+        return far::serve(at, &interrupt);
+    }
+    if !args.kept.is_empty() {
+        return print_kept(&args.kept);
+    }
+    let far = args.to.as_ref().map(Far::new).transpose()?;
+    let qemu = args.with_qemu.as_deref().map(qemu::Program::find);
+    let qemu = qemu.transpose()?;
+    let base = base(args, far.is_none());
+    let mut cells = match args.suite {
+        Some(suite) => suite.cells(&base, &args.matrix)?,
+        None => args.matrix.cells(&base)?,
+    };
+    for cell in &mut cells {
+        cell.link = args.link.as_ref().map(Link::text);
+    }
+    if qemu.is_some() {
+        cells = matrix::beside_qemu(cells);
+    }
+    if args.dry_run {
+        return dry_run(args, &cells, far.is_none());
+    }
+    let joined = args.link.as_ref().map(Link::set_up).transpose()?;
+    let mut bench = Bench {
+        suite: args.suite.map_or("matrix", |suite| suite.name).to_owned(),
+        seed: args.seed,
+        repeats: args.repeats,
+        limit: Duration::from_secs(args.time_limit),
+        place: joined
+            .as_ref()
+            .map_or_else(Place::default, |joined| joined.place()),
+        far,
+        qemu,
+        journal: Journal::open(&args.out)?,
+        interrupt: &interrupt,
+    };
+    let records = bench.run(&cells)?;
+    print(&records);
+    println!("raw runs: {}", bench.journal.path().display());
+    bench.journal.finish()?;
+    if !records.is_empty() {
+        let path = args.out.join("report.html");
+        std::fs::write(&path, report::html(&records)).map_err(|source| CommandError::Write {
+            path: path.clone(),
+            source,
+        })?;
+        println!("report: {}", path.display());
+    }
+    outcome(&records, &interrupt)
+}
+
+/// The guest that every cell changes something of.
+fn base(args: &BenchArgs, destination_is_here: bool) -> GuestArgs {
+    let ends = if destination_is_here { 2 } else { 1 };
+    let ram = args.ram.unwrap_or_else(|| {
+        let wanted = args.suite.map_or(RAM, |suite| suite.ram());
+        let (ram, words) = machine::fitting(wanted, ends);
+        if let Some(words) = words {
+            println!("{words}");
+        }
+        ram
+    });
+    GuestArgs {
+        guest: GuestChoice::Auto,
+        vcpus: args.vcpus,
+        ram,
+        ram_backend: RamBackend::Private,
+        workload: hotlift_vmm::workload::Workload::Idle,
+        rate: args.rate,
+        working_set: args.working_set,
+        fill: None,
+        zero_share: 0.25,
+        zero_touched: args.zero_touched,
+        seed: args.seed,
+    }
+}
+
+fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), CommandError> {
+    let rows = cells.iter().map(Cell::row).collect::<Result<Vec<_>, _>>()?;
+    let labels = table::Labels::of(&rows);
+    for (cell, row) in cells.iter().zip(&rows) {
+        println!("{}: {}", labels.text(row), bytes(cell.memory(here)));
+    }
+    let most = cells.iter().map(|cell| cell.memory(here)).max();
+    println!(
+        "{} cells, {} runs; each needs up to {} of memory, and {} are free",
+        cells.len(),
+        cells.len() * args.repeats as usize,
+        bytes(most.unwrap_or(0)),
+        bytes(machine::available())
+    );
+    Ok(())
+}
+
+/// The table of `records`, which are of one suite or the matrix.
+fn print(records: &[Record]) {
+    let Some(first) = records.first() else {
+        return;
+    };
+    let machine = &first.machine;
+    println!(
+        "{}, {} cores, {} of memory, Linux {}, load {:.1}",
+        machine.cpu,
+        machine.cores,
+        bytes(machine.memory_bytes),
+        machine.kernel,
+        machine.load
+    );
+    match suite::find(&first.suite) {
+        Ok(suite) => println!("{}", suite.table(records)),
+        Err(_) => println!("{}", table::matrix(records)),
+    }
+}
+
+/// The tables of runs that were kept, one for each suite among them.
+fn print_kept(files: &[PathBuf]) -> Result<(), CommandError> {
+    let mut suites: Vec<(String, Vec<Record>)> = Vec::new();
+    for path in files {
+        for record in record::read(path)? {
+            match suites.iter_mut().find(|(name, _)| *name == record.suite) {
+                Some((_, records)) => records.push(record),
+                None => suites.push((record.suite.clone(), vec![record])),
+            }
+        }
+    }
+    for (_, records) in &suites {
+        print(records);
+    }
+    Ok(())
+}
+
+/// How the command ends: a failed cell does not stop the others, and is not forgotten either.
+fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), CommandError> {
+    if interrupt.is_raised() {
+        return Err(CommandError::Interrupted);
+    }
+    let failed = records.iter().filter(|run| match &run.outcome {
+        Outcome::Completed(completed) => completed.verified == Some(false),
+        Outcome::Failed { .. } => true,
+        Outcome::Skipped { .. } => false,
+    });
+    match failed.count() {
+        0 => Ok(()),
+        failed => Err(CommandError::Demo {
+            failed,
+            runs: records.len(),
+        }),
+    }
+}

@@ -3,10 +3,13 @@
 //! All that tables and reports say is made from such lines, so that kept runs can be read again.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::progress::Progress;
 use serde::{Deserialize, Serialize};
+
+use crate::error::CommandError;
 
 /// One run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -215,12 +218,21 @@ impl Row {
     }
 }
 
-/// The record in a line of `runs.jsonl`.
+/// The records of a `runs.jsonl`, in its order.
 ///
 /// # Errors
-/// If the line is not one.
-pub fn parse(line: &str) -> Result<Record, serde_json::Error> {
-    serde_json::from_str(line)
+/// If it cannot be read, or a line is not a record; the line is named.
+pub fn read(path: &Path) -> Result<Vec<Record>, CommandError> {
+    let failed = |source| CommandError::Look {
+        path: path.to_owned(),
+        source,
+    };
+    let text = std::fs::read_to_string(path).map_err(failed)?;
+    let parse = |(number, line)| {
+        serde_json::from_str(line)
+            .map_err(|error| failed(std::io::Error::other(format!("line {number}: {error}"))))
+    };
+    (1..).zip(text.lines()).map(parse).collect()
 }
 
 #[cfg(test)]
@@ -271,26 +283,34 @@ pub mod tests {
     }
 
     #[test]
-    fn a_record_survives_its_line() {
-        let mut record = example();
-        record.outcome = Outcome::Completed(Box::new(Completed {
-            verified: Some(true),
-            source_threads: vec![ThreadCounts::default()],
-            ..Completed::default()
-        }));
-        for outcome in [
-            record.outcome.clone(),
+    fn records_survive_their_file_and_a_bad_line_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("runs.jsonl");
+        let outcomes = [
+            Outcome::Completed(Box::new(Completed {
+                verified: Some(true),
+                source_threads: vec![ThreadCounts::default()],
+                ..Completed::default()
+            })),
             Outcome::Failed {
-                error: "no".to_owned(),
+                error: "no\nwhy".to_owned(),
             },
             Outcome::Skipped {
                 reason: "no".to_owned(),
             },
-        ] {
-            record.outcome = outcome;
-            let line = serde_json::to_string(&record).unwrap();
-            assert!(!line.contains('\n'));
-            assert_eq!(parse(&line).unwrap(), record);
-        }
+        ];
+        let records = outcomes.map(|outcome| Record {
+            outcome,
+            ..example()
+        });
+        let lines = records
+            .iter()
+            .map(|one| serde_json::to_string(one).unwrap());
+        let text = lines.collect::<Vec<_>>().join("\n");
+        std::fs::write(&path, &text).unwrap();
+        assert_eq!(read(&path).unwrap(), records);
+        std::fs::write(&path, format!("{text}\n{{}}\n")).unwrap();
+        let error = read(&path).unwrap_err().line();
+        assert!(error.contains("line 4"), "{error}");
     }
 }

@@ -3,6 +3,7 @@
 mod accel;
 mod accelerated;
 mod advise;
+mod bench;
 mod demo;
 mod guest_run;
 mod hotlift;

@@ -45,7 +45,7 @@ use vcpu::{Shared, Vcpu, send_kick};
 
 pub use error::KvmError;
 pub use program::ELF;
-pub use vm::usable;
+pub use vm::{host_tsc_khz, usable};
 
 /// The KVM guest.
 pub struct KvmGuest {

@@ -102,6 +102,15 @@ pub(super) fn tsc_khz(vcpu: &VcpuFd) -> u32 {
         .unwrap_or(2_000_000)
 }
 
+/// TSC frequency of the vCPUs of this host in kHz, as another VMM has to tell the guest program.
+///
+/// # Errors
+/// If KVM cannot be used.
+pub fn host_tsc_khz() -> Result<u32, KvmError> {
+    let (_vm, vcpus, _) = create(1)?;
+    Ok(vcpus.first().map_or(0, tsc_khz))
+}
+
 /// Reads one u64 of RAM, 0 outside of it: for counters that the guest keeps for people to see.
 pub(super) fn peek(ram: &RamBlock, offset: u64) -> u64 {
     ram.load_u64(to_usize(offset)).unwrap_or(0)

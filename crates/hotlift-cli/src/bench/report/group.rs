@@ -1,7 +1,7 @@
 //! Runs put together: repeats of one row, rows that differ in the method alone.
 
-use super::spread::{Spread, spread};
 use crate::bench::record::{Completed, Engine, Outcome, Record, Row};
+use crate::bench::stats::{Spread, spread};
 
 /// All runs of one row.
 pub struct Series<'a> {

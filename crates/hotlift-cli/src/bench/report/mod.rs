@@ -4,7 +4,6 @@
 //! |---|---|
 //! | `group` | runs put together: repeats, and rows of the same work |
 //! | `pictures` | what is drawn |
-//! | `spread` | medians, lowest and highest |
 //! | `svg` | bars and lines |
 //! | `tables` | figures, quotients with QEMU, what failed |
 //! | `style.css` | light, dark, and on paper |
@@ -14,7 +13,6 @@
 
 mod group;
 mod pictures;
-mod spread;
 mod svg;
 mod tables;
 
@@ -89,7 +87,7 @@ fn head(records: &[Record]) -> String {
         (Some(first), _) => (*first).to_owned(),
         _ => "never".to_owned(),
     };
-    let loads = spread::spread(records.iter().map(|record| record.machine.load));
+    let loads = super::stats::spread(records.iter().map(|record| record.machine.load));
     let completed = records
         .iter()
         .filter(|record| record.completed().is_some())

@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use super::spread::number;
+use crate::bench::stats::number;
 
 /// Width of all pictures, in their own units.
 pub const WIDTH: f64 = 960.0;

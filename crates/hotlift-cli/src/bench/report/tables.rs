@@ -3,9 +3,9 @@
 use std::fmt::Write;
 
 use super::group::{Condition, Series};
-use super::spread::{Spread, spread};
 use super::svg::escape;
 use crate::bench::record::{Completed, Engine, Record};
+use crate::bench::stats::{Spread, spread};
 
 /// A figure, with its name.
 type Figure = (&'static str, fn(&Completed) -> f64);

@@ -1,0 +1,146 @@
+//! `legacy-rework`: what the threads of `compress` wait and fault, before and after its rework.
+
+use std::collections::BTreeMap;
+
+use hotlift_vmm::workload::Workload;
+
+use super::{Block, Column, DOWN_MS, MBPS, NONE, Published, SOURCE_CPU, Suite, TOTAL_MS};
+use crate::bench::record::{Completed, Engine, Record, ThreadCounts};
+use crate::bench::stats;
+use crate::report::{align, new_table};
+
+const COLUMNS: &[Column] = &[TOTAL_MS, DOWN_MS, MBPS, SOURCE_CPU];
+
+/// The published series.
+pub static SUITE: Suite = Suite {
+    name: "legacy-rework",
+    source: "Xiao Guangrong: \"migration: improve and cleanup compression\", v2, 2018",
+    machine: "an i7-4790 with 16 GB, one host, a guest of 8 vCPUs and 6 GB whose 8 threads write all of it \
+              again and again, max-bandwidth 350 MB/s",
+    differs: &[
+        "before the rework the published bandwidth was 25 Mbit/s: a buffer was allocated and freed for \
+         every page, and workers and guest met at the kernel's memory lock",
+        "a QEMU that still has 'compress' (2.12 to 9.0) has the rework in it: what was before is known by \
+         the published text only",
+        "the published profiles (perf) are of kernel symbols; here the kernel's own counts of each thread: \
+         page faults show allocation, waits show locks (futexes) and sockets",
+        "the guest writes at --rate to --working-set, so that the migration ends",
+    ],
+    ram_gib: 6,
+    columns: COLUMNS,
+    blocks: &[Block {
+        title: "writing guest",
+        method: "compress",
+        options: &[("compress-level", "1"), ("max-bandwidth", "350M")],
+        workload: Workload::Random,
+        zero_share: 0.1,
+        zero_touched: false,
+        rows: &[Published(
+            "after the rework",
+            &[],
+            &[NONE, NONE, 50.0, NONE],
+        )],
+    }],
+    more: Some(waits),
+};
+
+/// Kinds of threads, by the begins of their names in Hotlift and in QEMU.
+const KINDS: &[(&str, &[&str])] = &[
+    ("compressing", &["compress"]),
+    ("migration thread", &["mig/src/main", "live_migration"]),
+    ("decompressing", &["decompress"]),
+    ("destination's main", &["mig/dst/main", "qemu-system"]),
+];
+
+const PAGES_PER_GIB: f64 = 262_144.0;
+
+/// A count: its name, and how it is read.
+type Count = (&'static str, fn(&ThreadCounts) -> f64);
+
+#[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
+const COUNTS: &[Count] = &[
+    ("waits", |thread| thread.waits as f64),
+    ("preempted", |thread| thread.preempted as f64),
+    ("page faults", |thread| thread.page_faults as f64),
+    ("CPU s", |thread| thread.cpu_s),
+];
+
+/// Counts of all threads of a kind together, per GiB of pages with content.
+fn waits(records: &[Record]) -> String {
+    let mut header = vec!["threads"];
+    header.extend(["Hotlift", "", "", "", "QEMU", "", "", ""]);
+    let mut names = vec!["per GiB"];
+    let counts: Vec<&str> = COUNTS.iter().map(|(name, _)| *name).collect();
+    names.extend(counts.iter().chain(&counts).copied());
+    let mut table = new_table(&header);
+    table.add_row(names);
+    for (kind, begins) in KINDS {
+        let mut row = vec![(*kind).to_owned()];
+        for engine in [Engine::Hotlift, Engine::Qemu] {
+            let sums = sums(records, engine, begins);
+            row.extend(
+                COUNTS
+                    .iter()
+                    .map(|(name, _)| stats::text(sums.get(name).into_iter().flatten().copied())),
+            );
+        }
+        table.add_row(row);
+    }
+    align(&mut table);
+    format!("what the kernel counted, per GiB of pages with content\n{table}")
+}
+
+/// For each count its sum over the threads of a kind, a number a run.
+fn sums(records: &[Record], engine: Engine, begins: &[&str]) -> BTreeMap<&'static str, Vec<f64>> {
+    let mut sums: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
+    let runs = records.iter().filter(|run| run.row.engine == engine);
+    for run in runs.filter_map(Record::completed) {
+        let gib = gib(run);
+        let threads: Vec<_> = run
+            .source_threads
+            .iter()
+            .chain(&run.destination_threads)
+            .filter(|thread| begins.iter().any(|begin| thread.name.starts_with(begin)))
+            .collect();
+        if threads.is_empty() || gib <= 0.0 {
+            continue;
+        }
+        for (name, count) in COUNTS {
+            let sum: f64 = threads.iter().map(|thread| count(thread)).sum();
+            sums.entry(name).or_default().push(sum / gib);
+        }
+    }
+    sums
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
+fn gib(run: &Completed) -> f64 {
+    run.source.normal_pages as f64 / PAGES_PER_GIB
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::record::{Outcome, tests::example};
+    use super::*;
+
+    #[test]
+    fn the_threads_of_a_kind_are_counted_together_by_gib() {
+        let mut record = example();
+        let thread = |name: &str, waits| ThreadCounts {
+            name: name.to_owned(),
+            waits,
+            ..ThreadCounts::default()
+        };
+        let mut completed = Completed {
+            source_threads: vec![thread("compress_0", 100), thread("compress_1", 50)],
+            destination_threads: vec![thread("decompress_0", 30)],
+            ..Completed::default()
+        };
+        completed.source.normal_pages = 131_072;
+        record.outcome = Outcome::Completed(Box::new(completed));
+        let of = |begins| sums(std::slice::from_ref(&record), Engine::Hotlift, begins);
+        assert_eq!(of(&["compress"])["waits"], [300.0]);
+        assert_eq!(of(&["decompress"])["waits"], [60.0]);
+        assert!(of(&["qemu-system"]).is_empty());
+    }
+}

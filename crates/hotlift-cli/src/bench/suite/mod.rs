@@ -1,0 +1,471 @@
+//! The published tables, row by row, with our own figures beside theirs.
+//!
+//! A suite is data: blocks of rows, each with the settings that it was measured with and the figures that
+//! were published. What a suite shows beside that is in its own file.
+
+mod dsa;
+mod iaa;
+mod legacy_rework;
+mod multithread;
+mod qat;
+
+use hotlift::options::{OptionError, option, parse_size};
+use hotlift_vmm::workload::Workload;
+
+use super::cell::{Cell, with_method};
+use super::machine;
+use super::matrix::{MatrixArgs, add_new};
+use super::record::{Completed, Engine, Record, Row};
+use super::stats;
+use super::table::{is_the_same_work, pairs};
+use crate::args::GuestArgs;
+use crate::error::CommandError;
+use crate::migration_args::MigrationArgs;
+use crate::progress::bytes;
+use crate::report::{align, new_table};
+
+/// A published table.
+#[derive(Debug)]
+pub struct Suite {
+    /// As typed.
+    pub name: &'static str,
+    /// Who published it, where and when.
+    source: &'static str,
+    /// What it was measured on.
+    machine: &'static str,
+    /// What differs here, apart from machine and size.
+    differs: &'static [&'static str],
+    /// GiB of RAM of the published guest.
+    ram_gib: u64,
+    /// What the columns are.
+    columns: &'static [Column],
+    /// The table.
+    blocks: &'static [Block],
+    /// Other tables, of the kept runs.
+    more: Option<fn(&[Record]) -> String>,
+}
+
+/// A column, with a figure of ours of the same definition.
+#[derive(Debug, Clone, Copy)]
+pub struct Column {
+    name: &'static str,
+    figure: fn(&Record, &Completed) -> f64,
+}
+
+/// Rows that share most of their settings.
+#[derive(Debug)]
+pub struct Block {
+    title: &'static str,
+    method: &'static str,
+    /// Name and value of options; the value [`DEVICES`] stands for those of this host.
+    options: &'static [(&'static str, &'static str)],
+    workload: Workload,
+    zero_share: f64,
+    zero_touched: bool,
+    rows: &'static [Published],
+}
+
+/// A row: its name, settings of its own, and a figure a column; NaN where none was published.
+#[derive(Debug)]
+pub struct Published(
+    &'static str,
+    &'static [(&'static str, &'static str)],
+    &'static [f64],
+);
+
+/// Stands for the accelerators of this host, or those of `--with accel-path=`.
+const DEVICES: &str = "(devices)";
+
+/// No figure was published.
+const NONE: f64 = f64::NAN;
+
+const TOTAL_MS: Column = Column {
+    name: "total ms",
+    figure: |_, run| run.source.total_ms,
+};
+const DOWN_MS: Column = Column {
+    name: "down ms",
+    figure: |_, run| run.source.downtime_ms,
+};
+const MBPS: Column = Column {
+    name: "Mbit/s",
+    figure: |_, run| run.source.throughput_mbps,
+};
+const PAGES_PER_SECOND: Column = Column {
+    name: "pages/s",
+    figure: |_, run| run.source.pages_per_second,
+};
+const SOURCE_CPU: Column = Column {
+    name: "CPU % src",
+    figure: |_, run| run.source.side.cpu_percent,
+};
+const DESTINATION_CPU: Column = Column {
+    name: "CPU % dst",
+    figure: |_, run| run.destination.side.cpu_percent,
+};
+const TRANSFERRED_KB: Column = Column {
+    name: "sent kB",
+    figure: |_, run| kib(run.source.transferred_bytes),
+};
+const RAM_KB: Column = Column {
+    name: "RAM kB",
+    figure: |record, _| kib(record.row.guest.ram_bytes),
+};
+
+#[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
+fn kib(bytes: u64) -> f64 {
+    bytes as f64 / 1024.0
+}
+
+static SUITES: [&Suite; 5] = [
+    &dsa::SUITE,
+    &multithread::SUITE,
+    &iaa::SUITE,
+    &qat::SUITE,
+    &legacy_rework::SUITE,
+];
+
+/// The suite with this name.
+///
+/// # Errors
+/// If there is none; with those that there are.
+pub fn find(name: &str) -> Result<&'static Suite, String> {
+    let found = SUITES.iter().find(|suite| suite.name == name);
+    found.copied().ok_or_else(|| {
+        let names: Vec<_> = SUITES.iter().map(|suite| suite.name).collect();
+        format!("expected one of {}", names.join(", "))
+    })
+}
+
+/// RAM that a suite's guest has for each core of this machine at most, unless `--ram` says more: the
+/// published hosts had dozens of cores, and some thirty rows have to be done in less than a day.
+const RAM_PER_CORE: u64 = 1 << 30;
+
+impl Suite {
+    /// Bytes of RAM that its guests have here, before it is seen what fits.
+    pub fn ram(&self) -> u64 {
+        let cores = u64::try_from(machine::cores()).unwrap_or(u64::MAX);
+        (self.ram_gib << 30).min(RAM_PER_CORE.saturating_mul(cores))
+    }
+
+    /// A cell for every row that this host can try, for a guest like `base`.
+    ///
+    /// # Errors
+    /// If `--with` asks for what does not go together.
+    pub fn cells(&self, base: &GuestArgs, matrix: &MatrixArgs) -> Result<Vec<Cell>, CommandError> {
+        let mut cells = Vec::new();
+        let mut said: Vec<String> = Vec::new();
+        for (block, row) in self.rows() {
+            let guest = GuestArgs {
+                guest: matrix.guest(),
+                fill: matrix.fill(),
+                workload: block.workload,
+                zero_share: block.zero_share,
+                zero_touched: block.zero_touched,
+                ..base.clone()
+            };
+            let migration = match own_options(block, row, matrix) {
+                Ok(Some(migration)) => migration,
+                Ok(None) => continue,
+                Err(why) => {
+                    let line = format!("{} is not run: {why}", block.title);
+                    if !said.contains(&line) {
+                        eprintln!("hotlift: {line}");
+                        said.push(line);
+                    }
+                    continue;
+                }
+            };
+            // The devices are for the rows that name them.
+            let migration = matrix.with_fixed(&migration, &["accel-path"])?;
+            let cell = Cell {
+                engine: Engine::Hotlift,
+                kind: guest.kind(),
+                guest,
+                migration,
+                link: None,
+            };
+            add_new(&mut cells, cell)?;
+        }
+        Ok(cells)
+    }
+
+    fn rows(&self) -> impl Iterator<Item = (&'static Block, &'static Published)> {
+        let blocks = self.blocks;
+        blocks
+            .iter()
+            .flat_map(|block| block.rows.iter().map(move |row| (block, row)))
+    }
+
+    /// The published table with ours beside it, and what differs.
+    pub fn table(&self, records: &[Record]) -> String {
+        let mut header = vec!["", ""];
+        header.extend(self.columns.iter().map(|column| column.name));
+        let mut shown = new_table(&header);
+        for block in self.blocks {
+            for row in block.rows {
+                let mut name = format!("{}, {}", block.title, row.0);
+                let mut line = |who: &str, figures: Vec<String>| {
+                    let mut cells = vec![std::mem::take(&mut name), who.to_owned()];
+                    cells.extend(figures);
+                    shown.add_row(cells);
+                };
+                let published = row.2.iter().map(|&figure| plain(figure)).collect();
+                line("published", published);
+                for (who, figures) in self.ours(block, row, records) {
+                    line(&who, figures);
+                }
+            }
+        }
+        align(&mut shown);
+        if let Some(column) = shown.column_mut(1) {
+            column.set_cell_alignment(comfy_table::CellAlignment::Left);
+        }
+        let mut text = format!(
+            "published: {}\n  on {}\nhere, what differs:\n",
+            self.source, self.machine
+        );
+        for line in self.differences(records) {
+            text.push_str(&format!("- {line}\n"));
+        }
+        text.push_str(&format!("medians (lowest–highest)\n{shown}"));
+        if let Some(more) = self.more {
+            text.push('\n');
+            text.push_str(&more(records));
+        }
+        text
+    }
+
+    /// Our lines below a published row: Hotlift, QEMU, and the quotient of both.
+    fn ours(
+        &self,
+        block: &Block,
+        published: &Published,
+        records: &[Record],
+    ) -> Vec<(String, Vec<String>)> {
+        let mine = |engine| {
+            let of = |record: &&Record| {
+                record.row.engine == engine && is_of(block, published, &record.row)
+            };
+            records.iter().filter(of).collect::<Vec<_>>()
+        };
+        let mut lines = Vec::new();
+        for (engine, name) in [(Engine::Hotlift, "Hotlift"), (Engine::Qemu, "QEMU")] {
+            let runs = mine(engine);
+            if runs.is_empty() {
+                continue;
+            }
+            let completed: Vec<_> = runs
+                .iter()
+                .filter_map(|run| Some((*run, run.completed()?)))
+                .collect();
+            let name = match completed.iter().any(|(run, _)| is_simulated(&run.row)) {
+                true => format!("{name}, simulated device"),
+                false => name.to_owned(),
+            };
+            let figures = match completed.is_empty() {
+                true => vec!["not run".to_owned()],
+                false => self
+                    .columns
+                    .iter()
+                    .map(|column| {
+                        stats::text(completed.iter().map(|(run, one)| (column.figure)(run, one)))
+                    })
+                    .collect(),
+            };
+            lines.push((name, figures));
+        }
+        if let (Some(ours), Some(theirs)) =
+            (mine(Engine::Hotlift).first(), mine(Engine::Qemu).first())
+            && is_the_same_work(&ours.row, &theirs.row)
+        {
+            let pairs = pairs(records, &ours.row, &theirs.row);
+            if !pairs.is_empty() {
+                let figures = self.columns.iter().map(|column| {
+                    stats::text(
+                        pairs
+                            .iter()
+                            .map(|(a, b)| (column.figure)(ours, a) / (column.figure)(theirs, b)),
+                    )
+                });
+                lines.push(("Hotlift / QEMU".to_owned(), figures.collect()));
+            }
+        }
+        lines
+    }
+
+    fn differences(&self, records: &[Record]) -> Vec<String> {
+        let mut lines = Vec::new();
+        if let Some(record) = records.first() {
+            let (machine, guest) = (&record.machine, &record.row.guest);
+            lines.push(format!(
+                "{} with {} cores; both sides {}",
+                machine.cpu,
+                machine.cores,
+                match (&machine.destination, &record.row.link) {
+                    (Some(host), _) => format!("on two hosts ({host})"),
+                    (None, Some(link)) => format!("on it, over a link of {link}"),
+                    (None, None) => "on it, over loopback".to_owned(),
+                }
+            ));
+            lines.push(format!(
+                "a guest of {} instead of {} GiB, {} vCPU, filled with {}",
+                bytes(guest.ram_bytes),
+                self.ram_gib,
+                guest.vcpus,
+                guest.fill
+            ));
+            if let Some(channels) = records.iter().map(|run| run.row.channels).max()
+                && usize::from(channels) > machine.cores
+            {
+                lines.push(format!(
+                    "up to {channels} channels share {} cores with both sides: more of them gain nothing",
+                    machine.cores
+                ));
+            }
+        }
+        lines.extend(self.differs.iter().map(|line| (*line).to_owned()));
+        let is_run = |(block, row): (&Block, &Published)| {
+            records.iter().any(|run| is_of(block, row, &run.row))
+        };
+        if !records.is_empty() && !self.rows().all(is_run) {
+            lines.push(
+                "rows without a line of ours need an accelerator that this host does not have: see \
+                 'hotlift accel'"
+                    .to_owned(),
+            );
+        }
+        if records.iter().any(|run| is_simulated(&run.row)) {
+            lines.push(
+                "the DSA device is simulated: its figures say nothing of a real one".to_owned(),
+            );
+        }
+        lines
+    }
+}
+
+/// A published figure as it was published, or "-".
+fn plain(figure: f64) -> String {
+    match figure {
+        figure if !figure.is_finite() => "-".to_owned(),
+        figure if figure.fract() == 0.0 => format!("{figure:.0}"),
+        figure => format!("{figure}"),
+    }
+}
+
+/// The options of a row; `None` if they name devices and none is here.
+///
+/// # Errors
+/// If they demand an accelerator that is not here.
+fn own_options(
+    block: &Block,
+    row: &Published,
+    matrix: &MatrixArgs,
+) -> Result<Option<MigrationArgs>, OptionError> {
+    let mut migration = MigrationArgs::default();
+    for &(name, value) in block.options.iter().chain(row.1) {
+        let devices;
+        let value = if value == DEVICES {
+            devices = matrix.given(name).map_or_else(dsa::devices, str::to_owned);
+            if devices.is_empty() {
+                return Ok(None);
+            }
+            &devices
+        } else {
+            value
+        };
+        migration = migration.with(name, value);
+    }
+    with_method(&migration, block.method, None).map(Some)
+}
+
+/// Whether `row` ran with the settings of this row.
+fn is_of(block: &Block, published: &Published, row: &Row) -> bool {
+    let guest = &row.guest;
+    row.method == block.method
+        && guest.workload == block.workload.name()
+        && (guest.zero_share - block.zero_share).abs() < 1e-9
+        && block
+            .options
+            .iter()
+            .chain(published.1)
+            .all(|(name, value)| has(row, name, value))
+}
+
+fn has(row: &Row, name: &str, value: &str) -> bool {
+    let name = option(name).map_or(name, |info| info.name);
+    match name {
+        "multifd-channels" => row.channels.to_string() == value,
+        "max-bandwidth" => parse_size(value) == Some(row.max_bandwidth),
+        "zero-page-detection" => row.zero_page_detection == value,
+        "compress-level" => row.level.is_some_and(|level| level.to_string() == value),
+        _ if value == DEVICES => row.options.contains_key(name),
+        _ => row.options.get(name).is_some_and(|has| has == value),
+    }
+}
+
+/// Whether a device of this row was the software model.
+fn is_simulated(row: &Row) -> bool {
+    row.options
+        .get("accel-path")
+        .is_some_and(|paths| paths.contains("dsa-model"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        matrix: MatrixArgs,
+    }
+
+    #[derive(Parser)]
+    struct Base {
+        #[command(flatten)]
+        guest: GuestArgs,
+    }
+
+    fn cells(suite: &Suite, flags: &[&str]) -> Vec<Cell> {
+        let line = Line::parse_from(["t", "--guest=threads"].iter().chain(flags));
+        let base = Base::parse_from(["t", "--ram=64M"]).guest;
+        suite.cells(&base, &line.matrix).unwrap()
+    }
+
+    #[test]
+    fn every_row_has_a_figure_a_column_and_a_cell_that_is_found_again() {
+        for suite in SUITES {
+            let cells = cells(suite, &["--with=accel-path=dsa-model:"]);
+            let rows: Vec<Row> = cells.iter().map(|cell| cell.row().unwrap()).collect();
+            let mut found = 0;
+            for (block, row) in suite.rows() {
+                assert_eq!(row.2.len(), suite.columns.len(), "{} {}", suite.name, row.0);
+                let cells = rows.iter().filter(|one| is_of(block, row, one)).count();
+                // Only what demands hardware may have none.
+                let demands = block.options.contains(&("accelerator", "required"));
+                assert!(
+                    cells == 1 || demands && cells == 0,
+                    "{}: {} {}: {cells}",
+                    suite.name,
+                    block.title,
+                    row.0
+                );
+                found += cells;
+            }
+            assert_eq!(found, rows.len(), "{}", suite.name);
+        }
+    }
+
+    #[test]
+    fn a_suite_without_runs_shows_what_was_published() {
+        for suite in SUITES {
+            let text = suite.table(&[]);
+            for (block, row) in suite.rows() {
+                assert!(text.contains(row.0) && text.contains(block.title), "{text}");
+            }
+        }
+        assert!(find("das").unwrap_err().contains("dsa, multithread"));
+    }
+}
