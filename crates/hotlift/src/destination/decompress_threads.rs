@@ -75,12 +75,13 @@ impl DecompressThreads {
     }
 }
 
-/// How many there are.
+/// How many there are. They wait even if `compress` is off here: it is the source that compresses, and the
+/// document of 2015 switches it on there alone.
 pub(super) fn threads(options: &Options) -> usize {
-    if options.compress {
-        options.decompress_threads.into()
-    } else {
+    if options.multifd() {
         0
+    } else {
+        options.decompress_threads.into()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use hotlift::options::{Kind, OPTIONS, option};
 
-use super::table::{COMMANDS, INFO, find};
+use super::table::{COMMANDS, HmpCommand, INFO, find};
 
 /// The place in `line` where its last word begins, and what that word can become.
 pub fn complete(line: &str) -> (usize, Vec<String>) {
@@ -15,7 +15,7 @@ pub fn complete(line: &str) -> (usize, Vec<String>) {
         rows.map(|row| row.qmp_name().into_owned()).collect()
     };
     let names = |table: &'static [_]| {
-        let rows: &[super::HmpCommand] = table;
+        let rows: &[HmpCommand] = table;
         rows.iter().map(|row| row.names[0].to_owned()).collect()
     };
     let command = before

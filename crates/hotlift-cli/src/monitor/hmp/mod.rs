@@ -15,7 +15,6 @@ use super::commands::Commands;
 use run::Answer;
 
 pub use session::serve_client;
-pub use table::{COMMANDS, HmpCommand, INFO};
 pub use terminal::{TerminalSettings, serve_terminal};
 
 /// Runs one line and gives back what it prints, as `human-monitor-command` does: nothing waits.

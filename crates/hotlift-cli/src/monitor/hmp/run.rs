@@ -73,7 +73,19 @@ fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, Co
         }
         // A process that people talk to does not end because one URI was wrong.
         "migrate_incoming" => json!({"uri": arguments.word()?, "exit-on-error": false}),
-        "migrate_continue" => json!({"state": arguments.word()?}),
+        "migrate_continue" => {
+            let state = arguments.word()?;
+            arguments.end()?;
+            let refused = commands.execute(command.qmp, &json!({"state": state}));
+            return match refused {
+                Ok(_) => Ok(Answer::Text(String::new())),
+                // HMP looks names up before QMP does.
+                Err(refusal) if refusal.desc.contains("does not accept value") => {
+                    Err(unknown(&state))
+                }
+                Err(refusal) => Err(refusal.into()),
+            };
+        }
         "migrate_set_capability" => capability(commands, &mut arguments)?,
         "migrate_set_parameter" => parameter(commands, &mut arguments)?,
         _ => Json::Null,

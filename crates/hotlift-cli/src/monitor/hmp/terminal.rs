@@ -171,7 +171,14 @@ impl Completer for Names {
         position: usize,
         _: &Context<'_>,
     ) -> rustyline::Result<(usize, Vec<String>)> {
-        Ok(complete(line.get(..position).unwrap_or(line)))
+        let (start, mut names) = complete(line.get(..position).unwrap_or(line));
+        // What is whole is followed by the next word; an address goes on.
+        if let [name] = &mut names[..]
+            && !name.ends_with(':')
+        {
+            name.push(' ');
+        }
+        Ok((start, names))
     }
 }
 
