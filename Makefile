@@ -32,7 +32,8 @@ test:
 	@HOTLIFT_QEMU10=$$(scripts/qemu-10.0) || echo "test: the tests with QEMU 10.0 are skipped"; \
 	HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries) || \
 		echo "test: the tests with the accelerators' own libraries are skipped"; \
-	export HOTLIFT_QEMU10 HOTLIFT_VENDOR_LIBRARIES; $(MAKE) --no-print-directory fmt lint unit
+	HOTLIFT_QEMU_QMP=$$(scripts/qemu-qmp) || echo "test: the test with Python's qemu.qmp is skipped"; \
+	export HOTLIFT_QEMU10 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; $(MAKE) --no-print-directory fmt lint unit
 	scripts/fuzz $(TEST_FUZZ_SECONDS)
 
 fmt:

@@ -10,6 +10,7 @@ use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
 use hotlift_idxd::SysfsError;
 use hotlift_qmp::QmpError;
+use hotlift_qmp::server::Refusal;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::verify::VerifyError;
@@ -122,6 +123,18 @@ pub enum CommandError {
         "nobody knows whether the destination runs the guest, so it is left paused here: {reasons}"
     )]
     InDoubt { reasons: String },
+    #[error("cannot serve {address}")]
+    Serve {
+        address: String,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("the guest has not come: {reason}")]
+    Incoming { reason: String },
+    #[error(transparent)]
+    Monitor(#[from] Refusal),
+    #[error("--incoming=defer needs --qmp or --monitor: somebody has to say 'migrate-incoming'")]
+    Deferred,
     #[error("no link as asked for: {problem}")]
     Link { problem: String },
     #[error("interrupted")]

@@ -1,19 +1,22 @@
 //! `hotlift guest run`: one built-in guest in this process; by hand, or as a child of `demo` or `bench`.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::{Address, Control, MigrationError, Options};
+use hotlift_qmp::server::Events;
 use hotlift_vmm::BuiltinGuest;
 
 use crate::args::{GuestArgs, error_line};
 use crate::error::CommandError;
 use crate::events::{Check, Event, tell};
 use crate::migration_args::MigrationArgs;
+use crate::monitor::{Commands, ControlArgs, GuestMonitor, Leaving};
 use crate::progress::{Display, fallback_warning};
 use crate::report::{self, Run};
-use crate::signals::Interrupt;
+use crate::signals::{Interrupt, TICK};
 
 /// How long a guest may take to show that it goes on.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
@@ -23,12 +26,14 @@ const LOOK: Duration = Duration::from_millis(2);
 
 /// Flags of `guest run`.
 #[derive(Debug, Args)]
+#[command(mut_arg("control", |arg| arg.visible_alias("qmp")))]
 pub struct GuestRunArgs {
-    /// Take the guest over from the source that connects here: tcp:HOST:PORT or unix:PATH
+    /// Take the guest over from the source that connects here: tcp:HOST:PORT or unix:PATH; defer waits
+    /// for migrate-incoming at a monitor
     #[arg(long, value_name = "URI", conflicts_with = "migrate_to")]
-    incoming: Option<Address>,
+    incoming: Option<Incoming>,
     /// Migrate the guest to the destination that listens there: tcp:HOST:PORT or unix:PATH
-    #[arg(long, value_name = "URI")]
+    #[arg(long, value_name = "URI", conflicts_with_all = ["control", "monitor"])]
     migrate_to: Option<Address>,
     /// Let the guest run for so long before it is migrated
     #[arg(
@@ -57,9 +62,30 @@ pub struct GuestRunArgs {
     #[arg(long)]
     quiet: bool,
     #[command(flatten)]
+    control: ControlArgs,
+    #[command(flatten)]
     guest: GuestArgs,
     #[command(flatten)]
     migration: MigrationArgs,
+}
+
+/// `--incoming`.
+#[derive(Debug, Clone)]
+enum Incoming {
+    /// When and where a monitor says so.
+    Defer,
+    At(Address),
+}
+
+impl std::str::FromStr for Incoming {
+    type Err = <Address as std::str::FromStr>::Err;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "defer" => Ok(Self::Defer),
+            _ => text.parse().map(Self::At),
+        }
+    }
 }
 
 /// Runs the command.
@@ -71,17 +97,21 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
     }
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
-    let guest = hotlift_vmm::create(kind, &args.guest.settings())?;
+    let guest: Arc<dyn BuiltinGuest> = hotlift_vmm::create(kind, &args.guest.settings())?.into();
     let mut options = args.migration.options()?;
     options.handshake_timeout = seconds(args.handshake_timeout);
     let session = Session {
         args,
         interrupt,
-        guest: guest.as_ref(),
+        guest,
         options,
     };
+    if args.control.is_given() {
+        return session.monitored();
+    }
     match (&args.incoming, &args.migrate_to) {
-        (Some(uri), _) => session.destination(uri),
+        (Some(Incoming::Defer), _) => Err(CommandError::Deferred),
+        (Some(Incoming::At(uri)), _) => session.destination(uri),
         (None, Some(uri)) => session.source(uri),
         (None, None) => {
             session.boot()?;
@@ -93,7 +123,7 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
 struct Session<'a> {
     args: &'a GuestRunArgs,
     interrupt: Interrupt,
-    guest: &'a dyn BuiltinGuest,
+    guest: Arc<dyn BuiltinGuest>,
     options: Options,
 }
 
@@ -118,7 +148,7 @@ impl Session<'_> {
         let control = Control::new();
         let display = Display::new(&self.args.label, self.args.quiet, &control);
         let outcome = self.interrupt.cancelling(&control, || {
-            hotlift::source::migrate(self.guest, uri, &self.options, &control, &|progress| {
+            hotlift::source::migrate(&*self.guest, uri, &self.options, &control, &|progress| {
                 display.show(progress);
                 self.tell(&Event::Progress {
                     moment: progress.into(),
@@ -170,7 +200,7 @@ impl Session<'_> {
 
     fn destination(&self, uri: &Address) -> Result<(), CommandError> {
         let control = Control::new();
-        hotlift::destination::prepare(self.guest, &self.options)?;
+        hotlift::destination::prepare(&*self.guest, &self.options)?;
         let listener = uri.listen()?;
         let address = listener.address().map_err(|source| CommandError::Process {
             what: "listener",
@@ -181,7 +211,7 @@ impl Session<'_> {
         });
         self.say(&format!("waiting for a source at {address}"));
         let received = self.interrupt.cancelling(&control, || {
-            hotlift::destination::receive(self.guest, listener, &self.options, &control)
+            hotlift::destination::receive(&*self.guest, listener, &self.options, &control)
         });
         let received = match received {
             Ok(received) => received,
@@ -221,6 +251,58 @@ impl Session<'_> {
         self.run_on()
     }
 
+    /// Serves monitors, and does what they say, until one says `quit` or a signal comes.
+    fn monitored(&self) -> Result<(), CommandError> {
+        let (events, leaving) = (Events::new(), Leaving::default());
+        if self.args.incoming.is_none() {
+            self.boot()?;
+        }
+        let monitor = GuestMonitor::new(
+            Arc::clone(&self.guest),
+            self.options.clone(),
+            events.clone(),
+            leaving.clone(),
+            self.args.incoming.is_some(),
+        );
+        if let Some(Incoming::At(uri)) = &self.args.incoming {
+            let address = monitor.wait_for_guest(uri)?;
+            self.say(&format!("waiting for a source at {address}"));
+        }
+        let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
+        let monitors = self.args.control.serve(&commands, &events)?;
+        let outcome = self.until_left(&leaving);
+        monitor.end(outcome.is_some());
+        drop(monitors);
+        outcome.unwrap_or(Ok(()))?;
+        if monitor.has_arrived() {
+            self.verify()?;
+        }
+        Ok(())
+    }
+
+    /// Waits until a monitor or a failure ends the process, and says how; `None` if it was a signal, or
+    /// the time is over.
+    fn until_left(&self, leaving: &Leaving) -> Option<Result<(), CommandError>> {
+        let end = self.args.run_for.map(|time| Instant::now() + seconds(time));
+        loop {
+            if let Some(outcome) = leaving.take() {
+                return Some(outcome);
+            }
+            if self.interrupt.sleep(Some(TICK)) || end.is_some_and(|end| Instant::now() >= end) {
+                return None;
+            }
+            // The terminal is the monitor's.
+            if !self.args.control.has_terminal() {
+                for line in self.guest.serial() {
+                    self.say(&line);
+                }
+            }
+            if let Err(error) = self.guest.health() {
+                return Some(Err(error.into()));
+            }
+        }
+    }
+
     /// Lets the guest run until its time is over or a signal comes, then checks it once more.
     fn run_on(&self) -> Result<(), CommandError> {
         let time = self.args.run_for.map(seconds);
@@ -239,6 +321,11 @@ impl Session<'_> {
                 break;
             }
         }
+        self.verify()
+    }
+
+    /// Stops the guest, and proves that its memory is what its vCPUs say.
+    fn verify(&self) -> Result<(), CommandError> {
         self.guest.pause()?;
         let verified = self.guest.verify()?;
         self.say(&format!(
@@ -265,7 +352,7 @@ impl Session<'_> {
 
     fn look(&self, check: &mut Check) -> Result<(), String> {
         let text = |error: &dyn std::error::Error| error_line(error);
-        let guest = self.guest;
+        let guest = &*self.guest;
         let before = guest.writes();
         let deadline = Instant::now() + SIGN_OF_LIFE;
         while guest.rate() > 0 && guest.writes() == before {

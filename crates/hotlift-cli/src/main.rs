@@ -13,7 +13,6 @@ mod guest_run;
 mod manual;
 mod migrate;
 mod migration_args;
-#[allow(dead_code, unused_imports, reason = "its parts come next")]
 mod monitor;
 mod output_args;
 mod pair;

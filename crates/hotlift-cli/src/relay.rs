@@ -1,13 +1,16 @@
 //! `hotlift relay`: passes QEMU's migrations on, between a QEMU and the relay of another host.
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
 
 use clap::{Args, Subcommand, ValueEnum};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
-use hotlift::{Address, Control, Listener, MigrationError};
+use hotlift::{Address, Listener, MigrationError};
+use hotlift_qmp::server::Events;
 
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::monitor::{Commands, ControlArgs, PassingMonitor};
 use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes, jobs};
 use crate::qemu::result;
@@ -47,6 +50,7 @@ pub enum RelayCommand {
 
 /// Flags of both.
 #[derive(Debug, Args)]
+#[command(mut_arg("control", |arg| arg.visible_alias("qmp")))]
 pub struct RelayArgs {
     /// Take the migration that connects here: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]
@@ -65,6 +69,8 @@ pub struct RelayArgs {
     /// Take one migration after another; one that fails is reported, and the next is waited for
     #[arg(long)]
     forever: bool,
+    #[command(flatten)]
+    control: ControlArgs,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
@@ -95,56 +101,83 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
         what: "listener",
         source,
     })?;
+    let events = Events::new();
+    let monitor = PassingMonitor::new(settings.outgoing.clone(), events.clone(), &interrupt);
+    let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
+    let monitors = args.control.serve(&commands, &events)?;
     println!("listening on {address}");
-    loop {
-        match one(args, label, &settings, &listener, &interrupt) {
+    let relay = Relay {
+        args,
+        label,
+        settings: &settings,
+        listener: &listener,
+        interrupt: &interrupt,
+        monitor: &monitor,
+    };
+    let outcome = loop {
+        match relay.one() {
             ControlFlow::Continue(()) if args.forever && !interrupt.is_raised() => {}
-            ControlFlow::Continue(()) => return Ok(()),
-            ControlFlow::Break(error) => return Err(error),
+            ControlFlow::Continue(()) => break Ok(()),
+            ControlFlow::Break(error) => break Err(error),
         }
+    };
+    let was_asked_to_end = monitor.end();
+    drop(monitors);
+    match outcome {
+        Err(CommandError::Relay(MigrationError::Cancelled)) if was_asked_to_end => Ok(()),
+        outcome => outcome,
     }
 }
 
-/// One migration; breaks off with an error that ends the command.
-fn one(
-    args: &RelayArgs,
-    label: &str,
-    settings: &RelaySettings,
-    listener: &Listener,
-    interrupt: &Interrupt,
-) -> ControlFlow<CommandError> {
-    let control = Control::new();
-    let display = Display::new(label, args.output.quiet, &control);
-    let show = |progress: &RelayProgress| {
-        display.show_line(0, || {
-            format!("{}{}", line(label, progress), jobs(&control.jobs()))
+/// What a migration is passed on with.
+struct Relay<'a> {
+    args: &'a RelayArgs,
+    label: &'a str,
+    settings: &'a RelaySettings,
+    listener: &'a Listener,
+    interrupt: &'a Interrupt,
+    monitor: &'a PassingMonitor,
+}
+
+impl Relay<'_> {
+    /// One migration; breaks off with an error that ends the command.
+    fn one(&self) -> ControlFlow<CommandError> {
+        let (args, label) = (self.args, self.label);
+        let control = self.monitor.waits();
+        let display = Display::new(label, args.output.quiet, &control);
+        let show = |progress: &RelayProgress| {
+            self.monitor.note(progress);
+            display.show_line(0, || {
+                format!("{}{}", line(label, progress), jobs(&control.jobs()))
+            });
+        };
+        let hooks = Hooks {
+            on_progress: Some(&show),
+            has_let_go: None,
+        };
+        let outcome = self.interrupt.cancelling(&control, || {
+            hotlift::relay::relay(
+                Incoming::Listener(self.listener),
+                &Outgoing::Address(&args.connect),
+                self.settings,
+                &control,
+                hooks,
+            )
         });
-    };
-    let hooks = Hooks {
-        on_progress: Some(&show),
-        has_let_go: None,
-    };
-    let outcome = interrupt.cancelling(&control, || {
-        hotlift::relay::relay(
-            Incoming::Listener(listener),
-            &Outgoing::Address(&args.connect),
-            settings,
-            &control,
-            hooks,
-        )
-    });
-    display.finish();
-    match outcome {
-        Ok(report) => {
-            args.output
-                .print(&report, || result::relay_table(label, &report));
-            ControlFlow::Continue(())
+        display.finish();
+        self.monitor.ended(&outcome);
+        match outcome {
+            Ok(report) => {
+                args.output
+                    .print(&report, || result::relay_table(label, &report));
+                ControlFlow::Continue(())
+            }
+            Err(error) if args.forever && !self.interrupt.is_raised() => {
+                eprintln!("hotlift: {label}: {}", error.chain());
+                ControlFlow::Continue(())
+            }
+            Err(error) => ControlFlow::Break(CommandError::Relay(error)),
         }
-        Err(error) if args.forever && !matches!(error, MigrationError::Cancelled) => {
-            eprintln!("hotlift: {label}: {}", error.chain());
-            ControlFlow::Continue(())
-        }
-        Err(error) => ControlFlow::Break(CommandError::Relay(error)),
     }
 }
 

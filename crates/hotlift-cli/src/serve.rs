@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::Path;
+use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
@@ -10,9 +11,11 @@ use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, Rela
 use hotlift::transport::Stream;
 use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_qmp::QmpAddress;
+use hotlift_qmp::server::Events;
 
 use crate::args::error_line;
 use crate::error::CommandError;
+use crate::monitor::{Commands, ControlArgs, PassingMonitor};
 use crate::progress::bytes;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello};
 use crate::qemu::destination::Destination;
@@ -45,6 +48,8 @@ pub struct ServeArgs {
     /// Show no progress
     #[arg(long)]
     quiet: bool,
+    #[command(flatten)]
+    control: ControlArgs,
     /// Command line of the QEMU to start when a source has come; '-incoming defer' and a QMP socket
     /// are added
     #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
@@ -70,29 +75,24 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     }
     let mut held = args.qmp.as_ref().map(Destination::held).transpose()?;
     let listener = args.listen.listen()?;
+    let events = Events::new();
+    let outgoing = RelaySettings::default().outgoing;
+    let monitor = PassingMonitor::new(outgoing, events.clone(), &interrupt);
+    let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
+    let monitors = args.control.serve(&commands, &events)?;
     println!("listening on {}", address_of(&listener)?);
-    loop {
-        if interrupt.is_raised() {
-            return Err(CommandError::Interrupted);
-        }
-        let Some(Stream::Tcp(stream)) = accept(&listener)? else {
-            continue;
-        };
-        let host = Host {
-            args,
-            interrupt: &interrupt,
-            host,
-        };
-        let visit = match Conversation::new(stream) {
-            Ok(mut source) => host.receive(&mut source, &mut held),
-            Err(error) => Visit::SentAway(error.into()),
-        };
-        match visit {
-            Visit::Over(outcome) => return outcome,
-            Visit::SentAway(error) => {
-                eprintln!("hotlift: a source was sent away: {}", error_line(&error));
-            }
-        }
+    let host = Host {
+        args,
+        interrupt: &interrupt,
+        host,
+        monitor: &monitor,
+    };
+    let outcome = host.wait(&listener, &mut held);
+    let was_asked_to_end = monitor.end();
+    drop(monitors);
+    match outcome {
+        Err(CommandError::Interrupted) if was_asked_to_end => Ok(()),
+        outcome => outcome,
     }
 }
 
@@ -102,9 +102,36 @@ struct Host<'a> {
     interrupt: &'a Interrupt,
     /// Address that data connections are taken at.
     host: &'a str,
+    monitor: &'a PassingMonitor,
 }
 
 impl Host<'_> {
+    /// Waits for sources, until one's migration has ended.
+    fn wait(
+        &self,
+        listener: &Listener,
+        held: &mut Option<Destination>,
+    ) -> Result<(), CommandError> {
+        loop {
+            if self.interrupt.is_raised() {
+                return Err(CommandError::Interrupted);
+            }
+            let Some(Stream::Tcp(stream)) = accept(listener)? else {
+                continue;
+            };
+            let visit = match Conversation::new(stream) {
+                Ok(mut source) => self.receive(&mut source, held),
+                Err(error) => Visit::SentAway(error.into()),
+            };
+            match visit {
+                Visit::Over(outcome) => return outcome,
+                Visit::SentAway(error) => {
+                    eprintln!("hotlift: a source was sent away: {}", error_line(&error));
+                }
+            }
+        }
+    }
+
     /// Hears what a source wants, and does it.
     fn receive(&self, source: &mut Conversation, held: &mut Option<Destination>) -> Visit {
         let hello = match self.hear_hello(source) {
@@ -208,12 +235,13 @@ impl Host<'_> {
         listener: &Listener,
         socket: &Path,
     ) -> Result<RelayReport, MigrationError> {
-        let control = Control::new();
+        let control = self.monitor.waits();
         let outgoing = Address::Unix {
             path: socket.to_owned(),
         };
         let latest = std::sync::Mutex::new(RelayProgress::default());
         let note = |progress: &RelayProgress| {
+            self.monitor.note(progress);
             if let Ok(mut latest) = latest.lock() {
                 *latest = *progress;
             }
@@ -222,7 +250,7 @@ impl Host<'_> {
             on_progress: Some(&note),
             has_let_go: None,
         };
-        thread::scope(|scope| {
+        let outcome = thread::scope(|scope| {
             let relay = scope.spawn(|| {
                 hotlift::relay::relay(
                     Incoming::Listener(listener),
@@ -235,7 +263,9 @@ impl Host<'_> {
             let received = || latest.lock().map_or(0, |latest| latest.received_bytes);
             self.attend(source, &relay, &control, &received);
             relay.join().unwrap_or(Err(MigrationError::Cancelled))
-        })
+        });
+        self.monitor.ended(&outcome);
+        outcome
     }
 
     /// Talks to the source until the relay has ended.

@@ -48,6 +48,11 @@ impl Interrupt {
         self.0.load(Ordering::Relaxed)
     }
 
+    /// Does what a signal does.
+    pub fn raise(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
     /// Runs `work` and cancels `control` if a signal comes meanwhile.
     pub fn cancelling<T>(&self, control: &Control, work: impl FnOnce() -> T) -> T {
         let done = AtomicBool::new(false);

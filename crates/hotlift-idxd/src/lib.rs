@@ -8,6 +8,7 @@
 //! | `portal` | ways to hand a descriptor to a queue |
 //! | `queue` | opens a work queue, and proves that it works |
 //! | `zero` | zero pages, found by devices |
+//! | `wait`, `sync` | how the thread that listens to devices waits; what threads share |
 //! | `model` | a software model of a queue, for tests |
 //! | `cpu` | which instructions this CPU has to hand descriptors to a queue |
 //!
@@ -21,7 +22,9 @@ pub mod model;
 pub mod portal;
 pub mod queue;
 pub mod record;
+mod sync;
 pub mod sysfs;
+mod wait;
 pub mod zero;
 
 pub use attribute::{OpSet, SysfsError};

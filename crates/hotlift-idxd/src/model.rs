@@ -4,11 +4,12 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::descriptor::{Descriptor, Opcode};
 use crate::portal::{Portal, Submitted};
 use crate::record::Record;
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// How a model behaves. Chances are in thousandths of the descriptors (of a batch: of its members),
 /// drawn from `seed`.
@@ -34,23 +35,42 @@ pub struct Behaviour {
     pub silent: u32,
     /// Descriptors wait until others that came later are done.
     pub shuffled: bool,
+    /// The kernel does not let its portal be mapped.
+    pub unmapped: bool,
+    /// The kernel takes no batch by `write`.
+    pub unbatched: bool,
+    /// The kernel takes nothing by `write`.
+    pub unwritten: bool,
+    /// Descriptors after which it dies; 0 never.
+    pub dies: u64,
+    /// Microseconds that its thread takes for each answer.
+    pub late: u32,
+}
+
+impl Behaviour {
+    /// A device without faults, as the shipped profiles set queues up.
+    pub const SOUND: Self = Self {
+        seed: 1,
+        depth: 128,
+        max_batch: 1024,
+        max_transfer: 2 << 20,
+        full: 0,
+        fault: 0,
+        fail: 0,
+        list_fault: 0,
+        silent: 0,
+        shuffled: false,
+        unmapped: false,
+        unbatched: false,
+        unwritten: false,
+        dies: 0,
+        late: 0,
+    };
 }
 
 impl Default for Behaviour {
-    /// A device without faults, as the shipped profiles set queues up.
     fn default() -> Self {
-        Self {
-            seed: 1,
-            depth: 128,
-            max_batch: 1024,
-            max_transfer: 2 << 20,
-            full: 0,
-            fault: 0,
-            fail: 0,
-            list_fault: 0,
-            silent: 0,
-            shuffled: false,
-        }
+        Self::SOUND
     }
 }
 
@@ -75,6 +95,11 @@ impl Behaviour {
                 "list-fault" => behaviour.list_fault = small,
                 "silent" => behaviour.silent = small,
                 "shuffled" => behaviour.shuffled = value != 0,
+                "unmapped" => behaviour.unmapped = value != 0,
+                "unbatched" => behaviour.unbatched = value != 0,
+                "unwritten" => behaviour.unwritten = value != 0,
+                "dies" => behaviour.dies = value,
+                "late" => behaviour.late = small,
                 _ => return None,
             }
         }
@@ -129,6 +154,23 @@ impl Model {
         }
     }
 
+    /// The same queue without what goes wrong in the device.
+    pub(crate) fn without_faults(&self) -> Self {
+        let kernel = self.behaviour;
+        Self::new(Behaviour {
+            max_batch: kernel.max_batch,
+            unmapped: kernel.unmapped,
+            unbatched: kernel.unbatched,
+            unwritten: kernel.unwritten,
+            ..Behaviour::SOUND
+        })
+    }
+
+    /// As it was told to behave.
+    pub(crate) fn behaviour(&self) -> &Behaviour {
+        &self.behaviour
+    }
+
     /// Descriptors that were accepted so far.
     #[must_use]
     pub fn accepted(&self) -> u64 {
@@ -163,7 +205,11 @@ impl Model {
     /// Executes descriptors until [`Model::close`] is called: what a device's thread does.
     pub fn run(&self) {
         loop {
-            while self.step() {}
+            while self.step() {
+                if self.behaviour.late > 0 && !self.lock().closed {
+                    std::thread::sleep(Duration::from_micros(self.behaviour.late.into()));
+                }
+            }
             let state = self.lock();
             if state.closed {
                 return;
@@ -356,6 +402,10 @@ impl Portal for Model {
         }
         state.waiting.push_back(*descriptor);
         state.accepted += 1;
+        if state.accepted == self.behaviour.dies {
+            state.dead = true;
+            state.waiting.clear();
+        }
         drop(state);
         self.arrived.notify_one();
         Ok(Submitted::Accepted)

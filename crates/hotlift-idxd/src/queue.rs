@@ -3,9 +3,13 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+
 use crate::descriptor::{Descriptor, Opcode};
+use crate::model::Model;
 use crate::portal::{Enqcmd, Movdir64b, Portal, Submitted, Written};
 use crate::record::{Completion, Record};
 use crate::sysfs::{self, DeviceKind, Mode, State};
@@ -97,53 +101,178 @@ pub fn open(root: &Path, path: &Path, cpu: CpuFeatures) -> Result<zero::Device, 
     };
     let file = OpenOptions::new().read(true).write(true).open(&node);
     let file = file.map_err(opened)?;
-    let portal = portal(file, queue, cpu).map_err(opened)?;
-    prove(&*portal, path)?;
+    let mode = queue.mode.unwrap_or(Mode::Shared);
+    let entrance = enter(file, mode, queue.size.unwrap_or(1), cpu).map_err(opened)?;
+    entrance.prove(path)?;
     let longest = [queue.max_batch_size, device.max_batch_size];
     let longest = longest.into_iter().flatten().min();
     Ok(zero::Device {
         name: path.display().to_string(),
-        max_batch: longest.filter(|_| takes_batches(&*portal)).unwrap_or(0),
-        portal,
+        max_batch: longest
+            .filter(|_| takes_batches(&*entrance.portal))
+            .unwrap_or(0),
+        portal: entrance.portal,
+        node: device.place.numa_node,
     })
 }
 
-/// The queue's entrance.
-fn portal(file: File, queue: &sysfs::WorkQueue, cpu: CpuFeatures) -> io::Result<Box<dyn Portal>> {
-    let mapped: io::Result<Box<dyn Portal>> = match queue.mode {
-        Some(Mode::Shared) if cpu.enqcmd => {
-            // SAFETY: the CPU has ENQCMD, says CPUID.
-            unsafe { Enqcmd::map(&file) }.map(|portal| Box::new(portal) as _)
-        }
-        Some(Mode::Dedicated) if cpu.movdir64b => {
-            let size = queue.size.unwrap_or(1);
-            // SAFETY: the CPU has MOVDIR64B, says CPUID.
-            unsafe { Movdir64b::map(&file, size) }.map(|portal| Box::new(portal) as _)
-        }
-        _ => Err(io::ErrorKind::PermissionDenied.into()),
+/// A simulated queue, entered and proven as a real one is; its faults begin after that.
+///
+/// # Errors
+///
+/// [`QueueError`], if what it simulates of the kernel leaves no way in.
+pub fn open_model(model: &Arc<Model>) -> Result<zero::Device, QueueError> {
+    let path = Path::new("a simulated queue");
+    let cpu = CpuFeatures {
+        enqcmd: true,
+        movdir64b: true,
+        waitpkg: false,
     };
-    match mapped {
-        // Since May 2024 mapping demands CAP_SYS_RAWIO of most devices; writing does not.
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            Ok(Box::new(Written::new(file)))
+    let enter = |model: &Arc<Model>| {
+        enter(Arc::clone(model), Mode::Shared, 1, cpu).map_err(|source| QueueError::Open {
+            path: path.to_owned(),
+            source,
+        })
+    };
+    let sound = Arc::new(model.without_faults());
+    let proven = enter(&sound)?;
+    let batches = std::thread::scope(|scope| {
+        scope.spawn(|| sound.run());
+        let batches = proven.prove(path).map(|()| takes_batches(&*proven.portal));
+        sound.close();
+        batches
+    })?;
+    Ok(zero::Device {
+        name: "simulated DSA".to_owned(),
+        portal: enter(model)?.portal,
+        max_batch: if batches {
+            model.behaviour().max_batch
+        } else {
+            0
+        },
+        node: None,
+    })
+}
+
+/// A queue's open node: what its opener may do.
+pub trait Node {
+    /// Maps the portal of a queue of that mode and so many entries.
+    ///
+    /// # Errors
+    ///
+    /// The system's reason: EPERM where CAP_SYS_RAWIO is demanded.
+    ///
+    /// # Safety
+    ///
+    /// The CPU must have the instruction of that mode.
+    unsafe fn map(&self, mode: Mode, entries: u32) -> io::Result<Box<dyn Portal>>;
+
+    /// Lets the kernel submit.
+    fn write(self) -> Box<dyn Portal>;
+}
+
+impl Node for File {
+    unsafe fn map(&self, mode: Mode, entries: u32) -> io::Result<Box<dyn Portal>> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Ok(match mode {
+                Mode::Shared => Box::new(Enqcmd::map(self)?),
+                Mode::Dedicated => Box::new(Movdir64b::map(self, entries)?),
+            })
         }
-        mapped => mapped,
+    }
+
+    fn write(self) -> Box<dyn Portal> {
+        Box::new(Written::new(self))
     }
 }
 
-/// Lets the device do nothing.
-fn prove(portal: &dyn Portal, path: &Path) -> Result<(), QueueError> {
-    let record = leaked(Record::default());
-    let answer = match answer(portal, &Descriptor::noop(record), record) {
-        Ok(Completion::Done { .. }) => return Ok(()),
-        Ok(Completion::Pending) => format!("no answer within {PROOF:?}"),
-        Ok(other) => format!("{other:?}"),
-        Err(what) => what,
+impl Node for Arc<Model> {
+    unsafe fn map(&self, _: Mode, _: u32) -> io::Result<Box<dyn Portal>> {
+        if self.behaviour().unmapped {
+            return Err(Errno::PERM.into());
+        }
+        Ok(Box::new(Self::clone(self)))
+    }
+
+    fn write(self) -> Box<dyn Portal> {
+        Box::new(ByKernel(self))
+    }
+}
+
+/// A model's queue behind the kernel's `write`.
+struct ByKernel(Arc<Model>);
+
+impl Portal for ByKernel {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
+        let behaviour = self.0.behaviour();
+        let is_batch = descriptor.opcode() == Some(Opcode::Batch);
+        if behaviour.unwritten || (is_batch && behaviour.unbatched) {
+            return Err(Errno::INVAL.into());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.0.submit(descriptor) }
+    }
+}
+
+/// A way into a queue.
+struct Entrance {
+    portal: Box<dyn Portal>,
+    /// Why it is not mapped, if it is not.
+    written: Option<io::Error>,
+}
+
+/// The best way into a queue that CPU and kernel leave.
+fn enter(node: impl Node, mode: Mode, entries: u32, cpu: CpuFeatures) -> io::Result<Entrance> {
+    let able = match mode {
+        Mode::Shared => cpu.enqcmd,
+        Mode::Dedicated => cpu.movdir64b,
     };
-    Err(QueueError::Proof {
-        path: path.to_owned(),
-        what: answer,
-    })
+    let mapped = if able {
+        // SAFETY: the CPU has the instruction, says CPUID.
+        unsafe { node.map(mode, entries) }
+    } else {
+        Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "the CPU has no instruction for it",
+        ))
+    };
+    match mapped {
+        Ok(portal) => Ok(Entrance {
+            portal,
+            written: None,
+        }),
+        // Since May 2024 mapping demands CAP_SYS_RAWIO of most devices; writing does not.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(Entrance {
+            portal: node.write(),
+            written: Some(error),
+        }),
+        Err(error) => Err(error),
+    }
+}
+
+impl Entrance {
+    /// Lets the device do nothing.
+    fn prove(&self, path: &Path) -> Result<(), QueueError> {
+        let record = leaked(Record::default());
+        let answer = match answer(&*self.portal, &Descriptor::noop(record), record) {
+            Ok(Completion::Done { .. }) => return Ok(()),
+            Ok(Completion::Pending) => format!("no answer within {PROOF:?}"),
+            Ok(other) => format!("{other:?}"),
+            Err(what) => what,
+        };
+        let what = match &self.written {
+            None => answer,
+            Some(error) => format!(
+                "{answer}, by write, which kernels have from 6.10 on; it cannot be mapped: {error} \
+                 (CAP_SYS_RAWIO may be missing)"
+            ),
+        };
+        Err(QueueError::Proof {
+            path: path.to_owned(),
+            what,
+        })
+    }
 }
 
 /// Whether the device does nothing twice, in one batch. The kernel takes batches of nobody by `write` on
@@ -190,62 +319,135 @@ fn answer(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Behaviour, Model};
+    use crate::model::Behaviour;
 
-    /// Runs `work` beside a model's thread.
-    fn with<T>(behaviour: Behaviour, work: impl FnOnce(&Model) -> T) -> T {
-        let model = Model::new(behaviour);
+    /// Enters a model's queue and runs `work` beside its thread.
+    fn with<T>(behaviour: Behaviour, work: impl FnOnce(&Entrance) -> T) -> T {
+        let model = Arc::new(Model::new(behaviour));
+        let cpu = CpuFeatures {
+            enqcmd: true,
+            ..CpuFeatures::default()
+        };
+        let entrance = enter(Arc::clone(&model), Mode::Shared, 1, cpu).expect("a way in");
         std::thread::scope(|scope| {
             scope.spawn(|| model.run());
-            let done = work(&model);
+            let done = work(&entrance);
             model.close();
             done
         })
     }
 
+    const SOUND: Behaviour = Behaviour::SOUND;
+
     #[test]
     fn a_queue_is_proven_by_what_it_does() {
         let path = Path::new("/dev/dsa/wq0.0");
-        with(Behaviour::default(), |model| {
-            prove(model, path).expect("a sound device");
-            assert!(takes_batches(model));
-        });
         let no_batches = Behaviour {
             max_batch: 1,
-            ..Behaviour::default()
+            ..SOUND
         };
-        with(no_batches, |model| {
-            prove(model, path).expect("a device without batches");
-            assert!(!takes_batches(model));
-        });
-        for (behaviour, says) in [
+        for (behaviour, batches) in [(SOUND, true), (no_batches, false)] {
+            with(behaviour, |entrance| {
+                entrance.prove(path).expect("a sound device");
+                assert_eq!(takes_batches(&*entrance.portal), batches);
+            });
+        }
+        for (fault, says) in [
             (
                 Behaviour {
                     silent: 1000,
-                    ..Behaviour::default()
+                    ..SOUND
                 },
                 "no answer",
             ),
             (
                 Behaviour {
                     fail: 1000,
-                    ..Behaviour::default()
+                    ..SOUND
                 },
                 "Failed(32)",
             ),
-            (
-                Behaviour {
-                    depth: 0,
-                    ..Behaviour::default()
-                },
-                "full",
-            ),
+            (Behaviour { depth: 0, ..SOUND }, "full"),
         ] {
-            with(behaviour, |model| {
-                let error = prove(model, path).expect_err("no device").to_string();
+            with(fault, |entrance| {
+                let error = entrance.prove(path).expect_err("no device").to_string();
                 assert!(error.contains(says) && error.contains("wq0.0"), "{error}");
-                assert!(!takes_batches(model));
+                assert!(!takes_batches(&*entrance.portal));
             });
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_refuses_is_gone_about_in_another_way() {
+        let path = Path::new("/dev/dsa/wq0.0");
+        let unmapped = Behaviour {
+            unmapped: true,
+            ..SOUND
+        };
+        with(unmapped, |entrance| {
+            assert!(entrance.written.is_some());
+            entrance.prove(path).expect("by write");
+            assert!(
+                takes_batches(&*entrance.portal),
+                "the kernel lets them pass"
+            );
+        });
+        let single = Behaviour {
+            unbatched: true,
+            ..unmapped
+        };
+        with(single, |entrance| {
+            entrance.prove(path).expect("by write");
+            assert!(!takes_batches(&*entrance.portal));
+        });
+        // Who may map the portal hands batches to the device, whatever the kernel takes.
+        let mapped = Behaviour {
+            unmapped: false,
+            ..single
+        };
+        with(mapped, |entrance| {
+            assert!(entrance.written.is_none());
+            assert!(takes_batches(&*entrance.portal));
+        });
+        let neither = Behaviour {
+            unwritten: true,
+            ..unmapped
+        };
+        with(neither, |entrance| {
+            let error = entrance.prove(path).expect_err("no way in").to_string();
+            assert!(
+                error.contains("by write") && error.contains("CAP_SYS_RAWIO"),
+                "{error}"
+            );
+        });
+        let opened = open_model(&Arc::new(Model::new(neither)));
+        assert!(matches!(opened, Err(QueueError::Proof { .. })));
+        let opened = open_model(&Arc::new(Model::new(single))).expect("by write");
+        assert_eq!(opened.max_batch, 0);
+    }
+
+    /// Whatever a CPU has not is not tried: mapping is for the instruction that goes with it.
+    #[test]
+    fn without_the_instruction_nothing_is_mapped() {
+        struct Unmappable;
+        impl Node for Unmappable {
+            unsafe fn map(&self, mode: Mode, _: u32) -> io::Result<Box<dyn Portal>> {
+                panic!("{mode:?} was mapped");
+            }
+            fn write(self) -> Box<dyn Portal> {
+                Box::new(Arc::new(Model::new(SOUND)))
+            }
+        }
+        for mode in [Mode::Shared, Mode::Dedicated] {
+            let other = CpuFeatures {
+                enqcmd: mode == Mode::Dedicated,
+                movdir64b: mode == Mode::Shared,
+                waitpkg: true,
+            };
+            for cpu in [CpuFeatures::default(), other] {
+                let entrance = enter(Unmappable, mode, 1, cpu).expect("by write");
+                assert!(entrance.written.is_some());
+            }
         }
     }
 }

@@ -10,15 +10,19 @@
 //! queue, a device that errs or does not answer. The last two end its service.
 
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 
+use crate::cpu::CpuFeatures;
 use crate::descriptor::Descriptor;
 use crate::portal::{Portal, Submitted};
 use crate::record::{Completion, Record};
+use crate::sync::{
+    Arc, AtomicU32, AtomicU64, AtomicUsize, Condvar, Instant, Mutex, MutexGuard, OnceLock,
+    Ordering, PoisonError, spin_loop,
+};
+use crate::wait::Waiter;
 
 /// How often a full queue is tried again: QEMU's series gives a batch of 128 so many turns for each.
 /// After that the CPU does the rest of the batch, which gives the queue time, too.
@@ -44,6 +48,8 @@ pub struct Device {
     pub portal: Box<dyn Portal>,
     /// Longest batch; below 2 it takes none.
     pub max_batch: u32,
+    /// Its NUMA node; `None` if the host has one only.
+    pub node: Option<u32>,
 }
 
 /// What has been done by devices, and what not.
@@ -67,6 +73,7 @@ pub struct ZeroFinder {
     software: AtomicU64,
     retries: AtomicU64,
     deadline: Duration,
+    waiter: Waiter,
 }
 
 /// Batches that devices work on.
@@ -76,11 +83,15 @@ struct Flights {
     /// Batches that are about to be in the list.
     coming: usize,
     closed: bool,
+    /// Nobody looks at them any more.
+    deaf: bool,
 }
 
 /// A device and whether it is still used.
 struct Service {
     device: Device,
+    /// On the node of the memory that it is to look at.
+    near: bool,
     /// Batches in a row of which it took nothing.
     refused: AtomicU32,
     out: OnceLock<String>,
@@ -146,16 +157,19 @@ pub enum Verdict {
 }
 
 impl ZeroFinder {
-    /// Work for `devices`. Some thread must [`ZeroFinder::listen`] to them.
+    /// Work for `devices` on memory of NUMA node `home`, if it is known. Those of that node are used in
+    /// turn, and the others in turn when none of them is in service: a page that crosses to another
+    /// socket costs both sockets bandwidth. Some thread must [`ZeroFinder::listen`] to them.
     #[must_use]
-    pub fn new(devices: Vec<Device>) -> Self {
-        Self::with_deadline(devices, DEADLINE)
+    pub fn new(devices: Vec<Device>, home: Option<u32>) -> Self {
+        Self::with_deadline(devices, home, DEADLINE)
     }
 
     /// The same with another deadline for a batch.
     #[must_use]
-    pub fn with_deadline(devices: Vec<Device>, deadline: Duration) -> Self {
-        let service = |device| Service {
+    pub fn with_deadline(devices: Vec<Device>, home: Option<u32>, deadline: Duration) -> Self {
+        let service = |device: Device| Service {
+            near: home.is_none() || device.node.is_none() || device.node == home,
             device,
             refused: AtomicU32::new(0),
             out: OnceLock::new(),
@@ -169,6 +183,7 @@ impl ZeroFinder {
             software: AtomicU64::new(0),
             retries: AtomicU64::new(0),
             deadline,
+            waiter: Waiter::of(CpuFeatures::of_this_cpu()),
         }
     }
 
@@ -222,7 +237,11 @@ impl ZeroFinder {
 
     /// Sends every batch back that has landed: what the completion thread does.
     pub fn listen(&self) {
-        let mut flying: Vec<(Box<Flight>, Arc<Slot>)> = Vec::new();
+        let mut flying = Flying {
+            finder: self,
+            list: Vec::new(),
+        };
+        let Flying { list: flying, .. } = &mut flying;
         loop {
             let mut flights = self.lock();
             while flights.list.is_empty() && flying.is_empty() {
@@ -242,8 +261,8 @@ impl ZeroFinder {
                 match self.look(&flying[at].0) {
                     Look::Flies => at += 1,
                     Look::Landed => {
+                        self.completed(&flying[at].0);
                         let (flight, slot) = flying.remove(at);
-                        self.completed(&flight);
                         slot.put(Landing::Done(flight));
                     }
                     Look::Late => {
@@ -252,14 +271,15 @@ impl ZeroFinder {
                         let _ = service
                             .out
                             .set(format!("no answer within {:?}", self.deadline));
-                        let pages = flight.pages.len();
-                        // The device may still write to it.
-                        std::mem::forget(flight);
-                        slot.put(Landing::Lost(pages));
+                        slot.lose(flight);
                     }
                 }
             }
-            std::hint::spin_loop();
+            // The oldest is the likeliest to end next.
+            let mut heads = flying.iter().flat_map(|(flight, _)| flight.head_records());
+            if let Some(record) = heads.find(|record| record.read() == Completion::Pending) {
+                self.waiter.wait(record);
+            }
         }
     }
 
@@ -284,10 +304,52 @@ impl ZeroFinder {
     /// The next device in turn that is in service.
     fn choose(&self) -> Option<usize> {
         let first = self.next.fetch_add(1, Ordering::Relaxed);
-        let all = self.devices.len();
-        (0..all)
-            .map(|k| (first + k) % all)
-            .find(|&k| self.devices[k].out.get().is_none())
+        let in_turn = |near| {
+            let of_kind = |&k: &usize| self.devices[k].near == near;
+            let all = (0..self.devices.len()).filter(of_kind).count();
+            let mut kind = (0..self.devices.len()).filter(of_kind).cycle();
+            (kind.by_ref().skip(first % all.max(1)))
+                .take(all)
+                .find(|&k| self.devices[k].out.get().is_none())
+        };
+        in_turn(true).or_else(|| in_turn(false))
+    }
+}
+
+/// What the completion thread looks at. If that panics, nothing is left with it: its batches come back
+/// lost, and later ones find nobody to land with.
+struct Flying<'a> {
+    finder: &'a ZeroFinder,
+    list: Vec<(Box<Flight>, Arc<Slot>)>,
+}
+
+impl Drop for Flying<'_> {
+    fn drop(&mut self) {
+        let mut flights = self.finder.lock();
+        flights.deaf = true;
+        self.list.append(&mut flights.list);
+        drop(flights);
+        for (flight, slot) in self.list.drain(..) {
+            slot.lose(flight);
+        }
+    }
+}
+
+/// A batch on its way to a device, which has a part of it already.
+struct Leaving<'a> {
+    finder: &'a ZeroFinder,
+    slot: &'a Slot,
+    flight: Option<Box<Flight>>,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        // The submission has panicked; the device may have what it was given.
+        if let Some(flight) = self.flight.take() {
+            self.slot.lose(flight);
+        }
+        self.finder.lock().coming -= 1;
+        self.finder.more.notify_one();
     }
 }
 
@@ -311,6 +373,13 @@ impl Slot {
     fn put(&self, landing: Landing) {
         *self.landed.lock().unwrap_or_else(PoisonError::into_inner) = Some(landing);
         self.wake.notify_all();
+    }
+
+    /// A flight that a device may still write to.
+    fn lose(&self, flight: Box<Flight>) {
+        let pages = flight.pages.len();
+        std::mem::forget(flight);
+        self.put(Landing::Lost(pages));
     }
 
     fn wait(&self) -> Landing {
@@ -386,22 +455,36 @@ impl<'a> ZeroBatch<'a> {
         };
         flight.heads.clear();
         let mut flights = self.finder.lock();
-        let device = self.finder.choose().filter(|_| !flights.closed);
-        if let Some(device) = device {
-            flights.coming += 1;
+        let listened_to = !flights.closed && !flights.deaf;
+        let Some(device) = self.finder.choose().filter(|_| listened_to) else {
             drop(flights);
-            flight.device = device;
-            self.submit_to(&mut flight);
-            flight.begun = Some(Instant::now());
-            flights = self.finder.lock();
-            flights.coming -= 1;
-        }
+            return self.slot.put(Landing::Done(flight));
+        };
+        flights.coming += 1;
+        drop(flights);
+        flight.device = device;
+        let mut leaving = Leaving {
+            finder: self.finder,
+            slot: &self.slot,
+            flight: Some(flight),
+        };
+        let Some(flight) = &mut leaving.flight else {
+            return;
+        };
+        self.submit_to(flight);
+        flight.begun = Some(Instant::now());
+        let Some(flight) = leaving.flight.take() else {
+            return;
+        };
         if flight.heads.is_empty() {
-            self.slot.put(Landing::Done(flight));
-        } else {
-            flights.list.push((flight, Arc::clone(&self.slot)));
+            return self.slot.put(Landing::Done(flight));
         }
-        self.finder.more.notify_one();
+        let mut flights = self.finder.lock();
+        if flights.deaf {
+            drop(flights);
+            return self.slot.lose(flight);
+        }
+        flights.list.push((flight, Arc::clone(&self.slot)));
     }
 
     fn submit_to(&self, flight: &mut Flight) {
@@ -438,7 +521,7 @@ impl<'a> ZeroBatch<'a> {
                 }
                 Ok(Submitted::Full) if retries < FULL_RETRIES => {
                     retries += 1;
-                    std::hint::spin_loop();
+                    spin_loop();
                 }
                 Ok(Submitted::Full) => {
                     if flight.heads.is_empty() {

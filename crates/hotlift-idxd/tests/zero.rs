@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use hotlift_idxd::descriptor::Descriptor;
 use hotlift_idxd::model::{Behaviour, Model};
+use hotlift_idxd::portal::{Portal, Submitted};
 use hotlift_idxd::zero::{Device, Verdict, ZeroBatch, ZeroFinder};
 use hotlift_mem::{Backing, RamBlock};
 
@@ -20,6 +22,7 @@ fn device(model: &Arc<Model>, max_batch: u32) -> Device {
         name: "model".to_owned(),
         portal: Box::new(Arc::clone(model)),
         max_batch,
+        node: None,
     }
 }
 
@@ -79,13 +82,23 @@ fn with(behaviours: &[Behaviour], max_batch: u32, work: impl FnOnce(&ZeroFinder,
 
 /// Works with devices that a thread listens to.
 fn listening(devices: Vec<Device>, deadline: Duration, work: impl FnOnce(&ZeroFinder)) {
+    listening_at(devices, None, deadline, work);
+}
+
+/// The same for memory of a NUMA node.
+fn listening_at(
+    devices: Vec<Device>,
+    home: Option<u32>,
+    deadline: Duration,
+    work: impl FnOnce(&ZeroFinder),
+) {
     struct Close<'a>(&'a ZeroFinder);
     impl Drop for Close<'_> {
         fn drop(&mut self) {
             self.0.close();
         }
     }
-    let finder = ZeroFinder::with_deadline(devices, deadline);
+    let finder = ZeroFinder::with_deadline(devices, home, deadline);
     std::thread::scope(|scope| {
         scope.spawn(|| finder.listen());
         let _close = Close(&finder);
@@ -152,6 +165,130 @@ fn batches_go_to_the_devices_in_turn() {
         }
         let accepted: Vec<u64> = models.iter().map(|model| model.accepted()).collect();
         assert_eq!(accepted, [2, 2, 2]);
+    });
+}
+
+#[test]
+fn devices_of_the_memorys_own_node_are_used_while_any_of_them_is_in_service() {
+    let (home, away) = (Some(1), Some(0));
+    for (nodes, expected) in [
+        ([away, home, away, home], [0, 4, 0, 4]),
+        ([home, away, None, away], [4, 0, 4, 0]),
+        ([away, away, away, away], [2, 2, 2, 2]),
+    ] {
+        let models = [(); 4].map(|()| Arc::new(Model::new(Behaviour::default())));
+        let devices = || {
+            let placed = models.iter().zip(nodes);
+            let placed = placed.map(|(model, node)| Device {
+                node,
+                ..device(model, 128)
+            });
+            placed.collect()
+        };
+        let pages = pages();
+        listening_at(devices(), home, DEADLINE, |finder| {
+            let mut batch = finder.batch(PAGES);
+            for _ in 0..8 {
+                submit(&mut batch, &pages, PAGES);
+                models.iter().for_each(|model| while model.step() {});
+                check(&mut batch, &pages, PAGES);
+            }
+        });
+        let accepted = models.each_ref().map(|model| model.accepted());
+        assert_eq!(accepted, expected, "{nodes:?}");
+    }
+
+    // The far one is better than none.
+    let models = [(); 2].map(|()| Arc::new(Model::new(Behaviour::default())));
+    let devices = [home, away].into_iter().zip(&models);
+    let devices = devices.map(|(node, model)| Device {
+        node,
+        ..device(model, 128)
+    });
+    let pages = pages();
+    listening_at(devices.collect(), home, DEADLINE, |finder| {
+        let mut batch = finder.batch(PAGES);
+        models[0].die();
+        for _ in 0..3 {
+            submit(&mut batch, &pages, PAGES);
+            models[1].step();
+            check(&mut batch, &pages, PAGES);
+        }
+        assert_eq!(models[1].accepted(), 2);
+    });
+}
+
+/// A queue whose program fails: no device does this, and no channel may wait for it.
+struct Panics {
+    model: Arc<Model>,
+    at_submit: bool,
+}
+
+impl Portal for Panics {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> std::io::Result<Submitted> {
+        // SAFETY: the caller's promise.
+        let submitted = unsafe { self.model.submit(descriptor) };
+        assert!(!self.at_submit, "as it was told to");
+        submitted
+    }
+
+    fn completed(&self) {
+        panic!("as it was told to");
+    }
+}
+
+#[test]
+fn nobody_waits_for_a_completion_thread_that_panicked() {
+    let model = Arc::new(Model::new(Behaviour::default()));
+    let portal = Box::new(Panics {
+        model: Arc::clone(&model),
+        at_submit: false,
+    });
+    let devices = vec![Device {
+        portal,
+        ..device(&model, 128)
+    }];
+    let finder = ZeroFinder::with_deadline(devices, None, DEADLINE);
+    std::thread::scope(|scope| {
+        let listener = scope.spawn(|| finder.listen());
+        let pages = pages();
+        let mut batches = [finder.batch(PAGES), finder.batch(PAGES)];
+        submit(&mut batches[0], &pages, PAGES);
+        submit(&mut batches[1], &pages, PAGES);
+        // The first lands, which ends the thread that would see the second.
+        model.step();
+        assert!(listener.join().is_err());
+        for batch in &mut batches {
+            check(batch, &pages, PAGES);
+        }
+        submit(&mut batches[0], &pages, PAGES);
+        check(&mut batches[0], &pages, PAGES);
+        assert_eq!(model.accepted(), 2, "no more is handed out");
+    });
+}
+
+#[test]
+fn a_submission_that_panics_leaves_the_completion_thread_able_to_end() {
+    let model = Arc::new(Model::new(Behaviour::default()));
+    let portal = Box::new(Panics {
+        model: Arc::clone(&model),
+        at_submit: true,
+    });
+    let devices = vec![Device {
+        portal,
+        ..device(&model, 128)
+    }];
+    // Returns when the listener has.
+    listening(devices, DEADLINE, |finder| {
+        let pages = pages();
+        let panicked = std::thread::scope(|scope| {
+            let channel = scope.spawn(|| {
+                let mut batch = finder.batch(PAGES);
+                submit(&mut batch, &pages, PAGES);
+            });
+            channel.join()
+        });
+        assert!(panicked.is_err());
     });
 }
 

@@ -1,4 +1,4 @@
-//! Measures what the crate is for: `memory_speed zero|copy|untouched|sockets`.
+//! Measures what the crate is for: `memory_speed zero|detect|copy|untouched|sockets`.
 //!
 //! Every figure is the best of several passes and in CPU time of its thread, because other load only
 //! ever slows one down; the rates of sockets are in wall time, which other load ruins.
@@ -21,10 +21,11 @@ type Failure = Box<dyn std::error::Error>;
 fn main() -> Result<(), Failure> {
     match std::env::args().nth(1).as_deref() {
         Some("zero") => zero_pages(),
+        Some("detect") => detection(),
         Some("copy") => copies(),
         Some("untouched") => untouched(),
         Some("sockets") => sockets(),
-        _ => Err("usage: measure zero|copy|untouched|sockets".into()),
+        _ => Err("usage: memory_speed zero|detect|copy|untouched|sockets".into()),
     }
 }
 
@@ -89,6 +90,137 @@ fn zero_pages() -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// What looking for zero pages costs beside what has to be done anyway: zero pages beside a plain read of
+/// them, pages with content beside sending them. Passes take turns; quotients are of neighbours.
+fn detection() -> Result<(), Failure> {
+    const PASSES: usize = 15;
+    let zeros = RamBlock::new("zeros", GIB, Backing::Private)?;
+    zeros.zero(0, GIB)?;
+    let content = RamBlock::new("content", GIB, Backing::Private)?;
+    for page in 0..content.pages() {
+        // The first byte that is not zero is where most pages have it: in the first line.
+        content.store_u64(page * PAGE_SIZE, page as u64 + 1)?;
+    }
+    let time = |work: &mut dyn FnMut()| {
+        let start = thread_cpu_time();
+        work();
+        (thread_cpu_time() - start).as_secs_f64()
+    };
+    let mut rates = Vec::new();
+    for _ in 0..PASSES {
+        // SAFETY: nobody writes to this block while the slice is used.
+        let bytes = unsafe { std::slice::from_raw_parts(zeros.host_addr(), GIB) };
+        let read = time(&mut || assert_eq!(read_all(black_box(bytes)), 0));
+        let detect = time(&mut || assert!((0..zeros.pages()).all(|page| zeros.page_is_zero(page))));
+        rates.push((read / detect, GIB as f64 / 1e9 / detect));
+    }
+    let (quotient, rate) = (
+        median(rates.iter().map(|r| r.0)),
+        median(rates.iter().map(|r| r.1)),
+    );
+    println!(
+        "zero pages, 1 GiB: {rate:.2} GB/s, {quotient:.3} of a plain read ({PASSES} pairs, {})",
+        zero::detector().name
+    );
+
+    let packets = packets(&content, 1)?;
+    let into = RamBlock::new("destination", GIB, Backing::Private)?;
+    into.populate(0, GIB)?;
+    let arriving = self::packets(&into, 1)?;
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let ours = TcpStream::connect(listener.local_addr()?)?;
+    ours.set_nodelay(true)?;
+    let (theirs, _) = listener.accept()?;
+    let mut scratch = IoScratch::new();
+    let mut send = |looks: bool| -> Result<f64, Failure> {
+        thread::scope(|scope| {
+            let reader = scope.spawn(|| -> io::Result<()> {
+                let mut scratch = IoScratch::new();
+                let mut head = [0; HEAD];
+                for runs in &arriving {
+                    io::Read::read_exact(&mut &theirs, &mut head)?;
+                    sock::recv(theirs.as_fd(), runs, &mut scratch)?;
+                }
+                Ok(())
+            });
+            let start = thread_cpu_time();
+            for runs in &packets {
+                if looks {
+                    assert!(!runs.iter().any(GuestRun::is_zero));
+                }
+                sock::send(ours.as_fd(), &[1; HEAD], runs, &mut scratch)?;
+            }
+            let spent = thread_cpu_time() - start;
+            let read = reader.join().map_err(|_| "the reader panicked")?;
+            read?;
+            Ok(spent.as_secs_f64())
+        })
+    };
+    let mut added = Vec::new();
+    let mut seconds = Vec::new();
+    for pass in 0..PASSES {
+        // Every second pair the other way round: a drift then favours neither.
+        let looks_first = pass % 2 == 1;
+        let first = send(looks_first)?;
+        let second = send(!looks_first)?;
+        let (plain, looking) = if looks_first {
+            (second, first)
+        } else {
+            (first, second)
+        };
+        added.push(looking / plain - 1.0);
+        seconds.push(plain);
+    }
+    let looks = time(&mut || {
+        for runs in &packets {
+            assert!(!black_box(runs).iter().any(GuestRun::is_zero));
+        }
+    });
+    let plain = median(seconds.iter().copied());
+    println!(
+        "pages with content: sending {plain:.3} CPU s/GiB; a look at each first adds {:.1} % ({PASSES} pairs), alone it is {:.1} %",
+        100.0 * median(added.iter().copied()),
+        100.0 * looks / plain
+    );
+    Ok(())
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// The bits of all bytes together, by the widest loads that the compiler makes for the best of this CPU.
+fn read_all(bytes: &[u8]) -> u64 {
+    #[inline(always)]
+    fn or(bytes: &[u8]) -> u64 {
+        // SAFETY: any eight bytes are a number.
+        let (_, words, _) = unsafe { bytes.align_to::<u64>() };
+        words.iter().fold(0, |all, word| all | word)
+    }
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f")]
+        fn avx512(bytes: &[u8]) -> u64 {
+            or(bytes)
+        }
+        #[target_feature(enable = "avx2")]
+        fn avx2(bytes: &[u8]) -> u64 {
+            or(bytes)
+        }
+        if std::arch::is_x86_feature_detected!("avx512f") {
+            // SAFETY: the CPU has AVX-512F.
+            return unsafe { avx512(bytes) };
+        }
+        if std::arch::is_x86_feature_detected!("avx2") {
+            // SAFETY: the CPU has AVX2.
+            return unsafe { avx2(bytes) };
+        }
+    }
+    or(bytes)
 }
 
 fn copies() -> Result<(), Failure> {

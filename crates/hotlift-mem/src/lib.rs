@@ -6,6 +6,7 @@
 //! | `populate` | its memory is allocated before it arrives |
 //! | `dirty_bitmap` | it is marked, and taken to be sent |
 //! | `untouched` | the kernel says that it was never written: no need to look |
+//! | `numa` | it lies on a node, near some device |
 //! | `zero` | it is looked at: all zero? |
 //! | `guest_run` | it is copied, out or in |
 //! | `sock`, `splice` | it goes to a socket, or comes from one, uncopied |
@@ -28,6 +29,7 @@ mod dirty_bitmap;
 mod error;
 mod forward;
 mod guest_run;
+mod numa;
 mod populate;
 mod ram_block;
 pub mod sock;

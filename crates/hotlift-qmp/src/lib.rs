@@ -1,4 +1,5 @@
-//! A client for QEMU's machine protocol (QMP), QEMU 7.2 and later, as far as migrations need it.
+//! QEMU's machine protocol (QMP): a client for QEMU 7.2 and later, as far as migrations need it, and a
+//! [`server`] for whoever speaks it.
 //!
 //! [`Client`] speaks the protocol: lines of JSON over a UNIX or TCP socket, one command at a time,
 //! events queued meanwhile. [`Qemu`] has the commands of a migration with types. Both block, with a
@@ -13,6 +14,7 @@ mod error;
 mod lines;
 mod migration;
 mod qemu;
+pub mod server;
 
 pub use address::QmpAddress;
 pub use client::{Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};

@@ -1,7 +1,7 @@
 //! A socket read line by line, with a deadline and a limit.
 
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -33,18 +33,58 @@ impl Socket {
         }
     }
 
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+    /// Bounds every write from now on.
+    pub(crate) fn set_write_timeout(&self, timeout: Duration) -> io::Result<()> {
         match self {
-            Self::Unix(stream) => stream.read(buffer),
-            Self::Tcp(stream) => stream.read(buffer),
+            Self::Unix(stream) => stream.set_write_timeout(Some(timeout)),
+            Self::Tcp(stream) => stream.set_write_timeout(Some(timeout)),
         }
     }
 
+    /// Another handle on the same connection.
+    ///
+    /// # Errors
+    /// The system's reason, such as too many open files.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Unix(stream) => Self::Unix(stream.try_clone()?),
+            Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
+        })
+    }
+
+    /// Ends both directions; threads that wait in them return.
+    pub fn shut_down(&self) {
+        self.shut(Shutdown::Both);
+    }
+
+    pub(crate) fn shut(&self, how: Shutdown) {
+        // A socket that the other side has closed is as shut as asked for.
+        let _ = match self {
+            Self::Unix(stream) => stream.shutdown(how),
+            Self::Tcp(stream) => stream.shutdown(how),
+        };
+    }
+}
+
+impl Read for &Socket {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Socket::Unix(stream) => (&*stream).read(buffer),
+            Socket::Tcp(stream) => (&*stream).read(buffer),
+        }
+    }
+}
+
+impl Write for &Socket {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Unix(stream) => stream.write(buffer),
-            Self::Tcp(stream) => stream.write(buffer),
+            Socket::Unix(stream) => (&*stream).write(buffer),
+            Socket::Tcp(stream) => (&*stream).write(buffer),
         }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
@@ -104,7 +144,7 @@ impl Lines {
             let mut chunk = [0; CHUNK];
             self.socket
                 .set_timeout(deadline.saturating_duration_since(Instant::now()))?;
-            match self.socket.read(&mut chunk) {
+            match (&self.socket).read(&mut chunk) {
                 Ok(0) => return Ok(Line::Closed),
                 Ok(length) => self.buffer.extend_from_slice(&chunk[..length]),
                 Err(error) if is_late(&error) => {
@@ -129,7 +169,7 @@ impl Lines {
         while !left.is_empty() {
             self.socket
                 .set_timeout(deadline.saturating_duration_since(Instant::now()))?;
-            match self.socket.write(left) {
+            match (&self.socket).write(left) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(length) => left = &left[length..],
                 Err(error) if is_late(&error) => {

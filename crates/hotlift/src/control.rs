@@ -35,7 +35,8 @@ pub enum Status {
 }
 
 impl Status {
-    const ALL: [Self; 9] = [
+    /// All states.
+    pub const ALL: [Self; 9] = [
         Self::None,
         Self::Setup,
         Self::Active,

@@ -179,6 +179,89 @@ fn devices_find_the_zero_pages_that_the_cpu_finds() {
     }
 }
 
+/// Draws of a seed that a failure prints; `HOTLIFT_SEED=N` repeats them.
+struct Draws(u64);
+
+impl Draws {
+    fn new() -> Self {
+        let given = std::env::var("HOTLIFT_SEED").ok();
+        let now = || std::time::UNIX_EPOCH.elapsed().expect("a clock").as_secs();
+        let seed = given.map_or_else(now, |text| text.parse().expect("HOTLIFT_SEED is a number"));
+        println!("HOTLIFT_SEED={seed}");
+        Self(seed | 1 << 40)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        // xorshift64: Marsaglia 2003.
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % n
+    }
+
+    /// A device with some of everything that can go wrong. Of what ends its service each has a turn, so
+    /// that all of it is seen in a few runs.
+    fn device(&mut self, turn: usize) -> String {
+        let mut path = format!(
+            "dsa-model:seed={}:fault={}:list-fault={}:full={}:shuffled={}:max-batch={}",
+            self.below(1 << 30),
+            self.below(200),
+            self.below(300),
+            self.below(400),
+            self.below(2),
+            [0, 2, 16, 128, 1024][usize::try_from(self.below(5)).expect("below 5")],
+        );
+        path += &match turn % 6 {
+            0 => format!(":fail={}", 1 + self.below(20)),
+            1 => format!(":silent={}", 1 + self.below(100)),
+            2 => format!(":dies={}", 1 + self.below(60)),
+            3 => format!(":late={}", 1 + self.below(200)),
+            4 => ":late=1300000".to_owned(),
+            _ => ":unmapped=1:unbatched=1".to_owned(),
+        };
+        path
+    }
+}
+
+/// Page faults, members that fail, lists that fault, full queues, answers late, after the deadline, out of
+/// order or never, death, and a kernel that refuses: the zero pages are those of the CPU, and the guest is
+/// whole.
+#[test]
+fn faults_at_random_change_neither_the_zero_pages_nor_the_guest() {
+    let still = ["--workload=idle", "--seed=11", "--zero-touched"];
+    let (by_cpu, _) = demo("none", &[], &still);
+    let mut draws = Draws::new();
+    for turn in 0..6 {
+        let path = format!(
+            "--accel-path={} {}",
+            draws.device(turn),
+            draws.device(turn + 3)
+        );
+        println!("{path}");
+        let method = ["none", "zstd", "lz4"][turn % 3];
+        let mut flags = vec!["--zero-page-detection=dsa-accel", &path];
+        let (run, said) = demo(method, &[], &[&flags[..], &still].concat());
+        assert_eq!(run["zero_pages"], by_cpu["zero_pages"], "{path}: {said}");
+        let jobs = &run["source"]["zero_jobs"];
+        assert!(jobs["software"].as_u64() > Some(0), "{path}: {said}");
+        flags.push("--rate=20000");
+        demo(method, &[], &flags);
+    }
+}
+
+#[test]
+fn a_device_that_errs_is_left_and_the_others_go_on() {
+    let path = "--accel-path=dsa-model:fail=1000 dsa-model:";
+    let flags = ["--zero-page-detection=dsa-accel", path, "--rate=20000"];
+    let (run, said) = demo("none", &[], &flags);
+    let jobs = &run["source"]["zero_jobs"];
+    assert_eq!(jobs["fallback"], "simulated DSA: status 0x20", "{said}");
+    let count = |what: &str| jobs[what].as_u64().expect("a count");
+    // What was with it when it was left.
+    assert!(count("software") <= 4 * 128, "{said}");
+    assert!(count("hardware") > 10 * count("software"), "{said}");
+}
+
 #[test]
 fn a_guest_that_writes_arrives_whole_whatever_its_zero_page_devices_do() {
     for paths in [
@@ -202,6 +285,9 @@ fn a_work_queue_that_is_not_there_is_the_cpus_work_or_an_error_as_asked() {
     let (run, said) = demo("none", &[], &flags);
     assert!(run["zero_pages"].as_u64() > Some(1000), "{said}");
     assert!(said.contains("wq99.0 is no work queue"), "{said}");
+    let jobs = &run["source"]["zero_jobs"];
+    assert_eq!(jobs["hardware"], 0, "{said}");
+    assert!(jobs["software"].as_u64() > Some(1000), "{said}");
 
     let required = [
         "demo",
@@ -237,11 +323,17 @@ fn a_relay_refuses_at_once_what_only_a_guests_own_migration_can_do() {
         ],
         &["save", "--quiet", "--qmp=/nonexistent", "/nonexistent/file"],
     ] {
-        let mut args = command.to_vec();
-        args.extend(["--zero-page-detection=dsa-accel", "--accel-path=dsa-model:"]);
-        let (status, said) = Hotlift::start(&args).wait();
-        let said = said.join("\n");
-        assert!(!status.success(), "{said}");
-        assert!(said.contains("a guest of its own"), "{command:?}: {said}");
+        for asked in [
+            &["--zero-page-detection=dsa-accel", "--accel-path=dsa-model:"][..],
+            &["--multifd-packet-size=1M"],
+            &["--multifd-packet-size=64K"],
+            &["--multifd-normal-page-ratio=50"],
+        ] {
+            let args = [command, asked].concat();
+            let (status, said) = Hotlift::start(&args).wait();
+            let said = said.join("\n");
+            assert!(!status.success(), "{said}");
+            assert!(said.contains("a guest of its own"), "{args:?}: {said}");
+        }
     }
 }

@@ -12,6 +12,7 @@
 //! | `ways_out` | cancel, a guest that fails, noise before the migration |
 //! | `xbzrle` | pages as what has changed of them |
 //! | `refusals` | two ends that do not agree |
+//! | `packets` | sizes of packets, and zero pages that are sent as normal ones |
 //! | `probe`, `proxy`, `rig`, `census` | a guest that is watched, a man in the middle, both ends, leaks |
 
 mod auto_converge;
@@ -20,6 +21,7 @@ mod events;
 mod faults;
 mod lost_page;
 mod matrix;
+mod packets;
 mod probe;
 #[allow(dead_code, reason = "the command's tests use the rest")]
 mod proxy;

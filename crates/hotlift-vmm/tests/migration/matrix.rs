@@ -46,6 +46,8 @@ fn every_combination_arrives_whole_and_goes_on() {
                     options.set("max-bandwidth", bandwidth).unwrap();
                     options.set("multifd-compression", method.name).unwrap();
                     options.set("zero-page-detection", mode).unwrap();
+                    let size = ["512K", "64K"][number / 4 % 2];
+                    options.set("multifd-packet-size", size).unwrap();
                     if *devices {
                         options.set("accel-path", "dsa-model:").unwrap();
                     }
@@ -62,7 +64,7 @@ fn every_combination_arrives_whole_and_goes_on() {
                     } else {
                         format!("unix:{}", folder.path().join("socket").display())
                     };
-                    let what = format!("{kind} {} {channels} {mode} {address}", method.name);
+                    let what = format!("{kind} {} {channels} {mode} {size} {address}", method.name);
 
                     let listener = address.parse::<Address>().unwrap().listen().unwrap();
                     let (sent, received) = goes_on(kind, &settings, &options, listener, &what);

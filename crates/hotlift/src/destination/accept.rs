@@ -10,6 +10,7 @@ use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::{
     Hello, INITIAL_PACKET_LEN, InitialPacket, MAGIC, Method, PacketLayout,
 };
@@ -18,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::last_words;
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
-use crate::options::Options;
+use crate::options::{MAX_PACKET_SIZE, Options};
 use crate::transport::{Listener, Stream};
 
 /// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
@@ -40,6 +41,8 @@ pub(super) struct Accepted {
     pub multifd: Vec<Stream>,
     /// Whether the source is a Hotlift.
     pub is_hotlift: bool,
+    /// Size of its packets.
+    pub layout: PacketLayout,
     /// When the first of them was accepted.
     pub since: Instant,
 }
@@ -61,6 +64,7 @@ pub(super) fn accept(
         main: None,
         multifd: (0..options.channels()).map(|_| None).collect(),
         is_hotlift: None,
+        layout: PacketLayout::QEMU,
         since: None,
     };
     loop {
@@ -85,6 +89,8 @@ struct Arriving<'a> {
     main: Option<Stream>,
     multifd: Vec<Option<Stream>>,
     is_hotlift: Option<bool>,
+    /// As a Hotlift says it.
+    layout: PacketLayout,
     since: Option<Instant>,
 }
 
@@ -196,6 +202,14 @@ impl Arriving<'_> {
         }
         if let Some(hello) = &packet.hello {
             check_hello(hello, self.method, self.options)?;
+            let first = self.multifd.iter().all(Option::is_none);
+            if !first && self.layout != hello.layout {
+                return Err(MigrationError::opened_with(
+                    channel,
+                    "a channel with packets of another size",
+                ));
+            }
+            self.layout = hello.layout;
         }
         if packet.uuid != self.uuid {
             return Err(MigrationError::Mismatch {
@@ -235,6 +249,7 @@ impl Arriving<'_> {
             main,
             multifd: self.multifd.into_iter().flatten().collect(),
             is_hotlift: self.is_hotlift == Some(true),
+            layout: self.layout,
             since: self.since.unwrap_or_else(Instant::now),
         })
     }
@@ -312,13 +327,12 @@ fn check_hello(hello: &Hello, method: Method, options: &Options) -> Result<(), M
             method.name().to_owned(),
         );
     }
-    if hello.layout != PacketLayout::QEMU {
-        let show =
-            |layout: PacketLayout| format!("{} of {} bytes", layout.pages(), layout.page_size());
+    let layout = hello.layout;
+    if layout.page_size() != PAGE_SIZE || layout.pages() * PAGE_SIZE > MAX_PACKET_SIZE {
         return differs(
-            "pages per packet",
-            show(hello.layout),
-            show(PacketLayout::QEMU),
+            "multifd-packet-size",
+            format!("{} pages of {}", layout.pages(), layout.page_size()),
+            format!("room for {MAX_PACKET_SIZE} bytes in pages of {PAGE_SIZE}"),
         );
     }
     Ok(())
@@ -326,4 +340,33 @@ fn check_hello(hello: &Hello, method: Method, options: &Options) -> Result<(), M
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use hotlift_wire::multifd::ZeroPageDetection;
+
+    use super::*;
+
+    #[test]
+    fn packets_of_a_size_that_no_source_can_be_told_to_send_are_refused() {
+        let options = Options::default();
+        let checked = |page_size, pages| {
+            let hello = Hello {
+                channels: options.channels(),
+                method: Method::None,
+                layout: PacketLayout::new(page_size, pages).unwrap(),
+                zero_page_detection: ZeroPageDetection::Multifd,
+            };
+            check_hello(&hello, Method::None, &options)
+        };
+        for pages in [1, 127, 128, 129, 2048] {
+            checked(PAGE_SIZE, pages).unwrap();
+        }
+        for (page_size, pages) in [(PAGE_SIZE, 2049), (PAGE_SIZE, 4096), (8192, 128)] {
+            let error = checked(page_size, pages).unwrap_err().chain();
+            assert!(error.contains("multifd-packet-size"), "{error}");
+            assert!(error.contains(&pages.to_string()), "{error}");
+        }
+    }
 }

@@ -5,7 +5,7 @@
 //! writing zeros would only make the kernel allocate it.
 
 use hotlift_mem::{GuestRun, PAGE_SIZE};
-use hotlift_wire::multifd::{PacketHeader, PacketLayout, PacketRules};
+use hotlift_wire::multifd::{PacketHeader, PacketRules};
 
 use super::handover::Phase;
 use super::packets::PacketReader;
@@ -27,7 +27,7 @@ pub(super) struct ChannelReceiver<'a> {
 
 impl<'a> ChannelReceiver<'a> {
     pub(super) fn new(session: &'a Session<'a>, id: u8) -> Result<Self, MigrationError> {
-        let layout = PacketLayout::QEMU;
+        let layout = session.accepted.layout;
         let options = session.options;
         let decoder = Decoder::new(
             id,

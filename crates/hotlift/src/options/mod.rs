@@ -9,8 +9,10 @@ mod values;
 
 use std::time::Duration;
 
+use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::compress;
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodInfo};
+use hotlift_wire::multifd::PacketLayout;
 
 pub use qmp::{OLDER_NAMES, OUR_PREFIX, OlderName, QmpRefusal, QmpType, qmp_option};
 pub use table::OPTIONS;
@@ -145,6 +147,9 @@ impl Default for Options {
         }
     }
 }
+
+/// Most bytes of pages in a packet, as an option and as a destination takes them from a Hotlift.
+pub(crate) const MAX_PACKET_SIZE: usize = 8 << 20;
 
 /// Why an option was refused. QEMU's wording, with the range and what was given.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -325,6 +330,15 @@ impl Options {
                 needs: "a cpu-throttle-initial that is no greater",
             });
         }
+        if !self.multifd() && self.multifd_normal_page_ratio > 0 {
+            return Err(OptionError::Conflict {
+                option: format!(
+                    "multifd-normal-page-ratio={}",
+                    self.multifd_normal_page_ratio
+                ),
+                needs: "multifd=on",
+            });
+        }
         // The search for zero pages has devices of its own, which are opened later. Method none may
         // still be one end of a relay whose other end has an accelerator.
         let other = self.zero_page_devices || (method.flag == 0 && !self.compress);
@@ -371,6 +385,24 @@ impl Options {
         } else {
             (self.multifd_compression.library)()
         }
+    }
+
+    /// Pages that are gathered into a packet.
+    #[must_use]
+    pub fn packet_pages(&self) -> usize {
+        let bytes = usize::try_from(self.multifd_packet_size).unwrap_or(MAX_PACKET_SIZE);
+        (bytes / PAGE_SIZE).clamp(1, MAX_PACKET_SIZE / PAGE_SIZE)
+    }
+
+    /// Room of packets on the wire: QEMU's where it suffices, since a QEMU reads no other; a packet need
+    /// not fill it.
+    #[must_use]
+    pub fn packet_layout(&self) -> PacketLayout {
+        let pages = self.packet_pages();
+        if pages <= PacketLayout::QEMU.pages() {
+            return PacketLayout::QEMU;
+        }
+        PacketLayout::new(PAGE_SIZE, pages).unwrap_or(PacketLayout::QEMU)
     }
 
     /// Number of multifd channels that the migration has; 0 without multifd.

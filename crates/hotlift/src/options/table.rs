@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::values::{Value, Values};
-use super::{Access, Kind, OptionInfo};
+use super::{Access, Kind, MAX_PACKET_SIZE, OptionInfo};
 
 /// Reads and writes a field of [`Options`] that is a number of any width; a value that was checked fits.
 macro_rules! number {
@@ -38,7 +38,7 @@ macro_rules! plain {
 /// channel of either side allocates.
 const PACKET_SIZE: Values = Values::Pages {
     lowest: 4 << 10,
-    highest: 8 << 20,
+    highest: MAX_PACKET_SIZE as u64,
 };
 
 const fn number(lowest: u64, highest: u64) -> Values {

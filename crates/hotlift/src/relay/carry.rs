@@ -6,7 +6,7 @@ use std::thread;
 use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
-use hotlift_wire::multifd::ZeroPageDetection;
+use hotlift_wire::multifd::{PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::{Arrivals, Channels};
@@ -76,6 +76,19 @@ pub(super) fn run(
             .unwrap_or_default(),
     };
     let hello = channels.as_ref().and_then(|channels| channels.hello);
+    if let Some(layout) = hello.map(|hello| hello.layout)
+        && layout != PacketLayout::QEMU
+    {
+        let size = |layout: PacketLayout| format!("{} bytes", layout.pages() * layout.page_size());
+        let error = MigrationError::Mismatch {
+            what: "multifd-packet-size".to_owned(),
+            source_has: size(layout),
+            destination_has: format!("{}: it is a relay", size(PacketLayout::QEMU)),
+        };
+        last_words::give_up(&[&main], &error.chain());
+        last_words::close(&[&main]);
+        return Err(error);
+    }
     let seen = Seen {
         flush_after_each_section: channels.as_ref().map(|_| !setup.flush),
         zeros_were_looked_for: hello

@@ -81,7 +81,7 @@ const CHECKSUM_FOLLOWS: u32 = 0x484c_434b; // "HLCK"
 const LOADED: u32 = 0x484c_4c44; // "HLLD"
 
 /// What a relay has no hand in, and who has.
-const QEMUS_OWN: [(&str, &str); 8] = [
+const QEMUS_OWN: [(&str, &str); 10] = [
     (
         "xbzrle",
         "a guest of its own: a relay keeps no page that it could compare with",
@@ -102,6 +102,14 @@ const QEMUS_OWN: [(&str, &str); 8] = [
     ("announce-max", ANNOUNCES),
     ("announce-rounds", ANNOUNCES),
     ("announce-step", ANNOUNCES),
+    (
+        "multifd-packet-size",
+        "a guest of its own: a relay carries QEMU's packets",
+    ),
+    (
+        "multifd-normal-page-ratio",
+        "a guest of its own: a relay carries pages as what they are",
+    ),
 ];
 const ANNOUNCES: &str =
     "a guest of its own: the destination's QEMU announces its guest, set it there";

@@ -18,9 +18,10 @@ use std::sync::atomic::Ordering;
 
 use hotlift_mem::sock::{self, IoScratch, Splicer};
 use hotlift_mem::{GuestRun, PAGE_SIZE};
-use hotlift_wire::multifd::{PacketFields, PacketLayout, PacketWriter, ZeroPageDetection};
+use hotlift_wire::multifd::{PacketFields, PacketWriter, ZeroPageDetection};
 
 use super::gate::Job;
+use super::normal_share::NormalShare;
 use super::ram::{Chunk, offsets};
 use super::session::Session;
 use super::zero_devices::Pipeline;
@@ -41,6 +42,9 @@ pub(super) struct ChannelSender<'a> {
     /// `None` for method none, whose pages are not copied.
     encoder: Option<Encoder>,
     block: usize,
+    /// Pages that a packet holds.
+    packet_pages: usize,
+    normal_share: NormalShare,
     normal: Vec<u64>,
     zero: Vec<u64>,
     runs: Vec<GuestRun<'a>>,
@@ -66,7 +70,8 @@ impl<'a> ChannelSender<'a> {
     ) -> Result<Self, MigrationError> {
         let method = session.method;
         let encoder = Encoder::new(id, session.options, true, &session.control)?;
-        let layout = PacketLayout::QEMU;
+        let layout = session.options.packet_layout();
+        let packet_pages = session.options.packet_pages();
         Ok(Self {
             session,
             id,
@@ -79,20 +84,25 @@ impl<'a> ChannelSender<'a> {
             pages: vec![
                 0;
                 if encoder.is_some() {
-                    layout.pages() * PAGE_SIZE
+                    packet_pages * PAGE_SIZE
                 } else {
                     0
                 }
             ],
             encoder,
             block: 0,
-            normal: Vec::with_capacity(layout.pages()),
-            zero: Vec::with_capacity(layout.pages()),
-            runs: Vec::with_capacity(layout.pages()),
+            packet_pages,
+            normal_share: NormalShare::new(session.options.multifd_normal_page_ratio),
+            normal: Vec::with_capacity(packet_pages),
+            zero: Vec::with_capacity(packet_pages),
+            runs: Vec::with_capacity(packet_pages),
             payload: Vec::new(),
             headers: Vec::with_capacity(GATHERED_HEADERS + layout.header_len()),
             scratch: IoScratch::new(),
-            pipeline: session.zero_devices.as_ref().map(Pipeline::new),
+            pipeline: session
+                .zero_devices
+                .as_ref()
+                .map(|devices| Pipeline::new(devices, packet_pages)),
             dirty_words: Vec::new(),
             untouched_words: Vec::new(),
         })
@@ -133,7 +143,7 @@ impl<'a> ChannelSender<'a> {
     /// Hands the gathered pages to a device, and sends those that it had before.
     fn turn(&mut self) -> Result<(), MigrationError> {
         if let Some(pipeline) = &mut self.pipeline {
-            self.block = pipeline.turn(&mut self.normal, &mut self.zero);
+            self.block = pipeline.turn(&mut self.normal_share, &mut self.normal, &mut self.zero);
         }
         self.send_packet()
     }
@@ -164,6 +174,7 @@ impl<'a> ChannelSender<'a> {
                 session.ram.untouched(chunk, &mut untouched);
             }
             let ram = &session.guest.ram()[chunk.block];
+            let mut looked_at = 0;
             for (page, offset) in offsets(chunk, &dirty) {
                 let is_untouched = detect && untouched[page / 64] >> (page % 64) & 1 == 1;
                 if let Some(pipeline) = &mut self.pipeline {
@@ -172,17 +183,20 @@ impl<'a> ChannelSender<'a> {
                     }
                     continue;
                 }
-                let is_zero = is_untouched || (detect && ram.page_is_zero(chunk.first_page + page));
-                let list = if is_zero {
+                let look = detect && !is_untouched;
+                looked_at += u64::from(look);
+                let is_zero = is_untouched || (look && ram.page_is_zero(chunk.first_page + page));
+                let list = if is_zero && !self.normal_share.takes() {
                     &mut self.zero
                 } else {
                     &mut self.normal
                 };
                 list.push(offset as u64);
-                if self.normal.len() + self.zero.len() == PacketLayout::QEMU.pages() {
+                if self.normal.len() + self.zero.len() == self.packet_pages {
                     self.send_packet()?;
                 }
             }
+            session.looked_at.fetch_add(looked_at, Ordering::Relaxed);
         }
         self.dirty_words = dirty;
         self.untouched_words = untouched;

@@ -13,6 +13,7 @@ use hotlift_wire::multifd::ZeroPageDetection;
 
 use super::compress_threads::HandOut;
 use super::main_channel::MainSender;
+use super::normal_share::NormalShare;
 use super::ram::offsets;
 use super::session::Session;
 use super::xbzrle::{Form, Xbzrle};
@@ -37,6 +38,7 @@ pub(super) fn scan(
     let mut hand_out = session.options.compress.then(|| HandOut::new(session));
     // Threads that compress look for themselves.
     let looks = detect && (hand_out.is_none() || detection == ZeroPageDetection::Legacy);
+    let mut normal_share = NormalShare::new(session.options.multifd_normal_page_ratio);
     let mut dirty = Vec::new();
     let mut untouched = Vec::new();
     for (index, chunk) in session.ram.chunks().iter().copied().enumerate() {
@@ -51,7 +53,7 @@ pub(super) fn scan(
                 between(xbzrle);
                 let is_zero = detect && untouched[page / 64] >> (page % 64) & 1 == 1
                     || looks && ram.page_is_zero(chunk.first_page + page);
-                if is_zero {
+                if is_zero && !normal_share.takes() {
                     main.zero_page(chunk.block, offset as u64)?;
                     if let Some(xbzrle) = xbzrle {
                         xbzrle.zero_page(chunk.block, chunk.first_page + page);

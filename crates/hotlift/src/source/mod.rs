@@ -19,6 +19,7 @@ mod estimate;
 mod gate;
 mod main_channel;
 mod main_pages;
+mod normal_share;
 mod ram;
 mod reporter;
 mod return_path;
@@ -91,7 +92,7 @@ fn run(
 ) -> Result<SourceReport, MigrationError> {
     let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
     let xbzrle = Xbzrle::new(guest, options)?;
-    let devices = zero_devices::open(options, control)?;
+    let devices = zero_devices::open(guest, options, control)?;
     let connections = connect(guest, to, options, method, control)?;
     let session = Session::new(
         guest,
@@ -134,6 +135,7 @@ fn run(
             // QEMU's series calls it so.
             let name = "dsa_completion";
             threads.push(spawn(scope, name.to_owned(), move || {
+                let _ends = OnPanic(|| session.abort());
                 devices.finder.listen();
                 session.threads.book(name);
             }));
@@ -204,7 +206,7 @@ fn connect(
             hello: Some(Hello {
                 channels: options.channels(),
                 method,
-                layout: PacketLayout::QEMU,
+                layout: options.packet_layout(),
                 zero_page_detection: options.zero_page_detection,
             }),
         };
@@ -275,6 +277,19 @@ impl Migration<'_> {
         self.await_pongs(&waiting_for)?;
         if !self.main.peer_is_hotlift() && !self.session.method.is_qemus() {
             return Err(MigrationError::not_qemus(self.session.method).into());
+        }
+        if !self.main.peer_is_hotlift()
+            && self.session.options.packet_layout() != PacketLayout::QEMU
+        {
+            return Err(MigrationError::Mismatch {
+                what: "multifd-packet-size".to_owned(),
+                source_has: format!("{} bytes", self.session.options.multifd_packet_size),
+                destination_has: format!(
+                    "room for {}: it is a QEMU",
+                    PacketLayout::QEMU.pages() * PacketLayout::QEMU.page_size()
+                ),
+            }
+            .into());
         }
         self.main.send_ram_blocks()?;
         self.run_job(Job::Sync)?;

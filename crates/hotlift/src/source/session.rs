@@ -12,7 +12,7 @@ use super::ram::RamState;
 use super::zero_devices::ZeroDevices;
 use crate::control::Control;
 use crate::error::MigrationError;
-use crate::figures::{ByteFigures, Counters, Counts, ThreadTimes};
+use crate::figures::{ByteFigures, Counters, Counts, JobFigures, ThreadTimes};
 use crate::guest::Guest;
 use crate::options::Options;
 use crate::pacing::Pacer;
@@ -46,6 +46,8 @@ pub(super) struct Session<'a> {
     pub packet_num: AtomicU64,
     /// PINGs sent on main; the destination has no more PONGs to send.
     pub pings: AtomicU64,
+    /// Pages that channels have looked at, where devices were to.
+    pub looked_at: AtomicU64,
     /// CPU time of the threads that have ended.
     pub threads: ThreadTimes,
     failure: Mutex<Option<MigrationError>>,
@@ -79,6 +81,7 @@ impl<'a> Session<'a> {
             control,
             packet_num: AtomicU64::new(0),
             pings: AtomicU64::new(0),
+            looked_at: AtomicU64::new(0),
             threads: ThreadTimes::default(),
             failure: Mutex::new(None),
             reason: Mutex::new(None),
@@ -144,10 +147,16 @@ impl<'a> Session<'a> {
         self.connections.main.shutdown(Shutdown::Write);
     }
 
-    /// Tells what devices have found.
+    /// Tells what devices have found, or the CPU in their place.
     pub(super) fn tell_zero_jobs(&self) {
+        let ran = self.control.ran();
         if let Some(devices) = &self.zero_devices {
-            self.control.ran().set_zero(devices.figures());
+            ran.set_zero(devices.figures());
+        } else if self.options.zero_page_devices {
+            ran.set_zero(JobFigures {
+                software: self.looked_at.load(Ordering::Relaxed),
+                ..ran.read_zero()
+            });
         }
     }
 

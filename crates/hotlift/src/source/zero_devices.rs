@@ -11,15 +11,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use hotlift_idxd::model::Model;
-use hotlift_idxd::zero::{Device, Verdict, ZeroBatch, ZeroFinder};
+use hotlift_idxd::zero::{Verdict, ZeroBatch, ZeroFinder};
 use hotlift_idxd::{CpuFeatures, queue};
 use hotlift_mem::{GuestRun, PAGE_SIZE, RamBlock};
 use hotlift_methods::Accelerator;
-use hotlift_wire::multifd::PacketLayout;
 
+use super::normal_share::NormalShare;
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::JobFigures;
+use crate::guest::Guest;
 use crate::options::{AccelPath, Options};
 
 /// The devices of one migration.
@@ -31,11 +32,12 @@ pub(super) struct ZeroDevices {
     missing: Option<String>,
 }
 
-/// Opens the devices of `accel-path`; `None` if the CPU is to look for zero pages, or has to.
+/// Opens the devices of `accel-path` for the guest's RAM; `None` if the CPU is to look for zero pages, or has to.
 ///
 /// # Errors
 /// [`MigrationError::ZeroDevice`] if devices are required and one cannot be used.
 pub(super) fn open(
+    guest: &dyn Guest,
     options: &Options,
     control: &Control,
 ) -> Result<Option<ZeroDevices>, MigrationError> {
@@ -44,27 +46,21 @@ pub(super) fn open(
     }
     let (mut devices, mut models, mut missing) = (Vec::new(), Vec::new(), None);
     for path in &options.accel_path {
-        match path {
-            AccelPath::Dsa(path) => {
-                match queue::open(Path::new("/"), path, CpuFeatures::of_this_cpu()) {
-                    Ok(device) => devices.push(device),
-                    Err(source) => {
-                        let error = MigrationError::ZeroDevice { source };
-                        if options.accelerator == Accelerator::Required {
-                            return Err(error);
-                        }
-                        missing.get_or_insert(error.chain());
-                    }
-                }
-            }
+        let opened = match path {
+            AccelPath::Dsa(path) => queue::open(Path::new("/"), path, CpuFeatures::of_this_cpu()),
             AccelPath::DsaModel { behaviour, .. } => {
                 let model = Arc::new(Model::new(*behaviour));
-                devices.push(Device {
-                    name: "simulated DSA".to_owned(),
-                    portal: Box::new(Arc::clone(&model)),
-                    max_batch: behaviour.max_batch,
-                });
-                models.push(model);
+                queue::open_model(&model).inspect(|_| models.push(model))
+            }
+        };
+        match opened {
+            Ok(device) => devices.push(device),
+            Err(source) => {
+                let error = MigrationError::ZeroDevice { source };
+                if options.accelerator == Accelerator::Required {
+                    return Err(error);
+                }
+                missing.get_or_insert(error.chain());
             }
         }
     }
@@ -75,8 +71,10 @@ pub(super) fn open(
         });
         return Ok(None);
     }
+    let largest = guest.ram().iter().max_by_key(|block| block.len());
+    let home = largest.and_then(|block| block.numa_node());
     Ok(Some(ZeroDevices {
-        finder: ZeroFinder::new(devices),
+        finder: ZeroFinder::new(devices, home),
         models,
         missing,
     }))
@@ -111,6 +109,8 @@ pub(super) struct Pipeline<'a> {
     batches: [Filling<'a>; 2],
     /// The one that is filled; the other one is with a device, or empty.
     filled: usize,
+    /// Pages of a packet.
+    pages: usize,
 }
 
 /// The pages of one packet, as far as they are known.
@@ -124,8 +124,8 @@ struct Filling<'a> {
 }
 
 impl<'a> Pipeline<'a> {
-    pub(super) fn new(devices: &'a ZeroDevices) -> Self {
-        let pages = PacketLayout::QEMU.pages();
+    /// Batches of so many pages.
+    pub(super) fn new(devices: &'a ZeroDevices, pages: usize) -> Self {
         let filling = || Filling {
             batch: devices.finder.batch(pages),
             block: 0,
@@ -135,6 +135,7 @@ impl<'a> Pipeline<'a> {
         Self {
             batches: [filling(), filling()],
             filled: 0,
+            pages,
         }
     }
 
@@ -161,16 +162,28 @@ impl<'a> Pipeline<'a> {
             filling.asked.push((offset as u64, page));
             filling.batch.push(ram.run(offset, PAGE_SIZE)?);
         }
-        Ok(filling.len() == PacketLayout::QEMU.pages())
+        Ok(filling.len() == self.pages)
     }
 
     /// Hands the filled batch to a device, and takes what the one before has come to: its RAM block, the
     /// offsets of its normal pages and of its zero ones.
-    pub(super) fn turn(&mut self, normal: &mut Vec<u64>, zero: &mut Vec<u64>) -> usize {
+    pub(super) fn turn(
+        &mut self,
+        share: &mut NormalShare,
+        normal: &mut Vec<u64>,
+        zero: &mut Vec<u64>,
+    ) -> usize {
         self.batches[self.filled].batch.submit();
         self.filled = 1 - self.filled;
         let before = &mut self.batches[self.filled];
-        zero.append(&mut before.untouched);
+        let mut sort = |is_zero, offset| {
+            let as_zero = is_zero && !share.takes();
+            if as_zero { &mut *zero } else { &mut *normal }.push(offset);
+        };
+        before
+            .untouched
+            .drain(..)
+            .for_each(|offset| sort(true, offset));
         let mut asked = before.asked.drain(..);
         before.batch.wait(|verdict| {
             let Some((offset, page)) = asked.next() else {
@@ -181,7 +194,7 @@ impl<'a> Pipeline<'a> {
                 Verdict::Normal => false,
                 Verdict::LookFrom(at) => page.split_at(at).1.is_zero(),
             };
-            if is_zero { &mut *zero } else { &mut *normal }.push(offset);
+            sort(is_zero, offset);
         });
         before.block
     }

@@ -15,6 +15,8 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
+pub use unix::UnixSocketFile;
+
 /// Why an address could not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
@@ -146,7 +148,7 @@ impl Address {
     pub fn listen(&self) -> Result<Listener, TransportError> {
         let listening = match self {
             Self::Tcp { host, port } => tcp::listen(host, *port),
-            Self::Unix { path } => unix::listen(path),
+            Self::Unix { path } => unix::listen(path, None).map(Listener::Unix),
         };
         listening.map_err(|source| TransportError::Listen {
             uri: self.to_string(),
@@ -161,7 +163,7 @@ pub enum Listener {
     /// On TCP.
     Tcp(std::net::TcpListener),
     /// On a UNIX socket, whose file goes when the listener does.
-    Unix(unix::UnixSocketFile),
+    Unix(UnixSocketFile),
 }
 
 impl Listener {

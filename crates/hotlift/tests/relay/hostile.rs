@@ -10,7 +10,8 @@ use hotlift::transport::Stream;
 use hotlift_wire::PAGE_SIZE;
 use hotlift_wire::main_channel::{Command, MainEncoder};
 use hotlift_wire::multifd::{
-    InitialPacket, MAGIC, Method, PacketFields, PacketLayout, PacketWriter,
+    Hello, InitialPacket, MAGIC, Method, PacketFields, PacketLayout, PacketWriter,
+    ZeroPageDetection,
 };
 use rustix::net::sockopt::set_socket_linger;
 
@@ -171,6 +172,28 @@ fn noise_is_refused_and_nothing_waits_for_its_end() {
         case.ends = true;
     }
     assert_refused(&cases);
+}
+
+#[test]
+fn packets_that_a_relay_has_no_room_for_are_refused() {
+    let _alone = alone();
+    let main = Recording::small_multifd(1).main;
+    let opening = InitialPacket {
+        uuid: UUID,
+        id: 0,
+        hello: Some(Hello {
+            channels: 1,
+            method: Method::None,
+            layout: PacketLayout::new(PAGE_SIZE, 129).unwrap(),
+            zero_page_detection: ZeroPageDetection::Multifd,
+        }),
+    };
+    let channel = opening.encode();
+    assert_refused(&[case(
+        "129 pages",
+        &[&main, &channel],
+        "multifd-packet-size differs: the source has 528384 bytes",
+    )]);
 }
 
 #[test]

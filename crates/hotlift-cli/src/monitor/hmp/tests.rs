@@ -6,6 +6,7 @@ use serde_json::json;
 
 use super::complete::complete;
 use super::fake::Fake;
+use super::table::{COMMANDS, INFO};
 use super::terminal::serve_pipe;
 use super::*;
 

@@ -1,0 +1,537 @@
+//! The commands of a monitor over a built-in guest: one machine, and one migration of it at a time.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use hotlift::figures::{DestinationReport, SourceReport};
+use hotlift::guest::Guest;
+use hotlift::progress::Progress;
+use hotlift::transport::TransportError;
+use hotlift::{Address, Control, Listener, MigrationError, MigrationEvent, Options, Status};
+use hotlift_qmp::server::Events;
+use hotlift_vmm::BuiltinGuest;
+use serde_json::{Map, Value, json};
+
+use super::commands::{Commands, Refusal};
+use super::leaving::Leaving;
+use super::settings::{IN_PROGRESS, Settings};
+use super::stoppable::Stoppable;
+use super::{address, common, info, table};
+use crate::error::CommandError;
+
+/// Whether the guest runs; QEMU's names (`RunState`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RunState {
+    /// It has not arrived.
+    InMigrate,
+    Running,
+    /// Its operator has stopped it.
+    Paused,
+    /// Its migration has.
+    FinishMigrate,
+    /// It runs elsewhere.
+    PostMigrate,
+}
+
+impl RunState {
+    fn name(self) -> &'static str {
+        match self {
+            Self::InMigrate => "inmigrate",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::FinishMigrate => "finish-migrate",
+            Self::PostMigrate => "postmigrate",
+        }
+    }
+}
+
+/// A machine with a built-in guest. Clones are the same machine.
+#[derive(Clone)]
+pub struct GuestMonitor(Arc<Machine>);
+
+struct Machine {
+    guest: Stoppable,
+    settings: Settings,
+    events: Events,
+    leaving: Leaving,
+    state: Mutex<State>,
+}
+
+struct State {
+    run: RunState,
+    /// `-incoming` was given, and is not used up.
+    may_come_in: bool,
+    was_incoming: bool,
+    migration: Option<Migration>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The latest migration.
+struct Migration {
+    control: Control,
+    /// What clients are told; that of the control is ahead of the figures that belong to it.
+    shown: Status,
+    started: Instant,
+    /// The latest; before the first report, that nothing is done.
+    progress: Progress,
+    outcome: Option<Outcome>,
+    /// Where a source connects to.
+    listens_at: Option<Address>,
+}
+
+enum Outcome {
+    Sent(SourceReport),
+    Received(DestinationReport),
+    Failed(String),
+    Cancelled,
+}
+
+impl Migration {
+    fn is_running(&self) -> bool {
+        self.outcome.is_none()
+    }
+}
+
+impl State {
+    fn running(&self) -> Option<&Migration> {
+        self.migration.as_ref().filter(|one| one.is_running())
+    }
+
+    /// Whether the guest is here at all.
+    fn has_arrived(&self) -> bool {
+        self.run != RunState::InMigrate
+    }
+}
+
+impl GuestMonitor {
+    /// A machine whose guest runs; or, if it is `incoming`, waits for its guest.
+    pub fn new(
+        guest: Arc<dyn BuiltinGuest>,
+        options: Options,
+        events: Events,
+        leaving: Leaving,
+        incoming: bool,
+    ) -> Self {
+        Self(Arc::new(Machine {
+            guest: Stoppable::new(guest),
+            settings: Settings::new(options),
+            events,
+            leaving,
+            state: Mutex::new(State {
+                run: if incoming {
+                    RunState::InMigrate
+                } else {
+                    RunState::Running
+                },
+                may_come_in: incoming,
+                was_incoming: incoming,
+                migration: None,
+                thread: None,
+            }),
+        }))
+    }
+
+    /// True once there is a guest whose memory can be checked.
+    pub fn has_arrived(&self) -> bool {
+        self.0.lock().has_arrived()
+    }
+
+    /// Waits at `address` for the guest; ends the process if it does not come.
+    pub fn wait_for_guest(&self, address: &Address) -> Result<Address, Refusal> {
+        self.receive(address, true)
+    }
+
+    /// The process ends: cancels what is under way, and waits for its end.
+    pub fn end(&self, by_client: bool) {
+        common::tell_shutdown(&self.0.events, by_client);
+        let thread = {
+            let mut state = self.0.lock();
+            if let Some(migration) = state.running() {
+                migration.control.cancel();
+            }
+            state.thread.take()
+        };
+        if let Some(thread) = thread {
+            // A panic was reported by its own thread.
+            let _ = thread.join();
+        }
+    }
+
+    /// Starts a migration: sets it up and runs `work` on a thread of its own.
+    fn start(
+        &self,
+        state: &mut State,
+        listens_at: Option<Address>,
+        work: impl FnOnce(&Machine, &Control) -> Result<Outcome, MigrationError> + Send + 'static,
+    ) -> Result<(), Refusal> {
+        let machine = Arc::downgrade(&self.0);
+        let control = Control::watched(Box::new(move |event| {
+            if let Some(machine) = Weak::upgrade(&machine) {
+                machine.happened(event);
+            }
+        }));
+        state.migration = Some(Migration {
+            control: control.clone(),
+            shown: Status::None,
+            started: Instant::now(),
+            progress: info::not_begun(self.0.ram_bytes()),
+            outcome: None,
+            listens_at,
+        });
+        let machine = Arc::clone(&self.0);
+        let thread = thread::Builder::new()
+            .name("migration".to_owned())
+            .spawn(move || {
+                let outcome = work(&machine, &control);
+                machine.ended(outcome);
+            });
+        match thread {
+            Ok(thread) => {
+                state.thread = Some(thread);
+                self.0.show(state, Status::Setup);
+                Ok(())
+            }
+            Err(error) => {
+                state.migration = None;
+                Err(Refusal::generic(format!("cannot start a thread: {error}")))
+            }
+        }
+    }
+
+    fn migrate(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        let mut state = self.0.lock();
+        if arguments.get("resume") == Some(&Value::Bool(true)) {
+            return Err(Refusal::generic(
+                "Cannot resume if there is no paused migration",
+            ));
+        }
+        let to = address::of_arguments(arguments)?;
+        if state.running().is_some() {
+            return Err(Refusal::generic(IN_PROGRESS));
+        }
+        match state.run {
+            RunState::InMigrate => {
+                return Err(Refusal::generic(
+                    "Guest is waiting for an incoming migration",
+                ));
+            }
+            RunState::PostMigrate => {
+                return Err(Refusal::generic(
+                    "The guest has been migrated: it runs at its destination",
+                ));
+            }
+            RunState::Running | RunState::Paused | RunState::FinishMigrate => {}
+        }
+        let options = self.0.settings.for_migration();
+        options
+            .check()
+            .map_err(|error| Refusal::generic(error.to_string()))?;
+        self.start(&mut state, None, move |machine, control| {
+            let note = |progress: &Progress| {
+                if let Some(migration) = &mut machine.lock().migration {
+                    migration.progress = *progress;
+                }
+            };
+            hotlift::source::migrate(&machine.guest, &to, &options, control, &note)
+                .map(Outcome::Sent)
+        })?;
+        Ok(json!({}))
+    }
+
+    fn receive(&self, address: &Address, exit_on_error: bool) -> Result<Address, Refusal> {
+        let mut state = self.0.lock();
+        if !state.was_incoming {
+            return Err(Refusal::generic(
+                "'-incoming' was not specified on the command line",
+            ));
+        }
+        if !state.may_come_in {
+            return Err(Refusal::generic(
+                "The incoming migration has already been started",
+            ));
+        }
+        let options = self.0.settings.for_migration();
+        let listening = options
+            .check()
+            .map_err(MigrationError::from)
+            .and_then(|()| hotlift::destination::prepare(&self.0.guest, &options))
+            .and_then(|()| {
+                let listener = address.listen()?;
+                let at = listener
+                    .address()
+                    .map_err(|source| TransportError::Listen {
+                        uri: address.to_string(),
+                        source,
+                    })?;
+                Ok((listener, at))
+            });
+        let (listener, at): (Listener, Address) =
+            listening.map_err(|error| Refusal::generic(error.chain()))?;
+        self.start(&mut state, Some(at.clone()), move |machine, control| {
+            let received =
+                hotlift::destination::receive(&machine.guest, listener, &options, control);
+            if let Err(error) = &received
+                && exit_on_error
+            {
+                let text = error.chain();
+                machine
+                    .leaving
+                    .ask(Err(CommandError::Incoming { reason: text }));
+            }
+            received.map(Outcome::Received)
+        })?;
+        state.may_come_in = false;
+        Ok(at)
+    }
+
+    fn cancel(&self) -> Value {
+        let mut state = self.0.lock();
+        let outgoing = state.running().filter(|one| one.listens_at.is_none());
+        if let Some(migration) = outgoing {
+            migration.control.cancel();
+            // Unless the guest is gone by now.
+            let status = migration.control.status();
+            if matches!(status, Status::Cancelling | Status::None) {
+                self.0.show(&mut state, Status::Cancelling);
+            }
+        }
+        json!({})
+    }
+
+    fn proceed(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        let wanted = common::status_of(arguments)?;
+        let state = self.0.lock();
+        let shown = state
+            .migration
+            .as_ref()
+            .map_or(Status::None, |migration| migration.shown);
+        match &state.migration {
+            Some(migration) if shown == Status::PreSwitchover && wanted == shown.name() => {
+                migration.control.proceed();
+                Ok(json!({}))
+            }
+            _ => Err(Refusal::generic(format!(
+                "Migration not in expected state: {}",
+                shown.name()
+            ))),
+        }
+    }
+
+    fn stop(&self) -> Result<Value, Refusal> {
+        let mut state = self.0.lock();
+        let stopped = self.0.guest.stop(state.has_arrived());
+        stopped.map_err(|error| common::refused(&error))?;
+        if state.run == RunState::Running {
+            state.run = RunState::Paused;
+            self.0.events.send("STOP", None);
+        }
+        Ok(json!({}))
+    }
+
+    fn cont(&self) -> Result<Value, Refusal> {
+        let mut state = self.0.lock();
+        match state.run {
+            RunState::FinishMigrate => {
+                return Err(Refusal::generic("Migration is not finalized yet"));
+            }
+            RunState::PostMigrate => {
+                return Err(Refusal::generic(
+                    "The guest has been migrated: it runs at its destination",
+                ));
+            }
+            RunState::InMigrate | RunState::Running | RunState::Paused => {}
+        }
+        let continued = self.0.guest.cont(state.has_arrived());
+        continued.map_err(|error| common::refused(&error))?;
+        if state.run == RunState::Paused {
+            state.run = RunState::Running;
+            self.0.events.send("RESUME", None);
+        }
+        Ok(json!({}))
+    }
+
+    fn query_status(&self) -> Value {
+        let run = self.0.lock().run;
+        json!({ "status": run.name(), "running": run == RunState::Running })
+    }
+
+    fn query_migrate(&self) -> Value {
+        let state = self.0.lock();
+        let Some(migration) = &state.migration else {
+            return json!({});
+        };
+        let status = migration.shown;
+        let progress = &migration.progress;
+        let mut answer = match &migration.outcome {
+            Some(Outcome::Sent(report)) => {
+                let dirty = progress.dirty_pages_per_second;
+                info::sent(report, self.0.ram_bytes(), dirty)
+            }
+            Some(Outcome::Received(report)) => info::received(report),
+            Some(Outcome::Failed(why)) => {
+                let mut answer = info::only_status(status);
+                answer.insert("error-desc".to_owned(), json!(why));
+                answer
+            }
+            None if migration.listens_at.is_none()
+                && matches!(
+                    status,
+                    Status::Active | Status::PreSwitchover | Status::Device
+                ) =>
+            {
+                let elapsed = migration.started.elapsed();
+                info::under_way(status, elapsed, progress, &migration.control.jobs())
+            }
+            _ => info::only_status(status),
+        };
+        if let (Some(at), true) = (&migration.listens_at, migration.is_running()) {
+            answer.insert("socket-address".to_owned(), json!([address::to_json(at)]));
+        }
+        Value::Object(answer)
+    }
+
+    fn set_parameters(&self, parameters: &Map<String, Value>) -> Result<Value, Refusal> {
+        let state = self.0.lock();
+        let running = state.running().map(|migration| &migration.control);
+        let is_live = |name: &str| hotlift::options::option(name).is_ok_and(|option| option.live);
+        self.0
+            .settings
+            .set_parameters(parameters, running, &is_live)?;
+        Ok(json!({}))
+    }
+}
+
+impl Commands for GuestMonitor {
+    fn execute(&self, command: &str, arguments: &Value) -> Result<Value, Refusal> {
+        let none = Map::new();
+        let given = table::check(command, arguments, &none)?;
+        match command {
+            "migrate" => self.migrate(given),
+            "migrate-incoming" => {
+                let address = address::of_arguments(given)?;
+                let exit = given.get("exit-on-error") != Some(&Value::Bool(false));
+                self.receive(&address, exit).map(|_| json!({}))
+            }
+            "migrate_cancel" => Ok(self.cancel()),
+            "migrate-continue" => self.proceed(given),
+            "migrate-pause" => Err(common::no_postcopy()),
+            "migrate-set-capabilities" => {
+                let state = self.0.lock();
+                let is_running = state.running().is_some();
+                self.0
+                    .settings
+                    .set_capabilities(&given["capabilities"], is_running)?;
+                Ok(json!({}))
+            }
+            "query-migrate-capabilities" => Ok(self.0.settings.capabilities()),
+            "migrate-set-parameters" => self.set_parameters(given),
+            "query-migrate-parameters" => Ok(self.0.settings.parameters()),
+            "query-migrate" => Ok(self.query_migrate()),
+            "query-migrationthreads" => Ok(info::threads()),
+            "stop" => self.stop(),
+            "cont" => self.cont(),
+            "query-status" => Ok(self.query_status()),
+            "query-uuid" => Ok(common::uuid(self.0.guest.uuid())),
+            "quit" => {
+                self.0.leaving.ask(Ok(()));
+                Ok(json!({}))
+            }
+            _ => common::execute(self, command, given, &|_| true),
+        }
+    }
+}
+
+impl Machine {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ram_bytes(&self) -> u64 {
+        let blocks = self.guest.ram().iter();
+        blocks.map(|block| block.len() as u64).sum()
+    }
+
+    /// Shows clients a state, if it is new to them.
+    fn show(&self, state: &mut State, status: Status) {
+        let Some(migration) = &mut state.migration else {
+            return;
+        };
+        // What the engine does between a cancel and its end is none of the client's business.
+        let hidden = migration.shown == Status::Cancelling
+            && migration.outcome.is_none()
+            && status != Status::Cancelling;
+        if migration.shown == status || hidden {
+            return;
+        }
+        migration.shown = status;
+        if self.settings.has_events() {
+            common::tell_status(&self.events, status);
+        }
+    }
+
+    /// The engine tells this, in the order in which it happens.
+    fn happened(&self, event: MigrationEvent) {
+        let mut state = self.lock();
+        match event {
+            // These are shown with the figures that belong to them, by `ended`.
+            MigrationEvent::Status(
+                Status::None | Status::Completed | Status::Failed | Status::Cancelled,
+            ) => {}
+            MigrationEvent::Status(status) => self.show(&mut state, status),
+            MigrationEvent::Pass(pass) => {
+                if self.settings.has_events() {
+                    let data = json!({ "pass": pass });
+                    self.events.send("MIGRATION_PASS", Some(&data));
+                }
+            }
+            MigrationEvent::Stopped => {
+                if state.run == RunState::Running {
+                    self.events.send("STOP", None);
+                }
+                state.run = RunState::FinishMigrate;
+            }
+            MigrationEvent::Resumed => self.resumed(&mut state),
+        }
+    }
+
+    /// The migration keeps the guest from running no longer.
+    fn resumed(&self, state: &mut State) {
+        if self.guest.is_stopped_by_operator() {
+            state.run = RunState::Paused;
+        } else if state.run != RunState::Running {
+            state.run = RunState::Running;
+            self.events.send("RESUME", None);
+        }
+    }
+
+    fn ended(&self, outcome: Result<Outcome, MigrationError>) {
+        let mut state = self.lock();
+        let (outcome, status) = match outcome {
+            Ok(outcome) => {
+                if let Outcome::Sent(_) = outcome {
+                    state.run = RunState::PostMigrate;
+                }
+                (outcome, Status::Completed)
+            }
+            Err(MigrationError::Cancelled) => {
+                self.show(&mut state, Status::Cancelling);
+                (Outcome::Cancelled, Status::Cancelled)
+            }
+            Err(error) => {
+                if matches!(error, MigrationError::InDoubt) {
+                    self.guest.leave_to_operator();
+                    state.run = RunState::Paused;
+                }
+                (
+                    Outcome::Failed(common::in_qemus_words(&error)),
+                    Status::Failed,
+                )
+            }
+        };
+        if let Some(migration) = &mut state.migration {
+            migration.outcome = Some(outcome);
+        }
+        self.show(&mut state, status);
+    }
+}

@@ -1,0 +1,225 @@
+//! The commands of a monitor over a relay: it has no guest, so that it is watched, paced and cancelled.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hotlift::relay::{RelayProgress, RelayReport};
+use hotlift::{Control, MigrationError, MigrationEvent, Options, Status};
+use hotlift_qmp::server::Events;
+use serde_json::{Map, Value, json};
+
+use super::commands::{Commands, Refusal};
+use super::settings::Settings;
+use super::{common, info, table};
+use crate::signals::Interrupt;
+
+/// Commands that a relay does not have, and who has what they ask for.
+const OF_OTHERS: &[(&str, &str)] = &[
+    (
+        "migrate",
+        "the QEMU that connects here starts the migration",
+    ),
+    ("migrate-incoming", "a relay listens from its start"),
+    ("migrate-continue", "the source's QEMU waits, and is told"),
+    ("migrate-pause", "the source's QEMU has postcopy"),
+    (
+        "migrate-set-capabilities",
+        "they are flags of the command, and both QEMUs' own",
+    ),
+    ("stop", "the guest is a QEMU's"),
+    ("cont", "the guest is a QEMU's"),
+    ("query-status", "the guest is a QEMU's"),
+    ("query-uuid", "the guest is a QEMU's"),
+];
+
+/// A relay's monitor. Clones watch the same relay.
+#[derive(Clone)]
+pub struct PassingMonitor(Arc<Passing>);
+
+struct Passing {
+    settings: Settings,
+    events: Events,
+    interrupt: Interrupt,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// A client has set a bandwidth.
+    was_changed: bool,
+    asked_to_quit: bool,
+    migration: Option<Migration>,
+}
+
+/// The latest migration.
+struct Migration {
+    control: Control,
+    shown: Status,
+    progress: RelayProgress,
+    outcome: Option<Result<RelayReport, String>>,
+}
+
+impl PassingMonitor {
+    /// A relay with `options` on its outgoing side, which ends when `interrupt` is raised.
+    pub fn new(options: Options, events: Events, interrupt: &Interrupt) -> Self {
+        Self(Arc::new(Passing {
+            settings: Settings::as_given(options),
+            events,
+            interrupt: interrupt.clone(),
+            state: Mutex::default(),
+        }))
+    }
+
+    /// The next migration is waited for; its control.
+    pub fn waits(&self) -> Control {
+        let weak = Arc::downgrade(&self.0);
+        let control = Control::watched(Box::new(move |event| {
+            if let (Some(passing), MigrationEvent::Status(status)) = (weak.upgrade(), event) {
+                passing.happened(status);
+            }
+        }));
+        let mut state = self.0.lock();
+        if state.was_changed {
+            control.change(&self.0.settings.for_migration());
+        }
+        state.migration = Some(Migration {
+            control: control.clone(),
+            shown: Status::None,
+            progress: RelayProgress::default(),
+            outcome: None,
+        });
+        control
+    }
+
+    /// How it gets on.
+    pub fn note(&self, progress: &RelayProgress) {
+        if let Some(migration) = &mut self.0.lock().migration {
+            migration.progress = *progress;
+        }
+    }
+
+    /// How it ended.
+    pub fn ended(&self, outcome: &Result<RelayReport, MigrationError>) {
+        let mut state = self.0.lock();
+        let status = match outcome {
+            Ok(_) => Status::Completed,
+            Err(MigrationError::Cancelled) => Status::Cancelled,
+            Err(_) => Status::Failed,
+        };
+        if let Some(migration) = &mut state.migration {
+            migration.outcome = Some(match outcome {
+                Ok(report) => Ok(report.clone()),
+                Err(error) => Err(common::in_qemus_words(error)),
+            });
+        }
+        self.0.show(&mut state, status);
+    }
+
+    /// The process ends; true if a client has asked for it.
+    pub fn end(&self) -> bool {
+        let asked = self.0.lock().asked_to_quit;
+        common::tell_shutdown(&self.0.events, asked);
+        asked
+    }
+
+    fn cancel(&self) -> Value {
+        let mut state = self.0.lock();
+        if let Some(migration) = &state.migration
+            && matches!(migration.shown, Status::Active | Status::Device)
+        {
+            migration.control.cancel();
+            if migration.control.status() == Status::Cancelling {
+                self.0.show(&mut state, Status::Cancelling);
+            }
+        }
+        json!({})
+    }
+
+    fn query_migrate(&self) -> Value {
+        let state = self.0.lock();
+        let Some(migration) = &state.migration else {
+            return json!({});
+        };
+        let status = migration.shown;
+        Value::Object(match &migration.outcome {
+            Some(Ok(report)) => info::passed(report, migration.progress.total_bytes),
+            Some(Err(_)) if status == Status::Cancelled => info::only_status(status),
+            Some(Err(why)) => {
+                let mut answer = info::only_status(status);
+                answer.insert("error-desc".to_owned(), json!(why));
+                answer
+            }
+            None if matches!(status, Status::Active | Status::Device) => {
+                info::passing(status, &migration.progress, &migration.control.jobs())
+            }
+            None => info::only_status(status),
+        })
+    }
+
+    fn set_parameters(&self, parameters: &Map<String, Value>) -> Result<Value, Refusal> {
+        let mut state = self.0.lock();
+        // Without a migration there is nothing to change but the settings of the next.
+        let idle = Control::new();
+        let control = state.migration.as_ref().map_or(&idle, |one| &one.control);
+        let is_live = |name: &str| name == "max-bandwidth";
+        self.0
+            .settings
+            .set_parameters(parameters, Some(control), &is_live)?;
+        state.was_changed = true;
+        Ok(json!({}))
+    }
+}
+
+impl Commands for PassingMonitor {
+    fn execute(&self, command: &str, arguments: &Value) -> Result<Value, Refusal> {
+        let none = Map::new();
+        let given = table::check(command, arguments, &none)?;
+        let has = |name: &str| OF_OTHERS.iter().all(|(one, _)| *one != name);
+        if let Some((name, why)) = OF_OTHERS.iter().find(|(name, _)| *name == command) {
+            return Err(Refusal::generic(format!("A relay has no {name}: {why}")));
+        }
+        match command {
+            "migrate_cancel" => Ok(self.cancel()),
+            "query-migrate-capabilities" => Ok(self.0.settings.capabilities()),
+            "migrate-set-parameters" => self.set_parameters(given),
+            "query-migrate-parameters" => Ok(self.0.settings.parameters()),
+            "query-migrate" => Ok(self.query_migrate()),
+            "query-migrationthreads" => Ok(info::threads()),
+            "quit" => {
+                self.0.lock().asked_to_quit = true;
+                self.0.interrupt.raise();
+                Ok(json!({}))
+            }
+            _ => common::execute(self, command, given, &has),
+        }
+    }
+}
+
+impl Passing {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As the engine has it; the end is shown with its figures, by [`PassingMonitor::ended`].
+    fn happened(&self, status: Status) {
+        let ends = matches!(
+            status,
+            Status::None | Status::Completed | Status::Failed | Status::Cancelled
+        );
+        if !ends {
+            self.show(&mut self.lock(), status);
+        }
+    }
+
+    fn show(&self, state: &mut State, status: Status) {
+        let Some(migration) = &mut state.migration else {
+            return;
+        };
+        if migration.shown == status {
+            return;
+        }
+        migration.shown = status;
+        if self.settings.has_events() {
+            common::tell_status(&self.events, status);
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! A Hotlift or a QEMU with a small machine and a QMP socket, killed when it goes out of scope.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use hotlift_qmp::{Client, QmpAddress, QmpError};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// Far beyond what anything here takes on a machine that does other things besides.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Which program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Program {
+    Hotlift,
+    Qemu,
+}
+
+impl Program {
+    /// QEMU 10.0, as `scripts/qemu-10.0` unpacks it; `None`, and why, if it is not there.
+    pub fn qemu() -> Option<PathBuf> {
+        let set = std::env::var_os("HOTLIFT_QEMU10").filter(|path| !path.is_empty());
+        let folder = set.map_or_else(|| cache().join("qemu-10.0/bin"), PathBuf::from);
+        let program = folder.join("qemu-system-x86_64");
+        if program.exists() {
+            return Some(program);
+        }
+        println!(
+            "not tested: no {}; scripts/qemu-10.0 fetches it",
+            program.display()
+        );
+        None
+    }
+}
+
+/// Where what was fetched is kept, as in `scripts/`.
+pub fn cache() -> PathBuf {
+    std::env::var_os("HOTLIFT_CACHE").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache"),
+        PathBuf::from,
+    )
+}
+
+pub struct Machine {
+    process: Child,
+    pub folder: TempDir,
+    pub qmp: Client,
+    /// Names of events, with what they say, as far as they were asked for.
+    pub events: Vec<(String, Value)>,
+}
+
+impl Machine {
+    /// One whose guest does next to nothing.
+    pub fn start(program: Program, flags: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("qmp");
+        let mut command = match program {
+            Program::Hotlift => {
+                let mut command = Command::new(env!("CARGO_BIN_EXE_hotlift"));
+                command.args([
+                    "guest",
+                    "run",
+                    "--guest=threads",
+                    "--ram=16M",
+                    "--workload=idle",
+                ]);
+                command.arg(format!("--qmp={}", socket.display()));
+                command
+            }
+            Program::Qemu => {
+                let mut command = Command::new(Program::qemu().expect("was looked for"));
+                command.args(["-nodefaults", "-display", "none", "-m", "16"]);
+                command.args(["-machine", "pc,accel=tcg"]);
+                let address = format!("unix:{},server=on,wait=off", socket.display());
+                command.args(["-qmp", &address]);
+                command
+            }
+        };
+        let process = command
+            .args(flags)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("it starts");
+        let qmp = Client::connect(&QmpAddress::Unix(socket), DEADLINE).expect("QMP");
+        Self {
+            process,
+            folder,
+            qmp,
+            events: Vec::new(),
+        }
+    }
+
+    /// One that waits for a guest.
+    pub fn waiting(program: Program) -> Self {
+        match program {
+            Program::Qemu => Self::start(program, &["-incoming", "defer"]),
+            Program::Hotlift => Self::start(program, &["--incoming=defer"]),
+        }
+    }
+
+    /// What a command answers, or class and words of its refusal.
+    pub fn ask(&mut self, command: &str, arguments: &Value) -> Result<Value, (String, String)> {
+        match self.qmp.execute(command, arguments) {
+            Ok(value) => Ok(value),
+            Err(QmpError::Command { class, desc, .. }) => Err((class, desc)),
+            Err(error) => panic!("{command}: {error}"),
+        }
+    }
+
+    pub fn tell(&mut self, command: &str, arguments: &Value) -> Value {
+        self.ask(command, arguments)
+            .unwrap_or_else(|(_, desc)| panic!("{command} {arguments}: {desc}"))
+    }
+
+    pub fn set_capabilities(&mut self, names: &[&str]) {
+        let capabilities: Vec<_> = names
+            .iter()
+            .map(|name| json!({ "capability": name, "state": true }))
+            .collect();
+        let arguments = json!({ "capabilities": capabilities });
+        self.tell("migrate-set-capabilities", &arguments);
+    }
+
+    /// Lets it wait for a guest; where.
+    pub fn listen(&mut self) -> String {
+        let arguments = json!({ "uri": "tcp:127.0.0.1:0", "exit-on-error": false });
+        self.tell("migrate-incoming", &arguments);
+        let info = self.tell("query-migrate", &json!({}));
+        let port = info["socket-address"][0]["port"].as_str();
+        format!("tcp:127.0.0.1:{}", port.expect("a port"))
+    }
+
+    pub fn status(&mut self) -> String {
+        let info = self.tell("query-migrate", &json!({}));
+        info["status"].as_str().unwrap_or("none").to_owned()
+    }
+
+    /// Waits for a state of the migration.
+    pub fn reaches(&mut self, status: &str) -> Value {
+        let start = Instant::now();
+        loop {
+            let info = self.tell("query-migrate", &json!({}));
+            if info["status"] == status {
+                return info;
+            }
+            assert!(start.elapsed() < DEADLINE, "not {status}, but {info}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Takes the events that have come so far.
+    pub fn take_events(&mut self) -> &[(String, Value)] {
+        while let Some(event) = self.qmp.poll_event().expect("QMP") {
+            self.events.push((event.name, event.data));
+        }
+        &self.events
+    }
+
+    /// Waits for the end of the process: its exit code.
+    pub fn wait_end(&mut self) -> Option<i32> {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.process.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(start.elapsed() < DEADLINE, "it does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}

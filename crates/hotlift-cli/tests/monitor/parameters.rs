@@ -1,0 +1,95 @@
+//! Parameters while a migration runs, and those that QEMU has not.
+
+use serde_json::{Value, json};
+
+use crate::machine::{Machine, Program};
+
+/// Each with a value that is not its default; whether it takes effect in a migration that runs.
+const OTHERS: &[(&str, &str, bool)] = &[
+    ("announce-initial", "60", false),
+    ("announce-max", "600", false),
+    ("announce-rounds", "6", false),
+    ("announce-step", "101", false),
+    ("compress-level", "2", false),
+    ("compress-threads", "3", false),
+    ("compress-wait-thread", "false", false),
+    ("decompress-threads", "3", false),
+    ("throttle-trigger-threshold", "51", true),
+    ("cpu-throttle-initial", "21", true),
+    ("cpu-throttle-increment", "11", true),
+    ("cpu-throttle-tailslow", "true", true),
+    ("max-cpu-throttle", "98", true),
+    ("max-bandwidth", "2", true),
+    ("avail-switchover-bandwidth", "1000", true),
+    ("downtime-limit", "301", true),
+    ("multifd-channels", "3", false),
+    ("multifd-compression", "\"zstd\"", false),
+    ("multifd-zlib-level", "2", false),
+    ("multifd-zstd-level", "2", false),
+    ("multifd-qatzip-level", "2", false),
+    ("zero-page-detection", "\"legacy\"", false),
+    ("accel-path", "[\"dsa:/dev/dsa/wq0.0\"]", false),
+    ("multifd-normal-page-ratio", "1", false),
+    ("multifd-packet-size", "65536", false),
+    ("xbzrle-cache-size", "8192", false),
+    ("x-hotlift-accelerator", "\"off\"", false),
+    ("x-hotlift-mem-prealloc", "true", false),
+];
+
+fn value(text: &str) -> Value {
+    serde_json::from_str(text).unwrap()
+}
+
+#[test]
+fn all_parameters_are_set_while_idle_and_the_live_ones_alone_during_a_migration() {
+    let mut source = Machine::start(Program::Hotlift, &[]);
+    let defaults = source.tell("query-migrate-parameters", &json!({}));
+    let named: Vec<_> = OTHERS.iter().map(|(name, ..)| *name).collect();
+    for name in defaults.as_object().unwrap().keys() {
+        assert!(named.contains(&name.as_str()), "{name} is not tried");
+    }
+    for (name, other, _) in OTHERS {
+        for value in [value(other), defaults[name].clone()] {
+            source.tell("migrate-set-parameters", &json!({ *name: value }));
+            let now = source.tell("query-migrate-parameters", &json!({}));
+            assert_eq!(now[name], value, "{name}");
+        }
+    }
+    let mut destination = Machine::waiting(Program::Hotlift);
+    let uri = destination.listen();
+    source.tell(
+        "migrate-set-parameters",
+        &json!({ "max-bandwidth": 10_000 }),
+    );
+    source.tell("migrate", &json!({ "uri": uri }));
+    source.reaches("active");
+    for (name, other, live) in OTHERS {
+        let before = source.tell("query-migrate-parameters", &json!({}));
+        let answer = source.ask("migrate-set-parameters", &json!({ *name: value(other) }));
+        let now = source.tell("query-migrate-parameters", &json!({}));
+        if *live {
+            assert_eq!(answer, Ok(json!({})), "{name}");
+            assert_eq!(now[name], value(other));
+        } else {
+            let (_, desc) = answer.unwrap_err();
+            let refused = format!("Parameter '{name}' cannot be changed while a migration runs");
+            assert_eq!(desc, refused);
+            assert_eq!(now[name], before[name]);
+        }
+    }
+    source.tell("migrate-set-parameters", &json!({ "max-bandwidth": 0 }));
+    source.reaches("completed");
+}
+
+#[test]
+fn flags_of_the_command_line_are_the_values_at_the_start() {
+    let flags = ["--multifd=on", "--method=zlib", "--max-bandwidth=5M"];
+    let mut machine = Machine::start(Program::Hotlift, &flags);
+    let parameters = machine.tell("query-migrate-parameters", &json!({}));
+    assert_eq!(parameters["multifd-compression"], "zlib");
+    assert_eq!(parameters["max-bandwidth"], 5 << 20);
+    let capabilities = machine.tell("query-migrate-capabilities", &json!({}));
+    for item in capabilities.as_array().unwrap() {
+        assert_eq!(item["state"], item["capability"] == "multifd", "{item}");
+    }
+}

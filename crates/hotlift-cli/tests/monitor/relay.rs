@@ -1,0 +1,75 @@
+//! A relay beside a QEMU, watched, paced and cancelled over QMP.
+
+use hotlift_qmp::{Client, QmpAddress};
+use serde_json::json;
+
+use crate::hotlift::Hotlift;
+use crate::machine::{DEADLINE, Machine, Program};
+
+#[test]
+fn a_relay_is_watched_paced_and_cancelled_and_says_what_it_has_not() {
+    if Program::qemu().is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let mut relay = Hotlift::start(&[
+        "relay",
+        "source",
+        &format!("--listen=unix:{}", path("in")),
+        &format!("--connect=unix:{}", path("out")),
+        &format!("--qmp={}", path("qmp")),
+        "--multifd=off",
+        "--forever",
+    ]);
+    relay.wait_for("listening on");
+    let mut qmp = Client::connect(&QmpAddress::Unix(path("qmp").into()), DEADLINE).unwrap();
+    let nothing = json!({});
+    for name in ["migrate-incoming", "stop", "cont"] {
+        let refused = qmp.execute(name, &nothing).unwrap_err().to_string();
+        assert!(refused.contains(name), "{refused}");
+    }
+    let refused = qmp.execute("migrate-set-parameters", &json!({ "multifd-channels": 5 }));
+    assert!(
+        refused
+            .unwrap_err()
+            .to_string()
+            .contains("multifd-channels")
+    );
+    qmp.execute("migrate-set-parameters", &json!({ "max-bandwidth": 1 }))
+        .unwrap();
+
+    let mut destination = Machine::start(Program::Qemu, &["-incoming", "defer"]);
+    let incoming = json!({ "uri": format!("unix:{}", path("out")), "exit-on-error": false });
+    destination.tell("migrate-incoming", &incoming);
+    let mut source = Machine::start(Program::Qemu, &[]);
+    source.tell("migrate", &json!({ "uri": format!("unix:{}", path("in")) }));
+    let start = std::time::Instant::now();
+    let reaches = |qmp: &mut Client, status: &str| {
+        loop {
+            let info = qmp.execute("query-migrate", &json!({})).unwrap();
+            if info["status"] == status {
+                return info;
+            }
+            assert!(start.elapsed() < DEADLINE, "not {status}, but {info}");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    };
+    let active = reaches(&mut qmp, "active");
+    assert!(active["ram"]["transferred"].is_u64(), "{active}");
+    qmp.execute("migrate_cancel", &nothing).unwrap();
+    // It is waiting for the next by then, or has said how this one ended.
+    relay.wait_for("cancelled");
+    source.reaches("failed");
+    assert_eq!(source.tell("query-status", &json!({}))["status"], "running");
+    qmp.execute("quit", &nothing).unwrap();
+    let (status, said) = relay.wait();
+    assert!(status.success(), "{said:?}");
+    assert_eq!(
+        std::fs::read_dir(folder.path())
+            .unwrap()
+            .filter(|entry| { entry.as_ref().unwrap().file_name() != "out" })
+            .count(),
+        0
+    );
+}

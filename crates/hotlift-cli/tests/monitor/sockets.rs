@@ -1,0 +1,101 @@
+//! Who may connect to a monitor, and what no client can do to a migration.
+
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use serde_json::json;
+
+use crate::hotlift::{Hotlift, errors};
+use crate::machine::{Machine, Program};
+
+#[test]
+fn a_socket_is_its_owners_alone_unless_asked_otherwise_and_goes_with_the_process() {
+    for (flags, mode) in [(&[][..], 0o600), (&["--control-mode=660"][..], 0o660)] {
+        let mut machine = Machine::start(Program::Hotlift, flags);
+        let socket = machine.folder.path().join("qmp");
+        let found = std::fs::metadata(&socket).unwrap().permissions().mode();
+        assert_eq!(found & 0o777, mode);
+        machine.tell("quit", &json!({}));
+        assert_eq!(machine.wait_end(), Some(0));
+        assert!(!socket.exists());
+    }
+}
+
+#[test]
+fn a_socket_that_is_left_over_is_replaced_and_one_in_use_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let flag = format!("--qmp={}", path.display());
+    let args = ["guest", "run", "--guest=threads", "--ram=16M", &flag];
+    drop(UnixListener::bind(&path).unwrap());
+    let mut first = Hotlift::start(&args);
+    first.wait_for("pages with data");
+    let (status, said) = {
+        // The first may still be about to listen.
+        let start = std::time::Instant::now();
+        while UnixStream::connect(&path).is_err() {
+            assert!(start.elapsed() < crate::machine::DEADLINE, "nobody listens");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        Hotlift::start(&args).wait()
+    };
+    assert_eq!(status.code(), Some(1));
+    assert!(errors(&said)[0].contains("cannot serve"), "{said:?}");
+}
+
+#[test]
+fn other_hosts_are_let_in_only_if_asked_twice() {
+    let args = [
+        "guest",
+        "run",
+        "--guest=threads",
+        "--ram=16M",
+        "--qmp=tcp:0.0.0.0:0",
+    ];
+    let (status, said) = Hotlift::start(&args).wait();
+    assert_eq!(status.code(), Some(1));
+    let line = errors(&said)[0];
+    assert!(line.contains("--control-from-other-hosts"), "{line}");
+    let twice = [&args[..], &["--control-from-other-hosts", "--run-for=0"]].concat();
+    let (status, said) = Hotlift::start(&twice).wait();
+    assert!(status.success(), "{said:?}");
+}
+
+#[test]
+fn hostile_clients_do_a_migration_no_harm() {
+    let mut source = Machine::start(Program::Hotlift, &[]);
+    let mut destination = Machine::waiting(Program::Hotlift);
+    let uri = destination.listen();
+    source.tell(
+        "migrate-set-parameters",
+        &json!({ "max-bandwidth": 10_000 }),
+    );
+    source.tell("migrate", &json!({ "uri": uri }));
+    source.reaches("active");
+    let path = source.folder.path().join("qmp");
+    let mut crowd = Vec::new();
+    for kind in 0..300 {
+        let mut client = UnixStream::connect(&path).unwrap();
+        let text: &[u8] = match kind % 4 {
+            0 => b"{\"execute\":\"qmp_capabilities\"}{\"execute\":\"query-qmp-schema\"}",
+            1 => &[b'['; 5000],
+            2 => b"{\"execute\":\"migrate_cancel\"}\xc3",
+            _ => &[b'"'; 1],
+        };
+        // One that is refused has been closed by now.
+        let _ = client.write_all(text);
+        crowd.push(client);
+    }
+    let mut flood = UnixStream::connect(&path).unwrap();
+    let megabyte = vec![b'0'; 1 << 20];
+    let taken = (0..100).take_while(|_| flood.write_all(&megabyte).is_ok());
+    assert!(taken.count() < 100);
+    assert_eq!(source.status(), "active");
+    source.tell("migrate-set-parameters", &json!({ "max-bandwidth": 0 }));
+    source.reaches("completed");
+    destination.reaches("completed");
+    // It checks its guest's memory at its end.
+    destination.tell("quit", &json!({}));
+    assert_eq!(destination.wait_end(), Some(0));
+}

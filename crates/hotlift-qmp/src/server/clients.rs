@@ -1,0 +1,193 @@
+//! Accepts the clients of a socket, a thread each, and ends them when the server ends.
+
+use std::io::{self, Write};
+use std::net::{Shutdown, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::lines::Socket;
+
+/// Clients of one socket at a time. QEMU serves one; an operator, a manager and some watchers are a
+/// handful.
+pub const MAX_CLIENTS: usize = 64;
+
+/// How long a client may take to read what it is sent, before it is dropped.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long the last answers may take at the end.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Before the next attempt after the system had no descriptor or thread left.
+const EXHAUSTED: Duration = Duration::from_millis(100);
+
+/// A socket that listens.
+#[derive(Debug)]
+pub enum BoundSocket {
+    /// A UNIX socket; its file is the caller's.
+    Unix(UnixListener),
+    /// On TCP.
+    Tcp(TcpListener),
+}
+
+impl BoundSocket {
+    fn accept(&self) -> io::Result<Socket> {
+        let socket = match self {
+            Self::Unix(listener) => Socket::Unix(listener.accept()?.0),
+            Self::Tcp(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nodelay(true)?;
+                Socket::Tcp(stream)
+            }
+        };
+        socket.set_write_timeout(WRITE_TIMEOUT)?;
+        Ok(socket)
+    }
+}
+
+impl AsFd for BoundSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(listener) => listener.as_fd(),
+            Self::Tcp(listener) => listener.as_fd(),
+        }
+    }
+}
+
+/// Serves one client, on a thread of its own.
+pub type ServeClient = dyn Fn(Socket) + Send + Sync;
+
+/// The clients of a socket. Dropping it ends them: what was answered is still sent.
+#[derive(Debug)]
+pub struct Clients(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    listener: BoundSocket,
+    ended: AtomicBool,
+    served: Mutex<Vec<Arc<Socket>>>,
+    left: Condvar,
+}
+
+impl Clients {
+    /// Serves whoever connects to `listener`, [`MAX_CLIENTS`] at a time; one more is told `refusal`.
+    ///
+    /// # Errors
+    /// The system's reason why no thread could be started.
+    pub fn serve(
+        listener: BoundSocket,
+        refusal: &'static [u8],
+        serve: Arc<ServeClient>,
+    ) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            listener,
+            ended: AtomicBool::new(false),
+            served: Mutex::default(),
+            left: Condvar::new(),
+        });
+        let accepting = Arc::clone(&shared);
+        thread::Builder::new()
+            .name("qmp/accept".to_owned())
+            .spawn(move || accepting.accept(refusal, &serve))?;
+        Ok(Self(shared))
+    }
+}
+
+impl Drop for Clients {
+    fn drop(&mut self) {
+        let shared = &self.0;
+        shared.ended.store(true, Ordering::Release);
+        // Wakes the thread that accepts; on Linux for either kind of socket.
+        let _ = rustix::net::shutdown(&shared.listener, rustix::net::Shutdown::Both);
+        let deadline = Instant::now() + LAST_WORDS;
+        let mut served = shared.served();
+        for socket in &*served {
+            socket.shut(Shutdown::Read);
+        }
+        while !served.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            served = shared
+                .left
+                .wait_timeout(served, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        for socket in &*served {
+            socket.shut_down();
+        }
+    }
+}
+
+impl Shared {
+    fn served(&self) -> MutexGuard<'_, Vec<Arc<Socket>>> {
+        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn accept(self: Arc<Self>, refusal: &[u8], serve: &Arc<ServeClient>) {
+        while !self.ended.load(Ordering::Acquire) {
+            match self.listener.accept() {
+                Ok(socket) => {
+                    if !self.take(&socket, serve) {
+                        let _ = (&socket).write_all(refusal);
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(_) if self.ended.load(Ordering::Acquire) => return,
+                Err(_) => thread::sleep(EXHAUSTED),
+            }
+        }
+    }
+
+    /// Starts to serve a client, if there is room for it.
+    fn take(self: &Arc<Self>, socket: &Socket, serve: &Arc<ServeClient>) -> bool {
+        let Ok(ours) = socket.try_clone().map(Arc::new) else {
+            return false;
+        };
+        let Ok(theirs) = socket.try_clone() else {
+            return false;
+        };
+        {
+            let mut served = self.served();
+            if served.len() >= MAX_CLIENTS || self.ended.load(Ordering::Acquire) {
+                return false;
+            }
+            served.push(Arc::clone(&ours));
+        }
+        let (shared, serve) = (Arc::clone(self), Arc::clone(serve));
+        let leaves = Leaves {
+            shared,
+            socket: ours,
+        };
+        // If no thread could be started, what it was to own is dropped, and the client has left.
+        thread::Builder::new()
+            .name("qmp/client".to_owned())
+            .spawn(move || {
+                let leaves = leaves;
+                serve(theirs);
+                drop(leaves);
+            })
+            .is_ok()
+    }
+}
+
+/// Takes a client off the list, however its thread ends.
+struct Leaves {
+    shared: Arc<Shared>,
+    socket: Arc<Socket>,
+}
+
+impl Drop for Leaves {
+    fn drop(&mut self) {
+        self.socket.shut_down();
+        self.shared
+            .served()
+            .retain(|one| !Arc::ptr_eq(one, &self.socket));
+        self.shared.left.notify_all();
+    }
+}

@@ -1,0 +1,202 @@
+//! JSON values out of a stream of bytes. QMP has no lines: a value ends where its brackets close, and
+//! any white space, or none, is between two.
+
+use serde_json::Value;
+
+/// Longest request, in bytes. QEMU's limit is 64 MiB (`MAX_TOKEN_SIZE`); the longest request that there
+/// is has some hundred bytes, and a parsed value takes up to 16 times its text, for each client.
+pub const MAX_REQUEST: usize = 64 << 10;
+
+/// Deepest nesting. QEMU's is 1024 (`MAX_NESTING`); this is `serde_json`'s.
+pub const MAX_NESTING: usize = 127;
+
+/// Splits what a client sends.
+#[derive(Debug, Default)]
+pub(super) struct Framing {
+    buffer: Vec<u8>,
+    /// Bytes of `buffer` that were looked at.
+    looked_at: usize,
+    depth: usize,
+    inside: Inside,
+}
+
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum Inside {
+    /// White space between two values.
+    #[default]
+    Nothing,
+    /// Brackets, but no string.
+    Brackets,
+    String,
+    /// A string, right behind a backslash.
+    Escape,
+    /// A number or word outside of brackets.
+    Word,
+}
+
+/// What was found.
+#[derive(Debug, PartialEq)]
+pub(super) enum Found {
+    Value(Value),
+    /// Something that is none, and why.
+    Nonsense(String),
+    /// A limit was exceeded, and which one: the rest of the stream is not looked at.
+    TooMuch(&'static str),
+}
+
+impl Framing {
+    /// Takes what came.
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// The next value in what came so far.
+    pub(super) fn next(&mut self) -> Option<Found> {
+        while let Some(&byte) = self.buffer.get(self.looked_at) {
+            if self.looked_at >= MAX_REQUEST {
+                return Some(Found::TooMuch("JSON token size limit exceeded"));
+            }
+            self.looked_at += 1;
+            match (self.inside, byte) {
+                (Inside::Nothing, b' ' | b'\t' | b'\r' | b'\n') => self.take(0),
+                (Inside::Escape, _) => self.inside = Inside::String,
+                (Inside::String, b'\\') => self.inside = Inside::Escape,
+                (Inside::String, b'"') if self.depth == 0 => return Some(self.found(0)),
+                (Inside::String, b'"') => self.inside = Inside::Brackets,
+                // A string has no raw control characters. What follows is a new value, so that a client
+                // that lost a quote is understood again in its next line.
+                (Inside::String, ..0x20) => return Some(self.found(0)),
+                (Inside::String, _) => {}
+                (Inside::Word, b' ' | b'\t' | b'\r' | b'\n' | b'{' | b'[' | b'"') => {
+                    return Some(self.found(1));
+                }
+                (Inside::Word, _) => {}
+                (Inside::Nothing | Inside::Brackets, b'{' | b'[') => {
+                    self.depth += 1;
+                    self.inside = Inside::Brackets;
+                    if self.depth > MAX_NESTING {
+                        return Some(Found::TooMuch("JSON nesting depth limit exceeded"));
+                    }
+                }
+                (Inside::Nothing | Inside::Brackets, b'"') => self.inside = Inside::String,
+                (Inside::Brackets, b'}' | b']') => {
+                    self.depth -= 1;
+                    if self.depth == 0 {
+                        return Some(self.found(0));
+                    }
+                }
+                (Inside::Brackets, _) => {}
+                (Inside::Nothing, b'}' | b']' | b',' | b':') => return Some(self.found(0)),
+                (Inside::Nothing, _) => self.inside = Inside::Word,
+            }
+        }
+        None
+    }
+
+    /// Takes what was looked at, but for the last `less` bytes.
+    fn found(&mut self, less: usize) -> Found {
+        let found = parse(&self.buffer[..self.looked_at - less]);
+        self.take(less);
+        found
+    }
+
+    fn take(&mut self, less: usize) {
+        self.buffer.drain(..self.looked_at - less);
+        self.looked_at = 0;
+        self.depth = 0;
+        self.inside = Inside::Nothing;
+    }
+}
+
+fn parse(bytes: &[u8]) -> Found {
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return Found::Nonsense("JSON parse error, invalid UTF-8 sequence in string".to_owned());
+    };
+    match serde_json::from_str(text) {
+        Ok(value) => Found::Value(value),
+        Err(error) => Found::Nonsense(format!("JSON parse error, {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn all(text: &[u8], step: usize) -> Vec<Found> {
+        let mut framing = Framing::default();
+        let mut found = Vec::new();
+        for bytes in text.chunks(step) {
+            framing.push(bytes);
+            while let Some(one) = framing.next() {
+                let is_end = matches!(one, Found::TooMuch(_));
+                found.push(one);
+                if is_end {
+                    return found;
+                }
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn values_need_no_lines_and_may_come_byte_by_byte() {
+        let text = b" {\"a\":\n\"}]\\\"\"}{\"b\":[{}]}\r\n\t[1] 12 true \"x y\"{} ";
+        let values = [
+            json!({ "a": "}]\"" }),
+            json!({ "b": [{}] }),
+            json!([1]),
+            json!(12),
+            json!(true),
+            json!("x y"),
+            json!({}),
+        ]
+        .map(Found::Value);
+        for step in [1, 2, 7, text.len()] {
+            assert_eq!(all(text, step), values, "{step}");
+        }
+    }
+
+    #[test]
+    fn nonsense_is_told_once_and_what_follows_is_understood() {
+        for nonsense in [
+            &b"{\"execute\": }\n"[..],
+            b"nope ",
+            b"\xff\n",
+            b"{\"x\":\"\xc3\"}",
+            b"{\"x\":\"lost\n",
+            b"]",
+            b"{\"x\"]\n",
+        ] {
+            let text = [nonsense, b"{\"id\":1}"].concat();
+            let found = all(&text, 3);
+            let [Found::Nonsense(why), Found::Value(value)] = &found[..] else {
+                panic!("{:?}: {found:?}", String::from_utf8_lossy(nonsense));
+            };
+            assert!(why.starts_with("JSON parse error, "), "{why}");
+            assert_eq!(*value, json!({ "id": 1 }));
+        }
+    }
+
+    #[test]
+    fn a_request_has_a_longest_length_and_a_deepest_nesting() {
+        let nested = |depth| [b"[".repeat(depth), b"]".repeat(depth)].concat();
+        assert!(matches!(
+            all(&nested(MAX_NESTING), 64)[..],
+            [Found::Value(_)]
+        ));
+        assert_eq!(
+            all(&nested(MAX_NESTING + 1), 64),
+            [Found::TooMuch("JSON nesting depth limit exceeded")]
+        );
+        let long = |length| [&b"\""[..], &b"x".repeat(length - 2), b"\""].concat();
+        assert!(matches!(
+            all(&long(MAX_REQUEST), 4096)[..],
+            [Found::Value(_)]
+        ));
+        assert_eq!(
+            all(&long(MAX_REQUEST + 1), 4096),
+            [Found::TooMuch("JSON token size limit exceeded")]
+        );
+    }
+}

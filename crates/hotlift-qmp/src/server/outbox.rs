@@ -1,0 +1,184 @@
+//! What is on its way to a client.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+
+use crate::lines::Socket;
+
+/// Events that wait for a client to read; one that lets more of them wait is dropped. A migration has
+/// some dozens of them.
+pub const MAX_EVENTS_WAITING: usize = 1024;
+
+/// A queue from those who have something to say to the thread that writes it. Bounded: one answer, and
+/// [`MAX_EVENTS_WAITING`] events.
+#[derive(Debug, Default)]
+pub(super) struct Outbox {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    waiting: VecDeque<(What, Arc<[u8]>)>,
+    answers: usize,
+    /// Nothing more comes.
+    finished: bool,
+    /// Nothing more is written.
+    closed: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum What {
+    Answer,
+    Event,
+}
+
+impl Outbox {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends an answer, once the one before is written; false if nothing is written any more.
+    pub(super) fn answer(&self, line: Vec<u8>) -> bool {
+        let mut state = self.lock();
+        while state.answers > 0 && !state.closed {
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.closed {
+            return false;
+        }
+        state.answers += 1;
+        state.waiting.push_back((What::Answer, line.into()));
+        self.changed.notify_all();
+        true
+    }
+
+    /// Sends an event without waiting; false if there is no room for it.
+    fn event(&self, line: &Arc<[u8]>) -> bool {
+        let mut state = self.lock();
+        if state.waiting.len() >= MAX_EVENTS_WAITING {
+            return false;
+        }
+        state.waiting.push_back((What::Event, Arc::clone(line)));
+        self.changed.notify_all();
+        true
+    }
+
+    /// What is to be written next; `None` once all is, and nothing more comes.
+    fn next(&self) -> Option<(What, Arc<[u8]>)> {
+        let mut state = self.lock();
+        loop {
+            if state.closed {
+                return None;
+            }
+            if let Some(next) = state.waiting.pop_front() {
+                return Some(next);
+            }
+            if state.finished {
+                return None;
+            }
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Writes what comes until [`Outbox::finish`], or until the client does not take it.
+    pub(super) fn write_to(&self, mut socket: &Socket) {
+        use std::io::Write;
+        while let Some((what, line)) = self.next() {
+            if socket.write_all(&line).is_err() {
+                break;
+            }
+            if what == What::Answer {
+                self.lock().answers -= 1;
+                self.changed.notify_all();
+            }
+        }
+        self.close();
+    }
+
+    /// Nothing more comes.
+    pub(super) fn finish(&self) {
+        self.lock().finished = true;
+        self.changed.notify_all();
+    }
+
+    /// Nothing more is written, and nobody waits for it.
+    fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+}
+
+/// Tells all clients that have negotiated what has happened. Clones tell the same clients.
+#[derive(Debug, Clone, Default)]
+pub struct Events(Arc<Mutex<Vec<Listening>>>);
+
+#[derive(Debug)]
+struct Listening {
+    outbox: Arc<Outbox>,
+    socket: Arc<Socket>,
+}
+
+impl Events {
+    /// Nobody listens yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Listening>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends the event `name` with the present time. Never waits for a client: one that does not read
+    /// is dropped.
+    pub fn send(&self, name: &str, data: Option<&Value>) {
+        let mut clients = self.lock();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now = now.unwrap_or_default();
+        let mut event = json!({
+            "event": name,
+            "timestamp": { "seconds": now.as_secs(), "microseconds": now.subsec_micros() },
+        });
+        if let Some(data) = data {
+            event["data"] = data.clone();
+        }
+        let line: Arc<[u8]> = line(&event).into();
+        clients.retain(|client| {
+            let taken = client.outbox.event(&line);
+            if !taken {
+                client.outbox.close();
+                client.socket.shut_down();
+            }
+            taken
+        });
+    }
+
+    pub(super) fn add(&self, outbox: &Arc<Outbox>, socket: &Arc<Socket>) {
+        self.lock().push(Listening {
+            outbox: Arc::clone(outbox),
+            socket: Arc::clone(socket),
+        });
+    }
+
+    pub(super) fn remove(&self, outbox: &Arc<Outbox>) {
+        self.lock()
+            .retain(|client| !Arc::ptr_eq(&client.outbox, outbox));
+    }
+}
+
+/// As it travels. QEMU ends lines so, too.
+pub(super) fn line(message: &Value) -> Vec<u8> {
+    let mut line = message.to_string().into_bytes();
+    line.extend_from_slice(b"\r\n");
+    line
+}

@@ -1,0 +1,196 @@
+//! One client: greeting, negotiation, commands.
+
+use std::io::{self, Read};
+use std::sync::Arc;
+use std::thread;
+
+use serde_json::{Map, Value, json};
+
+use super::commands::{Commands, Refusal};
+use super::framing::{Found, Framing};
+use super::outbox::{Events, Outbox, line};
+use crate::lines::Socket;
+
+/// What a client hears that is one too many.
+pub const TOO_MANY_CLIENTS: &[u8] =
+    b"{\"error\": {\"class\": \"GenericError\", \"desc\": \"too many clients: end another one first\"}}\r\n";
+
+/// Read at once.
+const CHUNK: usize = 4 << 10;
+
+/// Serves `socket` until its client goes or asks for too much. `version` is what the greeting says, as
+/// `query-version` has it.
+///
+/// # Errors
+/// The system's reason why the client cannot be served at all.
+pub fn serve_client(
+    socket: Socket,
+    version: &Value,
+    commands: &dyn Commands,
+    events: &Events,
+) -> io::Result<()> {
+    let socket = Arc::new(socket);
+    let outbox = Arc::new(Outbox::default());
+    thread::scope(|scope| {
+        let name = "qmp/write".to_owned();
+        thread::Builder::new()
+            .name(name)
+            .spawn_scoped(scope, || outbox.write_to(&socket))?;
+        let mut session = Session {
+            commands,
+            negotiated: false,
+        };
+        session.run(version, &socket, &outbox, events);
+        events.remove(&outbox);
+        outbox.finish();
+        Ok(())
+    })
+}
+
+struct Session<'a> {
+    commands: &'a dyn Commands,
+    negotiated: bool,
+}
+
+impl Session<'_> {
+    fn run(
+        &mut self,
+        version: &Value,
+        socket: &Arc<Socket>,
+        outbox: &Arc<Outbox>,
+        events: &Events,
+    ) {
+        // No command may be executed out of band, so that capability is not offered.
+        let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
+        if !outbox.answer(line(&greeting)) {
+            return;
+        }
+        let mut framing = Framing::default();
+        let mut chunk = [0; CHUNK];
+        loop {
+            let length = match (&**socket).read(&mut chunk) {
+                Ok(0) => return,
+                Ok(length) => length,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(_) => return,
+            };
+            framing.push(&chunk[..length]);
+            while let Some(found) = framing.next() {
+                let was_negotiated = self.negotiated;
+                let (answer, is_end) = match found {
+                    Found::Value(request) => (self.answer(&request), false),
+                    Found::Nonsense(why) => (refused(None, &Refusal::generic(why)), false),
+                    Found::TooMuch(why) => (refused(None, &Refusal::generic(why)), true),
+                };
+                if !outbox.answer(line(&answer)) || is_end {
+                    return;
+                }
+                if self.negotiated && !was_negotiated {
+                    events.add(outbox, socket);
+                }
+            }
+        }
+    }
+
+    fn answer(&mut self, request: &Value) -> Value {
+        let id = request.get("id");
+        match self.run_request(request) {
+            Ok(value) => with_id(json!({ "return": value }), id),
+            Err(refusal) => refused(id, &refusal),
+        }
+    }
+
+    fn run_request(&mut self, request: &Value) -> Result<Value, Refusal> {
+        let Value::Object(members) = request else {
+            return Err(Refusal::generic("QMP input must be a JSON object"));
+        };
+        let (command, arguments) = request_of(members)?;
+        if members.contains_key("exec-oob") {
+            return Err(Refusal::generic(format!(
+                "The command {command} does not support OOB"
+            )));
+        }
+        match (self.negotiated, command) {
+            (false, "qmp_capabilities") => {
+                negotiate(arguments)?;
+                self.negotiated = true;
+                Ok(json!({}))
+            }
+            (false, _) => Err(Refusal::not_found(
+                "Expecting capabilities negotiation with 'qmp_capabilities'",
+            )),
+            (true, "qmp_capabilities") => Err(Refusal::not_found(
+                "Capabilities negotiation is already complete, command ignored",
+            )),
+            (true, _) => self.commands.execute(command, arguments),
+        }
+    }
+}
+
+/// Command and arguments of a request; refused in QEMU's words if something is wrong with its members.
+fn request_of(members: &Map<String, Value>) -> Result<(&str, &Value), Refusal> {
+    let wrong =
+        |name: &str, what: &str| Refusal::generic(format!("QMP input member '{name}' {what}"));
+    let mut command = None;
+    let mut arguments = &Value::Null;
+    for (name, value) in members {
+        match name.as_str() {
+            "id" => {}
+            "execute" | "exec-oob" => {
+                let text = value
+                    .as_str()
+                    .ok_or_else(|| wrong(name, "must be a string"))?;
+                if command.is_some() {
+                    return Err(wrong("execute", "clashes with 'exec-oob'"));
+                }
+                command = Some(text);
+            }
+            "arguments" if value.is_object() => arguments = value,
+            "arguments" => return Err(wrong(name, "must be an object")),
+            _ => return Err(wrong(name, "is unexpected")),
+        }
+    }
+    let command = command.ok_or_else(|| Refusal::generic("QMP input lacks member 'execute'"))?;
+    Ok((command, arguments))
+}
+
+/// `qmp_capabilities`: nothing is on offer, so nothing can be enabled.
+fn negotiate(arguments: &Value) -> Result<(), Refusal> {
+    let Value::Object(arguments) = arguments else {
+        return Ok(());
+    };
+    for (name, value) in arguments {
+        match (name.as_str(), value.as_array()) {
+            ("enable", Some(wanted)) => {
+                if let Some(first) = wanted.first() {
+                    return Err(Refusal::generic(format!(
+                        "QMP capability {} not available",
+                        first.as_str().unwrap_or("of that type")
+                    )));
+                }
+            }
+            ("enable", None) => {
+                return Err(Refusal::generic(
+                    "Invalid parameter type for 'enable', expected: array",
+                ));
+            }
+            _ => {
+                return Err(Refusal::generic(format!(
+                    "Parameter '{name}' is unexpected"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn refused(id: Option<&Value>, refusal: &Refusal) -> Value {
+    with_id(json!({ "error": refusal.to_json() }), id)
+}
+
+fn with_id(mut answer: Value, id: Option<&Value>) -> Value {
+    if let Some(id) = id {
+        answer["id"] = id.clone();
+    }
+    answer
+}

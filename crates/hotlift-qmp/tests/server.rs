@@ -1,0 +1,377 @@
+//! What a server promises its clients, and what no client can do to it.
+
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use hotlift_qmp::server::{
+    BoundSocket, Clients, Commands, Events, MAX_CLIENTS, MAX_EVENTS_WAITING, Refusal,
+    TOO_MANY_CLIENTS, serve_client,
+};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Gives back its arguments, and counts how often it was asked.
+#[derive(Default)]
+struct Echo(AtomicU64);
+
+impl Commands for Echo {
+    fn execute(&self, command: &str, arguments: &Value) -> Result<Value, Refusal> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        match command {
+            "echo" => Ok(arguments.clone()),
+            "refuse" => Err(Refusal::generic("as was asked for")),
+            _ => Err(Refusal::no_command(command)),
+        }
+    }
+}
+
+struct Served {
+    folder: TempDir,
+    events: Events,
+    clients: Option<Clients>,
+}
+
+impl Served {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join("s")).unwrap();
+        let events = Events::new();
+        let (told, commands) = (events.clone(), Arc::new(Echo::default()));
+        let serve = Arc::new(move |socket| {
+            let _ = serve_client(socket, &json!({ "package": "test" }), &*commands, &told);
+        });
+        let clients = Clients::serve(BoundSocket::Unix(listener), TOO_MANY_CLIENTS, serve);
+        Self {
+            folder,
+            events,
+            clients: Some(clients.unwrap()),
+        }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("s")
+    }
+
+    /// A client that has negotiated.
+    fn client(&self) -> Conversation {
+        let mut client = Conversation::new(&self.path());
+        assert_eq!(client.hear()["QMP"]["version"]["package"], "test");
+        let answer = client.ask(r#"{"execute":"qmp_capabilities"}"#);
+        assert_eq!(answer, json!({ "return": {} }));
+        client
+    }
+
+    /// A client is served, within the deadline: others may be on their way out.
+    fn lives(&self) {
+        let start = Instant::now();
+        loop {
+            let mut client = Conversation::new(&self.path());
+            if client.hear().get("QMP").is_some() {
+                return;
+            }
+            assert!(start.elapsed() < DEADLINE, "nobody is served any more");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+struct Conversation(BufReader<UnixStream>);
+
+impl Conversation {
+    fn new(path: &Path) -> Self {
+        let stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.set_write_timeout(Some(DEADLINE)).unwrap();
+        Self(BufReader::new(stream))
+    }
+
+    fn say(&mut self, bytes: &[u8]) {
+        self.0.get_mut().write_all(bytes).unwrap();
+    }
+
+    fn hear(&mut self) -> Value {
+        let mut line = String::new();
+        self.0.read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line:?}"))
+    }
+
+    fn ask(&mut self, text: &str) -> Value {
+        self.say(text.as_bytes());
+        self.hear()
+    }
+
+    /// True if the other side has closed, whatever it said before.
+    fn is_closed(&mut self) -> bool {
+        let mut rest = Vec::new();
+        match self.0.read_to_end(&mut rest) {
+            Ok(_) => true,
+            Err(error) => error.kind() == ErrorKind::ConnectionReset,
+        }
+    }
+}
+
+/// Bytes of this process in memory.
+fn resident() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: u64 = text.split(' ').nth(1).unwrap().parse().unwrap();
+    pages * 4096
+}
+
+fn error(class: &str, desc: &str) -> Value {
+    json!({ "class": class, "desc": desc })
+}
+
+#[test]
+fn nothing_but_the_negotiation_comes_before_it_and_it_comes_once() {
+    let served = Served::new();
+    let mut client = Conversation::new(&served.path());
+    assert_eq!(client.hear()["QMP"]["capabilities"], json!([]));
+    let answer = client.ask(r#"{"execute":"echo","id":7}"#);
+    let expecting = "Expecting capabilities negotiation with 'qmp_capabilities'";
+    assert_eq!(
+        answer,
+        json!({ "id": 7, "error": error("CommandNotFound", expecting) })
+    );
+    let answer = client.ask(r#"{"execute":"qmp_capabilities","arguments":{"enable":["oob"]}}"#);
+    assert_eq!(answer["error"]["class"], "GenericError");
+    assert_eq!(
+        client.ask(r#"{"execute":"qmp_capabilities","arguments":{"enable":[]}}"#),
+        json!({ "return": {} })
+    );
+    let again = client.ask(r#"{"execute":"qmp_capabilities"}"#);
+    let complete = "Capabilities negotiation is already complete, command ignored";
+    assert_eq!(again["error"], error("CommandNotFound", complete));
+    assert_eq!(
+        client.ask(r#"{"execute":"echo","arguments":{"a":1}}"#),
+        json!({ "return": { "a": 1 } })
+    );
+}
+
+#[test]
+fn an_id_of_any_kind_comes_back_and_errors_have_qemus_words() {
+    let served = Served::new();
+    let mut client = served.client();
+    for id in [
+        "1",
+        "\"x\"",
+        "null",
+        "[1,{\"a\":[]}]",
+        "{\"b\":2.5}",
+        "true",
+    ] {
+        let answer = client.ask(&format!(r#"{{"execute":"refuse","id":{id}}}"#));
+        assert_eq!(answer["id"].to_string(), id);
+        assert_eq!(answer["error"], error("GenericError", "as was asked for"));
+    }
+    for (request, class, desc) in [
+        (
+            r#"{"execute":"nope"}"#,
+            "CommandNotFound",
+            "The command nope has not been found",
+        ),
+        (
+            r#"{"exec-oob":"echo"}"#,
+            "GenericError",
+            "The command echo does not support OOB",
+        ),
+        (
+            r#"{"execute":"a","exec-oob":"b"}"#,
+            "GenericError",
+            "QMP input member 'execute' clashes with 'exec-oob'",
+        ),
+        (
+            r#"{"foo":1}"#,
+            "GenericError",
+            "QMP input member 'foo' is unexpected",
+        ),
+        (
+            r#"{"execute":1}"#,
+            "GenericError",
+            "QMP input member 'execute' must be a string",
+        ),
+        (
+            r#"{"execute":"echo","arguments":1}"#,
+            "GenericError",
+            "QMP input member 'arguments' must be an object",
+        ),
+        ("{}", "GenericError", "QMP input lacks member 'execute'"),
+        ("[1]", "GenericError", "QMP input must be a JSON object"),
+    ] {
+        assert_eq!(
+            client.ask(request)["error"],
+            error(class, desc),
+            "{request}"
+        );
+    }
+}
+
+#[test]
+fn every_client_that_has_negotiated_hears_every_event_with_its_time() {
+    let served = Served::new();
+    let mut two = [served.client(), served.client()];
+    let mut silent = Conversation::new(&served.path());
+    silent.hear();
+    // Whoever was answered once more is on the list.
+    for client in &mut two {
+        client.ask(r#"{"execute":"echo"}"#);
+    }
+    served.events.send("STOP", None);
+    served
+        .events
+        .send("MIGRATION", Some(&json!({ "status": "setup" })));
+    for client in &mut two {
+        let stop = client.hear();
+        assert_eq!(stop["event"], "STOP");
+        assert!(stop["timestamp"]["seconds"].as_u64().unwrap() > 1_700_000_000);
+        assert!(stop["timestamp"]["microseconds"].as_u64().unwrap() < 1_000_000);
+        assert!(stop.get("data").is_none());
+        assert_eq!(client.hear()["data"]["status"], "setup");
+    }
+    let first = silent.ask(r#"{"execute":"qmp_capabilities"}"#);
+    assert_eq!(first, json!({ "return": {} }), "an event came before");
+}
+
+#[test]
+fn a_client_that_does_not_read_is_dropped_and_the_teller_never_waits() {
+    let served = Served::new();
+    let mut deaf = served.client();
+    let mut other = served.client();
+    deaf.ask(r#"{"execute":"echo"}"#);
+    other.ask(r#"{"execute":"echo"}"#);
+    let data = json!({ "padding": "x".repeat(1000) });
+    // More than the queue and the kernel's buffers of a UNIX socket hold.
+    let (count, before) = (4 * MAX_EVENTS_WAITING, resident());
+    for _ in 0..count {
+        served.events.send("E", Some(&data));
+        assert_eq!(other.hear()["event"], "E");
+    }
+    assert!(resident() < before + (32 << 20));
+    assert!(deaf.is_closed());
+    served.lives();
+}
+
+#[test]
+fn a_client_that_asks_and_does_not_read_fills_no_memory() {
+    let served = Served::new();
+    let mut client = served.client();
+    let before = resident();
+    let request = format!(
+        r#"{{"execute":"echo","arguments":{{"x":"{}"}}}}"#,
+        "y".repeat(10_000)
+    );
+    let stream = client.0.get_mut();
+    stream
+        .set_write_timeout(Some(Duration::from_millis(500)))
+        .unwrap();
+    let written = (0..10_000).take_while(|_| stream.write_all(request.as_bytes()).is_ok());
+    assert!(written.count() < 1000, "all was taken, and nothing read");
+    assert!(resident() < before + (32 << 20));
+    served.lives();
+}
+
+#[test]
+fn a_hundred_megabytes_without_an_end_are_refused_and_fill_no_memory() {
+    for begin in [&b"{\"x\":\""[..], b"{\"x\":[", b""] {
+        let served = Served::new();
+        let mut client = served.client();
+        let before = resident();
+        let _ = client.0.get_mut().write_all(begin);
+        let zeros = vec![b'0'; 1 << 20];
+        let mut taken = 0;
+        while taken < 100 && client.0.get_mut().write_all(&zeros).is_ok() {
+            taken += 1;
+        }
+        assert!(taken < 100, "all of it was read");
+        assert!(resident() < before + (32 << 20));
+        let said = client.hear();
+        assert_eq!(
+            said["error"],
+            error("GenericError", "JSON token size limit exceeded")
+        );
+        served.lives();
+    }
+}
+
+#[test]
+fn deep_json_and_half_a_character_are_refused() {
+    let served = Served::new();
+    let mut client = served.client();
+    client.say(&b"[".repeat(100_000));
+    let said = client.hear();
+    assert_eq!(
+        said["error"],
+        error("GenericError", "JSON nesting depth limit exceeded")
+    );
+    assert!(client.is_closed());
+    let mut client = served.client();
+    client.say(b"{\"execute\":\"echo\",\"id\":\"\xc3\"}");
+    let said = client.hear();
+    let invalid = "JSON parse error, invalid UTF-8 sequence in string";
+    assert_eq!(said["error"], error("GenericError", invalid));
+    assert_eq!(
+        client.ask(r#"{"execute":"echo"}"#),
+        json!({ "return": null })
+    );
+}
+
+#[test]
+fn a_client_may_go_at_any_byte() {
+    let served = Served::new();
+    let conversation =
+        "{\"execute\":\"qmp_capabilities\"}{\"execute\":\"echo\",\"arguments\":{\"é\":1}}";
+    for end in 0..conversation.len() {
+        let mut client = Conversation::new(&served.path());
+        client.say(&conversation.as_bytes()[..end]);
+        if end % 2 == 0 {
+            client.hear();
+        }
+    }
+    served.lives();
+}
+
+#[test]
+fn a_thousand_connections_are_served_up_to_the_limit_and_the_others_are_told() {
+    let served = Served::new();
+    let before = resident();
+    let mut kept = Vec::new();
+    let mut refused = 0;
+    for _ in 0..1000 {
+        let mut client = Conversation::new(&served.path());
+        if client.hear().get("QMP").is_some() {
+            kept.push(client);
+        } else {
+            assert!(client.is_closed());
+            refused += 1;
+        }
+    }
+    assert_eq!((kept.len(), refused), (MAX_CLIENTS, 1000 - MAX_CLIENTS));
+    for client in &mut kept {
+        client.ask(r#"{"execute":"qmp_capabilities"}"#);
+        assert_eq!(
+            client.ask(r#"{"execute":"echo"}"#),
+            json!({ "return": null })
+        );
+    }
+    assert!(resident() < before + (64 << 20));
+    drop(kept);
+    served.lives();
+}
+
+#[test]
+fn a_server_that_ends_sends_what_it_has_answered_and_closes() {
+    let mut served = Served::new();
+    let mut client = served.client();
+    let mut idle = served.client();
+    let answer = client.ask(r#"{"execute":"echo","id":1}"#);
+    assert_eq!(answer["id"], 1);
+    drop(served.clients.take());
+    assert!(idle.is_closed() && client.is_closed());
+    let again = UnixStream::connect(served.path());
+    assert!(again.is_err() || Conversation::new(&served.path()).is_closed());
+}

@@ -1,0 +1,173 @@
+//! `multifd-packet-size` and `multifd-normal-page-ratio`: any size arrives whole, no page is counted twice,
+//! and a peer that cannot read the packets says so before a page goes.
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::thread;
+
+use hotlift::options::ZERO_PAGE_DETECTION;
+use hotlift::{Address, Options};
+use hotlift_methods::METHODS;
+use hotlift_vmm::GuestSettings;
+
+use crate::census::alone;
+use crate::probe::Quirks;
+use crate::rig::{self, Holder, settings};
+
+fn options(given: &[(&str, &str)]) -> Options {
+    let mut options = Options {
+        max_bandwidth: 0,
+        ..Options::default()
+    };
+    for (name, value) in given {
+        options.set(name, value).unwrap();
+    }
+    options
+}
+
+#[test]
+fn packets_of_any_size_arrive_whole_in_every_method() {
+    let _alone = alone();
+    let kind = rig::kinds()[0];
+    let settings = GuestSettings {
+        ram_bytes: 16 << 20,
+        ..settings()
+    };
+    for method in METHODS {
+        for (size, detection) in [
+            ("4K", "multifd"),
+            ("28K", "dsa-accel"),
+            ("516K", "dsa-accel"),
+            ("8M", "multifd"),
+            ("8M", "legacy"),
+        ] {
+            let mut options = options(&[
+                ("multifd-compression", method.name),
+                ("multifd-packet-size", size),
+                ("zero-page-detection", detection),
+            ]);
+            if options.zero_page_devices {
+                options.set("accel-path", "dsa-model:").unwrap();
+            }
+            let what = format!("{} {size} {detection}", method.name);
+            let source = rig::source(kind, &settings, Quirks::default());
+            let destination = rig::destination(kind, &settings, Quirks::default());
+            let (listener, to) = rig::listen();
+            let ended = rig::migrate(&source, &destination, listener, &to, &options);
+            assert_eq!(
+                ended.holder(&source, &destination),
+                Ok(Holder::Destination),
+                "{what}: {:?}",
+                ended.errors()
+            );
+            let (sent, received) = (ended.source.unwrap(), ended.destination.unwrap());
+            assert_eq!(
+                (sent.normal_pages, sent.zero_pages),
+                (received.normal_pages, received.zero_pages),
+                "{what}"
+            );
+            // A header of 1344 bytes a page is what a packet of one page costs.
+            if (method.name, size) == ("none", "4K") {
+                let least = sent.normal_pages * (4096 + 1344);
+                assert!(sent.transferred_bytes > least, "{what}: {sent:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_share_of_zero_pages_that_was_asked_for_is_sent_as_normal_pages() {
+    let _alone = alone();
+    let kind = rig::kinds()[0];
+    // Pages that the guest may have written, or not, by the time they are looked at.
+    let settings = GuestSettings {
+        working_set: Some(64 << 10),
+        ..settings()
+    };
+    let written = 16;
+    for (detection, _, devices) in ZERO_PAGE_DETECTION {
+        let zero_pages = |ratio: u64| {
+            let mut options = options(&[
+                ("zero-page-detection", detection),
+                ("multifd-normal-page-ratio", &ratio.to_string()),
+            ]);
+            if *devices {
+                let path = "dsa-model:fault=50:full=50";
+                options.set("accel-path", path).unwrap();
+            }
+            let source = rig::source(kind, &settings, Quirks::default());
+            let destination = rig::destination(kind, &settings, Quirks::default());
+            let (listener, to) = rig::listen();
+            let ended = rig::migrate(&source, &destination, listener, &to, &options);
+            let holder = ended.holder(&source, &destination);
+            assert_eq!(holder, Ok(Holder::Destination), "{:?}", ended.errors());
+            let (sent, received) = (ended.source.unwrap(), ended.destination.unwrap());
+            assert_eq!(sent.normal_pages, received.normal_pages);
+            assert_eq!(sent.zero_pages, received.zero_pages);
+            assert!(sent.normal_pages + sent.zero_pages >= settings.ram_bytes / 4096);
+            assert!(sent.transferred_bytes > sent.normal_pages * 4096);
+            sent.zero_pages
+        };
+        let all = zero_pages(0);
+        assert_eq!(*detection == "none", all == 0);
+        let half = zero_pages(50);
+        assert!(
+            half.abs_diff(all / 2) <= written,
+            "{detection}: {half} of {all}"
+        );
+        assert_eq!(zero_pages(100), 0, "{detection}");
+    }
+}
+
+/// A destination that answers as QEMU does, without Hotlift's word; what came on all its connections.
+fn qemu(listener: &TcpListener, connections: usize) -> usize {
+    let ping = [8, 0, 2, 0, 4];
+    let mut streams = (0..connections).map(|_| listener.accept().unwrap().0);
+    let mut main = streams.next().unwrap();
+    let channels: Vec<_> = streams.collect();
+    let mut seen = Vec::new();
+    let mut answered = 0;
+    let mut some = [0; 4096];
+    while let Ok(read @ 1..) = main.read(&mut some) {
+        seen.extend_from_slice(&some[..read]);
+        while let Some(at) = seen[answered..].windows(5).position(|w| w == ping)
+            && seen.len() >= answered + at + 9
+        {
+            let value = answered + at + 5;
+            let mut pong = vec![0, 2, 0, 4];
+            pong.extend_from_slice(&seen[value..value + 4]);
+            answered = value + 4;
+            main.write_all(&pong).unwrap();
+        }
+    }
+    let mut rest = Vec::new();
+    for mut channel in channels {
+        let _ = channel.read_to_end(&mut rest);
+    }
+    rest.len()
+}
+
+#[test]
+fn a_qemu_is_sent_no_packet_that_it_cannot_read() {
+    let _alone = alone();
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to: Address = format!("tcp:{}", listener.local_addr().unwrap())
+        .parse()
+        .unwrap();
+    let options = options(&[("multifd-packet-size", "1M")]);
+    let control = hotlift::Control::new();
+    let (outcome, on_channels) = thread::scope(|scope| {
+        let qemu = scope.spawn(|| qemu(&listener, 3));
+        let outcome = hotlift::source::migrate(&source, &to, &options, &control, &|_| {});
+        (outcome, qemu.join().unwrap())
+    });
+    let error = outcome.unwrap_err().chain();
+    for word in ["multifd-packet-size", "1048576", "524288", "QEMU"] {
+        assert!(error.contains(word), "{word} is not in: {error}");
+    }
+    // The openings of two channels.
+    assert_eq!(on_channels, 2 * 64);
+    assert!(source.runs());
+}
