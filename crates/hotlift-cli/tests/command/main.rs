@@ -6,6 +6,7 @@ mod advise;
 mod bench;
 mod demo;
 mod guest_run;
+mod hmp;
 mod hotlift;
 mod killed;
 mod manual;

@@ -1,6 +1,7 @@
 //! Monitors as their clients see them: QMP of a built-in guest, of a relay, and beside QEMU 10.0's.
 
 mod compared;
+mod hmp;
 #[path = "../command/hotlift.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]
 mod hotlift;
