@@ -30,7 +30,7 @@ mod suite;
 mod table;
 mod threads;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
@@ -78,7 +78,8 @@ pub struct BenchArgs {
     /// Be the other host: take the guests of 'hotlift bench --to', until Ctrl-C
     #[arg(long, value_name = "URI", conflicts_with_all = ["to", "suite", "with_qemu", "link"])]
     serve: Option<Address>,
-    /// Print the tables of kept runs, and run nothing; repeatable
+    /// Print the tables of kept runs, write their report into the folder of --out, and run nothing;
+    /// repeatable
     #[arg(long, value_name = "FILE")]
     kept: Vec<PathBuf>,
     /// Limit the link on this machine by network namespaces (root), as in 1gbit or 200mbit,2ms
@@ -126,7 +127,7 @@ pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
         return far::serve(at, &interrupt);
     }
     if !args.kept.is_empty() {
-        return print_kept(&args.kept);
+        return show_kept(&args.kept, &args.out);
     }
     let far = args.to.as_ref().map(Far::new).transpose()?;
     let qemu = args.with_qemu.as_deref().map(qemu::Program::find);
@@ -164,12 +165,7 @@ pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
     println!("raw runs: {}", bench.journal.path().display());
     bench.journal.finish()?;
     if !records.is_empty() {
-        let path = args.out.join("report.html");
-        std::fs::write(&path, report::html(&records)).map_err(|source| CommandError::Write {
-            path: path.clone(),
-            source,
-        })?;
-        println!("report: {}", path.display());
+        write_report(&args.out, &records)?;
     }
     outcome(&records, &interrupt)
 }
@@ -237,21 +233,29 @@ fn print(records: &[Record]) {
     }
 }
 
-/// The tables of runs that were kept, one for each suite among them.
-fn print_kept(files: &[PathBuf]) -> Result<(), CommandError> {
-    let mut suites: Vec<(String, Vec<Record>)> = Vec::new();
-    for path in files {
-        for record in record::read(path)? {
-            match suites.iter_mut().find(|(name, _)| *name == record.suite) {
-                Some((_, records)) => records.push(record),
-                None => suites.push((record.suite.clone(), vec![record])),
-            }
-        }
-    }
-    for (_, records) in &suites {
-        print(records);
-    }
+/// Writes `report.html` into `folder`.
+fn write_report(folder: &Path, records: &[Record]) -> Result<(), CommandError> {
+    let path = folder.join("report.html");
+    std::fs::create_dir_all(folder)
+        .and_then(|()| std::fs::write(&path, report::html(records)))
+        .map_err(|source| CommandError::Write {
+            path: path.clone(),
+            source,
+        })?;
+    println!("report: {}", path.display());
     Ok(())
+}
+
+/// The tables of runs that were kept, one for each suite among them, and their report.
+fn show_kept(files: &[PathBuf], out: &Path) -> Result<(), CommandError> {
+    let mut records = Vec::new();
+    for path in files {
+        records.extend(record::read(path)?);
+    }
+    for records in suite::split(&records) {
+        print(&records);
+    }
+    write_report(out, &records)
 }
 
 /// How the command ends: a failed cell does not stop the others, and is not forgotten either.

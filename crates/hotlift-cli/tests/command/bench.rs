@@ -88,13 +88,18 @@ fn a_matrix_runs_every_cell_as_often_as_asked_and_its_figures_add_up() {
     for words in ["[8/8]", "left", "zstd 1 random", "none idle", "median"] {
         assert!(said.contains(words), "no {words} in\n{said}");
     }
-    // The same runs, and the same table, from the file alone.
+    // The same runs, the same table and the same report, from the file alone.
+    let report = folder.path().join("report.html");
+    let first = std::fs::read(&report).expect("a report");
+    std::fs::remove_file(&report).unwrap();
     let file = format!("--kept={}", folder.path().join("runs.jsonl").display());
-    let (status, again) = Hotlift::start(&["bench", &file]).wait();
+    let out = format!("--out={}", folder.path().display());
+    let (status, again) = Hotlift::start(&["bench", &file, &out]).wait();
     assert!(status.success());
     for line in &again {
         assert!(said.contains(line.as_str()), "{line} is not in\n{said}");
     }
+    assert!(std::fs::read(&report).unwrap() == first);
 }
 
 #[test]

@@ -110,7 +110,7 @@ fn values_out_of_range_are_refused_with_the_range() {
     for (flag, expected) in [
         ("--channels=0", "between 1 and 255"),
         ("--multifd-zlib-level=10", "between 0 and 9"),
-        ("--multifd-zstd-level=21", "between 1 and 20"),
+        ("--multifd-zstd-level=21", "between 0 and 20"),
         ("--downtime-limit=2000001", "between 0 and 2000000"),
         ("--max-bandwidth=fast", "suffix K, M, G or T"),
         ("--zero-page-detection=dsa", "none, legacy, multifd"),

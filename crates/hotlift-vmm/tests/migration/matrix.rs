@@ -12,7 +12,7 @@ use hotlift_vmm::workload::Workload;
 use hotlift_vmm::{GuestKind, GuestSettings};
 
 use crate::census::{Census, alone};
-use crate::probe::Quirks;
+use crate::probe::{Quirks, busy_first_round};
 use crate::rig::{self, Holder};
 
 /// Bytes a second, without and with compression. The first round takes 150 ms or more at this rate, in
@@ -92,7 +92,11 @@ fn goes_on(
     listener: Listener,
     what: &str,
 ) -> (SourceReport, DestinationReport) {
-    let source = rig::source(kind, settings, Quirks::default());
+    let quirks = Quirks {
+        sync: Some(busy_first_round()),
+        ..Quirks::default()
+    };
+    let source = rig::source(kind, settings, quirks);
     let destination = rig::destination(kind, settings, Quirks::default());
     let to = listener.address().unwrap();
     let ended = rig::migrate(&source, &destination, listener, &to, options);

@@ -109,6 +109,17 @@ pub fn three_rounds() -> Sync {
     })
 }
 
+/// Makes sure that the first round leaves pages to send, more than fit a downtime limit of some ms,
+/// however little of the machine the guest gets.
+pub fn busy_first_round() -> Sync {
+    Box::new(|guest, number, into| {
+        if number == 1 {
+            let_write(guest, 64).map_err(|reason| GuestError::new("write", reason))?;
+        }
+        guest.sync_dirty_log(0, into)
+    })
+}
+
 impl Guest for Probe {
     fn machine(&self) -> &str {
         self.quirks.machine.unwrap_or(self.guest.machine())

@@ -7,7 +7,7 @@ use hotlift::options::ZERO_PAGE_DETECTION;
 use hotlift::{Control, MigrationError, Options};
 
 use crate::census::{Census, alone};
-use crate::probe::{Quirks, three_rounds};
+use crate::probe::{Quirks, busy_first_round, three_rounds};
 use crate::rig::{self, Holder, settings};
 
 fn options() -> Options {
@@ -41,7 +41,11 @@ fn a_guest_arrives_whole_as_deltas_whatever_the_cache() {
                     rate: 1500,
                     ..settings()
                 };
-                let source = rig::source(kind, &settings, Quirks::default());
+                let quirks = Quirks {
+                    sync: Some(busy_first_round()),
+                    ..Quirks::default()
+                };
+                let source = rig::source(kind, &settings, quirks);
                 let destination = rig::destination(kind, &settings, Quirks::default());
                 let (listener, to) = rig::listen();
                 let ended = rig::migrate(&source, &destination, listener, &to, &options);

@@ -19,6 +19,7 @@ mod tables;
 use std::collections::BTreeSet;
 
 use super::record::Record;
+use super::suite;
 use group::{conditions, fill, series};
 use svg::escape;
 
@@ -35,6 +36,16 @@ pub fn html(records: &[Record]) -> String {
             ));
         }
     };
+    for records in suite::split(records) {
+        let Some(suite) = records.first().and_then(|one| suite::find(&one.suite).ok()) else {
+            continue;
+        };
+        section(
+            &format!("Published beside ours: {}", suite.name),
+            "The rows of a published table, with its own figures and those of this machine.",
+            Some(format!("<pre>{}</pre>", escape(&suite.table(&records)))),
+        );
+    }
     section(
         "Where methods cross",
         "One line a method. A method is worth its CPU where its line of total time lies below that of none; both axes \

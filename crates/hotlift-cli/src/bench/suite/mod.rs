@@ -137,6 +137,19 @@ pub fn find(name: &str) -> Result<&'static Suite, String> {
     })
 }
 
+/// Records by their suite, each in the order in which it came first.
+pub fn split(records: &[Record]) -> Vec<Vec<Record>> {
+    let mut suites: Vec<Vec<Record>> = Vec::new();
+    for record in records {
+        let same = |of: &&mut Vec<Record>| of.iter().any(|one| one.suite == record.suite);
+        match suites.iter_mut().find(same) {
+            Some(records) => records.push(record.clone()),
+            None => suites.push(vec![record.clone()]),
+        }
+    }
+    suites
+}
+
 /// RAM that a suite's guest has for each core of this machine at most, unless `--ram` says more: the
 /// published hosts had dozens of cores, and some thirty rows have to be done in less than a day.
 const RAM_PER_CORE: u64 = 1 << 30;
