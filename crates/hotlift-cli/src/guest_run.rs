@@ -50,7 +50,7 @@ pub struct GuestRunArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
     handshake_timeout: f64,
     /// Write the figures of this side to this file as JSON
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["control", "monitor"])]
     json: Option<PathBuf>,
     /// Tell events as JSON lines on standard output, for the process that started this one
     #[arg(long, hide = true)]
@@ -269,9 +269,13 @@ impl Session<'_> {
             self.say(&format!("waiting for a source at {address}"));
         }
         let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
-        let monitors = self.args.control.serve(&commands, &events)?;
-        let outcome = self.until_left(&leaving);
-        monitor.end(outcome.is_some());
+        let monitors = self
+            .args
+            .control
+            .serve(&commands, &events)
+            .inspect_err(|_| monitor.end(false))?;
+        let outcome = self.until_left(&leaving, &monitor);
+        monitor.end(matches!(outcome, Some(Ok(()))));
         drop(monitors);
         outcome.unwrap_or(Ok(()))?;
         if monitor.has_arrived() {
@@ -282,9 +286,16 @@ impl Session<'_> {
 
     /// Waits until a monitor or a failure ends the process, and says how; `None` if it was a signal, or
     /// the time is over.
-    fn until_left(&self, leaving: &Leaving) -> Option<Result<(), CommandError>> {
-        let end = self.args.run_for.map(|time| Instant::now() + seconds(time));
+    fn until_left(
+        &self,
+        leaving: &Leaving,
+        monitor: &GuestMonitor,
+    ) -> Option<Result<(), CommandError>> {
+        let mut end = None;
         loop {
+            if end.is_none() && monitor.has_arrived() {
+                end = self.args.run_for.map(|time| Instant::now() + seconds(time));
+            }
             if let Some(outcome) = leaving.take() {
                 return Some(outcome);
             }

@@ -1,5 +1,6 @@
 //! The commands of a monitor over a built-in guest: one machine, and one migration of it at a time.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
@@ -18,6 +19,7 @@ use super::leaving::Leaving;
 use super::settings::{IN_PROGRESS, Settings};
 use super::stoppable::Stoppable;
 use super::{address, common, info, table};
+use crate::args::error_line;
 use crate::error::CommandError;
 
 /// Whether the guest runs; QEMU's names (`RunState`).
@@ -63,6 +65,8 @@ struct State {
     /// `-incoming` was given, and is not used up.
     may_come_in: bool,
     was_incoming: bool,
+    /// Nobody here knows whether the destination runs the guest.
+    in_doubt: bool,
     migration: Option<Migration>,
     thread: Option<JoinHandle<()>>,
 }
@@ -102,6 +106,17 @@ impl State {
     fn has_arrived(&self) -> bool {
         self.run != RunState::InMigrate
     }
+
+    /// Refuses whatever might make a second guest of this one.
+    fn refuse_in_doubt(&self) -> Result<(), Refusal> {
+        match self.in_doubt {
+            false => Ok(()),
+            true => Err(Refusal::generic(format!(
+                "{}; if it does not run there, 'stop' and then 'cont' run it here",
+                MigrationError::InDoubt
+            ))),
+        }
+    }
 }
 
 impl GuestMonitor {
@@ -126,6 +141,7 @@ impl GuestMonitor {
                 },
                 may_come_in: incoming,
                 was_incoming: incoming,
+                in_doubt: false,
                 migration: None,
                 thread: None,
             }),
@@ -183,8 +199,11 @@ impl GuestMonitor {
         let thread = thread::Builder::new()
             .name("migration".to_owned())
             .spawn(move || {
-                let outcome = work(&machine, &control);
-                machine.ended(outcome);
+                // A panic is reported where it happens; the machine is not to wait for its end.
+                match catch_unwind(AssertUnwindSafe(|| work(&machine, &control))) {
+                    Ok(outcome) => machine.ended(outcome),
+                    Err(_) => machine.panicked(),
+                }
             });
         match thread {
             Ok(thread) => {
@@ -210,6 +229,7 @@ impl GuestMonitor {
         if state.running().is_some() {
             return Err(Refusal::generic(IN_PROGRESS));
         }
+        state.refuse_in_doubt()?;
         match state.run {
             RunState::InMigrate => {
                 return Err(Refusal::generic(
@@ -322,6 +342,7 @@ impl GuestMonitor {
         let mut state = self.0.lock();
         let stopped = self.0.guest.stop(state.has_arrived());
         stopped.map_err(|error| common::refused(&error))?;
+        state.in_doubt = false;
         if state.run == RunState::Running {
             state.run = RunState::Paused;
             self.0.events.send("STOP", None);
@@ -331,6 +352,7 @@ impl GuestMonitor {
 
     fn cont(&self) -> Result<Value, Refusal> {
         let mut state = self.0.lock();
+        state.refuse_in_doubt()?;
         match state.run {
             RunState::FinishMigrate => {
                 return Err(Refusal::generic("Migration is not finalized yet"));
@@ -363,6 +385,15 @@ impl GuestMonitor {
         };
         let status = migration.shown;
         let progress = &migration.progress;
+        let is_outgoing = migration.listens_at.is_none() && migration.is_running();
+        let has_figures = [Status::Active, Status::PreSwitchover, Status::Device];
+        if is_outgoing && has_figures.contains(&status) {
+            let (progress, elapsed) = (*progress, migration.started.elapsed());
+            let jobs = migration.control.jobs();
+            // The engine waits for this lock while the guest stands still, and /proc is slow.
+            drop(state);
+            return Value::Object(info::under_way(status, elapsed, &progress, &jobs));
+        }
         let mut answer = match &migration.outcome {
             Some(Outcome::Sent(report)) => {
                 let dirty = progress.dirty_pages_per_second;
@@ -373,15 +404,6 @@ impl GuestMonitor {
                 let mut answer = info::only_status(status);
                 answer.insert("error-desc".to_owned(), json!(why));
                 answer
-            }
-            None if migration.listens_at.is_none()
-                && matches!(
-                    status,
-                    Status::Active | Status::PreSwitchover | Status::Device
-                ) =>
-            {
-                let elapsed = migration.started.elapsed();
-                info::under_way(status, elapsed, progress, &migration.control.jobs())
             }
             _ => info::only_status(status),
         };
@@ -497,12 +519,29 @@ impl Machine {
 
     /// The migration keeps the guest from running no longer.
     fn resumed(&self, state: &mut State) {
-        if self.guest.is_stopped_by_operator() {
+        // A `stop` or `cont` that came while the guest arrived was only noted.
+        let by_operator = self.guest.is_stopped_by_operator();
+        let done = match by_operator {
+            true => self.guest.stop(true),
+            false => self.guest.cont(true),
+        };
+        if let Err(error) = done {
+            eprintln!("hotlift: {}", error_line(&error));
+        }
+        if by_operator {
             state.run = RunState::Paused;
         } else if state.run != RunState::Running {
             state.run = RunState::Running;
             self.events.send("RESUME", None);
         }
+    }
+
+    /// Something is wrong with the engine: what became of the guest cannot be known from here.
+    fn panicked(&self) {
+        let why = "internal error: the migration has panicked".to_owned();
+        let mut state = self.lock();
+        state.in_doubt = state.run == RunState::FinishMigrate;
+        self.finish(&mut state, Outcome::Failed(why), Status::Failed);
     }
 
     fn ended(&self, outcome: Result<Outcome, MigrationError>) {
@@ -519,19 +558,25 @@ impl Machine {
                 (Outcome::Cancelled, Status::Cancelled)
             }
             Err(error) => {
-                if matches!(error, MigrationError::InDoubt) {
-                    self.guest.leave_to_operator();
-                    state.run = RunState::Paused;
-                }
+                state.in_doubt = matches!(error, MigrationError::InDoubt);
                 (
                     Outcome::Failed(common::in_qemus_words(&error)),
                     Status::Failed,
                 )
             }
         };
+        self.finish(&mut state, outcome, status);
+    }
+
+    fn finish(&self, state: &mut State, outcome: Outcome, status: Status) {
+        // It is in doubt, or could not be given back.
+        if state.run == RunState::FinishMigrate {
+            self.guest.leave_to_operator();
+            state.run = RunState::Paused;
+        }
         if let Some(migration) = &mut state.migration {
             migration.outcome = Some(outcome);
         }
-        self.show(&mut state, status);
+        self.show(state, status);
     }
 }

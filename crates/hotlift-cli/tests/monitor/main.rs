@@ -10,3 +10,4 @@ mod parameters;
 mod python;
 mod relay;
 mod sockets;
+mod whereabouts;

@@ -40,11 +40,20 @@ pub fn serve_client(
             commands,
             negotiated: false,
         };
+        let _gone = Gone(events, &outbox);
         session.run(version, &socket, &outbox, events);
-        events.remove(&outbox);
-        outbox.finish();
         Ok(())
     })
+}
+
+/// The client has gone: nothing is kept for it, and its writer ends; also if a command has panicked.
+struct Gone<'a>(&'a Events, &'a Arc<Outbox>);
+
+impl Drop for Gone<'_> {
+    fn drop(&mut self) {
+        self.0.remove(self.1);
+        self.1.finish();
+    }
 }
 
 struct Session<'a> {
