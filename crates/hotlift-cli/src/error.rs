@@ -189,7 +189,7 @@ impl CommandError {
         }
     }
 
-    /// 1; 3 if nobody knows who has the guest; 130 if a signal ended it, as shells have it.
+    /// 1; 2 if options do not go together, as for any usage; 3 if nobody knows who has the guest; 130 if a signal ended it, as shells have it.
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Migration(MigrationError::InDoubt)
@@ -198,6 +198,7 @@ impl CommandError {
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
             | Self::Interrupted => ExitCode::from(130),
+            Self::Option(OptionError::Conflict { .. }) => ExitCode::from(2),
             _ => ExitCode::FAILURE,
         }
     }

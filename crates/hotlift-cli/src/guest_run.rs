@@ -90,6 +90,13 @@ impl std::str::FromStr for Incoming {
 
 /// Runs the command.
 pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
+    if args.migrate_to.is_some() {
+        args.migration.refuse(
+            &["pause-before-switchover"],
+            "a monitor that lets the migration go on: give --monitor or --control, and 'migrate' there instead of \
+             --migrate-to",
+        )?;
+    }
     if args.tell_events {
         // A child must not outlive the command that it belongs to.
         let _ =

@@ -66,7 +66,8 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
         .and_then(|()| this.run(&mut destination, destination_qemu));
     source.restore_settings();
     let migration = outcome?;
-    args.output.print(&migration, || migration.table());
+    // What became of the guest is said whoever reads the figures.
+    let printed = args.output.print(&migration, || migration.table());
     let state = match migration.running {
         Some(true) => "runs",
         Some(false) => "is paused",
@@ -75,7 +76,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     eprintln!(
         "the guest {state} at the destination; this QEMU keeps a paused copy, and can be ended"
     );
-    Ok(())
+    printed
 }
 
 fn connect(to: &Address) -> Result<Conversation, CommandError> {

@@ -1,7 +1,11 @@
 //! Flags of what a command shows.
 
+use std::io::Write;
+
 use clap::Args;
 use serde::Serialize;
+
+use crate::error::CommandError;
 
 /// How a command shows what it does and what came of it.
 #[derive(Debug, Args)]
@@ -16,11 +20,20 @@ pub struct OutputArgs {
 
 impl OutputArgs {
     /// Prints the figures, or the table of them.
-    pub fn print(&self, figures: &impl Serialize, table: impl FnOnce() -> String) {
-        if !self.json {
-            println!("{}", table());
-        } else if let Ok(line) = serde_json::to_string(figures) {
-            println!("{line}");
-        }
+    ///
+    /// # Errors
+    /// If nobody reads them: the pipe is closed, or the disk is full.
+    pub fn print(
+        &self,
+        figures: &impl Serialize,
+        table: impl FnOnce() -> String,
+    ) -> Result<(), CommandError> {
+        let text = if self.json {
+            let line = serde_json::to_string(figures);
+            line.map_err(|error| CommandError::Output(error.into()))?
+        } else {
+            table()
+        };
+        writeln!(std::io::stdout(), "{text}").map_err(CommandError::Output)
     }
 }

@@ -8,6 +8,7 @@ use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
 use hotlift_qmp::server::Events;
 
+use crate::args::error_line;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
@@ -168,8 +169,15 @@ impl Relay<'_> {
         self.monitor.ended(&outcome);
         match outcome {
             Ok(report) => {
-                args.output
+                let printed = args
+                    .output
                     .print(&report, || result::relay_table(label, &report));
+                match printed {
+                    // The next migration matters more than who reads of the last.
+                    Err(error) if args.forever => eprintln!("hotlift: {}", error_line(&error)),
+                    Err(error) => return ControlFlow::Break(error),
+                    Ok(()) => {}
+                }
                 ControlFlow::Continue(())
             }
             Err(error) if args.forever && !self.interrupt.is_raised() => {

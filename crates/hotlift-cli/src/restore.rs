@@ -80,11 +80,13 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         }
     };
     let running = destination.wait_taken()?;
-    args.output
+    // What became of the guest is said whoever reads the figures.
+    let printed = args
+        .output
         .print(&report, || result::relay_table("restore", &report));
     let state = if running { "runs" } else { "is paused" };
     eprintln!("the guest {state}: {}", destination.leave());
-    Ok(())
+    printed
 }
 
 /// What the file says of itself, if it is one of Hotlift's. Of QEMU's, the stream inside says it; here

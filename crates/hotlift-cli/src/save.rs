@@ -88,9 +88,10 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     } else {
         "is left paused"
     };
-    args.output.print(&saved, || saved.table());
+    // What became of the guest is said whoever reads the figures.
+    let printed = args.output.print(&saved, || saved.table());
     eprintln!("{} is written; the guest {state}", args.file.display());
-    Ok(())
+    printed
 }
 
 fn length(path: &Path) -> u64 {

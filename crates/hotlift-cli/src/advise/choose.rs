@@ -69,7 +69,7 @@ pub fn choose(
         .iter()
         .map(|candidate| {
             let (settings, prediction) = best_settings(question, candidate, load, machine);
-            let known = !(question.to_qemu && candidate.method == "lz4");
+            let known = !question.to_qemu || candidate.qemu_knows();
             Choice {
                 candidate: candidate.clone(),
                 settings,

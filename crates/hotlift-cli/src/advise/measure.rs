@@ -50,6 +50,11 @@ pub struct Candidate {
 }
 
 impl Candidate {
+    /// A QEMU has the method too, as its `multifd-compression`.
+    pub fn qemu_knows(&self) -> bool {
+        self.method != "lz4"
+    }
+
     /// As in "zstd 1".
     pub fn name(&self) -> String {
         match self.level {

@@ -141,7 +141,9 @@ struct Advice {
     reasons: Vec<String>,
     /// For 'hotlift migrate'.
     command: String,
-    /// For QEMU's own migration.
+    /// What of that command is not in the figures.
+    beyond: &'static str,
+    /// For QEMU's own migration, with the best method that QEMU knows; `null` if there is none.
     qmp: serde_json::Value,
 }
 
@@ -157,8 +159,7 @@ pub fn run(args: &AdviseArgs) -> Result<(), CommandError> {
     };
     let measured = measure::measure(&sample, !args.no_accelerators)?;
     let advice = advise(args, sample, measured, dirty_rate)?;
-    args.output.print(&advice, || text::text(&advice));
-    Ok(())
+    args.output.print(&advice, || text::text(&advice))
 }
 
 /// The memory, and whether a QEMU says how fast it is dirtied.
@@ -231,6 +232,7 @@ fn advise(
         candidates,
         reasons: Vec::new(),
         command: String::new(),
+        beyond: text::BEYOND,
         qmp: serde_json::Value::Null,
     };
     advice.reasons = text::reasons(&advice, dirty_rate.is_some());

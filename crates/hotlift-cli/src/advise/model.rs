@@ -29,7 +29,7 @@ const HEADER_OF_A_PAGE: f64 = 8.6;
 const SWITCHOVER: f64 = 0.012;
 
 /// A round that leaves more than this share of what the one before left is no progress, as the engine has it.
-const PROGRESS: f64 = 0.9;
+pub const PROGRESS: f64 = 0.9;
 
 /// Rounds without progress after which a migration is said not to converge.
 const STALLED_ROUNDS: u32 = 3;
@@ -131,7 +131,8 @@ pub struct Prediction {
     pub destination_cpu_s: f64,
     /// What is left comes to fit into the downtime limit.
     pub converges: bool,
-    /// Dirty pages a second that each round is as fast as: above it none gets shorter than the last.
+    /// Dirty pages a second that each round is as fast as: below [`PROGRESS`] of it every round is shorter than the last
+    /// by enough to converge.
     pub settles_pages_per_s: f64,
     /// What sets the pace.
     pub limit: Limit,

@@ -12,8 +12,8 @@ use super::error::AdviseError;
 use super::memory;
 use crate::error::CommandError;
 
-/// How long a QMP socket may take to answer.
-const ANSWER: Duration = Duration::from_secs(10);
+/// How long a QMP socket may take to answer, and a dirty rate to be measured: a loaded host's QEMU takes its time.
+const ANSWER: Duration = Duration::from_secs(60);
 
 /// How long QEMU measures its dirty rate, in seconds: the least that it takes.
 const MEASURE_S: u64 = 1;

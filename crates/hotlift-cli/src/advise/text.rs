@@ -3,10 +3,15 @@
 use serde_json::{Value, json};
 
 use super::choose::{Choice, Goal, rank};
-use super::model::{GIB, Limit};
+use super::model::{GIB, Limit, PROGRESS};
 use super::{Advice, Origin};
 use crate::progress;
 use crate::report::{align, new_table};
+
+/// What `hotlift migrate` takes beyond the figures, which are those of two ends without relays. The number is of
+/// bench/README.md, "Through the relay": all processes, 2 GiB uncompressed through two relays beside QEMU alone.
+pub const BEYOND: &str = "not in the figures: the relays between QEMU and the link, both together about 0.6 core-s/GiB \
+    without compression (bench/README.md, through the relay)";
 
 /// All of it.
 pub fn text(advice: &Advice) -> String {
@@ -17,10 +22,13 @@ pub fn text(advice: &Advice) -> String {
     for rule in advice.rules.iter().filter(|rule| rule.applies) {
         text.push_str(&format!("  rule: {}: {}\n", rule.rule, rule.reason));
     }
-    text.push_str(&format!(
-        "\n{}\n\nor, with QEMU's own migration, over QMP:\n",
-        advice.command
-    ));
+    text.push_str(&format!("\n{}\n{}\n", advice.command, advice.beyond));
+    if let Some(best) = best_of_qemu(advice) {
+        text.push_str(&format!(
+            "\nor, with QEMU's own migration (of what it knows {} is best, by Hotlift's codecs), over QMP:\n",
+            best.candidate.name()
+        ));
+    }
     for command in advice.qmp.as_array().into_iter().flatten() {
         text.push_str(&format!("{command}\n"));
     }
@@ -191,9 +199,9 @@ fn next(advice: &Advice, best: &Choice) -> String {
         .skip(1)
         .filter(|choice| choice.eligible);
     let mut names = Vec::new();
-    for choice in others.take(2) {
+    for (i, choice) in others.take(2).enumerate() {
         let prediction = &choice.prediction;
-        names.push(match prediction.converges {
+        let name = match prediction.converges {
             false => format!("{} does not converge", choice.candidate.name()),
             true => match advice.goal {
                 Goal::Fastest => format!(
@@ -213,19 +221,21 @@ fn next(advice: &Advice, best: &Choice) -> String {
                     seconds(prediction.total_s)
                 ),
             },
+        };
+        let alike = i == 0
+            && prediction.converges
+            && rank(advice.goal, prediction) < rank(advice.goal, &best.prediction) * 1.05;
+        names.push(match alike {
+            true => format!("{name} (as good as {})", best.candidate.name()),
+            false => name,
         });
     }
-    let alike = advice.candidates.get(1).is_some_and(|next| {
-        next.eligible
-            && rank(advice.goal, &next.prediction) < rank(advice.goal, &best.prediction) * 1.05
-    });
-    let closeness = if alike { " (as good as the same)" } else { "" };
     match names.is_empty() {
         true => format!(
             "next: nothing but {} is there to choose",
             best.candidate.name()
         ),
-        false => format!("next: {}{closeness}", names.join(", ")),
+        false => format!("next: {}", names.join(", ")),
     }
 }
 
@@ -233,6 +243,7 @@ fn convergence(advice: &Advice, best: &Choice, rate_known: bool) -> String {
     let prediction = &best.prediction;
     let rate = advice.load.dirty_rate;
     let settles = progress::rounded(prediction.settles_pages_per_s);
+    let enough = progress::rounded(prediction.settles_pages_per_s * PROGRESS);
     let guest = match (rate_known, rate > 0.0) {
         (false, _) => "the dirty rate is not known and was taken for 0".to_owned(),
         (true, false) => "the guest dirties nothing".to_owned(),
@@ -240,12 +251,12 @@ fn convergence(advice: &Advice, best: &Choice, rate_known: bool) -> String {
     };
     match prediction.converges {
         true => format!(
-            "rounds: {guest}; {settles} pages/s are settled: {} rounds, and it converges at any rate below that",
+            "rounds: {guest}; {settles} pages/s are settled: {} rounds, and it converges at any rate below {enough}",
             prediction.rounds
         ),
         false => format!(
-            "rounds: {guest}, and only {settles} pages/s are settled: it does not converge; slow the guest down \
-             (auto-converge=on) or allow for more downtime than {:.1} s",
+            "rounds: {guest}, and {settles} pages/s are settled: it does not converge, as it would below {enough}; slow \
+             the guest down (auto-converge=on) or allow for more downtime than {:.1} s",
             prediction.downtime_s
         ),
     }
@@ -258,8 +269,9 @@ fn cpu(advice: &Advice, best: &Choice) -> String {
         .candidates
         .iter()
         .find(|choice| choice.candidate.method == "none");
-    let beside = none.map_or(String::new(), |none| {
-        format!("; without compression {:.2} s", none.prediction.cpu_s())
+    let beside = none.map_or(String::new(), |none| match none.prediction.converges {
+        true => format!("; without compression {:.2} s", none.prediction.cpu_s()),
+        false => "; without compression it does not converge".to_owned(),
     });
     format!(
         "CPU: {:.2} s at the source ({:.1} cores), {:.2} s at the destination ({:.1} cores), by {}{beside}",
@@ -322,15 +334,22 @@ fn downtime_limit(choice: &Choice) -> u64 {
     progress::rounded((choice.settings.downtime_limit * 1e3).round())
 }
 
-/// The same for a QEMU, or for a Hotlift that is steered over QMP.
+/// The best that a QEMU accepts.
+fn best_of_qemu(advice: &Advice) -> Option<&Choice> {
+    let mut candidates = advice.candidates.iter();
+    candidates.find(|choice| choice.eligible && choice.candidate.qemu_knows())
+}
+
+/// The same for a QEMU 10.0, of what it accepts.
 pub fn qmp(advice: &Advice) -> Value {
-    let Some(best) = advice.candidates.first() else {
+    let Some(best) = best_of_qemu(advice) else {
         return Value::Null;
     };
     let mut parameters = json!({
         "multifd-compression": best.candidate.method,
         "multifd-channels": best.settings.channels,
-        "zero-page-detection": advice.zero_page_detection,
+        // QEMU has no DSA.
+        "zero-page-detection": "multifd",
         "downtime-limit": downtime_limit(best),
         // 0 is unlimited.
         "max-bandwidth": match advice.machine.bandwidth.is_finite() {
@@ -349,4 +368,127 @@ pub fn qmp(advice: &Advice) -> Value {
         { "execute": "migrate-set-capabilities", "arguments": { "capabilities": capabilities } },
         { "execute": "migrate-set-parameters", "arguments": parameters },
     ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::measure::{Candidate, Measured};
+    use super::super::model::{Codec, Load, Machine, Prediction, Settings};
+    use super::super::rules::Devices;
+    use super::super::sample::Sample;
+    use super::*;
+
+    fn choice(method: &'static str, level: Option<u8>, total_s: f64, converges: bool) -> Choice {
+        Choice {
+            candidate: Candidate {
+                method,
+                level,
+                runs_on: String::new(),
+                on_device: false,
+                measured_bytes: 0,
+                costs: Codec {
+                    encode: Default::default(),
+                    decode: Default::default(),
+                    ratio: 1.0,
+                },
+            },
+            settings: Settings {
+                channels: 2,
+                downtime_limit: 0.3,
+            },
+            prediction: Prediction {
+                total_s,
+                downtime_s: 0.1,
+                rounds: 3,
+                wire_bytes: 0.0,
+                source_cpu_s: 1.0,
+                destination_cpu_s: 1.0,
+                converges,
+                settles_pages_per_s: 1000.0,
+                limit: Limit::Wire,
+            },
+            eligible: true,
+        }
+    }
+
+    fn advice(candidates: Vec<Choice>) -> Advice {
+        Advice {
+            goal: Goal::Fastest,
+            sample: Sample::default(),
+            load: Load {
+                pages: 0.0,
+                untouched_share: 0.0,
+                zero_share: 0.0,
+                dirty_rate: 500.0,
+                working_set: 0.0,
+            },
+            measured: Measured {
+                cores: 2,
+                cores_free: 2.0,
+                zero_scan: 0.1,
+                first_touch: 0.1,
+                send: 0.1,
+                receive: 0.1,
+                candidates: Vec::new(),
+            },
+            machine: Machine {
+                cores: 2.0,
+                same_host: false,
+                zero_scan: 0.1,
+                send: 0.1,
+                receive: 0.1,
+                first_touch: 0.1,
+                bandwidth: 1e9,
+            },
+            devices: Devices::default(),
+            rules: Vec::new(),
+            zero_page_detection: "dsa-accel",
+            candidates,
+            reasons: Vec::new(),
+            command: String::new(),
+            beyond: BEYOND,
+            qmp: Value::Null,
+        }
+    }
+
+    #[test]
+    fn qemu_is_told_nothing_that_it_refuses() {
+        let advice = advice(vec![
+            choice("lz4", None, 10.0, true),
+            choice("zstd", Some(3), 12.0, false),
+        ]);
+        let qmp = qmp(&advice);
+        let parameters = &qmp[1]["arguments"];
+        assert_eq!(parameters["multifd-compression"], "zstd");
+        assert_eq!(parameters["multifd-zstd-level"], 3);
+        assert_eq!(parameters["zero-page-detection"], "multifd");
+        // Slowed down for the method that is set, not for the one that is recommended.
+        assert!(qmp[0].to_string().contains("auto-converge"), "{qmp}");
+        let only_lz4 = super::qmp(&self::advice(vec![choice("lz4", None, 10.0, true)]));
+        assert!(only_lz4.is_null(), "{only_lz4}");
+    }
+
+    #[test]
+    fn reasons_claim_no_more_than_was_predicted() {
+        let advice = advice(vec![
+            choice("zstd", Some(1), 22.0, true),
+            choice("zlib", Some(1), 22.7, true),
+            choice("zstd", Some(3), 56.1, true),
+            choice("none", None, 99.0, false),
+        ]);
+        let reasons = reasons(&advice, true);
+        assert_eq!(
+            reasons[2],
+            "next: zlib 1 takes 22.7 s (as good as zstd 1), zstd 3 takes 56.1 s"
+        );
+        assert!(
+            reasons[3].contains("1000 pages/s are settled"),
+            "{reasons:?}"
+        );
+        assert!(reasons[3].ends_with("at any rate below 900"), "{reasons:?}");
+        assert!(
+            reasons[4].ends_with("without compression it does not converge"),
+            "{reasons:?}"
+        );
+    }
 }

@@ -99,6 +99,11 @@ fn axis(text: &str) -> Result<Axis, String> {
         .ok_or_else(|| "expected NAME=VALUES".to_owned())?;
     let info = option(name).map_err(|error| error.to_string())?;
     let values: Vec<String> = values.split(',').map(str::to_owned).collect();
+    if info.name == "pause-before-switchover" && values.iter().any(|value| value == "on") {
+        return Err(
+            "needs a monitor that lets the migration go on, which a benchmark has not".to_owned(),
+        );
+    }
     for value in &values {
         let mut options = hotlift::Options::default();
         options

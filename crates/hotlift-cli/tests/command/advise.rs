@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command};
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -253,6 +253,33 @@ fn a_process_of_somebody_else_is_refused_with_what_would_help() {
 }
 
 #[test]
+fn a_reader_who_has_gone_is_an_error_in_a_line() {
+    let folder = TempDir::new().expect("a folder");
+    let zeros = file(&folder, "zeros", &vec![0; 1 << 20]);
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let output = Command::new(env!("CARGO_BIN_EXE_hotlift"))
+        .args(["advise", "--no-accelerators", "--file", text(&zeros)])
+        .stdout(writer)
+        .output()
+        .expect("hotlift starts");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("cannot write the result"), "{said}");
+    assert!(!said.contains("panicked"), "{said}");
+}
+
+/// A QEMU, ended when it goes out of scope.
+struct Qemu(Child);
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
 fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
     let folder = TempDir::new().expect("a folder");
     let path = folder.path().join("vm.qmp");
@@ -271,7 +298,7 @@ fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
         .arg("-qmp")
         .arg(format!("unix:{},server=on,wait=off", path.display()))
         .spawn();
-    let Ok(mut qemu) = qemu else {
+    let Ok(qemu) = qemu.map(Qemu) else {
         eprintln!("skipped: no qemu-system-x86_64 (package qemu-system-x86)");
         return;
     };
@@ -282,7 +309,7 @@ fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
     }
     let advice = advise(&["--qmp", text(&path), "--bandwidth=1gbit"]);
     let name = advice["sample"]["memory"].as_str().expect("a name");
-    assert!(name.contains(&qemu.id().to_string()), "{name}");
+    assert!(name.contains(&qemu.0.id().to_string()), "{name}");
     assert!(
         advice["reasons"][3]
             .as_str()
@@ -291,6 +318,4 @@ fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
     );
     let command = advice["command"].as_str().expect("a command");
     assert!(command.contains(text(&path)), "{command}");
-    let _ = qemu.kill();
-    let _ = qemu.wait();
 }

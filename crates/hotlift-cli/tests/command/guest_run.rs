@@ -177,3 +177,24 @@ fn a_source_without_a_destination_says_what_to_start() {
     assert!(errors[0].contains("failed to connect"), "{errors:?}");
     assert!(errors[1].contains("--incoming"), "{errors:?}");
 }
+
+#[test]
+fn a_pause_that_nobody_could_end_is_refused() {
+    for args in [
+        &[
+            "guest",
+            "run",
+            "--migrate-to=unix:/nonexistent",
+            "--pause-before-switchover=on",
+        ][..],
+        &["demo", "--pause-before-switchover=on"],
+        &["bench", "--with=pause-before-switchover=off,on"],
+    ] {
+        let (status, said) = Hotlift::start(args).wait();
+        assert_eq!(status.code(), Some(2), "{args:?}: {said:?}");
+        assert!(
+            errors(&said)[0].contains("needs a monitor"),
+            "{args:?}: {said:?}"
+        );
+    }
+}

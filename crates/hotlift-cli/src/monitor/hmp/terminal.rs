@@ -43,8 +43,9 @@ impl Drop for TerminalSettings {
     }
 }
 
-/// Serves standard input and output until the end of the input, or `quit`. A terminal has history and
-/// completion, and Ctrl-C there cancels a migration that is waited for.
+/// Serves standard input and output until `quit`, or the end of a pipe. A terminal has history and completion, and
+/// Ctrl-C there cancels a migration that is waited for; it ends when it is closed, not by Ctrl-D: the guest would
+/// run on without a monitor.
 ///
 /// # Errors
 /// Those of the terminal.
@@ -62,11 +63,11 @@ pub fn serve_terminal(commands: &dyn Commands) -> io::Result<()> {
     loop {
         let line = match editor.readline(TERMINAL_PROMPT) {
             Ok(line) => line,
-            Err(ReadlineError::Interrupted) => {
+            Err(ReadlineError::Eof) if is_closed()? => return Ok(()),
+            Err(ReadlineError::Interrupted | ReadlineError::Eof) => {
                 println!("(quit ends)");
                 continue;
             }
-            Err(ReadlineError::Eof) => return Ok(()),
             Err(error) => return Err(other(error)),
         };
         editor.add_history_entry(&line).map_err(other)?;
@@ -76,6 +77,18 @@ pub fn serve_terminal(commands: &dyn Commands) -> io::Result<()> {
             Answer::Started => print!("{}", wait_with_ctrl_c(commands)?),
         }
         io::stdout().flush()?;
+    }
+}
+
+/// True if nobody is at the terminal any more, which reads like Ctrl-D, and goes on to.
+fn is_closed() -> io::Result<bool> {
+    let mut input = [PollFd::from_borrowed_fd(stdin(), PollFlags::IN)];
+    match poll(&mut input, Some(&Timespec::default())) {
+        Ok(_) => Ok(input[0]
+            .revents()
+            .intersects(PollFlags::HUP | PollFlags::ERR)),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }
 
