@@ -135,6 +135,11 @@ pub enum CommandError {
     Monitor(#[from] Refusal),
     #[error("--incoming=defer needs --qmp or --monitor: somebody has to say 'migrate-incoming'")]
     Deferred,
+    #[error("the rows of suite {suite} set {option} themselves: leave out --with {option}")]
+    SuiteSets {
+        suite: &'static str,
+        option: &'static str,
+    },
     #[error("no link as asked for: {problem}")]
     Link { problem: String },
     #[error("interrupted")]

@@ -170,6 +170,20 @@ pub fn devices() -> Result<Devices, CommandError> {
     })
 }
 
+/// Whether a device of this host would serve this method.
+///
+/// # Errors
+/// If the host cannot be looked at.
+pub fn serves(method: &str) -> Result<bool, CommandError> {
+    let host = Host::new(Path::new("/"))?;
+    Ok(match method {
+        "qpl" => iaa::look(&host)?.usable,
+        "qatzip" => qat::look(&host).usable,
+        "uadk" => uadk::look(&host).usable,
+        _ => false,
+    })
+}
+
 /// Lists the accelerators.
 pub fn run(args: &AccelArgs) -> Result<(), CommandError> {
     let host = Host::new(&args.root)?;

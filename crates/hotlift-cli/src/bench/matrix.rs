@@ -70,7 +70,8 @@ pub struct MatrixArgs {
         long = "fill",
         value_name = "DIRS",
         value_delimiter = ',',
-        default_value = "generated"
+        default_value = "generated",
+        value_parser = fill
     )]
     fills: Vec<PathBuf>,
     /// Shares of pages that stay zero, 0 to 1
@@ -78,7 +79,8 @@ pub struct MatrixArgs {
         long = "zero-share",
         value_name = "SHARES",
         value_delimiter = ',',
-        default_value = "0.25"
+        default_value = "0.25",
+        value_parser = share
     )]
     zero_shares: Vec<f64>,
     /// An option of a migration with its values, as in --with mem-prealloc=off,on; repeatable
@@ -89,8 +91,23 @@ pub struct MatrixArgs {
 /// An option and the values that it takes.
 #[derive(Debug, Clone)]
 struct Axis {
-    name: String,
+    name: &'static str,
     values: Vec<String>,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let share = text
+        .parse()
+        .ok()
+        .filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| "expected a number from 0 to 1".to_owned())
+}
+
+fn fill(text: &str) -> Result<PathBuf, String> {
+    match Path::new(text).is_file() {
+        true => Err("expected a folder: give the one that the file is in".to_owned()),
+        false => Ok(text.into()),
+    }
 }
 
 fn axis(text: &str) -> Result<Axis, String> {
@@ -111,7 +128,7 @@ fn axis(text: &str) -> Result<Axis, String> {
             .map_err(|error| error.to_string())?;
     }
     Ok(Axis {
-        name: info.name.to_owned(),
+        name: info.name,
         values,
     })
 }
@@ -152,9 +169,9 @@ impl MatrixArgs {
         let mut migration = migration.clone();
         for axis in &self.with {
             if let Some(value) = axis.values.first()
-                && !but.contains(&axis.name.as_str())
+                && !but.contains(&axis.name)
             {
-                migration = migration.with(&axis.name, value);
+                migration = migration.with(axis.name, value);
             }
         }
         migration.options()?;
@@ -165,6 +182,11 @@ impl MatrixArgs {
     pub fn given(&self, name: &str) -> Option<&str> {
         let axis = self.with.iter().find(|axis| axis.name == name)?;
         axis.values.first().map(String::as_str)
+    }
+
+    /// The options of `--with`.
+    pub fn with_names(&self) -> impl Iterator<Item = &'static str> {
+        self.with.iter().map(|axis| axis.name)
     }
 
     /// The first of the fills, as a suite takes it.
@@ -208,11 +230,7 @@ impl MatrixArgs {
             ("zero-page-detection", &self.zero_pages),
             ("max-bandwidth", &self.bandwidths),
         ];
-        axes.extend(
-            self.with
-                .iter()
-                .map(|axis| (axis.name.as_str(), &axis.values)),
-        );
+        axes.extend(self.with.iter().map(|axis| (axis.name, &axis.values)));
         for (name, values) in axes {
             let apart = migrations
                 .iter()
@@ -259,7 +277,10 @@ pub fn add_new(cells: &mut Vec<Cell>, cell: Cell) -> Result<(), OptionError> {
 }
 
 /// `cells` and the same for QEMU, where a QEMU has what they ask for: what is Hotlift's own is left out.
-pub fn beside_qemu(cells: Vec<Cell>) -> Vec<Cell> {
+///
+/// # Errors
+/// If options do not go together.
+pub fn beside_qemu(cells: Vec<Cell>) -> Result<Vec<Cell>, OptionError> {
     let mut both = Vec::new();
     for cell in cells {
         let of_qemu = Cell {
@@ -270,9 +291,11 @@ pub fn beside_qemu(cells: Vec<Cell>) -> Vec<Cell> {
             },
             ..cell.clone()
         };
-        both.extend([cell, of_qemu]);
+        add_new(&mut both, cell)?;
+        // Of two kinds of our guest QEMU has the same one.
+        add_new(&mut both, of_qemu)?;
     }
-    both
+    Ok(both)
 }
 
 #[cfg(test)]
@@ -310,6 +333,14 @@ mod tests {
         assert_eq!(all.len(), (2 + 4 + 2) * 4);
         let workloads = cells(&["--guest=threads", "--method=none", "--workload=idle,random"]);
         assert_eq!(workloads.len(), 2);
+    }
+
+    #[test]
+    fn qemu_has_each_of_its_cells_once_whatever_our_guests_are() {
+        let ours = cells(&["--guest=threads,kvm", "--method=none,zstd"]);
+        let both = beside_qemu(ours).unwrap();
+        let of_qemu = both.iter().filter(|cell| cell.engine == Engine::Qemu);
+        assert_eq!((both.len(), of_qemu.count()), (6, 2));
     }
 
     #[test]

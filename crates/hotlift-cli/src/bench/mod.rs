@@ -30,12 +30,14 @@ mod suite;
 mod table;
 mod threads;
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
 use hotlift::Address;
 use hotlift::options::parse_size;
+use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
 
 use crate::args::{GuestArgs, GuestChoice, RamBackend};
 use crate::error::CommandError;
@@ -51,6 +53,9 @@ use record::{Outcome, Record};
 use runner::Bench;
 use suite::Suite;
 
+/// Where runs are kept, if nothing is said.
+const OUT: &str = "hotlift-bench";
+
 /// RAM of the matrix's guests, if none is given.
 const RAM: u64 = 1 << 30;
 
@@ -58,14 +63,17 @@ const RAM: u64 = 1 << 30;
 #[derive(Debug, Args)]
 pub struct BenchArgs {
     /// Reproduce a published table instead of the matrix
-    #[arg(long, value_name = "NAME", value_parser = suite::find)]
+    #[arg(long, value_name = "NAME", value_parser = suite::find, conflicts_with_all = ["methods",
+          "levels", "channels", "zero_pages", "bandwidths", "workloads", "zero_shares", "zero_touched"])]
     suite: Option<&'static Suite>,
     /// Run each cell so often
-    #[arg(long, value_name = "N", default_value_t = 3)]
+    #[arg(long, value_name = "N", default_value_t = 3,
+          value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// Keep runs.jsonl in this folder; runs of before stay
-    #[arg(long, value_name = "DIR", default_value = "hotlift-bench")]
-    out: PathBuf,
+    /// Keep runs.jsonl and report.html in this folder; runs of before stay [default: hotlift-bench; with
+    /// --kept the folder of its first file]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
     /// Say which cells there are and what memory they need, and run none
     #[arg(long)]
     dry_run: bool,
@@ -86,14 +94,16 @@ pub struct BenchArgs {
     #[arg(long, value_name = "RATE[,DELAY]", conflicts_with = "to")]
     link: Option<Link>,
     /// End a run that takes longer
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600,
+          value_parser = clap::value_parser!(u64).range(1..))]
     time_limit: u64,
     /// Bytes of RAM, with suffix K, M or G [default: 1G, of a suite the published size; less where
     /// it does not fit]
-    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Guest")]
+    #[arg(long, value_name = "SIZE", value_parser = ram, help_heading = "Guest")]
     ram: Option<u64>,
     /// Number of vCPUs, 1 to 8
-    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Guest")]
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Guest",
+          value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
     vcpus: u8,
     /// Pages that the guest writes in a second
     #[arg(
@@ -120,6 +130,19 @@ fn size(text: &str) -> Result<u64, String> {
     parse_size(text).ok_or_else(|| "expected a number of bytes with suffix K, M or G".to_owned())
 }
 
+fn ram(text: &str) -> Result<u64, String> {
+    let ram = size(text)?;
+    match (MIN_RAM..=MAX_RAM).contains(&ram) {
+        true => Ok(ram),
+        false => Err(format!("expected {} to {}", bytes(MIN_RAM), bytes(MAX_RAM))),
+    }
+}
+
+/// Says `text` on standard output, which may be a pipe that nobody reads any more.
+fn say(text: impl std::fmt::Display) -> Result<(), CommandError> {
+    writeln!(std::io::stdout(), "{text}").map_err(CommandError::Output)
+}
+
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
@@ -127,12 +150,12 @@ pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
         return far::serve(at, &interrupt);
     }
     if !args.kept.is_empty() {
-        return show_kept(&args.kept, &args.out);
+        return show_kept(&args.kept, args.out.as_deref());
     }
     let far = args.to.as_ref().map(Far::new).transpose()?;
     let qemu = args.with_qemu.as_deref().map(qemu::Program::find);
     let qemu = qemu.transpose()?;
-    let base = base(args, far.is_none());
+    let base = base(args, far.is_none())?;
     let mut cells = match args.suite {
         Some(suite) => suite.cells(&base, &args.matrix)?,
         None => args.matrix.cells(&base)?,
@@ -141,11 +164,12 @@ pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
         cell.link = args.link.as_ref().map(Link::text);
     }
     if qemu.is_some() {
-        cells = matrix::beside_qemu(cells);
+        cells = matrix::beside_qemu(cells)?;
     }
     if args.dry_run {
         return dry_run(args, &cells, far.is_none());
     }
+    let out = args.out.as_deref().unwrap_or(Path::new(OUT));
     let joined = args.link.as_ref().map(Link::set_up).transpose()?;
     let mut bench = Bench {
         suite: args.suite.map_or("matrix", |suite| suite.name).to_owned(),
@@ -157,31 +181,40 @@ pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
             .map_or_else(Place::default, |joined| joined.place()),
         far,
         qemu,
-        journal: Journal::open(&args.out)?,
+        journal: Journal::open(out)?,
         interrupt: &interrupt,
     };
     let records = bench.run(&cells)?;
-    print(&records);
-    println!("raw runs: {}", bench.journal.path().display());
-    bench.journal.finish()?;
-    if !records.is_empty() {
-        write_report(&args.out, &records)?;
+    // Both files before a word: who reads this may have gone.
+    let kept = bench.journal.finish();
+    let report = match records.is_empty() {
+        true => None,
+        false => Some(write_report(out, &records)),
+    };
+    print(&records)?;
+    say(format!("raw runs: {}", bench.journal.path().display()))?;
+    kept?;
+    if let Some(report) = report.transpose()? {
+        say(report)?;
     }
     outcome(&records, &interrupt)
 }
 
 /// The guest that every cell changes something of.
-fn base(args: &BenchArgs, destination_is_here: bool) -> GuestArgs {
+fn base(args: &BenchArgs, destination_is_here: bool) -> Result<GuestArgs, CommandError> {
     let ends = if destination_is_here { 2 } else { 1 };
-    let ram = args.ram.unwrap_or_else(|| {
-        let wanted = args.suite.map_or(RAM, |suite| suite.ram());
-        let (ram, words) = machine::fitting(wanted, ends);
-        if let Some(words) = words {
-            println!("{words}");
+    let ram = match args.ram {
+        Some(ram) => ram,
+        None => {
+            let wanted = args.suite.map_or(RAM, |suite| suite.ram());
+            let (ram, words) = machine::fitting(wanted, ends);
+            if let Some(words) = words {
+                say(words)?;
+            }
+            ram
         }
-        ram
-    });
-    GuestArgs {
+    };
+    Ok(GuestArgs {
         guest: GuestChoice::Auto,
         vcpus: args.vcpus,
         ram,
@@ -193,48 +226,51 @@ fn base(args: &BenchArgs, destination_is_here: bool) -> GuestArgs {
         zero_share: 0.25,
         zero_touched: args.zero_touched,
         seed: args.seed,
-    }
+    })
 }
 
 fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), CommandError> {
     let rows = cells.iter().map(Cell::row).collect::<Result<Vec<_>, _>>()?;
     let labels = table::Labels::of(&rows);
     for (cell, row) in cells.iter().zip(&rows) {
-        println!("{}: {}", labels.text(row), bytes(cell.memory(here)));
+        say(format!(
+            "{}: {}",
+            labels.text(row),
+            bytes(cell.memory(here))
+        ))?;
     }
     let most = cells.iter().map(|cell| cell.memory(here)).max();
-    println!(
+    say(format!(
         "{} cells, {} runs; each needs up to {} of memory, and {} are free",
         cells.len(),
         cells.len() * args.repeats as usize,
         bytes(most.unwrap_or(0)),
         bytes(machine::available())
-    );
-    Ok(())
+    ))
 }
 
 /// The table of `records`, which are of one suite or the matrix.
-fn print(records: &[Record]) {
+fn print(records: &[Record]) -> Result<(), CommandError> {
     let Some(first) = records.first() else {
-        return;
+        return Ok(());
     };
     let machine = &first.machine;
-    println!(
+    say(format!(
         "{}, {} cores, {} of memory, Linux {}, load {:.1}",
         machine.cpu,
         machine.cores,
         bytes(machine.memory_bytes),
         machine.kernel,
         machine.load
-    );
+    ))?;
     match suite::find(&first.suite) {
-        Ok(suite) => println!("{}", suite.table(records)),
-        Err(_) => println!("{}", table::matrix(records)),
+        Ok(suite) => say(suite.table(records)),
+        Err(_) => say(table::matrix(records)),
     }
 }
 
-/// Writes `report.html` into `folder`.
-fn write_report(folder: &Path, records: &[Record]) -> Result<(), CommandError> {
+/// Writes `report.html` into `folder`, and gives the line that says so.
+fn write_report(folder: &Path, records: &[Record]) -> Result<String, CommandError> {
     let path = folder.join("report.html");
     std::fs::create_dir_all(folder)
         .and_then(|()| std::fs::write(&path, report::html(records)))
@@ -242,20 +278,22 @@ fn write_report(folder: &Path, records: &[Record]) -> Result<(), CommandError> {
             path: path.clone(),
             source,
         })?;
-    println!("report: {}", path.display());
-    Ok(())
+    Ok(format!("report: {}", path.display()))
 }
 
 /// The tables of runs that were kept, one for each suite among them, and their report.
-fn show_kept(files: &[PathBuf], out: &Path) -> Result<(), CommandError> {
+fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), CommandError> {
     let mut records = Vec::new();
     for path in files {
         records.extend(record::read(path)?);
     }
+    let beside = files.first().and_then(|file| file.parent());
+    let folder = out.or(beside).unwrap_or(Path::new("."));
+    let report = write_report(folder, &records)?;
     for records in suite::split(&records) {
-        print(&records);
+        print(&records)?;
     }
-    write_report(out, &records)
+    say(report)
 }
 
 /// How the command ends: a failed cell does not stop the others, and is not forgotten either.

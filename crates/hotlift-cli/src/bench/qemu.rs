@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use hotlift::Options;
 use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport, ThreadCpu};
+use hotlift::options::{Kind, option};
 use hotlift_qmp::QmpError;
 use hotlift_vmm::layout::Layout;
 use hotlift_vmm::workload::Workload;
@@ -123,6 +124,12 @@ impl Program {
     ) -> Result<Completed, Stop> {
         let options = cell.migration.options().map_err(CommandError::from)?;
         refuse_what_is_ours(cell)?;
+        let is_off = |(name, value): &(String, String)| name == "accelerator" && value == "off";
+        if cell.migration.given().iter().any(is_off)
+            && crate::accel::serves(options.multifd_compression.name)?
+        {
+            return Err(Stop::Lacks("cannot be told to leave its device".to_owned()));
+        }
         let guest = cell.guest.settings();
         // The guest program of QEMU starts one vCPU.
         let layout = Layout::new(guest.ram_bytes, 1, guest.working_set)
@@ -142,7 +149,7 @@ impl Program {
         let mut destination = Machine::start(&start(true, &place.destination_prefix))?;
         source.fill(&image, &layout, cell.guest.zero_touched)?;
         for machine in [&mut source, &mut destination] {
-            set(machine, &options)?;
+            set(machine, cell, &options)?;
         }
         let host = place.address.as_deref().unwrap_or("127.0.0.1");
         destination
@@ -212,11 +219,24 @@ impl Program {
 
 /// What no QEMU can be asked for.
 fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
+    let (vcpus, workload) = (cell.guest.vcpus, cell.guest.workload);
+    if vcpus > 1 && workload != Workload::Idle {
+        return Err(Stop::Lacks(format!(
+            "its guest that writes has one vCPU, not {vcpus}"
+        )));
+    }
+    let options = cell.migration.options().map_err(CommandError::from)?;
+    let method = options.method_name().to_owned();
     for (name, value) in cell.migration.given() {
         let ours = match name.as_str() {
             "accel-path" | "multifd-normal-page-ratio" | "multifd-packet-size" => true,
             "zero-page-detection" => !["none", "legacy", "multifd"].contains(&value.as_str()),
-            "accelerator" => value == "required",
+            // These use their device wherever there is one.
+            "accelerator" => {
+                value == "required" && !["qpl", "qatzip", "uadk"].contains(&method.as_str())
+            }
+            // Nobody would say migrate-continue.
+            "pause-before-switchover" => value == "on",
             _ => false,
         };
         if ours {
@@ -227,19 +247,39 @@ fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
 }
 
 /// Sets capabilities and parameters of one side.
-fn set(machine: &mut Machine, options: &Options) -> Result<(), Stop> {
-    let capabilities = [
+fn set(machine: &mut Machine, cell: &Cell, options: &Options) -> Result<(), Stop> {
+    machine
+        .qmp
+        .set_capabilities(&capabilities(cell, options)?)
+        .map_err(|error| lacks(&error))?;
+    let known = machine.qmp.query_parameters()?;
+    let wanted = parameters(cell, options, known.contains_key("zero-page-detection"))?;
+    machine
+        .qmp
+        .set_parameters(&wanted)
+        .map_err(|error| lacks(&error))
+}
+
+/// What is on or off: the ways of a migration, and all that was asked for beside.
+fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, bool)>, Stop> {
+    let mut wanted = vec![
         ("multifd", options.multifd()),
         ("compress", options.compress),
         ("xbzrle", options.xbzrle),
         ("auto-converge", options.auto_converge),
         ("events", true),
     ];
-    machine
-        .qmp
-        .set_capabilities(&capabilities)
-        .map_err(|error| lacks(&error))?;
-    let known = machine.qmp.query_parameters()?;
+    for (name, _) in cell.migration.given() {
+        let info = option(name).map_err(CommandError::from)?;
+        if info.kind == Kind::Capability && !wanted.iter().any(|(known, _)| *known == info.name) {
+            wanted.push((info.name, info.read_json(options) == json!(true)));
+        }
+    }
+    Ok(wanted)
+}
+
+/// Parameters: a bandwidth above QEMU's default, the method, and all that was asked for beside.
+fn parameters(cell: &Cell, options: &Options, detects_zero_pages: bool) -> Result<Value, Stop> {
     let bandwidth = match options.max_bandwidth {
         0 => UNLIMITED,
         limit => limit,
@@ -255,10 +295,13 @@ fn set(machine: &mut Machine, options: &Options) -> Result<(), Stop> {
         if let Some(level) = options.level() {
             wanted[format!("multifd-{method}-level")] = level.into();
         }
+    }
+    let zero_pages = options.zero_page_detection_name();
+    if detects_zero_pages {
+        wanted["zero-page-detection"] = zero_pages.into();
+    } else if zero_pages == "none" {
         // QEMU before 9.0 looks for zero pages in the migration thread, and has no word for it.
-        if known.contains_key("zero-page-detection") {
-            wanted["zero-page-detection"] = options.zero_page_detection_name().into();
-        }
+        return Err(Stop::Lacks("has no zero-page-detection=none".to_owned()));
     }
     if options.compress {
         wanted["compress-level"] = options.compress_level.into();
@@ -266,10 +309,15 @@ fn set(machine: &mut Machine, options: &Options) -> Result<(), Stop> {
         wanted["decompress-threads"] = options.decompress_threads.into();
         wanted["compress-wait-thread"] = options.compress_wait_thread.into();
     }
-    machine
-        .qmp
-        .set_parameters(&wanted)
-        .map_err(|error| lacks(&error))
+    for (name, _) in cell.migration.given() {
+        let info = option(name).map_err(CommandError::from)?;
+        // Those of multifd stand above, or nothing uses them.
+        let is_done = info.name == "zero-page-detection" || info.name.starts_with("multifd-");
+        if info.kind == Kind::Parameter && !is_done && wanted.get(info.name).is_none() {
+            wanted[info.name] = info.read_json(options);
+        }
+    }
+    Ok(wanted)
 }
 
 /// A setting that is refused is one that this QEMU does not have: all are in range.
@@ -436,6 +484,85 @@ fn cpu_of(threads: &[ThreadCounts], process: Duration) -> Vec<ThreadCpu> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::GuestArgs;
+    use crate::migration_args::MigrationArgs;
+    use clap::Parser;
+
+    fn cell(flags: &[&str], options: &[(&str, &str)]) -> Cell {
+        #[derive(Parser)]
+        struct Line {
+            #[command(flatten)]
+            guest: GuestArgs,
+        }
+        let migration = options
+            .iter()
+            .fold(MigrationArgs::default(), |all, (name, value)| {
+                all.with(name, value)
+            });
+        Cell {
+            engine: crate::bench::record::Engine::Qemu,
+            kind: hotlift_vmm::GuestKind::Threads,
+            guest: Line::parse_from([&"t"].into_iter().chain(flags)).guest,
+            migration,
+            link: None,
+        }
+    }
+
+    #[test]
+    fn every_option_that_names_a_row_goes_to_the_qemu_or_it_lacks_it() {
+        for info in hotlift::options::OPTIONS {
+            let value = match info.name {
+                "zero-page-detection" => "none",
+                "accel-path" => "dsa:/dev/dsa/wq0.0",
+                "max-cpu-throttle" => "99",
+                "accelerator" => "required",
+                _ if info.default == "off" => "on",
+                name => info.default.trim_end_matches(name),
+            };
+            let cell = cell(&["--workload=idle"], &[(info.name, value)]);
+            let Ok(options) = cell.migration.options() else {
+                continue;
+            };
+            let refused = refuse_what_is_ours(&cell).is_err();
+            let capabilities = capabilities(&cell, &options).ok().unwrap();
+            let parameters = parameters(&cell, &options, true).ok().unwrap();
+            let given = capabilities.contains(&(info.name, true))
+                || parameters.get(info.name).is_some()
+                // Of a method that is not the row's.
+                || info.name.ends_with("-level")
+                // Of the command line.
+                || info.name == "mem-prealloc";
+            assert!(refused || given, "{}: {parameters}", info.name);
+        }
+        let bandwidth = cell(&[], &[("avail-switchover-bandwidth", "1000")]);
+        let options = bandwidth.migration.options().unwrap();
+        let parameters = parameters(&bandwidth, &options, true).ok().unwrap();
+        assert_eq!(parameters["avail-switchover-bandwidth"], 1000, "bytes/s");
+    }
+
+    #[test]
+    fn a_qemu_that_cannot_do_the_work_lacks_it() {
+        let none = cell(&[], &[("zero-page-detection", "none")]);
+        let options = none.migration.options().unwrap();
+        assert!(parameters(&none, &options, true).is_ok());
+        assert!(matches!(
+            parameters(&none, &options, false),
+            Err(Stop::Lacks(_))
+        ));
+        let refused = |flags: &[&str], options: &[(&str, &str)]| {
+            matches!(
+                refuse_what_is_ours(&cell(flags, options)),
+                Err(Stop::Lacks(_))
+            )
+        };
+        assert!(refused(&["--workload=random", "--vcpus=2"], &[]));
+        assert!(!refused(&["--workload=idle", "--vcpus=2"], &[]));
+        assert!(refused(
+            &[],
+            &[("accelerator", "required"), ("multifd-packet-size", "1M")]
+        ));
+        assert!(refused(&[], &[("pause-before-switchover", "on")]));
+    }
 
     #[test]
     fn qemus_figures_follow_our_definitions() {

@@ -72,7 +72,7 @@ impl Bench<'_> {
                 if let Outcome::Failed { error: why } | Outcome::Skipped { reason: why } = &outcome
                     && said.get(&index) != Some(why)
                 {
-                    eprintln!("hotlift: {label}: {why}");
+                    let _ = writeln!(std::io::stderr(), "hotlift: {label}: {why}");
                     said.insert(index, why.clone());
                 }
                 let record = Record {
@@ -196,7 +196,7 @@ impl Display {
 
     fn show(&self) {
         if self.terminal {
-            eprint!("\r\x1b[K{}", self.line());
+            let _ = write!(std::io::stderr(), "\r\x1b[K{}", self.line());
             let _ = std::io::stderr().flush();
         }
     }
@@ -217,13 +217,13 @@ impl Display {
         if self.terminal {
             self.clear();
         } else {
-            eprintln!("{}", self.line());
+            let _ = writeln!(std::io::stderr(), "{}", self.line());
         }
     }
 
     fn clear(&self) {
         if self.terminal {
-            eprint!("\r\x1b[K");
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
         }
     }
 

@@ -13,9 +13,13 @@ pub struct Labels {
 impl Labels {
     /// For rows that stand together.
     pub fn of(rows: &[Row]) -> Self {
-        let parts: Vec<Vec<String>> = rows.iter().map(parts).collect();
+        let parts: Vec<Vec<Option<String>>> = rows.iter().map(parts).collect();
         let differs = (0..parts.first().map_or(0, Vec::len))
-            .map(|part| parts.iter().any(|row| row[part] != parts[0][part]))
+            .map(|part| {
+                let mut said = parts.iter().filter_map(|row| row[part].as_ref());
+                said.next()
+                    .is_some_and(|first| said.any(|other| other != first))
+            })
             .collect();
         Self { differs }
     }
@@ -28,16 +32,14 @@ impl Labels {
         }
         let parts = parts(row).into_iter().zip(&self.differs);
         words.extend(
-            parts
-                .filter(|(part, differs)| **differs && !part.is_empty())
-                .map(|(part, _)| part),
+            parts.filter_map(|(part, differs)| part.filter(|part| *differs && !part.is_empty())),
         );
         words.join(" ")
     }
 }
 
-/// What may tell a row apart, beside engine, method and level.
-fn parts(row: &Row) -> Vec<String> {
+/// What may tell a row apart, beside engine, method and level; `None` where it means nothing.
+fn parts(row: &Row) -> Vec<Option<String>> {
     let guest = &row.guest;
     let options: Vec<_> = row
         .options
@@ -48,18 +50,33 @@ fn parts(row: &Row) -> Vec<String> {
         0 => "unlimited".to_owned(),
         limit => format!("{}/s", bytes(limit)),
     };
+    let link = row.link.as_ref().map(|link| format!("link {link}"));
+    let touched = match guest.zero_touched {
+        true => "zero pages written once",
+        false => "",
+    };
+    let writes = guest.workload != "idle";
     vec![
         format!("{} ch", row.channels),
         format!("zero pages: {}", row.zero_page_detection),
         bandwidth,
+        link.unwrap_or_default(),
         guest.kind.clone(),
         format!("{} vCPU", guest.vcpus),
         bytes(guest.ram_bytes),
         guest.fill.clone(),
         format!("{:.0} % zero", guest.zero_share * 100.0),
+        touched.to_owned(),
         guest.workload.clone(),
         options.join(" "),
     ]
+    .into_iter()
+    .map(Some)
+    .chain([
+        writes.then(|| format!("{} pages/s", guest.rate)),
+        writes.then(|| format!("in {}", bytes(guest.working_set))),
+    ])
+    .collect()
 }
 
 /// A column: its name, what it shows, and whether a quotient of it means something.
@@ -216,6 +233,36 @@ mod tests {
         completed.source.total_ms = total_ms;
         record.outcome = Outcome::Completed(Box::new(completed));
         record
+    }
+
+    #[test]
+    fn a_label_says_all_that_differs_and_no_rate_of_an_idle_guest() {
+        let row = example().row;
+        let other = |change: fn(&mut Row)| {
+            let mut other = row.clone();
+            change(&mut other);
+            let rows = [row.clone(), other.clone()];
+            Labels::of(&rows).text(&other)
+        };
+        let link = other(|row| row.link = Some("1gbit".to_owned()));
+        assert!(link.contains("link 1gbit"), "{link}");
+        let touched = other(|row| row.guest.zero_touched = !row.guest.zero_touched);
+        assert!(touched.contains("written once") != row.guest.zero_touched);
+        let mut rows = [(); 3].map(|()| row.clone());
+        for (row, (workload, rate)) in
+            rows.iter_mut()
+                .zip([("random", 7), ("random", 8), ("idle", 0)])
+        {
+            row.guest.workload = workload.to_owned();
+            row.guest.rate = rate;
+        }
+        let texts = rows.each_ref().map(|row| Labels::of(&rows).text(row));
+        assert!(texts[1].contains("8 pages/s") && !texts[2].contains("pages/s"));
+        let texts = Labels::of(&rows[1..]).text(&rows[1]);
+        assert!(
+            !texts.contains("pages/s"),
+            "the only one that writes: {texts}"
+        );
     }
 
     #[test]

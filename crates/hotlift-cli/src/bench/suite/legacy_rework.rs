@@ -44,12 +44,27 @@ pub static SUITE: Suite = Suite {
     more: Some(waits),
 };
 
-/// Kinds of threads, by the begins of their names in Hotlift and in QEMU.
-const KINDS: &[(&str, &[&str])] = &[
-    ("compressing", &["compress"]),
-    ("migration thread", &["mig/src/main", "live_migration"]),
-    ("decompressing", &["decompress"]),
-    ("destination's main", &["mig/dst/main", "qemu-system"]),
+/// The threads of one side.
+type Side = fn(&Completed) -> &[ThreadCounts];
+
+const SOURCE: Side = |run| &run.source_threads;
+const DESTINATION: Side = |run| &run.destination_threads;
+
+/// Kinds of threads: their side, and the begins of their names in Hotlift and in QEMU, whose main thread
+/// has one name on both sides.
+const KINDS: &[(&str, Side, &[&str])] = &[
+    ("compressing", SOURCE, &["compress"]),
+    (
+        "migration thread",
+        SOURCE,
+        &["mig/src/main", "live_migration"],
+    ),
+    ("decompressing", DESTINATION, &["decompress"]),
+    (
+        "destination's main",
+        DESTINATION,
+        &["mig/dst/main", "qemu-system"],
+    ),
 ];
 
 const PAGES_PER_GIB: f64 = 262_144.0;
@@ -74,10 +89,10 @@ fn waits(records: &[Record]) -> String {
     names.extend(counts.iter().chain(&counts).copied());
     let mut table = new_table(&header);
     table.add_row(names);
-    for (kind, begins) in KINDS {
+    for (kind, side, begins) in KINDS {
         let mut row = vec![(*kind).to_owned()];
         for engine in [Engine::Hotlift, Engine::Qemu] {
-            let sums = sums(records, engine, begins);
+            let sums = sums(records, engine, *side, begins);
             row.extend(
                 COUNTS
                     .iter()
@@ -91,15 +106,18 @@ fn waits(records: &[Record]) -> String {
 }
 
 /// For each count its sum over the threads of a kind, a number a run.
-fn sums(records: &[Record], engine: Engine, begins: &[&str]) -> BTreeMap<&'static str, Vec<f64>> {
+fn sums(
+    records: &[Record],
+    engine: Engine,
+    side: Side,
+    begins: &[&str],
+) -> BTreeMap<&'static str, Vec<f64>> {
     let mut sums: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
     let runs = records.iter().filter(|run| run.row.engine == engine);
     for run in runs.filter_map(Record::completed) {
         let gib = gib(run);
-        let threads: Vec<_> = run
-            .source_threads
+        let threads: Vec<_> = side(run)
             .iter()
-            .chain(&run.destination_threads)
             .filter(|thread| begins.iter().any(|begin| thread.name.starts_with(begin)))
             .collect();
         if threads.is_empty() || gib <= 0.0 {
@@ -132,15 +150,28 @@ mod tests {
             ..ThreadCounts::default()
         };
         let mut completed = Completed {
-            source_threads: vec![thread("compress_0", 100), thread("compress_1", 50)],
-            destination_threads: vec![thread("decompress_0", 30)],
+            source_threads: vec![
+                thread("compress_0", 100),
+                thread("compress_1", 50),
+                thread("qemu-system-x86", 7),
+            ],
+            destination_threads: vec![thread("decompress_0", 30), thread("qemu-system-x86", 5)],
             ..Completed::default()
         };
         completed.source.normal_pages = 131_072;
         record.outcome = Outcome::Completed(Box::new(completed));
-        let of = |begins| sums(std::slice::from_ref(&record), Engine::Hotlift, begins);
-        assert_eq!(of(&["compress"])["waits"], [300.0]);
-        assert_eq!(of(&["decompress"])["waits"], [60.0]);
-        assert!(of(&["qemu-system"]).is_empty());
+        let of = |kind: &str| {
+            let (_, side, begins) = KINDS.iter().find(|(name, ..)| *name == kind).unwrap();
+            sums(
+                std::slice::from_ref(&record),
+                Engine::Hotlift,
+                *side,
+                begins,
+            )
+        };
+        assert_eq!(of("compressing")["waits"], [300.0]);
+        assert_eq!(of("decompressing")["waits"], [60.0]);
+        assert_eq!(of("destination's main")["waits"], [10.0]);
+        assert!(of("migration thread").is_empty());
     }
 }

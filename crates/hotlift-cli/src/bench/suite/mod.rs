@@ -9,6 +9,8 @@ mod legacy_rework;
 mod multithread;
 mod qat;
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use hotlift::options::{OptionError, option, parse_size};
 use hotlift_vmm::workload::Workload;
 
@@ -137,17 +139,59 @@ pub fn find(name: &str) -> Result<&'static Suite, String> {
     })
 }
 
-/// Records by their suite, each in the order in which it came first.
+/// Records that one table can show, each in the order in which it came first: of one suite, machine and
+/// work.
 pub fn split(records: &[Record]) -> Vec<Vec<Record>> {
-    let mut suites: Vec<Vec<Record>> = Vec::new();
+    let mut works: BTreeMap<(&str, &str), Work<'_>> = BTreeMap::new();
     for record in records {
-        let same = |of: &&mut Vec<Record>| of.iter().any(|one| one.suite == record.suite);
-        match suites.iter_mut().find(same) {
-            Some(records) => records.push(record.clone()),
-            None => suites.push(vec![record.clone()]),
+        let work = works.entry((&record.suite, &record.series)).or_default();
+        work.add(record);
+    }
+    let mut tables: Vec<(&Work<'_>, Vec<Record>)> = Vec::new();
+    for record in records {
+        let work = &works[&(&*record.suite, &*record.series)];
+        match tables.iter_mut().find(|(known, _)| *known == work) {
+            Some((_, records)) => records.push(record.clone()),
+            None => tables.push((work, vec![record.clone()])),
         }
     }
-    suites
+    tables.into_iter().map(|(_, records)| records).collect()
+}
+
+/// What one call of the bench did, beside what a published row says itself.
+#[derive(Default, PartialEq)]
+struct Work<'a> {
+    suite: &'a str,
+    machines: BTreeSet<(&'a str, Option<&'a str>)>,
+    guests: BTreeSet<(u64, u8, Option<&'a str>)>,
+    fills: BTreeSet<&'a str>,
+    kinds: BTreeSet<&'a str>,
+    writes: BTreeSet<(u64, u64)>,
+}
+
+impl<'a> Work<'a> {
+    fn add(&mut self, record: &'a Record) {
+        self.suite = &record.suite;
+        let machine = &record.machine;
+        self.machines
+            .insert((&machine.cpu, machine.destination.as_deref()));
+        if find(&record.suite).is_err() {
+            // A matrix shows in its labels what differs.
+            return;
+        }
+        let (row, guest) = (&record.row, &record.row.guest);
+        self.guests
+            .insert((guest.ram_bytes, guest.vcpus, row.link.as_deref()));
+        if guest.fill != "zero" {
+            self.fills.insert(&guest.fill);
+        }
+        if row.engine == Engine::Hotlift {
+            self.kinds.insert(&guest.kind);
+        }
+        if guest.workload != "idle" {
+            self.writes.insert((guest.rate, guest.working_set));
+        }
+    }
 }
 
 /// RAM that a suite's guest has for each core of this machine at most, unless `--ram` says more: the
@@ -166,6 +210,12 @@ impl Suite {
     /// # Errors
     /// If `--with` asks for what does not go together.
     pub fn cells(&self, base: &GuestArgs, matrix: &MatrixArgs) -> Result<Vec<Cell>, CommandError> {
+        if let Some(option) = matrix.with_names().find(|name| self.sets(name)) {
+            return Err(CommandError::SuiteSets {
+                suite: self.name,
+                option,
+            });
+        }
         let mut cells = Vec::new();
         let mut said: Vec<String> = Vec::new();
         for (block, row) in self.rows() {
@@ -201,6 +251,17 @@ impl Suite {
             add_new(&mut cells, cell)?;
         }
         Ok(cells)
+    }
+
+    /// Whether its rows set this option themselves. Whose devices they name is the host's.
+    fn sets(&self, name: &str) -> bool {
+        let is = |(set, value): &(&str, &str)| {
+            *value != DEVICES && option(set).is_ok_and(|info| info.name == name)
+        };
+        ["multifd-compression", "compress"].contains(&name)
+            || self
+                .rows()
+                .any(|(block, row)| block.options.iter().chain(row.1).any(is))
     }
 
     fn rows(&self) -> impl Iterator<Item = (&'static Block, &'static Published)> {
@@ -341,12 +402,14 @@ impl Suite {
         let is_run = |(block, row): (&Block, &Published)| {
             records.iter().any(|run| is_of(block, row, &run.row))
         };
-        if !records.is_empty() && !self.rows().all(is_run) {
-            lines.push(
-                "rows without a line of ours need an accelerator that this host does not have: see \
-                 'hotlift accel'"
+        let missing: Vec<_> = self.rows().filter(|row| !is_run(*row)).collect();
+        if !records.is_empty() && !missing.is_empty() {
+            lines.push(match missing.iter().all(needs_device) {
+                true => "rows without a line of ours need an accelerator that this host does not have: see \
+                         'hotlift accel'"
                     .to_owned(),
-            );
+                false => format!("{} rows were not run", missing.len()),
+            });
         }
         if records.iter().any(|run| is_simulated(&run.row)) {
             lines.push(
@@ -355,6 +418,12 @@ impl Suite {
         }
         lines
     }
+}
+
+/// Whether a row can be run only where there is an accelerator.
+fn needs_device((block, row): &(&Block, &Published)) -> bool {
+    let mut options = block.options.iter().chain(row.1);
+    options.any(|&(name, value)| (name, value) == ("accelerator", "required") || value == DEVICES)
 }
 
 /// A published figure as it was published, or "-".
@@ -469,6 +538,66 @@ mod tests {
             }
             assert_eq!(found, rows.len(), "{}", suite.name);
         }
+    }
+
+    #[test]
+    fn runs_of_different_work_have_tables_of_their_own() {
+        let cells = cells(&dsa::SUITE, &[]);
+        let run = |series: &str, change: fn(&mut Record)| -> Vec<Record> {
+            let of = |cell: &Cell| {
+                let mut record = super::super::record::tests::example();
+                record.suite = "dsa".to_owned();
+                record.series = series.to_owned();
+                record.row = cell.row().unwrap();
+                change(&mut record);
+                record
+            };
+            cells.iter().map(of).collect()
+        };
+        let first = run("1", |_| ());
+        for (tables, change) in [
+            (1, (|_| ()) as fn(&mut Record)),
+            (2, |run| run.row.guest.ram_bytes *= 2),
+            (2, |run| run.row.guest.fill = "/data".to_owned()),
+            (2, |run| run.row.guest.kind = "kvm".to_owned()),
+            (2, |run| run.row.guest.vcpus = 2),
+            (2, |run| run.row.link = Some("1gbit".to_owned())),
+            (2, |run| run.machine.cpu = "another".to_owned()),
+        ] {
+            let all = [first.clone(), run("2", change)].concat();
+            let split = split(&all);
+            assert_eq!(split.len(), tables);
+            assert_eq!(split.concat().len(), all.len());
+        }
+    }
+
+    #[test]
+    fn what_the_rows_of_a_suite_set_is_not_for_with() {
+        for (flag, refused) in [
+            ("--with=multifd-channels=4", true),
+            ("--with=zero-page-detection=none", true),
+            ("--with=multifd-compression=zstd", true),
+            ("--with=mem-prealloc=on", false),
+            ("--with=accel-path=dsa-model:", false),
+        ] {
+            let line = Line::parse_from(["t", "--guest=threads", flag]);
+            let base = Base::parse_from(["t", "--ram=64M"]).guest;
+            let cells = dsa::SUITE.cells(&base, &line.matrix);
+            assert_eq!(cells.is_err(), refused, "{flag}");
+        }
+    }
+
+    #[test]
+    fn rows_that_were_not_run_are_counted_unless_all_need_a_device() {
+        let run = |cell: &Cell| {
+            let mut record = super::super::record::tests::example();
+            record.row = cell.row().unwrap();
+            record
+        };
+        let runs: Vec<Record> = cells(&iaa::SUITE, &[]).iter().map(run).collect();
+        let said = |runs: &[Record]| iaa::SUITE.differences(runs).join("\n");
+        let one = said(&runs[..1]);
+        assert!(one.contains("rows were not run") && !one.contains("need an accelerator"));
     }
 
     #[test]
