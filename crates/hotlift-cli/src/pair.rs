@@ -123,8 +123,14 @@ impl Pair<'_> {
                 return Ok(moved);
             }
         };
-        let (mut source, source_events) =
-            self.spawn(&self.place.source_prefix, &format!("--migrate-to={uri}"))?;
+        let source = self.spawn(&self.place.source_prefix, &format!("--migrate-to={uri}"));
+        if source.is_err()
+            && let Some(process) = &mut process
+        {
+            // It would wait for its source, and its owner for it.
+            process.end();
+        }
+        let (mut source, source_events) = source?;
         let pid = process.as_ref().map(Process::id);
         tell(&Tale::Begun {
             source: source.id(),

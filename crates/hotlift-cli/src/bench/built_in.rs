@@ -39,7 +39,7 @@ pub fn run(
     };
     let destination = match far {
         None => pair.destination()?,
-        Some(far) => match far.destination(cell, limit) {
+        Some(far) => match far.destination(cell, limit, interrupt) {
             Ok(destination) => destination,
             Err(error) => {
                 return Ok(Outcome::Failed {

@@ -12,10 +12,11 @@
 use std::io::Write;
 use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift::{Address, Options};
 use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::cell::{Cell, memory};
@@ -70,15 +71,22 @@ impl Far {
     ///
     /// # Errors
     /// If it cannot be reached.
-    pub fn destination(&self, cell: &Cell, limit: Duration) -> Result<Destination, CommandError> {
-        let stream = self.ask(cell, limit).map_err(CommandError::NoFar)?;
+    pub fn destination(
+        &self,
+        cell: &Cell,
+        limit: Duration,
+        interrupt: &Interrupt,
+    ) -> Result<Destination, CommandError> {
+        let mut conversation = self.ask(cell).map_err(CommandError::NoFar)?;
+        let interrupt = interrupt.clone();
+        let next = move || hear(&mut conversation, limit, &interrupt).ok().flatten();
         Ok(Destination {
             process: None,
-            events: events::read(stream),
+            events: Box::new(std::iter::from_fn(next)),
         })
     }
 
-    fn ask(&self, cell: &Cell, limit: Duration) -> Result<TcpStream, ControlError> {
+    fn ask(&self, cell: &Cell) -> Result<Conversation, ControlError> {
         let mut last = None;
         for address in self.0.to_socket_addrs()? {
             match TcpStream::connect_timeout(&address, GREETING) {
@@ -90,14 +98,29 @@ impl Far {
                         vcpus: cell.guest.vcpus,
                         options: cell.migration.given().to_vec(),
                     };
-                    Conversation::new(stream.try_clone()?)?.say(&wanted)?;
-                    stream.set_read_timeout(Some(limit))?;
-                    return Ok(stream);
+                    let mut conversation = Conversation::new(stream)?;
+                    conversation.say(&wanted)?;
+                    return Ok(conversation);
                 }
                 Err(error) => last = Some(error),
             }
         }
         Err(last.map_or(ControlError::Closed, ControlError::Io))
+    }
+}
+
+/// The next message; `None` if none comes within `limit`, or before a signal.
+fn hear<T: DeserializeOwned>(
+    conversation: &mut Conversation,
+    limit: Duration,
+    interrupt: &Interrupt,
+) -> Result<Option<T>, ControlError> {
+    let end = Instant::now() + limit;
+    loop {
+        let heard = conversation.hear(TICK)?;
+        if heard.is_some() || interrupt.is_raised() || Instant::now() >= end {
+            return Ok(heard);
+        }
     }
 }
 
@@ -122,10 +145,10 @@ pub fn serve(at: &Address, interrupt: &Interrupt) -> Result<(), CommandError> {
     let listener = TcpListener::bind(&host).map_err(failed)?;
     listener.set_nonblocking(true).map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
-    println!(
+    super::say(format!(
         "waiting for 'hotlift bench --to tcp:HOST:{}'; Ctrl-C ends it",
         address.port()
-    );
+    ))?;
     while !interrupt.is_raised() {
         match listener.accept() {
             Ok((stream, peer)) => {
@@ -134,7 +157,10 @@ pub fn serve(at: &Address, interrupt: &Interrupt) -> Result<(), CommandError> {
                     .map_err(ControlError::from)
                     .and_then(|()| serve_one(stream, interrupt));
                 match served {
-                    Ok(what) => println!("{peer}: {what}"),
+                    // Who read this may have gone; the next run is served all the same.
+                    Ok(what) => {
+                        let _ = super::say(format!("{peer}: {what}"));
+                    }
                     Err(error) => eprintln!("hotlift: {peer}: {error}"),
                 }
             }
@@ -152,7 +178,7 @@ fn serve_one(stream: TcpStream, interrupt: &Interrupt) -> Result<String, Control
     let mut out = stream.try_clone()?;
     let here = stream.local_addr()?.ip();
     let mut conversation = Conversation::new(stream)?;
-    let Some(wanted) = conversation.hear::<Wanted>(GREETING)? else {
+    let Some(wanted) = hear::<Wanted>(&mut conversation, GREETING, interrupt)? else {
         return Ok("said nothing".to_owned());
     };
     let host = if here.is_ipv6() && here.to_canonical().is_ipv6() {
@@ -277,6 +303,26 @@ mod tests {
                 .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
                 .collect(),
         }
+    }
+
+    #[test]
+    fn a_silent_host_is_left_at_a_signal_and_an_endless_line_is_not_read_on() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut ours = Conversation::new(listener.accept().unwrap().0).unwrap();
+        let interrupt = Interrupt::catch().unwrap();
+        interrupt.raise();
+        let day = Duration::from_secs(86_400);
+        assert!(hear::<Event>(&mut ours, day, &interrupt).unwrap().is_none());
+        let writer = std::thread::spawn(move || {
+            // Ends when the other side has had enough, and closes.
+            while theirs.write_all(&[b'x'; 4096]).is_ok() {}
+        });
+        let interrupt = Interrupt::catch().unwrap();
+        let heard = hear::<Event>(&mut ours, day, &interrupt);
+        assert!(matches!(heard, Err(ControlError::TooLong)), "{heard:?}");
+        drop(ours);
+        writer.join().unwrap();
     }
 
     #[test]

@@ -65,7 +65,7 @@ pub struct GuestRow {
     pub vcpus: u8,
     /// Bytes of RAM.
     pub ram_bytes: u64,
-    /// "generated", "zero", or the folder or image that RAM was filled with.
+    /// "generated", "zero", or the folder that RAM was filled with.
     pub fill: String,
     /// Share of pages that stay zero, 0 to 1.
     pub zero_share: f64,

@@ -216,7 +216,12 @@ fn definitions() -> String {
         ),
         (
             "Verified",
-            "the destination replayed every write of the guest and found each one",
+            "the destination replayed every write of the guest and found each one; of QEMU: its RAM was compared byte by \
+             byte with what the source was filled with, but for what a guest writes to",
+        ),
+        (
+            "QEMU's CPU",
+            "user and system time of the whole process without its vCPUs, as the kernel has it",
         ),
     ];
     let mut text = "<section><h2>What the figures are</h2><dl>".to_owned();

@@ -237,10 +237,15 @@ fn crossover_of(all: &[&OverRates<'_>], number: usize) -> String {
 
 /// CPU by thread, of the run in the middle of each row.
 pub fn threads(conditions: &[Condition<'_>]) -> Option<String> {
-    let series = conditions.iter().flat_map(|condition| &condition.series);
+    let series = conditions.iter().flat_map(|condition| {
+        condition
+            .series
+            .iter()
+            .map(move |series| (condition, series))
+    });
     let mut text = String::new();
-    for (i, series) in series
-        .filter(|series| !series.runs.is_empty())
+    for (i, (condition, series)) in series
+        .filter(|(_, series)| !series.runs.is_empty())
         .take(MOST_ROWS_OF_THREADS)
         .enumerate()
     {
@@ -268,7 +273,12 @@ pub fn threads(conditions: &[Condition<'_>]) -> Option<String> {
         if rows.is_empty() {
             continue;
         }
-        let title = format!("{}, wire: {}", series.name(), rate_text(rate(series.row)));
+        let title = format!(
+            "{}. {}. {}",
+            series.name(),
+            condition.title,
+            condition.guest
+        );
         text.push_str(&format!(
             "<figure><h3>{}</h3>{}</figure>",
             escape(&title),

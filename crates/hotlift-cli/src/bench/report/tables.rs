@@ -123,9 +123,10 @@ pub fn quotients(conditions: &[Condition<'_>]) -> Option<String> {
             {
                 let pairs = pairs(ours, theirs);
                 let mut row = vec![format!(
-                    "{} ({})",
+                    "{}. {}. {}",
                     ours.name(),
-                    super::group::rate_text(super::group::rate(ours.row))
+                    condition.title,
+                    condition.guest
                 )];
                 row.extend(COMPARED.map(|(_, figure)| {
                     let quotient = quotient(&pairs, figure);
