@@ -142,6 +142,10 @@ fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
     };
     let (source, destination) = (guest(), room(Quirks::default()));
     let (_, [here, there]) = heard(&source, &destination, &slow, &|controls, progress| {
+        // A set-up that takes long is told of, too.
+        if progress.status == Setup {
+            return;
+        }
         assert_eq!(progress.dirty_syncs, 1);
         assert!(progress.setup.is_some_and(|setup| setup < progress.elapsed));
         controls[0].cancel();
