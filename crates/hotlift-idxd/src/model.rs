@@ -1,6 +1,9 @@
 //! A software model of one DSA queue, for tests: it takes descriptors as a portal does, executes them in
 //! memory, writes completion records, and can be told to fault, fail, refuse, answer late, in another
 //! order, never, or to die. What is measured on it says nothing about a device.
+//!
+//! It holds its user to the promises of [`Portal`], and panics where one is broken: a device would write to
+//! memory that is something else by then.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,8 +11,8 @@ use std::time::Duration;
 
 use crate::descriptor::{Descriptor, Opcode};
 use crate::portal::{Portal, Submitted};
-use crate::record::Record;
-use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use crate::record::{Completion, Record};
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, spin_loop};
 
 /// How a model behaves. Chances are in thousandths of the descriptors (of a batch: of its members),
 /// drawn from `seed`.
@@ -134,6 +137,8 @@ struct State {
     dead: bool,
     closed: bool,
     accepted: u64,
+    answered: u64,
+    taken_back: u64,
 }
 
 impl Model {
@@ -149,6 +154,8 @@ impl Model {
                 dead: false,
                 closed: false,
                 accepted: 0,
+                answered: 0,
+                taken_back: 0,
             }),
             arrived: Condvar::new(),
         }
@@ -175,6 +182,12 @@ impl Model {
     #[must_use]
     pub fn accepted(&self) -> u64 {
         self.lock().accepted
+    }
+
+    /// Descriptors of which its user has said so far that they are complete.
+    #[must_use]
+    pub fn taken_back(&self) -> u64 {
+        self.lock().taken_back
     }
 
     /// From now on nothing is answered, and every submission is an error.
@@ -236,6 +249,7 @@ impl Model {
         if state.chance(self.behaviour.silent) {
             return;
         }
+        state.answered += 1;
         // SAFETY: the caller's promise holds for the record.
         let record = unsafe { &*descriptor.record() };
         if descriptor.opcode() == Some(Opcode::Batch) {
@@ -253,7 +267,7 @@ impl Model {
     unsafe fn batch(&self, descriptor: &Descriptor, record: &Record, state: &mut State) {
         let count = descriptor.size();
         if count < 2 || count > self.behaviour.max_batch {
-            return record.complete(status::DESCRIPTOR_COUNT, 0, 0, 0);
+            return answer(record, status::DESCRIPTOR_COUNT, 0, 0, 0);
         }
         let list = descriptor.source() as *const Descriptor;
         let members = usize::try_from(count).unwrap_or(0);
@@ -264,25 +278,28 @@ impl Model {
         };
         let mut all_well = true;
         for at in 0..readable {
+            // Whoever looks may see some of the records written, and others not.
+            spin_loop();
             // SAFETY: the list has so many descriptors, which stay until the batch is complete.
             let member = unsafe { *list.add(at) };
             // SAFETY: the caller's promise holds for every member.
             let member_record = unsafe { &*member.record() };
             all_well &= if member.opcode() == Some(Opcode::Batch) {
-                member_record.complete(status::OPCODE, 0, 0, 0);
+                answer(member_record, status::OPCODE, 0, 0, 0);
                 false
             } else {
                 // SAFETY: the caller's promise.
                 unsafe { self.one(&member, member_record, state) }
             };
         }
+        spin_loop();
         let done = u32::try_from(readable).unwrap_or(u32::MAX);
         if readable < members {
-            record.complete(status::BATCH_FAULT, 0, done, list as u64);
+            answer(record, status::BATCH_FAULT, 0, done, list as u64);
         } else if all_well {
-            record.complete(status::SUCCESS, 0, done, 0);
+            answer(record, status::SUCCESS, 0, done, 0);
         } else {
-            record.complete(status::BATCH_FAILED, 0, done, 0);
+            answer(record, status::BATCH_FAILED, 0, done, 0);
         }
     }
 
@@ -293,14 +310,14 @@ impl Model {
     /// As [`Portal::submit`].
     unsafe fn one(&self, descriptor: &Descriptor, record: &Record, state: &mut State) -> bool {
         if state.chance(self.behaviour.fail) {
-            record.complete(status::HARDWARE, 0, 0, 0);
+            answer(record, status::HARDWARE, 0, 0, 0);
             return false;
         }
         let size = descriptor.size();
         if descriptor.opcode() != Some(Opcode::Noop)
             && (size == 0 || size > self.behaviour.max_transfer)
         {
-            record.complete(status::TRANSFER_SIZE, 0, 0, 0);
+            answer(record, status::TRANSFER_SIZE, 0, 0, 0);
             return false;
         }
         let bytes = usize::try_from(size).unwrap_or(0);
@@ -338,22 +355,33 @@ impl Model {
                 None
             }
             Some(Opcode::Batch) | None => {
-                record.complete(status::OPCODE, 0, 0, 0);
+                answer(record, status::OPCODE, 0, 0, 0);
                 return false;
             }
         };
         let done = |at: usize| u32::try_from(at).unwrap_or(u32::MAX);
         match (result, fault) {
-            (Some(at), _) => record.complete(status::SUCCESS, 1, done(at), 0),
+            (Some(at), _) => answer(record, status::SUCCESS, 1, done(at), 0),
             (None, Some(at)) => {
                 let address = source.wrapping_add(at as u64);
-                record.complete(status::PAGE_FAULT, 0, done(at), address);
+                answer(record, status::PAGE_FAULT, 0, done(at), address);
                 return false;
             }
-            (None, None) => record.complete(status::SUCCESS, 0, size, 0),
+            (None, None) => answer(record, status::SUCCESS, 0, size, 0),
         }
         true
     }
+}
+
+/// Writes a record, which must be as it was cleared: another answer in it is one that nobody waits for any more,
+/// or that somebody takes for this one.
+fn answer(record: &Record, status: u8, result: u8, completed: u32, fault_address: u64) {
+    let before = record.read();
+    assert!(
+        before == Completion::Pending,
+        "a record is used twice at once: {before:?}"
+    );
+    record.complete(status, result, completed, fault_address);
 }
 
 /// The first of `bytes` positions where that holds.
@@ -389,6 +417,10 @@ impl Portal for Arc<Model> {
         // SAFETY: the caller's promise.
         unsafe { self.as_ref().submit(descriptor) }
     }
+
+    fn completed(&self) {
+        self.as_ref().completed();
+    }
 }
 
 impl Portal for Model {
@@ -409,5 +441,14 @@ impl Portal for Model {
         drop(state);
         self.arrived.notify_one();
         Ok(Submitted::Accepted)
+    }
+
+    fn completed(&self) {
+        let mut state = self.lock();
+        state.taken_back += 1;
+        assert!(
+            state.taken_back <= state.answered,
+            "complete before the answer, or twice"
+        );
     }
 }

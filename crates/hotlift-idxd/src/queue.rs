@@ -213,6 +213,10 @@ impl Portal for ByKernel {
         // SAFETY: the caller's promise.
         unsafe { self.0.submit(descriptor) }
     }
+
+    fn completed(&self) {
+        self.0.completed();
+    }
 }
 
 /// A way into a queue.

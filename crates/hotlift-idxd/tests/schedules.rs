@@ -87,7 +87,11 @@ use model::{Behaviour, Model};
 use zero::{Device, Verdict, ZeroBatch, ZeroFinder};
 
 const PAGE: usize = 4096;
-const PAGES: usize = 5;
+/// A batch of three and one by itself, or two of two.
+const PAGES: usize = 4;
+const MAX_BATCHES: [u32; 2] = [3, 2];
+/// Batches of a channel.
+const TURNS: usize = 4;
 
 /// Ticks that no device needs that answers at all.
 const FOREVER: Duration = Duration::from_secs(1);
@@ -100,26 +104,34 @@ fn schedules() -> usize {
     asked.and_then(|text| text.parse().ok()).unwrap_or(1500)
 }
 
-/// Pages of which every third is not zero.
+/// Pages of which (at their last byte, so that it counts where a fault came) the first and the last are not zero, and as many behind them of which the others are not.
 fn pages() -> Shared<RamBlock> {
-    let block = RamBlock::new("ram", PAGES * PAGE, Backing::Private).expect("memory");
-    for page in (0..PAGES).step_by(3) {
-        block.write(page * PAGE + page * 31, &[1]).expect("a byte");
+    let block = RamBlock::new("ram", 2 * PAGES * PAGE, Backing::Private).expect("memory");
+    for page in [0, 3, 5, 6] {
+        block.write((page + 1) * PAGE - 1, &[1]).expect("a byte");
     }
     Shared::new(block)
 }
 
-fn submit<'a>(batch: &mut ZeroBatch<'a>, block: &'a RamBlock) {
-    for page in 0..PAGES {
+/// The first page of a turn. Turns that follow each other in the same of two batches have other pages, so that
+/// an answer to the one is wrong for the other.
+fn first(turn: usize) -> usize {
+    turn / 2 % 2 * PAGES
+}
+
+fn submit<'a>(batch: &mut ZeroBatch<'a>, block: &'a RamBlock, turn: usize) {
+    for page in first(turn)..first(turn) + PAGES {
         batch.push(block.run(page * PAGE, PAGE).expect("a page"));
     }
     batch.submit();
 }
 
-fn check(batch: &mut ZeroBatch<'_>, block: &RamBlock) {
+fn check(batch: &mut ZeroBatch<'_>, block: &RamBlock, turn: usize) {
     let mut answers = 0;
     batch.wait(|verdict| {
-        let page = block.run(answers * PAGE, PAGE).expect("a page");
+        let page = block
+            .run((first(turn) + answers) * PAGE, PAGE)
+            .expect("a page");
         let zero = match verdict {
             Verdict::Zero => true,
             Verdict::Normal => false,
@@ -131,17 +143,23 @@ fn check(batch: &mut ZeroBatch<'_>, block: &RamBlock) {
     assert_eq!(answers, PAGES);
 }
 
-/// Channels that each send some packets through two devices, as the engine does: the next batch is under
-/// way while one is waited for.
-fn channels_at_work(block: &Shared<RamBlock>, behaviours: [Behaviour; 2], deadline: Duration) {
-    let models = behaviours.map(|behaviour| Arc::new(Model::new(behaviour)));
-    let devices = models.each_ref().map(|model| Device {
+fn device(model: &Arc<Model>, max_batch: u32) -> Device {
+    Device {
         name: "model".to_owned(),
         portal: Box::new(Arc::clone(model)),
-        max_batch: 3,
+        max_batch,
         node: None,
-    });
-    let finder = Arc::new(ZeroFinder::with_deadline(devices.into(), None, deadline));
+    }
+}
+
+/// Channels that each send some packets through two devices, as the engine does: the next batch is under
+/// way while one is waited for. What they may rely on is checked here (every answer, once) and by the models (no
+/// record gets two answers, nothing is complete before its answer, or twice).
+fn channels_at_work(block: &Shared<RamBlock>, behaviours: [Behaviour; 2], deadline: Duration) {
+    let models = behaviours.map(|behaviour| Arc::new(Model::new(behaviour)));
+    let devices = models.iter().zip(MAX_BATCHES);
+    let devices = devices.map(|(model, max_batch)| device(model, max_batch));
+    let finder = Arc::new(ZeroFinder::with_deadline(devices.collect(), None, deadline));
     let listener = thread::spawn({
         let finder = Arc::clone(&finder);
         move || finder.listen()
@@ -154,12 +172,12 @@ fn channels_at_work(block: &Shared<RamBlock>, behaviours: [Behaviour; 2], deadli
         let (finder, block) = (Arc::clone(&finder), Shared::clone(block));
         thread::spawn(move || {
             let mut batches = [finder.batch(PAGES), finder.batch(PAGES)];
-            submit(&mut batches[0], &block);
-            for turn in 1..3 {
-                submit(&mut batches[turn % 2], &block);
-                check(&mut batches[(turn + 1) % 2], &block);
+            submit(&mut batches[0], &block, 0);
+            for turn in 1..TURNS {
+                submit(&mut batches[turn % 2], &block, turn);
+                check(&mut batches[(turn - 1) % 2], &block, turn - 1);
             }
-            check(&mut batches[0], &block);
+            check(&mut batches[(TURNS - 1) % 2], &block, TURNS - 1);
         })
     });
     for channel in channels {
@@ -174,9 +192,17 @@ fn channels_at_work(block: &Shared<RamBlock>, behaviours: [Behaviour; 2], deadli
     let jobs = finder.jobs();
     assert_eq!(
         jobs.hardware + jobs.software,
-        2 * 3 * PAGES as u64,
+        (2 * TURNS * PAGES) as u64,
         "each page once"
     );
+    if deadline == FOREVER {
+        for model in &models {
+            assert_eq!(model.taken_back(), model.accepted(), "each descriptor once");
+        }
+        if behaviours == [Behaviour::SOUND; 2] {
+            assert_eq!(jobs.software, 0, "nothing was left to the CPU");
+        }
+    }
 }
 
 fn run(behaviours: [Behaviour; 2], deadline: Duration) {
@@ -232,13 +258,8 @@ fn closing_while_channels_submit_strands_nobody() {
     let block = pages();
     let scenario = move || {
         let model = Arc::new(Model::new(Behaviour::SOUND));
-        let device = Device {
-            name: "model".to_owned(),
-            portal: Box::new(Arc::clone(&model)),
-            max_batch: 3,
-            node: None,
-        };
-        let finder = Arc::new(ZeroFinder::with_deadline(vec![device], None, FOREVER));
+        let devices = vec![device(&model, MAX_BATCHES[0])];
+        let finder = Arc::new(ZeroFinder::with_deadline(devices, None, FOREVER));
         let listener = thread::spawn({
             let finder = Arc::clone(&finder);
             move || finder.listen()
@@ -251,9 +272,9 @@ fn closing_while_channels_submit_strands_nobody() {
             let (finder, block) = (Arc::clone(&finder), Shared::clone(&block));
             move || {
                 let mut batch = finder.batch(PAGES);
-                for _ in 0..3 {
-                    submit(&mut batch, &block);
-                    check(&mut batch, &block);
+                for turn in 0..TURNS {
+                    submit(&mut batch, &block, turn);
+                    check(&mut batch, &block, turn);
                 }
             }
         });
@@ -262,6 +283,7 @@ fn closing_while_channels_submit_strands_nobody() {
         listener.join().expect("the listener");
         model.close();
         device.join().expect("a device");
+        assert_eq!(model.taken_back(), model.accepted(), "none is lost");
     };
     shuttle::check_random(scenario, schedules());
 }
