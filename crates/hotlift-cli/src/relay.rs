@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use clap::{Args, Subcommand, ValueEnum};
+use hotlift::options::OptionError;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
 use hotlift_qmp::server::Events;
@@ -93,6 +94,12 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     };
     let interrupt = Interrupt::catch()?;
     let mut settings = settings(&args.migration)?;
+    if args.migration.has("downtime-limit") {
+        return Err(CommandError::from(OptionError::Conflict {
+            option: "downtime-limit".to_owned(),
+            needs: "a guest of its own: the source's QEMU decides when to switch over, set it there",
+        }));
+    }
     settings.uuid = args.uuid.map(|uuid| uuid.0);
     settings.flush_after_each_section = args
         .multifd_flush_after_each_section

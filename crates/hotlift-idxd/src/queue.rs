@@ -20,6 +20,9 @@ use crate::{CpuFeatures, SysfsError};
 /// many things at once may look away for long.
 const PROOF: Duration = Duration::from_secs(1);
 
+/// The same for a model, whose thread has to come to a CPU.
+const MODEL_PROOF: Duration = Duration::from_secs(60);
+
 /// Why a queue cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
@@ -103,13 +106,13 @@ pub fn open(root: &Path, path: &Path, cpu: CpuFeatures) -> Result<zero::Device, 
     let file = file.map_err(opened)?;
     let mode = queue.mode.unwrap_or(Mode::Shared);
     let entrance = enter(file, mode, queue.size.unwrap_or(1), cpu).map_err(opened)?;
-    entrance.prove(path)?;
+    entrance.prove(path, PROOF)?;
     let longest = [queue.max_batch_size, device.max_batch_size];
     let longest = longest.into_iter().flatten().min();
     Ok(zero::Device {
         name: path.display().to_string(),
         max_batch: longest
-            .filter(|_| takes_batches(&*entrance.portal))
+            .filter(|_| takes_batches(&*entrance.portal, PROOF))
             .unwrap_or(0),
         portal: entrance.portal,
         node: device.place.numa_node,
@@ -138,7 +141,9 @@ pub fn open_model(model: &Arc<Model>) -> Result<zero::Device, QueueError> {
     let proven = enter(&sound)?;
     let batches = std::thread::scope(|scope| {
         scope.spawn(|| sound.run());
-        let batches = proven.prove(path).map(|()| takes_batches(&*proven.portal));
+        let batches = proven
+            .prove(path, MODEL_PROOF)
+            .map(|()| takes_batches(&*proven.portal, MODEL_PROOF));
         sound.close();
         batches
     })?;
@@ -257,11 +262,11 @@ fn enter(node: impl Node, mode: Mode, entries: u32, cpu: CpuFeatures) -> io::Res
 
 impl Entrance {
     /// Lets the device do nothing.
-    fn prove(&self, path: &Path) -> Result<(), QueueError> {
+    fn prove(&self, path: &Path, within: Duration) -> Result<(), QueueError> {
         let record = leaked(Record::default());
-        let answer = match answer(&*self.portal, &Descriptor::noop(record), record) {
+        let answer = match answer(&*self.portal, &Descriptor::noop(record), record, within) {
             Ok(Completion::Done { .. }) => return Ok(()),
-            Ok(Completion::Pending) => format!("no answer within {PROOF:?}"),
+            Ok(Completion::Pending) => format!("no answer within {within:?}"),
             Ok(other) => format!("{other:?}"),
             Err(what) => what,
         };
@@ -281,12 +286,12 @@ impl Entrance {
 
 /// Whether the device does nothing twice, in one batch. The kernel takes batches of nobody by `write` on
 /// the first hardware, and what it tells of operations differs with its version.
-fn takes_batches(portal: &dyn Portal) -> bool {
+fn takes_batches(portal: &dyn Portal, within: Duration) -> bool {
     let records = leaked([Record::default(), Record::default(), Record::default()]);
     let list = leaked([0, 1].map(|at| Descriptor::noop(&raw const records[at])));
     let batch = Descriptor::batch(list.as_ptr(), 2, &raw const records[2]);
     let done = Ok(Completion::Done { differs: false });
-    answer(portal, &batch, &records[2]) == done
+    answer(portal, &batch, &records[2], within) == done
 }
 
 /// Memory that a device may write to at any time to come: one that answers too late still does.
@@ -299,19 +304,20 @@ fn answer(
     portal: &dyn Portal,
     descriptor: &Descriptor,
     record: &'static Record,
+    within: Duration,
 ) -> Result<Completion, String> {
     let begun = Instant::now();
     loop {
         // SAFETY: the callers' memory is leaked.
         match unsafe { portal.submit(descriptor) } {
             Ok(Submitted::Accepted) => break,
-            Ok(Submitted::Full) if begun.elapsed() < PROOF => std::thread::yield_now(),
+            Ok(Submitted::Full) if begun.elapsed() < within => std::thread::yield_now(),
             Ok(Submitted::Full) => return Err("its queue is full".to_owned()),
             Err(error) => return Err(error.to_string()),
         }
     }
-    while record.read() == Completion::Pending && begun.elapsed() < PROOF {
-        std::hint::spin_loop();
+    while record.read() == Completion::Pending && begun.elapsed() < within {
+        std::thread::yield_now();
     }
     let answer = record.read();
     if answer != Completion::Pending {
@@ -352,17 +358,18 @@ mod tests {
         };
         for (behaviour, batches) in [(SOUND, true), (no_batches, false)] {
             with(behaviour, |entrance| {
-                entrance.prove(path).expect("a sound device");
-                assert_eq!(takes_batches(&*entrance.portal), batches);
+                entrance.prove(path, MODEL_PROOF).expect("a sound device");
+                assert_eq!(takes_batches(&*entrance.portal, MODEL_PROOF), batches);
             });
         }
-        for (fault, says) in [
+        for (fault, says, within) in [
             (
                 Behaviour {
                     silent: 1000,
                     ..SOUND
                 },
                 "no answer",
+                PROOF,
             ),
             (
                 Behaviour {
@@ -370,13 +377,17 @@ mod tests {
                     ..SOUND
                 },
                 "Failed(32)",
+                MODEL_PROOF,
             ),
-            (Behaviour { depth: 0, ..SOUND }, "full"),
+            (Behaviour { depth: 0, ..SOUND }, "full", PROOF),
         ] {
             with(fault, |entrance| {
-                let error = entrance.prove(path).expect_err("no device").to_string();
+                let error = entrance
+                    .prove(path, within)
+                    .expect_err("no device")
+                    .to_string();
                 assert!(error.contains(says) && error.contains("wq0.0"), "{error}");
-                assert!(!takes_batches(&*entrance.portal));
+                assert!(!takes_batches(&*entrance.portal, within));
             });
         }
     }
@@ -390,9 +401,9 @@ mod tests {
         };
         with(unmapped, |entrance| {
             assert!(entrance.written.is_some());
-            entrance.prove(path).expect("by write");
+            entrance.prove(path, MODEL_PROOF).expect("by write");
             assert!(
-                takes_batches(&*entrance.portal),
+                takes_batches(&*entrance.portal, MODEL_PROOF),
                 "the kernel lets them pass"
             );
         });
@@ -401,8 +412,8 @@ mod tests {
             ..unmapped
         };
         with(single, |entrance| {
-            entrance.prove(path).expect("by write");
-            assert!(!takes_batches(&*entrance.portal));
+            entrance.prove(path, MODEL_PROOF).expect("by write");
+            assert!(!takes_batches(&*entrance.portal, MODEL_PROOF));
         });
         // Who may map the portal hands batches to the device, whatever the kernel takes.
         let mapped = Behaviour {
@@ -411,14 +422,17 @@ mod tests {
         };
         with(mapped, |entrance| {
             assert!(entrance.written.is_none());
-            assert!(takes_batches(&*entrance.portal));
+            assert!(takes_batches(&*entrance.portal, MODEL_PROOF));
         });
         let neither = Behaviour {
             unwritten: true,
             ..unmapped
         };
         with(neither, |entrance| {
-            let error = entrance.prove(path).expect_err("no way in").to_string();
+            let error = entrance
+                .prove(path, MODEL_PROOF)
+                .expect_err("no way in")
+                .to_string();
             assert!(
                 error.contains("by write") && error.contains("CAP_SYS_RAWIO"),
                 "{error}"

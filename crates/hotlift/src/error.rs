@@ -164,10 +164,15 @@ pub enum MigrationError {
     #[error("guest memory failed")]
     Memory(#[from] MemError),
     /// There is no memory for XBZRLE's cache.
-    #[error("no memory for an xbzrle cache of {bytes} bytes: choose a smaller xbzrle-cache-size")]
+    #[error(
+        "no memory for an xbzrle cache of {bytes} bytes (this host has {available} available): choose a \
+         smaller xbzrle-cache-size"
+    )]
     XbzrleCache {
         /// Bytes that were asked for.
         bytes: u64,
+        /// Bytes that this host has (`MemAvailable`).
+        available: u64,
     },
     /// A thread could not be started.
     #[error("thread '{name}' could not be started")]

@@ -1,5 +1,8 @@
 //! Both ends of a migration, and who has the guest afterwards.
 
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -11,6 +14,10 @@ use hotlift_mem::Backing;
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::workload::Workload;
 use hotlift_vmm::{GuestKind, GuestSettings, best_kind, create};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, getsockname, socket_with,
+};
 
 use crate::probe::{Probe, Quirks};
 
@@ -73,6 +80,34 @@ pub fn listen() -> (Listener, Address) {
         .unwrap();
     let address = listener.address().unwrap();
     (listener, address)
+}
+
+/// A socket at `path`, or on a port of the system's choice, that has room for one connection, which nobody
+/// takes.
+pub fn listen_without_room(path: Option<&Path>) -> (OwnedFd, Address) {
+    let family = path.map_or(AddressFamily::INET, |_| AddressFamily::UNIX);
+    let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+    if let Some(path) = path {
+        bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    } else {
+        bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
+    }
+    rustix::net::listen(&socket, 0).unwrap();
+    let address = path.map_or_else(
+        || {
+            let local = SocketAddr::try_from(getsockname(&socket).unwrap()).unwrap();
+            format!("tcp:{local}")
+        },
+        |path| format!("unix:{}", path.display()),
+    );
+    (socket, address.parse().unwrap())
+}
+
+/// Waits until somebody has connected.
+pub fn wait_readable(socket: &OwnedFd) {
+    let mut fds = [PollFd::new(socket, PollFlags::IN)];
+    let bound = Timespec::try_from(BOUND).unwrap();
+    assert_eq!(rustix::event::poll(&mut fds, Some(&bound)), Ok(1));
 }
 
 /// How both ends of a migration came back.

@@ -318,3 +318,35 @@ fn a_thread_that_cannot_compress_ends_the_migration_with_its_reason_and_the_gues
     drop(source);
     census.expect_unchanged();
 }
+
+/// Its own connections are all that a queue without room has room for.
+#[test]
+fn a_cancel_ends_a_migration_to_where_nobody_takes_its_connections() {
+    let _alone = alone();
+    let census = Census::take();
+    let source = rig::source(rig::kinds()[0], &settings(), Quirks::default());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let patient = Options {
+        handshake_timeout: Duration::from_secs(600),
+        ..options()
+    };
+    for unix in [true, false] {
+        let (socket, to) = rig::listen_without_room(unix.then_some(&path));
+        let control = Control::new();
+        let outcome = std::thread::scope(|scope| {
+            let migrating =
+                scope.spawn(|| hotlift::source::migrate(&source, &to, &patient, &control, &|_| {}));
+            rig::wait_readable(&socket);
+            control.cancel();
+            migrating.join().unwrap()
+        });
+        assert!(
+            matches!(outcome, Err(MigrationError::Cancelled)),
+            "{outcome:?}"
+        );
+        assert!(source.runs());
+    }
+    drop(source);
+    census.expect_unchanged();
+}

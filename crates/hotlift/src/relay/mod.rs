@@ -81,15 +81,23 @@ const CHECKSUM_FOLLOWS: u32 = 0x484c_434b; // "HLCK"
 const LOADED: u32 = 0x484c_4c44; // "HLLD"
 
 /// What a relay has no hand in, and who has.
-const QEMUS_OWN: [(&str, &str); 10] = [
+/// `events` (a relay's monitor tells them) and `return-path` (a relay always answers) are not among them,
+/// nor is `downtime-limit`, which `hotlift save` and `hotlift migrate` hand on to the source's QEMU.
+const QEMUS_OWN: [(&str, &str); 17] = [
     (
         "xbzrle",
         "a guest of its own: a relay keeps no page that it could compare with",
     ),
     (
-        "auto-converge",
-        "a guest of its own: the source's QEMU slows its guest down, set it there",
+        "xbzrle-cache-size",
+        "a guest of its own: a relay has no xbzrle",
     ),
+    ("auto-converge", SLOWS),
+    ("throttle-trigger-threshold", SLOWS),
+    ("cpu-throttle-initial", SLOWS),
+    ("cpu-throttle-increment", SLOWS),
+    ("cpu-throttle-tailslow", SLOWS),
+    ("max-cpu-throttle", SLOWS),
     (
         "pause-before-switchover",
         "a guest of its own: the source's QEMU stops its guest, set it there",
@@ -110,7 +118,12 @@ const QEMUS_OWN: [(&str, &str); 10] = [
         "multifd-normal-page-ratio",
         "a guest of its own: a relay carries pages as what they are",
     ),
+    (
+        "mem-prealloc",
+        "a guest of its own: the RAM is the destination's QEMU's, set prealloc=on of its memory backend",
+    ),
 ];
+const SLOWS: &str = "a guest of its own: the source's QEMU slows its guest down, set it there";
 const ANNOUNCES: &str =
     "a guest of its own: the destination's QEMU announces its guest, set it there";
 

@@ -50,7 +50,7 @@ pub(super) fn run(
     }
     let timeout = settings.outgoing.handshake_timeout;
     let since = arrivals.since;
-    let first = to.connect(timeout)?;
+    let first = to.connect_for(control, timeout)?;
     (&first)
         .write_all(input.everything())
         .map_err(|source| broken(source, "sending to the destination"))?;
@@ -92,7 +92,7 @@ pub(super) fn run(
                 // Somebody else's connection; the migration goes on without it.
                 Err(_) => thread::sleep(RETRY),
                 Ok(Some(_)) if extra.len() == EXTRA => {}
-                Ok(Some(stream)) => match to.connect(timeout) {
+                Ok(Some(stream)) => match to.connect_for(control, timeout) {
                     Err(_) => {}
                     Ok(other) => {
                         let pair = std::sync::Arc::new((stream, other));

@@ -193,13 +193,10 @@ fn connect(
     method: Method,
     control: &Control,
 ) -> Result<Connections, MigrationError> {
-    let main = to.connect(options.handshake_timeout)?;
+    let main = to.connect_for(control, options.handshake_timeout)?;
     let mut multifd = Vec::new();
     for id in 0..options.channels() {
-        if control.is_stopped() {
-            return Err(MigrationError::Cancelled);
-        }
-        let stream = to.connect(options.handshake_timeout)?;
+        let stream = to.connect_for(control, options.handshake_timeout)?;
         let opening = InitialPacket {
             uuid: guest.uuid(),
             id,

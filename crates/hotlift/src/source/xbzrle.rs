@@ -177,8 +177,8 @@ impl Xbzrle {
 /// Pages by number.
 struct Cache {
     slots: Vec<Slot>,
-    /// The slots' pages.
-    pages: Vec<[u8; PAGE_SIZE]>,
+    /// The slots' pages, one after another.
+    pages: Vec<u8>,
 }
 
 #[derive(Clone, Copy)]
@@ -190,11 +190,26 @@ struct Slot {
 }
 
 impl Cache {
-    /// With all of its memory, before the migration begins.
+    /// Its pages get their memory as they are kept. That all of them can have it is looked at before the
+    /// migration begins: a system that overcommits refuses nothing, and ends the process, with its guest,
+    /// when there is no more.
     fn new(slots: usize) -> Result<Self, MigrationError> {
+        let bytes = slots as u64 * PAGE_SIZE as u64;
+        let available = available_bytes();
+        let too_much = || MigrationError::XbzrleCache { bytes, available };
+        // The address space may have a limit of its own.
+        let has_room = || {
+            Vec::<u8>::new()
+                .try_reserve_exact(slots * PAGE_SIZE)
+                .is_ok()
+        };
+        if bytes > available || !has_room() {
+            return Err(too_much());
+        }
         Ok(Self {
-            slots: filled(slots, Slot { tag: 0, used: 0 })?,
-            pages: filled(slots, [0; PAGE_SIZE])?,
+            slots: vec![Slot { tag: 0, used: 0 }; slots],
+            // Of bytes, not of pages: only so does it come as zeros that nobody has touched (`calloc`).
+            pages: vec![0; slots * PAGE_SIZE],
         })
     }
 
@@ -227,19 +242,19 @@ impl Cache {
     /// The page as it was sent, if it has its slot.
     fn get(&mut self, number: u64) -> Option<&mut [u8; PAGE_SIZE]> {
         let index = self.index(number);
-        (self.slots[index].tag == number + 1).then(|| &mut self.pages[index])
+        (self.slots[index].tag == number + 1).then(|| &mut self.pages.as_chunks_mut().0[index])
     }
 }
 
-/// So many of `value`, or an error instead of a process that ends.
-fn filled<T: Clone>(slots: usize, value: T) -> Result<Vec<T>, MigrationError> {
-    let mut all = Vec::new();
-    all.try_reserve_exact(slots)
-        .map_err(|_| MigrationError::XbzrleCache {
-            bytes: slots as u64 * PAGE_SIZE as u64,
-        })?;
-    all.resize(slots, value);
-    Ok(all)
+/// Bytes of memory that this host can give without paging (`MemAvailable`); without limit where it does not
+/// tell.
+fn available_bytes() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:")?.strip_suffix("kB"));
+    let kib = line.and_then(|kib| kib.trim().parse::<u64>().ok());
+    kib.map_or(u64::MAX, |kib| kib << 10)
 }
 
 #[cfg(test)]
@@ -331,8 +346,33 @@ mod tests {
 
     #[test]
     fn a_cache_that_there_is_no_room_for_is_an_error() {
-        let error = Xbzrle::with_slots(1 << 45, vec![0], 1 << 57).err().unwrap();
-        let words = error.to_string();
-        assert!(words.contains("xbzrle-cache-size"), "{words}");
+        // The second is one that a system that overcommits would give.
+        let too_large = available_bytes().saturating_mul(2) / PAGE_SIZE as u64;
+        for slots in [1 << 45, too_large.next_power_of_two()] {
+            let slots = usize::try_from(slots).unwrap();
+            let error = Xbzrle::with_slots(slots, vec![0], 0).err().unwrap();
+            let words = error.to_string();
+            let bytes = (slots * PAGE_SIZE).to_string();
+            assert!(
+                words.contains("xbzrle-cache-size") && words.contains(&bytes),
+                "{words}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_empty_cache_takes_no_memory() {
+        let resident = || {
+            let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+            let pages = statm.split(' ').nth(1).unwrap();
+            pages.parse::<usize>().unwrap()
+        };
+        let slots = (512 << 20) / PAGE_SIZE;
+        let before = resident();
+        let cache = Cache::new(slots).unwrap();
+        // Tests beside this one take some, too.
+        let taken = resident().saturating_sub(before);
+        assert!(taken < slots / 2, "{taken} pages of {slots}");
+        drop(cache);
     }
 }

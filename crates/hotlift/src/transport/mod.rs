@@ -17,6 +17,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 pub use unix::UnixSocketFile;
 
+use crate::control::Control;
+use crate::error::MigrationError;
+
 /// Why an address could not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TransportError {
@@ -131,9 +134,32 @@ impl Address {
     /// # Errors
     /// [`TransportError::Connect`] with the system's reason.
     pub fn connect(&self, timeout: Duration) -> Result<Stream, TransportError> {
+        self.connect_unless(timeout, &|| false)
+    }
+
+    /// The same for one that is cancelled, within a second, by `control`. Only a name that the system's
+    /// resolver looks for is waited for.
+    pub(crate) fn connect_for(
+        &self,
+        control: &Control,
+        timeout: Duration,
+    ) -> Result<Stream, MigrationError> {
+        let is_over = || control.is_cancelled();
+        let connected = self.connect_unless(timeout, &is_over);
+        if is_over() {
+            return Err(MigrationError::Cancelled);
+        }
+        Ok(connected?)
+    }
+
+    fn connect_unless(
+        &self,
+        timeout: Duration,
+        stopped: &dyn Fn() -> bool,
+    ) -> Result<Stream, TransportError> {
         let connected = match self {
-            Self::Tcp { host, port } => tcp::connect(host, *port, timeout),
-            Self::Unix { path } => unix::connect(path),
+            Self::Tcp { host, port } => tcp::connect(host, *port, timeout, stopped),
+            Self::Unix { path } => unix::connect(path, timeout, stopped),
         };
         connected.map_err(|source| TransportError::Connect {
             uri: self.to_string(),
@@ -220,9 +246,19 @@ impl AsFd for Listener {
     }
 }
 
+/// Whoever wanted a connection wants it no more.
+fn was_stopped() -> io::Error {
+    io::Error::new(io::ErrorKind::Interrupted, "it was cancelled")
+}
+
 /// Waits until `fd` has something to read (or has ended); false if nothing came within `timeout`.
 pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> {
-    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    wait_for(fd, PollFlags::IN, timeout)
+}
+
+/// Waits until `fd` is ready for what `flags` say; false if it was not within `timeout`.
+fn wait_for(fd: BorrowedFd<'_>, flags: PollFlags, timeout: Duration) -> io::Result<bool> {
+    let mut fds = [PollFd::new(&fd, flags)];
     let timeout = Timespec {
         tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: timeout.subsec_nanos().into(),

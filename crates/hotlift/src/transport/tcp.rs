@@ -1,14 +1,19 @@
 //! `tcp:HOST:PORT`.
 
 use std::io;
-use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::limit_unsent;
-use rustix::net::sockopt;
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 
-use super::{Address, Listener, Stream, Transport};
+use super::{Address, Listener, Stream, Transport, wait_for};
+
+/// How often a connection that is being made looks whether it is still wanted.
+const TICK: Duration = Duration::from_millis(100);
 
 /// Between probes of a connection on which nothing comes.
 const KEEPALIVE: Duration = Duration::from_secs(10);
@@ -46,19 +51,60 @@ impl Transport for Tcp {
     }
 }
 
-pub(super) fn connect(host: &str, port: u16, timeout: Duration) -> io::Result<Stream> {
+pub(super) fn connect(
+    host: &str,
+    port: u16,
+    timeout: Duration,
+    stopped: &dyn Fn() -> bool,
+) -> io::Result<Stream> {
     let host = if host.is_empty() { "localhost" } else { host };
     let mut failed = io::ErrorKind::AddrNotAvailable.into();
     for address in (host, port).to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, timeout) {
+        match connect_to(&address, timeout, stopped) {
             Ok(stream) => {
                 prepare(&stream)?;
                 return Ok(Stream::Tcp(stream));
             }
             Err(error) => failed = error,
         }
+        if stopped() {
+            return Err(super::was_stopped());
+        }
     }
     Err(failed)
+}
+
+/// One handshake: what `TcpStream::connect_timeout` does, but it can be stopped.
+fn connect_to(
+    address: &SocketAddr,
+    timeout: Duration,
+    stopped: &dyn Fn() -> bool,
+) -> io::Result<TcpStream> {
+    let family = match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+    let begun = Instant::now();
+    match rustix::net::connect(&socket, address) {
+        Ok(()) => {}
+        Err(Errno::INPROGRESS) => {
+            while !wait_for(socket.as_fd(), PollFlags::OUT, TICK)? {
+                if stopped() {
+                    return Err(super::was_stopped());
+                }
+                if begun.elapsed() >= timeout {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+            }
+            sockopt::socket_error(&socket)??;
+        }
+        Err(errno) => return Err(errno.into()),
+    }
+    let stream = TcpStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 /// Sets up a connection that was made or accepted.

@@ -4,14 +4,20 @@ use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::Mode;
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
 use super::{Address, Stream, Transport};
 
 /// Connections that wait to be accepted; std's own.
 const BACKLOG: i32 = 128;
+
+/// Between attempts to connect to a socket whose queue of connections is full. Nothing tells when there is
+/// room again.
+const RETRY: Duration = Duration::from_millis(10);
 
 /// UNIX stream sockets.
 pub(super) struct Unix;
@@ -66,8 +72,35 @@ impl Drop for UnixSocketFile {
     }
 }
 
-pub(super) fn connect(path: &Path) -> io::Result<Stream> {
-    Ok(Stream::Unix(UnixStream::connect(path)?))
+pub(super) fn connect(
+    path: &Path,
+    timeout: Duration,
+    stopped: &dyn Fn() -> bool,
+) -> io::Result<Stream> {
+    let begun = Instant::now();
+    loop {
+        match try_connect(path) {
+            Ok(stream) => {
+                stream.set_nonblocking(false)?;
+                return Ok(Stream::Unix(stream));
+            }
+            Err(Errno::AGAIN) if stopped() => return Err(super::was_stopped()),
+            Err(Errno::AGAIN) if begun.elapsed() < timeout => std::thread::sleep(RETRY),
+            Err(Errno::AGAIN) => {
+                let why = "its queue of connections is full, and nobody takes one";
+                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+            }
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+/// A connection that does not block, or at once [`Errno::AGAIN`] if there is no room for it.
+fn try_connect(path: &Path) -> Result<UnixStream, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket.into())
 }
 
 /// Listens on a socket whose file has `mode`, or what the umask leaves.
@@ -105,7 +138,34 @@ fn bind(path: &Path, mode: Option<Mode>) -> io::Result<UnixListener> {
 
 fn is_stale_socket(path: &Path) -> bool {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
-    is_socket
-        && UnixStream::connect(path)
-            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    is_socket && matches!(try_connect(path), Err(Errno::CONNREFUSED))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_that_has_no_room_is_waited_for_and_is_not_taken_for_a_stale_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&socket, 0).unwrap();
+        let _only = connect(&path, Duration::ZERO, &|| false).unwrap();
+
+        let error = connect(&path, Duration::from_millis(50), &|| false).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        let error = connect(&path, Duration::from_secs(600), &|| true).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::Interrupted);
+        assert!(listen(&path, None).is_err() && path.exists());
+
+        let waiting = std::thread::spawn(move || {
+            connect(&path, Duration::from_secs(60), &|| false).map(drop)
+        });
+        let listener = UnixListener::from(socket);
+        let (_first, _second) = (listener.accept().unwrap(), listener.accept().unwrap());
+        waiting.join().unwrap().unwrap();
+    }
 }

@@ -50,21 +50,37 @@ fn bandwidth_that_is_raised_reaches_a_relay_at_work() {
 #[test]
 fn what_is_its_qemus_to_do_is_refused_by_name() {
     check(&settings(&[("multifd-channels", "4")]).outgoing).unwrap();
+    // What a relay's monitor and answers are for, and what is handed on to the source's QEMU.
     for (name, value) in [
-        ("xbzrle", "on"),
-        ("auto-converge", "on"),
-        ("pause-before-switchover", "on"),
-        ("avail-switchover-bandwidth", "1073741824"),
-        ("announce-rounds", "7"),
-        ("announce-initial", "51"),
-        ("announce-step", "1"),
-        ("announce-max", "0"),
+        ("events", "on"),
+        ("return-path", "on"),
+        ("downtime-limit", "20"),
+    ] {
+        check(&settings(&[(name, value)]).outgoing).unwrap();
+    }
+    for (name, value, says) in [
+        ("xbzrle", "on", "a relay keeps no page"),
+        ("xbzrle-cache-size", "1048576", "a relay has no xbzrle"),
+        ("auto-converge", "on", "source's QEMU"),
+        ("throttle-trigger-threshold", "51", "source's QEMU"),
+        ("cpu-throttle-initial", "21", "source's QEMU"),
+        ("cpu-throttle-increment", "11", "source's QEMU"),
+        ("cpu-throttle-tailslow", "on", "source's QEMU"),
+        ("max-cpu-throttle", "98", "source's QEMU"),
+        ("pause-before-switchover", "on", "source's QEMU"),
+        ("avail-switchover-bandwidth", "1073741824", "source's QEMU"),
+        ("announce-rounds", "7", "destination's QEMU"),
+        ("announce-initial", "51", "destination's QEMU"),
+        ("announce-step", "1", "destination's QEMU"),
+        ("announce-max", "0", "destination's QEMU"),
+        ("multifd-packet-size", "262144", "QEMU's packets"),
+        ("multifd-normal-page-ratio", "1", "as what they are"),
+        ("mem-prealloc", "on", "destination's QEMU"),
     ] {
         let error = check(&settings(&[(name, value)]).outgoing).unwrap_err();
         let words = error.to_string();
         assert!(
-            words.starts_with(&format!("{name}=")) && words.contains("QEMU")
-                || name == "xbzrle" && words.contains("a relay keeps no page"),
+            words.starts_with(&format!("{name}=")) && words.contains(says),
             "{words}"
         );
     }

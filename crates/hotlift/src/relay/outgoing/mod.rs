@@ -141,13 +141,10 @@ fn connect(
     control: &Control,
 ) -> Result<Lanes, MigrationError> {
     let options = &settings.outgoing;
-    let main = to.connect(options.handshake_timeout)?;
+    let main = to.connect_for(control, options.handshake_timeout)?;
     let mut multifd = Vec::new();
     for id in 0..options.channels() {
-        if control.is_cancelled() {
-            return Err(MigrationError::Cancelled);
-        }
-        let stream = to.connect(options.handshake_timeout)?;
+        let stream = to.connect_for(control, options.handshake_timeout)?;
         let lane = Lane::Socket(stream);
         open_channel(&lane, id, settings, opening)?;
         multifd.push(lane);
