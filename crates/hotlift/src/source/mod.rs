@@ -323,6 +323,10 @@ impl Migration<'_> {
             self.auto_converge
                 .synced(newly_dirty, sent, synced_at, &live);
             self.reporter.throttled(&self.auto_converge);
+            // Rounds shorter than a wait for the channels are told of here.
+            if self.reporter.is_due() {
+                self.reporter.tell(self.round, &self.estimator);
+            }
             if self
                 .estimator
                 .time_for(pending)
