@@ -1,121 +1,15 @@
 //! Zero pages by devices: whatever these do, every page gets the right answer once.
 
+mod device_memory;
+mod panics;
+mod rig;
+
 use std::sync::Arc;
-use std::time::Duration;
 
-use hotlift_idxd::descriptor::Descriptor;
 use hotlift_idxd::model::{Behaviour, Model};
-use hotlift_idxd::portal::{Portal, Submitted};
-use hotlift_idxd::zero::{Device, Verdict, ZeroBatch, ZeroFinder};
-use hotlift_mem::{Backing, RamBlock};
+use hotlift_idxd::zero::Device;
 
-const PAGE: usize = 4096;
-const PAGES: usize = 128;
-
-/// Long enough for every model that answers at all, on a machine that does other things besides.
-const DEADLINE: Duration = Duration::from_secs(20);
-/// For one that does not.
-const SOON: Duration = Duration::from_millis(50);
-
-fn device(model: &Arc<Model>, max_batch: u32) -> Device {
-    Device {
-        name: "model".to_owned(),
-        portal: Box::new(Arc::clone(model)),
-        max_batch,
-        node: None,
-    }
-}
-
-/// Pages of which every third is not zero, at another byte each.
-fn pages() -> RamBlock {
-    let block = RamBlock::new("ram", PAGES * PAGE, Backing::Private).expect("memory");
-    for page in (0..PAGES).step_by(3) {
-        block.write(page * PAGE + page * 31, &[1]).expect("a byte");
-    }
-    block
-}
-
-/// Hands pages to the device.
-fn submit<'a>(batch: &mut ZeroBatch<'a>, block: &'a RamBlock, pages: usize) {
-    for page in 0..pages {
-        batch.push(block.run(page * PAGE, PAGE).expect("a page"));
-    }
-    batch.submit();
-}
-
-/// Waits, does the CPU's part, and checks every answer.
-fn check(batch: &mut ZeroBatch<'_>, block: &RamBlock, pages: usize) {
-    let mut answers = 0;
-    batch.wait(|verdict| {
-        let page = block.run(answers * PAGE, PAGE).expect("a page");
-        let zero = match verdict {
-            Verdict::Zero => true,
-            Verdict::Normal => false,
-            Verdict::LookFrom(at) => page.split_at(at).1.is_zero(),
-        };
-        assert_eq!(zero, page.is_zero(), "page {answers}: {verdict:?}");
-        answers += 1;
-    });
-    assert_eq!(answers, pages);
-}
-
-/// Works with models in threads of their own.
-fn with(behaviours: &[Behaviour], max_batch: u32, work: impl FnOnce(&ZeroFinder, &[Arc<Model>])) {
-    let models: Vec<_> = behaviours
-        .iter()
-        .map(|b| Arc::new(Model::new(*b)))
-        .collect();
-    let devices = models
-        .iter()
-        .map(|model| device(model, max_batch))
-        .collect();
-    std::thread::scope(|scope| {
-        for model in &models {
-            scope.spawn(|| model.run());
-        }
-        listening(devices, DEADLINE, |finder| {
-            let _closing = Closing(&models);
-            work(finder, &models);
-        });
-    });
-}
-
-/// Works with devices that a thread listens to.
-fn listening(devices: Vec<Device>, deadline: Duration, work: impl FnOnce(&ZeroFinder)) {
-    listening_at(devices, None, deadline, work);
-}
-
-/// The same for memory of a NUMA node.
-fn listening_at(
-    devices: Vec<Device>,
-    home: Option<u32>,
-    deadline: Duration,
-    work: impl FnOnce(&ZeroFinder),
-) {
-    struct Close<'a>(&'a ZeroFinder);
-    impl Drop for Close<'_> {
-        fn drop(&mut self) {
-            self.0.close();
-        }
-    }
-    let finder = ZeroFinder::with_deadline(devices, home, deadline);
-    std::thread::scope(|scope| {
-        scope.spawn(|| finder.listen());
-        let _close = Close(&finder);
-        work(&finder);
-    });
-}
-
-/// Ends the models' threads, also when a test fails.
-struct Closing<'a>(&'a [Arc<Model>]);
-
-impl Drop for Closing<'_> {
-    fn drop(&mut self) {
-        for model in self.0 {
-            model.close();
-        }
-    }
-}
+use rig::{DEADLINE, PAGES, SOON, check, device, listening, listening_at, pages, submit, with};
 
 #[test]
 fn a_sound_device_settles_every_page() {
@@ -215,80 +109,6 @@ fn devices_of_the_memorys_own_node_are_used_while_any_of_them_is_in_service() {
             check(&mut batch, &pages, PAGES);
         }
         assert_eq!(models[1].accepted(), 2);
-    });
-}
-
-/// A queue whose program fails: no device does this, and no channel may wait for it.
-struct Panics {
-    model: Arc<Model>,
-    at_submit: bool,
-}
-
-impl Portal for Panics {
-    unsafe fn submit(&self, descriptor: &Descriptor) -> std::io::Result<Submitted> {
-        // SAFETY: the caller's promise.
-        let submitted = unsafe { self.model.submit(descriptor) };
-        assert!(!self.at_submit, "as it was told to");
-        submitted
-    }
-
-    fn completed(&self) {
-        panic!("as it was told to");
-    }
-}
-
-#[test]
-fn nobody_waits_for_a_completion_thread_that_panicked() {
-    let model = Arc::new(Model::new(Behaviour::default()));
-    let portal = Box::new(Panics {
-        model: Arc::clone(&model),
-        at_submit: false,
-    });
-    let devices = vec![Device {
-        portal,
-        ..device(&model, 128)
-    }];
-    let finder = ZeroFinder::with_deadline(devices, None, DEADLINE);
-    std::thread::scope(|scope| {
-        let listener = scope.spawn(|| finder.listen());
-        let pages = pages();
-        let mut batches = [finder.batch(PAGES), finder.batch(PAGES)];
-        submit(&mut batches[0], &pages, PAGES);
-        submit(&mut batches[1], &pages, PAGES);
-        // The first lands, which ends the thread that would see the second.
-        model.step();
-        assert!(listener.join().is_err());
-        for batch in &mut batches {
-            check(batch, &pages, PAGES);
-        }
-        submit(&mut batches[0], &pages, PAGES);
-        check(&mut batches[0], &pages, PAGES);
-        assert_eq!(model.accepted(), 2, "no more is handed out");
-    });
-}
-
-#[test]
-fn a_submission_that_panics_leaves_the_completion_thread_able_to_end() {
-    let model = Arc::new(Model::new(Behaviour::default()));
-    let portal = Box::new(Panics {
-        model: Arc::clone(&model),
-        at_submit: true,
-    });
-    let devices = vec![Device {
-        portal,
-        ..device(&model, 128)
-    }];
-    // Returns when the listener has.
-    listening(devices, DEADLINE, |finder| {
-        let pages = pages();
-        let panicked = std::thread::scope(|scope| {
-            let channel = scope.spawn(|| {
-                let mut batch = finder.batch(PAGES);
-                submit(&mut batch, &pages, PAGES);
-            });
-            channel.join()
-        });
-        assert!(panicked.is_err());
     });
 }
 

@@ -1,0 +1,92 @@
+//! A thread that panics leaves nobody waiting.
+
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+
+use hotlift_idxd::descriptor::Descriptor;
+use hotlift_idxd::model::{Behaviour, Model};
+use hotlift_idxd::portal::{Portal, Submitted};
+use hotlift_idxd::zero::{Device, ZeroFinder};
+
+use crate::rig::{
+    DEADLINE, Falters, PAGES, Then, check, device, in_time, listening, pages, submit,
+};
+
+/// A queue that is told of a completion, says so, and panics when it may.
+struct PanicsAtLanding {
+    model: Arc<Model>,
+    landed: Sender<()>,
+    may: Mutex<Receiver<()>>,
+}
+
+impl Portal for PanicsAtLanding {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> std::io::Result<Submitted> {
+        // SAFETY: the caller's promise.
+        unsafe { self.model.submit(descriptor) }
+    }
+
+    fn completed(&self) {
+        self.landed.send(()).expect("a test that listens");
+        self.may.lock().expect("a lock").recv().expect("a word");
+        panic!("as it was told to");
+    }
+}
+
+/// Batches that the completion thread had looked at before, and one that it had not heard of yet.
+#[test]
+fn nobody_waits_for_a_completion_thread_that_panicked() {
+    in_time(|| {
+        let model = Arc::new(Model::new(Behaviour::default()));
+        let (landed, has_landed) = mpsc::channel();
+        let (let_go, may) = mpsc::channel();
+        let portal = Box::new(PanicsAtLanding {
+            model: Arc::clone(&model),
+            landed,
+            may: Mutex::new(may),
+        });
+        let devices = vec![Device {
+            portal,
+            ..device(&model, 128)
+        }];
+        let finder = ZeroFinder::with_deadline(devices, None, DEADLINE);
+        std::thread::scope(|scope| {
+            let pages = pages();
+            let mut batches = [(); 3].map(|()| finder.batch(PAGES));
+            submit(&mut batches[0], &pages, PAGES);
+            submit(&mut batches[1], &pages, PAGES);
+            let listener = scope.spawn(|| finder.listen());
+            // The first lands, which ends the thread that would see the others.
+            model.step();
+            has_landed.recv().expect("a completion");
+            submit(&mut batches[2], &pages, PAGES);
+            let_go.send(()).expect("a listener");
+            assert!(listener.join().is_err());
+            for batch in &mut batches {
+                check(batch, &pages, PAGES);
+            }
+            submit(&mut batches[0], &pages, PAGES);
+            check(&mut batches[0], &pages, PAGES);
+            assert_eq!(model.accepted(), 3, "no more is handed out");
+        });
+    });
+}
+
+#[test]
+fn a_submission_that_panics_leaves_the_completion_thread_able_to_end() {
+    in_time(|| {
+        let model = Arc::new(Model::new(Behaviour::default()));
+        let devices = vec![Falters::device(&model, Then::Panics)];
+        // Returns when the listener has.
+        listening(devices, DEADLINE, |finder| {
+            let pages = pages();
+            let panicked = std::thread::scope(|scope| {
+                let channel = scope.spawn(|| {
+                    let mut batch = finder.batch(PAGES);
+                    submit(&mut batch, &pages, PAGES);
+                });
+                channel.join()
+            });
+            assert!(panicked.is_err());
+        });
+    });
+}
