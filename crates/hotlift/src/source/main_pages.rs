@@ -20,6 +20,10 @@ use super::xbzrle::{Form, Xbzrle};
 use crate::error::MigrationError;
 use crate::options::Options;
 
+/// Pages between two looks at what else is to be done. So many with content fill the main channel's buffer of
+/// 64 KiB once: at a low `max-bandwidth` the thread is away for one write, not for several.
+const PAGES_BETWEEN: usize = 16;
+
 /// Whether the migration thread has to look at pages.
 pub(super) fn needed(options: &Options) -> bool {
     !options.multifd() || options.zero_page_detection == ZeroPageDetection::Legacy
@@ -49,8 +53,10 @@ pub(super) fn scan(
             session.ram.untouched(chunk, &mut untouched);
             let ram = &session.guest.ram()[chunk.block];
             let (mut normal_pages, mut zero_pages) = (0, 0);
-            for (page, offset) in offsets(chunk, &dirty) {
-                between(xbzrle);
+            for (nth, (page, offset)) in offsets(chunk, &dirty).enumerate() {
+                if nth % PAGES_BETWEEN == 0 {
+                    between(xbzrle);
+                }
                 let is_zero = detect && untouched[page / 64] >> (page % 64) & 1 == 1
                     || looks && ram.page_is_zero(chunk.first_page + page);
                 if is_zero && !normal_share.takes() {
