@@ -10,7 +10,7 @@ use hotlift_vmm::{GuestKind, GuestSettings, create};
 
 use crate::census::{Census, alone};
 use crate::probe::{Probe, Quirks, let_write};
-use crate::rig::{self, Holder, settings};
+use crate::rig::{self, settings};
 
 /// In the half second that its 4 MiB take at the bandwidth below, the guest dirties all of them again. With
 /// a hundredth of its time it dirties a tenth of what fits the downtime.
@@ -102,13 +102,7 @@ fn a_guest_that_does_not_converge_is_slowed_down_until_it_does() {
                 told.fetch_max(progress.throttle_percent, Ordering::Relaxed);
             },
         );
-        assert_eq!(
-            ended.holder(&source, &destination),
-            Ok(Holder::Destination),
-            "{:?}",
-            ended.errors()
-        );
-        let report = ended.source.unwrap();
+        let (report, _) = ended.arrived(&source, &destination, &kind.to_string());
         assert_eq!((report.throttle_percent, told.into_inner()), (99, 99));
         assert_eq!(source.throttles(), [99, 0]);
         expect_throttling(0, kind);
@@ -142,7 +136,7 @@ fn a_cancel_gives_a_slowed_down_guest_all_of_its_time_back() {
                 }
             },
         );
-        assert_eq!(ended.holder(&source, &destination), Ok(Holder::Source));
+        ended.stayed(&source, &destination);
         assert_eq!(source.throttles(), [99, 0]);
         expect_throttling(0, kind);
     }
@@ -177,8 +171,7 @@ fn a_guest_that_cannot_be_slowed_down_is_told_of() {
             }
         },
     );
-    assert_eq!(ended.holder(&source, &destination), Ok(Holder::Destination));
-    let report = ended.source.unwrap();
+    let (report, _) = ended.arrived(&source, &destination, "it cannot be slowed down");
     assert_eq!(
         (report.throttle_percent, report.throttle_refused),
         (0, true)

@@ -221,6 +221,35 @@ impl Ended {
         }
     }
 
+    /// Asserts that the guest has arrived whole and that both sides counted the same pages; what they report.
+    pub fn arrived(
+        self,
+        source: &Probe,
+        destination: &Probe,
+        what: &str,
+    ) -> (SourceReport, DestinationReport) {
+        let holder = self.holder(source, destination);
+        let errors = self.errors();
+        assert_eq!(holder, Ok(Holder::Destination), "{what}: {errors:?}");
+        let (Ok(sent), Ok(received)) = (self.source, self.destination) else {
+            panic!("{what}: the guest has arrived, but {errors:?}");
+        };
+        assert_eq!(
+            (sent.normal_pages, sent.zero_pages),
+            (received.normal_pages, received.zero_pages),
+            "{what}"
+        );
+        (sent, received)
+    }
+
+    /// Asserts that the guest has stayed, whole; what both sides say of it.
+    pub fn stayed(&self, source: &Probe, destination: &Probe) -> (String, String) {
+        let errors = self.errors();
+        let holder = self.holder(source, destination);
+        assert_eq!(holder, Ok(Holder::Source), "{errors:?}");
+        errors
+    }
+
     /// Both errors in one line each.
     pub fn errors(&self) -> (String, String) {
         let line =

@@ -11,7 +11,7 @@ use hotlift_vmm::GuestSettings;
 use crate::census::{Census, alone};
 use crate::probe::Quirks;
 use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
-use crate::rig::{self, Holder, settings};
+use crate::rig::{self, settings};
 
 fn options() -> Options {
     Options {
@@ -53,7 +53,7 @@ fn a_cancel_in_the_middle_lets_the_guest_run_on_and_a_second_migration_succeeds(
                     }
                 },
             );
-            assert_eq!(ended.holder(&source, &destination), Ok(Holder::Source));
+            ended.stayed(&source, &destination);
             let (here, there) = (ended.source.unwrap_err(), ended.destination.unwrap_err());
             let [canceller, other] = if who == 0 {
                 [here, there]
@@ -71,8 +71,7 @@ fn a_cancel_in_the_middle_lets_the_guest_run_on_and_a_second_migration_succeeds(
         let destination = rig::destination(kind, &settings(), Quirks::default());
         let (listener, to) = rig::listen();
         let ended = rig::migrate(&source, &destination, listener, &to, &options());
-        assert_eq!(ended.holder(&source, &destination), Ok(Holder::Destination));
-        assert!(ended.source.is_ok(), "{:?}", ended.errors());
+        ended.arrived(&source, &destination, "it was cancelled before");
     }
     census.expect_unchanged();
 }
@@ -116,12 +115,7 @@ fn a_destination_guest_that_does_not_load_or_resume_leaves_the_guest_with_the_so
             let destination = rig::destination(kind, &settings(), quirks);
             let (listener, to) = rig::listen();
             let ended = rig::migrate(&source, &destination, listener, &to, &options());
-            let (here, there) = ended.errors();
-            assert_eq!(
-                ended.holder(&source, &destination),
-                Ok(Holder::Source),
-                "{here}; {there}"
-            );
+            let (here, there) = ended.stayed(&source, &destination);
             assert!(there.contains("it was told not to"), "{there}");
             assert!(here.contains("it was told not to"), "{here}");
         }
@@ -142,8 +136,7 @@ fn a_source_guest_whose_devices_cannot_be_saved_runs_on() {
     let destination = rig::destination(kind, &settings(), Quirks::default());
     let (listener, to) = rig::listen();
     let ended = rig::migrate(&source, &destination, listener, &to, &options());
-    assert_eq!(ended.holder(&source, &destination), Ok(Holder::Source));
-    let (here, _) = ended.errors();
+    let (here, _) = ended.stayed(&source, &destination);
     assert!(here.contains("it was told not to"), "{here}");
     drop((source, destination));
     census.expect_unchanged();
@@ -161,12 +154,7 @@ fn connections_that_close_without_a_word_are_passed_over() {
         drop(to.connect(Duration::from_secs(10)).unwrap());
     }
     let ended = rig::migrate(&source, &destination, listener, &to, &options());
-    assert_eq!(
-        ended.holder(&source, &destination),
-        Ok(Holder::Destination),
-        "{:?}",
-        ended.errors()
-    );
+    ended.arrived(&source, &destination, "others hung up before");
     drop((source, destination));
     census.expect_unchanged();
 }
@@ -221,12 +209,7 @@ fn a_damaged_length_on_main_does_not_hang_a_long_round() {
         let to = proxy.address();
         let ended = rig::migrate(&source, &destination, listener, &to, &options());
         assert!(proxy.finish().fired);
-        let errors = ended.errors();
-        assert_eq!(
-            ended.holder(&source, &destination),
-            Ok(Holder::Source),
-            "{errors:?}"
-        );
+        let errors = ended.stayed(&source, &destination);
         assert!(
             errors.0.contains("a record of the main channel"),
             "{errors:?}"
@@ -270,12 +253,7 @@ fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
         let to = proxy.address();
         let ended = rig::migrate(&source, &destination, listener, &to, &options);
         assert!(proxy.finish().fired);
-        let errors = ended.errors();
-        assert_eq!(
-            ended.holder(&source, &destination),
-            Ok(Holder::Source),
-            "{errors:?}"
-        );
+        let errors = ended.stayed(&source, &destination);
         // A page that does not shrink is no stream: the section's checksum shows that.
         let named = |error: &str| {
             error.contains("of RAM block") && error.contains("no complete zlib stream")
@@ -304,12 +282,7 @@ fn a_thread_that_cannot_compress_ends_the_migration_with_its_reason_and_the_gues
         let destination = rig::destination(kind, &settings(), Quirks::default());
         let (listener, to) = rig::listen();
         let ended = rig::migrate(&source, &destination, listener, &to, &options);
-        let errors = ended.errors();
-        assert_eq!(
-            ended.holder(&source, &destination),
-            Ok(Holder::Source),
-            "{errors:?}"
-        );
+        let errors = ended.stayed(&source, &destination);
         assert!(
             errors.0.contains("compress level 42 is out of range 0..=9"),
             "{errors:?}"
