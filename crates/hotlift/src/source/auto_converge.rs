@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use hotlift_mem::PAGE_SIZE;
 
 use crate::figures::to_f64;
-use crate::guest::Guest;
 use crate::options::Options;
 
 /// Shortest period; in less the last change has not shown.
@@ -21,7 +20,8 @@ const PATIENCE: u32 = 2;
 
 /// Throttles a guest, and lets it go when dropped.
 pub(super) struct AutoConverge<'a> {
-    guest: &'a dyn Guest,
+    /// [`Guest::throttle`](crate::guest::Guest::throttle) of the guest.
+    throttle: Box<dyn Fn(u8) -> bool + 'a>,
     period: Period,
     /// Periods that count against the guest.
     too_fast: u32,
@@ -40,9 +40,9 @@ struct Period {
 
 impl<'a> AutoConverge<'a> {
     /// From `now` on; nothing has been sent.
-    pub(super) fn new(guest: &'a dyn Guest, now: Instant) -> Self {
+    pub(super) fn new(throttle: impl Fn(u8) -> bool + 'a, now: Instant) -> Self {
         Self {
-            guest,
+            throttle: Box::new(throttle),
             period: Period {
                 since: now,
                 dirtied_pages: 0,
@@ -90,7 +90,7 @@ impl<'a> AutoConverge<'a> {
         if percent == self.percent {
             return;
         }
-        if self.guest.throttle(percent) {
+        if (self.throttle)(percent) {
             self.percent = percent;
             self.highest = self.highest.max(percent);
         } else {
@@ -101,7 +101,7 @@ impl<'a> AutoConverge<'a> {
     /// Gives the guest all of its time back.
     pub(super) fn release(&mut self) {
         if self.percent > 0 {
-            self.guest.throttle(0);
+            (self.throttle)(0);
             self.percent = 0;
         }
     }
@@ -149,62 +149,11 @@ fn next(percent: u8, allowed: f64, options: &Options) -> u8 {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Arc, Mutex};
-
-    use hotlift_mem::{DirtyBitmap, RamBlock};
+    use std::cell::RefCell;
 
     use super::*;
-    use crate::guest::{DeviceState, GuestError};
 
     /// Writes down what is asked of it.
-    struct Asked {
-        percents: Mutex<Vec<u8>>,
-        can: bool,
-    }
-
-    impl Guest for Asked {
-        fn throttle(&self, percent: u8) -> bool {
-            self.percents.lock().unwrap().push(percent);
-            self.can
-        }
-        fn machine(&self) -> &'static str {
-            ""
-        }
-        fn uuid(&self) -> [u8; 16] {
-            [0; 16]
-        }
-        fn ram(&self) -> &[Arc<RamBlock>] {
-            &[]
-        }
-        fn ram_is_fresh(&self) -> bool {
-            false
-        }
-        fn start_dirty_log(&self) -> Result<(), GuestError> {
-            Ok(())
-        }
-        fn stop_dirty_log(&self) -> Result<(), GuestError> {
-            Ok(())
-        }
-        fn sync_dirty_log(&self, _: usize, _: &DirtyBitmap) -> Result<u64, GuestError> {
-            Ok(0)
-        }
-        fn clear_dirty_log(&self, _: usize, _: usize, _: usize) -> Result<(), GuestError> {
-            Ok(())
-        }
-        fn pause(&self) -> Result<(), GuestError> {
-            Ok(())
-        }
-        fn resume(&self) -> Result<(), GuestError> {
-            Ok(())
-        }
-        fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
-            Ok(Vec::new())
-        }
-        fn load_devices(&self, _: Vec<DeviceState>) -> Result<(), GuestError> {
-            Ok(())
-        }
-    }
-
     fn on() -> Options {
         Options {
             auto_converge: true,
@@ -214,12 +163,13 @@ mod tests {
 
     /// What is asked of a guest over periods in which it dirties so many pages while 100 are sent.
     fn asked(dirtied: &[u64], can: bool, options: &Options) -> (Vec<u8>, u8, bool) {
-        let guest = Asked {
-            percents: Mutex::default(),
-            can,
+        let percents = RefCell::default();
+        let guest = |percent| {
+            Vec::push(&mut percents.borrow_mut(), percent);
+            can
         };
         let mut now = Instant::now();
-        let mut throttle = AutoConverge::new(&guest, now);
+        let mut throttle = AutoConverge::new(guest, now);
         let mut sent = 0;
         for pages in dirtied {
             // Two syncs make a period.
@@ -231,7 +181,7 @@ mod tests {
         }
         let state = (throttle.highest(), throttle.is_refused());
         drop(throttle);
-        (guest.percents.into_inner().unwrap(), state.0, state.1)
+        (percents.into_inner(), state.0, state.1)
     }
 
     #[test]

@@ -158,7 +158,7 @@ fn run(
             reporter: Reporter::new(&session, on_progress, started),
             started,
             estimator: Estimator::default(),
-            auto_converge: AutoConverge::new(guest, Instant::now()),
+            auto_converge: AutoConverge::new(|percent| guest.throttle(percent), Instant::now()),
             xbzrle,
             round: 0,
             guest_was_stopped: false,
