@@ -10,21 +10,14 @@ Needs root (the RAM of QEMU is filled through /proc/PID/mem) and the `zstd` comm
 """
 
 import argparse
-import datetime
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from statistics import median
 
 import fill
 import hotlift
 import machine
 import qemu
+import runs
 from cases import CASES, GIB, IMAGE_BYTES, SEED, ZERO_SHARE
 
-HERE = Path(__file__).resolve().parent
 SIDES = ("qemu", "hotlift")
 
 
@@ -32,8 +25,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side in each case (default 5)")
     parser.add_argument("--only", choices=SIDES, help="measure one side only")
-    parser.add_argument("--results", metavar="FILE", help="default: bench/results/DATE-pair.jsonl, appended")
-    parser.add_argument("--report", nargs="+", metavar="FILE", help="print the table of these files and end")
+    runs.add_arguments(parser, "pair")
     add_common_arguments(parser)
     return parser.parse_args()
 
@@ -41,41 +33,32 @@ def arguments():
 def add_common_arguments(parser):
     parser.add_argument("--case", action="append", choices=CASES, help="repeatable")
     parser.add_argument("--channels", type=int, default=2)
-    parser.add_argument("--accel", default="kvm" if os.access("/dev/kvm", os.W_OK) else "tcg")
-    parser.add_argument("--qemu", metavar="BINARY", help="default: what scripts/qemu-10.0 fetches")
+    runs.add_machine_arguments(parser)
     parser.add_argument("--qemu-7", metavar="BINARY", default="qemu-system-x86_64",
                         help="for case compress, which QEMU 9.1 took out; default: Debian 12's 7.2")
     parser.add_argument("--hotlift-flag", metavar="FLAG", action="append", default=[],
                         help="a further flag of hotlift demo, such as --zero-copy-send=off; repeatable")
-    parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/release/hotlift"))
-    parser.add_argument("--corpus", metavar="FOLDER", default="/work/shared/silesia", help=".zst files")
     parser.add_argument("--fill-image", metavar="FILE",
                         help="raw RAM image of 2 GiB, alone in its folder, instead of the generated one")
-    parser.add_argument("--cache", metavar="FOLDER", default=os.environ.get("HOTLIFT_CACHE", str(HERE.parent / ".cache")))
 
 
 def main():
     args = arguments()
     if args.report:
-        report([json.loads(line) for file in args.report for line in Path(file).read_text().splitlines()])
+        report(runs.read(args.report))
         return
     cases = [CASES[name] for name in args.case or CASES]
     sides = runners(args, image_of(args, cases))
-    now = datetime.datetime.now(datetime.timezone.utc)
-    results = Path(args.results or HERE / "results" / f"{now:%Y-%m-%d}-pair.jsonl")
-    runs = []
+    results = runs.Results(args.results, "pair")
     for pair in range(args.pairs):
         for case in cases:
             # Every second pair runs in the other order: a steady drift then favours neither side.
             order = list(sides) if pair % 2 == 0 else list(reversed(sides))
             for side in (side for side in order if side in case.sides):
                 run = one(side, sides[side], case, pair)
-                runs.append(run)
-                with open(results, "a") as out:
-                    out.write(json.dumps(run) + "\n")
-                print(progress(run), file=sys.stderr, flush=True)
-    report(runs)
-    print(f"\nraw runs: {results}")
+                results.add(run, progress(run))
+    report(results.runs)
+    print(f"\nraw runs: {results.path}")
 
 
 def image_of(args, cases):
@@ -102,30 +85,18 @@ def qemu_for(args, case):
     """The QEMU that has what the case asks for."""
     if case.method == "compress":
         return args.qemu_7
-    return args.qemu or qemu_10_0()
-
-
-def qemu_10_0():
-    script = HERE.parent / "scripts/qemu-10.0"
-    folder = subprocess.run([script], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
-    return f"{folder}/qemu-system-x86_64"
+    return args.qemu or qemu.qemu_10_0()
 
 
 def one(side, runner, case, pair):
     version, migrate = runner
-    before = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "side": side,
-        "version": version(case),
-        "case": case.name,
-        "pair": pair,
-        "load": machine.load(),
-    }
-    with machine.WarmMemory(case.ram_bytes + machine.WarmMemory.AHEAD) as warm:
-        run = {**before, **migrate(case, warm), "machine": machine.facts()}
-    if run["status"] != "completed" or not run["verified"]:
-        raise SystemExit(f"{side} {case.name}: status {run['status']}, verified {run['verified']}")
-    return run
+
+    def measure():
+        with machine.WarmMemory(case.ram_bytes + machine.WarmMemory.AHEAD) as warm:
+            return migrate(case, warm)
+
+    about = {"side": side, "version": version(case), "case": case.name, "pair": pair}
+    return runs.one(f"{side} {case.name}", about, measure)
 
 
 def progress(run):
@@ -158,41 +129,31 @@ COLUMNS = (
 )
 
 
-def report(runs):
+def report(measured):
     """One line a case and side with median (lowest-highest), then the ratios pair by pair."""
     print("median (lowest-highest)")
     print(f"{'case':15}{'side':10}{'runs':>4}" + "".join(f"{name:>24}" for name, _ in COLUMNS))
     for case in CASES:
         for side in SIDES:
-            mine = [run for run in runs if (run["case"], run["side"]) == (case, side)]
+            mine = [run for run in measured if (run["case"], run["side"]) == (case, side)]
             if mine:
-                cells = (spread([value(run) for run in mine]) for _, value in COLUMNS)
+                cells = (runs.spread([value(run) for run in mine]) for _, value in COLUMNS)
                 print(f"{case:15}{side:10}{len(mine):>4}" + "".join(f"{cell:>24}" for cell in cells))
-        both = pairs_of(case, runs)
+        both = pairs_of(case, measured)
         if both:
-            cells = (spread([quotient(value(theirs), value(ours)) for theirs, ours in both]) for _, value in COLUMNS)
+            cells = (runs.spread([quotient(value(theirs), value(ours)) for theirs, ours in both]) for _, value in COLUMNS)
             print(f"{case:15}{'hl/qemu':10}{len(both):>4}" + "".join(f"{cell:>24}" for cell in cells))
 
 
-def pairs_of(case, runs):
+def pairs_of(case, measured):
     """Neighbouring runs of the two sides. Pair numbers start again with each call of this script,
     so the n-th run of one side belongs to the n-th of the other."""
-    by_side = [[run for run in runs if (run["case"], run["side"]) == (case, side)] for side in SIDES]
+    by_side = [[run for run in measured if (run["case"], run["side"]) == (case, side)] for side in SIDES]
     return list(zip(*by_side))
 
 
 def quotient(theirs, ours):
     return ours / theirs if theirs else float("nan")
-
-
-def spread(values):
-    if any(value != value for value in values):
-        return "-"
-
-    def text(value):
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-    return f"{text(median(values))} ({text(min(values))}-{text(max(values))})"
 
 
 if __name__ == "__main__":

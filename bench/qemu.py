@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cpu import Meter
 from machine import resident
+from process import Process
 
 PIECE = 4 << 20
 # Above any link: QEMU's default of 128 MiB/s would be the only thing measured.
@@ -27,8 +28,14 @@ def version(binary):
     return out.splitlines()[0].removeprefix("QEMU emulator version ")
 
 
-class Vm:
-    """A QEMU process with a QMP connection; killed when the `with` block ends.
+def qemu_10_0():
+    script = Path(__file__).resolve().parent.parent / "scripts/qemu-10.0"
+    folder = subprocess.run([script], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return f"{folder}/qemu-system-x86_64"
+
+
+class Vm(Process):
+    """A QEMU process with a QMP connection.
 
     `prefix` is a command that runs the command, such as one that enters a network namespace.
     """
@@ -41,11 +48,8 @@ class Vm:
         listener.bind(str(qmp))
         listener.listen(1)
         listener.settimeout(30)
-        self._log = open(Path(folder) / f"{name}.log", "w+b")
         # QEMU connects to us, so there is no moment at which its socket may not exist yet.
-        self._process = subprocess.Popen(
-            [*prefix, *self.command, "-qmp", f"unix:{qmp}"], stdin=subprocess.DEVNULL, stderr=self._log)
-        self.pid = self._process.pid
+        super().__init__([*prefix, *self.command, "-qmp", f"unix:{qmp}"], folder, name)
         try:
             self._socket, _ = listener.accept()
         except TimeoutError:
@@ -57,20 +61,6 @@ class Vm:
         self._events, self._past = [], []
         self._receive()  # greeting
         self.qmp("qmp_capabilities")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self):
-        self._process.kill()
-        self._process.wait()
-
-    def stderr(self):
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace").strip()
 
     def _receive(self):
         line = self._lines.readline()

@@ -11,8 +11,6 @@ Needs root (network namespaces, and the RAM of QEMU is filled through /proc/PID/
 """
 
 import argparse
-import datetime
-import json
 import os
 import random
 import signal
@@ -25,12 +23,10 @@ import hotlift
 import machine
 import qemu
 import relayed
+import runs
 from cases import GIB, SEED, ZERO_SHARE
 from network import Link
-from pair import qemu_10_0, spread
 from ways import PLAIN, ROADS, WAYS
-
-HERE = Path(__file__).resolve().parent
 
 
 def arguments():
@@ -38,14 +34,9 @@ def arguments():
     parser.add_argument("--road", action="append", choices=ROADS, help="repeatable")
     parser.add_argument("--way", action="append", choices=WAYS, help="repeatable")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each way on each road (default 3)")
-    parser.add_argument("--results", metavar="FILE", help="default: bench/results/DATE-relay.jsonl, appended")
-    parser.add_argument("--report", nargs="+", metavar="FILE", help="print the table of these files and end")
-    parser.add_argument("--accel", default="kvm" if os.access("/dev/kvm", os.W_OK) else "tcg")
-    parser.add_argument("--qemu", metavar="BINARY", help="default: what scripts/qemu-10.0 fetches")
-    parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/release/hotlift"))
+    runs.add_arguments(parser, "relay")
+    runs.add_machine_arguments(parser)
     parser.add_argument("--guest", metavar="ELF", help="guest program; default: the one built with --hotlift")
-    parser.add_argument("--corpus", metavar="FOLDER", default="/work/shared/silesia", help=".zst files")
-    parser.add_argument("--cache", metavar="FOLDER", default=os.environ.get("HOTLIFT_CACHE", str(HERE.parent / ".cache")))
     return parser.parse_args()
 
 
@@ -54,29 +45,24 @@ def main():
     # As Ctrl-C does, it leaves every `with` block.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if args.report:
-        report([json.loads(line) for file in args.report for line in Path(file).read_text().splitlines()])
+        report(runs.read(args.report))
         return
-    args.qemu = args.qemu or qemu_10_0()
+    args.qemu = args.qemu or qemu.qemu_10_0()
     args.guest = args.guest or guest_program(args.hotlift)
     ways = [WAYS[name] for name in args.way or WAYS]
     versions = {"qemu": qemu.version(args.qemu)}
     if any(way.relay for way in ways):
         versions["hotlift"] = hotlift.version(args.hotlift)
     image = fill.image(args.cache, args.corpus, relayed.RAM_BYTES, ZERO_SHARE, SEED)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    results = Path(args.results or HERE / "results" / f"{now:%Y-%m-%d}-relay.jsonl")
-    runs = []
+    results = runs.Results(args.results, "relay")
     for name in args.road or ROADS:
         for repeat in range(args.repeats):
             # A drift of the machine then favours no way.
             for way in random.sample(ways, len(ways)):
                 run = one(way, ROADS[name], image, args, {"repeat": repeat, "versions": versions})
-                runs.append(run)
-                with open(results, "a") as out:
-                    out.write(json.dumps(run) + "\n")
-                print(progress(run), file=sys.stderr, flush=True)
-    report(runs)
-    print(f"\nraw runs: {results}")
+                results.add(run, progress(run))
+    report(results.runs)
+    print(f"\nraw runs: {results.path}")
 
 
 def guest_program(binary):
@@ -86,22 +72,15 @@ def guest_program(binary):
 
 
 def one(way, road, image, args, about):
-    before = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "road": road.name,
-        "way": way.name,
-        **about,
-        "load": machine.load(),
-        # Below 0: ahead of other work on the machine.
-        "nice": os.nice(0),
-    }
-    with machine.WarmMemory(relayed.RAM_BYTES + machine.WarmMemory.AHEAD) as warm, \
-            Link(road.rate, road.joined) as link:
-        before["link_mbit_s"] = link.probe()
-        run = {**before, **relayed.run(way, road, link, image, args, warm), "machine": machine.facts()}
-    if run["status"] != "completed" or not run["verified"]:
-        raise SystemExit(f"{road.name} {way.name}: status {run['status']}, verified {run['verified']}")
-    return run
+    def measure():
+        with machine.WarmMemory(relayed.RAM_BYTES + machine.WarmMemory.AHEAD) as warm, \
+                Link(road.rate, road.joined) as link:
+            probed = {"link_mbit_s": link.probe()}
+            return {**probed, **relayed.run(way, road, link, image, args, warm)}
+
+    # Below 0: ahead of other work on the machine.
+    nice = {"nice": os.nice(0)}
+    return runs.one(f"{road.name} {way.name}", {"road": road.name, "way": way.name, **about, **nice}, measure)
 
 
 def progress(run):
@@ -137,51 +116,51 @@ def nan_if_none(value):
     return float("nan") if value is None else value
 
 
-def report(runs):
+def report(measured):
     """One line a road and way with median (lowest-highest), then what the relay is meant to reach."""
     print("median (lowest-highest)")
     print(f"{'road':14}{'way':12}{'runs':>4}" + "".join(f"{name:>21}" for name, _ in COLUMNS))
     for road in ROADS:
         for way in WAYS:
-            mine = of(runs, road, way)
+            mine = of(measured, road, way)
             if mine:
-                cells = (spread([value(run) for run in mine]) for _, value in COLUMNS)
+                cells = (runs.spread([value(run) for run in mine]) for _, value in COLUMNS)
                 print(f"{road:14}{way:12}{len(mine):>4}" + "".join(f"{cell:>21}" for cell in cells))
     print()
-    for line in goals(runs):
+    for line in goals(measured):
         print(line)
 
 
-def of(runs, road, way):
-    return [run for run in runs if (run["road"], run["way"]) == (road, way)]
+def of(measured, road, way):
+    return [run for run in measured if (run["road"], run["way"]) == (road, way)]
 
 
-def goals(runs):
+def goals(measured):
     for road, bar in (("200mbit", 0.35), ("1gbit", 0.6)):
-        plain, relayed_runs = fastest_plain(runs, road), of(runs, road, "relay-zstd")
+        plain, relayed_runs = fastest_plain(measured, road), of(measured, road, "relay-zstd")
         if plain and relayed_runs:
             share = middle(relayed_runs, "wall_ms") / middle(plain, "wall_ms")
             yield verdict(f"{road}: relay with zstd takes {share:.3f} of {plain[0]['way']}'s time", share, bar)
     for road in ("veth", "loopback"):
         # The same number of channels on both sides: what is left is the relay's.
-        plain, relayed_runs = of(runs, road, "qemu-2"), of(runs, road, "relay-none")
+        plain, relayed_runs = of(measured, road, "qemu-2"), of(measured, road, "relay-none")
         if plain and relayed_runs:
             cost = median(map(per_gib, relayed_runs)) - median(map(per_gib, plain))
             yield verdict(f"{road}: relays with none cost {cost:.2f} core-s/GiB more, all processes", cost, 1.0)
     for road, downtime in (("veth", "downtime_ms"), ("loopback", "downtime_ms"), ("veth-live", "stopped_ms")):
-        plain, relayed_runs = of(runs, road, "qemu-2"), of(runs, road, "relay-none")
+        plain, relayed_runs = of(measured, road, "qemu-2"), of(measured, road, "relay-none")
         if plain and relayed_runs:
             more = middle(relayed_runs, downtime) - middle(plain, downtime)
             yield verdict(f"{road}: relays with none add {more:.1f} ms to {downtime}", more, 20)
 
 
-def fastest_plain(runs, road):
-    groups = [group for way in PLAIN if (group := of(runs, road, way))]
+def fastest_plain(measured, road):
+    groups = [group for way in PLAIN if (group := of(measured, road, way))]
     return min(groups, key=lambda group: middle(group, "wall_ms"), default=None)
 
 
-def middle(runs, key):
-    return median(run[key] for run in runs)
+def middle(measured, key):
+    return median(run[key] for run in measured)
 
 
 def verdict(words, value, bar):

@@ -12,6 +12,7 @@ from pathlib import Path
 import machine
 from cpu import Meter
 from network import TIED
+from process import Process
 from qemu import PAUSED, UNLIMITED, Vm, file_pieces
 from ways import RELAY_CHANNELS
 
@@ -23,31 +24,19 @@ LIVE_GUEST = "workload=random rate=1000 ws=67108864 tsc_khz=2500000"
 GUEST_LINE_S = 120
 
 
-class Relay:
-    """A `hotlift relay` process; killed when the `with` block ends, if it has not ended by itself."""
+class Relay(Process):
+    """A `hotlift relay` process."""
 
     def __init__(self, binary, side, listen, connect, channels, method, prefix, folder):
         self.command = [binary, "relay", side, "--listen", listen, "--connect", connect, "--json",
                         "--multifd-channels", str(channels), "--multifd-compression", method]
-        self._log = open(Path(folder) / f"relay-{side}.log", "w+b")
-        self._process = subprocess.Popen([*TIED, *prefix, *self.command], stdin=subprocess.DEVNULL,
-                                         stdout=subprocess.PIPE, stderr=self._log, text=True)
-        self.pid = self._process.pid
+        command = [*TIED, *prefix, *self.command]
+        super().__init__(command, folder, f"relay-{side}", stdout=subprocess.PIPE, text=True)
         found = re.fullmatch(r"listening on (\S+)\n", self._process.stdout.readline())
         if not found:
             self.close()
             raise SystemExit(f"relay {side} did not start: {self.stderr()}")
         self.address = found[1]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self):
-        self._process.kill()
-        self._process.wait()
 
     def await_end(self):
         """Blocks until the process has ended, and leaves it unreaped: its CPU clock can still be read."""
@@ -59,10 +48,6 @@ class Relay:
         if self._process.wait() != 0:
             raise SystemExit(f"{' '.join(self.command)} ended with {self._process.returncode}: {self.stderr()}")
         return json.loads(output.splitlines()[-1])
-
-    def stderr(self):
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace").strip()
 
 
 def run(way, road, link, image, settings, warm):
