@@ -80,7 +80,7 @@ struct Migration {
     /// The latest; before the first report, that nothing is done.
     progress: Progress,
     outcome: Option<Outcome>,
-    /// Where a source connects to.
+    /// Where a source connects to, or, before it listens, where it is to listen.
     listens_at: Option<Address>,
 }
 
@@ -174,13 +174,8 @@ impl GuestMonitor {
         }
     }
 
-    /// Starts a migration: sets it up and runs `work` on a thread of its own.
-    fn start(
-        &self,
-        state: &mut State,
-        listens_at: Option<Address>,
-        work: impl FnOnce(&Machine, &Control) -> Result<Outcome, MigrationError> + Send + 'static,
-    ) -> Result<(), Refusal> {
+    /// From now on a migration is under way.
+    fn begin(&self, state: &mut State, listens_at: Option<Address>) -> Control {
         let machine = Arc::downgrade(&self.0);
         let control = Control::watched(Box::new(move |event| {
             if let Some(machine) = Weak::upgrade(&machine) {
@@ -195,6 +190,16 @@ impl GuestMonitor {
             outcome: None,
             listens_at,
         });
+        control
+    }
+
+    /// Runs the `work` of the migration that has begun, on a thread of its own.
+    fn run(
+        &self,
+        state: &mut State,
+        control: Control,
+        work: impl FnOnce(&Machine, &Control) -> Result<Outcome, MigrationError> + Send + 'static,
+    ) -> Result<(), Refusal> {
         let machine = Arc::clone(&self.0);
         let thread = thread::Builder::new()
             .name("migration".to_owned())
@@ -247,7 +252,8 @@ impl GuestMonitor {
         options
             .check()
             .map_err(|error| Refusal::generic(error.to_string()))?;
-        self.start(&mut state, None, move |machine, control| {
+        let control = self.begin(&mut state, None);
+        self.run(&mut state, control, move |machine, control| {
             let note = |progress: &Progress| {
                 if let Some(migration) = &mut machine.lock().migration {
                     migration.progress = *progress;
@@ -260,6 +266,27 @@ impl GuestMonitor {
     }
 
     fn receive(&self, address: &Address, exit_on_error: bool) -> Result<Address, Refusal> {
+        self.receive_as(address, exit_on_error, |guest, options| {
+            hotlift::destination::prepare(guest, options)?;
+            let listener = address.listen()?;
+            let at = listener
+                .address()
+                .map_err(|source| TransportError::Listen {
+                    uri: address.to_string(),
+                    source,
+                })?;
+            Ok((listener, at))
+        })
+    }
+
+    /// `listen` makes the guest ready and listens for it at `address`; without the lock, as RAM of many GiB takes
+    /// its time, and so may a name.
+    fn receive_as(
+        &self,
+        address: &Address,
+        exit_on_error: bool,
+        listen: impl FnOnce(&Stoppable, &Options) -> Result<(Listener, Address), MigrationError>,
+    ) -> Result<Address, Refusal> {
         let mut state = self.0.lock();
         if !state.was_incoming {
             return Err(Refusal::generic(
@@ -272,23 +299,28 @@ impl GuestMonitor {
             ));
         }
         let options = self.0.settings.for_migration();
+        state.may_come_in = false;
+        let control = self.begin(&mut state, Some(address.clone()));
+        drop(state);
+
         let listening = options
             .check()
             .map_err(MigrationError::from)
-            .and_then(|()| hotlift::destination::prepare(&self.0.guest, &options))
-            .and_then(|()| {
-                let listener = address.listen()?;
-                let at = listener
-                    .address()
-                    .map_err(|source| TransportError::Listen {
-                        uri: address.to_string(),
-                        source,
-                    })?;
-                Ok((listener, at))
-            });
-        let (listener, at): (Listener, Address) =
-            listening.map_err(|error| Refusal::generic(error.chain()))?;
-        self.start(&mut state, Some(at.clone()), move |machine, control| {
+            .and_then(|()| listen(&self.0.guest, &options));
+
+        let mut state = self.0.lock();
+        let (listener, at) = match listening {
+            Ok(listening) => listening,
+            Err(error) => {
+                state.migration = None;
+                state.may_come_in = true;
+                return Err(Refusal::generic(error.chain()));
+            }
+        };
+        if let Some(migration) = &mut state.migration {
+            migration.listens_at = Some(at.clone());
+        }
+        let running = self.run(&mut state, control, move |machine, control| {
             let received =
                 hotlift::destination::receive(&machine.guest, listener, &options, control);
             if let Err(error) = &received
@@ -300,9 +332,9 @@ impl GuestMonitor {
                     .ask(Err(CommandError::Incoming { reason: text }));
             }
             received.map(Outcome::Received)
-        })?;
-        state.may_come_in = false;
-        Ok(at)
+        });
+        state.may_come_in = running.is_err();
+        running.map(|()| at)
     }
 
     fn cancel(&self) -> Value {
@@ -380,7 +412,8 @@ impl GuestMonitor {
 
     fn query_migrate(&self) -> Value {
         let state = self.0.lock();
-        let Some(migration) = &state.migration else {
+        let begun = |one: &&Migration| one.shown != Status::None;
+        let Some(migration) = state.migration.as_ref().filter(begun) else {
             return json!({});
         };
         let status = migration.shown;
@@ -578,5 +611,83 @@ impl Machine {
             migration.outcome = Some(outcome);
         }
         self.show(state, status);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use hotlift_mem::Backing;
+    use hotlift_vmm::workload::Workload;
+    use hotlift_vmm::{GuestKind, GuestSettings};
+
+    use super::*;
+
+    fn waiting() -> GuestMonitor {
+        let settings = GuestSettings {
+            ram_bytes: 8 << 20,
+            backing: Backing::Private,
+            vcpus: 1,
+            workload: Workload::Idle,
+            rate: 1,
+            working_set: None,
+            seed: 1,
+            uuid: [0; 16],
+        };
+        let guest = hotlift_vmm::create(GuestKind::Threads, &settings).unwrap();
+        let leaving = Leaving::default();
+        GuestMonitor::new(
+            guest.into(),
+            Options::default(),
+            Events::new(),
+            leaving,
+            true,
+        )
+    }
+
+    /// What others hear while one client's `migrate-incoming` takes its time.
+    #[test]
+    fn clients_are_answered_while_a_guest_is_made_ready_to_come() {
+        let monitor = waiting();
+        let anywhere: Address = "tcp:127.0.0.1:0".parse().unwrap();
+        let ask = |command: &'static str, arguments: Value| {
+            let (answer, answered) = channel();
+            let other = monitor.clone();
+            thread::spawn(move || answer.send(other.execute(command, &arguments)));
+            answered
+                .recv_timeout(Duration::from_secs(60))
+                .expect("an answer meanwhile")
+        };
+        let at = monitor.receive_as(&anywhere, false, |_, _| {
+            let status = ask("query-status", Value::Null).unwrap();
+            assert_eq!(status["status"], "inmigrate");
+            let info = ask("query-migrate", Value::Null).unwrap();
+            assert_eq!(info, json!({}), "it does not listen yet");
+            let again = json!({ "uri": "tcp:127.0.0.1:0" });
+            let refused = ask("migrate-incoming", again).unwrap_err().desc;
+            assert!(refused.contains("already been started"), "{refused}");
+            let events = json!([{ "capability": "events", "state": true }]);
+            let refused = ask(
+                "migrate-set-capabilities",
+                json!({ "capabilities": events }),
+            );
+            assert_eq!(refused.unwrap_err().desc, IN_PROGRESS);
+            let error = TransportError::Listen {
+                uri: "there".to_owned(),
+                source: std::io::ErrorKind::AddrInUse.into(),
+            };
+            Err(error.into())
+        });
+        assert!(at.unwrap_err().desc.contains("there"));
+        assert_eq!(ask("query-migrate", Value::Null).unwrap(), json!({}));
+
+        // As if it had not been asked for.
+        let at = monitor.receive(&anywhere, false).unwrap();
+        let info = ask("query-migrate", Value::Null).unwrap();
+        assert_eq!(info["status"], "setup");
+        assert_eq!(info["socket-address"], json!([address::to_json(&at)]));
+        monitor.end(false);
     }
 }
