@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -274,6 +274,27 @@ impl Machine {
         read(block + word)
     }
 
+    /// The port of TCP on which it listens for a migration, by the kernel's lists of its network namespace.
+    pub fn listens_on(&self) -> Option<u16> {
+        let process = PathBuf::from(format!("/proc/{}", self.pid()));
+        let sockets: Vec<String> = std::fs::read_dir(process.join("fd"))
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter_map(|fd| Some(std::fs::read_link(fd.path()).ok()?.display().to_string()))
+            .collect();
+        let listens = |line: &str| {
+            let (port, inode) = listening(line)?;
+            sockets
+                .contains(&format!("socket:[{inode}]"))
+                .then_some(port)
+        };
+        ["net/tcp", "net/tcp6"].into_iter().find_map(|list| {
+            let text = std::fs::read_to_string(process.join(list)).ok()?;
+            text.lines().find_map(listens)
+        })
+    }
+
     /// QEMU says `completed` before it has joined its channel threads; they still count.
     pub fn await_end_of_migration_threads(&self) {
         let deadline = Instant::now() + THREADS_END;
@@ -347,6 +368,18 @@ fn anonymous(line: &str, length: u64) -> Option<u64> {
     is_ram.then_some(from)
 }
 
+/// Port and inode of a listening socket in a line of /proc/net/tcp (proc_net_tcp(5)).
+fn listening(line: &str) -> Option<(u16, u64)> {
+    /// `TCP_LISTEN`, in hexadecimal.
+    const LISTEN: &str = "0A";
+    let mut words = line.split_whitespace().skip(1);
+    let (_, port) = words.next()?.rsplit_once(':')?;
+    let is_listening = words.nth(1)? == LISTEN;
+    let inode = words.nth(5)?.parse().ok()?;
+    let port = u16::from_str_radix(port, 16).ok()?;
+    is_listening.then_some((port, inode))
+}
+
 /// Calls `each` with every piece of `file` and its offset.
 fn pieces(file: &File, mut each: impl FnMut(u64, &[u8]) -> io::Result<()>) -> io::Result<()> {
     let length = file.metadata()?.len();
@@ -368,13 +401,10 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
         GuestKind::Threads => "tcg",
     };
     let ram = format!("{}k", guest.ram_bytes >> 10);
-    // qboot takes 0.3 s, SeaBIOS 12 s under the KVM of a nested cloud. RAM is private anonymous memory,
-    // as Hotlift's guests have it.
+    // RAM is private anonymous memory, as Hotlift's guests have it.
     let mut words: Vec<String> = [
         "-machine",
         "pc,graphics=off",
-        "-bios",
-        "qboot.rom",
         "-accel",
         accelerator,
         "-m",
@@ -400,6 +430,9 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
             GuestKind::Threads => TCG_TSC_KHZ,
         };
         words.extend([
+            // SeaBIOS takes 12 s under the KVM of a nested cloud, this one 0.3 s.
+            "-bios".to_owned(),
+            "qboot.rom".to_owned(),
             "-kernel".to_owned(),
             elf.display().to_string(),
             "-append".to_owned(),
@@ -468,6 +501,18 @@ fn last_line(folder: &Path) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_listening_socket_is_known_by_its_port_and_inode() {
+        let line = "   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 22345 \
+                    1 ffff8b0000000000 100 0 0 10 0";
+        assert_eq!(listening(line), Some((8080, 22345)));
+        let established = line.replace(" 0A ", " 01 ");
+        let head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode";
+        for other in [established.as_str(), head, ""] {
+            assert_eq!(listening(other), None, "{other}");
+        }
+    }
 
     #[test]
     fn ram_is_the_private_mapping_of_its_size_that_no_file_has() {

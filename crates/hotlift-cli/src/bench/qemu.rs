@@ -135,6 +135,10 @@ impl Program {
         let layout = Layout::new(guest.ram_bytes, 1, guest.working_set)
             .map_err(|error| Stop::Failed(error.to_string()))?;
         let writes = guest.workload != Workload::Idle && guest.rate > 0;
+        if writes && !boots_pvh(&self.version) {
+            let problem = "does not boot the guest that writes: QEMU 4.0 and later do";
+            return Err(Stop::Lacks(problem.to_owned()));
+        }
         let image = self.image.of(&layout, &cell.guest.fill_settings())?;
         let start = |incoming, prefix| Start {
             program: &self.path,
@@ -217,6 +221,12 @@ impl Program {
     }
 }
 
+/// Whether a QEMU of that version starts ELF programs by their PVH entry.
+fn boots_pvh(version: &str) -> bool {
+    let major = version.split('.').next().and_then(|text| text.parse().ok());
+    major.is_none_or(|major: u32| major >= 4)
+}
+
 /// What no QEMU can be asked for.
 fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
     let (vcpus, workload) = (cell.guest.vcpus, cell.guest.workload);
@@ -253,7 +263,7 @@ fn set(machine: &mut Machine, cell: &Cell, options: &Options) -> Result<(), Stop
         .set_capabilities(&capabilities(cell, options)?)
         .map_err(|error| lacks(&error))?;
     let known = machine.qmp.query_parameters()?;
-    let wanted = parameters(cell, options, known.contains_key("zero-page-detection"))?;
+    let wanted = parameters(cell, options, &|name| known.contains_key(name))?;
     machine
         .qmp
         .set_parameters(&wanted)
@@ -278,8 +288,9 @@ fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, boo
     Ok(wanted)
 }
 
-/// Parameters: a bandwidth above QEMU's default, the method, and all that was asked for beside.
-fn parameters(cell: &Cell, options: &Options, detects_zero_pages: bool) -> Result<Value, Stop> {
+/// Parameters: a bandwidth above QEMU's default, the method, and all that was asked for beside. Which this
+/// QEMU has is what it `knows`.
+fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> Result<Value, Stop> {
     let bandwidth = match options.max_bandwidth {
         0 => UNLIMITED,
         limit => limit,
@@ -297,7 +308,7 @@ fn parameters(cell: &Cell, options: &Options, detects_zero_pages: bool) -> Resul
         }
     }
     let zero_pages = options.zero_page_detection_name();
-    if detects_zero_pages {
+    if knows("zero-page-detection") {
         wanted["zero-page-detection"] = zero_pages.into();
     } else if zero_pages == "none" {
         // QEMU before 9.0 looks for zero pages in the migration thread, and has no word for it.
@@ -307,7 +318,12 @@ fn parameters(cell: &Cell, options: &Options, detects_zero_pages: bool) -> Resul
         wanted["compress-level"] = options.compress_level.into();
         wanted["compress-threads"] = options.compress_threads.into();
         wanted["decompress-threads"] = options.decompress_threads.into();
-        wanted["compress-wait-thread"] = options.compress_wait_thread.into();
+        if knows("compress-wait-thread") {
+            wanted["compress-wait-thread"] = options.compress_wait_thread.into();
+        } else if !options.compress_wait_thread {
+            // QEMU before 3.1 always waits.
+            return Err(Stop::Lacks("has no compress-wait-thread=off".to_owned()));
+        }
     }
     for (name, _) in cell.migration.given() {
         let info = option(name).map_err(CommandError::from)?;
@@ -339,8 +355,10 @@ fn query(machine: &mut Machine) -> Result<Value, Stop> {
 fn port(destination: &mut Machine) -> Result<String, Stop> {
     let info = query(destination)?;
     let port = &info["socket-address"][0]["port"];
+    // QEMU before 4.0 does not say.
     port.as_str()
         .map(str::to_owned)
+        .or_else(|| Some(destination.listens_on()?.to_string()))
         .ok_or_else(|| Stop::Failed("it does not say where it listens".to_owned()))
 }
 
@@ -382,6 +400,8 @@ fn await_end(
         let info = query(destination)?;
         match info["status"].as_str() {
             Some("completed") => return Ok(()),
+            // QEMU before 3.0 tells of what it sends only.
+            None if destination.qmp.query_status()?.status != "inmigrate" => return Ok(()),
             Some("failed") => {
                 return Err(Stop::Failed("the destination failed".to_owned()));
             }
@@ -525,7 +545,7 @@ mod tests {
             };
             let refused = refuse_what_is_ours(&cell).is_err();
             let capabilities = capabilities(&cell, &options).ok().unwrap();
-            let parameters = parameters(&cell, &options, true).ok().unwrap();
+            let parameters = parameters(&cell, &options, &|_| true).ok().unwrap();
             let given = capabilities.contains(&(info.name, true))
                 || parameters.get(info.name).is_some()
                 // Of a method that is not the row's.
@@ -536,7 +556,7 @@ mod tests {
         }
         let bandwidth = cell(&[], &[("avail-switchover-bandwidth", "1000")]);
         let options = bandwidth.migration.options().unwrap();
-        let parameters = parameters(&bandwidth, &options, true).ok().unwrap();
+        let parameters = parameters(&bandwidth, &options, &|_| true).ok().unwrap();
         assert_eq!(parameters["avail-switchover-bandwidth"], 1000, "bytes/s");
     }
 
@@ -544,11 +564,17 @@ mod tests {
     fn a_qemu_that_cannot_do_the_work_lacks_it() {
         let none = cell(&[], &[("zero-page-detection", "none")]);
         let options = none.migration.options().unwrap();
-        assert!(parameters(&none, &options, true).is_ok());
+        assert!(parameters(&none, &options, &|_| true).is_ok());
         assert!(matches!(
-            parameters(&none, &options, false),
+            parameters(&none, &options, &|_| false),
             Err(Stop::Lacks(_))
         ));
+        for (waits, lacks) in [("on", false), ("off", true)] {
+            let compress = cell(&[], &[("compress", "on"), ("compress-wait-thread", waits)]);
+            let options = compress.migration.options().unwrap();
+            let old = parameters(&compress, &options, &|_| false);
+            assert_eq!(matches!(old, Err(Stop::Lacks(_))), lacks, "{waits}");
+        }
         let refused = |flags: &[&str], options: &[(&str, &str)]| {
             matches!(
                 refuse_what_is_ours(&cell(flags, options)),
@@ -562,6 +588,13 @@ mod tests {
             &[("accelerator", "required"), ("multifd-packet-size", "1M")]
         ));
         assert!(refused(&[], &[("pause-before-switchover", "on")]));
+    }
+
+    #[test]
+    fn a_guest_that_writes_is_for_qemu_4_and_later() {
+        assert!(!boots_pvh("2.11.1(Debian 1:2.11+dfsg-1ubuntu7)"));
+        assert!(!boots_pvh("3.1.0"));
+        assert!(boots_pvh("4.0.0") && boots_pvh("10.0.2 (Debian 1:10.0.2+ds-2)"));
     }
 
     #[test]

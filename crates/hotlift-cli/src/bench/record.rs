@@ -2,7 +2,7 @@
 //!
 //! All that tables and reports say is made from such lines, so that kept runs can be read again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use hotlift::figures::{DestinationReport, SourceReport};
@@ -206,6 +206,24 @@ impl Record {
             Outcome::Failed { .. } | Outcome::Skipped { .. } => None,
         }
     }
+
+    /// "Hotlift", "QEMU 10.0.2".
+    pub fn who(&self) -> String {
+        let version = self.machine.versions.get("qemu");
+        let number = version.and_then(|text| text.split([' ', '(']).next());
+        match (self.row.engine, number) {
+            (Engine::Hotlift, _) => "Hotlift".to_owned(),
+            (Engine::Qemu, Some(number)) => format!("QEMU {number}"),
+            (Engine::Qemu, None) => "QEMU".to_owned(),
+        }
+    }
+}
+
+/// Who ran `records`: Hotlift first, then QEMUs in order.
+pub fn whos<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<String> {
+    let of = |record: &Record| (record.row.engine == Engine::Qemu, record.who());
+    let whos: BTreeSet<_> = records.into_iter().map(of).collect();
+    whos.into_iter().map(|(_, who)| who).collect()
 }
 
 impl Row {
@@ -280,6 +298,28 @@ pub mod tests {
             },
             outcome: Outcome::Completed(Box::default()),
         }
+    }
+
+    #[test]
+    fn every_version_of_qemu_is_somebody_else() {
+        let run = |engine, qemu: Option<&str>| {
+            let mut record = example();
+            record.row.engine = engine;
+            let version = qemu.map(|version| ("qemu".to_owned(), version.to_owned()));
+            record.machine.versions.extend(version);
+            record
+        };
+        let records = [
+            run(Engine::Qemu, Some("7.2.22 (Debian 1:7.2+dfsg-7)")),
+            run(Engine::Qemu, Some("2.11.1(Debian 1:2.11+dfsg-1ubuntu7)")),
+            run(Engine::Hotlift, None),
+            run(Engine::Qemu, None),
+            run(Engine::Qemu, Some("7.2.22 (another build)")),
+        ];
+        assert_eq!(
+            whos(&records),
+            ["Hotlift", "QEMU", "QEMU 2.11.1", "QEMU 7.2.22"]
+        );
     }
 
     #[test]

@@ -169,13 +169,13 @@ pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
 
 /// Runs of the two rows with the same repeat: neighbours in time.
 pub fn pairs<'a>(
-    records: &'a [Record],
+    records: impl IntoIterator<Item = &'a Record>,
     ours: &Row,
     theirs: &Row,
 ) -> Vec<(&'a Completed, &'a Completed)> {
-    records
-        .iter()
-        .filter(|run| run.row == *ours)
+    let records: Vec<&Record> = records.into_iter().collect();
+    let of_ours = records.iter().filter(|run| run.row == *ours);
+    of_ours
         .filter_map(|run| {
             let other = records.iter().find(|other| {
                 other.row == *theirs && other.repeat == run.repeat && other.series == run.series

@@ -160,7 +160,7 @@ impl<'a> Pipeline<'a> {
         } else {
             let page = ram.run(offset, PAGE_SIZE)?;
             filling.asked.push((offset as u64, page));
-            filling.batch.push(ram.run(offset, PAGE_SIZE)?);
+            filling.batch.push(page);
         }
         Ok(filling.len() == self.pages)
     }

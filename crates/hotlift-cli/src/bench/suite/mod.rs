@@ -17,7 +17,7 @@ use hotlift_vmm::workload::Workload;
 use super::cell::{Cell, with_method};
 use super::machine;
 use super::matrix::{MatrixArgs, add_new};
-use super::record::{Completed, Engine, Record, Row};
+use super::record::{Completed, Engine, Record, Row, whos};
 use super::stats;
 use super::table::{is_the_same_work, pairs};
 use crate::args::GuestArgs;
@@ -310,32 +310,29 @@ impl Suite {
         text
     }
 
-    /// Our lines below a published row: Hotlift, QEMU, and the quotient of both.
+    /// Our lines below a published row: Hotlift, each QEMU, and the quotient of both.
     fn ours(
         &self,
         block: &Block,
         published: &Published,
         records: &[Record],
     ) -> Vec<(String, Vec<String>)> {
-        let mine = |engine| {
-            let of = |record: &&Record| {
-                record.row.engine == engine && is_of(block, published, &record.row)
-            };
-            records.iter().filter(of).collect::<Vec<_>>()
-        };
+        let of = |record: &&Record| is_of(block, published, &record.row);
+        let runs: Vec<&Record> = records.iter().filter(of).collect();
         let mut lines = Vec::new();
-        for (engine, name) in [(Engine::Hotlift, "Hotlift"), (Engine::Qemu, "QEMU")] {
-            let runs = mine(engine);
-            if runs.is_empty() {
-                continue;
-            }
+        for who in whos(runs.iter().copied()) {
+            let runs: Vec<&Record> = runs
+                .iter()
+                .copied()
+                .filter(|run| run.who() == who)
+                .collect();
             let completed: Vec<_> = runs
                 .iter()
                 .filter_map(|run| Some((*run, run.completed()?)))
                 .collect();
             let name = match completed.iter().any(|(run, _)| is_simulated(&run.row)) {
-                true => format!("{name}, simulated device"),
-                false => name.to_owned(),
+                true => format!("{who}, simulated device"),
+                false => who,
             };
             let figures = match completed.is_empty() {
                 true => vec!["not run".to_owned()],
@@ -349,12 +346,16 @@ impl Suite {
             };
             lines.push((name, figures));
         }
-        if let (Some(ours), Some(theirs)) =
-            (mine(Engine::Hotlift).first(), mine(Engine::Qemu).first())
+        let first = |engine| runs.iter().find(|run| run.row.engine == engine);
+        if let (Some(ours), Some(theirs)) = (first(Engine::Hotlift), first(Engine::Qemu))
             && is_the_same_work(&ours.row, &theirs.row)
         {
-            let pairs = pairs(records, &ours.row, &theirs.row);
-            if !pairs.is_empty() {
+            for who in whos(runs.iter().copied()).into_iter().skip(1) {
+                let beside = |run: &&Record| run.row.engine == Engine::Hotlift || run.who() == who;
+                let pairs = pairs(runs.iter().copied().filter(beside), &ours.row, &theirs.row);
+                if pairs.is_empty() {
+                    continue;
+                }
                 let figures = self.columns.iter().map(|column| {
                     stats::text(
                         pairs
@@ -362,7 +363,7 @@ impl Suite {
                             .map(|(a, b)| (column.figure)(ours, a) / (column.figure)(theirs, b)),
                     )
                 });
-                lines.push(("Hotlift / QEMU".to_owned(), figures.collect()));
+                lines.push((format!("Hotlift / {who}"), figures.collect()));
             }
         }
         lines
