@@ -1,6 +1,6 @@
 //! Flags that describe a built-in guest and what its memory holds.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use hotlift::options::parse_size;
@@ -8,6 +8,9 @@ use hotlift_mem::Backing;
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::workload::Workload;
 use hotlift_vmm::{GuestKind, GuestSettings};
+
+/// Share of zero pages if none is given: between a busy guest's and a fresh one's.
+const ZERO_SHARE: f64 = 0.25;
 
 /// Flags of the guest.
 #[derive(Debug, Clone, Args)]
@@ -34,12 +37,13 @@ pub struct GuestArgs {
     /// Bytes that it writes to [default: an eighth of the RAM]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub working_set: Option<u64>,
-    /// Fill RAM with the files of this folder (.zst files are unpacked) [default: a generated mix]
-    #[arg(long, value_name = "DIR")]
+    /// Fill RAM with this file, page by page as of a memory image, or with the files of this folder; .zst
+    /// files are unpacked [default: a generated mix]
+    #[arg(long, value_name = "PATH")]
     pub fill: Option<PathBuf>,
-    /// Share of pages that stay zero, 0 to 1
-    #[arg(long, value_name = "SHARE", default_value_t = 0.25)]
-    pub zero_share: f64,
+    /// Share of pages that stay zero, 0 to 1 [default: 0.25; of a file those that it has]
+    #[arg(long, value_name = "SHARE")]
+    pub zero_share: Option<f64>,
     /// Write the zero pages once, so that the host has to allocate them
     #[arg(long)]
     pub zero_touched: bool,
@@ -104,14 +108,22 @@ impl GuestArgs {
         }
     }
 
+    /// Share of pages that stay zero beside those of the fill; `None` if that is a file, whose own are meant.
+    pub fn zero_share(&self) -> Option<f64> {
+        let is_image = self.fill.as_deref().is_some_and(Path::is_file);
+        self.zero_share.or((!is_image).then_some(ZERO_SHARE))
+    }
+
     /// What RAM holds before the start.
     pub fn fill_settings(&self) -> FillSettings {
+        let source = match (&self.fill, self.zero_share()) {
+            (None, _) => FillSource::Generated,
+            (Some(file), None) => FillSource::Image(file.clone()),
+            (Some(path), Some(_)) => FillSource::Folder(path.clone()),
+        };
         FillSettings {
-            source: self
-                .fill
-                .clone()
-                .map_or(FillSource::Generated, FillSource::Folder),
-            zero_share: self.zero_share,
+            source,
+            zero_share: self.zero_share().unwrap_or_default(),
             zero_touched: self.zero_touched,
             seed: self.seed,
         }
@@ -130,7 +142,6 @@ impl GuestArgs {
             format!("--ram-backend={backend}"),
             format!("--workload={}", self.workload.name()),
             format!("--rate={}", self.rate),
-            format!("--zero-share={}", self.zero_share),
             format!("--seed={}", self.seed),
         ];
         flags.extend(self.working_set.map(|size| format!("--working-set={size}")));
@@ -139,6 +150,7 @@ impl GuestArgs {
                 .iter()
                 .map(|dir| format!("--fill={}", dir.display())),
         );
+        flags.extend(self.zero_share.map(|share| format!("--zero-share={share}")));
         flags.extend(self.zero_touched.then(|| "--zero-touched".to_owned()));
         flags
     }

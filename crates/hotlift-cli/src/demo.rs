@@ -9,6 +9,7 @@ use hotlift_vmm::GuestKind;
 
 use crate::args::GuestArgs;
 use crate::error::CommandError;
+use crate::events::Filling;
 use crate::migration_args::MigrationArgs;
 use crate::pair::{Errors, Pair, Place};
 use crate::report::{self, Run};
@@ -41,15 +42,18 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
     let mut runs = Vec::new();
+    let mut filling = None;
     for migration in settings(&args.migration) {
         for _ in 0..args.repeat {
             if interrupt.is_raised() {
                 break;
             }
-            runs.push(migrate_once(args, kind, &migration, &interrupt)?);
+            let (run, filled) = migrate_once(args, kind, &migration, &interrupt)?;
+            runs.push(run);
+            filling = filling.or(filled);
         }
     }
-    println!("{}", heading(args, kind));
+    println!("{}", heading(args, kind, filling));
     println!("{}", report::results(&runs));
     if runs.iter().any(|run| run.source.is_some()) {
         println!("{}", report::threads(&runs));
@@ -96,7 +100,7 @@ fn settings(given: &MigrationArgs) -> Vec<MigrationArgs> {
 }
 
 /// What was migrated.
-fn heading(args: &DemoArgs, kind: GuestKind) -> String {
+fn heading(args: &DemoArgs, kind: GuestKind, filling: Option<Filling>) -> String {
     let guest = &args.guest;
     let settings = guest.settings();
     let fill = guest
@@ -106,11 +110,11 @@ fn heading(args: &DemoArgs, kind: GuestKind) -> String {
             folder.display().to_string()
         });
     format!(
-        "{kind} guest, {vcpus} vCPU, {ram} of RAM filled with {fill} ({zero:.0} % zero pages), \
+        "{kind} guest, {vcpus} vCPU, {ram} of RAM filled with {fill}{zero}, \
          workload {workload} at {rate} pages/s in {working_set}",
         vcpus = guest.vcpus,
         ram = crate::progress::bytes(guest.ram),
-        zero = guest.zero_share * 100.0,
+        zero = filling.map_or(String::new(), |filling| format!(" ({})", filling.text())),
         workload = guest.workload.name(),
         rate = guest.rate,
         working_set = crate::progress::bytes(settings.working_set.unwrap_or(guest.ram)),
@@ -123,7 +127,7 @@ fn migrate_once(
     kind: GuestKind,
     migration: &MigrationArgs,
     interrupt: &Interrupt,
-) -> Result<Run, CommandError> {
+) -> Result<(Run, Option<Filling>), CommandError> {
     let options: Options = migration.options()?;
     let mut run = Run::new(kind, &args.guest.settings(), &options);
     let pair = Pair {
@@ -151,5 +155,5 @@ fn migrate_once(
     if run.status == "completed" && run.verified.is_none() {
         run.verified = Some(false);
     }
-    Ok(run)
+    Ok((run, moved.filled))
 }

@@ -4,6 +4,7 @@
 use std::io::{BufRead, BufReader, Read, Write};
 
 use hotlift::figures::{DestinationReport, SourceReport};
+use hotlift_vmm::fill::Filled;
 use serde::{Deserialize, Serialize};
 
 use crate::bench::record::Moment;
@@ -20,6 +21,8 @@ pub enum Event {
         /// With the port that the system chose.
         uri: String,
     },
+    /// The source's RAM was filled.
+    Filled(Filling),
     /// The source's migration goes on.
     Progress {
         /// Where it is.
@@ -42,6 +45,49 @@ pub enum Event {
         /// Why, in one line.
         error: String,
     },
+}
+
+/// What RAM holds at the start of a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Filling {
+    /// Pages that are not zero.
+    pub data_pages: u64,
+    /// Pages that are.
+    pub zero_pages: u64,
+    /// How often the source of its bytes was laid: above 1 it was repeated, below 1 it is its first part.
+    pub laid: f64,
+}
+
+impl From<&Filled> for Filling {
+    fn from(filled: &Filled) -> Self {
+        Self {
+            data_pages: filled.data_pages,
+            zero_pages: filled.zero_pages,
+            laid: filled.laid,
+        }
+    }
+}
+
+impl Filling {
+    /// Zero pages in percent, as they were counted.
+    pub fn zero_percent(&self) -> f64 {
+        let pages = (self.data_pages + self.zero_pages).max(1);
+        #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
+        let share = self.zero_pages as f64 / pages as f64;
+        share * 100.0
+    }
+
+    /// "25 % zero pages, laid 3.1 times and perturbed at each repetition".
+    pub fn text(&self) -> String {
+        let laid = match self.laid {
+            times if times > 1.0 => {
+                format!(", laid {times:.1} times and perturbed at each repetition")
+            }
+            times if times < 1.0 => ", of which it takes the first part".to_owned(),
+            _ => String::new(),
+        };
+        format!("{:.1} % zero pages{laid}", self.zero_percent())
+    }
 }
 
 /// What a look at a guest has shown.

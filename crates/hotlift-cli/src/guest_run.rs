@@ -12,7 +12,7 @@ use hotlift_vmm::BuiltinGuest;
 
 use crate::args::{GuestArgs, error_line};
 use crate::error::CommandError;
-use crate::events::{Check, Event, tell};
+use crate::events::{Check, Event, Filling, tell};
 use crate::migration_args::MigrationArgs;
 use crate::monitor::{Commands, ControlArgs, GuestMonitor, Leaving};
 use crate::progress::{Display, fallback_warning};
@@ -139,11 +139,14 @@ impl Session<'_> {
     /// Fills RAM and starts the guest.
     fn boot(&self) -> Result<(), CommandError> {
         let filled = self.guest.fill(&self.args.guest.fill_settings())?;
+        let filling = Filling::from(&filled);
+        self.tell(&Event::Filled(filling));
         self.say(&format!(
-            "{} guest, {} pages with data, {} zero",
+            "{} guest, {} pages with data, {} zero: {}",
             self.guest.kind(),
             filled.data_pages,
-            filled.zero_pages
+            filled.zero_pages,
+            filling.text()
         ));
         Ok(self.guest.start()?)
     }

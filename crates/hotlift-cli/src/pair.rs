@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::args::GuestArgs;
 use crate::bench::record::Moment;
 use crate::error::CommandError;
-use crate::events::{self, Check, Event, Events};
+use crate::events::{self, Check, Event, Events, Filling};
 use crate::migration_args::MigrationArgs;
 use crate::signals::{Interrupt, TICK};
 
@@ -68,6 +68,8 @@ pub struct Moved {
     pub destination: Option<DestinationReport>,
     /// What the guest looked like afterwards.
     pub check: Option<Check>,
+    /// What RAM held at its start.
+    pub filled: Option<Filling>,
     /// The first thing that went wrong.
     pub error: Option<String>,
 }
@@ -141,6 +143,7 @@ impl Pair<'_> {
             for event in source_events {
                 match event {
                     Event::Progress { moment } => tell(&Tale::Moment(&moment)),
+                    Event::Filled(filling) => moved.filled = Some(filling),
                     Event::Sent { report } => moved.source = Some(report),
                     Event::Failed { error } => moved.failed(&error),
                     _ => {}
@@ -160,7 +163,10 @@ impl Pair<'_> {
                     Event::Received { report } => moved.destination = Some(report),
                     Event::Checked(check) => moved.check = Some(check),
                     Event::Failed { error } => moved.failed(&error),
-                    Event::Listening { .. } | Event::Sent { .. } | Event::Progress { .. } => {}
+                    Event::Listening { .. }
+                    | Event::Filled(_)
+                    | Event::Sent { .. }
+                    | Event::Progress { .. } => {}
                 }
             }
         });

@@ -8,6 +8,7 @@
 
 mod corpus;
 mod generated;
+mod image;
 
 use std::fs::File;
 use std::io;
@@ -22,6 +23,7 @@ use crate::layout::{Layout, filled_offset};
 use crate::verify::{Digest, Digester, in_strides};
 use crate::workload::nth;
 use corpus::Corpus;
+use image::Image;
 
 /// Where the bytes come from.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -31,11 +33,16 @@ pub enum FillSource {
     Zero,
     /// A seeded mix of pages like text, like program code, like heap (pointers), and random ones.
     Generated,
-    /// The files of a folder and of the folders in it, in the order of their names, one after the
-    /// other; a `.zst` file is decompressed. When they are used up they are repeated, each time
+    /// A file, or the files of a folder and of the folders in it, in the order of their names, one after
+    /// the other; a `.zst` file is decompressed. When they are used up they are repeated, each time
     /// XORed with another constant and starting elsewhere: as compressible as before, but no window
     /// and no deduplication finds the repetition.
     Folder(PathBuf),
+    /// The pages of a file in their order, as of a memory image: the zero ones stay where they are, and
+    /// [`FillSettings::zero_share`] has no part in it. Of a file that is larger than RAM the first part;
+    /// a smaller one is repeated as a folder is, but its zero pages stay zero. A `.zst` file is
+    /// decompressed.
+    Image(PathBuf),
 }
 
 /// How RAM is filled.
@@ -52,12 +59,15 @@ pub struct FillSettings {
 }
 
 /// RAM that was filled.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Filled {
     /// Pages that are not zero.
     pub data_pages: u64,
     /// Pages that are.
     pub zero_pages: u64,
+    /// How often the source was laid: above 1 it was repeated, below 1 it is its first part. 1 of a source
+    /// without an end.
+    pub laid: f64,
     /// What [`crate::verify`] compares with.
     pub digest: Digest,
 }
@@ -75,10 +85,10 @@ pub enum FillError {
     /// The guest was filled, started or loaded already.
     #[error("RAM is not fresh")]
     NotFresh,
-    /// The folder has no bytes to offer.
-    #[error("no file with anything in it under {}", path.display())]
+    /// The folder, or the file, has no bytes to offer.
+    #[error("nothing to fill memory with in {}: it is empty", path.display())]
     Empty {
-        /// The folder.
+        /// The folder or file.
         path: PathBuf,
     },
     /// A file or folder could not be read.
@@ -128,6 +138,7 @@ pub fn fill(ram: &RamBlock, layout: &Layout, settings: &FillSettings) -> Result<
     Ok(Filled {
         data_pages,
         zero_pages,
+        laid: pages.laid(layout),
         digest: digester.finish(),
     })
 }
@@ -163,6 +174,7 @@ pub fn write_fill(
     Ok(Filled {
         data_pages,
         zero_pages,
+        laid: pages.laid(layout),
         digest: digester.finish(),
     })
 }
@@ -185,7 +197,7 @@ fn each_page(
                     put(index, None)?;
                     continue;
                 };
-                pages.source.page(number, &mut page);
+                pages.source.page(number, &mut page)?;
                 if let Some(record) = layout.record_in_page(index) {
                     page[record].fill(0);
                 }
@@ -212,33 +224,53 @@ enum Source {
     Zero,
     Generated { seed: u64 },
     Corpus(Corpus),
+    Image(Image),
 }
 
 impl Source {
     /// Writes the `number`-th page that is not meant to be zero.
-    fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) {
+    fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) -> Result<(), FillError> {
         match self {
             Self::Zero => page.fill(0),
             Self::Generated { seed } => generated::page(*seed, number, page),
             Self::Corpus(corpus) => corpus.page(number, page),
+            Self::Image(image) => image.page(number, page)?,
         }
+        Ok(())
     }
 }
 
 impl Pages {
     fn new(pages: u64, settings: &FillSettings) -> Result<Self, FillError> {
-        let zeros = Zeros::new(settings.zero_share, settings.seed)?;
+        let share = match settings.source {
+            // It has its own.
+            FillSource::Image(_) => 0.0,
+            _ => settings.zero_share,
+        };
+        let zeros = Zeros::new(share, settings.seed)?;
+        let enough = pages.saturating_mul(to_u64(PAGE_SIZE));
         let source = match &settings.source {
             FillSource::Zero => Source::Zero,
             FillSource::Generated => Source::Generated {
                 seed: settings.seed,
             },
-            FillSource::Folder(path) => {
-                let enough = pages.saturating_mul(to_u64(PAGE_SIZE));
-                Source::Corpus(Corpus::read(path, enough, settings.seed)?)
-            }
+            FillSource::Folder(path) => Source::Corpus(Corpus::read(path, enough, settings.seed)?),
+            FillSource::Image(path) => Source::Image(Image::open(path, enough, settings.seed)?),
         };
         Ok(Self { zeros, source })
+    }
+
+    /// How often the source is laid into RAM of this layout.
+    fn laid(&self, layout: &Layout) -> f64 {
+        let pages = layout.filled_pages();
+        let (laid, all) = match &self.source {
+            Source::Zero | Source::Generated { .. } => return 1.0,
+            Source::Corpus(corpus) => (pages - self.zeros.of(pages), corpus.pages()),
+            Source::Image(image) => (pages, image.pages()),
+        };
+        #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
+        let quotient = laid as f64 / all as f64;
+        quotient
     }
 }
 
@@ -269,8 +301,13 @@ impl Zeros {
 
     /// Zero pages before block `block`, so that the share is kept however few pages there are.
     fn before(&self, block: u64) -> u64 {
-        let pages = u128::from(block) * u128::from(BLOCK);
-        u64::try_from((pages * u128::from(self.share)) >> 32).unwrap_or(u64::MAX)
+        self.of(block.saturating_mul(BLOCK))
+    }
+
+    /// Zero pages of so many.
+    fn of(&self, pages: u64) -> u64 {
+        let zeros = (u128::from(pages) * u128::from(self.share)) >> 32;
+        u64::try_from(zeros).unwrap_or(u64::MAX)
     }
 
     /// For each page of a block: the number of its data page, `None` if it is zero.

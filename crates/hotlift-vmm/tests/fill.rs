@@ -118,6 +118,99 @@ fn a_generated_fill_compresses_as_a_server_does() {
     assert!((200..400).contains(&percent), "ratio {percent} %");
 }
 
+/// An image of so many pages: each fourth is zero, and the others say which they are.
+fn image(pages: usize) -> Vec<u8> {
+    (0..pages)
+        .flat_map(|number| match number % 4 {
+            0 => [0; PAGE_SIZE],
+            _ => {
+                let mut page = [0x20; PAGE_SIZE];
+                page[..8].copy_from_slice(&(number as u64).to_le_bytes());
+                page
+            }
+        })
+        .collect()
+}
+
+fn of_image(path: &std::path::Path) -> FillSettings {
+    FillSettings {
+        source: FillSource::Image(path.to_owned()),
+        // Has no part in it.
+        zero_share: 0.9,
+        zero_touched: false,
+        seed: 5,
+    }
+}
+
+/// Pages of the working set have places of records, which are blank.
+const BLANK: usize = 16;
+
+/// How many of `pages` are not those of `image`.
+fn different(pages: &[[u8; PAGE_SIZE]], image: &[u8]) -> usize {
+    let pages = pages.iter().zip(image.chunks(PAGE_SIZE));
+    pages.filter(|(page, of_image)| page != of_image).count()
+}
+
+#[test]
+fn an_image_is_laid_page_by_page_with_its_own_zero_pages() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("image");
+    let pages = usize::try_from(layout().filled_pages()).unwrap();
+    for (of_file, packed) in [(pages, false), (pages + 1000, false), (pages, true)] {
+        let bytes = image(of_file);
+        let path = path.with_extension(if packed { "zst" } else { "raw" });
+        let packed = packed.then(|| zstd::encode_all(bytes.as_slice(), 1).unwrap());
+        fs::write(&path, packed.as_ref().unwrap_or(&bytes)).unwrap();
+        let filled = filled_pages(&of_image(&path));
+        assert!(different(&filled, &bytes) <= BLANK);
+        let filled = fill(&ram(), &layout(), &of_image(&path)).unwrap();
+        assert_eq!(filled.zero_pages, (pages as u64).div_ceil(4));
+        #[allow(clippy::cast_precision_loss)]
+        let laid = pages as f64 / of_file as f64;
+        assert!((filled.laid - laid).abs() < 1e-9, "{}", filled.laid);
+    }
+}
+
+#[test]
+fn an_image_smaller_than_ram_is_repeated_and_no_page_of_it_is_seen_twice() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("image");
+    // Its last page is not whole.
+    let bytes = image(1024);
+    fs::write(&path, &bytes[..bytes.len() - 100]).unwrap();
+    let pages = filled_pages(&of_image(&path));
+    assert!(different(&pages[..1023], &bytes) <= BLANK);
+    let content: Vec<_> = pages.iter().filter(|page| !is_zero(page)).collect();
+    let zero = pages.len() - content.len();
+    assert!(
+        zero.abs_diff(pages.len() / 4) < 300,
+        "{zero} of {}",
+        pages.len()
+    );
+    let different: HashSet<_> = content.iter().collect();
+    assert_eq!(different.len(), content.len());
+    let filled = fill(&ram(), &layout(), &of_image(&path)).unwrap();
+    assert!((7.0..9.0).contains(&filled.laid), "{}", filled.laid);
+    let file = folder.path().join("fill");
+    assert_eq!(
+        write_fill(&file, &layout(), &of_image(&path)).unwrap(),
+        filled
+    );
+}
+
+#[test]
+fn an_image_that_is_empty_or_not_there_is_said_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("image");
+    let error = fill(&ram(), &layout(), &of_image(&path)).unwrap_err();
+    assert!(error.to_string().contains("image"), "{error}");
+    fs::write(&path, "").unwrap();
+    let error = fill(&ram(), &layout(), &of_image(&path)).unwrap_err();
+    assert!(matches!(error, FillError::Empty { .. }), "{error}");
+    let error = fill(&ram(), &layout(), &of_image(folder.path())).unwrap_err();
+    assert!(matches!(error, FillError::Read { .. }), "{error}");
+}
+
 #[test]
 fn a_file_has_the_bytes_of_the_ram() {
     let folder = tempfile::tempdir().unwrap();

@@ -85,12 +85,14 @@ fn migration_threads(threads: Vec<ThreadCounts>) -> Vec<ThreadCounts> {
 }
 
 fn outcome(moved: Moved, fill_in: impl FnOnce(&mut Completed)) -> Outcome {
+    let filled = moved.filled;
     let (source, destination, check) = match moved {
         Moved {
             source: Some(source),
             destination: Some(destination),
             check: Some(check),
             error: None,
+            ..
         } => (source, destination, check),
         Moved { error, check, .. } => {
             let problem = check.and_then(|check| check.problem);
@@ -111,6 +113,7 @@ fn outcome(moved: Moved, fill_in: impl FnOnce(&mut Completed)) -> Outcome {
     };
     let mut completed = Completed {
         verified: Some(check.runs && check.verified),
+        filled,
         source,
         destination,
         ..Completed::default()

@@ -55,7 +55,7 @@ impl Cell {
             (_, kind) => kind.name(),
         };
         let fill = match &self.guest.fill {
-            _ if self.guest.zero_share >= 1.0 => "zero".to_owned(),
+            _ if self.guest.zero_share() >= Some(1.0) => "zero".to_owned(),
             Some(folder) => folder.display().to_string(),
             None => "generated".to_owned(),
         };
@@ -74,7 +74,7 @@ impl Cell {
                 vcpus: guest.vcpus,
                 ram_bytes: guest.ram_bytes,
                 fill,
-                zero_share: self.guest.zero_share,
+                zero_share: self.guest.zero_share(),
                 zero_touched: self.guest.zero_touched,
                 workload: guest.workload.name().to_owned(),
                 rate: if idle { 0 } else { guest.rate },

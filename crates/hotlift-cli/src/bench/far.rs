@@ -161,7 +161,7 @@ pub fn serve(at: &Address, interrupt: &Interrupt) -> Result<(), CommandError> {
                     Ok(what) => {
                         let _ = super::say(format!("{peer}: {what}"));
                     }
-                    Err(error) => eprintln!("hotlift: {peer}: {error}"),
+                    Err(error) => super::warn(format!("{peer}: {error}")),
                 }
             }
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {

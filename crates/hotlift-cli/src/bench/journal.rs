@@ -54,10 +54,10 @@ impl Journal {
             && !self.told
         {
             self.told = true;
-            eprintln!(
-                "hotlift: cannot write {}: {error}; the bench goes on, and tries again after each run",
+            super::warn(format!(
+                "cannot write {}: {error}; the bench goes on, and tries again after each run",
                 self.path.display()
-            );
+            ));
         }
     }
 

@@ -16,6 +16,7 @@ use hotlift_vmm::{GuestKind, GuestSettings};
 use tempfile::{NamedTempFile, TempDir};
 
 use crate::error::CommandError;
+use crate::events::Filling;
 use crate::signals::{Interrupt, TICK};
 
 /// How long a QEMU may take until it answers, and its guest until it writes.
@@ -57,6 +58,7 @@ struct Kept {
     layout: Layout,
     settings: FillSettings,
     file: NamedTempFile,
+    filling: Filling,
 }
 
 impl Image {
@@ -64,7 +66,11 @@ impl Image {
     ///
     /// # Errors
     /// If it cannot be made.
-    pub fn of(&self, layout: &Layout, settings: &FillSettings) -> Result<File, CommandError> {
+    pub fn of(
+        &self,
+        layout: &Layout,
+        settings: &FillSettings,
+    ) -> Result<(File, Filling), CommandError> {
         let failed = |source| CommandError::Write {
             path: std::env::temp_dir(),
             source,
@@ -74,19 +80,20 @@ impl Image {
             && kept.layout == *layout
             && kept.settings == *settings
         {
-            return kept.file.reopen().map_err(failed);
+            return Ok((kept.file.reopen().map_err(failed)?, kept.filling));
         }
         // The one of before goes first: both may not fit.
         *kept = None;
         let file = NamedTempFile::with_prefix("hotlift-fill-").map_err(failed)?;
-        write_fill(file.path(), layout, settings)?;
+        let filling = Filling::from(&write_fill(file.path(), layout, settings)?);
         let opened = file.reopen().map_err(failed)?;
         *kept = Some(Kept {
             layout: *layout,
             settings: settings.clone(),
             file,
+            filling,
         });
-        Ok(opened)
+        Ok((opened, filling))
     }
 }
 

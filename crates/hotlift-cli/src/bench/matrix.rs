@@ -65,21 +65,19 @@ pub struct MatrixArgs {
         default_value = "idle"
     )]
     workloads: Vec<Workload>,
-    /// Folders that RAM is filled with; "generated" is a generated mix
+    /// Folders or memory images that RAM is filled with; "generated" is a generated mix
     #[arg(
         long = "fill",
-        value_name = "DIRS",
+        value_name = "PATHS",
         value_delimiter = ',',
-        default_value = "generated",
-        value_parser = fill
+        default_value = "generated"
     )]
     fills: Vec<PathBuf>,
-    /// Shares of pages that stay zero, 0 to 1
+    /// Shares of pages that stay zero, 0 to 1 [default: 0.25; of an image those that it has]
     #[arg(
         long = "zero-share",
         value_name = "SHARES",
         value_delimiter = ',',
-        default_value = "0.25",
         value_parser = share
     )]
     zero_shares: Vec<f64>,
@@ -101,13 +99,6 @@ fn share(text: &str) -> Result<f64, String> {
         .ok()
         .filter(|share| (0.0..=1.0).contains(share));
     share.ok_or_else(|| "expected a number from 0 to 1".to_owned())
-}
-
-fn fill(text: &str) -> Result<PathBuf, String> {
-    match Path::new(text).is_file() {
-        true => Err("expected a folder: give the one that the file is in".to_owned()),
-        false => Ok(text.into()),
-    }
 }
 
 fn axis(text: &str) -> Result<Axis, String> {
@@ -157,25 +148,24 @@ impl MatrixArgs {
         Ok(cells)
     }
 
-    /// Sets the first value of each `--with` in `migration`, for a suite; not of those named.
+    /// `migrations`, each once with every combination of `--with`, without the options named `but`.
     ///
     /// # Errors
     /// If options do not go together.
-    pub fn with_fixed(
+    pub fn with_each(
         &self,
-        migration: &MigrationArgs,
+        mut migrations: Vec<MigrationArgs>,
         but: &[&str],
-    ) -> Result<MigrationArgs, OptionError> {
-        let mut migration = migration.clone();
-        for axis in &self.with {
-            if let Some(value) = axis.values.first()
-                && !but.contains(&axis.name)
-            {
-                migration = migration.with(axis.name, value);
-            }
+    ) -> Result<Vec<MigrationArgs>, OptionError> {
+        for axis in self.with.iter().filter(|axis| !but.contains(&axis.name)) {
+            migrations = each(&migrations, &axis.values, |migration, value| {
+                *migration = migration.with(axis.name, value);
+            });
         }
-        migration.options()?;
-        Ok(migration)
+        for migration in &migrations {
+            migration.options()?;
+        }
+        Ok(migrations)
     }
 
     /// The value that `--with` gives to `name`.
@@ -191,7 +181,7 @@ impl MatrixArgs {
 
     /// The first of the fills, as a suite takes it.
     pub fn fill(&self) -> Option<PathBuf> {
-        self.fills.first().cloned().filter(|fill| is_folder(fill))
+        self.fills.first().cloned().filter(|fill| is_a_path(fill))
     }
 
     /// The first of the guests.
@@ -206,11 +196,14 @@ impl MatrixArgs {
             guest.workload = *workload;
         });
         guests = each(&guests, &self.fills, |guest, fill| {
-            guest.fill = Some(fill.clone()).filter(|fill| is_folder(fill));
+            guest.fill = Some(fill.clone()).filter(|fill| is_a_path(fill));
         });
-        each(&guests, &self.zero_shares, |guest, share| {
-            guest.zero_share = *share;
-        })
+        match self.zero_shares.as_slice() {
+            [] => guests,
+            shares => each(&guests, shares, |guest, share| {
+                guest.zero_share = Some(*share);
+            }),
+        }
     }
 
     fn migrations(&self) -> Result<Vec<MigrationArgs>, OptionError> {
@@ -225,26 +218,21 @@ impl MatrixArgs {
             }
         }
         let channels: Vec<_> = self.channels.iter().map(u8::to_string).collect();
-        let mut axes = vec![
+        let axes = [
             ("multifd-channels", &channels),
             ("zero-page-detection", &self.zero_pages),
             ("max-bandwidth", &self.bandwidths),
         ];
-        axes.extend(self.with.iter().map(|axis| (axis.name, &axis.values)));
         for (name, values) in axes {
-            let apart = migrations
-                .iter()
-                .flat_map(|migration| values.iter().map(move |value| migration.with(name, value)));
-            migrations = apart.collect();
+            migrations = each(&migrations, values, |migration, value| {
+                *migration = migration.with(name, value);
+            });
         }
-        for migration in &migrations {
-            migration.options()?;
-        }
-        Ok(migrations)
+        self.with_each(migrations, &[])
     }
 }
 
-fn is_folder(fill: &Path) -> bool {
+fn is_a_path(fill: &Path) -> bool {
     fill.as_os_str() != "generated"
 }
 

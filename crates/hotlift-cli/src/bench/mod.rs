@@ -9,13 +9,14 @@
 //! | `qemu`, `machines` | the same work by a real QEMU |
 //! | `link` | limits that are real, by network namespaces |
 //! | `threads`, `machine` | what the kernel counts; what this machine is |
-//! | `table`, `stats` | medians and quotients, as tables |
+//! | `figures`, `stats`, `table` | what is shown of a run; medians and quotients, as tables |
 //! | `report` | the same as one HTML file |
 //! | `suite` | the published tables |
 
 mod built_in;
 mod cell;
 mod far;
+mod figures;
 mod journal;
 mod link;
 mod machine;
@@ -143,6 +144,11 @@ fn say(text: impl std::fmt::Display) -> Result<(), CommandError> {
     writeln!(std::io::stdout(), "{text}").map_err(CommandError::Output)
 }
 
+/// Says `text` on standard error, as every warning of the command is said; nobody may read it any more.
+fn warn(text: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "hotlift: {text}");
+}
+
 /// Runs the command.
 pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
@@ -223,7 +229,7 @@ fn base(args: &BenchArgs, destination_is_here: bool) -> Result<GuestArgs, Comman
         rate: args.rate,
         working_set: args.working_set,
         fill: None,
-        zero_share: 0.25,
+        zero_share: None,
         zero_touched: args.zero_touched,
         seed: args.seed,
     })
@@ -235,7 +241,7 @@ fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), CommandEr
     for (cell, row) in cells.iter().zip(&rows) {
         say(format!(
             "{}: {}",
-            labels.text(row),
+            labels.text(row, "QEMU"),
             bytes(cell.memory(here))
         ))?;
     }
@@ -264,7 +270,7 @@ fn print(records: &[Record]) -> Result<(), CommandError> {
         machine.load
     ))?;
     match suite::find(&first.suite) {
-        Ok(suite) => say(suite.table(records)),
+        Ok(suite) => say(suite.sheet(records)),
         Err(_) => say(table::matrix(records)),
     }
 }

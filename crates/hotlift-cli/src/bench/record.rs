@@ -10,6 +10,7 @@ use hotlift::progress::Progress;
 use serde::{Deserialize, Serialize};
 
 use crate::error::CommandError;
+use crate::events::Filling;
 
 /// One run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -65,10 +66,10 @@ pub struct GuestRow {
     pub vcpus: u8,
     /// Bytes of RAM.
     pub ram_bytes: u64,
-    /// "generated", "zero", or the folder that RAM was filled with.
+    /// "generated", "zero", or the folder or file that RAM was filled with.
     pub fill: String,
-    /// Share of pages that stay zero, 0 to 1.
-    pub zero_share: f64,
+    /// Share of pages that are to stay zero, 0 to 1; `None` of a file whose own zero pages are meant.
+    pub zero_share: Option<f64>,
     /// Zero pages were written once, so that they are allocated.
     pub zero_touched: bool,
     /// idle, random, sequential or hotset.
@@ -134,6 +135,9 @@ pub enum Outcome {
 pub struct Completed {
     /// RAM is what it has to be; `None` where it could not be seen.
     pub verified: Option<bool>,
+    /// What RAM held at the start, as it was counted; `None` of records from before there was one.
+    #[serde(default)]
+    pub filled: Option<Filling>,
     /// The source's figures.
     pub source: SourceReport,
     /// The destination's figures.
@@ -195,6 +199,14 @@ impl From<&Progress> for Moment {
             pages_per_second: progress.pages_per_second,
             dirty_pages_per_second: progress.dirty_pages_per_second,
         }
+    }
+}
+
+impl Machine {
+    /// What tells machines apart, as far as a record knows: CPU, cores, kernel, and the other host.
+    pub fn identity(&self) -> (&str, usize, &str, Option<&str>) {
+        let other = self.destination.as_deref();
+        (&self.cpu, self.cores, &self.kernel, other)
     }
 }
 
@@ -278,7 +290,7 @@ pub mod tests {
                     vcpus: 1,
                     ram_bytes: 1 << 30,
                     fill: "generated".to_owned(),
-                    zero_share: 0.25,
+                    zero_share: Some(0.25),
                     zero_touched: false,
                     workload: "random".to_owned(),
                     rate: 1000,

@@ -58,7 +58,7 @@ impl Bench<'_> {
             // A drift of the machine then favours no cell.
             random.shuffle(&mut order);
             for index in order {
-                let label = labels.text(&rows[index]);
+                let label = labels.text(&rows[index], "QEMU");
                 display.begin(index, &label);
                 let time = now();
                 let machine = self.machine(&cells[index]);
@@ -72,7 +72,7 @@ impl Bench<'_> {
                 if let Outcome::Failed { error: why } | Outcome::Skipped { reason: why } = &outcome
                     && said.get(&index) != Some(why)
                 {
-                    let _ = writeln!(std::io::stderr(), "hotlift: {label}: {why}");
+                    super::warn(format!("{label}: {why}"));
                     said.insert(index, why.clone());
                 }
                 let record = Record {

@@ -1,51 +1,108 @@
 //! The table of a matrix: a line a row, and Hotlift beside QEMU.
 
-use super::record::{Completed, Engine, Outcome, Record, Row};
-use super::stats;
+use std::collections::BTreeSet;
+
+use super::figures::{self, Figure};
+use super::record::{Completed, Engine, GuestRow, Outcome, Record, Row, whos};
 use crate::progress::bytes;
 use crate::report::{align, new_table};
 
 /// Names rows by what tells them apart.
 pub struct Labels {
     differs: Vec<bool>,
+    options: BTreeSet<String>,
+}
+
+/// What of a row [`Labels`] name.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum About {
+    /// Its channels.
+    Channels,
+    /// The rest of how it migrates.
+    Way,
+    /// Over which link.
+    Wire,
+    /// What migrates.
+    Work,
 }
 
 impl Labels {
     /// For rows that stand together.
     pub fn of(rows: &[Row]) -> Self {
-        let parts: Vec<Vec<Option<String>>> = rows.iter().map(parts).collect();
-        let differs = (0..parts.first().map_or(0, Vec::len))
+        let all: Vec<_> = rows.iter().map(parts).collect();
+        let differs = (0..all.first().map_or(0, Vec::len))
             .map(|part| {
-                let mut said = parts.iter().filter_map(|row| row[part].as_ref());
+                let mut said = all.iter().filter_map(|row| row[part].1.as_ref());
                 said.next()
                     .is_some_and(|first| said.any(|other| other != first))
             })
             .collect();
-        Self { differs }
+        let names = rows.iter().flat_map(|row| row.options.keys());
+        let differing = |name: &&String| {
+            let mut values = rows.iter().map(|row| row.options.get(*name));
+            let first = values.next();
+            values.any(|value| Some(value) != first)
+        };
+        let options = names.filter(differing).cloned().collect();
+        Self { differs, options }
     }
 
     /// The name of one of them: its method, and all that is not the same everywhere.
-    pub fn text(&self, row: &Row) -> String {
+    pub fn text(&self, row: &Row, who: &str) -> String {
         let mut words = vec![row.method_and_level()];
         if row.engine == Engine::Qemu {
-            words.insert(0, "QEMU".to_owned());
+            words.insert(0, who.to_owned());
         }
-        let parts = parts(row).into_iter().zip(&self.differs);
-        words.extend(
-            parts.filter_map(|(part, differs)| part.filter(|part| *differs && !part.is_empty())),
-        );
+        words.extend(self.words(row, About::Channels, true));
+        words.extend(self.way(row));
+        words.extend(self.words(row, About::Wire, true));
+        words.extend(self.work(row));
         words.join(" ")
+    }
+
+    /// How it migrates, beside method, level and channels, as far as that is not the same everywhere.
+    pub fn way(&self, row: &Row) -> Vec<String> {
+        let mut words = self.words(row, About::Way, true);
+        words.extend(self.options(row, true));
+        words
+    }
+
+    /// How all of them migrate that is nobody's default.
+    pub fn common_way(&self, row: &Row) -> Vec<String> {
+        let mut words = self.words(row, About::Way, false);
+        words.retain(|word| !["zero pages: multifd", &row.guest.kind].contains(&word.as_str()));
+        words.extend(self.options(row, false));
+        words
+    }
+
+    /// What migrates, as far as that is not the same everywhere.
+    pub fn work(&self, row: &Row) -> Vec<String> {
+        self.words(row, About::Work, true)
+    }
+
+    fn words(&self, row: &Row, about: About, differs: bool) -> Vec<String> {
+        let parts = parts(row).into_iter().zip(&self.differs);
+        parts
+            .filter(|((of, _), different)| *of == about && **different == differs)
+            .filter_map(|((_, words), _)| words.filter(|words| !words.is_empty()))
+            .collect()
+    }
+
+    fn options(&self, row: &Row, differs: bool) -> Vec<String> {
+        // Whether there is multifd is said where the channels are.
+        let chosen = row
+            .options
+            .iter()
+            .filter(|(name, _)| *name != "multifd" && self.options.contains(*name) == differs);
+        chosen
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect()
     }
 }
 
-/// What may tell a row apart, beside engine, method and level; `None` where it means nothing.
-fn parts(row: &Row) -> Vec<Option<String>> {
+/// What may tell a row apart, beside engine, method, level and options; `None` where it means nothing.
+fn parts(row: &Row) -> Vec<(About, Option<String>)> {
     let guest = &row.guest;
-    let options: Vec<_> = row
-        .options
-        .iter()
-        .map(|(name, value)| format!("{name}={value}"))
-        .collect();
     let bandwidth = match row.max_bandwidth {
         0 => "unlimited".to_owned(),
         limit => format!("{}/s", bytes(limit)),
@@ -56,77 +113,86 @@ fn parts(row: &Row) -> Vec<Option<String>> {
         false => "",
     };
     let writes = guest.workload != "idle";
+    let detects = !row.zero_page_detection.is_empty();
     vec![
-        format!("{} ch", row.channels),
-        format!("zero pages: {}", row.zero_page_detection),
-        bandwidth,
-        link.unwrap_or_default(),
-        guest.kind.clone(),
-        format!("{} vCPU", guest.vcpus),
-        bytes(guest.ram_bytes),
-        guest.fill.clone(),
-        format!("{:.0} % zero", guest.zero_share * 100.0),
-        touched.to_owned(),
-        guest.workload.clone(),
-        options.join(" "),
+        (About::Channels, Some(channels(row))),
+        (
+            About::Way,
+            detects.then(|| format!("zero pages: {}", row.zero_page_detection)),
+        ),
+        (About::Way, Some(guest.kind.clone())),
+        (About::Wire, Some(bandwidth)),
+        (About::Wire, Some(link.unwrap_or_default())),
+        (About::Work, Some(format!("{} vCPU", guest.vcpus))),
+        (About::Work, Some(bytes(guest.ram_bytes))),
+        (About::Work, Some(guest.fill.clone())),
+        (About::Work, Some(zero_share(guest))),
+        (About::Work, Some(touched.to_owned())),
+        (About::Work, Some(guest.workload.clone())),
+        (
+            About::Work,
+            writes.then(|| format!("{} pages/s", guest.rate)),
+        ),
+        (
+            About::Work,
+            writes.then(|| format!("in {}", bytes(guest.working_set))),
+        ),
     ]
-    .into_iter()
-    .map(Some)
-    .chain([
-        writes.then(|| format!("{} pages/s", guest.rate)),
-        writes.then(|| format!("in {}", bytes(guest.working_set))),
-    ])
-    .collect()
 }
 
-/// A column: its name, what it shows, and whether a quotient of it means something.
-type Column = (&'static str, fn(&Completed) -> f64, bool);
+/// "25 % zero", as it was asked for.
+pub fn zero_share(guest: &GuestRow) -> String {
+    match guest.zero_share {
+        Some(share) => format!("{:.0} % zero", share * 100.0),
+        None => "zero pages as in the file".to_owned(),
+    }
+}
 
-const COLUMNS: &[Column] = &[
-    ("total ms", |run| run.source.total_ms, true),
-    ("down ms", |run| run.source.downtime_ms, true),
-    ("Mbit/s", |run| run.source.throughput_mbps, false),
-    ("pages/s", |run| run.source.pages_per_second, false),
-    ("ratio", |run| run.source.ratio, true),
-    ("core-s/GiB src", |run| run.source.side.core_s_per_gib, true),
-    (
-        "core-s/GiB dst",
-        |run| run.destination.side.core_s_per_gib,
-        true,
-    ),
+/// "2 ch", or that it is without multifd.
+pub fn channels(row: &Row) -> String {
+    match row.channels {
+        0 => "no multifd".to_owned(),
+        channels => format!("{channels} ch"),
+    }
+}
+
+const COLUMNS: &[Figure] = &[
+    figures::TOTAL_MS,
+    figures::DOWN_MS,
+    figures::MBPS,
+    figures::PAGES_PER_SECOND,
+    figures::RATIO,
+    figures::SOURCE_CPU,
+    figures::DESTINATION_CPU,
+    figures::SOURCE_CPU_OF_ALL,
+    figures::DESTINATION_CPU_OF_ALL,
 ];
 
 /// The table of `records`: median (lowest–highest) a row.
 pub fn matrix(records: &[Record]) -> String {
-    let rows = rows(records);
+    let series = series(records);
+    let rows: Vec<Row> = series.iter().map(|(row, _)| row.clone()).collect();
     let labels = Labels::of(&rows);
+    let all: Vec<&Completed> = records.iter().filter_map(Record::completed).collect();
+    let columns = figures::meant(COLUMNS, &all);
     let mut header = vec!["", "runs"];
-    header.extend(COLUMNS.iter().map(|(name, ..)| *name));
+    header.extend(columns.iter().map(|figure| figure.name));
     header.push("verified");
     let mut table = new_table(&header);
-    for row in &rows {
-        let runs: Vec<&Record> = records.iter().filter(|run| run.row == *row).collect();
+    for (row, who) in &series {
+        let of = |run: &&Record| run.row == *row && run.who() == *who;
+        let runs: Vec<&Record> = records.iter().filter(of).collect();
         let completed: Vec<&Completed> = runs.iter().filter_map(|run| run.completed()).collect();
-        let mut line = vec![labels.text(row), completed.len().to_string()];
-        line.extend(
-            COLUMNS
-                .iter()
-                .map(|(_, figure, _)| stats::text(completed.iter().map(|run| figure(run)))),
-        );
+        let mut line = vec![labels.text(row, who), completed.len().to_string()];
+        let figures = columns.iter();
+        line.extend(figures.map(|figure| figure.text(completed.iter().copied())));
         line.push(verified(&runs));
         table.add_row(line);
-        if row.engine == Engine::Hotlift
-            && let Some(theirs) = rows.iter().find(|other| is_the_same_work(row, other))
-        {
-            let pairs = pairs(records, row, theirs);
-            let mut line = vec!["  Hotlift / QEMU".to_owned(), pairs.len().to_string()];
-            line.extend(COLUMNS.iter().map(|(_, figure, divide)| {
-                if *divide {
-                    quotient(&pairs, figure)
-                } else {
-                    String::new()
-                }
-            }));
+        let ours = rows.iter().find(|ours| is_the_same_work(ours, row));
+        let pairs = ours.map(|ours| pairs(records, ours, (row, who)));
+        if let Some(pairs) = pairs.filter(|pairs| !pairs.is_empty()) {
+            let mut line = vec![format!("  Hotlift / {who}"), pairs.len().to_string()];
+            line.extend(columns.iter().map(|figure| figure.quotient(&pairs)));
             line.push(String::new());
             table.add_row(line);
         }
@@ -135,27 +201,51 @@ pub fn matrix(records: &[Record]) -> String {
     format!("median (lowest–highest)\n{table}")
 }
 
+/// Rows of `records`, sorted, each with who ran it: a QEMU of another version is somebody else.
+pub fn series<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<(Row, String)> {
+    let records: Vec<&Record> = records.into_iter().collect();
+    let rows = rows(records.iter().copied()).into_iter();
+    rows.flat_map(|row| {
+        let runs = records.iter().copied().filter(|run| run.row == row);
+        let whos = whos(runs).into_iter();
+        whos.map(|who| (row.clone(), who)).collect::<Vec<_>>()
+    })
+    .collect()
+}
+
 /// Rows of `records`, sorted.
-fn rows(records: &[Record]) -> Vec<Row> {
+fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for record in records {
         if !rows.contains(&record.row) {
             rows.push(record.row.clone());
         }
     }
-    // The order of the runs was random.
-    let key = |row: &Row| {
-        (
-            row.guest.workload.clone(),
-            row.guest.fill.clone(),
-            row.max_bandwidth,
-            row.channels,
+    // The order of the runs was random. Rows of one work stand together, slow wires first, and a QEMU's row
+    // behind ours.
+    rows.sort_by_cached_key(|row| {
+        let guest = &row.guest;
+        let work = (
+            guest.ram_bytes,
+            guest.workload.clone(),
+            guest.fill.clone(),
+            guest.zero_share.map(f64::to_bits),
+            guest.zero_touched,
+            (guest.rate, guest.working_set),
+            row.link.clone(),
+            row.max_bandwidth.wrapping_sub(1),
+        );
+        let way = (
+            row.method != "none",
             row.method.clone(),
             row.level,
-            row.engine == Engine::Qemu,
-        )
-    };
-    rows.sort_by_key(key);
+            row.channels,
+            row.zero_page_detection.clone(),
+            row.options.clone(),
+            guest.kind.clone(),
+        );
+        (work, way, row.engine == Engine::Qemu)
+    });
     rows
 }
 
@@ -164,37 +254,30 @@ pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
     let mut same = theirs.clone();
     same.engine = ours.engine;
     same.guest.kind.clone_from(&ours.guest.kind);
-    theirs.engine == Engine::Qemu && same == *ours
+    (ours.engine, theirs.engine) == (Engine::Hotlift, Engine::Qemu) && same == *ours
 }
 
-/// Runs of the two rows with the same repeat: neighbours in time.
+/// Runs of our row and of a QEMU's with the same repeat: neighbours in time.
 pub fn pairs<'a>(
     records: impl IntoIterator<Item = &'a Record>,
     ours: &Row,
-    theirs: &Row,
+    (theirs, who): (&Row, &str),
 ) -> Vec<(&'a Completed, &'a Completed)> {
     let records: Vec<&Record> = records.into_iter().collect();
     let of_ours = records.iter().filter(|run| run.row == *ours);
     of_ours
         .filter_map(|run| {
             let other = records.iter().find(|other| {
-                other.row == *theirs && other.repeat == run.repeat && other.series == run.series
+                let same = other.repeat == run.repeat && other.series == run.series;
+                same && other.row == *theirs && other.who() == who
             })?;
             Some((run.completed()?, other.completed()?))
         })
         .collect()
 }
 
-/// The spread of a figure's quotients, Hotlift by QEMU.
-pub fn quotient(pairs: &[(&Completed, &Completed)], figure: &fn(&Completed) -> f64) -> String {
-    stats::text(
-        pairs
-            .iter()
-            .map(|(ours, theirs)| figure(ours) / figure(theirs)),
-    )
-}
-
-fn verified(runs: &[&Record]) -> String {
+/// Whether all of these were found well: "yes", or the worst of them.
+pub fn verified(runs: &[&Record]) -> String {
     let said: Vec<&str> = runs
         .iter()
         .map(|run| match &run.outcome {
@@ -242,7 +325,7 @@ mod tests {
             let mut other = row.clone();
             change(&mut other);
             let rows = [row.clone(), other.clone()];
-            Labels::of(&rows).text(&other)
+            Labels::of(&rows).text(&other, "QEMU")
         };
         let link = other(|row| row.link = Some("1gbit".to_owned()));
         assert!(link.contains("link 1gbit"), "{link}");
@@ -256,9 +339,11 @@ mod tests {
             row.guest.workload = workload.to_owned();
             row.guest.rate = rate;
         }
-        let texts = rows.each_ref().map(|row| Labels::of(&rows).text(row));
+        let texts = rows
+            .each_ref()
+            .map(|row| Labels::of(&rows).text(row, "QEMU"));
         assert!(texts[1].contains("8 pages/s") && !texts[2].contains("pages/s"));
-        let texts = Labels::of(&rows[1..]).text(&rows[1]);
+        let texts = Labels::of(&rows[1..]).text(&rows[1], "QEMU");
         assert!(
             !texts.contains("pages/s"),
             "the only one that writes: {texts}"

@@ -17,10 +17,13 @@ pub(super) struct Corpus {
 }
 
 impl Corpus {
-    /// Reads the files under `folder` until there are `enough` bytes.
+    /// Reads the files under `folder`, which may be a file itself, until there are `enough` bytes.
     pub fn read(folder: &Path, enough: u64, seed: u64) -> Result<Self, FillError> {
         let mut files = Vec::new();
-        list(folder, &mut files)?;
+        match folder.is_file() {
+            true => files.push(folder.to_owned()),
+            false => list(folder, &mut files)?,
+        }
         let mut bytes = Vec::new();
         for path in files {
             let left = enough.saturating_sub(to_u64(bytes.len()));
@@ -37,12 +40,18 @@ impl Corpus {
         Ok(Self { bytes, seed })
     }
 
+    /// Pages of all files together, or as many as were enough.
+    pub fn pages(&self) -> u64 {
+        to_u64(self.bytes.len().div_ceil(PAGE_SIZE))
+    }
+
     /// Page `number`: of repetition `number / pages` of the corpus.
     pub fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) {
         let len = self.bytes.len();
-        let pages = to_u64(len.div_ceil(PAGE_SIZE));
+        let pages = self.pages();
         let (repetition, number) = (number / pages, to_usize(number % pages));
-        let (start, constant) = self.perturbation(repetition);
+        let (start, constant) = perturbation(repetition, self.seed, to_u64(len));
+        let start = to_usize(start);
         let mut at = (start + number * PAGE_SIZE) % len;
         let mut filled = 0;
         while filled < PAGE_SIZE {
@@ -55,18 +64,18 @@ impl Corpus {
             page.iter_mut().for_each(|byte| *byte ^= constant);
         }
     }
+}
 
-    /// Where repetition `repetition` starts, and what its bytes are XORed with. The first is the
-    /// corpus itself; of the next 255 no two have the same constant. XOR with a constant keeps every
-    /// match and every frequency, so a compressor finds as much as before.
-    fn perturbation(&self, repetition: u64) -> (usize, u8) {
-        if repetition == 0 {
-            return (0, 0);
-        }
-        let start = nth(self.seed, repetition) % to_u64(self.bytes.len());
-        // 83 has no factor in common with 255, so the constants take turns.
-        (to_usize(start), low_u8((repetition * 83) % 255 + 1))
+/// Where repetition `repetition` of `len` bytes or pages starts, and what its bytes are XORed with. The first is the
+/// source itself; of the next 255 no two have the same constant. XOR with a constant keeps every match and every
+/// frequency, so a compressor finds as much as before.
+pub(super) fn perturbation(repetition: u64, seed: u64, len: u64) -> (u64, u8) {
+    if repetition == 0 {
+        return (0, 0);
     }
+    let start = nth(seed, repetition) % len;
+    // 83 has no factor in common with 255, so the constants take turns.
+    (start, low_u8((repetition * 83) % 255 + 1))
 }
 
 /// The regular files under `folder`, sorted by path. Links are not followed.
@@ -90,7 +99,7 @@ fn list(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), FillError> {
     Ok(())
 }
 
-fn append(path: &Path, most: u64, bytes: &mut Vec<u8>) -> io::Result<()> {
+pub(super) fn append(path: &Path, most: u64, bytes: &mut Vec<u8>) -> io::Result<()> {
     let file = File::open(path)?;
     if path.extension().is_some_and(|extension| extension == "zst") {
         zstd::Decoder::new(file)?.take(most).read_to_end(bytes)?;

@@ -1,56 +1,121 @@
-//! Runs put together: repeats of one row, rows that differ in the method alone.
+//! Runs put together: repeats of one row, rows that differ in how they migrate alone.
 
+use crate::bench::figures::{self, Figure};
 use crate::bench::record::{Completed, Engine, Outcome, Record, Row};
-use crate::bench::stats::{Spread, spread};
+use crate::bench::stats::Spread;
+use crate::bench::table::{Labels, channels, series, zero_share};
 
 /// All runs of one row.
 pub struct Series<'a> {
     /// What they share.
-    pub row: &'a Row,
+    pub row: Row,
+    /// Who ran it: "Hotlift", "QEMU 10.0.2".
+    pub who: String,
+    /// What tells it from the other rows of its chapter, beside wire and guest.
+    pub name: String,
     /// The runs that completed, in their order.
     pub runs: Vec<&'a Record>,
-    /// Why others did not.
-    pub problems: Vec<&'a str>,
+    /// Why others did not, each with how often.
+    pub problems: Vec<(&'a str, usize)>,
 }
 
 /// Rows of the same work over the same link.
 pub struct Condition<'a> {
-    /// The wire, and options that are not the default's.
+    /// The wire, and what of the guest is not the same everywhere.
     pub title: String,
-    /// The guest, in words.
-    pub guest: String,
+    /// The guest, and what all rows of the chapter have in common, in words.
+    pub note: String,
     /// A row each.
     pub series: Vec<Series<'a>>,
 }
 
-impl Series<'_> {
-    /// "zstd 1, 2 ch", with QEMU's name before it if it was QEMU's.
-    pub fn name(&self) -> String {
-        let engine = match self.row.engine {
-            Engine::Hotlift => "",
-            Engine::Qemu => "QEMU ",
-        };
-        let channels = match self.row.channels {
-            0 => "no multifd".to_owned(),
-            channels => format!("{channels} ch"),
-        };
-        let mut name = format!("{engine}{}, {channels}", self.row.method_and_level());
-        if !["multifd", ""].contains(&self.row.zero_page_detection.as_str()) {
-            name.push_str(&format!(", zero pages: {}", self.row.zero_page_detection));
+impl<'a> Series<'a> {
+    fn new(row: Row, who: String, labels: &Labels, records: &'a [Record]) -> Self {
+        let mut name = vec![row.method_and_level(), channels(&row)];
+        if row.engine == Engine::Qemu {
+            name[0].insert_str(0, &format!("{who} "));
         }
-        name
+        name.extend(labels.way(&row));
+        let mut series = Self {
+            row,
+            who,
+            name: name.join(", "),
+            runs: Vec::new(),
+            problems: Vec::new(),
+        };
+        let runs = records
+            .iter()
+            .filter(|run| run.row == series.row && run.who() == series.who);
+        for record in runs.collect::<Vec<_>>() {
+            let why = match &record.outcome {
+                Outcome::Completed(_) => {
+                    series.runs.push(record);
+                    continue;
+                }
+                Outcome::Failed { error: why } | Outcome::Skipped { reason: why } => why,
+            };
+            match series.problems.iter_mut().find(|(known, _)| known == why) {
+                Some((_, times)) => *times += 1,
+                None => series.problems.push((why, 1)),
+            }
+        }
+        series
+    }
+
+    /// The runs that completed.
+    pub fn completed(&self) -> impl Iterator<Item = &'a Completed> {
+        self.runs.iter().filter_map(|run| run.completed())
     }
 
     /// Of all runs that completed.
-    pub fn spread(&self, of: fn(&Completed) -> f64) -> Option<Spread> {
-        spread(self.runs.iter().filter_map(|run| run.completed()).map(of))
+    pub fn spread(&self, figure: Figure) -> Option<Spread> {
+        figure.spread(self.completed())
     }
 
     /// The run in the middle by total time.
-    pub fn typical(&self) -> Option<&Completed> {
-        let mut runs: Vec<_> = self.runs.iter().filter_map(|run| run.completed()).collect();
+    pub fn typical(&self) -> Option<&'a Completed> {
+        let mut runs: Vec<_> = self.completed().collect();
         runs.sort_by(|a, b| a.source.total_ms.total_cmp(&b.source.total_ms));
         runs.get(runs.len() / 2).copied()
+    }
+}
+
+impl<'a> Condition<'a> {
+    /// The link's rate in bytes a second; `None` without limit.
+    pub fn rate(&self) -> Option<f64> {
+        self.series.first().and_then(|series| rate(&series.row))
+    }
+
+    /// CPU of source and destination per GiB, and of which GiB.
+    pub fn cpu(&self) -> ([Figure; 2], &'static str) {
+        cpu(self.series.iter().flat_map(Series::completed))
+    }
+
+    /// Whether the guest is the same, over whatever link.
+    pub fn has_the_guest_of(&self, other: &Self) -> bool {
+        let first = |condition: &Self| condition.series.first().map(|series| series.row.clone());
+        first(self).zip(first(other)).is_some_and(|(a, b)| {
+            let b = Row {
+                max_bandwidth: a.max_bandwidth,
+                link: a.link.clone(),
+                ..b
+            };
+            is_the_same_work(&a, &b)
+        })
+    }
+}
+
+/// CPU of both sides per GiB of pages with content; of all pages, where nearly none has content.
+pub fn cpu<'a>(mut runs: impl Iterator<Item = &'a Completed>) -> ([Figure; 2], &'static str) {
+    match runs.all(figures::has_content) {
+        true => (
+            [figures::SOURCE_CPU, figures::DESTINATION_CPU],
+            "GiB of pages with content",
+        ),
+        false => (
+            [figures::SOURCE_CPU_OF_ALL, figures::DESTINATION_CPU_OF_ALL],
+            "GiB of all pages, of which nearly none has content",
+        ),
     }
 }
 
@@ -66,7 +131,7 @@ pub fn rate(row: &Row) -> Option<f64> {
     }
 }
 
-/// "1.00 Gbit/s", or "no limit".
+/// "1 Gbit/s", or "no limit".
 pub fn rate_text(rate: Option<f64>) -> String {
     match rate.map(|bytes| bytes * 8.0) {
         None => "no limit".to_owned(),
@@ -75,44 +140,21 @@ pub fn rate_text(rate: Option<f64>) -> String {
     }
 }
 
-/// At most two places, none that are zero.
+/// At most two places, none that are zero, and none of a large number.
 pub fn short(value: f64) -> String {
+    if value >= 100.0 {
+        return format!("{value:.0}");
+    }
     let text = format!("{value:.2}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
-}
-
-/// The records by row, in the order in which rows first come.
-pub fn series(records: &[Record]) -> Vec<Series<'_>> {
-    let mut all: Vec<(&str, Series<'_>)> = Vec::new();
-    for record in records {
-        let at = all
-            .iter()
-            .position(|(suite, series)| *suite == record.suite && *series.row == record.row);
-        let at = at.unwrap_or_else(|| {
-            let series = Series {
-                row: &record.row,
-                runs: Vec::new(),
-                problems: Vec::new(),
-            };
-            all.push((&record.suite, series));
-            all.len() - 1
-        });
-        let series = &mut all[at].1;
-        match &record.outcome {
-            Outcome::Completed(_) => series.runs.push(record),
-            Outcome::Failed { error } => series.problems.push(error),
-            Outcome::Skipped { reason } => series.problems.push(reason),
-        }
-    }
-    all.into_iter().map(|(_, series)| series).collect()
 }
 
 /// The guest of a row, in words.
 pub fn guest(row: &Row) -> String {
     let guest = &row.guest;
-    let zero = match guest.zero_touched {
-        true => "zero, written once",
-        false => "zero",
+    let touched = match guest.zero_touched {
+        true => ", written once",
+        false => "",
     };
     let work = match guest.workload.as_str() {
         "idle" => "idle".to_owned(),
@@ -123,12 +165,12 @@ pub fn guest(row: &Row) -> String {
         ),
     };
     format!(
-        "{} guest, {} vCPU, {} of RAM filled with {}, {:.0} % {zero}, {work}",
+        "{} guest, {} vCPU, {} of RAM filled with {}, {}{touched}, {work}",
         guest.kind,
         guest.vcpus,
         crate::progress::bytes(guest.ram_bytes),
         fill(&guest.fill),
-        guest.zero_share * 100.0,
+        zero_share(guest),
     )
 }
 
@@ -140,42 +182,39 @@ pub fn fill(fill: &str) -> &str {
     }
 }
 
-/// What is alike in rows that are compared: all but engine, method, level, channels and zero pages. A QEMU's guest is
-/// of another kind than Hotlift's, and that alone makes no other work.
-fn work(row: &Row) -> (String, String, String) {
-    let mut row = row.clone();
-    row.guest.kind = String::new();
-    let link = row.link.clone().unwrap_or_default();
-    let options: Vec<String> = row
-        .options
-        .iter()
-        .map(|(name, value)| format!("{name}={value}"))
-        .collect();
-    let bandwidth = format!("{} {link}", row.max_bandwidth);
-    (format!("{:?}", row.guest), bandwidth, options.join(" "))
+/// A QEMU's guest is of another kind than Hotlift's, and that alone makes no other work.
+fn is_the_same_work(a: &Row, b: &Row) -> bool {
+    let mut guest = b.guest.clone();
+    guest.kind.clone_from(&a.guest.kind);
+    (&a.link, a.max_bandwidth, &a.guest) == (&b.link, b.max_bandwidth, &guest)
 }
 
-/// Series of the same work together.
-pub fn conditions(series: Vec<Series<'_>>) -> Vec<Condition<'_>> {
-    let mut all: Vec<((String, String, String), Condition<'_>)> = Vec::new();
-    for series in series {
-        let key = work(series.row);
-        match all.iter_mut().find(|(other, _)| *other == key) {
-            Some((_, condition)) => condition.series.push(series),
-            None => {
-                let options = match key.2.is_empty() {
-                    true => String::new(),
-                    false => format!(", {}", key.2),
-                };
-                let title = format!("Wire: {}{options}", rate_text(rate(series.row)));
-                let condition = Condition {
-                    title,
-                    guest: guest(series.row),
-                    series: vec![series],
-                };
-                all.push((key, condition));
-            }
+/// Records of one chapter, by wire and guest.
+pub fn conditions(records: &[Record]) -> Vec<Condition<'_>> {
+    let all_series = series(records);
+    let rows: Vec<Row> = all_series.iter().map(|(row, _)| row.clone()).collect();
+    let labels = Labels::of(&rows);
+    let mut all: Vec<Condition<'_>> = Vec::new();
+    for (row, who) in all_series {
+        let series = Series::new(row, who, &labels, records);
+        let row = &series.row;
+        let same = |condition: &&mut Condition<'_>| {
+            let first = condition.series.first();
+            first.is_some_and(|other| is_the_same_work(&other.row, row))
+        };
+        if let Some(condition) = all.iter_mut().find(same) {
+            condition.series.push(series);
+            continue;
         }
+        let mut title = vec![format!("Wire: {}", rate_text(rate(row)))];
+        title.extend(labels.work(row));
+        let mut note = vec![guest(row)];
+        note.extend(labels.common_way(row));
+        all.push(Condition {
+            title: title.join(", "),
+            note: note.join("; "),
+            series: vec![series],
+        });
     }
-    all.into_iter().map(|(_, condition)| condition).collect()
+    all
 }

@@ -4,26 +4,9 @@ use std::fmt::Write;
 
 use super::group::{Condition, Series};
 use super::svg::escape;
-use crate::bench::record::{Completed, Engine, Record};
-use crate::bench::stats::{Spread, spread};
-
-/// A figure, with its name.
-type Figure = (&'static str, fn(&Completed) -> f64);
-
-const FIGURES: [Figure; 10] = [
-    ("total ms", |run| run.source.total_ms),
-    ("downtime ms", |run| run.source.downtime_ms),
-    ("rounds", |run| run.source.rounds as f64),
-    ("Mbit/s", |run| run.source.throughput_mbps),
-    ("pages/s", |run| run.source.pages_per_second),
-    ("ratio", |run| run.source.ratio),
-    ("CPU % source", |run| run.source.side.cpu_percent),
-    ("CPU % destination", |run| run.destination.side.cpu_percent),
-    ("core-s/GiB source", |run| run.source.side.core_s_per_gib),
-    ("core-s/GiB destination", |run| {
-        run.destination.side.core_s_per_gib
-    }),
-];
+use crate::bench::figures::{self, Figure};
+use crate::bench::record::{Completed, Record, ThreadCounts};
+use crate::bench::table::{is_the_same_work, pairs, verified};
 
 /// A table; `class` may be empty.
 pub fn table(header: &[String], rows: impl Iterator<Item = Vec<String>>, class: &str) -> String {
@@ -42,6 +25,13 @@ pub fn table(header: &[String], rows: impl Iterator<Item = Vec<String>>, class: 
     text + "</tbody></table></div>"
 }
 
+/// A table that was made for the terminal.
+pub fn of(table: &comfy_table::Table, class: &str) -> String {
+    let cells = |row: &comfy_table::Row| row.cell_iter().map(comfy_table::Cell::content).collect();
+    let header: Vec<String> = table.header().map(cells).unwrap_or_default();
+    self::table(&header, table.row_iter().map(cells), class)
+}
+
 /// Folded until it is asked for.
 pub fn details(summary: &str, inner: &str) -> String {
     format!(
@@ -52,31 +42,18 @@ pub fn details(summary: &str, inner: &str) -> String {
 
 /// Medians and spread of all figures.
 pub fn figures(series: &[Series<'_>]) -> String {
+    let all: Vec<&Completed> = series.iter().flat_map(Series::completed).collect();
+    let columns = figures::meant(figures::ALL, &all);
     let mut header = vec!["row".to_owned(), "runs".to_owned()];
-    header.extend(FIGURES.map(|(name, _)| name.to_owned()));
+    header.extend(columns.iter().map(|figure| figure.name.to_owned()));
     header.push("verified".to_owned());
     let rows = series
         .iter()
         .filter(|series| !series.runs.is_empty())
         .map(|series| {
-            let mut row = vec![series.name(), series.runs.len().to_string()];
-            row.extend(FIGURES.map(|(_, figure)| {
-                series
-                    .spread(figure)
-                    .map_or("-".to_owned(), |spread| spread.text())
-            }));
-            let verified: Vec<_> = series
-                .runs
-                .iter()
-                .filter_map(|run| run.completed()?.verified)
-                .collect();
-            row.push(
-                match (verified.is_empty(), verified.iter().all(|well| *well)) {
-                    (true, _) => "-".to_owned(),
-                    (false, true) => "yes".to_owned(),
-                    (false, false) => "NO".to_owned(),
-                },
-            );
+            let mut row = vec![series.name.clone(), series.runs.len().to_string()];
+            row.extend(columns.iter().map(|figure| figure.text(series.completed())));
+            row.push(verified(&series.runs));
             row
         });
     table(&header, rows, "")
@@ -87,77 +64,91 @@ pub fn problems(series: &[Series<'_>]) -> String {
     let rows: Vec<_> = series
         .iter()
         .flat_map(|series| {
-            series
-                .problems
-                .iter()
-                .map(|problem| vec![series.name(), (*problem).to_owned()])
+            let problems = series.problems.iter();
+            problems.map(|(why, times)| {
+                let times = times.to_string();
+                vec![series.name.clone(), times, (*why).to_owned()]
+            })
         })
         .collect();
     if rows.is_empty() {
         return String::new();
     }
-    let header = ["did not complete", "why"].map(str::to_owned);
+    let header = ["did not complete", "runs", "why"].map(str::to_owned);
     table(&header, rows.into_iter(), "words")
 }
 
-/// Quotients Hotlift / QEMU of runs with the same repeat; `None` if no QEMU took part.
-pub fn quotients(conditions: &[Condition<'_>]) -> Option<String> {
-    const COMPARED: [Figure; 5] = [
-        ("total time", |run| run.source.total_ms),
-        ("downtime", |run| run.source.downtime_ms),
-        ("source CPU", |run| run.source.side.core_s_per_gib),
-        ("destination CPU", |run| run.destination.side.core_s_per_gib),
-        ("bytes", |run| run.source.transferred_bytes as f64),
+/// Quotients Hotlift / QEMU of runs with the same repeat; empty if no QEMU took part.
+pub fn quotients(condition: &Condition<'_>, records: &[Record]) -> String {
+    let ([source, destination], _) = condition.cpu();
+    let compared: [(&str, Figure); 5] = [
+        ("total time", figures::TOTAL_MS),
+        ("downtime", figures::DOWN_MS),
+        ("source CPU", source),
+        ("destination CPU", destination),
+        ("bytes", figures::BYTES),
     ];
     let mut rows = Vec::new();
-    for condition in conditions {
-        let of = |engine: Engine| {
-            condition
-                .series
-                .iter()
-                .filter(move |series| series.row.engine == engine)
-        };
-        for ours in of(Engine::Hotlift) {
-            for theirs in
-                of(Engine::Qemu).filter(|theirs| format!("QEMU {}", ours.name()) == theirs.name())
-            {
-                let pairs = pairs(ours, theirs);
-                let mut row = vec![format!(
-                    "{}. {}. {}",
-                    ours.name(),
-                    condition.title,
-                    condition.guest
-                )];
-                row.extend(COMPARED.map(|(_, figure)| {
-                    let quotient = quotient(&pairs, figure);
-                    quotient.map_or("-".to_owned(), |spread| spread.text())
-                }));
-                row.push(pairs.len().to_string());
-                rows.push(row);
+    for ours in &condition.series {
+        let theirs = condition.series.iter();
+        for theirs in theirs.filter(|theirs| is_the_same_work(&ours.row, &theirs.row)) {
+            let pairs = pairs(records, &ours.row, (&theirs.row, &theirs.who));
+            if pairs.is_empty() {
+                continue;
             }
+            let mut row = vec![format!("{} / {}", ours.name, theirs.who)];
+            row.extend(compared.map(|(_, figure)| figure.quotient(&pairs)));
+            row.push(pairs.len().to_string());
+            rows.push(row);
         }
     }
+    if rows.is_empty() {
+        return String::new();
+    }
     let mut header = vec!["row".to_owned()];
-    header.extend(COMPARED.map(|(name, _)| name.to_owned()));
+    header.extend(compared.map(|(name, _)| name.to_owned()));
     header.push("pairs".to_owned());
-    (!rows.is_empty()).then(|| table(&header, rows.into_iter(), ""))
+    format!(
+        "<h3>Hotlift / QEMU</h3><p class=\"soft\">Of runs that were neighbours in time, median (lowest–highest): below 1 \
+         Hotlift needs less.</p>{}",
+        table(&header, rows.into_iter(), "")
+    )
 }
 
-fn pairs<'a>(ours: &Series<'a>, theirs: &Series<'a>) -> Vec<(&'a Completed, &'a Completed)> {
-    let same = |a: &Record, b: &Record| a.series == b.series && a.repeat == b.repeat;
-    ours.runs
-        .iter()
-        .filter_map(|mine| {
-            let other = theirs.runs.iter().find(|other| same(mine, other))?;
-            Some((mine.completed()?, other.completed()?))
-        })
-        .collect()
-}
-
-fn quotient(pairs: &[(&Completed, &Completed)], figure: fn(&Completed) -> f64) -> Option<Spread> {
-    spread(
-        pairs
-            .iter()
-            .map(|(mine, other)| figure(mine) / figure(other)),
+/// What the kernel has counted for the threads of a run; empty if it was not asked.
+pub fn counts(run: &Completed) -> String {
+    let side = |side: &'static str, threads: &[ThreadCounts]| -> Vec<Vec<String>> {
+        let row = |thread: &ThreadCounts| {
+            vec![
+                thread.name.clone(),
+                side.to_owned(),
+                format!("{:.1}", thread.cpu_s * 1e3),
+                thread.waits.to_string(),
+                thread.preempted.to_string(),
+                thread.page_faults.to_string(),
+            ]
+        };
+        threads.iter().map(row).collect()
+    };
+    let rows = [
+        side("source", &run.source_threads),
+        side("destination", &run.destination_threads),
+    ]
+    .concat();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let header = [
+        "thread",
+        "side",
+        "CPU ms",
+        "waits",
+        "preempted",
+        "page faults",
+    ];
+    let header = header.map(str::to_owned);
+    details(
+        "What the kernel has counted",
+        &table(&header, rows.into_iter(), "published"),
     )
 }

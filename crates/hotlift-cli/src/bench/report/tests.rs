@@ -128,7 +128,7 @@ fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
     assert!(count(&html, "<svg class=\"bars\"") > 12);
     for words in [
         "Where methods cross",
-        "Beside QEMU",
+        "Hotlift / QEMU",
         "round by round",
         "CPU by thread",
         "QEMU zstd 1, 2 ch",
@@ -136,7 +136,7 @@ fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
         "200 Mbit/s",
         "mig/src/chan_0",
         "a CPU, 2 cores",
-        "25 % of pages zero",
+        "25 % zero (never touched)",
         "hotlift bench",
     ] {
         assert!(html.contains(words), "{words}");
@@ -146,10 +146,60 @@ fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
         assert!(picture.contains("role=\"img\" aria-labelledby=") && picture.contains("<desc id="));
     }
     for outside in [
-        "http:", "https:", "src=\"", "href=", "url(", "@import", "<script", "<img", "NaN", "inf",
+        "http:", "https:", "src=\"", "href=\"h", "url(", "@import", "<script", "<img", "NaN", "inf",
     ] {
         assert!(!html.to_owned().contains(outside), "{outside}");
     }
+}
+
+#[test]
+fn machines_are_not_mixed() {
+    let ours = records();
+    let mut others = ours.clone();
+    for record in &mut others {
+        record.machine.cpu = "another CPU".to_owned();
+        record.machine.load = 77.0;
+    }
+    let text = html(&[ours.clone(), others].concat());
+    let (first, second) = text.split_once("Machine 2 of 2").expect("a part each");
+    assert!(first.contains("Machine 1 of 2") && !first.contains("another CPU"));
+    assert!(second.contains("another CPU") && !second.contains(">a CPU"));
+    assert!(!first.contains("<dd>77.0</dd>") && second.contains("<dd>77.0</dd>"));
+    // Medians of three runs, not of six.
+    let bars = |text: &str| count(text, "<rect class=\"bar\"");
+    assert_eq!(bars(first), bars(&html(&ours)));
+    assert_eq!(bars(first), bars(second));
+}
+
+#[test]
+fn rows_that_differ_in_an_option_alone_have_names_and_bars_of_their_own() {
+    let mut records = records();
+    let mut others = records.clone();
+    for record in &mut others {
+        let option = ("multifd-packet-size".to_owned(), "1M".to_owned());
+        record.row.options = BTreeMap::from([option]);
+    }
+    let before = count(&html(&records), "<rect class=\"bar\"");
+    records.extend(others);
+    let text = html(&records);
+    assert!(text.contains("zstd 1, 2 ch, multifd-packet-size=1M"));
+    // Threads are drawn of so many rows only.
+    assert!(count(&text, "<rect class=\"bar\"") > before * 3 / 2);
+}
+
+#[test]
+fn next_to_nothing_but_zero_pages_has_cpu_by_gib_of_all_pages() {
+    let mut records = records();
+    for record in &mut records {
+        record.row.guest.zero_share = Some(1.0);
+        if let Outcome::Completed(run) = &mut record.outcome {
+            (run.source.normal_pages, run.source.zero_pages) = (3, 262_144);
+            run.source.side.core_s_per_gib = 31556.0;
+        }
+    }
+    let text = html(&records);
+    assert!(text.contains("GiB of all pages"), "{text}");
+    assert!(!text.contains("31556"));
 }
 
 #[test]

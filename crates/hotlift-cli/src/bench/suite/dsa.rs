@@ -1,11 +1,13 @@
 //! `dsa`: zero pages by DSA, with the per-thread CPU table.
 
+use comfy_table::Table;
 use hotlift_vmm::workload::Workload;
 
 use super::{
-    Block, Column, DEVICES, DOWN_MS, MBPS, Published, RAM_KB, Suite, TOTAL_MS, TRANSFERRED_KB,
+    Block, Column, DEVICES, DOWN_MS, MBPS, Published, RAM_KB, Sheet, Suite, TOTAL_MS,
+    TRANSFERRED_KB,
 };
-use super::{is_simulated, plain};
+use super::{has_zero_share, is_simulated, plain};
 use crate::bench::record::{Engine, Record};
 use crate::bench::stats;
 use crate::report::{align, new_table};
@@ -140,27 +142,23 @@ struct Side<'a> {
     runs: Vec<&'a Record>,
 }
 
-/// The per-thread tables, or the line that says why a column is missing.
-fn threads(records: &[Record]) -> String {
-    let mut text = String::new();
+/// Adds the per-thread tables, and the line that says why a column is missing.
+fn threads(records: &[Record], sheet: &mut Sheet) {
     for scenario in &SCENARIOS {
-        text.push_str(&format!(
-            "{}, CPU ms by thread\n{}\n",
-            scenario.title,
-            table(scenario, records)
-        ));
+        let caption = format!("{}, CPU ms by thread", scenario.title);
+        sheet.tables.push((caption, table(scenario, records)));
     }
     let by_device = |run: &Record| run.row.options.contains_key("accel-path");
     if !records.iter().any(by_device) {
-        text.push_str(
-            "no DSA device here, so the CPU's column stands alone: see 'hotlift accel'; a simulated \
-             one is --with accel-path=dsa-model:\n",
+        sheet.differs.push(
+            "no DSA device here, so the CPU's column stands alone: see 'hotlift accel'; a simulated one is \
+             --with accel-path=dsa-model:"
+                .to_owned(),
         );
     }
-    text
 }
 
-fn table(scenario: &Scenario, records: &[Record]) -> String {
+fn table(scenario: &Scenario, records: &[Record]) -> Table {
     let sides = sides(scenario, records);
     let mut header = vec!["thread", "published, CPU", "published, DSA"];
     header.extend(sides.iter().map(|side| side.name.as_str()));
@@ -190,8 +188,12 @@ fn table(scenario: &Scenario, records: &[Record]) -> String {
     let mut savings = vec!["saving".to_owned(), String::new(), saving(cpu, dsa)];
     let baseline = sides.first().and_then(|side| side.median(is_counted));
     savings.extend(sides.iter().enumerate().map(|(index, side)| {
+        // A simulated device saves nothing.
+        let simulated = side.runs.iter().any(|run| is_simulated(&run.row));
         match (index, baseline, side.median(is_counted)) {
-            (1.., Some(baseline), Some(ours)) if baseline > 0.0 => saving(baseline, ours),
+            (1.., Some(baseline), Some(ours)) if baseline > 0.0 && !simulated => {
+                saving(baseline, ours)
+            }
             _ => String::new(),
         }
     }));
@@ -204,14 +206,14 @@ fn table(scenario: &Scenario, records: &[Record]) -> String {
     );
     table.add_row(others);
     align(&mut table);
-    table.to_string()
+    table
 }
 
 fn sides<'a>(scenario: &Scenario, records: &'a [Record]) -> Vec<Side<'a>> {
     let of = |name: &str, is: fn(&Record) -> bool| {
         let runs: Vec<&Record> = records
             .iter()
-            .filter(|run| (run.row.guest.zero_share - scenario.zero_share).abs() < 1e-9)
+            .filter(|run| has_zero_share(&run.row, scenario.zero_share))
             .filter(|run| run.completed().is_some() && is(run))
             .collect();
         (!runs.is_empty()).then(|| Side {
@@ -280,7 +282,7 @@ mod tests {
 
     #[test]
     fn the_published_totals_and_savings_come_out_of_the_published_threads() {
-        let text = threads(&[]);
+        let text = SUITE.sheet(&[]).to_string();
         for words in [
             "41928",
             "32574",
@@ -298,7 +300,7 @@ mod tests {
     fn our_threads_stand_beside_theirs_and_add_up() {
         let mut record = example();
         record.row.method = "none".to_owned();
-        record.row.guest.zero_share = 0.5;
+        record.row.guest.zero_share = Some(0.5);
         let thread = |name: &str, cpu_s| ThreadCpu {
             name: name.to_owned(),
             cpu_s,
@@ -314,8 +316,8 @@ mod tests {
         simulated.row.options = [("accel-path".to_owned(), "dsa-model:".to_owned())].into();
         completed.source.side.threads[1].cpu_s = 0.120;
         simulated.outcome = Outcome::Completed(Box::new(completed));
-        let text = threads(&[record, simulated]);
-        for words in ["Hotlift, simulated DSA", "260", "130", "50 %"] {
+        let text = SUITE.sheet(&[record, simulated]).to_string();
+        for words in ["Hotlift, simulated DSA", "260", "130"] {
             assert!(text.contains(words), "no {words} in\n{text}");
         }
         assert!(!text.contains("no DSA device"), "{text}");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use hotlift_vmm::workload::Workload;
 
-use super::{Block, Column, DOWN_MS, MBPS, NONE, Published, SOURCE_CPU, Suite, TOTAL_MS};
+use super::{Block, Column, DOWN_MS, MBPS, NONE, Published, SOURCE_CPU, Sheet, Suite, TOTAL_MS};
 use crate::bench::record::{Completed, Record, ThreadCounts, whos};
 use crate::bench::stats;
 use crate::report::{align, new_table};
@@ -95,8 +95,8 @@ const COUNTS: &[Count] = &[
     ("CPU s", |thread| thread.cpu_s),
 ];
 
-/// Counts of all threads of a kind together, per GiB of pages with content.
-fn waits(records: &[Record]) -> String {
+/// Adds the counts of all threads of a kind together, per GiB of pages with content.
+fn waits(records: &[Record], sheet: &mut Sheet) {
     let mut header = vec!["threads", ""];
     header.extend(COUNTS.iter().map(|(name, _)| *name));
     let mut table = new_table(&header);
@@ -127,7 +127,8 @@ fn waits(records: &[Record]) -> String {
     if let Some(column) = table.column_mut(1) {
         column.set_cell_alignment(comfy_table::CellAlignment::Left);
     }
-    format!("what the kernel counted, per GiB of pages with content\n{table}")
+    let caption = "what the kernel counted, per GiB of pages with content".to_owned();
+    sheet.tables.push((caption, table));
 }
 
 /// For each count its sum over the threads of a kind, a number a run.

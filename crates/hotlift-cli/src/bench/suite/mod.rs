@@ -10,16 +10,20 @@ mod multithread;
 mod qat;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::{self, Display, Formatter};
 
+use comfy_table::Table;
 use hotlift::options::{OptionError, option, parse_size};
 use hotlift_vmm::workload::Workload;
 
 use super::cell::{Cell, with_method};
+use super::figures;
 use super::machine;
 use super::matrix::{MatrixArgs, add_new};
-use super::record::{Completed, Engine, Record, Row, whos};
+use super::record::{Completed, Engine, Record, Row};
 use super::stats;
-use super::table::{is_the_same_work, pairs};
+use super::table::{Labels, is_the_same_work, pairs, series};
+use super::warn;
 use crate::args::GuestArgs;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
@@ -43,8 +47,31 @@ pub struct Suite {
     columns: &'static [Column],
     /// The table.
     blocks: &'static [Block],
-    /// Other tables, of the kept runs.
-    more: Option<fn(&[Record]) -> String>,
+    /// Adds what else it shows of the kept runs.
+    more: Option<fn(&[Record], &mut Sheet)>,
+}
+
+/// A published table with ours beside it.
+pub struct Sheet {
+    /// Who published it, where and when, and what it was measured on.
+    pub published: String,
+    /// What differs here, a line each.
+    pub differs: Vec<String>,
+    /// The tables, each with its caption.
+    pub tables: Vec<(String, Table)>,
+}
+
+impl Display for Sheet {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "published: {}\nhere, what differs:", self.published)?;
+        for line in &self.differs {
+            writeln!(f, "- {line}")?;
+        }
+        for (caption, table) in &self.tables {
+            writeln!(f, "{caption}\n{table}")?;
+        }
+        Ok(())
+    }
 }
 
 /// A column, with a figure of ours of the same definition.
@@ -91,7 +118,7 @@ const DOWN_MS: Column = Column {
 };
 const MBPS: Column = Column {
     name: "Mbit/s",
-    figure: |_, run| run.source.throughput_mbps,
+    figure: |_, run| (figures::MBPS.of)(run).unwrap_or(NONE),
 };
 const PAGES_PER_SECOND: Column = Column {
     name: "pages/s",
@@ -107,17 +134,12 @@ const DESTINATION_CPU: Column = Column {
 };
 const TRANSFERRED_KB: Column = Column {
     name: "sent kB",
-    figure: |_, run| kib(run.source.transferred_bytes),
+    figure: |_, run| (figures::BYTES.of)(run).map_or(NONE, |bytes| bytes / 1024.0),
 };
 const RAM_KB: Column = Column {
     name: "RAM kB",
-    figure: |record, _| kib(record.row.guest.ram_bytes),
+    figure: |record, _| record.row.guest.ram_bytes as f64 / 1024.0,
 };
-
-#[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
-fn kib(bytes: u64) -> f64 {
-    bytes as f64 / 1024.0
-}
 
 static SUITES: [&Suite; 5] = [
     &dsa::SUITE,
@@ -162,7 +184,7 @@ pub fn split(records: &[Record]) -> Vec<Vec<Record>> {
 #[derive(Default, PartialEq)]
 struct Work<'a> {
     suite: &'a str,
-    machines: BTreeSet<(&'a str, Option<&'a str>)>,
+    machines: BTreeSet<(&'a str, usize, &'a str, Option<&'a str>)>,
     guests: BTreeSet<(u64, u8, Option<&'a str>)>,
     fills: BTreeSet<&'a str>,
     kinds: BTreeSet<&'a str>,
@@ -173,8 +195,7 @@ impl<'a> Work<'a> {
     fn add(&mut self, record: &'a Record) {
         self.suite = &record.suite;
         let machine = &record.machine;
-        self.machines
-            .insert((&machine.cpu, machine.destination.as_deref()));
+        self.machines.insert(machine.identity());
         if find(&record.suite).is_err() {
             // A matrix shows in its labels what differs.
             return;
@@ -217,13 +238,13 @@ impl Suite {
             });
         }
         let mut cells = Vec::new();
-        let mut said: Vec<String> = Vec::new();
+        let mut left_out: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
         for (block, row) in self.rows() {
             let guest = GuestArgs {
                 guest: matrix.guest(),
                 fill: matrix.fill(),
                 workload: block.workload,
-                zero_share: block.zero_share,
+                zero_share: Some(block.zero_share),
                 zero_touched: block.zero_touched,
                 ..base.clone()
             };
@@ -231,24 +252,27 @@ impl Suite {
                 Ok(Some(migration)) => migration,
                 Ok(None) => continue,
                 Err(why) => {
-                    let line = format!("{} is not run: {why}", block.title);
-                    if !said.contains(&line) {
-                        eprintln!("hotlift: {line}");
-                        said.push(line);
-                    }
+                    let why = why.to_string();
+                    left_out.entry(why).or_default().insert(block.title);
                     continue;
                 }
             };
+            let kind = guest.kind();
             // The devices are for the rows that name them.
-            let migration = matrix.with_fixed(&migration, &["accel-path"])?;
-            let cell = Cell {
-                engine: Engine::Hotlift,
-                kind: guest.kind(),
-                guest,
-                migration,
-                link: None,
-            };
-            add_new(&mut cells, cell)?;
+            for migration in matrix.with_each(vec![migration], &["accel-path"])? {
+                let cell = Cell {
+                    engine: Engine::Hotlift,
+                    kind,
+                    guest: guest.clone(),
+                    migration,
+                    link: None,
+                };
+                add_new(&mut cells, cell)?;
+            }
+        }
+        for (why, titles) in left_out {
+            let titles: Vec<_> = titles.into_iter().collect();
+            warn(format!("not run: {}: {why}", titles.join("; ")));
         }
         Ok(cells)
     }
@@ -272,45 +296,40 @@ impl Suite {
     }
 
     /// The published table with ours beside it, and what differs.
-    pub fn table(&self, records: &[Record]) -> String {
+    pub fn sheet(&self, records: &[Record]) -> Sheet {
         let mut header = vec!["", ""];
         header.extend(self.columns.iter().map(|column| column.name));
         let mut shown = new_table(&header);
-        for block in self.blocks {
-            for row in block.rows {
-                let mut name = format!("{}, {}", block.title, row.0);
-                let mut line = |who: &str, figures: Vec<String>| {
-                    let mut cells = vec![std::mem::take(&mut name), who.to_owned()];
-                    cells.extend(figures);
-                    shown.add_row(cells);
-                };
-                let published = row.2.iter().map(|&figure| plain(figure)).collect();
-                line("published", published);
-                for (who, figures) in self.ours(block, row, records) {
-                    line(&who, figures);
-                }
+        for (block, row) in self.rows() {
+            let mut name = format!("{}, {}", block.title, row.0);
+            let mut line = |who: &str, figures: Vec<String>| {
+                let mut cells = vec![std::mem::take(&mut name), who.to_owned()];
+                cells.extend(figures);
+                shown.add_row(cells);
+            };
+            let published = row.2.iter().map(|&figure| plain(figure)).collect();
+            line("published", published);
+            for (who, figures) in self.ours(block, row, records) {
+                line(&who, figures);
             }
         }
         align(&mut shown);
         if let Some(column) = shown.column_mut(1) {
             column.set_cell_alignment(comfy_table::CellAlignment::Left);
         }
-        let mut text = format!(
-            "published: {}\n  on {}\nhere, what differs:\n",
-            self.source, self.machine
-        );
-        for line in self.differences(records) {
-            text.push_str(&format!("- {line}\n"));
-        }
-        text.push_str(&format!("medians (lowest–highest)\n{shown}"));
+        let mut sheet = Sheet {
+            published: format!("{}; on {}", self.source, self.machine),
+            differs: self.differences(records),
+            tables: vec![("medians (lowest–highest)".to_owned(), shown)],
+        };
         if let Some(more) = self.more {
-            text.push('\n');
-            text.push_str(&more(records));
+            more(records, &mut sheet);
         }
-        text
+        sheet
     }
 
-    /// Our lines below a published row: Hotlift, each QEMU, and the quotient of both.
+    /// Our lines below a published row: Hotlift, each QEMU, and the quotient of both, for each setting that the
+    /// row leaves open.
     fn ours(
         &self,
         block: &Block,
@@ -319,21 +338,20 @@ impl Suite {
     ) -> Vec<(String, Vec<String>)> {
         let of = |record: &&Record| is_of(block, published, &record.row);
         let runs: Vec<&Record> = records.iter().filter(of).collect();
+        let series = series(runs.iter().copied());
+        let rows: Vec<Row> = series.iter().map(|(row, _)| row.clone()).collect();
+        let labels = Labels::of(&rows);
         let mut lines = Vec::new();
-        for who in whos(runs.iter().copied()) {
-            let runs: Vec<&Record> = runs
-                .iter()
-                .copied()
-                .filter(|run| run.who() == who)
-                .collect();
-            let completed: Vec<_> = runs
+        for (row, who) in &series {
+            let of = |run: &&Record| run.row == *row && run.who() == *who;
+            let mine: Vec<&Record> = runs.iter().copied().filter(of).collect();
+            let completed: Vec<_> = mine
                 .iter()
                 .filter_map(|run| Some((*run, run.completed()?)))
                 .collect();
-            let name = match completed.iter().any(|(run, _)| is_simulated(&run.row)) {
-                true => format!("{who}, simulated device"),
-                false => who,
-            };
+            let mut name = vec![who.clone()];
+            name.extend(is_simulated(row).then(|| "simulated device".to_owned()));
+            name.extend(labels.way(row));
             let figures = match completed.is_empty() {
                 true => vec!["not run".to_owned()],
                 false => self
@@ -344,27 +362,23 @@ impl Suite {
                     })
                     .collect(),
             };
-            lines.push((name, figures));
-        }
-        let first = |engine| runs.iter().find(|run| run.row.engine == engine);
-        if let (Some(ours), Some(theirs)) = (first(Engine::Hotlift), first(Engine::Qemu))
-            && is_the_same_work(&ours.row, &theirs.row)
-        {
-            for who in whos(runs.iter().copied()).into_iter().skip(1) {
-                let beside = |run: &&Record| run.row.engine == Engine::Hotlift || run.who() == who;
-                let pairs = pairs(runs.iter().copied().filter(beside), &ours.row, &theirs.row);
-                if pairs.is_empty() {
-                    continue;
-                }
-                let figures = self.columns.iter().map(|column| {
-                    stats::text(
-                        pairs
-                            .iter()
-                            .map(|(a, b)| (column.figure)(ours, a) / (column.figure)(theirs, b)),
-                    )
-                });
-                lines.push((format!("Hotlift / {who}"), figures.collect()));
+            lines.push((name.join(", "), figures));
+            let beside = |run: &&&Record| is_the_same_work(&run.row, row);
+            let (Some(ours), Some(theirs)) = (runs.iter().find(beside), mine.first()) else {
+                continue;
+            };
+            let pairs = pairs(runs.iter().copied(), &ours.row, (row, who));
+            if pairs.is_empty() {
+                continue;
             }
+            let figures = self.columns.iter().map(|column| {
+                stats::text(
+                    pairs
+                        .iter()
+                        .map(|(a, b)| (column.figure)(ours, a) / (column.figure)(theirs, b)),
+                )
+            });
+            lines.push((format!("Hotlift / {who}"), figures.collect()));
         }
         lines
     }
@@ -373,6 +387,7 @@ impl Suite {
         let mut lines = Vec::new();
         if let Some(record) = records.first() {
             let (machine, guest) = (&record.machine, &record.row.guest);
+            let fill = records.iter().find(|run| run.row.guest.fill != "zero");
             lines.push(format!(
                 "{} with {} cores; both sides {}",
                 machine.cpu,
@@ -388,7 +403,7 @@ impl Suite {
                 bytes(guest.ram_bytes),
                 self.ram_gib,
                 guest.vcpus,
-                guest.fill
+                super::report::fill(fill.map_or("zero", |run| &run.row.guest.fill))
             ));
             if let Some(channels) = records.iter().map(|run| run.row.channels).max()
                 && usize::from(channels) > machine.cores
@@ -467,12 +482,18 @@ fn is_of(block: &Block, published: &Published, row: &Row) -> bool {
     let guest = &row.guest;
     row.method == block.method
         && guest.workload == block.workload.name()
-        && (guest.zero_share - block.zero_share).abs() < 1e-9
+        && has_zero_share(row, block.zero_share)
         && block
             .options
             .iter()
             .chain(published.1)
             .all(|(name, value)| has(row, name, value))
+}
+
+/// Whether this share of pages was to stay zero.
+fn has_zero_share(row: &Row, share: f64) -> bool {
+    let asked = row.guest.zero_share;
+    asked.is_some_and(|asked| (asked - share).abs() < 1e-9)
 }
 
 fn has(row: &Row, name: &str, value: &str) -> bool {
@@ -604,7 +625,7 @@ mod tests {
     #[test]
     fn a_suite_without_runs_shows_what_was_published() {
         for suite in SUITES {
-            let text = suite.table(&[]);
+            let text = suite.sheet(&[]).to_string();
             for (block, row) in suite.rows() {
                 assert!(text.contains(row.0) && text.contains(block.title), "{text}");
             }

@@ -1,0 +1,93 @@
+//! A fill from one file, page by page.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use hotlift_mem::{PAGE_SIZE, zero};
+
+use super::FillError;
+use super::corpus::{append, perturbation};
+use crate::bytes::{to_u64, to_usize};
+
+/// The pages of a file; those of its end that it does not fill are filled up with zeros.
+pub(super) struct Image {
+    path: PathBuf,
+    bytes: Bytes,
+    len: u64,
+    seed: u64,
+}
+
+/// Read as they are needed: a memory image may be as large as the RAM that it is for. What is packed can be
+/// unpacked from its start only.
+enum Bytes {
+    File(File),
+    Unpacked(Vec<u8>),
+}
+
+impl Image {
+    /// Opens the file `path`, of which `enough` bytes are wanted at most.
+    pub fn open(path: &Path, enough: u64, seed: u64) -> Result<Self, FillError> {
+        let failed = |source| FillError::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let (bytes, len) = if path.extension().is_some_and(|extension| extension == "zst") {
+            let mut bytes = Vec::new();
+            append(path, enough, &mut bytes).map_err(failed)?;
+            let len = to_u64(bytes.len());
+            (Bytes::Unpacked(bytes), len)
+        } else {
+            let file = File::open(path).map_err(failed)?;
+            let metadata = file.metadata().map_err(failed)?;
+            if !metadata.is_file() {
+                return Err(failed(io::Error::other(
+                    "neither a folder nor a regular file",
+                )));
+            }
+            (Bytes::File(file), metadata.len())
+        };
+        if len == 0 {
+            return Err(FillError::Empty {
+                path: path.to_owned(),
+            });
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            bytes,
+            len,
+            seed,
+        })
+    }
+
+    /// Pages of the whole file; of a packed one as many as were wanted.
+    pub fn pages(&self) -> u64 {
+        self.len.div_ceil(to_u64(PAGE_SIZE))
+    }
+
+    /// Page `number`: of repetition `number / pages` of the file. A zero page is zero in all of them.
+    pub fn page(&self, number: u64, page: &mut [u8; PAGE_SIZE]) -> Result<(), FillError> {
+        let pages = self.pages();
+        let (start, constant) = perturbation(number / pages, self.seed, pages);
+        let at = (start + number % pages) % pages * to_u64(PAGE_SIZE);
+        let filled = to_usize((self.len - at).min(to_u64(PAGE_SIZE)));
+        page[filled..].fill(0);
+        match &self.bytes {
+            Bytes::Unpacked(bytes) => {
+                page[..filled].copy_from_slice(&bytes[to_usize(at)..to_usize(at) + filled]);
+            }
+            Bytes::File(file) => {
+                let read = file.read_exact_at(&mut page[..filled], at);
+                read.map_err(|source| FillError::Read {
+                    path: self.path.clone(),
+                    source,
+                })?;
+            }
+        }
+        if constant != 0 && !zero::is_zero(page) {
+            page.iter_mut().for_each(|byte| *byte ^= constant);
+        }
+        Ok(())
+    }
+}
