@@ -210,9 +210,19 @@ impl Model {
         let Some(descriptor) = next else {
             return false;
         };
+        if state.chance(self.behaviour.silent) {
+            return true;
+        }
+        state.answered += 1;
+        // A device that works keeps nobody from submitting.
+        drop(state);
         // SAFETY: whoever submitted it answers for its addresses until the record is complete.
-        unsafe { self.execute(&descriptor, &mut state) };
+        unsafe { self.execute(&descriptor) };
         true
+    }
+
+    fn chance(&self, thousandths: u32) -> bool {
+        thousandths > 0 && self.lock().chance(thousandths)
     }
 
     /// Executes descriptors until [`Model::close`] is called: what a device's thread does.
@@ -245,34 +255,30 @@ impl Model {
     /// # Safety
     ///
     /// As [`Portal::submit`].
-    unsafe fn execute(&self, descriptor: &Descriptor, state: &mut State) {
-        if state.chance(self.behaviour.silent) {
-            return;
-        }
-        state.answered += 1;
+    unsafe fn execute(&self, descriptor: &Descriptor) {
         // SAFETY: the caller's promise holds for the record.
         let record = unsafe { &*descriptor.record() };
         if descriptor.opcode() == Some(Opcode::Batch) {
             // SAFETY: the caller's promise holds for the list and all that it names.
-            unsafe { self.batch(descriptor, record, state) };
+            unsafe { self.batch(descriptor, record) };
         } else {
             // SAFETY: the caller's promise.
-            unsafe { self.one(descriptor, record, state) };
+            unsafe { self.one(descriptor, record) };
         }
     }
 
     /// # Safety
     ///
     /// As [`Portal::submit`].
-    unsafe fn batch(&self, descriptor: &Descriptor, record: &Record, state: &mut State) {
+    unsafe fn batch(&self, descriptor: &Descriptor, record: &Record) {
         let count = descriptor.size();
         if count < 2 || count > self.behaviour.max_batch {
             return answer(record, status::DESCRIPTOR_COUNT, 0, 0, 0);
         }
         let list = descriptor.source() as *const Descriptor;
         let members = usize::try_from(count).unwrap_or(0);
-        let readable = if state.chance(self.behaviour.list_fault) {
-            state.below(members)
+        let readable = if self.chance(self.behaviour.list_fault) {
+            self.lock().below(members)
         } else {
             members
         };
@@ -289,7 +295,7 @@ impl Model {
                 false
             } else {
                 // SAFETY: the caller's promise.
-                unsafe { self.one(&member, member_record, state) }
+                unsafe { self.one(&member, member_record) }
             };
         }
         spin_loop();
@@ -308,8 +314,8 @@ impl Model {
     /// # Safety
     ///
     /// As [`Portal::submit`].
-    unsafe fn one(&self, descriptor: &Descriptor, record: &Record, state: &mut State) -> bool {
-        if state.chance(self.behaviour.fail) {
+    unsafe fn one(&self, descriptor: &Descriptor, record: &Record) -> bool {
+        if self.chance(self.behaviour.fail) {
             answer(record, status::HARDWARE, 0, 0, 0);
             return false;
         }
@@ -321,17 +327,16 @@ impl Model {
             return false;
         }
         let bytes = usize::try_from(size).unwrap_or(0);
-        let fault = state
+        let fault = self
             .chance(self.behaviour.fault)
-            .then(|| state.below(bytes.max(1)));
+            .then(|| self.lock().below(bytes.max(1)));
         let reach = fault.unwrap_or(bytes);
         let (source, destination) = (descriptor.source(), descriptor.destination());
         let result = match descriptor.opcode() {
             Some(Opcode::Noop) => None,
             Some(Opcode::ComparePattern) => {
-                let pattern = destination.to_le_bytes();
                 // SAFETY: the submitter's promise for the source.
-                unsafe { first(reach, |at| byte(source, at) != pattern[at % 8]) }
+                unsafe { first_other(source, reach, destination) }
             }
             Some(Opcode::Compare) => {
                 // SAFETY: the submitter's promise for both ranges.
@@ -387,6 +392,27 @@ fn answer(record: &Record, status: u8, result: u8, completed: u32, fault_address
 /// The first of `bytes` positions where that holds.
 fn first(bytes: usize, holds: impl Fn(usize) -> bool) -> Option<usize> {
     (0..bytes).find(|at| holds(*at))
+}
+
+/// The first of `bytes` bytes that is not the pattern's.
+///
+/// # Safety
+///
+/// The bytes must be mapped readable.
+unsafe fn first_other(base: u64, bytes: usize, pattern: u64) -> Option<usize> {
+    let is_other = |at: usize| {
+        // SAFETY: the caller's promise.
+        unsafe { byte(base, at) != pattern.to_le_bytes()[at % 8] }
+    };
+    // Word by word, so that its users are not kept waiting by the model alone.
+    let word = |at: &usize| {
+        // SAFETY: the caller's promise; others may write it meanwhile.
+        unsafe { (base as *const u64).byte_add(*at).read_volatile() != pattern }
+    };
+    let words = if base.is_multiple_of(8) { bytes / 8 } else { 0 };
+    let found = (0..words * 8).step_by(8).find(word);
+    // The word may have become the pattern's since.
+    (found.unwrap_or(words * 8)..bytes).find(|at| is_other(*at))
 }
 
 /// # Safety
