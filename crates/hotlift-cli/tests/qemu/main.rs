@@ -10,6 +10,7 @@
 //! | `faults`, `cutter` | whatever is killed or cut |
 //! | `back_and_forth` | fifty migrations through the same relays |
 //! | `operator` | the commands that steer QEMUs: migrate, serve, save, restore |
+//! | `watched` | `serve` over QMP |
 //! | `table` | docs/qemu-compatibility.md, of what all these say |
 //! | `postcopy` | what the relays carry untouched |
 //! | `files` | machines that go on from a file |
@@ -31,6 +32,7 @@ mod postcopy;
 mod route;
 mod table;
 mod vm;
+mod watched;
 
 /// What there is, or the end of the test: whoever returned `None` has said why.
 macro_rules! skip {

@@ -14,7 +14,7 @@ use crate::vm::{
     Accelerator, DEADLINE, Machine, PC_7, PC_10, Release, Vm, command_line, count_in, folder, until,
 };
 
-fn machine(name: &'static str) -> Machine {
+pub fn machine(name: &'static str) -> Machine {
     Machine {
         name,
         accelerator: Accelerator::Kvm,
@@ -23,14 +23,14 @@ fn machine(name: &'static str) -> Machine {
 }
 
 /// Starts `serve` with what it is to get the guest into, and returns where it listens.
-fn serve(arguments: &[&str]) -> (Hotlift, String) {
+pub fn serve(arguments: &[&str]) -> (Hotlift, String) {
     let mut serve = Hotlift::start(&[&["serve", "--listen=tcp:127.0.0.1:0"], arguments].concat());
     let line = serve.wait_for("listening on ");
     let uri = line.rsplit(' ').next().expect("a word").to_owned();
     (serve, uri)
 }
 
-fn succeeds(command: Hotlift) -> String {
+pub fn succeeds(command: Hotlift) -> String {
     let (status, said) = command.wait();
     let said = said.join("\n");
     assert!(status.success(), "{status}\n{said}");
@@ -38,7 +38,7 @@ fn succeeds(command: Hotlift) -> String {
 }
 
 /// Checks that the guest of `here` has gone to `there` and counts on.
-fn has_moved(here: &mut Vm, there: &mut Vm) {
+pub fn has_moved(here: &mut Vm, there: &mut Vm) {
     assert!(!here.is_running(), "the source runs, too");
     assert!(there.is_running());
     let before = here.count().expect("the guest has counted");

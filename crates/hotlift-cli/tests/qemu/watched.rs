@@ -1,0 +1,131 @@
+//! `serve --control`: the destination's side of a migration, watched, paced and ended over QMP.
+
+use hotlift_qmp::{Client, QmpAddress};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::hotlift::Hotlift;
+use crate::operator::{has_moved, machine, serve, succeeds};
+use crate::skip;
+use crate::vm::{DEADLINE, PC_10, Release, Vm, folder, until};
+
+/// A running guest, a QEMU that waits for it, and a `serve` of the latter with one client.
+struct Watched {
+    here: Vm,
+    there: Vm,
+    serve: Hotlift,
+    uri: String,
+    control: Client,
+    folder: TempDir,
+}
+
+impl Watched {
+    /// One that lets next to nothing pass until it is told to. `None`: it cannot be tested here.
+    fn crawling() -> Option<Self> {
+        let here = Vm::running(Release::V10, &machine(PC_10))?;
+        let there = Vm::waiting(Release::V10, &machine(PC_10))?;
+        let folder = folder();
+        let socket = folder.path().join("control");
+        let control = format!("--control={}", socket.display());
+        let (serve, uri) = serve(&["--qmp", &there.free_qmp(), &control]);
+        let control = Client::connect(&QmpAddress::Unix(socket), DEADLINE).expect("QMP");
+        let mut watched = Self {
+            here,
+            there,
+            serve,
+            uri,
+            control,
+            folder,
+        };
+        watched.pace(1);
+        Some(watched)
+    }
+
+    fn ask(&mut self, command: &str, arguments: &Value) -> Value {
+        let answer = self.control.execute(command, arguments);
+        answer.unwrap_or_else(|error| panic!("{command}: {error}"))
+    }
+
+    fn pace(&mut self, bytes_per_second: u64) {
+        let parameters = json!({ "max-bandwidth": bytes_per_second });
+        self.ask("migrate-set-parameters", &parameters);
+    }
+
+    /// Starts `migrate`, and waits until its stream is seen on its way.
+    fn migrate(&mut self) -> Hotlift {
+        let qmp = self.here.free_qmp();
+        let migrate = ["migrate", "--qmp", &qmp, "--to", &self.uri, "--method=zstd"];
+        let migrate = Hotlift::start(&migrate);
+        until(
+            || "no migration is seen".to_owned(),
+            || {
+                let info = self.ask("query-migrate", &Value::Null);
+                let passed = info["ram"]["transferred"].as_u64();
+                (info["status"] == "active" && passed > Some(0)).then_some(())
+            },
+        );
+        migrate
+    }
+
+    /// Waits for the last word that a client hears, and looks that nothing is left behind.
+    fn says_goodbye(&mut self) -> Value {
+        let goodbye = until(
+            || "no SHUTDOWN".to_owned(),
+            || {
+                let event = self.control.wait_event(DEADLINE).expect("an event");
+                event.filter(|event| event.name == "SHUTDOWN")
+            },
+        );
+        until(
+            || "the socket's file stays".to_owned(),
+            || (!self.folder.path().join("control").exists()).then_some(()),
+        );
+        goodbye.data
+    }
+}
+
+#[test]
+fn a_serve_is_watched_and_paced_and_says_what_it_has_not() {
+    let mut watched = skip!(Watched::crawling());
+    assert_eq!(watched.ask("query-migrate", &Value::Null), json!({}));
+    for name in ["migrate", "migrate-incoming", "stop", "cont"] {
+        let refused = watched.control.execute(name, &json!({}));
+        let words = refused.expect_err("no guest is here").to_string();
+        assert!(words.contains(name), "{words}");
+    }
+    let migrate = watched.migrate();
+    // It stays here for as long as one looks: without a limit it would be gone by then.
+    let mut count = watched.here.count().expect("the guest has counted");
+    for _ in 0..20 {
+        count = watched.here.counts_on_from(count);
+    }
+    assert_eq!(watched.there.count(), None);
+
+    watched.pace(1 << 34);
+    succeeds(migrate);
+    assert_eq!(watched.says_goodbye()["reason"], "host-signal");
+    succeeds(watched.serve);
+    has_moved(&mut watched.here, &mut watched.there);
+}
+
+#[test]
+fn a_serve_that_a_client_ends_leaves_the_guest_where_it_was() {
+    for (command, code) in [("migrate_cancel", 1), ("quit", 0)] {
+        let mut watched = skip!(Watched::crawling());
+        let migrate = watched.migrate();
+        watched.ask(command, &Value::Null);
+        let (status, said) = migrate.wait();
+        let said = said.join("\n");
+        assert_eq!(status.code(), Some(1), "{command}: {said}");
+        assert!(said.contains("cancelled"), "{command}: {said}");
+        watched.says_goodbye();
+        let (status, said) = watched.serve.wait();
+        assert_eq!(status.code(), Some(code), "{command}: {said:?}");
+
+        assert!(watched.here.is_running(), "{command}");
+        let before = watched.here.count().expect("the guest has counted");
+        watched.here.counts_on_from(before);
+        assert_eq!(watched.there.count(), None, "{command}: it has run there");
+        assert!(!watched.there.is_running(), "{command}");
+    }
+}
