@@ -51,6 +51,11 @@ enum Format {
 pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let mut settings = crate::relay::settings(&args.migration)?;
+    let format = match args.format {
+        Format::Hotlift => FileFormat::Hotlift,
+        Format::MappedRam => FileFormat::MappedRam,
+    };
+    format.check(&settings.outgoing)?;
     let source = Source::connect(&args.qmp)?;
     settings.uuid = Some(source.uuid()?.0);
     let moving = Moving {
@@ -59,10 +64,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         settings: &settings,
         outgoing: Outgoing::File {
             path: &args.file,
-            format: match args.format {
-                Format::Hotlift => FileFormat::Hotlift,
-                Format::MappedRam => FileFormat::MappedRam,
-            },
+            format,
         },
         quiet: args.output.quiet,
     };

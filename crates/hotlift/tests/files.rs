@@ -179,25 +179,31 @@ fn there_and_back(saved: &Saved, method: &str, channels: u8) -> Saved {
     let path = |name: &str| folder.path().join(name);
     saved.write(&path("qemu"), 0);
     // Records of main are not compressed.
-    let settings = settings(if channels > 0 { method } else { "none" }, channels);
+    let method = if channels > 0 { method } else { "none" };
+    let settings = |method| settings(method, channels);
     let explained = |result: Result<RelayReport, MigrationError>| {
         result.unwrap_or_else(|error| panic!("{}", error.chain()))
     };
     let from = (&*path("qemu"), 0);
-    let report = explained(carry(from, &path("ours"), FileFormat::Hotlift, &settings));
+    let ours = path("ours");
+    let report = explained(carry(from, &ours, FileFormat::Hotlift, &settings(method)));
     let pages = || saved.blocks.iter().flat_map(|(_, pages)| pages);
     let normal = pages().flatten().count();
     let zero = pages().count() - normal;
     // Pages that are not in the file are said to be zero: a destination may have something there.
     let reported = (report.normal_pages, report.zero_pages);
     assert_eq!(reported, (normal as u64, zero as u64));
-    let from = (&*path("ours"), 0);
-    explained(carry(
-        from,
-        &path("again"),
-        FileFormat::MappedRam,
-        &settings,
-    ));
+    let (from, to) = ((&*ours, 0), path("again"));
+    if method != "none" {
+        let refused = carry(from, &to, FileFormat::MappedRam, &settings(method));
+        let words = refused.expect_err("it has no compressed pages").chain();
+        assert!(
+            words.contains(&format!("multifd-compression={method}")),
+            "{words}"
+        );
+        assert!(words.contains("uncompressed") && !to.exists(), "{words}");
+    }
+    explained(carry(from, &to, FileFormat::MappedRam, &settings("none")));
     assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 3);
     Saved::read(&path("again"))
 }

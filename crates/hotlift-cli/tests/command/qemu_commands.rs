@@ -138,6 +138,36 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
             &["save", "--qmp", "q", "f", "--format", "qcow2"],
             "mapped-ram",
         ),
+        (
+            &[
+                "save",
+                "--qmp=q",
+                "f",
+                "--format=mapped-ram",
+                "--method=zstd",
+            ],
+            "multifd-compression=zstd needs format hotlift",
+        ),
+        (
+            &[
+                "save",
+                "--qmp=q",
+                "f",
+                "--format=mapped-ram",
+                "--multifd=off",
+                "--compress=on",
+            ],
+            "compress=on needs format hotlift",
+        ),
+        (
+            &[
+                "migrate",
+                "--qmp=q",
+                "--to=tcp:h:1",
+                "--decompress-threads=4",
+            ],
+            "decompress-threads=4 needs a guest",
+        ),
         (&["restore", "f"], "--qmp"),
     ] {
         let (status, said) = Hotlift::start(command).wait();

@@ -83,7 +83,7 @@ const LOADED: u32 = 0x484c_4c44; // "HLLD"
 /// What a relay has no hand in, and who has.
 /// `events` (a relay's monitor tells them) and `return-path` (a relay always answers) are not among them,
 /// nor is `downtime-limit`, which `hotlift save` and `hotlift migrate` hand on to the source's QEMU.
-const QEMUS_OWN: [(&str, &str); 17] = [
+const QEMUS_OWN: [(&str, &str); 19] = [
     (
         "xbzrle",
         "a guest of its own: a relay keeps no page that it could compare with",
@@ -117,6 +117,14 @@ const QEMUS_OWN: [(&str, &str); 17] = [
     (
         "multifd-normal-page-ratio",
         "a guest of its own: a relay carries pages as what they are",
+    ),
+    (
+        "compress-wait-thread",
+        "a guest of its own: a relay always waits for a thread that compresses",
+    ),
+    (
+        "decompress-threads",
+        "a guest of its own: a relay decompresses as it reads, and for its QEMU it is set there",
     ),
     (
         "mem-prealloc",
@@ -271,6 +279,9 @@ pub fn relay(
     hooks: Hooks<'_>,
 ) -> Result<RelayReport, MigrationError> {
     check(&settings.outgoing)?;
+    if let Outgoing::File { format, .. } = outgoing {
+        format.check(&settings.outgoing)?;
+    }
     run_as("relay/main", control, || {
         let run = |incoming| carry::run(incoming, outgoing, settings, control, hooks);
         let carried = match incoming {

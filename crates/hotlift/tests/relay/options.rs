@@ -75,6 +75,8 @@ fn what_is_its_qemus_to_do_is_refused_by_name() {
         ("announce-max", "0", "destination's QEMU"),
         ("multifd-packet-size", "262144", "QEMU's packets"),
         ("multifd-normal-page-ratio", "1", "as what they are"),
+        ("compress-wait-thread", "off", "always waits"),
+        ("decompress-threads", "3", "as it reads"),
         ("mem-prealloc", "on", "destination's QEMU"),
     ] {
         let error = check(&settings(&[(name, value)]).outgoing).unwrap_err();

@@ -36,6 +36,7 @@ pub(super) use mapped_sink::MappedRamSink;
 pub(super) use write::ContainerWriter;
 
 use crate::error::{Channel, MigrationError};
+use crate::options::{OptionError, Options};
 use crate::threads::spawn;
 use crate::transport::Stream;
 use hotlift_wire::WireError;
@@ -65,6 +66,25 @@ pub enum FileFormat {
     /// QEMU's (capability `mapped-ram`, from 9.0 on): pages uncompressed at fixed places, which QEMU
     /// loads by itself. It has no checksums.
     MappedRam,
+}
+
+impl FileFormat {
+    /// Whether the format can have what the options ask for.
+    ///
+    /// # Errors
+    /// [`OptionError::Conflict`] where pages were to be compressed, and are not.
+    pub fn check(self, options: &Options) -> Result<(), OptionError> {
+        let method = options.multifd_compression;
+        let asked = match self {
+            Self::MappedRam if options.compress => "compress=on".to_owned(),
+            Self::MappedRam if method.flag != 0 => format!("multifd-compression={}", method.name),
+            Self::Hotlift | Self::MappedRam => return Ok(()),
+        };
+        Err(OptionError::Conflict {
+            option: asked,
+            needs: "format hotlift: QEMU's mapped-ram file has its pages uncompressed",
+        })
+    }
 }
 
 /// What a save file of Hotlift's own format says of itself; its chunks are not looked at.
