@@ -3,6 +3,7 @@
 # make test    installs what the tests need, and runs all of them
 # make fuzz    runs each fuzz target for five minutes, two at a time (three quarters of an hour)
 # make bench   measures beside QEMU 10.0 (root; some minutes)
+# make bench-suites  the published tables and a matrix by 'hotlift bench', beside QEMU 10.0 (root; half an hour)
 # make bench-relay   measures QEMU to QEMU over limited links, straight and through the relay (root; an hour)
 
 # A C compiler and binutils build the codecs and the guest program; ISA-L is the fastest deflate, and is
@@ -16,7 +17,11 @@ BENCH_PACKAGES = $(BUILD_PACKAGES) python3 zstd iproute2
 # Enough for each target's corpus and some new inputs.
 TEST_FUZZ_SECONDS = 2
 
-.PHONY: demo build test fmt lint unit fuzz bench bench-relay
+.PHONY: demo build test fmt lint unit fuzz bench bench-suites bench-relay
+
+# What 'make bench-suites' fills memory with: a folder or a memory image; a generated mix if there is none.
+FILL = $(or $(wildcard ../shared/silesia),generated)
+SUITES = target/release/hotlift bench --out bench/results/suites --ram 1G --fill $(FILL)
 
 demo: build
 	target/release/hotlift demo
@@ -54,6 +59,13 @@ fuzz:
 bench: build
 	@scripts/install-packages $(BENCH_PACKAGES)
 	python3 bench/pair.py
+
+bench-suites: build
+	@scripts/install-packages $(BENCH_PACKAGES)
+	qemu=$$(scripts/qemu-10.0)/qemu-system-x86_64 && \
+	$(SUITES) --suite all --rate 2000 --with-qemu $$qemu && \
+	$(SUITES) --max-bandwidth 25M,125M,0 --workload random --rate 1000 --repeats 2 --with-qemu $$qemu
+	target/release/hotlift bench --kept bench/results/suites/runs.jsonl
 
 bench-relay: build
 	@scripts/install-packages $(BENCH_PACKAGES)

@@ -14,7 +14,7 @@ use crate::report::destination_side;
 use crate::signals::Interrupt;
 
 /// Begins of the names of threads that migrate; the others are the guest's, and the process's own.
-const MIGRATION_THREADS: &[&str] = &["mig/", "compress", "decompress", "dsa_"];
+const MIGRATION_THREADS: &[&str] = &["mig/", "compress", "decompress", "dsa_completion"];
 
 /// Runs `cell` once. `far` has the destination, if it is on another host.
 ///

@@ -9,9 +9,11 @@
 //! A connection is one run; when it ends, so does the guest there. Nothing of the other side's becomes a
 //! word of a command line unless it is a number in range or a value that the options' table takes.
 
-use std::io::Write;
+use std::io::{self, Write};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::{Address, Options};
@@ -77,7 +79,7 @@ impl Far {
         limit: Duration,
         interrupt: &Interrupt,
     ) -> Result<Destination, CommandError> {
-        let mut conversation = self.ask(cell).map_err(CommandError::NoFar)?;
+        let mut conversation = self.ask(cell, interrupt)?;
         let interrupt = interrupt.clone();
         let next = move || hear(&mut conversation, limit, &interrupt).ok().flatten();
         Ok(Destination {
@@ -86,27 +88,48 @@ impl Far {
         })
     }
 
-    fn ask(&self, cell: &Cell) -> Result<Conversation, ControlError> {
-        let mut last = None;
-        for address in self.0.to_socket_addrs()? {
-            match TcpStream::connect_timeout(&address, GREETING) {
-                Ok(stream) => {
-                    let wanted = Wanted {
-                        hotlift_bench: PROTOCOL,
-                        guest: cell.kind.name().to_owned(),
-                        ram: cell.guest.ram,
-                        vcpus: cell.guest.vcpus,
-                        options: cell.migration.given().to_vec(),
-                    };
-                    let mut conversation = Conversation::new(stream)?;
-                    conversation.say(&wanted)?;
-                    return Ok(conversation);
-                }
-                Err(error) => last = Some(error),
+    fn ask(&self, cell: &Cell, interrupt: &Interrupt) -> Result<Conversation, CommandError> {
+        let (connected, connection) = channel();
+        let host = self.0.clone();
+        // Neither a name that is looked up nor a host that is silent can be interrupted; a thread that waits for
+        // them can be left behind.
+        thread::spawn(move || connected.send(connect(&host)));
+        let stream = loop {
+            match connection.recv_timeout(TICK) {
+                Ok(stream) => break stream,
+                Err(RecvTimeoutError::Timeout) if !interrupt.is_raised() => {}
+                Err(_) => return Err(CommandError::Interrupted),
             }
-        }
-        Err(last.map_or(ControlError::Closed, ControlError::Io))
+        };
+        let wanted = Wanted {
+            hotlift_bench: PROTOCOL,
+            guest: cell.kind.name().to_owned(),
+            ram: cell.guest.ram,
+            vcpus: cell.guest.vcpus,
+            options: cell.migration.given().to_vec(),
+        };
+        let say = |stream| {
+            let mut conversation = Conversation::new(stream)?;
+            conversation.say(&wanted)?;
+            Ok(conversation)
+        };
+        stream
+            .map_err(ControlError::Io)
+            .and_then(say)
+            .map_err(CommandError::NoFar)
     }
+}
+
+/// The first of the host's addresses that answers.
+fn connect(host: &str) -> io::Result<TcpStream> {
+    let mut last = io::ErrorKind::NotFound.into();
+    for address in host.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, GREETING) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
 }
 
 /// The next message; `None` if none comes within `limit`, or before a signal.
@@ -164,8 +187,8 @@ pub fn serve(at: &Address, interrupt: &Interrupt) -> Result<(), CommandError> {
                     Err(error) => super::warn(format!("{peer}: {error}")),
                 }
             }
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                std::thread::sleep(TICK);
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                thread::sleep(TICK);
             }
             Err(error) => return Err(failed(error)),
         }
@@ -204,7 +227,7 @@ fn serve_one(stream: TcpStream, interrupt: &Interrupt) -> Result<String, Control
         .stdout(Stdio::piped())
         .spawn()?;
     let events = child.stdout.take().map(events::read);
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         let (done, watch) = std::sync::mpsc::channel::<()>();
         let child = &mut child;
         // A source that has gone leaves a guest that would wait for it.
@@ -230,14 +253,13 @@ fn end_with(
     watch: &std::sync::mpsc::Receiver<()>,
     interrupt: &Interrupt,
 ) {
-    use std::sync::mpsc::RecvTimeoutError::Disconnected;
     loop {
         let gone = conversation.hear::<serde_json::Value>(TICK).is_err();
         if gone || interrupt.is_raised() {
             let _ = child.kill();
             return;
         }
-        if watch.recv_timeout(Duration::ZERO) == Err(Disconnected) {
+        if watch.recv_timeout(Duration::ZERO) == Err(RecvTimeoutError::Disconnected) {
             return;
         }
     }

@@ -52,7 +52,7 @@ use link::Link;
 use matrix::MatrixArgs;
 use record::{Outcome, Record};
 use runner::Bench;
-use suite::Suite;
+use suite::{Choice, Suite};
 
 /// Where runs are kept, if nothing is said.
 const OUT: &str = "hotlift-bench";
@@ -63,10 +63,10 @@ const RAM: u64 = 1 << 30;
 /// Flags of `bench`.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
-    /// Reproduce a published table instead of the matrix
-    #[arg(long, value_name = "NAME", value_parser = suite::find, conflicts_with_all = ["methods",
+    /// Reproduce a published table instead of the matrix, or all of them
+    #[arg(long, value_name = "NAME", value_parser = suite::choose, conflicts_with_all = ["methods",
           "levels", "channels", "zero_pages", "bandwidths", "workloads", "zero_shares", "zero_touched"])]
-    suite: Option<&'static Suite>,
+    suite: Option<Choice>,
     /// Run each cell so often
     #[arg(long, value_name = "N", default_value_t = 3,
           value_parser = clap::value_parser!(u32).range(1..))]
@@ -161,24 +161,22 @@ pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
     let far = args.to.as_ref().map(Far::new).transpose()?;
     let qemu = args.with_qemu.as_deref().map(qemu::Program::find);
     let qemu = qemu.transpose()?;
-    let base = base(args, far.is_none())?;
-    let mut cells = match args.suite {
-        Some(suite) => suite.cells(&base, &args.matrix)?,
-        None => args.matrix.cells(&base)?,
+    let suites: Vec<Option<&Suite>> = match &args.suite {
+        Some(suites) => suites.0.iter().copied().map(Some).collect(),
+        None => vec![None],
     };
-    for cell in &mut cells {
-        cell.link = args.link.as_ref().map(Link::text);
-    }
-    if qemu.is_some() {
-        cells = matrix::beside_qemu(cells)?;
+    let mut parts = Vec::new();
+    for suite in suites {
+        parts.push((suite, cells(args, suite, qemu.is_some())?));
     }
     if args.dry_run {
-        return dry_run(args, &cells, far.is_none());
+        let all: Vec<Cell> = parts.into_iter().flat_map(|(_, cells)| cells).collect();
+        return dry_run(args, &all, far.is_none());
     }
     let out = args.out.as_deref().unwrap_or(Path::new(OUT));
     let joined = args.link.as_ref().map(Link::set_up).transpose()?;
     let mut bench = Bench {
-        suite: args.suite.map_or("matrix", |suite| suite.name).to_owned(),
+        suite: String::new(),
         seed: args.seed,
         repeats: args.repeats,
         limit: Duration::from_secs(args.time_limit),
@@ -190,14 +188,27 @@ pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
         journal: Journal::open(out)?,
         interrupt: &interrupt,
     };
-    let records = bench.run(&cells)?;
+    let mut records = Vec::new();
+    let number = parts.len();
+    for (i, (suite, cells)) in parts.iter().enumerate() {
+        bench.suite = suite.map_or("matrix", |suite| suite.name).to_owned();
+        if number > 1 {
+            warn(format!("suite {} of {number}: {}", i + 1, bench.suite));
+        }
+        records.extend(bench.run(cells)?);
+        if interrupt.is_raised() {
+            break;
+        }
+    }
     // Both files before a word: who reads this may have gone.
     let kept = bench.journal.finish();
     let report = match records.is_empty() {
         true => None,
         false => Some(write_report(out, &records)),
     };
-    print(&records)?;
+    for records in suite::split(&records) {
+        print(&records)?;
+    }
     say(format!("raw runs: {}", bench.journal.path().display()))?;
     kept?;
     if let Some(report) = report.transpose()? {
@@ -206,13 +217,33 @@ pub fn run(args: &BenchArgs) -> Result<(), CommandError> {
     outcome(&records, &interrupt)
 }
 
+/// The cells of a suite, or of the matrix.
+fn cells(
+    args: &BenchArgs,
+    suite: Option<&Suite>,
+    beside_qemu: bool,
+) -> Result<Vec<Cell>, CommandError> {
+    let base = base(args, suite)?;
+    let mut cells = match suite {
+        Some(suite) => suite.cells(&base, &args.matrix)?,
+        None => args.matrix.cells(&base)?,
+    };
+    for cell in &mut cells {
+        cell.link = args.link.as_ref().map(Link::text);
+    }
+    match beside_qemu {
+        true => Ok(matrix::beside_qemu(cells)?),
+        false => Ok(cells),
+    }
+}
+
 /// The guest that every cell changes something of.
-fn base(args: &BenchArgs, destination_is_here: bool) -> Result<GuestArgs, CommandError> {
-    let ends = if destination_is_here { 2 } else { 1 };
+fn base(args: &BenchArgs, suite: Option<&Suite>) -> Result<GuestArgs, CommandError> {
+    let ends = if args.to.is_none() { 2 } else { 1 };
     let ram = match args.ram {
         Some(ram) => ram,
         None => {
-            let wanted = args.suite.map_or(RAM, |suite| suite.ram());
+            let wanted = suite.map_or(RAM, Suite::ram);
             let (ram, words) = machine::fitting(wanted, ends);
             if let Some(words) = words {
                 say(words)?;

@@ -88,7 +88,11 @@ fn chapter(records: &[Record], id: &str, name: Option<&str>) -> String {
     let conditions = conditions(records);
     let title = |title: &str| match name {
         Some(name) => format!("{name}: {title}"),
-        None => title.to_owned(),
+        None => {
+            let mut letters = title.chars();
+            let capital = letters.next().map(|first| first.to_uppercase().to_string());
+            capital.unwrap_or_default() + letters.as_str()
+        }
     };
     let suite = records.first().and_then(|one| suite::find(&one.suite).ok());
     let mut text = format!("<div id=\"{id}\"></div>");
@@ -145,13 +149,10 @@ fn published(suite: &Suite, title: &str, records: &[Record]) -> String {
 
 /// Nothing, if there is nothing in it.
 fn section(title: &str, note: &str, inner: Option<String>) -> String {
-    let mut letters = title.chars();
-    let capital = letters.next().map(|first| first.to_uppercase().to_string());
-    let title = format!("{}{}", capital.unwrap_or_default(), letters.as_str());
     inner.map_or(String::new(), |inner| {
         format!(
             "<section><h2>{}</h2><p>{}</p>{inner}</section>",
-            escape(&title),
+            escape(title),
             escape(note)
         )
     })

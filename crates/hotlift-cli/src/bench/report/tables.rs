@@ -18,11 +18,23 @@ pub fn table(header: &[String], rows: impl Iterator<Item = Vec<String>>, class: 
     for row in rows {
         text.push_str("<tr>");
         for cell in row {
-            let _ = write!(text, "<td>{}</td>", escape(&cell));
+            let _ = write!(text, "<td>{}</td>", of_cell(&cell));
         }
         text.push_str("</tr>");
     }
     text + "</tbody></table></div>"
+}
+
+/// A cell; a spread stays in one line, below its median where the table is narrow.
+fn of_cell(text: &str) -> String {
+    match text.split_once(" (") {
+        Some((median, spread)) if spread.contains('–') && spread.ends_with(')') => format!(
+            "{} <span class=\"range\">({}</span>",
+            escape(median),
+            escape(spread)
+        ),
+        _ => escape(text),
+    }
 }
 
 /// A table that was made for the terminal.

@@ -149,6 +149,23 @@ static SUITES: [&Suite; 5] = [
     &legacy_rework::SUITE,
 ];
 
+/// `--suite`.
+#[derive(Debug, Clone)]
+pub struct Choice(pub Vec<&'static Suite>);
+
+/// The suite with this name, or all of them.
+///
+/// # Errors
+/// If there is none; with those that there are.
+pub fn choose(name: &str) -> Result<Choice, String> {
+    match name {
+        "all" => Ok(Choice(SUITES.to_vec())),
+        name => find(name)
+            .map(|suite| Choice(vec![suite]))
+            .map_err(|error| format!("{error}, all")),
+    }
+}
+
 /// The suite with this name.
 ///
 /// # Errors
