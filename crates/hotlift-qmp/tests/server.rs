@@ -33,6 +33,7 @@ impl Commands for Echo {
 
 struct Served {
     folder: TempDir,
+    commands: Arc<Echo>,
     events: Events,
     clients: Option<Clients>,
 }
@@ -43,12 +44,14 @@ impl Served {
         let listener = UnixListener::bind(folder.path().join("s")).unwrap();
         let events = Events::new();
         let (told, commands) = (events.clone(), Arc::new(Echo::default()));
+        let echo = Arc::clone(&commands);
         let serve = Arc::new(move |socket| {
             let _ = serve_client(socket, &json!({ "package": "test" }), &*commands, &told);
         });
         let clients = Clients::serve(BoundSocket::Unix(listener), TOO_MANY_CLIENTS, serve);
         Self {
             folder,
+            commands: echo,
             events,
             clients: Some(clients.unwrap()),
         }
@@ -140,6 +143,16 @@ fn nothing_but_the_negotiation_comes_before_it_and_it_comes_once() {
     );
     let answer = client.ask(r#"{"execute":"qmp_capabilities","arguments":{"enable":["oob"]}}"#);
     assert_eq!(answer["error"]["class"], "GenericError");
+    for (arguments, desc) in [
+        (
+            r#"{"enable":"oob"}"#,
+            "Invalid parameter type for 'enable', expected: array",
+        ),
+        (r#"{"x":1}"#, "Parameter 'x' is unexpected"),
+    ] {
+        let request = format!(r#"{{"execute":"qmp_capabilities","arguments":{arguments}}}"#);
+        assert_eq!(client.ask(&request)["error"], error("GenericError", desc));
+    }
     assert_eq!(
         client.ask(r#"{"execute":"qmp_capabilities","arguments":{"enable":[]}}"#),
         json!({ "return": {} })
@@ -166,7 +179,8 @@ fn an_id_of_any_kind_comes_back_and_errors_have_qemus_words() {
         "true",
     ] {
         let answer = client.ask(&format!(r#"{{"execute":"refuse","id":{id}}}"#));
-        assert_eq!(answer["id"].to_string(), id);
+        let back = answer.get("id").expect("an id, if it is null, too");
+        assert_eq!(back.to_string(), id);
         assert_eq!(answer["error"], error("GenericError", "as was asked for"));
     }
     for (request, class, desc) in [
@@ -235,6 +249,49 @@ fn every_client_that_has_negotiated_hears_every_event_with_its_time() {
     }
     let first = silent.ask(r#"{"execute":"qmp_capabilities"}"#);
     assert_eq!(first, json!({ "return": {} }), "an event came before");
+}
+
+#[test]
+fn events_keep_their_order_however_late_a_client_reads_them() {
+    let served = Served::new();
+    let mut client = served.client();
+    client.ask(r#"{"execute":"echo"}"#);
+    // More than the kernel's buffers hold, and less than the queue does.
+    let count = MAX_EVENTS_WAITING / 2;
+    for number in 0..count {
+        let data = json!({ "number": number, "padding": "x".repeat(1000) });
+        served.events.send("E", Some(&data));
+    }
+    for number in 0..count {
+        assert_eq!(client.hear()["data"]["number"], number);
+    }
+}
+
+#[test]
+fn no_event_comes_before_the_answer_to_the_negotiation() {
+    let served = Served::new();
+    for _ in 0..40 {
+        std::thread::scope(|scope| {
+            // Fewer than would drop a client that has not read yet.
+            scope.spawn(|| (0..MAX_EVENTS_WAITING / 2).for_each(|_| served.events.send("E", None)));
+            served.client();
+        });
+    }
+}
+
+#[test]
+fn nothing_is_kept_for_a_client_that_has_gone() {
+    let served = Served::new();
+    let mut client = served.client();
+    client.ask(r#"{"execute":"echo"}"#);
+    let are_kept = || format!("{:?}", served.events).contains("Outbox");
+    assert!(are_kept(), "it listens");
+    drop(client);
+    let start = Instant::now();
+    while are_kept() {
+        assert!(start.elapsed() < DEADLINE, "its events are kept");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]
@@ -361,6 +418,35 @@ fn a_thousand_connections_are_served_up_to_the_limit_and_the_others_are_told() {
     assert!(resident() < before + (64 << 20));
     drop(kept);
     served.lives();
+}
+
+#[test]
+fn a_server_that_ends_lets_a_client_read_what_it_has_answered() {
+    let mut served = Served::new();
+    let mut client = served.client();
+    // Together more than the kernel's buffer holds, so that the last are still on their way.
+    let padding = "y".repeat(60_000);
+    let count = 5;
+    for number in 0..count {
+        let arguments = json!({ "x": padding, "number": number });
+        client.say(
+            json!({ "execute": "echo", "arguments": arguments })
+                .to_string()
+                .as_bytes(),
+        );
+    }
+    let start = Instant::now();
+    while served.commands.0.load(Ordering::Relaxed) < count - 1 {
+        assert!(start.elapsed() < DEADLINE, "they are not executed");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let clients = served.clients.take();
+    let ending = std::thread::spawn(move || drop(clients));
+    for number in 0..count - 1 {
+        assert_eq!(client.hear()["return"]["number"], number);
+    }
+    assert!(client.is_closed());
+    ending.join().unwrap();
 }
 
 #[test]
