@@ -236,7 +236,13 @@ fn a_process_of_somebody_else_is_refused_with_what_would_help() {
     let open = fs::Permissions::from_mode(0o755);
     fs::set_permissions(folder.path(), open).expect("chmod");
     let program = folder.path().join("hotlift");
-    fs::copy(env!("CARGO_BIN_EXE_hotlift"), &program).expect("copy");
+    // By another process: whatever another test starts meanwhile would inherit this one's open file, and a program
+    // that somebody may write to is not run.
+    let copied = Command::new("cp")
+        .arg(env!("CARGO_BIN_EXE_hotlift"))
+        .arg(&program)
+        .status();
+    assert!(copied.expect("cp").success());
     let output = Command::new(&program)
         .args(["advise", "--pid", &std::process::id().to_string()])
         .uid(NOBODY)

@@ -108,7 +108,7 @@ fn children(parent: i32) -> Vec<i32> {
 
 #[test]
 fn a_killed_demo_leaves_no_process() {
-    let flags = ["demo", "--ram=64M", "--method=none", "--max-bandwidth=4M"];
+    let flags = ["demo", "--ram=64M", "--method=none", "--max-bandwidth=1M"];
     let mut demo = Hotlift::start(&flags);
     demo.wait_for("active: round 1");
     let left = children(demo.pid());
