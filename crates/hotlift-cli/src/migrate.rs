@@ -79,7 +79,11 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     printed
 }
 
-fn connect(to: &Address) -> Result<Conversation, CommandError> {
+/// A conversation with `hotlift serve` at `to`.
+///
+/// # Errors
+/// If nobody listens there.
+pub fn connect(to: &Address) -> Result<Conversation, CommandError> {
     if !matches!(to, Address::Tcp { .. }) {
         return Err(CommandError::OnlyTcp { flag: "--to" });
     }

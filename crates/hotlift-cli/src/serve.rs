@@ -1,6 +1,7 @@
 //! `hotlift serve`: waits on the destination host for `hotlift migrate`, and gets a QEMU ready.
 
 use std::ffi::OsString;
+use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
@@ -13,11 +14,12 @@ use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::Events;
 
+use crate::advise::survey;
 use crate::args::error_line;
 use crate::error::CommandError;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
 use crate::progress::bytes;
-use crate::qemu::control::{Answer, Conversation, Guest, Hello};
+use crate::qemu::control::{Answer, ControlError, Conversation, Guest, Hello, Opening};
 use crate::qemu::destination::Destination;
 use crate::qemu::{incoming, private_folder, process};
 use crate::signals::{Interrupt, TICK};
@@ -58,6 +60,8 @@ pub struct ServeArgs {
 
 /// What became of one source that connected.
 enum Visit {
+    /// It wanted to know what this host can do, and was told.
+    Surveyed(String),
     /// It was sent away, and nothing was used up.
     SentAway(CommandError),
     /// Its migration has ended.
@@ -119,11 +123,13 @@ impl Host<'_> {
             let Some(Stream::Tcp(stream)) = accept(listener)? else {
                 continue;
             };
-            let visit = match Conversation::new(stream) {
-                Ok(mut source) => self.receive(&mut source, held),
+            let here = stream.local_addr().map_err(ControlError::from);
+            let visit = match here.and_then(|here| Ok((here.ip(), Conversation::new(stream)?))) {
+                Ok((here, mut source)) => self.receive(&mut source, here, held),
                 Err(error) => Visit::SentAway(error.into()),
             };
             match visit {
+                Visit::Surveyed(what) => eprintln!("{what}"),
                 Visit::Over(outcome) => return outcome,
                 Visit::SentAway(error) => {
                     eprintln!("hotlift: a source was sent away: {}", error_line(&error));
@@ -133,9 +139,22 @@ impl Host<'_> {
     }
 
     /// Hears what a source wants, and does it.
-    fn receive(&self, source: &mut Conversation, held: &mut Option<Destination>) -> Visit {
-        let hello = match self.hear_hello(source) {
-            Ok(hello) => hello,
+    fn receive(
+        &self,
+        source: &mut Conversation,
+        here: IpAddr,
+        held: &mut Option<Destination>,
+    ) -> Visit {
+        let hello = match self.hear_opening(source) {
+            Ok(Opening::Migration(hello)) => hello,
+            Ok(Opening::Survey(request)) => {
+                let port = self.args.data_port;
+                let answered = survey::answer(source, &request, here, port, self.interrupt);
+                return match answered {
+                    Ok(what) => Visit::Surveyed(what),
+                    Err(error) => Visit::SentAway(error.into()),
+                };
+            }
             Err(error) => {
                 refuse(source, &error);
                 return Visit::SentAway(error);
@@ -163,11 +182,11 @@ impl Host<'_> {
         Visit::Over(self.migrate(source, &hello, destination))
     }
 
-    fn hear_hello(&self, source: &mut Conversation) -> Result<Hello, CommandError> {
+    fn hear_opening(&self, source: &mut Conversation) -> Result<Opening, CommandError> {
         let deadline = Instant::now() + HELLO;
         loop {
-            if let Some(hello) = source.hear_hello(TICK)? {
-                return Ok(hello);
+            if let Some(opening) = source.hear_opening(TICK)? {
+                return Ok(opening);
             }
             if self.interrupt.is_raised() {
                 return Err(CommandError::Interrupted);

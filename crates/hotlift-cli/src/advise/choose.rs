@@ -1,10 +1,11 @@
 //! Which method, level and channels for a goal.
 
 use clap::ValueEnum;
+use hotlift_qmp::Version;
 use serde::Serialize;
 
 use super::measure::{Candidate, Measured};
-use super::model::{Load, Machine, Prediction, Settings, predict};
+use super::model::{Load, Machine, Prediction, Settings, ZeroPages, predict};
 use super::rules::{self, Devices, Rule};
 
 /// What a migration is to be.
@@ -21,7 +22,7 @@ pub enum Goal {
 
 /// Predictions that differ by less than this share are alike, and the lesser CPU decides: measurements of neighbouring
 /// runs differ by as much.
-const ALIKE: f64 = 0.03;
+pub const ALIKE: f64 = 0.03;
 
 /// Methods on devices that differ by less than this share are alike, and the published rules decide.
 const ALIKE_ON_DEVICES: f64 = 0.1;
@@ -51,8 +52,8 @@ pub struct Question {
     pub most_channels: u8,
     /// Seconds.
     pub downtime_limit: f64,
-    /// The other side is a QEMU.
-    pub to_qemu: bool,
+    /// The other side is a QEMU of this version.
+    pub to_qemu: Option<Version>,
 }
 
 /// The candidates, best first, those that may not be recommended last.
@@ -63,13 +64,17 @@ pub fn choose(
     machine: &Machine,
     devices: &Devices,
     rules: &[Rule],
+    zero_pages: ZeroPages,
 ) -> Vec<Choice> {
     let mut choices: Vec<Choice> = measured
         .candidates
         .iter()
         .map(|candidate| {
-            let (settings, prediction) = best_settings(question, candidate, load, machine);
-            let known = !question.to_qemu || candidate.qemu_knows();
+            let (settings, prediction) =
+                best_settings(question, candidate, load, machine, zero_pages);
+            let known = question
+                .to_qemu
+                .is_none_or(|version| candidate.is_known_to(version));
             Choice {
                 candidate: candidate.clone(),
                 settings,
@@ -133,6 +138,7 @@ fn best_settings(
     candidate: &Candidate,
     load: &Load,
     machine: &Machine,
+    zero_pages: ZeroPages,
 ) -> (Settings, Prediction) {
     let limits: &[f64] = match question.goal {
         Goal::ShortestDowntime => &SHORT_DOWNTIMES,
@@ -143,6 +149,7 @@ fn best_settings(
         for channels in 1..=question.most_channels.max(1) {
             let settings = Settings {
                 channels,
+                zero_pages,
                 downtime_limit,
             };
             let prediction = predict(load, &candidate.costs, machine, &settings);
@@ -162,6 +169,7 @@ fn best_settings(
     best.unwrap_or_else(|| {
         let settings = Settings {
             channels: 1,
+            zero_pages,
             downtime_limit: question.downtime_limit,
         };
         (
@@ -180,24 +188,25 @@ impl Prediction {
 
 #[cfg(test)]
 mod tests {
-    use super::super::model::{Codec, PAGES_OF_A_GIB, Work};
+    use super::super::loopback::Loopback;
+    use super::super::model::{Codec, Costs, PAGES_OF_A_GIB, Relays, Work};
     use super::*;
 
     fn candidate(method: &'static str, encode: f64, decode: f64, ratio: f64) -> Candidate {
-        let work = |seconds| Work {
-            cpu: seconds,
-            thread: seconds,
-        };
         Candidate {
             method,
             level: None,
             runs_on: String::new(),
             on_device: false,
             measured_bytes: 0,
-            costs: Codec {
-                encode: work(encode),
-                decode: work(decode),
-                ratio,
+            costs: Costs {
+                as_they_are: method == "none",
+                content: Codec {
+                    encode: Work::of(encode),
+                    decode: Work::of(decode),
+                    ratio,
+                },
+                zeros: Codec::NONE,
             },
         }
     }
@@ -208,9 +217,18 @@ mod tests {
             cores: 4,
             cores_free: 4.0,
             zero_scan: 0.1,
-            first_touch: 0.25,
-            send: 0.3,
-            receive: 0.25,
+            look: 0.02,
+            loopback: Loopback {
+                first_touch: 0.25,
+                send: 0.3,
+                receive: 0.25,
+                relays: Relays {
+                    send: 0.2,
+                    near: 0.2,
+                    far: 0.2,
+                    receive: 0.2,
+                },
+            },
             candidates: vec![
                 candidate("none", 0.0, 0.0, 1.0),
                 candidate("zstd", 4.0, 1.4, 3.3),
@@ -230,22 +248,40 @@ mod tests {
             working_set: PAGES_OF_A_GIB,
         };
         let machine = Machine {
-            cores: 4.0,
+            source_cores: 4.0,
+            destination_cores: 4.0,
+            source_share: 1.0,
+            destination_share: 1.0,
             same_host: false,
             zero_scan: measured.zero_scan,
-            send: measured.send,
-            receive: measured.receive,
-            first_touch: measured.first_touch,
+            look: measured.look,
+            send: measured.loopback.send,
+            receive: measured.loopback.receive,
+            first_touch: measured.loopback.first_touch,
             bandwidth,
+            round_trip: 0.0,
+            relays: None,
         };
         let question = Question {
             goal,
             most_channels: 4,
             downtime_limit: 0.3,
-            to_qemu,
+            to_qemu: to_qemu.then_some(Version {
+                major: 10,
+                minor: 0,
+                micro: 0,
+            }),
         };
         let devices = Devices::default();
-        let mut choices = choose(&question, &measured, &load, &machine, &devices, &[]);
+        let mut choices = choose(
+            &question,
+            &measured,
+            &load,
+            &machine,
+            &devices,
+            &[],
+            ZeroPages::Multifd,
+        );
         assert_eq!(choices.len(), 4);
         choices.remove(0)
     }

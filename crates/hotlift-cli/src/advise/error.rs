@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use hotlift::transport::TransportError;
 use hotlift_mem::MemError;
 use hotlift_methods::MethodError;
 use hotlift_vmm::fill::FillError;
@@ -60,6 +61,19 @@ pub enum AdviseError {
         #[source]
         source: MethodError,
     },
+    #[error("the other host answers no survey: {what} is not what a hotlift of this version says")]
+    Strange { what: &'static str },
+    #[error(
+        "cannot connect to {address}, where the other host takes a survey: let the port through, or give 'hotlift serve' \
+         one that is let through by --data-port"
+    )]
+    Connections {
+        address: String,
+        #[source]
+        source: TransportError,
+    },
+    #[error("the other host ended a connection of its survey")]
+    Survey(#[source] io::Error),
     #[error("cannot measure a connection to this host itself")]
     Loopback(#[source] io::Error),
     #[error("a thread that measures has ended early: this is a mistake in hotlift")]

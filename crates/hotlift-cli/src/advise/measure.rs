@@ -4,19 +4,20 @@
 //! takes its part. The methods take turns packet by packet, another one first each time, so that a machine whose
 //! speed drifts drifts for all.
 
-use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time};
+use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time, zero};
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodInfo, RunsOn};
+use hotlift_qmp::Version;
 use serde::Serialize;
 
 use super::error::AdviseError;
-use super::model::{Codec, GIB, Work};
-use super::sample::{PACKET, Sample};
+use super::loopback::{self, Loopback};
+use super::model::{Codec, Costs, GIB, Work};
+use super::sample::{PACKET, Packet, Sample};
+use super::survey::{Decoder, Host};
 
 /// Levels that are measured where a method has levels: its fastest, and those that trade CPU for bytes at a rate that
 /// some link could ask for (bench/results/2026-11-22-codecs.txt).
@@ -29,8 +30,11 @@ const BUDGET: Duration = Duration::from_secs(10);
 /// Threads that measure, at most.
 const MOST_THREADS: usize = 16;
 
-/// Memory that is scanned, touched, and sent: more than a core's caches hold.
+/// Memory that is scanned: more than a core's caches hold.
 const STRETCH: usize = 64 << 20;
+
+/// Packets of zeros that each thread gives to each method.
+const ZERO_PACKETS: usize = 2;
 
 /// A method at a level on this host.
 #[derive(Debug, Clone, Serialize)]
@@ -46,13 +50,20 @@ pub struct Candidate {
     /// Bytes of the sample that it was measured with.
     pub measured_bytes: usize,
     /// Seconds of a core for a GiB both ways, and the ratio.
-    pub costs: Codec,
+    pub costs: Costs,
 }
 
 impl Candidate {
-    /// A QEMU has the method too, as its `multifd-compression`.
-    pub fn qemu_knows(&self) -> bool {
-        self.method != "lz4"
+    /// A QEMU of this version has the method too, as its `multifd-compression`.
+    pub fn is_known_to(&self, qemu: Version) -> bool {
+        let since = match self.method {
+            "none" => (4, 0),
+            "zlib" | "zstd" => (5, 0),
+            "qpl" | "uadk" => (9, 1),
+            "qatzip" => (9, 2),
+            _ => return false,
+        };
+        (qemu.major, qemu.minor) >= since
     }
 
     /// As in "zstd 1".
@@ -73,29 +84,46 @@ pub struct Measured {
     pub cores_free: f64,
     /// Finding zero pages.
     pub zero_scan: f64,
-    /// First touch of memory.
-    pub first_touch: f64,
-    /// Sending over TCP to this host.
-    pub send: f64,
-    /// Receiving from it.
-    pub receive: f64,
+    /// Seeing that pages with content are not zero.
+    pub look: f64,
+    /// Sockets of this host.
+    #[serde(flatten)]
+    pub loopback: Loopback,
     /// The methods, in the order of the table.
     pub candidates: Vec<Candidate>,
 }
 
+impl Measured {
+    /// Takes what another host says of decoding for what this one found; methods that it does not name stay.
+    pub fn decoded_by(&mut self, host: &Host) {
+        for candidate in &mut self.candidates {
+            let mut theirs = host.decoders.iter();
+            let is_same = |decoder: &&Decoder| {
+                decoder.method == candidate.method && decoder.level == candidate.level
+            };
+            if let Some(decoder) = theirs.find(is_same) {
+                candidate.costs.content.decode = decoder.decode;
+            }
+        }
+    }
+}
+
+/// Cores that this process may use.
+pub fn cores() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// Measures everything.
 pub fn measure(sample: &Sample, accelerators: bool) -> Result<Measured, AdviseError> {
-    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let cores = cores();
+    let loopback = loopback::measure(&sample.packets)?;
     let (candidates, cores_free) = methods(sample, cores, accelerators)?;
-    let (send, receive) = connection().map_err(AdviseError::Loopback)?;
-    let (zero_scan, first_touch) = memory()?;
     Ok(Measured {
         cores,
         cores_free,
-        zero_scan,
-        first_touch,
-        send,
-        receive,
+        zero_scan: zero_scan()?,
+        look: look(sample),
+        loopback,
         candidates,
     })
 }
@@ -120,11 +148,42 @@ fn settings() -> Vec<(&'static MethodInfo, Option<u8>)> {
 /// Sums of one method on one thread.
 #[derive(Debug, Clone, Default)]
 struct Sums {
+    content: Passed,
+    zeros: Passed,
+    runs_on: RunsOn,
+}
+
+/// What went through a method, and what it took.
+#[derive(Debug, Clone, Copy, Default)]
+struct Passed {
     pages: usize,
     payload: usize,
     encode: Work,
     decode: Work,
-    runs_on: RunsOn,
+}
+
+impl Passed {
+    fn and(self, other: Self) -> Self {
+        Self {
+            pages: self.pages + other.pages,
+            payload: self.payload + other.payload,
+            encode: self.encode.then(other.encode),
+            decode: self.decode.then(other.decode),
+        }
+    }
+
+    fn codec(self) -> Codec {
+        let gib = self.pages.max(1) as f64 / GIB;
+        let a_gib = |work: Work| Work {
+            cpu: work.cpu / gib,
+            thread: work.thread / gib,
+        };
+        Codec {
+            encode: a_gib(self.encode),
+            decode: a_gib(self.decode),
+            ratio: self.pages as f64 / self.payload.max(1) as f64,
+        }
+    }
 }
 
 fn methods(
@@ -139,10 +198,10 @@ fn methods(
         runs_on: (METHODS[0].library)(),
         on_device: false,
         measured_bytes: sample.content(),
-        costs: Codec {
-            encode: Work::default(),
-            decode: Work::default(),
-            ratio: 1.0,
+        costs: Costs {
+            as_they_are: true,
+            content: Codec::NONE,
+            zeros: Codec::NONE,
         },
     };
     let mut candidates = vec![none];
@@ -164,28 +223,22 @@ fn methods(
             .map(|sums| sums.unwrap_or(Err(AdviseError::Thread)))
             .collect::<Result<Vec<_>, _>>()
     })?;
-    let mut got = Work::default();
+    let mut got = Work::NOTHING;
     for (i, (method, level)) in settings.into_iter().enumerate() {
         let sums = of_threads.iter().map(|sums| &sums[i]);
-        let pages: usize = sums.clone().map(|sums| sums.pages).sum();
-        let payload: usize = sums.clone().map(|sums| sums.payload).sum();
+        let all =
+            |of: fn(&Sums) -> Passed| sums.clone().map(of).fold(Passed::default(), Passed::and);
+        let (content, zeros) = (all(|sums| sums.content), all(|sums| sums.zeros));
         let runs_on = sums.clone().next().map(|sums| sums.runs_on.clone());
         let on_device = matches!(runs_on, Some(RunsOn::Hardware(_)));
-        let per_gib = |of: fn(&Sums) -> Work| {
-            let total = sums.clone().map(of).fold(Work::default(), add);
-            let gib = pages as f64 / GIB;
-            Work {
-                cpu: total.cpu / gib,
-                // Without a device a thread is held up by its own work only; what else runs is counted in the cores.
-                thread: if on_device { total.thread } else { total.cpu } / gib,
-            }
-        };
-        let (encode, decode) = (per_gib(|sums| sums.encode), per_gib(|sums| sums.decode));
         if !on_device {
-            got = sums
-                .clone()
-                .fold(got, |got, sums| add(got, add(sums.encode, sums.decode)));
+            got = got.then(content.encode).then(content.decode);
         }
+        // Without a device a thread is held up by its own work only; what else runs is counted in the cores.
+        let codec = |passed: Passed| match on_device {
+            true => passed.codec(),
+            false => passed.codec().by_cpu_alone(),
+        };
         candidates.push(Candidate {
             method: method.name,
             level,
@@ -194,11 +247,11 @@ fn methods(
                 _ => (method.library)(),
             },
             on_device,
-            measured_bytes: pages,
-            costs: Codec {
-                encode,
-                decode,
-                ratio: pages as f64 / payload.max(1) as f64,
+            measured_bytes: content.pages,
+            costs: Costs {
+                as_they_are: false,
+                content: codec(content),
+                zeros: codec(zeros),
             },
         });
     }
@@ -210,15 +263,8 @@ fn methods(
     Ok((candidates, cores as f64 * share.min(1.0)))
 }
 
-fn add(a: Work, b: Work) -> Work {
-    Work {
-        cpu: a.cpu + b.cpu,
-        thread: a.thread + b.thread,
-    }
-}
-
 /// Runs `work` and books its time.
-fn timed<T>(to: &mut Work, work: impl FnOnce() -> T) -> T {
+pub fn timed<T>(to: &mut Work, work: impl FnOnce() -> T) -> T {
     let (cpu, wall) = (thread_cpu_time(), Instant::now());
     let result = work();
     to.cpu += (thread_cpu_time().saturating_sub(cpu)).as_secs_f64();
@@ -226,9 +272,9 @@ fn timed<T>(to: &mut Work, work: impl FnOnce() -> T) -> T {
     result
 }
 
-/// All methods over one thread's packets.
+/// All methods over one thread's packets, and then over zero pages.
 fn one_thread<'a>(
-    packets: impl Iterator<Item = &'a Vec<u8>>,
+    packets: impl Iterator<Item = &'a Packet>,
     settings: &[(&'static MethodInfo, Option<u8>)],
     accelerators: bool,
     barrier: &Barrier,
@@ -247,31 +293,40 @@ fn one_thread<'a>(
     let begun = Instant::now();
     let mut private = vec![0; PACKET];
     let mut payload = Vec::with_capacity(2 * PACKET);
+    let mut pass = |packet: &Packet, i: usize, (encoder, decoder): &mut BothWays| {
+        let mut passed = Passed::default();
+        let failed = |source| AdviseError::Method {
+            method: settings[i].0.name,
+            source,
+        };
+        let pages = &mut private[..packet.content.len()];
+        timed(&mut passed.encode, || {
+            pages.copy_from_slice(&packet.content);
+            encoder.encode(pages, &mut payload)
+        })
+        .map_err(failed)?;
+        // Where the pages lay: some methods decode neighbours faster.
+        let runs = packet.runs.iter().map(|&(at, len)| target.run(at, len));
+        let runs: Vec<GuestRun<'_>> = runs.collect::<Result<_, _>>()?;
+        timed(&mut passed.decode, || decoder.decode(&payload, &runs)).map_err(failed)?;
+        passed.pages = pages.len();
+        passed.payload = payload.len();
+        Ok::<_, AdviseError>(passed)
+    };
     for (turn, packet) in packets.enumerate() {
         if turn > 0 && begun.elapsed() > BUDGET {
             break;
         }
         for i in 0..codecs.len() {
             let i = (i + turn) % codecs.len();
-            let (sums, (encoder, decoder)) = (&mut sums[i], &mut codecs[i]);
-            let failed = |source| AdviseError::Method {
-                method: settings[i].0.name,
-                source,
-            };
-            let pages = &mut private[..packet.len()];
-            timed(&mut sums.encode, || {
-                pages.copy_from_slice(packet);
-                encoder.encode(pages, &mut payload)
-            })
-            .map_err(failed)?;
-            let runs: Vec<GuestRun<'_>> = (0..packet.len())
-                .step_by(PAGE_SIZE)
-                .map(|at| target.run(at, PAGE_SIZE))
-                .collect::<Result<_, _>>()?;
-            timed(&mut sums.decode, || decoder.decode(&payload, &runs)).map_err(failed)?;
-            sums.pages += packet.len();
-            sums.payload += payload.len();
-            sums.runs_on = encoder.runs_on();
+            sums[i].content = sums[i].content.and(pass(packet, i, &mut codecs[i])?);
+            sums[i].runs_on = codecs[i].0.runs_on();
+        }
+    }
+    let zeros = Packet::of_zeros();
+    for _ in 0..ZERO_PACKETS {
+        for (i, codec) in codecs.iter_mut().enumerate() {
+            sums[i].zeros = sums[i].zeros.and(pass(&zeros, i, codec)?);
         }
     }
     Ok(sums)
@@ -302,51 +357,28 @@ fn make(
     settings.iter().map(both).collect()
 }
 
-/// Zero pages looked at, and memory touched first.
-fn memory() -> Result<(f64, f64), AdviseError> {
+/// Seconds of a core for a GiB of zero pages.
+fn zero_scan() -> Result<f64, AdviseError> {
     let block = RamBlock::new("stretch", STRETCH, Backing::Private)?;
-    let gib = STRETCH as f64 / GIB;
-    let (mut touch, mut scan) = (Work::default(), Work::default());
-    timed(&mut touch, || block.populate(0, STRETCH))?;
     block.zero(0, STRETCH)?;
+    let mut scan = Work::NOTHING;
     let zeros = timed(&mut scan, || {
         (0..block.pages())
             .filter(|page| block.page_is_zero(*page))
             .count()
     });
-    debug_assert_eq!(zeros, block.pages());
-    Ok((scan.cpu / gib, touch.cpu / gib))
+    std::hint::black_box(zeros);
+    Ok(scan.cpu / (STRETCH as f64 / GIB))
 }
 
-/// CPU of both ends of a connection over loopback, in packets.
-fn connection() -> io::Result<(f64, f64)> {
-    /// Times that the stretch is sent.
-    const TIMES: usize = 3;
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-    let mut sending = TcpStream::connect(listener.local_addr()?)?;
-    let receiver = thread::spawn(move || -> io::Result<f64> {
-        let (mut stream, _) = listener.accept()?;
-        let mut memory = vec![1; STRETCH];
-        let mut work = Work::default();
-        timed(&mut work, || {
-            (0..TIMES)
-                .flat_map(|_| 0..STRETCH / PACKET)
-                .try_for_each(|packet| stream.read_exact(&mut memory[packet * PACKET..][..PACKET]))
-        })?;
-        Ok(work.cpu)
+/// Seconds of a core to see that the pages of a GiB are not zero. Most pages say so in their first bytes, so this is
+/// the way to memory.
+fn look(sample: &Sample) -> f64 {
+    let mut look = Work::NOTHING;
+    let pages = sample.packets.iter().flat_map(Packet::pages);
+    let zeros = timed(&mut look, || {
+        pages.filter(|page| zero::is_zero(*page)).count()
     });
-    let memory = vec![1; STRETCH];
-    let mut work = Work::default();
-    let sent = timed(&mut work, || {
-        (0..TIMES)
-            .flat_map(|_| memory.chunks_exact(PACKET))
-            .try_for_each(|packet| sending.write_all(packet))
-    });
-    drop(sending);
-    let received = receiver
-        .join()
-        .map_err(|_| io::Error::other("the receiver has ended"))?;
-    sent?;
-    let gib = (TIMES * STRETCH) as f64 / GIB;
-    Ok((work.cpu / gib, received? / gib))
+    std::hint::black_box(zeros);
+    look.cpu / (sample.content().max(PAGE_SIZE) as f64 / GIB)
 }

@@ -11,7 +11,7 @@ use hotlift_vmm::layout::Layout;
 use rustix::io::Errno;
 
 use super::error::AdviseError;
-use super::sample::{Memory, PACKET, PACKET_PAGES};
+use super::sample::{Memory, PACKET, PACKET_PAGES, Untouched};
 
 /// Mappings smaller than this share of the largest are not RAM: heaps, stacks, buffers.
 const RAM_SHARE: u64 = 4;
@@ -83,7 +83,7 @@ impl Process {
     }
 
     /// For each page, whether it was never touched.
-    fn untouched(&self, mapping: Mapping, start: u64, pages: usize) -> [bool; PACKET_PAGES] {
+    fn untouched(&self, mapping: Mapping, start: u64, pages: usize) -> Untouched {
         /// Set on empty entries of fresh mappings: it says nothing.
         const SOFT_DIRTY: u64 = 1 << 55;
         let mut untouched = [false; PACKET_PAGES];
@@ -112,7 +112,7 @@ impl Memory for Process {
         self.mappings.iter().map(|mapping| mapping.len).sum()
     }
 
-    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<usize>, AdviseError> {
+    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, AdviseError> {
         let Some((mapping, offset)) = self.find(packet) else {
             return Ok(None);
         };
@@ -120,14 +120,14 @@ impl Memory for Process {
         let len = usize::try_from((mapping.len - offset).min(PACKET as u64)).unwrap_or(PACKET);
         let pages = len / PAGE_SIZE;
         let untouched = self.untouched(mapping, start, pages);
-        let mut bytes = vec![0; len];
-        for (page, bytes) in bytes.chunks_mut(PAGE_SIZE).enumerate() {
+        to.resize(len, 0);
+        for (page, bytes) in to.chunks_mut(PAGE_SIZE).enumerate() {
             if untouched[page] {
                 continue;
             }
             let at = start + (page * PAGE_SIZE) as u64;
             match self.mem.read_exact_at(bytes, at) {
-                Ok(()) => to.extend_from_slice(bytes),
+                Ok(()) => {}
                 // The process has unmapped it meanwhile, or has ended.
                 Err(error)
                     if error.kind() == ErrorKind::UnexpectedEof
@@ -147,9 +147,7 @@ impl Memory for Process {
                 }
             }
         }
-        Ok(Some(
-            untouched[..pages].iter().filter(|none| **none).count(),
-        ))
+        Ok(Some(untouched))
     }
 }
 
@@ -227,7 +225,7 @@ impl Memory for Image {
         self.len
     }
 
-    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<usize>, AdviseError> {
+    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, AdviseError> {
         let at = packet * PACKET as u64;
         let len = usize::try_from((self.len - at).min(PACKET as u64)).unwrap_or(PACKET);
         to.resize(len, 0);
@@ -237,7 +235,7 @@ impl Memory for Image {
                 path: self.path.clone(),
                 source,
             })?;
-        Ok(Some(0))
+        Ok(Some([false; PACKET_PAGES]))
     }
 }
 
@@ -284,13 +282,13 @@ impl Memory for Folder {
         self.filled.end - self.filled.start
     }
 
-    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<usize>, AdviseError> {
+    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, AdviseError> {
         let at = self.filled.start + packet * PACKET as u64;
         let len = usize::try_from((self.filled.end - at).min(PACKET as u64)).unwrap_or(PACKET);
         to.resize(len, 0);
         self.ram
             .read(usize::try_from(at).unwrap_or(usize::MAX), to)?;
-        Ok(Some(0))
+        Ok(Some([false; PACKET_PAGES]))
     }
 }
 

@@ -5,30 +5,39 @@
 //! | `memory` | memory of a process, an image, a folder |
 //! | `qemu` | the process behind a QMP socket, its dirty rate |
 //! | `sample` | pages drawn at random |
-//! | `measure` | the methods, zero pages, memory and sockets on this host |
+//! | `measure` | the methods and zero pages on this host |
+//! | `loopback` | sockets and memory of this host |
+//! | `survey` | the other host, and the link to it |
 //! | `bandwidth` | a link's rate as it is typed |
 //! | `model` | the arithmetic of a migration |
 //! | `rules` | published advice on accelerators |
+//! | `zero_pages` | who looks for zero pages |
 //! | `choose` | the best candidate for a goal |
 //! | `text` | all of it for people |
+//! | `steps` | what is being measured |
 
 mod bandwidth;
 mod choose;
 pub mod error;
+mod loopback;
 mod measure;
 mod memory;
 mod model;
 mod qemu;
 mod rules;
 mod sample;
+mod steps;
+pub mod survey;
 mod text;
+mod zero_pages;
 
 use std::path::PathBuf;
 
 use clap::Args;
+use hotlift::Address;
 use hotlift::options::parse_size;
 use hotlift_mem::PAGE_SIZE;
-use hotlift_qmp::QmpAddress;
+use hotlift_qmp::{QmpAddress, Version};
 use serde::Serialize;
 
 use crate::accel;
@@ -42,19 +51,27 @@ use model::{Load, Machine};
 pub use rules::Devices;
 use rules::Rule;
 use sample::{Memory, Sample};
+use steps::Steps;
+use survey::Far;
+use zero_pages::Detection;
 
 /// Flags of `hotlift advise`.
 #[derive(Debug, Args)]
 pub struct AdviseArgs {
     #[command(flatten)]
     origin: Origin,
-    /// Bytes to sample at most, with suffix K, M, G or T
+    /// Bytes that the methods are measured on at most, with suffix K, M, G or T; four times as many are looked at for
+    /// zero pages
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = size)]
     sample: u64,
     /// What the migration is to be
     #[arg(long, value_enum, default_value = "fastest")]
     goal: Goal,
-    /// The link to the other host: 10gbit, 500mbit, or bytes/s as in 1G [default: none, both ends on this host]
+    /// Measure the other host and the link to it, where 'hotlift serve' or 'hotlift bench --serve' waits: tcp:HOST:PORT
+    #[arg(long, value_name = "URI")]
+    to: Option<Address>,
+    /// The link to the other host: 10gbit, 500mbit, or bytes/s as in 1G [default: as --to measures it; else none, both
+    /// ends on this host]
     #[arg(long, value_name = "RATE", value_parser = bandwidth::parse)]
     bandwidth: Option<f64>,
     /// Both ends are on this host and share its cores, though the bandwidth is limited
@@ -78,9 +95,16 @@ pub struct AdviseArgs {
     /// How long the guest may stand still, in ms; goal shortest-downtime looks for less
     #[arg(long, value_name = "MS", default_value_t = 300)]
     downtime_limit: u32,
-    /// The other side is a QEMU, not a Hotlift: only what QEMU knows
+    /// The other side is a QEMU, not a Hotlift, of this version if it is given: only what that QEMU knows
+    #[arg(long, value_name = "VERSION", num_args = 0..=1, require_equals = true,
+          default_missing_value = "10.0", value_parser = version)]
+    to_qemu: Option<Version>,
+    /// The destination's memory is allocated before: mem-prealloc=on, -mem-prealloc of a QEMU
     #[arg(long)]
-    to_qemu: bool,
+    mem_prealloc: bool,
+    /// The guest is a QEMU's, and passes a relay at each host [default: with --qmp, and with --pid of a QEMU]
+    #[arg(long)]
+    relays: bool,
     /// Measure the CPU only
     #[arg(long)]
     no_accelerators: bool,
@@ -122,6 +146,37 @@ fn cores(text: &str) -> Result<f64, String> {
     }
 }
 
+/// A QEMU's version, as in 7.2.
+fn version(text: &str) -> Result<Version, String> {
+    let parts = text.split_once('.').unwrap_or((text, "0"));
+    match (parts.0.parse(), parts.1.parse()) {
+        (Ok(major), Ok(minor)) => Ok(Version {
+            major,
+            minor,
+            micro: 0,
+        }),
+        _ => Err("expected a version as in 7.2".to_owned()),
+    }
+}
+
+/// The QEMU that is told what to do if none was asked for its version.
+const USUAL: Version = Version {
+    major: 10,
+    minor: 0,
+    micro: 0,
+};
+
+/// What the memory belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    /// A built-in guest, which migrates by itself.
+    Hotlift,
+    /// A QEMU; its version, if it was asked.
+    Qemu(Option<Version>),
+    /// Something that is to be a guest's, of whichever kind.
+    Unknown,
+}
+
 /// The advice. Times in seconds, costs in seconds of a core for a GiB of pages with content.
 #[derive(Debug, Serialize)]
 struct Advice {
@@ -129,59 +184,152 @@ struct Advice {
     sample: Sample,
     load: Load,
     measured: Measured,
+    /// The other host; `null` if none was asked.
+    other: Option<Far>,
     /// What was predicted with. A link without limit has no bandwidth.
     machine: Machine,
     devices: Devices,
     rules: Vec<Rule>,
-    /// As the option is typed.
-    zero_page_detection: &'static str,
+    zero_pages: Detection,
     /// Best first; the first is recommended.
     candidates: Vec<Choice>,
     /// Why.
     reasons: Vec<String>,
-    /// For 'hotlift migrate'.
-    command: String,
+    /// For a QEMU between two hosts with relays; `null` where it does not apply.
+    command: Option<String>,
     /// What of that command is not in the figures.
-    beyond: &'static str,
-    /// For QEMU's own migration, with the best method that QEMU knows; `null` if there is none.
+    beyond: Option<&'static str>,
+    /// For the own migration of a QEMU, or of a built-in guest, with the best method that it knows; `null` if there is none.
     qmp: serde_json::Value,
+    #[serde(skip)]
+    owner: Owner,
+    /// The older of the QEMUs at both ends, as far as they are known.
+    #[serde(skip)]
+    qemu: Version,
 }
 
 /// Runs the command.
 pub fn run(args: &AdviseArgs) -> Result<(), CommandError> {
-    let (memory, pid_of_qemu) = open(args)?;
+    let steps = Steps::new(args.output.quiet);
+    steps.show("sampling memory");
+    let (memory, owner) = open(args)?;
     let mut sample = Sample::draw(memory.as_ref(), args.sample, args.seed)?;
     sample.ram_bytes = args.ram.unwrap_or(sample.ram_bytes);
-    let dirty_rate = match (args.dirty_rate, &args.origin.qmp) {
-        (Some(rate), _) => Some(rate as f64),
-        (None, Some(address)) if pid_of_qemu => qemu::dirty_rate(address)?,
-        (None, _) => None,
+    let (owner, dirty_rate) = match &args.origin.qmp {
+        Some(address) => {
+            steps.show("asking for the version, and for the dirty rate: 1 s");
+            let asked = qemu::ask(address, args.dirty_rate.is_none())?;
+            let owner = match owner {
+                Owner::Qemu(_) => Owner::Qemu(Some(asked.version)),
+                owner => owner,
+            };
+            (owner, asked.dirty_rate)
+        }
+        None => (owner, None),
     };
+    let dirty_rate = args.dirty_rate.map(|rate| rate as f64).or(dirty_rate);
+    // The other host first: on the same one, memory that this process has had would come back warm.
+    let other = match &args.to {
+        Some(to) => {
+            steps.show("measuring the link to the other host, and that host: some 5 s");
+            Some(survey::ask(
+                to,
+                &sample,
+                args.most_channels(measure::cores()),
+            )?)
+        }
+        None => None,
+    };
+    steps.show("measuring every method on the sample: 10 s at most, and what a turn takes");
     let measured = measure::measure(&sample, !args.no_accelerators)?;
-    let advice = advise(args, sample, measured, dirty_rate)?;
+    drop(steps);
+    let advice = advise(args, owner, sample, measured, other, dirty_rate)?;
     args.output.print(&advice, || text::text(&advice))
 }
 
-/// The memory, and whether a QEMU says how fast it is dirtied.
-fn open(args: &AdviseArgs) -> Result<(Box<dyn Memory>, bool), CommandError> {
+/// The memory, and whose it is.
+fn open(args: &AdviseArgs) -> Result<(Box<dyn Memory>, Owner), CommandError> {
     let origin = &args.origin;
-    Ok(match (origin.pid, &origin.qmp, &origin.file) {
-        (Some(pid), ..) => (Box::new(Process::open(pid)?), false),
-        (_, Some(address), _) => (Box::new(Process::open(qemu::process(address)?)?), true),
+    let of_process = |pid| -> Result<(Box<dyn Memory>, Owner), CommandError> {
+        let owner = match memory::name_of(pid) {
+            Some(name) if name.contains("hotlift") => Owner::Hotlift,
+            Some(name) if name.contains("qemu") || name.contains("kvm") => Owner::Qemu(None),
+            _ => Owner::Unknown,
+        };
+        Ok((Box::new(Process::open(pid)?), owner))
+    };
+    match (origin.pid, &origin.qmp, &origin.file) {
+        (Some(pid), ..) => of_process(pid),
+        (_, Some(address), _) => of_process(qemu::process(address)?),
         (_, _, Some(path)) if path.is_dir() => {
-            (Box::new(Folder::read(path, args.sample, args.seed)?), false)
+            let folder = Folder::read(path, args.sample, args.seed)?;
+            Ok((Box::new(folder), Owner::Unknown))
         }
         (_, _, path) => {
             let path = path.clone().unwrap_or_default();
-            (Box::new(Image::open(&path)?), false)
+            Ok((Box::new(Image::open(&path)?), Owner::Unknown))
         }
-    })
+    }
+}
+
+impl AdviseArgs {
+    /// Channels at most.
+    fn most_channels(&self, cores: usize) -> u8 {
+        let cores = u8::try_from(cores).unwrap_or(u8::MAX);
+        self.channels.unwrap_or(cores)
+    }
+
+    /// What is predicted with.
+    fn machine(&self, owner: Owner, measured: &Measured, other: Option<&Far>) -> Machine {
+        let loopback = &measured.loopback;
+        let (send, receive) = other
+            .filter(|far| !far.over_loopback)
+            .and_then(|far| far.cpu_a_gib)
+            .unwrap_or((loopback.send, loopback.receive));
+        let link = other.map(|far| match far.over_loopback {
+            true => f64::INFINITY,
+            false => far.bandwidth,
+        });
+        let relays = self.relays || (matches!(owner, Owner::Qemu(_)) && self.to_qemu.is_none());
+        let source_cores = self.cores.unwrap_or(measured.cores_free);
+        let (destination_cores, all_cores) = match other {
+            Some(far) => (self.cores.unwrap_or(far.host.cores_free), far.host.cores),
+            None => (source_cores, measured.cores),
+        };
+        // Cores that are given are not shared: they are what is spared.
+        let share = |cores: f64, all: usize| match self.cores {
+            Some(_) => 1.0,
+            None => (cores / all.max(1) as f64).min(1.0),
+        };
+        Machine {
+            source_cores,
+            destination_cores,
+            source_share: share(source_cores, measured.cores),
+            destination_share: share(destination_cores, all_cores),
+            same_host: self.same_host
+                || other.map_or(self.bandwidth.is_none(), |far| far.same_host),
+            zero_scan: measured.zero_scan,
+            look: measured.look,
+            send,
+            receive,
+            first_touch: match (self.mem_prealloc, other) {
+                (true, _) => 0.0,
+                (false, Some(far)) => far.host.first_touch,
+                (false, None) => loopback.first_touch,
+            },
+            bandwidth: self.bandwidth.or(link).unwrap_or(f64::INFINITY),
+            round_trip: other.map_or(0.0, |far| far.round_trip),
+            relays: relays.then_some(loopback.relays),
+        }
+    }
 }
 
 fn advise(
     args: &AdviseArgs,
+    owner: Owner,
     sample: Sample,
-    measured: Measured,
+    mut measured: Measured,
+    other: Option<Far>,
     dirty_rate: Option<f64>,
 ) -> Result<Advice, CommandError> {
     let page = PAGE_SIZE as f64;
@@ -193,50 +341,82 @@ fn advise(
         dirty_rate: dirty_rate.unwrap_or(0.0),
         working_set: args.working_set.map_or(pages, |bytes| bytes as f64 / page),
     };
-    let machine = Machine {
-        cores: args.cores.unwrap_or(measured.cores_free),
-        same_host: args.same_host || args.bandwidth.is_none(),
-        zero_scan: measured.zero_scan,
-        send: measured.send,
-        receive: measured.receive,
-        first_touch: measured.first_touch,
-        bandwidth: args.bandwidth.unwrap_or(f64::INFINITY),
-    };
+    let machine = args.machine(owner, &measured, other.as_ref());
+    if let Some(far) = &other {
+        measured.decoded_by(&far.host);
+    }
+    let devices = accel::devices()?;
     let question = Question {
         goal: args.goal,
-        most_channels: args
-            .channels
-            .unwrap_or(u8::try_from(measured.cores).unwrap_or(u8::MAX)),
+        most_channels: args.most_channels(measured.cores),
         downtime_limit: f64::from(args.downtime_limit) / 1e3,
         to_qemu: args.to_qemu,
     };
-    let devices = accel::devices()?;
     // A core sends this many bytes a second uncompressed: below that the wire is what is waited for.
     let limited = machine.bandwidth * machine.send < f64::from(question.most_channels);
     let zeros = load.zero_share + load.untouched_share;
-    let rules = rules::rules(&devices, limited, zeros);
-    let candidates = choose::choose(&question, &measured, &load, &machine, &devices, &rules);
-    let zero_page_detection = match rules.last() {
-        Some(rule) if rule.applies && !args.to_qemu => "dsa-accel",
-        _ => "multifd",
+    // A relay's pages come out of a socket, and a QEMU knows no DSA.
+    let own_guest = machine.relays.is_none() && args.to_qemu.is_none();
+    let looked_at = Devices {
+        dsa: devices.dsa && own_guest,
+        ..devices
     };
+    let rules = rules::rules(&looked_at, limited, zeros);
+    // The versions that it goes by: of the QEMU that sends, and of one that receives.
+    let source = match owner {
+        Owner::Qemu(version) => version,
+        Owner::Hotlift | Owner::Unknown => None,
+    };
+    let old = [source, args.to_qemu].into_iter().flatten().min();
+    let finders = zero_pages::finders(old, &rules);
+    let all = |zero_pages| {
+        choose::choose(
+            &question, &measured, &load, &machine, &devices, &rules, zero_pages,
+        )
+    };
+    let mut candidates = all(finders.detect);
+    let zero_pages = zero_pages::decide(&finders, &candidates, args.goal, &load, &machine);
+    if zero_pages.mode != finders.detect {
+        candidates = all(zero_pages.mode);
+    }
     let mut advice = Advice {
         goal: args.goal,
         sample,
         load,
         measured,
+        other,
         machine,
         devices,
         rules,
-        zero_page_detection,
+        zero_pages,
         candidates,
         reasons: Vec::new(),
-        command: String::new(),
-        beyond: text::BEYOND,
+        command: None,
+        beyond: None,
         qmp: serde_json::Value::Null,
+        owner,
+        qemu: old.unwrap_or(USUAL),
     };
     advice.reasons = text::reasons(&advice, dirty_rate.is_some());
-    advice.command = text::command(&advice, &args.origin);
+    if owner != Owner::Hotlift && args.to_qemu.is_none() {
+        advice.command = text::command(&advice, args);
+        advice.beyond = machine.relays.is_none().then_some(text::BEYOND);
+    }
     advice.qmp = text::qmp(&advice);
     Ok(advice)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_is_two_numbers() {
+        let of = |text| version(text).map(|version| (version.major, version.minor));
+        assert_eq!(of("7.2"), Ok((7, 2)));
+        assert_eq!(of("10"), Ok((10, 0)));
+        for bad in ["", "x", "7.2.1", "-1.0"] {
+            assert!(of(bad).is_err(), "{bad}");
+        }
+    }
 }

@@ -4,16 +4,16 @@
 //! bytes; the channel threads of the other side receive and decode. The slowest sets the pace:
 //!
 //! ```text
-//! source        CPU of a GiB / min(channels, cores)    a device's wait counts for the thread, not for the cores
+//! source        CPU of a GiB / min(channels × share, cores)    a device's wait counts for the thread, not for the cores
 //! wire          bytes of a GiB / bandwidth
-//! destination   CPU of a GiB / min(channels, cores)
-//! both          the sum of both CPUs / cores           where both ends share a host
+//! destination   CPU of a GiB / min(channels × share, cores)
+//! both          the sum of both CPUs / cores                   where both ends share a host
 //! ```
 //!
 //! While a round lasts the guest dirties pages, which the next round sends: a geometric series with the ratio
 //! dirty rate × seconds of a page. The guest stops when what is left fits into the downtime limit.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Bytes of a GiB, the unit of all costs.
 pub const GIB: f64 = (1_u64 << 30) as f64;
@@ -24,15 +24,25 @@ pub const PAGES_OF_A_GIB: f64 = GIB / 4096.0;
 /// Bytes of a packet's header for each of its pages: an offset of 8 bytes, and its share of the rest.
 const HEADER_OF_A_PAGE: f64 = 8.6;
 
-/// Stopping the guest, its devices' state, and both sides' word that it runs there, in seconds. An
-/// estimate, not a measurement: the downtimes of idle guests seen here were some 5 to 30 ms.
-const SWITCHOVER: f64 = 0.012;
+/// Stopping the guest, its devices' state, and both sides' word that it runs there, in seconds, on a host that does
+/// nothing else: downtimes of idle guests, 0.4 to 0.8 ms in most runs of bench/results/2026-11-21-pair.jsonl. Other work
+/// adds what its time slices are long, for each of the dozen threads that wake each other up.
+const SWITCHOVER: f64 = 0.0006;
+
+/// The same with QEMUs and relays: 4 to 12 ms (bench/README.md, "Through the relay").
+const SWITCHOVER_WITH_RELAYS: f64 = 0.008;
+
+/// Ways over the link and back while the guest stands still: PING and PONG, commit and SHUT.
+const ROUND_TRIPS: f64 = 2.0;
 
 /// A round that leaves more than this share of what the one before left is no progress, as the engine has it.
 pub const PROGRESS: f64 = 0.9;
 
 /// Rounds without progress after which a migration is said not to converge.
 const STALLED_ROUNDS: u32 = 3;
+
+/// Fewer cores than that are none.
+const LEAST_CORES: f64 = 0.01;
 
 /// The most rounds that are followed.
 const MOST_ROUNDS: u32 = 200;
@@ -53,7 +63,7 @@ pub struct Load {
 }
 
 /// What one side of a method takes of a GiB of pages with content.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Work {
     /// Seconds of a core.
     pub cpu: f64,
@@ -61,7 +71,46 @@ pub struct Work {
     pub thread: f64,
 }
 
-/// A method at a level, as measured.
+impl Work {
+    /// None.
+    pub const NOTHING: Self = Self {
+        cpu: 0.0,
+        thread: 0.0,
+    };
+
+    /// Work of a core.
+    pub fn of(seconds: f64) -> Self {
+        Self {
+            cpu: seconds,
+            thread: seconds,
+        }
+    }
+
+    /// Both, one after the other in one thread.
+    pub fn then(self, other: Self) -> Self {
+        Self {
+            cpu: self.cpu + other.cpu,
+            thread: self.thread + other.thread,
+        }
+    }
+
+    /// Both, in threads of their own.
+    fn beside(self, other: Self) -> Self {
+        Self {
+            cpu: self.cpu + other.cpu,
+            thread: self.thread.max(other.thread),
+        }
+    }
+
+    fn times(self, factor: f64) -> Self {
+        Self {
+            cpu: self.cpu * factor,
+            thread: self.thread * factor,
+        }
+    }
+}
+
+/// What a method at a level makes of pages.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Codec {
     /// Encoding, with the private copy of the pages.
@@ -72,15 +121,52 @@ pub struct Codec {
     pub ratio: f64,
 }
 
-/// The hosts, as measured on this one; the other is taken to be like it.
+impl Codec {
+    /// Pages as they are.
+    pub const NONE: Self = Self {
+        encode: Work::NOTHING,
+        decode: Work::NOTHING,
+        ratio: 1.0,
+    };
+
+    /// As if threads never waited.
+    pub fn by_cpu_alone(self) -> Self {
+        Self {
+            encode: Work::of(self.encode.cpu),
+            decode: Work::of(self.decode.cpu),
+            ..self
+        }
+    }
+}
+
+/// A method at a level, as measured.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Costs {
+    /// It sends pages without a copy of its own; relays pass them on by reference.
+    pub as_they_are: bool,
+    /// Of the sample's pages with content.
+    pub content: Codec,
+    /// Of zero pages that nobody looks for.
+    pub zeros: Codec,
+}
+
+/// The hosts, as measured; unless the other was asked it is taken to be like this one.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Machine {
-    /// Cores that a side can have.
-    pub cores: f64,
+    /// Cores that the source can have.
+    pub source_cores: f64,
+    /// Cores that the destination can have.
+    pub destination_cores: f64,
+    /// What a thread of the source gets of a core: other work has the rest.
+    pub source_share: f64,
+    /// The same at the destination.
+    pub destination_share: f64,
     /// Both sides share the cores of one host.
     pub same_host: bool,
     /// Seconds of a core to find a GiB of zero pages.
     pub zero_scan: f64,
+    /// Seconds of a core to see that the pages of a GiB are not zero.
+    pub look: f64,
     /// Seconds of a core to send a GiB.
     pub send: f64,
     /// Seconds of a core to receive a GiB into memory that exists.
@@ -89,6 +175,50 @@ pub struct Machine {
     pub first_touch: f64,
     /// Bytes a second that the link carries; infinite if it is not the limit.
     pub bandwidth: f64,
+    /// Seconds over the link and back; 0 where it is not known.
+    pub round_trip: f64,
+    /// Both ends are QEMUs, with a relay beside each.
+    pub relays: Option<Relays>,
+}
+
+/// The way of a GiB from QEMU to QEMU through two relays, in seconds of a core. What QEMU's own code takes beyond its
+/// sockets is not measured.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Relays {
+    /// QEMU sends to the relay of its host.
+    pub send: f64,
+    /// That relay passes on by reference.
+    pub near: f64,
+    /// So does the other.
+    pub far: f64,
+    /// QEMU receives from it, into memory that exists.
+    pub receive: f64,
+}
+
+/// Who looks for zero pages, with the names of `zero-page-detection`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ZeroPages {
+    /// The channel threads.
+    Multifd,
+    /// Nobody: they are sent as if they had content.
+    None,
+    /// The migration thread, one for all.
+    Legacy,
+    /// DSA devices. Not measured; predicted as if it were the channel threads.
+    DsaAccel,
+}
+
+impl ZeroPages {
+    /// As the option is typed.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Multifd => "multifd",
+            Self::None => "none",
+            Self::Legacy => "legacy",
+            Self::DsaAccel => "dsa-accel",
+        }
+    }
 }
 
 /// What an operator chooses beside the method.
@@ -96,6 +226,8 @@ pub struct Machine {
 pub struct Settings {
     /// Multifd channels.
     pub channels: u8,
+    /// Who looks for zero pages.
+    pub zero_pages: ZeroPages,
     /// Seconds that the guest may stand still.
     pub downtime_limit: f64,
 }
@@ -139,74 +271,141 @@ pub struct Prediction {
 }
 
 /// What pages take of each stage.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Stages {
     source: Work,
+    /// Seconds of the source's migration thread, which is one.
+    migration_thread: f64,
     /// Bytes.
     wire: f64,
     destination: Work,
 }
 
 impl Stages {
-    fn of_content(codec: &Codec, machine: &Machine, first: bool) -> Self {
+    /// A GiB of pages that are sent, into memory that is `fresh`.
+    fn sent(codec: &Codec, costs: &Costs, machine: &Machine, fresh: bool) -> Self {
         let bytes = 1.0 / codec.ratio.max(f64::MIN_POSITIVE);
-        let plus = |work: Work, more: f64| Work {
-            cpu: work.cpu + more,
-            thread: work.thread + more,
+        let send = Work::of(machine.send);
+        let receive = Work::of(machine.receive);
+        let touch = Work::of(if fresh { machine.first_touch } else { 0.0 });
+        let near = codec.encode.then(send.times(bytes));
+        let far = receive.times(bytes).then(codec.decode);
+        let (source, destination) = match machine.relays {
+            None => (near, far.then(touch)),
+            // Each QEMU has its side of the way to its relay besides.
+            Some(relays) => {
+                let (from, to) = (Work::of(relays.send), Work::of(relays.receive).then(touch));
+                match costs.as_they_are {
+                    true => (
+                        from.beside(Work::of(relays.near)),
+                        Work::of(relays.far).beside(to),
+                    ),
+                    // What passes through a method is received by the relay, and sent anew by the other.
+                    false => (
+                        from.beside(Work::of(relays.receive).then(near)),
+                        far.then(Work::of(relays.send)).beside(to),
+                    ),
+                }
+            }
         };
-        let touch = if first { machine.first_touch } else { 0.0 };
         Self {
-            source: plus(codec.encode, machine.send * bytes),
+            source,
+            migration_thread: 0.0,
             wire: GIB * bytes + HEADER_OF_A_PAGE * PAGES_OF_A_GIB,
-            destination: plus(codec.decode, machine.receive * bytes + touch),
+            destination,
         }
     }
 
-    /// Zero pages cost the source a look, and nothing at a destination whose memory is fresh.
-    fn of_zeros(machine: &Machine) -> Self {
-        Self {
-            source: Work {
-                cpu: machine.zero_scan,
-                thread: machine.zero_scan,
+    /// Looking at pages that take `seconds` for it, by whoever does it.
+    fn looked_at(seconds: f64, zero_pages: ZeroPages) -> Self {
+        match zero_pages {
+            ZeroPages::Multifd | ZeroPages::DsaAccel => Self {
+                source: Work::of(seconds),
+                ..Self::default()
             },
-            wire: HEADER_OF_A_PAGE * PAGES_OF_A_GIB,
-            destination: Work::default(),
+            ZeroPages::Legacy => Self {
+                source: Work {
+                    cpu: seconds,
+                    thread: 0.0,
+                },
+                migration_thread: seconds,
+                ..Self::default()
+            },
+            ZeroPages::None => Self::default(),
+        }
+    }
+
+    /// A GiB of pages with content.
+    fn content(costs: &Costs, machine: &Machine, zero_pages: ZeroPages, first: bool) -> Self {
+        Self::looked_at(machine.look, zero_pages).and(Self::sent(
+            &costs.content,
+            costs,
+            machine,
+            first,
+        ))
+    }
+
+    /// The zero pages of the first round. One that was found costs nothing at a destination whose memory is fresh.
+    fn zeros(load: &Load, costs: &Costs, machine: &Machine, zero_pages: ZeroPages) -> Self {
+        let zeros = gib(load.pages * load.zero_share);
+        let untouched = gib(load.pages * load.untouched_share);
+        if zero_pages == ZeroPages::None {
+            return Self::sent(&costs.zeros, costs, machine, true).times(zeros + untouched);
+        }
+        // The kernel tells a Hotlift what was never touched; a QEMU reads it.
+        let looked_at = match machine.relays {
+            Some(_) => zeros + untouched,
+            None => zeros,
+        };
+        Self {
+            wire: HEADER_OF_A_PAGE * PAGES_OF_A_GIB * (zeros + untouched),
+            ..Self::looked_at(machine.zero_scan * looked_at, zero_pages)
         }
     }
 
     fn times(self, gib: f64) -> Self {
-        let times = |work: Work| Work {
-            cpu: work.cpu * gib,
-            thread: work.thread * gib,
-        };
         Self {
-            source: times(self.source),
+            source: self.source.times(gib),
+            migration_thread: self.migration_thread * gib,
             wire: self.wire * gib,
-            destination: times(self.destination),
+            destination: self.destination.times(gib),
         }
     }
 
     fn and(self, other: Self) -> Self {
-        let sum = |a: Work, b: Work| Work {
-            cpu: a.cpu + b.cpu,
-            thread: a.thread + b.thread,
-        };
         Self {
-            source: sum(self.source, other.source),
+            source: self.source.then(other.source),
+            migration_thread: self.migration_thread + other.migration_thread,
             wire: self.wire + other.wire,
-            destination: sum(self.destination, other.destination),
+            destination: self.destination.then(other.destination),
         }
     }
 
     /// How long the pipeline takes for it, and the stage that it waits for.
     fn time(&self, machine: &Machine, channels: u8) -> (f64, Limit) {
-        let cores = machine.cores.max(0.01);
-        let side = |work: &Work| (work.thread / f64::from(channels.max(1))).max(work.cpu / cores);
-        let mut slowest = (side(&self.source), Limit::Source);
-        let shared = (self.source.cpu + self.destination.cpu) / cores;
+        // A thread that competes for its core takes longer for what it does there, and not for waiting for a device.
+        let side = |work: &Work, cores: f64, share: f64| {
+            let thread = work.thread - work.cpu + work.cpu / share.max(LEAST_CORES);
+            (thread / f64::from(channels.max(1))).max(work.cpu / cores.max(LEAST_CORES))
+        };
+        let source = side(&self.source, machine.source_cores, machine.source_share)
+            .max(self.migration_thread / machine.source_share.max(LEAST_CORES));
+        let mut slowest = (source, Limit::Source);
+        let shared = (self.source.cpu + self.destination.cpu)
+            / machine
+                .source_cores
+                .min(machine.destination_cores)
+                .max(LEAST_CORES);
         for other in [
             (self.wire / machine.bandwidth, Limit::Wire),
-            (side(&self.destination), Limit::Destination),
+            (
+                side(
+                    &self.destination,
+                    machine.destination_cores,
+                    machine.destination_share,
+                ),
+                Limit::Destination,
+            ),
             (
                 if machine.same_host { shared } else { 0.0 },
                 Limit::SharedCores,
@@ -220,17 +419,25 @@ impl Stages {
     }
 }
 
+fn gib(pages: f64) -> f64 {
+    pages / PAGES_OF_A_GIB
+}
+
 /// Predicts a migration.
-pub fn predict(load: &Load, codec: &Codec, machine: &Machine, settings: &Settings) -> Prediction {
-    let gib = |pages: f64| pages / PAGES_OF_A_GIB;
-    let first = Stages::of_content(codec, machine, true);
-    let again = Stages::of_content(codec, machine, false);
+pub fn predict(load: &Load, costs: &Costs, machine: &Machine, settings: &Settings) -> Prediction {
+    let zero_pages = settings.zero_pages;
+    let first = Stages::content(costs, machine, zero_pages, true);
+    let again = Stages::content(costs, machine, zero_pages, false);
     let content = load.pages * (1.0 - load.untouched_share - load.zero_share).max(0.0);
-    let zeros = load.pages * load.zero_share;
+    let working_set = load.working_set.min(load.pages);
+    let switchover = match machine.relays {
+        Some(_) => SWITCHOVER_WITH_RELAYS,
+        None => SWITCHOVER,
+    } + ROUND_TRIPS * machine.round_trip;
 
     let mut round = first
         .times(gib(content))
-        .and(Stages::of_zeros(machine).times(gib(zeros)));
+        .and(Stages::zeros(load, costs, machine, zero_pages));
     let (mut time, limit) = round.time(machine, settings.channels);
     let a_page = again.times(gib(1.0)).time(machine, settings.channels).0;
     let mut prediction = Prediction {
@@ -248,7 +455,12 @@ pub fn predict(load: &Load, codec: &Codec, machine: &Machine, settings: &Setting
     let mut stalled = 0;
     loop {
         prediction.add(&round, time);
-        let dirty = distinct(load.dirty_rate * time, load.working_set.min(load.pages));
+        // Where the working set lies is not known: in the first round it is taken to lie first, which leaves
+        // the guest the whole round to write to it again.
+        let sent_again = if prediction.rounds == 1 { 0.0 } else { left };
+        let dirty = dirtied(load.dirty_rate * time, working_set, sent_again);
+        // What is left is reckoned with at the rate of the round before, all that it met included (`estimate.rs`).
+        let expected = if left > 0.0 { time / left * dirty } else { 0.0 };
         stalled = if dirty < left * PROGRESS {
             0
         } else {
@@ -257,7 +469,7 @@ pub fn predict(load: &Load, codec: &Codec, machine: &Machine, settings: &Setting
         left = dirty;
         round = again.times(gib(dirty));
         time = round.time(machine, settings.channels).0;
-        if time <= settings.downtime_limit {
+        if expected <= settings.downtime_limit {
             break;
         }
         if stalled >= STALLED_ROUNDS || prediction.rounds >= MOST_ROUNDS {
@@ -267,10 +479,10 @@ pub fn predict(load: &Load, codec: &Codec, machine: &Machine, settings: &Setting
     }
     if prediction.converges {
         prediction.add(&round, time);
-        prediction.total_s += SWITCHOVER;
+        prediction.total_s += switchover;
     }
     // Of one that does not converge: if it were stopped now.
-    prediction.downtime_s = time + SWITCHOVER;
+    prediction.downtime_s = time + switchover;
     prediction
 }
 
@@ -284,54 +496,62 @@ impl Prediction {
     }
 }
 
-/// Different pages among so many that are written at random in a set of pages.
-fn distinct(writes: f64, set: f64) -> f64 {
-    if set <= 0.0 {
+/// Pages that are dirty at the end of a round in which a guest has written so often to random pages of `set`, and
+/// `sent` of them were dirty at its start. A page that is sent counts from then on, on average for half of the round;
+/// another for all of it.
+fn dirtied(writes: f64, set: f64, sent: f64) -> f64 {
+    if set <= 0.0 || writes <= 0.0 {
         return 0.0;
     }
-    -set * (-writes / set).exp_m1()
+    let of_a_page = writes / set;
+    let all = -(-of_a_page).exp_m1();
+    // The mean of 1 - exp(-t) for t from 0 to `of_a_page`.
+    let half = 1.0 - all / of_a_page;
+    let sent = sent.min(set);
+    sent * half + (set - sent) * all
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn work(seconds: f64) -> Work {
-        Work {
-            cpu: seconds,
-            thread: seconds,
-        }
-    }
-
-    const NONE: Codec = Codec {
-        encode: Work {
-            cpu: 0.0,
-            thread: 0.0,
-        },
-        decode: Work {
-            cpu: 0.0,
-            thread: 0.0,
-        },
-        ratio: 1.0,
+    const NONE: Costs = Costs {
+        as_they_are: true,
+        content: Codec::NONE,
+        zeros: Codec::NONE,
     };
 
-    fn zstd() -> Codec {
-        Codec {
-            encode: work(4.0),
-            decode: work(1.5),
-            ratio: 3.0,
+    fn zstd() -> Costs {
+        Costs {
+            as_they_are: false,
+            content: Codec {
+                encode: Work::of(4.0),
+                decode: Work::of(1.5),
+                ratio: 3.0,
+            },
+            zeros: Codec {
+                encode: Work::of(0.5),
+                decode: Work::of(0.2),
+                ratio: 1000.0,
+            },
         }
     }
 
     fn machine(cores: f64, bandwidth: f64) -> Machine {
         Machine {
-            cores,
+            source_cores: cores,
+            destination_cores: cores,
+            source_share: 1.0,
+            destination_share: 1.0,
             same_host: false,
             zero_scan: 0.1,
+            look: 0.0,
             send: 0.3,
             receive: 0.25,
             first_touch: 0.25,
             bandwidth,
+            round_trip: 0.0,
+            relays: None,
         }
     }
 
@@ -348,6 +568,7 @@ mod tests {
 
     const SETTINGS: Settings = Settings {
         channels: 2,
+        zero_pages: ZeroPages::Multifd,
         downtime_limit: 0.3,
     };
 
@@ -392,12 +613,10 @@ mod tests {
 
     #[test]
     fn waiting_for_a_device_takes_threads_but_no_cores() {
-        let device = Codec {
-            encode: Work {
-                cpu: 0.2,
-                thread: 2.0,
-            },
-            ..zstd()
+        let mut device = zstd();
+        device.content.encode = Work {
+            cpu: 0.2,
+            thread: 2.0,
         };
         let at = |channels| {
             let settings = Settings {
@@ -426,6 +645,84 @@ mod tests {
         close(of(0.0, 1.0).source_cpu_s, 0.1);
         close(of(0.0, 1.0).destination_cpu_s, 0.0);
         close(of(0.5, 0.25).wire_bytes, 0.25 * GIB);
+    }
+
+    #[test]
+    fn relays_cost_a_way_more_at_each_side_and_see_pages_that_were_never_touched() {
+        let relays = Relays {
+            send: 0.4,
+            near: 0.2,
+            far: 0.15,
+            receive: 0.35,
+        };
+        let of = |costs: &Costs, untouched_share| {
+            let machine = Machine {
+                relays: Some(relays),
+                ..machine(8.0, f64::INFINITY)
+            };
+            let load = Load {
+                untouched_share,
+                ..load(0.0)
+            };
+            predict(&load, costs, &machine, &SETTINGS)
+        };
+        let none = of(&NONE, 0.0);
+        close(none.source_cpu_s, 0.4 + 0.2);
+        close(none.destination_cpu_s, 0.15 + 0.35 + 0.25);
+        // QEMU and relay work beside each other: the slower one sets the pace.
+        close(none.total_s, (0.35 + 0.25) / 2.0 + SWITCHOVER_WITH_RELAYS);
+        let compressed = of(&zstd(), 0.0);
+        close(compressed.source_cpu_s, 0.4 + 0.35 + 4.0 + 0.1);
+        close(
+            compressed.destination_cpu_s,
+            0.25 / 3.0 + 1.5 + 0.4 + 0.35 + 0.25,
+        );
+        close(
+            compressed.total_s,
+            (0.35 + 4.1) / 2.0 + SWITCHOVER_WITH_RELAYS,
+        );
+        close(of(&NONE, 1.0).source_cpu_s, 0.1);
+    }
+
+    #[test]
+    fn zero_pages_that_nobody_looks_for_are_sent_and_the_migration_thread_looks_alone() {
+        let zeros = Load {
+            zero_share: 1.0,
+            ..load(0.0)
+        };
+        let of = |zero_pages, costs: &Costs| {
+            let settings = Settings {
+                zero_pages,
+                ..SETTINGS
+            };
+            predict(&zeros, costs, &machine(4.0, f64::INFINITY), &settings)
+        };
+        close(of(ZeroPages::None, &NONE).source_cpu_s, 0.3);
+        close(of(ZeroPages::None, &NONE).destination_cpu_s, 0.5);
+        close(of(ZeroPages::None, &zstd()).source_cpu_s, 0.5);
+        close(
+            of(ZeroPages::Multifd, &NONE).total_s,
+            0.1 / 2.0 + SWITCHOVER,
+        );
+        close(of(ZeroPages::Legacy, &NONE).total_s, 0.1 + SWITCHOVER);
+    }
+
+    #[test]
+    fn threads_that_compete_for_cores_are_slower_and_more_of_them_get_more() {
+        let at = |channels| {
+            let settings = Settings {
+                channels,
+                ..SETTINGS
+            };
+            let machine = Machine {
+                source_share: 0.5,
+                ..machine(2.0, f64::INFINITY)
+            };
+            predict(&load(0.0), &zstd(), &machine, &settings).total_s - SWITCHOVER
+        };
+        close(at(1), 4.1 / 0.5);
+        close(at(2), 4.1);
+        close(at(8), 4.1 / 2.0);
     }
 
     #[test]

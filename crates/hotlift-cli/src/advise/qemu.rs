@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use hotlift_qmp::{Qemu, QmpAddress, QmpError, Version};
 use rustix::net::sockopt::socket_peercred;
 use serde_json::json;
 
@@ -50,10 +50,29 @@ pub fn process(address: &QmpAddress) -> Result<u32, AdviseError> {
     }
 }
 
-/// Pages that the guest dirties in a second, by QEMU's `calc-dirty-rate`; `None` of a QEMU before 5.2, which has none.
-pub fn dirty_rate(address: &QmpAddress) -> Result<Option<f64>, CommandError> {
+/// What a QEMU says of itself.
+pub struct Asked {
+    pub version: Version,
+    /// Pages that its guest dirties in a second; `None` of a QEMU before 5.2, which does not measure it.
+    pub dirty_rate: Option<f64>,
+}
+
+/// Asks a QEMU for its version, and with `dirty_rate` to measure that.
+pub fn ask(address: &QmpAddress, dirty_rate: bool) -> Result<Asked, CommandError> {
+    let mut qemu =
+        Qemu::connect(address, ANSWER).map_err(|source| CommandError::qmp("source", source))?;
+    Ok(Asked {
+        version: qemu.version(),
+        dirty_rate: match dirty_rate {
+            true => measure_dirty_rate(&mut qemu)?,
+            false => None,
+        },
+    })
+}
+
+/// By QEMU's `calc-dirty-rate`.
+fn measure_dirty_rate(qemu: &mut Qemu) -> Result<Option<f64>, CommandError> {
     let failed = |source| CommandError::qmp("source", source);
-    let mut qemu = Qemu::connect(address, ANSWER).map_err(failed)?;
     let client = qemu.client();
     match client.execute("calc-dirty-rate", &json!({ "calc-time": MEASURE_S })) {
         Ok(_) => {}

@@ -71,6 +71,11 @@ pub fn rules(devices: &Devices, limited: bool, zero_share: f64) -> Vec<Rule> {
     ]
 }
 
+/// Whether DSA is to look for zero pages.
+pub fn finds_zeros_by_device(rules: &[Rule]) -> bool {
+    matches!(rules, [.., zeros] if zeros.applies)
+}
+
 /// Whether a method may be recommended on these devices.
 pub fn allows(devices: &Devices, candidate: &Candidate) -> bool {
     match candidate.method {

@@ -3,15 +3,15 @@
 use serde_json::{Value, json};
 
 use super::choose::{Choice, Goal, rank};
-use super::model::{GIB, Limit, PROGRESS};
-use super::{Advice, Origin};
+use super::model::{GIB, Limit, PROGRESS, ZeroPages};
+use super::zero_pages::FIRST_WITH_A_CHOICE;
+use super::{Advice, AdviseArgs, Owner};
 use crate::progress;
 use crate::report::{align, new_table};
 
-/// What `hotlift migrate` takes beyond the figures, which are those of two ends without relays. The number is of
-/// bench/README.md, "Through the relay": all processes, 2 GiB uncompressed through two relays beside QEMU alone.
-pub const BEYOND: &str = "not in the figures: the relays between QEMU and the link, both together about 0.6 core-s/GiB \
-    without compression (bench/README.md, through the relay)";
+/// What `hotlift migrate` takes beyond the figures of two ends without relays.
+pub const BEYOND: &str =
+    "not in the figures: the relay that a QEMU's guest passes at each host; --relays puts them in";
 
 /// All of it.
 pub fn text(advice: &Advice) -> String {
@@ -22,12 +22,26 @@ pub fn text(advice: &Advice) -> String {
     for rule in advice.rules.iter().filter(|rule| rule.applies) {
         text.push_str(&format!("  rule: {}: {}\n", rule.rule, rule.reason));
     }
-    text.push_str(&format!("\n{}\n{}\n", advice.command, advice.beyond));
-    if let Some(best) = best_of_qemu(advice) {
-        text.push_str(&format!(
-            "\nor, with QEMU's own migration (of what it knows {} is best, by Hotlift's codecs), over QMP:\n",
-            best.candidate.name()
-        ));
+    if let Some(command) = &advice.command {
+        text.push_str(&format!("\n{command}\n"));
+    }
+    if let Some(beyond) = advice.beyond {
+        text.push_str(&format!("{beyond}\n"));
+    }
+    let speaks = match (advice.owner, &advice.command) {
+        (Owner::Hotlift, _) => "over the built-in guest's QMP",
+        (_, Some(_)) => "or, with QEMU's own migration",
+        (_, None) => "with QEMU's own migration",
+    };
+    if let Some(best) = best_over_qmp(advice) {
+        let what = match advice.owner {
+            Owner::Hotlift => String::new(),
+            _ => format!(
+                " (of what it knows {} is best, by Hotlift's codecs), over QMP",
+                best.candidate.name()
+            ),
+        };
+        text.push_str(&format!("\n{speaks}{what}:\n"));
     }
     for command in advice.qmp.as_array().into_iter().flatten() {
         text.push_str(&format!("{command}\n"));
@@ -52,7 +66,7 @@ fn candidates(advice: &Advice) -> String {
     ]);
     for choice in &advice.candidates {
         let prediction = &choice.prediction;
-        let costs = &choice.candidate.costs;
+        let costs = &choice.candidate.costs.content;
         let rate = |seconds: f64| match seconds > 0.0 {
             true => format!("{:.0}", GIB / 1e6 / seconds),
             false => "-".to_owned(),
@@ -69,7 +83,10 @@ fn candidates(advice: &Advice) -> String {
             },
             choice.settings.channels.to_string(),
             when(seconds(prediction.total_s)),
-            when(format!("{:.0}", prediction.downtime_s * 1e3)),
+            when(match prediction.downtime_s * 1e3 {
+                few if few < 10.0 => "<10".to_owned(),
+                more => format!("{more:.0}"),
+            }),
             bytes(prediction.wire_bytes),
             format!("{:.2}", prediction.source_cpu_s),
             format!("{:.2}", prediction.destination_cpu_s),
@@ -100,6 +117,14 @@ fn seconds(time: f64) -> String {
     }
 }
 
+/// A downtime. Below 10 ms it is other work's time slices that decide.
+fn milliseconds(seconds: f64) -> String {
+    match seconds * 1e3 {
+        few if few < 10.0 => "less than 10 ms".to_owned(),
+        more => format!("{more:.0} ms"),
+    }
+}
+
 fn bytes(bytes: f64) -> String {
     progress::bytes(progress::rounded(bytes))
 }
@@ -123,9 +148,9 @@ fn recommendation(advice: &Advice) -> String {
     let prediction = &best.prediction;
     let outcome = match prediction.converges {
         true => format!(
-            "{} s in all, the guest stands still for {:.0} ms",
+            "{} s in all, the guest stands still for {}",
             seconds(prediction.total_s),
-            prediction.downtime_s * 1e3
+            milliseconds(prediction.downtime_s)
         ),
         false => "does not converge".to_owned(),
     };
@@ -133,11 +158,8 @@ fn recommendation(advice: &Advice) -> String {
         "{}: {}, {}, zero-page-detection={}: {outcome}",
         goal(advice.goal),
         best.candidate.name(),
-        match best.settings.channels {
-            1 => "1 channel".to_owned(),
-            more => format!("{more} channels"),
-        },
-        advice.zero_page_detection,
+        counted(usize::from(best.settings.channels), "channel"),
+        advice.zero_pages.mode.name(),
     )
 }
 
@@ -159,29 +181,42 @@ fn memory(advice: &Advice) -> String {
     let load = &advice.load;
     let sample = &advice.sample;
     format!(
-        "memory: {} of {}; of {} sampled pages {} were never touched, {} are zero: finding a GiB of these takes {:.2} s of a core",
+        "memory: {} ({}), {} never touched, {} zero, by {} pages; zero pages: {}",
         progress::bytes(sample.ram_bytes),
         sample.memory,
-        sample.pages,
         percent(load.untouched_share),
         percent(load.zero_share),
-        advice.machine.zero_scan,
+        sample.pages,
+        advice.zero_pages.reason,
     )
 }
 
 fn pace(advice: &Advice, best: &Choice) -> String {
     let machine = &advice.machine;
-    let link = match machine.bandwidth.is_finite() {
-        true => format!("the link carries {}/s", bytes(machine.bandwidth)),
-        false => "no link limits it".to_owned(),
+    let carries = format!("carries {}/s", bytes(machine.bandwidth));
+    let link = match &advice.other {
+        _ if !machine.bandwidth.is_finite() => "no link limits it".to_owned(),
+        Some(far) if far.bandwidth.total_cmp(&machine.bandwidth).is_eq() => format!(
+            "the link to {} {carries}, measured over {}, {:.1} ms there and back",
+            far.address,
+            counted(usize::from(far.connections), "connection"),
+            far.round_trip * 1e3,
+        ),
+        _ => format!("the link {carries}"),
     };
-    let hosts = match machine.same_host {
-        true => "both ends together have",
-        false => "each host has, as far as this one tells,",
+    let hosts = match (machine.same_host, &advice.other) {
+        (true, _) => format!("both ends together have {:.1} cores", machine.source_cores),
+        (false, Some(_)) => format!(
+            "the hosts have {:.1} and {:.1} cores to spare",
+            machine.source_cores, machine.destination_cores
+        ),
+        (false, None) => format!(
+            "each host has {:.1} cores to spare, as far as this one tells",
+            machine.source_cores
+        ),
     };
     format!(
-        "pace: {link}, {hosts} {:.1} cores; {} is limited by {}",
-        machine.cores,
+        "pace: {link}, {hosts}; {} is limited by {}",
         best.candidate.name(),
         match best.prediction.limit {
             Limit::Wire => "the link",
@@ -190,6 +225,13 @@ fn pace(advice: &Advice, best: &Choice) -> String {
             Limit::SharedCores => "the cores that both share",
         }
     )
+}
+
+fn counted(count: usize, what: &str) -> String {
+    match count {
+        1 => format!("1 {what}"),
+        more => format!("{more} {what}s"),
+    }
 }
 
 fn next(advice: &Advice, best: &Choice) -> String {
@@ -215,9 +257,9 @@ fn next(advice: &Advice, best: &Choice) -> String {
                     prediction.cpu_s()
                 ),
                 Goal::ShortestDowntime => format!(
-                    "{} stops it for {:.0} ms in {} s",
+                    "{} stops it for {} in {} s",
                     choice.candidate.name(),
-                    prediction.downtime_s * 1e3,
+                    milliseconds(prediction.downtime_s),
                     seconds(prediction.total_s)
                 ),
             },
@@ -292,33 +334,33 @@ impl super::measure::Candidate {
     }
 }
 
-/// `hotlift migrate` with the settings.
-pub fn command(advice: &Advice, origin: &Origin) -> String {
-    let Some(best) = advice.candidates.first() else {
-        return String::new();
-    };
-    let qmp = origin
-        .qmp
-        .as_ref()
-        .map_or("VM.qmp".to_owned(), ToString::to_string);
+/// `hotlift migrate` with the settings; `None` if there is nothing to recommend.
+pub fn command(advice: &Advice, args: &AdviseArgs) -> Option<String> {
+    let best = advice.candidates.first()?;
+    let qmp = args.origin.qmp.as_ref();
+    let qmp = qmp.map_or("VM.qmp".to_owned(), ToString::to_string);
+    // A survey may have been answered by a 'hotlift bench --serve': the port is the same if that is how it is started.
+    let to = args.to.as_ref();
+    let to = to.map_or("tcp:HOST:4444".to_owned(), ToString::to_string);
     let mut command = format!(
-        "hotlift migrate --qmp {} --to tcp:HOST:4444 --method {}",
+        "hotlift migrate --qmp {} --to {} --method {}",
         quoted(&qmp),
+        quoted(&to),
         best.candidate.method
     );
     if let Some(level) = best.candidate.level {
         command.push_str(&format!(" --level {level}"));
     }
     command.push_str(&format!(" --channels {}", best.settings.channels));
-    command.push_str(&format!(
-        " --zero-page-detection {}",
-        advice.zero_page_detection
-    ));
+    // The rest is as both QEMUs can have it, which the relays find out; and no device looks for a relay.
+    if advice.zero_pages.mode == ZeroPages::None {
+        command.push_str(" --zero-page-detection none");
+    }
     command.push_str(&format!(" --downtime-limit {}", downtime_limit(best)));
     if !best.prediction.converges {
         command.push_str(" --auto-converge on");
     }
-    command
+    Some(command)
 }
 
 /// For a shell.
@@ -334,22 +376,23 @@ fn downtime_limit(choice: &Choice) -> u64 {
     progress::rounded((choice.settings.downtime_limit * 1e3).round())
 }
 
-/// The best that a QEMU accepts.
-fn best_of_qemu(advice: &Advice) -> Option<&Choice> {
-    let mut candidates = advice.candidates.iter();
-    candidates.find(|choice| choice.eligible && choice.candidate.qemu_knows())
+/// The best that whoever has the guest accepts.
+fn best_over_qmp(advice: &Advice) -> Option<&Choice> {
+    let known = |choice: &&Choice| {
+        advice.owner == Owner::Hotlift || choice.candidate.is_known_to(advice.qemu)
+    };
+    let mut eligible = advice.candidates.iter().filter(|choice| choice.eligible);
+    eligible.find(known)
 }
 
-/// The same for a QEMU 10.0, of what it accepts.
+/// The same for the own migration of a QEMU or a built-in guest, of what it accepts.
 pub fn qmp(advice: &Advice) -> Value {
-    let Some(best) = best_of_qemu(advice) else {
+    let Some(best) = best_over_qmp(advice) else {
         return Value::Null;
     };
     let mut parameters = json!({
         "multifd-compression": best.candidate.method,
         "multifd-channels": best.settings.channels,
-        // QEMU has no DSA.
-        "zero-page-detection": "multifd",
         "downtime-limit": downtime_limit(best),
         // 0 is unlimited.
         "max-bandwidth": match advice.machine.bandwidth.is_finite() {
@@ -357,6 +400,16 @@ pub fn qmp(advice: &Advice) -> Value {
             false => 0,
         },
     });
+    let is_hotlift = advice.owner == Owner::Hotlift;
+    if is_hotlift || (advice.qemu.major, advice.qemu.minor) >= FIRST_WITH_A_CHOICE {
+        parameters["zero-page-detection"] = match advice.zero_pages.mode {
+            // QEMU has no DSA.
+            ZeroPages::DsaAccel if !is_hotlift => ZeroPages::Multifd,
+            mode => mode,
+        }
+        .name()
+        .into();
+    }
     if let Some(level) = best.candidate.level {
         parameters[format!("multifd-{}-level", best.candidate.method)] = level.into();
     }
@@ -372,10 +425,13 @@ pub fn qmp(advice: &Advice) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use super::super::USUAL;
+    use super::super::loopback::Loopback;
     use super::super::measure::{Candidate, Measured};
-    use super::super::model::{Codec, Load, Machine, Prediction, Settings};
+    use super::super::model::{Codec, Costs, Load, Machine, Prediction, Relays, Settings};
     use super::super::rules::Devices;
     use super::super::sample::Sample;
+    use super::super::zero_pages::Detection;
     use super::*;
 
     fn choice(method: &'static str, level: Option<u8>, total_s: f64, converges: bool) -> Choice {
@@ -386,14 +442,15 @@ mod tests {
                 runs_on: String::new(),
                 on_device: false,
                 measured_bytes: 0,
-                costs: Codec {
-                    encode: Default::default(),
-                    decode: Default::default(),
-                    ratio: 1.0,
+                costs: Costs {
+                    as_they_are: false,
+                    content: Codec::NONE,
+                    zeros: Codec::NONE,
                 },
             },
             settings: Settings {
                 channels: 2,
+                zero_pages: ZeroPages::DsaAccel,
                 downtime_limit: 0.3,
             },
             prediction: Prediction {
@@ -426,27 +483,52 @@ mod tests {
                 cores: 2,
                 cores_free: 2.0,
                 zero_scan: 0.1,
-                first_touch: 0.1,
-                send: 0.1,
-                receive: 0.1,
+                look: 0.1,
+                loopback: Loopback {
+                    first_touch: 0.1,
+                    send: 0.1,
+                    receive: 0.1,
+                    relays: Relays {
+                        send: 0.1,
+                        near: 0.1,
+                        far: 0.1,
+                        receive: 0.1,
+                    },
+                },
                 candidates: Vec::new(),
             },
             machine: Machine {
-                cores: 2.0,
+                source_cores: 2.0,
+                destination_cores: 2.0,
+                source_share: 1.0,
+                destination_share: 1.0,
                 same_host: false,
                 zero_scan: 0.1,
+                look: 0.1,
                 send: 0.1,
                 receive: 0.1,
                 first_touch: 0.1,
                 bandwidth: 1e9,
+                round_trip: 0.0,
+                relays: None,
             },
+            other: None,
+            owner: Owner::Unknown,
+            qemu: USUAL,
             devices: Devices::default(),
             rules: Vec::new(),
-            zero_page_detection: "dsa-accel",
+            zero_pages: Detection {
+                mode: ZeroPages::DsaAccel,
+                cpu_with_s: 0.0,
+                cpu_without_s: 0.0,
+                total_with_s: 0.0,
+                total_without_s: 0.0,
+                reason: String::new(),
+            },
             candidates,
             reasons: Vec::new(),
-            command: String::new(),
-            beyond: BEYOND,
+            command: None,
+            beyond: None,
             qmp: Value::Null,
         }
     }
@@ -466,6 +548,31 @@ mod tests {
         assert!(qmp[0].to_string().contains("auto-converge"), "{qmp}");
         let only_lz4 = super::qmp(&self::advice(vec![choice("lz4", None, 10.0, true)]));
         assert!(only_lz4.is_null(), "{only_lz4}");
+    }
+
+    #[test]
+    fn a_relay_is_told_nothing_that_it_refuses() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            args: AdviseArgs,
+        }
+        let words = ["advise", "--qmp=/run/the vm", "--to=tcp:[::1]:4444"];
+        let line = <Line as clap::Parser>::try_parse_from(words).unwrap();
+        let mut advice = advice(vec![choice("zstd", Some(3), 12.0, true)]);
+        let command = command(&advice, &line.args).unwrap();
+        assert_eq!(
+            command,
+            "hotlift migrate --qmp 'unix:/run/the vm' --to 'tcp:[::1]:4444' --method zstd --level 3 --channels 2 \
+             --downtime-limit 300",
+            "no device looks for zero pages of a relay"
+        );
+        advice.zero_pages.mode = ZeroPages::None;
+        let command = super::command(&advice, &line.args).unwrap();
+        assert!(
+            command.contains(" --zero-page-detection none "),
+            "{command}"
+        );
     }
 
     #[test]

@@ -20,13 +20,15 @@ use hotlift::{Address, Options};
 use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::cell::{Cell, memory};
 use super::machine;
+use crate::advise::survey::{self, Request};
 use crate::error::CommandError;
 use crate::events::{self, Event};
 use crate::pair::Destination;
-use crate::qemu::control::{ControlError, Conversation};
+use crate::qemu::control::{self, ControlError, Conversation};
 use crate::signals::{Interrupt, TICK};
 
 /// Version of [`Wanted`]. Another is refused: both commands come from one binary.
@@ -201,9 +203,13 @@ fn serve_one(stream: TcpStream, interrupt: &Interrupt) -> Result<String, Control
     let mut out = stream.try_clone()?;
     let here = stream.local_addr()?.ip();
     let mut conversation = Conversation::new(stream)?;
-    let Some(wanted) = hear::<Wanted>(&mut conversation, GREETING, interrupt)? else {
+    let Some(message) = hear::<Value>(&mut conversation, GREETING, interrupt)? else {
         return Ok("said nothing".to_owned());
     };
+    if let Some(request) = Request::read(&message) {
+        return survey::answer(&mut conversation, &request, here, 0, interrupt);
+    }
+    let wanted = control::read::<Wanted>(message)?;
     let host = if here.is_ipv6() && here.to_canonical().is_ipv6() {
         format!("[{here}]")
     } else {
@@ -254,7 +260,7 @@ fn end_with(
     interrupt: &Interrupt,
 ) {
     loop {
-        let gone = conversation.hear::<serde_json::Value>(TICK).is_err();
+        let gone = conversation.hear::<Value>(TICK).is_err();
         if gone || interrupt.is_raised() {
             let _ = child.kill();
             return;

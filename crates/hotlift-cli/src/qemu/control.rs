@@ -21,6 +21,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::uuid::Uuid;
+use crate::advise::survey::Request;
 
 /// Version of these messages. Another version is refused: both commands come from one binary.
 pub const PROTOCOL: u32 = 1;
@@ -49,6 +50,15 @@ pub struct Hello {
     pub channels: u8,
     /// State of those capabilities of the source's QEMU that both sides must have alike.
     pub alike: Vec<(String, bool)>,
+}
+
+/// What somebody who has connected wants.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Opening {
+    /// To move a guest here.
+    Migration(Hello),
+    /// To know what this host and the link to it can do, or why that cannot be answered.
+    Survey(Result<Request, String>),
 }
 
 /// What the destination says.
@@ -159,26 +169,29 @@ impl Conversation {
         message.map(Some).map_err(|error| garbage(&line, &error))
     }
 
-    /// The first message of a source.
-    pub fn hear_hello(&mut self, timeout: Duration) -> Result<Option<Hello>, ControlError> {
-        // The version first: what else a hello of another version has is not known.
+    /// The first message of somebody who has connected.
+    pub fn hear_opening(&mut self, timeout: Duration) -> Result<Option<Opening>, ControlError> {
         let Some(value) = self.hear::<serde_json::Value>(timeout)? else {
             return Ok(None);
         };
+        if let Some(request) = Request::read(&value) {
+            return Ok(Some(Opening::Survey(request)));
+        }
+        // The version first: what else a hello of another version has is not known.
         match value
             .get("hotlift-control")
             .and_then(|value| value.as_u64())
         {
             Some(theirs) if theirs != u64::from(PROTOCOL) => Err(ControlError::Version { theirs }),
-            _ => {
-                let text = value.to_string();
-                let hello = serde_json::from_value(value);
-                hello
-                    .map(Some)
-                    .map_err(|error| garbage(text.as_bytes(), &error))
-            }
+            _ => read(value).map(|hello| Some(Opening::Migration(hello))),
         }
     }
+}
+
+/// The message that a value is.
+pub fn read<T: DeserializeOwned>(value: serde_json::Value) -> Result<T, ControlError> {
+    let text = value.to_string();
+    serde_json::from_value(value).map_err(|error| garbage(text.as_bytes(), &error))
 }
 
 /// Shown of a message that is none, in bytes.
@@ -229,9 +242,12 @@ mod tests {
         line.push(b'\n');
         let (start, end) = line.split_at(10);
         (&theirs).write_all(start).unwrap();
-        assert_eq!(ours.hear_hello(Duration::from_millis(10)).unwrap(), None);
+        assert_eq!(ours.hear_opening(Duration::from_millis(10)).unwrap(), None);
         (&theirs).write_all(end).unwrap();
-        assert_eq!(ours.hear_hello(LONG).unwrap(), Some(hello()));
+        assert_eq!(
+            ours.hear_opening(LONG).unwrap(),
+            Some(Opening::Migration(hello()))
+        );
         let failed = Answer::Failed {
             reason: "why".to_owned(),
             guest: Guest::NotHere,
@@ -250,7 +266,7 @@ mod tests {
     fn another_version_is_named_even_if_nothing_else_is_understood() {
         let (theirs, mut ours) = pair();
         (&theirs).write_all(b"{\"hotlift-control\": 7}\n").unwrap();
-        let error = ours.hear_hello(LONG).unwrap_err().to_string();
+        let error = ours.hear_opening(LONG).unwrap_err().to_string();
         assert!(error.contains("version 7"), "{error}");
     }
 
@@ -268,7 +284,7 @@ mod tests {
         ] {
             let (theirs, mut ours) = pair();
             writeln!(&theirs, "{bad}").unwrap();
-            let error = ours.hear_hello(LONG).unwrap_err();
+            let error = ours.hear_opening(LONG).unwrap_err();
             assert!(matches!(error, ControlError::Garbage { .. }), "{error}");
             let error = error.to_string();
             assert!(
@@ -286,7 +302,10 @@ mod tests {
             // Ends when the other side has gone.
             while (&theirs).write_all(&chunk).is_ok() {}
         });
-        assert!(matches!(ours.hear_hello(LONG), Err(ControlError::TooLong)));
+        assert!(matches!(
+            ours.hear_opening(LONG),
+            Err(ControlError::TooLong)
+        ));
         drop(ours);
         flood.join().unwrap();
     }

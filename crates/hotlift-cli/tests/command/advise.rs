@@ -79,7 +79,13 @@ fn zeros_are_not_compressed_but_found() {
     let zeros = file(&folder, "zeros", &vec![0; 4 << 20]);
     let advice = advise(&["--file", text(&zeros), "--bandwidth=100mbit"]);
     assert_eq!(recommended(&advice), "none");
-    assert_eq!(advice["zero_page_detection"], "multifd");
+    assert_eq!(advice["zero_pages"]["mode"], "multifd");
+    let cpu = |which: &str| advice["zero_pages"][which].as_f64().expect("seconds");
+    assert!(
+        cpu("cpu_without_s") > cpu("cpu_with_s"),
+        "sending zeros is found to cost more: {}",
+        advice["zero_pages"]
+    );
     assert_eq!(advice["sample"]["zero"], 1024);
     let wire = &advice["candidates"][0]["prediction"]["wire_bytes"];
     assert!(wire.as_f64() < Some(100e3), "{wire}");
@@ -324,4 +330,257 @@ fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
     );
     let command = advice["command"].as_str().expect("a command");
     assert!(command.contains(text(&path)), "{command}");
+    // Its guest is one of relays, so they are in the figures.
+    assert!(advice["machine"]["relays"].is_object(), "{advice}");
+    assert!(advice["beyond"].is_null(), "{advice}");
+    // And it takes what it is to be told.
+    let address = hotlift_qmp::QmpAddress::Unix(path);
+    let mut qemu =
+        hotlift_qmp::Qemu::connect(&address, std::time::Duration::from_secs(60)).expect("QMP");
+    let commands = advice["qmp"].as_array().expect("commands");
+    assert_eq!(commands.len(), 2);
+    for command in commands {
+        let name = command["execute"].as_str().expect("a name");
+        let taken = qemu.client().execute(name, &command["arguments"]);
+        assert!(taken.is_ok(), "{command}: {taken:?}");
+    }
+}
+
+#[test]
+fn an_old_qemu_is_told_of_nothing_that_came_later() {
+    let folder = TempDir::new().expect("a folder");
+    let words = file(&folder, "words", &words(1 << 20));
+    let flags = ["--file", text(&words), "--ram=1G", "--bandwidth=100mbit"];
+    let of = |version: &str| advise(&[&flags[..], &[version]].concat());
+    let old = of("--to-qemu=7.2");
+    assert_eq!(old["zero_pages"]["mode"], "legacy");
+    assert_eq!(
+        old["qmp"][1]["arguments"]["zero-page-detection"],
+        Value::Null
+    );
+    assert!(old["command"].is_null(), "no relay is there: {old}");
+    let new = of("--to-qemu=10.0");
+    assert_eq!(
+        new["qmp"][1]["arguments"]["zero-page-detection"],
+        new["zero_pages"]["mode"]
+    );
+    for advice in [&old, &new] {
+        let candidates = advice["candidates"].as_array().expect("candidates");
+        let eligible = |method: &str| {
+            let mut of = candidates
+                .iter()
+                .filter(|choice| choice["method"] == method);
+            of.all(|choice| choice["eligible"] == true)
+        };
+        assert!(eligible("zstd") && !eligible("lz4"), "{candidates:?}");
+    }
+}
+
+#[test]
+fn relays_and_memory_that_is_there_already_are_in_the_figures_if_said() {
+    let folder = TempDir::new().expect("a folder");
+    let words = file(&folder, "words", &words(1 << 20));
+    let flags = ["--file", text(&words), "--ram=4G"];
+    // What a GiB takes of both sides, and the figures that it was predicted with: each call measures anew.
+    let cpu_of_none = |more: &[&str]| {
+        let advice = advise(&[&flags[..], more].concat());
+        let candidates = advice["candidates"].as_array().expect("candidates");
+        let none = candidates.iter().find(|choice| choice["method"] == "none");
+        let prediction = &none.expect("none")["prediction"];
+        let of = |side: &str| prediction[side].as_f64().expect("seconds");
+        let mut machine = advice["machine"].clone();
+        if advice["zero_pages"]["mode"] == "none" {
+            machine["look"] = 0.0.into();
+        }
+        let cpu = (of("source_cpu_s") + of("destination_cpu_s")) / 4.0;
+        (cpu, machine)
+    };
+    let sum = |of: &Value, names: &[&str]| -> f64 {
+        let numbers = names
+            .iter()
+            .map(|name| of[*name].as_f64().expect("a number"));
+        numbers.sum()
+    };
+    let (cpu, machine) = cpu_of_none(&[]);
+    let all = sum(&machine, &["look", "send", "receive", "first_touch"]);
+    assert!((cpu - all).abs() < 0.01, "{cpu}: {machine}");
+    let (cpu, machine) = cpu_of_none(&["--mem-prealloc"]);
+    let all = sum(&machine, &["look", "send", "receive"]);
+    assert!((cpu - all).abs() < 0.01, "{cpu}: {machine}");
+    let (cpu, machine) = cpu_of_none(&["--relays"]);
+    let all = sum(&machine, &["look", "first_touch"])
+        + sum(&machine["relays"], &["send", "near", "far", "receive"]);
+    assert!((cpu - all).abs() < 0.01, "{cpu}: {machine}");
+}
+
+/// A `hotlift` that serves, and where.
+fn serving(flags: &[&str], says: &str) -> (Hotlift, String) {
+    let mut other = Hotlift::start(flags);
+    let line = other.wait_for(says);
+    let port: String = line
+        .rsplit("tcp:")
+        .next()
+        .and_then(|rest| rest.split(';').next())
+        .and_then(|rest| rest.rsplit(':').next())
+        .map(|port| port.chars().take_while(char::is_ascii_digit).collect())
+        .expect("a port");
+    (other, format!("tcp:127.0.0.1:{port}"))
+}
+
+#[test]
+fn the_link_and_the_other_host_are_measured_where_hotlift_waits_and_it_goes_on_waiting() {
+    let folder = TempDir::new().expect("a folder");
+    let words = file(&folder, "words", &words(4 << 20));
+    for (flags, says) in [
+        (&["bench", "--serve=tcp:127.0.0.1:0"][..], "waiting for"),
+        (
+            &[
+                "serve",
+                "--listen=tcp:127.0.0.1:0",
+                "--",
+                "qemu-system-x86_64",
+            ],
+            "listening on",
+        ),
+    ] {
+        let (mut other, to) = serving(flags, says);
+        let advice = advise(&[
+            "--file",
+            text(&words),
+            "--ram=1G",
+            "--channels=2",
+            "--to",
+            &to,
+        ]);
+        let far = &advice["other"];
+        assert!(far["bandwidth"].as_f64() > Some(0.0), "{far}");
+        assert_eq!(far["connections"], 2, "{far}");
+        // This host's loopback limits nothing, and its cores are here once.
+        assert_eq!(far["over_loopback"], true, "{far}");
+        assert_eq!(advice["machine"]["same_host"], true);
+        assert!(advice["machine"]["bandwidth"].is_null(), "{advice}");
+        // What decoding takes is the other host's word.
+        let decoders = far["decoders"].as_array().expect("decoders");
+        let zstd = |list: &Value| list["method"] == "zstd" && list["level"] == 1;
+        let theirs = decoders.iter().find(|one| zstd(one)).expect("zstd");
+        let candidates = advice["candidates"].as_array().expect("candidates");
+        let ours = candidates.iter().find(|one| zstd(one)).expect("zstd");
+        assert_eq!(ours["costs"]["content"]["decode"], theirs["decode"]);
+        let command = advice["command"].as_str().expect("a command");
+        assert!(command.contains(&format!("--to {to} ")), "{command}");
+        other.wait_for("a survey:");
+        // Whoever comes next is heard.
+        let answer = Asking::for_connections(&to, 0).hear();
+        assert_eq!(answer["message"], "refused", "{answer}");
+        other.signal(rustix::process::Signal::INT);
+        other.wait();
+    }
+}
+
+/// Answers one connection with `lines`, the first once something has been said, and ends.
+fn peer(lines: &'static [&'static str]) -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
+    let to = format!("tcp:{}", listener.local_addr().expect("an address"));
+    std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept()?;
+        std::io::Read::read(&mut stream, &mut [0; 4096])?;
+        for line in lines {
+            std::io::Write::write_all(&mut stream, line.as_bytes())?;
+        }
+        // Its end comes with the other side's.
+        std::io::copy(&mut stream, &mut std::io::sink())
+    });
+    to
+}
+
+#[test]
+fn a_peer_that_is_no_hotlift_is_an_error_in_a_line() {
+    let folder = TempDir::new().expect("a folder");
+    let zeros = file(&folder, "zeros", &vec![0; 1 << 20]);
+    let free = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
+    let nobody = format!("tcp:{}", free.local_addr().expect("an address"));
+    drop(free);
+    for (to, code, words) in [
+        (nobody, 1, "cannot reach"),
+        ("unix:/tmp/x".to_owned(), 1, "--to takes tcp:HOST:PORT"),
+        (peer(&["HTTP/1.1 400 Bad Request\r\n"]), 1, "not understood"),
+        (
+            peer(&["{\"message\":\"refused\",\"reason\":\"no\\u001b[2J\"}\n"]),
+            1,
+            "refuses: no",
+        ),
+        (
+            peer(&["{\"message\":\"ready\",\"port\":1,\"token\":\"+1\",\"boot\":\"\"}\n"]),
+            1,
+            "its token is not what a hotlift",
+        ),
+        (
+            peer(&[
+                "{\"message\":\"received\",\"bytes\":1,\"seconds\":1,\"all_bytes\":1,\"cpu_s\":0}\n",
+                "{\"message\":\"received\",\"bytes\":1,\"seconds\":1,\"all-bytes\":1,\"cpu-s\":0}\n",
+            ]),
+            1,
+            "not understood",
+        ),
+        (
+            peer(&[
+                "{\"message\":\"received\",\"bytes\":1,\"seconds\":1,\"all-bytes\":1,\"cpu-s\":0}\n",
+            ]),
+            1,
+            "its first answer is not what a hotlift",
+        ),
+    ] {
+        let said = refused(&["--file", text(&zeros), "--to", &to], code);
+        assert!(said.contains(words), "{to}: {said}");
+        assert!(said.lines().count() <= 2, "and what to do: {said}");
+        assert!(!said.contains('\u{1b}'), "{said:?}");
+    }
+}
+
+/// A survey as somebody asks for it who is no `hotlift advise`.
+struct Asking {
+    lines: std::io::Lines<std::io::BufReader<std::net::TcpStream>>,
+}
+
+impl Asking {
+    fn for_connections(to: &str, count: i32) -> Self {
+        let stream = std::net::TcpStream::connect(&to["tcp:".len()..]).expect("it listens");
+        let request = format!("{{\"hotlift-survey\":1,\"connections\":{count}}}\n");
+        std::io::Write::write_all(&mut &stream, request.as_bytes()).expect("said");
+        let lines = std::io::BufRead::lines(std::io::BufReader::new(stream));
+        Self { lines }
+    }
+
+    fn hear(&mut self) -> Value {
+        let line = self.lines.next().expect("a line").expect("a line");
+        serde_json::from_str(&line).expect("JSON")
+    }
+}
+
+#[test]
+fn a_survey_takes_what_it_was_promised_for_its_own_time_and_nobody_elses() {
+    use std::io::Write as _;
+    let (other, to) = serving(&["bench", "--serve=tcp:127.0.0.1:0"], "waiting for");
+    for count in [0, 17, -1] {
+        let answer = Asking::for_connections(&to, count).hear();
+        assert_eq!(answer["message"], "refused", "{answer}");
+    }
+    let mut asking = Asking::for_connections(&to, 1);
+    let ready = asking.hear();
+    assert_eq!(ready["message"], "ready", "{ready}");
+    let port = ready["port"].as_u64().expect("a port");
+    let connect = || std::net::TcpStream::connect(format!("127.0.0.1:{port}")).expect("it listens");
+    // A stranger does not know the token: it is not the one connection that is waited for.
+    let mut stranger = connect();
+    stranger.write_all(&[7; 4096]).expect("said");
+    let token = ready["token"].as_str().expect("a token");
+    let number = u128::from_str_radix(token, 16).expect("digits");
+    let mut silent = connect();
+    silent.write_all(&number.to_be_bytes()).expect("said");
+    // It says nothing more, and is not waited for longer than any other.
+    let received = asking.hear();
+    assert_eq!(received["all-bytes"], 0, "{received}");
+    assert_eq!(asking.hear()["message"], "measured");
+    other.signal(rustix::process::Signal::INT);
+    other.wait();
 }
