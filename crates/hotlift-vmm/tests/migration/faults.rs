@@ -21,6 +21,10 @@ use crate::rig::{self, Ended, Holder, settings};
 /// the hand-over, the others may end without it.
 const ATTEMPTS: usize = 50;
 
+/// How often a fault has to be noticed by time-out only: a machine that does other things may stand still for
+/// as long once, but not each time.
+const LATE: usize = 3;
+
 /// Takes the place of the 30 s that users have, so that a fault which is only noticed by time-out
 /// fails here soon.
 const HANDSHAKE: Duration = Duration::from_secs(1);
@@ -91,7 +95,10 @@ impl Course {
 
     /// Watches a migration in which nothing happens.
     fn watch(&mut self) -> Log {
+        // Nothing is to be noticed soon: a machine that does other things may take its time.
+        self.options.handshake_timeout = Options::default().handshake_timeout;
         let (ended, log, holder) = self.migrate(None);
+        self.options.handshake_timeout = HANDSHAKE;
         assert_eq!(holder, Ok(Holder::Destination), "{:?}", ended.errors());
         assert_eq!(ended.source.as_ref().unwrap().rounds, 3);
         assert_eq!(ended.source.unwrap().transferred_bytes, log.bytes);
@@ -99,6 +106,7 @@ impl Course {
     }
 
     fn suffer(&mut self, fault: &Fault) {
+        let mut late = 0;
         for _ in 0..ATTEMPTS {
             let (ended, log, holder) = self.migrate(Some(fault));
             let what = || {
@@ -115,10 +123,14 @@ impl Course {
             }
             if ended.timed_out() {
                 let name = &fault.unit.name;
-                if !NOTICED_BY_TIME_OUT
+                let is_known = NOTICED_BY_TIME_OUT
                     .iter()
-                    .any(|kind| name.starts_with(kind))
-                {
+                    .any(|kind| name.starts_with(kind));
+                late += 1;
+                if !is_known && late < LATE {
+                    continue;
+                }
+                if !is_known {
                     self.problems
                         .push(format!("noticed by time-out only: {}", what()));
                 }

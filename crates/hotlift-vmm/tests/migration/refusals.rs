@@ -1,7 +1,6 @@
 //! Two ends that do not agree: refused with both values named, and the guest runs on.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use hotlift::{Control, Options};
 use hotlift_mem::{Backing, RamBlock};
@@ -15,7 +14,6 @@ use crate::rig::{self, Ended, Holder, settings};
 fn options() -> Options {
     Options {
         max_bandwidth: 0,
-        handshake_timeout: Duration::from_secs(2),
         ..Options::default()
     }
 }

@@ -16,8 +16,15 @@ use crate::rig::{self, settings};
 fn options() -> Options {
     Options {
         max_bandwidth: 0,
-        handshake_timeout: Duration::from_secs(2),
         ..Options::default()
+    }
+}
+
+/// For what is only noticed when somebody's patience is at an end.
+fn impatient() -> Options {
+    Options {
+        handshake_timeout: Duration::from_secs(2),
+        ..options()
     }
 }
 
@@ -178,7 +185,7 @@ fn a_connection_that_is_no_migration_is_named_and_no_guest_runs() {
         let mut noise = TcpStream::connect((host.as_str(), *port)).unwrap();
         noise.write_all(garbage).unwrap();
         let outcome =
-            hotlift::destination::receive(&destination, listener, &options(), &Control::new());
+            hotlift::destination::receive(&destination, listener, &impatient(), &Control::new());
         let error = outcome.unwrap_err().chain();
         assert!(!error.contains('\n') && !destination.runs(), "{error}");
     }
@@ -207,7 +214,7 @@ fn a_damaged_length_on_main_does_not_hang_a_long_round() {
         let action = Action::Flip { byte, mask: 0x80 };
         let proxy = Proxy::start(&address, Some(Fault { unit, action }));
         let to = proxy.address();
-        let ended = rig::migrate(&source, &destination, listener, &to, &options());
+        let ended = rig::migrate(&source, &destination, listener, &to, &impatient());
         assert!(proxy.finish().fired);
         let errors = ended.stayed(&source, &destination);
         assert!(
