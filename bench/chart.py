@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws kept runs of pair.py as one SVG: CPU per GiB of both ends, by method, QEMU beside Hotlift.
+"""Draws kept runs of `hotlift bench --with-qemu` as one SVG: CPU per GiB of both ends, by method, QEMU beside Hotlift.
 
-    bench/chart.py bench/results/2026-11-21-pair.jsonl > docs/cpu-per-gib.svg
+    bench/chart.py bench/results/2026-11-22-full/runs.jsonl > docs/cpu-per-gib.svg
 """
 
 import json
@@ -9,9 +9,8 @@ import sys
 from statistics import median
 from xml.sax.saxutils import escape
 
-import pair
-
 METHODS = ("none", "zstd", "zlib")
+SIDES = ("qemu", "hotlift")
 NAMES = {"qemu": "QEMU 10.0", "hotlift": "Hotlift"}
 # Source and destination; readable on white and on GitHub's dark background.
 COLOURS = {("qemu", "source"): "#8a8f98", ("qemu", "destination"): "#b9bdc4",
@@ -21,15 +20,22 @@ WIDTH, LEFT, RIGHT, BAR, GAP, GROUP, TOP = 760, 150, 150, 20, 4, 26, 66
 
 def main():
     runs = [json.loads(line) for path in sys.argv[1:] for line in open(path)]
+    runs = [run for run in runs if run["suite"] == "matrix" and "completed" in run["outcome"]]
+    beside_qemu = {run["series"] for run in runs if run["row"]["engine"] == "qemu"}
+    runs = [run for run in runs if run["series"] in beside_qemu and has_content(run["row"])]
     bars = []
     for method in METHODS:
-        for side in pair.SIDES:
-            mine = [run for run in runs if (run["case"], run["side"]) == (method, side)]
+        for side in SIDES:
+            mine = [run["outcome"]["completed"] for run in runs if (run["row"]["method"], run["row"]["engine"]) == (method, side)]
             if not mine:
                 raise SystemExit(f"no run of {method} by {side} in {sys.argv[1:]}")
-            ends = {end: median(pair.per_gib(run, end) for run in mine) for end in ("source", "destination")}
+            ends = {end: median(run[end]["side"]["core_s_per_gib"] for run in mine) for end in ("source", "destination")}
             bars.append((method, side, ends, len(mine)))
     print(draw(bars))
+
+
+def has_content(row):
+    return row["guest"]["zero_share"] < 0.5 and row["guest"]["workload"] == "idle"
 
 
 def draw(bars):

@@ -83,6 +83,8 @@ pub enum Tale<'a> {
         /// Of the destination.
         destination: Option<u32>,
     },
+    /// The source's guest is there, and is about to be migrated.
+    Filled,
     /// The source's progress.
     Moment(&'a Moment),
 }
@@ -143,7 +145,10 @@ impl Pair<'_> {
             for event in source_events {
                 match event {
                     Event::Progress { moment } => tell(&Tale::Moment(&moment)),
-                    Event::Filled(filling) => moved.filled = Some(filling),
+                    Event::Filled(filling) => {
+                        moved.filled = Some(filling);
+                        tell(&Tale::Filled);
+                    }
                     Event::Sent { report } => moved.source = Some(report),
                     Event::Failed { error } => moved.failed(&error),
                     _ => {}

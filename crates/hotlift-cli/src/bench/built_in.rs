@@ -8,6 +8,7 @@ use super::cell::Cell;
 use super::far::Far;
 use super::record::{Completed, Moment, Outcome, ThreadCounts};
 use super::threads::Sampler;
+use super::warm::Warm;
 use crate::error::CommandError;
 use crate::pair::{Errors, Moved, Pair, Place, Tale};
 use crate::report::destination_side;
@@ -48,6 +49,7 @@ pub fn run(
             }
         },
     };
+    let mut warm = Some(Warm::hold(cell, far.is_some()));
     let mut sampler = None;
     let mut timeline = Vec::new();
     let moved = pair.migrate(destination, interrupt, &mut |tale| match tale {
@@ -58,6 +60,7 @@ pub fn run(
             let processes: Vec<u32> = std::iter::once(*source).chain(*destination).collect();
             sampler = Some(Sampler::start(&processes));
         }
+        Tale::Filled => warm = None,
         Tale::Moment(moment) => {
             tell(moment);
             timeline.push((*moment).clone());

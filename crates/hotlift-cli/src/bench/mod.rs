@@ -8,7 +8,7 @@
 //! | `built_in`, `far` | a run of the built-in guest, on this host or to another |
 //! | `qemu`, `machines` | the same work by a real QEMU |
 //! | `link` | limits that are real, by network namespaces |
-//! | `threads`, `machine` | what the kernel counts; what this machine is |
+//! | `threads`, `machine`, `warm` | what the kernel counts; what this machine is; memory for the next run |
 //! | `figures`, `stats`, `table` | what is shown of a run; medians and quotients, as tables |
 //! | `report` | the same as one HTML file |
 //! | `suite` | the published tables |
@@ -30,6 +30,7 @@ mod stats;
 mod suite;
 mod table;
 mod threads;
+mod warm;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -16,6 +16,7 @@ use super::cell::Cell;
 use super::machines::{Image, Machine, Start};
 use super::record::{Completed, Moment, Outcome, ThreadCounts};
 use super::threads::{Sampler, process_cpu};
+use super::warm::Warm;
 use crate::error::CommandError;
 use crate::pair::Place;
 use crate::signals::Interrupt;
@@ -159,6 +160,7 @@ impl Program {
             prefix,
             interrupt,
         };
+        let warm = Warm::hold(cell, false);
         let mut source = Machine::start(&start(false, &place.source_prefix))?;
         let mut destination = Machine::start(&start(true, &place.destination_prefix))?;
         source.fill(&image, &layout, cell.guest.zero_touched)?;
@@ -175,6 +177,7 @@ impl Program {
             source.await_writes(interrupt)?;
             interrupt.sleep(Some(RUN_IN));
         }
+        drop(warm);
         let pids = [source.pid(), destination.pid()];
         let before = pids.map(process_cpu);
         let sampler = Sampler::start(&pids);
