@@ -19,7 +19,9 @@ TEST_FUZZ_SECONDS = 2
 
 .PHONY: demo build test fmt lint unit fuzz bench bench-suites bench-relay
 
-# What 'make bench-suites' fills memory with: a folder or a memory image; a generated mix if there is none.
+# How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
+# mix if there is none.
+REPEATS = 3
 FILL = $(or $(wildcard ../shared/silesia),generated)
 SUITES = target/release/hotlift bench --out bench/results/suites --ram 1G --fill $(FILL)
 
@@ -63,7 +65,7 @@ bench: build
 bench-suites: build
 	@scripts/install-packages $(BENCH_PACKAGES)
 	qemu=$$(scripts/qemu-10.0)/qemu-system-x86_64 && \
-	$(SUITES) --suite all --rate 2000 --with-qemu $$qemu && \
+	$(SUITES) --suite all --rate 2000 --repeats $(REPEATS) --with-qemu $$qemu && \
 	$(SUITES) --max-bandwidth 25M,125M,0 --workload random --rate 1000 --repeats 2 --with-qemu $$qemu
 	target/release/hotlift bench --kept bench/results/suites/runs.jsonl
 

@@ -163,10 +163,11 @@ impl Program {
         let warm = Warm::hold(cell, false);
         let mut source = Machine::start(&start(false, &place.source_prefix))?;
         let mut destination = Machine::start(&start(true, &place.destination_prefix))?;
-        source.fill(&image, &layout, cell.guest.zero_touched)?;
+        // First, since a QEMU that lacks something is done then.
         for machine in [&mut source, &mut destination] {
             set(machine, cell, &options)?;
         }
+        source.fill(&image, &layout, cell.guest.zero_touched)?;
         let host = place.address.as_deref().unwrap_or("127.0.0.1");
         destination
             .qmp

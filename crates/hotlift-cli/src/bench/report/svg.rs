@@ -509,13 +509,15 @@ mod tests {
     #[test]
     fn names_of_lines_do_not_lie_on_each_other() {
         let name = vec!["two".to_owned(), "lines".to_owned()];
-        let ends = (0..6).map(|i| (i, name.clone(), 330.0)).collect();
-        let places = apart(ends);
-        for pair in places.windows(2) {
-            assert!(pair[1].1 - pair[0].1 >= 2.0 * TEXT - 0.1, "{places:?}");
+        for height in [330.0, 150.0, TOP] {
+            let ends = (0..6).map(|i| (i, name.clone(), height)).collect();
+            let places = apart(ends);
+            for pair in places.windows(2) {
+                assert!(pair[1].1 - pair[0].1 >= 2.0 * TEXT - 0.1, "{places:?}");
+            }
+            let inside = |place: &&(_, f64)| (TOP..=BOTTOM).contains(&place.1);
+            assert_eq!(places.iter().filter(inside).count(), 6, "{places:?}");
         }
-        let inside = |place: &&(_, f64)| (TOP..=BOTTOM).contains(&place.1);
-        assert_eq!(places.iter().filter(inside).count(), 6, "{places:?}");
     }
 
     #[test]
