@@ -33,6 +33,9 @@ const MOST_THREADS: usize = 16;
 /// Memory that is scanned: more than a core's caches hold.
 const STRETCH: usize = 64 << 20;
 
+/// Seconds of work that tell what share of its core a thread gets; less may be a single time slice of somebody else's.
+const LEAST_TO_TELL: f64 = 0.2;
+
 /// Packets of zeros that each thread gives to each method.
 const ZERO_PACKETS: usize = 2;
 
@@ -207,7 +210,7 @@ fn methods(
     let mut candidates = vec![none];
     let threads = cores.min(MOST_THREADS).min(sample.packets.len());
     if threads == 0 {
-        return Ok((candidates, cores as f64));
+        return Ok((candidates, cores_free(cores)));
     }
     let barrier = Barrier::new(threads);
     let of_threads = thread::scope(|scope| {
@@ -255,12 +258,32 @@ fn methods(
             },
         });
     }
-    let share = if got.thread > 0.0 {
-        got.cpu / got.thread
-    } else {
-        1.0
-    };
+    if got.thread < LEAST_TO_TELL {
+        return Ok((candidates, cores_free(cores)));
+    }
+    let share = got.cpu / got.thread;
     Ok((candidates, cores as f64 * share.min(1.0)))
+}
+
+/// What threads that do nothing else get of the cores.
+fn cores_free(cores: usize) -> f64 {
+    let threads = cores.clamp(1, MOST_THREADS);
+    let shares = thread::scope(|scope| {
+        let spin = || {
+            let mut work = Work::NOTHING;
+            let begun = Instant::now();
+            timed(&mut work, || {
+                while begun.elapsed().as_secs_f64() < LEAST_TO_TELL {
+                    std::hint::spin_loop();
+                }
+            });
+            work.cpu / work.thread
+        };
+        let spinning: Vec<_> = (0..threads).map(|_| scope.spawn(spin)).collect();
+        let shares = spinning.into_iter().filter_map(|thread| thread.join().ok());
+        shares.sum::<f64>() / threads as f64
+    });
+    cores as f64 * shares.min(1.0)
 }
 
 /// Runs `work` and books its time.

@@ -36,8 +36,9 @@ pub struct Process {
 }
 
 impl Process {
-    /// Opens the memory of a process.
-    pub fn open(pid: u32) -> Result<Self, AdviseError> {
+    /// Opens the memory of a process: the mapping of `ram_bytes` if there is one, since what else is large is then no RAM,
+    /// such as the translated code of a QEMU without KVM.
+    pub fn open(pid: u32, ram_bytes: Option<u64>) -> Result<Self, AdviseError> {
         let folder = PathBuf::from(format!("/proc/{pid}"));
         let failed = |file: &str, source: io::Error| match source.kind() {
             ErrorKind::NotFound => AdviseError::NoProcess { pid },
@@ -50,7 +51,11 @@ impl Process {
         };
         let maps =
             fs::read_to_string(folder.join("maps")).map_err(|error| failed("maps", error))?;
-        let mappings = largest(&maps);
+        let ram = maps.lines().filter_map(mapping);
+        let ram = ram
+            .filter(|mapping| Some(mapping.len) == ram_bytes)
+            .max_by_key(|mapping| mapping.start);
+        let mappings = ram.map_or_else(|| largest(&maps), |ram| vec![ram]);
         if mappings.is_empty() {
             return Err(AdviseError::NoMemory { pid });
         }

@@ -48,6 +48,7 @@ use choose::{Choice, Goal, Question};
 use measure::Measured;
 use memory::{Folder, Image, Process};
 use model::{Load, Machine};
+use qemu::Asked;
 pub use rules::Devices;
 use rules::Rule;
 use sample::{Memory, Sample};
@@ -211,22 +212,20 @@ struct Advice {
 /// Runs the command.
 pub fn run(args: &AdviseArgs) -> Result<(), CommandError> {
     let steps = Steps::new(args.output.quiet);
-    steps.show("sampling memory");
-    let (memory, owner) = open(args)?;
-    let mut sample = Sample::draw(memory.as_ref(), args.sample, args.seed)?;
-    sample.ram_bytes = args.ram.unwrap_or(sample.ram_bytes);
-    let (owner, dirty_rate) = match &args.origin.qmp {
+    let asked = match &args.origin.qmp {
         Some(address) => {
             steps.show("asking for the version, and for the dirty rate: 1 s");
-            let asked = qemu::ask(address, args.dirty_rate.is_none())?;
-            let owner = match owner {
-                Owner::Qemu(_) => Owner::Qemu(Some(asked.version)),
-                owner => owner,
-            };
-            (owner, asked.dirty_rate)
+            // Whose socket it is comes first: nothing is said to something else.
+            let pid = qemu::process(address)?;
+            Some((pid, qemu::ask(address, args.dirty_rate.is_none())?))
         }
-        None => (owner, None),
+        None => None,
     };
+    steps.show("sampling memory");
+    let (memory, owner) = open(args, asked.as_ref())?;
+    let mut sample = Sample::draw(memory.as_ref(), args.sample, args.seed)?;
+    sample.ram_bytes = args.ram.unwrap_or(sample.ram_bytes);
+    let dirty_rate = asked.and_then(|(_, asked)| asked.dirty_rate);
     let dirty_rate = args.dirty_rate.map(|rate| rate as f64).or(dirty_rate);
     // The other host first: on the same one, memory that this process has had would come back warm.
     let other = match &args.to {
@@ -247,29 +246,32 @@ pub fn run(args: &AdviseArgs) -> Result<(), CommandError> {
     args.output.print(&advice, || text::text(&advice))
 }
 
-/// The memory, and whose it is.
-fn open(args: &AdviseArgs) -> Result<(Box<dyn Memory>, Owner), CommandError> {
+/// The memory, and whose it is. `asked` is what the process behind a QMP socket has said.
+fn open(
+    args: &AdviseArgs,
+    asked: Option<&(u32, Asked)>,
+) -> Result<(Box<dyn Memory>, Owner), CommandError> {
     let origin = &args.origin;
-    let of_process = |pid| -> Result<(Box<dyn Memory>, Owner), CommandError> {
+    let pid = asked.map(|(pid, _)| *pid).or(origin.pid);
+    if let Some(pid) = pid {
         let owner = match memory::name_of(pid) {
             Some(name) if name.contains("hotlift") => Owner::Hotlift,
-            Some(name) if name.contains("qemu") || name.contains("kvm") => Owner::Qemu(None),
+            Some(name) if name.contains("qemu") || name.contains("kvm") => {
+                Owner::Qemu(asked.map(|(_, asked)| asked.version))
+            }
             _ => Owner::Unknown,
         };
-        Ok((Box::new(Process::open(pid)?), owner))
-    };
-    match (origin.pid, &origin.qmp, &origin.file) {
-        (Some(pid), ..) => of_process(pid),
-        (_, Some(address), _) => of_process(qemu::process(address)?),
-        (_, _, Some(path)) if path.is_dir() => {
-            let folder = Folder::read(path, args.sample, args.seed)?;
-            Ok((Box::new(folder), Owner::Unknown))
-        }
-        (_, _, path) => {
-            let path = path.clone().unwrap_or_default();
-            Ok((Box::new(Image::open(&path)?), Owner::Unknown))
-        }
+        let ram_bytes = asked.and_then(|(_, asked)| asked.ram_bytes);
+        return Ok((Box::new(Process::open(pid, ram_bytes)?), owner));
     }
+    let path = origin.file.clone().unwrap_or_default();
+    Ok(match path.is_dir() {
+        true => (
+            Box::new(Folder::read(&path, args.sample, args.seed)?),
+            Owner::Unknown,
+        ),
+        false => (Box::new(Image::open(&path)?), Owner::Unknown),
+    })
 }
 
 impl AdviseArgs {

@@ -53,6 +53,8 @@ pub fn process(address: &QmpAddress) -> Result<u32, AdviseError> {
 /// What a QEMU says of itself.
 pub struct Asked {
     pub version: Version,
+    /// Bytes of its RAM, without what was plugged in; `None` if it does not say.
+    pub ram_bytes: Option<u64>,
     /// Pages that its guest dirties in a second; `None` of a QEMU before 5.2, which does not measure it.
     pub dirty_rate: Option<f64>,
 }
@@ -63,6 +65,11 @@ pub fn ask(address: &QmpAddress, dirty_rate: bool) -> Result<Asked, CommandError
         Qemu::connect(address, ANSWER).map_err(|source| CommandError::qmp("source", source))?;
     Ok(Asked {
         version: qemu.version(),
+        ram_bytes: qemu
+            .client()
+            .execute("query-memory-size-summary", &serde_json::Value::Null)
+            .ok()
+            .and_then(|summary| summary["base-memory"].as_u64()),
         dirty_rate: match dirty_rate {
             true => measure_dirty_rate(&mut qemu)?,
             false => None,

@@ -322,6 +322,8 @@ fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
     let advice = advise(&["--qmp", text(&path), "--bandwidth=1gbit"]);
     let name = advice["sample"]["memory"].as_str().expect("a name");
     assert!(name.contains(&qemu.0.id().to_string()), "{name}");
+    // Its RAM, and not the translated code of TCG, which is a larger mapping.
+    assert_eq!(advice["sample"]["ram_bytes"], 64 << 20);
     assert!(
         advice["reasons"][3]
             .as_str()
