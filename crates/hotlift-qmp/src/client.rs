@@ -93,9 +93,18 @@ impl Client {
             last_id: 0,
             timeout: ANSWER,
         };
-        match client.message("greeting", deadline, timeout)? {
-            Message::Greeting(greeting) => client.greeting = greeting,
-            _ => return Err(protocol("greeting", "no greeting came first")),
+        loop {
+            match client.message("greeting", deadline, timeout)? {
+                Message::Greeting(greeting) => {
+                    client.greeting = greeting;
+                    break;
+                }
+                // QEMU 10.0 tells whoever connects in the moment of its start of it first.
+                Message::Event(event) => client.queue(event),
+                Message::Return(..) | Message::Error(..) => {
+                    return Err(protocol("greeting", "an answer that nobody asked for"));
+                }
+            }
         }
         client.execute("qmp_capabilities", &Value::Null)?;
         Ok(client)

@@ -119,6 +119,20 @@ fn an_answer_is_told_from_the_events_before_it_and_the_events_are_kept() {
 }
 
 #[test]
+fn events_may_come_before_the_greeting_and_answers_may_not() {
+    let fake = Fake::new(|peer| {
+        peer.say(r#"{"timestamp":{"seconds":7,"microseconds":0},"event":"RESUME"}"#);
+        peer.greet();
+    });
+    let mut client = fake.connect().unwrap();
+    assert_eq!(client.greeting()["version"]["qemu"]["major"], 10);
+    assert_eq!(client.poll_event().unwrap().unwrap().name, "RESUME");
+    let fake = Fake::new(|peer| peer.say(r#"{"return": {}}"#));
+    let error = fake.connect().unwrap_err();
+    assert!(matches!(error, QmpError::Protocol { .. }), "{error}");
+}
+
+#[test]
 fn a_refusal_carries_command_class_and_words_in_one_line() {
     let fake = Fake::new(|peer| {
         peer.greet();
