@@ -372,8 +372,11 @@ fn the_other_suites_run_small() {
         let suite = format!("--suite={suite}");
         let (status, said) = bench(folder.path(), &[&suite, "--dry-run"]).wait();
         assert!(status.success(), "{said:#?}");
-        let last = said.last().and_then(|line| line.split(' ').next());
-        let count = last.and_then(|count| count.parse::<usize>().ok());
+        // Standard error's lines come in between as they like.
+        let count = said.iter().find_map(|line| {
+            let (count, _) = line.split_once(" cells, ")?;
+            count.parse::<usize>().ok()
+        });
         count.unwrap_or_else(|| panic!("no number of cells in {said:#?}"))
     };
     let each = ["dsa", "multithread", "iaa", "qat", "legacy-rework"].map(cells);
