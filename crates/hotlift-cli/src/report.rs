@@ -293,10 +293,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
             done_by(jobs),
         ]);
     }
-    align(&mut table);
-    if let Some(column) = table.column_mut(6) {
-        column.set_cell_alignment(CellAlignment::Left);
-    }
+    align_with_words(&mut table, 6);
     Some(format!("jobs\n{table}"))
 }
 
@@ -381,5 +378,13 @@ pub fn new_table(header: &[&str]) -> Table {
 pub fn align(table: &mut Table) {
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
+    }
+}
+
+/// The same, and column `words` to the left, too.
+pub fn align_with_words(table: &mut Table, words: usize) {
+    align(table);
+    if let Some(column) = table.column_mut(words) {
+        column.set_cell_alignment(CellAlignment::Left);
     }
 }

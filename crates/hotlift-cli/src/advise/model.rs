@@ -512,7 +512,7 @@ fn dirtied(writes: f64, set: f64, sent: f64) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
     const NONE: Costs = Costs {
@@ -537,7 +537,8 @@ mod tests {
         }
     }
 
-    fn machine(cores: f64, bandwidth: f64) -> Machine {
+    /// Two hosts alike, with a link of so many bytes a second.
+    pub fn machine(cores: f64, bandwidth: f64) -> Machine {
         Machine {
             source_cores: cores,
             destination_cores: cores,

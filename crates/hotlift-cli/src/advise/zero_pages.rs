@@ -115,24 +115,13 @@ pub fn decide(
 mod tests {
     use super::super::choose::Goal;
     use super::super::measure::Candidate;
-    use super::super::model::{Codec, Costs, PAGES_OF_A_GIB};
+    use super::super::model::{Codec, Costs, PAGES_OF_A_GIB, tests as model};
     use super::*;
 
     fn machine(look: f64) -> Machine {
         Machine {
-            source_cores: 2.0,
-            destination_cores: 2.0,
-            source_share: 1.0,
-            destination_share: 1.0,
-            same_host: false,
-            zero_scan: 0.1,
             look,
-            send: 0.3,
-            receive: 0.25,
-            first_touch: 0.25,
-            bandwidth: f64::INFINITY,
-            round_trip: 0.0,
-            relays: None,
+            ..model::machine(2.0, f64::INFINITY)
         }
     }
 

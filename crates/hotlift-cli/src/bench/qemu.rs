@@ -98,11 +98,7 @@ impl Program {
     /// Whether it knows how many bytes a method left: 7.2 counts 4096 for each page of a channel, whatever was
     /// sent for it (0.99 is its ratio of every method); from 8.1 on the bytes that a channel writes are counted.
     fn counts_packed_bytes(&self) -> bool {
-        let mut numbers = self.version.split(['.', ' ']).map(str::parse::<u32>);
-        match (numbers.next(), numbers.next()) {
-            (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= (8, 1),
-            _ => true,
-        }
+        is_from(&self.version, (8, 1))
     }
 
     /// Runs `cell` once.
@@ -246,8 +242,16 @@ impl Program {
 
 /// Whether a QEMU of that version starts ELF programs by their PVH entry.
 fn boots_pvh(version: &str) -> bool {
-    let major = version.split('.').next().and_then(|text| text.parse().ok());
-    major.is_none_or(|major: u32| major >= 4)
+    is_from(version, (4, 0))
+}
+
+/// Whether `version` is `first` (major, minor) or a later one; so is one that cannot be read.
+fn is_from(version: &str, first: (u32, u32)) -> bool {
+    let mut numbers = version.split(['.', ' ']).map(str::parse);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= first,
+        _ => true,
+    }
 }
 
 /// What no QEMU can be asked for.

@@ -8,7 +8,6 @@
 use hotlift_mem::{Backing, RamBlock};
 
 use super::cell::Cell;
-use super::machine;
 
 /// Memory that is given back when this is dropped.
 pub struct Warm(#[expect(dead_code, reason = "held")] Option<RamBlock>);
@@ -20,9 +19,8 @@ impl Warm {
         if far || cell.migration.options().is_ok_and(is_early) {
             return Self(None);
         }
-        let held = usize::try_from(cell.guest.ram).ok();
-        let held = held.filter(|_| cell.memory(true) <= machine::available());
-        let block = held.and_then(|bytes| {
+        // That both guests fit has been looked at, and the destination takes what is given back here.
+        let block = usize::try_from(cell.guest.ram).ok().and_then(|bytes| {
             let block = RamBlock::new("warm", bytes, Backing::Private).ok()?;
             block.populate(0, bytes).ok()?;
             Some(block)

@@ -7,7 +7,7 @@ use hotlift_vmm::workload::Workload;
 use super::{Block, Column, DOWN_MS, MBPS, NONE, Published, SOURCE_CPU, Sheet, Suite, TOTAL_MS};
 use crate::bench::record::{Completed, Record, ThreadCounts, whos};
 use crate::bench::stats;
-use crate::report::{align, new_table};
+use crate::report::{align_with_words, new_table};
 
 const COLUMNS: &[Column] = &[TOTAL_MS, DOWN_MS, MBPS, SOURCE_CPU];
 
@@ -123,10 +123,7 @@ fn waits(records: &[Record], sheet: &mut Sheet) {
             }
         }
     }
-    align(&mut table);
-    if let Some(column) = table.column_mut(1) {
-        column.set_cell_alignment(comfy_table::CellAlignment::Left);
-    }
+    align_with_words(&mut table, 1);
     let caption = "what the kernel counted, per GiB of pages with content".to_owned();
     sheet.tables.push((caption, table));
 }

@@ -28,7 +28,7 @@ use crate::args::GuestArgs;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
 use crate::progress::bytes;
-use crate::report::{align, new_table};
+use crate::report::{align_with_words, new_table};
 
 /// A published table.
 #[derive(Debug)]
@@ -330,10 +330,7 @@ impl Suite {
                 line(&who, figures);
             }
         }
-        align(&mut shown);
-        if let Some(column) = shown.column_mut(1) {
-            column.set_cell_alignment(comfy_table::CellAlignment::Left);
-        }
+        align_with_words(&mut shown, 1);
         let mut sheet = Sheet {
             published: format!("{}; on {}", self.source, self.machine),
             differs: self.differences(records),
