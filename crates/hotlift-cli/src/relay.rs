@@ -161,7 +161,7 @@ impl Relay<'_> {
         };
         let hooks = Hooks {
             on_progress: Some(&show),
-            has_let_go: None,
+            ..Hooks::default()
         };
         let outcome = self.interrupt.cancelling(&control, || {
             hotlift::relay::relay(

@@ -131,7 +131,7 @@ fn relay(
     };
     let hooks = Hooks {
         on_progress: Some(&show),
-        has_let_go: None,
+        ..Hooks::default()
     };
     let outgoing = Address::Unix {
         path: socket.to_owned(),

@@ -267,7 +267,7 @@ impl Host<'_> {
         };
         let hooks = Hooks {
             on_progress: Some(&note),
-            has_let_go: None,
+            ..Hooks::default()
         };
         let outcome = thread::scope(|scope| {
             let relay = scope.spawn(|| {

@@ -75,6 +75,7 @@ impl Moving<'_> {
         let hooks = Hooks {
             on_progress: Some(&note),
             has_let_go: Some(&has_let_go),
+            ..Hooks::default()
         };
         thread::scope(|scope| {
             let relay = scope.spawn(|| {

@@ -46,7 +46,7 @@ pub(super) fn run(
     let beginning = read_setup(&mut input, &mut decoder, &early)?;
     let pass_through = |arrivals, input: &MainInput<'_>, why| match outgoing {
         Outgoing::Address(address) => {
-            pass_through::run(arrivals, input, address, settings, control, why)
+            pass_through::run(arrivals, input, address, settings, control, hooks, why)
         }
         Outgoing::File { .. } => Err(FileError::CannotBeSaved { reason: why }.into()),
     };

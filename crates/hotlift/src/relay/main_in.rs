@@ -61,7 +61,7 @@ impl<'a> MainReader<'a> {
         self.open(opening)?;
         while !self.next()? {}
         if self.upstream.is_relay {
-            tail::of_relay(self.session, self.upstream, &mut self.input)
+            tail::of_relay(self.session, self.upstream, &mut self.input, hooks)
         } else {
             let input = &mut self.input;
             tail::of_qemu(self.session, self.upstream, input, hooks, late_channel)

@@ -207,6 +207,17 @@ pub enum LetGo {
     NotYet,
 }
 
+/// What somebody who can ask the destination otherwise knows of the guest there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Taken {
+    /// The destination has the guest.
+    Yes,
+    /// It does not have it, and never will: it has failed, or its process has ended.
+    Never,
+    /// Not known (yet).
+    Unknown,
+}
+
 /// What the caller wants to know, and knows better.
 #[derive(Default, Clone, Copy)]
 pub struct Hooks<'a> {
@@ -215,6 +226,12 @@ pub struct Hooks<'a> {
     /// Asked every few milliseconds, once all is loaded. Without it the source has let go when it
     /// closes its main channel, which a cancel in that moment looks like, too.
     pub has_let_go: Option<&'a (dyn Fn() -> LetGo + Sync)>,
+    /// Called once, before the first byte goes out at which the destination may run the guest. Whoever
+    /// could end the destination by accident makes sure here that it no longer does.
+    pub on_commit: Option<&'a (dyn Fn() + Sync)>,
+    /// Asked while the destination, told to run the guest, has not said on the stream what became of
+    /// it. Without it only the stream tells.
+    pub has_taken: Option<&'a (dyn Fn() -> Taken + Sync)>,
 }
 
 /// A moment of a relay.

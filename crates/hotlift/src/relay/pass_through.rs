@@ -13,7 +13,7 @@ use std::time::Duration;
 use super::accept::Arrivals;
 use super::main_input::MainInput;
 use super::session::{Call, Carried};
-use super::{RelaySettings, closed};
+use super::{Hooks, RelaySettings, closed};
 use crate::control::{Control, Status};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
@@ -39,6 +39,7 @@ pub(super) fn run(
     to: &Address,
     settings: &RelaySettings,
     control: &Control,
+    hooks: Hooks<'_>,
     why: String,
 ) -> Result<Carried, MigrationError> {
     if arrivals.has_channels() {
@@ -51,6 +52,10 @@ pub(super) fn run(
     let timeout = settings.outgoing.handshake_timeout;
     let since = arrivals.since;
     let first = to.connect_for(control, timeout)?;
+    // Where EOF is in the stream is not known here.
+    if let Some(on_commit) = hooks.on_commit {
+        on_commit();
+    }
     (&first)
         .write_all(input.everything())
         .map_err(|source| broken(source, "sending to the destination"))?;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use hotlift_methods::Accelerator;
 use hotlift_wire::return_path::ReturnMessage;
 
+use super::Hooks;
 use super::batch::Batch;
 use super::sink::Sink;
 use crate::barrier::Barrier;
@@ -267,8 +268,12 @@ impl<'a> Session<'a> {
         )
     }
 
-    /// EOF goes out: from here on a failure does not say who has the guest.
-    pub(super) fn release(&self) {
+    /// EOF goes out: from here on a failure does not say who has the guest, and no cancel is heard.
+    pub(super) fn release(&self, hooks: Hooks<'_>) {
+        self.tell();
+        if let Some(on_commit) = hooks.on_commit {
+            on_commit();
+        }
         self.released.store(true, Ordering::Release);
     }
 

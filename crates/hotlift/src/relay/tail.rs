@@ -61,7 +61,7 @@ pub(super) fn of_qemu(
     session.tell();
     upstream.answer_surely(&encode(&[ReturnMessage::Shut(0)]))?;
     await_let_go(session, upstream, input, hooks)?;
-    session.release();
+    session.release(hooks);
     session.sink.commit(&tail[eof..])
 }
 
@@ -171,6 +171,7 @@ pub(super) fn of_relay(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
+    hooks: Hooks<'_>,
 ) -> Result<(), MigrationError> {
     // Of all before the PING that announces a checksum.
     let mut awaited = None;
@@ -188,7 +189,7 @@ pub(super) fn of_relay(
                     if !is_loaded {
                         return Err(unexpected("EOF before the devices were loaded"));
                     }
-                    return end_of_relay(session, upstream, input);
+                    return end_of_relay(session, upstream, input, hooks);
                 }
                 input.take(consumed);
                 match event {
@@ -246,9 +247,10 @@ fn end_of_relay(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
+    hooks: Hooks<'_>,
 ) -> Result<(), MigrationError> {
     // From here on the guest may run nowhere else.
-    session.release();
+    session.release(hooks);
     let mut end = Vec::new();
     let (mut searched, mut candidates) = (0, Vec::new());
     loop {

@@ -71,6 +71,7 @@ impl Relay {
             let hooks = Hooks {
                 on_progress: None,
                 has_let_go: has_let_go.as_deref().map(|hook| hook as _),
+                ..Hooks::default()
             };
             let incoming = Incoming::Listener(&listener);
             let to = Outgoing::Address(&to);
