@@ -17,6 +17,7 @@
 //! | `qatzip/` | gzip members with QAT's extra field |
 //! | `lz4/` | an LZ4 block a packet, between two Hotlifts |
 //! | `accelerator` | whether one may run, and what has run |
+//! | `environment` | whether this process may take settings from its environment |
 //! | `library` | libraries that are opened at run time |
 //! | `software` | pages and members to deflate without an accelerator |
 //! | `isal/` | ISA-L's igzip, opened at run time |
@@ -37,6 +38,7 @@
 #![cfg(target_pointer_width = "64")]
 
 mod accelerator;
+pub mod environment;
 mod error;
 mod isal;
 pub mod legacy;
