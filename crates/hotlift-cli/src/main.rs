@@ -15,6 +15,7 @@ mod migrate;
 mod migration_args;
 mod monitor;
 mod output_args;
+mod output_file;
 mod pair;
 mod progress;
 mod qemu;
