@@ -19,6 +19,7 @@
 //! | `accelerator` | whether one may run, and what has run |
 //! | `environment` | whether this process may take settings from its environment |
 //! | `library` | libraries that are opened at run time |
+//! | `memory` | how much memory a peer may make its receiver take |
 //! | `software` | pages and members to deflate without an accelerator |
 //! | `isal/` | ISA-L's igzip, opened at run time |
 //! | `libdeflate` | whole streams, both ways |
@@ -29,7 +30,8 @@
 //!
 //! A payload comes from a peer and may hold anything. A decoder writes no byte outside the runs it was
 //! given, fills them exactly or returns an error, and allocates nothing that the peer can choose the
-//! size of beyond the window of [`ZSTD_WINDOW_LOG_MAX`]. After an error the runs hold anything, and
+//! size of beyond the window of [`ZSTD_WINDOW_LOG_MAX`], and of that no more than
+//! [`Decode::limit_memory`] allows. After an error the runs hold anything, and
 //! the channel's state is lost: every later call fails with [`MethodError::Failed`].
 //!
 //! Buffers grow to the largest packet that needs them and stay; nothing is allocated for each packet.
@@ -45,6 +47,7 @@ pub mod legacy;
 mod libdeflate;
 mod library;
 mod lz4;
+mod memory;
 mod none;
 mod pagewise;
 pub mod qatzip;
@@ -58,6 +61,7 @@ mod zstd;
 
 pub use accelerator::{Accelerator, EncoderSettings, Hardware, Jobs, RunsOn};
 pub use error::MethodError;
+pub use memory::{MemoryLimit, OverMemoryLimit};
 pub use table::{METHODS, MethodInfo, Unit, method};
 pub use zstd::WINDOW_LOG_MAX as ZSTD_WINDOW_LOG_MAX;
 
@@ -101,6 +105,12 @@ pub trait Decode: Send {
     /// Whatever is wrong with the payload, see [`MethodError`]; a payload with fewer or more bytes
     /// than the runs hold, and one with input left over, are errors too.
     fn decode(&mut self, payload: &[u8], pages: &[GuestRun<'_>]) -> Result<(), MethodError>;
+
+    /// Counts what the payloads make this decoder allocate in `limit`, from now on. What does not fit is
+    /// [`MethodError::Memory`].
+    fn limit_memory(&mut self, _limit: &MemoryLimit) {
+        // Only zstd's streams choose it.
+    }
 
     /// What was done so far, and by what.
     fn jobs(&self) -> Jobs {

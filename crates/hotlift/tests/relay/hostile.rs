@@ -380,7 +380,8 @@ fn a_set_up_that_does_not_end_is_cut_off() {
     while main.len() < 17 << 20 {
         encoder.command(Command::Ping(7), &mut main).unwrap();
     }
-    assert_refused(&[case("17 MiB of PINGs", &[&main], "length of the set-up")]);
+    let wanted = "number of commands in the set-up";
+    assert_refused(&[case("17 MiB of PINGs", &[&main], wanted)]);
 }
 
 #[test]
