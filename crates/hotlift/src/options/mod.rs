@@ -101,7 +101,7 @@ pub struct Options {
     pub multifd_packet_size: u32,
     /// Most multifd channels that a relay takes from a source, 1 to 255.
     pub max_channels: u8,
-    /// Most bytes that a source can make its receiver take, besides [`CHANNEL_MEMORY`] for each channel.
+    /// Most bytes that a source can make its receiver take, besides 1 MiB for each channel.
     pub memory_limit: u64,
     /// How long a started handshake or a silent peer is waited for.
     pub handshake_timeout: Duration,
