@@ -15,6 +15,7 @@ mod migrate;
 mod migration_args;
 mod monitor;
 mod output_args;
+mod output_file;
 mod pair;
 mod progress;
 mod qemu;
@@ -25,9 +26,11 @@ mod save;
 mod serve;
 mod signals;
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use hotlift_methods::environment;
 
 /// Moves the memory of a running virtual machine between hosts.
 #[derive(Parser)]
@@ -155,6 +158,10 @@ enum GuestCommand {
 }
 
 fn main() -> ExitCode {
+    if !environment::is_trusted() {
+        // TMPDIR is a stranger's. It fails only if it was set before, and nothing else sets it.
+        let _ = tempfile::env::override_temp_dir(Path::new("/tmp"));
+    }
     let outcome = match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => bench::run(&args),

@@ -99,20 +99,72 @@ fn help(option: &OptionInfo) -> String {
     )
 }
 
+/// The flag of an option.
+fn flag(option: &OptionInfo) -> Arg {
+    let arg = Arg::new(option.name)
+        .long(option.name)
+        .value_name("VALUE")
+        .help(help(option))
+        .help_heading("Migration");
+    match option.alias {
+        Some(alias) => arg.visible_alias(alias),
+        None => arg,
+    }
+}
+
+/// A value that was refused, as clap shows it.
+fn refused(error: &OptionError) -> clap::Error {
+    clap::Error::raw(
+        clap::error::ErrorKind::ValueValidation,
+        format!("{error}\n"),
+    )
+}
+
+/// What bounds a source, for commands whose other options the source or its file decides.
+#[derive(Debug, Clone, Default)]
+pub struct LimitArgs(Options);
+
+/// The options among them.
+const LIMITS: [&str; 2] = ["max-channels", "memory-limit"];
+
+impl LimitArgs {
+    /// All other options have their defaults.
+    pub fn options(&self) -> Options {
+        self.0.clone()
+    }
+}
+
+impl Args for LimitArgs {
+    fn augment_args(command: Command) -> Command {
+        let limits = OPTIONS.iter().filter(|one| LIMITS.contains(&one.name));
+        command.args(limits.map(flag))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for LimitArgs {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut options = Options::default();
+        for name in LIMITS {
+            if let Some(value) = matches.get_one::<String>(name) {
+                options.set(name, value).map_err(|error| refused(&error))?;
+            }
+        }
+        Ok(Self(options))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
 impl Args for MigrationArgs {
     fn augment_args(command: Command) -> Command {
-        let options = OPTIONS.iter().map(|option| {
-            let arg = Arg::new(option.name)
-                .long(option.name)
-                .value_name("VALUE")
-                .help(help(option))
-                .help_heading("Migration");
-            match option.alias {
-                Some(alias) => arg.visible_alias(alias),
-                None => arg,
-            }
-        });
-        command.args(options).arg(
+        command.args(OPTIONS.iter().map(flag)).arg(
             Arg::new("level")
                 .long("level")
                 .value_name("LEVEL")
@@ -136,12 +188,7 @@ impl FromArgMatches for MigrationArgs {
                 .collect(),
             level: value("level"),
         };
-        args.options().map_err(|error| {
-            clap::Error::raw(
-                clap::error::ErrorKind::ValueValidation,
-                format!("{error}\n"),
-            )
-        })?;
+        args.options().map_err(|error| refused(&error))?;
         Ok(args)
     }
 
@@ -176,6 +223,19 @@ mod tests {
             assert!(text.contains(&option.values.to_string()), "{}", option.name);
             parse(&[&format!("--{}", option.name), option.default]).unwrap();
         }
+    }
+
+    #[test]
+    fn limits_are_the_tables_and_are_checked_alike() {
+        let parse = |flags: &[&str]| {
+            let command = LimitArgs::augment_args(Command::new("t"));
+            let matches = command.try_get_matches_from(std::iter::once(&"t").chain(flags))?;
+            LimitArgs::from_arg_matches(&matches).map(|limits| limits.options())
+        };
+        let options = parse(&["--max-channels=255", "--memory-limit", "1G"]).unwrap();
+        assert_eq!((options.max_channels, options.memory_limit), (255, 1 << 30));
+        let error = parse(&["--max-channels=0"]).unwrap_err().to_string();
+        assert!(error.contains("between 1 and 255"), "{error}");
     }
 
     #[test]

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::error::CommandError;
 use crate::events::Check;
+use crate::output_file;
 
 /// Columns that a table may take where it can be made narrower.
 const TERMINAL_WIDTH: u16 = 100;
@@ -364,7 +365,7 @@ pub fn write_json(path: &Path, runs: &[Run]) -> Result<(), CommandError> {
     };
     let mut text = serde_json::to_string_pretty(runs).map_err(|error| failed(error.into()))?;
     text.push('\n');
-    std::fs::write(path, text).map_err(failed)
+    output_file::write(path, text.as_bytes()).map_err(failed)
 }
 
 /// An empty table with a header.

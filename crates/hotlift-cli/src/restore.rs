@@ -14,6 +14,7 @@ use hotlift_qmp::QmpAddress;
 
 use crate::args::error_line;
 use crate::error::CommandError;
+use crate::migration_args::LimitArgs;
 use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes};
 use crate::qemu::destination::Destination;
@@ -45,6 +46,8 @@ pub struct RestoreArgs {
     multifd_channels: u8,
     #[command(flatten)]
     output: OutputArgs,
+    #[command(flatten)]
+    limits: LimitArgs,
     /// Command line of the QEMU to start; '-incoming defer' and a QMP socket are added
     #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
     command: Vec<OsString>,
@@ -65,7 +68,7 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let folder = private_folder()?;
     let socket = folder.path().join("incoming");
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
-    let settings = incoming::relay_settings(&mut destination, args.multifd_channels)?;
+    let settings = incoming::relay_settings(&mut destination, args.multifd_channels, &args.limits)?;
     let report = match relay(args, &settings, &socket, &interrupt) {
         Ok(report) => report,
         Err(MigrationError::Cancelled) => return Err(CommandError::Interrupted),

@@ -17,6 +17,7 @@ use hotlift_qmp::server::Events;
 use crate::advise::survey;
 use crate::args::error_line;
 use crate::error::CommandError;
+use crate::migration_args::LimitArgs;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
 use crate::progress::bytes;
 use crate::qemu::control::{Answer, ControlError, Conversation, Guest, Hello, Opening};
@@ -52,6 +53,8 @@ pub struct ServeArgs {
     quiet: bool,
     #[command(flatten)]
     control: ControlArgs,
+    #[command(flatten)]
+    limits: LimitArgs,
     /// Command line of the QEMU to start when a source has come; '-incoming defer' and a QMP socket
     /// are added
     #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
@@ -233,7 +236,7 @@ impl Host<'_> {
         destination: &mut Destination,
         socket: &Path,
     ) -> Result<(Listener, u16, RelaySettings), CommandError> {
-        let settings = incoming::relay_settings(destination, hello.channels)?;
+        let settings = incoming::relay_settings(destination, hello.channels, &self.args.limits)?;
         incoming::listen(destination, hello.channels, &hello.alike, socket)?;
         let address = Address::Tcp {
             host: self.host.to_owned(),

@@ -26,6 +26,9 @@ pub struct EncoderSettings {
     /// The receiver is a Hotlift, which reads everything that the method can write. A QEMU reads
     /// less where it lacks an accelerator (see `uadk`).
     pub to_hotlift: bool,
+    /// Most bytes behind a page that it refers back to, which its receiver has to keep; only zstd's levels
+    /// from 4 on refer to earlier packets at a distance of their own.
+    pub window_max: usize,
 }
 
 impl EncoderSettings {
@@ -36,6 +39,7 @@ impl EncoderSettings {
             level,
             accelerator: Accelerator::Off,
             to_hotlift: true,
+            window_max: usize::MAX,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! What can go wrong with a packet's payload.
 
+use crate::memory::OverMemoryLimit;
+
 /// Why a packet could not be compressed or decompressed, or a method not be set up.
 ///
 /// `method` is always the name of the method as in [`METHODS`](crate::METHODS).
@@ -109,6 +111,15 @@ pub enum MethodError {
         method: &'static str,
         /// The library's words.
         reason: &'static str,
+    },
+    /// The payload asks for more memory than there is for it.
+    #[error("{method}: the stream's window is too large")]
+    Memory {
+        /// Name of the method.
+        method: &'static str,
+        /// What it asks for, and what there is.
+        #[source]
+        source: OverMemoryLimit,
     },
     /// An earlier packet of the channel failed, so the state that this one needs is lost.
     #[error("{method}: an earlier packet of this channel could not be decoded")]

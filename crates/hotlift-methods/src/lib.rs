@@ -17,7 +17,9 @@
 //! | `qatzip/` | gzip members with QAT's extra field |
 //! | `lz4/` | an LZ4 block a packet, between two Hotlifts |
 //! | `accelerator` | whether one may run, and what has run |
+//! | `environment` | whether this process may take settings from its environment |
 //! | `library` | libraries that are opened at run time |
+//! | `memory` | how much memory a peer may make its receiver take |
 //! | `software` | pages and members to deflate without an accelerator |
 //! | `isal/` | ISA-L's igzip, opened at run time |
 //! | `libdeflate` | whole streams, both ways |
@@ -28,7 +30,8 @@
 //!
 //! A payload comes from a peer and may hold anything. A decoder writes no byte outside the runs it was
 //! given, fills them exactly or returns an error, and allocates nothing that the peer can choose the
-//! size of beyond the window of [`ZSTD_WINDOW_LOG_MAX`]. After an error the runs hold anything, and
+//! size of beyond the window of [`ZSTD_WINDOW_LOG_MAX`], and of that no more than
+//! [`Decode::limit_memory`] allows. After an error the runs hold anything, and
 //! the channel's state is lost: every later call fails with [`MethodError::Failed`].
 //!
 //! Buffers grow to the largest packet that needs them and stay; nothing is allocated for each packet.
@@ -37,12 +40,14 @@
 #![cfg(target_pointer_width = "64")]
 
 mod accelerator;
+pub mod environment;
 mod error;
 mod isal;
 pub mod legacy;
 mod libdeflate;
 mod library;
 mod lz4;
+mod memory;
 mod none;
 mod pagewise;
 pub mod qatzip;
@@ -56,6 +61,7 @@ mod zstd;
 
 pub use accelerator::{Accelerator, EncoderSettings, Hardware, Jobs, RunsOn};
 pub use error::MethodError;
+pub use memory::{MemoryLimit, OverMemoryLimit};
 pub use table::{METHODS, MethodInfo, Unit, method};
 pub use zstd::WINDOW_LOG_MAX as ZSTD_WINDOW_LOG_MAX;
 
@@ -99,6 +105,12 @@ pub trait Decode: Send {
     /// Whatever is wrong with the payload, see [`MethodError`]; a payload with fewer or more bytes
     /// than the runs hold, and one with input left over, are errors too.
     fn decode(&mut self, payload: &[u8], pages: &[GuestRun<'_>]) -> Result<(), MethodError>;
+
+    /// Counts what the payloads make this decoder allocate in `limit`, from now on. What does not fit is
+    /// [`MethodError::Memory`].
+    fn limit_memory(&mut self, _limit: &MemoryLimit) {
+        // Only zstd's streams choose it.
+    }
 
     /// What was done so far, and by what.
     fn jobs(&self) -> Jobs {

@@ -4,33 +4,45 @@
 //! for the life of the process.
 
 use std::ffi::OsString;
+use std::path::Path;
 
 use libloading::Library;
+
+use crate::environment;
 
 /// An open library.
 pub(crate) struct Opened(Library);
 
-/// Opens the library with that soname, or the file that the environment variable names instead.
+/// Opens the library with that soname, or the file that the environment variable names instead, where the
+/// environment is trusted ([`environment`]).
 ///
 /// # Errors
 ///
-/// What the loader said.
+/// What the loader said, or that the file is named by no absolute path.
 ///
 /// # Safety
 ///
 /// The library's constructors must be sound to run; an operator who names a file vouches for it.
 pub(crate) unsafe fn open(soname: &str, variable: Option<&str>) -> Result<Opened, String> {
+    let file = file(soname, variable);
+    // The loader looks up what has no slash, and takes what has one from the working folder.
+    if let Some(variable) = variable.filter(|_| file != soname)
+        && !Path::new(&file).is_absolute()
+    {
+        return Err(format!(
+            "{variable} is '{}', which is no absolute path",
+            file.display()
+        ));
+    }
     // SAFETY: the caller's promise.
-    let library =
-        unsafe { Library::new(file(soname, variable)) }.map_err(|error| reason(&error))?;
+    let library = unsafe { Library::new(file) }.map_err(|error| reason(&error))?;
     Ok(Opened(library))
 }
 
 /// What [`open`] opens: the file that the environment variable names, or the soname.
 pub(crate) fn file(soname: &str, variable: Option<&str>) -> OsString {
     variable
-        .and_then(std::env::var_os)
-        .filter(|file| !file.is_empty())
+        .and_then(environment::variable)
         .unwrap_or_else(|| OsString::from(soname))
 }
 

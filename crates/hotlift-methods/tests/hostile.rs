@@ -3,7 +3,9 @@
 mod support;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::{Accelerator, Decode, EncoderSettings, METHODS, MethodError, method};
+use hotlift_methods::{
+    Accelerator, Decode, EncoderSettings, METHODS, MemoryLimit, MethodError, method,
+};
 use libz_sys::{Z_FINISH, Z_NO_FLUSH, Z_SYNC_FLUSH};
 use support::qemu::{ZlibWriter, ZstdWriter, zstd_frame_with_window_log};
 use support::{CANARY, LAYOUTS, Layout, Noise, Place, contents, zlib_stream};
@@ -367,4 +369,63 @@ fn a_zstd_window_beyond_the_limit_is_an_error() {
         .expect_err("beyond the limit");
     assert!(matches!(error, MethodError::Damaged { .. }), "{error}");
     assert_eq!(place.pages(), vec![b'w'; PAGE_SIZE]);
+}
+
+/// What a relay lets a source with so many channels take by default, less the payloads of random pages.
+fn limit(channels: usize) -> MemoryLimit {
+    MemoryLimit::new((64 << 20) + channels * ((1 << 20) - 128 * PAGE_SIZE))
+}
+
+/// One decoder each for so many channels that begin with `payload`, which is a packet of `pages`.
+fn share(channels: usize, payload: &[u8], pages: &[u8]) -> Result<(), MethodError> {
+    let limit = limit(channels);
+    let mut decoders: Vec<_> = (0..channels).map(|_| decoder("zstd")).collect();
+    for decoder in &mut decoders {
+        decoder.limit_memory(&limit);
+        let place = Place::new(pages.len() / PAGE_SIZE, Layout::Whole);
+        decoder.decode(payload, &place.runs())?;
+        assert!(place.pages() == pages);
+    }
+    drop(decoders);
+    assert_eq!(limit.used(), 0);
+    Ok(())
+}
+
+#[test]
+fn windows_of_qemus_levels_fit_and_more_than_is_allowed_is_refused() {
+    let pages = contents("alternating", 128, 0);
+    for level in 1..=20 {
+        let payload = ZstdWriter::new(level).packet(&pages);
+        // Level 20 has windows of 32 MiB.
+        let channels = if level == 20 { 2 } else { 8 };
+        for channels in 1..=channels {
+            share(channels, &payload, &pages).unwrap_or_else(|error| panic!("{level}: {error}"));
+        }
+    }
+    let payload = ZstdWriter::new(20).packet(&pages);
+    let error = share(3, &payload, &pages).unwrap_err();
+    let MethodError::Memory { source, .. } = error else {
+        panic!("{error}");
+    };
+    assert!(source.wanted > 32 << 20, "{source}");
+    assert!(source.to_string().contains("--memory-limit"), "{source}");
+}
+
+#[test]
+fn windows_of_our_own_channels_fit_whatever_their_number_and_level() {
+    let pages = contents("alternating", 128, 0);
+    let zstd = method("zstd").expect("zstd");
+    for level in 0..=20 {
+        for channels in [1, 2, 3, 8, 16, 17, 64, 255] {
+            let settings = EncoderSettings {
+                window_max: (64 << 20) / channels,
+                ..EncoderSettings::software(level)
+            };
+            let mut encoder = (zstd.encoder)(&settings).expect("zstd");
+            let mut payload = Vec::new();
+            encoder.encode(&pages, &mut payload).expect("zstd");
+            share(channels, &payload, &pages)
+                .unwrap_or_else(|error| panic!("level {level}, {channels} channels: {error}"));
+        }
+    }
 }

@@ -11,6 +11,7 @@
 mod address;
 mod client;
 mod error;
+mod http;
 mod lines;
 mod migration;
 mod qemu;
@@ -19,6 +20,7 @@ pub mod server;
 pub use address::QmpAddress;
 pub use client::{Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
 pub use error::{QmpError, one_line};
+pub use http::{HTTP, is_http};
 pub use lines::{Line, Lines, Socket};
 pub use migration::{MigrateInfo, RamInfo};
 pub use qemu::{Qemu, RunState, Version, parse_uuid};

@@ -1,6 +1,7 @@
 //! What a server promises its clients, and what no client can do to it.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -468,4 +469,99 @@ fn a_server_that_ends_sends_what_it_has_answered_and_closes() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(UnixStream::connect(served.path()).is_err());
+}
+
+/// A server on a loopback address, and its port.
+fn on_tcp() -> (Arc<Echo>, Clients, std::net::SocketAddr) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let (commands, events) = (Arc::new(Echo::default()), Events::new());
+    let echo = Arc::clone(&commands);
+    let serve = Arc::new(move |socket| {
+        let _ = serve_client(socket, &json!({ "package": "test" }), &*commands, &events);
+    });
+    let clients = Clients::serve(BoundSocket::Tcp(listener), TOO_MANY_CLIENTS, serve);
+    (echo, clients.unwrap(), address)
+}
+
+/// What the server says to `bytes` until it closes the connection; `None` if it does not.
+fn answer_to(mut stream: impl Read + Write, bytes: &[u8]) -> Option<String> {
+    // It may have closed before all was written.
+    let _ = stream.write_all(bytes);
+    let mut answer = Vec::new();
+    match stream.read_to_end(&mut answer) {
+        Err(error) if error.kind() != ErrorKind::ConnectionReset => None,
+        Ok(_) | Err(_) => Some(String::from_utf8_lossy(&answer).into_owned()),
+    }
+}
+
+const NEGOTIATE_AND_ECHO: &str =
+    "{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"echo\",\"arguments\":{}}\n";
+
+/// What a browser sends for `fetch(url, {method: 'POST', mode: 'no-cors', body})`.
+fn post(body: &str) -> Vec<u8> {
+    format!(
+        "POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain;charset=UTF-8\r\n\
+         Content-Length: {}\r\nOrigin: http://example.org\r\n\r\n{body}",
+        body.len()
+    )
+    .into_bytes()
+}
+
+#[test]
+fn an_http_request_is_not_obeyed_on_either_kind_of_socket() {
+    let (echo, _clients, address) = on_tcp();
+    let served = Served::new();
+    // Whole, and from its headers or body on, as behind a proxy that has taken the rest.
+    let whole = post(NEGOTIATE_AND_ECHO);
+    let from_host = &whole[b"POST / HTTP/1.1\r\n".len()..];
+    for bytes in [&whole[..], from_host] {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        answer_to(stream, bytes).expect("the connection is closed");
+        let stream = UnixStream::connect(served.path()).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        let said = answer_to(stream, bytes).expect("the connection is closed");
+        assert!(!said.contains("return"), "{said}");
+    }
+    for commands in [&echo, &served.commands] {
+        assert_eq!(
+            commands.0.load(Ordering::Relaxed),
+            0,
+            "a browser was obeyed"
+        );
+    }
+    served.lives();
+}
+
+#[test]
+fn on_tcp_what_is_no_qmp_ends_a_connection_before_the_negotiation_and_not_after_it() {
+    let (echo, _clients, address) = on_tcp();
+    let connect = || {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream
+    };
+    for strange in ["hello\n", "\u{16}\u{3}\u{1} ", "[1]", "{\"x\"]\n", "7 "] {
+        let bytes = [strange, NEGOTIATE_AND_ECHO].concat();
+        answer_to(connect(), bytes.as_bytes()).expect("the connection is closed");
+        assert_eq!(echo.0.load(Ordering::Relaxed), 0, "{strange:?}");
+    }
+    // An object with a wrong command is QMP, and a client that has negotiated may mistype.
+    let mut client = BufReader::new(connect());
+    let mut ask = |text: &str| {
+        client.get_mut().write_all(text.as_bytes()).unwrap();
+        let mut line = String::new();
+        client.read_line(&mut line).unwrap();
+        serde_json::from_str::<Value>(&line).unwrap_or_else(|_| panic!("{line:?}"))
+    };
+    assert!(ask("").get("QMP").is_some());
+    for (text, is_error) in [
+        ("{\"execute\":\"echo\"}\n", true),
+        ("{\"execute\":\"qmp_capabilities\"}\n", false),
+        ("hello\n", true),
+        ("{\"execute\":\"echo\"}\n", false),
+    ] {
+        assert_eq!(ask(text).get("error").is_some(), is_error, "{text}");
+    }
 }

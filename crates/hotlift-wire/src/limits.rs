@@ -33,6 +33,13 @@ pub const VM_DESCRIPTION: usize = 16 << 20;
 /// the longest record with its own header.
 pub const MAIN_RECORD: usize = 16 << 20 | 1024;
 
+/// Most commands before the list of RAM blocks. QEMU sends three at most.
+pub const SETUP_COMMANDS: usize = 64;
+
+/// Most places behind RAM that look like the start of a VM description. Three bytes of a device's state must be
+/// right by accident; a source that makes them wants the positions kept.
+pub const DESCRIPTION_STARTS: usize = 4096;
+
 /// Longest message on the return path, in bytes: `migration.c` reads into a buffer of 512.
 pub const RETURN_PATH_PAYLOAD: usize = 512;
 

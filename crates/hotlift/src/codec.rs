@@ -1,7 +1,9 @@
 //! A multifd channel's half of its method, with the names that its errors carry.
 
 use hotlift_mem::GuestRun;
-use hotlift_methods::{Accelerator, Decode, Encode, Jobs, MethodError, MethodInfo, RunsOn};
+use hotlift_methods::{
+    Accelerator, Decode, Encode, Jobs, MemoryLimit, MethodError, MethodInfo, RunsOn,
+};
 
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
@@ -60,18 +62,20 @@ impl Encoder {
 }
 
 impl Decoder {
-    /// The half of channel `id`; `None` for method none.
+    /// The half of channel `id`, whose payloads take no more than `memory` has; `None` for method none.
     pub(crate) fn new(
         id: u8,
         method: &MethodInfo,
         accelerator: Accelerator,
+        memory: &MemoryLimit,
         control: &Control,
     ) -> Result<Option<Self>, MigrationError> {
         if method.flag == 0 {
             return Ok(None);
         }
         let mut side = Side::new(id, control);
-        let decoder = (method.decoder)(accelerator).map_err(|source| side.not_made(source))?;
+        let mut decoder = (method.decoder)(accelerator).map_err(|source| side.not_made(source))?;
+        decoder.limit_memory(memory);
         side.tell(decoder.jobs(), decoder.runs_on());
         Ok(Some(Self { decoder, side }))
     }

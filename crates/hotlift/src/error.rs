@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use hotlift_idxd::queue::QueueError;
 use hotlift_mem::MemError;
-use hotlift_methods::MethodError;
+use hotlift_methods::{MethodError, OverMemoryLimit};
 use hotlift_wire::WireError;
 use hotlift_wire::multifd::Method;
 
@@ -116,6 +116,15 @@ pub enum MigrationError {
         #[source]
         source: MethodError,
     },
+    /// What a source sends does not fit in the memory that it may choose to take.
+    #[error("what {channel} sends takes too much memory")]
+    MemoryLimit {
+        /// The channel.
+        channel: Channel,
+        /// What it takes, and what there is.
+        #[source]
+        source: OverMemoryLimit,
+    },
     /// A page on the main channel (XBZRLE, `compress`) did not decode.
     #[error("the page at {offset:#x} of RAM block '{block}' failed")]
     Page {
@@ -211,6 +220,11 @@ impl MigrationError {
             doing: "opening the migration",
             source,
         }
+    }
+
+    /// What comes on `channel` does not fit in what a source may choose to take.
+    pub(crate) fn memory(channel: Channel, source: OverMemoryLimit) -> Self {
+        Self::MemoryLimit { channel, source }
     }
 
     /// A connection began with something that opens no migration.

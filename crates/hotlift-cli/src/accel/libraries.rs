@@ -1,6 +1,8 @@
 //! The vendors' libraries, as the table of methods names them.
 
-use hotlift_methods::{Hardware, method};
+use std::ffi::OsStr;
+
+use hotlift_methods::{Hardware, environment, method};
 use serde::Serialize;
 
 use super::Gap;
@@ -71,9 +73,9 @@ impl Library {
 /// The file that the library was opened from. The loader may have found it anywhere; the process's own
 /// mappings say where.
 fn file_of(host: &Host, hardware: &Hardware) -> Option<String> {
-    let given = std::env::var(hardware.variable).ok();
-    let wanted = given.as_deref().filter(|file| !file.is_empty());
-    let wanted = wanted.unwrap_or(hardware.library).rsplit('/').next()?;
+    let given = environment::variable(hardware.variable);
+    let given = given.as_deref().and_then(OsStr::to_str);
+    let wanted = given.unwrap_or(hardware.library).rsplit('/').next()?;
     // The soname is a link to a file with more numbers behind: libqpl.so.1 to libqpl.so.1.9.0.
     let stem = wanted.split(".so").next()?;
     let maps = host.read("/proc/self/maps")?;

@@ -369,6 +369,7 @@ fn make(
             level: level.unwrap_or(method.default_level),
             accelerator,
             to_hotlift: true,
+            window_max: usize::MAX,
         };
         let failed = |source| AdviseError::Method {
             method: method.name,

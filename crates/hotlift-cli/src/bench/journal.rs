@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::record::Record;
 use crate::error::CommandError;
+use crate::output_file;
 
 /// The file, and what could not be written to it yet.
 #[derive(Debug)]
@@ -25,7 +26,7 @@ impl Journal {
         let path = folder.join("runs.jsonl");
         let open = || {
             std::fs::create_dir_all(folder)?;
-            OpenOptions::new().create(true).append(true).open(&path)
+            output_file::open(&path, OpenOptions::new().create(true).append(true))
         };
         match open() {
             Ok(file) => Ok(Self {

@@ -72,7 +72,7 @@ impl Image {
         settings: &FillSettings,
     ) -> Result<(File, Filling), CommandError> {
         let failed = |source| CommandError::Write {
-            path: std::env::temp_dir(),
+            path: tempfile::env::temp_dir(),
             source,
         };
         let mut kept = self.0.borrow_mut();

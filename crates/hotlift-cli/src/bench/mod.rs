@@ -43,6 +43,7 @@ use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
 
 use crate::args::{GuestArgs, GuestChoice, RamBackend};
 use crate::error::CommandError;
+use crate::output_file;
 use crate::pair::Place;
 use crate::progress::bytes;
 use crate::signals::Interrupt;
@@ -311,7 +312,7 @@ fn print(records: &[Record]) -> Result<(), CommandError> {
 fn write_report(folder: &Path, records: &[Record]) -> Result<String, CommandError> {
     let path = folder.join("report.html");
     std::fs::create_dir_all(folder)
-        .and_then(|()| std::fs::write(&path, report::html(records)))
+        .and_then(|()| output_file::write(&path, report::html(records).as_bytes()))
         .map_err(|source| CommandError::Write {
             path: path.clone(),
             source,

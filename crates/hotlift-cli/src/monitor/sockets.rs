@@ -1,6 +1,6 @@
 //! Where clients of a monitor connect, and who may.
 
-use std::io;
+use std::io::{self, Write};
 use std::net::{TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -94,8 +94,7 @@ impl ControlArgs {
             let (commands, events) = (Arc::clone(commands), events.clone());
             let version = common::version();
             self.listen(address, TOO_MANY_CLIENTS, &mut monitors, move |socket| {
-                // The client has gone, whatever the reason.
-                let _ = serve_client(socket, &version, &*commands, &events);
+                serve_client(socket, &version, &*commands, &events)
             })?;
         }
         match &self.monitor {
@@ -103,7 +102,7 @@ impl ControlArgs {
             Some(MonitorAddress::Socket(address)) => {
                 let commands = Arc::clone(commands);
                 self.listen(address, TOO_MANY_PEOPLE, &mut monitors, move |socket| {
-                    let _ = hmp::serve_client(&*commands, socket);
+                    hmp::serve_client(&*commands, socket)
                 })?;
             }
             Some(MonitorAddress::Stdio) => {
@@ -130,13 +129,22 @@ impl ControlArgs {
         address: &QmpAddress,
         refusal: &'static [u8],
         monitors: &mut Monitors,
-        serve: impl Fn(hotlift_qmp::Socket) + Send + Sync + 'static,
+        serve: impl Fn(hotlift_qmp::Socket) -> io::Result<()> + Send + Sync + 'static,
     ) -> Result<(), CommandError> {
         let failed = |source| CommandError::Serve {
             address: address.to_string(),
             source,
         };
         let (bound, file) = self.bind(address).map_err(failed)?;
+        let place = address.to_string();
+        let serve = move |socket| match serve(socket) {
+            // Told even if nobody reads it: a browser that comes here was sent by somebody.
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                let _ = writeln!(io::stderr(), "hotlift: a client of {place}: {error}");
+            }
+            // The client has gone, whatever the reason.
+            Ok(()) | Err(_) => {}
+        };
         let clients = Clients::serve(bound, refusal, Arc::new(serve)).map_err(failed)?;
         monitors._clients.push(clients);
         monitors._files.extend(file);

@@ -10,6 +10,7 @@ use super::destination::{Destination, at_destination};
 use super::settings;
 use super::uuid::Uuid;
 use crate::error::CommandError;
+use crate::migration_args::LimitArgs;
 
 /// Whether the guest of a machine of this type and UUID can run in `destination` at all. QEMU itself
 /// finds out more, but only at the end.
@@ -56,10 +57,11 @@ pub fn listen(
     destination.listen(&capabilities, &parameters, socket)
 }
 
-/// Settings of the relay that such a QEMU is given its stream by.
+/// Settings of the relay that such a QEMU is given its stream by, whose source is held to `limits`.
 pub fn relay_settings(
     destination: &mut Destination,
     channels: u8,
+    limits: &LimitArgs,
 ) -> Result<RelaySettings, CommandError> {
     let uuid = destination.uuid()?;
     let qemu = destination.qemu().version();
@@ -68,7 +70,7 @@ pub fn relay_settings(
             multifd: Some(channels > 0),
             multifd_channels: channels.max(1),
             max_bandwidth: 0,
-            ..Options::default()
+            ..limits.options()
         },
         // Lists of zero pages in packets are read by QEMU 9.0 and later only.
         zero_pages: Some(if (qemu.major, qemu.minor) >= (9, 0) && channels > 0 {

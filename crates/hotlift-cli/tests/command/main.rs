@@ -5,6 +5,7 @@ mod accelerated;
 mod advise;
 mod bench;
 mod demo;
+mod environment;
 mod guest_run;
 mod hmp;
 mod hotlift;

@@ -34,6 +34,8 @@ const OTHERS: &[(&str, &str, bool)] = &[
     ("xbzrle-cache-size", "8192", false),
     ("x-hotlift-accelerator", "\"off\"", false),
     ("x-hotlift-mem-prealloc", "true", false),
+    ("x-hotlift-max-channels", "65", false),
+    ("x-hotlift-memory-limit", "1048576", false),
 ];
 
 fn value(text: &str) -> Value {

@@ -1,6 +1,7 @@
 //! Who may connect to a monitor, and what no client can do to a migration.
 
-use std::io::Write;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 
@@ -98,4 +99,75 @@ fn hostile_clients_do_a_migration_no_harm() {
     // It checks its guest's memory at its end.
     destination.tell("quit", &json!({}));
     assert_eq!(destination.wait_end(), Some(0));
+}
+
+/// A loopback address whose port nobody has.
+fn free_address() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap()
+}
+
+/// What comes back on a connection until it is closed, or until what came has `end` in it.
+fn hear(stream: &TcpStream, end: &str) -> String {
+    let mut stream = stream;
+    stream
+        .set_read_timeout(Some(crate::machine::DEADLINE))
+        .unwrap();
+    let (mut said, mut chunk) = (Vec::new(), [0; 4096]);
+    loop {
+        match stream.read(&mut chunk) {
+            Ok(0) => break,
+            Ok(length) => said.extend_from_slice(&chunk[..length]),
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
+            Err(error) => panic!("{error}"),
+        }
+        if !end.is_empty() && String::from_utf8_lossy(&said).contains(end) {
+            break;
+        }
+    }
+    String::from_utf8_lossy(&said).into_owned()
+}
+
+#[test]
+fn a_web_page_that_posts_to_a_monitor_on_tcp_is_not_obeyed() {
+    let (qmp, hmp) = (free_address(), free_address());
+    let flags = [format!("--qmp=tcp:{qmp}"), format!("--monitor=tcp:{hmp}")];
+    let mut args = vec!["guest", "run", "--guest=threads", "--ram=16M"];
+    args.extend(flags.iter().map(String::as_str));
+    let mut guest = Hotlift::start(&args);
+    guest.wait_for("pages with data");
+    for (address, body, greeting) in [
+        (
+            qmp,
+            "{\"execute\":\"qmp_capabilities\"}\r\n{\"execute\":\"quit\"}\r\n",
+            "QMP",
+        ),
+        (hmp, "\r\nquit\r\n", "monitor"),
+    ] {
+        let start = std::time::Instant::now();
+        let mut page = loop {
+            match TcpStream::connect(address) {
+                Ok(stream) => break stream,
+                // It may still be about to listen.
+                Err(error) => assert!(start.elapsed() < crate::machine::DEADLINE, "{error}"),
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        };
+        let post = format!(
+            "POST / HTTP/1.1\r\nHost: {address}\r\nContent-Type: text/plain\r\n\
+             Content-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        // It may have closed before all was written.
+        let _ = page.write_all(post.as_bytes());
+        hear(&page, "");
+        guest.wait_for("HTTP");
+        // It is still there, for its clients.
+        let client = TcpStream::connect(address).unwrap();
+        assert!(hear(&client, greeting).contains(greeting));
+    }
+    let mut client = TcpStream::connect(hmp).unwrap();
+    client.write_all(b"quit\n").unwrap();
+    let (status, said) = guest.wait();
+    assert_eq!(status.code(), Some(0), "{said:?}");
 }

@@ -276,6 +276,27 @@ impl Vm {
         }
     }
 
+    /// Waits until the migration has had a status: it is told as an event, and is not missed if it has
+    /// passed.
+    pub fn says(&mut self, status: &str) {
+        let start = Instant::now();
+        let mut said = Vec::new();
+        while start.elapsed() < DEADLINE {
+            let event = self.qmp.wait_event(DEADLINE).expect("the monitor is there");
+            let event = event.unwrap_or_else(|| panic!("{}", self.explain("no event")));
+            if event.name == "MIGRATION" {
+                said.push(event.data["status"].as_str().unwrap_or_default().to_owned());
+            }
+            if said.last().is_some_and(|last| last == status) {
+                return;
+            }
+        }
+        panic!(
+            "{}",
+            self.explain(&format!("waited for '{status}', got {said:?}"))
+        );
+    }
+
     /// Whether vCPUs run here.
     pub fn is_running(&mut self) -> bool {
         self.qmp.query_status().is_ok_and(|state| state.running)

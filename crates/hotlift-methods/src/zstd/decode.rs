@@ -16,14 +16,15 @@ use std::ptr::NonNull;
 
 use hotlift_mem::GuestRun;
 use zstd_sys::{
-    ZSTD_DCtx, ZSTD_DCtx_setParameter, ZSTD_createDCtx, ZSTD_dParameter, ZSTD_decompressDCtx,
-    ZSTD_decompressStream, ZSTD_findFrameCompressedSize, ZSTD_freeDCtx, ZSTD_getFrameContentSize,
-    ZSTD_inBuffer, ZSTD_outBuffer,
+    ZSTD_DCtx, ZSTD_DCtx_setParameter, ZSTD_createDCtx_advanced, ZSTD_dParameter,
+    ZSTD_decompressDCtx, ZSTD_decompressStream, ZSTD_findFrameCompressedSize, ZSTD_freeDCtx,
+    ZSTD_getFrameContentSize, ZSTD_inBuffer, ZSTD_outBuffer,
 };
 
+use super::memory::Memory;
 use super::{NAME, WINDOW_LOG_MAX, check, failed};
 use crate::target::{Extent, Target};
-use crate::{Decode, MethodError};
+use crate::{Decode, MemoryLimit, MethodError};
 
 /// A channel's decompressor.
 pub(super) struct Decoder {
@@ -33,6 +34,8 @@ pub(super) struct Decoder {
     wants: usize,
     /// One packet's pages, for a closed frame whose pages are scattered. Grows to the largest packet.
     scratch: Vec<u8>,
+    /// Behind the context, which uses it to its end.
+    memory: Memory,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,14 +57,16 @@ unsafe impl Send for Decoder {}
 
 impl Decoder {
     pub(super) fn new() -> Result<Self, MethodError> {
-        // SAFETY: no preconditions; null is checked.
-        let context = NonNull::new(unsafe { ZSTD_createDCtx() })
+        let memory = Memory::new();
+        // SAFETY: the functions are a pair for this state, which outlives the context; null is checked.
+        let context = NonNull::new(unsafe { ZSTD_createDCtx_advanced(memory.custom()) })
             .ok_or_else(|| failed("make a decompression context", "out of memory"))?;
         let decoder = Self {
             context,
             state: State::BetweenFrames,
             wants: 0,
             scratch: Vec::new(),
+            memory,
         };
         // SAFETY: the context is live and owned.
         let set = unsafe {
@@ -183,7 +188,13 @@ impl Decoder {
             let wants = check(unsafe {
                 ZSTD_decompressStream(self.context.as_ptr(), &raw mut output, &raw mut *input)
             })
-            .map_err(damaged)?;
+            .map_err(|reason| match self.memory.refused() {
+                Some(source) => MethodError::Memory {
+                    method: NAME,
+                    source,
+                },
+                None => damaged(reason),
+            })?;
             // No input and nothing held back: libzstd counts such calls as errors of the caller, and
             // gives them no meaning between frames, so they must not change the state.
             if (input.pos, output.pos) == before {
@@ -210,6 +221,10 @@ impl Decode for Decoder {
             self.state = State::Failed;
         }
         result
+    }
+
+    fn limit_memory(&mut self, limit: &MemoryLimit) {
+        self.memory.limit(limit);
     }
 }
 

@@ -4,18 +4,21 @@ use std::ptr::NonNull;
 
 use zstd_sys::{
     ZSTD_CCtx, ZSTD_CCtx_setParameter, ZSTD_EndDirective, ZSTD_cParameter, ZSTD_compress2,
-    ZSTD_compressBound, ZSTD_compressStream2, ZSTD_createCCtx, ZSTD_freeCCtx, ZSTD_inBuffer,
-    ZSTD_outBuffer,
+    ZSTD_compressBound, ZSTD_compressStream2, ZSTD_createCCtx, ZSTD_freeCCtx, ZSTD_getCParams,
+    ZSTD_inBuffer, ZSTD_outBuffer,
 };
 
 use super::{NAME, check, failed};
-use crate::{Encode, MethodError, table};
+use crate::{Encode, EncoderSettings, MethodError, table};
 
 /// A channel's compressor: the context with all its tables, kept for the whole migration.
 pub(super) struct Encoder {
     context: NonNull<ZSTD_CCtx>,
     framing: Framing,
 }
+
+/// Least window of libzstd, in bytes (`ZSTD_WINDOWLOG_MIN`).
+const WINDOW_MIN: usize = 1 << 10;
 
 /// How packets become frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +46,8 @@ fn framing(level: u8) -> Framing {
 unsafe impl Send for Encoder {}
 
 impl Encoder {
-    pub(super) fn new(level: u8) -> Result<Self, MethodError> {
+    pub(super) fn new(settings: &EncoderSettings) -> Result<Self, MethodError> {
+        let level = settings.level;
         // SAFETY: no preconditions; null is checked.
         let context = NonNull::new(unsafe { ZSTD_createCCtx() })
             .ok_or_else(|| failed("make a compression context", "out of memory"))?;
@@ -60,6 +64,19 @@ impl Encoder {
             )
         };
         check(set).map_err(|reason| failed("set the level", reason))?;
+        if encoder.framing == Framing::Open
+            && let Some(window_log) = smaller_window(level, settings.window_max)
+        {
+            // SAFETY: the context is live and owned.
+            let set = unsafe {
+                ZSTD_CCtx_setParameter(
+                    encoder.context.as_ptr(),
+                    ZSTD_cParameter::ZSTD_c_windowLog,
+                    window_log,
+                )
+            };
+            check(set).map_err(|reason| failed("limit the window", reason))?;
+        }
         Ok(encoder)
     }
 
@@ -110,6 +127,14 @@ impl Encoder {
             out.reserve(left.max(1));
         }
     }
+}
+
+/// The window of a stream, as a power of two, if it may not have its level's.
+fn smaller_window(level: u8, most: usize) -> Option<i32> {
+    // SAFETY: a pure function; a size of 0 is one that is not known.
+    let levels = unsafe { ZSTD_getCParams(level.into(), 0, 0) }.windowLog;
+    let most = most.max(WINDOW_MIN).ilog2();
+    (most < levels).then(|| most.cast_signed())
 }
 
 impl Encode for Encoder {

@@ -9,6 +9,7 @@
 
 mod decode;
 mod encode;
+mod memory;
 
 use std::ffi::CStr;
 use std::ops::RangeInclusive;
@@ -26,12 +27,13 @@ pub(crate) const LEVELS: RangeInclusive<u8> = 0..=20;
 /// Largest window that a received stream may ask for, as a power of two of bytes: 128 MiB, the limit
 /// of libzstd's own streaming decoder (`ZSTD_WINDOWLOG_LIMIT_DEFAULT`) and so of every QEMU.
 ///
-/// It bounds the only memory whose size a peer chooses. QEMU's levels need at most 2^25 bytes.
+/// It bounds the only memory whose size a peer chooses; how much all channels together may choose,
+/// [`Decode::limit_memory`] says. QEMU's levels need at most 2^25 bytes.
 pub const WINDOW_LOG_MAX: u8 = 27;
 
 pub(crate) fn encoder(settings: &EncoderSettings) -> Result<Box<dyn Encode>, MethodError> {
     table::check_level(NAME, &LEVELS, settings.level)?;
-    Ok(Box::new(encode::Encoder::new(settings.level)?))
+    Ok(Box::new(encode::Encoder::new(settings)?))
 }
 
 pub(crate) fn decoder(_accelerator: Accelerator) -> Result<Box<dyn Decode>, MethodError> {

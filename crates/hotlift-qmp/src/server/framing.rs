@@ -3,6 +3,8 @@
 
 use serde_json::Value;
 
+use crate::http::is_http;
+
 /// Longest request, in bytes. QEMU's limit is 64 MiB (`MAX_TOKEN_SIZE`); the longest request that there
 /// is has some hundred bytes, and a parsed value takes up to 16 times its text, for each client.
 pub const MAX_REQUEST: usize = 64 << 10;
@@ -40,6 +42,8 @@ pub(super) enum Found {
     Value(Value),
     /// Something that is none, and why.
     Nonsense(String),
+    /// A browser speaks: the rest of the stream is not looked at.
+    Http,
     /// A limit was exceeded, and which one: the rest of the stream is not looked at.
     TooMuch(&'static str),
 }
@@ -114,6 +118,7 @@ fn parse(bytes: &[u8]) -> Found {
     };
     match serde_json::from_str(text) {
         Ok(value) => Found::Value(value),
+        Err(_) if is_http(bytes) => Found::Http,
         Err(error) => Found::Nonsense(format!("JSON parse error, {error}")),
     }
 }

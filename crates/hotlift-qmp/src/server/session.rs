@@ -9,11 +9,15 @@ use serde_json::{Map, Value, json};
 use super::commands::{Commands, Refusal};
 use super::framing::{Found, Framing};
 use super::outbox::{Events, Outbox, line};
+use crate::http::HTTP;
 use crate::lines::Socket;
 
 /// What a client hears that is one too many.
 pub const TOO_MANY_CLIENTS: &[u8] =
     b"{\"error\": {\"class\": \"GenericError\", \"desc\": \"too many clients: end another one first\"}}\r\n";
+
+/// What one hears on TCP that does not begin as a client does.
+const NO_QMP: &str = "the first bytes are no QMP: the connection is closed";
 
 /// Read at once.
 const CHUNK: usize = 4 << 10;
@@ -21,8 +25,12 @@ const CHUNK: usize = 4 << 10;
 /// Serves `socket` until its client goes or asks for too much. `version` is what the greeting says, as
 /// `query-version` has it.
 ///
+/// What is no QMP is answered with an error, as QEMU does. On TCP it ends the connection, if it comes before
+/// the negotiation: every program of the host and every page in its browsers reaches such a socket. HTTP
+/// ends it always.
+///
 /// # Errors
-/// The system's reason why the client cannot be served at all.
+/// The system's reason why the client cannot be served at all; [`io::ErrorKind::InvalidData`] if it is none.
 pub fn serve_client(
     socket: Socket,
     version: &Value,
@@ -41,8 +49,7 @@ pub fn serve_client(
             negotiated: false,
         };
         let _gone = Gone(events, &outbox);
-        session.run(version, &socket, &outbox, events);
-        Ok(())
+        session.run(version, &socket, &outbox, events)
     })
 }
 
@@ -68,31 +75,42 @@ impl Session<'_> {
         socket: &Arc<Socket>,
         outbox: &Arc<Outbox>,
         events: &Events,
-    ) {
+    ) -> io::Result<()> {
         // No command may be executed out of band, so that capability is not offered.
         let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
         if !outbox.answer(line(&greeting)) {
-            return;
+            return Ok(());
         }
+        let is_tcp = matches!(**socket, Socket::Tcp(_));
         let mut framing = Framing::default();
         let mut chunk = [0; CHUNK];
         loop {
             let length = match (&**socket).read(&mut chunk) {
-                Ok(0) => return,
+                Ok(0) => return Ok(()),
                 Ok(length) => length,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(_) => return,
+                Err(_) => return Ok(()),
             };
             framing.push(&chunk[..length]);
             while let Some(found) = framing.next() {
                 let was_negotiated = self.negotiated;
+                let must_be_qmp = is_tcp && !was_negotiated;
+                let stranger = |why: &'static str| {
+                    outbox.answer(line(&refused(None, &Refusal::generic(why))));
+                    Err(io::Error::new(io::ErrorKind::InvalidData, why))
+                };
                 let (answer, is_end) = match found {
+                    Found::Http => return stranger(HTTP),
+                    Found::Nonsense(_) if must_be_qmp => return stranger(NO_QMP),
+                    Found::Value(value) if must_be_qmp && !value.is_object() => {
+                        return stranger(NO_QMP);
+                    }
                     Found::Value(request) => (self.answer(&request), false),
                     Found::Nonsense(why) => (refused(None, &Refusal::generic(why)), false),
                     Found::TooMuch(why) => (refused(None, &Refusal::generic(why)), true),
                 };
                 if !outbox.answer(line(&answer)) || is_end {
-                    return;
+                    return Ok(());
                 }
                 if self.negotiated && !was_negotiated {
                     events.add(outbox, socket);

@@ -102,7 +102,8 @@ pub fn put_packaged_head(length: usize, out: &mut Vec<u8>) -> Result<(), WireErr
 ///
 /// The tail is complete when some EOF is followed by a description whose length reaches exactly to
 /// the last byte, and which is a JSON text. `from` is the position up to which an earlier, shorter
-/// tail was searched for candidates, whose positions `candidates` keeps: every byte is looked at once.
+/// tail was searched for candidates, whose positions `candidates` keeps: every byte is looked at once. Of
+/// more candidates than [`limits::DESCRIPTION_STARTS`] the later ones do not end a tail.
 pub fn complete_tail(tail: &[u8], from: &mut usize, candidates: &mut Vec<usize>) -> Option<usize> {
     let end = tail.len().saturating_sub(1 + DESCRIPTION_HEAD);
     while *from < end {
@@ -111,6 +112,7 @@ pub fn complete_tail(tail: &[u8], from: &mut usize, candidates: &mut Vec<usize>)
         if tail[at] == EOF
             && tail[at + 1] == VM_DESCRIPTION
             && tail[at + 1 + DESCRIPTION_HEAD] == b'{'
+            && candidates.len() < limits::DESCRIPTION_STARTS
         {
             candidates.push(at);
         }

@@ -33,6 +33,7 @@ impl<'a> ChannelReceiver<'a> {
             id,
             options.multifd_compression,
             options.accelerator,
+            &session.memory,
             &session.control,
         )?;
         Ok(Self {

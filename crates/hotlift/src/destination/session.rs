@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::DirtyBitmap;
+use hotlift_methods::MemoryLimit;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::ReturnMessage;
@@ -27,6 +28,8 @@ pub(super) struct Session<'a> {
     pub guest: &'a dyn Guest,
     pub options: &'a Options,
     pub control: Control,
+    /// What the source can make this side take.
+    pub memory: MemoryLimit,
     pub method: Method,
     pub accepted: Accepted,
     /// The guest's RAM blocks, as packets name them.
@@ -69,6 +72,7 @@ impl<'a> Session<'a> {
             guest,
             options,
             control,
+            memory: options.memory(options.channels().into()),
             method,
             blocks,
             written,

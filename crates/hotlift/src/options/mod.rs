@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::compress;
-use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodInfo};
+use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MemoryLimit, MethodInfo};
 use hotlift_wire::multifd::PacketLayout;
 
 pub use qmp::{OLDER_NAMES, OUR_PREFIX, OlderName, QmpRefusal, QmpType, qmp_option};
@@ -99,6 +99,10 @@ pub struct Options {
     pub multifd_normal_page_ratio: u8,
     /// Pages of one packet, in bytes; a multiple of the page.
     pub multifd_packet_size: u32,
+    /// Most multifd channels that a relay takes from a source, 1 to 255.
+    pub max_channels: u8,
+    /// Most bytes that a source can make its receiver take, besides 1 MiB for each channel.
+    pub memory_limit: u64,
     /// How long a started handshake or a silent peer is waited for.
     pub handshake_timeout: Duration,
 }
@@ -143,10 +147,18 @@ impl Default for Options {
             announce_step: 100,
             multifd_normal_page_ratio: 0,
             multifd_packet_size: 512 << 10,
+            max_channels: 64,
+            memory_limit: MEMORY_LIMIT,
             handshake_timeout: Duration::from_secs(30),
         }
     }
 }
+
+/// What a source can make its receiver take, in bytes, where nothing else is said.
+const MEMORY_LIMIT: u64 = 64 << 20;
+
+/// What it can for each channel besides: a payload is up to twice its pages, which are 512 KiB.
+pub(crate) const CHANNEL_MEMORY: usize = 1 << 20;
 
 /// Most bytes of pages in a packet, as an option and as a destination takes them from a Hotlift.
 pub(crate) const MAX_PACKET_SIZE: usize = 8 << 20;
@@ -430,7 +442,21 @@ impl Options {
                 .unwrap_or(self.multifd_compression.default_level),
             accelerator: self.accelerator,
             to_hotlift,
+            window_max: if to_hotlift {
+                // As many windows as there are channels fit the other side's memory-limit, as long as it is
+                // not lowered. A QEMU has none.
+                let limit = usize::try_from(MEMORY_LIMIT).unwrap_or(usize::MAX);
+                limit / usize::from(self.channels().max(1))
+            } else {
+                usize::MAX
+            },
         }
+    }
+
+    /// What a source with so many channels can make its receiver take.
+    pub(crate) fn memory(&self, channels: usize) -> MemoryLimit {
+        let limit = usize::try_from(self.memory_limit).unwrap_or(usize::MAX);
+        MemoryLimit::new(limit.saturating_add(channels * CHANNEL_MEMORY))
     }
 
     /// Level of the chosen method, or of `compress`; `None` if it has no levels.

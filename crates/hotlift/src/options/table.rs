@@ -475,4 +475,27 @@ pub static OPTIONS: &[OptionInfo] = &[
         help: "Populate the destination's RAM before the first page arrives",
         access: plain!(Switch, mem_prealloc),
     },
+    OptionInfo {
+        name: "max-channels",
+        alias: None,
+        kind: Kind::Ours,
+        values: number(1, 255),
+        default: "64",
+        unit: "",
+        live: false,
+        help: "Most multifd channels that a relay takes from a source",
+        access: number!(max_channels),
+    },
+    OptionInfo {
+        name: "memory-limit",
+        alias: None,
+        kind: Kind::Ours,
+        values: Values::Size,
+        default: "64M",
+        unit: "bytes",
+        live: false,
+        help: "Most memory that a source can make its receiver take, with 1M for each channel besides; \
+               packets under way and the threads' own are not in it",
+        access: number!(memory_limit),
+    },
 ];

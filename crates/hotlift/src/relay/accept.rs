@@ -40,6 +40,7 @@ pub(super) struct Arrivals<'a> {
     /// Main has come; it may have been taken.
     main_came: bool,
     multifd: Vec<(InitialPacket, Stream)>,
+    max_channels: u8,
     /// When the first was accepted.
     pub since: Instant,
 }
@@ -54,7 +55,7 @@ pub(super) struct Channels {
 }
 
 impl<'a> Arrivals<'a> {
-    pub(super) fn new(incoming: Incoming<'a>) -> Self {
+    pub(super) fn new(incoming: Incoming<'a>, max_channels: u8) -> Self {
         let (listener, unnamed) = match incoming {
             Incoming::Listener(listener) => (Some(listener), Vec::new()),
             Incoming::Connections(streams) => (None, streams),
@@ -67,6 +68,7 @@ impl<'a> Arrivals<'a> {
             main: None,
             main_came: false,
             multifd: Vec::new(),
+            max_channels,
             since: Instant::now(),
         }
     }
@@ -272,6 +274,18 @@ impl<'a> Arrivals<'a> {
                     return Err(MigrationError::opened_with(
                         Channel::Multifd(packet.id),
                         "a channel with this id",
+                    ));
+                }
+                // Ids count from 0, and a relay says how many there will be.
+                let said = packet.hello.map_or(0, |hello| hello.channels);
+                if packet.id >= self.max_channels || said > self.max_channels {
+                    return Err(MigrationError::opened_with(
+                        Channel::Multifd(packet.id),
+                        &format!(
+                            "more multifd channels than max-channels={} lets in (raise \
+                             --max-channels), ",
+                            self.max_channels
+                        ),
                     ));
                 }
                 self.multifd.push((packet, stream));

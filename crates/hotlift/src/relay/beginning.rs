@@ -129,6 +129,13 @@ pub(super) fn read_setup(
                     ReturnMessage::Pong(ping),
                 ]);
             }
+            MainEvent::Command(_) if commands.len() == limits::SETUP_COMMANDS => {
+                return Err(wire(WireError::OverLimit {
+                    what: "number of commands in the set-up",
+                    limit: limits::SETUP_COMMANDS as u64,
+                    got: commands.len() as u64 + 1,
+                }));
+            }
             MainEvent::Command(command) => commands.push(command),
             MainEvent::SectionStart {
                 kind: SectionKind::Start,

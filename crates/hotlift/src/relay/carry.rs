@@ -24,6 +24,7 @@ use crate::control::Control;
 use crate::destination::last_words;
 use crate::error::MigrationError;
 use crate::figures::Counters;
+use crate::options::CHANNEL_MEMORY;
 use crate::threads::{OnPanic, spawn};
 
 /// One migration, start to end.
@@ -36,12 +37,13 @@ pub(super) fn run(
 ) -> Result<Carried, MigrationError> {
     let timeout = settings.outgoing.handshake_timeout;
     let early = Call::early(control);
-    let mut arrivals = Arrivals::new(incoming);
+    let memory = settings.outgoing.memory(0);
+    let mut arrivals = Arrivals::new(incoming, settings.outgoing.max_channels);
     let main = arrivals.main(timeout, &early)?;
     let since = arrivals.since;
     // Booked again below, when the number of channels is known.
     let unbooked = Counters::default();
-    let mut input = MainInput::new(&main, &unbooked, timeout);
+    let mut input = MainInput::new(&main, &unbooked, timeout, &memory);
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
     let beginning = read_setup(&mut input, &mut decoder, &early)?;
     let pass_through = |arrivals, input: &MainInput<'_>, why| match outgoing {
@@ -94,7 +96,7 @@ pub(super) fn run(
         zeros_were_looked_for: hello
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
     };
-    let opened = outgoing::open(outgoing, settings, seen, &opening, control);
+    let opened = outgoing::open(outgoing, settings, seen, &opening, &memory, control);
     let sink = match opened {
         Ok(sink) => sink,
         Err(error) => {
@@ -106,6 +108,7 @@ pub(super) fn run(
         }
     };
     let multifd = channels.map_or_else(Vec::new, |Channels { streams, .. }| streams);
+    memory.raise(multifd.len() * CHANNEL_MEMORY);
     let received = Counters::of_side(multifd.len());
     if let Some(on_main) = received.last() {
         on_main.add_bytes(input.everything().len());
@@ -115,6 +118,7 @@ pub(super) fn run(
     let session = Session::new(
         control.clone(),
         settings.outgoing.accelerator,
+        memory,
         &*sink,
         upstream.multifd.len(),
         received,

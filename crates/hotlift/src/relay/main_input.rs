@@ -3,8 +3,10 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use hotlift_methods::MemoryLimit;
 use hotlift_wire::{WireError, limits};
 
+use super::memory::Held;
 use super::session::Call;
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
@@ -21,7 +23,7 @@ const READ: usize = 512 << 10;
 pub(super) struct MainInput<'a> {
     stream: &'a Stream,
     counters: &'a Counters,
-    buffer: Vec<u8>,
+    buffer: Held,
     /// The part of `buffer` that was read and not yet taken.
     unread: std::ops::Range<usize>,
     /// Until the stream is understood everything from its first byte on is kept in `buffer`, and the
@@ -33,17 +35,22 @@ pub(super) struct MainInput<'a> {
 
 /// What a [`MainInput`] has read ahead of what was taken.
 pub(super) struct ReadAhead {
-    buffer: Vec<u8>,
+    buffer: Held,
     unread: std::ops::Range<usize>,
     crc: Option<crc32fast::Hasher>,
 }
 
 impl<'a> MainInput<'a> {
-    pub(super) fn new(stream: &'a Stream, counters: &'a Counters, silence: Duration) -> Self {
+    pub(super) fn new(
+        stream: &'a Stream,
+        counters: &'a Counters,
+        silence: Duration,
+        memory: &MemoryLimit,
+    ) -> Self {
         Self {
             stream,
             counters,
-            buffer: vec![0; READ],
+            buffer: Held::with_own(vec![0; READ], memory),
             unread: 0..0,
             set_up: Some(silence),
             crc: Some(crc32fast::Hasher::new()),
@@ -132,11 +139,13 @@ impl<'a> MainInput<'a> {
         call: &Call<'_>,
     ) -> Result<bool, MigrationError> {
         if self.set_up.is_none() {
-            self.buffer.copy_within(self.unread.clone(), 0);
+            self.buffer.as_mut().copy_within(self.unread.clone(), 0);
             self.unread = 0..self.unread.len();
         }
         if self.buffer.len() < self.unread.end + room {
-            self.buffer.resize(self.unread.end + room.max(READ), 0);
+            let length = self.unread.end + room.max(READ);
+            let grown = self.buffer.grow_to(length);
+            grown.map_err(|source| MigrationError::memory(Channel::Main, source))?;
         }
         let since = Instant::now();
         while !wait_readable(self.stream.as_fd(), TICK).map_err(broken)? {
@@ -156,7 +165,7 @@ impl<'a> MainInput<'a> {
         call.check()?;
         let read = self
             .stream
-            .read_some(&mut self.buffer[self.unread.end..])
+            .read_some(&mut self.buffer.as_mut()[self.unread.end..])
             .map_err(broken)?;
         self.counters.add_bytes(read);
         self.unread.end += read;

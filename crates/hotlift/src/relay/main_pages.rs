@@ -26,7 +26,9 @@ impl<'a> MainPages<'a> {
     pub(super) fn new(session: &'a Session<'a>, ram: &RamLayout, alone: bool) -> Self {
         // Only where the pages are looked up.
         let blocks = if alone { ram.blocks.as_slice() } else { &[] };
-        let seen = blocks.iter().map(|block| PageSet::new(block.used_length));
+        let seen = blocks
+            .iter()
+            .map(|block| PageSet::new(block.used_length, &session.memory));
         Self {
             session,
             alone,
@@ -44,11 +46,11 @@ impl<'a> MainPages<'a> {
         offset: u64,
         content: PageContent<'_>,
     ) -> Result<(), MigrationError> {
-        if self.alone && !self.note(block, offset) {
+        if self.alone && !self.note(block, offset)? {
             self.settle()?;
             self.session.sink.barrier()?;
             self.barrier_passed();
-            self.note(block, offset);
+            self.note(block, offset)?;
         }
         if let PageContent::Xbzrle(delta) = content {
             self.settle()?;
@@ -75,7 +77,7 @@ impl<'a> MainPages<'a> {
     }
 
     /// Notes a page; false if it has come before.
-    fn note(&mut self, block: usize, offset: u64) -> bool {
+    fn note(&mut self, block: usize, offset: u64) -> Result<bool, MigrationError> {
         self.any_seen = true;
         self.seen[block].insert(offset)
     }

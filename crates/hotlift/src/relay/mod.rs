@@ -46,6 +46,7 @@ pub mod file;
 mod main_in;
 mod main_input;
 mod main_pages;
+mod memory;
 mod outgoing;
 mod page_set;
 mod pass_through;

@@ -3,31 +3,51 @@
 use std::sync::OnceLock;
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_methods::MemoryLimit;
+
+use crate::error::{Channel, MigrationError};
 
 /// Pages that share a bitmap, which is made when the first of them is put in: 1 GiB of RAM, 32 KiB.
 const PART: usize = 1 << 18;
+
+const PART_BYTES: usize = PART / 8;
 
 /// Pages of one RAM block.
 #[derive(Debug)]
 pub(super) struct PageSet {
     parts: Vec<OnceLock<DirtyBitmap>>,
+    memory: MemoryLimit,
 }
 
 impl PageSet {
-    /// No pages of a RAM block of `length` bytes.
-    pub(super) fn new(length: u64) -> Self {
+    /// No pages of a RAM block of `length` bytes. Those put in take their memory from `memory`.
+    pub(super) fn new(length: u64, memory: &MemoryLimit) -> Self {
         let parts = length.div_ceil((PART * PAGE_SIZE) as u64);
         Self {
             parts: (0..parts).map(|_| OnceLock::new()).collect(),
+            memory: memory.clone(),
         }
     }
 
     /// Puts in the page at byte `offset`; false if it was in, or is none of the block's.
-    pub(super) fn insert(&self, offset: u64) -> bool {
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub(super) fn insert(&self, offset: u64) -> Result<bool, MigrationError> {
         let page = usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE;
-        self.parts
-            .get(page / PART)
-            .is_some_and(|part| part.get_or_init(|| DirtyBitmap::new(PART)).set(page % PART))
+        let Some(part) = self.parts.get(page / PART) else {
+            return Ok(false);
+        };
+        if part.get().is_none() {
+            let taken = self.memory.take(PART_BYTES);
+            taken.map_err(|source| MigrationError::memory(Channel::Main, source))?;
+        }
+        let mut was_made = false;
+        let bitmap = part.get_or_init(|| {
+            was_made = true;
+            DirtyBitmap::new(PART)
+        });
+        Ok(bitmap.set(page % PART))
     }
 
     /// Takes out every page: their byte offsets, in order.
@@ -62,25 +82,29 @@ mod tests {
     #[test]
     fn pages_are_in_once_and_come_out_in_order() {
         let gib = 1 << 30;
-        let set = PageSet::new(3 * gib + 4096);
+        let set = PageSet::new(3 * gib + 4096, &MemoryLimit::new(4 * PART_BYTES));
         let pages = [3 * gib, 2 * gib - 4096, 0, 2 * gib, 63 * 4096, 64 * 4096];
-        assert!(pages.iter().all(|&page| set.insert(page)));
-        assert!(!pages.iter().any(|&page| set.insert(page)));
-        assert!(!set.insert(4 * gib), "behind the block");
+        assert!(pages.iter().all(|&page| set.insert(page).unwrap()));
+        assert!(!pages.iter().any(|&page| set.insert(page).unwrap()));
+        assert!(!set.insert(4 * gib).unwrap(), "behind the block");
         let mut sorted = pages.to_vec();
         sorted.sort_unstable();
         assert_eq!(set.take().collect::<Vec<_>>(), sorted);
         assert_eq!(set.take().count(), 0);
-        set.insert(gib);
+        set.insert(gib).unwrap();
         set.clear();
-        assert!(set.insert(gib));
+        assert!(set.insert(gib).unwrap());
     }
 
     #[test]
     fn a_large_block_takes_memory_for_what_is_in_it() {
-        let set = PageSet::new(64 << 40);
-        assert!(set.insert((64 << 40) - 4096));
+        let memory = MemoryLimit::new(2 * PART_BYTES);
+        let set = PageSet::new(64 << 40, &memory);
+        assert!(set.insert((64 << 40) - 4096).unwrap());
         let made = set.parts.iter().filter_map(OnceLock::get).count();
         assert_eq!((set.parts.len(), made), (1 << 16, 1));
+        assert_eq!(memory.used(), PART_BYTES);
+        set.insert(0).unwrap();
+        assert!(set.insert(1 << 30).is_err(), "more than there is");
     }
 }

@@ -7,6 +7,7 @@ use hotlift_methods::METHODS;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
 
+use super::memory::Held;
 use super::session::Session;
 use super::sink::ForwardPackets;
 use crate::codec::Decoder;
@@ -23,7 +24,7 @@ pub(super) struct ChannelReceiver<'a> {
     header_bytes: Vec<u8>,
     /// Made when the first packet says its method; all others must then have the same.
     decoder: Option<Decoder>,
-    payload: Vec<u8>,
+    payload: Held,
     /// The SYNC of the set-up has come, and with it everything that pages need.
     synced: bool,
     /// Passes uncompressed packets on where that may be done.
@@ -52,7 +53,7 @@ impl<'a> ChannelReceiver<'a> {
             header: PacketHeader::new(layout),
             header_bytes: vec![0; layout.header_len()],
             decoder: None,
-            payload: Vec::new(),
+            payload: Held::new(&session.memory),
             synced: false,
             forwarder: None,
         }
@@ -160,10 +161,9 @@ impl<'a> ChannelReceiver<'a> {
                 .read_exact(pages)
                 .map_err(|source| self.broken("reading pages", source));
         }
-        if self.payload.len() < length {
-            self.payload.resize(length, 0);
-        }
-        if let Err(source) = stream.read_exact(&mut self.payload[..length]) {
+        let grown = self.payload.grow_to(length);
+        grown.map_err(|source| MigrationError::memory(Channel::Multifd(self.id), source))?;
+        if let Err(source) = stream.read_exact(&mut self.payload.as_mut()[..length]) {
             return Err(self.broken("reading a payload", source));
         }
         let payload = &self.payload[..length];
@@ -178,7 +178,13 @@ impl<'a> ChannelReceiver<'a> {
                 doing: "reading pages (this build has no decoder for it)",
             })?;
             let session = self.session;
-            self.decoder = Decoder::new(self.id, info, session.accelerator, &session.control)?;
+            self.decoder = Decoder::new(
+                self.id,
+                info,
+                session.accelerator,
+                &session.memory,
+                &session.control,
+            )?;
         }
         let block = &self.blocks[self.header.block()].name;
         match &mut self.decoder {

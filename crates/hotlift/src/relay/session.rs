@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hotlift_methods::Accelerator;
+use hotlift_methods::{Accelerator, MemoryLimit};
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::Hooks;
@@ -145,6 +145,8 @@ pub(super) struct Session<'a> {
     pub control: Control,
     /// Whether incoming channels use their method's accelerator.
     pub accelerator: Accelerator,
+    /// What the source can make this relay take.
+    pub memory: MemoryLimit,
     pub flow: Flow<Batch>,
     pub barrier: Barrier,
     pub sink: &'a dyn Sink,
@@ -166,6 +168,7 @@ impl<'a> Session<'a> {
     pub(super) fn new(
         control: Control,
         accelerator: Accelerator,
+        memory: MemoryLimit,
         sink: &'a dyn Sink,
         channels: usize,
         received: Vec<Counters>,
@@ -174,6 +177,7 @@ impl<'a> Session<'a> {
         Self {
             control,
             accelerator,
+            memory,
             // One in the hands of each thread, and one between each pair of them.
             flow: Flow::new((0..2 * channels.max(1) + 2 * sink.workers()).map(|_| Batch::new())),
             barrier: Barrier::new(channels),

@@ -2,11 +2,13 @@
 
 use std::time::{Duration, Instant};
 
+use hotlift_methods::OverMemoryLimit;
 use hotlift_wire::main_channel::{Command, TailEvent, TailStep, complete_tail, next_in_tail};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{WireError, limits};
 
 use super::main_input::MainInput;
+use super::memory::Held;
 use super::session::{Session, Upstream, encode};
 use super::{CHECKSUM_FOLLOWS, Hooks, LOADED, LetGo, closed, wire};
 use crate::control::Status;
@@ -70,13 +72,13 @@ fn read_tail(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
-) -> Result<(Vec<u8>, usize), MigrationError> {
-    let mut tail = Vec::new();
+) -> Result<(Held, usize), MigrationError> {
+    let mut tail = Held::new(&session.memory);
     let (mut searched, mut candidates) = (0, Vec::new());
     loop {
         let unread = input.unread();
         let taken = unread.len();
-        tail.extend_from_slice(unread);
+        tail.extend(unread).map_err(too_much)?;
         input.take(taken);
         if tail.len() > limits::DEVICE_SECTIONS {
             return Err(wire(WireError::OverLimit {
@@ -228,12 +230,12 @@ fn read_package(
     session: &Session<'_>,
     input: &mut MainInput<'_>,
     length: usize,
-) -> Result<Vec<u8>, MigrationError> {
-    let mut sections = Vec::new();
+) -> Result<Held, MigrationError> {
+    let mut sections = Held::new(&session.memory);
     while sections.len() < length {
         let unread = input.unread();
         let taken = unread.len().min(length - sections.len());
-        sections.extend_from_slice(&unread[..taken]);
+        sections.extend(&unread[..taken]).map_err(too_much)?;
         input.take(taken);
         if sections.len() < length && !input.fill_some(1, None, &session.call())? {
             return Err(closed());
@@ -251,6 +253,9 @@ fn end_of_relay(
 ) -> Result<(), MigrationError> {
     // From here on the guest may run nowhere else.
     session.release(hooks);
+    // Nothing may fail any more: without memory for the description, what has come of it goes out.
+    let description = session.memory.take(limits::VM_DESCRIPTION);
+    let most = description.map_or(0, |()| limits::VM_DESCRIPTION);
     let mut end = Vec::new();
     let (mut searched, mut candidates) = (0, Vec::new());
     loop {
@@ -261,7 +266,7 @@ fn end_of_relay(
         let complete = complete_tail(&end, &mut searched, &mut candidates).is_some();
         // What is missing of the description is no reason not to run the guest: nobody reads it.
         if complete
-            || end.len() > limits::VM_DESCRIPTION
+            || end.len() > most
             || !matches!(
                 input.fill_some(1, Some(DESCRIPTION), &session.call()),
                 Ok(true)
@@ -273,6 +278,10 @@ fn end_of_relay(
     session.sink.commit(&end)?;
     upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
     Ok(())
+}
+
+fn too_much(source: OverMemoryLimit) -> MigrationError {
+    MigrationError::memory(Channel::Main, source)
 }
 
 fn unexpected(got: &str) -> MigrationError {

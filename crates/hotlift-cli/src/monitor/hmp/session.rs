@@ -4,7 +4,7 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_qmp::{Line, Lines, Socket};
+use hotlift_qmp::{HTTP, Line, Lines, Socket, is_http};
 use serde_json::Value as Json;
 
 use super::super::commands::Commands;
@@ -40,7 +40,7 @@ pub fn greeting() -> String {
 /// Serves a client until it leaves or says `quit`.
 ///
 /// # Errors
-/// Those of the connection.
+/// Those of the connection; [`io::ErrorKind::InvalidData`] if it is a browser's.
 pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
     let mut client = Client(Lines::new(socket, MAX_LINE));
     client.say(&greeting())?;
@@ -56,6 +56,10 @@ pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
                 }
             }
         };
+        if is_http(&line) {
+            client.say(HTTP)?;
+            return Err(io::Error::new(io::ErrorKind::InvalidData, HTTP));
+        }
         match run(commands, &String::from_utf8_lossy(&line)) {
             Answer::Text(text) => client.write(&text)?,
             Answer::Quit => return Ok(()),

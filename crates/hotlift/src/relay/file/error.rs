@@ -27,11 +27,13 @@ pub enum FileError {
         #[source]
         source: io::Error,
     },
-    /// Another process is writing it.
-    #[error("{} is being written by another process", path.display())]
-    InUse {
-        /// The file.
+    /// What has the file's name is not replaced.
+    #[error("{} is {is}, and is not replaced: remove it, or choose another name", path.display())]
+    NotReplaced {
+        /// The name.
         path: PathBuf,
+        /// What has it.
+        is: &'static str,
     },
     /// An earlier write has failed, or the file was given up.
     #[error("the file takes no more: an earlier write has failed")]

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_methods::MemoryLimit;
 use hotlift_methods::legacy::xbzrle;
 use hotlift_wire::WireError;
 use hotlift_wire::main_channel::{
@@ -37,6 +38,7 @@ pub(in crate::relay) struct MappedRamSink {
     workers: usize,
     pacer: Arc<Pacer>,
     control: Control,
+    memory: MemoryLimit,
     sent_bytes: AtomicU64,
 }
 
@@ -57,6 +59,7 @@ impl MappedRamSink {
     pub(in crate::relay) fn create(
         path: &Path,
         options: &Options,
+        memory: &MemoryLimit,
         control: &Control,
     ) -> Result<Self, MigrationError> {
         Ok(Self {
@@ -66,6 +69,7 @@ impl MappedRamSink {
             workers: usize::from(options.channels()).max(1),
             pacer: control.pacer(options),
             control: control.clone(),
+            memory: memory.clone(),
             sent_bytes: AtomicU64::new(0),
         })
     }
@@ -143,7 +147,10 @@ impl Sink for MappedRamSink {
 
     fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
         let lengths = ram.blocks.iter().map(|block| block.used_length);
-        check_ram(lengths.fold(0, u64::saturating_add)).map_err(wire)?;
+        let ram_bytes = lengths.fold(0, u64::saturating_add);
+        check_ram(ram_bytes).map_err(wire)?;
+        let bitmaps = self.memory.take(page_of(ram_bytes) / 8);
+        bitmaps.map_err(|source| MigrationError::memory(Channel::Main, source))?;
         let position = self.position.load(Ordering::Relaxed);
         let layout = MappedLayout::new(ram.section_id, &ram.blocks, position).map_err(wire)?;
         for (position, piece) in &layout.pieces {
@@ -267,11 +274,16 @@ mod tests {
     use hotlift_wire::RamBlockEntry;
     use hotlift_wire::main_channel::Configuration;
 
+    fn create(path: &Path) -> MappedRamSink {
+        let options = Options::default();
+        MappedRamSink::create(path, &options, &options.memory(0), &Control::default()).unwrap()
+    }
+
     /// What the file has of the first pages of the first block, after `write` did its work.
     fn written(write: impl FnOnce(&MappedRamSink, &mut Writer<'_>)) -> Vec<Option<Vec<u8>>> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
-        let sink = MappedRamSink::create(&path, &Options::default(), &Control::default()).unwrap();
+        let sink = create(&path);
         let configuration = Configuration {
             machine: "pc".to_owned(),
             ..Configuration::default()
@@ -356,7 +368,7 @@ mod tests {
     fn streams_that_qemu_would_not_load_are_not_written() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
-        let sink = MappedRamSink::create(&path, &Options::default(), &Control::default()).unwrap();
+        let sink = create(&path);
         let opening = Opening {
             configuration: Configuration {
                 machine: "pc".to_owned(),
@@ -377,7 +389,7 @@ mod tests {
     fn more_ram_than_any_host_has_is_refused_before_memory_is_taken_for_it() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vm");
-        let sink = MappedRamSink::create(&path, &Options::default(), &Control::default()).unwrap();
+        let sink = create(&path);
         let ram = RamLayout {
             section_id: 1,
             blocks: vec![RamBlockEntry::new("ram", 1 << 62)],

@@ -1,66 +1,72 @@
 //! A file that appears under its name only when it is whole.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, IoSlice};
-use std::os::fd::AsFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::{FallocateFlags, FlockOperation};
+use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
+use tempfile::TempPath;
 
 use super::FileError;
 
 /// Slices that are handed to the kernel at once.
 const SLICES: usize = 16;
 
-/// Written as `NAME.partial`, and gone unless [`PartialFile::publish`] gives it its name: a process
-/// that is killed leaves nothing that looks whole.
+/// Files that this process has open, by number.
+const OPEN_FILES: &str = "/proc/self/fd";
+
+/// Written without a name where the file system can (`O_TMPFILE`), else under a random one that did not
+/// exist; nothing that somebody has put into the folder is opened. It is gone unless
+/// [`PartialFile::publish`] gives it its name.
 #[derive(Debug)]
 pub(super) struct PartialFile {
     file: File,
     path: PathBuf,
-    partial: PathBuf,
+    folder: PathBuf,
+    /// The folder, open: a rename is on disk when it is.
+    folder_file: File,
+    name: Mutex<Name>,
+}
+
+#[derive(Debug)]
+enum Name {
+    /// A process that ends, however, leaves nothing.
+    None,
+    /// A random name in the file's folder, removed with this value.
+    Random(TempPath),
     /// It has got its name, or was given up.
-    settled: AtomicBool,
+    Settled,
 }
 
 impl PartialFile {
-    /// Creates the file, readable by its owner only: a guest's memory holds its secrets. What a killed
-    /// process has left is overwritten, what a living one writes is not.
+    /// Creates the file, readable by its owner only: a guest's memory holds its secrets.
+    ///
+    /// # Errors
+    /// Also if what has its name is no regular file of this user: [`FileError::NotReplaced`].
     pub(super) fn create(path: &Path) -> Result<Self, FileError> {
-        let mut name = path.as_os_str().to_owned();
-        name.push(".partial");
-        let partial = PathBuf::from(name);
-        let failed = |source| FileError::Write {
-            path: partial.clone(),
-            source,
+        let failed = |source| write_error(path, source);
+        let folder = match path.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
         };
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&partial)
-            .map_err(failed)?;
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => return Err(FileError::InUse { path: partial }),
-            Err(errno) => return Err(failed(errno.into())),
-        }
-        // Its last owner may have given it its name meanwhile: what is locked is then a whole file.
-        if !is_at(&file, &partial).map_err(failed)? {
-            return Err(FileError::InUse { path: partial });
-        }
-        file.set_len(0).map_err(failed)?;
+        let folder_file = File::open(folder).map_err(failed)?;
+        let (file, name) = open_in(folder).map_err(failed)?;
+        check_replaceable(path, &file)?;
         Ok(Self {
             file,
             path: path.to_owned(),
-            partial,
-            settled: AtomicBool::new(false),
+            folder: folder.to_owned(),
+            folder_file,
+            name: Mutex::new(name),
         })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Name> {
+        self.name.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn file(&self) -> &File {
@@ -101,57 +107,116 @@ impl PartialFile {
         }
     }
 
-    /// Returns when everything written is on disk.
+    /// Returns when everything written is on disk, and the file has a name that only has to be changed:
+    /// what can fail for lack of space or rights has been done.
     pub(super) fn sync(&self) -> Result<(), FileError> {
-        self.file.sync_data().map_err(|source| self.failed(source))
+        self.file
+            .sync_data()
+            .and_then(|()| self.give_random_name(&mut self.lock()))
+            .map_err(|source| self.failed(source))
+    }
+
+    fn give_random_name(&self, name: &mut Name) -> io::Result<()> {
+        if let Name::None = name {
+            let open = format!("{OPEN_FILES}/{}", self.file.as_raw_fd());
+            let link = |to: &Path| {
+                // Fails if the name is there, and then another one is tried.
+                let linked = rustix::fs::linkat(CWD, &open, CWD, to, AtFlags::SYMLINK_FOLLOW);
+                linked.map_err(io::Error::from)
+            };
+            let linked = names().make_in(&self.folder, link)?;
+            *name = Name::Random(linked.into_temp_path());
+        }
+        Ok(())
     }
 
     /// The file is whole, with `length` bytes: puts it on disk and gives it its name, in the place of
     /// what had that name.
+    ///
+    /// # Errors
+    /// Until the file has its name; it is given up then.
     pub(super) fn publish(&self, length: u64) -> Result<(), FileError> {
-        let publish = || {
-            // Also gives back what was reserved and not used.
-            self.file.set_len(length)?;
-            self.file.sync_all()?;
-            fs::rename(&self.partial, &self.path)?;
-            self.settled.store(true, Ordering::Release);
-            let folder = match self.path.parent() {
-                Some(folder) if !folder.as_os_str().is_empty() => folder,
-                _ => Path::new("."),
-            };
-            File::open(folder)?.sync_all()
+        let mut name = self.lock();
+        // Also gives back what was reserved and not used.
+        self.file
+            .set_len(length)
+            .and_then(|()| self.file.sync_all())
+            .and_then(|()| self.give_random_name(&mut name))
+            .map_err(|source| self.failed(source))?;
+        check_replaceable(&self.path, &self.file)?;
+        let Name::Random(random) = std::mem::replace(&mut *name, Name::Settled) else {
+            return Err(FileError::Closed);
         };
-        publish().map_err(|source| self.failed(source))
+        random
+            .persist(&self.path)
+            .map_err(|refused| self.failed(refused.error))?;
+        // The file is there, whole and on disk, and its guest may be nowhere else: that the disk was slow
+        // to take the name is no failure.
+        let _ = self.folder_file.sync_all();
+        Ok(())
     }
 
     /// Removes the file, unless it has got its name.
     pub(super) fn give_up(&self) {
-        if !self.settled.swap(true, Ordering::AcqRel) {
-            // Somebody else may have removed it; more cannot be done.
-            let _ = fs::remove_file(&self.partial);
-        }
+        *self.lock() = Name::Settled;
     }
 
     pub(super) fn failed(&self, source: io::Error) -> FileError {
-        FileError::Write {
-            path: self.partial.clone(),
-            source,
+        write_error(&self.path, source)
+    }
+}
+
+/// A new file in `folder`.
+fn open_in(folder: &Path) -> io::Result<(File, Name)> {
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    // Without `/proc` it could not get a name later.
+    if Path::new(OPEN_FILES).exists() {
+        match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(file) => return Ok((file.into(), Name::None)),
+            // The file system has none of these (NFS, some of FUSE).
+            Err(Errno::OPNOTSUPP | Errno::ISDIR) => {}
+            Err(errno) => return Err(errno.into()),
         }
     }
+    // O_CREAT and O_EXCL, mode 0600.
+    let (file, path) = names().tempfile_in(folder)?.into_parts();
+    Ok((file, Name::Random(path)))
 }
 
-impl Drop for PartialFile {
-    fn drop(&mut self) {
-        self.give_up();
-    }
+/// Names of files on their way. Short, whatever the name in the end: it may be as long as names may be.
+fn names() -> tempfile::Builder<'static, 'static> {
+    let mut names = tempfile::Builder::new();
+    names.prefix(".hotlift-").suffix(".partial");
+    names
 }
 
-/// Whether `path` is the name of `file`.
-fn is_at(file: &File, path: &Path) -> io::Result<bool> {
-    let (opened, named) = (file.metadata()?, std::fs::metadata(path));
-    match named {
-        Ok(named) => Ok((opened.dev(), opened.ino()) == (named.dev(), named.ino())),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(error),
+/// Only a regular file of the new one's owner is replaced. A device must not be, a link is rarely meant
+/// to be, and what belongs to somebody else is not this user's to end.
+fn check_replaceable(path: &Path, file: &File) -> Result<(), FileError> {
+    let failed = |source| write_error(path, source);
+    let there = match fs::symlink_metadata(path) {
+        Ok(there) => there,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(failed(error)),
+    };
+    let is = if there.is_symlink() {
+        "a symbolic link"
+    } else if !there.is_file() {
+        "no regular file"
+    } else if there.uid() != file.metadata().map_err(failed)?.uid() {
+        "a file of another user"
+    } else {
+        return Ok(());
+    };
+    Err(FileError::NotReplaced {
+        path: path.to_owned(),
+        is,
+    })
+}
+
+fn write_error(path: &Path, source: io::Error) -> FileError {
+    FileError::Write {
+        path: path.to_owned(),
+        source,
     }
 }

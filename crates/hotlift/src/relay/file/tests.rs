@@ -1,14 +1,18 @@
 //! The save file by itself: what was written comes back, and nothing else is taken for it.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
+use std::process::Command;
 
 use tempfile::TempDir;
 
 use super::container::{CHUNK_HEADER_LEN, CHUNK_MAX, TRAILER_LEN};
 use super::read::ContainerReader;
 use super::{ContainerWriter, FileError, FileInfo, inspect};
+
+/// Somebody else: `nobody`, on every Linux.
+const STRANGER: u32 = 65534;
 
 /// What a reader hands on: channel and bytes.
 type Handed = Vec<(u16, Vec<u8>)>;
@@ -235,19 +239,171 @@ fn a_file_that_was_not_finished_leaves_nothing() {
     }
 }
 
+/// Names in a folder.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
 #[test]
-fn a_file_that_is_being_written_is_left_alone_and_a_dead_ones_rest_is_not() {
+fn nothing_has_a_name_while_it_is_written_and_the_last_of_two_writers_has_it() {
     let folder = folder();
     let path = folder.path().join("vm");
-    fs::write(folder.path().join("vm.partial"), [0xee; 1 << 20]).unwrap();
-    let file = ContainerWriter::create(&path, &info()).unwrap();
-    assert!(matches!(
-        ContainerWriter::create(&path, &info()),
-        Err(FileError::InUse { .. })
-    ));
+    let [one, other] = [(); 2].map(|()| ContainerWriter::create(&path, &info()).unwrap());
+    one.append(0, true, &[b"one"]).unwrap();
+    other.append(0, true, &[b"other"]).unwrap();
+    // A process that is killed here leaves nothing.
+    assert_eq!(names(folder.path()), [""; 0]);
+    other.finish().unwrap();
+    assert_eq!(read(&path).0, [(0, b"other".to_vec())]);
+    one.finish().unwrap();
+    assert_eq!(read(&path).0, [(0, b"one".to_vec())]);
+    assert_eq!(names(folder.path()), ["vm"]);
+}
+
+/// Saves into a folder where somebody has put something under the name that partial files once had.
+fn save_beside(put: impl FnOnce(&Path, &Path)) -> (TempDir, fs::Metadata) {
+    let folder = folder();
+    let victim = folder.path().join("victim");
+    fs::write(&victim, "of somebody").unwrap();
+    put(&folder.path().join("vm.partial"), &victim);
+    write(&folder.path().join("vm"));
+    assert_eq!(read(&folder.path().join("vm")).0, expected());
+    assert_eq!(fs::read(&victim).unwrap(), b"of somebody");
+    assert_eq!(names(folder.path()), ["victim", "vm", "vm.partial"]);
+    let about = fs::symlink_metadata(folder.path().join("vm")).unwrap();
+    (folder, about)
+}
+
+#[test]
+fn what_somebody_has_put_into_the_folder_does_not_become_the_file() {
+    for mode in [0o600, 0o666] {
+        let (_folder, about) = save_beside(|partial, _| {
+            fs::write(partial, [0xee; 1 << 20]).unwrap();
+            fs::set_permissions(partial, fs::Permissions::from_mode(mode)).unwrap();
+            if rustix::process::geteuid().is_root() {
+                chown(partial, Some(STRANGER), Some(STRANGER)).unwrap();
+            }
+        });
+        assert_eq!(about.uid(), rustix::process::geteuid().as_raw());
+        assert_eq!((about.mode() & 0o7777, about.nlink()), (0o600, 1));
+    }
+}
+
+#[test]
+fn a_link_that_somebody_has_put_into_the_folder_is_not_followed() {
+    let (_folder, about) = save_beside(|partial, victim| symlink(victim, partial).unwrap());
+    assert!(about.is_file());
+    let (_folder, about) = save_beside(|partial, victim| fs::hard_link(victim, partial).unwrap());
+    assert_eq!(about.nlink(), 1);
+}
+
+/// Asserts that a save to `path` is refused by name before and after it was written, and leaves nothing.
+fn assert_not_replaced(path: &Path, is: &str, put: impl Fn()) {
+    let refused = |outcome: Result<(), FileError>| {
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains(is), "{error}");
+        assert!(error.contains(&path.display().to_string()), "{error}");
+    };
+    let file = ContainerWriter::create(path, &info()).unwrap();
     file.append(0, true, &[END]).unwrap();
-    file.finish().unwrap();
-    assert_eq!(read(&path).0, [(0, END.to_vec())]);
+    file.sync().unwrap();
+    put();
+    let before = names(path.parent().unwrap());
+    assert_eq!(before.len(), 3, "{before:?}");
+    refused(file.finish());
+    refused(ContainerWriter::create(path, &info()).map(|_| ()));
+    drop(file);
+    assert_eq!(names(path.parent().unwrap()), ["other", "vm"]);
+}
+
+#[test]
+fn only_a_regular_file_of_this_user_is_replaced() {
+    let of_another = |put: &dyn Fn(&Path, &Path), is| {
+        let folder = folder();
+        let (path, other) = (folder.path().join("vm"), folder.path().join("other"));
+        fs::write(&other, "of somebody").unwrap();
+        assert_not_replaced(&path, is, || put(&path, &other));
+        assert_eq!(fs::read(&other).unwrap(), b"of somebody");
+    };
+    of_another(
+        &|path, other| symlink(other, path).unwrap(),
+        "a symbolic link",
+    );
+    of_another(
+        &|path, _| symlink("nowhere", path).unwrap(),
+        "a symbolic link",
+    );
+    of_another(&|path, _| fs::create_dir(path).unwrap(), "no regular file");
+    if !rustix::process::geteuid().is_root() {
+        println!("not tested: only root can make files of another user");
+        return;
+    }
+    let give = |path: &Path, _: &Path| {
+        fs::write(path, "of somebody").unwrap();
+        chown(path, Some(STRANGER), None).unwrap();
+    };
+    of_another(&give, "a file of another user");
+}
+
+/// A small file system of its own; gone with the value.
+struct Disk(TempDir);
+
+impl Disk {
+    fn new() -> Option<Self> {
+        let disk = Self(TempDir::new().unwrap());
+        disk.mount(&["-t", "tmpfs", "-o", "size=1M", "tmpfs"])
+            .then_some(disk)
+    }
+
+    fn mount(&self, arguments: &[&str]) -> bool {
+        let mut mount = Command::new("mount");
+        let ran = mount.args(arguments).arg(self.0.path()).output();
+        let mounted = ran.is_ok_and(|output| output.status.success());
+        if !mounted {
+            println!("not tested: only root can mount a file system");
+        }
+        mounted
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+#[test]
+fn a_full_disk_is_told_before_the_end_and_leaves_nothing() {
+    let Some(disk) = Disk::new() else { return };
+    let path = disk.0.path().join("vm");
+    fs::write(&path, "what was there before").unwrap();
+    let file = ContainerWriter::create(&path, &info()).unwrap();
+    file.append(0, false, &[&vec![1; 256 << 10]]).unwrap();
+    // There is no room for the 4 MiB that are set aside.
+    assert!(matches!(file.sync(), Err(FileError::Write { .. })));
+    assert!(file.append(0, false, &[&vec![1; 1 << 20]]).is_err());
+    file.abort();
+    drop(file);
+    assert_eq!(names(disk.0.path()), ["vm"]);
+    assert_eq!(fs::read(&path).unwrap(), b"what was there before");
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_to_is_told_at_once_by_name() {
+    let Some(disk) = Disk::new() else { return };
+    if !disk.mount(&["-o", "remount,ro"]) {
+        return;
+    }
+    let path = disk.0.path().join("vm");
+    let error = ContainerWriter::create(&path, &info()).unwrap_err();
+    assert!(error.to_string().contains(&path.display().to_string()));
+    let nowhere = disk.0.path().join("nowhere/vm");
+    assert!(ContainerWriter::create(&nowhere, &info()).is_err());
 }
 
 #[test]

@@ -60,7 +60,8 @@ impl WritePages for ChannelWriter<'_, '_> {
             ZeroPlace::AsTheyCame if batch.from_main => 0,
             ZeroPlace::AsTheyCame => came,
         };
-        self.sink.keep_zeros(batch.block, &batch.zero[in_packet..]);
+        self.sink
+            .keep_zeros(batch.block, &batch.zero[in_packet..])?;
         batch.zero.truncate(in_packet);
         if batch.len() == 0 {
             return Ok(());
@@ -176,7 +177,7 @@ impl ForwardPackets for PacketForwarder<'_, '_> {
             ZeroPlace::Main => 0,
             ZeroPlace::Packets | ZeroPlace::AsTheyCame => zero.len(),
         };
-        sink.keep_zeros(block, &zero[in_packet..]);
+        sink.keep_zeros(block, &zero[in_packet..])?;
         let zero = &zero[..in_packet];
         if normal.len() + zero.len() == 0 {
             return Ok(());

@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use hotlift_mem::sock::IoScratch;
+use hotlift_methods::MemoryLimit;
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
 
@@ -66,6 +67,7 @@ pub(super) struct Seen {
 pub(super) struct StreamSink<'a> {
     settings: &'a RelaySettings,
     control: Control,
+    memory: MemoryLimit,
     seen: Seen,
     wire_method: Method,
     link: Arc<MainLink>,
@@ -107,6 +109,7 @@ pub(super) fn open<'a>(
     settings: &'a RelaySettings,
     seen: Seen,
     opening: &Opening,
+    memory: &MemoryLimit,
     control: &Control,
 ) -> Result<Box<dyn Sink + 'a>, MigrationError> {
     let lanes = match to {
@@ -119,11 +122,12 @@ pub(super) fn open<'a>(
             path,
             format: FileFormat::MappedRam,
         } => {
-            let sink = MappedRamSink::create(path, &settings.outgoing, control)?;
+            let sink = MappedRamSink::create(path, &settings.outgoing, memory, control)?;
             return Ok(Box::new(sink));
         }
     };
-    Ok(Box::new(StreamSink::new(lanes, settings, seen, control)))
+    let sink = StreamSink::new(lanes, settings, seen, memory, control);
+    Ok(Box::new(sink))
 }
 
 /// Main and channels, which have been opened.
@@ -214,6 +218,7 @@ impl<'a> StreamSink<'a> {
         Lanes { main, multifd }: Lanes,
         settings: &'a RelaySettings,
         seen: Seen,
+        memory: &MemoryLimit,
         control: &Control,
     ) -> Self {
         let mut counters = Counters::of_side(multifd.len());
@@ -227,6 +232,7 @@ impl<'a> StreamSink<'a> {
         Self {
             settings,
             control: control.clone(),
+            memory: memory.clone(),
             seen,
             wire_method: method_of(settings),
             counters,
@@ -295,11 +301,12 @@ impl<'a> StreamSink<'a> {
     }
 
     /// Keeps zero pages for the next section on main.
-    fn keep_zeros(&self, block: usize, offsets: &[u64]) {
+    fn keep_zeros(&self, block: usize, offsets: &[u64]) -> Result<(), MigrationError> {
         for offset in offsets {
-            self.ram().zeros[block].insert(*offset);
+            self.ram().zeros[block].insert(*offset)?;
         }
         self.ram().kept.fetch_add(offsets.len(), Ordering::Relaxed);
+        Ok(())
     }
 
     /// SYNC on all channels, and a section of RAM with the mark.
@@ -409,7 +416,7 @@ impl Sink for StreamSink<'_> {
 
     fn ram_start(&self, layout: &RamLayout) -> Result<(), MigrationError> {
         let blocks = layout.blocks.iter();
-        let zeros = blocks.map(|block| PageSet::new(block.used_length));
+        let zeros = blocks.map(|block| PageSet::new(block.used_length, &self.memory));
         let _ = self.ram.set(Ram {
             layout: layout.clone(),
             zeros: zeros.collect(),

@@ -1,0 +1,117 @@
+//! A command with file capabilities, run by somebody who has none: nothing of that user's runs with them.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+
+use tempfile::TempDir;
+
+/// `nobody`, on every Linux.
+const STRANGER: u32 = 65534;
+
+/// The variables that name a vendor's library.
+const VARIABLES: [&str; 3] = ["HOTLIFT_LIBQPL", "HOTLIFT_LIBQATZIP", "HOTLIFT_LIBWD"];
+
+/// A library that says when it is loaded, and with which capabilities.
+fn library(folder: &Path) {
+    let source = r#"
+        #include <stdio.h>
+        #include <unistd.h>
+        #include <sys/auxv.h>
+        __attribute__((constructor)) static void loaded(void) {
+            FILE *trace = fopen(TRACE, "a");
+            if (trace) { fprintf(trace, "uid %d secure %lu\n", getuid(), getauxval(AT_SECURE)); fclose(trace); }
+        }"#;
+    fs::write(folder.join("evil.c"), source).expect("the library's source");
+    let trace = folder.join("open/trace");
+    let built = Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(folder.join("evil.so"))
+        .arg(format!("-DTRACE=\"{}\"", trace.display()))
+        .arg(folder.join("evil.c"))
+        .status();
+    assert!(built.expect("cc is there").success());
+}
+
+/// A copy of the command that everybody may run; with a capability, if it is `privileged`.
+fn command(folder: &Path, privileged: bool) -> Option<std::path::PathBuf> {
+    let copy = folder.join(if privileged { "privileged" } else { "plain" });
+    fs::copy(env!("CARGO_BIN_EXE_hotlift"), &copy).expect("a copy");
+    fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).expect("its mode");
+    if privileged {
+        let set = Command::new("setcap")
+            .arg("cap_sys_rawio+ep")
+            .arg(&copy)
+            .output();
+        match set {
+            Ok(set) if set.status.success() => {}
+            other => {
+                println!("not tested: setcap (package libcap2-bin, root) gives none: {other:?}");
+                return None;
+            }
+        }
+    }
+    Some(copy)
+}
+
+#[test]
+fn a_command_with_capabilities_takes_no_library_from_the_environment_and_one_without_does() {
+    if !rustix::process::geteuid().is_root() {
+        println!("not tested: only root can run a command as another user");
+        return;
+    }
+    let folder = TempDir::new().expect("a folder");
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("its mode");
+    let open = folder.path().join("open");
+    fs::create_dir(&open).expect("a folder");
+    fs::set_permissions(&open, fs::Permissions::from_mode(0o777)).expect("its mode");
+    library(folder.path());
+    let evil = folder.path().join("evil.so");
+    for privileged in [false, true] {
+        let Some(copy) = command(folder.path(), privileged) else {
+            return;
+        };
+        let ran = Command::new(copy)
+            .arg("accel")
+            .envs(VARIABLES.map(|variable| (variable, &evil)))
+            .env("TMPDIR", &open)
+            .uid(STRANGER)
+            .gid(STRANGER)
+            .output()
+            .expect("it runs");
+        let trace = fs::read_to_string(open.join("trace")).unwrap_or_default();
+        let _ = fs::remove_file(open.join("trace"));
+        let said = String::from_utf8_lossy(&ran.stdout);
+        if privileged {
+            assert_eq!(trace, "", "a stranger's code has run\n{said}");
+            assert!(!said.contains("evil.so"), "{said}");
+        } else {
+            // The test can fail: the same library is loaded where nothing is at stake.
+            assert!(
+                trace.contains(&format!("uid {STRANGER} secure 0")),
+                "{trace:?}\n{said}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_library_is_named_by_an_absolute_path() {
+    let folder = TempDir::new().expect("a folder");
+    fs::create_dir(folder.path().join("open")).expect("a folder");
+    library(folder.path());
+    for relative in ["evil.so", "./evil.so"] {
+        let ran = Command::new(env!("CARGO_BIN_EXE_hotlift"))
+            .args(["accel", "--json"])
+            .env("HOTLIFT_LIBQPL", relative)
+            .env("LD_LIBRARY_PATH", folder.path())
+            .current_dir(folder.path())
+            .output()
+            .expect("it runs");
+        let said = String::from_utf8_lossy(&ran.stdout);
+        assert!(said.contains("no absolute path"), "{relative}: {said}");
+        assert!(!folder.path().join("open/trace").exists(), "{relative}");
+    }
+}

@@ -1,0 +1,61 @@
+//! Telling a web browser from a client.
+//!
+//! A page of any site can make a browser of this host send an HTTP request to a port of it, with a body
+//! of its choice (`Content-Type: text/plain` asks nobody's leave). A monitor that passes over the lines
+//! that it does not understand would come to that body and obey it. No client of a monitor begins a word
+//! as HTTP does, so the first such word ends a connection.
+
+/// Methods that begin a request: those of RFC 9110 and PATCH, and the preface of HTTP/2.
+const METHODS: [&[u8]; 10] = [
+    b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"CONNECT", b"OPTIONS", b"TRACE", b"PATCH", b"PRI",
+];
+
+/// What a client hears that is a browser, and what is said of it here.
+pub const HTTP: &str = "this is HTTP, which no monitor speaks: the connection is closed";
+
+/// Whether the first word of `bytes` is one of HTTP: a method, a version, or the header that every request
+/// has.
+#[must_use]
+pub fn is_http(bytes: &[u8]) -> bool {
+    let word = bytes.trim_ascii_start();
+    let word = word
+        .split(|byte| byte.is_ascii_whitespace())
+        .next()
+        .unwrap_or_default();
+    let begins = |with: &[u8]| {
+        let head = word.get(..with.len());
+        head.is_some_and(|head| head.eq_ignore_ascii_case(with))
+    };
+    METHODS.contains(&word) || begins(b"HTTP/") || begins(b"Host:")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_and_headers_are_http_and_what_clients_say_is_not() {
+        for http in [
+            &b"POST / HTTP/1.1"[..],
+            b"GET",
+            b" OPTIONS * HTTP/1.1\r",
+            b"host: 127.0.0.1:4444",
+            b"Host:127.0.0.1",
+            b"HTTP/1.1 200 OK",
+            b"PRI * HTTP/2.0",
+        ] {
+            assert!(is_http(http), "{}", String::from_utf8_lossy(http));
+        }
+        for client in [
+            &b"{\"execute\":\"GET\"}"[..],
+            b"info migrate",
+            b"migrate tcp:HTTP:1",
+            b"",
+            b"get",
+            b"POSTER",
+            b"hostname",
+        ] {
+            assert!(!is_http(client), "{}", String::from_utf8_lossy(client));
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Buffers that a source chooses the size of.
+
+use std::ops::Deref;
+
+use hotlift_methods::{MemoryLimit, OverMemoryLimit};
+
+/// What such a buffer grows by at least: large blocks are moved by the kernel, without a copy.
+const STEP: usize = 1 << 20;
+
+/// Bytes that are counted in a [`MemoryLimit`], as many as there is room for.
+#[derive(Debug)]
+pub(super) struct Held {
+    bytes: Vec<u8>,
+    counted: usize,
+    limit: MemoryLimit,
+}
+
+impl Held {
+    /// None, of what `limit` allows.
+    pub(super) fn new(limit: &MemoryLimit) -> Self {
+        Self::with_own(Vec::new(), limit)
+    }
+
+    /// Begins with a buffer of the receiver's own choice, which is not counted.
+    pub(super) fn with_own(bytes: Vec<u8>, limit: &MemoryLimit) -> Self {
+        Self {
+            bytes,
+            counted: 0,
+            limit: limit.clone(),
+        }
+    }
+
+    /// Makes room for `room` bytes in all.
+    fn make_room(&mut self, room: usize, step: usize) -> Result<(), OverMemoryLimit> {
+        let capacity = self.bytes.capacity();
+        if room <= capacity {
+            return Ok(());
+        }
+        let more = (room - capacity).max(step);
+        self.limit.take(more)?;
+        self.counted += more;
+        self.bytes.reserve_exact(capacity + more - self.bytes.len());
+        Ok(())
+    }
+
+    /// Makes it `length` bytes at least; new ones are zero.
+    ///
+    /// # Errors
+    /// If they do not fit.
+    pub(super) fn grow_to(&mut self, length: usize) -> Result<(), OverMemoryLimit> {
+        if length > self.bytes.len() {
+            self.make_room(length, 0)?;
+            self.bytes.resize(length, 0);
+        }
+        Ok(())
+    }
+
+    /// Appends `bytes`.
+    ///
+    /// # Errors
+    /// If they do not fit.
+    pub(super) fn extend(&mut self, bytes: &[u8]) -> Result<(), OverMemoryLimit> {
+        self.make_room(self.bytes.len() + bytes.len(), STEP)?;
+        self.bytes.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    pub(super) fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+impl Deref for Held {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.limit.give_back(self.counted);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_there_is_room_for_is_counted_until_the_buffer_goes() {
+        let limit = MemoryLimit::new(2 * STEP);
+        let mut held = Held::with_own(vec![7; 100], &limit);
+        held.grow_to(100).unwrap();
+        assert_eq!(limit.used(), 0, "its own");
+        held.grow_to(1100).unwrap();
+        assert_eq!((held.len(), limit.used()), (1100, 1000));
+        held.extend(&[8; 10]).unwrap();
+        assert_eq!((held.len(), limit.used()), (1110, 1000 + STEP));
+        assert!(held.grow_to(100 + 2 * STEP + 1).is_err());
+        assert_eq!((held.len(), held[1109]), (1110, 8));
+        drop(held);
+        assert_eq!(limit.used(), 0);
+    }
+}

@@ -1,0 +1,227 @@
+//! What a source can make a relay take of memory is bounded by what the options say, whatever it sends.
+//!
+//! A process of its own: the most memory that it ever had is asked of the kernel, and tests run one after the
+//! other.
+
+use std::fs;
+use std::io::Write;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, PoisonError};
+
+use hotlift::relay::file::FileFormat;
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelaySettings, relay};
+use hotlift::transport::Stream;
+use hotlift::{Control, Options};
+use hotlift_wire::main_channel::{Command, MainEncoder};
+use hotlift_wire::multifd::{InitialPacket, Method, PacketFields, PacketLayout, PacketWriter};
+use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
+
+#[path = "relay/recording.rs"]
+#[allow(dead_code, reason = "its other users need the rest")]
+mod recording;
+
+use recording::{UUID, configuration, put_sync};
+
+const MIB: u64 = 1 << 20;
+
+/// Pages of a packet.
+const PAGES: u64 = 128;
+
+/// What a relay has besides what it is told to: stacks, buffers of its own, what the allocator keeps.
+const ITS_OWN: u64 = 24 * MIB;
+
+/// What a channel's thread and decoder have, whatever is sent; and two packets under way, 516 KiB each.
+const OF_A_CHANNEL: u64 = 2 * MIB;
+
+/// The most memory that this process had since the last call, in bytes.
+fn peak() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
+    let peak = line.unwrap().split_whitespace().nth(1).unwrap();
+    fs::write("/proc/self/clear_refs", "5").unwrap();
+    peak.parse::<u64>().unwrap() << 10
+}
+
+/// What a relay into a file makes of these connections, and the bytes by which this process grew meanwhile
+/// at most.
+fn relayed(connections: &[Vec<u8>], options: &[(&str, &str)]) -> (Result<(), String>, u64) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut settings = RelaySettings::default();
+    for (name, value) in options {
+        settings.outgoing.set(name, value).unwrap();
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("vm");
+    peak();
+    let before = peak();
+    let outcome = std::thread::scope(|scope| {
+        let mut theirs = Vec::new();
+        for bytes in connections {
+            let (mut ours, its) = UnixStream::pair().unwrap();
+            theirs.push(Stream::Unix(its));
+            scope.spawn(move || {
+                // It may have heard enough.
+                let _ = ours.write_all(bytes);
+                let _ = ours.shutdown(Shutdown::Write);
+                let _ = std::io::copy(&mut ours, &mut std::io::sink());
+            });
+        }
+        let to = Outgoing::File {
+            path: &path,
+            format: FileFormat::Hotlift,
+        };
+        let incoming = Incoming::Connections(theirs);
+        relay(incoming, &to, &settings, &Control::new(), Hooks::default())
+    });
+    let outcome = outcome.map(|_| ()).map_err(|error| error.chain());
+    (outcome, peak().saturating_sub(before))
+}
+
+/// A stream up to its RAM blocks.
+fn start(block_bytes: u64, multifd: bool) -> (MainEncoder, Vec<u8>) {
+    let mut main = Vec::new();
+    let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
+    encoder.command(Command::Ping(1), &mut main).unwrap();
+    let blocks = [RamBlockEntry::new("pc.ram", block_bytes)];
+    encoder.ram_start(&blocks, multifd, &mut main).unwrap();
+    encoder.ram_part(&mut main).unwrap();
+    if multifd {
+        // Main waits for all channels to come to their end.
+        encoder.multifd_flush(&mut main).unwrap();
+    }
+    (encoder, main)
+}
+
+/// What begins channel `id`.
+fn opened(id: u8, writer: &mut PacketWriter) -> Vec<u8> {
+    let opening = InitialPacket {
+        uuid: UUID,
+        id,
+        hello: None,
+    };
+    let mut bytes = opening.encode().to_vec();
+    put_sync(writer, &mut bytes);
+    bytes
+}
+
+/// A channel that sends packets of one zstd frame with a window of `1 << window_log` bytes until that is
+/// full: a few bytes each, which give 512 KiB.
+fn zstd_channel(id: u8, window_log: u8) -> Vec<u8> {
+    let mut writer = PacketWriter::new(PacketLayout::QEMU, Method::Zstd, false);
+    let mut bytes = opened(id, &mut writer);
+    let normal: Vec<u64> = (0..PAGES).map(|page| page * PAGE_SIZE as u64).collect();
+    // RFC 8878: magic, a descriptor without sizes, the window; then blocks of 128 KiB of one byte.
+    let mut payload = vec![0x28, 0xb5, 0x2f, 0xfd, 0, (window_log - 10) << 3];
+    let block = ((128_u32 << 10) << 3 | 1 << 1).to_le_bytes();
+    for _ in 0..(1_u64 << window_log) / (PAGES * PAGE_SIZE as u64) + 2 {
+        for _ in 0..4 {
+            payload.extend_from_slice(&block[..3]);
+            payload.push(7);
+        }
+        let fields = PacketFields {
+            block: "pc.ram",
+            normal: &normal,
+            payload_len: u32::try_from(payload.len()).unwrap(),
+            ..PacketFields::default()
+        };
+        bytes.extend_from_slice(writer.header(&fields).unwrap());
+        bytes.append(&mut payload);
+    }
+    put_sync(&mut writer, &mut bytes);
+    bytes
+}
+
+/// A main channel, and so many others of that kind.
+fn zstd_channels(count: u8, window_log: u8) -> Vec<Vec<u8>> {
+    let (_, main) = start(PAGES * PAGE_SIZE as u64, true);
+    let channels = (0..count).map(|id| zstd_channel(id, window_log));
+    std::iter::once(main).chain(channels).collect()
+}
+
+/// What a relay with these options takes at most beside its own.
+fn stated(channels: u64, memory_limit: u64) -> u64 {
+    let workers = u64::from(Options::default().channels());
+    ITS_OWN + memory_limit + channels * MIB + (channels + workers) * OF_A_CHANNEL
+}
+
+#[test]
+fn windows_of_all_channels_together_are_bounded_and_the_option_is_named() {
+    let (outcome, grown) = relayed(&zstd_channels(24, 27), &[]);
+    let line = outcome.unwrap_err();
+    assert!(
+        line.contains("zstd") && line.contains("--memory-limit"),
+        "{line}"
+    );
+    let stated = stated(24, 64 * MIB);
+    assert!(grown < stated, "{grown} of {stated} bytes");
+}
+
+#[test]
+fn windows_that_fit_are_taken_and_are_no_more_than_what_is_stated() {
+    // 24 windows of 2 MiB fit; of 4 MiB they do where the limit is higher.
+    for (window_log, options, limit) in [
+        (21, &[][..], 64 * MIB),
+        (22, &[("memory-limit", "96M")][..], 96 * MIB),
+        (22, &[][..], 64 * MIB),
+    ] {
+        let (outcome, grown) = relayed(&zstd_channels(24, window_log), options);
+        // The stream ends without its end.
+        let line = outcome.unwrap_err();
+        let refused = line.contains("--memory-limit");
+        assert_eq!(refused, window_log == 22 && limit == 64 * MIB, "{line}");
+        let stated = stated(24, limit);
+        assert!(grown < stated, "{grown} of {stated} bytes");
+    }
+}
+
+#[test]
+fn more_channels_than_max_channels_are_refused_by_name() {
+    let channels = |count: u8| {
+        let (_, main) = start(PAGES * PAGE_SIZE as u64, true);
+        let mut writer = PacketWriter::new(PacketLayout::QEMU, Method::None, false);
+        let mut connections = vec![main];
+        connections.extend((0..count).map(|id| opened(id, &mut writer)));
+        connections
+    };
+    for (count, options, refused) in [
+        (64, &[][..], false),
+        (65, &[][..], true),
+        (65, &[("max-channels", "65")][..], false),
+        (3, &[("max-channels", "2")][..], true),
+    ] {
+        let (outcome, _) = relayed(&channels(count), options);
+        let line = outcome.unwrap_err();
+        assert_eq!(line.contains("--max-channels"), refused, "{count}: {line}");
+    }
+}
+
+#[test]
+fn notes_of_which_pages_have_come_are_bounded() {
+    let gib = 1 << 30;
+    let (mut encoder, mut main) = start((16 << 40) - gib, false);
+    // One in each GiB, which wants a bitmap for all of that GiB.
+    for part in 0..(16 << 10) - 1 {
+        encoder.zero_page(0, part * gib, &mut main).unwrap();
+    }
+    let (outcome, grown) = relayed(&[main], &[]);
+    let line = outcome.unwrap_err();
+    assert!(line.contains("--memory-limit"), "{line}");
+    let stated = stated(0, 64 * MIB);
+    assert!(grown < stated, "{grown} of {stated} bytes");
+}
+
+#[test]
+fn device_state_is_bounded() {
+    let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
+    encoder.ram_eos(&mut main).unwrap();
+    encoder.ram_end(&mut main).unwrap();
+    encoder.ram_eos(&mut main).unwrap();
+    main.resize(main.len() + (200 << 20), 4);
+    let (outcome, grown) = relayed(&[main], &[]);
+    let line = outcome.unwrap_err();
+    assert!(line.contains("--memory-limit"), "{line}");
+    let stated = stated(0, 64 * MIB);
+    assert!(grown < stated, "{grown} of {stated} bytes");
+}
