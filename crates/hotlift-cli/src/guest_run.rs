@@ -1,6 +1,5 @@
 //! `hotlift guest run`: one built-in guest in this process; by hand, or as a child of `demo` or `bench`.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,6 +14,7 @@ use crate::error::CommandError;
 use crate::events::{Check, Event, Filling, tell};
 use crate::migration_args::MigrationArgs;
 use crate::monitor::{Commands, ControlArgs, GuestMonitor, Leaving};
+use crate::output::{complain, say};
 use crate::progress::{Display, fallback_warning};
 use crate::report::{self, Run};
 use crate::signals::{Interrupt, TICK};
@@ -200,7 +200,7 @@ impl Session<'_> {
                 check.writes, check.pages_checked
             )),
             Some(problem) => {
-                eprintln!("hotlift: the guest that stayed here is not well: {problem}")
+                complain!("hotlift: the guest that stayed here is not well: {problem}")
             }
         }
         if self.args.run_for.is_some() {
@@ -419,8 +419,7 @@ impl Session<'_> {
     /// Tells the person at the terminal.
     fn say(&self, text: &str) {
         if !self.args.tell_events {
-            // Nobody may read this any more: no reason to end a guest.
-            let _ = writeln!(std::io::stdout(), "{text}");
+            say!("{text}");
         }
     }
 }

@@ -14,6 +14,7 @@ mod manual;
 mod migrate;
 mod migration_args;
 mod monitor;
+mod output;
 mod output_args;
 mod pair;
 mod progress;
@@ -28,6 +29,8 @@ mod signals;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+
+use crate::output::complain;
 
 /// Moves the memory of a running virtual machine between hosts.
 #[derive(Parser)]
@@ -155,7 +158,9 @@ enum GuestCommand {
 }
 
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let command = Cli::parse().command;
+    output::take_panics();
+    let outcome = match command {
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Guest(GuestCommand::Run(args)) => guest_run::run(&args),
@@ -171,19 +176,18 @@ fn main() -> ExitCode {
         Command::Accel(args) => accel::run(&args),
         Command::Advise(args) => advise::run(&args),
         Command::Manual(args) => manual::run(&args, &Cli::command()),
-        Command::Methods => {
-            println!("{}", report::methods());
-            Ok(())
-        }
+        Command::Methods => output::result(&report::methods()).map_err(error::CommandError::Output),
     };
-    match outcome {
+    let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("hotlift: {}", error.line());
+            complain!("hotlift: {}", error.line());
             if let Some(advice) = error.advice() {
-                eprintln!("hotlift: {advice}");
+                complain!("hotlift: {advice}");
             }
             error.exit_code()
         }
-    }
+    };
+    output::finish();
+    code
 }

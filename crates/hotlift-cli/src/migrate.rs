@@ -13,6 +13,7 @@ use hotlift_qmp::{QmpAddress, Version};
 use crate::args::error_line;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL};
 use crate::qemu::outgoing::{self, Moving};
@@ -73,7 +74,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
         Some(false) => "is paused",
         None => "is",
     };
-    eprintln!(
+    complain!(
         "the guest {state} at the destination; this QEMU keeps a paused copy, and can be ended"
     );
     printed
@@ -252,7 +253,7 @@ impl Move<'_> {
         let (running, destination) = match self.hear_out(destination, last_words) {
             Some(LastWords::Completed { running, report }) => (Some(running), Some(*report)),
             Some(LastWords::Failed { reason, guest }) => {
-                eprintln!("hotlift: the destination: {reason}");
+                complain!("hotlift: the destination: {reason}");
                 if guest == Guest::NotHere {
                     return Err(CommandError::InDoubt { reasons: reason });
                 }

@@ -14,6 +14,7 @@ use hotlift_qmp::QmpAddress;
 
 use crate::args::error_line;
 use crate::error::CommandError;
+use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes};
 use crate::qemu::destination::Destination;
@@ -85,7 +86,7 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         .output
         .print(&report, || result::relay_table("restore", &report));
     let state = if running { "runs" } else { "is paused" };
-    eprintln!("the guest {state}: {}", destination.leave());
+    complain!("the guest {state}: {}", destination.leave());
     printed
 }
 

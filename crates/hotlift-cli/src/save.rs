@@ -10,6 +10,7 @@ use hotlift_qmp::QmpAddress;
 
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::qemu::control::Guest;
 use crate::qemu::outgoing::{self, Moving};
@@ -92,7 +93,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     };
     // What became of the guest is said whoever reads the figures.
     let printed = args.output.print(&saved, || saved.table());
-    eprintln!("{} is written; the guest {state}", args.file.display());
+    complain!("{} is written; the guest {state}", args.file.display());
     printed
 }
 

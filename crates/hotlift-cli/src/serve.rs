@@ -18,6 +18,7 @@ use crate::advise::survey;
 use crate::args::error_line;
 use crate::error::CommandError;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
+use crate::output::{complain, say};
 use crate::progress::bytes;
 use crate::qemu::control::{Answer, ControlError, Conversation, Guest, Hello, Opening};
 use crate::qemu::destination::Destination;
@@ -84,7 +85,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let monitor = PassingMonitor::new(outgoing, events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
-    println!("listening on {}", address_of(&listener)?);
+    say!("listening on {}", address_of(&listener)?);
     let host = Host {
         args,
         interrupt: &interrupt,
@@ -129,10 +130,10 @@ impl Host<'_> {
                 Err(error) => Visit::SentAway(error.into()),
             };
             match visit {
-                Visit::Surveyed(what) => eprintln!("{what}"),
+                Visit::Surveyed(what) => complain!("{what}"),
                 Visit::Over(outcome) => return outcome,
                 Visit::SentAway(error) => {
-                    eprintln!("hotlift: a source was sent away: {}", error_line(&error));
+                    complain!("hotlift: a source was sent away: {}", error_line(&error));
                 }
             }
         }
@@ -311,7 +312,7 @@ impl Host<'_> {
                 told = Instant::now();
                 let received_bytes = received();
                 if !self.args.quiet {
-                    eprintln!("receiving: {} have arrived", bytes(received_bytes));
+                    complain!("receiving: {} have arrived", bytes(received_bytes));
                 }
                 heard = heard.and_then(|()| source.say(&Answer::Progress { received_bytes }));
             }
@@ -342,7 +343,7 @@ impl Host<'_> {
         // Whether the source hears it or not, the guest is here.
         let _ = source.say(&Answer::Completed { running, report });
         let state = if running { "runs" } else { "is paused" };
-        println!("the guest {state} here: {}", destination.leave());
+        say!("the guest {state} here: {}", destination.leave());
         Ok(())
     }
 
@@ -364,7 +365,7 @@ impl Host<'_> {
             guest,
         });
         if guest != Guest::NotHere && !destination.has_ended() {
-            println!("the guest may be here: {}", destination.leave());
+            say!("the guest may be here: {}", destination.leave());
         }
         if self.interrupt.is_raised() {
             return CommandError::Interrupted;

@@ -21,6 +21,7 @@ use super::stoppable::Stoppable;
 use super::{address, common, info, table};
 use crate::args::error_line;
 use crate::error::CommandError;
+use crate::output::complain;
 
 /// Whether the guest runs; QEMU's names (`RunState`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -559,7 +560,7 @@ impl Machine {
             false => self.guest.cont(true),
         };
         if let Err(error) = done {
-            eprintln!("hotlift: {}", error_line(&error));
+            complain!("hotlift: {}", error_line(&error));
         }
         if by_operator {
             state.run = RunState::Paused;

@@ -12,6 +12,7 @@ use super::process::Started;
 use super::settings::Changed;
 use super::uuid::Uuid;
 use crate::error::CommandError;
+use crate::output::complain;
 use crate::signals::{Interrupt, TICK};
 
 /// How long the QMP socket of a waiting QEMU is tried.
@@ -138,7 +139,7 @@ impl Destination {
             && !error.is_disconnected()
         {
             let error = crate::args::error_line(&error);
-            eprintln!("hotlift: the destination's migration settings were not put back: {error}");
+            complain!("hotlift: the destination's migration settings were not put back: {error}");
         }
         match self.process {
             Some(process) => process.leave(),

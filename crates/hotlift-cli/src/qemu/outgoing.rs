@@ -14,6 +14,7 @@ use super::source::Source;
 use super::watch::Watch;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::output::complain;
 use crate::progress::{Display, jobs};
 use crate::signals::{Interrupt, TICK};
 
@@ -119,7 +120,7 @@ impl Moving<'_> {
             if self.interrupt.is_raised() && !cancelled {
                 cancelled = true;
                 display.finish();
-                eprintln!("cancelling");
+                complain!("cancelling");
                 // QEMU decides whether it is too late; its sockets tell the relay.
                 if self.source.cancel().is_err() {
                     control.cancel();

@@ -13,6 +13,7 @@ use super::settings::Changed;
 use super::uuid::Uuid;
 use crate::args::error_line;
 use crate::error::CommandError;
+use crate::output::complain;
 use crate::signals::TICK;
 
 /// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
@@ -118,7 +119,7 @@ impl Source {
             && !error.is_disconnected()
         {
             let error = error_line(&error);
-            eprintln!("hotlift: the source's migration settings were not put back: {error}");
+            complain!("hotlift: the source's migration settings were not put back: {error}");
         }
     }
 
@@ -282,7 +283,7 @@ impl Settled {
             Whereabouts::Runs => "runs on",
             Whereabouts::Paused => "stays paused",
         };
-        eprintln!("hotlift: the guest {state} at the source");
+        complain!("hotlift: the guest {state} at the source");
         if interrupted {
             return CommandError::Interrupted;
         }
