@@ -23,7 +23,7 @@ use crate::qemu::control::ControlError;
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
 
 /// What to type at the source when nobody here knows who has the guest.
-fn settle(qmp: &str) -> String {
+pub fn settle(qmp: &str) -> String {
     format!(
         "if the destination runs the guest, end the copy: hotlift settle --qmp {qmp} --there; if it does not and never \
          will, let it run here: hotlift settle --qmp {qmp} --here"
@@ -151,6 +151,8 @@ pub enum CommandError {
     NothingToSettle { problem: String },
     #[error("the guest was taken to be at the destination, and its paused copy here was ended")]
     EndedCopy,
+    #[error("migration failed: the guest was taken not to be at the destination, and went on here")]
+    SettledHere,
     #[error("cannot serve {address}")]
     Serve {
         address: String,
@@ -232,9 +234,6 @@ impl CommandError {
                 Some("its own words are on the terminal that it was started from")
             }
             Self::NoServe { .. } => Some("start 'hotlift serve' on the destination host first"),
-            Self::Migration(MigrationError::InDoubt) => {
-                Some("ask the other side whether it runs the guest before you do anything else")
-            }
             Self::NothingToSettle { .. } => Some(
                 "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
             ),

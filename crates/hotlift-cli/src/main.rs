@@ -169,6 +169,11 @@ enum GuestCommand {
     ///   hotlift guest run --incoming tcp::4444
     ///
     ///   hotlift guest run --migrate-to tcp:HOST:4444
+    ///
+    /// If nobody knows whether the destination runs the guest, the process does not end: it keeps the guest paused, and
+    /// prints the 'hotlift settle' to type. Exit codes: 0 the destination has the guest (or it was received and has run
+    /// here), 1 failed and the guest stayed, 2 usage, 130 ended by a signal, 3 ended while nobody knew, or by 'hotlift
+    /// settle --there'.
     #[command(verbatim_doc_comment)]
     Run(guest_run::GuestRunArgs),
 }

@@ -149,6 +149,31 @@ impl GuestMonitor {
         }))
     }
 
+    /// A machine whose guest a migration has left paused, in doubt of who has it.
+    pub fn in_doubt(
+        guest: Arc<dyn BuiltinGuest>,
+        options: Options,
+        events: Events,
+        leaving: Leaving,
+    ) -> Self {
+        let monitor = Self::new(guest, options, events, leaving, false);
+        let mut state = monitor.0.lock();
+        let _ = monitor.begin(&mut state, None);
+        state.in_doubt = true;
+        state.run = RunState::FinishMigrate;
+        let why = common::in_qemus_words(&MigrationError::InDoubt);
+        monitor
+            .0
+            .finish(&mut state, Outcome::Failed(why), Status::Failed);
+        drop(state);
+        monitor
+    }
+
+    /// True if the guest runs.
+    pub fn is_running(&self) -> bool {
+        self.0.lock().run == RunState::Running
+    }
+
     /// True once there is a guest whose memory can be checked.
     pub fn has_arrived(&self) -> bool {
         self.0.lock().has_arrived()
