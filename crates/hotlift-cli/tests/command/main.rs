@@ -15,3 +15,4 @@ mod methods;
 #[allow(dead_code, reason = "its other users need the rest")]
 mod proxy;
 mod qemu_commands;
+mod unread;
