@@ -5,6 +5,8 @@ mod hmp;
 #[path = "../command/hotlift.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]
 mod hotlift;
+#[path = "../command/lost_word.rs"]
+mod lost_word;
 mod machine;
 mod parameters;
 mod python;
