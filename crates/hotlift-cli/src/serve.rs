@@ -234,7 +234,7 @@ impl Host<'_> {
         drop(listener);
         match relayed {
             Ok(report) => self.taken(source, destination, report),
-            Err(error) => self.failed(source, destination, error),
+            Err(error) => self.failed(source, destination, &error),
         }
     }
 
@@ -386,7 +386,7 @@ impl Host<'_> {
         &self,
         source: &mut Conversation,
         destination: Destination,
-        error: MigrationError,
+        error: &MigrationError,
     ) -> Result<(), CommandError> {
         let is_interrupted = self.interrupt.is_raised();
         let in_doubt = matches!(error, MigrationError::InDoubt);

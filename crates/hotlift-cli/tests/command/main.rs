@@ -1,5 +1,11 @@
 //! The command as a user runs it: processes, signals, exit codes, files left behind.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it skips"
+)]
+
 mod accel;
 mod accelerated;
 mod advise;

@@ -16,6 +16,12 @@
 //! | `postcopy` | what the relays carry untouched |
 //! | `files` | machines that go on from a file |
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it skips"
+)]
+
 mod back_and_forth;
 mod custody;
 mod cutter;

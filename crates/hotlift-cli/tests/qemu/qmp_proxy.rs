@@ -124,12 +124,12 @@ impl Shared {
             let back = (copy(&far), copy(&near));
             spawn(move || pass(back.0, back.1));
             let shared = Arc::clone(self);
-            spawn(move || shared.carry_questions(near, far));
+            spawn(move || shared.carry_questions(&near, far));
         }
     }
 
-    fn carry_questions(self: &Arc<Self>, near: UnixStream, mut far: UnixStream) {
-        for line in BufReader::new(copy(&near)).lines().map_while(Result::ok) {
+    fn carry_questions(self: &Arc<Self>, near: &UnixStream, mut far: UnixStream) {
+        for line in BufReader::new(copy(near)).lines().map_while(Result::ok) {
             let mut line = line;
             if line.contains("migrate-incoming") {
                 self.lock().is_incoming = true;
