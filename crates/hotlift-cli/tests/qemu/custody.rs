@@ -147,6 +147,38 @@ fn nothing_ends_a_qemu_that_still_reads_the_end_of_its_stream() {
     }
 }
 
+/// Whether there is a guard of a QEMU whose QMP socket was to be `qmp`.
+fn has_guard(qmp: &str) -> bool {
+    let processes = std::fs::read_dir("/proc").expect("it is mounted");
+    processes.flatten().any(|process| {
+        // One that ends meanwhile has none.
+        let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line).into_owned();
+        line.contains("guard") && line.contains(qmp)
+    })
+}
+
+#[test]
+fn a_serve_that_is_killed_behind_eof_leaves_no_guard_that_ends_its_qemu() {
+    let (here, there, proxy, line) = skip!(moving(Trick::HoldDescription));
+    let (serve, uri) = serve(&words(&with(&[], &line)));
+    let qmp = here.free_qmp();
+    let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]);
+    proxy.wait_held();
+    let socket = std::fs::read_to_string(there.path("wanted")).expect("it was started");
+    serve.signal(Signal::KILL);
+    until(
+        || "the guard does not end".to_owned(),
+        || (!has_guard(&socket)).then_some(()),
+    );
+    assert!(test_kill_process(there.pid()).is_ok(), "QEMU was ended");
+    proxy.release();
+    there.has_the_guest(here.count().expect("the guest has counted"));
+    drop((migrate, serve));
+    // Nobody was left to remove it.
+    let _ = std::fs::remove_file(socket);
+}
+
 /// A `serve` whose standard error nobody reads; killed when it goes out of scope.
 struct Unread(Child);
 
