@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -148,6 +149,8 @@ impl Shared {
                 return;
             }
         }
+        // QEMU serves one client at a time: the next waits for this.
+        let _ = far.shutdown(Shutdown::Both);
     }
 
     /// Listens where QEMU is to listen, and lets it listen elsewhere.
@@ -198,7 +201,7 @@ impl Shared {
             let kept = seen.len().min(DESCRIPTION.len());
             seen.drain(..seen.len() - kept);
         }
-        let _ = far.shutdown(std::net::Shutdown::Write);
+        let _ = far.shutdown(Shutdown::Write);
     }
 }
 
@@ -209,5 +212,5 @@ fn copy(stream: &UnixStream) -> UnixStream {
 fn pass(mut from: UnixStream, mut to: UnixStream) {
     // Ends with either of them.
     let _ = std::io::copy(&mut from, &mut to);
-    let _ = to.shutdown(std::net::Shutdown::Write);
+    let _ = to.shutdown(Shutdown::Write);
 }
