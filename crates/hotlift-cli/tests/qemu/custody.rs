@@ -123,7 +123,7 @@ fn nothing_ends_a_qemu_that_still_reads_the_end_of_its_stream() {
         let (here, there, proxy, line) = skip!(moving(Trick::HoldDescription));
         let socket = there.folder.path().join("control");
         let control = format!("--control={}", socket.display());
-        let (serve, uri) = serve(&words(&with(&[&control], &line)));
+        let (mut serve, uri) = serve(&words(&with(&[&control], &line)));
         let mut client = Client::connect(&QmpAddress::Unix(socket), DEADLINE).expect("QMP");
         let qmp = here.free_qmp();
         let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]);
@@ -138,6 +138,7 @@ fn nothing_ends_a_qemu_that_still_reads_the_end_of_its_stream() {
         }
         there.lives_on(&format!("{late:?}"));
         proxy.release();
+        serve.wait_for("the guest runs here");
         if !matches!(late, Late::LostControl) {
             succeeds(migrate);
         }
