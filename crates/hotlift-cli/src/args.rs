@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::output::complain;
 use clap::{Args, ValueEnum};
 use hotlift::options::parse_size;
 use hotlift_mem::Backing;
@@ -82,7 +83,7 @@ impl GuestArgs {
                 let (kind, why) = hotlift_vmm::best_kind();
                 if let Some(why) = why {
                     let why = error_line(&why);
-                    eprintln!(
+                    complain!(
                         "hotlift: the guest is worker threads, since KVM cannot be used: {why}"
                     );
                 }

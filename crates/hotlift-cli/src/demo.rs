@@ -11,6 +11,7 @@ use crate::args::GuestArgs;
 use crate::error::CommandError;
 use crate::events::Filling;
 use crate::migration_args::MigrationArgs;
+use crate::output::{self, complain};
 use crate::pair::{Errors, Pair, Place};
 use crate::report::{self, Run};
 use crate::signals::Interrupt;
@@ -53,22 +54,21 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
             filling = filling.or(filled);
         }
     }
-    println!("{}", heading(args, kind, filling));
-    println!("{}", report::results(&runs));
+    let mut text = vec![heading(args, kind, filling), report::results(&runs)];
     if runs.iter().any(|run| run.source.is_some()) {
-        println!("{}", report::threads(&runs));
+        text.push(report::threads(&runs));
     }
-    if let Some(jobs) = report::jobs(&runs) {
-        println!("{jobs}");
-    }
+    text.extend(report::jobs(&runs));
+    let printed = output::result(&text.join("\n"));
     for run in &runs {
         if let Some(error) = &run.error {
-            eprintln!("hotlift: {}: {error}", run.method);
+            complain!("hotlift: {}: {error}", run.method);
         }
     }
     if let Some(path) = &args.json {
         report::write_json(path, &runs)?;
     }
+    printed.map_err(CommandError::Output)?;
     if interrupt.is_raised() {
         return Err(CommandError::Interrupted);
     }

@@ -19,6 +19,17 @@ use crate::advise::error::AdviseError;
 use crate::args::error_line;
 use crate::qemu::control::ControlError;
 
+/// In a line to type, what is not known here.
+const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
+
+/// What to type at the source when nobody here knows who has the guest.
+pub fn settle(qmp: &str) -> String {
+    format!(
+        "if the destination runs the guest, end the copy: hotlift settle --qmp {qmp} --there; if it does not and never \
+         will, let it run here: hotlift settle --qmp {qmp} --here"
+    )
+}
+
 /// A failed command.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
@@ -79,8 +90,12 @@ pub enum CommandError {
          migration in state '{migration}'"
     )]
     NotWaiting { status: String, migration: String },
-    #[error("QEMU at the destination did not take the guest (state '{status}'): {reason}")]
-    NotTaken { status: String, reason: String },
+    #[error("QEMU at the destination has taken the guest, and has failed since: {reason}")]
+    NotTaken { reason: String },
+    #[error(
+        "it is not known whether the guest runs here: {reasons}; its QEMU was left as it is ({qemu})"
+    )]
+    NotKnown { reasons: String, qemu: String },
     #[error("the guest was not restored: {reasons}")]
     Restore { reasons: String },
     #[error("no QEMU was given")]
@@ -100,6 +115,10 @@ pub enum CommandError {
     },
     #[error("{flag} takes tcp:HOST:PORT")]
     OnlyTcp { flag: &'static str },
+    #[error("more than {most} have connected, and it has said nothing for longest")]
+    Crowd { most: usize },
+    #[error("another survey is under way")]
+    Surveying,
     #[error("the other side said nothing for {waited:?}")]
     Silent { waited: Duration },
     #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
@@ -122,7 +141,18 @@ pub enum CommandError {
     #[error(
         "nobody knows whether the destination runs the guest, so it is left paused here: {reasons}"
     )]
-    InDoubt { reasons: String },
+    InDoubt { reasons: String, qmp: String },
+    #[error(
+        "the destination does not run the guest and never will, but it may be paused here, as QEMU does not answer: \
+         {reasons}"
+    )]
+    Stalled { reasons: String, qmp: String },
+    #[error("this QEMU has no guest to settle: {problem}")]
+    NothingToSettle { problem: String },
+    #[error("the guest was taken to be at the destination, and its paused copy here was ended")]
+    EndedCopy,
+    #[error("migration failed: the guest was taken not to be at the destination, and went on here")]
+    SettledHere,
     #[error("cannot serve {address}")]
     Serve {
         address: String,
@@ -158,7 +188,26 @@ impl CommandError {
     }
 
     /// What to do next, where that is not plain from the error.
-    pub fn advice(&self) -> Option<&'static str> {
+    pub fn advice(&self) -> Option<String> {
+        match self {
+            Self::InDoubt { qmp, .. } => Some(settle(qmp)),
+            Self::Stalled { qmp, .. } => Some(format!(
+                "when QEMU answers again, let the guest run here: hotlift settle --qmp {qmp} --here"
+            )),
+            Self::NotKnown { .. } => Some(format!(
+                "ask this QEMU's 'query-status' whether it runs the guest; if it does not, end it; {}",
+                settle(QMP_OF_THE_SOURCE)
+            )),
+            Self::Relay(MigrationError::InDoubt) => Some(settle(QMP_OF_THE_SOURCE)),
+            Self::Relay(MigrationError::LetGo { .. }) => Some(format!(
+                "let it run there: hotlift settle --qmp {QMP_OF_THE_SOURCE} --here"
+            )),
+            _ => self.fixed_advice().map(str::to_owned),
+        }
+    }
+
+    /// The same, where it is always the same.
+    fn fixed_advice(&self) -> Option<&'static str> {
         match self {
             Self::Create(CreateError::Kvm(_)) => {
                 Some("use --guest threads on a host without /dev/kvm, or --guest auto")
@@ -185,21 +234,25 @@ impl CommandError {
                 Some("its own words are on the terminal that it was started from")
             }
             Self::NoServe { .. } => Some("start 'hotlift serve' on the destination host first"),
-            Self::Migration(MigrationError::InDoubt)
-            | Self::Relay(MigrationError::InDoubt)
-            | Self::InDoubt { .. } => {
-                Some("ask the other side whether it runs the guest before you do anything else")
-            }
+            Self::NothingToSettle { .. } => Some(
+                "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
+            ),
             _ => None,
         }
     }
 
-    /// 1; 2 if options do not go together, as for any usage; 3 if nobody knows who has the guest; 130 if a signal ended it, as shells have it.
+    /// 1; 2 if options do not go together, as for any usage; 3 if nobody knows who has the guest, or it may stand still;
+    /// 130 if a signal ended it, as shells have it.
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Migration(MigrationError::InDoubt)
             | Self::Relay(MigrationError::InDoubt)
-            | Self::InDoubt { .. } => ExitCode::from(3),
+            | Self::InDoubt { .. }
+            | Self::Stalled { .. }
+            | Self::NotKnown { .. }
+            | Self::EndedCopy => ExitCode::from(3),
+            // The guest is where it was to go.
+            Self::MovedAnyway { .. } => ExitCode::SUCCESS,
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
             | Self::Interrupted => ExitCode::from(130),

@@ -1,13 +1,14 @@
 //! What a `guest run` process tells the `demo` that started it: JSON, one line an event, on its
 //! standard output.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift_vmm::fill::Filled;
 use serde::{Deserialize, Serialize};
 
 use crate::bench::record::Moment;
+use crate::output;
 
 /// Events as they come.
 pub type Events = Box<dyn Iterator<Item = Event>>;
@@ -108,8 +109,11 @@ pub struct Check {
 /// Tells `event` to the parent process.
 pub fn tell(event: &Event) {
     if let Ok(line) = serde_json::to_string(event) {
-        // A parent that has gone hears nothing; the guest goes on.
-        let _ = writeln!(std::io::stdout(), "{line}");
+        // A parent that has gone or sleeps hears nothing; the guest goes on.
+        match event {
+            Event::Progress { .. } => output::progress_line(&line),
+            _ => output::out(&line),
+        }
     }
 }
 

@@ -1,21 +1,23 @@
 //! `hotlift guest run`: one built-in guest in this process; by hand, or as a child of `demo` or `bench`.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::{Address, Control, MigrationError, Options};
+use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::Events;
 use hotlift_vmm::BuiltinGuest;
 
 use crate::args::{GuestArgs, error_line};
-use crate::error::CommandError;
+use crate::error::{CommandError, settle};
 use crate::events::{Check, Event, Filling, tell};
 use crate::migration_args::MigrationArgs;
 use crate::monitor::{Commands, ControlArgs, GuestMonitor, Leaving};
+use crate::output::{complain, say};
 use crate::progress::{Display, fallback_warning};
+use crate::qemu::private_folder;
 use crate::report::{self, Run};
 use crate::signals::{Interrupt, TICK};
 
@@ -182,12 +184,57 @@ impl Session<'_> {
                 self.tell(&Event::Failed {
                     error: error_line(&error),
                 });
-                if !matches!(error, MigrationError::InDoubt) {
-                    self.stayed()?;
+                match error {
+                    // The process that has started this one cannot settle it, and waits for its end.
+                    MigrationError::InDoubt if !self.args.tell_events => self.keep(error),
+                    MigrationError::InDoubt => Err(error.into()),
+                    error => {
+                        self.stayed()?;
+                        Err(error.into())
+                    }
                 }
-                Err(error.into())
             }
         }
+    }
+
+    /// Nobody knows whether the destination runs the guest: keeps it here, paused and whole, until somebody says so. Only
+    /// SIGINT and SIGTERM end that: a terminal that closes is no word on the guest.
+    fn keep(&self, error: MigrationError) -> Result<(), CommandError> {
+        // What came before was to cancel the migration.
+        self.interrupt.forget();
+        let folder = private_folder()?;
+        let qmp = QmpAddress::Unix(folder.path().join("qmp"));
+        let (events, leaving) = (Events::new(), Leaving::default());
+        let monitor = GuestMonitor::in_doubt(
+            Arc::clone(&self.guest),
+            self.options.clone(),
+            events.clone(),
+            leaving.clone(),
+        );
+        let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
+        let monitors = ControlArgs::at(qmp.clone()).serve(&commands, &events)?;
+        complain!("hotlift: {}", error.chain());
+        complain!("hotlift: {}", settle(&qmp.to_string()));
+        complain!("the guest is kept here, paused and whole, until then");
+        while !monitor.is_running() {
+            if leaving.take().is_some() {
+                monitor.end(true);
+                return Err(CommandError::EndedCopy);
+            }
+            if self.interrupt.is_ordered() {
+                monitor.end(false);
+                return Err(error.into());
+            }
+            std::thread::sleep(TICK);
+        }
+        self.say("the guest goes on here");
+        self.interrupt.forget();
+        let outcome = self.until_left(&leaving, &monitor);
+        monitor.end(matches!(outcome, Some(Ok(()))));
+        drop(monitors);
+        outcome.unwrap_or(Ok(()))?;
+        self.verify()?;
+        Err(CommandError::SettledHere)
     }
 
     /// After a migration that failed: shows that the guest goes on here, and lets it.
@@ -200,7 +247,7 @@ impl Session<'_> {
                 check.writes, check.pages_checked
             )),
             Some(problem) => {
-                eprintln!("hotlift: the guest that stayed here is not well: {problem}")
+                complain!("hotlift: the guest that stayed here is not well: {problem}")
             }
         }
         if self.args.run_for.is_some() {
@@ -419,8 +466,7 @@ impl Session<'_> {
     /// Tells the person at the terminal.
     fn say(&self, text: &str) {
         if !self.args.tell_events {
-            // Nobody may read this any more: no reason to end a guest.
-            let _ = writeln!(std::io::stdout(), "{text}");
+            say!("{text}");
         }
     }
 }

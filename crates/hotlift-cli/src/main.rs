@@ -6,6 +6,7 @@ mod accel;
 mod advise;
 mod args;
 mod bench;
+mod callers;
 mod demo;
 mod error;
 mod events;
@@ -14,6 +15,7 @@ mod manual;
 mod migrate;
 mod migration_args;
 mod monitor;
+mod output;
 mod output_args;
 mod output_file;
 mod pair;
@@ -24,6 +26,7 @@ mod report;
 mod restore;
 mod save;
 mod serve;
+mod settle;
 mod signals;
 
 use std::path::Path;
@@ -31,6 +34,8 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use hotlift_methods::environment;
+
+use crate::output::complain;
 
 /// Moves the memory of a running virtual machine between hosts.
 #[derive(Parser)]
@@ -70,8 +75,8 @@ enum Command {
     ///
     ///   hotlift migrate --qmp /run/vm.qmp --to tcp:HOST:4444 --method zstd --channels 4
     ///
-    /// Exit codes: 0 moved, 1 failed and the guest stayed, 2 usage, 130 cancelled and the guest
-    /// stayed, 3 nobody knows whether the destination runs the guest, and it is left paused here.
+    /// Exit codes: 0 the destination has the guest, 1 failed and the guest stayed, 2 usage, 130 cancelled and the guest
+    /// stayed, 3 nobody knows whether the destination runs the guest, and it is left paused here: 'hotlift settle'.
     #[command(verbatim_doc_comment)]
     Migrate(migrate::MigrateArgs),
     /// Wait on the destination host for 'hotlift migrate', with a QEMU that takes the guest over
@@ -85,7 +90,11 @@ enum Command {
     ///   hotlift serve --listen tcp::4444 -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
     /// One guest is received. A QEMU that was started runs on when this command ends, if it has the
-    /// guest; if not, it is ended. What it says goes to standard error. There is no authentication: use it on a network that you trust.
+    /// guest or may have it; if not, it is ended. What it says goes to standard error. There is no
+    /// authentication: use it on a network that you trust.
+    ///
+    /// Exit codes: 0 the guest is here, 1 failed and the guest is not here, 2 usage, 130 ended by a signal and the guest is
+    /// not here, 3 nobody knows whether the guest runs here, and its QEMU is left as it is.
     #[command(verbatim_doc_comment)]
     Serve(serve::ServeArgs),
     /// Pass QEMU's own migrations on, between a QEMU and the relay of another host
@@ -114,9 +123,19 @@ enum Command {
     ///   hotlift restore vm.save --qmp /run/vm.qmp
     ///
     /// A QEMU that was started runs on when this command ends; if it did not get the guest, it is
-    /// ended.
+    /// ended. Exit codes as of 'serve'.
     #[command(verbatim_doc_comment)]
     Restore(restore::RestoreArgs),
+    /// Say where a guest goes on that a migration has left paused (exit code 3)
+    ///
+    /// Nobody could know whether the destination runs it, so that it was kept, whole. Look there first. Refused of a guest
+    /// that is not left paused by a migration.
+    ///
+    ///   hotlift settle --qmp /run/vm.qmp --there     the destination has it: end this copy
+    ///
+    ///   hotlift settle --qmp /run/vm.qmp --here      it does not, and never will: let it run here
+    #[command(verbatim_doc_comment)]
+    Settle(settle::SettleArgs),
     /// Watch over a QEMU that 'serve' or 'restore' has started
     #[command(hide = true)]
     Guard(qemu::guard::GuardArgs),
@@ -153,6 +172,11 @@ enum GuestCommand {
     ///   hotlift guest run --incoming tcp::4444
     ///
     ///   hotlift guest run --migrate-to tcp:HOST:4444
+    ///
+    /// If nobody knows whether the destination runs the guest, the process does not end: it keeps the guest paused, and
+    /// prints the 'hotlift settle' to type. Exit codes: 0 the destination has the guest (or it was received and has run
+    /// here), 1 failed and the guest stayed, 2 usage, 130 ended by a signal, 3 ended while nobody knew, or by 'hotlift
+    /// settle --there'.
     #[command(verbatim_doc_comment)]
     Run(guest_run::GuestRunArgs),
 }
@@ -162,7 +186,9 @@ fn main() -> ExitCode {
         // TMPDIR is a stranger's. It fails only if it was set before, and nothing else sets it.
         let _ = tempfile::env::override_temp_dir(Path::new("/tmp"));
     }
-    let outcome = match Cli::parse().command {
+    let command = Cli::parse().command;
+    output::take_panics();
+    let outcome = match command {
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Guest(GuestCommand::Run(args)) => guest_run::run(&args),
@@ -170,6 +196,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Save(args) => save::run(&args),
         Command::Restore(args) => restore::run(&args),
+        Command::Settle(args) => settle::run(&args),
         Command::Guard(args) => {
             qemu::guard::run(&args);
             Ok(())
@@ -178,19 +205,18 @@ fn main() -> ExitCode {
         Command::Accel(args) => accel::run(&args),
         Command::Advise(args) => advise::run(&args),
         Command::Manual(args) => manual::run(&args, &Cli::command()),
-        Command::Methods => {
-            println!("{}", report::methods());
-            Ok(())
-        }
+        Command::Methods => output::result(&report::methods()).map_err(error::CommandError::Output),
     };
-    match outcome {
+    let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("hotlift: {}", error.line());
+            complain!("hotlift: {}", error.line());
             if let Some(advice) = error.advice() {
-                eprintln!("hotlift: {advice}");
+                complain!("hotlift: {advice}");
             }
             error.exit_code()
         }
-    }
+    };
+    output::finish();
+    code
 }

@@ -13,8 +13,10 @@ use hotlift_qmp::{QmpAddress, Version};
 use crate::args::error_line;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL};
+use crate::qemu::destination::SETTLE;
 use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Migration;
 use crate::qemu::settings;
@@ -28,7 +30,8 @@ const CONNECT: Duration = Duration::from_secs(10);
 const READY: Duration = Duration::from_secs(90);
 
 /// How long the destination may take to say what became of a migration whose stream has ended.
-const LAST_WORDS: Duration = Duration::from_secs(40);
+/// It asks its QEMU for as long as [`SETTLE`], and is not slower to say so than a connection to make.
+const LAST_WORDS: Duration = Duration::from_secs(SETTLE.as_secs() + CONNECT.as_secs());
 
 /// Flags of `migrate`.
 #[derive(Debug, Args)]
@@ -67,16 +70,17 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     source.restore_settings();
     let migration = outcome?;
     // What became of the guest is said whoever reads the figures.
-    let printed = args.output.print(&migration, || migration.table());
-    let state = match migration.running {
-        Some(true) => "runs",
-        Some(false) => "is paused",
-        None => "is",
-    };
-    eprintln!(
-        "the guest {state} at the destination; this QEMU keeps a paused copy, and can be ended"
-    );
-    printed
+    match migration.running {
+        Some(running) => complain!(
+            "the guest {} at the destination; this QEMU keeps a paused copy, and can be ended",
+            if running { "runs" } else { "is paused" }
+        ),
+        None => complain!(
+            "the destination's QEMU has taken the guest over; this QEMU keeps a paused copy: look there before you \
+             end it"
+        ),
+    }
+    args.output.print(&migration, || migration.table())
 }
 
 /// A conversation with `hotlift serve` at `to`.
@@ -190,9 +194,9 @@ impl Move<'_> {
         let mut last_words = None;
         let relayed =
             moving.run(&mut |timeout| self.hear(destination, &mut last_words, timeout))?;
-        match relayed {
+        match relayed.outcome {
             Ok(report) => self.moved(destination, last_words, report, destination_qemu),
-            Err(error) => Err(self.stayed(destination, last_words, &error)),
+            Err(error) => Err(self.stayed(destination, last_words, &error, relayed.is_told)),
         }
     }
 
@@ -249,16 +253,20 @@ impl Move<'_> {
         source: RelayReport,
         destination_qemu: Version,
     ) -> Result<Migration, CommandError> {
+        // A relay that reads the stream ends well at the word of the destination's QEMU on it; of one that only passes
+        // bytes on nothing is known but that they went.
+        let is_confirmed = source.passed_through.is_none();
         let (running, destination) = match self.hear_out(destination, last_words) {
             Some(LastWords::Completed { running, report }) => (Some(running), Some(*report)),
             Some(LastWords::Failed { reason, guest }) => {
-                eprintln!("hotlift: the destination: {reason}");
-                if guest == Guest::NotHere {
-                    return Err(CommandError::InDoubt { reasons: reason });
+                complain!("hotlift: the destination: {reason}");
+                if guest == Guest::NotHere || !is_confirmed {
+                    return Err(self.in_doubt(reason));
                 }
                 (None, None)
             }
-            None => (None, None),
+            None if is_confirmed => (None, None),
+            None => return Err(self.in_doubt("the destination says nothing".to_owned())),
         };
         Ok(Migration {
             // A source that has gone by now had let its guest go.
@@ -271,15 +279,21 @@ impl Move<'_> {
         })
     }
 
+    fn in_doubt(&self, reasons: String) -> CommandError {
+        let qmp = self.source.address().to_string();
+        CommandError::InDoubt { reasons, qmp }
+    }
+
     /// The relay has failed: sees that the guest goes on here, and says why.
     fn stayed(
         &self,
         destination: &mut Conversation,
         last_words: Option<LastWords>,
         error: &MigrationError,
+        is_told: bool,
     ) -> CommandError {
         let mut heard = last_words;
-        let settled = self.source.settle(error, || {
+        let settled = self.source.settle(error, is_told, || {
             heard = self.hear_out(destination, heard.take());
             match &heard {
                 Some(LastWords::Completed { .. }) => Guest::Here,

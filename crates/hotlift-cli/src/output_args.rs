@@ -1,11 +1,10 @@
 //! Flags of what a command shows.
 
-use std::io::Write;
-
 use clap::Args;
 use serde::Serialize;
 
 use crate::error::CommandError;
+use crate::output;
 
 /// How a command shows what it does and what came of it.
 #[derive(Debug, Args)]
@@ -34,6 +33,6 @@ impl OutputArgs {
         } else {
             table()
         };
-        writeln!(std::io::stdout(), "{text}").map_err(CommandError::Output)
+        output::result(&text).map_err(CommandError::Output)
     }
 }

@@ -1,13 +1,15 @@
 //! The progress display: one line that is rewritten on a terminal, or a line a second elsewhere.
 
 use std::cell::Cell;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use hotlift::Control;
 use hotlift::figures::JobFigures;
 use hotlift::progress::Progress;
+
+use crate::output::{self, complain};
 
 /// Between lines where they are kept, as in a log.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
@@ -73,13 +75,11 @@ impl Display {
         state.last = Some((now, round));
         state.shown.set(true);
         let line = line();
-        let mut stderr = std::io::stderr().lock();
-        let _ = if state.terminal {
-            write!(stderr, "\r\x1b[K{line}")
+        output::progress(&if state.terminal {
+            format!("\r\x1b[K{line}")
         } else {
-            writeln!(stderr, "{line}")
-        };
-        let _ = stderr.flush();
+            format!("{line}\n")
+        });
     }
 
     /// Ends the line that was being rewritten.
@@ -106,7 +106,7 @@ impl Display {
             {
                 warned.set(true);
                 state.clear_line();
-                eprintln!("{}:{what} {warning}", self.label);
+                complain!("{}:{what} {warning}", self.label);
             }
         }
     }
@@ -115,7 +115,7 @@ impl Display {
 impl State {
     fn clear_line(&self) {
         if self.terminal && self.shown.get() {
-            eprint!("\r\x1b[K");
+            output::progress("\r\x1b[K");
         }
     }
 }

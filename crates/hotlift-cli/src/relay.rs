@@ -13,6 +13,7 @@ use crate::args::error_line;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
+use crate::output::{complain, say};
 use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes, jobs};
 use crate::qemu::result;
@@ -113,7 +114,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     let monitor = PassingMonitor::new(settings.outgoing.clone(), events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
-    println!("listening on {address}");
+    say!("listening on {address}");
     let relay = Relay {
         args,
         label,
@@ -181,14 +182,14 @@ impl Relay<'_> {
                     .print(&report, || result::relay_table(label, &report));
                 match printed {
                     // The next migration matters more than who reads of the last.
-                    Err(error) if args.forever => eprintln!("hotlift: {}", error_line(&error)),
+                    Err(error) if args.forever => complain!("hotlift: {}", error_line(&error)),
                     Err(error) => return ControlFlow::Break(error),
                     Ok(()) => {}
                 }
                 ControlFlow::Continue(())
             }
             Err(error) if args.forever && !self.interrupt.is_raised() => {
-                eprintln!("hotlift: {label}: {}", error.chain());
+                complain!("hotlift: {label}: {}", error.chain());
                 ControlFlow::Continue(())
             }
             Err(error) => ControlFlow::Break(CommandError::Relay(error)),

@@ -15,9 +15,10 @@ use hotlift_qmp::QmpAddress;
 use crate::args::error_line;
 use crate::error::CommandError;
 use crate::migration_args::LimitArgs;
+use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes};
-use crate::qemu::destination::Destination;
+use crate::qemu::destination::{Destination, Word};
 use crate::qemu::{incoming, private_folder, result};
 use crate::signals::Interrupt;
 
@@ -69,27 +70,70 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let socket = folder.path().join("incoming");
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
     let settings = incoming::relay_settings(&mut destination, args.multifd_channels, &args.limits)?;
-    let report = match relay(args, &settings, &socket, &interrupt) {
+    let report = match relay(args, &destination, &settings, &socket, &interrupt) {
         Ok(report) => report,
-        Err(MigrationError::Cancelled) => return Err(CommandError::Interrupted),
-        Err(error) => {
-            let in_doubt = matches!(error, MigrationError::InDoubt);
-            let (_, words) = destination.after_failure(in_doubt);
-            let mut reasons = error.chain();
-            if let Some(words) = words {
-                reasons = format!("{reasons}; QEMU: {words}");
-            }
-            return Err(CommandError::Restore { reasons });
-        }
+        Err(error) => return failed(&error, destination, &interrupt),
     };
-    let running = destination.wait_taken()?;
+    interrupt.forget();
+    let running = match destination.wait_for_word(|| interrupt.is_raised()) {
+        Word::Here { running } => running,
+        Word::Never { reason } => return Err(CommandError::NotTaken { reason }),
+        Word::Unknown { reason, .. } => return Err(not_known(destination, reason)),
+    };
     // What became of the guest is said whoever reads the figures.
-    let printed = args
-        .output
-        .print(&report, || result::relay_table("restore", &report));
-    let state = if running { "runs" } else { "is paused" };
-    eprintln!("the guest {state}: {}", destination.leave());
-    printed
+    say_taken(running, destination);
+    args.output
+        .print(&report, || result::relay_table("restore", &report))
+}
+
+/// The relay has failed: says why, and whether the guest runs all the same.
+fn failed(
+    error: &MigrationError,
+    destination: Destination,
+    interrupt: &Interrupt,
+) -> Result<(), CommandError> {
+    let is_interrupted = interrupt.is_raised();
+    let in_doubt = matches!(error, MigrationError::InDoubt);
+    if in_doubt {
+        interrupt.forget();
+    }
+    let word = destination.after_failure(in_doubt, || interrupt.is_raised());
+    let explained = |words: &str| format!("{}; QEMU: {words}", error.chain());
+    match word {
+        Word::Here { running } => {
+            complain!("hotlift: not all went well: {}", error.chain());
+            say_taken(running, destination);
+            Ok(())
+        }
+        Word::Never { reason } => {
+            destination.give_back();
+            match is_interrupted {
+                true => Err(CommandError::Interrupted),
+                false => Err(CommandError::Restore {
+                    reasons: explained(&reason),
+                }),
+            }
+        }
+        Word::Unknown { reason, .. } => Err(not_known(destination, explained(&reason))),
+    }
+}
+
+/// Says that the guest is here, and leaves its QEMU to itself.
+fn say_taken(running: Option<bool>, destination: Destination) {
+    let state = match running {
+        Some(true) => "runs",
+        Some(false) => "is paused",
+        None => "is restored",
+    };
+    complain!("the guest {state}: {}", destination.leave());
+}
+
+/// Leaves a QEMU alone of which it is not known whether it runs the guest.
+fn not_known(destination: Destination, reasons: String) -> CommandError {
+    CommandError::NotKnown {
+        reasons,
+        qemu: destination.leave_alone(),
+    }
 }
 
 /// What the file says of itself, if it is one of Hotlift's. Of QEMU's, the stream inside says it; here
@@ -115,6 +159,7 @@ fn info(args: &RestoreArgs) -> Result<Option<FileInfo>, CommandError> {
 
 fn relay(
     args: &RestoreArgs,
+    destination: &Destination,
     settings: &RelaySettings,
     socket: &Path,
     interrupt: &Interrupt,
@@ -132,8 +177,12 @@ fn relay(
             });
         }
     };
+    let on_commit = || destination.custody().give_up();
+    let has_taken = || destination.has_taken();
     let hooks = Hooks {
         on_progress: Some(&show),
+        on_commit: Some(&on_commit),
+        has_taken: Some(&has_taken),
         ..Hooks::default()
     };
     let outgoing = Address::Unix {

@@ -8,13 +8,15 @@ use hotlift::relay::Outgoing;
 use hotlift::relay::file::FileFormat;
 use hotlift_qmp::QmpAddress;
 
+use crate::args::error_line;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::qemu::control::Guest;
-use crate::qemu::outgoing::{self, Moving};
+use crate::qemu::outgoing::{self, Moving, Relayed};
 use crate::qemu::result::Saved;
-use crate::qemu::source::{Source, at_source};
+use crate::qemu::source::Source;
 use crate::signals::Interrupt;
 
 /// Flags of `save`.
@@ -71,29 +73,39 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     let outcome = outgoing::change_settings(&source, &settings, &args.migration)
         .and_then(|()| moving.run(&mut thread::sleep));
     let saved = match outcome {
-        Ok(Ok(relay)) => Ok(Saved {
+        Ok(Relayed {
+            outcome: Ok(relay), ..
+        }) => Ok(Saved {
             qemu: source.look().unwrap_or_default(),
             relay,
             file_bytes: length(&args.file),
         }),
         // A file runs no guest.
-        Ok(Err(error)) => Err(source
-            .settle(&error, || Guest::NotHere)
+        Ok(Relayed {
+            outcome: Err(error),
+            ..
+        }) => Err(source
+            .settle(&error, false, || Guest::NotHere)
             .into_error(None, interrupt.is_raised())),
         Err(error) => Err(error),
     };
     source.restore_settings();
     let saved = saved?;
-    let state = if args.keep_running && source.was_running() {
-        source.qemu().cont().map_err(at_source)?;
-        "runs on"
-    } else {
-        "is left paused"
-    };
-    // What became of the guest is said whoever reads the figures.
-    let printed = args.output.print(&saved, || saved.table());
-    eprintln!("{} is written; the guest {state}", args.file.display());
-    printed
+    // The file has its name: what QEMU does from here on makes no failure of it.
+    let file = args.file.display();
+    match args.keep_running && source.was_running() {
+        false => complain!("{file} is written; the guest is left paused"),
+        true => match source.cont() {
+            Ok(()) => complain!("{file} is written; the guest runs on"),
+            Err(error) => complain!(
+                "hotlift: {file} is written, but the guest may not run on: {}; let it run by hand: hotlift settle \
+                 --qmp {} --here",
+                error_line(&error),
+                source.address()
+            ),
+        },
+    }
+    args.output.print(&saved, || saved.table())
 }
 
 fn length(path: &Path) -> u64 {

@@ -1,6 +1,7 @@
 //! `hotlift serve`: waits on the destination host for `hotlift migrate`, and gets a QEMU ready.
 
 use std::ffi::OsString;
+use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,24 +10,26 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
-use hotlift::transport::Stream;
+use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::Events;
 
-use crate::advise::survey;
+use crate::advise::survey::{self, Request};
 use crate::args::error_line;
+use crate::callers::Callers;
 use crate::error::CommandError;
 use crate::migration_args::LimitArgs;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
+use crate::output::{complain, say};
 use crate::progress::bytes;
-use crate::qemu::control::{Answer, ControlError, Conversation, Guest, Hello, Opening};
-use crate::qemu::destination::Destination;
+use crate::qemu::control::{Answer, Conversation, Guest, Hello, Opening};
+use crate::qemu::destination::{Destination, Word};
 use crate::qemu::{incoming, private_folder, process};
 use crate::signals::{Interrupt, TICK};
 
-/// How long a source that has connected may take to say what it wants.
-const HELLO: Duration = Duration::from_secs(10);
+/// How long the port for the pages may be in use still: by a survey that is cut short.
+const PORT: Duration = Duration::from_secs(5);
 
 /// Between two messages about progress.
 const PROGRESS: Duration = Duration::from_secs(1);
@@ -63,8 +66,6 @@ pub struct ServeArgs {
 
 /// What became of one source that connected.
 enum Visit {
-    /// It wanted to know what this host can do, and was told.
-    Surveyed(String),
     /// It was sent away, and nothing was used up.
     SentAway(CommandError),
     /// Its migration has ended.
@@ -87,7 +88,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let monitor = PassingMonitor::new(outgoing, events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
-    println!("listening on {}", address_of(&listener)?);
+    say!("listening on {}", address_of(&listener)?);
     let host = Host {
         args,
         interrupt: &interrupt,
@@ -119,50 +120,76 @@ impl Host<'_> {
         listener: &Listener,
         held: &mut Option<Destination>,
     ) -> Result<(), CommandError> {
-        loop {
-            if self.interrupt.is_raised() {
-                return Err(CommandError::Interrupted);
-            }
-            let Some(Stream::Tcp(stream)) = accept(listener)? else {
-                continue;
-            };
-            let here = stream.local_addr().map_err(ControlError::from);
-            let visit = match here.and_then(|here| Ok((here.ip(), Conversation::new(stream)?))) {
-                Ok((here, mut source)) => self.receive(&mut source, here, held),
-                Err(error) => Visit::SentAway(error.into()),
-            };
-            match visit {
-                Visit::Surveyed(what) => eprintln!("{what}"),
-                Visit::Over(outcome) => return outcome,
-                Visit::SentAway(error) => {
-                    eprintln!("hotlift: a source was sent away: {}", error_line(&error));
+        let mut callers = Callers::new(listener);
+        let mut surveys = self.interrupt.branch();
+        thread::scope(|scope| {
+            let mut survey: Option<ScopedJoinHandle<'_, ()>> = None;
+            loop {
+                if self.interrupt.is_raised() {
+                    return Err(CommandError::Interrupted);
                 }
+                let Some(call) = callers.next() else {
+                    continue;
+                };
+                let (mut source, here) = (call.conversation, call.here);
+                let sent_away = match call.opening {
+                    Ok(Opening::Migration(hello)) => {
+                        // A survey takes seconds, the CPU and the port for the pages.
+                        surveys.raise();
+                        match self.receive(&mut source, &hello, held) {
+                            Visit::Over(outcome) => return outcome,
+                            Visit::SentAway(error) => {
+                                surveys = self.interrupt.branch();
+                                error
+                            }
+                        }
+                    }
+                    Ok(Opening::Survey(request)) => {
+                        if survey.as_ref().is_none_or(ScopedJoinHandle::is_finished) {
+                            let ends = surveys.clone();
+                            survey = Some(scope.spawn(move || {
+                                self.answer(&mut source, &request, here, &ends);
+                            }));
+                            continue;
+                        }
+                        let error = CommandError::Surveying;
+                        let _ = survey::refuse(&mut source, &error_line(&error));
+                        error
+                    }
+                    Err(error) => {
+                        refuse(&mut source, &error);
+                        error
+                    }
+                };
+                complain!(
+                    "hotlift: a source was sent away: {}",
+                    error_line(&sent_away)
+                );
             }
+        })
+    }
+
+    /// Answers a survey.
+    fn answer(
+        &self,
+        source: &mut Conversation,
+        request: &Result<Request, String>,
+        here: IpAddr,
+        ends: &Interrupt,
+    ) {
+        match survey::answer(source, request, here, self.args.data_port, ends) {
+            Ok(what) => complain!("{what}"),
+            Err(error) => complain!("hotlift: a survey was not answered: {}", error_line(&error)),
         }
     }
 
-    /// Hears what a source wants, and does it.
+    /// Gets a QEMU ready, and receives a guest into it.
     fn receive(
         &self,
         source: &mut Conversation,
-        here: IpAddr,
+        hello: &Hello,
         held: &mut Option<Destination>,
     ) -> Visit {
-        let hello = match self.hear_opening(source) {
-            Ok(Opening::Migration(hello)) => hello,
-            Ok(Opening::Survey(request)) => {
-                let port = self.args.data_port;
-                let answered = survey::answer(source, &request, here, port, self.interrupt);
-                return match answered {
-                    Ok(what) => Visit::Surveyed(what),
-                    Err(error) => Visit::SentAway(error.into()),
-                };
-            }
-            Err(error) => {
-                refuse(source, &error);
-                return Visit::SentAway(error);
-            }
-        };
         let destination = match held.take() {
             Some(destination) => Ok(destination),
             None => Destination::start(&self.args.command, self.interrupt),
@@ -182,22 +209,7 @@ impl Host<'_> {
             }
             return Visit::SentAway(error);
         }
-        Visit::Over(self.migrate(source, &hello, destination))
-    }
-
-    fn hear_opening(&self, source: &mut Conversation) -> Result<Opening, CommandError> {
-        let deadline = Instant::now() + HELLO;
-        loop {
-            if let Some(opening) = source.hear_opening(TICK)? {
-                return Ok(opening);
-            }
-            if self.interrupt.is_raised() {
-                return Err(CommandError::Interrupted);
-            }
-            if Instant::now() >= deadline {
-                return Err(CommandError::Silent { waited: HELLO });
-            }
-        }
+        Visit::Over(self.migrate(source, hello, destination))
     }
 
     /// Receives the guest into `destination`.
@@ -221,11 +233,11 @@ impl Host<'_> {
             qemu: destination.qemu().version(),
         };
         source.say(&ready)?;
-        let relayed = self.relay(source, &settings, &listener, &socket);
+        let relayed = self.relay(source, &destination, &settings, &listener, &socket);
         drop(listener);
         match relayed {
             Ok(report) => self.taken(source, destination, report),
-            Err(error) => Err(self.failed(source, destination, error)),
+            Err(error) => self.failed(source, destination, &error),
         }
     }
 
@@ -242,7 +254,13 @@ impl Host<'_> {
             host: self.host.to_owned(),
             port: self.args.data_port,
         };
-        let listener = address.listen()?;
+        let deadline = Instant::now() + PORT;
+        let listener = loop {
+            match address.listen() {
+                Err(error) if is_in_use(&error) && Instant::now() < deadline => thread::sleep(TICK),
+                listening => break listening?,
+            }
+        };
         match address_of(&listener)? {
             Address::Tcp { port, .. } => Ok((listener, port, settings)),
             Address::Unix { .. } => Err(CommandError::OnlyTcp { flag: "--listen" }),
@@ -253,6 +271,7 @@ impl Host<'_> {
     fn relay(
         &self,
         source: &mut Conversation,
+        destination: &Destination,
         settings: &RelaySettings,
         listener: &Listener,
         socket: &Path,
@@ -268,8 +287,12 @@ impl Host<'_> {
                 *latest = *progress;
             }
         };
+        let on_commit = || destination.custody().give_up();
+        let has_taken = || destination.has_taken();
         let hooks = Hooks {
             on_progress: Some(&note),
+            on_commit: Some(&on_commit),
+            has_taken: Some(&has_taken),
             ..Hooks::default()
         };
         let outcome = thread::scope(|scope| {
@@ -284,7 +307,12 @@ impl Host<'_> {
             });
             let received = || latest.lock().map_or(0, |latest| latest.received_bytes);
             self.attend(source, &relay, &control, &received);
-            relay.join().unwrap_or(Err(MigrationError::Cancelled))
+            relay.join().unwrap_or_else(|_| {
+                Err(match destination.custody().is_given_up() {
+                    true => MigrationError::InDoubt,
+                    false => MigrationError::Cancelled,
+                })
+            })
         });
         self.monitor.ended(&outcome);
         outcome
@@ -314,7 +342,7 @@ impl Host<'_> {
                 told = Instant::now();
                 let received_bytes = received();
                 if !self.args.quiet {
-                    eprintln!("receiving: {} have arrived", bytes(received_bytes));
+                    complain!("receiving: {} have arrived", bytes(received_bytes));
                 }
                 heard = heard.and_then(|()| source.say(&Answer::Progress { received_bytes }));
             }
@@ -329,53 +357,89 @@ impl Host<'_> {
     fn taken(
         &self,
         source: &mut Conversation,
-        mut destination: Destination,
+        destination: Destination,
         report: RelayReport,
     ) -> Result<(), CommandError> {
-        let running = match destination.wait_taken() {
-            Ok(running) => running,
-            Err(error) => {
-                let reason = error_line(&error);
-                let guest = Guest::Unknown;
-                let _ = source.say(&Answer::Failed { reason, guest });
-                return Err(error);
+        // One that came during the hand-over was too late; another ends the wait.
+        self.interrupt.forget();
+        match destination.wait_for_word(|| self.interrupt.is_raised()) {
+            Word::Here { running } => {
+                let is_running = running.unwrap_or_default();
+                let report = Box::new(report);
+                // Whether the source hears it or not, the guest is here.
+                let _ = source.say(&Answer::Completed {
+                    running: is_running,
+                    report,
+                });
+                say_taken(running, destination);
+                Ok(())
             }
-        };
-        let report = Box::new(report);
-        // Whether the source hears it or not, the guest is here.
-        let _ = source.say(&Answer::Completed { running, report });
-        let state = if running { "runs" } else { "is paused" };
-        println!("the guest {state} here: {}", destination.leave());
-        Ok(())
+            // QEMU has taken it by its word on the stream; so what has become of it since is not that it never ran.
+            Word::Never { reason } => {
+                let error = CommandError::NotTaken { reason };
+                let _ = source.say(&failed(error_line(&error), Guest::Unknown));
+                Err(error)
+            }
+            Word::Unknown { reason, .. } => Err(not_known(source, destination, reason)),
+        }
     }
 
     /// The relay has failed: tells the source why, and where the guest is.
     fn failed(
         &self,
         source: &mut Conversation,
-        mut destination: Destination,
-        error: MigrationError,
-    ) -> CommandError {
+        destination: Destination,
+        error: &MigrationError,
+    ) -> Result<(), CommandError> {
+        let is_interrupted = self.interrupt.is_raised();
         let in_doubt = matches!(error, MigrationError::InDoubt);
-        let (guest, words) = destination.after_failure(in_doubt);
-        let mut reason = error.chain();
-        if let Some(words) = words {
-            reason = format!("{reason}; its QEMU: {words}");
-        }
-        let _ = source.say(&Answer::Failed {
-            reason: reason.clone(),
-            guest,
-        });
-        if guest != Guest::NotHere && !destination.has_ended() {
-            println!("the guest may be here: {}", destination.leave());
-        }
-        if self.interrupt.is_raised() {
-            return CommandError::Interrupted;
-        }
         if in_doubt {
-            return CommandError::Relay(error);
+            self.interrupt.forget();
         }
-        CommandError::Moving { reasons: reason }
+        let word = destination.after_failure(in_doubt, || self.interrupt.is_raised());
+        let explained = |words: &str| format!("{}; its QEMU: {words}", error.chain());
+        match word {
+            Word::Here { running } => {
+                let reason = error.chain();
+                let _ = source.say(&failed(reason.clone(), Guest::Here));
+                complain!("hotlift: not all went well: {reason}");
+                say_taken(running, destination);
+                Ok(())
+            }
+            Word::Never { reason } => {
+                let reasons = explained(&reason);
+                destination.give_back();
+                let _ = source.say(&failed(reasons.clone(), Guest::NotHere));
+                match is_interrupted {
+                    true => Err(CommandError::Interrupted),
+                    false => Err(CommandError::Moving { reasons }),
+                }
+            }
+            Word::Unknown { reason, .. } => Err(not_known(source, destination, explained(&reason))),
+        }
+    }
+}
+
+fn failed(reason: String, guest: Guest) -> Answer {
+    Answer::Failed { reason, guest }
+}
+
+/// Says that the guest is here, and leaves its QEMU to itself.
+fn say_taken(running: Option<bool>, destination: Destination) {
+    let state = match running {
+        Some(true) => "runs",
+        Some(false) => "is paused",
+        None => "is",
+    };
+    say!("the guest {state} here: {}", destination.leave());
+}
+
+/// Leaves a QEMU alone of which it is not known whether it runs the guest.
+fn not_known(source: &mut Conversation, destination: Destination, reasons: String) -> CommandError {
+    let _ = source.say(&failed(reasons.clone(), Guest::Unknown));
+    CommandError::NotKnown {
+        reasons,
+        qemu: destination.leave_alone(),
     }
 }
 
@@ -385,13 +449,8 @@ fn refuse(source: &mut Conversation, error: &CommandError) {
     let _ = source.say(&Answer::Refused { reason });
 }
 
-fn accept(listener: &Listener) -> Result<Option<Stream>, CommandError> {
-    listener
-        .accept(TICK)
-        .map_err(|source| CommandError::Process {
-            what: "listener",
-            source,
-        })
+fn is_in_use(error: &TransportError) -> bool {
+    matches!(error, TransportError::Listen { source, .. } if source.kind() == ErrorKind::AddrInUse)
 }
 
 fn address_of(listener: &Listener) -> Result<Address, CommandError> {

@@ -1,4 +1,4 @@
-//! SIGINT and SIGTERM as a flag that is looked at, so that every way out cleans up.
+//! SIGINT, SIGTERM and SIGHUP as a flag that is looked at, so that every way out cleans up.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,16 +6,24 @@ use std::thread;
 use std::time::Duration;
 
 use hotlift::Control;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::error::CommandError;
 
 /// How often the flag is looked at.
 pub const TICK: Duration = Duration::from_millis(50);
 
-/// Raised by the first signal; a second one ends the process at once.
+/// Raised by the first signal. A second SIGINT or SIGTERM ends the process at once: somebody insists. A SIGHUP never
+/// does, nor does it count as the first of two: a terminal that closes sends it more than once, and nobody is
+/// there who could insist.
 #[derive(Clone)]
-pub struct Interrupt(Arc<AtomicBool>);
+pub struct Interrupt {
+    raised: Arc<AtomicBool>,
+    /// By SIGINT or SIGTERM.
+    ordered: Arc<AtomicBool>,
+    /// Raised with that one, too.
+    parent: Option<Arc<AtomicBool>>,
+}
 
 /// Ends a watch when it goes out of scope.
 struct Ends<'a>(&'a AtomicBool, &'a thread::Thread);
@@ -28,29 +36,63 @@ impl Drop for Ends<'_> {
 }
 
 impl Interrupt {
-    /// Starts to catch both signals.
+    /// Starts to catch the signals. A SIGHUP that the process was started to ignore (`nohup`) stays ignored.
     pub fn catch() -> Result<Self, CommandError> {
-        let raised = Arc::new(AtomicBool::new(false));
+        let failed = |source| CommandError::Process {
+            what: "signal handlers",
+            source,
+        };
+        let this = Self {
+            raised: Arc::default(),
+            ordered: Arc::default(),
+            parent: None,
+        };
         for signal in [SIGINT, SIGTERM] {
             // In this order: the first signal finds the flag down and only raises it.
-            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&raised))
-                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&raised)))
-                .map_err(|source| CommandError::Process {
-                    what: "signal handlers",
-                    source,
-                })?;
+            signal_hook::flag::register_conditional_shutdown(
+                signal,
+                130,
+                Arc::clone(&this.ordered),
+            )
+            .map_err(failed)?;
+            signal_hook::flag::register(signal, Arc::clone(&this.ordered)).map_err(failed)?;
+            signal_hook::flag::register(signal, Arc::clone(&this.raised)).map_err(failed)?;
         }
-        Ok(Self(raised))
+        if !is_ignored(SIGHUP) {
+            signal_hook::flag::register(SIGHUP, Arc::clone(&this.raised)).map_err(failed)?;
+        }
+        Ok(this)
     }
 
     /// True after a signal.
     pub fn is_raised(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        let is_raised = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        is_raised(&self.raised) || self.parent.as_deref().is_some_and(is_raised)
+    }
+
+    /// One that is raised with this one, and can be raised alone.
+    pub fn branch(&self) -> Self {
+        Self {
+            raised: Arc::default(),
+            ordered: Arc::clone(&self.ordered),
+            parent: Some(Arc::clone(&self.raised)),
+        }
+    }
+
+    /// True after a SIGINT or SIGTERM: somebody wants the process to end, whatever is lost.
+    pub fn is_ordered(&self) -> bool {
+        self.ordered.load(Ordering::Relaxed)
+    }
+
+    /// As if no signal had come: what it was for is over.
+    pub fn forget(&self) {
+        self.raised.store(false, Ordering::Relaxed);
+        self.ordered.store(false, Ordering::Relaxed);
     }
 
     /// Does what a signal does.
     pub fn raise(&self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.raised.store(true, Ordering::Relaxed);
     }
 
     /// Runs `work` and cancels `control` if a signal comes meanwhile.
@@ -84,4 +126,14 @@ impl Interrupt {
         }
         true
     }
+}
+
+/// Whether the process was started with `signal` ignored.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }

@@ -3,6 +3,12 @@
 //! The device is the software model, on a thread of its own; its speed says nothing, and the channels' CPU time
 //! does: handing a page over and taking the verdict, beside the CPU's own look at the same page.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "its output is what it is for"
+)]
+
 use std::sync::Arc;
 use std::time::Duration;
 

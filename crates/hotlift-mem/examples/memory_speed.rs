@@ -3,6 +3,12 @@
 //! Every figure is the best of several passes and in CPU time of its thread, because other load only
 //! ever slows one down; the rates of sockets are in wall time, which other load ruins.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "its output is what it is for"
+)]
+
 use std::hint::black_box;
 use std::io;
 use std::net::{TcpListener, TcpStream};

@@ -20,6 +20,12 @@
 //! The latter go through our encoder and decoder, which copy payloads to and from the library's memory
 //! and check checksums once more: some 2 % of its time.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "its output is what it is for"
+)]
+
 #[path = "../tests/support/qemu.rs"]
 #[allow(dead_code)]
 mod qemu;

@@ -4,6 +4,12 @@
 //! `HOTLIFT_VENDOR_LIBRARIES` names the directory that `scripts/accelerator-libraries` prints; without
 //! it nothing is tried.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it skips"
+)]
+
 mod support;
 #[path = "support/vendors.rs"]
 mod vendors;

@@ -2,6 +2,12 @@
 //!
 //! `cargo run --release -p hotlift-vmm --example guest_speed [kvm|threads]`
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "its output is what it is for"
+)]
+
 use std::time::{Duration, Instant};
 
 use hotlift_mem::{Backing, DirtyBitmap};

@@ -1,5 +1,11 @@
 //! What holds for every built-in guest.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it skips"
+)]
+
 use std::time::{Duration, Instant};
 
 use hotlift::guest::DeviceState;

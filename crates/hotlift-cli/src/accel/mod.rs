@@ -20,7 +20,6 @@ mod text;
 mod uadk;
 
 use std::collections::BTreeSet;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -199,5 +198,5 @@ pub fn run(args: &AccelArgs) -> Result<(), CommandError> {
     } else {
         text::listing(&accelerators)
     };
-    writeln!(std::io::stdout(), "{text}").map_err(CommandError::Output)
+    crate::output::result(&text).map_err(CommandError::Output)
 }

@@ -1,7 +1,9 @@
 //! What is being measured, on a terminal: one line of standard error that is rewritten. Elsewhere nothing.
 
 use std::cell::Cell;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
+
+use crate::output;
 
 /// The line. It goes away with its owner.
 #[derive(Debug)]
@@ -23,8 +25,7 @@ impl Steps {
     pub fn show(&self, what: &str) {
         if self.wanted {
             self.shown.set(true);
-            let mut stderr = std::io::stderr().lock();
-            let _ = write!(stderr, "\r\x1b[K{what}").and_then(|()| stderr.flush());
+            output::progress(&format!("\r\x1b[K{what}"));
         }
     }
 }
@@ -32,7 +33,7 @@ impl Steps {
 impl Drop for Steps {
     fn drop(&mut self) {
         if self.shown.get() {
-            eprint!("\r\x1b[K");
+            output::progress("\r\x1b[K");
         }
     }
 }

@@ -32,7 +32,6 @@ mod table;
 mod threads;
 mod warm;
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -43,6 +42,7 @@ use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
 
 use crate::args::{GuestArgs, GuestChoice, RamBackend};
 use crate::error::CommandError;
+use crate::output::{self, complain};
 use crate::output_file;
 use crate::pair::Place;
 use crate::progress::bytes;
@@ -143,12 +143,12 @@ fn ram(text: &str) -> Result<u64, String> {
 
 /// Says `text` on standard output, which may be a pipe that nobody reads any more.
 fn say(text: impl std::fmt::Display) -> Result<(), CommandError> {
-    writeln!(std::io::stdout(), "{text}").map_err(CommandError::Output)
+    output::result(&text.to_string()).map_err(CommandError::Output)
 }
 
 /// Says `text` on standard error, as every warning of the command is said; nobody may read it any more.
 fn warn(text: impl std::fmt::Display) {
-    let _ = writeln!(std::io::stderr(), "hotlift: {text}");
+    complain!("hotlift: {text}");
 }
 
 /// Runs the command.

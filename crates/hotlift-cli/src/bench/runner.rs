@@ -1,7 +1,7 @@
 //! Runs the cells in turn, in random order, as often as asked; keeps each run as it ends.
 
 use std::collections::BTreeMap;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::built_in;
@@ -13,6 +13,7 @@ use super::qemu::Program;
 use super::record::{Engine, Moment, Outcome, Record, Row};
 use super::table::Labels;
 use crate::error::CommandError;
+use crate::output;
 use crate::pair::Place;
 use crate::progress::bytes;
 use crate::signals::Interrupt;
@@ -196,8 +197,7 @@ impl Display {
 
     fn show(&self) {
         if self.terminal {
-            let _ = write!(std::io::stderr(), "\r\x1b[K{}", self.line());
-            let _ = std::io::stderr().flush();
+            output::progress(&format!("\r\x1b[K{}", self.line()));
         }
     }
 
@@ -217,13 +217,13 @@ impl Display {
         if self.terminal {
             self.clear();
         } else {
-            let _ = writeln!(std::io::stderr(), "{}", self.line());
+            output::progress(&format!("{}\n", self.line()));
         }
     }
 
     fn clear(&self) {
         if self.terminal {
-            let _ = write!(std::io::stderr(), "\r\x1b[K");
+            output::progress("\r\x1b[K");
         }
     }
 

@@ -21,6 +21,7 @@ use super::stoppable::Stoppable;
 use super::{address, common, info, table};
 use crate::args::error_line;
 use crate::error::CommandError;
+use crate::output::complain;
 
 /// Whether the guest runs; QEMU's names (`RunState`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,6 +147,31 @@ impl GuestMonitor {
                 thread: None,
             }),
         }))
+    }
+
+    /// A machine whose guest a migration has left paused, in doubt of who has it.
+    pub fn in_doubt(
+        guest: Arc<dyn BuiltinGuest>,
+        options: Options,
+        events: Events,
+        leaving: Leaving,
+    ) -> Self {
+        let monitor = Self::new(guest, options, events, leaving, false);
+        let mut state = monitor.0.lock();
+        let _ = monitor.begin(&mut state, None);
+        state.in_doubt = true;
+        state.run = RunState::FinishMigrate;
+        let why = common::in_qemus_words(&MigrationError::InDoubt);
+        monitor
+            .0
+            .finish(&mut state, Outcome::Failed(why), Status::Failed);
+        drop(state);
+        monitor
+    }
+
+    /// True if the guest runs.
+    pub fn is_running(&self) -> bool {
+        self.0.lock().run == RunState::Running
     }
 
     /// True once there is a guest whose memory can be checked.
@@ -559,7 +585,7 @@ impl Machine {
             false => self.guest.cont(true),
         };
         if let Err(error) = done {
-            eprintln!("hotlift: {}", error_line(&error));
+            complain!("hotlift: {}", error_line(&error));
         }
         if by_operator {
             state.run = RunState::Paused;

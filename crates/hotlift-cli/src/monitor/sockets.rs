@@ -69,6 +69,15 @@ pub struct Monitors {
 }
 
 impl ControlArgs {
+    /// QMP at `address` and nothing else, for this user alone.
+    pub fn at(address: QmpAddress) -> Self {
+        Self {
+            control: Some(address),
+            control_mode: 0o600,
+            ..Self::default()
+        }
+    }
+
     /// True if anybody is served at all.
     pub fn is_given(&self) -> bool {
         self.control.is_some() || self.monitor.is_some()

@@ -2,29 +2,59 @@
 
 use std::ffi::OsString;
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift::relay::Taken;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 use serde_json::{Map, Value};
 
-use super::control::Guest;
-use super::process::Started;
+use super::process::{Custody, Started};
 use super::settings::Changed;
 use super::uuid::Uuid;
+use crate::args::error_line;
 use crate::error::CommandError;
+use crate::output::complain;
 use crate::signals::{Interrupt, TICK};
 
 /// How long the QMP socket of a waiting QEMU is tried.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// How long QEMU may take from the last byte until it says that it has the guest.
-const TAKE: Duration = Duration::from_secs(30);
+/// How long a QEMU that was told to run its guest is asked what became of it. As long as a source asks.
+pub const SETTLE: Duration = Duration::from_secs(60);
+
+/// How long an answer is waited for where somebody waits for the word: a main loop that hangs on storage answers
+/// later, and is asked again.
+const ASK: Duration = Duration::from_secs(1);
+
+/// Between two questions to a QEMU that has not answered the first: they wait in its socket.
+const LET_BE: Duration = Duration::from_secs(3);
+
+/// How long an answer is waited for otherwise; the client's own value.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// How long a QEMU whose stream has broken before its end may take to say why.
+const LAST_WORDS: Duration = Duration::from_secs(5);
 
 /// A QEMU that waits with `-incoming defer`.
 pub struct Destination {
-    qemu: Qemu,
-    process: Option<Started>,
+    qemu: Mutex<Qemu>,
+    process: Option<Mutex<Started>>,
+    custody: Custody,
     changed: Option<Changed>,
+    /// It has not answered, and is not asked before.
+    let_be_until: Mutex<Option<Instant>>,
+}
+
+/// What a QEMU that was given a guest has said of it.
+#[derive(Debug)]
+pub enum Word {
+    /// It has the guest, and runs it, or keeps it paused; `None`: it has not said which.
+    Here { running: Option<bool> },
+    /// It has no guest, and never will: its migration has failed, or its process has ended.
+    Never { reason: String },
+    /// Nothing of the kind. `answers`: it is only not so far.
+    Unknown { answers: bool, reason: String },
 }
 
 impl Destination {
@@ -49,21 +79,34 @@ impl Destination {
                 migration: migration.status,
             });
         }
+        let custody = process.as_ref().map(Started::custody);
         Ok(Self {
-            qemu,
-            process,
+            qemu: Mutex::new(qemu),
+            process: process.map(Mutex::new),
+            custody: custody.unwrap_or_default(),
             changed: None,
+            let_be_until: Mutex::default(),
         })
     }
 
-    /// This QEMU.
-    pub fn qemu(&mut self) -> &mut Qemu {
-        &mut self.qemu
+    /// This QEMU, for one command.
+    pub fn qemu(&self) -> MutexGuard<'_, Qemu> {
+        self.qemu.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// To be given up when it may run its guest.
+    pub fn custody(&self) -> &Custody {
+        &self.custody
+    }
+
+    fn process(&self) -> Option<MutexGuard<'_, Started>> {
+        let process = self.process.as_ref()?;
+        Some(process.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// UUID of its machine.
-    pub fn uuid(&mut self) -> Result<Uuid, CommandError> {
-        self.qemu.query_uuid().map(Uuid).map_err(at_destination)
+    pub fn uuid(&self) -> Result<Uuid, CommandError> {
+        self.qemu().query_uuid().map(Uuid).map_err(at_destination)
     }
 
     /// Sets capabilities and parameters and listens on a UNIX socket.
@@ -73,77 +116,139 @@ impl Destination {
         parameters: &Map<String, Value>,
         socket: &Path,
     ) -> Result<(), CommandError> {
-        let changed = Changed::apply(&mut self.qemu, capabilities, parameters);
+        let changed = Changed::apply(&mut self.qemu(), capabilities, parameters);
         self.changed = Some(changed.map_err(at_destination)?);
         // One that was started here is to end by itself if this process does; one that is held is to
         // stay and say what went wrong.
         let stay_on_error = self.process.is_none();
         let uri = format!("unix:{}", socket.display());
-        let listening = self.qemu.migrate_incoming(&uri, stay_on_error);
+        let listening = self.qemu().migrate_incoming(&uri, stay_on_error);
         listening.map_err(at_destination)
     }
 
-    /// Waits until QEMU says that it has the guest; true if it runs it.
-    pub fn wait_taken(&mut self) -> Result<bool, CommandError> {
-        let deadline = Instant::now() + TAKE;
+    /// Whether it has taken the guest, as far as it says so at once.
+    pub fn has_taken(&self) -> Taken {
+        match self.ask() {
+            Word::Here { .. } => Taken::Yes,
+            Word::Never { .. } => Taken::Never,
+            Word::Unknown { .. } => Taken::Unknown,
+        }
+    }
+
+    /// Waits for its word on the guest, for [`SETTLE`] or until `is_over`.
+    pub fn wait_for_word(&self, is_over: impl Fn() -> bool) -> Word {
+        self.wait(SETTLE, is_over)
+    }
+
+    fn wait(&self, time: Duration, is_over: impl Fn() -> bool) -> Word {
+        let deadline = Instant::now() + time;
         loop {
-            let info = self.qemu.query_migrate().map_err(at_destination)?;
-            if info.is_completed() {
-                let state = self.qemu.query_status().map_err(at_destination)?;
-                return Ok(state.running);
-            }
-            if info.has_failed() || Instant::now() >= deadline {
-                return Err(CommandError::NotTaken {
-                    status: info.status,
-                    reason: info.error_desc.unwrap_or_else(|| "no reason".to_owned()),
-                });
+            let word = self.ask();
+            let is_statement = !matches!(word, Word::Unknown { .. });
+            if is_statement || Instant::now() >= deadline || is_over() {
+                return word;
             }
             std::thread::sleep(TICK);
         }
     }
 
-    /// After a relay that failed: whether QEMU has the guest, and what it says of the failure. Unless
-    /// the relay is `in_doubt`, it has not told QEMU that the stream was at its end, and a QEMU that
-    /// is gone by now never ran the guest.
-    pub fn after_failure(&mut self, in_doubt: bool) -> (Guest, Option<String>) {
-        let untold = if in_doubt {
-            Guest::Unknown
+    /// Asks once.
+    fn ask(&self) -> Word {
+        let mut let_be_until = self
+            .let_be_until
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let answer = if let_be_until.is_some_and(|until| Instant::now() < until) {
+            Err("QEMU does not answer over QMP".to_owned())
         } else {
-            Guest::NotHere
+            let mut qemu = self.qemu();
+            qemu.client().set_timeout(ASK);
+            let answer = qemu.query_migrate().map(|info| {
+                let running = info.is_completed().then(|| qemu.query_status().ok());
+                (info, running.flatten().map(|state| state.running))
+            });
+            qemu.client().set_timeout(ANSWER);
+            *let_be_until = match &answer {
+                Err(QmpError::Timeout { .. }) => Some(Instant::now() + LET_BE),
+                _ => None,
+            };
+            answer.map_err(|error| error_line(&error))
         };
-        match self.qemu.query_migrate() {
-            Ok(info) if info.is_completed() => (Guest::Here, None),
-            Ok(info) => (Guest::NotHere, info.error_desc),
-            Err(error) => {
-                let ended = self.process.as_mut().and_then(Started::wait_end);
-                let how = match ended {
-                    Some(status) => format!("it ended ({status})"),
-                    None => crate::args::error_line(&error),
-                };
-                (untold, Some(how))
-            }
+        drop(let_be_until);
+        match answer {
+            Ok((info, running)) if info.is_completed() => Word::Here { running },
+            Ok((info, _)) if info.has_failed() => Word::Never {
+                reason: info
+                    .error_desc
+                    .unwrap_or_else(|| "it has failed".to_owned()),
+            },
+            answer => match self.process().and_then(|mut process| process.has_ended()) {
+                Some(status) => Word::Never {
+                    reason: format!("it has ended ({status})"),
+                },
+                None => Word::Unknown {
+                    answers: answer.is_ok(),
+                    reason: answer.map_or_else(
+                        |error| error,
+                        |(info, _)| format!("its migration is in state '{}'", info.status),
+                    ),
+                },
+            },
         }
     }
 
-    /// True if it was started here and has ended.
-    pub fn has_ended(&mut self) -> bool {
-        let process = self.process.as_mut();
-        process.is_some_and(|process| process.has_ended().is_some())
+    /// After a relay that failed: whether QEMU has the guest, and what it says of the failure. A relay that is
+    /// `in_doubt`, or had begun to hand the guest over, may have told QEMU that the stream is at its end: only QEMU's
+    /// own word or the end of its process tells then. Any other has not, and what QEMU was given is no guest.
+    pub fn after_failure(&self, in_doubt: bool, is_over: impl Fn() -> bool) -> Word {
+        if in_doubt || self.custody.is_given_up() {
+            self.custody.give_up();
+            let word = self.wait(SETTLE, is_over);
+            if let (Word::Never { .. }, Some(process)) = (&word, self.process()) {
+                process.take_back();
+            }
+            return word;
+        }
+        // One that answers has not noticed yet, or was never connected; one that does not is about to end, mostly.
+        let word = match self.ask() {
+            Word::Unknown { answers: false, .. } => self.wait(LAST_WORDS, is_over),
+            word => word,
+        };
+        match word {
+            Word::Unknown { reason, .. } => Word::Never { reason },
+            word => word,
+        }
+    }
+
+    /// Puts the settings of a QEMU back that has no guest, and is somebody else's. One whose migration has failed
+    /// may refuse, and is of no more use.
+    pub fn give_back(mut self) {
+        if let (Some(changed), None) = (self.changed.take(), &self.process) {
+            let _ = changed.undo(&mut self.qemu());
+        }
+    }
+
+    /// Nothing is known of the guest: leaves QEMU as it is. Says where it is.
+    pub fn leave_alone(self) -> String {
+        match self.process {
+            Some(process) => process
+                .into_inner()
+                .unwrap_or_else(PoisonError::into_inner)
+                .leave(),
+            None => format!("QMP socket {}", self.qemu().client().address()),
+        }
     }
 
     /// QEMU has the guest: its settings are put back, and it is left running. Says where it is.
     pub fn leave(mut self) -> String {
         if let Some(changed) = self.changed.take()
-            && let Err(error) = changed.undo(&mut self.qemu)
+            && let Err(error) = changed.undo(&mut self.qemu())
             && !error.is_disconnected()
         {
-            let error = crate::args::error_line(&error);
-            eprintln!("hotlift: the destination's migration settings were not put back: {error}");
+            let error = error_line(&error);
+            complain!("hotlift: the destination's migration settings were not put back: {error}");
         }
-        match self.process {
-            Some(process) => process.leave(),
-            None => format!("QMP socket {}", self.qemu.client().address()),
-        }
+        self.leave_alone()
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,12 +18,15 @@ const END: Duration = Duration::from_secs(10);
 
 /// The guard of one QEMU, dismissed when it goes out of scope.
 #[derive(Debug)]
-pub struct Guard(Child);
+pub struct Guard {
+    process: Child,
+    pipe: Option<ChildStdin>,
+}
 
 impl Guard {
     /// Starts to watch over the QEMU at this QMP socket.
     pub fn start(qmp: &QmpAddress) -> io::Result<Self> {
-        let child = Command::new(std::env::current_exe()?)
+        let mut process = Command::new(std::env::current_exe()?)
             .args(["guard", "--qmp", &qmp.to_string()])
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -31,17 +34,24 @@ impl Guard {
             // Ctrl-C is for the command, which then ends its QEMU itself.
             .process_group(0)
             .spawn()?;
-        Ok(Self(child))
+        let pipe = process.stdin.take();
+        Ok(Self { process, pipe })
+    }
+
+    /// From now on it does nothing to its QEMU, whatever becomes of this process. Does not wait for its end.
+    pub fn dismiss(&mut self) {
+        // A word says so; the end of the pipe without one, that nobody could say anything. A word that is in the pipe
+        // is read before its end, so this holds even if this process is killed in the next moment.
+        if let Some(mut pipe) = self.pipe.take() {
+            let _ = pipe.write_all(b".");
+        }
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        // A word says that all is well; the end of the pipe without one, that nobody could say so.
-        if let Some(mut pipe) = self.0.stdin.take() {
-            let _ = pipe.write_all(b".");
-        }
-        let _ = self.0.wait();
+        self.dismiss();
+        let _ = self.process.wait();
     }
 }
 
@@ -62,7 +72,8 @@ pub fn run(args: &GuardArgs) {
     }
 }
 
-/// Ends a QEMU that waits for a guest, and removes its socket. One that has its guest is left alone.
+/// Ends a QEMU that waits for a guest. One that has its guest is left alone; one that might have it has no guard any
+/// more.
 fn end(address: &QmpAddress) -> Result<(), QmpError> {
     let deadline = Instant::now() + END;
     let mut qemu = Qemu::connect(address, END)?;

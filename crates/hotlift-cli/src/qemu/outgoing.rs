@@ -2,6 +2,7 @@
 //! a signal.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use super::source::Source;
 use super::watch::Watch;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
+use crate::output::complain;
 use crate::progress::{Display, jobs};
 use crate::signals::{Interrupt, TICK};
 
@@ -30,6 +32,13 @@ pub struct Moving<'a> {
     pub settings: &'a RelaySettings,
     pub outgoing: Outgoing<'a>,
     pub quiet: bool,
+}
+
+/// How the relay of a migration has ended.
+pub struct Relayed {
+    pub outcome: Result<RelayReport, MigrationError>,
+    /// The destination may have been told to run the guest; if not, it never will.
+    pub is_told: bool,
 }
 
 /// Sets QEMU up for a relay with these settings; what was given by hand on top.
@@ -55,11 +64,8 @@ impl Moving<'_> {
     /// long as it is given.
     ///
     /// # Errors
-    /// The outer one if the migration could not even be begun; the inner one is the relay's.
-    pub fn run(
-        &self,
-        attend: &mut dyn FnMut(Duration),
-    ) -> Result<Result<RelayReport, MigrationError>, CommandError> {
+    /// If the migration could not even be begun. What the relay has met is in [`Relayed::outcome`].
+    pub fn run(&self, attend: &mut dyn FnMut(Duration)) -> Result<Relayed, CommandError> {
         let folder = private_folder()?;
         let path = folder.path().join("outgoing");
         let uri = format!("unix:{}", path.display());
@@ -72,9 +78,12 @@ impl Moving<'_> {
             }
         };
         let has_let_go = || self.source.has_let_go();
+        let is_told = AtomicBool::new(false);
+        let on_commit = || is_told.store(true, Ordering::SeqCst);
         let hooks = Hooks {
             on_progress: Some(&note),
             has_let_go: Some(&has_let_go),
+            on_commit: Some(&on_commit),
             ..Hooks::default()
         };
         thread::scope(|scope| {
@@ -97,8 +106,17 @@ impl Moving<'_> {
                     .map_or_else(|_| RelayProgress::default(), |it| *it)
             };
             self.watch(&relay, &control, &latest, attend);
-            let relayed = relay.join().unwrap_or(Err(MigrationError::Cancelled));
-            started.map(|()| relayed)
+            let relayed = relay.join();
+            let is_told = is_told.load(Ordering::SeqCst);
+            let outcome = relayed.unwrap_or(Err(match is_told {
+                true => MigrationError::InDoubt,
+                false => MigrationError::Cancelled,
+            }));
+            match started {
+                // An answer that came too late is no reason to forget what has happened all the same.
+                Err(error) if outcome.is_err() && !is_told => Err(error),
+                _ => Ok(Relayed { outcome, is_told }),
+            }
         })
     }
 
@@ -119,7 +137,7 @@ impl Moving<'_> {
             if self.interrupt.is_raised() && !cancelled {
                 cancelled = true;
                 display.finish();
-                eprintln!("cancelling");
+                complain!("cancelling");
                 // QEMU decides whether it is too late; its sockets tell the relay.
                 if self.source.cancel().is_err() {
                     control.cancel();

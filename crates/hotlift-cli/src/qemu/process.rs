@@ -2,11 +2,13 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
-use tempfile::TempDir;
 
 use super::guard::Guard;
 use super::private_folder;
@@ -19,19 +21,51 @@ const START: Duration = Duration::from_secs(60);
 /// How often it is looked whether it has ended instead.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// How long it may take to end when it is asked to.
-const END: Duration = Duration::from_secs(5);
-
-/// A QEMU process. Killed when it goes out of scope, unless it was left running; ended by its guard if
-/// this process is killed.
+/// A QEMU process. Killed when it goes out of scope, and ended by its guard if this process is killed, unless it may
+/// have its guest ([`Custody::give_up`]) or was left running.
 #[derive(Debug)]
 pub struct Started {
     child: Child,
-    guard: Option<Guard>,
-    folder: Option<TempDir>,
-    qmp: QmpAddress,
+    custody: Custody,
+    /// Made for the QMP socket; gone from here when it is to stay.
+    folder: Option<PathBuf>,
+    socket: PathBuf,
     has_own_qmp: bool,
-    left: bool,
+}
+
+/// Whether this process may still end a QEMU that it has started. Clones are of the same QEMU.
+#[derive(Debug, Clone, Default)]
+pub struct Custody(Arc<Bond>);
+
+#[derive(Debug, Default)]
+struct Bond {
+    is_given_up: AtomicBool,
+    guard: Mutex<Option<Guard>>,
+}
+
+impl Custody {
+    /// The QEMU may run its guest from now on: neither this process nor the guard ends it any more, whatever happens
+    /// to either.
+    pub fn give_up(&self) {
+        self.0.is_given_up.store(true, Ordering::SeqCst);
+        if let Some(guard) = &mut *self.guard() {
+            guard.dismiss();
+        }
+    }
+
+    /// Whether it was given up.
+    pub fn is_given_up(&self) -> bool {
+        self.0.is_given_up.load(Ordering::SeqCst)
+    }
+
+    /// The QEMU has said itself that it has no guest and never will.
+    fn take_back(&self) {
+        self.0.is_given_up.store(false, Ordering::SeqCst);
+    }
+
+    fn guard(&self) -> MutexGuard<'_, Option<Guard>> {
+        self.0.guard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Started {
@@ -42,8 +76,7 @@ impl Started {
         interrupt: &Interrupt,
     ) -> Result<(Self, Qemu), CommandError> {
         let arguments = waiting(command)?;
-        let folder = private_folder()?;
-        let socket = folder.path().join("qmp");
+        let (folder, socket) = place()?;
         let mut option = OsString::from("unix:");
         option.push(&socket);
         option.push(",server=on,wait=off");
@@ -65,25 +98,34 @@ impl Started {
             })?;
         let mut started = Self {
             child,
-            guard: None,
-            qmp: QmpAddress::Unix(socket),
-            folder: Some(folder),
+            custody: Custody::default(),
+            folder,
+            socket,
             has_own_qmp: names(command, "qmp").next().is_some(),
-            left: false,
         };
-        let guard = Guard::start(&started.qmp).map_err(|source| CommandError::Process {
+        let guard = Guard::start(&started.qmp()).map_err(|source| CommandError::Process {
             what: "hotlift guard",
             source,
         })?;
-        started.guard = Some(guard);
+        *started.custody.guard() = Some(guard);
         let qemu = started.connect(interrupt)?;
         Ok((started, qemu))
+    }
+
+    /// Where it is spoken to.
+    fn qmp(&self) -> QmpAddress {
+        QmpAddress::Unix(self.socket.clone())
+    }
+
+    /// To be given up when it may run its guest.
+    pub fn custody(&self) -> Custody {
+        self.custody.clone()
     }
 
     fn connect(&mut self, interrupt: &Interrupt) -> Result<Qemu, CommandError> {
         let deadline = Instant::now() + START;
         loop {
-            match Qemu::connect(&self.qmp, LOOK) {
+            match Qemu::connect(&self.qmp(), LOOK) {
                 Ok(qemu) => return Ok(qemu),
                 Err(error) => {
                     if let Some(status) = self.has_ended() {
@@ -111,40 +153,57 @@ impl Started {
         self.child.try_wait().ok().flatten()
     }
 
-    /// Waits for its end, for a while.
-    pub fn wait_end(&mut self) -> Option<ExitStatus> {
-        let deadline = Instant::now() + END;
-        loop {
-            let status = self.has_ended();
-            if status.is_some() || Instant::now() >= deadline {
-                return status;
-            }
-            std::thread::sleep(crate::signals::TICK);
-        }
-    }
-
     /// Leaves it running for good; says where it is. Its QMP socket is kept for the operator if the
     /// command line gave none.
     pub fn leave(mut self) -> String {
-        self.left = true;
+        self.custody.give_up();
         let pid = self.child.id();
         if self.has_own_qmp {
+            self.remove_socket();
             return format!("process {pid}");
         }
+        format!("process {pid}, QMP socket {}", self.qmp())
+    }
+
+    /// It has said that it has no guest and never will: it may be ended after all.
+    pub fn take_back(&self) {
+        self.custody.take_back();
+    }
+
+    fn remove_socket(&mut self) {
+        let _ = std::fs::remove_file(&self.socket);
         if let Some(folder) = self.folder.take() {
-            let _ = folder.keep();
+            let _ = std::fs::remove_dir(folder);
         }
-        format!("process {pid}, QMP socket {}", self.qmp)
     }
 }
 
 impl Drop for Started {
     fn drop(&mut self) {
-        if !self.left {
+        if !self.custody.is_given_up() {
             let _ = self.child.kill();
             let _ = self.child.wait();
+            self.remove_socket();
         }
+        drop(self.custody.guard().take());
     }
+}
+
+/// Where QEMU makes the QMP socket that may outlive this command: a folder made for it, and the path. QEMU removes its
+/// socket when it ends, but no folder. So there is only one where the file creation mask would let others connect.
+fn place() -> Result<(Option<PathBuf>, PathBuf), CommandError> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Umask:"))
+        .and_then(|mask| u32::from_str_radix(mask.trim(), 8).ok());
+    if mask.is_some_and(|mask| mask & 0o022 == 0o022) {
+        let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
+        return Ok((None, std::env::temp_dir().join(name)));
+    }
+    let folder = private_folder()?.keep();
+    let socket = folder.join("qmp");
+    Ok((Some(folder), socket))
 }
 
 /// Options of a QEMU command line by the name `name`, with their place.

@@ -13,6 +13,7 @@ use super::settings::Changed;
 use super::uuid::Uuid;
 use crate::args::error_line;
 use crate::error::CommandError;
+use crate::output::complain;
 use crate::signals::TICK;
 
 /// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
@@ -27,6 +28,7 @@ const CLEAN_UP: Duration = Duration::from_millis(500);
 
 /// A running QEMU, spoken to by the threads of one command.
 pub struct Source {
+    address: QmpAddress,
     qemu: Mutex<Qemu>,
     changed: Mutex<Option<Changed>>,
     /// Whether the guest ran when the command began.
@@ -38,6 +40,8 @@ pub struct Source {
 pub struct Settled {
     whereabouts: Whereabouts,
     reasons: Vec<String>,
+    /// Where the source's QEMU is spoken to.
+    qmp: String,
 }
 
 /// Where the guest is after a migration that did not succeed.
@@ -47,8 +51,10 @@ enum Whereabouts {
     Runs,
     /// At the source, paused as before.
     Paused,
-    /// Nowhere: the source's QEMU has ended, or cannot be asked.
+    /// Nowhere: the source's QEMU has ended, or cannot be reached.
     Gone,
+    /// At the source, whose QEMU does not answer; not at the destination.
+    Stalled,
     /// At the destination, after all.
     Moved,
     /// At the source, paused; nobody knows whether it is at the destination, too.
@@ -72,6 +78,7 @@ impl Source {
             });
         }
         Ok(Self {
+            address: address.clone(),
             qemu: Mutex::new(qemu),
             changed: Mutex::new(None),
             was_running: state.running,
@@ -81,6 +88,11 @@ impl Source {
     /// Whether the guest ran when the command began.
     pub fn was_running(&self) -> bool {
         self.was_running
+    }
+
+    /// Where it is spoken to.
+    pub fn address(&self) -> &QmpAddress {
+        &self.address
     }
 
     /// This QEMU, for one command.
@@ -113,12 +125,12 @@ impl Source {
         };
         let restored = self
             .wait_cleaned_up()
-            .and_then(|()| changed.undo(&mut self.qemu()));
+            .and_then(|()| self.patiently(|qemu| changed.undo(qemu)));
         if let Err(error) = restored
             && !error.is_disconnected()
         {
             let error = error_line(&error);
-            eprintln!("hotlift: the source's migration settings were not put back: {error}");
+            complain!("hotlift: the source's migration settings were not put back: {error}");
         }
     }
 
@@ -128,7 +140,7 @@ impl Source {
     fn wait_cleaned_up(&self) -> Result<(), QmpError> {
         let deadline = Instant::now() + END;
         loop {
-            let threads = self.qemu().query_migration_threads()?;
+            let threads = self.patiently(Qemu::query_migration_threads)?;
             match threads {
                 None => std::thread::sleep(CLEAN_UP),
                 Some(threads) if !threads.is_empty() && Instant::now() < deadline => {
@@ -138,8 +150,8 @@ impl Source {
                 Some(_) => {}
             }
             // The last thread leaves the rest to the main loop, which does it before it answers again.
-            self.look()?;
-            self.look()?;
+            self.patiently(Qemu::query_migrate)?;
+            self.patiently(Qemu::query_migrate)?;
             return Ok(());
         }
     }
@@ -159,6 +171,11 @@ impl Source {
         self.qemu().migrate_cancel()
     }
 
+    /// Lets the guest run, which has been saved.
+    pub fn cont(&self) -> Result<(), QmpError> {
+        self.patiently(Qemu::cont)
+    }
+
     /// Whether QEMU has given the guest up for good.
     pub fn has_let_go(&self) -> LetGo {
         match self.look() {
@@ -169,14 +186,41 @@ impl Source {
         }
     }
 
+    /// Runs `ask` again as long as QEMU does not answer, for [`END`] or one answer's time more: a main loop that
+    /// hangs on storage answers later. A connection that is gone is made once more.
+    fn patiently<T>(
+        &self,
+        mut ask: impl FnMut(&mut Qemu) -> Result<T, QmpError>,
+    ) -> Result<T, QmpError> {
+        let deadline = Instant::now() + END;
+        let mut qemu = self.qemu();
+        let mut has_reconnected = false;
+        loop {
+            match ask(&mut qemu) {
+                Err(QmpError::Timeout { .. }) if Instant::now() < deadline => {}
+                Err(error) if error.is_disconnected() && !has_reconnected => {
+                    has_reconnected = true;
+                    *qemu = Qemu::connect(&self.address, CONNECT).map_err(|_| error)?;
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
     /// After a migration whose relay has ended with `error`: sees that it has ended, and that the
     /// guest runs here again if it did before. `at_destination` is asked where the guest is, if QEMU
-    /// has given it up.
+    /// has given it up and the relay says that the destination `is_told` to run it.
     pub fn settle(
         &self,
         error: &MigrationError,
+        is_told: bool,
         at_destination: impl FnOnce() -> Guest,
     ) -> Settled {
+        let is_told = is_told || matches!(error, MigrationError::InDoubt);
+        let at_destination = || match is_told {
+            true => at_destination(),
+            false => Guest::NotHere,
+        };
         let mut reasons = match error {
             // It says so itself, if it can be heard.
             MigrationError::Destination { reason } => vec![format!("the destination: {reason}")],
@@ -184,11 +228,10 @@ impl Source {
         };
         let whereabouts = self.bring_back(at_destination).unwrap_or_else(|problem| {
             reasons.push(format!("QEMU at the source: {}", error_line(&problem)));
-            // Unless it is in doubt, the relay has not let the destination run the guest.
-            if problem.is_disconnected() && !matches!(error, MigrationError::InDoubt) {
-                Whereabouts::Gone
-            } else {
-                Whereabouts::InDoubt
+            match is_told {
+                true => Whereabouts::InDoubt,
+                false if problem.is_disconnected() => Whereabouts::Gone,
+                false => Whereabouts::Stalled,
             }
         });
         if let Ok(info) = self.look()
@@ -199,6 +242,7 @@ impl Source {
         Settled {
             whereabouts,
             reasons,
+            qmp: self.address.to_string(),
         }
     }
 
@@ -209,30 +253,29 @@ impl Source {
             Whereabouts::Paused
         };
         let info = self.wait_end()?;
-        if info.is_completed() {
-            match at_destination() {
-                Guest::NotHere => {}
-                Guest::Here => return Ok(Whereabouts::Moved),
-                Guest::Unknown => return Ok(Whereabouts::InDoubt),
-            }
-            if self.was_running {
-                self.qemu().cont()?;
-            }
-            return Ok(kept);
+        // QEMU itself starts a guest again that it has not given up.
+        if !self.was_running || (!info.is_completed() && self.wait_running()?) {
+            return Ok(match info.is_completed().then(at_destination) {
+                None | Some(Guest::NotHere) => kept,
+                Some(Guest::Here) => Whereabouts::Moved,
+                Some(Guest::Unknown) => Whereabouts::InDoubt,
+            });
         }
-        if self.was_running && !self.wait_running()? {
-            // It was stopped for the last round, and QEMU itself did not start it again.
-            self.qemu().cont()?;
+        match at_destination() {
+            Guest::NotHere => {}
+            Guest::Here => return Ok(Whereabouts::Moved),
+            Guest::Unknown => return Ok(Whereabouts::InDoubt),
         }
+        self.patiently(Qemu::cont)?;
         Ok(kept)
     }
 
     /// Cancels what is under way and waits for its end.
     fn wait_end(&self) -> Result<MigrateInfo, QmpError> {
         let deadline = Instant::now() + END;
-        self.cancel()?;
+        self.patiently(Qemu::migrate_cancel)?;
         loop {
-            let info = self.look()?;
+            let info = self.patiently(Qemu::query_migrate)?;
             if !info.is_running() {
                 return Ok(info);
             }
@@ -250,7 +293,7 @@ impl Source {
     fn wait_running(&self) -> Result<bool, QmpError> {
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
-            if self.qemu().query_status()?.running {
+            if self.patiently(Qemu::query_status)?.running {
                 return Ok(true);
             }
             if Instant::now() >= deadline {
@@ -276,13 +319,20 @@ impl Settled {
         }
         let reasons = self.reasons.join("; ");
         let state = match self.whereabouts {
-            Whereabouts::InDoubt => return CommandError::InDoubt { reasons },
+            Whereabouts::InDoubt => {
+                let qmp = self.qmp;
+                return CommandError::InDoubt { reasons, qmp };
+            }
+            Whereabouts::Stalled => {
+                let qmp = self.qmp;
+                return CommandError::Stalled { reasons, qmp };
+            }
             Whereabouts::Moved => return CommandError::MovedAnyway { reasons },
             Whereabouts::Gone => return CommandError::Gone { reasons },
             Whereabouts::Runs => "runs on",
             Whereabouts::Paused => "stays paused",
         };
-        eprintln!("hotlift: the guest {state} at the source");
+        complain!("hotlift: the guest {state} at the source");
         if interrupted {
             return CommandError::Interrupted;
         }

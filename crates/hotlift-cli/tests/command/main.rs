@@ -1,5 +1,11 @@
 //! The command as a user runs it: processes, signals, exit codes, files left behind.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it skips"
+)]
+
 mod accel;
 mod accelerated;
 mod advise;
@@ -10,9 +16,12 @@ mod guest_run;
 mod hmp;
 mod hotlift;
 mod killed;
+mod lost_word;
 mod manual;
 mod methods;
 #[path = "../../../hotlift-vmm/tests/migration/proxy.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]
 mod proxy;
 mod qemu_commands;
+mod settle;
+mod unread;

@@ -65,6 +65,39 @@ fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
     );
 }
 
+/// As many as would hold up one after the other for minutes.
+const SILENT: usize = 60;
+
+/// Longer than an answer takes on a machine that does other things besides, and than one of the silent is waited for.
+const ANSWER: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_serve_hears_a_source_beside_many_who_say_nothing() {
+    let (serve, address) = serve();
+    let silent: Vec<_> = (0..SILENT)
+        .map(|_| TcpStream::connect(&address).expect("it listens"))
+        .collect();
+    let source = TcpStream::connect(&address).expect("it listens");
+    source.set_read_timeout(Some(ANSWER)).expect("a time-out");
+    (&source).write_all(HELLO.as_bytes()).expect("it is heard");
+    let mut answer = String::new();
+    let heard = BufReader::new(&source).read_line(&mut answer);
+    assert!(heard.is_ok(), "it does not answer: {heard:?}");
+    assert!(answer.contains("cannot run 'QEMU'"), "{answer}");
+    drop((silent, serve));
+}
+
+#[test]
+fn a_serve_that_too_many_silent_ones_come_to_hears_the_last() {
+    let (serve, address) = serve();
+    let silent: Vec<_> = (0..200)
+        .map(|_| TcpStream::connect(&address).expect("it listens"))
+        .collect();
+    let answer = tell(&address, HELLO.as_bytes());
+    assert!(answer.contains("cannot run 'QEMU'"), "{answer}");
+    drop((silent, serve));
+}
+
 #[test]
 fn a_migration_whose_other_ends_are_missing_says_what_to_start() {
     let folder = tempfile::tempdir().expect("a folder");

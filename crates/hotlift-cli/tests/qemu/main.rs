@@ -8,6 +8,7 @@
 //! | `matrix`, `linux_moves` | machines that move through relays |
 //! | `dialect` | QEMU's own compression on either side of a relay |
 //! | `faults`, `cutter` | whatever is killed or cut |
+//! | `custody`, `qmp_proxy` | a started QEMU outlives whatever fails after the commit |
 //! | `back_and_forth` | fifty migrations through the same relays |
 //! | `operator` | the commands that steer QEMUs: migrate, serve, save, restore |
 //! | `watched` | `serve` over QMP |
@@ -15,7 +16,14 @@
 //! | `postcopy` | what the relays carry untouched |
 //! | `files` | machines that go on from a file |
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it skips"
+)]
+
 mod back_and_forth;
+mod custody;
 mod cutter;
 mod dialect;
 mod direct;
@@ -29,6 +37,7 @@ mod linux_moves;
 mod matrix;
 mod operator;
 mod postcopy;
+mod qmp_proxy;
 mod route;
 mod table;
 mod vm;

@@ -72,23 +72,23 @@ fn migrate_takes_a_guest_to_the_qemu_that_serve_holds() {
 }
 
 /// A QEMU that outlives the command that starts it, but not this.
-struct Adopted {
-    machine: Machine,
-    folder: TempDir,
+pub struct Adopted {
+    pub machine: Machine,
+    pub folder: TempDir,
 }
 
 impl Adopted {
-    fn new(machine: Machine) -> Self {
+    pub fn new(machine: Machine) -> Self {
         let folder = folder();
         Self { machine, folder }
     }
 
-    fn path(&self, name: &str) -> String {
+    pub fn path(&self, name: &str) -> String {
         self.folder.path().join(name).display().to_string()
     }
 
     /// The command line, as somebody would type it. `None`: it cannot be tested here.
-    fn line(&self, release: Release) -> Option<Vec<String>> {
+    pub fn line(&self, release: Release) -> Option<Vec<String>> {
         let program = release.program(&self.machine)?;
         let mut line = vec![program.display().to_string()];
         line.extend(command_line(&self.machine, self.folder.path()));

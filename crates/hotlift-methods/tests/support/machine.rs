@@ -1,5 +1,11 @@
 //! A QEMU that runs the machine of the recorded streams, and the two ends of a migration with it.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it skips"
+)]
+
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;

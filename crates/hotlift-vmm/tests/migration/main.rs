@@ -15,6 +15,12 @@
 //! | `packets` | sizes of packets, and zero pages that are sent as normal ones |
 //! | `probe`, `proxy`, `rig`, `census` | a guest that is watched, a man in the middle, both ends, leaks |
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it skips"
+)]
+
 mod auto_converge;
 mod census;
 mod events;

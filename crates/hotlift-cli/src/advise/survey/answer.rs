@@ -54,12 +54,17 @@ pub fn answer(
         boot: boot(),
     })?;
     let streams = accept(&listener, connections, &token, interrupt)?;
+    // The port may be wanted for a migration.
+    drop(listener);
     if streams.len() < connections {
         let reason = format!("{} connections came", streams.len());
         return refuse(conversation, &reason);
     }
     let burst = take(&streams, interrupt);
     drop(streams);
+    if interrupt.is_raised() {
+        return refuse(conversation, "it has something else to do now");
+    }
     conversation.say(&burst.answer)?;
     match host(&burst.kept) {
         Ok(host) => conversation.say(&Answer::Measured(host))?,
@@ -73,7 +78,7 @@ pub fn answer(
 ///
 /// # Errors
 /// If the other side is not reached any more.
-fn refuse(conversation: &mut Conversation, reason: &str) -> Result<String, ControlError> {
+pub fn refuse(conversation: &mut Conversation, reason: &str) -> Result<String, ControlError> {
     let reason = format!("the other host has not measured: {reason}");
     conversation.say(&Answer::Refused {
         reason: reason.clone(),
@@ -94,12 +99,7 @@ fn accept(
     while streams.len() < count && Instant::now() < deadline && !interrupt.is_raised() {
         match listener.accept() {
             Ok((stream, _)) => {
-                let mut said = [0; TOKEN];
-                let heard = stream
-                    .set_nonblocking(false)
-                    .and_then(|()| stream.set_read_timeout(Some(SAY_TOKEN)))
-                    .and_then(|()| (&stream).read_exact(&mut said));
-                if heard.is_ok() && said == token {
+                if hear_token(&stream, interrupt).is_ok_and(|said| said == token) {
                     streams.push(stream);
                 }
             }
@@ -108,6 +108,26 @@ fn accept(
         }
     }
     Ok(streams)
+}
+
+/// What a connection says first.
+fn hear_token(mut stream: &TcpStream, interrupt: &Interrupt) -> io::Result<[u8; TOKEN]> {
+    let deadline = Instant::now() + SAY_TOKEN;
+    let (mut said, mut length) = ([0; TOKEN], 0);
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(TICK))?;
+    while length < TOKEN {
+        match stream.read(&mut said[length..]) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(count) => length += count,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+        if Instant::now() >= deadline || interrupt.is_raised() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+    }
+    Ok(said)
 }
 
 /// What has arrived.

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::model::Work;
-pub use answer::answer;
+pub use answer::{answer, refuse};
 pub use ask::{Far, ask};
 
 /// Version of these messages. Another is refused: both commands come from one binary.

@@ -1,4 +1,5 @@
-//! The monitor on standard input and output: a person's terminal, or a script's pipe.
+//! The monitor on standard input and output: a person's terminal, or a script's pipe. It has a thread of its own, and
+//! writes by itself: an answer that cannot be written ends the monitor, and nothing else.
 
 use std::io::{self, BufRead, IsTerminal, Read, Write};
 
@@ -59,22 +60,22 @@ pub fn serve_terminal(commands: &dyn Commands) -> io::Result<()> {
     let history = MemHistory::with_config(&config);
     let mut editor = Editor::<Names, MemHistory>::with_history(config, history).map_err(other)?;
     editor.set_helper(Some(Names));
-    println!("{}", greeting());
+    writeln!(io::stdout(), "{}", greeting())?;
     loop {
         let line = match editor.readline(TERMINAL_PROMPT) {
             Ok(line) => line,
             Err(ReadlineError::Eof) if is_closed()? => return Ok(()),
             Err(ReadlineError::Interrupted | ReadlineError::Eof) => {
-                println!("(quit ends)");
+                writeln!(io::stdout(), "(quit ends)")?;
                 continue;
             }
             Err(error) => return Err(other(error)),
         };
         editor.add_history_entry(&line).map_err(other)?;
         match run(commands, &line) {
-            Answer::Text(text) => print!("{text}"),
+            Answer::Text(text) => write!(io::stdout(), "{text}")?,
             Answer::Quit => return Ok(()),
-            Answer::Started => print!("{}", wait_with_ctrl_c(commands)?),
+            Answer::Started => write!(io::stdout(), "{}", wait_with_ctrl_c(commands)?)?,
         }
         io::stdout().flush()?;
     }
@@ -109,7 +110,7 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
         tcsetattr(stdin(), OptionalActions::Now, &keys)?;
     }
     let end = wait(commands, &mut |info: &Json| {
-        print!("\r\x1b[K{}", show::progress_line(info));
+        write!(io::stdout(), "\r\x1b[K{}", show::progress_line(info))?;
         io::stdout().flush()?;
         if ctrl_c()? {
             // It may have ended meanwhile, which the next look shows.
@@ -117,7 +118,7 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
         }
         Ok(())
     });
-    print!("\r\x1b[K");
+    write!(io::stdout(), "\r\x1b[K")?;
     end
 }
 

@@ -1,0 +1,78 @@
+//! `hotlift settle`: says by hand where a guest goes on that a migration has left paused, after exit code 3.
+
+use std::time::Duration;
+
+use clap::Args;
+use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+
+use crate::error::CommandError;
+use crate::output::complain;
+use crate::qemu::source::at_source;
+
+/// How long the QMP socket is tried.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// Flags of `settle`.
+#[derive(Debug, Args)]
+pub struct SettleArgs {
+    /// QMP socket of the QEMU or of the 'hotlift guest run' that keeps the paused guest: PATH, unix:PATH or
+    /// tcp:HOST:PORT
+    #[arg(long, value_name = "ADDRESS")]
+    qmp: QmpAddress,
+    #[command(flatten)]
+    whereabouts: Whereabouts,
+}
+
+/// Where the guest goes on. Exactly one is given.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+struct Whereabouts {
+    /// The destination does not run the guest and never will: let it run here
+    #[arg(long)]
+    here: bool,
+    /// The destination has the guest: end the paused copy
+    #[arg(long)]
+    there: bool,
+}
+
+/// Runs the command.
+pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
+    let mut qemu = Qemu::connect(&args.qmp, CONNECT).map_err(at_source)?;
+    if let Some(problem) = problem(&mut qemu).map_err(at_source)? {
+        return Err(CommandError::NothingToSettle { problem });
+    }
+    if args.whereabouts.there {
+        qemu.quit().map_err(at_source)?;
+        complain!("the guest goes on at the destination; its paused copy here is ended");
+        return Ok(());
+    }
+    // 'hotlift guest run' takes 'cont' for a slip while it is in doubt, and a 'stop' before it for an order. To a QEMU
+    // whose guest is paused 'stop' is nothing.
+    qemu.stop().map_err(at_source)?;
+    qemu.cont().map_err(at_source)?;
+    let state = qemu.query_status().map_err(at_source)?;
+    match state.running {
+        true => complain!("the guest runs here"),
+        false => {
+            return Err(CommandError::NothingToSettle {
+                problem: format!("it is in state '{}' after 'cont'", state.status),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Why there is nothing to settle, if so. A guest that its operator has paused, and one whose migration is under way,
+/// are nobody's to end or continue by this command.
+fn problem(qemu: &mut Qemu) -> Result<Option<String>, QmpError> {
+    let state = qemu.query_status()?;
+    let migration = qemu.query_migrate()?;
+    Ok(match state.status.as_str() {
+        "postmigrate" => None,
+        "paused" if migration.is_completed() || migration.has_failed() => None,
+        status => Some(format!(
+            "it is in state '{status}', and its migration in state '{}'",
+            migration.status
+        )),
+    })
+}

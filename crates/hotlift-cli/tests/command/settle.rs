@@ -1,0 +1,69 @@
+//! A guest of which nobody knows whether its destination runs it: kept, and settled by hand.
+
+use rustix::process::Signal;
+
+use crate::hotlift::Hotlift;
+use crate::lost_word::loses_the_last_word;
+
+/// A source in doubt, its destination, and the QMP address that the source has said.
+fn in_doubt() -> (Hotlift, Hotlift, String) {
+    let flags = ["guest", "run", "--ram=32M", "--multifd=off"];
+    let mut destination = Hotlift::start(&[&flags[..], &["--incoming=tcp:127.0.0.1:0"]].concat());
+    let line = destination.wait_for("waiting for a source at ");
+    let to = line.rsplit(' ').next().expect("an address");
+    let uri = format!("--migrate-to={}", loses_the_last_word(to));
+    let mut source = Hotlift::start(&[&flags[..], &["--max-bandwidth=0", &uri]].concat());
+    let line = source.wait_for("hotlift settle --qmp ");
+    let (_, command) = line
+        .split_once("hotlift settle --qmp ")
+        .expect("it was seen");
+    let qmp = command.split(' ').next().expect("an address").to_owned();
+    destination.wait_for("no write was lost");
+    source.wait_for("is kept here, paused and whole");
+    (source, destination, qmp)
+}
+
+fn settle(qmp: &str, how: &str) {
+    let (status, said) = Hotlift::start(&["settle", "--qmp", qmp, how]).wait();
+    assert!(status.success(), "{how}: {}", said.join("\n"));
+}
+
+#[test]
+fn a_guest_in_doubt_is_kept_and_its_copy_ends_when_somebody_says_so() {
+    let (source, destination, qmp) = in_doubt();
+    // A terminal that closes is no word on the guest.
+    source.signal(Signal::HUP);
+    source.signal(Signal::HUP);
+    settle(&qmp, "--there");
+    let (status, said) = source.wait();
+    assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
+    destination.signal(Signal::INT);
+    assert!(destination.wait().0.success());
+}
+
+#[test]
+fn a_guest_in_doubt_goes_on_whole_when_somebody_says_that_it_is_not_there() {
+    let (mut source, destination, qmp) = in_doubt();
+    destination.signal(Signal::KILL);
+    destination.wait();
+    settle(&qmp, "--here");
+    source.wait_for("the guest goes on here");
+    // It runs: there is nothing to settle any more.
+    let (status, said) = Hotlift::start(&["settle", "--qmp", &qmp, "--there"]).wait();
+    assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
+    source.signal(Signal::INT);
+    source.wait_for("no write was lost");
+    let (status, said) = source.wait();
+    assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
+    let folder = std::path::Path::new(&qmp).parent().expect("a folder");
+    assert!(!folder.exists(), "{} is left", folder.display());
+}
+
+#[test]
+fn a_signal_ends_a_process_whose_guest_is_in_doubt_with_its_exit_code() {
+    let (source, destination, _) = in_doubt();
+    source.signal(Signal::TERM);
+    let (status, said) = source.wait();
+    assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
+    drop(destination);
+}

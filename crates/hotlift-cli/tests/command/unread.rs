@@ -1,0 +1,150 @@
+//! Nobody who reads what a command says, or stops reading it, has a part in what it does.
+
+use std::fs::File;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::pipe::pipe;
+use tempfile::TempDir;
+
+use crate::hotlift::Hotlift;
+
+/// Longer than it takes on a machine that does other things besides.
+const DEADLINE: Duration = Duration::from_secs(90);
+
+/// What becomes of what a command says.
+#[derive(Debug, Clone, Copy)]
+enum Reader {
+    /// Nobody has the other end of the pipe.
+    Gone,
+    /// The pipe is full, and nobody reads it.
+    Asleep,
+    /// A disk without room.
+    Full,
+}
+
+impl Reader {
+    /// Both streams of a command, and what keeps them as they are.
+    fn streams(self) -> (Stdio, Stdio, Option<File>) {
+        if let Self::Full = self {
+            let full = || {
+                File::options()
+                    .write(true)
+                    .open("/dev/full")
+                    .expect("it is there")
+            };
+            return (full().into(), full().into(), None);
+        }
+        let (reader, writer) = pipe().expect("a pipe");
+        if let Self::Asleep = self {
+            fcntl_setfl(&writer, OFlags::NONBLOCK).expect("it is a pipe");
+            while rustix::io::write(&writer, &[b'x'; 4096]).is_ok() {}
+            fcntl_setfl(&writer, OFlags::empty()).expect("it is a pipe");
+        }
+        let reader = matches!(self, Self::Asleep).then(|| File::from(reader));
+        let other = writer.try_clone().expect("a second descriptor");
+        (writer.into(), other.into(), reader)
+    }
+}
+
+const READERS: [Reader; 3] = [Reader::Gone, Reader::Asleep, Reader::Full];
+
+/// A command whose words go to `reader`; killed when it goes out of scope.
+struct Unread {
+    child: Child,
+    _reader: Option<File>,
+}
+
+impl Unread {
+    fn start(args: &[&str], reader: Reader) -> Self {
+        let (stdout, stderr, keeps) = reader.streams();
+        let child = Command::new(env!("CARGO_BIN_EXE_hotlift"))
+            .args(args)
+            .stdin(Stdio::null())
+            .stdout(stdout)
+            .stderr(stderr)
+            .spawn()
+            .expect("hotlift starts");
+        Self {
+            child,
+            _reader: keeps,
+        }
+    }
+
+    fn wait(mut self, what: &str) -> ExitStatus {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("it was started") {
+                return status;
+            }
+            assert!(start.elapsed() < DEADLINE, "{what} does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Unread {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn socket() -> (TempDir, String) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let uri = format!("unix:{}", folder.path().join("s").display());
+    (folder, uri)
+}
+
+#[test]
+fn a_source_that_nobody_reads_moves_its_guest() {
+    for reader in READERS {
+        let (_folder, uri) = socket();
+        let incoming = format!("--incoming={uri}");
+        let mut destination =
+            Hotlift::start(&["guest", "run", "--ram=32M", "--run-for=0", &incoming]);
+        destination.wait_for("waiting for a source");
+        let to = format!("--migrate-to={uri}");
+        let source = ["guest", "run", "--ram=32M", "--max-bandwidth=0", &to];
+        let status = Unread::start(&source, reader).wait(&format!("{reader:?}: the source"));
+        assert_eq!(status.code(), Some(0), "{reader:?}");
+        let (status, said) = destination.wait();
+        assert!(status.success(), "{reader:?}: {}", said.join("\n"));
+    }
+}
+
+#[test]
+fn a_destination_that_nobody_reads_gets_its_guest() {
+    for reader in READERS {
+        let (folder, uri) = socket();
+        let incoming = format!("--incoming={uri}");
+        let arguments = ["guest", "run", "--ram=32M", "--run-for=0", &incoming];
+        let destination = Unread::start(&arguments, reader);
+        let start = Instant::now();
+        while !folder.path().join("s").exists() {
+            assert!(start.elapsed() < DEADLINE, "{reader:?}: it does not listen");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let to = format!("--migrate-to={uri}");
+        let source = ["guest", "run", "--ram=32M", "--max-bandwidth=0", &to];
+        let (status, said) = Hotlift::start(&source).wait();
+        assert!(status.success(), "{reader:?}: {}", said.join("\n"));
+        let status = destination.wait(&format!("{reader:?}: the destination"));
+        assert_eq!(status.code(), Some(0), "{reader:?}");
+    }
+}
+
+#[test]
+fn a_result_that_cannot_be_written_is_an_error_and_no_panic() {
+    for reader in READERS {
+        for arguments in [
+            &["methods"][..],
+            &["demo", "--ram=16M", "--method=none", "--quiet"],
+        ] {
+            let what = format!("{reader:?}: {arguments:?}");
+            let status = Unread::start(arguments, reader).wait(&what);
+            assert_eq!(status.code(), Some(1), "{what}");
+        }
+    }
+}
