@@ -352,7 +352,7 @@ impl Case {
         };
         // Most hand-overs are spread over some hundred milliseconds.
         if rng.u8(0..4) > 0 {
-            net.slow = Some(*rng.choice(&[500, 1000, 2000, 8000]).unwrap_or(&1000));
+            net.slow = Some(*rng.choice(&[4000, 8000, 16_000, 32_000]).unwrap_or(&8000));
         }
         if rng.u8(0..3) == 0 {
             let turns = [Turns::AsIs, Turns::AllToFin, Turns::AllToReset];

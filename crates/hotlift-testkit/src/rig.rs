@@ -243,7 +243,8 @@ impl Builder<'_> {
             format!("--guest={guest}"),
             format!("--vcpus={vcpus}"),
             "--ram=64M".to_owned(),
-            "--rate=2000".to_owned(),
+            // Little is left for the last round, which the slow link of a hand-over has to carry.
+            "--rate=200".to_owned(),
             match channels {
                 0 => "--multifd=off".to_owned(),
                 _ => "--multifd=on".to_owned(),

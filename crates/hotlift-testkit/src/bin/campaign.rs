@@ -201,7 +201,7 @@ fn run(flags: &Flags) -> Result<ExitCode, String> {
     let seed = flags.seed.unwrap_or_else(today);
     let hotlift = fs::canonicalize(&flags.hotlift)
         .map_err(|error| format!("{}: {error}", flags.hotlift.display()))?;
-    let guest = Program::new(64 << 20, 32 << 20, 500).map_err(|error| error.to_string())?;
+    let guest = Program::new(64 << 20, 32 << 20, 20).map_err(|error| error.to_string())?;
     let tools = Tools {
         hotlift,
         guest: Arc::new(guest),
