@@ -367,7 +367,8 @@ impl Case {
                 faults.push(fault);
             }
         }
-        let needs_proxy = |fault: &Fault| matches!(fault.kind, Kind::Cut { .. } | Kind::Delay { .. });
+        let needs_proxy =
+            |fault: &Fault| matches!(fault.kind, Kind::Cut { .. } | Kind::Delay { .. });
         if faults.iter().any(needs_proxy) {
             net.proxy.get_or_insert(Turns::AsIs);
         }
@@ -479,9 +480,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
                 after: weighted(rng, &[(1, 0), (1, later)]),
             }
         }
-        2 => Kind::Delay {
-            ms: rng.u64(1..20),
-        },
+        2 => Kind::Delay { ms: rng.u64(1..20) },
         3 => Kind::Kill {
             party: weighted(rng, any_party),
         },
@@ -491,7 +490,10 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
         },
         5 => Kind::Signal {
             party: weighted(rng, ours),
-            signal: weighted(rng, &[(1, Asking::Int), (1, Asking::Term), (1, Asking::Hup)]),
+            signal: weighted(
+                rng,
+                &[(1, Asking::Int), (1, Asking::Term), (1, Asking::Hup)],
+            ),
         },
         6 => Kind::Cancel,
         7 => Kind::QmpStall {
@@ -501,7 +503,10 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
         8 => Kind::Output {
             party: weighted(rng, ours),
             stream: weighted(rng, &[(1, Stream::Stdout), (2, Stream::Stderr)]),
-            output: weighted(rng, &[(2, Output::Closed), (1, Output::Full), (1, Output::Device)]),
+            output: weighted(
+                rng,
+                &[(2, Output::Closed), (1, Output::Full), (1, Output::Device)],
+            ),
         },
         _ => Kind::Strangers {
             who: weighted(
@@ -514,6 +519,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
             ),
         },
     };
+    let kind = heard(kind, pair);
     // Strangers come all the time, and what needs the pages' way must be there for it.
     if matches!(kind, Kind::Strangers { .. }) || kind.is_from_the_start() {
         (moment, delay_ms) = (Moment::Setup, 0);
@@ -525,13 +531,38 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
     }
 }
 
+/// A source without a monitor says on its standard output where the guest is: that one stays.
+fn heard(kind: Kind, pair: &Pair) -> Kind {
+    match (kind, pair) {
+        (
+            Kind::Output {
+                party: Party::SourceGuest,
+                output,
+                ..
+            },
+            Pair::BuiltIn {
+                monitored: false, ..
+            },
+        ) => Kind::Output {
+            party: Party::SourceGuest,
+            stream: Stream::Stderr,
+            output,
+        },
+        (kind, _) => kind,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_seed_decides_every_case_and_neighbours_differ() {
-        let list = |seed| (0..200).map(move |number| Case::draw(seed, number)).collect::<Vec<_>>();
+        let list = |seed| {
+            (0..200)
+                .map(move |number| Case::draw(seed, number))
+                .collect::<Vec<_>>()
+        };
         assert_eq!(list(1), list(1));
         assert_ne!(list(1)[7].faults, list(2)[7].faults);
         let text = serde_json::to_string(&list(1)[7]).unwrap();

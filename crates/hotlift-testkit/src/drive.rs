@@ -19,13 +19,16 @@ const TICK: Duration = Duration::from_millis(3);
 const SLACK: Duration = Duration::from_secs(120);
 
 /// How long the destination has to come to its end after the source's.
-const GRACE: Duration = Duration::from_secs(30);
+const GRACE: Duration = Duration::from_secs(12);
+
+/// How long it has if the guest runs at the source: nobody comes any more.
+const STAYED: Duration = Duration::from_secs(2);
 
 /// How long a command has to end after SIGINT.
 const ASKED: Duration = Duration::from_secs(20);
 
 /// How long an output stays full.
-const FULL: Duration = Duration::from_secs(10);
+const FULL: Duration = Duration::from_secs(15);
 
 /// How long the pages of a guest take that tells nothing of its switchover.
 const ROUNDS: Duration = Duration::from_millis(600);
@@ -75,7 +78,10 @@ struct Drive<'a> {
 /// # Errors
 /// If the machinery fails.
 pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
-    let fired = case.faults.iter().map(|fault| fault.kind.is_from_the_start());
+    let fired = case
+        .faults
+        .iter()
+        .map(|fault| fault.kind.is_from_the_start());
     let mut drive = Drive {
         case,
         fired: fired.collect(),
@@ -169,7 +175,13 @@ impl Drive<'_> {
         if self.stopped.is_some() {
             return Ok(());
         }
-        let is_plain = matches!(self.case.pair, Pair::BuiltIn { monitored: false, .. });
+        let is_plain = matches!(
+            self.case.pair,
+            Pair::BuiltIn {
+                monitored: false,
+                ..
+            }
+        );
         let teller = match is_plain {
             true => &mut self.rig.there,
             false => &mut self.rig.here,
@@ -193,7 +205,8 @@ impl Drive<'_> {
         };
         if has_stopped {
             self.stopped = Some(Instant::now());
-            if let Some(kbits) = self.case.net.slow {
+            // One that tells nothing is in its rounds still, perhaps.
+            if let Some(kbits) = self.case.net.slow.filter(|_| !is_plain) {
                 self.rig.link.limit(kbits)?;
             }
             if status == "pre-switchover" {
@@ -232,7 +245,12 @@ impl Drive<'_> {
             } => is_final(&mut self.rig.here),
             Pair::BuiltIn { .. } => {
                 self.rig.here.has_ended()
-                    || self.rig.here.said().iter().any(|line| line.contains("left paused"))
+                    || self
+                        .rig
+                        .here
+                        .said()
+                        .iter()
+                        .any(|line| line.contains("left paused"))
             }
             Pair::Steered { .. } => ended(&mut self.rig.source_command),
             Pair::Relays { .. } => {
@@ -376,7 +394,7 @@ impl Drive<'_> {
         if std::mem::take(&mut self.loses) {
             self.rig.link.lose_no_more()?;
         }
-        let deadline = Instant::now() + GRACE;
+        let over = Instant::now();
         let mut looks;
         loop {
             looks = self.watch();
@@ -384,12 +402,10 @@ impl Drive<'_> {
             let one = (looks.0 == Look::Running) != (looks.1 == Look::Running);
             let command = self.rig.destination_command.as_mut();
             let ended = command.is_none_or(|command| command.ended().is_some());
-            if (one && ended) || Instant::now() >= deadline {
+            if (one && ended) || over.elapsed() >= GRACE {
                 break;
             }
-            // Nobody comes any more.
-            let source_is_here = looks.0 == Look::Running;
-            if source_is_here && deadline - Instant::now() < GRACE - Duration::from_secs(3) {
+            if looks.0 == Look::Running && over.elapsed() >= STAYED {
                 break;
             }
             std::thread::sleep(TICK * 10);

@@ -315,9 +315,13 @@ mod tests {
     }
 
     fn connection(link: &Link) -> (TcpStream, TcpStream) {
-        let listener = link.destination.within(|| TcpListener::bind((DESTINATION, 7000)));
+        let listener = link
+            .destination
+            .within(|| TcpListener::bind((DESTINATION, 7000)));
         let listener = listener.unwrap().unwrap();
-        let near = link.source.within(|| TcpStream::connect((DESTINATION, 7000)));
+        let near = link
+            .source
+            .within(|| TcpStream::connect((DESTINATION, 7000)));
         (near.unwrap().unwrap(), listener.accept().unwrap().0)
     }
 
@@ -328,7 +332,8 @@ mod tests {
             let (mut near, mut far) = connection(&link);
             link.down(end).unwrap();
             near.write_all(b"word").unwrap();
-            far.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+            far.set_read_timeout(Some(Duration::from_millis(300)))
+                .unwrap();
             assert!(far.read(&mut [0; 4]).is_err(), "{end:?}");
             link.up(end).unwrap();
             far.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -348,11 +353,13 @@ mod tests {
         near.read_exact(&mut word).unwrap();
         assert!(!link.has_lost().unwrap());
         far.write_all(&[0, 1, 0, 4, 0, 0, 0, 0]).unwrap();
-        near.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        near.set_read_timeout(Some(Duration::from_millis(300)))
+            .unwrap();
         assert!(near.read(&mut word).is_err());
         assert!(link.has_lost().unwrap());
         link.lose_no_more().unwrap();
-        near.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        near.set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
         near.read_exact(&mut word).unwrap();
         assert_eq!(word[1], 1);
     }

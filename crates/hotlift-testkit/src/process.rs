@@ -166,7 +166,9 @@ impl Process {
     /// Its exit code if it has ended; minus the number of the signal that ended it.
     pub fn exit_code(&mut self) -> Option<i32> {
         let status = self.ended()?;
-        status.code().or_else(|| status.signal().map(|signal| -signal))
+        status
+            .code()
+            .or_else(|| status.signal().map(|signal| -signal))
     }
 
     /// Waits for its end.
@@ -271,7 +273,9 @@ impl Pump {
     /// Writes to the pipe until no byte goes in any more.
     fn fill(&self) {
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(reader) = reader.as_ref() else { return };
+        let Some(reader) = reader.as_ref() else {
+            return;
+        };
         let path = format!("/proc/self/fd/{}", reader.as_raw_fd());
         // Another open file of the same pipe: that of the process stays as it is, blocking.
         let opened: Result<File, _> = OpenOptions::new()
@@ -305,7 +309,9 @@ fn pump(state: &AtomicU8, reader: &Mutex<Option<PipeReader>>, lines: &Mutex<Vec<
             }
             _ => {}
         }
-        let Some(reader) = reader.as_mut() else { return };
+        let Some(reader) = reader.as_mut() else {
+            return;
+        };
         let mut fds = [PollFd::new(&*reader, PollFlags::IN)];
         let tick = Timespec {
             tv_sec: 0,

@@ -401,7 +401,8 @@ mod tests {
         far.read_exact(&mut [0; 5]).unwrap();
         far.write_all(b"back, and more").unwrap();
         let mut heard = Vec::new();
-        near.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        near.set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
         near.read_to_end(&mut heard).unwrap();
         assert_eq!(heard, b"back, ");
     }

@@ -6,11 +6,11 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use crate::case::{BuiltIn, Case, Kind, Pair, Party, Release};
 use crate::error::KitError;
-use crate::machine::{Machine, PATIENCE, find_qemu, qemu_line};
+use crate::machine::{Machine, PATIENCE, Settings, find_qemu, qemu_line};
 use crate::namespace::{DESTINATION, End, Link, Namespace, PROXY};
 use crate::process::{Output, Process, Stream};
 use crate::program::Program;
@@ -24,6 +24,9 @@ pub const DATA_PORT: u16 = 7001;
 /// Bytes a second at which pages are sent: a migration takes about a second.
 const BANDWIDTH: &str = "64M";
 
+/// Milliseconds: at [`BANDWIDTH`] little is left for the last round, which the slow link of a hand-over carries.
+const DOWNTIME: u32 = 10;
+
 /// What every case needs.
 #[derive(Debug, Clone)]
 pub struct Tools {
@@ -34,9 +37,6 @@ pub struct Tools {
     /// Where a case has its files.
     pub files: PathBuf,
 }
-
-/// Capabilities and parameters of a QEMU.
-pub type Settings = (Vec<(String, bool)>, Map<String, Value>);
 
 /// The processes of a case. Dropped in this order: whoever listens to another goes first.
 pub struct Rig {
@@ -137,6 +137,7 @@ impl Rig {
                     format!("--to=tcp:{}:{PORT}", self.host),
                     "--method=zstd".to_owned(),
                     format!("--max-bandwidth={BANDWIDTH}"),
+                    format!("--downtime-limit={DOWNTIME}"),
                 ];
                 let devices = devices(case, Party::SourceCommand);
                 let mut command = Command::new(&builder.0);
@@ -243,7 +244,6 @@ impl Builder<'_> {
             format!("--guest={guest}"),
             format!("--vcpus={vcpus}"),
             "--ram=64M".to_owned(),
-            // Little is left for the last round, which the slow link of a hand-over has to carry.
             "--rate=200".to_owned(),
             match channels {
                 0 => "--multifd=off".to_owned(),
@@ -279,12 +279,15 @@ impl Builder<'_> {
                 None,
             ),
         };
-        let bandwidth = format!("--max-bandwidth={BANDWIDTH}");
+        let limits = [
+            format!("--max-bandwidth={BANDWIDTH}"),
+            format!("--downtime-limit={DOWNTIME}"),
+        ];
         let here = self.hotlift(
             "guest run",
             &link.source,
             Party::SourceGuest,
-            &with(&[&more[..], &[bandwidth]].concat()),
+            &with(&[&more[..], &limits].concat()),
         )?;
         let here = Machine::built_in(here, socket)?;
         let sockets = [at_here, at_there].map(PathBuf::from).into();
@@ -343,7 +346,11 @@ impl Builder<'_> {
         let mut there = self.qemu(to, "there", true)?;
         let names = ["multifd", "return-path", "pause-before-switchover"];
         let capabilities = names.map(|name| (name, true));
-        let parameters = json!({ "multifd-channels": 2, "max-bandwidth": 64 << 20 });
+        let parameters = json!({
+            "multifd-channels": 2,
+            "max-bandwidth": 64 << 20,
+            "downtime-limit": DOWNTIME,
+        });
         here.tell(|qmp| {
             qmp.set_capabilities(&capabilities)?;
             qmp.set_parameters(&parameters)
@@ -383,7 +390,11 @@ impl Builder<'_> {
         )?;
         let sockets = vec![socket.clone()];
         let mut rig = self.done(link, proxies, here, there, sockets)?;
-        rig.is_ready = listens(&rig.link.destination, destination, &mut rig.destination_command)?;
+        rig.is_ready = listens(
+            &rig.link.destination,
+            destination,
+            &mut rig.destination_command,
+        )?;
         rig.is_ready &= appears(&socket, source, &mut rig.source_command)?;
         Ok(rig)
     }
@@ -449,11 +460,7 @@ fn listens(
 }
 
 /// Waits until a process has made a socket.
-fn appears(
-    socket: &Path,
-    process: Process,
-    place: &mut Option<Process>,
-) -> Result<bool, KitError> {
+fn appears(socket: &Path, process: Process, place: &mut Option<Process>) -> Result<bool, KitError> {
     waits(process, place, || Ok(socket.exists()))
 }
 

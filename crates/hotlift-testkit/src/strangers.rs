@@ -34,7 +34,12 @@ impl Strangers {
     ///
     /// # Errors
     /// If the host's namespace is not to be had.
-    pub fn start(host: &Namespace, ports: &[u16], who: Stranger, seed: u64) -> Result<Self, KitError> {
+    pub fn start(
+        host: &Namespace,
+        ports: &[u16],
+        who: Stranger,
+        seed: u64,
+    ) -> Result<Self, KitError> {
         let ends = Arc::new(AtomicBool::new(false));
         let (host, ports, its_ends) = (host.again()?, ports.to_vec(), Arc::clone(&ends));
         let thread = thread::spawn(move || {

@@ -129,7 +129,11 @@ pub fn judge(tools: &Tools, campaign: u64, case: &Case) -> Record {
         }
     };
     record.words.iter_mut().for_each(scrub);
-    record.problems.iter_mut().map(|one| &mut one.what).for_each(scrub);
+    record
+        .problems
+        .iter_mut()
+        .map(|one| &mut one.what)
+        .for_each(scrub);
     // Only what the campaign has made itself is in it.
     let _ = fs::remove_dir_all(&folder);
     record.seconds = (begun.elapsed().as_secs_f64() * 10.0).round() / 10.0;
@@ -163,7 +167,8 @@ impl Record {
     /// The faults that happened.
     pub fn faults(&self) -> impl Iterator<Item = &Kind> {
         let both = self.case.faults.iter().zip(&self.fired);
-        both.filter(|(_, fired)| **fired).map(|(fault, _)| &fault.kind)
+        both.filter(|(_, fired)| **fired)
+            .map(|(fault, _)| &fault.kind)
     }
 
     fn killed(&self, whom: Party) -> bool {

@@ -43,9 +43,9 @@ struct Flags {
     /// Run this case alone (may be given again)
     #[arg(long, value_name = "N")]
     only: Vec<u64>,
-    /// Run the case that this JSON describes
+    /// Run the case that this JSON describes (may be given again)
     #[arg(long, value_name = "JSON", conflicts_with = "only")]
-    case: Option<String>,
+    case: Vec<String>,
     /// Show the cases, and run none
     #[arg(long)]
     list: bool,
@@ -115,7 +115,9 @@ fn init() -> Result<ExitCode, String> {
     loop {
         match rustix::process::wait(rustix::process::WaitOptions::empty()) {
             Ok(Some((ended, status))) if ended == pid => {
-                let code = status.exit_status().and_then(|code| u8::try_from(code).ok());
+                let code = status
+                    .exit_status()
+                    .and_then(|code| u8::try_from(code).ok());
                 return Ok(ExitCode::from(code.unwrap_or(2)));
             }
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -132,12 +134,17 @@ fn today() -> u64 {
 
 /// The cases that the flags ask for, in their order.
 fn cases(flags: &Flags, seed: u64) -> Result<Vec<Case>, String> {
-    if let Some(text) = &flags.case {
-        let case = serde_json::from_str(text).map_err(|error| format!("--case: {error}"))?;
-        return Ok(vec![case]);
+    if !flags.case.is_empty() {
+        let read =
+            |text: &String| serde_json::from_str(text).map_err(|error| format!("--case: {error}"));
+        return flags.case.iter().map(read).collect();
     }
     if !flags.only.is_empty() {
-        return Ok(flags.only.iter().map(|&number| Case::draw(seed, number)).collect());
+        return Ok(flags
+            .only
+            .iter()
+            .map(|&number| Case::draw(seed, number))
+            .collect());
     }
     let limited = flags.seconds.is_some();
     let mut list = Vec::new();
@@ -217,7 +224,9 @@ fn run(flags: &Flags) -> Result<ExitCode, String> {
         None => (None, Vec::new()),
     };
     let done: BTreeSet<u64> = known.iter().map(|record| record.case.number).collect();
-    let kvm = hotlift_vmm::kvm::usable().err().map(|error| error.to_string());
+    let kvm = hotlift_vmm::kvm::usable()
+        .err()
+        .map(|error| error.to_string());
     let mut list = cases(flags, seed)?;
     list.retain(|case| !done.contains(&case.number));
     let mut left_out: Vec<String> = Vec::new();
@@ -228,7 +237,10 @@ fn run(flags: &Flags) -> Result<ExitCode, String> {
     });
     left_out.sort_unstable();
     left_out.dedup();
-    println!("campaign: seed {seed}, {} cases are there already", done.len());
+    println!(
+        "campaign: seed {seed}, {} cases are there already",
+        done.len()
+    );
     for why in left_out {
         println!("campaign: cases are left out: {why}");
     }
@@ -238,16 +250,24 @@ fn run(flags: &Flags) -> Result<ExitCode, String> {
         records: Mutex::new(known),
         out,
     };
-    let end = flags.seconds.map(|seconds| begun + Duration::from_secs(seconds));
+    let end = flags
+        .seconds
+        .map(|seconds| begun + Duration::from_secs(seconds));
     let jobs = flags.jobs.clamp(1, 256);
     std::thread::scope(|scope| {
         for _ in 0..jobs {
             scope.spawn(|| work(&shared, &tools, seed, end));
         }
     });
-    let mut records = shared.records.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut records = shared
+        .records
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner);
     records.sort_by_key(|record| record.case.number);
-    println!("\ncampaign: seed {seed}, {:.0} s", begun.elapsed().as_secs_f64());
+    println!(
+        "\ncampaign: seed {seed}, {:.0} s",
+        begun.elapsed().as_secs_f64()
+    );
     println!("{}", summary::tables(&records));
     Ok(match summary::is_clean(&records) {
         true => ExitCode::SUCCESS,
