@@ -109,7 +109,27 @@ impl Machine {
         let mut this = Self::adopted(guest, folder);
         this.process = Some(process);
         this.connect(PATIENCE)?;
+        if !incoming {
+            this.wait_for_guest(&folder.join("console"))?;
+        }
         Ok(this)
+    }
+
+    /// Waits until the program runs: in the firmware it has no memory that could be proven.
+    fn wait_for_guest(&self, console: &Path) -> Result<(), KitError> {
+        let deadline = Instant::now() + PATIENCE;
+        while !fs::read_to_string(console).is_ok_and(|said| said.contains("writes=")) {
+            if Instant::now() >= deadline {
+                return Err(KitError::Late {
+                    process: "the guest".to_owned(),
+                    what: "counted".to_owned(),
+                    waited: PATIENCE,
+                    said: self.said().join(" | "),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
     }
 
     /// The QEMU that somebody starts with [`qemu_line`] in `folder`, some time.
