@@ -70,7 +70,7 @@ campaign: campaign-build
 	@scripts/install-packages $(TEST_PACKAGES)
 	@mkdir -p $(CAMPAIGN_OUT)
 	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) target/release/campaign --seed $(CAMPAIGN_SEED) \
-		--faults $(CAMPAIGN_FAULTS) --jobs 8 --out $(CAMPAIGN_OUT)/cases.jsonl
+		--faults $(CAMPAIGN_FAULTS) --jobs 6 --out $(CAMPAIGN_OUT)/cases.jsonl
 
 campaign-short: campaign-build
 	@if [ "$$(id -u)" = 0 ]; then target/release/campaign --seconds $(TEST_CAMPAIGN_SECONDS); \

@@ -372,8 +372,9 @@ impl Drive<'_> {
         if self.full_since.is_some_and(|since| since.elapsed() >= FULL) {
             self.full_since = None;
             let (here, there) = self.watch();
-            self.none_while_full =
-                self.undone.is_empty() && here != Look::Running && there != Look::Running;
+            // One without a monitor runs unseen.
+            let is_still = matches!(here, Look::Paused(_) | Look::Ended);
+            self.none_while_full = self.undone.is_empty() && is_still && there != Look::Running;
             for party in [
                 Party::SourceGuest,
                 Party::SourceCommand,

@@ -189,9 +189,15 @@ impl Link {
             }
             let host = link.host(end);
             host.tool_with("ip", &["-batch", "-"], &batch)?;
-            let path = "/proc/sys/net/ipv4/tcp_orphan_retries";
-            host.within(|| std::fs::write(path, orphan_retries.to_string()))?
-                .map_err(KitError::system("set tcp_orphan_retries"))?;
+            // Congestion control as every Linux has it: what a host prefers is not what is tested.
+            for (name, value) in [
+                ("tcp_orphan_retries", orphan_retries.to_string()),
+                ("tcp_congestion_control", "reno".to_owned()),
+            ] {
+                let path = format!("/proc/sys/net/ipv4/{name}");
+                host.within(|| std::fs::write(path, value))?
+                    .map_err(KitError::system(format!("set {name}")))?;
+            }
         }
         Ok(link)
     }

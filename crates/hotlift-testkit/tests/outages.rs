@@ -27,7 +27,7 @@ fn run(cases: &[Case]) {
         return;
     }
     let mut command = Command::new(env!("CARGO_BIN_EXE_campaign"));
-    command.arg("--jobs=6").arg("--hotlift").arg(hotlift());
+    command.arg("--jobs=4").arg("--hotlift").arg(hotlift());
     for case in cases {
         command
             .arg("--case")
