@@ -467,7 +467,12 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
             let at = weighted(rng, &ends);
             // Bare relays and monitored guests wait for their driver before the hand-over.
             if moment == Moment::Switchover && pair.is_held_before_switchover() && rng.bool() {
-                let messages = [Message::Pong, Message::Commit, Message::Shut];
+                let messages = [
+                    Message::Pong,
+                    Message::Commit,
+                    Message::RestOfCommit,
+                    Message::Shut,
+                ];
                 moment = Moment::Lost(*rng.choice(&messages).unwrap_or(&Message::Shut));
                 delay_ms = 0;
             }

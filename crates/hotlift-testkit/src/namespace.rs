@@ -149,6 +149,8 @@ pub enum Message {
     Pong,
     /// Whatever the source sends after it has read that: the commit.
     Commit,
+    /// All but the first segment of that.
+    RestOfCommit,
     /// The destination runs the guest.
     Shut,
 }
@@ -260,8 +262,6 @@ impl Link {
     pub fn lose(&self, message: Message) -> Result<(), KitError> {
         const SHUT: &str = "@th,256,64 0x0001000400000000";
         const PONG: &str = "@th,256,32 0x00020004";
-        // What has latched lasts longer than any outage.
-        let latch = "set latched { type ipv4_addr; flags dynamic,timeout; timeout 10m; }";
         let rules = match message {
             Message::Shut | Message::Pong => {
                 let what = if message == Message::Shut { SHUT } else { PONG };
@@ -270,11 +270,25 @@ impl Link {
                      oifname veth ip protocol tcp {what} counter name lost drop; }}"
                 )
             }
-            Message::Commit => format!(
-                "{latch}\n\
-                 chain out {{ type filter hook output priority 0; oifname veth ip protocol tcp {PONG} add @latched {{ ip daddr }}; }}\n\
-                 chain in {{ type filter hook input priority 0; iifname veth ip saddr @latched counter name lost drop; }}"
-            ),
+            Message::Commit | Message::RestOfCommit => {
+                // What has latched lasts longer than any outage.
+                let set = "{ type ipv4_addr; flags dynamic,timeout; timeout 10m; }";
+                // A segment without data has 52 bytes, with timestamps.
+                let (from, passes) = match message {
+                    Message::Commit => ("latched", ""),
+                    _ => (
+                        "begun",
+                        "ip saddr @latched ip length > 52 add @begun { ip saddr }; ",
+                    ),
+                };
+                format!(
+                    "set latched {set}\nset begun {set}\n\
+                     chain out {{ type filter hook output priority 0; \
+                     oifname veth ip protocol tcp {PONG} add @latched {{ ip daddr }}; }}\n\
+                     chain in {{ type filter hook input priority 0; \
+                     iifname veth ip saddr @{from} counter name lost drop; {passes}}}"
+                )
+            }
         };
         let table = format!("table ip lose {{\ncounter lost {{ }}\n{rules}\n}}\n");
         self.destination
@@ -368,5 +382,25 @@ mod tests {
             .unwrap();
         near.read_exact(&mut word).unwrap();
         assert_eq!(word[1], 1);
+    }
+
+    #[test]
+    fn the_rest_of_a_commit_is_lost_and_its_first_segment_arrives() {
+        let Some(link) = link() else { return };
+        for (message, first) in [(Message::Commit, false), (Message::RestOfCommit, true)] {
+            let (mut near, mut far) = connection(&link);
+            link.lose(message).unwrap();
+            far.write_all(&[0, 2, 0, 4, 0, 0, 0, 1]).unwrap();
+            near.read_exact(&mut [0; 8]).unwrap();
+            near.set_nodelay(true).unwrap();
+            near.write_all(b"first").unwrap();
+            far.set_read_timeout(Some(Duration::from_millis(500)))
+                .unwrap();
+            assert_eq!(far.read(&mut [0; 5]).is_ok(), first, "{message:?}");
+            near.write_all(b"then").unwrap();
+            assert!(far.read(&mut [0; 4]).is_err(), "{message:?}");
+            assert!(link.has_lost().unwrap());
+            link.lose_no_more().unwrap();
+        }
     }
 }

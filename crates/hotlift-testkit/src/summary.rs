@@ -24,8 +24,8 @@ const OUTCOMES: [(Outcome, &str); 5] = [
     (Outcome::Wrong, "wrong"),
 ];
 
-/// How many cases are named where something is wrong with them.
-const NAMED: usize = 8;
+/// How many columns are there for the numbers of the cases that something is wrong with.
+const NAMED: usize = 36;
 
 /// True if nothing is wrong with any case.
 #[must_use]
@@ -97,9 +97,14 @@ pub fn tables(records: &[Record]) -> String {
             .filter(has_it)
             .map(|record| record.case.number.to_string())
             .collect();
-        let mut named = numbers[..numbers.len().min(NAMED)].join(" ");
-        if numbers.len() > NAMED {
-            named += " …";
+        let mut named = String::new();
+        for number in &numbers {
+            if named.len() + number.len() > NAMED {
+                named += "…";
+                break;
+            }
+            named += number;
+            named.push(' ');
         }
         let line = format!("{name:<28}{:>10}  {named}", numbers.len());
         let _ = writeln!(text, "{}", line.trim_end());

@@ -7,10 +7,11 @@ use hotlift_testkit::case::{BuiltIn, Case, Fault, Kind, Moment, Net, Pair};
 use hotlift_testkit::namespace::{End, Message};
 
 /// The steps at which packets are lost, and then the link.
-const STEPS: [Moment; 4] = [
+const STEPS: [Moment; 5] = [
     Moment::Switchover,
     Moment::Lost(Message::Pong),
     Moment::Lost(Message::Commit),
+    Moment::Lost(Message::RestOfCommit),
     Moment::Lost(Message::Shut),
 ];
 
