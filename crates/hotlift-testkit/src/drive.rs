@@ -27,6 +27,9 @@ const STAYED: Duration = Duration::from_secs(2);
 /// How long a command has to end after SIGINT.
 const ASKED: Duration = Duration::from_secs(20);
 
+/// One that says an error and has not ended after so long stays, with its guest paused.
+const STAYS: Duration = Duration::from_secs(5);
+
 /// How long an output stays full.
 const FULL: Duration = Duration::from_secs(15);
 
@@ -38,6 +41,8 @@ const ROUNDS: Duration = Duration::from_millis(600);
 pub struct Seen {
     /// Which faults happened.
     pub fired: Vec<bool>,
+    /// All commands have started; without that there was no migration.
+    pub is_ready: bool,
     /// Both guests ran at once.
     pub both: bool,
     /// Neither ran, though all was over but for an output that was full.
@@ -66,6 +71,8 @@ struct Drive<'a> {
     active: Option<Instant>,
     stopped: Option<Instant>,
     over: Option<Instant>,
+    /// A source without a monitor has said an error.
+    failed: Option<Instant>,
     loses: bool,
     both: bool,
     none_while_full: bool,
@@ -91,6 +98,7 @@ pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
         active: None,
         stopped: None,
         over: None,
+        failed: None,
         loses: false,
         both: false,
         none_while_full: false,
@@ -244,13 +252,12 @@ impl Drive<'_> {
                 monitored: true, ..
             } => is_final(&mut self.rig.here),
             Pair::BuiltIn { .. } => {
+                let said = self.rig.here.said();
+                if said.iter().any(|line| line.starts_with("hotlift: ")) {
+                    self.failed.get_or_insert_with(Instant::now);
+                }
                 self.rig.here.has_ended()
-                    || self
-                        .rig
-                        .here
-                        .said()
-                        .iter()
-                        .any(|line| line.contains("left paused"))
+                    || self.failed.is_some_and(|since| since.elapsed() >= STAYS)
             }
             Pair::Steered { .. } => ended(&mut self.rig.source_command),
             Pair::Relays { .. } => {
@@ -434,6 +441,7 @@ impl Drive<'_> {
         let command = self.rig.destination_command.as_mut();
         Ok(Seen {
             fired: self.fired,
+            is_ready: self.rig.is_ready,
             both: self.both,
             none_while_full: self.none_while_full,
             hangs,

@@ -382,7 +382,11 @@ impl Machine {
     /// Ends its process; true if it did by itself.
     pub fn end(&mut self) -> bool {
         let deadline = Instant::now() + Duration::from_secs(20);
-        let _ = self.ask(Qemu::quit);
+        match self.socket {
+            Some(_) => drop(self.ask(Qemu::quit)),
+            // Nobody can ask it.
+            None => self.signal(Signal::KILL),
+        }
         while !self.has_ended() {
             if Instant::now() >= deadline {
                 self.signal(Signal::KILL);

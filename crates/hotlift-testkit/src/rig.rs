@@ -120,7 +120,6 @@ impl Rig {
     /// # Errors
     /// If the source does not even begin.
     pub fn migrate(&mut self, case: &Case) -> Result<(), KitError> {
-        let builder = self.builder();
         match case.pair {
             Pair::BuiltIn {
                 monitored: true, ..
@@ -140,8 +139,10 @@ impl Rig {
                     format!("--downtime-limit={DOWNTIME}"),
                 ];
                 let devices = devices(case, Party::SourceCommand);
-                let mut command = Command::new(&builder.0);
-                command.args(arguments).env("TMPDIR", builder.1);
+                let mut command = Command::new(&self.hotlift);
+                command
+                    .args(arguments)
+                    .env("TMPDIR", self.folder.join("tmp"));
                 let host = &self.link.source;
                 let started = Process::start("migrate", Some(host), command, &devices)?;
                 self.source_command = Some(started);
@@ -152,10 +153,6 @@ impl Rig {
                 self.here.migrate(&uri)
             }
         }
-    }
-
-    fn builder(&self) -> (PathBuf, PathBuf) {
-        (self.hotlift.clone(), self.folder.join("tmp"))
     }
 
     /// The process of a party, if it is one of ours.

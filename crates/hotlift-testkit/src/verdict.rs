@@ -244,7 +244,7 @@ impl Record {
         let at_its_end = self.may_have_ended(Party::SourceGuest);
         match seen.source_exit {
             // A guest with a monitor that was ended says nothing of a migration.
-            None if at_its_end || seen.hangs => {}
+            None if at_its_end || seen.hangs || !seen.is_ready => {}
             None if seen.here == Look::Silent => {}
             Some(code) if explained.contains(&code) => {}
             code => self.note(
