@@ -1,0 +1,340 @@
+//! Random faults on real migrations, and a count of what came of them.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use clap::Parser;
+use hotlift_testkit::case::{BuiltIn, Case, Pair, Release};
+use hotlift_testkit::machine::find_qemu;
+use hotlift_testkit::program::Program;
+use hotlift_testkit::rig::Tools;
+use hotlift_testkit::summary;
+use hotlift_testkit::verdict::{Record, Wrong, judge};
+
+/// Longest that the faults of a case may last where the time of the whole run is limited.
+const SHORT: Duration = Duration::from_secs(7);
+
+/// What a case takes besides its faults.
+const CASE: Duration = Duration::from_secs(6);
+
+/// Runs random faults on real migrations, and counts what came of them. Needs root: it makes network namespaces of
+/// its own, and uses no other network.
+#[derive(Debug, Parser)]
+#[command(name = "campaign")]
+struct Flags {
+    /// The hotlift to test
+    #[arg(long, value_name = "PATH", default_value = "target/release/hotlift")]
+    hotlift: PathBuf,
+    /// Decides the whole list of cases [default: the number of this day]
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Run as many cases as have so many faults together
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    faults: usize,
+    /// Begin no case that would not end within so many seconds; those that last long are left out
+    #[arg(long, value_name = "SECONDS")]
+    seconds: Option<u64>,
+    /// Run this case alone (may be given again)
+    #[arg(long, value_name = "N")]
+    only: Vec<u64>,
+    /// Run the case that this JSON describes (may be given again)
+    #[arg(long, value_name = "JSON", conflicts_with = "only")]
+    case: Vec<String>,
+    /// Show the cases, and run none
+    #[arg(long)]
+    list: bool,
+    /// How many cases run at once
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    jobs: usize,
+    /// Append a line of JSON for each case; those that are there already are not run again
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// What this process is: the rest runs in a PID and a mount namespace, whose init ends all that is in it
+    #[arg(long, hide = true)]
+    stage: Option<Stage>,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Stage {
+    Init,
+    Run,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    let outcome = match flags.stage {
+        _ if flags.list => list(&flags),
+        None => enter(),
+        Some(Stage::Init) => init(),
+        Some(Stage::Run) => run(&flags),
+    };
+    outcome.unwrap_or_else(|problem| {
+        eprintln!("campaign: {problem}");
+        ExitCode::from(2)
+    })
+}
+
+/// Becomes a process in namespaces of its own. Whatever it starts ends with it, however that ends.
+fn enter() -> Result<ExitCode, String> {
+    if !rustix::process::geteuid().is_root() {
+        return Err("network namespaces need root".to_owned());
+    }
+    let this = std::env::current_exe().map_err(|error| error.to_string())?;
+    let error = Command::new("unshare")
+        .args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"])
+        .arg(this)
+        .args(["--stage", "init"])
+        .args(std::env::args_os().skip(1))
+        .exec();
+    Err(format!("cannot run 'unshare': {error}"))
+}
+
+/// The first process: has files in memory that nobody else sees, and reaps what others leave.
+fn init() -> Result<ExitCode, String> {
+    let mounted = Command::new("mount")
+        .args(["-t", "tmpfs", "campaign", "/dev/shm"])
+        .status();
+    if !mounted.is_ok_and(|status| status.success()) {
+        return Err("cannot mount a file system for the cases' files".to_owned());
+    }
+    let this = std::env::current_exe().map_err(|error| error.to_string())?;
+    let arguments = std::env::args_os().skip(1);
+    let others = arguments.skip_while(|word| word == "--stage" || word == "init");
+    let child = Command::new(this)
+        .args(["--stage", "run"])
+        .args(others)
+        .spawn()
+        .map_err(|error| error.to_string())?;
+    let pid = rustix::process::Pid::from_child(&child);
+    loop {
+        match rustix::process::wait(rustix::process::WaitOptions::empty()) {
+            Ok(Some((ended, status))) if ended == pid => {
+                let code = status
+                    .exit_status()
+                    .and_then(|code| u8::try_from(code).ok());
+                return Ok(ExitCode::from(code.unwrap_or(2)));
+            }
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+}
+
+/// The seed of the day.
+fn today() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default().as_secs() / 86_400
+}
+
+/// The cases that the flags ask for, in their order.
+fn cases(flags: &Flags, seed: u64) -> Result<Vec<Case>, String> {
+    if !flags.case.is_empty() {
+        let read =
+            |text: &String| serde_json::from_str(text).map_err(|error| format!("--case: {error}"));
+        return flags.case.iter().map(read).collect();
+    }
+    if !flags.only.is_empty() {
+        return Ok(flags
+            .only
+            .iter()
+            .map(|&number| Case::draw(seed, number))
+            .collect());
+    }
+    let limited = flags.seconds.is_some();
+    let mut list = Vec::new();
+    let mut faults = 0;
+    for number in 0.. {
+        // A limit of time is one; that of faults is then none.
+        if faults >= flags.faults && !limited || list.len() >= 100_000 {
+            break;
+        }
+        let case = Case::draw(seed, number);
+        if limited && case.lasts() > SHORT {
+            continue;
+        }
+        faults += case.faults.len();
+        list.push(case);
+        if limited && list.len() >= 10_000 {
+            break;
+        }
+    }
+    Ok(list)
+}
+
+fn list(flags: &Flags) -> Result<ExitCode, String> {
+    for case in cases(flags, flags.seed.unwrap_or_else(today))? {
+        let line = serde_json::to_string(&case).map_err(|error| error.to_string())?;
+        if writeln!(std::io::stdout(), "{line}").is_err() {
+            break;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Why a case cannot be run here.
+fn missing(case: &Case, kvm: Option<&String>) -> Option<String> {
+    let qemu = |release| match find_qemu(release) {
+        Some(_) => None,
+        None => Some(format!("no QEMU {release:?}")),
+    };
+    match case.pair {
+        Pair::BuiltIn {
+            guest: BuiltIn::Threads,
+            ..
+        } => None,
+        Pair::BuiltIn { .. } => kvm.cloned(),
+        Pair::Steered { from, to, .. } | Pair::Relays { from, to } => {
+            let releases: [Release; 2] = [from, to];
+            kvm.cloned().or_else(|| releases.into_iter().find_map(qemu))
+        }
+    }
+}
+
+struct Shared {
+    waiting: Mutex<std::vec::IntoIter<Case>>,
+    records: Mutex<Vec<Record>>,
+    out: Option<Mutex<File>>,
+    total: usize,
+}
+
+fn run(flags: &Flags) -> Result<ExitCode, String> {
+    let begun = Instant::now();
+    let seed = flags.seed.unwrap_or_else(today);
+    let hotlift = fs::canonicalize(&flags.hotlift)
+        .map_err(|error| format!("{}: {error}", flags.hotlift.display()))?;
+    let guest = Program::new(64 << 20, 32 << 20, 20).map_err(|error| error.to_string())?;
+    let tools = Tools {
+        hotlift,
+        guest: Arc::new(guest),
+        files: PathBuf::from("/dev/shm"),
+    };
+    let (out, known) = match &flags.out {
+        Some(path) => {
+            let known = known(path, seed)?;
+            let opened = OpenOptions::new().append(true).create(true).open(path);
+            let file = opened.map_err(|error| format!("{}: {error}", path.display()))?;
+            (Some(Mutex::new(file)), known)
+        }
+        None => (None, Vec::new()),
+    };
+    let done: BTreeSet<u64> = known.iter().map(|record| record.case.number).collect();
+    let kvm = hotlift_vmm::kvm::usable()
+        .err()
+        .map(|error| error.to_string());
+    let mut list = cases(flags, seed)?;
+    list.retain(|case| !done.contains(&case.number));
+    let mut left_out: Vec<String> = Vec::new();
+    list.retain(|case| {
+        let why = missing(case, kvm.as_ref());
+        left_out.extend(why.clone());
+        why.is_none()
+    });
+    left_out.sort_unstable();
+    left_out.dedup();
+    println!(
+        "campaign: seed {seed}, {} cases are there already",
+        done.len()
+    );
+    for why in left_out {
+        println!("campaign: cases are left out: {why}");
+    }
+    let shared = Shared {
+        total: list.len(),
+        waiting: Mutex::new(list.into_iter()),
+        records: Mutex::new(known),
+        out,
+    };
+    let end = flags
+        .seconds
+        .map(|seconds| begun + Duration::from_secs(seconds));
+    let jobs = flags.jobs.clamp(1, 256);
+    std::thread::scope(|scope| {
+        for _ in 0..jobs {
+            scope.spawn(|| work(&shared, &tools, seed, end));
+        }
+    });
+    let mut records = shared
+        .records
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner);
+    records.sort_by_key(|record| record.case.number);
+    println!(
+        "\ncampaign: seed {seed}, {:.0} s",
+        begun.elapsed().as_secs_f64()
+    );
+    println!("{}", summary::tables(&records));
+    Ok(match summary::is_clean(&records) {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
+}
+
+/// Takes cases until there are none, or no time for them.
+fn work(shared: &Shared, tools: &Tools, seed: u64, end: Option<Instant>) {
+    loop {
+        let Some(case) = lock(&shared.waiting).next() else {
+            return;
+        };
+        if end.is_some_and(|end| Instant::now() + CASE + case.lasts() > end) {
+            return;
+        }
+        let mut record = judge(tools, seed, &case);
+        if record.problems.iter().any(|one| one.wrong == Wrong::SetUp) {
+            // It says nothing: a QEMU that is slow to start on a busy host, say.
+            record = judge(tools, seed, &case);
+        }
+        let line = serde_json::to_string(&record).unwrap_or_default();
+        if let Some(out) = &shared.out
+            && let Err(error) = writeln!(lock(out), "{line}")
+        {
+            eprintln!("campaign: the list cannot be written: {error}");
+        }
+        let kinds: Vec<_> = case.faults.iter().map(|fault| fault.kind.name()).collect();
+        println!(
+            "{:>6} of {}: {:>5.1} s  {}: {}",
+            case.number,
+            shared.total,
+            record.seconds,
+            case.pair.name(),
+            kinds.join(", ")
+        );
+        for problem in &record.problems {
+            println!("        {:?}: {}", problem.wrong, problem.what);
+        }
+        for words in &record.words {
+            println!("        | {words}");
+        }
+        lock(&shared.records).push(record);
+    }
+}
+
+/// The records of an earlier run.
+fn known(path: &Path, seed: u64) -> Result<Vec<Record>, String> {
+    let Ok(text) = fs::read_to_string(path) else {
+        return Ok(Vec::new());
+    };
+    let mut records = Vec::new();
+    for (line, number) in text.lines().zip(1..) {
+        let record: Record = serde_json::from_str(line)
+            .map_err(|error| format!("{}, line {number}: {error}", path.display()))?;
+        if record.campaign != seed {
+            return Err(format!(
+                "{} is of a campaign with seed {}: give that, or another file",
+                path.display(),
+                record.campaign
+            ));
+        }
+        records.push(record);
+    }
+    Ok(records)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

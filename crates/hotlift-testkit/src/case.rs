@@ -1,0 +1,592 @@
+//! One case of the campaign: who migrates, over what, and what fails when. All of it is drawn from a seed.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+use serde::{Deserialize, Serialize};
+
+use crate::namespace::{End, Message};
+use crate::process::{Output, Stream};
+use crate::proxy::{Ending, Turns};
+
+/// How long a source asks what became of its guest, by default (`settle-timeout`).
+pub const SETTLE: Duration = Duration::from_secs(60);
+
+/// A QEMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Release {
+    /// Debian 12's.
+    #[serde(rename = "7.2")]
+    V7,
+    /// bookworm-backports'.
+    #[serde(rename = "10.0")]
+    V10,
+}
+
+/// Who migrates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pair {
+    /// `hotlift guest run` twice.
+    BuiltIn {
+        /// Which guest.
+        guest: BuiltIn,
+        /// Its vCPUs.
+        vcpus: u8,
+        /// Channels of multifd; 0 is without.
+        channels: u8,
+        /// The source is driven over QMP, or else by `--migrate-to`.
+        monitored: bool,
+    },
+    /// `hotlift migrate` and `hotlift serve`.
+    Steered {
+        /// The source's QEMU.
+        from: Release,
+        /// The destination's.
+        to: Release,
+        /// `serve` starts it, or else is given its QMP socket.
+        started: bool,
+    },
+    /// `hotlift relay` twice.
+    Relays {
+        /// The source's QEMU.
+        from: Release,
+        /// The destination's.
+        to: Release,
+    },
+}
+
+/// A guest that Hotlift has itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BuiltIn {
+    /// Worker threads.
+    Threads,
+    /// A KVM virtual machine.
+    Kvm,
+}
+
+impl Pair {
+    /// Its short name.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::BuiltIn { .. } => "built-in guests",
+            Self::Steered { .. } => "migrate and serve",
+            Self::Relays { .. } => "bare relays",
+        }
+    }
+
+    /// Whether the driver lets the migration go on after `pre-switchover`.
+    #[must_use]
+    pub fn is_held_before_switchover(&self) -> bool {
+        match self {
+            Self::BuiltIn { monitored, .. } => *monitored,
+            Self::Steered { .. } => false,
+            Self::Relays { .. } => true,
+        }
+    }
+
+    fn has_commands(&self) -> bool {
+        !matches!(self, Self::BuiltIn { .. })
+    }
+}
+
+/// What is between the hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Net {
+    /// MTU of the link in bytes.
+    pub mtu: u16,
+    /// `net.ipv4.tcp_orphan_retries` on both hosts.
+    pub orphan_retries: u8,
+    /// A proxy in front of the destination.
+    pub proxy: Option<Turns>,
+    /// The rate of the link from the switchover on, in kbit/s: the hand-over takes as long as that needs.
+    pub slow: Option<u32>,
+}
+
+/// A process of the pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Party {
+    /// The QEMU or built-in guest at the source.
+    SourceGuest,
+    /// `migrate` or `relay source`.
+    SourceCommand,
+    /// `serve` or `relay destination`.
+    DestinationCommand,
+    /// The QEMU or built-in guest at the destination.
+    DestinationGuest,
+}
+
+/// A signal that asks a command to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Asking {
+    /// SIGINT.
+    Int,
+    /// SIGTERM.
+    Term,
+    /// SIGHUP.
+    Hup,
+}
+
+/// Who connects besides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stranger {
+    /// Says nothing.
+    Idle,
+    /// Says anything.
+    Garbage,
+    /// Begins as a source does, and stops.
+    HalfOpening,
+}
+
+/// What fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// The link is down.
+    LinkDown {
+        /// For how long, in seconds.
+        secs: u64,
+        /// Where it is taken down.
+        at: End,
+    },
+    /// The proxy cuts all connections.
+    Cut {
+        /// How.
+        how: Ending,
+        /// After so many more bytes of the way back.
+        after: u64,
+    },
+    /// The proxy passes everything on later.
+    Delay {
+        /// By so many milliseconds.
+        ms: u64,
+    },
+    /// SIGKILL.
+    Kill {
+        /// Whom.
+        party: Party,
+    },
+    /// SIGSTOP, and SIGCONT later.
+    Freeze {
+        /// Whom.
+        party: Party,
+        /// For how long, in seconds.
+        secs: u64,
+    },
+    /// A signal that asks it to end.
+    Signal {
+        /// Whom.
+        party: Party,
+        /// Which.
+        signal: Asking,
+    },
+    /// `migrate_cancel` at the source.
+    Cancel,
+    /// A QMP socket that answers nothing.
+    QmpStall {
+        /// Whose.
+        at: End,
+        /// For how long, in seconds.
+        secs: u64,
+    },
+    /// An output that takes nothing any more.
+    Output {
+        /// Whose.
+        party: Party,
+        /// Which.
+        stream: Stream,
+        /// How.
+        output: Output,
+    },
+    /// Somebody else connects to where a source is waited for, again and again.
+    Strangers {
+        /// Who.
+        who: Stranger,
+    },
+}
+
+impl Kind {
+    /// Its short name, that the table counts by.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::LinkDown { .. } => "link down",
+            Self::Cut {
+                how: Ending::Fin, ..
+            } => "connections cut, FIN",
+            Self::Cut {
+                how: Ending::Reset, ..
+            } => "connections cut, RST",
+            Self::Delay { .. } => "slow proxy",
+            Self::Kill { .. } => "process killed",
+            Self::Freeze { .. } => "process stopped, continued",
+            Self::Signal {
+                signal: Asking::Int,
+                ..
+            } => "SIGINT",
+            Self::Signal {
+                signal: Asking::Term,
+                ..
+            } => "SIGTERM",
+            Self::Signal {
+                signal: Asking::Hup,
+                ..
+            } => "SIGHUP",
+            Self::Cancel => "migrate_cancel",
+            Self::QmpStall { .. } => "QMP silent",
+            Self::Output {
+                output: Output::Closed,
+                ..
+            } => "output closed",
+            Self::Output {
+                output: Output::Full,
+                ..
+            } => "output full",
+            Self::Output {
+                output: Output::Device,
+                ..
+            } => "output /dev/full",
+            Self::Strangers { .. } => "strangers",
+        }
+    }
+
+    /// How long it lasts.
+    #[must_use]
+    pub fn lasts(&self) -> Duration {
+        match self {
+            Self::LinkDown { secs, .. }
+            | Self::Freeze { secs, .. }
+            | Self::QmpStall { secs, .. } => Duration::from_secs(*secs),
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// Whether it must be there before the processes are.
+    #[must_use]
+    pub fn is_from_the_start(&self) -> bool {
+        let device = Output::Device;
+        matches!(self, Self::Output { output, .. } if *output == device)
+    }
+}
+
+/// When something fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Moment {
+    /// The migration has been asked for.
+    Setup,
+    /// Pages are sent.
+    Round,
+    /// The guest stands still for the last round.
+    Switchover,
+    /// A message of the hand-over is lost.
+    Lost(Message),
+    /// The source's side has ended.
+    After,
+}
+
+/// A fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// What fails.
+    pub kind: Kind,
+    /// When.
+    pub moment: Moment,
+    /// Milliseconds after that.
+    pub delay_ms: u64,
+}
+
+/// A case.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Case {
+    /// Its place in the list.
+    pub number: u64,
+    /// What it was drawn from.
+    pub seed: u64,
+    /// Who migrates.
+    pub pair: Pair,
+    /// Over what.
+    pub net: Net,
+    /// What fails.
+    pub faults: Vec<Fault>,
+}
+
+/// The seed of a case of a campaign: well mixed, so that neighbours have nothing in common (SplitMix64).
+fn seed_of(campaign: u64, number: u64) -> u64 {
+    let mut z = campaign.wrapping_add(number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// One of `choices`, as likely as its weight says.
+fn weighted<T: Copy>(rng: &mut Rng, choices: &[(u32, T)]) -> T {
+    let sum = choices.iter().map(|(weight, _)| weight).sum();
+    let mut drawn = rng.u32(0..sum);
+    for (weight, choice) in choices {
+        if drawn < *weight {
+            return *choice;
+        }
+        drawn -= weight;
+    }
+    unreachable!("less than the sum")
+}
+
+impl Case {
+    /// Case `number` of the campaign with this seed.
+    #[must_use]
+    pub fn draw(campaign: u64, number: u64) -> Self {
+        let seed = seed_of(campaign, number);
+        let mut rng = Rng::with_seed(seed);
+        let pair = draw_pair(&mut rng);
+        let mut net = Net {
+            mtu: *rng.choice(&[540, 1500]).unwrap_or(&1500),
+            orphan_retries: rng.u8(0..2),
+            proxy: None,
+            slow: None,
+        };
+        // Most hand-overs are spread over some hundred milliseconds.
+        if rng.u8(0..4) > 0 {
+            net.slow = Some(*rng.choice(&[4000, 8000, 16_000, 32_000]).unwrap_or(&8000));
+        }
+        if rng.u8(0..3) == 0 {
+            let turns = [Turns::AsIs, Turns::AllToFin, Turns::AllToReset];
+            net.proxy = rng.choice(&turns).copied();
+        }
+        let count = weighted(&mut rng, &[(80, 1), (20, 2)]);
+        let mut faults: Vec<Fault> = Vec::new();
+        for _ in 0..count {
+            let fault = draw_fault(&mut rng, &pair);
+            let name = fault.kind.name();
+            if faults.iter().all(|other| other.kind.name() != name) {
+                faults.push(fault);
+            }
+        }
+        let needs_proxy =
+            |fault: &Fault| matches!(fault.kind, Kind::Cut { .. } | Kind::Delay { .. });
+        if faults.iter().any(needs_proxy) {
+            net.proxy.get_or_insert(Turns::AsIs);
+        }
+        Self {
+            number,
+            seed,
+            pair,
+            net,
+            faults,
+        }
+    }
+
+    /// How long its faults last.
+    #[must_use]
+    pub fn lasts(&self) -> Duration {
+        self.faults.iter().map(|fault| fault.kind.lasts()).sum()
+    }
+
+    /// Whether one of its faults is like this.
+    pub fn has(&self, is_so: impl Fn(&Kind) -> bool) -> bool {
+        self.faults.iter().any(|fault| is_so(&fault.kind))
+    }
+}
+
+fn draw_pair(rng: &mut Rng) -> Pair {
+    let release = |rng: &mut Rng| match rng.bool() {
+        true => Release::V7,
+        false => Release::V10,
+    };
+    match weighted(rng, &[(5, 0), (3, 1), (2, 2)]) {
+        0 => Pair::BuiltIn {
+            guest: match rng.bool() {
+                true => BuiltIn::Threads,
+                false => BuiltIn::Kvm,
+            },
+            vcpus: *rng.choice(&[1, 8]).unwrap_or(&1),
+            channels: weighted(rng, &[(1, 0), (3, 2), (1, 8)]),
+            monitored: rng.u8(0..4) > 0,
+        },
+        1 => Pair::Steered {
+            from: release(rng),
+            to: release(rng),
+            started: rng.bool(),
+        },
+        _ => Pair::Relays {
+            from: release(rng),
+            to: release(rng),
+        },
+    }
+}
+
+fn draw_moment(rng: &mut Rng) -> (Moment, u64) {
+    match weighted(rng, &[(2, 0), (3, 1), (8, 2), (1, 3)]) {
+        0 => (Moment::Setup, rng.u64(0..200)),
+        1 => (Moment::Round, rng.u64(0..400)),
+        2 => (Moment::Switchover, rng.u64(0..400)),
+        _ => (Moment::After, rng.u64(0..1000)),
+    }
+}
+
+fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
+    let commands = pair.has_commands();
+    let (mut moment, mut delay_ms) = draw_moment(rng);
+    let ends = [(1, End::Source), (1, End::Destination)];
+    let any_party = match commands {
+        true => &[
+            (1, Party::SourceGuest),
+            (2, Party::SourceCommand),
+            (2, Party::DestinationCommand),
+            (1, Party::DestinationGuest),
+        ][..],
+        false => &[(1, Party::SourceGuest), (1, Party::DestinationGuest)],
+    };
+    // Those that Hotlift is: a QEMU obeys a signal, and its output is its own.
+    let ours = match commands {
+        true => &[(1, Party::SourceCommand), (1, Party::DestinationCommand)][..],
+        false => any_party,
+    };
+    let kind = match weighted(
+        rng,
+        &[
+            (30, 0),
+            (10, 1),
+            (2, 2),
+            (12, 3),
+            (8, 4),
+            (12, 5),
+            (4, 6),
+            (if commands { 12 } else { 0 }, 7),
+            (12, 8),
+            (8, 9),
+        ],
+    ) {
+        0 => {
+            let secs = weighted(rng, &[(40, 1), (25, 3), (20, 6), (6, 20), (3, 90)]);
+            let at = weighted(rng, &ends);
+            // Bare relays and monitored guests wait for their driver before the hand-over.
+            if moment == Moment::Switchover && pair.is_held_before_switchover() && rng.bool() {
+                let messages = [
+                    Message::Pong,
+                    Message::Commit,
+                    Message::RestOfCommit,
+                    Message::Shut,
+                ];
+                moment = Moment::Lost(*rng.choice(&messages).unwrap_or(&Message::Shut));
+                delay_ms = 0;
+            }
+            Kind::LinkDown { secs, at }
+        }
+        1 => {
+            let later = rng.u64(1..64);
+            Kind::Cut {
+                how: weighted(rng, &[(1, Ending::Fin), (1, Ending::Reset)]),
+                after: weighted(rng, &[(1, 0), (1, later)]),
+            }
+        }
+        2 => Kind::Delay { ms: rng.u64(1..20) },
+        3 => Kind::Kill {
+            party: weighted(rng, any_party),
+        },
+        4 => Kind::Freeze {
+            party: weighted(rng, any_party),
+            secs: weighted(rng, &[(6, 1), (4, 3), (3, 6), (1, 20)]),
+        },
+        5 => Kind::Signal {
+            party: weighted(rng, ours),
+            signal: weighted(
+                rng,
+                &[(1, Asking::Int), (1, Asking::Term), (1, Asking::Hup)],
+            ),
+        },
+        6 => Kind::Cancel,
+        7 => Kind::QmpStall {
+            at: weighted(rng, &ends),
+            secs: weighted(rng, &[(14, 5), (5, 40), (1, 200)]),
+        },
+        8 => Kind::Output {
+            party: weighted(rng, ours),
+            stream: weighted(rng, &[(1, Stream::Stdout), (2, Stream::Stderr)]),
+            output: weighted(
+                rng,
+                &[(2, Output::Closed), (1, Output::Full), (1, Output::Device)],
+            ),
+        },
+        _ => Kind::Strangers {
+            who: weighted(
+                rng,
+                &[
+                    (1, Stranger::Idle),
+                    (1, Stranger::Garbage),
+                    (1, Stranger::HalfOpening),
+                ],
+            ),
+        },
+    };
+    let kind = heard(kind, pair);
+    // Strangers come all the time, and what needs the pages' way must be there for it.
+    if matches!(kind, Kind::Strangers { .. }) || kind.is_from_the_start() {
+        (moment, delay_ms) = (Moment::Setup, 0);
+    }
+    Fault {
+        kind,
+        moment,
+        delay_ms,
+    }
+}
+
+/// A source without a monitor says on its standard output where the guest is: that one stays.
+fn heard(kind: Kind, pair: &Pair) -> Kind {
+    match (kind, pair) {
+        (
+            Kind::Output {
+                party: Party::SourceGuest,
+                output,
+                ..
+            },
+            Pair::BuiltIn {
+                monitored: false, ..
+            },
+        ) => Kind::Output {
+            party: Party::SourceGuest,
+            stream: Stream::Stderr,
+            output,
+        },
+        (kind, _) => kind,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_decides_every_case_and_neighbours_differ() {
+        let list = |seed| {
+            (0..200)
+                .map(move |number| Case::draw(seed, number))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(list(1), list(1));
+        assert_ne!(list(1)[7].faults, list(2)[7].faults);
+        let text = serde_json::to_string(&list(1)[7]).unwrap();
+        assert_eq!(serde_json::from_str::<Case>(&text).unwrap(), list(1)[7]);
+    }
+
+    #[test]
+    fn every_kind_of_fault_is_drawn_for_every_pair_that_can_have_it() {
+        let cases: Vec<Case> = (0..5000).map(|number| Case::draw(1, number)).collect();
+        for pair in ["built-in guests", "migrate and serve", "bare relays"] {
+            let mut names: Vec<_> = cases
+                .iter()
+                .filter(|case| case.pair.name() == pair)
+                .flat_map(|case| case.faults.iter().map(|fault| fault.kind.name()))
+                .collect();
+            names.sort_unstable();
+            names.dedup();
+            let all = 15 - usize::from(pair == "built-in guests");
+            assert_eq!(names.len(), all, "{pair}: {names:?}");
+        }
+    }
+}

@@ -1,0 +1,482 @@
+//! Drives one case: lets the migration run, makes its faults happen in their moments, and watches both guests.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::case::{Asking, Case, Fault, Kind, Moment, Pair, Party, SETTLE};
+use crate::error::KitError;
+use crate::machine::{Look, Machine};
+use crate::namespace::{End, Message};
+use crate::process::{Output, Process};
+use crate::rig::{DATA_PORT, PORT, Rig, index};
+use crate::strangers::Strangers;
+
+/// Between two looks.
+const TICK: Duration = Duration::from_millis(3);
+
+/// How long a case may take beyond its faults and the time that a source asks.
+const SLACK: Duration = Duration::from_secs(120);
+
+/// How long the destination has to come to its end after the source's.
+const GRACE: Duration = Duration::from_secs(12);
+
+/// How long it has if the guest runs at the source: nobody comes any more.
+const STAYED: Duration = Duration::from_secs(2);
+
+/// How long a command has to end after SIGINT.
+const ASKED: Duration = Duration::from_secs(20);
+
+/// One that says an error and has not ended after so long stays, with its guest paused.
+const STAYS: Duration = Duration::from_secs(5);
+
+/// How long an output stays full.
+const FULL: Duration = Duration::from_secs(15);
+
+/// How long the pages of a guest take that tells nothing of its switchover.
+const ROUNDS: Duration = Duration::from_millis(600);
+
+/// What was seen by the end.
+#[derive(Debug)]
+pub struct Seen {
+    /// Which faults happened.
+    pub fired: Vec<bool>,
+    /// All commands have started; without that there was no migration.
+    pub is_ready: bool,
+    /// Both guests ran at once.
+    pub both: bool,
+    /// Neither ran, though all was over but for an output that was full.
+    pub none_while_full: bool,
+    /// The source's side came to no end.
+    pub hangs: bool,
+    /// Whoever had to be killed in the end.
+    pub did_not_end: Vec<&'static str>,
+    /// The guest at the source, and at the destination.
+    pub here: Look,
+    /// The same at the destination.
+    pub there: Look,
+    /// How the source's side has ended, as an exit code.
+    pub source_exit: Option<i32>,
+    /// How the destination's command has ended.
+    pub destination_exit: Option<i32>,
+}
+
+struct Drive<'a> {
+    case: &'a Case,
+    rig: &'a mut Rig,
+    fired: Vec<bool>,
+    /// What is to be put right again.
+    undone: Vec<(Instant, Kind)>,
+    begun: Instant,
+    active: Option<Instant>,
+    stopped: Option<Instant>,
+    over: Option<Instant>,
+    /// A source without a monitor has said an error.
+    failed: Option<Instant>,
+    loses: bool,
+    both: bool,
+    none_while_full: bool,
+    full_since: Option<Instant>,
+    strangers: Option<Strangers>,
+}
+
+/// Lets the migration run to its end.
+///
+/// # Errors
+/// If the machinery fails.
+pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
+    let fired = case
+        .faults
+        .iter()
+        .map(|fault| fault.kind.is_from_the_start());
+    let mut drive = Drive {
+        case,
+        fired: fired.collect(),
+        rig,
+        undone: Vec::new(),
+        begun: Instant::now(),
+        active: None,
+        stopped: None,
+        over: None,
+        failed: None,
+        loses: false,
+        both: false,
+        none_while_full: false,
+        full_since: None,
+        strangers: None,
+    };
+    let mut hangs = false;
+    if drive.rig.is_ready {
+        drive.fire_due()?;
+        drive.rig.migrate(case)?;
+        drive.begun = Instant::now();
+        hangs = !drive.run()?;
+    }
+    drive.finish(hangs)
+}
+
+impl Drive<'_> {
+    /// False if it comes to no end.
+    fn run(&mut self) -> Result<bool, KitError> {
+        let deadline = self.begun + self.case.lasts() + SETTLE + SLACK;
+        loop {
+            self.watch();
+            self.follow()?;
+            self.fire_due()?;
+            self.undo(false)?;
+            self.read_on_in_time();
+            if let Some(over) = self.over {
+                let waits = |(fault, fired): (&Fault, &bool)| {
+                    let delay = Duration::from_millis(fault.delay_ms);
+                    !fired && fault.moment == Moment::After && over.elapsed() <= delay
+                };
+                let is_waited_for = self.case.faults.iter().zip(&self.fired).any(waits);
+                if !is_waited_for && self.undone.is_empty() {
+                    return Ok(true);
+                }
+            }
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// Looks whether both guests run. The destination first: a guest that goes there in between is seen once.
+    fn watch(&mut self) -> (Look, Look) {
+        let there = self.rig.there.look();
+        let here = self.here();
+        self.both |= there == Look::Running && here == Look::Running;
+        (here, there)
+    }
+
+    /// The guest at the source; one without a monitor says how it goes on.
+    fn here(&mut self) -> Look {
+        let Pair::BuiltIn {
+            monitored: false, ..
+        } = self.case.pair
+        else {
+            return self.rig.here.look();
+        };
+        let ended = self.rig.here.has_ended();
+        let goes_on = |machine: &mut Machine| {
+            let process = machine.process();
+            process.is_some_and(|process| {
+                if ended {
+                    process.hear_out();
+                }
+                process.has_said("the guest goes on here")
+            })
+        };
+        match goes_on(&mut self.rig.here) {
+            true => Look::Running,
+            false if ended => Look::Ended,
+            false => Look::Silent,
+        }
+    }
+
+    /// Notes how far the migration has come, and lets it go on where it waits for that.
+    fn follow(&mut self) -> Result<(), KitError> {
+        if self.over.is_none() && self.is_over() {
+            self.over = Some(Instant::now());
+        }
+        if self.stopped.is_some() {
+            return Ok(());
+        }
+        let is_plain = matches!(
+            self.case.pair,
+            Pair::BuiltIn {
+                monitored: false,
+                ..
+            }
+        );
+        let teller = match is_plain {
+            true => &mut self.rig.there,
+            false => &mut self.rig.here,
+        };
+        let Some(info) = teller.migration() else {
+            return Ok(());
+        };
+        let status = info.status.as_str();
+        let begun = matches!(status, "active" | "pre-switchover" | "device" | "completed");
+        if begun && self.active.is_none() {
+            self.active = Some(Instant::now());
+        }
+        let has_stopped = match is_plain {
+            true => self.active.is_some_and(|active| active.elapsed() >= ROUNDS),
+            false => {
+                // One that waits is let go on below, so that its state must be seen.
+                let is_held = self.case.pair.is_held_before_switchover();
+                matches!(status, "pre-switchover" | "device" | "completed")
+                    || !is_held && self.rig.here.has_stopped()
+            }
+        };
+        if has_stopped {
+            self.stopped = Some(Instant::now());
+            // One that tells nothing is in its rounds still, perhaps.
+            if let Some(kbits) = self.case.net.slow.filter(|_| !is_plain) {
+                self.rig.link.limit(kbits)?;
+            }
+            if status == "pre-switchover" {
+                if let Some(message) = self.message() {
+                    self.rig.link.lose(message)?;
+                    self.loses = true;
+                }
+                self.stopped = Some(Instant::now());
+                // It may have ended in between.
+                let _ = self.rig.here.proceed();
+            }
+        }
+        Ok(())
+    }
+
+    fn message(&self) -> Option<Message> {
+        let lost = |fault: &Fault| match fault.moment {
+            Moment::Lost(message) => Some(message),
+            _ => None,
+        };
+        self.case.faults.iter().find_map(lost)
+    }
+
+    /// Whether the source's side has come to its end.
+    fn is_over(&mut self) -> bool {
+        let ended = |process: &mut Option<Process>| {
+            process.as_mut().is_none_or(|one| one.ended().is_some())
+        };
+        let is_final = |machine: &mut Machine| match machine.migration() {
+            Some(info) => info.is_completed() || info.has_failed(),
+            None => machine.has_ended(),
+        };
+        match self.case.pair {
+            Pair::BuiltIn {
+                monitored: true, ..
+            } => is_final(&mut self.rig.here),
+            Pair::BuiltIn { .. } => {
+                let said = self.rig.here.said();
+                if said.iter().any(|line| line.starts_with("hotlift: ")) {
+                    self.failed.get_or_insert_with(Instant::now);
+                }
+                self.rig.here.has_ended()
+                    || self.failed.is_some_and(|since| since.elapsed() >= STAYS)
+            }
+            Pair::Steered { .. } => ended(&mut self.rig.source_command),
+            Pair::Relays { .. } => {
+                // Both relays are on the way; a QEMU that hangs is not waited for.
+                ended(&mut self.rig.source_command)
+                    && (is_final(&mut self.rig.here) || self.rig.here.look() == Look::Silent)
+            }
+        }
+    }
+
+    /// Makes what is due happen.
+    fn fire_due(&mut self) -> Result<(), KitError> {
+        for number in 0..self.case.faults.len() {
+            let fault = self.case.faults[number];
+            if self.fired[number] {
+                continue;
+            }
+            let since = match fault.moment {
+                Moment::Setup => Some(self.begun),
+                Moment::Round => self.active,
+                Moment::Switchover => self.stopped,
+                Moment::After => self.over,
+                Moment::Lost(_) => match self.loses && self.rig.link.has_lost()? {
+                    true => Some(Instant::now()),
+                    false => None,
+                },
+            };
+            let delay = Duration::from_millis(fault.delay_ms);
+            if since.is_some_and(|since| since.elapsed() >= delay) {
+                self.fired[number] = true;
+                self.fire(fault.kind)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn fire(&mut self, kind: Kind) -> Result<(), KitError> {
+        let lasts = kind.lasts();
+        if lasts > Duration::ZERO {
+            self.undone.push((Instant::now() + lasts, kind));
+        }
+        match kind {
+            Kind::LinkDown { at, .. } => {
+                self.rig.link.down(at)?;
+                if std::mem::take(&mut self.loses) {
+                    self.rig.link.lose_no_more()?;
+                }
+            }
+            Kind::Cut { how, after } => {
+                for proxy in &self.rig.proxies {
+                    proxy.cut(how, after);
+                }
+            }
+            Kind::Delay { ms } => {
+                for proxy in &self.rig.proxies {
+                    proxy.delay(Duration::from_millis(ms));
+                }
+            }
+            Kind::Kill { party } => self.rig.signal(party, Signal::KILL),
+            Kind::Freeze { party, .. } => self.rig.signal(party, Signal::STOP),
+            Kind::Signal { party, signal } => {
+                let signal = match signal {
+                    Asking::Int => Signal::INT,
+                    Asking::Term => Signal::TERM,
+                    Asking::Hup => Signal::HUP,
+                };
+                self.rig.signal(party, signal);
+            }
+            Kind::Cancel => self.rig.here.cancel(),
+            Kind::QmpStall { at, .. } => match &self.rig.qmp[index(at)] {
+                Some(proxy) => proxy.hold(lasts),
+                // `serve` has started this QEMU, and speaks to it alone: its main loop stands still.
+                None => self.rig.signal(guest_of(at), Signal::STOP),
+            },
+            Kind::Output {
+                party,
+                stream,
+                output,
+            } => {
+                if let Some(process) = self.rig.process(party) {
+                    process.spoil(stream, output);
+                }
+                if output == Output::Full {
+                    self.full_since = Some(Instant::now());
+                }
+            }
+            Kind::Strangers { who } => {
+                let ports = match self.case.pair {
+                    Pair::Steered { .. } => &[PORT, DATA_PORT][..],
+                    _ => &[PORT],
+                };
+                let host = &self.rig.link.source;
+                self.strangers = Some(Strangers::start(host, ports, who, self.case.seed)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts right what has lasted long enough, or all of it.
+    fn undo(&mut self, all: bool) -> Result<(), KitError> {
+        let now = Instant::now();
+        let due = |(at, _): &mut (Instant, Kind)| all || *at <= now;
+        for (_, kind) in self.undone.extract_if(.., due).collect::<Vec<_>>() {
+            match kind {
+                Kind::LinkDown { at, .. } => self.rig.link.up(at)?,
+                Kind::Freeze { party, .. } => self.rig.signal(party, Signal::CONT),
+                Kind::QmpStall { at, .. } => match &self.rig.qmp[index(at)] {
+                    Some(proxy) => proxy.hold(Duration::ZERO),
+                    None => self.rig.signal(guest_of(at), Signal::CONT),
+                },
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// An output that nobody reads may hold its process up, but no guest.
+    fn read_on_in_time(&mut self) {
+        if self.full_since.is_some_and(|since| since.elapsed() >= FULL) {
+            self.full_since = None;
+            let (here, there) = self.watch();
+            // One without a monitor runs unseen.
+            let is_still = matches!(here, Look::Paused(_) | Look::Ended);
+            self.none_while_full = self.undone.is_empty() && is_still && there != Look::Running;
+            for party in [
+                Party::SourceGuest,
+                Party::SourceCommand,
+                Party::DestinationCommand,
+                Party::DestinationGuest,
+            ] {
+                if let Some(process) = self.rig.process(party) {
+                    process.read_on();
+                }
+            }
+        }
+    }
+
+    /// Waits for the destination's end, and sees what there is.
+    fn finish(mut self, hangs: bool) -> Result<Seen, KitError> {
+        let mut did_not_end = Vec::new();
+        self.undo(true)?;
+        if std::mem::take(&mut self.loses) {
+            self.rig.link.lose_no_more()?;
+        }
+        let over = Instant::now();
+        let mut looks;
+        loop {
+            looks = self.watch();
+            self.read_on_in_time();
+            let one = (looks.0 == Look::Running) != (looks.1 == Look::Running);
+            let command = self.rig.destination_command.as_mut();
+            let ended = command.is_none_or(|command| command.ended().is_some());
+            if (one && ended) || over.elapsed() >= GRACE {
+                break;
+            }
+            if looks.0 == Look::Running && over.elapsed() >= STAYED {
+                break;
+            }
+            std::thread::sleep(TICK * 10);
+        }
+        drop(self.strangers.take());
+        for party in [Party::SourceCommand, Party::DestinationCommand] {
+            let Some(process) = self.rig.process(party) else {
+                continue;
+            };
+            process.read_on();
+            if process.ended().is_none() {
+                process.signal(Signal::INT);
+                if process.wait(ASKED).is_err() {
+                    did_not_end.push(match party {
+                        Party::SourceCommand => "the source's command",
+                        _ => "the destination's command",
+                    });
+                    process.signal(Signal::KILL);
+                }
+            }
+            process.hear_out();
+        }
+        looks = self.watch();
+        let source_exit = self.source_exit(&looks.0);
+        let command = self.rig.destination_command.as_mut();
+        Ok(Seen {
+            fired: self.fired,
+            is_ready: self.rig.is_ready,
+            both: self.both,
+            none_while_full: self.none_while_full,
+            hangs,
+            did_not_end,
+            source_exit,
+            destination_exit: command.and_then(Process::exit_code),
+            here: looks.0,
+            there: looks.1,
+        })
+    }
+
+    /// The exit code of the source's side; for a guest that goes on with its monitor, what it would be.
+    fn source_exit(&mut self, here: &Look) -> Option<i32> {
+        match self.case.pair {
+            Pair::BuiltIn {
+                monitored: true, ..
+            } => {
+                let info = self.rig.here.migration()?;
+                match info.status.as_str() {
+                    "completed" => Some(0),
+                    "cancelled" => Some(130),
+                    "failed" if *here == Look::Running => Some(1),
+                    "failed" => Some(3),
+                    _ => None,
+                }
+            }
+            Pair::BuiltIn { .. } => self.rig.here.process()?.exit_code(),
+            _ => self.rig.source_command.as_mut()?.exit_code(),
+        }
+    }
+}
+
+fn guest_of(end: End) -> Party {
+    match end {
+        End::Source => Party::SourceGuest,
+        End::Destination => Party::DestinationGuest,
+    }
+}

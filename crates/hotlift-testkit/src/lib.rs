@@ -1,0 +1,30 @@
+//! Test machinery, and the fault campaign that uses it.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`namespace`] | two hosts as network namespaces, and outages of their link |
+//! | [`proxy`] | a proxy that holds, delays, cuts, and turns RST into FIN |
+//! | [`process`] | a process whose output is read, closed or left to fill |
+//! | [`program`] | what runs in a QEMU, and the proof that its memory is right |
+//! | [`machine`] | a guest in its process, QEMU or Hotlift's own, and what can be asked of it |
+//! | [`strangers`] | connections that belong to no migration |
+//! | [`case`] | who migrates, over what, and what fails when: drawn from a seed |
+//! | [`rig`] | the processes of a case |
+//! | [`drive`] | makes the faults happen in their moments |
+//! | [`verdict`] | what may come of a case, and what did |
+//! | [`summary`] | the count at the end |
+//! | [`error`] | why something could not be set up |
+#![forbid(unsafe_code)]
+
+pub mod case;
+pub mod drive;
+pub mod error;
+pub mod machine;
+pub mod namespace;
+pub mod process;
+pub mod program;
+pub mod proxy;
+pub mod rig;
+pub mod strangers;
+pub mod summary;
+pub mod verdict;

@@ -1,0 +1,469 @@
+//! A guest in its process, QEMU or Hotlift's own, and what can be asked of it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use serde_json::{Map, Value, json};
+
+use crate::case::Release;
+use crate::error::KitError;
+use crate::process::{Process, Stream};
+use crate::program::Program;
+
+/// How long a guest that is looked at may take to answer. One that does not is `Silent`, and asked again.
+const GLANCE: Duration = Duration::from_millis(300);
+
+/// How long what must be answered may take, on a busy host.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The machine's, which multifd channels carry.
+pub const UUID: &str = "486f746c-6966-7420-6265-736964652051";
+
+/// Machine that both QEMUs have.
+const PC: &str = "pc-i440fx-7.2";
+
+/// Migration capabilities and parameters of a QEMU.
+pub type Settings = (Vec<(String, bool)>, Map<String, Value>);
+
+/// What is seen of a guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Look {
+    /// Its vCPUs run.
+    Running,
+    /// They stand still, in this state.
+    Paused(String),
+    /// It has not arrived.
+    Waiting,
+    /// Its process is there and answers nothing.
+    Silent,
+    /// Its process has ended.
+    Ended,
+}
+
+impl Look {
+    /// One word.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Running => "running",
+            Self::Paused(state) => state,
+            Self::Waiting => "waiting",
+            Self::Silent => "silent",
+            Self::Ended => "ended",
+        }
+    }
+}
+
+/// How a guest's memory is proven to be right.
+#[derive(Debug)]
+enum Proof {
+    /// From registers and the file of RAM.
+    Replay { program: Arc<Program>, ram: PathBuf },
+    /// The process checks itself when it ends.
+    AtEnd,
+    /// The process has checked itself, and said so.
+    Said,
+}
+
+/// A guest in its process.
+#[derive(Debug)]
+pub struct Machine {
+    /// `None`: somebody else has started it.
+    process: Option<Process>,
+    /// Has its process id, if somebody else has started it.
+    pid_file: PathBuf,
+    /// The socket that nobody else uses; `None`: it has no monitor.
+    socket: Option<PathBuf>,
+    qmp: Option<Qemu>,
+    proof: Proof,
+}
+
+impl Machine {
+    /// A QEMU whose files are in `folder`; `incoming` if it is to wait for a guest.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub fn qemu(
+        program: &Path,
+        guest: &Arc<Program>,
+        folder: &Path,
+        incoming: bool,
+        temporary: &Path,
+    ) -> Result<Self, KitError> {
+        let line = qemu_line(program, guest, folder)?;
+        let mut command = Command::new(&line[0]);
+        command.args(&line[1..]).env("TMPDIR", temporary);
+        if incoming {
+            command.args(["-incoming", "defer"]);
+        } else {
+            guest.fill(&folder.join("ram"))?;
+        }
+        let qmp = folder.join("qmp").display().to_string();
+        command.args(["-qmp", &format!("unix:{qmp},server=on,wait=off")]);
+        let process = Process::start("QEMU", None, command, &[])?;
+        let mut this = Self::adopted(guest, folder);
+        this.process = Some(process);
+        this.connect(PATIENCE)?;
+        if !incoming {
+            this.wait_for_guest(&folder.join("console"))?;
+        }
+        Ok(this)
+    }
+
+    /// Waits until the program runs: in the firmware it has no memory that could be proven.
+    fn wait_for_guest(&self, console: &Path) -> Result<(), KitError> {
+        let deadline = Instant::now() + PATIENCE;
+        while !fs::read_to_string(console).is_ok_and(|said| said.contains("writes=")) {
+            if Instant::now() >= deadline {
+                return Err(KitError::Late {
+                    process: "the guest".to_owned(),
+                    what: "counted".to_owned(),
+                    waited: PATIENCE,
+                    said: self.said().join(" | "),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    /// The QEMU that somebody starts with [`qemu_line`] in `folder`, some time.
+    #[must_use]
+    pub fn adopted(guest: &Arc<Program>, folder: &Path) -> Self {
+        Self {
+            process: None,
+            pid_file: folder.join("pid"),
+            socket: Some(folder.join("test.qmp")),
+            qmp: None,
+            proof: Proof::Replay {
+                program: Arc::clone(guest),
+                ram: folder.join("ram"),
+            },
+        }
+    }
+
+    /// `hotlift guest run`, with its monitor at `socket` if it has one.
+    ///
+    /// # Errors
+    /// If the monitor does not answer.
+    pub fn built_in(process: Process, socket: Option<PathBuf>) -> Result<Self, KitError> {
+        let mut this = Self {
+            proof: match socket {
+                Some(_) => Proof::AtEnd,
+                None => Proof::Said,
+            },
+            process: Some(process),
+            pid_file: PathBuf::new(),
+            socket,
+            qmp: None,
+        };
+        if this.socket.is_some()
+            && let Err(error) = this.connect(PATIENCE)
+        {
+            let said = this.said().join(" | ");
+            return Err(match said.is_empty() {
+                true => error,
+                false => KitError::Memory {
+                    problem: format!("it does not start: {said}"),
+                },
+            });
+        }
+        Ok(this)
+    }
+
+    fn connect(&mut self, timeout: Duration) -> Result<(), KitError> {
+        if let Some(socket) = &self.socket {
+            let mut qmp = Qemu::connect(&QmpAddress::Unix(socket.clone()), timeout)?;
+            qmp.client().set_timeout(GLANCE);
+            self.qmp = Some(qmp);
+        }
+        Ok(())
+    }
+
+    /// Asks something over QMP, and connects for it if it must.
+    fn ask<T>(&mut self, what: impl FnOnce(&mut Qemu) -> Result<T, QmpError>) -> Option<T> {
+        if self.qmp.is_none() {
+            self.socket.as_ref().filter(|socket| socket.exists())?;
+            self.connect(GLANCE).ok()?;
+        }
+        let answer = what(self.qmp.as_mut()?);
+        if answer.as_ref().is_err_and(QmpError::is_disconnected) {
+            self.qmp = None;
+        }
+        answer.ok()
+    }
+
+    /// The same, with patience.
+    ///
+    /// # Errors
+    /// As QMP has it.
+    pub fn tell<T>(
+        &mut self,
+        what: impl FnOnce(&mut Qemu) -> Result<T, QmpError>,
+    ) -> Result<T, KitError> {
+        if self.qmp.is_none() {
+            self.connect(PATIENCE)?;
+        }
+        let Some(qmp) = self.qmp.as_mut() else {
+            let problem = "it has no monitor".to_owned();
+            return Err(KitError::Memory { problem });
+        };
+        qmp.client().set_timeout(PATIENCE);
+        let answer = what(qmp);
+        qmp.client().set_timeout(GLANCE);
+        Ok(answer?)
+    }
+
+    /// Its process id, once it has one.
+    pub fn pid(&self) -> Option<Pid> {
+        match &self.process {
+            Some(process) => Some(process.pid()),
+            None => {
+                let text = fs::read_to_string(&self.pid_file).ok()?;
+                Pid::from_raw(text.trim().parse().ok()?)
+            }
+        }
+    }
+
+    /// Whether its process has ended, or is not there yet.
+    pub fn has_ended(&mut self) -> bool {
+        if let Some(process) = &mut self.process {
+            return process.ended().is_some();
+        }
+        // QEMU takes the file away when it ends by itself.
+        self.pid().is_none_or(|pid| test_kill_process(pid).is_err())
+    }
+
+    /// Looks where the guest is.
+    pub fn look(&mut self) -> Look {
+        if self.has_ended() {
+            return Look::Ended;
+        }
+        if self.socket.is_none() {
+            return Look::Silent;
+        }
+        match self.ask(Qemu::query_status) {
+            None => Look::Silent,
+            Some(state) if state.running => Look::Running,
+            Some(state) if state.status == "inmigrate" => Look::Waiting,
+            Some(state) => Look::Paused(state.status),
+        }
+    }
+
+    /// What it says of its migration; `None` if it says nothing.
+    pub fn migration(&mut self) -> Option<MigrateInfo> {
+        self.ask(Qemu::query_migrate)
+    }
+
+    /// Whether the guest has been stopped since the start of all events.
+    pub fn has_stopped(&mut self) -> bool {
+        let stop = |qmp: &mut Qemu| {
+            while let Some(event) = qmp.client().poll_event()? {
+                if event.name == "STOP" {
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        };
+        self.ask(stop).unwrap_or(false)
+    }
+
+    /// Begins to migrate to `uri`.
+    ///
+    /// # Errors
+    /// If it refuses.
+    pub fn migrate(&mut self, uri: &str) -> Result<(), KitError> {
+        self.tell(|qmp| qmp.migrate(uri))
+    }
+
+    /// Lets the migration go on after `pre-switchover`.
+    ///
+    /// # Errors
+    /// If it refuses.
+    pub fn proceed(&mut self) -> Result<(), KitError> {
+        let arguments = json!({ "state": "pre-switchover" });
+        self.tell(|qmp| qmp.client().execute("migrate-continue", &arguments))
+            .map(drop)
+    }
+
+    /// `migrate_cancel`, with what becomes of it.
+    pub fn cancel(&mut self) {
+        let _ = self.ask(Qemu::migrate_cancel);
+    }
+
+    /// Migration capabilities and parameters.
+    ///
+    /// # Errors
+    /// As QMP has it.
+    pub fn settings(&mut self) -> Result<Settings, KitError> {
+        self.tell(|qmp| Ok((qmp.query_capabilities()?, qmp.query_parameters()?)))
+    }
+
+    /// Runs a guest that stands still.
+    ///
+    /// # Errors
+    /// If it refuses.
+    pub fn resume(&mut self) -> Result<(), KitError> {
+        self.tell(|qmp| {
+            // Hotlift's own asks for both of somebody who has looked.
+            qmp.stop()?;
+            qmp.cont()
+        })
+    }
+
+    /// Proves that the guest's memory is what its writes make of it; the process may end of it.
+    ///
+    /// # Errors
+    /// [`KitError::Memory`] if it is not, or the others if it cannot be seen.
+    pub fn prove(&mut self) -> Result<(), KitError> {
+        match &self.proof {
+            Proof::Replay { program, ram } => {
+                let (program, ram) = (Arc::clone(program), ram.clone());
+                let registers = self.tell(|qmp| {
+                    qmp.stop()?;
+                    let line = json!({ "command-line": "info registers" });
+                    qmp.client().execute("human-monitor-command", &line)
+                })?;
+                let registers = registers.as_str().unwrap_or_default().to_owned();
+                let ram = fs::read(ram).map_err(KitError::system("read the file of RAM"))?;
+                program.prove(&registers, &ram).map(drop)
+            }
+            Proof::AtEnd => {
+                self.tell(Qemu::quit)?;
+                let Some(process) = &mut self.process else {
+                    return Ok(());
+                };
+                // Its output may be closed: what counts is the exit code.
+                let status = process.wait(PATIENCE)?;
+                process.hear_out();
+                self.well(status.success())
+            }
+            Proof::Said => self.well(self.said().iter().any(|line| line.contains("none lost"))),
+        }
+    }
+
+    /// An error with its last words unless it is well.
+    fn well(&self, is_well: bool) -> Result<(), KitError> {
+        let said = self.said();
+        match is_well {
+            true => Ok(()),
+            false => Err(KitError::Memory {
+                problem: said[said.len().saturating_sub(3)..].join(" | "),
+            }),
+        }
+    }
+
+    /// What its process has said.
+    #[must_use]
+    pub fn said(&self) -> Vec<String> {
+        self.process.as_ref().map_or(Vec::new(), Process::said)
+    }
+
+    /// Its process, if it was started here.
+    pub fn process(&mut self) -> Option<&mut Process> {
+        self.process.as_mut()
+    }
+
+    /// Sends its process a signal.
+    pub fn signal(&mut self, signal: Signal) {
+        if !self.has_ended()
+            && let Some(pid) = self.pid()
+        {
+            // It may have ended since.
+            let _ = kill_process(pid, signal);
+        }
+    }
+
+    /// Ends its process; true if it did by itself.
+    pub fn end(&mut self) -> bool {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        match self.socket {
+            Some(_) => drop(self.ask(Qemu::quit)),
+            // Nobody can ask it.
+            None => self.signal(Signal::KILL),
+        }
+        while !self.has_ended() {
+            if Instant::now() >= deadline {
+                self.signal(Signal::KILL);
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        true
+    }
+
+    /// Spoils an output of its process.
+    pub fn spoil(&self, stream: Stream, output: crate::process::Output) {
+        if let Some(process) = &self.process {
+            process.spoil(stream, output);
+        }
+    }
+}
+
+/// Where a QEMU of this release is; `None` if it is not installed.
+#[must_use]
+pub fn find_qemu(release: Release) -> Option<PathBuf> {
+    let path = match release {
+        Release::V7 => PathBuf::from("/usr/bin/qemu-system-x86_64"),
+        Release::V10 => {
+            let folder = std::env::var_os("HOTLIFT_QEMU10").filter(|value| !value.is_empty())?;
+            PathBuf::from(folder).join("qemu-system-x86_64")
+        }
+    };
+    path.exists().then_some(path)
+}
+
+/// The command line of a QEMU whose files are in `folder`: its RAM is a shared file, and it has a QMP socket
+/// `test.qmp` and a file with its process id.
+///
+/// # Errors
+/// If its files cannot be written.
+pub fn qemu_line(program: &Path, guest: &Program, folder: &Path) -> Result<Vec<String>, KitError> {
+    let path = |name: &str| folder.join(name).display().to_string();
+    let ram = format!(
+        "memory-backend-file,id=pc.ram,mem-path={},size={},share=on",
+        path("ram"),
+        guest.ram_bytes()
+    );
+    let machine = format!("{PC},graphics=off,memory-backend=pc.ram");
+    let size = format!("{}k", guest.ram_bytes() >> 10);
+    let qmp = format!("unix:{},server=on,wait=off", path("test.qmp"));
+    let (console, pid) = (format!("file:{}", path("console")), path("pid"));
+    // qboot: SeaBIOS takes 12 s under the KVM of a nested cloud.
+    let words = [
+        "-machine",
+        &machine,
+        "-accel",
+        "kvm",
+        "-object",
+        &ram,
+        "-m",
+        &size,
+        "-bios",
+        "qboot.rom",
+        "-uuid",
+        UUID,
+        "-nodefaults",
+        "-display",
+        "none",
+        "-vga",
+        "none",
+        "-name",
+        "campaign,debug-threads=on",
+        "-serial",
+        &console,
+        "-qmp",
+        &qmp,
+        "-pidfile",
+        &pid,
+    ];
+    let mut line = vec![program.display().to_string()];
+    line.extend(words.map(str::to_owned));
+    line.extend(guest.boot(&folder.join("hotlift.elf"))?);
+    Ok(line)
+}

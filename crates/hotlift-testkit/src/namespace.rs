@@ -1,0 +1,406 @@
+//! Two network namespaces joined by a veth pair, and outages of that link.
+//!
+//! Nothing has a name outside of this process: a namespace lives as long as a descriptor of it, and the
+//! pair with its namespaces. So nothing is left of a run that is killed.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::process::{Command, Stdio};
+
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use serde::{Deserialize, Serialize};
+
+use crate::error::KitError;
+
+/// RFC 5737: addresses for examples, that no route leads to.
+pub const SOURCE: &str = "192.0.2.1";
+/// Where the destination listens.
+pub const DESTINATION: &str = "192.0.2.2";
+/// Where a proxy in front of the destination listens, at the same ports.
+pub const PROXY: &str = "192.0.2.3";
+
+/// A network namespace, kept by its descriptor.
+#[derive(Debug)]
+pub struct Namespace(File);
+
+impl Namespace {
+    /// Makes one, with its loopback up. Needs root.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn new() -> Result<Self, KitError> {
+        let mut holder = Command::new("unshare")
+            .args(["--net", "sh", "-c", "echo stands; read end"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(KitError::system("run 'unshare --net'"))?;
+        let mut word = [0; 6];
+        let mut stdout = holder.stdout.take();
+        let stands = stdout
+            .as_mut()
+            .is_some_and(|stdout| stdout.read_exact(&mut word).is_ok());
+        let opened = File::open(format!("/proc/{}/ns/net", holder.id()));
+        // It ends with its standard input.
+        drop(holder.stdin.take());
+        let _ = holder.wait();
+        if !stands {
+            return Err(KitError::Tool {
+                command: "unshare --net".to_owned(),
+                said: "no namespace can be made; that needs root".to_owned(),
+            });
+        }
+        let this = Self(opened.map_err(KitError::system("open a network namespace"))?);
+        this.tool("ip", &["link", "set", "lo", "up"])?;
+        Ok(this)
+    }
+
+    /// Runs `work` on this thread in the namespace: its sockets, and the processes that it starts, are there.
+    ///
+    /// # Errors
+    /// If the namespace cannot be entered.
+    ///
+    /// # Panics
+    /// If the thread cannot go back: whatever it did next would be in the wrong network.
+    pub fn within<T>(&self, work: impl FnOnce() -> T) -> Result<T, KitError> {
+        let home = File::open("/proc/thread-self/ns/net")
+            .map_err(KitError::system("open the thread's network namespace"))?;
+        let enter = |namespace: &File| {
+            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
+        };
+        enter(&self.0).map_err(|error| KitError::System {
+            what: "enter a network namespace".to_owned(),
+            source: error.into(),
+        })?;
+        let done = work();
+        enter(&home).expect("the namespace that the thread came from");
+        Ok(done)
+    }
+
+    /// A second descriptor of it.
+    ///
+    /// # Errors
+    /// If there are too many.
+    pub fn again(&self) -> Result<Self, KitError> {
+        let copy = self.0.try_clone();
+        copy.map(Self)
+            .map_err(KitError::system("copy a descriptor"))
+    }
+
+    /// Runs a tool of the system in the namespace; what it says.
+    ///
+    /// # Errors
+    /// If it cannot be run, or fails.
+    pub fn tool(&self, program: &str, arguments: &[&str]) -> Result<String, KitError> {
+        self.tool_with(program, arguments, "")
+    }
+
+    /// The same with `input` on its standard input.
+    ///
+    /// # Errors
+    /// If it cannot be run, or fails.
+    pub fn tool_with(
+        &self,
+        program: &str,
+        arguments: &[&str],
+        input: &str,
+    ) -> Result<String, KitError> {
+        let spawned = self.within(|| {
+            Command::new(program)
+                .args(arguments)
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+        })?;
+        let failed = || KitError::system(format!("run '{program}'"));
+        let mut child = spawned.map_err(failed())?;
+        if let Some(mut stdin) = child.stdin.take() {
+            stdin.write_all(input.as_bytes()).map_err(failed())?;
+        }
+        let output = child.wait_with_output().map_err(failed())?;
+        if !output.status.success() {
+            return Err(KitError::Tool {
+                command: format!("{program} {}", arguments.join(" ")),
+                said: String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+            });
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+}
+
+/// An end of a migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum End {
+    /// Where the guest is at first.
+    Source,
+    /// Where it is to go.
+    Destination,
+}
+
+/// A message of the hand-over between two Hotlifts, as the first of a TCP segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Message {
+    /// The destination has loaded everything.
+    Pong,
+    /// Whatever the source sends after it has read that: the commit.
+    Commit,
+    /// All but the first segment of that.
+    RestOfCommit,
+    /// The destination runs the guest.
+    Shut,
+}
+
+/// Source and destination host, and the link between them.
+#[derive(Debug)]
+pub struct Link {
+    /// Host of the source.
+    pub source: Namespace,
+    /// Host of the destination.
+    pub destination: Namespace,
+}
+
+impl Link {
+    /// Makes both, with a link of so many bytes MTU and `net.ipv4.tcp_orphan_retries` as given. Needs root.
+    ///
+    /// # Errors
+    /// If a tool of the system fails.
+    pub fn new(mtu: u16, orphan_retries: u8) -> Result<Self, KitError> {
+        let link = Self {
+            source: Namespace::new()?,
+            destination: Namespace::new()?,
+        };
+        // `ip` takes a namespace by a path.
+        let other = format!("/proc/{}/fd/{}", std::process::id(), {
+            use std::os::fd::AsRawFd;
+            link.destination.0.as_raw_fd()
+        });
+        let pair = format!("link add name veth type veth peer name veth netns {other}\n");
+        link.source.tool_with("ip", &["-batch", "-"], &pair)?;
+        for (end, addresses) in [
+            (End::Source, &[SOURCE][..]),
+            (End::Destination, &[DESTINATION, PROXY]),
+        ] {
+            let mut batch = format!("link set dev veth mtu {mtu}\nlink set dev veth up\n");
+            for address in addresses {
+                batch += &format!("address add {address}/24 dev veth\n");
+            }
+            let host = link.host(end);
+            host.tool_with("ip", &["-batch", "-"], &batch)?;
+            // Congestion control as every Linux has it: what a host prefers is not what is tested.
+            for (name, value) in [
+                ("tcp_orphan_retries", orphan_retries.to_string()),
+                ("tcp_congestion_control", "reno".to_owned()),
+            ] {
+                let path = format!("/proc/sys/net/ipv4/{name}");
+                host.within(|| std::fs::write(path, value))?
+                    .map_err(KitError::system(format!("set {name}")))?;
+            }
+        }
+        Ok(link)
+    }
+
+    /// The host at an end.
+    #[must_use]
+    pub fn host(&self, end: End) -> &Namespace {
+        match end {
+            End::Source => &self.source,
+            End::Destination => &self.destination,
+        }
+    }
+
+    /// Takes the link down at an end.
+    ///
+    /// # Errors
+    /// If `ip` fails.
+    pub fn down(&self, end: End) -> Result<(), KitError> {
+        let host = self.host(end);
+        host.tool("ip", &["link", "set", "dev", "veth", "down"])
+            .map(drop)
+    }
+
+    /// Takes it up again.
+    ///
+    /// # Errors
+    /// If `ip` fails.
+    pub fn up(&self, end: End) -> Result<(), KitError> {
+        let host = self.host(end);
+        host.tool("ip", &["link", "set", "dev", "veth", "up"])
+            .map(drop)
+    }
+
+    /// Limits both directions to so many kbit/s from now on. (A token bucket; this spreads the steps of a
+    /// hand-over in time, which are some hundred microseconds apart otherwise.)
+    ///
+    /// # Errors
+    /// If `tc` fails.
+    pub fn limit(&self, kbits: u32) -> Result<(), KitError> {
+        for host in [&self.source, &self.destination] {
+            let rate = format!("{kbits}kbit");
+            // tc-tbf(8): a bucket holds a segment at least; the queue holds what a window may be.
+            let bucket = [
+                "qdisc", "replace", "dev", "veth", "root", "tbf", "rate", &rate, "burst", "16k",
+                "limit", "1m",
+            ];
+            host.tool("tc", &bucket)?;
+        }
+        Ok(())
+    }
+
+    /// From now on the destination host loses the packets that begin with `message`, and all that come
+    /// from the source after [`Message::Pong`] if it is [`Message::Commit`]; see [`Link::has_lost`].
+    ///
+    /// Message and offsets are those of QEMU's return path (type, length, value, big-endian), behind a
+    /// TCP header with timestamps, 32 bytes.
+    ///
+    /// # Errors
+    /// If `nft` fails.
+    pub fn lose(&self, message: Message) -> Result<(), KitError> {
+        const SHUT: &str = "@th,256,64 0x0001000400000000";
+        const PONG: &str = "@th,256,32 0x00020004";
+        let rules = match message {
+            Message::Shut | Message::Pong => {
+                let what = if message == Message::Shut { SHUT } else { PONG };
+                format!(
+                    "chain out {{ type filter hook output priority 0; \
+                     oifname veth ip protocol tcp {what} counter name lost drop; }}"
+                )
+            }
+            Message::Commit | Message::RestOfCommit => {
+                // What has latched lasts longer than any outage.
+                let set = "{ type ipv4_addr; flags dynamic,timeout; timeout 10m; }";
+                // A segment without data has 52 bytes, with timestamps.
+                let (from, passes) = match message {
+                    Message::Commit => ("latched", ""),
+                    _ => (
+                        "begun",
+                        "ip saddr @latched ip length > 52 add @begun { ip saddr }; ",
+                    ),
+                };
+                format!(
+                    "set latched {set}\nset begun {set}\n\
+                     chain out {{ type filter hook output priority 0; \
+                     oifname veth ip protocol tcp {PONG} add @latched {{ ip daddr }}; }}\n\
+                     chain in {{ type filter hook input priority 0; \
+                     iifname veth ip saddr @{from} counter name lost drop; {passes}}}"
+                )
+            }
+        };
+        let table = format!("table ip lose {{\ncounter lost {{ }}\n{rules}\n}}\n");
+        self.destination
+            .tool_with("nft", &["-f", "-"], &table)
+            .map(drop)
+    }
+
+    /// Whether a packet was lost by [`Link::lose`].
+    ///
+    /// # Errors
+    /// If `nft` fails.
+    pub fn has_lost(&self) -> Result<bool, KitError> {
+        let said = self
+            .destination
+            .tool("nft", &["list", "counter", "ip", "lose", "lost"])?;
+        Ok(!said.contains("packets 0 "))
+    }
+
+    /// Ends [`Link::lose`].
+    ///
+    /// # Errors
+    /// If `nft` fails.
+    pub fn lose_no_more(&self) -> Result<(), KitError> {
+        self.destination
+            .tool("nft", &["delete", "table", "ip", "lose"])
+            .map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    use super::*;
+
+    fn link() -> Option<Link> {
+        if !rustix::process::geteuid().is_root() {
+            println!("not tested: network namespaces need root");
+            return None;
+        }
+        Some(Link::new(540, 1).expect("a link"))
+    }
+
+    fn connection(link: &Link) -> (TcpStream, TcpStream) {
+        let listener = link
+            .destination
+            .within(|| TcpListener::bind((DESTINATION, 7000)));
+        let listener = listener.unwrap().unwrap();
+        let near = link
+            .source
+            .within(|| TcpStream::connect((DESTINATION, 7000)));
+        (near.unwrap().unwrap(), listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn a_link_that_is_down_carries_nothing_and_all_of_it_later() {
+        let Some(link) = link() else { return };
+        for end in [End::Source, End::Destination] {
+            let (mut near, mut far) = connection(&link);
+            link.down(end).unwrap();
+            near.write_all(b"word").unwrap();
+            far.set_read_timeout(Some(Duration::from_millis(300)))
+                .unwrap();
+            assert!(far.read(&mut [0; 4]).is_err(), "{end:?}");
+            link.up(end).unwrap();
+            far.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            let mut word = [0; 4];
+            far.read_exact(&mut word).unwrap();
+            assert_eq!(&word, b"word");
+        }
+    }
+
+    #[test]
+    fn a_message_is_lost_until_it_is_lost_no_more() {
+        let Some(link) = link() else { return };
+        let (mut near, mut far) = connection(&link);
+        link.lose(Message::Shut).unwrap();
+        far.write_all(&[0, 2, 0, 4, 0, 0, 0, 1]).unwrap();
+        let mut word = [0; 8];
+        near.read_exact(&mut word).unwrap();
+        assert!(!link.has_lost().unwrap());
+        far.write_all(&[0, 1, 0, 4, 0, 0, 0, 0]).unwrap();
+        near.set_read_timeout(Some(Duration::from_millis(300)))
+            .unwrap();
+        assert!(near.read(&mut word).is_err());
+        assert!(link.has_lost().unwrap());
+        link.lose_no_more().unwrap();
+        near.set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
+        near.read_exact(&mut word).unwrap();
+        assert_eq!(word[1], 1);
+    }
+
+    #[test]
+    fn the_rest_of_a_commit_is_lost_and_its_first_segment_arrives() {
+        let Some(link) = link() else { return };
+        for (message, first) in [(Message::Commit, false), (Message::RestOfCommit, true)] {
+            let (mut near, mut far) = connection(&link);
+            link.lose(message).unwrap();
+            far.write_all(&[0, 2, 0, 4, 0, 0, 0, 1]).unwrap();
+            near.read_exact(&mut [0; 8]).unwrap();
+            near.set_nodelay(true).unwrap();
+            near.write_all(b"first").unwrap();
+            far.set_read_timeout(Some(Duration::from_millis(500)))
+                .unwrap();
+            assert_eq!(far.read(&mut [0; 5]).is_ok(), first, "{message:?}");
+            near.write_all(b"then").unwrap();
+            assert!(far.read(&mut [0; 4]).is_err(), "{message:?}");
+            assert!(link.has_lost().unwrap());
+            link.lose_no_more().unwrap();
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! The program that any VMM runs (`hotlift-vmm/guest/hotlift.s`), and the proof that its memory is right.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use hotlift_vmm::fill::{FillSettings, FillSource, write_fill};
+use hotlift_vmm::kvm;
+use hotlift_vmm::layout::{Layout, Record};
+use hotlift_vmm::workload::{Generator, Position, Workload};
+
+use crate::error::KitError;
+
+/// The program, and what its RAM holds before it starts. Each write of it can be replayed from two registers.
+#[derive(Debug)]
+pub struct Program {
+    layout: Layout,
+    /// Pages a second by a clock of [`TSC_KHZ`].
+    rate: u64,
+    /// From the start of [`Layout::filled`] on.
+    fill: Vec<u8>,
+}
+
+const WORKLOAD: Workload = Workload::Random;
+const SEED: u64 = 5;
+
+/// A quarter of what TCG has, a tenth of what this machine has: the program says something four or ten
+/// times a second, so that nobody waits for it for long, and writes as many times faster.
+const TSC_KHZ: u64 = 250_000;
+
+/// Where the program is loaded, and where its first vCPU's block has the count of errors that the
+/// program itself has found (`guest/hotlift.s`: LOAD, ERRORS).
+const LOAD: usize = 0x10_0000;
+const ERRORS: usize = 8;
+
+impl Program {
+    /// The program in so many bytes of RAM, writing so many pages a second to part of it.
+    ///
+    /// # Errors
+    /// If the content of RAM cannot be made.
+    ///
+    /// # Panics
+    /// If RAM is too small for the working set.
+    pub fn new(ram_bytes: u64, working_set: u64, rate: u64) -> Result<Self, KitError> {
+        let layout = Layout::new(ram_bytes, 1, Some(working_set)).expect("a layout");
+        let folder = tempfile::tempdir().map_err(KitError::system("make a folder"))?;
+        let file = folder.path().join("fill");
+        let settings = FillSettings {
+            source: FillSource::Generated,
+            zero_share: 0.25,
+            seed: SEED,
+            ..FillSettings::default()
+        };
+        write_fill(&file, &layout, &settings)?;
+        Ok(Self {
+            layout,
+            rate,
+            fill: fs::read(&file).map_err(KitError::system("read the content of RAM"))?,
+        })
+    }
+
+    /// Bytes of RAM.
+    #[must_use]
+    pub fn ram_bytes(&self) -> u64 {
+        self.layout.ram_bytes()
+    }
+
+    /// Puts its content into the file of RAM, before the first start.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn fill(&self, ram: &Path) -> Result<(), KitError> {
+        let failed = || KitError::system("write the file of RAM");
+        let mut options = OpenOptions::new();
+        let opened = options.write(true).create(true).truncate(false).open(ram);
+        let file = opened.map_err(failed())?;
+        file.set_len(self.ram_bytes()).map_err(failed())?;
+        let offsets = (self.layout.filled().start..).step_by(4096);
+        for (page, offset) in self.fill.chunks(4096).zip(offsets) {
+            if page.iter().any(|&byte| byte != 0) {
+                file.write_all_at(page, offset).map_err(failed())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What QEMU is to boot, as a part of its command line; writes the program to `elf`.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn boot(&self, elf: &Path) -> Result<Vec<String>, KitError> {
+        fs::write(elf, kvm::ELF).map_err(KitError::system("write the program"))?;
+        let append = format!(
+            "workload={WORKLOAD} rate={} ws={} seed={SEED} tsc_khz={TSC_KHZ}",
+            self.rate,
+            self.layout.working_set(),
+        );
+        let kernel = elf.display().to_string();
+        Ok(["-kernel".to_owned(), kernel, "-append".to_owned(), append].into())
+    }
+
+    /// Proves that a stopped guest's RAM is what its vCPU's registers ask for, and returns its writes;
+    /// `registers` as HMP's `info registers` says them.
+    ///
+    /// # Errors
+    /// [`KitError::Memory`] if it is not.
+    pub fn prove(&self, registers: &str, ram: &[u8]) -> Result<u64, KitError> {
+        self.find_wrong(registers, ram)
+            .map_err(|problem| KitError::Memory { problem })
+    }
+
+    fn find_wrong(&self, registers: &str, ram: &[u8]) -> Result<u64, String> {
+        let register = |name: &str| -> Result<u64, String> {
+            let words = registers.split_whitespace();
+            let mut values = words.filter_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+            let hex = values
+                .next()
+                .ok_or_else(|| format!("no {name} in {registers}"))?;
+            u64::from_str_radix(hex, 16).map_err(|error| format!("{name}={hex}: {error}"))
+        };
+        let (rip, r10, r15) = (register("RIP")?, register("R10")?, register("R15")?);
+        let head = Head::read(ram)?;
+        let word = |at: usize| u64::from_le_bytes(ram[at..at + 8].try_into().expect("eight bytes"));
+        let errors = word(head.block + ERRORS);
+        if errors > 0 {
+            return Err(format!("the guest itself has found {errors} errors"));
+        }
+        let published = if rip == head.published { r15 } else { r10 };
+        if word(head.block) != published {
+            return Err(format!(
+                "{published} writes are published, memory says {}",
+                word(head.block)
+            ));
+        }
+        let stores = (1..)
+            .zip(head.stored)
+            .find(|&(_, at)| at == rip)
+            .map_or(0, |(stores, _)| stores);
+        let position = Position {
+            writes: r15,
+            stores,
+        };
+        let expected = self.expected(position);
+        let start = index(self.layout.table().start);
+        if let Some(at) = (start..ram.len()).find(|&at| ram[at] != expected[at - start]) {
+            let line = |bytes: &[u8], from: usize| {
+                format!("{:02x?}", &bytes[from..(from + 16).min(bytes.len())])
+            };
+            let row = at / 16 * 16;
+            return Err(format!(
+                "after {position:?} RAM differs at {at:#x} (working set from {:#x}): must be {}, is {}",
+                self.layout.filled().start,
+                line(&expected, row - start),
+                line(ram, row),
+            ));
+        }
+        Ok(r15)
+    }
+
+    /// RAM from the table on, after so many writes.
+    fn expected(&self, position: Position) -> Vec<u8> {
+        let layout = &self.layout;
+        let start = layout.table().start;
+        let mut ram = vec![0; index(layout.filled().start - start)];
+        ram.extend_from_slice(&self.fill);
+        let mut put = |offset: u64, bytes: &[u8]| {
+            let at = index(offset - start);
+            ram[at..at + bytes.len()].copy_from_slice(bytes);
+        };
+        let generator = Generator::new(WORKLOAD, SEED, layout, 0);
+        let records = generator.replay(0, position.writes);
+        for (own, record) in (0..).zip(&records) {
+            let page = generator.page(own);
+            put(layout.entry(page), &record.to_bytes());
+            put(layout.record(page), &record.to_bytes());
+        }
+        // The stores of a write are, in order: version and sequence in the table, the same in the page.
+        let number = position.writes + 1;
+        let own = generator.own_page(number);
+        let page = generator.page(own);
+        let next: Record = records[index(own)].next(0, number);
+        let bytes = next.to_bytes();
+        let halves = [&bytes[..8], &bytes[8..]];
+        let (entry, record) = (layout.entry(page), layout.record(page));
+        let places = [entry, entry + 8, record, record + 8];
+        for (place, half) in places
+            .into_iter()
+            .zip(halves.into_iter().cycle())
+            .take(position.stores.into())
+        {
+            put(place, half);
+        }
+        ram
+    }
+}
+
+/// What the program says of itself at its start (`head` in its source).
+struct Head {
+    block: usize,
+    published: u64,
+    stored: [u64; 4],
+}
+
+impl Head {
+    fn read(ram: &[u8]) -> Result<Self, String> {
+        let words = ram
+            .get(LOAD..LOAD + 64)
+            .ok_or_else(|| "RAM ends before the program".to_owned())?
+            .as_chunks::<8>()
+            .0;
+        if &words[0] != b"HLFTprg1" {
+            return Err("the program is not where it was loaded".to_owned());
+        }
+        let [_, _, blocks, published, stored @ ..] = words else {
+            unreachable!("eight words");
+        };
+        Ok(Self {
+            block: index(u64::from_le_bytes(*blocks)),
+            published: u64::from_le_bytes(*published),
+            stored: std::array::from_fn(|i| u64::from_le_bytes(stored[i])),
+        })
+    }
+}
+
+fn index(offset: u64) -> usize {
+    usize::try_from(offset).expect("an offset in RAM")
+}

@@ -1,0 +1,487 @@
+//! The processes of a case, over its network, ready for the migration.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use crate::case::{BuiltIn, Case, Kind, Pair, Party, Release};
+use crate::error::KitError;
+use crate::machine::{Machine, PATIENCE, Settings, find_qemu, qemu_line};
+use crate::namespace::{DESTINATION, End, Link, Namespace, PROXY};
+use crate::process::{Output, Process, Stream};
+use crate::program::Program;
+use crate::proxy::Proxy;
+
+/// Where the destination listens.
+pub const PORT: u16 = 7000;
+/// Where `serve` takes pages.
+pub const DATA_PORT: u16 = 7001;
+
+/// Bytes a second at which pages are sent: a migration takes about a second.
+const BANDWIDTH: &str = "64M";
+
+/// Milliseconds: at [`BANDWIDTH`] little is left for the last round, which the slow link of a hand-over carries.
+const DOWNTIME: u32 = 10;
+
+/// What every case needs.
+#[derive(Debug, Clone)]
+pub struct Tools {
+    /// The `hotlift` that is tested.
+    pub hotlift: PathBuf,
+    /// What runs in QEMUs.
+    pub guest: Arc<Program>,
+    /// Where a case has its files.
+    pub files: PathBuf,
+}
+
+/// The processes of a case. Dropped in this order: whoever listens to another goes first.
+pub struct Rig {
+    /// `migrate` or `relay source`.
+    pub source_command: Option<Process>,
+    /// `serve` or `relay destination`.
+    pub destination_command: Option<Process>,
+    /// The guest at the source.
+    pub here: Machine,
+    /// Where it is to go.
+    pub there: Machine,
+    /// In front of the destination.
+    pub proxies: Vec<Proxy>,
+    /// In front of the QMP sockets of source and destination, where commands use them.
+    pub qmp: [Option<Proxy>; 2],
+    /// The network.
+    pub link: Link,
+    /// Settings of the source's QEMU, where a command changes them.
+    pub settings: Option<Settings>,
+    /// Sockets that must not be left.
+    pub sockets: Vec<PathBuf>,
+    /// False if a command did not even start.
+    pub is_ready: bool,
+    /// Where the source connects to.
+    host: &'static str,
+    hotlift: PathBuf,
+    folder: PathBuf,
+}
+
+impl Rig {
+    /// Folder of a case.
+    #[must_use]
+    pub fn folder(tools: &Tools, case: &Case) -> PathBuf {
+        tools.files.join(format!("case-{}", case.number))
+    }
+
+    /// Folder for what its processes put into `TMPDIR`.
+    #[must_use]
+    pub fn temporary(tools: &Tools, case: &Case) -> PathBuf {
+        Self::folder(tools, case).join("tmp")
+    }
+
+    /// Starts all of it.
+    ///
+    /// # Errors
+    /// If anything cannot be set up that is not what the case tests.
+    pub fn start(tools: &Tools, case: &Case) -> Result<Self, KitError> {
+        let folder = Self::folder(tools, case);
+        let temporary = Self::temporary(tools, case);
+        for folder in [folder.join("here"), folder.join("there"), temporary] {
+            fs::create_dir_all(folder).map_err(KitError::system("make a folder"))?;
+        }
+        let link = Link::new(case.net.mtu, case.net.orphan_retries)?;
+        let mut proxies = Vec::new();
+        if let Some(turns) = case.net.proxy {
+            for port in [PORT, DATA_PORT] {
+                proxies.push(Proxy::tcp(&link.destination, port, turns)?);
+            }
+        }
+        let host = match case.net.proxy {
+            Some(_) => PROXY,
+            None => DESTINATION,
+        };
+        let builder = Builder {
+            tools,
+            case,
+            folder,
+            host,
+        };
+        match case.pair {
+            Pair::BuiltIn { .. } => builder.built_in(link, proxies),
+            Pair::Steered { from, to, started } => {
+                builder.steered(link, proxies, from, to, started)
+            }
+            Pair::Relays { from, to } => builder.relays(link, proxies, from, to),
+        }
+    }
+
+    /// Asks for the migration.
+    ///
+    /// # Errors
+    /// If the source does not even begin.
+    pub fn migrate(&mut self, case: &Case) -> Result<(), KitError> {
+        match case.pair {
+            Pair::BuiltIn {
+                monitored: true, ..
+            } => {
+                let uri = format!("tcp:{}:{PORT}", self.host);
+                self.here.migrate(&uri)
+            }
+            // It has begun by itself.
+            Pair::BuiltIn { .. } => Ok(()),
+            Pair::Steered { .. } => {
+                let arguments = [
+                    "migrate".to_owned(),
+                    format!("--qmp={}", self.folder.join("here/qmp.stalls").display()),
+                    format!("--to=tcp:{}:{PORT}", self.host),
+                    "--method=zstd".to_owned(),
+                    format!("--max-bandwidth={BANDWIDTH}"),
+                    format!("--downtime-limit={DOWNTIME}"),
+                ];
+                let devices = devices(case, Party::SourceCommand);
+                let mut command = Command::new(&self.hotlift);
+                command
+                    .args(arguments)
+                    .env("TMPDIR", self.folder.join("tmp"));
+                let host = &self.link.source;
+                let started = Process::start("migrate", Some(host), command, &devices)?;
+                self.source_command = Some(started);
+                Ok(())
+            }
+            Pair::Relays { .. } => {
+                let uri = format!("unix:{}", self.folder.join("here/relay").display());
+                self.here.migrate(&uri)
+            }
+        }
+    }
+
+    /// The process of a party, if it is one of ours.
+    pub fn process(&mut self, party: Party) -> Option<&mut Process> {
+        match party {
+            Party::SourceGuest => self.here.process(),
+            Party::SourceCommand => self.source_command.as_mut(),
+            Party::DestinationCommand => self.destination_command.as_mut(),
+            Party::DestinationGuest => self.there.process(),
+        }
+    }
+
+    /// Sends a party a signal.
+    pub fn signal(&mut self, party: Party, signal: rustix::process::Signal) {
+        match party {
+            Party::SourceGuest => self.here.signal(signal),
+            Party::DestinationGuest => self.there.signal(signal),
+            command => {
+                if let Some(process) = self.process(command) {
+                    process.signal(signal);
+                }
+            }
+        }
+    }
+}
+
+/// The outputs of a party that are `/dev/full`.
+fn devices(case: &Case, party: Party) -> Vec<Stream> {
+    let device = |kind: &Kind| match kind {
+        Kind::Output {
+            party: whose,
+            stream,
+            output: Output::Device,
+        } if *whose == party => Some(*stream),
+        _ => None,
+    };
+    case.faults
+        .iter()
+        .filter_map(|fault| device(&fault.kind))
+        .collect()
+}
+
+struct Builder<'a> {
+    tools: &'a Tools,
+    case: &'a Case,
+    folder: PathBuf,
+    host: &'static str,
+}
+
+impl Builder<'_> {
+    fn hotlift(
+        &self,
+        name: &str,
+        host: &Namespace,
+        party: Party,
+        arguments: &[String],
+    ) -> Result<Process, KitError> {
+        let mut command = Command::new(&self.tools.hotlift);
+        command
+            .args(arguments)
+            .env("TMPDIR", self.folder.join("tmp"));
+        Process::start(name, Some(host), command, &devices(self.case, party))
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.join(name).display().to_string()
+    }
+
+    fn built_in(self, link: Link, proxies: Vec<Proxy>) -> Result<Rig, KitError> {
+        let Pair::BuiltIn {
+            guest,
+            vcpus,
+            channels,
+            monitored,
+        } = self.case.pair
+        else {
+            unreachable!("the caller has looked");
+        };
+        let guest = match guest {
+            BuiltIn::Threads => "threads",
+            BuiltIn::Kvm => "kvm",
+        };
+        let common = [
+            "guest".to_owned(),
+            "run".to_owned(),
+            format!("--guest={guest}"),
+            format!("--vcpus={vcpus}"),
+            "--ram=64M".to_owned(),
+            "--rate=200".to_owned(),
+            match channels {
+                0 => "--multifd=off".to_owned(),
+                _ => "--multifd=on".to_owned(),
+            },
+            format!("--multifd-channels={}", channels.max(1)),
+        ];
+        let with = |more: &[String]| [&common[..], more].concat();
+        let (at_here, at_there) = (self.path("here/control"), self.path("there/control"));
+        let there = self.hotlift(
+            "guest run --incoming",
+            &link.destination,
+            Party::DestinationGuest,
+            &with(&[
+                format!("--incoming=tcp:{DESTINATION}:{PORT}"),
+                format!("--control={at_there}"),
+            ]),
+        )?;
+        let there = Machine::built_in(there, Some(PathBuf::from(&at_there)))?;
+        let (more, socket) = match monitored {
+            true => (
+                [
+                    format!("--control={at_here}"),
+                    "--pause-before-switchover=on".to_owned(),
+                ],
+                Some(PathBuf::from(&at_here)),
+            ),
+            false => (
+                [
+                    format!("--migrate-to=tcp:{}:{PORT}", self.host),
+                    "--migrate-after=0.2".to_owned(),
+                ],
+                None,
+            ),
+        };
+        let limits = [
+            format!("--max-bandwidth={BANDWIDTH}"),
+            format!("--downtime-limit={DOWNTIME}"),
+        ];
+        let here = self.hotlift(
+            "guest run",
+            &link.source,
+            Party::SourceGuest,
+            &with(&[&more[..], &limits].concat()),
+        )?;
+        let here = Machine::built_in(here, socket)?;
+        let sockets = [at_here, at_there].map(PathBuf::from).into();
+        self.done(link, proxies, here, there, sockets)
+    }
+
+    fn steered(
+        self,
+        link: Link,
+        proxies: Vec<Proxy>,
+        from: Release,
+        to: Release,
+        started: bool,
+    ) -> Result<Rig, KitError> {
+        let mut here = self.qemu(from, "here", false)?;
+        let settings = here.settings()?;
+        let stalls = |end: &str| -> Result<Proxy, KitError> {
+            let folder = self.folder.join(end);
+            Proxy::unix(&folder.join("qmp.stalls"), &folder.join("qmp"))
+        };
+        let mut arguments = vec![
+            "serve".to_owned(),
+            format!("--listen=tcp:{DESTINATION}:{PORT}"),
+            format!("--data-port={DATA_PORT}"),
+        ];
+        let (there, mut qmp) = if started {
+            let folder = self.folder.join("there");
+            let guest = &self.tools.guest;
+            arguments.push("--".to_owned());
+            arguments.extend(qemu_line(&qemu_program(to)?, guest, &folder)?);
+            (Machine::adopted(guest, &folder), [None, None])
+        } else {
+            let there = self.qemu(to, "there", true)?;
+            let proxy = stalls("there")?;
+            arguments.push(format!("--qmp={}", self.path("there/qmp.stalls")));
+            (there, [None, Some(proxy)])
+        };
+        qmp[0] = Some(stalls("here")?);
+        let party = Party::DestinationCommand;
+        let serve = self.hotlift("serve", &link.destination, party, &arguments)?;
+        let mut rig = self.done(link, proxies, here, there, Vec::new())?;
+        rig.qmp = qmp;
+        rig.settings = Some(settings);
+        rig.is_ready = listens(&rig.link.destination, serve, &mut rig.destination_command)?;
+        Ok(rig)
+    }
+
+    fn relays(
+        self,
+        link: Link,
+        proxies: Vec<Proxy>,
+        from: Release,
+        to: Release,
+    ) -> Result<Rig, KitError> {
+        let mut here = self.qemu(from, "here", false)?;
+        let mut there = self.qemu(to, "there", true)?;
+        let names = ["multifd", "return-path", "pause-before-switchover"];
+        let capabilities = names.map(|name| (name, true));
+        let parameters = json!({
+            "multifd-channels": 2,
+            "max-bandwidth": 64 << 20,
+            "downtime-limit": DOWNTIME,
+        });
+        here.tell(|qmp| {
+            qmp.set_capabilities(&capabilities)?;
+            qmp.set_parameters(&parameters)
+        })?;
+        let incoming = format!("unix:{}", self.path("there/incoming"));
+        there.tell(|qmp| {
+            qmp.set_capabilities(&capabilities[..1])?;
+            qmp.set_parameters(&json!({ "multifd-channels": 2 }))?;
+            qmp.migrate_incoming(&incoming, true)
+        })?;
+        let relay = |side: &str, listen: &str, connect: &str| {
+            [
+                "relay".to_owned(),
+                side.to_owned(),
+                format!("--listen={listen}"),
+                format!("--connect={connect}"),
+                "--multifd-channels=2".to_owned(),
+            ]
+        };
+        let at = format!("tcp:{DESTINATION}:{PORT}");
+        let destination = self.hotlift(
+            "relay destination",
+            &link.destination,
+            Party::DestinationCommand,
+            &relay("destination", &at, &incoming),
+        )?;
+        let socket = self.folder.join("here/relay");
+        let source = self.hotlift(
+            "relay source",
+            &link.source,
+            Party::SourceCommand,
+            &relay(
+                "source",
+                &format!("unix:{}", socket.display()),
+                &format!("tcp:{}:{PORT}", self.host),
+            ),
+        )?;
+        let sockets = vec![socket.clone()];
+        let mut rig = self.done(link, proxies, here, there, sockets)?;
+        rig.is_ready = listens(
+            &rig.link.destination,
+            destination,
+            &mut rig.destination_command,
+        )?;
+        rig.is_ready &= appears(&socket, source, &mut rig.source_command)?;
+        Ok(rig)
+    }
+
+    fn qemu(&self, release: Release, end: &str, incoming: bool) -> Result<Machine, KitError> {
+        let folder = self.folder.join(end);
+        let temporary = self.folder.join("tmp");
+        let program = qemu_program(release)?;
+        Machine::qemu(&program, &self.tools.guest, &folder, incoming, &temporary)
+    }
+
+    fn done(
+        self,
+        link: Link,
+        proxies: Vec<Proxy>,
+        here: Machine,
+        there: Machine,
+        sockets: Vec<PathBuf>,
+    ) -> Result<Rig, KitError> {
+        Ok(Rig {
+            source_command: None,
+            destination_command: None,
+            here,
+            there,
+            proxies,
+            qmp: [None, None],
+            link,
+            settings: None,
+            sockets,
+            is_ready: true,
+            host: self.host,
+            hotlift: self.tools.hotlift.clone(),
+            folder: self.folder,
+        })
+    }
+}
+
+fn qemu_program(release: Release) -> Result<PathBuf, KitError> {
+    find_qemu(release).ok_or_else(|| KitError::Memory {
+        problem: format!("QEMU {release:?} is not there"),
+    })
+}
+
+/// Waits until a process listens at [`PORT`] of its host; false if it has ended instead. Nobody connects to
+/// find out: that would be a stranger.
+fn listens(
+    host: &Namespace,
+    process: Process,
+    place: &mut Option<Process>,
+) -> Result<bool, KitError> {
+    // proc(5), /proc/net/tcp: addresses in hexadecimal, state 0A listens.
+    let entry = format!(":{PORT:04X} 00000000:0000 0A");
+    let looks = || -> Result<bool, KitError> {
+        let table = host.within(|| fs::read_to_string("/proc/thread-self/net/tcp"))?;
+        Ok(table.is_ok_and(|table| {
+            // The address of the proxy is another.
+            table
+                .lines()
+                .any(|line| line.contains(&entry) && line.contains("020200C0"))
+        }))
+    };
+    waits(process, place, looks)
+}
+
+/// Waits until a process has made a socket.
+fn appears(socket: &Path, process: Process, place: &mut Option<Process>) -> Result<bool, KitError> {
+    waits(process, place, || Ok(socket.exists()))
+}
+
+fn waits(
+    process: Process,
+    place: &mut Option<Process>,
+    mut done: impl FnMut() -> Result<bool, KitError>,
+) -> Result<bool, KitError> {
+    let process = place.insert(process);
+    let deadline = Instant::now() + PATIENCE;
+    while !done()? {
+        if process.ended().is_some() || Instant::now() >= deadline {
+            return Ok(false);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(true)
+}
+
+/// The end whose QMP socket a stall is at, as an index of [`Rig::qmp`].
+#[must_use]
+pub fn index(end: End) -> usize {
+    match end {
+        End::Source => 0,
+        End::Destination => 1,
+    }
+}

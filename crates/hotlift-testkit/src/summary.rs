@@ -1,0 +1,151 @@
+//! The count at the end of a campaign, in 80 columns.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use crate::verdict::{Outcome, Record, Wrong};
+
+/// What is counted, and what it is called.
+const WRONGS: [(Wrong, &str); 7] = [
+    (Wrong::TwoGuests, "two guests"),
+    (Wrong::NoGuest, "no guest"),
+    (Wrong::LostWrites, "lost writes"),
+    (Wrong::Leftover, "leftovers"),
+    (Wrong::Exit, "unexplained exits"),
+    (Wrong::Hangs, "hangs"),
+    (Wrong::SetUp, "set-up failed"),
+];
+
+const OUTCOMES: [(Outcome, &str); 5] = [
+    (Outcome::Moved, "moved"),
+    (Outcome::Stayed, "stayed"),
+    (Outcome::Kept, "kept"),
+    (Outcome::Ended, "ended"),
+    (Outcome::Wrong, "wrong"),
+];
+
+/// How many columns are there for the numbers of the cases that something is wrong with.
+const NAMED: usize = 36;
+
+/// True if nothing is wrong with any case.
+#[must_use]
+pub fn is_clean(records: &[Record]) -> bool {
+    records.iter().all(|record| record.problems.is_empty())
+}
+
+/// The tables.
+#[must_use]
+pub fn tables(records: &[Record]) -> String {
+    let mut text = String::new();
+    let drawn: usize = records.iter().map(|record| record.fired.len()).sum();
+    let fired = records.iter().flat_map(|record| &record.fired);
+    let happened = fired.filter(|fired| **fired).count();
+    let _ = writeln!(
+        text,
+        "{} migrations, {drawn} faults, {happened} of them in time\n",
+        records.len()
+    );
+
+    let _ = write!(text, "{:<28}{:>10}", "where the guest was", "cases");
+    for (_, name) in OUTCOMES {
+        let _ = write!(text, "{name:>8}");
+    }
+    text.push('\n');
+    let mut pairs: BTreeMap<&str, BTreeMap<Outcome, usize>> = BTreeMap::new();
+    for record in records {
+        let outcomes = pairs.entry(record.case.pair.name()).or_default();
+        *outcomes.entry(record.outcome).or_default() += 1;
+    }
+    for (pair, outcomes) in &pairs {
+        let _ = write!(text, "{pair:<28}{:>10}", outcomes.values().sum::<usize>());
+        for (outcome, _) in OUTCOMES {
+            let _ = write!(text, "{:>8}", outcomes.get(&outcome).unwrap_or(&0));
+        }
+        text.push('\n');
+    }
+
+    let mut kinds: BTreeMap<&str, [usize; 2]> = BTreeMap::new();
+    for record in records {
+        for (fault, fired) in record.case.faults.iter().zip(&record.fired) {
+            let counts = kinds.entry(fault.kind.name()).or_default();
+            counts[0] += 1;
+            counts[1] += usize::from(*fired);
+        }
+    }
+    let _ = writeln!(text, "\n{:<28}{:>10}{:>8}", "fault", "drawn", "in time");
+    for (kind, [drawn, happened]) in kinds {
+        let _ = writeln!(text, "{kind:<28}{drawn:>10}{happened:>8}");
+    }
+
+    let mut exits: BTreeMap<Option<i32>, usize> = BTreeMap::new();
+    for record in records {
+        *exits.entry(record.source_exit).or_default() += 1;
+    }
+    let exits = exits.into_iter().map(|(code, count)| match code {
+        Some(code) if code < 0 => format!("signal {}: {count}", -code),
+        Some(code) => format!("{code}: {count}"),
+        None => format!("none: {count}"),
+    });
+    let _ = writeln!(text, "\nexit codes of the source's side");
+    let _ = writeln!(text, "  {}", exits.collect::<Vec<_>>().join(", "));
+
+    let _ = writeln!(text, "\n{:<28}{:>10}  cases (--only)", "wrong", "count");
+    for (wrong, name) in WRONGS {
+        let has_it = |record: &&Record| record.problems.iter().any(|one| one.wrong == wrong);
+        let numbers: Vec<_> = records
+            .iter()
+            .filter(has_it)
+            .map(|record| record.case.number.to_string())
+            .collect();
+        let mut named = String::new();
+        for number in &numbers {
+            if named.len() + number.len() > NAMED {
+                named += "…";
+                break;
+            }
+            named += number;
+            named.push(' ');
+        }
+        let line = format!("{name:<28}{:>10}  {named}", numbers.len());
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::case::Case;
+    use crate::verdict::Problem;
+
+    #[test]
+    fn the_tables_fit_into_80_columns_and_name_the_cases_that_went_wrong() {
+        let records: Vec<Record> = (990_000..991_000)
+            .map(|number| {
+                let case = Case::draw(1, number);
+                Record {
+                    campaign: 1,
+                    fired: vec![true; case.faults.len()],
+                    case,
+                    outcome: Outcome::Moved,
+                    source_exit: Some(0),
+                    destination_exit: Some(0),
+                    here: "postmigrate".to_owned(),
+                    there: "running".to_owned(),
+                    problems: vec![Problem {
+                        wrong: Wrong::TwoGuests,
+                        what: "both".to_owned(),
+                    }],
+                    words: Vec::new(),
+                    seconds: 1.0,
+                }
+            })
+            .collect();
+        assert!(!is_clean(&records));
+        let text = tables(&records);
+        assert!(text.contains("990000 990001"), "{text}");
+        for line in text.lines() {
+            assert!(line.chars().count() <= 80, "{line}");
+        }
+    }
+}
