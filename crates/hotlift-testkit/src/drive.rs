@@ -70,6 +70,7 @@ struct Drive<'a> {
     begun: Instant,
     active: Option<Instant>,
     stopped: Option<Instant>,
+    arrived: Option<Instant>,
     over: Option<Instant>,
     /// A source without a monitor has said an error.
     failed: Option<Instant>,
@@ -97,6 +98,7 @@ pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
         begun: Instant::now(),
         active: None,
         stopped: None,
+        arrived: None,
         over: None,
         failed: None,
         loses: false,
@@ -145,6 +147,9 @@ impl Drive<'_> {
     /// Looks whether both guests run. The destination first: a guest that goes there in between is seen once.
     fn watch(&mut self) -> (Look, Look) {
         let there = self.rig.there.look();
+        if there == Look::Running {
+            self.arrived.get_or_insert_with(Instant::now);
+        }
         let here = self.here();
         self.both |= there == Look::Running && here == Look::Running;
         (here, there)
@@ -279,6 +284,7 @@ impl Drive<'_> {
                 Moment::Setup => Some(self.begun),
                 Moment::Round => self.active,
                 Moment::Switchover => self.stopped,
+                Moment::Arrived => self.arrived,
                 Moment::After => self.over,
                 Moment::Lost(_) => match self.loses && self.rig.link.has_lost()? {
                     true => Some(Instant::now()),
