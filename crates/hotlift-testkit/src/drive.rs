@@ -388,15 +388,19 @@ impl Drive<'_> {
             // One without a monitor runs unseen.
             let is_still = matches!(here, Look::Paused(_) | Look::Ended);
             self.none_while_full = self.undone.is_empty() && is_still && there != Look::Running;
-            for party in [
-                Party::SourceGuest,
-                Party::SourceCommand,
-                Party::DestinationCommand,
-                Party::DestinationGuest,
-            ] {
-                if let Some(process) = self.rig.process(party) {
-                    process.read_on();
-                }
+            self.read_on();
+        }
+    }
+
+    fn read_on(&mut self) {
+        for party in [
+            Party::SourceGuest,
+            Party::SourceCommand,
+            Party::DestinationCommand,
+            Party::DestinationGuest,
+        ] {
+            if let Some(process) = self.rig.process(party) {
+                process.read_on();
             }
         }
     }
@@ -425,11 +429,11 @@ impl Drive<'_> {
             std::thread::sleep(TICK * 10);
         }
         drop(self.strangers.take());
+        self.read_on();
         for party in [Party::SourceCommand, Party::DestinationCommand] {
             let Some(process) = self.rig.process(party) else {
                 continue;
             };
-            process.read_on();
             if process.ended().is_none() {
                 process.signal(Signal::INT);
                 if process.wait(ASKED).is_err() {
