@@ -286,6 +286,8 @@ pub enum Moment {
     Switchover,
     /// A message of the hand-over is lost.
     Lost(Message),
+    /// The guest runs at the destination; its commands may not know yet.
+    Arrived,
     /// The source's side has ended.
     After,
 }
@@ -421,10 +423,11 @@ fn draw_pair(rng: &mut Rng) -> Pair {
 }
 
 fn draw_moment(rng: &mut Rng) -> (Moment, u64) {
-    match weighted(rng, &[(2, 0), (3, 1), (8, 2), (1, 3)]) {
+    match weighted(rng, &[(2, 0), (3, 1), (8, 2), (1, 3), (3, 4)]) {
         0 => (Moment::Setup, rng.u64(0..200)),
         1 => (Moment::Round, rng.u64(0..400)),
         2 => (Moment::Switchover, rng.u64(0..400)),
+        4 => (Moment::Arrived, rng.u64(0..50)),
         _ => (Moment::After, rng.u64(0..1000)),
     }
 }

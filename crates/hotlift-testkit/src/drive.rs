@@ -70,6 +70,7 @@ struct Drive<'a> {
     begun: Instant,
     active: Option<Instant>,
     stopped: Option<Instant>,
+    arrived: Option<Instant>,
     over: Option<Instant>,
     /// A source without a monitor has said an error.
     failed: Option<Instant>,
@@ -97,6 +98,7 @@ pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
         begun: Instant::now(),
         active: None,
         stopped: None,
+        arrived: None,
         over: None,
         failed: None,
         loses: false,
@@ -145,6 +147,9 @@ impl Drive<'_> {
     /// Looks whether both guests run. The destination first: a guest that goes there in between is seen once.
     fn watch(&mut self) -> (Look, Look) {
         let there = self.rig.there.look();
+        if there == Look::Running {
+            self.arrived.get_or_insert_with(Instant::now);
+        }
         let here = self.here();
         self.both |= there == Look::Running && here == Look::Running;
         (here, there)
@@ -279,6 +284,7 @@ impl Drive<'_> {
                 Moment::Setup => Some(self.begun),
                 Moment::Round => self.active,
                 Moment::Switchover => self.stopped,
+                Moment::Arrived => self.arrived,
                 Moment::After => self.over,
                 Moment::Lost(_) => match self.loses && self.rig.link.has_lost()? {
                     true => Some(Instant::now()),
@@ -382,15 +388,19 @@ impl Drive<'_> {
             // One without a monitor runs unseen.
             let is_still = matches!(here, Look::Paused(_) | Look::Ended);
             self.none_while_full = self.undone.is_empty() && is_still && there != Look::Running;
-            for party in [
-                Party::SourceGuest,
-                Party::SourceCommand,
-                Party::DestinationCommand,
-                Party::DestinationGuest,
-            ] {
-                if let Some(process) = self.rig.process(party) {
-                    process.read_on();
-                }
+            self.read_on();
+        }
+    }
+
+    fn read_on(&mut self) {
+        for party in [
+            Party::SourceGuest,
+            Party::SourceCommand,
+            Party::DestinationCommand,
+            Party::DestinationGuest,
+        ] {
+            if let Some(process) = self.rig.process(party) {
+                process.read_on();
             }
         }
     }
@@ -419,11 +429,11 @@ impl Drive<'_> {
             std::thread::sleep(TICK * 10);
         }
         drop(self.strangers.take());
+        self.read_on();
         for party in [Party::SourceCommand, Party::DestinationCommand] {
             let Some(process) = self.rig.process(party) else {
                 continue;
             };
-            process.read_on();
             if process.ended().is_none() {
                 process.signal(Signal::INT);
                 if process.wait(ASKED).is_err() {
