@@ -21,6 +21,7 @@ use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Migration;
 use crate::qemu::settings;
 use crate::qemu::source::Source;
+use crate::qemu::uuid::Uuid;
 use crate::signals::{Interrupt, TICK};
 
 /// How long connecting to the destination host may take.
@@ -57,7 +58,8 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     let mut destination = connect(&args.to)?;
     let hello = hello(&source, &relay_settings)?;
     destination.say(&hello)?;
-    let (address, destination_qemu) = ready(args, &mut destination, &interrupt)?;
+    let (address, token, destination_qemu) = ready(args, &mut destination, &interrupt)?;
+    relay_settings.outgoing_token = Some(token.0);
     let this = Move {
         args,
         interrupt: &interrupt,
@@ -121,16 +123,17 @@ fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandErro
     })
 }
 
-/// Waits until the destination is ready; where its relay listens, and its QEMU's version.
+/// Waits until the destination is ready; where its relay listens, what connections there begin with, and its
+/// QEMU's version.
 fn ready(
     args: &MigrateArgs,
     destination: &mut Conversation,
     interrupt: &Interrupt,
-) -> Result<(Address, Version), CommandError> {
+) -> Result<(Address, Uuid, Version), CommandError> {
     let deadline = Instant::now() + READY;
     loop {
         match destination.hear(TICK)? {
-            Some(Answer::Ready { port, qemu }) => {
+            Some(Answer::Ready { port, token, qemu }) => {
                 let address = match &args.to {
                     Address::Tcp { host, .. } => Address::Tcp {
                         host: host.clone(),
@@ -138,7 +141,7 @@ fn ready(
                     },
                     Address::Unix { .. } => return Err(CommandError::OnlyTcp { flag: "--to" }),
                 };
-                return Ok((address, qemu));
+                return Ok((address, token, qemu));
             }
             Some(Answer::Refused { reason } | Answer::Failed { reason, .. }) => {
                 let reason = hotlift_qmp::one_line(&reason);

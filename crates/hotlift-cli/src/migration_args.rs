@@ -125,7 +125,7 @@ fn refused(error: &OptionError) -> clap::Error {
 pub struct LimitArgs(Options);
 
 /// The options among them.
-const LIMITS: [&str; 2] = ["max-channels", "memory-limit"];
+const LIMITS: [&str; 3] = ["max-channels", "memory-limit", "settle-timeout"];
 
 impl LimitArgs {
     /// All other options have their defaults.

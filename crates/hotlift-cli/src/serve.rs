@@ -9,7 +9,7 @@ use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_qmp::QmpAddress;
@@ -25,6 +25,7 @@ use crate::output::{complain, say};
 use crate::progress::bytes;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, Opening};
 use crate::qemu::destination::{Destination, Word};
+use crate::qemu::uuid::Uuid;
 use crate::qemu::{incoming, private_folder, process};
 use crate::signals::{Interrupt, TICK};
 
@@ -230,6 +231,7 @@ impl Host<'_> {
         };
         let ready = Answer::Ready {
             port,
+            token: Uuid(settings.incoming_token.unwrap_or_default()),
             qemu: destination.qemu().version(),
         };
         source.say(&ready)?;
@@ -248,7 +250,13 @@ impl Host<'_> {
         destination: &mut Destination,
         socket: &Path,
     ) -> Result<(Listener, u16, RelaySettings), CommandError> {
-        let settings = incoming::relay_settings(destination, hello.channels, &self.args.limits)?;
+        let mut settings =
+            incoming::relay_settings(destination, hello.channels, &self.args.limits)?;
+        let token = relay::new_token().map_err(|source| CommandError::Process {
+            what: "random numbers",
+            source,
+        })?;
+        settings.incoming_token = Some(token);
         incoming::listen(destination, hello.channels, &hello.alike, socket)?;
         let address = Address::Tcp {
             host: self.host.to_owned(),

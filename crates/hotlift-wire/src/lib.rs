@@ -7,6 +7,7 @@
 //!   main channel      ── header, RAM blocks, marks, devices ──▶   main_channel
 //!   multifd channels  ── initial packet, page packets ────────▶   multifd
 //!   return path       ◀─ PONG, SHUT (main's other direction) ──   return_path
+//!   a question        ◀─ what became of the guest? ───────────▶   settle
 //! ```
 //!
 //! Integers are big-endian and unsigned. Everything that comes from a peer goes through one
@@ -22,6 +23,7 @@ pub mod main_channel;
 pub mod multifd;
 mod reader;
 pub mod return_path;
+pub mod settle;
 
 pub use block::RamBlockEntry;
 pub use error::WireError;

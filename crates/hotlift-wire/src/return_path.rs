@@ -5,6 +5,7 @@
 //! it does not know.
 
 use crate::reader::{as_u64, put_counted_string};
+use crate::settle::MigrationId;
 use crate::{Reader, WireError, limits};
 
 const SHUT: u16 = 1;
@@ -16,6 +17,12 @@ const RESUME_ACK: u16 = 6;
 const SWITCHOVER_ACK: u16 = 7;
 const ERROR_TEXT: u16 = 0x4801;
 const HELLO: u16 = 0x4802;
+
+/// Bytes of HELLO's payload: version, migration, CRC-32 of both. A source that had the wrong name could not
+/// ask.
+const HELLO_LEN: usize = 24;
+/// The same of version 1, which is only read to be refused by name.
+const HELLO_V1_LEN: usize = 4;
 
 /// One message of the return path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,8 +59,13 @@ pub enum ReturnMessage<'a> {
     SwitchoverAck,
     /// Hotlift: why the SHUT that follows is not 0. At most [`limits::ERROR_TEXT`] bytes.
     ErrorText(&'a str),
-    /// Hotlift: the destination is one, and speaks this version of its additions.
-    Hello(u32),
+    /// Hotlift: the destination is one.
+    Hello {
+        /// Version of its additions.
+        version: u32,
+        /// What it calls this migration. Version 1 had no name for it.
+        id: Option<MigrationId>,
+    },
 }
 
 impl<'a> ReturnMessage<'a> {
@@ -108,14 +120,23 @@ impl<'a> ReturnMessage<'a> {
             Self::ResumeAck(_) => RESUME_ACK,
             Self::SwitchoverAck => SWITCHOVER_ACK,
             Self::ErrorText(_) => ERROR_TEXT,
-            Self::Hello(_) => HELLO,
+            Self::Hello { .. } => HELLO,
         }
     }
 
     fn put_payload(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         match *self {
-            Self::Shut(value) | Self::Pong(value) | Self::ResumeAck(value) | Self::Hello(value) => {
+            Self::Shut(value) | Self::Pong(value) | Self::ResumeAck(value) => {
                 out.extend_from_slice(&value.to_be_bytes());
+            }
+            Self::Hello { version, id } => {
+                let start = out.len();
+                out.extend_from_slice(&version.to_be_bytes());
+                if let Some(id) = id {
+                    out.extend_from_slice(&id.0);
+                    let crc = crc32fast::hash(&out[start..]);
+                    out.extend_from_slice(&crc.to_be_bytes());
+                }
             }
             Self::ReqPagesId {
                 start,
@@ -178,7 +199,25 @@ impl<'a> ReturnMessage<'a> {
             RESUME_ACK => Self::ResumeAck(reader.be32("RESUME_ACK")?),
             SWITCHOVER_ACK => Self::SwitchoverAck,
             ERROR_TEXT => Self::ErrorText(reader.text(payload.len(), "ERROR_TEXT")?),
-            HELLO => Self::Hello(reader.be32("HELLO")?),
+            HELLO => Self::Hello {
+                version: reader.be32("HELLO")?,
+                id: match reader.remaining() {
+                    0 => None,
+                    _ => {
+                        let id = MigrationId(*reader.array("HELLO").map_err(short)?);
+                        let expected = reader.be32("HELLO").map_err(short)?;
+                        let got = crc32fast::hash(&payload[..HELLO_LEN - 4]);
+                        if expected != got {
+                            return Err(WireError::Checksum {
+                                what: "HELLO",
+                                expected,
+                                got,
+                            });
+                        }
+                        Some(id)
+                    }
+                },
+            },
             _ => return Err(unknown(kind)),
         };
         reader.finish("return path message")?;
@@ -194,7 +233,8 @@ fn check_length(kind: u16, length: usize) -> Result<(), WireError> {
         REQ_PAGES => ("length of REQ_PAGES", 12),
         RESUME_ACK => ("length of RESUME_ACK", 4),
         SWITCHOVER_ACK => ("length of SWITCHOVER_ACK", 0),
-        HELLO => ("length of HELLO", 4),
+        HELLO if length == HELLO_V1_LEN => return Ok(()),
+        HELLO => ("length of HELLO", HELLO_LEN),
         REQ_PAGES_ID | RECV_BITMAP => return Ok(()),
         ERROR_TEXT if length <= limits::ERROR_TEXT => return Ok(()),
         ERROR_TEXT => {

@@ -11,6 +11,7 @@ use hotlift_wire::multifd::{
     PacketWriter, ZeroPageDetection,
 };
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry, WireError, limits};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -137,7 +138,7 @@ proptest! {
             5 => ReturnMessage::ResumeAck(value),
             6 => ReturnMessage::SwitchoverAck,
             7 => ReturnMessage::ErrorText(&text),
-            _ => ReturnMessage::Hello(value),
+            _ => ReturnMessage::Hello { version: value, id: Some(MigrationId(start.to_be_bytes().repeat(2).try_into().unwrap())) },
         };
         let mut bytes = Vec::new();
         message.encode(&mut bytes).unwrap();

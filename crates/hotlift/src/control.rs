@@ -1,6 +1,7 @@
 //! Watching and steering a migration from outside: state, events, what may be changed while it runs,
 //! cancel, and the way every thread of it learns that it is over.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -102,6 +103,8 @@ struct Shared {
     /// The guest has been handed over.
     too_late: AtomicBool,
     watcher: Option<Watcher>,
+    /// Connections of strangers, by what was wrong with them.
+    turned_away: Mutex<BTreeMap<&'static str, u64>>,
     ran: Ran,
     /// Set by [`Control::proceed`].
     proceeds: Mutex<bool>,
@@ -185,6 +188,16 @@ impl Control {
 
     pub(crate) fn ran(&self) -> &Ran {
         &self.0.ran
+    }
+
+    /// Connections that were none of the migration's, by why they were dropped.
+    #[must_use]
+    pub fn turned_away(&self) -> BTreeMap<&'static str, u64> {
+        lock(&self.0.turned_away).clone()
+    }
+
+    pub(crate) fn turn_away(&self, why: &'static str) {
+        *lock(&self.0.turned_away).entry(why).or_default() += 1;
     }
 
     /// Asks the migration to end; the guest goes on where it is. Too late once the source has

@@ -236,6 +236,16 @@ impl MigrationError {
         }
     }
 
+    /// The destination is a Hotlift whose additions to QEMU's stream are of another version.
+    pub(crate) fn other_version(version: u32) -> Self {
+        Self::Mismatch {
+            what: "the version of Hotlift's protocol (use the same hotlift on both hosts)"
+                .to_owned(),
+            source_has: crate::hello::VERSION.to_string(),
+            destination_has: version.to_string(),
+        }
+    }
+
     /// The destination is a QEMU, and no QEMU has `method`.
     pub(crate) fn not_qemus(method: Method) -> Self {
         Self::Mismatch {

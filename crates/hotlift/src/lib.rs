@@ -15,26 +15,8 @@
 //!
 //! # Who has the guest
 //!
-//! At every moment exactly one side may run the guest, even if a socket is cut, a byte is flipped or
-//! a process is killed just then:
-//!
-//! ```text
-//! source                                destination
-//! stops the guest, sends the rest
-//! PING(crc of main)            ---->    loads everything
-//!                              <----    PONG: loaded
-//! commits: EOF on main, SYNC
-//! on every channel             ---->    the first of them makes it run the guest
-//!                              <----    SHUT(0) on every socket
-//! ends the guest here
-//! ```
-//!
-//! Before the commit any failure gives the guest back to the source, and the destination, which has
-//! not heard of a commit, never runs it. After the commit the source takes it back only if every
-//! connection was closed without SHUT(0), which a destination that runs it never does. That is what a
-//! killed destination looks like. It is also what a middlebox looks like that resets *all* connections
-//! between commit and answer, and the two cannot be told apart from here; connections that time out
-//! are told apart, and leave the source paused ([`MigrationError::InDoubt`]).
+//! At every moment exactly one side may run the guest, whatever fails just then: the state machine of
+//! `handover` decides it for every kind of migration, and draws how.
 
 #![forbid(unsafe_code)]
 
@@ -42,10 +24,12 @@ mod barrier;
 mod codec;
 pub mod control;
 pub mod destination;
+mod door;
 pub mod error;
 pub mod figures;
 mod flow;
 pub mod guest;
+mod handover;
 mod hello;
 pub mod options;
 mod pacing;

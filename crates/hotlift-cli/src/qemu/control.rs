@@ -24,7 +24,7 @@ use super::uuid::Uuid;
 use crate::advise::survey::Request;
 
 /// Version of these messages. Another version is refused: both commands come from one binary.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// Longest message, in bytes. The longest is a result with the CPU time of 255 channels.
 const MAX_MESSAGE: usize = 256 << 10;
@@ -73,6 +73,8 @@ pub enum Answer {
     Ready {
         /// On this port of the host that the conversation is with.
         port: u16,
+        /// What each connection there begins with.
+        token: Uuid,
         /// Version of the destination's QEMU.
         qemu: Version,
     },

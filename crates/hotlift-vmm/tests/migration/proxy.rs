@@ -12,6 +12,7 @@ use hotlift::Address;
 use hotlift_wire::main_channel::{Command, DeviceLengths, MainDecoder, MainEvent, Step};
 use hotlift_wire::multifd::{HEADER_LEN, INITIAL_PACKET_LEN};
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::{ANSWER_MAGIC, QUESTION_MAGIC};
 
 /// Which connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -202,11 +203,22 @@ impl Shared {
         let mut held: Vec<u8> = Vec::new();
         let mut buffer = vec![0; 64 << 10];
         let mut deaf = false;
+        // A question is none of the migration's connections, and has one unit.
+        let mut is_question = false;
         'reading: while let Ok(read @ 1..) = from.read(&mut buffer) {
             if deaf {
                 continue;
             }
             held.extend_from_slice(&buffer[..read]);
+            let asks = splitter.is_none() && held.starts_with(&QUESTION_MAGIC);
+            is_question |= asks || back && held.starts_with(&ANSWER_MAGIC);
+            if is_question {
+                if to.write_all(&held).is_err() {
+                    break;
+                }
+                held.clear();
+                continue;
+            }
             if splitter.is_none() {
                 let Some(magic) = held.first_chunk::<4>() else {
                     continue;
@@ -400,7 +412,7 @@ fn record_name(event: &MainEvent<'_>) -> String {
 
 fn answer_name(message: &ReturnMessage<'_>) -> &'static str {
     match message {
-        ReturnMessage::Hello(_) => "HELLO",
+        ReturnMessage::Hello { .. } => "HELLO",
         ReturnMessage::Pong(_) => "PONG",
         ReturnMessage::Shut(_) => "SHUT",
         ReturnMessage::ErrorText(_) => "ERROR_TEXT",

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::progress::Progress;
-use hotlift::{Address, Control, Listener, MigrationError, Options};
+use hotlift::{Address, Control, Listener, MigrationError, Options, Status};
 use hotlift_mem::Backing;
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::workload::Workload;
@@ -163,6 +163,10 @@ pub fn run(
         let here = scope.spawn(move || {
             let outcome =
                 hotlift::source::migrate(source, to, options[0], &controls[0], on_progress);
+            // A destination that has seen nothing of a migration goes on waiting for one.
+            if outcome.is_err() && controls[1].status() == Status::Setup {
+                controls[1].cancel();
+            }
             let _ = done.send(());
             outcome
         });

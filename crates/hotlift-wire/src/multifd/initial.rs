@@ -17,7 +17,7 @@ pub const INITIAL_PACKET_LEN: usize = 64;
 const HELLO: usize = 32;
 const HELLO_CRC: usize = 60;
 const HELLO_MAGIC: [u8; 4] = *b"HLFT";
-const HELLO_VERSION: u16 = 1;
+const HELLO_VERSION: u16 = 2;
 
 /// What a channel says before its first packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,38 +1,25 @@
-//! Accepts the connections of one migration and tells them apart by their first bytes.
+//! Accepts the connections of one migration and puts them into their places.
 //!
-//! A migration is one main channel and N multifd channels, in any order of arrival, and the first bytes
-//! of each say which it is, as QEMU 8.0 and later tell them apart. All that have not said so yet are
-//! watched at once: a source writes to main only after all its connections are made, and one that is
-//! silent must not keep the others waiting. A Hotlift adds its settings to the opening of each multifd
-//! channel; settings that differ are refused here, with both values.
+//! A migration is one main channel and N multifd channels, in any order of arrival. All that have not said yet
+//! what they are are watched at once: a source writes to main only after all its connections are made, and
+//! one that is silent must not keep the others waiting. A Hotlift adds its settings to the opening of each
+//! multifd channel; settings that differ are refused here, with both values.
 
-use std::io::{self, Read};
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_wire::multifd::{
-    Hello, INITIAL_PACKET_LEN, InitialPacket, MAGIC, Method, PacketLayout,
-};
-use rustix::event::{PollFd, PollFlags, Timespec};
+use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
+use rustix::event::PollFlags;
 
 use super::last_words;
 use crate::control::Control;
+use crate::door::{Arrival, Door, Kind};
 use crate::error::{Channel, MigrationError};
 use crate::options::{MAX_PACKET_SIZE, Options};
-use crate::transport::{Listener, Stream};
-
-/// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
-const MAIN_MAGIC: [u8; 4] = *b"QEVM";
+use crate::transport::Stream;
 
 /// How often a wait for connections looks whether it was called off.
-const TICK: Timespec = Timespec {
-    tv_sec: 0,
-    tv_nsec: 100_000_000,
-};
-
-/// Between two looks at a connection that has sent a part of its first bytes.
-const HALF_SAID: Duration = Duration::from_millis(5);
+const TICK: Duration = Duration::from_millis(100);
 
 /// The connections of one migration.
 pub(super) struct Accepted {
@@ -50,7 +37,7 @@ pub(super) struct Accepted {
 /// Waits for the first connection as long as it takes, and for the others as long as a handshake may
 /// take. A Hotlift is told why it is refused.
 pub(super) fn accept(
-    listener: &Listener,
+    door: &mut Door<'_>,
     uuid: [u8; 16],
     method: Method,
     options: &Options,
@@ -60,7 +47,7 @@ pub(super) fn accept(
         uuid,
         method,
         options,
-        unnamed: Vec::new(),
+        refused: None,
         main: None,
         multifd: (0..options.channels()).map(|_| None).collect(),
         is_hotlift: None,
@@ -68,7 +55,7 @@ pub(super) fn accept(
         since: None,
     };
     loop {
-        if let Err(error) = arriving.step(listener, control) {
+        if let Err(error) = arriving.step(door, control) {
             arriving.refuse(&error);
             return Err(error);
         }
@@ -84,8 +71,8 @@ struct Arriving<'a> {
     uuid: [u8; 16],
     method: Method,
     options: &'a Options,
-    /// Connections that have not said what they are.
-    unnamed: Vec<Stream>,
+    /// The connection that made this side refuse the source.
+    refused: Option<Stream>,
     main: Option<Stream>,
     multifd: Vec<Option<Stream>>,
     is_hotlift: Option<bool>,
@@ -94,20 +81,9 @@ struct Arriving<'a> {
     since: Option<Instant>,
 }
 
-/// What the first bytes of a connection say.
-enum Opening {
-    Main,
-    Multifd,
-    /// Not enough of them yet.
-    Partial,
-    /// It was closed without a word.
-    Closed,
-    Other([u8; 4]),
-}
-
 impl Arriving<'_> {
     /// Waits for something to happen, and takes it in.
-    fn step(&mut self, listener: &Listener, control: &Control) -> Result<(), MigrationError> {
+    fn step(&mut self, door: &mut Door<'_>, control: &Control) -> Result<(), MigrationError> {
         if control.is_cancelled() {
             return Err(MigrationError::Cancelled);
         }
@@ -115,83 +91,40 @@ impl Arriving<'_> {
         if waited.is_some_and(|waited| waited > self.options.handshake_timeout) {
             return Err(self.timed_out());
         }
-        let mut fds = vec![PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
-        fds.extend(self.unnamed.iter().map(|s| PollFd::new(s, PollFlags::IN)));
         // A channel that has said what it is waits for the others; only its end is of interest.
         let named = self.main.iter().chain(self.multifd.iter().flatten());
-        fds.extend(named.map(|s| PollFd::new(s, PollFlags::RDHUP)));
-        match rustix::event::poll(&mut fds, Some(&TICK)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(MigrationError::opening(errno.into())),
-        }
-        let happened: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        drop(fds);
-        let unnamed = self.unnamed.len();
-        if happened[1 + unnamed..].contains(&true) {
+        let watched: Vec<_> = named.map(|stream| (stream, PollFlags::RDHUP)).collect();
+        let (arrivals, ended) = door
+            .step(TICK, &watched, None)
+            .map_err(MigrationError::opening)?;
+        if ended && self.multifd.iter().all(Option::is_none) && self.options.multifd() {
+            control.turn_away("a main channel without a migration");
+            (self.main, self.since) = (None, None);
+        } else if ended {
             return Err(MigrationError::Closed {
                 channel: Channel::Main,
             });
         }
-        if happened[0]
-            && let Some(stream) = listener
-                .accept(Duration::ZERO)
-                .map_err(MigrationError::opening)?
-        {
-            self.since.get_or_insert_with(Instant::now);
-            self.unnamed.push(stream);
-        }
-        for index in (0..unnamed).rev().filter(|index| happened[1 + index]) {
-            self.name(index)?;
-        }
-        Ok(())
-    }
-
-    /// Looks at what an unnamed connection says, and puts it into its place.
-    fn name(&mut self, index: usize) -> Result<(), MigrationError> {
-        match look(&self.unnamed[index]).map_err(MigrationError::opening)? {
-            Opening::Partial => std::thread::sleep(HALF_SAID),
-            Opening::Closed => {
-                // Somebody looked whether the port is open.
-                self.unnamed.swap_remove(index);
-                if self.unnamed.is_empty() && self.main.is_none() && self.is_hotlift.is_none() {
-                    self.since = None;
-                }
-            }
-            Opening::Main if self.main.is_some() => {
-                return Err(MigrationError::opened_with(
-                    Channel::Main,
-                    "a second main channel",
-                ));
-            }
-            Opening::Main => self.main = Some(self.unnamed.swap_remove(index)),
-            Opening::Multifd => {
-                let stream = self.unnamed.swap_remove(index);
-                self.add_multifd(stream)?;
-            }
-            Opening::Other(magic) => {
-                return Err(MigrationError::opened_with(
-                    Channel::Main,
-                    &format!("a connection that begins with {magic:02x?}, no migration stream,"),
-                ));
+        for arrival in arrivals {
+            self.since.get_or_insert(arrival.since);
+            match arrival.kind {
+                Kind::Main if self.main.is_some() => control.turn_away("a second main channel"),
+                Kind::Main => self.main = Some(arrival.stream),
+                Kind::Channel(packet) => self.add_multifd(packet, arrival)?,
             }
         }
         Ok(())
     }
 
-    /// Takes in a multifd channel, whose whole opening has arrived.
-    fn add_multifd(&mut self, stream: Stream) -> Result<(), MigrationError> {
-        let mut bytes = [0; INITIAL_PACKET_LEN];
-        let mut reader = &stream;
-        reader
-            .read_exact(&mut bytes)
-            .map_err(MigrationError::opening)?;
-        let decoded = InitialPacket::decode(&bytes);
-        // Kept among the unnamed while it is checked, so that a refusal reaches it, too.
-        self.unnamed.push(stream);
-        let packet = decoded.map_err(|source| MigrationError::Wire {
-            channel: Channel::Multifd(bytes[24]),
-            source,
-        })?;
+    /// Takes in a multifd channel.
+    fn add_multifd(
+        &mut self,
+        packet: InitialPacket,
+        arrival: Arrival,
+    ) -> Result<(), MigrationError> {
+        arrival.take_opening().map_err(MigrationError::opening)?;
+        // Kept while it is checked, so that a refusal reaches it, too.
+        self.refused = Some(arrival.stream);
         let channel = Channel::Multifd(packet.id);
         let is_hotlift = packet.hello.is_some();
         if *self.is_hotlift.get_or_insert(is_hotlift) != is_hotlift {
@@ -233,7 +166,7 @@ impl Arriving<'_> {
                 "a second connection with this id",
             ));
         }
-        *place = self.unnamed.pop();
+        *place = self.refused.take();
         Ok(())
     }
 
@@ -261,7 +194,7 @@ impl Arriving<'_> {
             .main
             .iter()
             .chain(self.multifd.iter().flatten())
-            .chain(&self.unnamed)
+            .chain(&self.refused)
             .collect();
         if self.is_hotlift == Some(true) {
             last_words::give_up(&streams, &error.chain());
@@ -285,23 +218,6 @@ impl Arriving<'_> {
             waited: self.options.handshake_timeout,
         }
     }
-}
-
-/// Looks at the first bytes of a connection without waiting and without taking them.
-fn look(stream: &Stream) -> io::Result<Opening> {
-    let mut bytes = [0; INITIAL_PACKET_LEN];
-    let Some(seen) = stream.peek(&mut bytes)? else {
-        return Ok(Opening::Partial);
-    };
-    let magic = [bytes[0], bytes[1], bytes[2], bytes[3]];
-    Ok(match seen {
-        0 => Opening::Closed,
-        1..4 => Opening::Partial,
-        _ if magic == MAIN_MAGIC => Opening::Main,
-        _ if magic != MAGIC.to_be_bytes() => Opening::Other(magic),
-        INITIAL_PACKET_LEN.. => Opening::Multifd,
-        _ => Opening::Partial,
-    })
 }
 
 /// Compares what the wire cannot say later.

@@ -7,11 +7,11 @@
 use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_wire::multifd::{PacketHeader, PacketRules};
 
-use super::handover::Phase;
 use super::packets::PacketReader;
 use super::session::Session;
 use crate::codec::Decoder;
 use crate::error::{Channel, MigrationError};
+use crate::handover::DestinationSide;
 
 pub(super) struct ChannelReceiver<'a> {
     session: &'a Session<'a>,
@@ -79,16 +79,14 @@ impl<'a> ChannelReceiver<'a> {
             self.session.counters[usize::from(self.id)]
                 .add_pages(self.header.normal().len(), self.header.zero().len());
             if self.header.sync() {
-                match self.session.handover.phase() {
-                    Phase::Loading => {
-                        if !self.session.barrier.channel_arrives() {
-                            return Ok(());
-                        }
+                if self.session.taking.side() == DestinationSide::Loading {
+                    if !self.session.barrier.channel_arrives() {
+                        return Ok(());
                     }
-                    // No barrier is left after everything has arrived: the source lets go.
-                    Phase::Loaded | Phase::Taking | Phase::Taken | Phase::Refused => {
-                        self.session.take_over()?;
-                    }
+                } else {
+                    // No barrier is left after everything has arrived: the source has committed. What
+                    // it says behind that is for whoever waits until it knows the outcome.
+                    return self.session.take_over();
                 }
             }
         }
@@ -96,7 +94,7 @@ impl<'a> ChannelReceiver<'a> {
 
     /// The channel ends between packets.
     fn ended(&self) -> Result<(), MigrationError> {
-        if self.session.handover.phase() == Phase::Loading && self.session.is_hotlift() {
+        if self.session.taking.side() == DestinationSide::Loading && self.session.is_hotlift() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });

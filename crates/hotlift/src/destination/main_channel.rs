@@ -14,11 +14,11 @@ use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{RamBlockEntry, WireError, limits};
 
 use super::decompress_threads::{self, HandOver, failed};
-use super::handover::Phase;
 use super::session::Session;
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
 use crate::guest::DeviceState;
+use crate::handover::DestinationSide;
 use crate::hello;
 use crate::transport::wait_readable;
 
@@ -111,19 +111,22 @@ impl<'a> MainReceiver<'a> {
                 Ok(Next::Go) => {}
                 Ok(Next::Committed) => {
                     self.session.take_over()?;
-                    return if self.session.handover.wait_for_decision() {
+                    return if self.session.is_decided_to_run() {
                         Ok(())
                     } else {
                         Err(MigrationError::Cancelled)
                     };
                 }
                 Err(error) => {
-                    return match self.session.handover.phase() {
-                        Phase::Loading | Phase::Refused => Err(error),
+                    return match self.session.taking.side() {
+                        DestinationSide::Loading | DestinationSide::Never => Err(error),
                         // The word may come on another connection; this one brings none.
-                        Phase::Loaded | Phase::Taking | Phase::Taken => {
-                            self.session.handover.connection_ended();
-                            if self.session.handover.wait_for_decision() {
+                        DestinationSide::Loaded
+                        | DestinationSide::Taking
+                        | DestinationSide::Taken
+                        | DestinationSide::Unsure => {
+                            self.session.taking.connection_ended();
+                            if self.session.is_decided_to_run() {
                                 Ok(())
                             } else {
                                 Err(error)
@@ -133,6 +136,11 @@ impl<'a> MainReceiver<'a> {
                 }
             }
         }
+    }
+
+    /// What was read of the connection and not taken.
+    pub(super) fn read_ahead(&self) -> &[u8] {
+        &self.input.buffer[self.input.unread.clone()]
     }
 
     fn next_event(&mut self) -> Result<Next, MigrationError> {
@@ -175,14 +183,17 @@ impl Input<'_> {
         while self.unread.end < wanted {
             let session = self.session;
             let called_off = session.has_failed() || session.control.is_cancelled();
-            if called_off && session.handover.abandon() {
+            if called_off && session.taking.abandon() {
                 return Err(MigrationError::Cancelled);
             }
             let closed = MigrationError::Closed {
                 channel: Channel::Main,
             };
             // Another connection may have brought the source's word meanwhile.
-            if matches!(session.handover.phase(), Phase::Taking | Phase::Taken) {
+            if !matches!(
+                session.taking.side(),
+                DestinationSide::Loading | DestinationSide::Loaded
+            ) {
                 return Err(closed);
             }
             if !wait_readable(stream.as_fd(), TICK).map_err(broken)? {
@@ -254,7 +265,7 @@ impl State<'_> {
                 self.section = Some(kind);
                 self.flushed = false;
                 if kind == SectionKind::Full {
-                    let loading = self.session.handover.phase() == Phase::Loading;
+                    let loading = self.session.taking.side() == DestinationSide::Loading;
                     if !self.ram_complete || !loading {
                         return Err(protocol(
                             "a device before the end of RAM, or behind the last",
@@ -358,7 +369,10 @@ impl State<'_> {
     fn open(&mut self) -> Result<(), MigrationError> {
         self.opened = true;
         self.answer(&[
-            ReturnMessage::Hello(hello::VERSION),
+            ReturnMessage::Hello {
+                version: hello::VERSION,
+                id: Some(self.session.id),
+            },
             ReturnMessage::Pong(hello::OPENING_PING),
         ])
     }

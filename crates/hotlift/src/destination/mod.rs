@@ -5,7 +5,6 @@ mod accept;
 mod announce;
 mod channel;
 mod decompress_threads;
-mod handover;
 pub(crate) mod last_words;
 mod main_channel;
 mod packets;
@@ -17,12 +16,15 @@ use hotlift_mem::RamBlock;
 use hotlift_wire::multifd::Method;
 
 use crate::control::Control;
+use crate::door::Door;
 use crate::error::MigrationError;
 use crate::figures::{DestinationReport, SideFigures};
 use crate::guest::Guest;
+use crate::handover::{DestinationSide, attend, linger};
+use crate::hello;
 use crate::options::Options;
 use crate::threads::{OnPanic, run_as, spawn};
-use crate::transport::Listener;
+use crate::transport::{Listener, Stream};
 use channel::ChannelReceiver;
 use main_channel::MainReceiver;
 use session::Session;
@@ -31,7 +33,9 @@ use session::Session;
 const POPULATE_THREADS: usize = 8;
 
 /// Waits at `listener` for one migration into `guest`, which has not run, and returns when the guest
-/// runs here.
+/// runs here and its source knows it. A source that is not heard from any more is waited for as long as it
+/// may ask: `handshake_timeout` and [`Options::settle_timeout`]. The guest runs meanwhile; `control` says
+/// so at once.
 ///
 /// # Errors
 /// Any [`MigrationError`]. The guest then does not run here; its RAM and devices are to be thrown
@@ -91,10 +95,17 @@ fn run(
     control: &Control,
 ) -> Result<DestinationReport, MigrationError> {
     let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
-    let accepted = accept::accept(&listener, guest.uuid(), method, options, control)?;
-    // Nobody else is to come, and a socket's file should not outlive its use.
-    drop(listener);
-    let session = Session::new(guest, options, control.clone(), method, accepted);
+    let id = hello::new_id().map_err(MigrationError::opening)?;
+    let mut door = Door::new(
+        Some(&listener),
+        Vec::new(),
+        None,
+        options.handshake_timeout,
+        control,
+    );
+    let accepted = accept::accept(&mut door, guest.uuid(), method, options, control)?;
+    let session = Session::new(guest, options, control.clone(), method, id, accepted);
+    let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
     thread::scope(|scope| {
         let mut threads = Vec::new();
         for id in 0..options.channels() {
@@ -120,16 +131,23 @@ fn run(
                 }
             }));
         }
+        let attending = spawn(scope, "mig/dst/door".to_owned(), || {
+            attend(&mut door, &session.asked(), &stopped);
+            door
+        });
         let _ends = OnPanic(|| session.abort());
+        let mut receiver = MainReceiver::new(&session);
         let outcome = threads
             .into_iter()
             .collect::<Result<Vec<_>, _>>()
-            .and_then(|_| MainReceiver::new(&session).run());
+            .and_then(|_| receiver.run());
         if let Err(error) = outcome {
             session.fail(error);
         }
         session.decompress.end();
-        wind_up(&session);
+        drop(stop);
+        let door = attending.ok().and_then(|door| door.join().ok());
+        wind_up(&session, door, receiver.read_ahead());
         session.threads.book("mig/dst/main");
     });
     if let Some(error) = session.take_failure() {
@@ -150,13 +168,31 @@ fn run(
     })
 }
 
-/// Ends the connections, after the source has had the time to read why.
-fn wind_up(session: &Session<'_>) {
+/// Ends the connections, after the source has had the time to read why, and knows what became of the guest.
+fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
     let main = [&session.accepted.main];
     if let Some(reason) = session.failure_text()
         && session.is_hotlift()
+        && session.taking.side() == DestinationSide::Never
     {
         last_words::give_up(&main, &reason);
+    }
+    if let Some(mut door) = door
+        && session.is_hotlift()
+    {
+        let options = session.options;
+        let streams: Vec<_> = session.streams().collect();
+        // A source may commit as long as it waits for word that all is loaded, and asks from then on.
+        let patience = options.handshake_timeout + options.settle_timeout;
+        let asked = session.asked();
+        linger(
+            &mut door,
+            &asked,
+            &streams,
+            read_ahead,
+            patience,
+            &session.control,
+        );
     }
     last_words::close(&main);
     session.shut_down();

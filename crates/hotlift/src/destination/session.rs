@@ -11,17 +11,21 @@ use hotlift_methods::MemoryLimit;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::MigrationId;
 
 use super::accept::Accepted;
 use super::announce;
 use super::decompress_threads::DecompressThreads;
-use super::handover::{Handover, Phase};
 use crate::barrier::Barrier;
 use crate::control::{Control, MigrationEvent, Status};
+use crate::door::Asked;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
 use crate::guest::Guest;
+use crate::handover::{DestinationSide, Taking};
 use crate::options::Options;
+use crate::threads::OnPanic;
+use crate::transport::Stream;
 
 /// One incoming migration.
 pub(super) struct Session<'a> {
@@ -38,7 +42,9 @@ pub(super) struct Session<'a> {
     pub written: Vec<DirtyBitmap>,
     pub barrier: Barrier,
     pub counters: Vec<Counters>,
-    pub handover: Handover,
+    /// What this side calls the migration.
+    pub id: MigrationId,
+    pub taking: Taking,
     pub decompress: DecompressThreads,
     is_hotlift: AtomicBool,
     /// CPU time of the threads that have ended.
@@ -52,6 +58,7 @@ impl<'a> Session<'a> {
         options: &'a Options,
         control: Control,
         method: Method,
+        id: MigrationId,
         accepted: Accepted,
     ) -> Self {
         let channels = accepted.multifd.len();
@@ -80,11 +87,25 @@ impl<'a> Session<'a> {
             counters: Counters::of_side(channels),
             is_hotlift: AtomicBool::new(accepted.is_hotlift),
             accepted,
-            handover: Handover::new(channels + 1),
+            id,
+            taking: Taking::new(channels + 1),
             decompress: DecompressThreads::new(options),
             threads: ThreadTimes::default(),
             failure: Mutex::new(None),
         }
+    }
+
+    /// What questions are about.
+    pub(super) fn asked(&self) -> Asked<'_> {
+        Asked {
+            id: self.id,
+            taking: &self.taking,
+        }
+    }
+
+    /// All connections, the main channel first.
+    pub(super) fn streams(&self) -> impl Iterator<Item = &Stream> {
+        std::iter::once(&self.accepted.main).chain(&self.accepted.multifd)
     }
 
     fn lock_failure(&self) -> MutexGuard<'_, Option<MigrationError>> {
@@ -103,14 +124,14 @@ impl<'a> Session<'a> {
 
     /// Everything has arrived and was loaded: the source may now let go.
     pub(super) fn loaded(&self) {
-        self.handover.loaded();
+        self.taking.loaded();
     }
 
     /// The source has let go, says one of the connections; the first to say so makes the guest run.
     pub(super) fn take_over(&self) -> Result<(), MigrationError> {
-        if !self.handover.begin_taking() {
-            return match self.handover.phase() {
-                Phase::Loading => Err(MigrationError::Protocol {
+        if !self.taking.commit() {
+            return match self.taking.side() {
+                DestinationSide::Loading => Err(MigrationError::Protocol {
                     channel: Channel::Main,
                     got: "the end of the stream".to_owned(),
                     doing: "loading the guest",
@@ -118,9 +139,10 @@ impl<'a> Session<'a> {
                 _ => Ok(()),
             };
         }
+        let _unsure = OnPanic(|| self.taking.unsure());
         if let Err(error) = self.guest.resume() {
             self.fail(error.into());
-            self.handover.refused();
+            self.taking.refused();
             return Ok(());
         }
         self.control.tell(MigrationEvent::Resumed);
@@ -132,13 +154,19 @@ impl<'a> Session<'a> {
                 let _ = stream.write_all(&running);
             }
         }
-        self.handover.taken();
+        self.taking.taken();
         announce::start(self.guest, self.options);
         Ok(())
     }
 
+    /// Waits until the guest runs here, or cannot any more; true if it runs.
+    pub(super) fn is_decided_to_run(&self) -> bool {
+        let called_off = || self.control.is_cancelled() || self.has_failed();
+        self.taking.wait_for_decision(called_off)
+    }
+
     /// Multifd connections that take answers: those of a Hotlift. QEMU reads nothing there.
-    fn answer_sockets(&self) -> impl Iterator<Item = &crate::transport::Stream> {
+    fn answer_sockets(&self) -> impl Iterator<Item = &Stream> {
         let count = if self.is_hotlift() {
             self.accepted.multifd.len()
         } else {
@@ -178,7 +206,7 @@ impl<'a> Session<'a> {
 
     /// From the first connection until the guest ran here.
     pub(super) fn total(&self) -> Duration {
-        let end = self.handover.taken_at().unwrap_or_else(Instant::now);
+        let end = self.taking.taken_at().unwrap_or_else(Instant::now);
         end.saturating_duration_since(self.accepted.since)
     }
 
@@ -196,23 +224,23 @@ impl<'a> Session<'a> {
     /// long as another can bring the source's word.
     pub(super) fn channel_ended(&self, outcome: Result<(), MigrationError>) {
         if let Err(error) = outcome
-            && self.handover.phase() == Phase::Loading
+            && self.taking.side() == DestinationSide::Loading
         {
             self.fail(error);
         }
-        self.handover.connection_ended();
+        self.taking.connection_ended();
     }
 
     /// A thread has panicked: frees all others.
     pub(super) fn abort(&self) {
-        self.handover.abandon();
+        self.taking.abandon();
         self.fail(MigrationError::Cancelled);
         self.shut_down();
     }
 
     /// Closes every connection in both directions.
     pub(super) fn shut_down(&self) {
-        for stream in std::iter::once(&self.accepted.main).chain(&self.accepted.multifd) {
+        for stream in self.streams() {
             stream.shutdown(Shutdown::Both);
         }
     }

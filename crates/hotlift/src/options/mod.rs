@@ -103,6 +103,8 @@ pub struct Options {
     pub max_channels: u8,
     /// Most bytes that a source can make its receiver take, besides 1 MiB for each channel.
     pub memory_limit: u64,
+    /// How long a source asks what became of its guest before it is in doubt, 1 to 86,400 s.
+    pub settle_timeout: Duration,
     /// How long a started handshake or a silent peer is waited for.
     pub handshake_timeout: Duration,
 }
@@ -149,6 +151,7 @@ impl Default for Options {
             multifd_packet_size: 512 << 10,
             max_channels: 64,
             memory_limit: MEMORY_LIMIT,
+            settle_timeout: Duration::from_secs(60),
             handshake_timeout: Duration::from_secs(30),
         }
     }

@@ -498,4 +498,23 @@ pub static OPTIONS: &[OptionInfo] = &[
                packets under way and the threads' own are not in it",
         access: number!(memory_limit),
     },
+    OptionInfo {
+        name: "settle-timeout",
+        alias: None,
+        kind: Kind::Ours,
+        values: number(1, 86_400),
+        default: "60",
+        unit: "s",
+        live: false,
+        help: "How long a source whose connections are lost at the hand-over asks the destination what became of \
+               the guest",
+        access: Access {
+            store: |options, value| {
+                if let Value::Number(seconds) = value {
+                    options.settle_timeout = Duration::from_secs(seconds);
+                }
+            },
+            read: |options| Value::Number(options.settle_timeout.as_secs()),
+        },
+    },
 ];

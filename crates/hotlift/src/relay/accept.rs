@@ -1,27 +1,23 @@
-//! Accepts a source's connections and tells them apart by their first bytes.
+//! Accepts a source's connections and puts them into their places.
 //!
 //! A QEMU never says how many multifd channels it has. It does connect all of them before it writes
 //! its first mark on main (QEMU 9 and later before its first byte), so that once that mark was read,
 //! the channels are those that have connected. A relay says the number in each channel's opening.
 
-use std::io::Read;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use hotlift_wire::main_channel::FILE_HEADER;
-use hotlift_wire::multifd::{Hello, INITIAL_PACKET_LEN, InitialPacket, MAGIC};
-use rustix::event::{PollFd, PollFlags, Timespec};
+use hotlift_wire::multifd::{Hello, InitialPacket};
 
 use super::session::Call;
-use super::{Incoming, closed};
+use super::{Incoming, RelaySettings, closed};
+use crate::control::Control;
+use crate::door::{Arrival, Door, Kind};
 use crate::error::{Channel, MigrationError};
-use crate::transport::{Listener, Stream};
+use crate::transport::{Listener, Stream, wait_readable};
 
 /// How often a wait for connections looks whether it was called off.
 const TICK: Duration = Duration::from_millis(100);
-
-/// Between two looks at a connection that has sent a part of its first bytes.
-const HALF_SAID: Duration = Duration::from_millis(2);
 
 /// How long the last channel of a source may be behind its first mark on main, before which it was
 /// connected: on one host nothing but this process's own delay.
@@ -31,11 +27,17 @@ const SETTLE: Duration = Duration::from_millis(50);
 /// 200 ms at the earliest.
 const SETTLE_TCP: Duration = Duration::from_secs(1);
 
+/// How long a connection that has said nothing may turn out to be a channel of a source that does not say how
+/// many it has. The opening of a channel is sent as soon as it is made.
+const NEWCOMER: Duration = Duration::from_secs(2);
+
+/// Connections that are looked at for a late channel at most.
+const KNOCKS: usize = 256;
+
 /// Connections that have arrived.
 pub(super) struct Arrivals<'a> {
-    listener: Option<&'a Listener>,
-    /// Connections that have not said what they are.
-    unnamed: Vec<Stream>,
+    door: Door<'a>,
+    control: Control,
     main: Option<Stream>,
     /// Main has come; it may have been taken.
     main_came: bool,
@@ -55,20 +57,21 @@ pub(super) struct Channels {
 }
 
 impl<'a> Arrivals<'a> {
-    pub(super) fn new(incoming: Incoming<'a>, max_channels: u8) -> Self {
-        let (listener, unnamed) = match incoming {
+    pub(super) fn new(incoming: Incoming<'a>, settings: &RelaySettings, control: &Control) -> Self {
+        let (listener, made) = match incoming {
             Incoming::Listener(listener) => (Some(listener), Vec::new()),
             Incoming::Connections(streams) => (None, streams),
             // Played by then: its connections are made.
             Incoming::File { .. } => (None, Vec::new()),
         };
+        let patience = settings.outgoing.handshake_timeout;
         Self {
-            listener,
-            unnamed,
+            door: Door::new(listener, made, settings.incoming_token, patience, control),
+            control: control.clone(),
             main: None,
             main_came: false,
             multifd: Vec::new(),
-            max_channels,
+            max_channels: settings.outgoing.max_channels,
             since: Instant::now(),
         }
     }
@@ -85,11 +88,11 @@ impl<'a> Arrivals<'a> {
                 return Ok(main);
             }
             self.step(TICK, call)?;
-            if self.unnamed.is_empty() && self.main.is_none() && self.listener.is_none() {
+            if self.main.is_none() && self.door.is_empty() && self.door.listener().is_none() {
                 return Err(closed());
             }
-            if self.unnamed.is_empty() && self.multifd.is_empty() && self.main.is_none() {
-                self.since = Instant::now();
+            if self.multifd.is_empty() && self.main.is_none() {
+                // Whoever is here only may be a source.
                 deadline = None;
                 continue;
             }
@@ -115,22 +118,27 @@ impl<'a> Arrivals<'a> {
         let deadline = Instant::now() + timeout;
         let mut quiet_since = Instant::now();
         loop {
-            let before = (self.unnamed.len(), self.multifd.len());
+            let before = self.multifd.len();
             self.step(SETTLE / 5, call)?;
-            if (self.unnamed.len(), self.multifd.len()) != before {
+            if self.multifd.len() != before {
                 quiet_since = Instant::now();
             }
-            let settle = match self.listener {
+            let listener = self.door.listener();
+            let settle = match listener {
                 None => Duration::ZERO,
-                Some(Listener::Unix(_)) => SETTLE,
-                Some(Listener::Tcp(_)) => SETTLE_TCP,
+                Some(listener) if listener.is_local() => SETTLE,
+                Some(_) => SETTLE_TCP,
             };
-            let settled = quiet_since.elapsed() >= settle;
-            if self.unnamed.is_empty() && self.is_complete(settled, expected) {
+            let newcomer = match listener {
+                None => !self.door.is_empty(),
+                Some(_) => self.door.has_newcomer(NEWCOMER),
+            };
+            let settled = quiet_since.elapsed() >= settle && !newcomer;
+            if self.is_complete(settled, expected) {
                 return self.take_channels(main);
             }
             let source_has_gone = settled && main.is_hung_up();
-            if self.unnamed.is_empty() && (source_has_gone || self.listener.is_none()) {
+            if !newcomer && (source_has_gone || listener.is_none()) {
                 return Err(closed());
             }
             if Instant::now() > deadline {
@@ -161,7 +169,7 @@ impl<'a> Arrivals<'a> {
 
     fn take_channels(&mut self, main: &Stream) -> Result<Option<Channels>, MigrationError> {
         let mut arrived = std::mem::take(&mut self.multifd);
-        if self.listener.is_some() {
+        if self.door.listener().is_some() {
             drop_stale(&mut arrived, main)?;
         }
         arrived.sort_by_key(|(packet, _)| packet.id);
@@ -187,120 +195,53 @@ impl<'a> Arrivals<'a> {
     /// Waits for up to `wait` for something to happen, and takes it in.
     fn step(&mut self, wait: Duration, call: &Call<'_>) -> Result<(), MigrationError> {
         call.check()?;
-        let mut fds: Vec<_> = self
-            .unnamed
-            .iter()
-            .map(|stream| PollFd::new(stream, PollFlags::IN))
-            .collect();
-        if let Some(listener) = self.listener {
-            fds.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
-        }
-        let wait = Timespec {
-            tv_sec: 0,
-            tv_nsec: wait.subsec_nanos().into(),
-        };
-        match rustix::event::poll(&mut fds, Some(&wait)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(MigrationError::opening(errno.into())),
-        }
-        let happened: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        drop(fds);
-        let unnamed = self.unnamed.len();
-        for index in (0..unnamed).rev().filter(|index| happened[*index]) {
-            self.name(index)?;
-        }
-        if let Some(listener) = self.listener
-            && happened.last() == Some(&true)
-            && let Some(stream) = listener
-                .accept(Duration::ZERO)
-                .map_err(MigrationError::opening)?
-        {
-            self.unnamed.push(stream);
+        let (arrivals, _) = self
+            .door
+            .step(wait, &[], None)
+            .map_err(MigrationError::opening)?;
+        for arrival in arrivals {
+            match arrival.kind {
+                Kind::Main if self.main_came => {
+                    // One that has gone was left by a migration which failed before.
+                    self.control.turn_away("a second main channel");
+                }
+                Kind::Main => {
+                    self.main_came = true;
+                    self.since = arrival.since;
+                    self.main = Some(arrival.stream);
+                }
+                Kind::Channel(packet) => {
+                    arrival.take_opening().map_err(MigrationError::opening)?;
+                    self.check_number(&packet)?;
+                    self.multifd.push((packet, arrival.stream));
+                }
+            }
         }
         Ok(())
     }
 
-    /// Looks at what an unnamed connection says, and puts it into its place.
-    fn name(&mut self, index: usize) -> Result<(), MigrationError> {
-        let mut first = [0; INITIAL_PACKET_LEN];
-        // One that was reset has gone like one that was closed.
-        let seen = self.unnamed[index].peek(&mut first).unwrap_or(Some(0));
-        let magic = [first[0], first[1], first[2], first[3]];
-        let has_more = !self.unnamed[index].is_hung_up();
-        match seen {
-            Some(1..INITIAL_PACKET_LEN) if !has_more && !FILE_HEADER.starts_with(&magic) => {
-                drop(self.unnamed.swap_remove(index));
-            }
-            None | Some(1..4) => std::thread::sleep(HALF_SAID),
-            // Somebody looked whether the port is open.
-            Some(0) => drop(self.unnamed.swap_remove(index)),
-            Some(_) if FILE_HEADER.starts_with(&magic) => {
-                let stream = self.unnamed.swap_remove(index);
-                if !self.main_came {
-                    self.main_came = true;
-                    self.main = Some(stream);
-                } else if !stream.is_hung_up() {
-                    return Err(MigrationError::opened_with(
-                        Channel::Main,
-                        "a second main channel",
-                    ));
-                }
-            }
-            Some(_) if magic[..2] == [0x16, 0x03] => {
-                return Err(MigrationError::opened_with(
-                    Channel::Main,
-                    "a TLS handshake, which cannot be looked into (switch tls-creds off between \
-                     QEMU and the relay),",
-                ));
-            }
-            Some(_) if magic != MAGIC.to_be_bytes() => {
-                return Err(MigrationError::opened_with(
-                    Channel::Main,
-                    &format!("a connection that begins with {magic:02x?}, no migration stream,"),
-                ));
-            }
-            Some(INITIAL_PACKET_LEN..) => {
-                let stream = self.unnamed.swap_remove(index);
-                let mut bytes = [0; INITIAL_PACKET_LEN];
-                (&stream)
-                    .read_exact(&mut bytes)
-                    .map_err(MigrationError::opening)?;
-                let packet =
-                    InitialPacket::decode(&bytes).map_err(|source| MigrationError::Wire {
-                        channel: Channel::Multifd(bytes[24]),
-                        source,
-                    })?;
-                if packet.id == u8::MAX {
-                    return Err(MigrationError::opened_with(
-                        Channel::Multifd(packet.id),
-                        "a channel with this id",
-                    ));
-                }
-                // Ids count from 0, and a relay says how many there will be.
-                let said = packet.hello.map_or(0, |hello| hello.channels);
-                if packet.id >= self.max_channels || said > self.max_channels {
-                    return Err(MigrationError::opened_with(
-                        Channel::Multifd(packet.id),
-                        &format!(
-                            "more multifd channels than max-channels={} lets in (raise \
-                             --max-channels), ",
-                            self.max_channels
-                        ),
-                    ));
-                }
-                self.multifd.push((packet, stream));
-            }
-            Some(_) => std::thread::sleep(HALF_SAID),
+    /// Whether there may be as many channels as this one says.
+    fn check_number(&self, packet: &InitialPacket) -> Result<(), MigrationError> {
+        // Ids count from 0, and a relay says how many there will be.
+        let said = packet.hello.map_or(0, |hello| hello.channels);
+        if packet.id >= self.max_channels || said > self.max_channels {
+            return Err(MigrationError::opened_with(
+                Channel::Multifd(packet.id),
+                &format!(
+                    "more multifd channels than max-channels={} lets in (raise --max-channels), ",
+                    self.max_channels
+                ),
+            ));
         }
         Ok(())
     }
 
     /// A further connection whose first bytes are nobody's business, within [`TICK`].
     pub(super) fn another(&mut self) -> Result<Option<Stream>, MigrationError> {
-        if let Some(stream) = self.unnamed.pop() {
+        if let Some(stream) = self.door.take_any() {
             return Ok(Some(stream));
         }
-        match self.listener {
+        match self.door.listener() {
             Some(listener) => listener.accept(TICK).map_err(MigrationError::opening),
             None => {
                 std::thread::sleep(TICK);
@@ -309,19 +250,34 @@ impl<'a> Arrivals<'a> {
         }
     }
 
-    /// True if another multifd channel waits to be accepted: one whose connection was not there yet when
-    /// they were counted.
-    pub(super) fn late_channel(&self) -> bool {
-        let Some(listener) = self.listener else {
-            return false;
-        };
-        while let Ok(Some(stream)) = listener.accept(Duration::ZERO) {
-            let mut magic = [0; 4];
-            if matches!(stream.peek(&mut magic), Ok(Some(4))) && magic == MAGIC.to_be_bytes() {
+    /// True if another multifd channel of the VM waits to be accepted, behind the `count` that came: one
+    /// whose connection was not there yet when they were counted.
+    pub(super) fn late_channel(&mut self, uuid: Option<[u8; 16]>, count: usize) -> bool {
+        for _ in 0..KNOCKS {
+            let Ok((arrivals, _)) = self.door.step(Duration::ZERO, &[], None) else {
+                return false;
+            };
+            let is_late = |arrival: &Arrival| match arrival.kind {
+                Kind::Channel(packet) => {
+                    usize::from(packet.id) == count && uuid.is_none_or(|uuid| uuid == packet.uuid)
+                }
+                Kind::Main => false,
+            };
+            if arrivals.iter().any(is_late) {
                 return true;
+            }
+            self.door.keep(arrivals);
+            let waits = |listener: &Listener| wait_readable(listener.as_fd(), Duration::ZERO);
+            if !matches!(self.door.listener().map(waits), Some(Ok(true))) {
+                return false;
             }
         }
         false
+    }
+
+    /// The door, to be watched while the migration is under way.
+    pub(super) fn into_door(self) -> Door<'a> {
+        self.door
     }
 
     /// True if multifd channels have arrived.

@@ -6,6 +6,7 @@ use hotlift_wire::main_channel::{
     Command, Configuration, MainDecoder, MainEvent, SectionKind, Step,
 };
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{WireError, limits};
 
 use super::main_input::MainInput;
@@ -70,10 +71,12 @@ pub(super) fn other_devices(
     }))
 }
 
-/// Reads up to the last record of the START section of `ram`.
+/// Reads up to the last record of the START section of `ram`. A relay is told that the migration is called `id`
+/// here.
 pub(super) fn read_setup(
     input: &mut MainInput<'_>,
     decoder: &mut MainDecoder,
+    id: MigrationId,
     call: &Call<'_>,
 ) -> Result<Beginning, MigrationError> {
     let mut configuration = None;
@@ -125,7 +128,10 @@ pub(super) fn read_setup(
             {
                 relay = Some(ping == OPENING_MULTIFD);
                 answer = Some([
-                    ReturnMessage::Hello(hello::VERSION),
+                    ReturnMessage::Hello {
+                        version: hello::VERSION,
+                        id: Some(id),
+                    },
                     ReturnMessage::Pong(ping),
                 ]);
             }

@@ -1,5 +1,6 @@
 //! One migration through the relay, start to end: connections, threads, and how they end.
 
+use std::cell::RefCell;
 use std::sync::atomic::Ordering;
 use std::thread;
 
@@ -22,10 +23,14 @@ use super::watch::{EndsWatch, Watch};
 use super::{Hooks, Incoming, Outgoing, RelaySettings, pass_through};
 use crate::control::Control;
 use crate::destination::last_words;
+use crate::door::Door;
 use crate::error::MigrationError;
 use crate::figures::Counters;
-use crate::options::CHANNEL_MEMORY;
+use crate::handover::{Verdict, attend, linger};
+use crate::hello;
+use crate::options::{CHANNEL_MEMORY, Options};
 use crate::threads::{OnPanic, spawn};
+use crate::transport::Stream;
 
 /// One migration, start to end.
 pub(super) fn run(
@@ -38,14 +43,15 @@ pub(super) fn run(
     let timeout = settings.outgoing.handshake_timeout;
     let early = Call::early(control);
     let memory = settings.outgoing.memory(0);
-    let mut arrivals = Arrivals::new(incoming, settings.outgoing.max_channels);
+    let mut arrivals = Arrivals::new(incoming, settings, control);
+    let id = hello::new_id().map_err(MigrationError::opening)?;
     let main = arrivals.main(timeout, &early)?;
     let since = arrivals.since;
     // Booked again below, when the number of channels is known.
     let unbooked = Counters::default();
     let mut input = MainInput::new(&main, &unbooked, timeout, &memory);
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
-    let beginning = read_setup(&mut input, &mut decoder, &early)?;
+    let beginning = read_setup(&mut input, &mut decoder, id, &early)?;
     let pass_through = |arrivals, input: &MainInput<'_>, why| match outgoing {
         Outgoing::Address(address) => {
             pass_through::run(arrivals, input, address, settings, control, hooks, why)
@@ -123,6 +129,7 @@ pub(super) fn run(
         upstream.multifd.len(),
         received,
         since,
+        id,
     );
     let input = MainInput::attach(
         read_ahead,
@@ -130,8 +137,21 @@ pub(super) fn run(
         &session.received[upstream.multifd.len()],
     );
     let reader = MainReader::new(&session, &upstream, &setup, input, decoder);
-    let late_channel = || arrivals.late_channel();
-    carry(
+    let count = upstream.multifd.len();
+    // A relay says how many channels it has, and asks; a QEMU does neither.
+    let mut door = None;
+    let mut uncounted = None;
+    match upstream.is_relay {
+        true => door = Some(arrivals.into_door()),
+        false => uncounted = Some(arrivals),
+    }
+    let uncounted = RefCell::new(uncounted);
+    let late_channel = || {
+        let mut arrivals = uncounted.borrow_mut();
+        let arrivals = arrivals.as_mut();
+        arrivals.is_some_and(|arrivals| arrivals.late_channel(said, count))
+    };
+    let outcome = carry(
         &session,
         &upstream,
         &setup,
@@ -139,7 +159,10 @@ pub(super) fn run(
         reader,
         &opening,
         &late_channel,
-    )?;
+        door.as_mut(),
+    );
+    wind_up(&session, &upstream, door, &settings.outgoing);
+    outcome?;
     Ok(Carried {
         since,
         received_bytes: session.received().transferred_bytes,
@@ -162,10 +185,12 @@ fn carry(
     mut reader: MainReader<'_>,
     opening: &Opening,
     late_channel: &dyn Fn() -> bool,
+    door: Option<&mut Door<'_>>,
 ) -> Result<(), MigrationError> {
     let blocks = &setup.ram.blocks;
     let total_bytes = blocks.iter().map(|block| block.used_length).sum();
     let watch = Watch::default();
+    let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
     let aborting = &|| {
         session.fail(MigrationError::Cancelled);
         upstream.shut_down();
@@ -181,7 +206,7 @@ fn carry(
                     let ended = ChannelReceiver::new(session, blocks, stream, id, relay).run();
                     session.threads.book(&name);
                     if let Err(error) = ended
-                        && !session.is_released()
+                        && !session.is_committed()
                     {
                         session.fail(error);
                     }
@@ -203,11 +228,16 @@ fn carry(
                 let ended = session.sink.return_path(&|bytes| upstream.answer(bytes));
                 session.threads.book("relay/return");
                 if let Err(error) = ended
-                    && !session.is_released()
+                    && !session.is_committed()
                 {
                     session.fail(error);
                 }
             })?;
+            if let Some(door) = door {
+                spawn(scope, "relay/door".to_owned(), || {
+                    attend(door, &session.asked(), &stopped);
+                })?;
+            }
             spawn(scope, "relay/watch".to_owned(), || {
                 let _ends = OnPanic(aborting);
                 watch.run(session, upstream, total_bytes, hooks.on_progress);
@@ -215,44 +245,55 @@ fn carry(
             let _ends = OnPanic(aborting);
             reader.run(opening, hooks, late_channel)
         })();
+        drop(stop);
         if let Err(error) = outcome {
-            session.fail(error);
+            session.end(error);
         }
         session.flow.end();
         // Everything has been written, or nothing will be: nobody need wait for anybody.
         session.release_waiting();
-        wind_up(session, upstream);
+        if session.has_failed() {
+            session.explain(session.sink.last_words());
+        }
+        if let Some(reason) = session.failure_text()
+            && session.verdict() != Some(Verdict::Doubt)
+        {
+            let shut = ReturnMessage::Shut(1);
+            // A QEMU does not know the text.
+            upstream.answer(&if upstream.is_relay {
+                encode(&[ReturnMessage::ErrorText(&reason), shut])
+            } else {
+                encode(&[shut])
+            });
+        }
+        session.sink.close();
+        upstream.shut_channels();
+        if !upstream.is_relay {
+            upstream.close();
+        }
     });
     session.threads.book("relay/main");
+    let is_offered = session.is_offered();
     match session.take_failure() {
         None => Ok(()),
-        Some(error) if session.is_released() => Err(match error {
-            MigrationError::Destination { .. } => error,
-            _ => MigrationError::InDoubt,
-        }),
-        Some(error) if session.is_told() => Err(MigrationError::LetGo {
+        Some(error @ MigrationError::Destination { .. }) => Err(error),
+        Some(_) if session.is_committed() => Err(MigrationError::InDoubt),
+        Some(error) if is_offered && !upstream.is_relay => Err(MigrationError::LetGo {
             source: Box::new(error),
         }),
         Some(error) => Err(error),
     }
 }
 
-/// Tells both sides how it ended, and closes all connections.
-fn wind_up(session: &Session<'_>, upstream: &Upstream) {
-    if session.has_failed() {
-        session.explain(session.sink.last_words());
+/// Stays until a source that is a relay knows what became of the guest, and closes all connections.
+fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, options: &Options) {
+    if let Some(mut door) = door.filter(|door| door.listener().is_some()) {
+        // A source may commit as long as it waits for word that all is loaded, and asks from then on.
+        let patience = options.handshake_timeout + options.settle_timeout;
+        let asked = session.asked();
+        let main = [&upstream.main];
+        linger(&mut door, &asked, &main, &[], patience, &session.control);
     }
-    let in_doubt = session.is_released() && !session.was_refused();
-    if let Some(reason) = session.failure_text().filter(|_| !in_doubt) {
-        let shut = ReturnMessage::Shut(1);
-        // A QEMU does not know the text.
-        upstream.answer(&if upstream.is_relay {
-            encode(&[ReturnMessage::ErrorText(&reason), shut])
-        } else {
-            encode(&[shut])
-        });
-    }
-    session.sink.close();
     upstream.close();
 }
 

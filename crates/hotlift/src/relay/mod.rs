@@ -23,20 +23,11 @@
 //!
 //! A QEMU runs the guest when it has read EOF, and its source takes the guest back if it then hears
 //! nothing. A relay that was killed in between would make two of it. So the relay beside the source
-//! lets EOF wait:
+//! lets EOF wait until its QEMU has given the guest up; `handover` draws it.
 //!
-//! ```text
-//! source QEMU        relay                                  destination
-//! devices, EOF --->  holds EOF back, devices, PING    --->  loads all devices
-//!                                                     <---  PONG
-//!              <---  SHUT(0)
-//! lets go, closes -> EOF                              --->  runs the guest
-//!                                                     <---  SHUT(0)
-//! ```
-//!
-//! Before SHUT(0) every failure leaves the guest with the source, and the destination without EOF.
-//! Between SHUT(0) and EOF, some milliseconds, a killed relay leaves it paused at the source, whole, and
-//! nowhere twice.
+//! Before SHUT(0) to the source every failure leaves the guest with it, and the destination without EOF.
+//! Between SHUT(0) and EOF, some milliseconds, a killed relay leaves the guest paused at the source, whole,
+//! and nowhere twice.
 
 mod accept;
 mod batch;
@@ -180,6 +171,11 @@ pub struct RelaySettings {
     /// QEMU's property `multifd-flush-after-each-section` of the outgoing side. Not given: as the
     /// incoming side has it; if that has no multifd, on for machine types up to 8.0.
     pub flush_after_each_section: Option<bool>,
+    /// What each incoming connection must begin with: given to the one source that may connect, over a
+    /// conversation of its own. Not given: whoever speaks the format is taken in.
+    pub incoming_token: Option<[u8; 16]>,
+    /// What each outgoing connection begins with, as the destination has asked for.
+    pub outgoing_token: Option<[u8; 16]>,
 }
 
 impl Default for RelaySettings {
@@ -193,6 +189,8 @@ impl Default for RelaySettings {
             zero_pages: None,
             uuid: None,
             flush_after_each_section: None,
+            incoming_token: None,
+            outgoing_token: None,
         }
     }
 }
@@ -310,6 +308,14 @@ pub fn relay(
         }?;
         Ok(report(carried, control))
     })
+}
+
+/// A token that nobody can guess, for [`RelaySettings::incoming_token`].
+///
+/// # Errors
+/// The kernel gives no random bytes.
+pub fn new_token() -> std::io::Result<[u8; 16]> {
+    Ok(crate::hello::new_id()?.0)
 }
 
 /// Whether a relay can do what the options ask for.

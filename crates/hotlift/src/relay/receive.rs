@@ -83,7 +83,7 @@ impl<'a> ChannelReceiver<'a> {
         }
         // A relay closes its channels when everything is over: one that ends before was cut, and may
         // be quiet for long before anybody writes to it.
-        if self.rules.checksum_required && !self.session.is_released() {
+        if self.rules.checksum_required && !self.session.is_committed() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });

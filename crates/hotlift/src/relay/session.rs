@@ -2,12 +2,13 @@
 
 use std::io::Write;
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_methods::{Accelerator, MemoryLimit};
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::MigrationId;
 
 use super::Hooks;
 use super::batch::Batch;
@@ -15,9 +16,11 @@ use super::sink::Sink;
 use crate::barrier::Barrier;
 use crate::control::Control;
 use crate::destination::last_words;
+use crate::door::Asked;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadCpu, ThreadTimes};
 use crate::flow::Flow;
+use crate::handover::{SourceSide, Taking, Verdict, Word};
 use crate::transport::Stream;
 
 /// How long a source may leave answers unread before it is given up.
@@ -132,7 +135,7 @@ impl<'a> Call<'a> {
     /// [`MigrationError::Cancelled`] if the relay is cancelled, or has failed elsewhere.
     pub(super) fn check(&self) -> Result<(), MigrationError> {
         let failed = self.session.is_some_and(Session::has_failed);
-        let too_late = self.session.is_some_and(Session::is_told);
+        let too_late = self.session.is_some_and(Session::is_offered);
         if failed || (self.control.is_cancelled() && !too_late) {
             return Err(MigrationError::Cancelled);
         }
@@ -157,10 +160,12 @@ pub(super) struct Session<'a> {
     pub barriers: AtomicU64,
     pub threads: ThreadTimes,
     pub since: Instant,
-    /// The source was told that it may let go of the guest.
-    told: AtomicBool,
-    /// The guest may be the destination's.
-    released: AtomicBool,
+    /// What this side calls the migration.
+    pub id: MigrationId,
+    /// The hand-over from a source that is a relay.
+    pub taking: Taking,
+    /// The hand-over to the other side.
+    side: Mutex<SourceSide>,
     failure: Mutex<Option<MigrationError>>,
 }
 
@@ -173,6 +178,7 @@ impl<'a> Session<'a> {
         channels: usize,
         received: Vec<Counters>,
         since: Instant,
+        id: MigrationId,
     ) -> Self {
         Self {
             control,
@@ -187,8 +193,9 @@ impl<'a> Session<'a> {
             barriers: AtomicU64::new(0),
             threads: ThreadTimes::default(),
             since,
-            told: AtomicBool::new(false),
-            released: AtomicBool::new(false),
+            id,
+            taking: Taking::new(1),
+            side: Mutex::default(),
             failure: Mutex::new(None),
         }
     }
@@ -208,17 +215,30 @@ impl<'a> Session<'a> {
         self.lock_failure().is_some()
     }
 
-    /// Keeps `error` if it is the first that says something, and ends every thread's waiting.
+    /// Keeps `error` if it is the first, and ends every thread's waiting. After the commit it does nothing:
+    /// the other side may run the guest, and its stream is not to be touched.
     pub(super) fn fail(&self, error: MigrationError) {
         {
             let mut failure = self.lock_failure();
-            if failure.is_none() {
-                *failure = Some(error);
+            self.lock_side().fail();
+            if self.is_committed() {
+                return;
             }
+            failure.get_or_insert(error);
         }
+        self.taking.abandon();
         self.control.stop();
         self.release_waiting();
         self.sink.abort();
+    }
+
+    /// The main thread has ended with `error`, before the commit or behind it.
+    pub(super) fn end(&self, error: MigrationError) {
+        if self.is_committed() {
+            self.lock_failure().get_or_insert(error);
+        } else {
+            self.fail(error);
+        }
     }
 
     /// Ends every wait of the threads for each other: something failed, or everything is done.
@@ -227,20 +247,32 @@ impl<'a> Session<'a> {
         self.barrier.break_up();
     }
 
-    /// The source is told that all is loaded: it may let go, and a cancel comes too late.
-    pub(super) fn tell(&self) {
-        self.told.store(true, Ordering::Release);
-        self.control.set_too_late(true);
+    /// The source is about to be told that all is loaded: it may give the guest up, and a cancel comes too
+    /// late. False if the migration has failed.
+    pub(super) fn offer(&self) -> bool {
+        let may = self.lock_side().offer();
+        self.control.set_too_late(may);
+        may
+    }
+
+    /// The source has given the guest up.
+    pub(super) fn source_released(&self) {
+        self.lock_side().released();
     }
 
     /// The source has taken the guest back all the same.
     pub(super) fn source_kept_it(&self) {
-        self.told.store(false, Ordering::Release);
+        self.lock_side().taken_back();
         self.control.set_too_late(false);
     }
 
-    pub(super) fn is_told(&self) -> bool {
-        self.told.load(Ordering::Acquire)
+    /// Whether the source may have given the guest up.
+    pub(super) fn is_offered(&self) -> bool {
+        self.lock_side().is_offered()
+    }
+
+    fn lock_side(&self) -> MutexGuard<'_, SourceSide> {
+        self.side.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What ended the migration, as one line, if something has.
@@ -264,25 +296,46 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// The other side has said that it does not run the guest.
-    pub(super) fn was_refused(&self) -> bool {
-        matches!(
-            *self.lock_failure(),
-            Some(MigrationError::Destination { .. })
-        )
-    }
-
-    /// EOF goes out: from here on a failure does not say who has the guest, and no cancel is heard.
-    pub(super) fn release(&self, hooks: Hooks<'_>) {
-        self.tell();
+    /// The point of no return: EOF goes out next, if this is true. From here on nothing that fails decides
+    /// anything, and no cancel is heard.
+    pub(super) fn commit(&self, hooks: Hooks<'_>) -> bool {
+        let failure = self.lock_failure();
+        if failure.is_some() || !self.lock_side().commit() {
+            return false;
+        }
+        self.control.set_too_late(true);
+        drop(failure);
         if let Some(on_commit) = hooks.on_commit {
             on_commit();
         }
-        self.released.store(true, Ordering::Release);
+        true
     }
 
-    pub(super) fn is_released(&self) -> bool {
-        self.released.load(Ordering::Acquire)
+    /// What became of the guest, by the other side's word or for want of one.
+    pub(super) fn settle(&self, word: Option<Word>) {
+        let mut side = self.lock_side();
+        match word {
+            Some(word) => side.hear(word),
+            None => side.give_up(),
+        };
+    }
+
+    /// Whether EOF may have gone out, unless the other side has said that it never runs the guest.
+    pub(super) fn is_committed(&self) -> bool {
+        self.lock_side().is_committed()
+    }
+
+    /// How the hand-over has ended, if it has.
+    pub(super) fn verdict(&self) -> Option<Verdict> {
+        self.lock_side().verdict()
+    }
+
+    /// What questions are about.
+    pub(super) fn asked(&self) -> Asked<'_> {
+        Asked {
+            id: self.id,
+            taking: &self.taking,
+        }
     }
 
     pub(super) fn received(&self) -> Counts {

@@ -13,6 +13,7 @@
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, Configuration};
 
+use super::Taken;
 use super::batch::Batch;
 use crate::error::MigrationError;
 use crate::transport::Stream;
@@ -34,6 +35,9 @@ pub(crate) struct RamLayout {
     /// The RAM blocks, in the source's order.
     pub blocks: Vec<RamBlockEntry>,
 }
+
+/// See [`super::Hooks::has_taken`].
+pub(crate) type HasTaken<'a> = &'a (dyn Fn() -> Taken + Sync);
 
 /// An outgoing side.
 pub(crate) trait Sink: Sync {
@@ -81,8 +85,12 @@ pub(crate) trait Sink: Sync {
     fn await_loaded(&self) -> Result<(), MigrationError>;
 
     /// EOF and what follows it, at which the other side runs the guest (if it is to run); returns
-    /// when it says so.
-    fn commit(&self, end: &[u8]) -> Result<(), MigrationError>;
+    /// when it is known to. `has_taken` knows of a side that says nothing.
+    ///
+    /// # Errors
+    /// [`MigrationError::Destination`] if it never runs the guest, by its own word;
+    /// [`MigrationError::InDoubt`] if there is no word of it.
+    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<(), MigrationError>;
 
     /// Carries answers of the other side, with `forward` for those meant for the source, until the
     /// connection ends. Runs in a thread of its own; a side that gives no answers returns at once.

@@ -13,6 +13,8 @@ use super::session::{Session, Upstream, encode};
 use super::{CHECKSUM_FOLLOWS, Hooks, LOADED, LetGo, closed, wire};
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
+use crate::handover::Word;
+use crate::threads::OnPanic;
 
 /// A source that has said nothing for so long behind RAM has sent its last byte, though there is no VM
 /// description to show it (machines with `suppress-vmdesc`). A second was too short: QEMU flushes its
@@ -60,11 +62,28 @@ pub(super) fn of_qemu(
     if upstream.return_path && upstream.is_closed() {
         return Err(closed());
     }
-    session.tell();
+    if !session.offer() {
+        return Err(MigrationError::Cancelled);
+    }
     upstream.answer_surely(&encode(&[ReturnMessage::Shut(0)]))?;
     await_let_go(session, upstream, input, hooks)?;
-    session.release(hooks);
-    session.sink.commit(&tail[eof..])
+    session.source_released();
+    if !session.commit(hooks) {
+        return Err(MigrationError::Cancelled);
+    }
+    hand_over(session, &tail[eof..], hooks)
+}
+
+/// Sends EOF and what follows it, and waits until it is known what became of the guest.
+fn hand_over(session: &Session<'_>, end: &[u8], hooks: Hooks<'_>) -> Result<(), MigrationError> {
+    let outcome = session.sink.commit(end, hooks.has_taken);
+    session.settle(match &outcome {
+        Ok(()) => Some(Word::Runs),
+        // A file that is not whole runs no guest.
+        Err(MigrationError::Destination { .. } | MigrationError::File(_)) => Some(Word::Never),
+        Err(_) => None,
+    });
+    outcome
 }
 
 /// Reads until the stream's last byte has come: the bytes, and where EOF is in them.
@@ -216,6 +235,9 @@ pub(super) fn of_relay(
                     TailEvent::Ping(LOADED) => {
                         session.sink.await_loaded()?;
                         is_loaded = true;
+                        if !session.taking.loaded() {
+                            return Err(MigrationError::Cancelled);
+                        }
                         upstream.answer(&encode(&[ReturnMessage::Pong(LOADED)]));
                     }
                     TailEvent::Ping(value) => session.sink.command(Command::Ping(value))?,
@@ -251,8 +273,15 @@ fn end_of_relay(
     input: &mut MainInput<'_>,
     hooks: Hooks<'_>,
 ) -> Result<(), MigrationError> {
-    // From here on the guest may run nowhere else.
-    session.release(hooks);
+    // A source that was told meanwhile that the guest never runs here has it.
+    if !session.taking.commit() {
+        return Err(unexpected("EOF of a source that has kept the guest"));
+    }
+    let _unsure = OnPanic(|| session.taking.unsure());
+    if !session.commit(hooks) {
+        session.taking.refused();
+        return Err(MigrationError::Cancelled);
+    }
     // Nothing may fail any more: without memory for the description, what has come of it goes out.
     let description = session.memory.take(limits::VM_DESCRIPTION);
     let most = description.map_or(0, |()| limits::VM_DESCRIPTION);
@@ -275,9 +304,18 @@ fn end_of_relay(
             break;
         }
     }
-    session.sink.commit(&end)?;
-    upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
-    Ok(())
+    let outcome = hand_over(session, &end, hooks);
+    match &outcome {
+        Ok(()) => {
+            session.taking.taken();
+            upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
+        }
+        Err(MigrationError::Destination { .. } | MigrationError::File(_)) => {
+            session.taking.refused();
+        }
+        Err(_) => session.taking.unsure(),
+    }
+    outcome
 }
 
 fn too_much(source: OverMemoryLimit) -> MigrationError {

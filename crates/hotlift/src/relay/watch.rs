@@ -54,13 +54,13 @@ impl Watch {
         let mut told = Instant::now();
         let mut failed_at = None;
         while !self.rest() {
-            if session.control.is_cancelled() && !session.is_told() {
+            if session.control.is_cancelled() && !session.is_offered() {
                 session.fail(MigrationError::Cancelled);
             }
             // A QEMU that takes answers keeps its side open until it has had the last. (What plays a
             // file, and a relay, end theirs when all is written.)
             let stays = upstream.return_path && !upstream.is_relay;
-            if stays && !session.is_told() && upstream.is_closed() {
+            if stays && !session.is_offered() && upstream.is_closed() {
                 session.fail(closed());
             }
             if session.has_failed() {

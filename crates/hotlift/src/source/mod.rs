@@ -10,7 +10,7 @@
 //!
 //! Up to the commit every failure, and a cancel, ends with the guest running here again. At the
 //! commit the source knows that the destination has loaded everything; it says so on every socket,
-//! and from then on only the certainty that the destination does not run the guest brings it back.
+//! and from then on only the destination's word that it never runs the guest brings it back.
 
 mod auto_converge;
 mod channel;
@@ -38,6 +38,7 @@ use crate::control::{Control, MigrationEvent, Status};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{ByteFigures, Counts, JobFigures, Measured, SourceReport};
 use crate::guest::{Guest, GuestError};
+use crate::handover::{Word, ask, ask_once, say_heard};
 use crate::options::Options;
 use crate::progress::OnProgress;
 use crate::threads::{OnPanic, run_as, spawn};
@@ -58,8 +59,12 @@ const TICK: Duration = reporter::INTERVAL;
 /// How long a failed migration waits for the destination's reason.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// How long the destination may take to make the guest run once it was told to.
-const CONFIRMATION: Duration = Duration::from_secs(60);
+/// How long a destination that was told to run the guest may be silent before it is asked on a connection of
+/// its own. It has loaded everything by then: some milliseconds are usual.
+const ASK_AFTER: Duration = Duration::from_secs(5);
+
+/// How long a destination is told of a migration that ended before the commit: it may wait for a question.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Migrates `guest`, which runs, to the Hotlift or QEMU that listens at `to`, and returns when the guest runs
 /// there. The caller's thread waits; `control` cancels from any other.
@@ -162,6 +167,8 @@ fn run(
             xbzrle,
             round: 0,
             guest_was_stopped: false,
+            asked_whether_loaded: false,
+            to,
         };
         let outcome = started_all
             .map_err(Ended::Here)
@@ -231,6 +238,10 @@ struct Migration<'a> {
     xbzrle: Option<Xbzrle>,
     round: u64,
     guest_was_stopped: bool,
+    /// The destination may know that it has everything.
+    asked_whether_loaded: bool,
+    /// Where the destination listens.
+    to: &'a Address,
 }
 
 impl Migration<'_> {
@@ -410,11 +421,12 @@ impl Migration<'_> {
             return Err(MigrationError::Incomplete { pages: left }.into());
         }
         let devices = session.guest.save_devices()?;
+        self.asked_whether_loaded = true;
         self.main.send_devices(&devices)?;
         self.await_pongs("the destination's word that it has loaded the guest")
     }
 
-    /// Lets go of the guest and waits until it runs on the destination.
+    /// Hands the guest over and waits until it is known what became of it.
     fn hand_over(&mut self) -> Result<(), Ended> {
         if !self.session.commit() {
             self.check()?;
@@ -425,27 +437,47 @@ impl Migration<'_> {
         if self.main.peer_is_hotlift() {
             self.session.gate.start(Job::Sync);
         }
-        let deadline = Instant::now() + CONFIRMATION;
-        loop {
-            match self.next_answer(deadline) {
-                Some(Answer::Running) => return Ok(()),
-                // A Hotlift says that it runs the guest on every socket before it closes any. A QEMU
-                // says so on main alone, and without multifd there is no other: that one may have
-                // been cut.
-                Some(Answer::Gone)
-                    if self.main.peer_is_hotlift() && self.session.options.multifd() =>
-                {
-                    return Err(MigrationError::Closed {
-                        channel: Channel::Main,
-                    }
-                    .into());
-                }
-                Some(Answer::Gone | Answer::Lost) | None => {
-                    return Err(MigrationError::InDoubt.into());
-                }
-                Some(Answer::Hello | Answer::Pong(_)) => {}
+        let word = self.await_word();
+        self.session.settle(word);
+        if let (Some(_), Some(id)) = (word, self.session.id()) {
+            for stream in self.session.streams() {
+                say_heard(stream, id);
             }
         }
+        match word {
+            Some(Word::Runs) => Ok(()),
+            Some(Word::Never) => {
+                let reason = self.session.take_reason();
+                let reason = reason.unwrap_or_else(|| "it does not run the guest".to_owned());
+                Err(MigrationError::Destination { reason }.into())
+            }
+            None => Err(MigrationError::InDoubt.into()),
+        }
+    }
+
+    /// The destination's word, on a connection of the migration or as the answer to a question.
+    fn await_word(&mut self) -> Option<Word> {
+        let patience = self.session.options.settle_timeout;
+        let committed = Instant::now();
+        // A QEMU takes no questions.
+        let id = self.session.id();
+        let silence = id.map_or(patience, |_| patience.min(ASK_AFTER));
+        loop {
+            match self.next_answer(committed + silence) {
+                Some(Answer::Word(word)) => return Some(word),
+                Some(Answer::Hello | Answer::Pong(_)) => {}
+                Some(Answer::Gone) | None => break,
+            }
+        }
+        let answers = self.answers;
+        let mut other_word = || {
+            answers.try_iter().find_map(|answer| match answer {
+                Answer::Word(word) => Some(word),
+                _ => None,
+            })
+        };
+        let left = patience.saturating_sub(committed.elapsed());
+        ask(self.to, id?, left, &mut other_word)
     }
 
     /// Gives all channel threads a job and waits for them.
@@ -570,11 +602,17 @@ impl Migration<'_> {
             .answers
             .recv_timeout(deadline.saturating_duration_since(Instant::now()))
         {
-            if matches!(answer, Answer::Gone | Answer::Lost) {
+            if answer == Answer::Gone {
                 break;
             }
         }
         session.shut_down();
+        // It may have loaded everything, and wait for a source that may have committed.
+        if self.asked_whether_loaded
+            && let Some(id) = session.id()
+        {
+            ask_once(self.to, id, FAREWELL);
+        }
         restored?;
         Err(session.take_failure().unwrap_or(MigrationError::Cancelled))
     }

@@ -3,8 +3,7 @@
 //! It watches all connections, so that a destination that dies is noticed while nothing is being
 //! sent. Before the guest is handed over, any closed connection ends the migration. Afterwards the
 //! destination answers SHUT(0) on *every* socket once it runs the guest, and the source takes the
-//! first: one that is cut or garbled then does no harm. A Hotlift that runs the guest says so on all
-//! sockets before it closes any, so that all closed without a word means that it does not run there.
+//! first: one that is cut or garbled then does no harm. How a connection ended says nothing then.
 
 use std::io::ErrorKind;
 use std::sync::atomic::Ordering;
@@ -18,6 +17,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::session::Session;
 use crate::control::Status;
 use crate::error::{Channel, MigrationError, printable};
+use crate::handover::Word;
+use crate::hello;
 use crate::transport::Stream;
 
 /// How often a quiet destination is thought about.
@@ -33,12 +34,10 @@ pub(super) enum Answer {
     Hello,
     /// It has worked through the stream up to the PING with this value.
     Pong(u32),
-    /// It runs the guest.
-    Running,
-    /// Every connection is closed, and it never said that it runs the guest.
+    /// It has said what became of the guest.
+    Word(Word),
+    /// Every connection has ended, however it did.
     Gone,
-    /// Every connection is gone, one of them by time-out: nobody knows.
-    Lost,
 }
 
 /// One connection and the bytes of a message that is not complete.
@@ -47,6 +46,8 @@ struct Peer<'a> {
     stream: &'a Stream,
     pending: Vec<u8>,
     open: bool,
+    /// It has brought a reason why the destination gives up.
+    explained: bool,
 }
 
 /// Listens until every connection is closed; `answers` may be dropped by the other end at any time.
@@ -64,20 +65,16 @@ pub(super) fn listen(session: &Session<'_>, answers: &Sender<Answer>) {
             stream,
             pending: Vec::with_capacity(limits::RETURN_PATH_PAYLOAD),
             open: true,
+            explained: false,
         })
         .collect();
     let mut said = Said::default();
-    let mut lost = false;
     let mut watchdog = Watchdog::new(session);
     while peers.iter().any(|peer| peer.open) {
         for index in readable(&peers) {
             let peer = &mut peers[index];
             if let Err(error) = peer.read(session, answers, &mut said) {
                 peer.open = false;
-                // A closed socket is what a process leaves that ended; anything else says nothing
-                // about the process behind it.
-                let closed = [ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset];
-                lost |= !closed.contains(&error.kind());
                 session.fail(if error.kind() == ErrorKind::UnexpectedEof {
                     MigrationError::Closed {
                         channel: peer.channel,
@@ -93,7 +90,7 @@ pub(super) fn listen(session: &Session<'_>, answers: &Sender<Answer>) {
         }
         watchdog.look(session);
     }
-    let _ = answers.send(if lost { Answer::Lost } else { Answer::Gone });
+    let _ = answers.send(Answer::Gone);
 }
 
 /// Ends what no other thread can: a migration thread that is blocked in a write when the migration is
@@ -170,8 +167,12 @@ impl Peer<'_> {
         }
         self.pending.extend_from_slice(&buffer[..read]);
         loop {
-            let (answer, used) = match ReturnMessage::decode(&self.pending) {
-                Err(WireError::Truncated { .. }) => return Ok(()),
+            let pending = std::mem::take(&mut self.pending);
+            let (answer, used) = match ReturnMessage::decode(&pending) {
+                Err(WireError::Truncated { .. }) => {
+                    self.pending = pending;
+                    return Ok(());
+                }
                 Err(source) => {
                     // After the commit the other sockets still speak; before it, this is the end.
                     session.fail(MigrationError::Wire {
@@ -185,12 +186,13 @@ impl Peer<'_> {
             if let Some(answer) = answer {
                 let _ = answers.send(answer);
             }
+            self.pending = pending;
             self.pending.drain(..used);
         }
     }
 
     fn answer(
-        &self,
+        &mut self,
         session: &Session<'_>,
         message: ReturnMessage<'_>,
         said: &mut Said,
@@ -200,12 +202,28 @@ impl Peer<'_> {
                 said.pongs += 1;
                 Some(Answer::Pong(value))
             }
-            ReturnMessage::Hello(_) if said.hellos == 0 => {
+            ReturnMessage::Hello { version, id } if said.hellos == 0 => {
                 said.hellos += 1;
-                Some(Answer::Hello)
+                match id.filter(|_| version == hello::VERSION) {
+                    Some(id) => {
+                        session.set_id(id);
+                        Some(Answer::Hello)
+                    }
+                    None => {
+                        session.fail(MigrationError::other_version(version));
+                        None
+                    }
+                }
             }
-            ReturnMessage::Shut(0) if session.is_committed() => Some(Answer::Running),
+            // A refusal comes with its reason. One byte that changed on the way makes no word of the other.
+            ReturnMessage::Shut(0) if session.is_committed() && !self.explained => {
+                Some(Answer::Word(Word::Runs))
+            }
+            ReturnMessage::Shut(1..) if session.is_committed() && self.explained => {
+                Some(Answer::Word(Word::Never))
+            }
             ReturnMessage::ErrorText(text) => {
+                self.explained = true;
                 session.explain(printable(text));
                 None
             }

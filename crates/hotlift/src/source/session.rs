@@ -1,10 +1,11 @@
 //! What the threads of one outgoing migration share, and how any of them ends it.
 
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use hotlift_wire::multifd::Method;
+use hotlift_wire::settle::MigrationId;
 
 use super::compress_threads::CompressThreads;
 use super::gate::Gate;
@@ -14,6 +15,7 @@ use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::{ByteFigures, Counters, Counts, JobFigures, ThreadTimes};
 use crate::guest::Guest;
+use crate::handover::{SourceSide, Word};
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::transport::Stream;
@@ -53,7 +55,9 @@ pub(super) struct Session<'a> {
     failure: Mutex<Option<MigrationError>>,
     /// Why the destination gave up, in its words.
     reason: Mutex<Option<String>>,
-    committed: AtomicBool,
+    side: Mutex<SourceSide>,
+    /// What the destination calls this migration, once it has said so.
+    id: OnceLock<MigrationId>,
 }
 
 impl<'a> Session<'a> {
@@ -85,7 +89,8 @@ impl<'a> Session<'a> {
             threads: ThreadTimes::default(),
             failure: Mutex::new(None),
             reason: Mutex::new(None),
-            committed: AtomicBool::new(false),
+            side: Mutex::default(),
+            id: OnceLock::new(),
         }
     }
 
@@ -123,6 +128,7 @@ impl<'a> Session<'a> {
     /// does nothing: the sockets that are left may bring the destination's answer.
     pub(super) fn fail(&self, error: MigrationError) {
         let mut failure = self.lock_failure();
+        self.lock_side().fail();
         if !self.is_committed() {
             failure.get_or_insert(error);
             self.release_all();
@@ -181,11 +187,7 @@ impl<'a> Session<'a> {
     /// what its going away looked like from here. (After a time-out here it only says that it was
     /// left.)
     pub(super) fn take_failure(&self) -> Option<MigrationError> {
-        let reason = self
-            .reason
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let reason = self.take_reason();
         match (self.lock_failure().take()?, reason) {
             (MigrationError::Connection { .. } | MigrationError::Closed { .. }, Some(reason)) => {
                 Some(MigrationError::Destination { reason })
@@ -199,7 +201,7 @@ impl<'a> Session<'a> {
         self.lock_failure().is_some()
     }
 
-    fn lock_failure(&self) -> std::sync::MutexGuard<'_, Option<MigrationError>> {
+    fn lock_failure(&self) -> MutexGuard<'_, Option<MigrationError>> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -208,15 +210,43 @@ impl<'a> Session<'a> {
     /// once this is true.
     pub(super) fn commit(&self) -> bool {
         let failure = self.lock_failure();
-        let may = failure.is_none() && !self.control.is_stopped();
-        self.committed.store(may, Ordering::Release);
+        let may = failure.is_none() && !self.control.is_stopped() && self.lock_side().commit();
         self.control.set_too_late(may);
         may
     }
 
-    /// True after [`Session::commit`].
+    /// True after [`Session::commit`], unless the destination has said that it never runs the guest.
     pub(super) fn is_committed(&self) -> bool {
-        self.committed.load(Ordering::Acquire)
+        self.lock_side().is_committed()
+    }
+
+    /// What became of the guest, by the destination's word or for want of one.
+    pub(super) fn settle(&self, word: Option<Word>) {
+        let mut side = self.lock_side();
+        match word {
+            Some(word) => side.hear(word),
+            None => side.give_up(),
+        };
+    }
+
+    fn lock_side(&self) -> MutexGuard<'_, SourceSide> {
+        self.side.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The destination is a Hotlift that calls the migration so.
+    pub(super) fn set_id(&self, id: MigrationId) {
+        let _ = self.id.set(id);
+    }
+
+    /// What a destination that is a Hotlift calls the migration.
+    pub(super) fn id(&self) -> Option<MigrationId> {
+        self.id.get().copied()
+    }
+
+    /// What the destination has given for a reason.
+    pub(super) fn take_reason(&self) -> Option<String> {
+        let mut reason = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
+        reason.take()
     }
 
     /// Closes every connection in both directions.

@@ -7,10 +7,12 @@
 mod tcp;
 mod unix;
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -174,21 +176,31 @@ impl Address {
     pub fn listen(&self) -> Result<Listener, TransportError> {
         let listening = match self {
             Self::Tcp { host, port } => tcp::listen(host, *port),
-            Self::Unix { path } => unix::listen(path, None).map(Listener::Unix),
+            Self::Unix { path } => unix::listen(path, None).map(Bound::Unix),
         };
-        listening.map_err(|source| TransportError::Listen {
+        let bound = listening.map_err(|source| TransportError::Listen {
             uri: self.to_string(),
             source,
+        })?;
+        Ok(Listener {
+            bound,
+            returned: Mutex::default(),
         })
     }
 }
 
 /// A socket that accepts the connections of one migration.
 #[derive(Debug)]
-pub enum Listener {
-    /// On TCP.
+pub struct Listener {
+    bound: Bound,
+    /// Connections of the next migration that came while one was under way.
+    returned: Mutex<VecDeque<Stream>>,
+}
+
+#[derive(Debug)]
+enum Bound {
     Tcp(std::net::TcpListener),
-    /// On a UNIX socket, whose file goes when the listener does.
+    /// The socket's file goes when the listener does.
     Unix(UnixSocketFile),
 }
 
@@ -198,8 +210,8 @@ impl Listener {
     /// # Errors
     /// The system's reason.
     pub fn address(&self) -> io::Result<Address> {
-        Ok(match self {
-            Self::Tcp(listener) => {
+        Ok(match &self.bound {
+            Bound::Tcp(listener) => {
                 let local = listener.local_addr()?;
                 let ip = local.ip();
                 let host = if ip.is_unspecified() {
@@ -212,10 +224,29 @@ impl Listener {
                     port: local.port(),
                 }
             }
-            Self::Unix(file) => Address::Unix {
+            Bound::Unix(file) => Address::Unix {
                 path: file.path().to_owned(),
             },
         })
+    }
+
+    /// Whether it listens on this host only, where a handshake loses no segment.
+    pub(crate) fn is_local(&self) -> bool {
+        matches!(self.bound, Bound::Unix(_))
+    }
+
+    /// Keeps a connection that was accepted and not looked at for the next [`Listener::accept`].
+    pub(crate) fn put_back(&self, stream: Stream) {
+        self.returned().push_back(stream);
+    }
+
+    /// Whether [`Listener::accept`] has a connection that was put back.
+    pub(crate) fn has_returned(&self) -> bool {
+        !self.returned().is_empty()
+    }
+
+    fn returned(&self) -> MutexGuard<'_, VecDeque<Stream>> {
+        self.returned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Accepts a connection, or returns `None` if there was none within `timeout`.
@@ -223,25 +254,28 @@ impl Listener {
     /// # Errors
     /// The system's reason.
     pub fn accept(&self, timeout: Duration) -> io::Result<Option<Stream>> {
+        if let Some(stream) = self.returned().pop_front() {
+            return Ok(Some(stream));
+        }
         if !wait_readable(self.as_fd(), timeout)? {
             return Ok(None);
         }
-        Ok(Some(match self {
-            Self::Tcp(listener) => {
+        Ok(Some(match &self.bound {
+            Bound::Tcp(listener) => {
                 let (stream, _) = listener.accept()?;
                 tcp::prepare(&stream)?;
                 Stream::Tcp(stream)
             }
-            Self::Unix(file) => Stream::Unix(file.listener().accept()?.0),
+            Bound::Unix(file) => Stream::Unix(file.listener().accept()?.0),
         }))
     }
 }
 
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Tcp(listener) => listener.as_fd(),
-            Self::Unix(file) => file.listener().as_fd(),
+        match &self.bound {
+            Bound::Tcp(listener) => listener.as_fd(),
+            Bound::Unix(file) => file.listener().as_fd(),
         }
     }
 }
@@ -280,6 +314,14 @@ pub enum Stream {
 }
 
 impl Stream {
+    /// Two ends of a connection within this process.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub(crate) fn pair() -> io::Result<(Self, Self)> {
+        UnixStream::pair().map(|(one, other)| (Self::Unix(one), Self::Unix(other)))
+    }
+
     /// Ends one or both directions; threads blocked in them return.
     pub fn shutdown(&self, how: Shutdown) {
         // A socket that the peer has closed already answers ENOTCONN: it is as shut as asked for.
@@ -308,6 +350,18 @@ impl Stream {
             Self::Tcp(stream) => stream.set_write_timeout(Some(timeout)),
             Self::Unix(stream) => stream.set_write_timeout(Some(timeout)),
         }
+    }
+
+    /// Limits how long a read or a write may wait.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub(crate) fn set_timeouts(&self, timeout: Duration) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_read_timeout(Some(timeout)),
+            Self::Unix(stream) => stream.set_read_timeout(Some(timeout)),
+        }?;
+        self.set_write_timeout(timeout)
     }
 
     /// Reads what there is into `buffer`, waiting for at least a byte; 0 at end of stream.

@@ -10,7 +10,7 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 
-use super::{Address, Listener, Stream, Transport, wait_for};
+use super::{Address, Bound, Stream, Transport, wait_for};
 
 /// How often a connection that is being made looks whether it is still wanted.
 const TICK: Duration = Duration::from_millis(100);
@@ -125,7 +125,7 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-pub(super) fn listen(host: &str, port: u16) -> io::Result<Listener> {
+pub(super) fn listen(host: &str, port: u16) -> io::Result<Bound> {
     // An empty host is all addresses of both families, where the kernel has IPv6.
     let listener = if host.is_empty() {
         TcpListener::bind(("::", port)).or_else(|_| TcpListener::bind(("0.0.0.0", port)))?
@@ -133,5 +133,5 @@ pub(super) fn listen(host: &str, port: u16) -> io::Result<Listener> {
         let addresses: Vec<_> = (host, port).to_socket_addrs()?.collect();
         TcpListener::bind(addresses.as_slice())?
     };
-    Ok(Listener::Tcp(listener))
+    Ok(Bound::Tcp(listener))
 }

@@ -91,6 +91,23 @@ impl Relay {
         outcome.unwrap_or_else(|_| panic!("{what}: the relay hangs, or has panicked"))
     }
 
+    /// How it ended, or, if it turns somebody away and goes on waiting, what for; it is cancelled then.
+    pub fn ended_or_turned_away(self, what: &str) -> String {
+        let end = std::cell::RefCell::new(String::new());
+        until("neither an end nor a stranger", || {
+            let reasons: Vec<_> = self.control.turned_away().into_keys().collect();
+            if !reasons.is_empty() {
+                self.control.cancel();
+            }
+            self.outcome.try_recv().is_ok_and(|outcome| {
+                let line = outcome.expect_err(what).chain();
+                *end.borrow_mut() = format!("{line}; turned away: {}", reasons.join(", "));
+                true
+            })
+        });
+        end.into_inner()
+    }
+
     /// True if it has ended within `wait`.
     pub fn has_ended(&self, wait: Duration) -> Option<Result<RelayReport, MigrationError>> {
         self.outcome.recv_timeout(wait).ok()

@@ -1,5 +1,6 @@
 //! A wire between two relays that damages one byte.
 
+use hotlift_wire::settle::QUESTION_MAGIC;
 use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -101,8 +102,18 @@ fn carry(
     carried: &Mutex<Carried>,
 ) {
     let (mut held, mut buffer, mut at) = (Vec::new(), vec![0; 64 << 10], 0);
+    // A question is none of the migration's connections.
+    let mut is_question = false;
     while let Ok(read @ 1..) = from.read(&mut buffer) {
         held.extend_from_slice(&buffer[..read]);
+        is_question |= lane.is_none() && held.starts_with(&QUESTION_MAGIC);
+        if is_question {
+            if to.write_all(&held).is_err() {
+                break;
+            }
+            held.clear();
+            continue;
+        }
         lane = lane.or_else(|| match held.get(..4)? {
             b"QEVM" => Some(Lane::Main),
             _ => held.get(24).map(|id| Lane::Channel(*id)),

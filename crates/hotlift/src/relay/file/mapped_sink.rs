@@ -20,7 +20,7 @@ use crate::error::{Channel, MigrationError};
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::relay::batch::Batch;
-use crate::relay::sink::{Opening, RamLayout, Sink, WritePages};
+use crate::relay::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
 
 /// Space set aside for EOF and VM description, which are written after the source was told that its
 /// guest is safe.
@@ -210,7 +210,7 @@ impl Sink for MappedRamSink {
         Ok(self.file.sync()?)
     }
 
-    fn commit(&self, end: &[u8]) -> Result<(), MigrationError> {
+    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<(), MigrationError> {
         self.append(end)?;
         let length = self.position.load(Ordering::Relaxed);
         Ok(self.file.publish(length)?)
@@ -304,7 +304,7 @@ mod tests {
         sink.ram_end().unwrap();
         sink.await_loaded().unwrap();
         assert!(!path.exists(), "the file has its name before it is whole");
-        sink.commit(b"end").unwrap();
+        sink.commit(b"end", None).unwrap();
         let bytes = fs::read(&path).unwrap();
         assert!(bytes.ends_with(b"end"));
         let place = &sink.ram().blocks[0].place;

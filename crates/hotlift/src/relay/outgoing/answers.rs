@@ -4,11 +4,14 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{WireError, limits};
 
 use super::super::{LOADED, OPENING_MAIN, OPENING_MULTIFD};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
+use crate::handover::Word;
+use crate::hello;
 use crate::transport::Stream;
 
 /// How often a wait looks whether it was called off.
@@ -16,7 +19,10 @@ const TICK: Duration = Duration::from_millis(100);
 
 #[derive(Debug, Default)]
 struct Heard {
-    is_relay: bool,
+    /// What a relay calls the migration.
+    relay: Option<MigrationId>,
+    /// It is a Hotlift of another version.
+    other_version: Option<u32>,
     opened: bool,
     loaded: bool,
     shut: Option<u32>,
@@ -102,7 +108,10 @@ impl Answers {
 
     fn take(&self, message: ReturnMessage<'_>, bytes: &[u8], forward: &dyn Fn(&[u8])) {
         match message {
-            ReturnMessage::Hello(_) => self.note(|heard| heard.is_relay = true),
+            ReturnMessage::Hello { version, id } => self.note(|heard| match id {
+                Some(id) if version == hello::VERSION => heard.relay = Some(id),
+                _ => heard.other_version = Some(version),
+            }),
             ReturnMessage::Pong(OPENING_MULTIFD | OPENING_MAIN) => {
                 self.note(|heard| heard.opened = true);
             }
@@ -124,7 +133,11 @@ impl Answers {
         let doing = "the destination's answer to the opening (is its machine the source's, has it as \
                      many multifd channels, and the same method?)";
         self.wait(timeout, control, doing, |heard| heard.opened)?;
-        Ok(self.lock().is_relay)
+        let heard = self.lock();
+        match heard.other_version {
+            Some(version) => Err(MigrationError::other_version(version)),
+            None => Ok(heard.relay.is_some()),
+        }
     }
 
     /// Waits for word that all devices are loaded.
@@ -137,23 +150,31 @@ impl Answers {
         self.wait(timeout, control, doing, |heard| heard.loaded)
     }
 
-    /// Waits for word that the guest runs there. Nothing calls this wait off: the guest may run.
-    ///
-    /// # Errors
-    /// [`MigrationError::Destination`] if it says that it could not, [`MigrationError::InDoubt`] if it
-    /// says nothing.
-    pub(super) fn await_running(&self, timeout: Duration) -> Result<(), MigrationError> {
+    /// What a relay calls the migration.
+    pub(super) fn id(&self) -> Option<MigrationId> {
+        self.lock().relay
+    }
+
+    /// What it has said became of the guest.
+    pub(super) fn word(&self) -> Option<Word> {
+        self.lock().word()
+    }
+
+    /// Waits for its word on what became of the guest, as long as the connection may bring one. Nothing calls
+    /// this wait off: the guest may run.
+    pub(super) fn await_word(&self, patience: Duration) -> Option<Word> {
         let (heard, _) = self
             .changed
-            .wait_timeout_while(self.lock(), timeout, |heard| {
-                heard.shut.is_none() && !heard.ended && !heard.aborted
+            .wait_timeout_while(self.lock(), patience, |heard| {
+                heard.word().is_none() && !heard.ended && !heard.aborted
             })
             .unwrap_or_else(PoisonError::into_inner);
-        match heard.shut {
-            Some(0) => Ok(()),
-            Some(_) => Err(gave_up(&heard)),
-            None => Err(MigrationError::InDoubt),
-        }
+        heard.word()
+    }
+
+    /// Its refusal, in its words.
+    pub(super) fn refusal(&self) -> MigrationError {
+        gave_up(&self.lock())
     }
 
     fn wait(
@@ -213,6 +234,19 @@ impl Answers {
                 channel: Channel::Main,
             }),
             _ => Err(gave_up(&heard)),
+        }
+    }
+}
+
+impl Heard {
+    /// A relay's refusal comes with its reason: one byte that changed on the way makes no word of the other.
+    /// A QEMU has no reasons.
+    fn word(&self) -> Option<Word> {
+        let explained = self.reason.is_some();
+        match self.shut? {
+            0 if !explained => Some(Word::Runs),
+            1.. if explained || self.relay.is_none() => Some(Word::Never),
+            _ => None,
         }
     }
 }

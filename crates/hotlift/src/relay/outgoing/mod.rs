@@ -13,24 +13,29 @@ mod channel_out;
 mod lane;
 mod main_out;
 
+use std::io::Write;
 use std::net::Shutdown;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use hotlift_mem::sock::IoScratch;
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
+use hotlift_wire::settle;
 
 use super::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
 use super::page_set::PageSet;
-use super::sink::{ForwardPackets, Opening, RamLayout, Sink, WritePages};
-use super::{CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, Outgoing, RelaySettings};
+use super::sink::{ForwardPackets, HasTaken, Opening, RamLayout, Sink, WritePages};
+use super::{
+    CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, Outgoing, RelaySettings, Taken,
+};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts};
+use crate::handover::{Word, ask, ask_once, say_heard};
 use crate::pacing::Pacer;
 use crate::transport::Address;
 use answers::Answers;
@@ -38,8 +43,17 @@ use channel_out::{ChannelWriter, MainWriter, PacketForwarder, lock};
 use lane::Lane;
 use main_out::{MainLink, MainOut, Section, wire};
 
-/// How long a destination may take to load the devices, and to run the guest when it was told to.
+/// How long a destination may take to load the devices.
 const LOADING: Duration = Duration::from_secs(60);
+
+/// How long a side that was told to run the guest may be silent before it is asked otherwise.
+const ASK_AFTER: Duration = Duration::from_secs(5);
+
+/// Between two questions to whoever else knows of the guest.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// How long another relay is told of a migration that ended before EOF: it may wait for a question.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// How long the reason of the other side may be behind its going.
 const LAST_WORDS: Duration = Duration::from_millis(200);
@@ -66,6 +80,12 @@ pub(super) struct Seen {
 
 pub(super) struct StreamSink<'a> {
     settings: &'a RelaySettings,
+    /// Where the other side listens; `None` for a file.
+    to: Option<Address>,
+    /// The other side may know that it has loaded everything.
+    asked_whether_loaded: AtomicBool,
+    /// It has said what became of the guest.
+    is_settled: AtomicBool,
     control: Control,
     memory: MemoryLimit,
     seen: Seen,
@@ -126,7 +146,11 @@ pub(super) fn open<'a>(
             return Ok(Box::new(sink));
         }
     };
-    let sink = StreamSink::new(lanes, settings, seen, memory, control);
+    let address = match to {
+        Outgoing::Address(address) => Some((*address).clone()),
+        Outgoing::File { .. } => None,
+    };
+    let sink = StreamSink::new(lanes, address, settings, seen, memory, control);
     Ok(Box::new(sink))
 }
 
@@ -145,10 +169,18 @@ fn connect(
     control: &Control,
 ) -> Result<Lanes, MigrationError> {
     let options = &settings.outgoing;
-    let main = to.connect_for(control, options.handshake_timeout)?;
+    let connect = || {
+        let stream = to.connect_for(control, options.handshake_timeout)?;
+        if let Some(token) = settings.outgoing_token {
+            let shown = (&stream).write_all(&settle::token(token));
+            shown.map_err(MigrationError::opening)?;
+        }
+        Ok::<_, MigrationError>(stream)
+    };
+    let main = connect()?;
     let mut multifd = Vec::new();
     for id in 0..options.channels() {
-        let stream = to.connect_for(control, options.handshake_timeout)?;
+        let stream = connect()?;
         let lane = Lane::Socket(stream);
         open_channel(&lane, id, settings, opening)?;
         multifd.push(lane);
@@ -216,6 +248,7 @@ fn method_of(settings: &RelaySettings) -> Method {
 impl<'a> StreamSink<'a> {
     fn new(
         Lanes { main, multifd }: Lanes,
+        to: Option<Address>,
         settings: &'a RelaySettings,
         seen: Seen,
         memory: &MemoryLimit,
@@ -231,6 +264,9 @@ impl<'a> StreamSink<'a> {
         });
         Self {
             settings,
+            to,
+            asked_whether_loaded: AtomicBool::new(false),
+            is_settled: AtomicBool::new(false),
             control: control.clone(),
             memory: memory.clone(),
             seen,
@@ -247,6 +283,40 @@ impl<'a> StreamSink<'a> {
             other_side: OnceLock::new(),
             ram: OnceLock::new(),
         }
+    }
+
+    /// What the other side says became of the guest: on main, as the answer to a question, or by whoever else
+    /// knows.
+    fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<Word> {
+        let patience = self.settings.outgoing.settle_timeout;
+        let committed = Instant::now();
+        let id = self.answers.id();
+        let silence = if id.is_some() || has_taken.is_some() {
+            patience.min(ASK_AFTER)
+        } else {
+            patience
+        };
+        if let Some(word) = self.answers.await_word(silence) {
+            return Some(word);
+        }
+        let left = || patience.saturating_sub(committed.elapsed());
+        if let (Some(id), Some(to)) = (id, &self.to) {
+            return ask(to, id, left(), &mut || self.answers.word());
+        }
+        let has_taken = has_taken?;
+        while !left().is_zero() {
+            let taken = has_taken();
+            // What it said before it went comes first.
+            if let Some(word) = self.answers.await_word(LOOK) {
+                return Some(word);
+            }
+            match taken {
+                Taken::Yes => return Some(Word::Runs),
+                Taken::Never => return Some(Word::Never),
+                Taken::Unknown => std::thread::sleep(LOOK),
+            }
+        }
+        None
     }
 
     /// The file that everything goes into, if it does.
@@ -474,6 +544,7 @@ impl Sink for StreamSink<'_> {
             Command::Ping(crc).encode(&mut pings);
             main.raw(&pings)?;
         }
+        self.asked_whether_loaded.store(true, Ordering::Release);
         let mut ping = Vec::new();
         Command::Ping(LOADED).encode(&mut ping);
         main.raw(&ping)?;
@@ -483,13 +554,25 @@ impl Sink for StreamSink<'_> {
         }
     }
 
-    fn commit(&self, end: &[u8]) -> Result<(), MigrationError> {
+    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<(), MigrationError> {
         if let Some(file) = self.file() {
             file.append(0, true, &[end])?;
             return Ok(file.finish()?);
         }
-        self.lock_main().raw(end)?;
-        self.answers.await_running(LOADING)
+        // A connection that is lost now may have carried EOF.
+        let _ = self.lock_main().raw(end);
+        let word = self.await_word(has_taken);
+        if word.is_some()
+            && let (Some(id), Lane::Socket(main)) = (self.answers.id(), &self.link.lane)
+        {
+            self.is_settled.store(true, Ordering::Release);
+            say_heard(main, id);
+        }
+        match word {
+            Some(Word::Runs) => Ok(()),
+            Some(Word::Never) => Err(self.answers.refusal()),
+            None => Err(MigrationError::InDoubt),
+        }
     }
 
     fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
@@ -515,6 +598,12 @@ impl Sink for StreamSink<'_> {
     fn close(&self) {
         self.abort();
         self.link.lane.shut_down(Shutdown::Both);
+        if self.asked_whether_loaded.load(Ordering::Acquire)
+            && !self.is_settled.load(Ordering::Acquire)
+            && let (Some(id), Some(to)) = (self.answers.id(), &self.to)
+        {
+            ask_once(to, id, FAREWELL);
+        }
     }
 
     fn sent_bytes(&self) -> u64 {

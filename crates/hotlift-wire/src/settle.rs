@@ -1,0 +1,218 @@
+//! What two Hotlifts say on connections of their own, beside QEMU's stream: which migration a
+//! connection belongs to, and what became of its guest.
+//!
+//! ```text
+//! token     "HLTK"  token (16)                        opens a connection that a conversation announced
+//! question  "HLQU"  migration (16)  be32 CRC-32       source: what became of this migration's guest?
+//! answer    "HLAN"  migration (16)  outcome  be32 CRC-32
+//! heard     "HLOK"  migration (16)                    source: I know, ask me no more
+//! ```
+//!
+//! A question opens a connection of its own to the address that the migration was opened at. The answer
+//! carries a checksum, since it decides where the guest runs.
+
+use crate::{Reader, WireError};
+
+/// Names one migration; its destination draws it at random, and says it in HELLO.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct MigrationId(pub [u8; 16]);
+
+impl std::fmt::Display for MigrationId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// Begins a token.
+pub const TOKEN_MAGIC: [u8; 4] = *b"HLTK";
+/// Begins a question.
+pub const QUESTION_MAGIC: [u8; 4] = *b"HLQU";
+/// Begins an answer.
+pub const ANSWER_MAGIC: [u8; 4] = *b"HLAN";
+const HEARD_MAGIC: [u8; 4] = *b"HLOK";
+
+/// Bytes of a token with its magic.
+pub const TOKEN_LEN: usize = 20;
+/// Bytes of a question.
+pub const QUESTION_LEN: usize = 24;
+/// Bytes of an answer.
+pub const ANSWER_LEN: usize = 25;
+/// Bytes of the word that an answer was heard.
+pub const HEARD_LEN: usize = 20;
+
+/// What a destination says of a migration's guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Outcome {
+    /// It knows no such migration. That says nothing of the guest.
+    Unknown = 0,
+    /// The guest is here.
+    Runs = 1,
+    /// The guest does not run here and never will; this was made so before it was said.
+    Never = 2,
+    /// Not decided: ask again.
+    Undecided = 3,
+}
+
+/// The bytes that open a connection with a token.
+#[must_use]
+pub fn token(token: [u8; 16]) -> [u8; TOKEN_LEN] {
+    with_magic(TOKEN_MAGIC, token)
+}
+
+/// The token of a connection's first bytes; `None` if they are another's.
+#[must_use]
+pub fn read_token(bytes: &[u8; TOKEN_LEN]) -> Option<[u8; 16]> {
+    without_magic(TOKEN_MAGIC, bytes)
+}
+
+/// The word that the outcome of `id` was heard.
+#[must_use]
+pub fn heard(id: MigrationId) -> [u8; HEARD_LEN] {
+    with_magic(HEARD_MAGIC, id.0)
+}
+
+/// A question about `id`.
+#[must_use]
+pub fn question(id: MigrationId) -> [u8; QUESTION_LEN] {
+    let mut bytes = [0; QUESTION_LEN];
+    bytes[..HEARD_LEN].copy_from_slice(&with_magic(QUESTION_MAGIC, id.0));
+    seal(&mut bytes);
+    bytes
+}
+
+/// Reads a question.
+///
+/// # Errors
+/// Another magic, or a checksum that does not agree.
+pub fn read_question(bytes: &[u8; QUESTION_LEN]) -> Result<MigrationId, WireError> {
+    let mut reader = opened(bytes, QUESTION_MAGIC, "question about a migration")?;
+    Ok(MigrationId(*reader.array("question about a migration")?))
+}
+
+/// The answer that `outcome` is what became of `id`.
+#[must_use]
+pub fn answer(id: MigrationId, outcome: Outcome) -> [u8; ANSWER_LEN] {
+    let mut bytes = [0; ANSWER_LEN];
+    bytes[..HEARD_LEN].copy_from_slice(&with_magic(ANSWER_MAGIC, id.0));
+    bytes[HEARD_LEN] = outcome as u8;
+    seal(&mut bytes);
+    bytes
+}
+
+/// Reads an answer to a question about `id`.
+///
+/// # Errors
+/// An answer about another migration, an outcome that does not exist, or a checksum that does not agree.
+pub fn read_answer(bytes: &[u8; ANSWER_LEN], id: MigrationId) -> Result<Outcome, WireError> {
+    const WHAT: &str = "answer about a migration";
+    let mut reader = opened(bytes, ANSWER_MAGIC, WHAT)?;
+    if *reader.array(WHAT)? != id.0 {
+        return Err(WireError::OutOfOrder {
+            got: "an answer about another migration",
+            expected: WHAT,
+        });
+    }
+    let code = reader.u8(WHAT)?;
+    [
+        Outcome::Unknown,
+        Outcome::Runs,
+        Outcome::Never,
+        Outcome::Undecided,
+    ]
+    .into_iter()
+    .find(|outcome| *outcome as u8 == code)
+    .ok_or(WireError::Unknown {
+        what: WHAT,
+        got: code.into(),
+    })
+}
+
+fn with_magic(magic: [u8; 4], id: [u8; 16]) -> [u8; HEARD_LEN] {
+    let mut bytes = [0; HEARD_LEN];
+    bytes[..4].copy_from_slice(&magic);
+    bytes[4..].copy_from_slice(&id);
+    bytes
+}
+
+fn without_magic(magic: [u8; 4], bytes: &[u8; TOKEN_LEN]) -> Option<[u8; 16]> {
+    let rest = bytes.strip_prefix(&magic)?;
+    rest.try_into().ok()
+}
+
+/// Puts the CRC-32 of what comes before it at the end.
+fn seal(bytes: &mut [u8]) {
+    let end = bytes.len() - 4;
+    let crc = crc32fast::hash(&bytes[..end]);
+    bytes[end..].copy_from_slice(&crc.to_be_bytes());
+}
+
+/// A reader behind the magic of sealed bytes.
+fn opened<'a>(
+    bytes: &'a [u8],
+    magic: [u8; 4],
+    what: &'static str,
+) -> Result<Reader<'a>, WireError> {
+    let end = bytes.len() - 4;
+    let expected = Reader::new(&bytes[end..]).be32(what)?;
+    let got = crc32fast::hash(&bytes[..end]);
+    if expected != got {
+        return Err(WireError::Checksum {
+            what,
+            expected,
+            got,
+        });
+    }
+    let mut reader = Reader::new(&bytes[..end]);
+    let begins = reader.be32(what)?;
+    if begins != u32::from_be_bytes(magic) {
+        return Err(WireError::Mismatch {
+            what,
+            expected: u32::from_be_bytes(magic).into(),
+            got: begins.into(),
+        });
+    }
+    Ok(reader)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: MigrationId = MigrationId(*b"0123456789abcdef");
+
+    #[test]
+    fn questions_answers_and_tokens_are_read_as_they_were_written() {
+        assert_eq!(read_question(&question(ID)).unwrap(), ID);
+        for outcome in [
+            Outcome::Unknown,
+            Outcome::Runs,
+            Outcome::Never,
+            Outcome::Undecided,
+        ] {
+            assert_eq!(read_answer(&answer(ID, outcome), ID).unwrap(), outcome);
+        }
+        assert_eq!(read_token(&token(ID.0)), Some(ID.0));
+        assert_eq!(read_token(&heard(ID)), None);
+    }
+
+    #[test]
+    fn an_answer_with_any_bit_flipped_or_about_another_migration_is_no_answer() {
+        let answer = answer(ID, Outcome::Runs);
+        for bit in 0..8 * ANSWER_LEN {
+            let mut damaged = answer;
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert!(read_answer(&damaged, ID).is_err(), "bit {bit}");
+        }
+        assert!(read_answer(&answer, MigrationId::default()).is_err());
+    }
+
+    #[test]
+    fn a_question_with_any_bit_flipped_is_no_question() {
+        for bit in 0..8 * QUESTION_LEN {
+            let mut damaged = question(ID);
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert!(read_question(&damaged).is_err(), "bit {bit}");
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! The destination answers for a migration: while it is under way, and until its source knows the outcome.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use hotlift_wire::settle::{HEARD_LEN, heard};
+use rustix::event::PollFlags;
+
+use super::DestinationSide;
+use crate::control::Control;
+use crate::door::{Asked, Door};
+use crate::transport::{Stream, wait_readable};
+
+/// Between two looks at what nothing wakes this for.
+const TICK: Duration = Duration::from_millis(100);
+
+/// After an error of the listener (no file descriptors are left, for one), which goes on.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// Bytes read at once of what a source sends behind its commit.
+const READ: usize = 4 << 10;
+
+/// Answers questions and turns strangers away until the other end of `stop` is closed.
+pub(crate) fn attend(door: &mut Door<'_>, asked: &Asked<'_>, stop: &Stream) {
+    loop {
+        match door.step(TICK, &[(stop, PollFlags::IN)], Some(asked)) {
+            Ok((arrivals, stopped)) => {
+                door.keep(arrivals);
+                if stopped {
+                    return;
+                }
+            }
+            Err(_) if stop.is_hung_up() => return,
+            Err(_) => std::thread::sleep(RETRY),
+        }
+    }
+}
+
+/// A connection of the migration on which the source may say that it knows the outcome.
+struct Tail<'a> {
+    stream: &'a Stream,
+    /// The last bytes that came.
+    last: Vec<u8>,
+    open: bool,
+}
+
+/// Answers until the source has said, on one of `streams` or after a question, that it knows the outcome; until
+/// it cannot ask any more, which is after `patience`; or until a cancel of who has the guest: whoever has
+/// refused it still says so, since the source waits for that. `read_ahead` was read of the first stream
+/// before.
+pub(crate) fn linger(
+    door: &mut Door<'_>,
+    asked: &Asked<'_>,
+    streams: &[&Stream],
+    read_ahead: &[u8],
+    patience: Duration,
+    control: &Control,
+) {
+    let deadline = Instant::now() + patience;
+    let mut tails: Vec<_> = streams
+        .iter()
+        .map(|stream| Tail {
+            stream,
+            last: Vec::new(),
+            open: true,
+        })
+        .collect();
+    if let Some(first) = tails.first_mut() {
+        first.note(read_ahead, asked);
+    }
+    let called_off = || control.is_cancelled() && asked.taking.side() == DestinationSide::Taken;
+    while asked.taking.may_be_asked() && !called_off() && Instant::now() < deadline {
+        let open = tails.iter().filter(|tail| tail.open);
+        let watched: Vec<_> = open.map(|tail| (tail.stream, PollFlags::IN)).collect();
+        if watched.is_empty() && door.listener().is_none() {
+            return;
+        }
+        match door.step(TICK, &watched, Some(asked)) {
+            Ok((arrivals, on_streams)) => {
+                door.keep(arrivals);
+                if on_streams {
+                    tails.iter_mut().for_each(|tail| tail.read(asked));
+                }
+            }
+            Err(_) => std::thread::sleep(RETRY),
+        }
+    }
+}
+
+impl Tail<'_> {
+    /// Takes in what has come.
+    fn read(&mut self, asked: &Asked<'_>) {
+        let mut bytes = [0; READ];
+        while self.open && matches!(wait_readable(self.stream.as_fd(), Duration::ZERO), Ok(true)) {
+            match self.stream.read_some(&mut bytes) {
+                Ok(read @ 1..) => self.note(&bytes[..read], asked),
+                _ => self.open = false,
+            }
+        }
+    }
+
+    /// The word is the last that a source says; what comes before it is nobody's concern any more.
+    fn note(&mut self, bytes: &[u8], asked: &Asked<'_>) {
+        self.last.extend_from_slice(bytes);
+        let excess = self.last.len().saturating_sub(HEARD_LEN);
+        self.last.drain(..excess);
+        if self.last == heard(asked.id) {
+            asked.taking.note_heard();
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! The destination's side of the hand-over, and what a migration's threads share of it.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hotlift_wire::settle::Outcome;
+
+/// Between two looks of who waits for the decision at what nothing wakes it for.
+const TICK: Duration = Duration::from_millis(100);
+
+/// How far the destination's side has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) enum DestinationSide {
+    /// Pages and device state are arriving; the guest is the source's.
+    #[default]
+    Loading,
+    /// Everything is in place, and the source may know it: the source decides.
+    Loaded,
+    /// The source has committed; the guest is being made to run.
+    Taking,
+    /// It runs here.
+    Taken,
+    /// It does not run here, and never will.
+    Never,
+    /// Whoever was to make it run has ended without a word: it may run. Nothing is said of it.
+    Unsure,
+}
+
+impl DestinationSide {
+    /// Everything has arrived and was loaded. Called before the source is told.
+    pub(crate) fn loaded(&mut self) -> bool {
+        self.step(&[Self::Loading], Self::Loaded)
+    }
+
+    /// The source has committed; true for the one caller that is to make the guest run.
+    pub(crate) fn commit(&mut self) -> bool {
+        self.step(&[Self::Loaded], Self::Taking)
+    }
+
+    /// The guest runs.
+    pub(crate) fn taken(&mut self) -> bool {
+        self.step(&[Self::Taking, Self::Unsure], Self::Taken)
+    }
+
+    /// The guest could not be made to run, for good.
+    pub(crate) fn refused(&mut self) -> bool {
+        self.step(&[Self::Taking, Self::Unsure], Self::Never)
+    }
+
+    /// Whoever was to make the guest run panicked, or is not heard any more.
+    pub(crate) fn unsure(&mut self) -> bool {
+        self.step(&[Self::Taking], Self::Unsure)
+    }
+
+    /// A failure, a cancel or a panic: gives up, unless the source has committed already.
+    pub(crate) fn abandon(&mut self) -> bool {
+        self.step(&[Self::Loading, Self::Loaded], Self::Never)
+    }
+
+    /// The source asks what became of the guest. It asks only after it has committed, so that what did not
+    /// reach this side by now never will do any more: the answer is made true here.
+    pub(crate) fn ask(&mut self) -> Outcome {
+        self.abandon();
+        match self {
+            Self::Taken => Outcome::Runs,
+            Self::Never => Outcome::Never,
+            Self::Loading | Self::Loaded | Self::Taking | Self::Unsure => Outcome::Undecided,
+        }
+    }
+
+    fn step(&mut self, from: &[Self], to: Self) -> bool {
+        let may = from.contains(self);
+        if may {
+            *self = to;
+        }
+        may
+    }
+}
+
+/// The state, and who waits for it to be decided.
+#[derive(Debug)]
+pub(crate) struct Taking {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    side: DestinationSide,
+    /// Connections that can still bring the source's word.
+    open: usize,
+    /// The source was, or may have been, told that all is loaded: it may ask.
+    source_may_ask: bool,
+    /// The source has said that it knows the outcome.
+    heard: bool,
+    taken_at: Option<Instant>,
+}
+
+impl Taking {
+    /// Of a migration with so many connections.
+    pub(crate) fn new(connections: usize) -> Self {
+        Self {
+            state: Mutex::new(State {
+                side: DestinationSide::default(),
+                open: connections,
+                source_may_ask: false,
+                heard: false,
+                taken_at: None,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does a step of the machine, and wakes whoever waits.
+    fn step<T>(&self, step: impl FnOnce(&mut DestinationSide) -> T) -> T {
+        let mut state = self.lock();
+        let outcome = step(&mut state.side);
+        if state.side == DestinationSide::Taken {
+            state.taken_at.get_or_insert_with(Instant::now);
+        }
+        self.changed.notify_all();
+        outcome
+    }
+
+    pub(crate) fn side(&self) -> DestinationSide {
+        self.lock().side
+    }
+
+    /// When the guest ran here.
+    pub(crate) fn taken_at(&self) -> Option<Instant> {
+        self.lock().taken_at
+    }
+
+    /// See [`DestinationSide::loaded`].
+    pub(crate) fn loaded(&self) -> bool {
+        self.lock().source_may_ask = true;
+        self.step(DestinationSide::loaded)
+    }
+
+    /// See [`DestinationSide::commit`].
+    pub(crate) fn commit(&self) -> bool {
+        self.step(DestinationSide::commit)
+    }
+
+    /// See [`DestinationSide::taken`].
+    pub(crate) fn taken(&self) {
+        self.step(DestinationSide::taken);
+    }
+
+    /// See [`DestinationSide::refused`].
+    pub(crate) fn refused(&self) {
+        self.step(DestinationSide::refused);
+    }
+
+    /// See [`DestinationSide::unsure`].
+    pub(crate) fn unsure(&self) {
+        self.step(DestinationSide::unsure);
+    }
+
+    /// See [`DestinationSide::abandon`].
+    pub(crate) fn abandon(&self) -> bool {
+        self.step(DestinationSide::abandon)
+    }
+
+    /// See [`DestinationSide::ask`].
+    pub(crate) fn ask(&self) -> Outcome {
+        self.step(DestinationSide::ask)
+    }
+
+    /// The source knows the outcome.
+    pub(crate) fn note_heard(&self) {
+        self.lock().heard = true;
+        self.changed.notify_all();
+    }
+
+    /// Whether a source may still ask: it may know that all is loaded, and has not said that it knows the
+    /// outcome.
+    pub(crate) fn may_be_asked(&self) -> bool {
+        let state = self.lock();
+        state.source_may_ask && !state.heard
+    }
+
+    /// A connection can bring no word any more.
+    pub(crate) fn connection_ended(&self) {
+        self.lock().open -= 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits until the guest runs here, or cannot any more; true if it runs. `called_off` ends the wait for a
+    /// source that has not committed, and none else.
+    pub(crate) fn wait_for_decision(&self, called_off: impl Fn() -> bool) -> bool {
+        let mut state = self.lock();
+        loop {
+            match state.side {
+                DestinationSide::Loaded if state.open == 0 || called_off() => {
+                    state.side.abandon();
+                }
+                DestinationSide::Loaded | DestinationSide::Taking => {
+                    (state, _) = self
+                        .changed
+                        .wait_timeout(state, TICK)
+                        .unwrap_or_else(PoisonError::into_inner);
+                }
+                DestinationSide::Loading
+                | DestinationSide::Taken
+                | DestinationSide::Never
+                | DestinationSide::Unsure => return state.side == DestinationSide::Taken,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_of_many_words_makes_the_guest_run_and_nobody_is_told_before_it_does() {
+        let taking = Taking::new(4);
+        assert!(!taking.commit(), "nothing is loaded");
+        assert!(taking.loaded());
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| taking.wait_for_decision(|| true));
+            // One that is called off at once, or this one: never both.
+            if !taking.commit() {
+                assert!(!waiting.join().unwrap());
+                assert_eq!(taking.ask(), Outcome::Never);
+                return;
+            }
+            assert!(!taking.commit());
+            assert!(!taking.abandon(), "the source has committed");
+            assert_eq!(taking.ask(), Outcome::Undecided);
+            (0..4).for_each(|_| taking.connection_ended());
+            assert_eq!(taking.side(), DestinationSide::Taking);
+            taking.taken();
+            assert!(waiting.join().unwrap());
+            assert!(taking.taken_at().is_some());
+        });
+    }
+
+    #[test]
+    fn without_a_connection_the_guest_never_runs_here() {
+        let taking = Taking::new(2);
+        assert!(taking.loaded());
+        taking.connection_ended();
+        taking.connection_ended();
+        assert!(!taking.wait_for_decision(|| false));
+        assert!(!taking.commit());
+    }
+
+    #[test]
+    fn a_cancel_ends_the_wait_for_a_source_that_says_nothing() {
+        let taking = Taking::new(2);
+        assert!(taking.loaded());
+        assert!(!taking.wait_for_decision(|| true));
+        assert_eq!(taking.ask(), Outcome::Never);
+    }
+
+    #[test]
+    fn a_question_before_the_commit_is_answered_never_and_makes_it_so() {
+        let taking = Taking::new(1);
+        assert!(taking.loaded());
+        assert_eq!(taking.ask(), Outcome::Never);
+        assert!(!taking.commit(), "it said that it never will");
+    }
+}

@@ -1,0 +1,46 @@
+//! Who has the guest: the one state machine of the hand-over, without I/O and without clocks.
+//!
+//! The source's side ([`SourceSide`]) is a guest's own migration or the relay beside the source's QEMU;
+//! the destination's side ([`DestinationSide`]) is a guest that arrives or the relay beside the
+//! destination's QEMU. Both are only told what happened, and say what may be done now.
+//!
+//! ```text
+//!  source's side                                              destination's side
+//!  KEEPS      stops the guest, sends the rest
+//!             PING                                     ---->  LOADING  loads everything
+//!                                                      <----  LOADED   PONG
+//!  (relay: OFFERED  SHUT(0) to its QEMU;  RELEASED  the QEMU has given the guest up)
+//!  COMMITTED  EOF on main, SYNC on every channel       ---->  TAKING   the first of them makes it run the guest
+//!                                                      <----  TAKEN    SHUT(0) on every socket
+//!  MOVED      "heard"                                  ---->
+//! ```
+//!
+//! Up to COMMITTED every failure leaves the guest with the source, and the destination, which has heard
+//! of no commit, never runs it. From COMMITTED on only a statement of the destination decides: SHUT(0), a
+//! refusal in words, or the answer to a question. A FIN, a reset and silence say nothing: proxies and
+//! kernels turn each into another. A source without a statement connects once more to where the
+//! destination listens and asks:
+//!
+//! ```text
+//!  COMMITTED  "what became of migration M?"            ---->  LOADING, LOADED: becomes NEVER first
+//!                                                      <----  TAKEN: "runs"; NEVER: "never"; TAKING: "ask again"
+//!  MOVED, or REFUSED: the guest goes on at the source
+//! ```
+//!
+//! It asks until `settle-timeout` is over, and only then is in DOUBT: the guest is kept, paused. The
+//! destination answers until it has read "heard", or until no source can ask any more.
+//!
+//! The tests explore every order of messages, losses, cuts, kills and cancels on exactly this code
+//! (`model`).
+
+mod ask;
+mod attend;
+mod destination;
+#[cfg(test)]
+mod model;
+mod source;
+
+pub(crate) use ask::{ask, ask_once, say_heard};
+pub(crate) use attend::{attend, linger};
+pub(crate) use destination::{DestinationSide, Taking};
+pub(crate) use source::{SourceSide, Verdict, Word};

@@ -1,0 +1,526 @@
+//! Explores every order in which messages, losses, cuts, kills, cancels and panics can meet a hand-over, on
+//! the machines that the product runs.
+//!
+//! A connection delivers in order until it is cut. From then on each side may see a FIN, a reset or nothing
+//! at all, whatever the other did: a proxy makes each of another. A question is a connection of its own; it may
+//! be lost, and so may its answer. Time-outs are steps that may come at any moment, but for the two that are
+//! bounded by each other: a destination answers for as long as a source may ask.
+
+use hotlift_wire::settle::Outcome;
+use stateright::{Checker, Model, Property};
+
+use super::{DestinationSide, SourceSide, Verdict, Word};
+
+/// Who gives the guest away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Role {
+    /// A guest's own migration.
+    Guest,
+    /// The relay beside a QEMU, which runs the guest until it is told that all is loaded.
+    Relay,
+}
+
+/// A way in which the code around the machines could be wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mutant {
+    None,
+    /// A reset is taken for the word that the guest does not run there.
+    ResetIsAStatement,
+    /// The destination stops listening as soon as it has said that the guest runs.
+    ClosesEarly,
+    /// The destination answers "never" without making it so.
+    AnswersWithoutRefusing,
+    /// A cancel after the commit brings the guest back.
+    CancelIsNeverTooLate,
+    /// A destination that lost its connections runs what it has.
+    SilenceIsACommit,
+    /// Ctrl-C at the destination ends the guest after EOF.
+    CancelEndsTheGuest,
+}
+
+struct HandOver {
+    source: Role,
+    /// Whether the destination is a relay, whose QEMU needs a step of its own until it runs.
+    destination: Role,
+    mutant: Mutant,
+    /// Processes may be killed.
+    kills: bool,
+}
+
+/// What can be on its way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Message {
+    AskLoaded,
+    Pong,
+    Commit,
+    Runs,
+    Refused,
+    Question,
+    Answer(u8),
+    Heard,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct State {
+    source: SourceSide,
+    taking: DestinationSide,
+    /// The QEMU of a source that is a relay has given the guest up.
+    released: bool,
+    /// The guest runs at the source, or would if it were not stopped for the hand-over.
+    runs_here: bool,
+    runs_there: bool,
+    source_alive: bool,
+    destination_alive: bool,
+    /// The stream's connection is cut; the source, the destination has seen it.
+    cut: bool,
+    source_saw: bool,
+    destination_saw: bool,
+    /// The destination still listens.
+    listens: bool,
+    asked_loaded: bool,
+    heard: bool,
+    /// It was not known for a time what became of the guest there.
+    was_unsure: bool,
+    to_destination: Vec<Message>,
+    to_source: Vec<Message>,
+    /// One question at a time.
+    question: Option<Message>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Step {
+    SendAskLoaded,
+    DeliverToDestination,
+    DeliverToSource,
+    QemuReleases,
+    QemuTakesBack,
+    SourceCommits,
+    GuestRuns,
+    GuestCannotRun,
+    RunnerPanics,
+    Cut,
+    SourceSeesCut,
+    DestinationSeesCut,
+    SourceFails,
+    DestinationFails,
+    Ask,
+    LoseQuestion,
+    DeliverQuestion,
+    DeliverAnswer,
+    DeliverHeard,
+    SourceGivesUp,
+    DestinationStopsListening,
+    KillSource,
+    KillDestination,
+}
+
+const ANSWERS: [Outcome; 4] = [
+    Outcome::Unknown,
+    Outcome::Runs,
+    Outcome::Never,
+    Outcome::Undecided,
+];
+
+impl State {
+    /// What the source does when its machine has ended.
+    fn source_ended(&mut self) {
+        match self.source.verdict() {
+            // The command, or the operator by its advice, lets a paused QEMU go on.
+            Some(Verdict::Kept | Verdict::Refused) => self.runs_here = true,
+            Some(Verdict::Moved | Verdict::Doubt) | None => {}
+        }
+    }
+
+    fn source_fails(&mut self, mutant: Mutant) {
+        if mutant == Mutant::CancelIsNeverTooLate && self.source == SourceSide::Committed {
+            self.source = SourceSide::Ended(Verdict::Kept);
+        }
+        self.source.fail();
+        self.source_ended();
+    }
+
+    fn source_hears(&mut self, word: Word) {
+        if self.source.hear(word) {
+            self.source_ended();
+            if self.cut {
+                return;
+            }
+            self.to_destination.push(Message::Heard);
+        }
+    }
+
+    fn send_to_source(&mut self, message: Message) {
+        if !self.cut {
+            self.to_source.push(message);
+        }
+    }
+}
+
+impl Model for HandOver {
+    type State = State;
+    type Action = Step;
+
+    fn init_states(&self) -> Vec<State> {
+        vec![State {
+            source: SourceSide::default(),
+            taking: DestinationSide::default(),
+            released: false,
+            runs_here: true,
+            runs_there: false,
+            source_alive: true,
+            destination_alive: true,
+            cut: false,
+            source_saw: false,
+            destination_saw: false,
+            listens: true,
+            asked_loaded: false,
+            heard: false,
+            was_unsure: false,
+            to_destination: Vec::new(),
+            to_source: Vec::new(),
+            question: None,
+        }]
+    }
+
+    fn actions(&self, state: &State, actions: &mut Vec<Step>) {
+        actions.extend([
+            Step::SendAskLoaded,
+            Step::DeliverToDestination,
+            Step::DeliverToSource,
+            Step::QemuReleases,
+            Step::QemuTakesBack,
+            Step::SourceCommits,
+            Step::GuestRuns,
+            Step::GuestCannotRun,
+            Step::RunnerPanics,
+            Step::Cut,
+            Step::SourceSeesCut,
+            Step::DestinationSeesCut,
+            Step::SourceFails,
+            Step::DestinationFails,
+            Step::Ask,
+            Step::LoseQuestion,
+            Step::DeliverQuestion,
+            Step::DeliverAnswer,
+            Step::DeliverHeard,
+            Step::SourceGivesUp,
+            Step::DestinationStopsListening,
+        ]);
+        if self.kills {
+            actions.extend([Step::KillSource, Step::KillDestination]);
+        }
+        actions.retain(|step| self.next_state(state, *step).is_some());
+    }
+
+    fn next_state(&self, last: &State, step: Step) -> Option<State> {
+        let mut state = last.clone();
+        let (here, there) = (state.source_alive, state.destination_alive);
+        match step {
+            Step::SendAskLoaded if here && !state.asked_loaded && !state.cut => {
+                if state.source.verdict().is_some() {
+                    return None;
+                }
+                // The guest stands still from here on, until the machine says otherwise.
+                state.runs_here = false;
+                state.asked_loaded = true;
+                state.to_destination.push(Message::AskLoaded);
+            }
+            Step::DeliverToDestination if there && !state.cut => {
+                if state.to_destination.is_empty() {
+                    return None;
+                }
+                match state.to_destination.remove(0) {
+                    Message::AskLoaded => {
+                        if state.taking.loaded() {
+                            state.send_to_source(Message::Pong);
+                        }
+                    }
+                    Message::Commit => {
+                        state.taking.commit();
+                    }
+                    Message::Heard => state.heard = true,
+                    _ => {}
+                }
+            }
+            Step::DeliverToSource if here && !state.cut => {
+                if state.to_source.is_empty() {
+                    return None;
+                }
+                match state.to_source.remove(0) {
+                    Message::Pong => match self.source {
+                        Role::Guest => {
+                            if state.source.commit() {
+                                state.to_destination.push(Message::Commit);
+                            }
+                        }
+                        Role::Relay => {
+                            state.source.offer();
+                        }
+                    },
+                    Message::Runs => state.source_hears(Word::Runs),
+                    Message::Refused if state.source.is_committed() => {
+                        state.source_hears(Word::Never);
+                    }
+                    Message::Refused => state.source_fails(self.mutant),
+                    _ => {}
+                }
+            }
+            Step::QemuReleases if here && state.source == SourceSide::Offered => {
+                state.released = true;
+                state.source.released();
+            }
+            Step::QemuTakesBack if here && state.source == SourceSide::Offered => {
+                state.source.taken_back();
+                state.source_ended();
+            }
+            Step::SourceCommits if here && state.source == SourceSide::Released => {
+                state.source.commit();
+                // A connection that is lost by now may have carried it, or not.
+                if !state.cut {
+                    state.to_destination.push(Message::Commit);
+                }
+            }
+            Step::GuestRuns
+                if there
+                    && (state.taking == DestinationSide::Taking
+                        || (state.taking == DestinationSide::Unsure
+                            && self.destination == Role::Relay)) =>
+            {
+                state.taking.taken();
+                state.runs_there = true;
+                state.send_to_source(Message::Runs);
+                if self.mutant == Mutant::ClosesEarly {
+                    state.listens = false;
+                    state.cut = true;
+                }
+            }
+            Step::GuestCannotRun if there && state.taking == DestinationSide::Taking => {
+                state.taking.refused();
+                state.send_to_source(Message::Refused);
+            }
+            Step::RunnerPanics if there && state.taking == DestinationSide::Taking => {
+                state.taking.unsure();
+                state.was_unsure = true;
+            }
+            Step::Cut if !state.cut => {
+                state.cut = true;
+                state.to_destination.clear();
+                state.to_source.clear();
+            }
+            Step::SourceSeesCut if here && state.cut && !state.source_saw => {
+                state.source_saw = true;
+                if self.mutant == Mutant::ResetIsAStatement {
+                    state.source.hear(Word::Never);
+                    state.source_ended();
+                }
+                state.source_fails(Mutant::None);
+            }
+            Step::DestinationSeesCut if there && state.cut && !state.destination_saw => {
+                state.destination_saw = true;
+                if self.mutant == Mutant::SilenceIsACommit && state.taking.commit() {
+                    return Some(state);
+                }
+                state.taking.abandon();
+            }
+            Step::SourceFails if here && state.source.verdict().is_none() => {
+                let before = state.source;
+                state.source_fails(self.mutant);
+                if before == state.source {
+                    return None;
+                }
+            }
+            Step::DestinationFails if there => {
+                if self.mutant == Mutant::CancelEndsTheGuest
+                    && state.taking == DestinationSide::Taken
+                {
+                    state.runs_there = false;
+                    state.taking = DestinationSide::Never;
+                } else if !state.taking.abandon() {
+                    return None;
+                }
+                state.send_to_source(Message::Refused);
+            }
+            Step::Ask if here && state.source == SourceSide::Committed => {
+                if state.question.is_some() || !state.listens || !there {
+                    return None;
+                }
+                state.question = Some(Message::Question);
+            }
+            Step::LoseQuestion if state.question.is_some() => state.question = None,
+            Step::DeliverQuestion if there && state.question == Some(Message::Question) => {
+                if !state.listens {
+                    return None;
+                }
+                let outcome = if self.mutant == Mutant::AnswersWithoutRefusing
+                    && state.taking == DestinationSide::Loaded
+                {
+                    Outcome::Never
+                } else {
+                    state.taking.ask()
+                };
+                state.question = Some(Message::Answer(outcome as u8));
+            }
+            Step::DeliverAnswer if here => {
+                let Some(Message::Answer(code)) = state.question else {
+                    return None;
+                };
+                state.question = None;
+                let word = match ANSWERS[usize::from(code)] {
+                    Outcome::Runs => Word::Runs,
+                    Outcome::Never => Word::Never,
+                    Outcome::Unknown | Outcome::Undecided => return Some(state),
+                };
+                if state.source.hear(word) {
+                    state.source_ended();
+                    state.question = Some(Message::Heard);
+                }
+            }
+            Step::DeliverHeard if there && state.question == Some(Message::Heard) => {
+                state.question = None;
+                state.heard = true;
+            }
+            // It asks as long as a network that comes back may bring an answer: only a destination that was
+            // killed, or that never learns what became of the guest, leaves it without one.
+            Step::SourceGivesUp
+                if here
+                    && state.source == SourceSide::Committed
+                    && (!there || state.taking == DestinationSide::Unsure || !state.listens) =>
+            {
+                state.source.give_up();
+            }
+            // It answers until it was heard, or until no source can ask any more.
+            Step::DestinationStopsListening
+                if there
+                    && state.listens
+                    && state.taking != DestinationSide::Loading
+                    && (state.heard || state.source.verdict().is_some() || !here) =>
+            {
+                state.listens = false;
+            }
+            Step::KillSource if here => {
+                state.source_alive = false;
+                // A QEMU beside a killed relay goes on unless it has given the guest up; a guest of this
+                // process ends with it.
+                state.runs_here = self.source == Role::Relay && !state.released;
+                state.cut = true;
+                state.to_destination.clear();
+                state.to_source.clear();
+            }
+            Step::KillDestination if there => {
+                state.destination_alive = false;
+                if self.destination == Role::Guest {
+                    state.runs_there = false;
+                } else if state.taking == DestinationSide::Taking {
+                    // Its QEMU may have read EOF.
+                    state.runs_there = true;
+                }
+                state.cut = true;
+                state.listens = false;
+                state.to_destination.clear();
+                state.to_source.clear();
+            }
+            _ => return None,
+        }
+        Some(state)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always("never two guests", |_, state: &State| {
+                !(state.runs_here && state.runs_there)
+            }),
+            Property::always(
+                "nobody ends the guest before another has it",
+                |_, state: &State| {
+                    state.source != SourceSide::Ended(Verdict::Moved)
+                        || state.runs_there
+                        || !state.destination_alive
+                },
+            ),
+            // Nothing is left to happen: the property is looked at where no step is possible.
+            Property::always(
+                "one guest runs at the end if nobody was killed",
+                |model: &Self, state: &State| {
+                    let mut steps = Vec::new();
+                    model.actions(state, &mut steps);
+                    let lasting = |step: &Step| !matches!(step, Step::Cut | Step::LoseQuestion);
+                    let over = !steps.iter().any(lasting);
+                    let killed = !state.source_alive || !state.destination_alive;
+                    // The one who was to make it run panicked: it stays with the source, paused, in doubt.
+                    let unsure = state.taking == DestinationSide::Unsure;
+                    !over || killed || unsure || (state.runs_here != state.runs_there)
+                },
+            ),
+            Property::always(
+                "nobody is in doubt if nobody was killed",
+                |_, state: &State| {
+                    let killed = !state.source_alive || !state.destination_alive;
+                    killed || state.was_unsure || state.source != SourceSide::Ended(Verdict::Doubt)
+                },
+            ),
+            Property::sometimes("the guest moves", |_, state: &State| {
+                state.source == SourceSide::Ended(Verdict::Moved)
+            }),
+        ]
+    }
+}
+
+/// The properties that do not hold, and the states that were explored.
+fn explore(model: HandOver) -> (Vec<&'static str>, usize) {
+    let checker = model.checker().spawn_bfs().join();
+    let mut broken: Vec<_> = checker.discoveries().into_keys().collect();
+    // The one that is to be found.
+    broken.retain(|name| *name != "the guest moves");
+    broken.sort_unstable();
+    (broken, checker.unique_state_count())
+}
+
+fn all(mutant: Mutant) -> impl Iterator<Item = HandOver> {
+    let roles = [Role::Guest, Role::Relay];
+    let pairs = roles
+        .into_iter()
+        .flat_map(move |source| roles.map(|to| (source, to)));
+    pairs.flat_map(move |(source, destination)| {
+        [false, true].map(|kills| HandOver {
+            source,
+            destination,
+            mutant,
+            kills,
+        })
+    })
+}
+
+#[test]
+#[expect(
+    clippy::print_stderr,
+    reason = "how much was explored belongs to the result"
+)]
+fn in_every_order_of_events_one_guest_is_left() {
+    let mut explored = 0;
+    for model in all(Mutant::None) {
+        let what = format!(
+            "{:?} to {:?}, kills: {}",
+            model.source, model.destination, model.kills
+        );
+        let (broken, states) = explore(model);
+        assert!(broken.is_empty(), "{what}: {broken:?}");
+        explored += states;
+    }
+    eprintln!("{explored} states of the hand-over were explored");
+    assert!(explored > 1000, "{explored} states are not all");
+}
+
+#[test]
+fn the_checker_finds_each_mutant() {
+    for mutant in [
+        Mutant::ResetIsAStatement,
+        Mutant::ClosesEarly,
+        Mutant::AnswersWithoutRefusing,
+        Mutant::CancelIsNeverTooLate,
+        Mutant::SilenceIsACommit,
+        Mutant::CancelEndsTheGuest,
+    ] {
+        let found = all(mutant).any(|model| !explore(model).0.is_empty());
+        assert!(found, "{mutant:?} passes");
+    }
+}

@@ -1,0 +1,116 @@
+//! The source's side of the hand-over.
+
+/// How far the source's side has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) enum SourceSide {
+    /// The guest is the source's.
+    #[default]
+    Keeps,
+    /// Of a relay: its QEMU was told that all is loaded, and may give the guest up at any moment.
+    Offered,
+    /// Of a relay: its QEMU has given the guest up. The destination has not been told to run it.
+    Released,
+    /// The destination may have been told to run the guest.
+    Committed,
+    /// It is known what became of the guest, or that nobody can tell.
+    Ended(Verdict),
+}
+
+/// How a hand-over has ended for the source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Verdict {
+    /// The source never gave the guest up.
+    Kept,
+    /// The destination has the guest.
+    Moved,
+    /// The destination does not run the guest and never will, but the source had given it up, or may
+    /// have: it stands still there, whole.
+    Refused,
+    /// The destination may run the guest. The source keeps it, paused.
+    Doubt,
+}
+
+/// A statement of the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Word {
+    /// It has the guest.
+    Runs,
+    /// It does not run the guest, and never will.
+    Never,
+}
+
+impl SourceSide {
+    /// A relay is about to tell its QEMU that all is loaded. False if the migration has ended.
+    pub(crate) fn offer(&mut self) -> bool {
+        self.step(&[Self::Keeps], Self::Offered)
+    }
+
+    /// The QEMU of a relay has given the guest up.
+    pub(crate) fn released(&mut self) -> bool {
+        self.step(&[Self::Offered], Self::Released)
+    }
+
+    /// The QEMU of a relay has taken the guest back.
+    pub(crate) fn taken_back(&mut self) -> bool {
+        self.step(&[Self::Offered], Self::Ended(Verdict::Kept))
+    }
+
+    /// The point of no return: the caller is about to tell the destination to run the guest, and does so
+    /// only if this is true.
+    pub(crate) fn commit(&mut self) -> bool {
+        self.step(&[Self::Keeps, Self::Released], Self::Committed)
+    }
+
+    /// Something failed, a connection was lost, a cancel or a panic came. True if that ends the
+    /// migration; after the commit it does not, and nothing may be done to the guest.
+    pub(crate) fn fail(&mut self) -> bool {
+        self.step(&[Self::Keeps], Self::Ended(Verdict::Kept))
+            || self.step(
+                &[Self::Offered, Self::Released],
+                Self::Ended(Verdict::Refused),
+            )
+    }
+
+    /// The destination has said what became of the guest. Before the commit it can know of nothing.
+    pub(crate) fn hear(&mut self, word: Word) -> bool {
+        let verdict = match word {
+            Word::Runs => Verdict::Moved,
+            Word::Never => Verdict::Refused,
+        };
+        self.step(&[Self::Committed], Self::Ended(verdict))
+    }
+
+    /// Nothing was heard for as long as is asked.
+    pub(crate) fn give_up(&mut self) -> bool {
+        self.step(&[Self::Committed], Self::Ended(Verdict::Doubt))
+    }
+
+    /// Whether the source may have given the guest up: a cancel comes too late.
+    pub(crate) fn is_offered(self) -> bool {
+        !matches!(self, Self::Keeps | Self::Ended(Verdict::Kept))
+    }
+
+    /// Whether the destination may have been told to run the guest.
+    pub(crate) fn is_committed(self) -> bool {
+        matches!(
+            self,
+            Self::Committed | Self::Ended(Verdict::Moved | Verdict::Doubt)
+        )
+    }
+
+    /// How it has ended, if it has.
+    pub(crate) fn verdict(self) -> Option<Verdict> {
+        match self {
+            Self::Ended(verdict) => Some(verdict),
+            _ => None,
+        }
+    }
+
+    fn step(&mut self, from: &[Self], to: Self) -> bool {
+        let may = from.contains(self);
+        if may {
+            *self = to;
+        }
+        may
+    }
+}
