@@ -1,5 +1,11 @@
 //! Outages of the link at every step of the hand-over: exactly one guest, and every write of it.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it skips"
+)]
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 

@@ -1,5 +1,11 @@
 //! Random faults on real migrations, and a count of what came of them.
 
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "its output is what it is for"
+)]
+
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
