@@ -43,11 +43,15 @@ fn peak() -> u64 {
     peak.parse::<u64>().unwrap() << 10
 }
 
-/// What a relay into a file makes of these connections, and the bytes by which this process grew meanwhile
-/// at most.
-fn relayed(connections: &[Vec<u8>], options: &[(&str, &str)]) -> (Result<(), String>, u64) {
+/// What a relay into a file makes of what these connections send, and the bytes by which this process grew
+/// meanwhile at most. The connections' bytes are made and dropped here: another test's would count as growth.
+fn relayed(
+    connections: impl FnOnce() -> Vec<Vec<u8>>,
+    options: &[(&str, &str)],
+) -> (Result<(), String>, u64) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let connections = connections();
     let mut settings = RelaySettings::default();
     for (name, value) in options {
         settings.outgoing.set(name, value).unwrap();
@@ -58,7 +62,7 @@ fn relayed(connections: &[Vec<u8>], options: &[(&str, &str)]) -> (Result<(), Str
     let before = peak();
     let outcome = std::thread::scope(|scope| {
         let mut theirs = Vec::new();
-        for bytes in connections {
+        for bytes in &connections {
             let (mut ours, its) = UnixStream::pair().unwrap();
             theirs.push(Stream::Unix(its));
             scope.spawn(move || {
@@ -148,7 +152,7 @@ fn stated(channels: u64, memory_limit: u64) -> u64 {
 
 #[test]
 fn windows_of_all_channels_together_are_bounded_and_the_option_is_named() {
-    let (outcome, grown) = relayed(&zstd_channels(24, 27), &[]);
+    let (outcome, grown) = relayed(|| zstd_channels(24, 27), &[]);
     let line = outcome.unwrap_err();
     assert!(
         line.contains("zstd") && line.contains("--memory-limit"),
@@ -166,7 +170,7 @@ fn windows_that_fit_are_taken_and_are_no_more_than_what_is_stated() {
         (22, &[("memory-limit", "96M")][..], 96 * MIB),
         (22, &[][..], 64 * MIB),
     ] {
-        let (outcome, grown) = relayed(&zstd_channels(24, window_log), options);
+        let (outcome, grown) = relayed(|| zstd_channels(24, window_log), options);
         // The stream ends without its end.
         let line = outcome.unwrap_err();
         let refused = line.contains("--memory-limit");
@@ -191,7 +195,7 @@ fn more_channels_than_max_channels_are_refused_by_name() {
         (65, &[("max-channels", "65")][..], false),
         (3, &[("max-channels", "2")][..], true),
     ] {
-        let (outcome, _) = relayed(&channels(count), options);
+        let (outcome, _) = relayed(|| channels(count), options);
         let line = outcome.unwrap_err();
         assert_eq!(line.contains("--max-channels"), refused, "{count}: {line}");
     }
@@ -200,12 +204,15 @@ fn more_channels_than_max_channels_are_refused_by_name() {
 #[test]
 fn notes_of_which_pages_have_come_are_bounded() {
     let gib = 1 << 30;
-    let (mut encoder, mut main) = start((16 << 40) - gib, false);
-    // One in each GiB, which wants a bitmap for all of that GiB.
-    for part in 0..(16 << 10) - 1 {
-        encoder.zero_page(0, part * gib, &mut main).unwrap();
-    }
-    let (outcome, grown) = relayed(&[main], &[]);
+    let zero_pages = || {
+        let (mut encoder, mut main) = start((16 << 40) - gib, false);
+        // One in each GiB, which wants a bitmap for all of that GiB.
+        for part in 0..(16 << 10) - 1 {
+            encoder.zero_page(0, part * gib, &mut main).unwrap();
+        }
+        vec![main]
+    };
+    let (outcome, grown) = relayed(zero_pages, &[]);
     let line = outcome.unwrap_err();
     assert!(line.contains("--memory-limit"), "{line}");
     let stated = stated(0, 64 * MIB);
@@ -214,12 +221,15 @@ fn notes_of_which_pages_have_come_are_bounded() {
 
 #[test]
 fn device_state_is_bounded() {
-    let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
-    encoder.ram_eos(&mut main).unwrap();
-    encoder.ram_end(&mut main).unwrap();
-    encoder.ram_eos(&mut main).unwrap();
-    main.resize(main.len() + (200 << 20), 4);
-    let (outcome, grown) = relayed(&[main], &[]);
+    let device_state = || {
+        let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
+        encoder.ram_eos(&mut main).unwrap();
+        encoder.ram_end(&mut main).unwrap();
+        encoder.ram_eos(&mut main).unwrap();
+        main.resize(main.len() + (200 << 20), 4);
+        vec![main]
+    };
+    let (outcome, grown) = relayed(device_state, &[]);
     let line = outcome.unwrap_err();
     assert!(line.contains("--memory-limit"), "{line}");
     let stated = stated(0, 64 * MIB);
