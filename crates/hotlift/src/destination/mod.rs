@@ -150,6 +150,8 @@ fn run(
         wind_up(&session, door, receiver.read_ahead());
         session.threads.book("mig/dst/main");
     });
+    // A socket's file should not outlive its use.
+    drop(listener);
     if let Some(error) = session.take_failure() {
         return Err(error);
     }

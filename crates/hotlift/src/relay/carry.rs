@@ -126,7 +126,6 @@ pub(super) fn run(
         settings.outgoing.accelerator,
         memory,
         &*sink,
-        upstream.multifd.len(),
         received,
         since,
         id,
@@ -136,7 +135,7 @@ pub(super) fn run(
         &upstream.main,
         &session.received[upstream.multifd.len()],
     );
-    let reader = MainReader::new(&session, &upstream, &setup, input, decoder);
+    let mut reader = MainReader::new(&session, &upstream, &setup, input, decoder);
     let count = upstream.multifd.len();
     // A relay says how many channels it has, and asks; a QEMU does neither.
     let mut door = None;
@@ -156,9 +155,7 @@ pub(super) fn run(
         &upstream,
         &setup,
         hooks,
-        reader,
-        &opening,
-        &late_channel,
+        &mut || reader.run(&opening, hooks, &late_channel),
         door.as_mut(),
     );
     wind_up(&session, &upstream, door, &settings.outgoing);
@@ -176,15 +173,13 @@ pub(super) fn run(
     })
 }
 
-/// Runs all threads of one migration.
+/// Runs all threads of one migration; this one reads the main channel.
 fn carry(
     session: &Session<'_>,
     upstream: &Upstream,
     setup: &Setup,
     hooks: Hooks<'_>,
-    mut reader: MainReader<'_>,
-    opening: &Opening,
-    late_channel: &dyn Fn() -> bool,
+    read: &mut dyn FnMut() -> Result<(), MigrationError>,
     door: Option<&mut Door<'_>>,
 ) -> Result<(), MigrationError> {
     let blocks = &setup.ram.blocks;
@@ -243,7 +238,7 @@ fn carry(
                 watch.run(session, upstream, total_bytes, hooks.on_progress);
             })?;
             let _ends = OnPanic(aborting);
-            reader.run(opening, hooks, late_channel)
+            read()
         })();
         drop(stop);
         if let Err(error) = outcome {

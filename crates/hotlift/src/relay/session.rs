@@ -175,11 +175,12 @@ impl<'a> Session<'a> {
         accelerator: Accelerator,
         memory: MemoryLimit,
         sink: &'a dyn Sink,
-        channels: usize,
         received: Vec<Counters>,
         since: Instant,
         id: MigrationId,
     ) -> Self {
+        // The last is that of main.
+        let channels = received.len() - 1;
         Self {
             control,
             accelerator,
