@@ -79,6 +79,8 @@ enum Said {
 pub(crate) struct Asked<'a> {
     pub id: MigrationId,
     pub taking: &'a Taking,
+    /// Ends the migration, which the answer "never" has decided.
+    pub refuse: &'a (dyn Fn() + Sync),
 }
 
 /// Takes connections in and tells them apart.
@@ -299,7 +301,13 @@ impl<'a> Door<'a> {
     /// Answers a question about `id`.
     fn reply(&mut self, stream: Stream, id: MigrationId, asked: Option<&Asked<'_>>) {
         let outcome = match asked {
-            Some(asked) if asked.id == id => asked.taking.ask(),
+            Some(asked) if asked.id == id => {
+                let outcome = asked.taking.ask();
+                if outcome == Outcome::Never {
+                    (asked.refuse)();
+                }
+                outcome
+            }
             _ => Outcome::Unknown,
         };
         let mut question = [0; QUESTION_LEN];

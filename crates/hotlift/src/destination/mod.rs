@@ -17,7 +17,7 @@ use hotlift_wire::multifd::Method;
 
 use crate::control::Control;
 use crate::door::Door;
-use crate::error::MigrationError;
+use crate::error::{Channel, MigrationError};
 use crate::figures::{DestinationReport, SideFigures};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, attend, linger};
@@ -105,6 +105,11 @@ fn run(
     );
     let accepted = accept::accept(&mut door, guest.uuid(), method, options, control)?;
     let session = Session::new(guest, options, control.clone(), method, id, accepted);
+    let refuse = || {
+        session.fail(MigrationError::Closed {
+            channel: Channel::Main,
+        });
+    };
     let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
     thread::scope(|scope| {
         let mut threads = Vec::new();
@@ -132,7 +137,7 @@ fn run(
             }));
         }
         let attending = spawn(scope, "mig/dst/door".to_owned(), || {
-            attend(&mut door, &session.asked(), &stopped);
+            attend(&mut door, &session.asked(&refuse), &stopped);
             door
         });
         let _ends = OnPanic(|| session.abort());
@@ -186,7 +191,8 @@ fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
         let streams: Vec<_> = session.streams().collect();
         // A source may commit as long as it waits for word that all is loaded, and asks from then on.
         let patience = options.handshake_timeout + options.settle_timeout;
-        let asked = session.asked();
+        // It has ended by now.
+        let asked = session.asked(&|| ());
         linger(
             &mut door,
             &asked,

@@ -20,7 +20,7 @@ use super::receive::ChannelReceiver;
 use super::session::{Call, Carried, Session, Upstream, encode};
 use super::sink::Opening;
 use super::watch::{EndsWatch, Watch};
-use super::{Hooks, Incoming, Outgoing, RelaySettings, pass_through};
+use super::{Hooks, Incoming, Outgoing, RelaySettings, closed, pass_through};
 use crate::control::Control;
 use crate::destination::last_words;
 use crate::door::Door;
@@ -186,6 +186,7 @@ fn carry(
     let total_bytes = blocks.iter().map(|block| block.used_length).sum();
     let watch = Watch::default();
     let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
+    let refuse = || session.fail(closed());
     let aborting = &|| {
         session.fail(MigrationError::Cancelled);
         upstream.shut_down();
@@ -230,7 +231,7 @@ fn carry(
             })?;
             if let Some(door) = door {
                 spawn(scope, "relay/door".to_owned(), || {
-                    attend(door, &session.asked(), &stopped);
+                    attend(door, &session.asked(&refuse), &stopped);
                 })?;
             }
             spawn(scope, "relay/watch".to_owned(), || {
@@ -285,7 +286,8 @@ fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, o
     if let Some(mut door) = door.filter(|door| door.listener().is_some()) {
         // A source may commit as long as it waits for word that all is loaded, and asks from then on.
         let patience = options.handshake_timeout + options.settle_timeout;
-        let asked = session.asked();
+        // It has ended by now.
+        let asked = session.asked(&|| ());
         let main = [&upstream.main];
         linger(&mut door, &asked, &main, &[], patience, &session.control);
     }

@@ -331,11 +331,12 @@ impl<'a> Session<'a> {
         self.lock_side().verdict()
     }
 
-    /// What questions are about.
-    pub(super) fn asked(&self) -> Asked<'_> {
+    /// What questions are about; `refuse` ends the migration.
+    pub(super) fn asked<'s>(&'s self, refuse: &'s (dyn Fn() + Sync)) -> Asked<'s> {
         Asked {
             id: self.id,
             taking: &self.taking,
+            refuse,
         }
     }
 
