@@ -167,28 +167,46 @@ fn connections_that_close_without_a_word_are_passed_over() {
 }
 
 #[test]
-fn a_connection_that_is_no_migration_is_named_and_no_guest_runs() {
+fn strangers_end_no_migration() {
     let _alone = alone();
     let census = Census::take();
     let kind = rig::kinds()[0];
-    for garbage in [
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let (listener, to) = rig::listen();
+    let Address::Tcp { host, port } = &to else {
+        panic!("{to}");
+    };
+    let opening = [&b"\x11\x22\x33\x44"[..], &[0xee; 60]].concat();
+    let strangers = [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         &[0; 4096],
-        b"QEVMQEVMQEVM",
-        b"\x11\x22\x33\x44____",
-    ] {
-        let destination = rig::destination(kind, &settings(), Quirks::default());
-        let (listener, to) = rig::listen();
-        let Address::Tcp { host, port } = &to else {
-            panic!("{to}");
-        };
-        let mut noise = TcpStream::connect((host.as_str(), *port)).unwrap();
-        noise.write_all(garbage).unwrap();
-        let outcome =
-            hotlift::destination::receive(&destination, listener, &impatient(), &Control::new());
-        let error = outcome.unwrap_err().chain();
-        assert!(!error.contains('\n') && !destination.runs(), "{error}");
-    }
+        &opening,
+        // Half a word, and none.
+        b"\x11\x22\x33",
+        b"",
+    ];
+    let strangers = strangers.map(|words| {
+        let mut stream = TcpStream::connect((host.as_str(), *port)).unwrap();
+        stream.write_all(words).unwrap();
+        stream
+    });
+    let options = options();
+    let controls = [Control::new(), Control::new()];
+    let both = [&options, &options];
+    let ended = rig::run(
+        &source,
+        &destination,
+        listener,
+        &to,
+        both,
+        &controls,
+        &|_| {},
+    );
+    ended.arrived(&source, &destination, "beside strangers");
+    let turned_away: u64 = controls[1].turned_away().into_values().sum();
+    assert_eq!(turned_away, 3, "{:?}", controls[1].turned_away());
+    drop((strangers, source, destination));
     census.expect_unchanged();
 }
 

@@ -185,6 +185,7 @@ impl<'a> Session<'a> {
                 *failure = Some(error);
             }
         }
+        self.taking.abandon();
         self.control.stop();
         self.barrier.break_up();
         self.decompress.end();
