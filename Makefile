@@ -21,7 +21,7 @@ BENCH_PACKAGES = $(BUILD_PACKAGES) python3 zstd iproute2
 # Enough for each target's corpus and some new inputs.
 TEST_FUZZ_SECONDS = 2
 
-# The campaign of 'make test': its seed is the number of the day.
+# The campaign of 'make campaign-short': its seed is the number of the day.
 TEST_CAMPAIGN_SECONDS = 120
 
 # A seed decides the whole list of cases. Those that are in the file already are not run again.
@@ -53,7 +53,7 @@ test:
 	HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries) || \
 		echo "test: the tests with the accelerators' own libraries are skipped"; \
 	HOTLIFT_QEMU_QMP=$$(scripts/qemu-qmp) || echo "test: the test with Python's qemu.qmp is skipped"; \
-	export HOTLIFT_QEMU10 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; $(MAKE) --no-print-directory fmt lint unit campaign-short
+	export HOTLIFT_QEMU10 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; $(MAKE) --no-print-directory fmt lint unit
 	scripts/fuzz $(TEST_FUZZ_SECONDS)
 
 fmt:
@@ -75,7 +75,7 @@ campaign: campaign-build
 
 campaign-short: campaign-build
 	@if [ "$$(id -u)" = 0 ]; then target/release/campaign --seconds $(TEST_CAMPAIGN_SECONDS); \
-	else echo "test: the campaign is skipped: network namespaces need root"; fi
+	else echo "campaign-short: skipped: network namespaces need root"; fi
 
 campaign-build:
 	cargo build --release --locked --package hotlift-cli --package hotlift-testkit

@@ -268,7 +268,7 @@ fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
         let ours = match name.as_str() {
             "accel-path" | "multifd-normal-page-ratio" | "multifd-packet-size" => true,
             // It takes what comes.
-            "max-channels" | "memory-limit" => true,
+            "max-channels" | "memory-limit" | "settle-timeout" => true,
             "zero-page-detection" => !["none", "legacy", "multifd"].contains(&value.as_str()),
             // These use their device wherever there is one.
             "accelerator" => {

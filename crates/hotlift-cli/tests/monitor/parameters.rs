@@ -36,6 +36,7 @@ const OTHERS: &[(&str, &str, bool)] = &[
     ("x-hotlift-mem-prealloc", "true", false),
     ("x-hotlift-max-channels", "65", false),
     ("x-hotlift-memory-limit", "1048576", false),
+    ("x-hotlift-settle-timeout", "61", false),
 ];
 
 fn value(text: &str) -> Value {
