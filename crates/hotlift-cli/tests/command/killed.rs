@@ -26,8 +26,10 @@ const LAST_ROUND: [&str; 2] = ["End section #1", "device payload #1"];
 
 /// A migration between two processes that stands still before `name` on main.
 fn held_before(name: &str) -> (Hotlift, Proxy, Hotlift) {
-    let mut destination =
-        Hotlift::start(&["guest", "run", "--ram=32M", "--incoming=tcp:127.0.0.1:0"]);
+    // A destination that has everything waits so long for the question of a source that is gone.
+    let patience = ["--settle-timeout=1", "--handshake-timeout=10"];
+    let incoming = ["guest", "run", "--ram=32M", "--incoming=tcp:127.0.0.1:0"];
+    let mut destination = Hotlift::start(&[&incoming[..], &patience].concat());
     let line = destination.wait_for("waiting for a source at ");
     let address = line.split_whitespace().last().unwrap().parse().unwrap();
     let unit = Unit {

@@ -7,7 +7,15 @@ use crate::lost_word::loses_the_last_word;
 
 /// A source in doubt, its destination, and the QMP address that the source has said.
 fn in_doubt() -> (Hotlift, Hotlift, String) {
-    let flags = ["guest", "run", "--ram=32M", "--multifd=off"];
+    // The source asks in vain, and the destination waits for its question.
+    let flags = [
+        "guest",
+        "run",
+        "--ram=32M",
+        "--multifd=off",
+        "--settle-timeout=1",
+        "--handshake-timeout=10",
+    ];
     let mut destination = Hotlift::start(&[&flags[..], &["--incoming=tcp:127.0.0.1:0"]].concat());
     let line = destination.wait_for("waiting for a source at ");
     let to = line.rsplit(' ').next().expect("an address");

@@ -138,6 +138,7 @@ fn run(
         }
         let attending = spawn(scope, "mig/dst/door".to_owned(), || {
             attend(&mut door, &session.asked(&refuse), &stopped);
+            session.threads.book("mig/dst/door");
             door
         });
         let _ends = OnPanic(|| session.abort());

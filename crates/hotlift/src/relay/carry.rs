@@ -232,6 +232,7 @@ fn carry(
             if let Some(door) = door {
                 spawn(scope, "relay/door".to_owned(), || {
                     attend(door, &session.asked(&refuse), &stopped);
+                    session.threads.book("relay/door");
                 })?;
             }
             spawn(scope, "relay/watch".to_owned(), || {
