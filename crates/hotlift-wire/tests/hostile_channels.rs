@@ -279,7 +279,8 @@ fn a_hello_with_a_good_checksum_and_bad_settings_is_an_error() {
     let good = packet.encode();
     // Version, channels, method, packet pages, page size, detection, reserved.
     for (at, value) in [
-        (37, 2),
+        (37, 1),
+        (37, 3),
         (38, 0),
         (39, 3),
         (40, 0xff),
