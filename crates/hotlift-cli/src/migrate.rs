@@ -16,7 +16,6 @@ use crate::migration_args::MigrationArgs;
 use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL};
-use crate::qemu::destination::SETTLE;
 use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Migration;
 use crate::qemu::settings;
@@ -31,8 +30,8 @@ const CONNECT: Duration = Duration::from_secs(10);
 const READY: Duration = Duration::from_secs(90);
 
 /// How long the destination may take to say what became of a migration whose stream has ended.
-/// It asks its QEMU for as long as [`SETTLE`], and is not slower to say so than a connection to make.
-const LAST_WORDS: Duration = Duration::from_secs(SETTLE.as_secs() + CONNECT.as_secs());
+/// behind `settle-timeout`, as long as it asks its QEMU: not slower to say so than a connection to make.
+const LAST_WORDS: Duration = CONNECT;
 
 /// Flags of `migrate`.
 #[derive(Debug, Args)]
@@ -240,7 +239,7 @@ impl Move<'_> {
         destination: &mut Conversation,
         last_words: Option<LastWords>,
     ) -> Option<LastWords> {
-        let deadline = Instant::now() + LAST_WORDS;
+        let deadline = Instant::now() + self.settings.outgoing.settle_timeout + LAST_WORDS;
         let mut last_words = last_words;
         while last_words.is_none() && Instant::now() < deadline {
             self.hear(destination, &mut last_words, TICK);

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::time::Duration;
 
 use clap::Args;
 use hotlift::relay::file::{self, FileError, FileInfo};
@@ -70,12 +71,13 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let socket = folder.path().join("incoming");
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
     let settings = incoming::relay_settings(&mut destination, args.multifd_channels, &args.limits)?;
+    let settle_timeout = settings.outgoing.settle_timeout;
     let report = match relay(args, &destination, &settings, &socket, &interrupt) {
         Ok(report) => report,
-        Err(error) => return failed(&error, destination, &interrupt),
+        Err(error) => return failed(&error, destination, settle_timeout, &interrupt),
     };
     interrupt.forget();
-    let running = match destination.wait_for_word(|| interrupt.is_raised()) {
+    let running = match destination.wait_for_word(settle_timeout, || interrupt.is_raised()) {
         Word::Here { running } => running,
         Word::Never { reason } => return Err(CommandError::NotTaken { reason }),
         Word::Unknown { reason, .. } => return Err(not_known(destination, reason)),
@@ -90,6 +92,7 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
 fn failed(
     error: &MigrationError,
     destination: Destination,
+    settle_timeout: Duration,
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
     let is_interrupted = interrupt.is_raised();
@@ -97,7 +100,7 @@ fn failed(
     if in_doubt {
         interrupt.forget();
     }
-    let word = destination.after_failure(in_doubt, || interrupt.is_raised());
+    let word = destination.after_failure(in_doubt, settle_timeout, || interrupt.is_raised());
     let explained = |words: &str| format!("{}; QEMU: {words}", error.chain());
     match word {
         Word::Here { running } => {

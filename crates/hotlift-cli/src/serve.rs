@@ -237,9 +237,10 @@ impl Host<'_> {
         source.say(&ready)?;
         let relayed = self.relay(source, &destination, &settings, &listener, &socket);
         drop(listener);
+        let settle_timeout = settings.outgoing.settle_timeout;
         match relayed {
-            Ok(report) => self.taken(source, destination, report),
-            Err(error) => self.failed(source, destination, &error),
+            Ok(report) => self.taken(source, destination, settle_timeout, report),
+            Err(error) => self.failed(source, destination, settle_timeout, &error),
         }
     }
 
@@ -366,11 +367,12 @@ impl Host<'_> {
         &self,
         source: &mut Conversation,
         destination: Destination,
+        settle_timeout: Duration,
         report: RelayReport,
     ) -> Result<(), CommandError> {
         // One that came during the hand-over was too late; another ends the wait.
         self.interrupt.forget();
-        match destination.wait_for_word(|| self.interrupt.is_raised()) {
+        match destination.wait_for_word(settle_timeout, || self.interrupt.is_raised()) {
             Word::Here { running } => {
                 let is_running = running.unwrap_or_default();
                 let report = Box::new(report);
@@ -397,6 +399,7 @@ impl Host<'_> {
         &self,
         source: &mut Conversation,
         destination: Destination,
+        settle_timeout: Duration,
         error: &MigrationError,
     ) -> Result<(), CommandError> {
         let is_interrupted = self.interrupt.is_raised();
@@ -404,7 +407,8 @@ impl Host<'_> {
         if in_doubt {
             self.interrupt.forget();
         }
-        let word = destination.after_failure(in_doubt, || self.interrupt.is_raised());
+        let word =
+            destination.after_failure(in_doubt, settle_timeout, || self.interrupt.is_raised());
         let explained = |words: &str| format!("{}; its QEMU: {words}", error.chain());
         match word {
             Word::Here { running } => {

@@ -24,6 +24,9 @@ const MAIN_MAGIC: [u8; 4] = *b"QEVM";
 /// First bytes of a TLS handshake: type and major version of the record.
 const TLS_MAGIC: [u8; 2] = [0x16, 0x03];
 
+/// Why a connection was turned away that has ended by itself.
+pub(crate) const BROKEN: &str = "a connection that was reset";
+
 /// Connections that may wait to be told apart. A source says what each is as soon as it is made, so that
 /// the one that has been silent for longest is the one to go.
 const WAITING: usize = 64;
@@ -367,12 +370,10 @@ impl Drop for Door<'_> {
 }
 
 impl Arrival {
-    /// Takes a channel's opening off its connection.
-    ///
-    /// # Errors
-    /// The system's reason.
-    pub(crate) fn take_opening(&self) -> io::Result<()> {
-        (&self.stream).read_exact(&mut [0; INITIAL_PACKET_LEN])
+    /// Takes a channel's opening off its connection; false if that has broken meanwhile.
+    pub(crate) fn take_opening(&self) -> bool {
+        let mut opening = [0; INITIAL_PACKET_LEN];
+        (&self.stream).read_exact(&mut opening).is_ok()
     }
 }
 
@@ -383,7 +384,7 @@ fn said(stream: &Stream) -> Said {
         Ok(None) => return Said::Partial,
         Ok(Some(0)) => return Said::Stranger("a connection that was closed without a word"),
         Ok(Some(seen)) => seen,
-        Err(_) => return Said::Stranger("a connection that was reset"),
+        Err(_) => return Said::Stranger(BROKEN),
     };
     let partial = if stream.is_hung_up() {
         Said::Stranger("a connection that was closed in its first bytes")

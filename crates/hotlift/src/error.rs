@@ -192,6 +192,15 @@ pub enum MigrationError {
         #[source]
         source: io::Error,
     },
+    /// A thread panicked: a bug. The migration was ended as by any other error.
+    #[error(
+        "thread '{thread}' has panicked, which is a bug of Hotlift's or of the guest's: what it printed says \
+         where"
+    )]
+    Panicked {
+        /// The thread's name.
+        thread: String,
+    },
     /// The source was told that it may let go of the guest, and the destination was not told to run
     /// it: if the source has let go, the guest stands still there, whole.
     #[error(
@@ -219,6 +228,14 @@ impl MigrationError {
             channel: Channel::Main,
             doing: "opening the migration",
             source,
+        }
+    }
+
+    /// The current thread has panicked.
+    pub(crate) fn panicked_here() -> Self {
+        let thread = std::thread::current();
+        Self::Panicked {
+            thread: thread.name().unwrap_or_default().to_owned(),
         }
     }
 

@@ -1,20 +1,47 @@
-//! Threads of a migration: named as `top -H` shows them, and not missed when they panic.
+//! Threads of a migration: named as `top -H` shows them, and a panic in one is an error of the migration.
+//!
+//! A migration runs inside the process that holds the guest. A panic that went on would end both.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
 use crate::control::{Control, Status};
 use crate::error::MigrationError;
+
+/// A thread that was started.
+pub(crate) struct Running<'scope, T>(thread::ScopedJoinHandle<'scope, Option<T>>);
 
 /// Starts a thread with a name of up to 15 bytes.
 pub(crate) fn spawn<'scope, T: Send + 'scope>(
     scope: &'scope thread::Scope<'scope, '_>,
     name: String,
     work: impl FnOnce() -> T + Send + 'scope,
-) -> Result<thread::ScopedJoinHandle<'scope, T>, MigrationError> {
+) -> Result<Running<'scope, T>, MigrationError> {
     thread::Builder::new()
         .name(name.clone())
-        .spawn_scoped(scope, work)
+        .spawn_scoped(scope, || catch_unwind(AssertUnwindSafe(work)).ok())
+        .map(Running)
         .map_err(|source| MigrationError::Thread { name, source })
+}
+
+impl<T> Running<'_, T> {
+    /// Waits for its end; what it has come to.
+    ///
+    /// # Errors
+    /// [`MigrationError::Panicked`].
+    pub(crate) fn join(self) -> Result<T, MigrationError> {
+        let name = self.0.thread().name().unwrap_or_default().to_owned();
+        let ended = self.0.join().ok().flatten();
+        ended.ok_or(MigrationError::Panicked { thread: name })
+    }
+}
+
+/// Does a part of this thread's work, whose panic is its error.
+pub(crate) fn caught<T, E: From<MigrationError>>(
+    work: impl FnOnce() -> Result<T, E>,
+) -> Result<T, E> {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err(MigrationError::panicked_here().into()))
 }
 
 /// Runs one side of a migration in a thread of its own called `name`, and keeps its status.
@@ -24,11 +51,8 @@ pub(crate) fn run_as<T: Send>(
     work: impl FnOnce() -> Result<T, MigrationError> + Send,
 ) -> Result<T, MigrationError> {
     control.set_status(Status::Setup);
-    let outcome = thread::scope(|scope| {
-        spawn(scope, name.to_owned(), work)?
-            .join()
-            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    });
+    let outcome = thread::scope(|scope| spawn(scope, name.to_owned(), work)?.join())
+        .and_then(|outcome| outcome);
     control.set_status(match &outcome {
         Ok(_) => Status::Completed,
         Err(MigrationError::Cancelled) => {

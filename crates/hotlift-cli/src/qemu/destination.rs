@@ -20,9 +20,6 @@ use crate::signals::{Interrupt, TICK};
 /// How long the QMP socket of a waiting QEMU is tried.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// How long a QEMU that was told to run its guest is asked what became of it. As long as a source asks.
-pub const SETTLE: Duration = Duration::from_secs(60);
-
 /// How long an answer is waited for where somebody waits for the word: a main loop that hangs on storage answers
 /// later, and is asked again.
 const ASK: Duration = Duration::from_secs(1);
@@ -135,12 +132,8 @@ impl Destination {
         }
     }
 
-    /// Waits for its word on the guest, for [`SETTLE`] or until `is_over`.
-    pub fn wait_for_word(&self, is_over: impl Fn() -> bool) -> Word {
-        self.wait(SETTLE, is_over)
-    }
-
-    fn wait(&self, time: Duration, is_over: impl Fn() -> bool) -> Word {
+    /// Waits for its word on the guest, for `time` or until `is_over`.
+    pub fn wait_for_word(&self, time: Duration, is_over: impl Fn() -> bool) -> Word {
         let deadline = Instant::now() + time;
         loop {
             let word = self.ask();
@@ -199,11 +192,20 @@ impl Destination {
 
     /// After a relay that failed: whether QEMU has the guest, and what it says of the failure. A relay that is
     /// `in_doubt`, or had begun to hand the guest over, may have told QEMU that the stream is at its end: only QEMU's
-    /// own word or the end of its process tells then. Any other has not, and what QEMU was given is no guest.
-    pub fn after_failure(&self, in_doubt: bool, is_over: impl Fn() -> bool) -> Word {
+    /// own word or the end of its process tells then, which is waited for as long as `settle_timeout`: in doubt, the
+    /// relay has waited for it already. Any other has not, and what QEMU was given is no guest.
+    pub fn after_failure(
+        &self,
+        in_doubt: bool,
+        settle_timeout: Duration,
+        is_over: impl Fn() -> bool,
+    ) -> Word {
         if in_doubt || self.custody.is_given_up() {
             self.custody.give_up();
-            let word = self.wait(SETTLE, is_over);
+            let word = match in_doubt {
+                true => self.ask(),
+                false => self.wait_for_word(settle_timeout, is_over),
+            };
             if let (Word::Never { .. }, Some(process)) = (&word, self.process()) {
                 process.take_back();
             }
@@ -211,7 +213,7 @@ impl Destination {
         }
         // One that answers has not noticed yet, or was never connected; one that does not is about to end, mostly.
         let word = match self.ask() {
-            Word::Unknown { answers: false, .. } => self.wait(LAST_WORDS, is_over),
+            Word::Unknown { answers: false, .. } => self.wait_for_word(LAST_WORDS, is_over),
             word => word,
         };
         match word {

@@ -24,7 +24,9 @@ impl Hotlift {
 
     /// Starts the command with environment variables.
     pub fn start_with(args: &[&str], variables: &[(&str, &str)]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_hotlift"))
+        // The tests may be run by 'nohup', which a command that is started would take over.
+        let mut child = Command::new("env")
+            .args(["--default-signal=HUP", env!("CARGO_BIN_EXE_hotlift")])
             .args(args)
             .envs(variables.iter().copied())
             .stdin(Stdio::null())

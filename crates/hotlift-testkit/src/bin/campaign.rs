@@ -92,7 +92,9 @@ fn enter() -> Result<ExitCode, String> {
         return Err("network namespaces need root".to_owned());
     }
     let this = std::env::current_exe().map_err(|error| error.to_string())?;
-    let error = Command::new("unshare")
+    // It may be run by 'nohup', which what it starts would take over.
+    let error = Command::new("env")
+        .args(["--default-signal=HUP", "unshare"])
         .args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"])
         .arg(this)
         .args(["--stage", "init"])

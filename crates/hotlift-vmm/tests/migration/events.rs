@@ -11,7 +11,7 @@ use MigrationEvent::{Pass, Resumed, Status as State, Stopped};
 use Status::{Active, Cancelled, Cancelling, Completed, Device, Failed, PreSwitchover, Setup};
 
 use crate::census::alone;
-use crate::probe::{Probe, Quirks, three_rounds};
+use crate::probe::{Obeys, Probe, Quirks, three_rounds};
 use crate::rig::{self, Ended, settings};
 
 /// All events of one side.
@@ -122,7 +122,7 @@ fn a_guest_that_is_given_back_is_told_of_after_the_failure() {
     let _alone = alone();
     for multifd in [true, false] {
         let fails_to_load = Quirks {
-            fails_to_load: true,
+            load: Obeys::No,
             ..Quirks::default()
         };
         let (source, destination) = (guest(), room(fails_to_load));
@@ -231,7 +231,11 @@ fn a_guest_is_announced_where_it_runs_now_and_nobody_waits_for_it() {
         let (sender, announcements) = channel();
         let quirks = Quirks {
             announced: Some(sender),
-            fails_to_resume: destination_fails,
+            resume: if destination_fails {
+                Obeys::No
+            } else {
+                Obeys::Yes
+            },
             ..Quirks::default()
         };
         let options = Options {

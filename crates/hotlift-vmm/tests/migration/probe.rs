@@ -19,6 +19,27 @@ pub type Sync = Box<
         + std::marker::Sync,
 >;
 
+/// Whether a [`Probe`] does as asked.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Obeys {
+    #[default]
+    Yes,
+    /// It refuses.
+    No,
+    /// It panics, as a guest or Hotlift with a bug does.
+    Panics,
+}
+
+impl Obeys {
+    fn check(self, what: &'static str) -> Result<(), GuestError> {
+        match self {
+            Self::Yes => Ok(()),
+            Self::No => Err(GuestError::new(what, "it was told not to")),
+            Self::Panics => panic!("{what}: it was told to panic"),
+        }
+    }
+}
+
 /// What a [`Probe`] does differently from its guest.
 #[derive(Default)]
 pub struct Quirks {
@@ -26,9 +47,9 @@ pub struct Quirks {
     pub uuid: Option<[u8; 16]>,
     pub ram: Option<Vec<Arc<RamBlock>>>,
     pub sync: Option<Sync>,
-    pub fails_to_load: bool,
-    pub fails_to_resume: bool,
-    pub fails_to_save: bool,
+    pub load: Obeys,
+    pub resume: Obeys,
+    pub save: Obeys,
     pub cannot_throttle: bool,
     pub announced: Option<Sender<()>>,
 }
@@ -164,9 +185,7 @@ impl Guest for Probe {
     }
 
     fn resume(&self) -> Result<(), GuestError> {
-        if self.quirks.fails_to_resume {
-            return Err(GuestError::new("resume", "it was told not to"));
-        }
+        self.quirks.resume.check("resume")?;
         self.guest.resume()?;
         self.runs.store(true, Ordering::SeqCst);
         Ok(())
@@ -185,16 +204,12 @@ impl Guest for Probe {
     }
 
     fn save_devices(&self) -> Result<Vec<DeviceState>, GuestError> {
-        if self.quirks.fails_to_save {
-            return Err(GuestError::new("save its devices", "it was told not to"));
-        }
+        self.quirks.save.check("save its devices")?;
         self.guest.save_devices()
     }
 
     fn load_devices(&self, devices: Vec<DeviceState>) -> Result<(), GuestError> {
-        if self.quirks.fails_to_load {
-            return Err(GuestError::new("load its devices", "it was told not to"));
-        }
+        self.quirks.load.check("load its devices")?;
         self.guest.load_devices(devices)
     }
 }

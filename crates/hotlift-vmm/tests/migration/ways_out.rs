@@ -9,7 +9,7 @@ use hotlift::{Address, Control, MigrationError, Options, Status};
 use hotlift_vmm::GuestSettings;
 
 use crate::census::{Census, alone};
-use crate::probe::Quirks;
+use crate::probe::{Obeys, Quirks};
 use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
 use crate::rig::{self, settings};
 
@@ -113,10 +113,10 @@ fn a_destination_guest_that_does_not_load_or_resume_leaves_the_guest_with_the_so
     let census = Census::take();
     for kind in rig::kinds() {
         let source = rig::source(kind, &settings(), Quirks::default());
-        for (fails_to_load, fails_to_resume) in [(true, false), (false, true)] {
+        for (load, resume) in [(Obeys::No, Obeys::Yes), (Obeys::Yes, Obeys::No)] {
             let quirks = Quirks {
-                fails_to_load,
-                fails_to_resume,
+                load,
+                resume,
                 ..Quirks::default()
             };
             let destination = rig::destination(kind, &settings(), quirks);
@@ -136,7 +136,7 @@ fn a_source_guest_whose_devices_cannot_be_saved_runs_on() {
     let census = Census::take();
     let kind = rig::kinds()[0];
     let quirks = Quirks {
-        fails_to_save: true,
+        save: Obeys::No,
         ..Quirks::default()
     };
     let source = rig::source(kind, &settings(), quirks);
@@ -146,6 +146,37 @@ fn a_source_guest_whose_devices_cannot_be_saved_runs_on() {
     let (here, _) = ended.stayed(&source, &destination);
     assert!(here.contains("it was told not to"), "{here}");
     drop((source, destination));
+    census.expect_unchanged();
+}
+
+#[test]
+fn a_panic_on_either_side_ends_the_migration_and_not_the_source() {
+    let _alone = alone();
+    let census = Census::take();
+    let kind = rig::kinds()[0];
+    for (save, load) in [(Obeys::Panics, Obeys::Yes), (Obeys::Yes, Obeys::Panics)] {
+        let quirks = Quirks {
+            save,
+            ..Quirks::default()
+        };
+        let source = rig::source(kind, &settings(), quirks);
+        let quirks = Quirks {
+            load,
+            ..Quirks::default()
+        };
+        let destination = rig::destination(kind, &settings(), quirks);
+        let (listener, to) = rig::listen();
+        let ended = rig::migrate(&source, &destination, listener, &to, &options());
+        let (here, there) = ended.stayed(&source, &destination);
+        let panicked = match save {
+            Obeys::Panics => here,
+            _ => {
+                assert!(here.contains("has panicked"), "the source is told: {here}");
+                there
+            }
+        };
+        assert!(panicked.contains("has panicked"), "{panicked}");
+    }
     census.expect_unchanged();
 }
 

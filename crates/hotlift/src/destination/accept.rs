@@ -13,7 +13,7 @@ use rustix::event::PollFlags;
 
 use super::last_words;
 use crate::control::Control;
-use crate::door::{Arrival, Door, Kind};
+use crate::door::{Arrival, BROKEN, Door, Kind};
 use crate::error::{Channel, MigrationError};
 use crate::options::{MAX_PACKET_SIZE, Options};
 use crate::transport::Stream;
@@ -110,7 +110,10 @@ impl Arriving<'_> {
             match arrival.kind {
                 Kind::Main if self.main.is_some() => control.turn_away("a second main channel"),
                 Kind::Main => self.main = Some(arrival.stream),
-                Kind::Channel(packet) => self.add_multifd(packet, arrival)?,
+                Kind::Channel(packet) if arrival.take_opening() => {
+                    self.add_multifd(packet, arrival)?;
+                }
+                Kind::Channel(_) => control.turn_away(BROKEN),
             }
         }
         Ok(())
@@ -122,7 +125,6 @@ impl Arriving<'_> {
         packet: InitialPacket,
         arrival: Arrival,
     ) -> Result<(), MigrationError> {
-        arrival.take_opening().map_err(MigrationError::opening)?;
         // Kept while it is checked, so that a refusal reaches it, too.
         self.refused = Some(arrival.stream);
         let channel = Channel::Multifd(packet.id);

@@ -23,7 +23,7 @@ use crate::guest::Guest;
 use crate::handover::{DestinationSide, attend, linger};
 use crate::hello;
 use crate::options::Options;
-use crate::threads::{OnPanic, run_as, spawn};
+use crate::threads::{OnPanic, caught, run_as, spawn};
 use crate::transport::{Listener, Stream};
 use channel::ChannelReceiver;
 use main_channel::MainReceiver;
@@ -78,9 +78,7 @@ pub fn prepare(guest: &dyn Guest, options: &Options) -> Result<(), MigrationErro
                 })
                 .collect();
             for thread in threads? {
-                thread
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                thread.join()??;
             }
             Ok::<_, MigrationError>(())
         })?;
@@ -137,6 +135,7 @@ fn run(
             }));
         }
         let attending = spawn(scope, "mig/dst/door".to_owned(), || {
+            let _ends = OnPanic(|| session.abort());
             attend(&mut door, &session.asked(&refuse), &stopped);
             session.threads.book("mig/dst/door");
             door
@@ -146,7 +145,7 @@ fn run(
         let outcome = threads
             .into_iter()
             .collect::<Result<Vec<_>, _>>()
-            .and_then(|_| receiver.run());
+            .and_then(|_| caught(|| receiver.run()));
         if let Err(error) = outcome {
             session.fail(error);
         }
@@ -188,10 +187,8 @@ fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
     if let Some(mut door) = door
         && session.is_hotlift()
     {
-        let options = session.options;
         let streams: Vec<_> = session.streams().collect();
-        // A source may commit as long as it waits for word that all is loaded, and asks from then on.
-        let patience = options.handshake_timeout + options.settle_timeout;
+        let patience = session.options.time_for_questions();
         // It has ended by now.
         let asked = session.asked(&|| ());
         linger(

@@ -236,7 +236,7 @@ impl<'a> Session<'a> {
     /// A thread has panicked: frees all others.
     pub(super) fn abort(&self) {
         self.taking.abandon();
-        self.fail(MigrationError::Cancelled);
+        self.fail(MigrationError::panicked_here());
         self.shut_down();
     }
 

@@ -15,8 +15,39 @@ const ATTEMPT: Duration = Duration::from_millis(1500);
 /// Between two attempts.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// How long a destination that was told to run the guest may be silent before it is asked on a connection of its
+/// own. It has loaded everything by then: some milliseconds are usual.
+const ASK_AFTER: Duration = Duration::from_secs(5);
+
+/// How long a destination is told of a migration that ended before the commit.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// Waits for `patience` for what the destination says became of the guest: on the stream, which `on_stream` waits
+/// for (up to a time, and less if the stream has ended), and then as the answer to a question, if there is somebody
+/// to ask. Nothing calls this wait off: the guest may run.
+pub(crate) fn await_word(
+    patience: Duration,
+    to_ask: Option<(&Address, MigrationId)>,
+    on_stream: &mut dyn FnMut(Duration) -> Option<Word>,
+) -> Option<Word> {
+    let committed = Instant::now();
+    let silence = to_ask.map_or(patience, |_| patience.min(ASK_AFTER));
+    if let Some(word) = on_stream(silence) {
+        return Some(word);
+    }
+    let (to, id) = to_ask?;
+    let left = patience.saturating_sub(committed.elapsed());
+    ask(to, id, left, &mut || on_stream(Duration::ZERO))
+}
+
+/// Of a migration that ended before the commit: a destination that has loaded everything may wait for a source that
+/// may have committed, and need not after this.
+pub(crate) fn say_farewell(to: &Address, id: MigrationId) {
+    ask_once(to, id, FAREWELL);
+}
+
 /// Asks `to` about `id` until it makes a statement, `other_word` brings one, or `patience` is over.
-pub(crate) fn ask(
+fn ask(
     to: &Address,
     id: MigrationId,
     patience: Duration,
@@ -37,7 +68,7 @@ pub(crate) fn ask(
 
 /// One question. What is no statement (no connection, no answer, "ask again", an answer that is damaged) is
 /// `None`.
-pub(crate) fn ask_once(to: &Address, id: MigrationId, patience: Duration) -> Option<Word> {
+fn ask_once(to: &Address, id: MigrationId, patience: Duration) -> Option<Word> {
     let stream = to.connect(patience).ok()?;
     stream.set_timeouts(patience).ok()?;
     (&stream).write_all(&question(id)).ok()?;

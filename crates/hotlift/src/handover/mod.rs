@@ -40,7 +40,7 @@ mod destination;
 mod model;
 mod source;
 
-pub(crate) use ask::{ask, ask_once, say_heard};
+pub(crate) use ask::{await_word, say_farewell, say_heard};
 pub(crate) use attend::{attend, linger};
 pub(crate) use destination::{DestinationSide, Taking};
 pub(crate) use source::{SourceSide, Verdict, Word};

@@ -39,6 +39,18 @@ pub(crate) enum Word {
     Never,
 }
 
+impl Word {
+    /// Of SHUT(`value`) after the commit. A refusal of a Hotlift comes with its reason (`is_explained`): one byte
+    /// that changed on the way makes no word of the other. A QEMU has no reasons.
+    pub(crate) fn of_shut(value: u32, is_explained: bool, is_hotlift: bool) -> Option<Self> {
+        match value {
+            0 if !is_explained => Some(Self::Runs),
+            1.. if is_explained || !is_hotlift => Some(Self::Never),
+            _ => None,
+        }
+    }
+}
+
 impl SourceSide {
     /// A relay is about to tell its QEMU that all is loaded. False if the migration has ended.
     pub(crate) fn offer(&mut self) -> bool {

@@ -462,6 +462,12 @@ impl Options {
         MemoryLimit::new(limit.saturating_add(channels * CHANNEL_MEMORY))
     }
 
+    /// How long a source may ask what became of its guest, from when it was told that all is loaded: it may commit
+    /// as long as it waits for that word, and asks from then on.
+    pub(crate) fn time_for_questions(&self) -> Duration {
+        self.handshake_timeout + self.settle_timeout
+    }
+
     /// Level of the chosen method, or of `compress`; `None` if it has no levels.
     #[must_use]
     pub fn level(&self) -> Option<u8> {

@@ -12,7 +12,7 @@ use hotlift_wire::multifd::{Hello, InitialPacket};
 use super::session::Call;
 use super::{Incoming, RelaySettings, closed};
 use crate::control::Control;
-use crate::door::{Arrival, Door, Kind};
+use crate::door::{Arrival, BROKEN, Door, Kind};
 use crate::error::{Channel, MigrationError};
 use crate::transport::{Listener, Stream, wait_readable};
 
@@ -210,8 +210,8 @@ impl<'a> Arrivals<'a> {
                     self.since = arrival.since;
                     self.main = Some(arrival.stream);
                 }
+                Kind::Channel(_) if !arrival.take_opening() => self.control.turn_away(BROKEN),
                 Kind::Channel(packet) => {
-                    arrival.take_opening().map_err(MigrationError::opening)?;
                     self.check_number(&packet)?;
                     self.multifd.push((packet, arrival.stream));
                 }

@@ -29,7 +29,7 @@ use crate::figures::Counters;
 use crate::handover::{Verdict, attend, linger};
 use crate::hello;
 use crate::options::{CHANNEL_MEMORY, Options};
-use crate::threads::{OnPanic, spawn};
+use crate::threads::{OnPanic, caught, spawn};
 use crate::transport::Stream;
 
 /// One migration, start to end.
@@ -161,7 +161,7 @@ pub(super) fn run(
     wind_up(&session, &upstream, door, &settings.outgoing);
     outcome?;
     Ok(Carried {
-        since,
+        total: session.total(),
         received_bytes: session.received().transferred_bytes,
         sent_bytes: sink.sent_bytes(),
         pages: session.pages.read(),
@@ -188,7 +188,7 @@ fn carry(
     let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
     let refuse = || session.fail(closed());
     let aborting = &|| {
-        session.fail(MigrationError::Cancelled);
+        session.fail(MigrationError::panicked_here());
         upstream.shut_down();
     };
     thread::scope(|scope| {
@@ -231,6 +231,7 @@ fn carry(
             })?;
             if let Some(door) = door {
                 spawn(scope, "relay/door".to_owned(), || {
+                    let _ends = OnPanic(aborting);
                     attend(door, &session.asked(&refuse), &stopped);
                     session.threads.book("relay/door");
                 })?;
@@ -239,8 +240,7 @@ fn carry(
                 let _ends = OnPanic(aborting);
                 watch.run(session, upstream, total_bytes, hooks.on_progress);
             })?;
-            let _ends = OnPanic(aborting);
-            read()
+            caught(read)
         })();
         drop(stop);
         if let Err(error) = outcome {
@@ -285,8 +285,7 @@ fn carry(
 /// Stays until a source that is a relay knows what became of the guest, and closes all connections.
 fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, options: &Options) {
     if let Some(mut door) = door.filter(|door| door.listener().is_some()) {
-        // A source may commit as long as it waits for word that all is loaded, and asks from then on.
-        let patience = options.handshake_timeout + options.settle_timeout;
+        let patience = options.time_for_questions();
         // It has ended by now.
         let asked = session.asked(&|| ());
         let main = [&upstream.main];

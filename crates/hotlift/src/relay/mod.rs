@@ -48,7 +48,7 @@ mod tail;
 mod watch;
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hotlift_wire::WireError;
 use hotlift_wire::main_channel::MainEvent;
@@ -347,7 +347,7 @@ pub fn check(outgoing: &Options) -> Result<(), OptionError> {
 
 fn report(carried: Carried, control: &Control) -> RelayReport {
     let Carried {
-        since,
+        total,
         received_bytes,
         sent_bytes,
         pages,
@@ -357,7 +357,6 @@ fn report(carried: Carried, control: &Control) -> RelayReport {
         passed_through,
         threads,
     } = carried;
-    let total = Instant::now() - since;
     RelayReport {
         total_ms: total.as_secs_f64() * 1e3,
         received_bytes,

@@ -56,13 +56,10 @@ pub(super) fn run(
     if let Some(on_commit) = hooks.on_commit {
         on_commit();
     }
-    (&first)
-        .write_all(input.everything())
-        .map_err(|source| broken(source, "sending to the destination"))?;
     control.set_status(Status::Active);
     let counters = (Counters::default(), Counters::default());
-    counters.0.add_bytes(input.everything().len());
-    counters.1.add_bytes(input.everything().len());
+    let beginning = input.everything();
+    counters.0.add_bytes(beginning.len());
     let threads = ThreadTimes::default();
     let ended = AtomicUsize::new(0);
     let source = input.stream();
@@ -77,7 +74,18 @@ pub(super) fn run(
             copied
         })?;
         let forward = spawn(scope, "relay/main".to_owned(), || {
-            let copied = copy(source, &first, &counters.0, Some(&counters.1));
+            // Here, where a cancel reaches a write that a destination does not take.
+            let copied = match (&first).write_all(beginning) {
+                Ok(()) => {
+                    counters.1.add_bytes(beginning.len());
+                    copy(source, &first, &counters.0, Some(&counters.1))
+                }
+                Err(_) => {
+                    source.shutdown(Shutdown::Both);
+                    first.shutdown(Shutdown::Both);
+                    Copied::default()
+                }
+            };
             threads.book("relay/main");
             ended.fetch_add(1, Ordering::AcqRel);
             copied
@@ -124,13 +132,13 @@ pub(super) fn run(
             source.shutdown(Shutdown::Both);
             first.shutdown(Shutdown::Both);
         }
-        let there = forward.join().unwrap_or_default();
-        let back = backward.join().unwrap_or_default();
+        let (there, back) = (forward.join(), backward.join());
         for pair in &extra {
             pair.0.shutdown(Shutdown::Both);
             pair.1.shutdown(Shutdown::Both);
         }
         outcome?;
+        let (there, back) = (there?, back?);
         // A destination that speaks at all ends with SHUT(0) if it has the guest.
         let refused = !back.last.is_empty() && back.last != SHUT_0;
         if there.is_whole && !refused {
@@ -141,7 +149,7 @@ pub(super) fn run(
     });
     outcome?;
     Ok(Carried {
-        since,
+        total: since.elapsed(),
         received_bytes: counters.0.read().transferred_bytes,
         sent_bytes: counters.1.read().transferred_bytes,
         pages: Counts::default(),
@@ -193,12 +201,4 @@ fn copy(from: &Stream, to: &Stream, received: &Counters, sent: Option<&Counters>
     from.shutdown(Shutdown::Both);
     to.shutdown(Shutdown::Both);
     copied
-}
-
-fn broken(source: std::io::Error, doing: &'static str) -> MigrationError {
-    MigrationError::Connection {
-        channel: Channel::Main,
-        doing,
-        source,
-    }
 }

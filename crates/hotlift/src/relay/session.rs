@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::net::Shutdown;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_methods::{Accelerator, MemoryLimit};
@@ -14,7 +14,7 @@ use super::Hooks;
 use super::batch::Batch;
 use super::sink::Sink;
 use crate::barrier::Barrier;
-use crate::control::Control;
+use crate::control::{Control, Status};
 use crate::destination::last_words;
 use crate::door::Asked;
 use crate::error::{Channel, MigrationError};
@@ -166,6 +166,8 @@ pub(super) struct Session<'a> {
     pub taking: Taking,
     /// The hand-over to the other side.
     side: Mutex<SourceSide>,
+    /// The other side has the guest.
+    moved_at: OnceLock<Instant>,
     failure: Mutex<Option<MigrationError>>,
 }
 
@@ -197,6 +199,7 @@ impl<'a> Session<'a> {
             id,
             taking: Taking::new(1),
             side: Mutex::default(),
+            moved_at: OnceLock::new(),
             failure: Mutex::new(None),
         }
     }
@@ -319,6 +322,11 @@ impl<'a> Session<'a> {
             Some(word) => side.hear(word),
             None => side.give_up(),
         };
+        if side.verdict() == Some(Verdict::Moved) {
+            // Whoever watches need not wait until the source knows it.
+            self.control.set_status(Status::Completed);
+            let _ = self.moved_at.set(Instant::now());
+        }
     }
 
     /// Whether EOF may have gone out, unless the other side has said that it never runs the guest.
@@ -340,6 +348,12 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// From the source's first connection until the other side had the guest.
+    pub(super) fn total(&self) -> Duration {
+        let end = self.moved_at.get().copied().unwrap_or_else(Instant::now);
+        end.saturating_duration_since(self.since)
+    }
+
     pub(super) fn received(&self) -> Counts {
         self.received.iter().map(Counters::read).sum()
     }
@@ -347,7 +361,7 @@ impl<'a> Session<'a> {
 
 /// What was passed on.
 pub(super) struct Carried {
-    pub since: Instant,
+    pub total: Duration,
     pub received_bytes: u64,
     pub sent_bytes: u64,
     pub pages: Counts,

@@ -38,10 +38,10 @@ use crate::control::{Control, MigrationEvent, Status};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{ByteFigures, Counts, JobFigures, Measured, SourceReport};
 use crate::guest::{Guest, GuestError};
-use crate::handover::{Word, ask, ask_once, say_heard};
+use crate::handover::{Word, await_word, say_farewell, say_heard};
 use crate::options::Options;
 use crate::progress::OnProgress;
-use crate::threads::{OnPanic, run_as, spawn};
+use crate::threads::{OnPanic, caught, run_as, spawn};
 use crate::transport::Address;
 use auto_converge::AutoConverge;
 use channel::ChannelSender;
@@ -58,13 +58,6 @@ const TICK: Duration = reporter::INTERVAL;
 
 /// How long a failed migration waits for the destination's reason.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-
-/// How long a destination that was told to run the guest may be silent before it is asked on a connection of
-/// its own. It has loaded everything by then: some milliseconds are usual.
-const ASK_AFTER: Duration = Duration::from_secs(5);
-
-/// How long a destination is told of a migration that ended before the commit: it may wait for a question.
-const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Migrates `guest`, which runs, to the Hotlift or QEMU that listens at `to`, and returns when the guest runs
 /// there. The caller's thread waits; `control` cancels from any other.
@@ -172,7 +165,7 @@ fn run(
         };
         let outcome = started_all
             .map_err(Ended::Here)
-            .and_then(|_| migration.phases());
+            .and_then(|_| caught(|| migration.phases()));
         let outcome = migration.wind_up(outcome);
         if let Some(devices) = &session.zero_devices {
             devices.close();
@@ -456,28 +449,20 @@ impl Migration<'_> {
     }
 
     /// The destination's word, on a connection of the migration or as the answer to a question.
-    fn await_word(&mut self) -> Option<Word> {
-        let patience = self.session.options.settle_timeout;
-        let committed = Instant::now();
+    fn await_word(&self) -> Option<Word> {
         // A QEMU takes no questions.
-        let id = self.session.id();
-        let silence = id.map_or(patience, |_| patience.min(ASK_AFTER));
-        loop {
-            match self.next_answer(committed + silence) {
-                Some(Answer::Word(word)) => return Some(word),
-                Some(Answer::Hello | Answer::Pong(_)) => {}
-                Some(Answer::Gone) | None => break,
+        let to_ask = self.session.id().map(|id| (self.to, id));
+        let patience = self.session.options.settle_timeout;
+        await_word(patience, to_ask, &mut |wait| {
+            let deadline = Instant::now() + wait;
+            loop {
+                match self.next_answer(deadline)? {
+                    Answer::Word(word) => return Some(word),
+                    Answer::Hello | Answer::Pong(_) => {}
+                    Answer::Gone => return None,
+                }
             }
-        }
-        let answers = self.answers;
-        let mut other_word = || {
-            answers.try_iter().find_map(|answer| match answer {
-                Answer::Word(word) => Some(word),
-                _ => None,
-            })
-        };
-        let left = patience.saturating_sub(committed.elapsed());
-        ask(self.to, id?, left, &mut other_word)
+        })
     }
 
     /// Gives all channel threads a job and waits for them.
@@ -575,6 +560,8 @@ impl Migration<'_> {
                 let _ = session.guest.stop_dirty_log();
                 return Ok(measured);
             }
+            // Whatever it was, the destination may run the guest.
+            Err(_) if session.is_committed() => Err(MigrationError::InDoubt),
             Err(Ended::Here(error)) => Err(error),
             Err(Ended::Elsewhere) => Ok(()),
         };
@@ -607,11 +594,10 @@ impl Migration<'_> {
             }
         }
         session.shut_down();
-        // It may have loaded everything, and wait for a source that may have committed.
         if self.asked_whether_loaded
             && let Some(id) = session.id()
         {
-            ask_once(self.to, id, FAREWELL);
+            say_farewell(self.to, id);
         }
         restored?;
         Err(session.take_failure().unwrap_or(MigrationError::Cancelled))

@@ -215,12 +215,9 @@ impl Peer<'_> {
                     }
                 }
             }
-            // A refusal comes with its reason. One byte that changed on the way makes no word of the other.
-            ReturnMessage::Shut(0) if session.is_committed() && !self.explained => {
-                Some(Answer::Word(Word::Runs))
-            }
-            ReturnMessage::Shut(1..) if session.is_committed() && self.explained => {
-                Some(Answer::Word(Word::Never))
+            ReturnMessage::Shut(value) if session.is_committed() => {
+                let is_hotlift = session.id().is_some();
+                Word::of_shut(value, self.explained, is_hotlift).map(Answer::Word)
             }
             ReturnMessage::ErrorText(text) => {
                 self.explained = true;

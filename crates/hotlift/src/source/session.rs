@@ -15,7 +15,7 @@ use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::{ByteFigures, Counters, Counts, JobFigures, ThreadTimes};
 use crate::guest::Guest;
-use crate::handover::{SourceSide, Word};
+use crate::handover::{SourceSide, Verdict, Word};
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::transport::Stream;
@@ -125,11 +125,16 @@ impl<'a> Session<'a> {
 
     /// Keeps `error` if it is the first, and ends every thread's waiting. What the other side has to
     /// say about the failure can still be read from the main channel. After [`Session::commit`] this
-    /// does nothing: the sockets that are left may bring the destination's answer.
+    /// does nothing: the sockets that are left may bring the destination's answer, and what ends behind a
+    /// refusal is not the reason.
     pub(super) fn fail(&self, error: MigrationError) {
         let mut failure = self.lock_failure();
-        self.lock_side().fail();
-        if !self.is_committed() {
+        let verdict = {
+            let mut side = self.lock_side();
+            side.fail();
+            side.verdict()
+        };
+        if verdict == Some(Verdict::Kept) {
             failure.get_or_insert(error);
             self.release_all();
         }
@@ -171,7 +176,7 @@ impl<'a> Session<'a> {
         if let Some(devices) = &self.zero_devices {
             devices.close();
         }
-        self.end(MigrationError::Cancelled);
+        self.end(MigrationError::panicked_here());
         self.shut_down();
     }
 

@@ -23,6 +23,7 @@ use hotlift_wire::{RamBlockEntry, WireError, limits};
 use super::super::outgoing::machine_version;
 use super::super::{LOADED, OPENING_MULTIFD};
 use super::{FileError, Stopped, check_ram};
+use crate::threads::OnPanic;
 
 /// Pages that a thread takes at a time: 4 MiB.
 const SHARE: usize = 1024;
@@ -195,6 +196,7 @@ impl MappedSource {
                     .spawn_scoped(scope, {
                         let (cursor, packet_num) = (&cursor, &packet_num);
                         move || {
+                            let _ends = OnPanic(|| close_all(lanes));
                             let sent = Sender::new(self, lane, packet_num).run(id, cursor);
                             if sent.is_err() {
                                 // The relay would wait for this channel without end.

@@ -184,10 +184,9 @@ pub(super) fn play<T>(
             played
         })?;
         let carried = carry(theirs);
-        match playing.join() {
-            Ok(Err(Stopped::File(error))) => Err(error.into()),
-            Ok(_) => carried,
-            Err(panic) => std::panic::resume_unwind(panic),
+        match playing.join()? {
+            Err(Stopped::File(error)) => Err(error.into()),
+            _ => carried,
         }
     })
 }

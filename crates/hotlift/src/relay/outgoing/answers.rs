@@ -155,11 +155,6 @@ impl Answers {
         self.lock().relay
     }
 
-    /// What it has said became of the guest.
-    pub(super) fn word(&self) -> Option<Word> {
-        self.lock().word()
-    }
-
     /// Waits for its word on what became of the guest, as long as the connection may bring one. Nothing calls
     /// this wait off: the guest may run.
     pub(super) fn await_word(&self, patience: Duration) -> Option<Word> {
@@ -239,15 +234,8 @@ impl Answers {
 }
 
 impl Heard {
-    /// A relay's refusal comes with its reason: one byte that changed on the way makes no word of the other.
-    /// A QEMU has no reasons.
     fn word(&self) -> Option<Word> {
-        let explained = self.reason.is_some();
-        match self.shut? {
-            0 if !explained => Some(Word::Runs),
-            1.. if explained || self.relay.is_none() => Some(Word::Never),
-            _ => None,
-        }
+        Word::of_shut(self.shut?, self.reason.is_some(), self.relay.is_some())
     }
 }
 

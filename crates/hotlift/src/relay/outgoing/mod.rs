@@ -35,7 +35,7 @@ use super::{
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts};
-use crate::handover::{Word, ask, ask_once, say_heard};
+use crate::handover::{Word, await_word, say_farewell, say_heard};
 use crate::pacing::Pacer;
 use crate::transport::Address;
 use answers::Answers;
@@ -46,14 +46,11 @@ use main_out::{MainLink, MainOut, Section, wire};
 /// How long a destination may take to load the devices.
 const LOADING: Duration = Duration::from_secs(60);
 
-/// How long a side that was told to run the guest may be silent before it is asked otherwise.
-const ASK_AFTER: Duration = Duration::from_secs(5);
+/// How long a QEMU that was told to run the guest may be silent before whoever else knows of it is asked.
+const LOOK_AFTER: Duration = Duration::from_secs(5);
 
 /// Between two questions to whoever else knows of the guest.
 const LOOK: Duration = Duration::from_millis(200);
-
-/// How long another relay is told of a migration that ended before EOF: it may wait for a question.
-const FAREWELL: Duration = Duration::from_secs(1);
 
 /// How long the reason of the other side may be behind its going.
 const LAST_WORDS: Duration = Duration::from_millis(200);
@@ -289,25 +286,19 @@ impl<'a> StreamSink<'a> {
     /// knows.
     fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<Word> {
         let patience = self.settings.outgoing.settle_timeout;
-        let committed = Instant::now();
-        let id = self.answers.id();
-        let silence = if id.is_some() || has_taken.is_some() {
-            patience.min(ASK_AFTER)
-        } else {
-            patience
+        let on_stream = &mut |wait| self.answers.await_word(wait);
+        let to_ask = self.to.as_ref().zip(self.answers.id());
+        let Some(has_taken) = has_taken.filter(|_| to_ask.is_none()) else {
+            return await_word(patience, to_ask, on_stream);
         };
-        if let Some(word) = self.answers.await_word(silence) {
+        let committed = Instant::now();
+        if let Some(word) = on_stream(patience.min(LOOK_AFTER)) {
             return Some(word);
         }
-        let left = || patience.saturating_sub(committed.elapsed());
-        if let (Some(id), Some(to)) = (id, &self.to) {
-            return ask(to, id, left(), &mut || self.answers.word());
-        }
-        let has_taken = has_taken?;
-        while !left().is_zero() {
+        while committed.elapsed() < patience {
             let taken = has_taken();
             // What it said before it went comes first.
-            if let Some(word) = self.answers.await_word(LOOK) {
+            if let Some(word) = on_stream(LOOK) {
                 return Some(word);
             }
             match taken {
@@ -602,7 +593,7 @@ impl Sink for StreamSink<'_> {
             && !self.is_settled.load(Ordering::Acquire)
             && let (Some(id), Some(to)) = (self.answers.id(), &self.to)
         {
-            ask_once(to, id, FAREWELL);
+            say_farewell(to, id);
         }
     }
 
