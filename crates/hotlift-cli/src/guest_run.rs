@@ -15,7 +15,7 @@ use crate::error::{CommandError, settle};
 use crate::events::{Check, Event, Filling, tell};
 use crate::migration_args::MigrationArgs;
 use crate::monitor::{Commands, ControlArgs, GuestMonitor, Leaving};
-use crate::output::{complain, say};
+use crate::output::{complain, say, say_turned_away};
 use crate::progress::{Display, fallback_warning};
 use crate::qemu::private_folder;
 use crate::report::{self, Run};
@@ -271,6 +271,7 @@ impl Session<'_> {
         let received = self.interrupt.cancelling(&control, || {
             hotlift::destination::receive(&*self.guest, listener, &self.options, &control)
         });
+        say_turned_away(&control);
         let received = match received {
             Ok(received) => received,
             Err(error) => {

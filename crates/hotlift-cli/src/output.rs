@@ -15,6 +15,7 @@ use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift::Control;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
@@ -55,6 +56,18 @@ macro_rules! complain {
 }
 
 pub(crate) use {complain, say};
+
+/// Says which connections a migration has turned away, if there were any.
+pub fn say_turned_away(control: &Control) {
+    for (why, count) in control.turned_away() {
+        let what = if count == 1 {
+            "connection was"
+        } else {
+            "connections were"
+        };
+        complain!("hotlift: {count} {what} turned away: {why}");
+    }
+}
 
 /// A line on standard output, if somebody reads it.
 pub fn out(line: &str) {

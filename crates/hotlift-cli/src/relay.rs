@@ -13,7 +13,7 @@ use crate::args::error_line;
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
-use crate::output::{complain, say};
+use crate::output::{complain, say, say_turned_away};
 use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes, jobs};
 use crate::qemu::result;
@@ -174,6 +174,7 @@ impl Relay<'_> {
             )
         });
         display.finish();
+        say_turned_away(&control);
         self.monitor.ended(&outcome);
         match outcome {
             Ok(report) => {

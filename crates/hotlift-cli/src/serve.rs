@@ -21,7 +21,7 @@ use crate::callers::Callers;
 use crate::error::CommandError;
 use crate::migration_args::LimitArgs;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
-use crate::output::{complain, say};
+use crate::output::{complain, say, say_turned_away};
 use crate::progress::bytes;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, Opening};
 use crate::qemu::destination::{Destination, Word};
@@ -323,6 +323,7 @@ impl Host<'_> {
                 })
             })
         });
+        say_turned_away(&control);
         self.monitor.ended(&outcome);
         outcome
     }

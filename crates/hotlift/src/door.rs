@@ -21,6 +21,9 @@ use crate::transport::{Listener, Stream};
 /// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
 const MAIN_MAGIC: [u8; 4] = *b"QEVM";
 
+/// Bytes of a main channel that say nothing yet of a VM: magic and version. A source sends more with them.
+const MAIN_HEAD: usize = 8;
+
 /// First bytes of a TLS handshake: type and major version of the record.
 const TLS_MAGIC: [u8; 2] = [0x16, 0x03];
 
@@ -241,7 +244,8 @@ impl<'a> Door<'a> {
                 .retain(|caller| caller.since.elapsed() < patience);
         }
         for _ in self.callers.len()..before {
-            self.control.turn_away("a connection that said nothing");
+            self.control
+                .turn_away("a connection that did not say what it is in time");
         }
         self.told.retain(|caller| caller.since.elapsed() < HEARING);
     }
@@ -398,7 +402,8 @@ fn said(stream: &Stream) -> Said {
         };
     };
     match *magic {
-        MAIN_MAGIC => Said::Main,
+        MAIN_MAGIC if seen > MAIN_HEAD => Said::Main,
+        MAIN_MAGIC => partial,
         TOKEN_MAGIC => match bytes[..seen].first_chunk().and_then(read_token) {
             Some(token) => Said::Token(token),
             None => partial,

@@ -39,4 +39,6 @@ pub use mapped_ram::{
 };
 pub use ram::PageContent;
 pub use section::SectionKind;
-pub use tail::{TailEvent, TailStep, complete_tail, next_in_tail, put_packaged_head};
+pub use tail::{
+    EOF_WITHOUT_DESCRIPTION, TailEvent, TailStep, complete_tail, next_in_tail, put_packaged_head,
+};

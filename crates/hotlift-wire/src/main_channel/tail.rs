@@ -98,6 +98,10 @@ pub fn put_packaged_head(length: usize, out: &mut Vec<u8>) -> Result<(), WireErr
     Ok(())
 }
 
+/// EOF and a description without content, in place of one that did not come: nobody makes use of it, but a QEMU
+/// reads it to its end before it runs the guest.
+pub const EOF_WITHOUT_DESCRIPTION: [u8; 8] = [EOF, VM_DESCRIPTION, 0, 0, 0, 2, b'{', b'}'];
+
 /// Where EOF is in a QEMU's tail that has come completely; `None` while more must come.
 ///
 /// The tail is complete when some EOF is followed by a description whose length reaches exactly to
@@ -154,6 +158,12 @@ mod tests {
         }
         let found = complete_tail(&tail, &mut from, &mut candidates);
         assert_eq!(found, Some(devices.len()));
+    }
+
+    #[test]
+    fn a_description_without_content_completes_a_tail() {
+        let found = complete_tail(&EOF_WITHOUT_DESCRIPTION, &mut 0, &mut Vec::new());
+        assert_eq!(found, Some(0));
     }
 
     #[test]

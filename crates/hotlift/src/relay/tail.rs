@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use hotlift_methods::OverMemoryLimit;
-use hotlift_wire::main_channel::{Command, TailEvent, TailStep, complete_tail, next_in_tail};
+use hotlift_wire::main_channel::{
+    Command, EOF_WITHOUT_DESCRIPTION, TailEvent, TailStep, complete_tail, next_in_tail,
+};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{WireError, limits};
 
@@ -282,7 +284,7 @@ fn end_of_relay(
         session.taking.refused();
         return Err(MigrationError::Cancelled);
     }
-    // Nothing may fail any more: without memory for the description, what has come of it goes out.
+    // Nothing may fail any more: without memory for the description, the guest goes without.
     let description = session.memory.take(limits::VM_DESCRIPTION);
     let most = description.map_or(0, |()| limits::VM_DESCRIPTION);
     let mut end = Vec::new();
@@ -293,14 +295,15 @@ fn end_of_relay(
         end.extend_from_slice(unread);
         input.take(taken);
         let complete = complete_tail(&end, &mut searched, &mut candidates).is_some();
-        // What is missing of the description is no reason not to run the guest: nobody reads it.
-        if complete
-            || end.len() > most
-            || !matches!(
-                input.fill_some(1, Some(DESCRIPTION), &session.call()),
-                Ok(true)
-            )
-        {
+        if complete {
+            break;
+        }
+        let mut more = || input.fill_some(1, Some(DESCRIPTION), &session.call());
+        if end.len() > most || !matches!(more(), Ok(true)) {
+            // No reason not to run the guest. (Machines with `suppress-vmdesc` have none.)
+            if end.len() > 1 {
+                end = EOF_WITHOUT_DESCRIPTION.to_vec();
+            }
             break;
         }
     }

@@ -347,6 +347,8 @@ impl Destination {
                     *eof = true;
                     self.log.note(Event::DestinationReadsEof);
                     self.reach(Moment::Eof, main)?;
+                    buffer.drain(..at + consumed);
+                    read_description(main, &mut buffer);
                     say(main, ReturnMessage::Shut(0));
                     return Ok(());
                 }
@@ -361,6 +363,27 @@ fn encode(message: ReturnMessage<'_>) -> Vec<u8> {
     let mut bytes = Vec::new();
     message.encode(&mut bytes).unwrap();
     bytes
+}
+
+/// Reads what follows EOF as QEMU does before it runs the guest: a VM description to its end, if the stream does not
+/// end before, and whatever is in it.
+fn read_description(main: &Stream, buffer: &mut Vec<u8>) {
+    let mut read_here = [0; 4096];
+    loop {
+        let length = buffer.get(1..5).and_then(|bytes| bytes.try_into().ok());
+        let end = match (buffer.first(), length.map(u32::from_be_bytes)) {
+            (Some(6), None) | (None, _) => usize::MAX,
+            (Some(6), Some(length)) => 5 + usize::try_from(length).unwrap(),
+            (Some(_), _) => 1,
+        };
+        if buffer.len() >= end {
+            return;
+        }
+        match main.read_some(&mut read_here) {
+            Ok(read @ 1..) => buffer.extend_from_slice(&read_here[..read]),
+            _ => return,
+        }
+    }
 }
 
 /// Whoever does not hear it has gone.

@@ -129,8 +129,8 @@ fn cuts(recording: &Recording) -> Vec<usize> {
         matches!(event, MainEvent::SectionStart { kind: it, .. } if *it == kind)
     });
     let mut cuts = recording.boundaries();
-    // One that says nothing has only looked whether somebody listens.
-    cuts.retain(|at| (1..devices).contains(at));
+    // One that says no more than magic and version has only looked whether somebody listens.
+    cuts.retain(|at| (9..devices).contains(at));
     let text = recording.events().last().unwrap().0 + 12;
     cuts.extend(devices..text);
     cuts.extend((text..recording.main.len()).step_by(17));

@@ -552,6 +552,10 @@ impl Sink for StreamSink<'_> {
         }
         // A connection that is lost now may have carried EOF.
         let _ = self.lock_main().raw(end);
+        if end.len() == 1 && self.answers.id().is_none() {
+            // Without a VM description, which a QEMU may wait for; not beyond the end of the stream.
+            self.link.lane.shut_down(Shutdown::Write);
+        }
         let word = self.await_word(has_taken);
         if word.is_some()
             && let (Some(id), Lane::Socket(main)) = (self.answers.id(), &self.link.lane)
