@@ -1,7 +1,7 @@
 # make build   builds target/release/hotlift, and in target/share its manual pages and shell completions
 # make demo    builds, and live-migrates the built-in guest with each method
 # make test    installs what the tests need, and runs all of them
-# make campaign  runs 2,000 random faults on real migrations and counts what came of them (root; an hour or two; goes on
+# make campaign  runs 2,000 random faults on real migrations and counts what came of them (root; an hour; goes on
 #                where it was ended)
 # make fuzz    runs each fuzz target for five minutes, two at a time (three quarters of an hour)
 # make bench   measures beside QEMU 10.0 (root; some minutes)
@@ -21,15 +21,16 @@ BENCH_PACKAGES = $(BUILD_PACKAGES) python3 zstd iproute2
 # Enough for each target's corpus and some new inputs.
 TEST_FUZZ_SECONDS = 2
 
-# The campaign of 'make campaign-short': its seed is the number of the day.
+# The random faults of 'make test': their seed is the number of the day.
 TEST_CAMPAIGN_SECONDS = 120
 
-# A seed decides the whole list of cases. Those that are in the file already are not run again.
+# A seed decides the whole list of cases. Those that are in the file already are not run again. Three in four faults
+# meet the moment that they are meant for: of 2,700 at least 2,000 happen.
 CAMPAIGN_SEED = 1
-CAMPAIGN_FAULTS = 2000
+CAMPAIGN_FAULTS = 2700
 CAMPAIGN_OUT = bench/results/$(shell date -u +%F)-campaign
 
-.PHONY: demo build test fmt lint unit campaign campaign-short campaign-build fuzz bench bench-suites bench-relay
+.PHONY: demo build test fmt lint unit campaign campaign-short fuzz bench bench-suites bench-relay
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
 # mix if there is none.
@@ -53,7 +54,8 @@ test:
 	HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries) || \
 		echo "test: the tests with the accelerators' own libraries are skipped"; \
 	HOTLIFT_QEMU_QMP=$$(scripts/qemu-qmp) || echo "test: the test with Python's qemu.qmp is skipped"; \
-	export HOTLIFT_QEMU10 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; $(MAKE) --no-print-directory fmt lint unit
+	export HOTLIFT_QEMU10 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; \
+	$(MAKE) --no-print-directory fmt lint unit campaign-short
 	scripts/fuzz $(TEST_FUZZ_SECONDS)
 
 fmt:
@@ -67,18 +69,18 @@ lint:
 unit:
 	cargo test --workspace --locked
 
-campaign: campaign-build
+campaign:
+	cargo build --release --locked --package hotlift-cli --package hotlift-testkit
 	@scripts/install-packages $(TEST_PACKAGES)
 	@mkdir -p $(CAMPAIGN_OUT)
 	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) target/release/campaign --seed $(CAMPAIGN_SEED) \
-		--faults $(CAMPAIGN_FAULTS) --jobs 6 --out $(CAMPAIGN_OUT)/cases.jsonl
+		--faults $(CAMPAIGN_FAULTS) --jobs 9 --out $(CAMPAIGN_OUT)/cases.jsonl
 
-campaign-short: campaign-build
-	@if [ "$$(id -u)" = 0 ]; then target/release/campaign --seconds $(TEST_CAMPAIGN_SECONDS); \
+# With what the tests were built as, so that nothing is built twice.
+campaign-short:
+	@cargo test --workspace --locked --no-run --quiet
+	@if [ "$$(id -u)" = 0 ]; then target/debug/campaign --seconds $(TEST_CAMPAIGN_SECONDS); \
 	else echo "campaign-short: skipped: network namespaces need root"; fi
-
-campaign-build:
-	cargo build --release --locked --package hotlift-cli --package hotlift-testkit
 
 fuzz:
 	@scripts/install-packages $(TEST_PACKAGES)

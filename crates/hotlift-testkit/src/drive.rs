@@ -25,7 +25,7 @@ const GRACE: Duration = Duration::from_secs(12);
 const STAYED: Duration = Duration::from_secs(2);
 
 /// How long a command has to end after SIGINT.
-const ASKED: Duration = Duration::from_secs(20);
+const ASKED: Duration = Duration::from_secs(30);
 
 /// One that says an error and has not ended after so long stays, with its guest paused.
 const STAYS: Duration = Duration::from_secs(5);
@@ -430,11 +430,23 @@ impl Drive<'_> {
         }
         drop(self.strangers.take());
         self.read_on();
+        let faults = self.case.faults.iter().zip(&self.fired);
+        let asked: Vec<_> = faults
+            .filter(|(_, fired)| **fired)
+            .map(|(fault, _)| fault.kind)
+            .collect();
+        let was_asked = |whom: Party| {
+            asked
+                .iter()
+                .any(|kind| matches!(kind, Kind::Signal { party, .. } if *party == whom))
+        };
         for party in [Party::SourceCommand, Party::DestinationCommand] {
             let Some(process) = self.rig.process(party) else {
                 continue;
             };
-            if process.ended().is_none() {
+            // A second signal would not let it clean up.
+            let is_ending = was_asked(party) && process.wait(ASKED).is_ok();
+            if !is_ending && process.ended().is_none() {
                 process.signal(Signal::INT);
                 if process.wait(ASKED).is_err() {
                     did_not_end.push(match party {

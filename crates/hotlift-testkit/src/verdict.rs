@@ -83,7 +83,7 @@ pub struct Record {
     pub there: String,
     /// What is wrong.
     pub problems: Vec<Problem>,
-    /// Last words of the commands, if something is wrong.
+    /// Reasons that QMP gives and last words of the commands, if something is wrong.
     pub words: Vec<String>,
     /// How long it took.
     pub seconds: f64,
@@ -111,10 +111,10 @@ pub fn judge(tools: &Tools, campaign: u64, case: &Case) -> Record {
         record.note(Wrong::SetUp, error.to_string());
     }
     if let Some(rig) = &mut rig {
-        record.words = match record.problems.is_empty() {
-            true => Vec::new(),
-            false => words(rig),
-        };
+        match record.problems.is_empty() {
+            true => record.words.clear(),
+            false => record.words.extend(words(rig)),
+        }
     }
     drop(rig);
     record.sweep(tools);
@@ -153,6 +153,11 @@ fn attempt(
     record.destination_exit = seen.destination_exit;
     record.here = seen.here.name().to_owned();
     record.there = seen.there.name().to_owned();
+    for (name, machine) in [("source", &mut rig.here), ("destination", &mut rig.there)] {
+        if let Some(reason) = machine.migration().and_then(|info| info.error_desc) {
+            record.words.push(format!("query-migrate of the {name}: {reason}"));
+        }
+    }
     record.weigh(&seen, rig);
     record.look_for_leftovers(tools, rig);
     Ok(())

@@ -34,9 +34,9 @@ const CASE: Duration = Duration::from_secs(6);
 #[derive(Debug, Parser)]
 #[command(name = "campaign")]
 struct Flags {
-    /// The hotlift to test
-    #[arg(long, value_name = "PATH", default_value = "target/release/hotlift")]
-    hotlift: PathBuf,
+    /// The hotlift to test [default: the one beside this program]
+    #[arg(long, value_name = "PATH")]
+    hotlift: Option<PathBuf>,
     /// Decides the whole list of cases [default: the number of this day]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
@@ -214,8 +214,13 @@ struct Shared {
 fn run(flags: &Flags) -> Result<ExitCode, String> {
     let begun = Instant::now();
     let seed = flags.seed.unwrap_or_else(today);
-    let hotlift = fs::canonicalize(&flags.hotlift)
-        .map_err(|error| format!("{}: {error}", flags.hotlift.display()))?;
+    let this = std::env::current_exe().map_err(|error| error.to_string())?;
+    let hotlift = flags
+        .hotlift
+        .clone()
+        .unwrap_or_else(|| this.with_file_name("hotlift"));
+    let hotlift =
+        fs::canonicalize(&hotlift).map_err(|error| format!("{}: {error}", hotlift.display()))?;
     let guest = Program::new(64 << 20, 32 << 20, 20).map_err(|error| error.to_string())?;
     let tools = Tools {
         hotlift,
