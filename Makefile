@@ -74,12 +74,12 @@ campaign:
 	@scripts/install-packages $(TEST_PACKAGES)
 	@mkdir -p $(CAMPAIGN_OUT)
 	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) target/release/campaign --seed $(CAMPAIGN_SEED) \
-		--faults $(CAMPAIGN_FAULTS) --jobs 9 --out $(CAMPAIGN_OUT)/cases.jsonl
+		--faults $(CAMPAIGN_FAULTS) --jobs 6 --out $(CAMPAIGN_OUT)/cases.jsonl
 
 # With what the tests were built as, so that nothing is built twice.
 campaign-short:
 	@cargo test --workspace --locked --no-run --quiet
-	@if [ "$$(id -u)" = 0 ]; then target/debug/campaign --seconds $(TEST_CAMPAIGN_SECONDS); \
+	@if [ "$$(id -u)" = 0 ]; then target/debug/campaign --jobs 3 --seconds $(TEST_CAMPAIGN_SECONDS); \
 	else echo "campaign-short: skipped: network namespaces need root"; fi
 
 fuzz:

@@ -6,7 +6,7 @@ use rustix::process::Signal;
 
 use crate::case::{Asking, Case, Fault, Kind, Moment, Pair, Party, SETTLE};
 use crate::error::KitError;
-use crate::machine::{Look, Machine};
+use crate::machine::{Look, Machine, PATIENCE};
 use crate::namespace::{End, Message};
 use crate::process::{Output, Process};
 use crate::rig::{DATA_PORT, PORT, Rig, index};
@@ -386,8 +386,9 @@ impl Drive<'_> {
             self.full_since = None;
             let (here, there) = self.watch();
             // One without a monitor runs unseen.
-            let is_still = matches!(here, Look::Paused(_) | Look::Ended);
-            self.none_while_full = self.undone.is_empty() && is_still && there != Look::Running;
+            let is_still = |look: &Look| matches!(look, Look::Paused(_) | Look::Ended);
+            let none = is_still(&here) && (is_still(&there) || there == Look::Waiting);
+            self.none_while_full = self.undone.is_empty() && none;
             self.read_on();
         }
     }
@@ -459,6 +460,21 @@ impl Drive<'_> {
             process.hear_out();
         }
         looks = self.watch();
+        // A busy host lets a monitor wait for its answer.
+        let has_monitor = !matches!(
+            self.case.pair,
+            Pair::BuiltIn {
+                monitored: false,
+                ..
+            }
+        );
+        let looked = Instant::now();
+        while looked.elapsed() < PATIENCE
+            && (looks.1 == Look::Silent || (has_monitor && looks.0 == Look::Silent))
+        {
+            std::thread::sleep(TICK * 10);
+            looks = self.watch();
+        }
         let source_exit = self.source_exit(&looks.0);
         let command = self.rig.destination_command.as_mut();
         Ok(Seen {

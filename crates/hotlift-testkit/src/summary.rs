@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use crate::case::{Kind, Moment};
 use crate::verdict::{Outcome, Record, Wrong};
 
 /// What is counted, and what it is called.
@@ -27,10 +28,11 @@ const OUTCOMES: [(Outcome, &str); 5] = [
 /// How many columns are there for the numbers of the cases that something is wrong with.
 const NAMED: usize = 36;
 
-/// True if nothing is wrong with any case.
+/// True if nothing is wrong with any case. One whose set-up failed says nothing.
 #[must_use]
 pub fn is_clean(records: &[Record]) -> bool {
-    records.iter().all(|record| record.problems.is_empty())
+    let mut problems = records.iter().flat_map(|record| &record.problems);
+    problems.all(|problem| problem.wrong == Wrong::SetUp)
 }
 
 /// The tables.
@@ -77,6 +79,8 @@ pub fn tables(records: &[Record]) -> String {
         let _ = writeln!(text, "{kind:<28}{drawn:>10}{happened:>8}");
     }
 
+    text.push_str(&durations(records));
+
     let mut exits: BTreeMap<Option<i32>, usize> = BTreeMap::new();
     for record in records {
         *exits.entry(record.source_exit).or_default() += 1;
@@ -112,10 +116,55 @@ pub fn tables(records: &[Record]) -> String {
     text
 }
 
+/// What lasts, by how long and when it began, of the faults that happened.
+fn durations(records: &[Record]) -> String {
+    const WHEN: [&str; 6] = ["set-up", "rounds", "switch", "message", "arrived", "after"];
+    let mut rows: BTreeMap<(&str, u64), [usize; WHEN.len()]> = BTreeMap::new();
+    let mut nets: BTreeMap<(u32, u32), usize> = BTreeMap::new();
+    for record in records {
+        let faults = record.case.faults.iter().zip(&record.fired);
+        for (fault, _) in faults.filter(|(fault, fired)| **fired && !fault.kind.lasts().is_zero()) {
+            let column = match fault.moment {
+                Moment::Setup => 0,
+                Moment::Round => 1,
+                Moment::Switchover => 2,
+                Moment::Lost(_) => 3,
+                Moment::Arrived => 4,
+                Moment::After => 5,
+            };
+            let row = (fault.kind.name(), fault.kind.lasts().as_secs());
+            rows.entry(row).or_default()[column] += 1;
+            if matches!(fault.kind, Kind::LinkDown { .. }) {
+                let net = &record.case.net;
+                let net = (u32::from(net.mtu), u32::from(net.orphan_retries));
+                *nets.entry(net).or_default() += 1;
+            }
+        }
+    }
+    let mut text = format!("\n{:<28}", "how long, from when on");
+    WHEN.iter().for_each(|when| text += &format!("{when:>8}"));
+    text.push('\n');
+    for ((name, secs), counts) in rows {
+        let _ = write!(text, "{:<28}", format!("{name}, {secs} s"));
+        counts
+            .iter()
+            .for_each(|count| text += &format!("{count:>8}"));
+        text.push('\n');
+    }
+    for ((mtu, retries), count) in nets {
+        let _ = writeln!(
+            text,
+            "link down at MTU {mtu}, tcp_orphan_retries={retries}: {count}"
+        );
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::case::Case;
+    use crate::case::{Kind, Moment};
     use crate::verdict::Problem;
 
     #[test]

@@ -11,10 +11,14 @@ use crate::case::{Case, Kind, Pair, Party, SETTLE};
 use crate::drive::{Seen, drive};
 use crate::error::KitError;
 use crate::machine::Look;
+use crate::namespace::End;
 use crate::rig::{Rig, Tools};
 
 /// How long the processes of a case have to go: a guard waits 10 s for a QEMU that does not answer.
 const GONE: Duration = Duration::from_secs(15);
+
+/// How long a command waits for an answer over QMP.
+const ANSWER: Duration = Duration::from_secs(30);
 
 /// What is wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -155,7 +159,9 @@ fn attempt(
     record.there = seen.there.name().to_owned();
     for (name, machine) in [("source", &mut rig.here), ("destination", &mut rig.there)] {
         if let Some(reason) = machine.migration().and_then(|info| info.error_desc) {
-            record.words.push(format!("query-migrate of the {name}: {reason}"));
+            record
+                .words
+                .push(format!("query-migrate of the {name}: {reason}"));
         }
     }
     record.weigh(&seen, rig);
@@ -179,6 +185,13 @@ impl Record {
     fn killed(&self, whom: Party) -> bool {
         self.faults()
             .any(|kind| matches!(kind, Kind::Kill { party } if *party == whom))
+    }
+
+    /// Whether QMP was silent there for longer than a command waits for an answer.
+    fn has_stalled(&self, whose: End) -> bool {
+        self.faults().any(|kind| {
+            matches!(kind, Kind::QmpStall { at, .. } if *at == whose) && kind.lasts() > ANSWER
+        })
     }
 
     /// Whether a fault was to end a guest's process.
@@ -268,11 +281,16 @@ impl Record {
 
     /// The guest runs on one side: sees whether its memory is right.
     fn proven(&mut self, outcome: Outcome, rig: &mut Rig) -> Outcome {
-        let machine = match outcome {
-            Outcome::Moved => &mut rig.there,
-            _ => &mut rig.here,
+        let (party, machine) = match outcome {
+            Outcome::Moved => (Party::DestinationGuest, &mut rig.there),
+            _ => (Party::SourceGuest, &mut rig.here),
         };
-        match machine.prove() {
+        let proven = machine.prove();
+        // A signal may have ended it only now.
+        if proven.is_err() && self.may_have_ended(party) && machine.has_ended() {
+            return Outcome::Ended;
+        }
+        match proven {
             Ok(()) => outcome,
             Err(KitError::Memory { problem }) => {
                 self.note(Wrong::LostWrites, problem);
@@ -331,8 +349,13 @@ impl Record {
     fn look_for_leftovers(&mut self, tools: &Tools, rig: &mut Rig) {
         // What a killed process leaves, nobody can take away.
         let was_killed = self.faults().any(|kind| matches!(kind, Kind::Kill { .. }));
+        // The user is told of what a silent QMP socket has kept the command from.
+        let is_told = rig
+            .process(Party::SourceCommand)
+            .is_some_and(|process| process.has_said("migration settings were not put back"));
         if let Some(before) = rig.settings.take()
             && !self.killed(Party::SourceCommand)
+            && !(is_told && self.has_stalled(End::Source))
             && !rig.here.has_ended()
         {
             match rig.here.settings() {

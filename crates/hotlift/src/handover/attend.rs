@@ -44,10 +44,13 @@ struct Tail<'a> {
     open: bool,
 }
 
+/// How long a destination that has refused the guest, and was cancelled, still answers: a source that has lost its
+/// connections asks at once, and keeps its guest paused without an answer.
+const REFUSING: Duration = Duration::from_secs(10);
+
 /// Answers until the source has said, on one of `streams` or after a question, that it knows the outcome; until
-/// it cannot ask any more, which is after `patience`; or until a cancel of who has the guest: whoever has
-/// refused it still says so, since the source waits for that. `read_ahead` was read of the first stream
-/// before.
+/// it cannot ask any more, which is after `patience`; or until a cancel, at once for who has the guest, and after
+/// [`REFUSING`] for who has refused it. `read_ahead` was read of the first stream before.
 pub(crate) fn linger(
     door: &mut Door<'_>,
     asked: &Asked<'_>,
@@ -56,7 +59,9 @@ pub(crate) fn linger(
     patience: Duration,
     control: &Control,
 ) {
-    let deadline = Instant::now() + patience;
+    let begun = Instant::now();
+    let mut patience = patience;
+    let mut cancelled_at = None;
     let mut tails: Vec<_> = streams
         .iter()
         .map(|stream| Tail {
@@ -68,8 +73,14 @@ pub(crate) fn linger(
     if let Some(first) = tails.first_mut() {
         first.note(read_ahead, asked);
     }
-    let called_off = || control.is_cancelled() && asked.taking.side() == DestinationSide::Taken;
-    while asked.taking.may_be_asked() && !called_off() && Instant::now() < deadline {
+    while asked.taking.may_be_asked() && begun.elapsed() < patience {
+        if control.is_cancelled() {
+            let since = *cancelled_at.get_or_insert_with(|| begun.elapsed());
+            patience = patience.min(match asked.taking.side() {
+                DestinationSide::Taken => since,
+                _ => since + REFUSING,
+            });
+        }
         let open = tails.iter().filter(|tail| tail.open);
         let watched: Vec<_> = open.map(|tail| (tail.stream, PollFlags::IN)).collect();
         if watched.is_empty() && door.listener().is_none() {

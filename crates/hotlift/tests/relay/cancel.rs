@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::relay::{LetGo, RelaySettings};
-use hotlift::{MigrationError, Status};
-use hotlift_wire::main_channel::{MainEncoder, MainEvent};
+use hotlift::{Address, MigrationError, Status};
+use hotlift_wire::main_channel::{Command, MainEncoder, MainEvent};
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
 
 use super::destination::{Failure, Moment};
@@ -199,6 +199,40 @@ fn while_the_destination_takes_nothing() {
             assert!(!arriving.join().unwrap().eof);
         });
     }
+}
+
+#[test]
+fn while_a_stream_that_is_passed_through_is_not_taken() {
+    let _beside = shared();
+    let recording = Recording::small();
+    let mut main = recording.main.clone();
+    let at = recording.position(|event| matches!(event, MainEvent::SectionStart { .. }));
+    let mut advise = Vec::new();
+    Command::PostcopyAdvise { page_sizes: None }.encode(&mut advise);
+    main.splice(at..at, advise);
+    let folder = tempfile::tempdir().unwrap();
+    let address = Address::Unix {
+        path: folder.path().join("socket"),
+    };
+    let listener = address.listen().unwrap();
+    let relay = Relay::start(&address, &ways()[0], false);
+    let mut stream = &relay.address.connect(DEADLINE).unwrap();
+    thread::scope(|scope| {
+        let writing = scope.spawn(|| {
+            stream.write_all(&main).unwrap();
+            let zeros = vec![0; 1 << 20];
+            while stream.write_all(&zeros).is_ok() {}
+        });
+        until("a stream that is passed through", || {
+            relay.control.status() == Status::Active
+        });
+        let taken = listener.accept(DEADLINE).unwrap();
+        // Until everything on the way is full.
+        thread::sleep(A_WHILE);
+        cancel(relay, "nobody reads what is passed through");
+        writing.join().unwrap();
+        drop(taken);
+    });
 }
 
 #[test]
