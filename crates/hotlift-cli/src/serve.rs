@@ -25,6 +25,7 @@ use crate::output::{complain, say, say_turned_away};
 use crate::progress::bytes;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, Opening};
 use crate::qemu::destination::{Destination, Word};
+use crate::qemu::process::Custody;
 use crate::qemu::uuid::Uuid;
 use crate::qemu::{incoming, private_folder, process};
 use crate::signals::{Interrupt, TICK};
@@ -276,7 +277,7 @@ impl Host<'_> {
         }
     }
 
-    /// Runs the relay, tells the source how it gets on, and cancels it if the source goes.
+    /// Runs the relay, tells the source how it gets on, and cancels it if the source goes before the commit.
     fn relay(
         &self,
         source: &mut Conversation,
@@ -315,7 +316,7 @@ impl Host<'_> {
                 )
             });
             let received = || latest.lock().map_or(0, |latest| latest.received_bytes);
-            self.attend(source, &relay, &control, &received);
+            self.attend(source, &relay, &control, destination.custody(), &received);
             relay.join().unwrap_or_else(|_| {
                 Err(match destination.custody().is_given_up() {
                     true => MigrationError::InDoubt,
@@ -334,6 +335,7 @@ impl Host<'_> {
         source: &mut Conversation,
         relay: &ScopedJoinHandle<'_, T>,
         control: &Control,
+        custody: &Custody,
         received: &dyn Fn() -> u64,
     ) {
         let mut told = Instant::now();
@@ -358,7 +360,10 @@ impl Host<'_> {
             }
             if heard.is_err() {
                 source_is_there = false;
-                control.cancel();
+                // Behind the commit its other connections may be lost, too, and it asks what became of the guest.
+                if !custody.is_given_up() {
+                    control.cancel();
+                }
             }
         }
     }

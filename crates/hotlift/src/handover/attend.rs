@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use hotlift_wire::settle::{HEARD_LEN, heard};
 use rustix::event::PollFlags;
 
-use super::DestinationSide;
 use crate::control::Control;
 use crate::door::{Asked, Door};
 use crate::transport::{Stream, wait_readable};
@@ -44,13 +43,13 @@ struct Tail<'a> {
     open: bool,
 }
 
-/// How long a destination that has refused the guest, and was cancelled, still answers: a source that has lost its
-/// connections asks at once, and keeps its guest paused without an answer.
-const REFUSING: Duration = Duration::from_secs(10);
+/// How long a destination that is cancelled still answers: a source that has lost its connections asks at once, and
+/// keeps its guest paused without an answer.
+const CALLED_OFF: Duration = Duration::from_secs(10);
 
 /// Answers until the source has said, on one of `streams` or after a question, that it knows the outcome; until
-/// it cannot ask any more, which is after `patience`; or until a cancel, at once for who has the guest, and after
-/// [`REFUSING`] for who has refused it. `read_ahead` was read of the first stream before.
+/// it cannot ask any more, which is after `patience`, or [`CALLED_OFF`] after a cancel. `read_ahead` was read of the
+/// first stream before.
 pub(crate) fn linger(
     door: &mut Door<'_>,
     asked: &Asked<'_>,
@@ -76,10 +75,7 @@ pub(crate) fn linger(
     while asked.taking.may_be_asked() && begun.elapsed() < patience {
         if control.is_cancelled() {
             let since = *cancelled_at.get_or_insert_with(|| begun.elapsed());
-            patience = patience.min(match asked.taking.side() {
-                DestinationSide::Taken => since,
-                _ => since + REFUSING,
-            });
+            patience = patience.min(since + CALLED_OFF);
         }
         let open = tails.iter().filter(|tail| tail.open);
         let watched: Vec<_> = open.map(|tail| (tail.stream, PollFlags::IN)).collect();
