@@ -141,11 +141,11 @@ fn durations(records: &[Record]) -> String {
             }
         }
     }
-    let mut text = format!("\n{:<28}", "how long, from when on");
+    let mut text = format!("\n{:<32}", "how long, from when on");
     WHEN.iter().for_each(|when| text += &format!("{when:>8}"));
     text.push('\n');
     for ((name, secs), counts) in rows {
-        let _ = write!(text, "{:<28}", format!("{name}, {secs} s"));
+        let _ = write!(text, "{:<32}", format!("{name}, {secs} s"));
         counts
             .iter()
             .for_each(|count| text += &format!("{count:>8}"));
@@ -164,7 +164,6 @@ fn durations(records: &[Record]) -> String {
 mod tests {
     use super::*;
     use crate::case::Case;
-    use crate::case::{Kind, Moment};
     use crate::verdict::Problem;
 
     #[test]

@@ -47,7 +47,7 @@ pub(crate) fn say_farewell(to: &Address, id: MigrationId) {
 }
 
 /// Asks `to` about `id` until it makes a statement, `other_word` brings one, or `patience` is over.
-fn ask(
+pub(super) fn ask(
     to: &Address,
     id: MigrationId,
     patience: Duration,

@@ -116,3 +116,39 @@ impl Tail<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Word;
+    use super::super::ask::ask;
+    use super::*;
+    use crate::handover::Taking;
+    use crate::transport::Address;
+    use hotlift_wire::settle::MigrationId;
+
+    #[test]
+    fn a_destination_that_is_cancelled_still_says_what_became_of_the_guest() {
+        let folder = tempfile::tempdir().unwrap();
+        let address = Address::Unix {
+            path: folder.path().join("socket"),
+        };
+        let listener = address.listen().unwrap();
+        let (control, taking) = (Control::new(), Taking::new(1));
+        assert!(taking.loaded() && taking.commit());
+        taking.taken();
+        control.cancel();
+        let asked = Asked {
+            id: MigrationId([7; 16]),
+            taking: &taking,
+            refuse: &|| (),
+        };
+        let patience = CALLED_OFF / 2;
+        let mut door = Door::new(Some(&listener), Vec::new(), None, patience, &control);
+        std::thread::scope(|scope| {
+            scope.spawn(|| linger(&mut door, &asked, &[], &[], CALLED_OFF * 6, &control));
+            let word = ask(&address, asked.id, patience, &mut || None);
+            assert_eq!(word, Some(Word::Runs));
+        });
+        assert!(!taking.may_be_asked(), "it was heard");
+    }
+}
