@@ -29,10 +29,6 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// How long the destination may take to get ready; it may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);
 
-/// How long the destination may take to say what became of a migration whose stream has ended.
-/// behind `settle-timeout`, as long as it asks its QEMU: not slower to say so than a connection to make.
-const LAST_WORDS: Duration = CONNECT;
-
 /// Flags of `migrate`.
 #[derive(Debug, Args)]
 pub struct MigrateArgs {
@@ -233,13 +229,14 @@ impl Move<'_> {
         }
     }
 
-    /// Waits for the destination's last words.
+    /// Waits for the destination's last words. `serve` asks its QEMU for as long as `settle-timeout`, and sends its
+    /// words behind that: they may take as long as a connection.
     fn hear_out(
         &self,
         destination: &mut Conversation,
         last_words: Option<LastWords>,
     ) -> Option<LastWords> {
-        let deadline = Instant::now() + self.settings.outgoing.settle_timeout + LAST_WORDS;
+        let deadline = Instant::now() + self.settings.outgoing.settle_timeout + CONNECT;
         let mut last_words = last_words;
         while last_words.is_none() && Instant::now() < deadline {
             self.hear(destination, &mut last_words, TICK);

@@ -26,7 +26,7 @@ const RETRY: Duration = Duration::from_millis(20);
 
 /// How long an answer is waited for unless [`Client::set_timeout`] says otherwise. A QEMU that loads a
 /// migration answers nothing while its main loop waits for pages.
-const ANSWER: Duration = Duration::from_secs(30);
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Something that QEMU said of its own accord.
 #[derive(Debug, Clone, PartialEq)]
@@ -91,7 +91,7 @@ impl Client {
             greeting: Value::Null,
             events: VecDeque::new(),
             last_id: 0,
-            timeout: ANSWER,
+            timeout: ANSWER_TIMEOUT,
         };
         loop {
             match client.message("greeting", deadline, timeout)? {

@@ -18,7 +18,7 @@ mod qemu;
 pub mod server;
 
 pub use address::QmpAddress;
-pub use client::{Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
+pub use client::{ANSWER_TIMEOUT, Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
 pub use error::{QmpError, one_line};
 pub use http::{HTTP, is_http};
 pub use lines::{Line, Lines, Socket};

@@ -87,6 +87,18 @@ impl Pair {
         }
     }
 
+    /// Whether the source is a guest without a monitor: it says in its output how it goes on.
+    #[must_use]
+    pub fn is_unmonitored(&self) -> bool {
+        matches!(
+            self,
+            Self::BuiltIn {
+                monitored: false,
+                ..
+            }
+        )
+    }
+
     fn has_commands(&self) -> bool {
         !matches!(self, Self::BuiltIn { .. })
     }
@@ -266,6 +278,12 @@ impl Kind {
         }
     }
 
+    /// Whether it is a signal that asks `whom` to end.
+    #[must_use]
+    pub fn asks(&self, whom: Party) -> bool {
+        matches!(self, Self::Signal { party, .. } if *party == whom)
+    }
+
     /// Whether it must be there before the processes are.
     #[must_use]
     pub fn is_from_the_start(&self) -> bool {
@@ -381,6 +399,13 @@ impl Case {
             net,
             faults,
         }
+    }
+
+    /// Those of its faults that happened, as `fired` says.
+    pub fn happened(&self, fired: &[bool]) -> impl Iterator<Item = &Kind> {
+        let both = self.faults.iter().zip(fired);
+        both.filter(|(_, fired)| **fired)
+            .map(|(fault, _)| &fault.kind)
     }
 
     /// How long its faults last.
@@ -541,22 +566,17 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
 
 /// A source without a monitor says on its standard output where the guest is: that one stays.
 fn heard(kind: Kind, pair: &Pair) -> Kind {
-    match (kind, pair) {
-        (
-            Kind::Output {
-                party: Party::SourceGuest,
-                output,
-                ..
-            },
-            Pair::BuiltIn {
-                monitored: false, ..
-            },
-        ) => Kind::Output {
+    match kind {
+        Kind::Output {
+            party: Party::SourceGuest,
+            output,
+            ..
+        } if pair.is_unmonitored() => Kind::Output {
             party: Party::SourceGuest,
             stream: Stream::Stderr,
             output,
         },
-        (kind, _) => kind,
+        kind => kind,
     }
 }
 

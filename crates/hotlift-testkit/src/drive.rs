@@ -157,12 +157,9 @@ impl Drive<'_> {
 
     /// The guest at the source; one without a monitor says how it goes on.
     fn here(&mut self) -> Look {
-        let Pair::BuiltIn {
-            monitored: false, ..
-        } = self.case.pair
-        else {
+        if !self.case.pair.is_unmonitored() {
             return self.rig.here.look();
-        };
+        }
         let ended = self.rig.here.has_ended();
         let goes_on = |machine: &mut Machine| {
             let process = machine.process();
@@ -188,13 +185,7 @@ impl Drive<'_> {
         if self.stopped.is_some() {
             return Ok(());
         }
-        let is_plain = matches!(
-            self.case.pair,
-            Pair::BuiltIn {
-                monitored: false,
-                ..
-            }
-        );
+        let is_plain = self.case.pair.is_unmonitored();
         let teller = match is_plain {
             true => &mut self.rig.there,
             false => &mut self.rig.here,
@@ -431,22 +422,13 @@ impl Drive<'_> {
         }
         drop(self.strangers.take());
         self.read_on();
-        let faults = self.case.faults.iter().zip(&self.fired);
-        let asked: Vec<_> = faults
-            .filter(|(_, fired)| **fired)
-            .map(|(fault, _)| fault.kind)
-            .collect();
-        let was_asked = |whom: Party| {
-            asked
-                .iter()
-                .any(|kind| matches!(kind, Kind::Signal { party, .. } if *party == whom))
-        };
         for party in [Party::SourceCommand, Party::DestinationCommand] {
+            let was_asked = self.case.happened(&self.fired).any(|kind| kind.asks(party));
             let Some(process) = self.rig.process(party) else {
                 continue;
             };
             // A second signal would not let it clean up.
-            let is_ending = was_asked(party) && process.wait(ASKED).is_ok();
+            let is_ending = was_asked && process.wait(ASKED).is_ok();
             if !is_ending && process.ended().is_none() {
                 process.signal(Signal::INT);
                 if process.wait(ASKED).is_err() {
@@ -461,13 +443,7 @@ impl Drive<'_> {
         }
         looks = self.watch();
         // A busy host lets a monitor wait for its answer.
-        let has_monitor = !matches!(
-            self.case.pair,
-            Pair::BuiltIn {
-                monitored: false,
-                ..
-            }
-        );
+        let has_monitor = !self.case.pair.is_unmonitored();
         let looked = Instant::now();
         while looked.elapsed() < PATIENCE
             && (looks.1 == Look::Silent || (has_monitor && looks.0 == Look::Silent))

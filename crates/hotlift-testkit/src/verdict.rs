@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use hotlift_qmp::ANSWER_TIMEOUT;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
@@ -16,9 +17,6 @@ use crate::rig::{Rig, Tools};
 
 /// How long the processes of a case have to go: a guard waits 10 s for a QEMU that does not answer.
 const GONE: Duration = Duration::from_secs(15);
-
-/// How long a command waits for an answer over QMP.
-const ANSWER: Duration = Duration::from_secs(30);
 
 /// What is wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -177,9 +175,7 @@ impl Record {
 
     /// The faults that happened.
     pub fn faults(&self) -> impl Iterator<Item = &Kind> {
-        let both = self.case.faults.iter().zip(&self.fired);
-        both.filter(|(_, fired)| **fired)
-            .map(|(fault, _)| &fault.kind)
+        self.case.happened(&self.fired)
     }
 
     fn killed(&self, whom: Party) -> bool {
@@ -190,14 +186,14 @@ impl Record {
     /// Whether QMP was silent there for longer than a command waits for an answer.
     fn has_stalled(&self, whose: End) -> bool {
         self.faults().any(|kind| {
-            matches!(kind, Kind::QmpStall { at, .. } if *at == whose) && kind.lasts() > ANSWER
+            matches!(kind, Kind::QmpStall { at, .. } if *at == whose)
+                && kind.lasts() > ANSWER_TIMEOUT
         })
     }
 
     /// Whether a fault was to end a guest's process.
     fn may_have_ended(&self, whom: Party) -> bool {
-        let asked = |kind: &Kind| matches!(kind, Kind::Signal { party, .. } if *party == whom);
-        self.killed(whom) || self.faults().any(asked)
+        self.killed(whom) || self.faults().any(|kind| kind.asks(whom))
     }
 
     /// Exit codes of the source's side that the faults explain. With none, only 0.

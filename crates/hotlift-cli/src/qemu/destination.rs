@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift::relay::Taken;
-use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError};
 use serde_json::{Map, Value};
 
 use super::process::{Custody, Started};
@@ -26,9 +26,6 @@ const ASK: Duration = Duration::from_secs(1);
 
 /// Between two questions to a QEMU that has not answered the first: they wait in its socket.
 const LET_BE: Duration = Duration::from_secs(3);
-
-/// How long an answer is waited for otherwise; the client's own value.
-const ANSWER: Duration = Duration::from_secs(30);
 
 /// How long a QEMU whose stream has broken before its end may take to say why.
 const LAST_WORDS: Duration = Duration::from_secs(5);
@@ -160,7 +157,7 @@ impl Destination {
                 let running = info.is_completed().then(|| qemu.query_status().ok());
                 (info, running.flatten().map(|state| state.running))
             });
-            qemu.client().set_timeout(ANSWER);
+            qemu.client().set_timeout(ANSWER_TIMEOUT);
             *let_be_until = match &answer {
                 Err(QmpError::Timeout { .. }) => Some(Instant::now() + LET_BE),
                 _ => None,
