@@ -281,12 +281,19 @@ pub(crate) struct Counts {
 }
 
 impl Counters {
-    /// Those of one side: one a multifd channel, its opening counted, and the last for main.
-    pub(crate) fn of_side(channels: usize) -> Vec<Self> {
-        let counters: Vec<_> = (0..=channels).map(|_| Self::default()).collect();
-        for channel in &counters[..channels] {
+    /// One a multifd channel, its opening counted.
+    pub(crate) fn of_channels(channels: usize) -> Vec<Self> {
+        let counters: Vec<_> = (0..channels).map(|_| Self::default()).collect();
+        for channel in &counters {
             channel.add_bytes(INITIAL_PACKET_LEN);
         }
+        counters
+    }
+
+    /// Those of one side: its channels', and the last for main.
+    pub(crate) fn of_side(channels: usize) -> Vec<Self> {
+        let mut counters = Self::of_channels(channels);
+        counters.push(Self::default());
         counters
     }
 

@@ -26,6 +26,7 @@ pub mod control;
 pub mod destination;
 mod door;
 pub mod error;
+mod failure;
 pub mod figures;
 mod flow;
 pub mod guest;
@@ -37,6 +38,7 @@ pub mod progress;
 mod ran;
 pub mod relay;
 pub mod source;
+mod stream;
 mod threads;
 pub mod transport;
 

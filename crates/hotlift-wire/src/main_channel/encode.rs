@@ -30,6 +30,8 @@ enum State {
     Stopped,
     /// Behind EOF.
     Eof,
+    /// Behind the VM description.
+    Described,
 }
 
 /// Writes a main channel, in the order that [`MainDecoder`](super::MainDecoder) reads.
@@ -347,7 +349,7 @@ impl MainEncoder {
     }
 
     /// The description of the devices written, behind EOF: the last record of the stream.
-    pub fn vm_description(self, out: &mut Vec<u8>) -> Result<(), WireError> {
+    pub fn vm_description(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require(&[State::Eof], "the VM description", "EOF")?;
         let text = json!({ "page_size": PAGE_SIZE, "devices": self.devices }).to_string();
         let length = u32::try_from(text.len())
@@ -361,6 +363,7 @@ impl MainEncoder {
         out.push(section::VM_DESCRIPTION);
         out.extend_from_slice(&length.to_be_bytes());
         out.extend_from_slice(text.as_bytes());
+        self.state = State::Described;
         Ok(())
     }
 

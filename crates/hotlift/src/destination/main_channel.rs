@@ -2,8 +2,6 @@
 //! loads devices, and learns that the guest is this side's.
 
 use std::io::Write;
-use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::{compress::Inflater, xbzrle};
@@ -11,7 +9,7 @@ use hotlift_wire::main_channel::{
     Command, DeviceLengths, MainDecoder, MainEvent, PageContent, SectionKind, Step,
 };
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::{RamBlockEntry, WireError, limits};
+use hotlift_wire::{RamBlockEntry, WireError};
 
 use super::decompress_threads::{self, HandOver, failed};
 use super::session::Session;
@@ -20,17 +18,11 @@ use crate::error::{Channel, MigrationError};
 use crate::guest::DeviceState;
 use crate::handover::DestinationSide;
 use crate::hello;
-use crate::transport::wait_readable;
-
-/// How often a wait for the source looks whether another thread has failed.
-const TICK: Duration = Duration::from_millis(100);
+use crate::stream::main_recv::{MainInput, Silence, Waiting};
 
 /// Bytes of state that all devices together may have. The built-in guests have some KiB a vCPU; a
 /// large VM with many devices some MiB.
 const DEVICE_BYTES: usize = 256 << 20;
-
-/// Bytes asked of the socket at once.
-const READ: usize = 256 << 10;
 
 /// What to do after an event.
 enum Next {
@@ -42,18 +34,8 @@ enum Next {
 pub(super) struct MainReceiver<'a> {
     session: &'a Session<'a>,
     decoder: MainDecoder,
-    input: Input<'a>,
+    input: MainInput<'a>,
     state: State<'a>,
-}
-
-/// Bytes of the main channel.
-struct Input<'a> {
-    session: &'a Session<'a>,
-    buffer: Vec<u8>,
-    /// The part of `buffer` that was read and not yet taken.
-    unread: std::ops::Range<usize>,
-    /// Of every byte taken so far.
-    crc: crc32fast::Hasher,
 }
 
 /// What the events so far amount to.
@@ -82,12 +64,13 @@ impl<'a> MainReceiver<'a> {
         Self {
             session,
             decoder: MainDecoder::new(DeviceLengths::LengthPrefixed),
-            input: Input {
-                session,
-                buffer: vec![0; READ],
-                unread: 0..0,
-                crc: crc32fast::Hasher::new(),
-            },
+            input: MainInput::new(
+                &session.accepted.main,
+                session.main_counters(),
+                // Half of the source's patience, so that it hears the reason before it runs out.
+                Silence::WithinRecords(session.options.handshake_timeout / 2),
+                &session.memory,
+            ),
             state: State {
                 session,
                 return_path: false,
@@ -140,88 +123,43 @@ impl<'a> MainReceiver<'a> {
 
     /// What was read of the connection and not taken.
     pub(super) fn read_ahead(&self) -> &[u8] {
-        &self.input.buffer[self.input.unread.clone()]
+        self.input.unread()
     }
 
     fn next_event(&mut self) -> Result<Next, MigrationError> {
-        let bytes = &self.input.buffer[self.input.unread.clone()];
-        match self.decoder.next(bytes).map_err(wire)? {
+        match self.decoder.next(self.input.unread()).map_err(wire)? {
             Step::Need(needed) => {
-                self.input.fill(needed)?;
+                if !self.input.fill(needed, self.state.session)? {
+                    return Err(closed());
+                }
                 Ok(Next::Go)
             }
             Step::Event { event, consumed } => {
-                let next = self.state.handle(event, &self.input.crc);
-                self.input.crc.update(&bytes[..consumed]);
-                self.input.unread.start += consumed;
+                let next = self.state.handle(event, &self.input);
+                self.input.take(consumed);
                 next
             }
         }
     }
 }
 
-impl Input<'_> {
-    /// Reads at least `needed` more bytes.
-    fn fill(&mut self, needed: usize) -> Result<(), MigrationError> {
-        self.buffer.copy_within(self.unread.clone(), 0);
-        self.unread = 0..self.unread.len();
-        let wanted = self.unread.len() + needed;
-        if wanted > limits::MAIN_RECORD {
-            return Err(wire(WireError::OverLimit {
-                what: "record of the main channel",
-                limit: limits::MAIN_RECORD as u64,
-                got: wanted as u64,
-            }));
+impl Waiting for Session<'_> {
+    fn check(&self) -> Result<(), MigrationError> {
+        let called_off = self.failure.is_set() || self.control.is_cancelled();
+        if called_off && self.taking.abandon() {
+            return Err(MigrationError::Cancelled);
         }
-        if self.buffer.len() < wanted {
-            self.buffer.resize(wanted, 0);
+        // Another connection may have brought the source's word meanwhile.
+        match self.taking.side() {
+            DestinationSide::Loading | DestinationSide::Loaded => Ok(()),
+            _ => Err(closed()),
         }
-        let stream = &self.session.accepted.main;
-        // Half of the source's patience, so that it hears the reason before it runs out.
-        let patience = self.session.options.handshake_timeout / 2;
-        let mut last_read = Instant::now();
-        while self.unread.end < wanted {
-            let session = self.session;
-            let called_off = session.has_failed() || session.control.is_cancelled();
-            if called_off && session.taking.abandon() {
-                return Err(MigrationError::Cancelled);
-            }
-            let closed = MigrationError::Closed {
-                channel: Channel::Main,
-            };
-            // Another connection may have brought the source's word meanwhile.
-            if !matches!(
-                session.taking.side(),
-                DestinationSide::Loading | DestinationSide::Loaded
-            ) {
-                return Err(closed);
-            }
-            if !wait_readable(stream.as_fd(), TICK).map_err(broken)? {
-                // A source writes records whole: one that stays a part has a damaged length, and
-                // what is awaited will never come. Between records silence is usual.
-                if !self.unread.is_empty() && last_read.elapsed() > patience {
-                    return Err(MigrationError::Timeout {
-                        waiting_for: format!(
-                            "the rest of a record of the main channel ({} of {wanted} bytes have \
-                             come)",
-                            self.unread.len()
-                        ),
-                        waited: patience,
-                    });
-                }
-                continue;
-            }
-            last_read = Instant::now();
-            let read = stream
-                .read_some(&mut self.buffer[self.unread.end..])
-                .map_err(broken)?;
-            if read == 0 {
-                return Err(closed);
-            }
-            self.session.main_counters().add_bytes(read);
-            self.unread.end += read;
-        }
-        Ok(())
+    }
+}
+
+fn closed() -> MigrationError {
+    MigrationError::Closed {
+        channel: Channel::Main,
     }
 }
 
@@ -229,7 +167,7 @@ impl State<'_> {
     fn handle(
         &mut self,
         event: MainEvent<'_>,
-        crc: &crc32fast::Hasher,
+        input: &MainInput<'_>,
     ) -> Result<Next, MigrationError> {
         let multifd = self.session.options.multifd();
         match event {
@@ -240,7 +178,7 @@ impl State<'_> {
                     self.session.guest.machine(),
                 )?;
             }
-            MainEvent::Command(command) => self.command(command, crc)?,
+            MainEvent::Command(command) => self.command(command, input)?,
             MainEvent::RamBlocks(blocks) => self.ram_blocks(&blocks)?,
             MainEvent::RamPage {
                 block,
@@ -323,7 +261,7 @@ impl State<'_> {
         Ok(Next::Go)
     }
 
-    fn command(&mut self, command: Command, crc: &crc32fast::Hasher) -> Result<(), MigrationError> {
+    fn command(&mut self, command: Command, input: &MainInput<'_>) -> Result<(), MigrationError> {
         match command {
             Command::OpenReturnPath => self.return_path = true,
             // Without channels a Hotlift has had no other place to say that it is one.
@@ -343,8 +281,7 @@ impl State<'_> {
                 self.open()?;
             }
             Command::Ping(value) => {
-                let here = crc.clone().finalize();
-                if here != value {
+                if let Some(here) = input.crc().filter(|here| *here != value) {
                     return Err(wire(WireError::Checksum {
                         what: "the main channel",
                         expected: value,

@@ -7,7 +7,6 @@ mod channel;
 mod decompress_threads;
 pub(crate) mod last_words;
 mod main_channel;
-mod packets;
 mod session;
 
 use std::thread;
@@ -25,7 +24,6 @@ use crate::hello;
 use crate::options::Options;
 use crate::threads::{OnPanic, caught, run_as, spawn};
 use crate::transport::{Listener, Stream};
-use channel::ChannelReceiver;
 use main_channel::MainReceiver;
 use session::Session;
 
@@ -102,7 +100,7 @@ fn run(
         control,
     );
     let accepted = accept::accept(&mut door, guest.uuid(), method, options, control)?;
-    let session = Session::new(guest, options, control.clone(), method, id, accepted);
+    let session = Session::new(guest, options, control.clone(), id, accepted);
     let refuse = || {
         session.fail(MigrationError::Closed {
             channel: Channel::Main,
@@ -116,8 +114,7 @@ fn run(
             let name = format!("mig/dst/recv_{id}");
             threads.push(spawn(scope, name.clone(), move || {
                 let _ends = OnPanic(|| session.abort());
-                let outcome =
-                    ChannelReceiver::new(session, id).and_then(|mut channel| channel.run());
+                let outcome = channel::receive(session, id);
                 session.threads.book(&name);
                 session.channel_ended(outcome);
             }));
@@ -157,7 +154,7 @@ fn run(
     });
     // A socket's file should not outlive its use.
     drop(listener);
-    if let Some(error) = session.take_failure() {
+    if let Some(error) = session.failure.take() {
         return Err(error);
     }
     let total = session.total();
@@ -178,7 +175,7 @@ fn run(
 /// Ends the connections, after the source has had the time to read why, and knows what became of the guest.
 fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
     let main = [&session.accepted.main];
-    if let Some(reason) = session.failure_text()
+    if let Some(reason) = session.failure.text()
         && session.is_hotlift()
         && session.taking.side() == DestinationSide::Never
     {

@@ -3,13 +3,11 @@
 use std::io::Write;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::DirtyBitmap;
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::RamBlockEntry;
-use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
@@ -20,10 +18,11 @@ use crate::barrier::Barrier;
 use crate::control::{Control, MigrationEvent, Status};
 use crate::door::Asked;
 use crate::error::{Channel, MigrationError};
+use crate::failure::Failure;
 use crate::figures::{Counters, Counts, ThreadTimes};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, Taking};
-use crate::options::Options;
+use crate::options::{CHANNEL_MEMORY, Options};
 use crate::threads::OnPanic;
 use crate::transport::Stream;
 
@@ -34,7 +33,6 @@ pub(super) struct Session<'a> {
     pub control: Control,
     /// What the source can make this side take.
     pub memory: MemoryLimit,
-    pub method: Method,
     pub accepted: Accepted,
     /// The guest's RAM blocks, as packets name them.
     pub blocks: Vec<RamBlockEntry>,
@@ -49,7 +47,7 @@ pub(super) struct Session<'a> {
     is_hotlift: AtomicBool,
     /// CPU time of the threads that have ended.
     pub threads: ThreadTimes,
-    failure: Mutex<Option<MigrationError>>,
+    pub failure: Failure,
 }
 
 impl<'a> Session<'a> {
@@ -57,7 +55,6 @@ impl<'a> Session<'a> {
         guest: &'a dyn Guest,
         options: &'a Options,
         control: Control,
-        method: Method,
         id: MigrationId,
         accepted: Accepted,
     ) -> Self {
@@ -70,6 +67,10 @@ impl<'a> Session<'a> {
         if !guest.ram_is_fresh() {
             written.iter().for_each(DirtyBitmap::set_all);
         }
+        let memory = options.memory(channels);
+        // Larger packets than QEMU's have larger payloads.
+        let larger = accepted.layout.max_payload().saturating_sub(CHANNEL_MEMORY);
+        memory.raise(channels * larger);
         let blocks = guest
             .ram()
             .iter()
@@ -79,8 +80,7 @@ impl<'a> Session<'a> {
             guest,
             options,
             control,
-            memory: options.memory(options.channels().into()),
-            method,
+            memory,
             blocks,
             written,
             barrier: Barrier::new(channels),
@@ -91,7 +91,7 @@ impl<'a> Session<'a> {
             taking: Taking::new(channels + 1),
             decompress: DecompressThreads::new(options),
             threads: ThreadTimes::default(),
-            failure: Mutex::new(None),
+            failure: Failure::default(),
         }
     }
 
@@ -107,10 +107,6 @@ impl<'a> Session<'a> {
     /// All connections, the main channel first.
     pub(super) fn streams(&self) -> impl Iterator<Item = &Stream> {
         std::iter::once(&self.accepted.main).chain(&self.accepted.multifd)
-    }
-
-    fn lock_failure(&self) -> MutexGuard<'_, Option<MigrationError>> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the source is a Hotlift.
@@ -162,7 +158,7 @@ impl<'a> Session<'a> {
 
     /// Waits until the guest runs here, or cannot any more; true if it runs.
     pub(super) fn is_decided_to_run(&self) -> bool {
-        let called_off = || self.control.is_cancelled() || self.has_failed();
+        let called_off = || self.control.is_cancelled() || self.failure.is_set();
         self.taking.wait_for_decision(called_off)
     }
 
@@ -179,12 +175,7 @@ impl<'a> Session<'a> {
     /// Keeps `error` if it is the first, and ends every thread's waiting. The main channel stays
     /// open, to tell the source.
     pub(super) fn fail(&self, error: MigrationError) {
-        {
-            let mut failure = self.lock_failure();
-            if failure.is_none() {
-                *failure = Some(error);
-            }
-        }
+        self.failure.keep(error);
         self.taking.abandon();
         self.control.stop();
         self.barrier.break_up();
@@ -192,14 +183,6 @@ impl<'a> Session<'a> {
         for stream in &self.accepted.multifd {
             stream.shutdown(Shutdown::Both);
         }
-    }
-
-    pub(super) fn has_failed(&self) -> bool {
-        self.lock_failure().is_some()
-    }
-
-    pub(super) fn take_failure(&self) -> Option<MigrationError> {
-        self.lock_failure().take()
     }
 
     pub(super) fn counts(&self) -> Counts {
@@ -215,11 +198,6 @@ impl<'a> Session<'a> {
     /// Counters of the main channel.
     pub(super) fn main_counters(&self) -> &Counters {
         &self.counters[self.counters.len() - 1]
-    }
-
-    /// What ended the migration, as one line, if something has.
-    pub(super) fn failure_text(&self) -> Option<String> {
-        self.lock_failure().as_ref().map(MigrationError::chain)
     }
 
     /// A channel's thread has ended. Once everything has arrived a lost channel is no failure, as

@@ -14,6 +14,7 @@ use super::{Incoming, RelaySettings, closed};
 use crate::control::Control;
 use crate::door::{Arrival, BROKEN, Door, Kind};
 use crate::error::{Channel, MigrationError};
+use crate::stream::main_recv::Waiting;
 use crate::transport::{Listener, Stream, wait_readable};
 
 /// How often a wait for connections looks whether it was called off.

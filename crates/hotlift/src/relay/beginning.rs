@@ -9,12 +9,12 @@ use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{WireError, limits};
 
-use super::main_input::MainInput;
 use super::session::{Call, encode};
 use super::sink::RamLayout;
 use super::{OPENING_MAIN, OPENING_MULTIFD, closed, name, wire};
 use crate::error::{Channel, MigrationError};
 use crate::hello;
+use crate::stream::main_recv::MainInput;
 
 /// Section types that a stream may have behind the START section of `ram` if RAM is all that moves
 /// before the guest stops: PART, END, COMMAND.

@@ -14,9 +14,8 @@ use super::accept::{Arrivals, Channels};
 use super::beginning::{Beginning, Setup, other_devices, read_setup};
 use super::file::FileError;
 use super::main_in::MainReader;
-use super::main_input::MainInput;
 use super::outgoing::{self, Seen};
-use super::receive::ChannelReceiver;
+use super::receive::receive;
 use super::session::{Call, Carried, Session, Upstream, encode};
 use super::sink::Opening;
 use super::watch::{EndsWatch, Watch};
@@ -29,6 +28,7 @@ use crate::figures::Counters;
 use crate::handover::{Verdict, attend, linger};
 use crate::hello;
 use crate::options::{CHANNEL_MEMORY, Options};
+use crate::stream::main_recv::{MainInput, Silence};
 use crate::threads::{OnPanic, caught, spawn};
 use crate::transport::Stream;
 
@@ -49,7 +49,8 @@ pub(super) fn run(
     let since = arrivals.since;
     // Booked again below, when the number of channels is known.
     let unbooked = Counters::default();
-    let mut input = MainInput::new(&main, &unbooked, timeout, &memory);
+    let mut input =
+        MainInput::new(&main, &unbooked, Silence::Always(timeout), &memory).keep_everything();
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
     let beginning = read_setup(&mut input, &mut decoder, id, &early)?;
     let pass_through = |arrivals, input: &MainInput<'_>, why| match outgoing {
@@ -198,8 +199,7 @@ fn carry(
                 let name = format!("relay/recv_{id}");
                 spawn(scope, name.clone(), move || {
                     let _ends = OnPanic(aborting);
-                    let relay = upstream.is_relay;
-                    let ended = ChannelReceiver::new(session, blocks, stream, id, relay).run();
+                    let ended = receive(session, blocks, stream, id, upstream.is_relay);
                     session.threads.book(&name);
                     if let Err(error) = ended
                         && !session.is_committed()
@@ -249,10 +249,10 @@ fn carry(
         session.flow.end();
         // Everything has been written, or nothing will be: nobody need wait for anybody.
         session.release_waiting();
-        if session.has_failed() {
+        if session.failure.is_set() {
             session.explain(session.sink.last_words());
         }
-        if let Some(reason) = session.failure_text()
+        if let Some(reason) = session.failure.text()
             && session.verdict() != Some(Verdict::Doubt)
         {
             let shut = ReturnMessage::Shut(1);
@@ -271,7 +271,7 @@ fn carry(
     });
     session.threads.book("relay/main");
     let is_offered = session.is_offered();
-    match session.take_failure() {
+    match session.failure.take() {
         None => Ok(()),
         Some(error @ MigrationError::Destination { .. }) => Err(error),
         Some(_) if session.is_committed() => Err(MigrationError::InDoubt),

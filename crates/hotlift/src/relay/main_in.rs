@@ -3,13 +3,13 @@
 use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, SectionKind, Step};
 
 use super::beginning::Setup;
-use super::main_input::MainInput;
 use super::main_pages::MainPages;
 use super::session::{Session, Upstream};
 use super::sink::Opening;
 use super::{Hooks, closed, name, tail, wire};
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
+use crate::stream::main_recv::{MainInput, Waiting};
 
 /// The main thread's own state.
 pub(super) struct MainReader<'a> {

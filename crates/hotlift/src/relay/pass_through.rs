@@ -11,12 +11,12 @@ use std::thread;
 use std::time::Duration;
 
 use super::accept::Arrivals;
-use super::main_input::MainInput;
 use super::session::{Call, Carried};
 use super::{Hooks, RelaySettings, closed};
 use crate::control::{Control, Status};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
+use crate::stream::main_recv::{MainInput, Waiting};
 use crate::threads::spawn;
 use crate::transport::{Address, Stream};
 

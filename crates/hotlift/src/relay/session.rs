@@ -18,9 +18,11 @@ use crate::control::{Control, Status};
 use crate::destination::last_words;
 use crate::door::Asked;
 use crate::error::{Channel, MigrationError};
+use crate::failure::Failure;
 use crate::figures::{Counters, Counts, ThreadCpu, ThreadTimes};
 use crate::flow::Flow;
 use crate::handover::{SourceSide, Taking, Verdict, Word};
+use crate::stream::main_recv::Waiting;
 use crate::transport::Stream;
 
 /// How long a source may leave answers unread before it is given up.
@@ -130,11 +132,11 @@ impl<'a> Call<'a> {
             session: None,
         }
     }
+}
 
-    /// # Errors
-    /// [`MigrationError::Cancelled`] if the relay is cancelled, or has failed elsewhere.
-    pub(super) fn check(&self) -> Result<(), MigrationError> {
-        let failed = self.session.is_some_and(Session::has_failed);
+impl Waiting for Call<'_> {
+    fn check(&self) -> Result<(), MigrationError> {
+        let failed = self.session.is_some_and(|session| session.failure.is_set());
         let too_late = self.session.is_some_and(Session::is_offered);
         if failed || (self.control.is_cancelled() && !too_late) {
             return Err(MigrationError::Cancelled);
@@ -168,7 +170,7 @@ pub(super) struct Session<'a> {
     side: Mutex<SourceSide>,
     /// The other side has the guest.
     moved_at: OnceLock<Instant>,
-    failure: Mutex<Option<MigrationError>>,
+    pub failure: Failure,
 }
 
 impl<'a> Session<'a> {
@@ -200,7 +202,7 @@ impl<'a> Session<'a> {
             taking: Taking::new(1),
             side: Mutex::default(),
             moved_at: OnceLock::new(),
-            failure: Mutex::new(None),
+            failure: Failure::default(),
         }
     }
 
@@ -211,19 +213,11 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn lock_failure(&self) -> MutexGuard<'_, Option<MigrationError>> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn has_failed(&self) -> bool {
-        self.lock_failure().is_some()
-    }
-
     /// Keeps `error` if it is the first, and ends every thread's waiting. After the commit it does nothing:
     /// the other side may run the guest, and its stream is not to be touched.
     pub(super) fn fail(&self, error: MigrationError) {
         {
-            let mut failure = self.lock_failure();
+            let mut failure = self.failure.lock();
             self.lock_side().fail();
             if self.is_committed() {
                 return;
@@ -239,7 +233,7 @@ impl<'a> Session<'a> {
     /// The main thread has ended with `error`, before the commit or behind it.
     pub(super) fn end(&self, error: MigrationError) {
         if self.is_committed() {
-            self.lock_failure().get_or_insert(error);
+            self.failure.keep(error);
         } else {
             self.fail(error);
         }
@@ -279,18 +273,9 @@ impl<'a> Session<'a> {
         self.side.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What ended the migration, as one line, if something has.
-    pub(super) fn failure_text(&self) -> Option<String> {
-        self.lock_failure().as_ref().map(MigrationError::chain)
-    }
-
-    pub(super) fn take_failure(&self) -> Option<MigrationError> {
-        self.lock_failure().take()
-    }
-
     /// Puts what the other side has said in place of what its going away looked like from here.
     pub(super) fn explain(&self, words: Option<String>) {
-        if let (Some(failure), Some(reason)) = (&mut *self.lock_failure(), words)
+        if let (Some(failure), Some(reason)) = (&mut *self.failure.lock(), words)
             && matches!(
                 failure,
                 MigrationError::Connection { .. } | MigrationError::Closed { .. }
@@ -303,7 +288,7 @@ impl<'a> Session<'a> {
     /// The point of no return: EOF goes out next, if this is true. From here on nothing that fails decides
     /// anything, and no cancel is heard.
     pub(super) fn commit(&self, hooks: Hooks<'_>) -> bool {
-        let failure = self.lock_failure();
+        let failure = self.failure.lock();
         if failure.is_some() || !self.lock_side().commit() {
             return false;
         }

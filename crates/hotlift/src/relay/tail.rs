@@ -9,13 +9,13 @@ use hotlift_wire::main_channel::{
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{WireError, limits};
 
-use super::main_input::MainInput;
-use super::memory::Held;
 use super::session::{Session, Upstream, encode};
 use super::{CHECKSUM_FOLLOWS, Hooks, LOADED, LetGo, closed, wire};
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
 use crate::handover::Word;
+use crate::stream::counted_buffer::CountedBuffer;
+use crate::stream::main_recv::{MainInput, Waiting};
 use crate::threads::OnPanic;
 
 /// A source that has said nothing for so long behind RAM has sent its last byte, though there is no VM
@@ -93,8 +93,8 @@ fn read_tail(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
-) -> Result<(Held, usize), MigrationError> {
-    let mut tail = Held::new(&session.memory);
+) -> Result<(CountedBuffer, usize), MigrationError> {
+    let mut tail = CountedBuffer::new(&session.memory);
     let (mut searched, mut candidates) = (0, Vec::new());
     loop {
         let unread = input.unread();
@@ -254,8 +254,8 @@ fn read_package(
     session: &Session<'_>,
     input: &mut MainInput<'_>,
     length: usize,
-) -> Result<Held, MigrationError> {
-    let mut sections = Held::new(&session.memory);
+) -> Result<CountedBuffer, MigrationError> {
+    let mut sections = CountedBuffer::new(&session.memory);
     while sections.len() < length {
         let unread = input.unread();
         let taken = unread.len().min(length - sections.len());

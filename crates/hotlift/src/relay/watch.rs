@@ -63,7 +63,7 @@ impl Watch {
             if stays && !session.is_offered() && upstream.is_closed() {
                 session.fail(closed());
             }
-            if session.has_failed() {
+            if session.failure.is_set() {
                 upstream.shut_channels();
                 let since = *failed_at.get_or_insert_with(Instant::now);
                 if since.elapsed() > LAST_WORDS {

@@ -18,11 +18,11 @@ use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::Deflater;
 use hotlift_wire::multifd::ZeroPageDetection;
 
-use super::main_channel::MainSender;
 use super::session::Session;
 use crate::error::MigrationError;
 use crate::flow::Flow;
 use crate::options::Options;
+use crate::stream::main_send::MainSend;
 
 /// Pages that are handed out together. With 1, 8, 32 and 128 of them the migration thread took 1.05,
 /// 0.53, 0.40 and 0.36 CPU s/GiB (8 threads, level 1, Silesia); the threads gained nothing beyond 8. The
@@ -156,7 +156,7 @@ impl<'a> HandOut<'a> {
     /// Hands out a page whose dirty bit was cleared.
     pub(super) fn page(
         &mut self,
-        main: &mut MainSender<'_>,
+        main: &mut MainSend,
         block: usize,
         offset: u64,
     ) -> Result<(), MigrationError> {
@@ -169,7 +169,7 @@ impl<'a> HandOut<'a> {
     }
 
     /// Returns when all pages of the round have been written, or the migration has failed.
-    pub(super) fn finish(&mut self, main: &mut MainSender<'_>) -> Result<(), MigrationError> {
+    pub(super) fn finish(&mut self, main: &mut MainSend) -> Result<(), MigrationError> {
         self.hand_out(main)?;
         let runs = &self.session.compress.runs;
         if runs.drain() {
@@ -183,7 +183,7 @@ impl<'a> HandOut<'a> {
         Ok(())
     }
 
-    fn hand_out(&mut self, main: &mut MainSender<'_>) -> Result<(), MigrationError> {
+    fn hand_out(&mut self, main: &mut MainSend) -> Result<(), MigrationError> {
         if self.gathered.is_empty() {
             return Ok(());
         }
@@ -204,7 +204,7 @@ impl<'a> HandOut<'a> {
     }
 
     /// Writes what came of a run, and empties it.
-    fn write(&self, main: &mut MainSender<'_>, run: &mut Run) -> Result<(), MigrationError> {
+    fn write(&self, main: &mut MainSend, run: &mut Run) -> Result<(), MigrationError> {
         let mut rest = run.bytes.as_slice();
         let mut zero = 0;
         for (offset, content) in run.offsets.iter().zip(&run.contents) {
@@ -224,7 +224,7 @@ impl<'a> HandOut<'a> {
                 Content::Compressed(_) => main.compressed_page(run.block, *offset, bytes)?,
             }
         }
-        let counters = self.session.main_counters();
+        let counters = &self.session.main.counters;
         counters.add_pages(run.contents.len() - zero, zero);
         run.offsets.clear();
         run.contents.clear();
@@ -233,7 +233,7 @@ impl<'a> HandOut<'a> {
     }
 
     /// Without a thread for them, pages go out as they are.
-    fn send_uncompressed(&mut self, main: &mut MainSender<'_>) -> Result<(), MigrationError> {
+    fn send_uncompressed(&mut self, main: &mut MainSend) -> Result<(), MigrationError> {
         let ram = &self.session.guest.ram()[self.block];
         let detect = self.session.options.zero_page_detection == ZeroPageDetection::Multifd;
         let (mut normal, mut zero) = (0, 0);
@@ -243,11 +243,11 @@ impl<'a> HandOut<'a> {
                 main.zero_page(self.block, offset)?;
                 zero += 1;
             } else {
-                main.normal_page(self.block, offset, ram.run(at, PAGE_SIZE)?)?;
+                main.guest_page(self.block, offset, ram.run(at, PAGE_SIZE)?)?;
                 normal += 1;
             }
         }
-        self.session.main_counters().add_pages(normal, zero);
+        self.session.main.counters.add_pages(normal, zero);
         Ok(())
     }
 }

@@ -12,13 +12,13 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::ZeroPageDetection;
 
 use super::compress_threads::HandOut;
-use super::main_channel::MainSender;
 use super::normal_share::NormalShare;
 use super::ram::offsets;
 use super::session::Session;
 use super::xbzrle::{Form, Xbzrle};
 use crate::error::MigrationError;
 use crate::options::Options;
+use crate::stream::main_send::MainSend;
 
 /// Pages between two looks at what else is to be done. So many with content fill the main channel's buffer of
 /// 64 KiB once: at a low `max-bandwidth` the thread is away for one write, not for several.
@@ -33,7 +33,7 @@ pub(super) fn needed(options: &Options) -> bool {
 /// `between` is called again and again: a chunk may take minutes.
 pub(super) fn scan(
     session: &Session<'_>,
-    main: &mut MainSender<'_>,
+    main: &mut MainSend,
     xbzrle: &mut Option<Xbzrle>,
     mut between: impl FnMut(&Option<Xbzrle>),
 ) -> Result<(), MigrationError> {
@@ -46,7 +46,7 @@ pub(super) fn scan(
     let mut dirty = Vec::new();
     let mut untouched = Vec::new();
     for (index, chunk) in session.ram.chunks().iter().copied().enumerate() {
-        if session.control.is_stopped() || session.has_failed() {
+        if session.control.is_stopped() || session.failure.is_set() {
             return Ok(());
         }
         if session.ram.fetch_and_clear(chunk, &mut dirty)? {
@@ -79,12 +79,12 @@ pub(super) fn scan(
                         Some(Form::Same) => continue,
                         Some(Form::Delta(delta)) => main.xbzrle_page(chunk.block, at, delta)?,
                         Some(Form::Whole(copy)) => main.copied_page(chunk.block, at, copy)?,
-                        None => main.normal_page(chunk.block, at, ram.run(offset, PAGE_SIZE)?)?,
+                        None => main.guest_page(chunk.block, at, ram.run(offset, PAGE_SIZE)?)?,
                     }
                     normal_pages += 1;
                 }
             }
-            session.main_counters().add_pages(normal_pages, zero_pages);
+            session.main.counters.add_pages(normal_pages, zero_pages);
         }
         session.ram.release(index + 1);
         between(xbzrle);

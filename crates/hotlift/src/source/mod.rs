@@ -27,12 +27,11 @@ mod session;
 mod xbzrle;
 mod zero_devices;
 
-use std::io::Write;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
+use hotlift_wire::multifd::{Hello, Method, PacketLayout};
 
 use crate::control::{Control, MigrationEvent, Status};
 use crate::error::{Channel, MigrationError};
@@ -41,6 +40,7 @@ use crate::guest::{Guest, GuestError};
 use crate::handover::{Word, await_word, say_farewell, say_heard};
 use crate::options::Options;
 use crate::progress::OnProgress;
+use crate::stream::multifd_send::{ChannelOpening, connect};
 use crate::threads::{OnPanic, caught, run_as, spawn};
 use crate::transport::Address;
 use auto_converge::AutoConverge;
@@ -50,7 +50,7 @@ use gate::Job;
 use main_channel::MainSender;
 use reporter::Reporter;
 use return_path::Answer;
-use session::{Connections, Session};
+use session::Session;
 use xbzrle::Xbzrle;
 
 /// How often cancelling is looked at where nothing wakes the thread.
@@ -91,25 +91,34 @@ fn run(
     let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
     let xbzrle = Xbzrle::new(guest, options)?;
     let devices = zero_devices::open(guest, options, control)?;
-    let connections = connect(guest, to, options, method, control)?;
+    let opening = ChannelOpening {
+        uuid: guest.uuid(),
+        hello: Hello {
+            channels: options.channels(),
+            method,
+            layout: options.packet_layout(),
+            zero_page_detection: options.zero_page_detection,
+        },
+    };
+    let connections = connect(to, None, &opening, options.handshake_timeout, control)?;
     let session = Session::new(
         guest,
         options,
         control.clone(),
-        method,
+        &opening.hello,
         connections,
         devices,
     );
+    let main = MainSender::new(&session)?;
     let (answer_sender, answers) = channel();
     let measured = thread::scope(|scope| {
         let mut threads = Vec::new();
-        for (id, stream) in (0..).zip(&session.connections.multifd) {
+        for id in 0..options.channels() {
             let session = &session;
             let name = format!("mig/src/send_{id}");
             threads.push(spawn(scope, name.clone(), move || {
                 let _ends = OnPanic(|| session.abort());
-                let outcome =
-                    ChannelSender::new(session, id, stream).and_then(|mut sender| sender.run());
+                let outcome = ChannelSender::new(session, id).and_then(|mut sender| sender.run());
                 session.threads.book(&name);
                 if let Err(error) = outcome {
                     session.fail(error);
@@ -152,7 +161,7 @@ fn run(
         let mut migration = Migration {
             session: &session,
             answers: &answers,
-            main: MainSender::new(&session),
+            main,
             reporter: Reporter::new(&session, on_progress, started),
             started,
             estimator: Estimator::default(),
@@ -182,41 +191,6 @@ fn run(
         measured.zero_jobs = session.control.zero_jobs();
         SourceReport::from(measured)
     })
-}
-
-/// Opens all connections. The main channel comes first: receivers before QEMU 8.0 take the first
-/// connection for it.
-fn connect(
-    guest: &dyn Guest,
-    to: &Address,
-    options: &Options,
-    method: Method,
-    control: &Control,
-) -> Result<Connections, MigrationError> {
-    let main = to.connect_for(control, options.handshake_timeout)?;
-    let mut multifd = Vec::new();
-    for id in 0..options.channels() {
-        let stream = to.connect_for(control, options.handshake_timeout)?;
-        let opening = InitialPacket {
-            uuid: guest.uuid(),
-            id,
-            hello: Some(Hello {
-                channels: options.channels(),
-                method,
-                layout: options.packet_layout(),
-                zero_page_detection: options.zero_page_detection,
-            }),
-        };
-        (&stream)
-            .write_all(&opening.encode())
-            .map_err(|source| MigrationError::Connection {
-                channel: Channel::Multifd(id),
-                doing: "opening the migration",
-                source,
-            })?;
-        multifd.push(stream);
-    }
-    Ok(Connections { main, multifd })
 }
 
 /// The migration thread's own state.
@@ -361,7 +335,7 @@ impl Migration<'_> {
             if let Some(xbzrle) = xbzrle {
                 xbzrle.start_round(self.guest_was_stopped);
             }
-            main_pages::scan(self.session, main, xbzrle, |xbzrle| {
+            main_pages::scan(self.session, &mut main.send, xbzrle, |xbzrle| {
                 if reporter.is_due() {
                     reporter.encoded(xbzrle.as_ref());
                     reporter.tell(*round, estimator);
@@ -426,7 +400,7 @@ impl Migration<'_> {
             return Err(MigrationError::Cancelled.into());
         }
         // A socket that fails now is one of several that carry the same word.
-        self.main.send_end_of_file();
+        self.main.send.end_of_file();
         if self.main.peer_is_hotlift() {
             self.session.gate.start(Job::Sync);
         }
@@ -538,7 +512,7 @@ impl Migration<'_> {
 
     /// Whether the migration is to go on.
     fn check(&self) -> Result<(), Ended> {
-        if self.session.has_failed() {
+        if self.session.failure.is_set() {
             return Err(Ended::Elsewhere);
         }
         if self.session.control.is_stopped() {

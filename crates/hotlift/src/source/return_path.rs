@@ -5,13 +5,11 @@
 //! destination answers SHUT(0) on *every* socket once it runs the guest, and the source takes the
 //! first: one that is cut or garbled then does no harm. How a connection ended says nothing then.
 
-use std::io::ErrorKind;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 use std::time::Instant;
 
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::{WireError, limits};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::session::Session;
@@ -19,6 +17,7 @@ use crate::control::Status;
 use crate::error::{Channel, MigrationError, printable};
 use crate::handover::Word;
 use crate::hello;
+use crate::stream::return_path::Messages;
 use crate::transport::Stream;
 
 /// How often a quiet destination is thought about.
@@ -40,11 +39,11 @@ pub(super) enum Answer {
     Gone,
 }
 
-/// One connection and the bytes of a message that is not complete.
+/// One connection.
 struct Peer<'a> {
     channel: Channel,
     stream: &'a Stream,
-    pending: Vec<u8>,
+    messages: Messages,
     open: bool,
     /// It has brought a reason why the destination gives up.
     explained: bool,
@@ -63,7 +62,7 @@ pub(super) fn listen(session: &Session<'_>, answers: &Sender<Answer>) {
         .map(|(index, stream)| Peer {
             channel: channel_of(index),
             stream,
-            pending: Vec::with_capacity(limits::RETURN_PATH_PAYLOAD),
+            messages: Messages::new(channel_of(index)),
             open: true,
             explained: false,
         })
@@ -75,17 +74,8 @@ pub(super) fn listen(session: &Session<'_>, answers: &Sender<Answer>) {
             let peer = &mut peers[index];
             if let Err(error) = peer.read(session, answers, &mut said) {
                 peer.open = false;
-                session.fail(if error.kind() == ErrorKind::UnexpectedEof {
-                    MigrationError::Closed {
-                        channel: peer.channel,
-                    }
-                } else {
-                    MigrationError::Connection {
-                        channel: peer.channel,
-                        doing: "listening to the destination",
-                        source: error,
-                    }
-                });
+                // After the commit the other sockets still speak; before it, this is the end.
+                session.fail(error);
             }
         }
         watchdog.look(session);
@@ -159,88 +149,75 @@ impl Peer<'_> {
         session: &Session<'_>,
         answers: &Sender<Answer>,
         said: &mut Said,
-    ) -> std::io::Result<()> {
-        let mut buffer = [0; 1024];
-        let read = self.stream.read_some(&mut buffer)?;
-        if read == 0 {
-            return Err(std::io::ErrorKind::UnexpectedEof.into());
-        }
-        self.pending.extend_from_slice(&buffer[..read]);
-        loop {
-            let pending = std::mem::take(&mut self.pending);
-            let (answer, used) = match ReturnMessage::decode(&pending) {
-                Err(WireError::Truncated { .. }) => {
-                    self.pending = pending;
-                    return Ok(());
-                }
-                Err(source) => {
-                    // After the commit the other sockets still speak; before it, this is the end.
-                    session.fail(MigrationError::Wire {
-                        channel: self.channel,
-                        source,
-                    });
-                    return Err(std::io::ErrorKind::InvalidData.into());
-                }
-                Ok((message, used)) => (self.answer(session, message, said), used),
-            };
-            if let Some(answer) = answer {
+    ) -> Result<(), MigrationError> {
+        let Self {
+            channel,
+            stream,
+            messages,
+            explained,
+            ..
+        } = self;
+        let is_open = messages.read(stream, |message, _| {
+            if let Some(answer) = answer(session, *channel, message, explained, said) {
                 let _ = answers.send(answer);
             }
-            self.pending = pending;
-            self.pending.drain(..used);
+        })?;
+        if is_open {
+            return Ok(());
         }
+        Err(MigrationError::Closed { channel: *channel })
     }
+}
 
-    fn answer(
-        &mut self,
-        session: &Session<'_>,
-        message: ReturnMessage<'_>,
-        said: &mut Said,
-    ) -> Option<Answer> {
-        match message {
-            ReturnMessage::Pong(value) if said.pongs < session.pings.load(Ordering::Acquire) => {
-                said.pongs += 1;
-                Some(Answer::Pong(value))
-            }
-            ReturnMessage::Hello { version, id } if said.hellos == 0 => {
-                said.hellos += 1;
-                match id.filter(|_| version == hello::VERSION) {
-                    Some(id) => {
-                        session.set_id(id);
-                        Some(Answer::Hello)
-                    }
-                    None => {
-                        session.fail(MigrationError::other_version(version));
-                        None
-                    }
+/// What a message is for the migration thread, if it is for it.
+fn answer(
+    session: &Session<'_>,
+    channel: Channel,
+    message: ReturnMessage<'_>,
+    explained: &mut bool,
+    said: &mut Said,
+) -> Option<Answer> {
+    match message {
+        ReturnMessage::Pong(value) if said.pongs < session.pings.load(Ordering::Acquire) => {
+            said.pongs += 1;
+            Some(Answer::Pong(value))
+        }
+        ReturnMessage::Hello { version, id } if said.hellos == 0 => {
+            said.hellos += 1;
+            match id.filter(|_| version == hello::VERSION) {
+                Some(id) => {
+                    session.set_id(id);
+                    Some(Answer::Hello)
+                }
+                None => {
+                    session.fail(MigrationError::other_version(version));
+                    None
                 }
             }
-            ReturnMessage::Shut(value) if session.is_committed() => {
-                let is_hotlift = session.id().is_some();
-                Word::of_shut(value, self.explained, is_hotlift).map(Answer::Word)
-            }
-            ReturnMessage::ErrorText(text) => {
-                self.explained = true;
-                session.explain(printable(text));
-                None
-            }
-            ReturnMessage::Shut(value) => {
-                // Only this side ends the guest's life here, so a SHUT before that is a failure
-                // whatever its value.
-                session.explain(format!("it ended the migration with code {value}"));
-                session.fail(MigrationError::Closed {
-                    channel: self.channel,
-                });
-                None
-            }
-            other => {
-                session.fail(MigrationError::Protocol {
-                    channel: self.channel,
-                    got: format!("{other:?}"),
-                    doing: "a precopy migration",
-                });
-                None
-            }
+        }
+        ReturnMessage::Shut(value) if session.is_committed() => {
+            let is_hotlift = session.id().is_some();
+            Word::of_shut(value, *explained, is_hotlift).map(Answer::Word)
+        }
+        ReturnMessage::ErrorText(text) => {
+            *explained = true;
+            session.explain(printable(text));
+            None
+        }
+        ReturnMessage::Shut(value) => {
+            // Only this side ends the guest's life here, so a SHUT before that is a failure
+            // whatever its value.
+            session.explain(format!("it ended the migration with code {value}"));
+            session.fail(MigrationError::Closed { channel });
+            None
+        }
+        other => {
+            session.fail(MigrationError::Protocol {
+                channel,
+                got: format!("{other:?}"),
+                doing: "a precopy migration",
+            });
+            None
         }
     }
 }

@@ -4,7 +4,7 @@ use std::net::Shutdown;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use hotlift_wire::multifd::Method;
+use hotlift_wire::multifd::{Hello, Method};
 use hotlift_wire::settle::MigrationId;
 
 use super::compress_threads::CompressThreads;
@@ -13,18 +13,16 @@ use super::ram::RamState;
 use super::zero_devices::ZeroDevices;
 use crate::control::Control;
 use crate::error::MigrationError;
+use crate::failure::Failure;
 use crate::figures::{ByteFigures, Counters, Counts, JobFigures, ThreadTimes};
 use crate::guest::Guest;
 use crate::handover::{SourceSide, Verdict, Word};
 use crate::options::Options;
 use crate::pacing::Pacer;
+use crate::stream::channel_transport::ChannelTransport;
+use crate::stream::main_send::MainLink;
+use crate::stream::multifd_send::MultifdSend;
 use crate::transport::Stream;
-
-/// The connections of one migration.
-pub(super) struct Connections {
-    pub main: Stream,
-    pub multifd: Vec<Stream>,
-}
 
 /// One outgoing migration.
 pub(super) struct Session<'a> {
@@ -33,26 +31,23 @@ pub(super) struct Session<'a> {
     pub control: Control,
     /// The wire's number of `options.multifd_compression`.
     pub method: Method,
-    pub connections: Connections,
+    pub main: Arc<MainLink>,
+    pub multifd: MultifdSend,
     /// Devices that look for zero pages.
     pub zero_devices: Option<ZeroDevices>,
     pub ram: RamState<'a>,
     pub gate: Gate,
     pub compress: CompressThreads,
     pub pacer: Arc<Pacer>,
-    /// One a channel, and the last for the main channel.
-    pub counters: Vec<Counters>,
     /// Bytes that had been written to main when the guest was stopped.
     main_at_stop: OnceLock<u64>,
-    /// QEMU's `packet_num`: over all channels, SYNC packets included.
-    pub packet_num: AtomicU64,
     /// PINGs sent on main; the destination has no more PONGs to send.
     pub pings: AtomicU64,
     /// Pages that channels have looked at, where devices were to.
     pub looked_at: AtomicU64,
     /// CPU time of the threads that have ended.
     pub threads: ThreadTimes,
-    failure: Mutex<Option<MigrationError>>,
+    pub failure: Failure,
     /// Why the destination gave up, in its words.
     reason: Mutex<Option<String>>,
     side: Mutex<SourceSide>,
@@ -65,55 +60,57 @@ impl<'a> Session<'a> {
         guest: &'a dyn Guest,
         options: &'a Options,
         control: Control,
-        method: Method,
-        connections: Connections,
+        hello: &Hello,
+        (main, multifd): (Stream, Vec<ChannelTransport>),
         zero_devices: Option<ZeroDevices>,
     ) -> Self {
-        let channels = connections.multifd.len();
+        let pacer = control.pacer(options);
+        let multifd = MultifdSend::new(multifd, hello, &pacer, &control);
         Self {
             guest,
             options,
-            method,
+            method: hello.method,
+            main: Arc::new(MainLink {
+                transport: ChannelTransport::Socket(main),
+                counters: Counters::default(),
+                pacer: Arc::clone(&pacer),
+                control: control.clone(),
+            }),
             zero_devices,
             ram: RamState::new(guest),
-            gate: Gate::new(channels),
+            gate: Gate::new(multifd.len()),
             compress: CompressThreads::new(options),
-            pacer: control.pacer(options),
-            counters: Counters::of_side(channels),
+            multifd,
+            pacer,
             main_at_stop: OnceLock::new(),
-            connections,
             control,
-            packet_num: AtomicU64::new(0),
             pings: AtomicU64::new(0),
             looked_at: AtomicU64::new(0),
             threads: ThreadTimes::default(),
-            failure: Mutex::new(None),
+            failure: Failure::default(),
             reason: Mutex::new(None),
             side: Mutex::default(),
             id: OnceLock::new(),
         }
     }
 
-    /// Counters of the main channel.
-    pub(super) fn main_counters(&self) -> &Counters {
-        &self.counters[self.counters.len() - 1]
-    }
-
     /// All counters together.
     pub(super) fn counts(&self) -> Counts {
-        self.counters.iter().map(Counters::read).sum()
+        [self.multifd.counts(), self.main.counters.read()]
+            .into_iter()
+            .sum()
     }
 
     /// The guest has been stopped.
     pub(super) fn guest_stopped(&self) {
-        let main = self.main_counters().read().transferred_bytes;
+        let main = self.main.counters.read().transferred_bytes;
         let _ = self.main_at_stop.set(main);
     }
 
     /// Bytes written, by where and when.
     pub(super) fn bytes(&self) -> ByteFigures {
         let all = self.counts().transferred_bytes;
-        let main = self.main_counters().read().transferred_bytes;
+        let main = self.main.counters.read().transferred_bytes;
         let precopy = self.main_at_stop.get().copied().unwrap_or(main);
         ByteFigures {
             // The main channel may have grown since.
@@ -128,7 +125,7 @@ impl<'a> Session<'a> {
     /// does nothing: the sockets that are left may bring the destination's answer, and what ends behind a
     /// refusal is not the reason.
     pub(super) fn fail(&self, error: MigrationError) {
-        let mut failure = self.lock_failure();
+        let mut failure = self.failure.lock();
         let verdict = {
             let mut side = self.lock_side();
             side.fail();
@@ -142,7 +139,7 @@ impl<'a> Session<'a> {
 
     /// The same after [`Session::commit`], when no answer is to be expected any more.
     pub(super) fn end(&self, error: MigrationError) {
-        self.lock_failure().get_or_insert(error);
+        self.failure.keep(error);
         self.release_all();
     }
 
@@ -152,10 +149,8 @@ impl<'a> Session<'a> {
         self.gate.break_up();
         self.compress.end();
         self.ram.abandon();
-        for stream in &self.connections.multifd {
-            stream.shutdown(Shutdown::Both);
-        }
-        self.connections.main.shutdown(Shutdown::Write);
+        self.multifd.shut_down();
+        self.main.transport.shut_down(Shutdown::Write);
     }
 
     /// Tells what devices have found, or the CPU in their place.
@@ -193,7 +188,7 @@ impl<'a> Session<'a> {
     /// left.)
     pub(super) fn take_failure(&self) -> Option<MigrationError> {
         let reason = self.take_reason();
-        match (self.lock_failure().take()?, reason) {
+        match (self.failure.take()?, reason) {
             (MigrationError::Connection { .. } | MigrationError::Closed { .. }, Some(reason)) => {
                 Some(MigrationError::Destination { reason })
             }
@@ -201,20 +196,11 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Whether something has gone wrong.
-    pub(super) fn has_failed(&self) -> bool {
-        self.lock_failure().is_some()
-    }
-
-    fn lock_failure(&self) -> MutexGuard<'_, Option<MigrationError>> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The point of no return: from here on the guest is the destination's, and no cut connection
     /// may bring it back to life here. False if the migration has failed; nothing fails it any more
     /// once this is true.
     pub(super) fn commit(&self) -> bool {
-        let failure = self.lock_failure();
+        let failure = self.failure.lock();
         let may = failure.is_none() && !self.control.is_stopped() && self.lock_side().commit();
         self.control.set_too_late(may);
         may
@@ -263,6 +249,7 @@ impl<'a> Session<'a> {
 
     /// All connections, the main channel first.
     pub(super) fn streams(&self) -> impl Iterator<Item = &Stream> {
-        std::iter::once(&self.connections.main).chain(&self.connections.multifd)
+        let main = self.main.transport.socket();
+        main.into_iter().chain(self.multifd.sockets())
     }
 }

@@ -33,7 +33,7 @@ use std::thread;
 pub use container::FileInfo;
 pub use error::FileError;
 pub(super) use mapped_sink::MappedRamSink;
-pub(super) use write::ContainerWriter;
+pub(crate) use write::ContainerWriter;
 
 use crate::error::{Channel, MigrationError};
 use crate::options::{OptionError, Options};

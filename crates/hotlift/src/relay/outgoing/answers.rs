@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
-use hotlift_wire::{WireError, limits};
 
 use super::super::{LOADED, OPENING_MAIN, OPENING_MULTIFD};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::handover::Word;
 use crate::hello;
+use crate::stream::return_path::Messages;
 use crate::transport::Stream;
 
 /// How often a wait looks whether it was called off.
@@ -66,43 +66,17 @@ impl Answers {
     }
 
     fn read_all(&self, stream: &Stream, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
-        let mut pending = Vec::with_capacity(2 * limits::RETURN_PATH_PAYLOAD);
-        let mut read_here = [0; limits::RETURN_PATH_PAYLOAD];
+        let mut messages = Messages::new(Channel::Main);
         loop {
-            let read = match stream.read_some(&mut read_here) {
-                Ok(read) => read,
+            match messages.read(stream, |message, bytes| self.take(message, bytes, forward)) {
+                Ok(true) => {}
+                Ok(false) => return Ok(()),
                 // It has said all that it had to say.
-                Err(_) if self.lock().shut.is_some() => 0,
-                Err(source) => {
-                    return Err(MigrationError::Connection {
-                        channel: Channel::Main,
-                        doing: "listening to the destination",
-                        source,
-                    });
+                Err(MigrationError::Connection { .. }) if self.lock().shut.is_some() => {
+                    return Ok(());
                 }
-            };
-            if read == 0 {
-                return Ok(());
+                Err(error) => return Err(error),
             }
-            pending.extend_from_slice(&read_here[..read]);
-            let mut taken = 0;
-            loop {
-                match ReturnMessage::decode(&pending[taken..]) {
-                    Ok((message, length)) => {
-                        let bytes = &pending[taken..taken + length];
-                        self.take(message, bytes, forward);
-                        taken += length;
-                    }
-                    Err(WireError::Truncated { .. }) => break,
-                    Err(source) => {
-                        return Err(MigrationError::Wire {
-                            channel: Channel::Main,
-                            source,
-                        });
-                    }
-                }
-            }
-            pending.drain(..taken);
         }
     }
 

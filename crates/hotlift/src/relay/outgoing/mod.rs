@@ -3,28 +3,21 @@
 //!
 //! | file | what goes out |
 //! |---|---|
-//! | `channel_out` | pages |
-//! | `main_out` | set-up, marks, devices, end |
-//! | `lane` | bytes, to where they go |
+//! | `page_writers` | pages: where zero pages go, and to which channel the others |
 //! | `answers` | nothing: what comes back |
 
 mod answers;
-mod channel_out;
-mod lane;
-mod main_out;
+mod page_writers;
 
-use std::io::Write;
 use std::net::Shutdown;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use hotlift_mem::sock::IoScratch;
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::main_channel::{Command, put_packaged_head};
-use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
-use hotlift_wire::settle;
+use hotlift_wire::multifd::{Hello, Method, PacketLayout, ZeroPageDetection};
 
 use super::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
 use super::page_set::PageSet;
@@ -33,15 +26,16 @@ use super::{
     CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, Outgoing, RelaySettings, Taken,
 };
 use crate::control::Control;
-use crate::error::{Channel, MigrationError};
-use crate::figures::{Counters, Counts};
+use crate::error::MigrationError;
+use crate::figures::Counters;
 use crate::handover::{Word, await_word, say_farewell, say_heard};
-use crate::pacing::Pacer;
+use crate::options::Options;
+use crate::stream::channel_transport::ChannelTransport;
+use crate::stream::main_send::{MainLink, MainSend};
+use crate::stream::multifd_send::{self, ChannelOpening, MultifdSend};
 use crate::transport::Address;
 use answers::Answers;
-use channel_out::{ChannelWriter, MainWriter, PacketForwarder, lock};
-use lane::Lane;
-use main_out::{MainLink, MainOut, Section, wire};
+use page_writers::{ChannelWriter, Forwarding, MainWriter};
 
 /// How long a destination may take to load the devices.
 const LOADING: Duration = Duration::from_secs(60);
@@ -86,19 +80,12 @@ pub(super) struct StreamSink<'a> {
     control: Control,
     memory: MemoryLimit,
     seen: Seen,
-    wire_method: Method,
     link: Arc<MainLink>,
-    multifd: Vec<Lane>,
-    /// Who writes to a channel: its worker, or a thread that passes packets on.
-    turns: Vec<Mutex<()>>,
+    multifd: MultifdSend,
     /// The source has sent zero pages as such: it looks for them.
     finds_zeros: AtomicBool,
-    /// One a channel.
-    counters: Vec<Counters>,
-    pacer: Arc<Pacer>,
-    packet_num: AtomicU64,
     answers: Answers,
-    out: OnceLock<Mutex<MainOut>>,
+    out: OnceLock<Mutex<MainSend>>,
     other_side: OnceLock<OtherSide>,
     ram: OnceLock<Ram>,
 }
@@ -129,134 +116,90 @@ pub(super) fn open<'a>(
     memory: &MemoryLimit,
     control: &Control,
 ) -> Result<Box<dyn Sink + 'a>, MigrationError> {
-    let lanes = match to {
-        Outgoing::Address(address) => connect(address, settings, opening, control)?,
+    let channels = ChannelOpening {
+        uuid: opening.uuid,
+        hello: hello_of(settings),
+    };
+    let options = &settings.outgoing;
+    let (main, multifd, to) = match to {
+        Outgoing::Address(address) => {
+            let (token, timeout) = (settings.outgoing_token, options.handshake_timeout);
+            let (main, multifd) =
+                multifd_send::connect(address, token, &channels, timeout, control)?;
+            let main = ChannelTransport::Socket(main);
+            (main, multifd, Some((*address).clone()))
+        }
         Outgoing::File {
             path,
             format: FileFormat::Hotlift,
-        } => record(path, settings, opening)?,
+        } => {
+            let (main, multifd) = record(path, options, opening, &channels)?;
+            (main, multifd, None)
+        }
         Outgoing::File {
             path,
             format: FileFormat::MappedRam,
         } => {
-            let sink = MappedRamSink::create(path, &settings.outgoing, memory, control)?;
+            let sink = MappedRamSink::create(path, options, memory, control)?;
             return Ok(Box::new(sink));
         }
     };
-    let address = match to {
-        Outgoing::Address(address) => Some((*address).clone()),
-        Outgoing::File { .. } => None,
-    };
-    let sink = StreamSink::new(lanes, address, settings, seen, memory, control);
+    let sink = StreamSink::new((main, multifd), to, settings, seen, memory, control);
     Ok(Box::new(sink))
-}
-
-/// Main and channels, which have been opened.
-struct Lanes {
-    main: Lane,
-    multifd: Vec<Lane>,
-}
-
-/// Main and channels, connected in that order: receivers before QEMU 8.0 take the first connection for
-/// main.
-fn connect(
-    to: &Address,
-    settings: &RelaySettings,
-    opening: &Opening,
-    control: &Control,
-) -> Result<Lanes, MigrationError> {
-    let options = &settings.outgoing;
-    let connect = || {
-        let stream = to.connect_for(control, options.handshake_timeout)?;
-        if let Some(token) = settings.outgoing_token {
-            let shown = (&stream).write_all(&settle::token(token));
-            shown.map_err(MigrationError::opening)?;
-        }
-        Ok::<_, MigrationError>(stream)
-    };
-    let main = connect()?;
-    let mut multifd = Vec::new();
-    for id in 0..options.channels() {
-        let stream = connect()?;
-        let lane = Lane::Socket(stream);
-        open_channel(&lane, id, settings, opening)?;
-        multifd.push(lane);
-    }
-    Ok(Lanes {
-        main: Lane::Socket(main),
-        multifd,
-    })
 }
 
 /// Main and channels, all into one save file.
 fn record(
     path: &Path,
-    settings: &RelaySettings,
+    options: &Options,
     opening: &Opening,
-) -> Result<Lanes, MigrationError> {
-    let channels = settings.outgoing.channels();
+    channels: &ChannelOpening,
+) -> Result<(ChannelTransport, Vec<ChannelTransport>), MigrationError> {
     let begun = SystemTime::now().duration_since(UNIX_EPOCH);
     let info = FileInfo {
         machine: opening.configuration.machine.clone(),
         uuid: opening.uuid.map(|byte| format!("{byte:02x}")).concat(),
-        channels,
-        method: settings.outgoing.method_name().to_owned(),
+        channels: channels.hello.channels,
+        method: options.method_name().to_owned(),
         begun: begun.map_or(0, |since| since.as_secs()),
         hotlift: env!("CARGO_PKG_VERSION").to_owned(),
     };
     let file = Arc::new(ContainerWriter::create(path, &info)?);
     let mut multifd = Vec::new();
-    for id in 0..channels {
-        let lane = Lane::File(Arc::clone(&file));
-        open_channel(&lane, id, settings, opening)?;
-        multifd.push(lane);
+    for id in 0..channels.hello.channels {
+        let channel = ChannelTransport::File(Arc::clone(&file));
+        channels.send(&channel, id)?;
+        multifd.push(channel);
     }
-    Ok(Lanes {
-        main: Lane::File(file),
-        multifd,
-    })
+    Ok((ChannelTransport::File(file), multifd))
 }
 
-/// Says which channel this is, and what a relay has to know of it.
-fn open_channel(
-    lane: &Lane,
-    id: u8,
-    settings: &RelaySettings,
-    opening: &Opening,
-) -> Result<(), MigrationError> {
-    let packet = InitialPacket {
-        uuid: opening.uuid,
-        id,
-        hello: Some(Hello {
-            channels: settings.outgoing.channels(),
-            method: method_of(settings),
-            layout: PacketLayout::QEMU,
-            zero_page_detection: settings.zero_pages.unwrap_or(ZeroPageDetection::Multifd),
-        }),
-    };
-    let parts: [&[u8]; 1] = [&packet.encode()];
-    lane.send(Channel::Multifd(id), &parts, &mut IoScratch::new())
-}
-
-fn method_of(settings: &RelaySettings) -> Method {
-    Method::from_flag(settings.outgoing.multifd_compression.flag).unwrap_or(Method::None)
+/// What a relay has to know of the channels.
+fn hello_of(settings: &RelaySettings) -> Hello {
+    let options = &settings.outgoing;
+    Hello {
+        channels: options.channels(),
+        method: Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None),
+        layout: PacketLayout::QEMU,
+        zero_page_detection: settings.zero_pages.unwrap_or(ZeroPageDetection::Multifd),
+    }
 }
 
 impl<'a> StreamSink<'a> {
     fn new(
-        Lanes { main, multifd }: Lanes,
+        (main, multifd): (ChannelTransport, Vec<ChannelTransport>),
         to: Option<Address>,
         settings: &'a RelaySettings,
         seen: Seen,
         memory: &MemoryLimit,
         control: &Control,
     ) -> Self {
-        let mut counters = Counters::of_side(multifd.len());
         let pacer = control.pacer(&settings.outgoing);
+        let multifd = MultifdSend::new(multifd, &hello_of(settings), &pacer, control);
         let link = Arc::new(MainLink {
-            lane: main,
-            counters: counters.pop().unwrap_or_default(),
-            pacer: Arc::clone(&pacer),
+            transport: main,
+            counters: Counters::default(),
+            pacer,
             control: control.clone(),
         });
         Self {
@@ -267,14 +210,9 @@ impl<'a> StreamSink<'a> {
             control: control.clone(),
             memory: memory.clone(),
             seen,
-            wire_method: method_of(settings),
-            counters,
             link,
-            turns: multifd.iter().map(|_| Mutex::new(())).collect(),
             finds_zeros: AtomicBool::new(seen.zeros_were_looked_for),
             multifd,
-            pacer,
-            packet_num: AtomicU64::new(0),
             answers: Answers::default(),
             out: OnceLock::new(),
             other_side: OnceLock::new(),
@@ -312,15 +250,16 @@ impl<'a> StreamSink<'a> {
 
     /// The file that everything goes into, if it does.
     fn file(&self) -> Option<&ContainerWriter> {
-        match &self.link.lane {
-            Lane::Socket(_) => None,
-            Lane::File(file) => Some(file),
+        match &self.link.transport {
+            ChannelTransport::Socket(_) => None,
+            ChannelTransport::File(file) => Some(file),
         }
     }
 
-    fn lock_main(&self) -> MutexGuard<'_, MainOut> {
+    fn lock_main(&self) -> MutexGuard<'_, MainSend> {
         match self.out.get() {
-            Some(out) => lock(out),
+            // A holder that panicked has ended the migration.
+            Some(out) => out.lock().unwrap_or_else(PoisonError::into_inner),
             None => unreachable!("`open` comes first"),
         }
     }
@@ -370,17 +309,21 @@ impl<'a> StreamSink<'a> {
         Ok(())
     }
 
-    /// SYNC on all channels, and a section of RAM with the mark.
-    fn mark(&self, section: Section) -> Result<(), MigrationError> {
-        self.sync_channels()?;
-        self.zero_section(section, self.flushes())
+    /// SYNC on all channels, and a section of RAM with the multifd flush.
+    fn sync_point(&self) -> Result<(), MigrationError> {
+        self.multifd.sync()?;
+        self.zero_section(self.flushes())
     }
 
     /// A section of RAM with the zero pages that wait.
-    fn zero_section(&self, section: Section, flush: bool) -> Result<(), MigrationError> {
-        let zeros = self.ram().zeros.iter().enumerate();
-        let zeros = zeros.flat_map(|(block, set)| set.take().map(move |offset| (block, offset)));
-        self.lock_main().section(section, zeros, flush)
+    fn zero_section(&self, flush: bool) -> Result<(), MigrationError> {
+        let mut main = self.lock_main();
+        for (block, zeros) in self.ram().zeros.iter().enumerate() {
+            for offset in zeros.take() {
+                main.zero_page(block, offset)?;
+            }
+        }
+        main.end_section(flush)
     }
 
     /// Whether a mark is a record of its own; else every section's end is one.
@@ -441,11 +384,11 @@ impl Sink for StreamSink<'_> {
     }
 
     fn forwarder(&self, channel: u8) -> Option<Box<dyn ForwardPackets + '_>> {
-        Some(Box::new(PacketForwarder::new(self, channel)?))
+        Some(Box::new(Forwarding::new(self, channel)?))
     }
 
     fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
-        let mut out = MainOut::new(Arc::clone(&self.link), &opening.configuration)?;
+        let mut out = MainSend::new(Arc::clone(&self.link), &opening.configuration)?;
         let ping = if self.multifd.is_empty() {
             OPENING_MAIN
         } else {
@@ -460,8 +403,8 @@ impl Sink for StreamSink<'_> {
             None => self.answers.await_opened(timeout, &self.control)?,
         };
         if !is_relay {
-            if !self.wire_method.is_qemus() {
-                return Err(MigrationError::not_qemus(self.wire_method));
+            if !self.multifd.method().is_qemus() {
+                return Err(MigrationError::not_qemus(self.multifd.method()));
             }
             out.drop_checksum();
         }
@@ -483,9 +426,10 @@ impl Sink for StreamSink<'_> {
             zeros: zeros.collect(),
             kept: AtomicUsize::new(0),
         });
-        self.sync_channels()?;
+        self.multifd.sync()?;
         let flush = self.flushes();
-        self.lock_main().ram_start(layout, flush)
+        let id = Some(layout.section_id);
+        self.lock_main().ram_start(id, &layout.blocks, flush)
     }
 
     fn section_end(&self) -> Result<(), MigrationError> {
@@ -494,7 +438,7 @@ impl Sink for StreamSink<'_> {
         if each || self.ram().kept.swap(0, Ordering::Relaxed) == 0 {
             return Ok(());
         }
-        self.zero_section(Section::Part, false)
+        self.zero_section(false)
     }
 
     fn barrier(&self) -> Result<(), MigrationError> {
@@ -502,26 +446,29 @@ impl Sink for StreamSink<'_> {
         if self.multifd.is_empty() {
             return Ok(());
         }
-        self.mark(Section::Part)
+        self.sync_point()
     }
 
     fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
         let each_section = !self.multifd.is_empty() && self.other_side().flush_after_each_section;
         if each_section {
-            self.sync_channels()?;
+            self.multifd.sync()?;
         }
-        self.lock_main().delta(block, offset, delta)
+        let mut main = self.lock_main();
+        main.xbzrle_page(block, offset, delta)?;
+        main.end_section(false)
     }
 
     fn ram_end(&self) -> Result<(), MigrationError> {
-        self.mark(Section::End)
+        self.lock_main().complete();
+        self.sync_point()
     }
 
     fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
         if self.other_side().is_relay {
             let mut head = Vec::new();
-            put_packaged_head(sections.len(), &mut head).map_err(wire)?;
+            put_packaged_head(sections.len(), &mut head).map_err(super::wire)?;
             main.raw(&head)?;
         }
         main.raw(sections)
@@ -554,11 +501,12 @@ impl Sink for StreamSink<'_> {
         let _ = self.lock_main().raw(end);
         if end.len() == 1 && self.answers.id().is_none() {
             // Without a VM description, which a QEMU may wait for; not beyond the end of the stream.
-            self.link.lane.shut_down(Shutdown::Write);
+            self.link.transport.shut_down(Shutdown::Write);
         }
         let word = self.await_word(has_taken);
         if word.is_some()
-            && let (Some(id), Lane::Socket(main)) = (self.answers.id(), &self.link.lane)
+            && let (Some(id), ChannelTransport::Socket(main)) =
+                (self.answers.id(), &self.link.transport)
         {
             self.is_settled.store(true, Ordering::Release);
             say_heard(main, id);
@@ -571,7 +519,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
-        let Lane::Socket(main) = &self.link.lane else {
+        let ChannelTransport::Socket(main) = &self.link.transport else {
             return Ok(());
         };
         self.answers.listen(main, forward)?;
@@ -580,10 +528,8 @@ impl Sink for StreamSink<'_> {
 
     fn abort(&self) {
         self.answers.abort();
-        for lane in &self.multifd {
-            lane.shut_down(Shutdown::Both);
-        }
-        self.link.lane.shut_down(Shutdown::Write);
+        self.multifd.shut_down();
+        self.link.transport.shut_down(Shutdown::Write);
     }
 
     fn last_words(&self) -> Option<String> {
@@ -592,7 +538,7 @@ impl Sink for StreamSink<'_> {
 
     fn close(&self) {
         self.abort();
-        self.link.lane.shut_down(Shutdown::Both);
+        self.link.transport.shut_down(Shutdown::Both);
         if self.asked_whether_loaded.load(Ordering::Acquire)
             && !self.is_settled.load(Ordering::Acquire)
             && let (Some(id), Some(to)) = (self.answers.id(), &self.to)
@@ -602,8 +548,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn sent_bytes(&self) -> u64 {
-        let channels: Counts = self.counters.iter().map(Counters::read).sum();
-        channels.transferred_bytes + self.link.counters.read().transferred_bytes
+        self.multifd.counts().transferred_bytes + self.link.counters.read().transferred_bytes
     }
 
     fn method(&self) -> &'static str {

@@ -1,4 +1,4 @@
-//! Bytes of the incoming main channel.
+//! Bytes of the main channel that is read.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::{WireError, limits};
 
-use super::memory::Held;
-use super::session::Call;
+use super::counted_buffer::CountedBuffer;
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::transport::{Stream, wait_readable};
@@ -19,56 +18,83 @@ const TICK: Duration = Duration::from_millis(100);
 /// tenth of the time went into system calls.
 const READ: usize = 512 << 10;
 
+/// Whether a wait for the source goes on.
+pub(crate) trait Waiting {
+    /// # Errors
+    /// Why it does not: the migration was cancelled, or has ended elsewhere.
+    fn check(&self) -> Result<(), MigrationError>;
+}
+
+/// For how long the source may be silent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Silence {
+    /// At any time.
+    Always(Duration),
+    /// Within a record. A source writes records whole: one that stays a part has a damaged length, and what is awaited
+    /// will never come. Between records silence is usual.
+    WithinRecords(Duration),
+    /// As long as it likes.
+    Unlimited,
+}
+
 /// A buffered reader that can give back all it has read so far.
-pub(super) struct MainInput<'a> {
+pub(crate) struct MainInput<'a> {
     stream: &'a Stream,
     counters: &'a Counters,
-    buffer: Held,
+    buffer: CountedBuffer,
     /// The part of `buffer` that was read and not yet taken.
     unread: std::ops::Range<usize>,
-    /// Until the stream is understood everything from its first byte on is kept in `buffer`, and the
-    /// source may be silent for no longer than this. (Later it may rest for as long as it likes.)
-    set_up: Option<Duration>,
+    /// Everything from the first byte on is kept in `buffer`, until the stream is understood.
+    keeps: bool,
+    silence: Silence,
     /// Of every byte taken so far, as long as somebody may ask for it.
     crc: Option<crc32fast::Hasher>,
 }
 
 /// What a [`MainInput`] has read ahead of what was taken.
-pub(super) struct ReadAhead {
-    buffer: Held,
+pub(crate) struct ReadAhead {
+    buffer: CountedBuffer,
     unread: std::ops::Range<usize>,
     crc: Option<crc32fast::Hasher>,
 }
 
 impl<'a> MainInput<'a> {
-    pub(super) fn new(
+    /// A reader whose buffer, beyond its own choice, takes no more than `memory` has.
+    pub(crate) fn new(
         stream: &'a Stream,
         counters: &'a Counters,
-        silence: Duration,
+        silence: Silence,
         memory: &MemoryLimit,
     ) -> Self {
         Self {
             stream,
             counters,
-            buffer: Held::with_own(vec![0; READ], memory),
+            buffer: CountedBuffer::with_own(vec![0; READ], memory),
             unread: 0..0,
-            set_up: Some(silence),
+            keeps: false,
+            silence,
             crc: Some(crc32fast::Hasher::new()),
         }
     }
 
+    /// Keeps everything from the first byte on, until [`MainInput::detach`].
+    pub(crate) fn keep_everything(mut self) -> Self {
+        self.keeps = true;
+        self
+    }
+
     /// The socket, for answers.
-    pub(super) fn stream(&self) -> &'a Stream {
+    pub(crate) fn stream(&self) -> &'a Stream {
         self.stream
     }
 
     /// Bytes read and not taken.
-    pub(super) fn unread(&self) -> &[u8] {
+    pub(crate) fn unread(&self) -> &[u8] {
         &self.buffer[self.unread.clone()]
     }
 
     /// Takes `length` of the unread bytes.
-    pub(super) fn take(&mut self, length: usize) {
+    pub(crate) fn take(&mut self, length: usize) {
         let taken = self.unread.start..self.unread.start + length;
         if let Some(crc) = &mut self.crc {
             crc.update(&self.buffer[taken]);
@@ -77,18 +103,18 @@ impl<'a> MainInput<'a> {
     }
 
     /// CRC-32 of everything taken; `None` where nobody asks.
-    pub(super) fn crc(&self) -> Option<u32> {
+    pub(crate) fn crc(&self) -> Option<u32> {
         self.crc.clone().map(crc32fast::Hasher::finalize)
     }
 
     /// Everything read so far, taken or not; only before [`MainInput::detach`].
-    pub(super) fn everything(&self) -> &[u8] {
+    pub(crate) fn everything(&self) -> &[u8] {
         &self.buffer[..self.unread.end]
     }
 
     /// What was read ahead, to go on elsewhere. The stream is understood: what was taken need not be
     /// kept, nor, from a source that sends no checksum, summed up.
-    pub(super) fn detach(self, checksummed: bool) -> ReadAhead {
+    pub(crate) fn detach(self, checksummed: bool) -> ReadAhead {
         ReadAhead {
             buffer: self.buffer,
             unread: self.unread,
@@ -97,19 +123,24 @@ impl<'a> MainInput<'a> {
     }
 
     /// Goes on where another reader was detached.
-    pub(super) fn attach(ahead: ReadAhead, stream: &'a Stream, counters: &'a Counters) -> Self {
+    pub(crate) fn attach(ahead: ReadAhead, stream: &'a Stream, counters: &'a Counters) -> Self {
         Self {
             stream,
             counters,
             buffer: ahead.buffer,
             unread: ahead.unread,
-            set_up: None,
+            keeps: false,
+            silence: Silence::Unlimited,
             crc: ahead.crc,
         }
     }
 
     /// Reads at least `needed` more bytes; false if the source closed the stream before.
-    pub(super) fn fill(&mut self, needed: usize, call: &Call<'_>) -> Result<bool, MigrationError> {
+    pub(crate) fn fill(
+        &mut self,
+        needed: usize,
+        waiting: &dyn Waiting,
+    ) -> Result<bool, MigrationError> {
         let wanted = self.unread.len() + needed;
         if wanted > limits::MAIN_RECORD {
             return Err(MigrationError::Wire {
@@ -123,7 +154,7 @@ impl<'a> MainInput<'a> {
         }
         while self.unread.len() < wanted {
             let more = wanted - self.unread.len();
-            if !self.fill_some(more, None, call)? {
+            if !self.fill_some(more, None, waiting)? {
                 return Ok(false);
             }
         }
@@ -132,13 +163,13 @@ impl<'a> MainInput<'a> {
 
     /// Reads what there is, with room for at least `room` bytes; false if the source has closed, or
     /// said nothing for `patience`.
-    pub(super) fn fill_some(
+    pub(crate) fn fill_some(
         &mut self,
         room: usize,
         patience: Option<Duration>,
-        call: &Call<'_>,
+        waiting: &dyn Waiting,
     ) -> Result<bool, MigrationError> {
-        if self.set_up.is_none() {
+        if !self.keeps {
             self.buffer.as_mut().copy_within(self.unread.clone(), 0);
             self.unread = 0..self.unread.len();
         }
@@ -149,20 +180,13 @@ impl<'a> MainInput<'a> {
         }
         let since = Instant::now();
         while !wait_readable(self.stream.as_fd(), TICK).map_err(broken)? {
-            call.check()?;
+            waiting.check()?;
             if patience.is_some_and(|patience| since.elapsed() >= patience) {
                 return Ok(false);
             }
-            if let Some(silence) = self.set_up
-                && since.elapsed() >= silence
-            {
-                return Err(MigrationError::Timeout {
-                    waiting_for: "the rest of the source's set-up on main".to_owned(),
-                    waited: silence,
-                });
-            }
+            self.check_silence(since.elapsed(), room)?;
         }
-        call.check()?;
+        waiting.check()?;
         let read = self
             .stream
             .read_some(&mut self.buffer.as_mut()[self.unread.end..])
@@ -170,6 +194,29 @@ impl<'a> MainInput<'a> {
         self.counters.add_bytes(read);
         self.unread.end += read;
         Ok(read > 0)
+    }
+}
+
+impl MainInput<'_> {
+    /// Whether the source may be silent for so long, while `needed` bytes are awaited.
+    fn check_silence(&self, silent: Duration, needed: usize) -> Result<(), MigrationError> {
+        let (limit, waiting_for) = match self.silence {
+            Silence::Always(limit) if silent >= limit => {
+                (limit, "the source's set-up on main".to_owned())
+            }
+            Silence::WithinRecords(limit) if silent >= limit && !self.unread.is_empty() => {
+                let come = self.unread.len();
+                let wanted = come + needed;
+                let record =
+                    format!("a record of the main channel ({come} of {wanted} bytes have come)");
+                (limit, record)
+            }
+            _ => return Ok(()),
+        };
+        Err(MigrationError::Timeout {
+            waiting_for: format!("the rest of {waiting_for}"),
+            waited: limit,
+        })
     }
 }
 

@@ -1,4 +1,4 @@
-//! Buffers that a source chooses the size of.
+//! Buffers whose size the peer chooses.
 
 use std::ops::Deref;
 
@@ -9,20 +9,20 @@ const STEP: usize = 1 << 20;
 
 /// Bytes that are counted in a [`MemoryLimit`], as many as there is room for.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(crate) struct CountedBuffer {
     bytes: Vec<u8>,
     counted: usize,
     limit: MemoryLimit,
 }
 
-impl Held {
+impl CountedBuffer {
     /// None, of what `limit` allows.
-    pub(super) fn new(limit: &MemoryLimit) -> Self {
+    pub(crate) fn new(limit: &MemoryLimit) -> Self {
         Self::with_own(Vec::new(), limit)
     }
 
     /// Begins with a buffer of the receiver's own choice, which is not counted.
-    pub(super) fn with_own(bytes: Vec<u8>, limit: &MemoryLimit) -> Self {
+    pub(crate) fn with_own(bytes: Vec<u8>, limit: &MemoryLimit) -> Self {
         Self {
             bytes,
             counted: 0,
@@ -47,7 +47,7 @@ impl Held {
     ///
     /// # Errors
     /// If they do not fit.
-    pub(super) fn grow_to(&mut self, length: usize) -> Result<(), OverMemoryLimit> {
+    pub(crate) fn grow_to(&mut self, length: usize) -> Result<(), OverMemoryLimit> {
         if length > self.bytes.len() {
             self.make_room(length, 0)?;
             self.bytes.resize(length, 0);
@@ -59,18 +59,18 @@ impl Held {
     ///
     /// # Errors
     /// If they do not fit.
-    pub(super) fn extend(&mut self, bytes: &[u8]) -> Result<(), OverMemoryLimit> {
+    pub(crate) fn extend(&mut self, bytes: &[u8]) -> Result<(), OverMemoryLimit> {
         self.make_room(self.bytes.len() + bytes.len(), STEP)?;
         self.bytes.extend_from_slice(bytes);
         Ok(())
     }
 
-    pub(super) fn as_mut(&mut self) -> &mut [u8] {
+    pub(crate) fn as_mut(&mut self) -> &mut [u8] {
         &mut self.bytes
     }
 }
 
-impl Deref for Held {
+impl Deref for CountedBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -78,7 +78,7 @@ impl Deref for Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for CountedBuffer {
     fn drop(&mut self) {
         self.limit.give_back(self.counted);
     }
@@ -91,16 +91,16 @@ mod tests {
     #[test]
     fn what_there_is_room_for_is_counted_until_the_buffer_goes() {
         let limit = MemoryLimit::new(2 * STEP);
-        let mut held = Held::with_own(vec![7; 100], &limit);
-        held.grow_to(100).unwrap();
+        let mut buffer = CountedBuffer::with_own(vec![7; 100], &limit);
+        buffer.grow_to(100).unwrap();
         assert_eq!(limit.used(), 0, "its own");
-        held.grow_to(1100).unwrap();
-        assert_eq!((held.len(), limit.used()), (1100, 1000));
-        held.extend(&[8; 10]).unwrap();
-        assert_eq!((held.len(), limit.used()), (1110, 1000 + STEP));
-        assert!(held.grow_to(100 + 2 * STEP + 1).is_err());
-        assert_eq!((held.len(), held[1109]), (1110, 8));
-        drop(held);
+        buffer.grow_to(1100).unwrap();
+        assert_eq!((buffer.len(), limit.used()), (1100, 1000));
+        buffer.extend(&[8; 10]).unwrap();
+        assert_eq!((buffer.len(), limit.used()), (1110, 1000 + STEP));
+        assert!(buffer.grow_to(100 + 2 * STEP + 1).is_err());
+        assert_eq!((buffer.len(), buffer[1109]), (1110, 8));
+        drop(buffer);
         assert_eq!(limit.used(), 0);
     }
 }

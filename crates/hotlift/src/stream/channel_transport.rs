@@ -4,36 +4,31 @@ use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use hotlift_mem::sock::{self, IoScratch};
+use hotlift_mem::GuestRun;
+use hotlift_mem::sock::{self, IoScratch, Splicer};
 
 use crate::error::{Channel, MigrationError};
 use crate::relay::file::ContainerWriter;
 use crate::transport::Stream;
 
+/// The outgoing end of a channel.
 #[derive(Debug)]
-pub(super) enum Lane {
+pub(crate) enum ChannelTransport {
     Socket(Stream),
     File(Arc<ContainerWriter>),
 }
 
-impl Lane {
+impl ChannelTransport {
     /// Sends `parts`, one after the other, as what `channel` has to say.
-    pub(super) fn send(
+    pub(crate) fn send(
         &self,
         channel: Channel,
         parts: &[&[u8]],
         scratch: &mut IoScratch,
     ) -> Result<(), MigrationError> {
         match self {
-            Self::Socket(stream) => {
-                sock::send_parts(stream.as_fd(), parts, scratch).map_err(|source| {
-                    MigrationError::Connection {
-                        channel,
-                        doing: "sending to the destination",
-                        source,
-                    }
-                })
-            }
+            Self::Socket(stream) => sock::send_parts(stream.as_fd(), parts, scratch)
+                .map_err(|source| broken(channel, source)),
             Self::File(file) => {
                 let number = match channel {
                     Channel::Main => 0,
@@ -43,11 +38,9 @@ impl Lane {
             }
         }
     }
-}
 
-impl Lane {
     /// Ends one or both directions; nothing is left of a file.
-    pub(super) fn shut_down(&self, how: Shutdown) {
+    pub(crate) fn shut_down(&self, how: Shutdown) {
         match self {
             Self::Socket(stream) => stream.shutdown(how),
             Self::File(file) => file.abort(),
@@ -55,10 +48,34 @@ impl Lane {
     }
 
     /// The socket, if it is one.
-    pub(super) fn socket(&self) -> Option<&Stream> {
+    pub(crate) fn socket(&self) -> Option<&Stream> {
         match self {
             Self::Socket(stream) => Some(stream),
             Self::File(_) => None,
         }
+    }
+}
+
+/// Sends `head` and guest memory behind it to a socket; by reference with a `splicer`.
+pub(super) fn send_guest_memory(
+    stream: &Stream,
+    channel: Channel,
+    head: &[u8],
+    runs: &[GuestRun<'_>],
+    splicer: Option<&mut Splicer>,
+    scratch: &mut IoScratch,
+) -> Result<(), MigrationError> {
+    match splicer {
+        Some(splicer) => splicer.send(stream.as_fd(), head, runs),
+        None => sock::send(stream.as_fd(), head, runs, scratch),
+    }
+    .map_err(|source| broken(channel, source))
+}
+
+fn broken(channel: Channel, source: std::io::Error) -> MigrationError {
+    MigrationError::Connection {
+        channel,
+        doing: "sending to the destination",
+        source,
     }
 }

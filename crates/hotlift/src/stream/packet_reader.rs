@@ -84,23 +84,24 @@ impl<'a> PacketReader<'a> {
         sock::recv(self.stream.as_fd(), &runs[filled..], &mut self.scratch)
     }
 
-    /// Reads a payload of `length` bytes, which the caller has bounded; `buffer` only ever grows.
-    pub(super) fn payload<'b>(
-        &mut self,
-        length: usize,
-        buffer: &'b mut Vec<u8>,
-    ) -> io::Result<&'b [u8]> {
+    /// Whether all that follows the header is still in the socket.
+    pub(super) fn has_nothing_ahead(&self) -> bool {
+        self.unread.is_empty()
+    }
+
+    /// The payload was read from the socket by somebody else.
+    pub(super) fn payload_was_taken(&mut self) {
         self.had_payload = true;
-        if buffer.len() < length {
-            buffer.resize(length, 0);
-        }
-        let payload = &mut buffer[..length];
-        let buffered = length.min(self.unread.len());
+    }
+
+    /// Reads a payload.
+    pub(super) fn payload(&mut self, payload: &mut [u8]) -> io::Result<()> {
+        self.had_payload = true;
+        let buffered = payload.len().min(self.unread.len());
         let (first, rest) = payload.split_at_mut(buffered);
         first.copy_from_slice(&self.buffer[self.unread.start..self.unread.start + buffered]);
         self.unread.start += buffered;
         let mut stream = self.stream;
-        stream.read_exact(rest)?;
-        Ok(payload)
+        stream.read_exact(rest)
     }
 }

@@ -1,0 +1,327 @@
+//! The main channel that is written: stream setup, sections of RAM, device state, end.
+
+use std::sync::Arc;
+
+use hotlift_mem::sock::IoScratch;
+use hotlift_mem::{GuestRun, PAGE_SIZE};
+use hotlift_wire::main_channel::{Command, Configuration, MainEncoder};
+use hotlift_wire::{RamBlockEntry, WireError};
+
+use super::channel_transport::ChannelTransport;
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::figures::Counters;
+use crate::guest::DeviceState;
+use crate::pacing::Pacer;
+
+/// Records are gathered up to this many bytes before they are written.
+const GATHERED: usize = 64 << 10;
+
+/// The connection of the main channel.
+#[derive(Debug)]
+pub(crate) struct MainLink {
+    pub transport: ChannelTransport,
+    pub counters: Counters,
+    pub pacer: Arc<Pacer>,
+    pub control: Control,
+}
+
+/// Writes the main channel.
+pub(crate) struct MainSend {
+    link: Arc<MainLink>,
+    encoder: MainEncoder,
+    out: Vec<u8>,
+    scratch: IoScratch,
+    /// Of every byte written, until it is known that nobody will ask.
+    crc: Option<crc32fast::Hasher>,
+    in_section: bool,
+    /// The next section of RAM is the last.
+    completing: bool,
+}
+
+/// Pages of one RAM block, whose content nobody changes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PageRecords<'p> {
+    /// Index of the RAM block.
+    pub block: usize,
+    /// Byte offsets of the pages that are zero.
+    pub zero: &'p [u64],
+    /// Byte offsets of the pages with content.
+    pub normal: &'p [u64],
+    /// Their content, one after the other.
+    pub content: &'p [u8],
+}
+
+/// Pages as zlib streams.
+#[derive(Debug, Default)]
+pub(crate) struct CompressedPages {
+    /// One after the other.
+    pub streams: Vec<u8>,
+    /// Length of each page's stream; 0 for a page that goes as it is.
+    pub lengths: Vec<usize>,
+}
+
+impl MainSend {
+    /// Starts a stream; nothing is sent before the first command.
+    pub(crate) fn new(
+        link: Arc<MainLink>,
+        configuration: &Configuration,
+    ) -> Result<Self, MigrationError> {
+        let mut out = Vec::with_capacity(2 * GATHERED);
+        Ok(Self {
+            link,
+            encoder: MainEncoder::new(configuration, &mut out).map_err(wire)?,
+            out,
+            scratch: IoScratch::new(),
+            crc: Some(crc32fast::Hasher::new()),
+            in_section: false,
+            completing: false,
+        })
+    }
+
+    /// The other side does not ask for a checksum.
+    pub(crate) fn drop_checksum(&mut self) {
+        self.crc = None;
+    }
+
+    /// CRC-32 of everything written; `None` where nobody asks.
+    pub(crate) fn crc(&self) -> Option<u32> {
+        self.crc.clone().map(crc32fast::Hasher::finalize)
+    }
+
+    /// A command between sections, and all before it.
+    pub(crate) fn command(&mut self, command: Command) -> Result<(), MigrationError> {
+        self.record(|encoder, out| encoder.command(command, out))?;
+        self.flush()
+    }
+
+    /// The RAM blocks, in a section with id `section_id`; with `flush` a multifd flush behind them.
+    pub(crate) fn ram_start(
+        &mut self,
+        section_id: Option<u32>,
+        blocks: &[RamBlockEntry],
+        flush: bool,
+    ) -> Result<(), MigrationError> {
+        if let Some(id) = section_id {
+            self.encoder.set_ram_id(id).map_err(wire)?;
+        }
+        self.record(|encoder, out| encoder.ram_start(blocks, flush, out))?;
+        self.flush()
+    }
+
+    /// The next section of RAM is the last.
+    pub(crate) fn complete(&mut self) {
+        self.completing = true;
+    }
+
+    /// Whether the last section of RAM has begun, or is the next.
+    pub(crate) fn is_completing(&self) -> bool {
+        self.completing
+    }
+
+    /// A page of zeros.
+    pub(crate) fn zero_page(&mut self, block: usize, offset: u64) -> Result<(), MigrationError> {
+        self.page_record(|encoder, out| encoder.zero_page(block, offset, out))
+    }
+
+    /// A page with its content, from guest memory. A page that changes while it is copied is dirty again.
+    pub(crate) fn guest_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        page: GuestRun<'_>,
+    ) -> Result<(), MigrationError> {
+        self.page_record(|encoder, out| {
+            encoder.normal_page_head(block, offset, out)?;
+            let start = out.len();
+            out.resize(start + page.len(), 0);
+            page.copy_to(&mut out[start..]);
+            Ok(())
+        })
+    }
+
+    /// The same of a page that has been copied.
+    pub(crate) fn copied_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        page: &[u8],
+    ) -> Result<(), MigrationError> {
+        self.page_record(|encoder, out| {
+            encoder.normal_page_head(block, offset, out)?;
+            out.extend_from_slice(page);
+            Ok(())
+        })
+    }
+
+    /// A page as what has changed of it since it was sent.
+    pub(crate) fn xbzrle_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        delta: &[u8],
+    ) -> Result<(), MigrationError> {
+        self.page_record(|encoder, out| encoder.xbzrle_page(block, offset, delta, out))
+    }
+
+    /// A page as a zlib stream.
+    pub(crate) fn compressed_page(
+        &mut self,
+        block: usize,
+        offset: u64,
+        stream: &[u8],
+    ) -> Result<(), MigrationError> {
+        self.page_record(|encoder, out| encoder.compressed_page(block, offset, stream, out))
+    }
+
+    /// Ends the section of RAM, which is begun if it was not; with `flush` a multifd flush comes before its end.
+    pub(crate) fn end_section(&mut self, flush: bool) -> Result<(), MigrationError> {
+        self.open_section()?;
+        if flush {
+            self.record(MainEncoder::multifd_flush)?;
+        }
+        self.record(MainEncoder::ram_eos)?;
+        self.in_section = false;
+        self.flush()
+    }
+
+    /// A section with these pages, which go to the socket from where they are.
+    pub(crate) fn pages(&mut self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
+        self.open_section()?;
+        let (encoder, out) = (&mut self.encoder, &mut self.out);
+        for offset in pages.zero {
+            encoder.zero_page(pages.block, *offset, out).map_err(wire)?;
+        }
+        let mut heads = Vec::with_capacity(pages.normal.len() + 1);
+        let mut from = 0;
+        for offset in pages.normal {
+            let head = encoder.normal_page_head(pages.block, *offset, out);
+            head.map_err(wire)?;
+            heads.push(from..out.len());
+            from = out.len();
+        }
+        encoder.ram_eos(out).map_err(wire)?;
+        self.in_section = false;
+        let out = std::mem::take(&mut self.out);
+        let mut parts = Vec::with_capacity(2 * heads.len() + 1);
+        for (head, page) in heads.into_iter().zip(pages.content.chunks(PAGE_SIZE)) {
+            parts.push(&out[head]);
+            parts.push(page);
+        }
+        parts.push(&out[from..]);
+        let written = self.write(&parts);
+        self.out = out;
+        self.out.clear();
+        written
+    }
+
+    /// A section with these pages as `compressed` has them.
+    pub(crate) fn compressed_pages(
+        &mut self,
+        pages: PageRecords<'_>,
+        compressed: &CompressedPages,
+    ) -> Result<(), MigrationError> {
+        for offset in pages.zero {
+            self.zero_page(pages.block, *offset)?;
+        }
+        let mut rest = compressed.streams.as_slice();
+        let contents = pages.content.chunks(PAGE_SIZE).zip(&compressed.lengths);
+        for (offset, (page, length)) in pages.normal.iter().zip(contents) {
+            let (stream, behind) = rest.split_at(*length);
+            rest = behind;
+            if stream.is_empty() {
+                self.copied_page(pages.block, *offset, page)?;
+            } else {
+                self.compressed_page(pages.block, *offset, stream)?;
+            }
+        }
+        self.end_section(false)
+    }
+
+    /// A device, in a section of its own.
+    pub(crate) fn device(&mut self, device: &DeviceState) -> Result<(), MigrationError> {
+        self.record(|encoder, out| {
+            encoder.device(
+                &device.idstr,
+                device.instance_id,
+                device.version_id,
+                &device.payload,
+                out,
+            )
+        })?;
+        self.flush()
+    }
+
+    /// The end of the stream. Errors are for whoever waits for the answer: the same word may go out on other sockets.
+    pub(crate) fn end_of_file(&mut self) {
+        if self.record(MainEncoder::eof).is_ok() && self.record(MainEncoder::vm_description).is_ok()
+        {
+            let _ = self.flush();
+        }
+    }
+
+    /// Bytes as they are, behind everything gathered.
+    pub(crate) fn raw(&mut self, bytes: &[u8]) -> Result<(), MigrationError> {
+        self.flush()?;
+        self.write(&[bytes])
+    }
+
+    fn open_section(&mut self) -> Result<(), MigrationError> {
+        if self.in_section {
+            return Ok(());
+        }
+        self.in_section = true;
+        if self.completing {
+            self.record(MainEncoder::ram_end)
+        } else {
+            self.record(MainEncoder::ram_part)
+        }
+    }
+
+    fn page_record(
+        &mut self,
+        write: impl FnOnce(&mut MainEncoder, &mut Vec<u8>) -> Result<(), WireError>,
+    ) -> Result<(), MigrationError> {
+        self.open_section()?;
+        self.record(write)?;
+        if self.out.len() >= GATHERED {
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    fn record(
+        &mut self,
+        write: impl FnOnce(&mut MainEncoder, &mut Vec<u8>) -> Result<(), WireError>,
+    ) -> Result<(), MigrationError> {
+        write(&mut self.encoder, &mut self.out).map_err(wire)
+    }
+
+    /// Writes what was gathered.
+    fn flush(&mut self) -> Result<(), MigrationError> {
+        let out = std::mem::take(&mut self.out);
+        let written = self.write(&[&out]);
+        self.out = out;
+        self.out.clear();
+        written
+    }
+
+    fn write(&mut self, parts: &[&[u8]]) -> Result<(), MigrationError> {
+        if let Some(crc) = &mut self.crc {
+            parts.iter().for_each(|part| crc.update(part));
+        }
+        let bytes = parts.iter().map(|part| part.len()).sum();
+        self.link.pacer.wait(bytes, &self.link.control);
+        let transport = &self.link.transport;
+        transport.send(Channel::Main, parts, &mut self.scratch)?;
+        self.link.counters.add_bytes(bytes);
+        Ok(())
+    }
+}
+
+fn wire(source: WireError) -> MigrationError {
+    MigrationError::Wire {
+        channel: Channel::Main,
+        source,
+    }
+}

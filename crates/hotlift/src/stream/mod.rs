@@ -1,0 +1,21 @@
+//! QEMU's stream, one implementation of each direction, for every operation.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `multifd_recv` | a multifd channel that is read: packets, into a [`PageSink`](multifd_recv::PageSink) |
+//! | `packet_reader` | its bytes: headers ahead, payloads straight to their place |
+//! | `multifd_send` | the multifd channels that are written: packets and sync points |
+//! | `main_recv` | the bytes of the main channel that is read |
+//! | `main_send` | the main channel that is written: stream setup, sections of RAM, device state, end |
+//! | `return_path` | the destination's messages |
+//! | `channel_transport` | where a channel's bytes go: a socket, or a save file |
+//! | `counted_buffer` | buffers whose size the peer chooses |
+
+pub(crate) mod channel_transport;
+pub(crate) mod counted_buffer;
+pub(crate) mod main_recv;
+pub(crate) mod main_send;
+pub(crate) mod multifd_recv;
+pub(crate) mod multifd_send;
+mod packet_reader;
+pub(crate) mod return_path;

@@ -1,0 +1,236 @@
+//! A multifd channel that is read: packets are checked, and their pages put where a [`PageSink`] wants them.
+//!
+//! With method none the pages go from the socket straight to their place; other methods decode into it.
+
+use std::io;
+
+use hotlift_mem::GuestRun;
+use hotlift_methods::{Accelerator, METHODS, MemoryLimit, MethodInfo};
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
+
+use super::counted_buffer::CountedBuffer;
+use super::packet_reader::PacketReader;
+use crate::codec::Decoder;
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::figures::Counters;
+use crate::transport::Stream;
+
+/// Whether a channel is read on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReadOn {
+    Yes,
+    /// The migration has ended elsewhere, or the guest was taken over.
+    No,
+}
+
+/// Where the pages of one channel go.
+pub(crate) trait PageSink {
+    /// Takes a packet's pages. `read` puts the pages with content, in the packet's order, into the memory that it
+    /// is given; it is called once, and only for a packet that has such pages.
+    fn put(
+        &mut self,
+        header: &PacketHeader,
+        read: impl FnOnce(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
+    ) -> Result<ReadOn, MigrationError>;
+
+    /// Passes an uncompressed packet on, whose pages are the next bytes of `from`, without reading them; false if
+    /// that may not be done.
+    fn forward(&mut self, header: &PacketHeader, from: &Stream) -> Result<bool, MigrationError> {
+        let _ = (header, from);
+        Ok(false)
+    }
+
+    /// The channel has reached its sync point.
+    fn sync(&mut self) -> Result<ReadOn, MigrationError>;
+
+    /// The channel has ended between packets.
+    fn ended(&mut self) -> Result<(), MigrationError>;
+}
+
+/// What packets of a channel must be like.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ChannelRules {
+    /// The channel's number.
+    pub id: u8,
+    /// Size of its packets.
+    pub layout: PacketLayout,
+    /// The method of all packets with content; `None` for that of the first.
+    pub method: Option<&'static MethodInfo>,
+    /// Whether packets without a checksum are refused.
+    pub checksum_required: bool,
+    /// Whether its method may use an accelerator.
+    pub accelerator: Accelerator,
+}
+
+/// Reads one channel.
+pub(crate) struct MultifdReceiver<'a> {
+    id: u8,
+    stream: &'a Stream,
+    packets: PacketReader<'a>,
+    rules: PacketRules,
+    blocks: &'a [RamBlockEntry],
+    header: PacketHeader,
+    payload: Payload<'a>,
+    counters: &'a Counters,
+}
+
+/// What reads the pages of a packet.
+struct Payload<'a> {
+    id: u8,
+    control: &'a Control,
+    accelerator: Accelerator,
+    memory: &'a MemoryLimit,
+    /// Made with the channel, or when the first packet says its method; `None` for method none.
+    decoder: Option<Decoder>,
+    buffer: CountedBuffer,
+}
+
+impl<'a> MultifdReceiver<'a> {
+    /// A reader of `stream` whose compressed payloads, and what their decoder needs, take no more than `memory` has.
+    pub(crate) fn new(
+        rules: ChannelRules,
+        stream: &'a Stream,
+        blocks: &'a [RamBlockEntry],
+        memory: &'a MemoryLimit,
+        counters: &'a Counters,
+        control: &'a Control,
+    ) -> Result<Self, MigrationError> {
+        let mut payload = Payload {
+            id: rules.id,
+            control,
+            accelerator: rules.accelerator,
+            memory,
+            decoder: None,
+            buffer: CountedBuffer::new(memory),
+        };
+        if let Some(method) = rules.method {
+            payload.make_decoder(method)?;
+        }
+        Ok(Self {
+            id: rules.id,
+            stream,
+            packets: PacketReader::new(stream, rules.layout.header_len()),
+            rules: PacketRules {
+                layout: rules.layout,
+                method: rules.method.and_then(|info| Method::from_flag(info.flag)),
+                checksum_required: rules.checksum_required,
+            },
+            blocks,
+            header: PacketHeader::new(rules.layout),
+            payload,
+            counters,
+        })
+    }
+
+    /// Reads until the channel ends, or need not be read on.
+    pub(crate) fn run(&mut self, sink: &mut impl PageSink) -> Result<(), MigrationError> {
+        loop {
+            let id = self.id;
+            let header = self.packets.header();
+            let Some(bytes) =
+                header.map_err(|source| broken(id, "reading a packet header", source))?
+            else {
+                return sink.ended();
+            };
+            self.counters.add_bytes(bytes.len());
+            self.header
+                .decode(bytes, &self.rules, self.blocks)
+                .map_err(|source| MigrationError::Wire {
+                    channel: Channel::Multifd(id),
+                    source,
+                })?;
+            let has_pages = !self.header.normal().is_empty() || !self.header.zero().is_empty();
+            if has_pages && self.pages(sink)? == ReadOn::No {
+                return Ok(());
+            }
+            if self.header.sync() && sink.sync()? == ReadOn::No {
+                return Ok(());
+            }
+        }
+    }
+
+    fn pages(&mut self, sink: &mut impl PageSink) -> Result<ReadOn, MigrationError> {
+        let Self {
+            packets,
+            rules,
+            header,
+            payload,
+            stream,
+            blocks,
+            ..
+        } = self;
+        let has_content = !header.normal().is_empty();
+        if has_content {
+            rules.method.get_or_insert(header.method());
+            self.counters.add_bytes(header.payload_len());
+        }
+        // Pages of which a part was read ahead are in this process already.
+        let is_whole = packets.has_nothing_ahead() || !has_content;
+        if header.method() == Method::None && is_whole && sink.forward(header, stream)? {
+            if has_content {
+                packets.payload_was_taken();
+            }
+            return Ok(ReadOn::Yes);
+        }
+        let block = &blocks[header.block()].name;
+        sink.put(header, |pages| payload.read(packets, header, block, pages))
+    }
+}
+
+impl Payload<'_> {
+    /// Puts the pages of the packet with this header into `pages`.
+    fn read(
+        &mut self,
+        packets: &mut PacketReader<'_>,
+        header: &PacketHeader,
+        block: &str,
+        pages: &mut [GuestRun<'_>],
+    ) -> Result<(), MigrationError> {
+        let id = self.id;
+        if header.method() == Method::None {
+            let read = packets.pages(pages);
+            return read.map_err(|source| broken(id, "reading pages", source));
+        }
+        if self.decoder.is_none() {
+            let flag = header.method().flag();
+            let known = METHODS.iter().find(|info| info.flag == flag);
+            self.make_decoder(known.ok_or_else(|| MigrationError::Protocol {
+                channel: Channel::Multifd(id),
+                got: format!("method {}", header.method().name()),
+                doing: "reading pages (this build has no decoder for it)",
+            })?)?;
+        }
+        let length = header.payload_len();
+        let grown = self.buffer.grow_to(length);
+        grown.map_err(|source| MigrationError::memory(Channel::Multifd(id), source))?;
+        let bytes = &mut self.buffer.as_mut()[..length];
+        packets
+            .payload(bytes)
+            .map_err(|source| broken(id, "reading a payload", source))?;
+        header
+            .check_payload(bytes)
+            .map_err(|source| MigrationError::Wire {
+                channel: Channel::Multifd(id),
+                source,
+            })?;
+        match &mut self.decoder {
+            Some(decoder) => decoder.decode(header.packet_num(), block, bytes, pages),
+            None => Ok(()),
+        }
+    }
+
+    fn make_decoder(&mut self, method: &MethodInfo) -> Result<(), MigrationError> {
+        self.decoder = Decoder::new(self.id, method, self.accelerator, self.memory, self.control)?;
+        Ok(())
+    }
+}
+
+fn broken(id: u8, doing: &'static str, source: io::Error) -> MigrationError {
+    MigrationError::Connection {
+        channel: Channel::Multifd(id),
+        doing,
+        source,
+    }
+}

@@ -1,0 +1,461 @@
+//! The multifd channels that are written: packets of pages, and sync points.
+//!
+//! ```text
+//! method none     header + pages straight from guest memory, or from the batch, to the socket
+//! other methods   private pages -> encode -> header + payload to the socket
+//! forwarded       header, and the pages from socket to socket
+//! ```
+//!
+//! Guest memory is copied before it is encoded, since a codec that sees its input change may write a stream that does
+//! not decode. With method none the kernel reads it, and with `zero-copy-send` it does so as late as the destination
+//! reads the socket; a page that the guest changes meanwhile is dirty again by that very write, and is sent once more.
+//! Nothing is left in a socket when the guest is handed over: the destination has answered for all of it by then.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use hotlift_mem::sock::{Forwarder, IoScratch, Splicer};
+use hotlift_mem::{GuestRun, PAGE_SIZE};
+use hotlift_wire::multifd::{
+    Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter,
+};
+use hotlift_wire::settle;
+
+use super::channel_transport::{ChannelTransport, send_guest_memory};
+use crate::codec::Encoder;
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::figures::{Counters, Counts};
+use crate::options::Options;
+use crate::pacing::Pacer;
+use crate::transport::{Address, Stream};
+
+/// Headers without payload (zero pages only) are gathered up to this many bytes before they are written: a system call
+/// for each would cost more than the scan of its pages.
+const GATHERED_HEADERS: usize = 48 << 10;
+
+/// What the first packet of each channel says.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ChannelOpening {
+    /// The VM's; all zero if it has none.
+    pub uuid: [u8; 16],
+    /// What a Hotlift has to know of the migration; a QEMU does not see it.
+    pub hello: Hello,
+}
+
+impl ChannelOpening {
+    /// Says which channel this is.
+    pub(crate) fn send(&self, transport: &ChannelTransport, id: u8) -> Result<(), MigrationError> {
+        let packet = InitialPacket {
+            uuid: self.uuid,
+            id,
+            hello: Some(self.hello),
+        };
+        let parts: [&[u8]; 1] = [&packet.encode()];
+        transport.send(Channel::Multifd(id), &parts, &mut IoScratch::new())
+    }
+}
+
+/// Connects to `to`: main first, since receivers before QEMU 8.0 take the first connection for it, and then the
+/// channels, each opened. Every connection begins with `token`, if there is one.
+pub(crate) fn connect(
+    to: &Address,
+    token: Option<[u8; 16]>,
+    opening: &ChannelOpening,
+    timeout: Duration,
+    control: &Control,
+) -> Result<(Stream, Vec<ChannelTransport>), MigrationError> {
+    let connect = || {
+        let stream = to.connect_for(control, timeout)?;
+        if let Some(token) = token {
+            let shown = (&stream).write_all(&settle::token(token));
+            shown.map_err(MigrationError::opening)?;
+        }
+        Ok::<_, MigrationError>(stream)
+    };
+    let main = connect()?;
+    let mut multifd = Vec::new();
+    for id in 0..opening.hello.channels {
+        let channel = ChannelTransport::Socket(connect()?);
+        opening.send(&channel, id)?;
+        multifd.push(channel);
+    }
+    Ok((main, multifd))
+}
+
+/// All multifd channels of one migration.
+#[derive(Debug)]
+pub(crate) struct MultifdSend {
+    channels: Vec<OutChannel>,
+    layout: PacketLayout,
+    method: Method,
+    /// QEMU's `packet_num`: over all channels, SYNC packets included.
+    packet_num: AtomicU64,
+    pacer: Arc<Pacer>,
+    control: Control,
+}
+
+#[derive(Debug)]
+struct OutChannel {
+    transport: ChannelTransport,
+    /// Who writes to it: its worker, or a thread that forwards packets.
+    turn: Mutex<()>,
+    counters: Counters,
+}
+
+/// The content of a packet's pages, in the order of their offsets.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Pages<'p, 'm> {
+    /// Guest memory, which may change meanwhile.
+    Guest(&'p [GuestRun<'m>]),
+    /// Memory that nobody else writes to.
+    Private(&'p [u8]),
+}
+
+impl MultifdSend {
+    /// The channels, which have been opened so.
+    pub(crate) fn new(
+        channels: Vec<ChannelTransport>,
+        hello: &Hello,
+        pacer: &Arc<Pacer>,
+        control: &Control,
+    ) -> Self {
+        let counters = Counters::of_channels(channels.len());
+        let channels = channels.into_iter().zip(counters);
+        Self {
+            channels: channels
+                .map(|(transport, counters)| OutChannel {
+                    transport,
+                    turn: Mutex::new(()),
+                    counters,
+                })
+                .collect(),
+            layout: hello.layout,
+            method: hello.method,
+            packet_num: AtomicU64::new(0),
+            pacer: Arc::clone(pacer),
+            control: control.clone(),
+        }
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.channels.len()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.channels.is_empty()
+    }
+
+    /// The method of their packets.
+    pub(crate) fn method(&self) -> Method {
+        self.method
+    }
+
+    /// Their sockets.
+    pub(crate) fn sockets(&self) -> impl Iterator<Item = &Stream> {
+        self.channels
+            .iter()
+            .filter_map(|channel| channel.transport.socket())
+    }
+
+    /// Pages and bytes sent so far.
+    pub(crate) fn counts(&self) -> Counts {
+        self.channels
+            .iter()
+            .map(|channel| channel.counters.read())
+            .sum()
+    }
+
+    /// Ends all of them, in both directions.
+    pub(crate) fn shut_down(&self) {
+        for channel in &self.channels {
+            channel.transport.shut_down(Shutdown::Both);
+        }
+    }
+
+    /// A SYNC packet on every channel, behind what was written.
+    pub(crate) fn sync(&self) -> Result<(), MigrationError> {
+        let mut writer = self.writer();
+        let mut scratch = IoScratch::new();
+        for id in (0..=u8::MAX).take(self.len()) {
+            let header = self.frame(&mut writer, id, &self.sync_fields())?;
+            self.write(id, header.len(), |transport| {
+                transport.send(Channel::Multifd(id), &[header], &mut scratch)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn writer(&self) -> PacketWriter {
+        PacketWriter::new(self.layout, self.method, true)
+    }
+
+    fn sync_fields(&self) -> PacketFields<'static> {
+        PacketFields {
+            sync: true,
+            packet_num: self.next_packet(),
+            ..PacketFields::default()
+        }
+    }
+
+    fn next_packet(&self) -> u64 {
+        self.packet_num.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn frame<'w>(
+        &self,
+        writer: &'w mut PacketWriter,
+        id: u8,
+        fields: &PacketFields<'_>,
+    ) -> Result<&'w [u8], MigrationError> {
+        let header = writer.header(fields);
+        header.map_err(|source| MigrationError::Wire {
+            channel: Channel::Multifd(id),
+            source,
+        })
+    }
+
+    /// Writes `bytes` bytes to a channel, paced, counted, and one thread at a time.
+    fn write(
+        &self,
+        id: u8,
+        bytes: usize,
+        write: impl FnOnce(&ChannelTransport) -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let channel = &self.channels[usize::from(id)];
+        self.pacer.wait(bytes, &self.control);
+        let _turn = lock(&channel.turn);
+        write(&channel.transport)?;
+        channel.counters.add_bytes(bytes);
+        Ok(())
+    }
+}
+
+/// One thread's half of a channel; everything that a packet needs is kept from packet to packet.
+pub(crate) struct PacketSender<'a> {
+    multifd: &'a MultifdSend,
+    id: u8,
+    writer: PacketWriter,
+    /// `None` for method none.
+    encoder: Option<Encoder>,
+    /// Private copy of the packet's pages.
+    copy: Vec<u8>,
+    payload: Vec<u8>,
+    /// Headers on their way; the last may be followed by a payload.
+    headers: Vec<u8>,
+    /// Up to how many bytes they are gathered.
+    gathered: usize,
+    scratch: IoScratch,
+    /// Sends guest pages by reference, with method none.
+    splicer: Option<Splicer>,
+}
+
+impl<'a> PacketSender<'a> {
+    /// For packets to channel `id`. With `gathers`, packets without content wait for one that has some, or for
+    /// [`PacketSender::sync`].
+    pub(crate) fn new(
+        multifd: &'a MultifdSend,
+        id: u8,
+        options: &Options,
+        to_hotlift: bool,
+        gathers: bool,
+    ) -> Result<Self, MigrationError> {
+        let encoder = Encoder::new(id, options, to_hotlift, &multifd.control)?;
+        // A pipe may be refused (`pipe-user-pages-soft`); copying always works.
+        let splicer = (encoder.is_none() && options.zero_copy_send)
+            .then(|| Splicer::new().ok())
+            .flatten();
+        let gathered = if gathers { GATHERED_HEADERS } else { 0 };
+        Ok(Self {
+            multifd,
+            id,
+            writer: multifd.writer(),
+            encoder,
+            copy: Vec::new(),
+            payload: Vec::new(),
+            headers: Vec::with_capacity(gathered + multifd.layout.header_len()),
+            gathered,
+            scratch: IoScratch::new(),
+            splicer,
+        })
+    }
+
+    /// Sends a packet of pages of RAM block `block`.
+    pub(crate) fn send(
+        &mut self,
+        block: &str,
+        normal: &[u64],
+        zero: &[u64],
+        pages: Pages<'_, '_>,
+    ) -> Result<(), MigrationError> {
+        let multifd = self.multifd;
+        let channel = &multifd.channels[usize::from(self.id)];
+        let packet_num = multifd.next_packet();
+        let mut payload = Pages::Private(&[]);
+        let mut payload_len = normal.len() * PAGE_SIZE;
+        let mut payload_crc = 0;
+        if !normal.is_empty() {
+            payload = match pages {
+                Pages::Guest(runs)
+                    if self.encoder.is_some() || channel.transport.socket().is_none() =>
+                {
+                    copy(runs, payload_len, &mut self.copy);
+                    Pages::Private(&self.copy[..payload_len])
+                }
+                as_they_are => as_they_are,
+            };
+            if let (Some(encoder), Pages::Private(private)) = (&mut self.encoder, payload) {
+                self.payload.clear();
+                encoder.encode(packet_num, block, private, &mut self.payload)?;
+                payload_crc = crc32fast::hash(&self.payload);
+                payload_len = self.payload.len();
+                payload = Pages::Private(&self.payload);
+            }
+        }
+        let fields = PacketFields {
+            sync: false,
+            packet_num,
+            block,
+            normal,
+            zero,
+            payload_len: u32::try_from(payload_len).unwrap_or(u32::MAX),
+            payload_crc,
+        };
+        let header = multifd.frame(&mut self.writer, self.id, &fields)?;
+        self.headers.extend_from_slice(header);
+        if payload_len > 0 || self.headers.len() >= self.gathered {
+            write(
+                multifd,
+                self.id,
+                &mut self.headers,
+                payload_len,
+                payload,
+                self.splicer.as_mut(),
+                &mut self.scratch,
+            )?;
+        }
+        channel.counters.add_pages(normal.len(), zero.len());
+        Ok(())
+    }
+
+    /// Sends a SYNC packet: everything before it on this channel belongs before the barrier.
+    pub(crate) fn sync(&mut self) -> Result<(), MigrationError> {
+        let multifd = self.multifd;
+        let fields = multifd.sync_fields();
+        let header = multifd.frame(&mut self.writer, self.id, &fields)?;
+        self.headers.extend_from_slice(header);
+        write(
+            multifd,
+            self.id,
+            &mut self.headers,
+            0,
+            Pages::Private(&[]),
+            None,
+            &mut self.scratch,
+        )
+    }
+}
+
+/// Writes the gathered headers and the last one's payload.
+fn write(
+    multifd: &MultifdSend,
+    id: u8,
+    headers: &mut Vec<u8>,
+    payload_len: usize,
+    payload: Pages<'_, '_>,
+    splicer: Option<&mut Splicer>,
+    scratch: &mut IoScratch,
+) -> Result<(), MigrationError> {
+    let channel = Channel::Multifd(id);
+    multifd.write(id, headers.len() + payload_len, |transport| {
+        match (payload, transport) {
+            (Pages::Guest(runs), ChannelTransport::Socket(stream)) => {
+                send_guest_memory(stream, channel, headers, runs, splicer, scratch)
+            }
+            (Pages::Private(bytes), _) => transport.send(channel, &[headers, bytes], scratch),
+            (Pages::Guest(_), ChannelTransport::File(_)) => unreachable!("it was copied"),
+        }
+    })?;
+    headers.clear();
+    Ok(())
+}
+
+fn copy(runs: &[GuestRun<'_>], length: usize, into: &mut Vec<u8>) {
+    if into.len() < length {
+        into.resize(length, 0);
+    }
+    let mut filled = 0;
+    for run in runs {
+        run.copy_to(&mut into[filled..filled + run.len()]);
+        filled += run.len();
+    }
+}
+
+/// Passes packets of method none on without looking at their pages.
+pub(crate) struct PacketForwarder<'a> {
+    multifd: &'a MultifdSend,
+    id: u8,
+    writer: PacketWriter,
+    forwarder: Forwarder,
+}
+
+impl<'a> PacketForwarder<'a> {
+    /// For the packets of incoming channel `channel`; `None` where pages do not go out to a socket as they came in.
+    pub(crate) fn new(multifd: &'a MultifdSend, channel: u8) -> Option<Self> {
+        let id = usize::from(channel).checked_rem(multifd.len())?;
+        if multifd.method != Method::None || multifd.channels[id].transport.socket().is_none() {
+            return None;
+        }
+        Some(Self {
+            multifd,
+            id: u8::try_from(id).ok()?,
+            writer: multifd.writer(),
+            // A pipe may be refused (`pipe-user-pages-soft`); copying always works.
+            forwarder: Forwarder::new().ok()?,
+        })
+    }
+
+    /// Sends a packet whose `normal` pages are the next bytes of `from`.
+    pub(crate) fn forward(
+        &mut self,
+        from: &Stream,
+        block: &str,
+        normal: &[u64],
+        zero: &[u64],
+    ) -> Result<(), MigrationError> {
+        let length = normal.len() * PAGE_SIZE;
+        let fields = PacketFields {
+            packet_num: self.multifd.next_packet(),
+            block,
+            normal,
+            zero,
+            payload_len: u32::try_from(length).unwrap_or(u32::MAX),
+            ..PacketFields::default()
+        };
+        let header = self.multifd.frame(&mut self.writer, self.id, &fields)?;
+        let bytes = header.len() + length;
+        let forwarder = &mut self.forwarder;
+        self.multifd.write(self.id, bytes, |transport| {
+            let Some(to) = transport.socket() else {
+                return Ok(());
+            };
+            forwarder
+                .forward(from.as_fd(), to.as_fd(), header, length)
+                .map_err(|source| MigrationError::Connection {
+                    channel: Channel::Multifd(self.id),
+                    doing: "forwarding pages",
+                    source,
+                })
+        })
+    }
+}
+
+/// A lock whose holder cannot have left anything half done.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
