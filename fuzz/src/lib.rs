@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `methods` | payloads of every method; and `round_trip`, every encoder into its decoder |
 //! | `records` | XBZRLE deltas and `compress` pages |
-//! | `main_channel` | the main channel, and its tail |
+//! | `main_channel` | the main channel, and its device state |
 //! | `channel` | packet headers and opening packets of multifd channels |
 //! | `return_path` | what a destination says |
 //! | `mapped_ram` | QEMU's `mapped-ram` file |

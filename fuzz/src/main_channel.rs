@@ -1,8 +1,8 @@
 //! The main channel.
 
 use hotlift_wire::main_channel::{
-    DeviceLengths, MainDecoder, MainEvent, Step, TailEvent, TailStep, VmDescription, complete_tail,
-    next_in_tail,
+    DeviceLengths, MainDecoder, MainEvent, Step, DeviceStateEvent, DeviceStateStep, VmDescription, complete_device_state,
+    next_device_state,
 };
 use hotlift_wire::{PAGE_SIZE, limits};
 
@@ -94,30 +94,30 @@ fn check(event: &MainEvent<'_>, decoder: &MainDecoder) {
     }
 }
 
-/// The tail: events of one between two Hotlifts, and the end of a QEMU's.
+/// Behind RAM: events between two Hotlifts, and the end of a QEMU's.
 pub fn tail(data: &[u8]) {
     at_the_end(data, |data| bounded(memory(data), || read_tail(data)));
 }
 
 fn read_tail(data: &[u8]) {
     let mut rest = data;
-    while let Ok(TailStep::Event(event, consumed)) = next_in_tail(rest) {
+    while let Ok(DeviceStateStep::Event(event, consumed)) = next_device_state(rest) {
         assert!(consumed > 0);
         rest = &rest[consumed..];
         match event {
-            TailEvent::Packaged(length) => {
+            DeviceStateEvent::Packaged(length) => {
                 assert!(length <= limits::DEVICE_SECTIONS);
                 rest = &rest[length.min(rest.len())..];
             }
-            TailEvent::Ping(_) => {}
-            TailEvent::Eof => break,
+            DeviceStateEvent::Ping(_) => {}
+            DeviceStateEvent::Eof => break,
         }
     }
     // The end is found at the same place however the bytes came.
-    let whole = complete_tail(data, &mut 0, &mut Vec::new());
+    let whole = complete_device_state(data, &mut 0, &mut Vec::new());
     let (mut from, mut candidates) = (0, Vec::new());
     let half = data.len() / 2;
-    complete_tail(&data[..half], &mut from, &mut candidates);
-    let parts = complete_tail(data, &mut from, &mut candidates);
+    complete_device_state(&data[..half], &mut from, &mut candidates);
+    let parts = complete_device_state(data, &mut from, &mut candidates);
     assert_eq!(whole, parts);
 }

@@ -199,7 +199,7 @@ impl CommandError {
                 settle(QMP_OF_THE_SOURCE)
             )),
             Self::Relay(MigrationError::InDoubt) => Some(settle(QMP_OF_THE_SOURCE)),
-            Self::Relay(MigrationError::LetGo { .. }) => Some(format!(
+            Self::Relay(MigrationError::Released { .. }) => Some(format!(
                 "let it run there: hotlift settle --qmp {QMP_OF_THE_SOURCE} --here"
             )),
             _ => self.fixed_advice().map(str::to_owned),

@@ -201,7 +201,7 @@ impl Drive<'_> {
         let has_stopped = match is_plain {
             true => self.active.is_some_and(|active| active.elapsed() >= ROUNDS),
             false => {
-                // One that waits is let go on below, so that its state must be seen.
+                // One that waits is continued below, so that its state must be seen.
                 let is_held = self.case.pair.is_held_before_switchover();
                 matches!(status, "pre-switchover" | "device" | "completed")
                     || !is_held && self.rig.here.has_stopped()

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! source                                                      destination
-//!   main channel      ── header, RAM blocks, marks, devices ──▶   main_channel
+//!   main channel      ── header, RAM blocks, sync, devices  ──▶   main_channel
 //!   multifd channels  ── initial packet, page packets ────────▶   multifd
 //!   return path       ◀─ PONG, SHUT (main's other direction) ──   return_path
 //!   a question        ◀─ what became of the guest? ───────────▶   settle

@@ -273,7 +273,7 @@ fn each_mark_on_main_has_a_sync_on_every_channel() {
         let events = events(&mut decoder_for(&main), &main).unwrap();
         let count = |wanted: &MainEvent<'_>| events.iter().filter(|(_, e)| e == wanted).count();
         let flushes = count(&MainEvent::MultifdFlush);
-        let marks = match flushes {
+        let sync_points = match flushes {
             0 => count(&MainEvent::RamEos),
             _ => flushes,
         };
@@ -285,12 +285,12 @@ fn each_mark_on_main_has_a_sync_on_every_channel() {
             read_channel(&name, bytes, &blocks, |header, _| {
                 syncs += usize::from(header.sync());
             });
-            assert_eq!(syncs, marks, "{name}");
+            assert_eq!(syncs, sync_points, "{name}");
         }
     }
 }
 
-/// Walks main and all channels as a destination does: channels to their SYNC at each mark.
+/// Walks main and all channels as a destination does: channels to their SYNC at each sync point.
 #[test]
 fn pages_of_all_connections_together_are_the_guests() {
     for name in recorded() {
@@ -302,7 +302,7 @@ fn pages_of_all_connections_together_are_the_guests() {
         let blocks = blocks(&main);
         let events = events(&mut decoder_for(&main), &main).unwrap();
         let per_round = events.iter().any(|(_, e)| *e == MainEvent::MultifdFlush);
-        let mark = match per_round {
+        let sync_point = match per_round {
             true => MainEvent::MultifdFlush,
             false => MainEvent::RamEos,
         };
@@ -344,7 +344,7 @@ fn pages_of_all_connections_together_are_the_guests() {
                     content: PageContent::Zero,
                 } => apply(vec![(block, offset, None)]),
                 MainEvent::RamPage { content, .. } => panic!("{name}: {content:?} on main"),
-                event if event == mark => apply(rounds.next().unwrap()),
+                event if event == sync_point => apply(rounds.next().unwrap()),
                 _ => {}
             }
         }

@@ -1,6 +1,6 @@
-//! The barrier between rounds: SYNC on every multifd channel pairs with one mark on main.
+//! The barrier between rounds: SYNC on every multifd channel pairs with one multifd flush on main.
 //!
-//! A channel that reads SYNC stops reading until all channels have, and main has reached its mark;
+//! A channel that reads SYNC stops reading until all channels have, and main has reached its flush;
 //! no page of a later round can then be overtaken by one of an earlier round.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -59,7 +59,7 @@ impl Barrier {
         self.changed.notify_all();
     }
 
-    /// Main has read its mark: waits for every channel and lets all go on. False if the migration
+    /// Main has read its multifd flush: waits for every channel and lets all go on. False if the migration
     /// failed, a channel has ended, or `called_off` says so.
     pub(crate) fn main_arrives(&self, called_off: impl Fn() -> bool) -> bool {
         self.wait_for_channels(called_off) && {

@@ -5,10 +5,10 @@ use hotlift_methods::{
     Accelerator, Decode, Encode, Jobs, MemoryLimit, MethodError, MethodInfo, RunsOn,
 };
 
+use crate::accelerator_stats::ChannelStats;
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::options::Options;
-use crate::ran::Teller;
 
 /// The sending half.
 pub(crate) struct Encoder {
@@ -25,7 +25,7 @@ pub(crate) struct Decoder {
 struct Side {
     id: u8,
     control: Control,
-    teller: Teller,
+    stats: ChannelStats,
 }
 
 impl Encoder {
@@ -99,12 +99,13 @@ impl Side {
         Self {
             id,
             control: control.clone(),
-            teller: Teller::default(),
+            stats: ChannelStats::default(),
         }
     }
 
     fn tell(&mut self, jobs: Jobs, runs_on: RunsOn) {
-        self.teller.tell(self.control.ran(), jobs, runs_on);
+        self.stats
+            .tell(self.control.accelerator_stats(), jobs, runs_on);
     }
 
     fn not_made(&self, source: MethodError) -> MigrationError {

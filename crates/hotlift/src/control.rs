@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::accelerator_stats::AcceleratorStats;
 use crate::figures::JobFigures;
 use crate::options::Options;
 use crate::pacing::Pacer;
-use crate::ran::Ran;
 
 /// State of a migration; QEMU's names (`MigrationStatus`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,7 +105,7 @@ struct Shared {
     watcher: Option<Watcher>,
     /// Connections of strangers, by what was wrong with them.
     turned_away: Mutex<BTreeMap<&'static str, u64>>,
-    ran: Ran,
+    stats: AcceleratorStats,
     /// Set by [`Control::proceed`].
     proceeds: Mutex<bool>,
     live: Mutex<Live>,
@@ -177,17 +177,17 @@ impl Control {
     /// What has done the work of the method so far, on this side.
     #[must_use]
     pub fn jobs(&self) -> JobFigures {
-        self.0.ran.read()
+        self.0.stats.read()
     }
 
     /// What has looked for zero pages so far, if devices were to.
     #[must_use]
     pub fn zero_jobs(&self) -> JobFigures {
-        self.0.ran.read_zero()
+        self.0.stats.read_zero()
     }
 
-    pub(crate) fn ran(&self) -> &Ran {
-        &self.0.ran
+    pub(crate) fn accelerator_stats(&self) -> &AcceleratorStats {
+        &self.0.stats
     }
 
     /// Connections that were none of the migration's, by why they were dropped.

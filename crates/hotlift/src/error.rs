@@ -17,7 +17,7 @@ use crate::transport::TransportError;
 /// Which connection of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Channel {
-    /// The main channel: set-up, marks, device state.
+    /// The main channel: stream setup, sync points, device state.
     Main,
     /// A multifd channel, by its id.
     Multifd(u8),
@@ -33,7 +33,7 @@ impl std::fmt::Display for Channel {
 }
 
 /// A failed (or cancelled) migration. Unless it is [`MigrationError::InDoubt`] (or, of a relay,
-/// [`MigrationError::LetGo`]), the guest goes on
+/// [`MigrationError::Released`]), the guest goes on
 /// where it was.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -201,13 +201,13 @@ pub enum MigrationError {
         /// The thread's name.
         thread: String,
     },
-    /// The source was told that it may let go of the guest, and the destination was not told to run
-    /// it: if the source has let go, the guest stands still there, whole.
+    /// The source was told that it may release the guest, and the destination was not told to run it: if the source
+    /// has released it, the guest stands still there, whole.
     #[error(
-        "the destination does not run the guest, but the source may have let go of it: if the \
+        "the destination does not run the guest, but the source may have released it: if the \
          source says 'completed', 'cont' it there"
     )]
-    LetGo {
+    Released {
         /// What came between.
         #[source]
         source: Box<MigrationError>,

@@ -20,6 +20,7 @@
 
 #![forbid(unsafe_code)]
 
+mod accelerator_stats;
 mod barrier;
 mod codec;
 pub mod control;
@@ -35,7 +36,6 @@ mod hello;
 pub mod options;
 mod pacing;
 pub mod progress;
-mod ran;
 pub mod relay;
 pub mod source;
 mod stream;

@@ -77,12 +77,12 @@ impl Moving<'_> {
                 *latest = *progress;
             }
         };
-        let has_let_go = || self.source.has_let_go();
+        let ownership = || self.source.ownership();
         let is_told = AtomicBool::new(false);
         let on_commit = || is_told.store(true, Ordering::SeqCst);
         let hooks = Hooks {
             on_progress: Some(&note),
-            has_let_go: Some(&has_let_go),
+            ownership: Some(&ownership),
             on_commit: Some(&on_commit),
             ..Hooks::default()
         };

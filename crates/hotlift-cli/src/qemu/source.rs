@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift::MigrationError;
-use hotlift::relay::LetGo;
+use hotlift::relay::Ownership;
 use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError};
 use serde_json::{Map, Value};
 
@@ -177,12 +177,12 @@ impl Source {
     }
 
     /// Whether QEMU has given the guest up for good.
-    pub fn has_let_go(&self) -> LetGo {
+    pub fn ownership(&self) -> Ownership {
         match self.look() {
-            Ok(info) if info.is_completed() => LetGo::Yes,
-            Ok(info) if info.has_failed() => LetGo::No,
+            Ok(info) if info.is_completed() => Ownership::Released,
+            Ok(info) if info.has_failed() => Ownership::Kept,
             // A QEMU that does not answer may still take the guest back.
-            Ok(_) | Err(_) => LetGo::NotYet,
+            Ok(_) | Err(_) => Ownership::Unknown,
         }
     }
 

@@ -111,8 +111,8 @@ impl Stream {
                 _ => {}
             }
         }
-        // A SYNC belongs to each mark; before QEMU 8.1's machine types a section's end is the mark.
-        let mark = usize::from(flushes == 0);
+        // A SYNC belongs to each sync point; before QEMU 8.1's machine types a section's end is one.
+        let kind = usize::from(flushes == 0);
         let blocks = decoder.blocks().to_vec();
         Self {
             channels: channels
@@ -121,7 +121,7 @@ impl Stream {
                 .collect(),
             zero_on_main: zero
                 .into_iter()
-                .map(|(n, b, at)| (n[mark], b, at))
+                .map(|(n, b, at)| (n[kind], b, at))
                 .collect(),
             main,
             machine,
@@ -133,7 +133,7 @@ impl Stream {
     pub fn memory(&self, name: &str) -> Vec<u8> {
         let index = self.blocks.iter().position(|block| block.name == name);
         let index = index.expect("a block of the list");
-        // Between two marks no page is sent twice, so rounds are all the order there is.
+        // Between two sync points no page is sent twice, so rounds are all the order there is.
         let mut rounds: BTreeMap<usize, Vec<Page<'_>>> = BTreeMap::new();
         for &(round, block, offset) in &self.zero_on_main {
             if block == index {

@@ -58,7 +58,7 @@ pub enum MainEvent<'a> {
         /// What is in it.
         content: PageContent<'a>,
     },
-    /// A mark that pairs with the next SYNC of every multifd channel (machine types from 8.1).
+    /// The multifd flush that pairs with the next SYNC of every multifd channel (machine types from 8.1).
     MultifdFlush,
     /// No more RAM records in this section. With machine types up to 8.0 and multifd this pairs
     /// with a SYNC, too.

@@ -65,11 +65,11 @@ impl VmDescription {
             .rev()
             .find_map(|at| {
                 let mut reader = Reader::new(&recorded[at..]);
-                let mark = *reader.array::<2>("VM description").ok()?;
+                let head = *reader.array::<2>("VM description").ok()?;
                 let length = reader.be32("VM description").ok()?;
                 let text = &recorded[at + HEAD..];
                 let whole = u64::from(length) == as_u64(text.len());
-                (mark == [EOF, VM_DESCRIPTION] && whole && text.first() == Some(&b'{'))
+                (head == [EOF, VM_DESCRIPTION] && whole && text.first() == Some(&b'{'))
                     .then_some(text)
             })
     }

@@ -262,7 +262,7 @@ impl MainEncoder {
         Ok((!named).then_some(entry.name.as_str()))
     }
 
-    /// The mark that pairs with the next SYNC of every channel, in an open `ram` section.
+    /// The multifd flush that pairs with the next SYNC of every channel, in an open `ram` section.
     pub fn multifd_flush(&mut self, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require_ram("a multifd flush")?;
         ram::put_flush(out);

@@ -23,22 +23,23 @@ mod command;
 mod configuration;
 mod decode;
 mod description;
+mod device_state;
 mod encode;
 mod mapped_ram;
 mod ram;
 mod section;
-mod tail;
 
 pub use command::Command;
 pub use configuration::{Configuration, FILE_HEADER, MACHINE_PAGE_BITS, MAPPED_RAM};
 pub use decode::{MainDecoder, MainEvent, Step};
 pub use description::{DeviceLengths, VmDescription};
+pub use device_state::{
+    DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, complete_device_state,
+    next_device_state, put_packaged_head,
+};
 pub use encode::MainEncoder;
 pub use mapped_ram::{
     MappedBlock, MappedEvent, MappedLayout, MappedRamDecoder, MappedStep, put_mapped_end,
 };
 pub use ram::PageContent;
 pub use section::SectionKind;
-pub use tail::{
-    EOF_WITHOUT_DESCRIPTION, TailEvent, TailStep, complete_tail, next_in_tail, put_packaged_head,
-};

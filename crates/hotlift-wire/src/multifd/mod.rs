@@ -6,7 +6,7 @@
 //! ```
 //!
 //! There is no end record: a channel closes between packets. A packet with SYNC is a barrier; the
-//! receiver reads no further until all channels have delivered theirs and the main channel its mark.
+//! receiver reads no further until all channels have delivered theirs and the main channel its flush.
 
 mod initial;
 mod packet;

@@ -315,7 +315,7 @@ fn read_checksum(header: &[u8], required: bool) -> Result<Option<u32>, WireError
             expect(
                 magic,
                 u32::from_be_bytes(CHECK_MAGIC),
-                "checksum mark of a multifd packet",
+                "checksum magic of a multifd packet",
             )?;
         }
         return Ok(None);

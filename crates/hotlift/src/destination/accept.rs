@@ -11,11 +11,11 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
 use rustix::event::PollFlags;
 
-use super::last_words;
 use crate::control::Control;
 use crate::door::{Arrival, BROKEN, Door, Kind};
 use crate::error::{Channel, MigrationError};
 use crate::options::{MAX_PACKET_SIZE, Options};
+use crate::stream::graceful_close;
 use crate::transport::Stream;
 
 /// How often a wait for connections looks whether it was called off.
@@ -199,8 +199,8 @@ impl Arriving<'_> {
             .chain(&self.refused)
             .collect();
         if self.is_hotlift == Some(true) {
-            last_words::give_up(&streams, &error.chain());
-            last_words::close(&streams);
+            graceful_close::say_reason(&streams, &error.chain());
+            graceful_close::close(&streams);
         }
     }
 

@@ -27,7 +27,7 @@ const DEVICE_BYTES: usize = 256 << 20;
 /// What to do after an event.
 enum Next {
     Go,
-    /// The source has let go.
+    /// The source has released the guest.
     Committed,
 }
 

@@ -1,11 +1,10 @@
 //! The destination's side of a migration: accepts its connections, fills guest RAM, loads devices,
-//! and takes the guest over when the source lets go.
+//! and takes the guest over when the source releases it.
 
 mod accept;
 mod announce;
 mod channel;
 mod decompress_threads;
-pub(crate) mod last_words;
 mod main_channel;
 mod session;
 
@@ -22,6 +21,7 @@ use crate::guest::Guest;
 use crate::handover::{DestinationSide, attend, linger};
 use crate::hello;
 use crate::options::Options;
+use crate::stream::graceful_close;
 use crate::threads::{OnPanic, caught, run_as, spawn};
 use crate::transport::{Listener, Stream};
 use main_channel::MainReceiver;
@@ -179,7 +179,7 @@ fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
         && session.is_hotlift()
         && session.taking.side() == DestinationSide::Never
     {
-        last_words::give_up(&main, &reason);
+        graceful_close::say_reason(&main, &reason);
     }
     if let Some(mut door) = door
         && session.is_hotlift()
@@ -197,6 +197,6 @@ fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
             &session.control,
         );
     }
-    last_words::close(&main);
+    graceful_close::close(&main);
     session.shut_down();
 }

@@ -119,12 +119,12 @@ impl<'a> Session<'a> {
         self.is_hotlift.store(true, Ordering::Release);
     }
 
-    /// Everything has arrived and was loaded: the source may now let go.
+    /// Everything has arrived and was loaded: the source may now release the guest.
     pub(super) fn loaded(&self) {
         self.taking.loaded();
     }
 
-    /// The source has let go, says one of the connections; the first to say so makes the guest run.
+    /// The source has released the guest, says one of the connections; the first to say so makes the guest run.
     pub(super) fn take_over(&self) -> Result<(), MigrationError> {
         if !self.taking.commit() {
             return match self.taking.side() {

@@ -1,7 +1,7 @@
 //! Accepts a source's connections and puts them into their places.
 //!
 //! A QEMU never says how many multifd channels it has. It does connect all of them before it writes
-//! its first mark on main (QEMU 9 and later before its first byte), so that once that mark was read,
+//! its first multifd flush on main (QEMU 9 and later before its first byte), so that once that was read,
 //! the channels are those that have connected. A relay says the number in each channel's opening.
 
 use std::os::fd::AsFd;
@@ -20,7 +20,7 @@ use crate::transport::{Listener, Stream, wait_readable};
 /// How often a wait for connections looks whether it was called off.
 const TICK: Duration = Duration::from_millis(100);
 
-/// How long the last channel of a source may be behind its first mark on main, before which it was
+/// How long the last channel of a source may be behind its first multifd flush on main, before which it was
 /// connected: on one host nothing but this process's own delay.
 const SETTLE: Duration = Duration::from_millis(50);
 
@@ -107,7 +107,7 @@ impl<'a> Arrivals<'a> {
         }
     }
 
-    /// The multifd channels, once the source has written the first mark on main. `expected` is false
+    /// The multifd channels, once the source has written the first multifd flush on main. `expected` is false
     /// if it may have none.
     pub(super) fn channels(
         &mut self,

@@ -14,7 +14,7 @@ use crate::error::MigrationError;
 /// Gathers page records into batches.
 pub(super) struct MainPages<'a> {
     session: &'a Session<'a>,
-    /// The source has no multifd channels, and so no marks.
+    /// The source has no multifd channels, and so no sync points.
     alone: bool,
     batch: Option<Batch>,
     /// Which pages have come since the last barrier, by RAM block.
@@ -38,7 +38,7 @@ impl<'a> MainPages<'a> {
         }
     }
 
-    /// Takes in a page. Where the source makes no marks, a page that comes again since the last one
+    /// Takes in a page. Where the source has no sync points, a page that comes again since the last one
     /// makes one: its versions must not overtake each other on different channels.
     pub(super) fn add(
         &mut self,

@@ -2,9 +2,9 @@
 //! and spreads them over channels, or the other way round.
 //!
 //! ```text
-//! incoming  accept who is who; main_in set-up, marks, end; receive packets -> batches
+//! incoming  accept who is who; main_in set-up, sync points, end; receive packets -> batches
 //! flow      a fixed number of batches between readers and writers
-//! outgoing  main_out marks, device state; send batches -> packets; answers the return path
+//! outgoing  sync points, device state; page_writers batches -> packets; answers the return path
 //! ```
 //!
 //! Both sides are QEMU's stream: main and multifd channels in any method, or main alone. What the
@@ -14,10 +14,10 @@
 //!
 //! # Order
 //!
-//! Between two barriers a page is sent at most once, so that batches may overtake each other. A mark of
+//! Between two barriers a page is sent at most once, so that batches may overtake each other. A sync point of
 //! the incoming stream is one of the outgoing: the main thread waits until all channels have come to
-//! their SYNC and every batch is written, then writes SYNC on all channels and the mark. A source
-//! without multifd has no marks; there a barrier is made when a page comes a second time.
+//! their SYNC and every batch is written, then writes SYNC on all channels and the multifd flush. A source
+//! without multifd has no sync points; there a barrier is made when a page comes a second time.
 //!
 //! # Who has the guest
 //!
@@ -31,18 +31,18 @@
 
 mod accept;
 mod batch;
-mod beginning;
-mod carry;
+mod device_state;
 pub mod file;
-mod main_in;
 mod main_pages;
+mod main_reader;
+mod migration;
 mod outgoing;
 mod page_set;
 mod pass_through;
 mod receive;
 mod session;
+mod setup;
 mod sink;
-mod tail;
 mod watch;
 
 use std::path::Path;
@@ -59,7 +59,7 @@ use crate::options::{OptionError, Options, ZeroPageDetection, option};
 use crate::threads::run_as;
 use crate::transport::{Address, Listener, Stream};
 use file::FileFormat;
-use session::Carried;
+use session::Relayed;
 
 /// How two relays know each other: the value of the first PING on main.
 const OPENING_MULTIFD: u32 = 0x484c_524c; // "HLRL"
@@ -193,15 +193,15 @@ impl Default for RelaySettings {
     }
 }
 
-/// Whether the source has given the guest up for good.
+/// Who owns the guest, as the source tells it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LetGo {
-    /// It has: the destination may run the guest.
-    Yes,
-    /// It has taken it back.
-    No,
+pub enum Ownership {
+    /// The source has released it for good: the destination may run it.
+    Released,
+    /// The source has taken it back.
+    Kept,
     /// Not known yet.
-    NotYet,
+    Unknown,
 }
 
 /// What somebody who can ask the destination otherwise knows of the guest there.
@@ -220,9 +220,9 @@ pub enum Taken {
 pub struct Hooks<'a> {
     /// Takes reports, twice a second.
     pub on_progress: Option<&'a (dyn Fn(&RelayProgress) + Sync)>,
-    /// Asked every few milliseconds, once all is loaded. Without it the source has let go when it
+    /// Asked every few milliseconds, once all is loaded. Without it the source has released the guest when it
     /// closes its main channel, which a cancel in that moment looks like, too.
-    pub has_let_go: Option<&'a (dyn Fn() -> LetGo + Sync)>,
+    pub ownership: Option<&'a (dyn Fn() -> Ownership + Sync)>,
     /// Called once, before the first byte goes out at which the destination may run the guest. Whoever
     /// could end the destination by accident makes sure here that it no longer does.
     pub on_commit: Option<&'a (dyn Fn() + Sync)>,
@@ -272,7 +272,7 @@ pub struct RelayReport {
     pub machine: String,
     /// Page compression method of the outgoing side.
     pub method: String,
-    /// Why the stream was passed through byte for byte; `None` for one that was carried page by page.
+    /// Why the stream was passed through byte for byte; `None` for one that was relayed page by page.
     pub passed_through: Option<String>,
     /// Cost of this relay.
     pub side: SideFigures,
@@ -282,9 +282,9 @@ pub struct RelayReport {
 ///
 /// # Errors
 /// Any [`MigrationError`]; all connections are closed then. The source has kept the guest, unless it is
-/// [`MigrationError::InDoubt`], or [`MigrationError::LetGo`], which say what is known, or
+/// [`MigrationError::InDoubt`], or [`MigrationError::Released`], which say what is known, or
 /// [`MigrationError::Destination`] from a destination that refused to run a guest that the source had
-/// let go of.
+/// released.
 pub fn relay(
     incoming: Incoming<'_>,
     outgoing: &Outgoing<'_>,
@@ -297,14 +297,14 @@ pub fn relay(
         format.check(&settings.outgoing)?;
     }
     run_as("relay/main", control, || {
-        let run = |incoming| carry::run(incoming, outgoing, settings, control, hooks);
-        let carried = match incoming {
+        let run = |incoming| migration::run(incoming, outgoing, settings, control, hooks);
+        let relayed = match incoming {
             Incoming::File { path, offset } => {
                 file::play(path, offset, |played| run(Incoming::Connections(played)))
             }
             connected => run(connected),
         }?;
-        Ok(report(carried, control))
+        Ok(report(relayed, control))
     })
 }
 
@@ -343,8 +343,8 @@ pub fn check(outgoing: &Options) -> Result<(), OptionError> {
     Ok(())
 }
 
-fn report(carried: Carried, control: &Control) -> RelayReport {
-    let Carried {
+fn report(relayed: Relayed, control: &Control) -> RelayReport {
+    let Relayed {
         total,
         received_bytes,
         sent_bytes,
@@ -354,7 +354,7 @@ fn report(carried: Carried, control: &Control) -> RelayReport {
         method,
         passed_through,
         threads,
-    } = carried;
+    } = relayed;
     RelayReport {
         total_ms: total.as_secs_f64() * 1e3,
         received_bytes,

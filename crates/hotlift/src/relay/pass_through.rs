@@ -1,4 +1,4 @@
-//! A stream that cannot be carried page by page goes through byte for byte: postcopy, and devices
+//! A stream that cannot be relayed page by page goes through byte for byte: postcopy, and devices
 //! other than RAM that send state while the guest runs.
 //!
 //! Every connection of the source becomes one to the other side, with bytes both ways, and each end is
@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::accept::Arrivals;
-use super::session::{Call, Carried};
+use super::session::{Call, Relayed};
 use super::{Hooks, RelaySettings, closed};
 use crate::control::{Control, Status};
 use crate::error::{Channel, MigrationError};
@@ -41,7 +41,7 @@ pub(super) fn run(
     control: &Control,
     hooks: Hooks<'_>,
     why: String,
-) -> Result<Carried, MigrationError> {
+) -> Result<Relayed, MigrationError> {
     if arrivals.has_channels() {
         return Err(MigrationError::Protocol {
             channel: Channel::Main,
@@ -148,7 +148,7 @@ pub(super) fn run(
         }
     });
     outcome?;
-    Ok(Carried {
+    Ok(Relayed {
         total: since.elapsed(),
         received_bytes: counters.0.read().transferred_bytes,
         sent_bytes: counters.1.read().transferred_bytes,

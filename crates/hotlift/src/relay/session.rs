@@ -15,13 +15,13 @@ use super::batch::Batch;
 use super::sink::Sink;
 use crate::barrier::Barrier;
 use crate::control::{Control, Status};
-use crate::destination::last_words;
 use crate::door::Asked;
 use crate::error::{Channel, MigrationError};
 use crate::failure::Failure;
 use crate::figures::{Counters, Counts, ThreadCpu, ThreadTimes};
 use crate::flow::Flow;
 use crate::handover::{SourceSide, Taking, Verdict, Word};
+use crate::stream::graceful_close;
 use crate::stream::main_recv::Waiting;
 use crate::transport::Stream;
 
@@ -114,7 +114,7 @@ impl Upstream {
             // It hears nothing, and what it writes on must not look taken.
             return self.shut_down();
         }
-        last_words::close(&[&self.main]);
+        graceful_close::close(&[&self.main]);
     }
 }
 
@@ -345,7 +345,7 @@ impl<'a> Session<'a> {
 }
 
 /// What was passed on.
-pub(super) struct Carried {
+pub(super) struct Relayed {
     pub total: Duration,
     pub received_bytes: u64,
     pub sent_bytes: u64,

@@ -104,7 +104,7 @@ pub(crate) trait Sink: Sync {
     fn abort(&self);
 
     /// After a failure: what the other side has to say about it, if it says it soon.
-    fn last_words(&self) -> Option<String> {
+    fn closing_reason(&self) -> Option<String> {
         None
     }
 

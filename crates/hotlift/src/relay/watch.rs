@@ -16,8 +16,8 @@ const LOOK: Duration = Duration::from_millis(50);
 /// How often progress is told.
 const REPORT: Duration = Duration::from_millis(500);
 
-/// How long the last words to a source may take before its main channel is closed all the same.
-const LAST_WORDS: Duration = Duration::from_secs(8);
+/// How long the graceful close towards a source may take before its main channel is closed all the same.
+const GRACEFUL_CLOSE: Duration = Duration::from_secs(8);
 
 /// Ends the watch when the main thread does, however it does.
 #[derive(Debug, Default)]
@@ -66,7 +66,7 @@ impl Watch {
             if session.failure.is_set() {
                 upstream.shut_channels();
                 let since = *failed_at.get_or_insert_with(Instant::now);
-                if since.elapsed() > LAST_WORDS {
+                if since.elapsed() > GRACEFUL_CLOSE {
                     upstream.shut_down();
                 }
             }

@@ -4,7 +4,7 @@
 //! setup    connect, opening packets, RAM block list          status setup
 //! rounds   sync dirty log, send dirty pages, barrier         status active   guest runs
 //! switch   stop guest, last round, device state, "loaded?"   status device   guest stands still
-//! commit   let go                                            the guest is the destination's
+//! commit   release                                           the guest is the destination's
 //! confirm  wait for "it runs"                                status completed
 //! ```
 //!
@@ -57,7 +57,7 @@ use xbzrle::Xbzrle;
 const TICK: Duration = reporter::INTERVAL;
 
 /// How long a failed migration waits for the destination's reason.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const REASON_WAIT: Duration = Duration::from_secs(2);
 
 /// Migrates `guest`, which runs, to the Hotlift or QEMU that listens at `to`, and returns when the guest runs
 /// there. The caller's thread waits; `control` cancels from any other.
@@ -381,7 +381,7 @@ impl Migration<'_> {
         // The rest was measured to fit the downtime limit at full speed.
         session.pacer.lift();
         self.sync()?;
-        self.main.complete();
+        self.main.send.complete();
         self.send_round()?;
         let left = session.ram.pending();
         if left > 0 {
@@ -558,7 +558,7 @@ impl Migration<'_> {
             });
         // The guest first: it has stood still for long enough.
         let restored = self.give_back();
-        let deadline = Instant::now() + LAST_WORDS;
+        let deadline = Instant::now() + REASON_WAIT;
         while let Ok(answer) = self
             .answers
             .recv_timeout(deadline.saturating_duration_since(Instant::now()))

@@ -155,13 +155,13 @@ impl<'a> Session<'a> {
 
     /// Tells what devices have found, or the CPU in their place.
     pub(super) fn tell_zero_jobs(&self) {
-        let ran = self.control.ran();
+        let stats = self.control.accelerator_stats();
         if let Some(devices) = &self.zero_devices {
-            ran.set_zero(devices.figures());
+            stats.set_zero(devices.figures());
         } else if self.options.zero_page_devices {
-            ran.set_zero(JobFigures {
+            stats.set_zero(JobFigures {
                 software: self.looked_at.load(Ordering::Relaxed),
-                ..ran.read_zero()
+                ..stats.read_zero()
             });
         }
     }

@@ -65,7 +65,7 @@ pub(super) fn open(
         }
     }
     if devices.is_empty() {
-        control.ran().set_zero(JobFigures {
+        control.accelerator_stats().set_zero(JobFigures {
             fallback: missing,
             ..JobFigures::default()
         });

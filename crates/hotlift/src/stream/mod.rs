@@ -8,11 +8,13 @@
 //! | `main_recv` | the bytes of the main channel that is read |
 //! | `main_send` | the main channel that is written: stream setup, sections of RAM, device state, end |
 //! | `return_path` | the destination's messages |
+//! | `graceful_close` | the destination's reason, and the end of its connections |
 //! | `channel_transport` | where a channel's bytes go: a socket, or a save file |
 //! | `counted_buffer` | buffers whose size the peer chooses |
 
 pub(crate) mod channel_transport;
 pub(crate) mod counted_buffer;
+pub(crate) mod graceful_close;
 pub(crate) mod main_recv;
 pub(crate) mod main_send;
 pub(crate) mod multifd_recv;

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift::relay::{LetGo, RelaySettings};
+use hotlift::relay::{Ownership, RelaySettings};
 use hotlift::{Address, MigrationError, Status};
 use hotlift_wire::main_channel::{Command, MainEncoder, MainEvent};
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
@@ -243,8 +243,8 @@ fn too_late_a_cancel_changes_nothing() {
     let (_folder, destination) = destination(&recording, 0, None, &log);
     let of_hook = log.clone();
     let hook = Box::new(move || match of_hook.has(Event::SourceMayClose) {
-        true => LetGo::Yes,
-        false => LetGo::NotYet,
+        true => Ownership::Released,
+        false => Ownership::Unknown,
     });
     let relay = Relay::start_with(&destination.address, &ways()[0], false, Some(hook));
     let to = relay.address.clone();

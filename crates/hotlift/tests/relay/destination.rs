@@ -159,7 +159,7 @@ impl Shared {
         }
     }
 
-    fn mark(&self) -> Ended {
+    fn sync_point(&self) -> Ended {
         let mut memory = self.wait(|memory| memory.waiting == self.channels)?;
         memory.waiting = 0;
         memory.passed += 1;
@@ -333,11 +333,11 @@ impl Destination {
                 }
                 MainEvent::MultifdFlush => {
                     flush = true;
-                    shared.mark()?;
+                    shared.sync_point()?;
                 }
                 MainEvent::RamEos => {
                     if !flush && self.channels > 0 {
-                        shared.mark()?;
+                        shared.sync_point()?;
                     }
                     if section == SectionKind::End {
                         self.reach(Moment::RamEnd, main)?;

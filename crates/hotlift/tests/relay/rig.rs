@@ -5,7 +5,7 @@ use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift::relay::{Hooks, Incoming, LetGo, Outgoing, RelayReport, RelaySettings, relay};
+use hotlift::relay::{Hooks, Incoming, Outgoing, Ownership, RelayReport, RelaySettings, relay};
 use hotlift::{Address, Control, Listener, MigrationError, Status};
 use tempfile::TempDir;
 
@@ -29,7 +29,7 @@ pub fn alone() -> RwLockWriteGuard<'static, ()> {
 }
 
 /// Asked whether the source has let go.
-pub type HasLetGo = Box<dyn Fn() -> LetGo + Send + Sync>;
+pub type AsksOwnership = Box<dyn Fn() -> Ownership + Send + Sync>;
 
 /// A relay at work.
 pub struct Relay {
@@ -61,7 +61,7 @@ impl Relay {
         to: &Address,
         settings: &RelaySettings,
         over_tcp: bool,
-        has_let_go: Option<HasLetGo>,
+        ownership: Option<AsksOwnership>,
     ) -> Self {
         let (folder, listener, address) = listen(over_tcp);
         let control = Control::new();
@@ -70,7 +70,7 @@ impl Relay {
         thread::spawn(move || {
             let hooks = Hooks {
                 on_progress: None,
-                has_let_go: has_let_go.as_deref().map(|hook| hook as _),
+                ownership: ownership.as_deref().map(|hook| hook as _),
                 ..Hooks::default()
             };
             let incoming = Incoming::Listener(&listener);

@@ -6,13 +6,13 @@ use std::thread;
 use std::time::Duration;
 
 use hotlift::MigrationError;
-use hotlift::relay::{LetGo, RelaySettings};
+use hotlift::relay::{Ownership, RelaySettings};
 use hotlift_wire::main_channel::{MainEvent, SectionKind};
 
 use super::destination::{Failure, Moment};
 use super::log::{Event, Log};
 use super::recording::Recording;
-use super::rig::{HasLetGo, Relay, destination, migrate, settings, shared, until};
+use super::rig::{AsksOwnership, Relay, destination, migrate, settings, shared, until};
 use super::source::{Ending, play};
 
 /// Migrations at once: most of the time each waits.
@@ -208,7 +208,7 @@ fn a_lost_channel_leaves_the_guest_with_the_source() {
 }
 
 /// Moves the small guest with a hook; what came of it, and the hook's relay.
-fn with_hook(hook: HasLetGo, ending: Ending, log: &Log) -> (Result<(), MigrationError>, bool) {
+fn with_hook(hook: AsksOwnership, ending: Ending, log: &Log) -> (Result<(), MigrationError>, bool) {
     let recording = Recording::small();
     let (_folder, destination) = destination(&recording, 0, None, log);
     let relay = Relay::start_with(&destination.address, &off(), false, Some(hook));
@@ -229,11 +229,11 @@ fn the_destination_is_started_when_the_hook_says_that_the_source_has_let_go_and_
     let asked = Arc::new(AtomicUsize::new(0));
     let of_hook = (log.clone(), Arc::clone(&asked));
     // The source keeps its connection: the hook alone knows.
-    let hook: HasLetGo = Box::new(move || {
+    let hook: AsksOwnership = Box::new(move || {
         assert!(!of_hook.0.has(Event::DestinationReadsEof));
         match of_hook.1.fetch_add(1, Ordering::SeqCst) {
-            0..20 => LetGo::NotYet,
-            _ => LetGo::Yes,
+            0..20 => Ownership::Unknown,
+            _ => Ownership::Released,
         }
     });
     let (outcome, eof) = with_hook(hook, Ending::Keeps, &log);
@@ -246,7 +246,7 @@ fn the_destination_is_started_when_the_hook_says_that_the_source_has_let_go_and_
 fn a_source_that_takes_the_guest_back_by_the_hooks_word_keeps_it() {
     let _beside = shared();
     let log = Log::default();
-    let (outcome, eof) = with_hook(Box::new(|| LetGo::No), Ending::LetsGo, &log);
+    let (outcome, eof) = with_hook(Box::new(|| Ownership::Kept), Ending::LetsGo, &log);
     assert!(outcome.is_err());
     assert!(!eof);
 }

@@ -13,7 +13,7 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_mem::sock::{self, IoScratch};
 use hotlift_wire::main_channel::{
     Command, Configuration, MAPPED_RAM, MainEncoder, MappedBlock, MappedEvent, MappedRamDecoder,
-    MappedStep, complete_tail, put_packaged_head,
+    MappedStep, complete_device_state, put_packaged_head,
 };
 use hotlift_wire::multifd::{
     Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter, ZeroPageDetection,
@@ -174,7 +174,7 @@ impl MappedSource {
         self.tail = tail;
         // The only sign that the devices are whole; a file of a machine that writes no description
         // (suppress-vmdesc) cannot be told from one that was cut short.
-        self.eof = complete_tail(&self.tail, &mut 0, &mut Vec::new())
+        self.eof = complete_device_state(&self.tail, &mut 0, &mut Vec::new())
             .ok_or(FileError::Truncated { position })?;
         Ok(())
     }
@@ -231,7 +231,7 @@ impl MappedSource {
         write(main, &out)
     }
 
-    /// Whether marks are records of their own, as this machine's QEMU makes and expects them.
+    /// Whether multifd flushes are records of their own, as this machine's QEMU makes and expects them.
     fn flushes(&self) -> bool {
         machine_version(&self.configuration.machine).is_none_or(|version| version > (8, 0))
     }

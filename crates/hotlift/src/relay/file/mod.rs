@@ -183,10 +183,10 @@ pub(super) fn play<T>(
             end(&ours, played.is_err());
             played
         })?;
-        let carried = carry(theirs);
+        let relayed = carry(theirs);
         match playing.join()? {
             Err(Stopped::File(error)) => Err(error.into()),
-            _ => carried,
+            _ => relayed,
         }
     })
 }

@@ -47,7 +47,7 @@ const LOOK_AFTER: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(200);
 
 /// How long the reason of the other side may be behind its going.
-const LAST_WORDS: Duration = Duration::from_millis(200);
+const REASON_WAIT: Duration = Duration::from_millis(200);
 
 /// Where zero pages go. The table of zero pages in packets came with QEMU 9.0; an older one takes no
 /// notice of it, and would keep what it had in those pages.
@@ -326,7 +326,7 @@ impl<'a> StreamSink<'a> {
         main.end_section(flush)
     }
 
-    /// Whether a mark is a record of its own; else every section's end is one.
+    /// Whether a multifd flush is a record of its own; else every section's end is a sync point.
     fn flushes(&self) -> bool {
         !self.multifd.is_empty() && !self.other_side().flush_after_each_section
     }
@@ -433,7 +433,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn section_end(&self) -> Result<(), MigrationError> {
-        // With a mark in each section, the marks are all that there may be.
+        // Where each section is a sync point, there may be no other sections.
         let each = self.other_side().flush_after_each_section && !self.multifd.is_empty();
         if each || self.ram().kept.swap(0, Ordering::Relaxed) == 0 {
             return Ok(());
@@ -497,7 +497,7 @@ impl Sink for StreamSink<'_> {
             file.append(0, true, &[end])?;
             return Ok(file.finish()?);
         }
-        // A connection that is lost now may have carried EOF.
+        // A connection that is lost now may have relayed EOF.
         let _ = self.lock_main().raw(end);
         if end.len() == 1 && self.answers.id().is_none() {
             // Without a VM description, which a QEMU may wait for; not beyond the end of the stream.
@@ -532,8 +532,8 @@ impl Sink for StreamSink<'_> {
         self.link.transport.shut_down(Shutdown::Write);
     }
 
-    fn last_words(&self) -> Option<String> {
-        self.answers.reason(LAST_WORDS)
+    fn closing_reason(&self) -> Option<String> {
+        self.answers.reason(REASON_WAIT)
     }
 
     fn close(&self) {

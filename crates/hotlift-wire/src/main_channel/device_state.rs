@@ -2,8 +2,8 @@
 //!
 //! A QEMU's device payloads carry no length, so that nothing behind RAM can be taken apart while it
 //! arrives. Its end can be seen, though: EOF, then a VM description whose length reaches to the last
-//! byte that came ([`complete_tail`]). Two Hotlifts that pass on such a stream wrap the device
-//! sections in QEMU's command PACKAGED, which has a length ([`next_in_tail`]):
+//! byte that came ([`complete_device_state`]). Two Hotlifts that pass on such a stream wrap the device
+//! sections in QEMU's command PACKAGED, which has a length ([`next_device_state`]):
 //!
 //! ```text
 //! QEMU:     FULL...  EOF  VM description
@@ -17,9 +17,9 @@ use crate::{Reader, WireError, limits};
 /// Bytes between EOF and the text of the description.
 const DESCRIPTION_HEAD: usize = 5;
 
-/// One thing in the tail of a stream between two Hotlifts.
+/// One thing behind RAM in a stream between two Hotlifts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TailEvent {
+pub enum DeviceStateEvent {
     /// So many bytes of device sections follow, at most [`limits::DEVICE_SECTIONS`].
     Packaged(usize),
     /// PING with this value.
@@ -28,13 +28,13 @@ pub enum TailEvent {
     Eof,
 }
 
-/// What [`next_in_tail`] made of its input.
+/// What [`next_device_state`] made of its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TailStep {
+pub enum DeviceStateStep {
     /// So many more bytes are needed.
     Need(usize),
     /// An event, made of so many bytes.
-    Event(TailEvent, usize),
+    Event(DeviceStateEvent, usize),
 }
 
 /// Reads the next event at the start of `input`.
@@ -42,18 +42,18 @@ pub enum TailStep {
 /// # Errors
 ///
 /// Anything but the three events, and a package above [`limits::DEVICE_SECTIONS`].
-pub fn next_in_tail(input: &[u8]) -> Result<TailStep, WireError> {
+pub fn next_device_state(input: &[u8]) -> Result<DeviceStateStep, WireError> {
     let mut reader = Reader::new(input);
     match read(&mut reader) {
-        Ok(event) => Ok(TailStep::Event(event, reader.position())),
-        Err(WireError::Truncated { needed, .. }) => Ok(TailStep::Need(needed)),
+        Ok(event) => Ok(DeviceStateStep::Event(event, reader.position())),
+        Err(WireError::Truncated { needed, .. }) => Ok(DeviceStateStep::Need(needed)),
         Err(error) => Err(error),
     }
 }
 
-fn read(reader: &mut Reader<'_>) -> Result<TailEvent, WireError> {
+fn read(reader: &mut Reader<'_>) -> Result<DeviceStateEvent, WireError> {
     match reader.u8("section type")? {
-        EOF => return Ok(TailEvent::Eof),
+        EOF => return Ok(DeviceStateEvent::Eof),
         COMMAND => {}
         other => {
             return Err(WireError::Unknown {
@@ -71,10 +71,10 @@ fn read(reader: &mut Reader<'_>) -> Result<TailEvent, WireError> {
         });
     }
     if command == PING {
-        return Ok(TailEvent::Ping(reader.be32("PING")?));
+        return Ok(DeviceStateEvent::Ping(reader.be32("PING")?));
     }
     let length = reader.length(limits::DEVICE_SECTIONS, "length of PACKAGED")?;
-    Ok(TailEvent::Packaged(length))
+    Ok(DeviceStateEvent::Packaged(length))
 }
 
 /// Appends the command that `length` bytes of device sections follow.
@@ -108,7 +108,11 @@ pub const EOF_WITHOUT_DESCRIPTION: [u8; 8] = [EOF, VM_DESCRIPTION, 0, 0, 0, 2, b
 /// the last byte, and which is a JSON text. `from` is the position up to which an earlier, shorter
 /// tail was searched for candidates, whose positions `candidates` keeps: every byte is looked at once. Of
 /// more candidates than [`limits::DESCRIPTION_STARTS`] the later ones do not end a tail.
-pub fn complete_tail(tail: &[u8], from: &mut usize, candidates: &mut Vec<usize>) -> Option<usize> {
+pub fn complete_device_state(
+    tail: &[u8],
+    from: &mut usize,
+    candidates: &mut Vec<usize>,
+) -> Option<usize> {
     let end = tail.len().saturating_sub(1 + DESCRIPTION_HEAD);
     while *from < end {
         let at = *from;
@@ -153,23 +157,23 @@ mod tests {
         let tail = tail_of(devices, r#"{"page_size":4096,"devices":[]}"#);
         let (mut from, mut candidates) = (0, Vec::new());
         for length in 0..tail.len() {
-            let found = complete_tail(&tail[..length], &mut from, &mut candidates);
+            let found = complete_device_state(&tail[..length], &mut from, &mut candidates);
             assert_eq!(found, None, "{length}");
         }
-        let found = complete_tail(&tail, &mut from, &mut candidates);
+        let found = complete_device_state(&tail, &mut from, &mut candidates);
         assert_eq!(found, Some(devices.len()));
     }
 
     #[test]
     fn a_description_without_content_completes_a_tail() {
-        let found = complete_tail(&EOF_WITHOUT_DESCRIPTION, &mut 0, &mut Vec::new());
+        let found = complete_device_state(&EOF_WITHOUT_DESCRIPTION, &mut 0, &mut Vec::new());
         assert_eq!(found, Some(0));
     }
 
     #[test]
     fn a_description_that_is_no_json_does_not_end_a_tail() {
         let tail = tail_of(b"\x04abc", r#"{"page_size":4096,"devices":[}"#);
-        assert_eq!(complete_tail(&tail, &mut 0, &mut Vec::new()), None);
+        assert_eq!(complete_device_state(&tail, &mut 0, &mut Vec::new()), None);
     }
 
     #[test]
@@ -178,25 +182,34 @@ mod tests {
         put_packaged_head(77, &mut bytes).unwrap();
         let whole = bytes.len();
         for length in 0..whole {
-            let step = next_in_tail(&bytes[..length]).unwrap();
-            assert!(matches!(step, TailStep::Need(1..)), "{length}: {step:?}");
+            let step = next_device_state(&bytes[..length]).unwrap();
+            assert!(
+                matches!(step, DeviceStateStep::Need(1..)),
+                "{length}: {step:?}"
+            );
         }
-        let step = next_in_tail(&bytes).unwrap();
-        assert_eq!(step, TailStep::Event(TailEvent::Packaged(77), whole));
+        let step = next_device_state(&bytes).unwrap();
+        assert_eq!(
+            step,
+            DeviceStateStep::Event(DeviceStateEvent::Packaged(77), whole)
+        );
         bytes.clear();
         super::super::Command::Ping(9).encode(&mut bytes);
-        let step = next_in_tail(&bytes).unwrap();
-        assert_eq!(step, TailStep::Event(TailEvent::Ping(9), bytes.len()));
-        let step = next_in_tail(&[EOF, VM_DESCRIPTION]).unwrap();
-        assert_eq!(step, TailStep::Event(TailEvent::Eof, 1));
+        let step = next_device_state(&bytes).unwrap();
+        assert_eq!(
+            step,
+            DeviceStateStep::Event(DeviceStateEvent::Ping(9), bytes.len())
+        );
+        let step = next_device_state(&[EOF, VM_DESCRIPTION]).unwrap();
+        assert_eq!(step, DeviceStateStep::Event(DeviceStateEvent::Eof, 1));
     }
 
     #[test]
     fn what_is_too_long_or_unknown_is_refused() {
         let mut bytes = vec![];
         assert!(put_packaged_head(limits::DEVICE_SECTIONS + 1, &mut bytes).is_err());
-        assert!(next_in_tail(&[COMMAND, 0, 7, 0, 4, 0xff, 0xff, 0xff, 0xff]).is_err());
-        assert!(next_in_tail(&[COMMAND, 0, 4, 0, 0]).is_err());
-        assert!(next_in_tail(&[2]).is_err());
+        assert!(next_device_state(&[COMMAND, 0, 7, 0, 4, 0xff, 0xff, 0xff, 0xff]).is_err());
+        assert!(next_device_state(&[COMMAND, 0, 4, 0, 0]).is_err());
+        assert!(next_device_state(&[2]).is_err());
     }
 }

@@ -1,16 +1,17 @@
-//! The end of a migration: devices, and who has the guest.
+//! The end of a migration: device state, and who has the guest.
 
 use std::time::{Duration, Instant};
 
 use hotlift_methods::OverMemoryLimit;
 use hotlift_wire::main_channel::{
-    Command, EOF_WITHOUT_DESCRIPTION, TailEvent, TailStep, complete_tail, next_in_tail,
+    Command, DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, complete_device_state,
+    next_device_state,
 };
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{WireError, limits};
 
 use super::session::{Session, Upstream, encode};
-use super::{CHECKSUM_FOLLOWS, Hooks, LOADED, LetGo, closed, wire};
+use super::{CHECKSUM_FOLLOWS, Hooks, LOADED, Ownership, closed, wire};
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
 use crate::handover::Word;
@@ -33,33 +34,33 @@ const DESCRIPTION_MARK: u8 = 0x06;
 /// How long a VM description may be behind the EOF of a relay, which sends both in one go.
 const DESCRIPTION: Duration = Duration::from_secs(1);
 
-/// How long a source may take to let go of the guest, once it was told that all is loaded.
-const LETTING_GO: Duration = Duration::from_secs(60);
+/// How long a source may take to release the guest, once it was told that all is loaded.
+const RELEASE: Duration = Duration::from_secs(60);
 
 /// How often it is asked whether it has.
 const ASK: Duration = Duration::from_millis(1);
 
 /// Of a QEMU: everything behind RAM, up to word that the guest runs on the other side.
-pub(super) fn of_qemu(
+pub(super) fn from_qemu(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
     hooks: Hooks<'_>,
     late_channel: &dyn Fn() -> bool,
 ) -> Result<(), MigrationError> {
-    let (tail, eof) = read_tail(session, upstream, input)?;
+    let (sections, eof) = read_device_state(session, upstream, input)?;
     session.control.set_status(Status::Device);
-    session.sink.devices(&tail[..eof])?;
+    session.sink.devices(&sections[..eof])?;
     session.sink.await_loaded()?;
     let channel_missing = late_channel();
     if channel_missing {
         return Err(MigrationError::Protocol {
             channel: Channel::Main,
             got: "a further multifd channel at the end of the stream".to_owned(),
-            doing: "carrying RAM (its connection came too late to be counted)",
+            doing: "reading RAM (its connection came too late to be counted)",
         });
     }
-    // A source that takes answers lets go at SHUT(0), and not before: one that has gone already was
+    // A source that takes answers releases the guest at SHUT(0), and not before: one that has gone already was
     // cancelled, or has died.
     if upstream.return_path && upstream.is_closed() {
         return Err(closed());
@@ -68,12 +69,12 @@ pub(super) fn of_qemu(
         return Err(MigrationError::Cancelled);
     }
     upstream.answer_surely(&encode(&[ReturnMessage::Shut(0)]))?;
-    await_let_go(session, upstream, input, hooks)?;
+    await_release(session, upstream, input, hooks)?;
     session.source_released();
     if !session.commit(hooks) {
         return Err(MigrationError::Cancelled);
     }
-    hand_over(session, &tail[eof..], hooks)
+    hand_over(session, &sections[eof..], hooks)
 }
 
 /// Sends EOF and what follows it, and waits until it is known what became of the guest.
@@ -89,27 +90,27 @@ fn hand_over(session: &Session<'_>, end: &[u8], hooks: Hooks<'_>) -> Result<(), 
 }
 
 /// Reads until the stream's last byte has come: the bytes, and where EOF is in them.
-fn read_tail(
+fn read_device_state(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
 ) -> Result<(CountedBuffer, usize), MigrationError> {
-    let mut tail = CountedBuffer::new(&session.memory);
+    let mut sections = CountedBuffer::new(&session.memory);
     let (mut searched, mut candidates) = (0, Vec::new());
     loop {
         let unread = input.unread();
         let taken = unread.len();
-        tail.extend(unread).map_err(too_much)?;
+        sections.extend(unread).map_err(too_much)?;
         input.take(taken);
-        if tail.len() > limits::DEVICE_SECTIONS {
+        if sections.len() > limits::DEVICE_SECTIONS {
             return Err(wire(WireError::OverLimit {
                 what: "length of all device sections",
                 limit: limits::DEVICE_SECTIONS as u64,
-                got: tail.len() as u64,
+                got: sections.len() as u64,
             }));
         }
-        if let Some(eof) = complete_tail(&tail, &mut searched, &mut candidates) {
-            return Ok((tail, eof));
+        if let Some(eof) = complete_device_state(&sections, &mut searched, &mut candidates) {
+            return Ok((sections, eof));
         }
         if input.fill_some(1, Some(SILENCE), &session.call())? {
             continue;
@@ -118,9 +119,9 @@ fn read_tail(
         // in its place, which a device cut short would swallow. A source that takes answers
         // does not close before it has had one.
         let is_closed = upstream.is_closed();
-        return match tail.len().checked_sub(1) {
-            Some(eof) if is_eof(&tail, eof) && !(is_closed && upstream.return_path) => {
-                Ok((tail, eof))
+        return match sections.len().checked_sub(1) {
+            Some(eof) if is_eof(&sections, eof) && !(is_closed && upstream.return_path) => {
+                Ok((sections, eof))
             }
             _ if is_closed => Err(closed()),
             _ => Err(MigrationError::Timeout {
@@ -133,28 +134,28 @@ fn read_tail(
 
 /// Whether the byte at `at`, the last that came, can be EOF: it is behind a footer. A description of
 /// which a part has come has zero bytes in its length; that one's EOF came earlier, and must not go out.
-fn is_eof(tail: &[u8], at: usize) -> bool {
-    let follows_footer = |at: usize| tail[at] == EOF && at >= 5 && tail[at - 5] == FOOTER;
+fn is_eof(sections: &[u8], at: usize) -> bool {
+    let follows_footer = |at: usize| sections[at] == EOF && at >= 5 && sections[at - 5] == FOOTER;
     let earlier = at.saturating_sub(5)..at;
     follows_footer(at)
         && !earlier
             .into_iter()
-            .any(|earlier| follows_footer(earlier) && tail[earlier + 1] == DESCRIPTION_MARK)
+            .any(|earlier| follows_footer(earlier) && sections[earlier + 1] == DESCRIPTION_MARK)
 }
 
 /// Waits until the source has given the guest up.
-fn await_let_go(
+fn await_release(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
     hooks: Hooks<'_>,
 ) -> Result<(), MigrationError> {
-    let deadline = Instant::now() + LETTING_GO;
+    let deadline = Instant::now() + RELEASE;
     let call = session.call();
     while Instant::now() < deadline {
-        let Some(has_let_go) = hooks.has_let_go else {
+        let Some(ownership) = hooks.ownership else {
             // Nothing follows the end of a stream but its close; a source that keeps it open has not
-            // let go.
+            // released the guest.
             match input.fill_some(1, Some(Duration::ZERO), &call) {
                 Ok(false) if upstream.is_closed() => return Ok(()),
                 Ok(false) => continue,
@@ -162,7 +163,7 @@ fn await_let_go(
                     return Err(MigrationError::Protocol {
                         channel: Channel::Main,
                         got: "bytes behind the VM description".to_owned(),
-                        doing: "waiting for the source to let go of the guest",
+                        doing: "waiting for the source to release the guest",
                     });
                 }
                 // A connection that is reset was closed with SHUT(0) unread: the source was cancelled, or
@@ -171,26 +172,25 @@ fn await_let_go(
             }
         };
         call.check()?;
-        match has_let_go() {
-            LetGo::Yes => return Ok(()),
-            LetGo::No => {
+        match ownership() {
+            Ownership::Released => return Ok(()),
+            Ownership::Kept => {
                 session.source_kept_it();
                 return Err(MigrationError::Cancelled);
             }
-            LetGo::NotYet => std::thread::sleep(ASK),
+            Ownership::Unknown => std::thread::sleep(ASK),
         }
     }
     Err(MigrationError::Timeout {
-        waiting_for:
-            "the source's letting go of the guest (it was told that all is loaded; ask its \
+        waiting_for: "the source to release the guest (it was told that all is loaded; ask its \
                       query-migrate)"
-                .to_owned(),
-        waited: LETTING_GO,
+            .to_owned(),
+        waited: RELEASE,
     })
 }
 
 /// Of a relay: its device sections have a length, and it says itself when EOF may follow.
-pub(super) fn of_relay(
+pub(super) fn from_relay(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
@@ -201,14 +201,14 @@ pub(super) fn of_relay(
     let mut is_loaded = false;
     loop {
         let crc = input.crc();
-        match next_in_tail(input.unread()).map_err(wire)? {
-            TailStep::Need(needed) => {
+        match next_device_state(input.unread()).map_err(wire)? {
+            DeviceStateStep::Need(needed) => {
                 if !input.fill(needed, &session.call())? {
                     return Err(closed());
                 }
             }
-            TailStep::Event(event, consumed) => {
-                if event == TailEvent::Eof {
+            DeviceStateStep::Event(event, consumed) => {
+                if event == DeviceStateEvent::Eof {
                     if !is_loaded {
                         return Err(unexpected("EOF before the devices were loaded"));
                     }
@@ -216,15 +216,15 @@ pub(super) fn of_relay(
                 }
                 input.take(consumed);
                 match event {
-                    TailEvent::Packaged(_) if is_loaded => {
+                    DeviceStateEvent::Packaged(_) if is_loaded => {
                         return Err(unexpected("devices behind the last"));
                     }
-                    TailEvent::Packaged(length) => {
+                    DeviceStateEvent::Packaged(length) => {
                         session.control.set_status(Status::Device);
                         let sections = read_package(session, input, length)?;
                         session.sink.devices(&sections)?;
                     }
-                    TailEvent::Ping(expected) if awaited.is_some() => {
+                    DeviceStateEvent::Ping(expected) if awaited.is_some() => {
                         if let Some(got) = awaited.take().filter(|crc| *crc != expected) {
                             return Err(wire(WireError::Checksum {
                                 what: "the main channel",
@@ -233,8 +233,8 @@ pub(super) fn of_relay(
                             }));
                         }
                     }
-                    TailEvent::Ping(CHECKSUM_FOLLOWS) => awaited = crc,
-                    TailEvent::Ping(LOADED) => {
+                    DeviceStateEvent::Ping(CHECKSUM_FOLLOWS) => awaited = crc,
+                    DeviceStateEvent::Ping(LOADED) => {
                         session.sink.await_loaded()?;
                         is_loaded = true;
                         if !session.taking.loaded() {
@@ -242,8 +242,8 @@ pub(super) fn of_relay(
                         }
                         upstream.answer(&encode(&[ReturnMessage::Pong(LOADED)]));
                     }
-                    TailEvent::Ping(value) => session.sink.command(Command::Ping(value))?,
-                    TailEvent::Eof => {}
+                    DeviceStateEvent::Ping(value) => session.sink.command(Command::Ping(value))?,
+                    DeviceStateEvent::Eof => {}
                 }
             }
         }
@@ -268,7 +268,7 @@ fn read_package(
     Ok(sections)
 }
 
-/// EOF has come from a relay, which knows that all is loaded and that the source has let go.
+/// EOF has come from a relay, which knows that all is loaded and that the source has released the guest.
 fn end_of_relay(
     session: &Session<'_>,
     upstream: &Upstream,
@@ -294,7 +294,7 @@ fn end_of_relay(
         let taken = unread.len();
         end.extend_from_slice(unread);
         input.take(taken);
-        let complete = complete_tail(&end, &mut searched, &mut candidates).is_some();
+        let complete = complete_device_state(&end, &mut searched, &mut candidates).is_some();
         if complete {
             break;
         }

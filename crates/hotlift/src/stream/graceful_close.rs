@@ -1,6 +1,6 @@
-//! What a destination says before it closes: why it gives up.
+//! The graceful close of a destination: why it gives up, and the end of its connections.
 //!
-//! Closing a socket with unread bytes in it resets the connection, and a reset may take the last words
+//! Closing a socket with unread bytes in it resets the connection, and a reset may take the reason
 //! with it. So only the sending half is closed at first, and what still comes is read and dropped
 //! until the source has closed, too.
 
@@ -17,7 +17,7 @@ use crate::transport::{Stream, wait_readable};
 const LINGER: Duration = Duration::from_secs(2);
 
 /// Says `reason` on each of `streams`, whose source is a Hotlift.
-pub(crate) fn give_up(streams: &[&Stream], reason: &str) {
+pub(crate) fn say_reason(streams: &[&Stream], reason: &str) {
     let mut words = Vec::new();
     for message in [ReturnMessage::ErrorText(reason), ReturnMessage::Shut(1)] {
         if message.encode(&mut words).is_err() {

@@ -1,12 +1,12 @@
-//! The incoming main channel: marks between rounds, and what else is not a page.
+//! The incoming main channel: sync points between rounds, and what else is not a page.
 
 use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, SectionKind, Step};
 
-use super::beginning::Setup;
 use super::main_pages::MainPages;
 use super::session::{Session, Upstream};
+use super::setup::Setup;
 use super::sink::Opening;
-use super::{Hooks, closed, name, tail, wire};
+use super::{Hooks, closed, device_state, name, wire};
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
 use crate::stream::main_recv::{MainInput, Waiting};
@@ -25,7 +25,7 @@ pub(super) struct MainReader<'a> {
 /// What an event leaves to be done once its bytes have been taken.
 enum Then {
     Nothing,
-    Mark,
+    SyncPoint,
     SectionEnd,
     Command(Command),
     RamEnded,
@@ -51,7 +51,7 @@ impl<'a> MainReader<'a> {
         }
     }
 
-    /// Carries the whole stream.
+    /// Passes the whole stream on.
     pub(super) fn run(
         &mut self,
         opening: &Opening,
@@ -61,10 +61,10 @@ impl<'a> MainReader<'a> {
         self.open(opening)?;
         while !self.next()? {}
         if self.upstream.is_relay {
-            tail::of_relay(self.session, self.upstream, &mut self.input, hooks)
+            device_state::from_relay(self.session, self.upstream, &mut self.input, hooks)
         } else {
             let input = &mut self.input;
-            tail::of_qemu(self.session, self.upstream, input, hooks, late_channel)
+            device_state::from_qemu(self.session, self.upstream, input, hooks, late_channel)
         }
     }
 
@@ -110,7 +110,7 @@ impl<'a> MainReader<'a> {
                 self.pages.add(block, offset, content)?;
                 Then::Nothing
             }
-            MainEvent::MultifdFlush => Then::Mark,
+            MainEvent::MultifdFlush => Then::SyncPoint,
             MainEvent::RamEos => Then::SectionEnd,
             MainEvent::Command(command) => Then::Command(command),
             MainEvent::SectionFooter if self.section == SectionKind::End => Then::RamEnded,
@@ -119,14 +119,14 @@ impl<'a> MainReader<'a> {
                 return Err(MigrationError::Protocol {
                     channel: Channel::Main,
                     got: name(&other),
-                    doing: "carrying RAM (this stream cannot be carried: migrate without the relay)",
+                    doing: "reading RAM (this stream cannot be relayed: migrate without the relay)",
                 });
             }
         };
         self.input.take(consumed);
         match then {
             Then::Nothing => {}
-            Then::Mark => self.barrier()?,
+            Then::SyncPoint => self.barrier()?,
             Then::SectionEnd => self.section_end()?,
             Then::Command(command) => self.session.sink.command(command)?,
             Then::RamEnded => return Ok(true),
@@ -134,11 +134,11 @@ impl<'a> MainReader<'a> {
         Ok(false)
     }
 
-    /// EOS. With machine types up to 8.0 and multifd it is a mark, too.
+    /// EOS. With machine types up to 8.0 and multifd it is a sync point, too.
     fn section_end(&mut self) -> Result<(), MigrationError> {
-        let is_mark = !self.upstream.multifd.is_empty() && !self.setup.flush;
+        let is_sync_point = !self.upstream.multifd.is_empty() && !self.setup.flush;
         let is_last = self.section == SectionKind::End;
-        match (is_mark, is_last) {
+        match (is_sync_point, is_last) {
             (true, false) => self.barrier()?,
             // The source may rest now; its pages need not.
             (false, false) => {
@@ -146,15 +146,15 @@ impl<'a> MainReader<'a> {
                 self.session.sink.section_end()?;
             }
             (_, true) => {
-                // Without a mark here the channels have had their last one: only main's own pages
+                // Without a sync point here the channels have had their last one: only main's own pages
                 // are left.
-                if is_mark {
+                if is_sync_point {
                     self.meet_channels()?;
                 }
                 self.pages.settle()?;
                 self.session.sink.ram_end()?;
                 self.pages.barrier_passed();
-                if is_mark {
+                if is_sync_point {
                     self.session.barrier.pass();
                 }
             }
@@ -162,7 +162,7 @@ impl<'a> MainReader<'a> {
         Ok(())
     }
 
-    /// A mark of the source.
+    /// A sync point of the source.
     fn barrier(&mut self) -> Result<(), MigrationError> {
         self.pages.submit();
         self.meet_channels()?;

@@ -1,4 +1,4 @@
-//! What a stream says before its first page, and whether it can be carried page by page.
+//! What a stream says before its first page, and whether it can be relayed page by page.
 
 use std::io::Write;
 
@@ -18,7 +18,7 @@ use crate::stream::main_recv::MainInput;
 
 /// Section types that a stream may have behind the START section of `ram` if RAM is all that moves
 /// before the guest stops: PART, END, COMMAND.
-const CARRIED: [u8; 3] = [0x02, 0x03, 0x08];
+const PAGE_BY_PAGE: [u8; 3] = [0x02, 0x03, 0x08];
 
 /// What the stream says before its first page.
 pub(super) struct Setup {
@@ -26,7 +26,7 @@ pub(super) struct Setup {
     /// Commands for the other side.
     pub commands: Vec<Command>,
     pub ram: RamLayout,
-    /// The mark of the set-up is a record; else, with multifd, every section's end is a mark.
+    /// The multifd flush of the set-up is a record; else, with multifd, every section's end is a sync point.
     pub flush: bool,
     /// `Some` if the source is a relay: whether it sends multifd channels.
     pub relay: Option<bool>,
@@ -34,9 +34,9 @@ pub(super) struct Setup {
 }
 
 /// How the stream begins.
-pub(super) enum Beginning {
-    /// It can be carried page by page.
-    Carry(Box<Setup>),
+pub(super) enum StreamSetup {
+    /// It can be relayed page by page.
+    PageByPage(Box<Setup>),
     /// It cannot: why.
     PassThrough(String),
 }
@@ -65,8 +65,8 @@ pub(super) fn other_devices(
     if input.unread().is_empty() && !input.fill(1, call)? {
         return Err(closed());
     }
-    let carried = CARRIED.contains(&input.unread()[0]);
-    Ok((!carried).then(|| {
+    let relayed = PAGE_BY_PAGE.contains(&input.unread()[0]);
+    Ok((!relayed).then(|| {
         "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)".to_owned()
     }))
 }
@@ -78,7 +78,7 @@ pub(super) fn read_setup(
     decoder: &mut MainDecoder,
     id: MigrationId,
     call: &Call<'_>,
-) -> Result<Beginning, MigrationError> {
+) -> Result<StreamSetup, MigrationError> {
     let mut configuration = None;
     let mut commands = Vec::new();
     let mut ram = None;
@@ -96,12 +96,12 @@ pub(super) fn read_setup(
                 continue;
             }
             Err(WireError::UnknownDevice { idstr, .. }) => {
-                return Ok(Beginning::PassThrough(format!(
+                return Ok(StreamSetup::PassThrough(format!(
                     "device '{idstr}' sends state while the guest runs"
                 )));
             }
             Err(WireError::Unsupported { what }) => {
-                return Ok(Beginning::PassThrough(format!("it has {what}")));
+                return Ok(StreamSetup::PassThrough(format!("it has {what}")));
             }
             Err(source) => return Err(wire(source)),
         };
@@ -119,7 +119,7 @@ pub(super) fn read_setup(
             MainEvent::Configuration(said) => configuration = Some(said),
             MainEvent::Command(Command::OpenReturnPath) => return_path = true,
             MainEvent::Command(Command::PostcopyAdvise { .. }) => {
-                return Ok(Beginning::PassThrough(
+                return Ok(StreamSetup::PassThrough(
                     "postcopy may follow (capability postcopy-ram)".to_owned(),
                 ));
             }
@@ -149,7 +149,7 @@ pub(super) fn read_setup(
                 ..
             } => section_id = id,
             MainEvent::SectionStart { idstr, .. } => {
-                return Ok(Beginning::PassThrough(format!(
+                return Ok(StreamSetup::PassThrough(format!(
                     "device '{idstr}' sends state before RAM"
                 )));
             }
@@ -178,7 +178,7 @@ pub(super) fn read_setup(
         let (true, Some(configuration), Some(blocks)) = (ended, &configuration, &ram) else {
             continue;
         };
-        return Ok(Beginning::Carry(Box::new(Setup {
+        return Ok(StreamSetup::PageByPage(Box::new(Setup {
             configuration: configuration.clone(),
             commands,
             ram: RamLayout {

@@ -10,7 +10,7 @@ use crate::figures::JobFigures;
 
 /// Counts of all channels of one side.
 #[derive(Debug, Default)]
-pub(crate) struct Ran {
+pub(crate) struct AcceleratorStats {
     hardware: AtomicU64,
     software: AtomicU64,
     retries: AtomicU64,
@@ -27,7 +27,7 @@ struct Notes {
     fallback: Option<Arc<str>>,
 }
 
-impl Ran {
+impl AcceleratorStats {
     /// What there is to tell so far.
     pub(crate) fn read(&self) -> JobFigures {
         let notes = self.lock();
@@ -55,28 +55,28 @@ impl Ran {
     }
 }
 
-/// One channel's part of [`Ran`].
+/// One channel's part of [`AcceleratorStats`].
 #[derive(Debug, Default)]
-pub(crate) struct Teller {
+pub(crate) struct ChannelStats {
     told: Jobs,
     runs_on: RunsOn,
 }
 
-impl Teller {
+impl ChannelStats {
     /// Adds what is new since the last time.
-    pub(crate) fn tell(&mut self, ran: &Ran, jobs: Jobs, runs_on: RunsOn) {
+    pub(crate) fn tell(&mut self, stats: &AcceleratorStats, jobs: Jobs, runs_on: RunsOn) {
         if jobs != self.told {
             let add = |counter: &AtomicU64, now: u64, before: u64| {
                 counter.fetch_add(now - before, Ordering::Relaxed);
             };
-            add(&ran.hardware, jobs.hardware, self.told.hardware);
-            add(&ran.software, jobs.software, self.told.software);
-            add(&ran.retries, jobs.retries, self.told.retries);
-            add(&ran.raw_pages, jobs.raw_pages, self.told.raw_pages);
+            add(&stats.hardware, jobs.hardware, self.told.hardware);
+            add(&stats.software, jobs.software, self.told.software);
+            add(&stats.retries, jobs.retries, self.told.retries);
+            add(&stats.raw_pages, jobs.raw_pages, self.told.raw_pages);
             self.told = jobs;
         }
         if runs_on != self.runs_on {
-            let mut notes = ran.lock();
+            let mut notes = stats.lock();
             match &runs_on {
                 RunsOn::Software => {}
                 RunsOn::Fallback(why) => {
@@ -98,8 +98,8 @@ mod tests {
 
     #[test]
     fn channels_add_up_and_the_first_reason_stays() {
-        let ran = Ran::default();
-        let (mut one, mut two) = (Teller::default(), Teller::default());
+        let stats = AcceleratorStats::default();
+        let (mut one, mut two) = (ChannelStats::default(), ChannelStats::default());
         let jobs = |hardware, software| Jobs {
             hardware,
             software,
@@ -107,10 +107,10 @@ mod tests {
             raw_pages: 2,
         };
         let device = || RunsOn::Hardware("a device".into());
-        one.tell(&ran, jobs(5, 0), device());
-        one.tell(&ran, jobs(7, 1), RunsOn::Fallback("it died".into()));
-        two.tell(&ran, jobs(1, 0), device());
-        two.tell(&ran, jobs(1, 4), RunsOn::Fallback("it hangs".into()));
+        one.tell(&stats, jobs(5, 0), device());
+        one.tell(&stats, jobs(7, 1), RunsOn::Fallback("it died".into()));
+        two.tell(&stats, jobs(1, 0), device());
+        two.tell(&stats, jobs(1, 4), RunsOn::Fallback("it hangs".into()));
         let expected = JobFigures {
             hardware: 8,
             software: 5,
@@ -119,6 +119,6 @@ mod tests {
             devices: vec!["a device".to_owned()],
             fallback: Some("it died".to_owned()),
         };
-        assert_eq!(ran.read(), expected);
+        assert_eq!(stats.read(), expected);
     }
 }

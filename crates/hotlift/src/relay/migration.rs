@@ -11,23 +11,23 @@ use hotlift_wire::multifd::{PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::{Arrivals, Channels};
-use super::beginning::{Beginning, Setup, other_devices, read_setup};
 use super::file::FileError;
-use super::main_in::MainReader;
+use super::main_reader::MainReader;
 use super::outgoing::{self, Seen};
 use super::receive::receive;
-use super::session::{Call, Carried, Session, Upstream, encode};
+use super::session::{Call, Relayed, Session, Upstream, encode};
+use super::setup::{Setup, StreamSetup, other_devices, read_setup};
 use super::sink::Opening;
 use super::watch::{EndsWatch, Watch};
 use super::{Hooks, Incoming, Outgoing, RelaySettings, closed, pass_through};
 use crate::control::Control;
-use crate::destination::last_words;
 use crate::door::Door;
 use crate::error::MigrationError;
 use crate::figures::Counters;
 use crate::handover::{Verdict, attend, linger};
 use crate::hello;
 use crate::options::{CHANNEL_MEMORY, Options};
+use crate::stream::graceful_close;
 use crate::stream::main_recv::{MainInput, Silence};
 use crate::threads::{OnPanic, caught, spawn};
 use crate::transport::Stream;
@@ -39,7 +39,7 @@ pub(super) fn run(
     settings: &RelaySettings,
     control: &Control,
     hooks: Hooks<'_>,
-) -> Result<Carried, MigrationError> {
+) -> Result<Relayed, MigrationError> {
     let timeout = settings.outgoing.handshake_timeout;
     let early = Call::early(control);
     let memory = settings.outgoing.memory(0);
@@ -60,8 +60,8 @@ pub(super) fn run(
         Outgoing::File { .. } => Err(FileError::CannotBeSaved { reason: why }.into()),
     };
     let setup = match beginning {
-        Beginning::Carry(setup) => setup,
-        Beginning::PassThrough(why) => return pass_through(arrivals, &input, why),
+        StreamSetup::PageByPage(setup) => setup,
+        StreamSetup::PassThrough(why) => return pass_through(arrivals, &input, why),
     };
     let expected = setup.flush || setup.relay == Some(true);
     let channels = if setup.relay == Some(false) {
@@ -94,8 +94,8 @@ pub(super) fn run(
             source_has: size(layout),
             destination_has: format!("{}: it is a relay", size(PacketLayout::QEMU)),
         };
-        last_words::give_up(&[&main], &error.chain());
-        last_words::close(&[&main]);
+        graceful_close::say_reason(&[&main], &error.chain());
+        graceful_close::close(&[&main]);
         return Err(error);
     }
     let seen = Seen {
@@ -108,8 +108,8 @@ pub(super) fn run(
         Ok(sink) => sink,
         Err(error) => {
             if setup.relay.is_some() {
-                last_words::give_up(&[&main], &error.chain());
-                last_words::close(&[&main]);
+                graceful_close::say_reason(&[&main], &error.chain());
+                graceful_close::close(&[&main]);
             }
             return Err(error);
         }
@@ -151,7 +151,7 @@ pub(super) fn run(
         let arrivals = arrivals.as_mut();
         arrivals.is_some_and(|arrivals| arrivals.late_channel(said, count))
     };
-    let outcome = carry(
+    let outcome = run_threads(
         &session,
         &upstream,
         &setup,
@@ -161,7 +161,7 @@ pub(super) fn run(
     );
     wind_up(&session, &upstream, door, &settings.outgoing);
     outcome?;
-    Ok(Carried {
+    Ok(Relayed {
         total: session.total(),
         received_bytes: session.received().transferred_bytes,
         sent_bytes: sink.sent_bytes(),
@@ -175,7 +175,7 @@ pub(super) fn run(
 }
 
 /// Runs all threads of one migration; this one reads the main channel.
-fn carry(
+fn run_threads(
     session: &Session<'_>,
     upstream: &Upstream,
     setup: &Setup,
@@ -250,7 +250,7 @@ fn carry(
         // Everything has been written, or nothing will be: nobody need wait for anybody.
         session.release_waiting();
         if session.failure.is_set() {
-            session.explain(session.sink.last_words());
+            session.explain(session.sink.closing_reason());
         }
         if let Some(reason) = session.failure.text()
             && session.verdict() != Some(Verdict::Doubt)
@@ -275,7 +275,7 @@ fn carry(
         None => Ok(()),
         Some(error @ MigrationError::Destination { .. }) => Err(error),
         Some(_) if session.is_committed() => Err(MigrationError::InDoubt),
-        Some(error) if is_offered && !upstream.is_relay => Err(MigrationError::LetGo {
+        Some(error) if is_offered && !upstream.is_relay => Err(MigrationError::Released {
             source: Box::new(error),
         }),
         Some(error) => Err(error),
