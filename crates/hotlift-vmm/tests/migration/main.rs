@@ -9,6 +9,7 @@
 //! | `auto_converge` | a guest that is slowed down until it can be migrated |
 //! | `events` | what a monitor hears, in QEMU's order, on every way a migration may go |
 //! | `steering` | what is changed, continued or cancelled while it runs |
+//! | `switchover` | when the guest is stopped |
 //! | `ways_out` | cancel, a guest that fails, noise before the migration |
 //! | `xbzrle` | pages as what has changed of them |
 //! | `refusals` | two ends that do not agree |
@@ -34,5 +35,6 @@ mod proxy;
 mod refusals;
 mod rig;
 mod steering;
+mod switchover;
 mod ways_out;
 mod xbzrle;

@@ -249,7 +249,7 @@ impl Migration<'_> {
             "the destination's answer to the opening (does it expect {} multifd channels, too?)",
             self.session.options.channels()
         );
-        self.await_pongs(&waiting_for)?;
+        self.await_pongs(Some(&waiting_for))?;
         if !self.main.peer_is_hotlift() && !self.session.method.is_qemus() {
             return Err(MigrationError::not_qemus(self.session.method).into());
         }
@@ -315,7 +315,17 @@ impl Migration<'_> {
         }
     }
 
-    /// One pass over the dirty pages, closed by a barrier.
+    /// Waits until the destination has worked through all that was sent, however long that takes: what was written is
+    /// not yet in its memory. Sockets hold some MiB, which a slow decoder works off in 100 ms; behind the switchover
+    /// that is downtime. It costs a round-trip time a round, and a round then takes as long as it does for both sides.
+    fn catch_up(&mut self) -> Result<(), Ended> {
+        if self.main.next_pong().is_none() {
+            self.main.ping()?;
+        }
+        self.await_pongs(None)
+    }
+
+    /// One pass over the dirty pages, closed by a barrier: until the destination has them all.
     fn send_round(&mut self) -> Result<(), Ended> {
         self.round += 1;
         let before = self.session.counts();
@@ -346,6 +356,10 @@ impl Migration<'_> {
         self.wait_for_channels()?;
         self.session.ram.end_round();
         self.main.send_flush()?;
+        // Behind the last round comes the question whether all is loaded.
+        if !self.guest_was_stopped {
+            self.catch_up()?;
+        }
         let after = self.session.counts();
         self.estimator
             .round_done(after.since(before), started.elapsed());
@@ -390,7 +404,7 @@ impl Migration<'_> {
         let devices = session.guest.save_devices()?;
         self.asked_whether_loaded = true;
         self.main.send_devices(&devices)?;
-        self.await_pongs("the destination's word that it has loaded the guest")
+        self.await_pongs(Some("the destination's word that it has loaded the guest"))
     }
 
     /// Hands the guest over and waits until it is known what became of it.
@@ -457,12 +471,14 @@ impl Migration<'_> {
         }
     }
 
-    /// Waits until every PING sent so far has been answered, in order.
-    fn await_pongs(&mut self, waiting_for: &str) -> Result<(), Ended> {
+    /// Waits until every PING sent so far has been answered, in order. `waiting_for` names a handshake, which may take as
+    /// long as its time-out; without it the wait has no limit.
+    fn await_pongs(&mut self, waiting_for: Option<&str>) -> Result<(), Ended> {
         let timeout = self.session.options.handshake_timeout;
         let deadline = Instant::now() + timeout;
         while let Some(ping) = self.main.next_pong() {
-            match self.next_answer(deadline) {
+            let until = waiting_for.map_or_else(|| Instant::now() + TICK, |_| deadline);
+            match self.next_answer(until) {
                 Some(Answer::Hello) => self.main.set_peer_is_hotlift(),
                 Some(Answer::Pong(pong)) if pong == ping => self.main.take_pong(),
                 Some(Answer::Pong(pong)) => {
@@ -482,6 +498,10 @@ impl Migration<'_> {
                 }
                 None => {
                     self.check()?;
+                    let Some(waiting_for) = waiting_for else {
+                        self.reporter.tell(self.round, &self.estimator);
+                        continue;
+                    };
                     return Err(MigrationError::Timeout {
                         waiting_for: waiting_for.to_owned(),
                         waited: timeout,

@@ -1,0 +1,66 @@
+//! When the guest is stopped.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use hotlift::{Control, Options};
+
+use crate::census::alone;
+use crate::probe::Quirks;
+use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
+use crate::rig::{self, settings};
+
+/// Reports while the destination's answer is held back; a source that does not wait for it makes none.
+const REPORTS: u32 = 3;
+
+#[test]
+fn the_guest_is_not_stopped_before_the_destination_has_what_was_sent() {
+    let _alone = alone();
+    for multifd in [true, false] {
+        let options = Options {
+            multifd: Some(multifd),
+            // The rest fits after the first round.
+            downtime_limit: Duration::from_secs(1000),
+            ..Options::default()
+        };
+        let kind = rig::kinds()[0];
+        let source = rig::source(kind, &settings(), Quirks::default());
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let (listener, to) = rig::listen();
+        // The first two answer the opening and the RAM blocks.
+        let answer = Fault {
+            unit: Unit {
+                socket: Some(Socket::Main),
+                back: true,
+                name: "PONG #3".to_owned(),
+            },
+            action: Action::Hold,
+        };
+        let proxy = Proxy::start(&to, Some(answer));
+        let (reports, stopped) = (AtomicU32::new(0), AtomicU32::new(0));
+        let ended = rig::run(
+            &source,
+            &destination,
+            listener,
+            &proxy.address(),
+            [&options, &options],
+            &[Control::new(), Control::new()],
+            &|_| {
+                if !proxy.has_fired() {
+                    return;
+                }
+                let report = reports.fetch_add(1, Ordering::SeqCst);
+                if report <= REPORTS && !source.runs() {
+                    stopped.fetch_add(1, Ordering::SeqCst);
+                }
+                if report == REPORTS {
+                    proxy.release();
+                }
+            },
+        );
+        ended.arrived(&source, &destination, "with an answer that came late");
+        assert!(reports.into_inner() > REPORTS, "it did not wait");
+        assert_eq!(stopped.into_inner(), 0, "it was stopped meanwhile");
+        proxy.finish();
+    }
+}
