@@ -27,7 +27,7 @@ pub struct GuestArgs {
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = size)]
     pub ram: u64,
     /// Memory behind the RAM: private anonymous memory, or a shared memfd
-    #[arg(long, value_enum, default_value = "private")]
+    #[arg(long, value_enum, default_value = "private", hide_short_help = true)]
     pub ram_backend: RamBackend,
     /// Where the guest writes: idle, random, sequential or hotset
     #[arg(long, value_name = "NAME", default_value = "random")]
@@ -36,7 +36,7 @@ pub struct GuestArgs {
     #[arg(long, value_name = "PAGES/S", default_value_t = 20_000)]
     pub rate: u64,
     /// Bytes that it writes to [default: an eighth of the RAM]
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = size, hide_short_help = true)]
     pub working_set: Option<u64>,
     /// Fill RAM with this file, page by page as of a memory image, or with the files of this folder; .zst
     /// files are unpacked [default: a generated mix]
@@ -46,10 +46,10 @@ pub struct GuestArgs {
     #[arg(long, value_name = "SHARE")]
     pub zero_share: Option<f64>,
     /// Write the zero pages once, so that the host has to allocate them
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub zero_touched: bool,
     /// Start of all random numbers
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, hide_short_help = true)]
     pub seed: u64,
 }
 

@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use clap::Args;
 use hotlift::Options;
+use hotlift::options::OptionError;
 use hotlift_methods::METHODS;
 use hotlift_vmm::GuestKind;
 
 use crate::args::GuestArgs;
 use crate::error::CommandError;
 use crate::events::Filling;
-use crate::migration_args::MigrationArgs;
+use crate::migration_args::{MigrationArgs, RoleArgs, role};
 use crate::output::{self, complain};
 use crate::pair::{Errors, Pair, Place};
 use crate::report::{self, Run};
@@ -31,25 +32,22 @@ pub struct DemoArgs {
     #[command(flatten)]
     guest: GuestArgs,
     #[command(flatten)]
-    migration: MigrationArgs,
+    migration: RoleArgs<role::Pair>,
 }
 
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
-    args.migration.refuse(
-        &["pause-before-switchover"],
-        "a monitor that lets the migration go on, which the demo has not",
-    )?;
+    let migrations = settings(&args.migration)?;
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
     let mut runs = Vec::new();
     let mut filling = None;
-    for migration in settings(&args.migration) {
+    for migration in &migrations {
         for _ in 0..args.repeat {
             if interrupt.is_raised() {
                 break;
             }
-            let (run, filled) = migrate_once(args, kind, &migration, &interrupt)?;
+            let (run, filled) = migrate_once(args, kind, migration, &interrupt)?;
             runs.push(run);
             filling = filling.or(filled);
         }
@@ -81,22 +79,24 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     }
 }
 
-/// The settings to migrate with: the ones given, or every method where none was chosen. On one host
-/// nothing is gained by holding back, so the bandwidth is unlimited unless it was given.
-fn settings(given: &MigrationArgs) -> Vec<MigrationArgs> {
-    let unlimited = if given.has("max-bandwidth") {
-        given.clone()
-    } else {
-        given.with("max-bandwidth", "0")
-    };
-    let multifd = given.options().is_ok_and(|options| options.multifd());
-    if given.has("multifd-compression") || given.has_level() || !multifd {
-        return vec![unlimited];
+/// The settings to migrate with: the ones given, or every method where none was chosen.
+///
+/// # Errors
+/// If what was given does not go together with each of them.
+fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionError> {
+    let all = given.complete();
+    if given.has("multifd-compression") || given.has_level() || !all.options()?.multifd() {
+        return Ok(vec![all]);
     }
-    METHODS
-        .iter()
-        .map(|method| unlimited.with("multifd-compression", method.name))
-        .collect()
+    let each = METHODS.iter().map(|method| {
+        let one = all.with("multifd-compression", method.name);
+        match one.options() {
+            // That its accelerator is not here is said when its turn comes.
+            Ok(_) | Err(OptionError::NoAccelerator { .. }) => Ok(one),
+            Err(error) => Err(error),
+        }
+    });
+    each.collect()
 }
 
 /// What was migrated.

@@ -13,7 +13,7 @@ use hotlift_vmm::BuiltinGuest;
 use crate::args::{GuestArgs, error_line};
 use crate::error::{CommandError, settle};
 use crate::events::{Check, Event, Filling, tell};
-use crate::migration_args::MigrationArgs;
+use crate::migration_args::{RoleArgs, role};
 use crate::monitor::{Commands, ControlArgs, GuestMonitor, Leaving};
 use crate::output::{complain, say, say_turned_away};
 use crate::progress::{Display, fallback_warning};
@@ -69,7 +69,7 @@ pub struct GuestRunArgs {
     #[command(flatten)]
     guest: GuestArgs,
     #[command(flatten)]
-    migration: MigrationArgs,
+    migration: RoleArgs<role::Guest>,
 }
 
 /// `--incoming`.

@@ -28,6 +28,7 @@ mod save;
 mod serve;
 mod settle;
 mod signals;
+mod usage;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -186,8 +187,9 @@ fn main() -> ExitCode {
         // TMPDIR is a stranger's. It fails only if it was set before, and nothing else sets it.
         let _ = tempfile::env::override_temp_dir(Path::new("/tmp"));
     }
-    let command = Cli::parse().command;
     output::take_panics();
+    let words: Vec<_> = std::env::args_os().collect();
+    let command = usage::read::<Cli>(&usage::with_hints(Cli::command()), &words).command;
     let outcome = match command {
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => bench::run(&args),

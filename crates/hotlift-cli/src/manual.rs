@@ -33,6 +33,7 @@ pub fn run(args: &ManualArgs, command: &Command) -> Result<(), CommandError> {
 fn write(dir: &Path, command: &Command) -> std::io::Result<()> {
     let pages = dir.join("man/man1");
     fs::create_dir_all(&pages)?;
+    let command = &in_full(command.clone());
     clap_mangen::generate_to(command.clone(), &pages)?;
     for &(shell, folder) in COMPLETIONS {
         let folder = dir.join(folder);
@@ -40,4 +41,11 @@ fn write(dir: &Path, command: &Command) -> std::io::Result<()> {
         clap_complete::generate_to(shell, &mut command.clone(), "hotlift", &folder)?;
     }
     Ok(())
+}
+
+/// `command` with nothing left for long help: a page has one text for each option.
+fn in_full(command: Command) -> Command {
+    command
+        .mut_args(|arg| arg.hide_short_help(false))
+        .mut_subcommands(in_full)
 }

@@ -12,7 +12,7 @@ use hotlift_qmp::{QmpAddress, Version};
 
 use crate::args::error_line;
 use crate::error::CommandError;
-use crate::migration_args::MigrationArgs;
+use crate::migration_args::{RoleArgs, role};
 use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL};
@@ -41,7 +41,7 @@ pub struct MigrateArgs {
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
-    migration: MigrationArgs,
+    migration: RoleArgs<role::Migrate>,
 }
 
 /// Runs the command.

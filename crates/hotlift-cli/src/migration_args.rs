@@ -1,14 +1,72 @@
-//! Command-line flags for the options of a migration, made from the engine's one table.
+//! Command-line flags for the options of a migration, made from the engine's one table: which a command
+//! has, their defaults there and their place in its help.
+
+use std::marker::PhantomData;
+use std::ops::Deref;
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use hotlift::Options;
-use hotlift::options::{OPTIONS, OptionError, OptionInfo};
+use hotlift::options::{Group, OPTIONS, OptionError, OptionInfo, Role, option};
 
 /// The options given on the command line, in the order of the table.
 #[derive(Debug, Clone, Default)]
 pub struct MigrationArgs {
     given: Vec<(String, String)>,
     level: Option<String>,
+}
+
+/// A command's part in a migration, as a type.
+pub trait HasRole {
+    /// As a value.
+    const ROLE: Role;
+}
+
+macro_rules! roles {
+    ($($name:ident),*) => {
+        /// Types for roles.
+        pub mod role {
+            $(
+                /// See the role of that name.
+                #[derive(Debug, Clone)]
+                pub struct $name;
+
+                impl super::HasRole for $name {
+                    const ROLE: hotlift::options::Role = hotlift::options::Role::$name;
+                }
+            )*
+        }
+    };
+}
+
+roles!(Pair, Guest, Relay, Migrate, Save, Receive);
+
+/// The options that a command of role `R` takes.
+#[derive(Debug, Clone)]
+pub struct RoleArgs<R> {
+    given: MigrationArgs,
+    role: PhantomData<R>,
+}
+
+impl<R> Deref for RoleArgs<R> {
+    type Target = MigrationArgs;
+
+    fn deref(&self) -> &MigrationArgs {
+        &self.given
+    }
+}
+
+impl<R: HasRole> RoleArgs<R> {
+    /// With the role's own defaults where nothing was given.
+    pub fn complete(&self) -> MigrationArgs {
+        let mut all = self.given.clone();
+        for option in OPTIONS.iter().filter(|option| !self.has(option.name)) {
+            let default = option.role_default(R::ROLE).and_then(|row| row.value);
+            if let Some(value) = default {
+                all = all.with(option.name, value);
+            }
+        }
+        all
+    }
 }
 
 impl MigrationArgs {
@@ -87,45 +145,57 @@ impl MigrationArgs {
     }
 }
 
-fn help(option: &OptionInfo) -> String {
-    let unit = if option.unit.is_empty() {
-        String::new()
-    } else {
-        format!(", in {}", option.unit)
+fn help(option: &OptionInfo, role: Role) -> String {
+    let default = match option.role_default(role) {
+        Some(row) => row.words,
+        None => option.default,
     };
-    format!(
-        "{} [{}{unit}; default {}]",
-        option.help, option.values, option.default
-    )
+    let unit = match option.unit {
+        "" => String::new(),
+        unit => format!(", in {unit}"),
+    };
+    let default = match default {
+        "" => String::new(),
+        default => format!("; default: {default}"),
+    };
+    let values = option.values_for(role);
+    format!("{} [{values}{unit}{default}]", option.help)
 }
 
-/// The flag of an option.
-fn flag(option: &OptionInfo) -> Arg {
+/// The flag of an option. Short help has what is asked for every day.
+fn flag(option: &OptionInfo, role: Role) -> Arg {
+    let is_everyday = matches!(option.group, Group::Everyday(_));
     let arg = Arg::new(option.name)
         .long(option.name)
         .value_name("VALUE")
-        .help(help(option))
-        .help_heading("Migration");
+        .help(help(option, role))
+        .help_heading(option.group.title())
+        // All that a Receive has.
+        .hide_short_help(!is_everyday && role != Role::Receive);
     match option.alias {
         Some(alias) => arg.visible_alias(alias),
         None => arg,
     }
 }
 
+/// What a role takes, in the order of its help.
+fn options_of(role: Role) -> Vec<&'static OptionInfo> {
+    let taken = OPTIONS
+        .iter()
+        .filter(|option| option.refusal(role).is_none());
+    let mut options: Vec<_> = taken.collect();
+    options.sort_by_key(|option| option.group.rank());
+    options
+}
+
 /// A value that was refused, as clap shows it.
 fn refused(error: &OptionError) -> clap::Error {
-    clap::Error::raw(
-        clap::error::ErrorKind::ValueValidation,
-        format!("{error}\n"),
-    )
+    clap::Error::raw(clap::error::ErrorKind::ValueValidation, error)
 }
 
 /// What bounds a source, for commands whose other options the source or its file decides.
 #[derive(Debug, Clone, Default)]
 pub struct LimitArgs(Options);
-
-/// The options among them.
-const LIMITS: [&str; 3] = ["max-channels", "memory-limit", "settle-timeout"];
 
 impl LimitArgs {
     /// All other options have their defaults.
@@ -136,8 +206,7 @@ impl LimitArgs {
 
 impl Args for LimitArgs {
     fn augment_args(command: Command) -> Command {
-        let limits = OPTIONS.iter().filter(|one| LIMITS.contains(&one.name));
-        command.args(limits.map(flag))
+        RoleArgs::<role::Receive>::augment_args(command)
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -147,13 +216,8 @@ impl Args for LimitArgs {
 
 impl FromArgMatches for LimitArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let mut options = Options::default();
-        for name in LIMITS {
-            if let Some(value) = matches.get_one::<String>(name) {
-                options.set(name, value).map_err(|error| refused(&error))?;
-            }
-        }
-        Ok(Self(options))
+        let limits = RoleArgs::<role::Receive>::from_arg_matches(matches)?;
+        limits.options().map(Self).map_err(|error| refused(&error))
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -162,15 +226,25 @@ impl FromArgMatches for LimitArgs {
     }
 }
 
-impl Args for MigrationArgs {
+/// Level of the method, whichever that is.
+const LEVEL: &str = "level";
+
+impl<R: HasRole> Args for RoleArgs<R> {
     fn augment_args(command: Command) -> Command {
-        command.args(OPTIONS.iter().map(flag)).arg(
-            Arg::new("level")
-                .long("level")
-                .value_name("LEVEL")
-                .help("Level of the chosen method; see the level options")
-                .help_heading("Migration"),
-        )
+        let mut command = command;
+        for option in options_of(R::ROLE) {
+            command = command.arg(flag(option, R::ROLE));
+            if option.name == "multifd-compression" {
+                command = command.arg(
+                    Arg::new(LEVEL)
+                        .long(LEVEL)
+                        .value_name("LEVEL")
+                        .help("Level of the chosen method; see the level options")
+                        .help_heading(option.group.title()),
+                );
+            }
+        }
+        command
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -178,18 +252,36 @@ impl Args for MigrationArgs {
     }
 }
 
-impl FromArgMatches for MigrationArgs {
+impl<R: HasRole> FromArgMatches for RoleArgs<R> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let value = |name: &str| matches.get_one::<String>(name).cloned();
-        let args = Self {
-            given: OPTIONS
-                .iter()
+        // In the table's order: some options set others along.
+        let taken = OPTIONS
+            .iter()
+            .filter(|option| option.refusal(R::ROLE).is_none());
+        let given = MigrationArgs {
+            given: taken
                 .filter_map(|option| Some((option.name.to_owned(), value(option.name)?)))
                 .collect(),
-            level: value("level"),
+            level: match R::ROLE {
+                Role::Receive => None,
+                _ => value(LEVEL),
+            },
         };
-        args.options().map_err(|error| refused(&error))?;
-        Ok(args)
+        for (name, value) in &given.given {
+            let info = option(name).map_err(|error| refused(&error))?;
+            if let Some(instead) = info.value_refusal(R::ROLE, value) {
+                return Err(clap::Error::raw(
+                    clap::error::ErrorKind::ValueValidation,
+                    format!("{name}={value} is not for this command: {instead}"),
+                ));
+            }
+        }
+        given.options().map_err(|error| refused(&error))?;
+        Ok(Self {
+            given,
+            role: PhantomData,
+        })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -202,25 +294,123 @@ impl FromArgMatches for MigrationArgs {
 mod tests {
     use super::*;
 
-    fn parse(flags: &[&str]) -> Result<MigrationArgs, clap::Error> {
-        let command = MigrationArgs::augment_args(Command::new("t"));
+    fn parse_as<R: HasRole>(flags: &[&str]) -> Result<MigrationArgs, clap::Error> {
+        let command = RoleArgs::<R>::augment_args(Command::new("t"));
         let matches = command.try_get_matches_from(std::iter::once(&"t").chain(flags))?;
-        MigrationArgs::from_arg_matches(&matches)
+        RoleArgs::<R>::from_arg_matches(&matches).map(|args| args.complete())
+    }
+
+    fn parse(flags: &[&str]) -> Result<MigrationArgs, clap::Error> {
+        parse_as::<role::Guest>(flags)
+    }
+
+    /// Short help and long help.
+    fn helps<R: HasRole>() -> [String; 2] {
+        let command = || RoleArgs::<R>::augment_args(Command::new("t").term_width(0));
+        [
+            command().render_help().to_string(),
+            command().render_long_help().to_string(),
+        ]
+    }
+
+    fn shows_what_it_takes<R: HasRole>() {
+        let [short, long] = helps::<R>();
+        for option in OPTIONS {
+            let name = format!("--{} ", option.name);
+            let is_taken = option.refusal(R::ROLE).is_none();
+            assert_eq!(long.contains(&name), is_taken, "{:?}: {name}", R::ROLE);
+            let is_everyday =
+                matches!(option.group, Group::Everyday(_)) || R::ROLE == Role::Receive;
+            assert_eq!(
+                short.contains(&name),
+                is_taken && is_everyday,
+                "{:?}: {name}",
+                R::ROLE
+            );
+            if is_taken {
+                assert!(long.contains(&option.values_for(R::ROLE)), "{name}");
+            } else {
+                let refused = parse_as::<R>(&[&format!("--{}", option.name), option.default]);
+                assert_eq!(
+                    refused.unwrap_err().kind(),
+                    clap::error::ErrorKind::UnknownArgument,
+                    "{name}"
+                );
+            }
+        }
     }
 
     #[test]
-    fn every_option_of_the_table_is_a_flag_with_its_range_in_the_help() {
-        let unwrapped = Command::new("t").term_width(0);
-        let text = MigrationArgs::augment_args(unwrapped)
-            .render_long_help()
-            .to_string();
-        for option in OPTIONS {
-            assert!(
-                text.contains(&format!("--{}", option.name)),
-                "{}",
-                option.name
-            );
-            assert!(text.contains(&option.values.to_string()), "{}", option.name);
+    fn help_shows_what_a_command_takes_and_nothing_that_it_refuses() {
+        shows_what_it_takes::<role::Pair>();
+        shows_what_it_takes::<role::Guest>();
+        shows_what_it_takes::<role::Relay>();
+        shows_what_it_takes::<role::Migrate>();
+        shows_what_it_takes::<role::Save>();
+        shows_what_it_takes::<role::Receive>();
+    }
+
+    #[test]
+    fn what_is_asked_for_every_day_comes_first_and_the_method_before_all() {
+        let [_, long] = helps::<role::Guest>();
+        let at = |words: &str| {
+            long.find(words)
+                .unwrap_or_else(|| panic!("{words}: {long}"))
+        };
+        let order = [
+            "Migration:",
+            "--multifd-compression",
+            "--level",
+            "--multifd-channels",
+            "--max-bandwidth",
+            "--mem-prealloc",
+            "Levels of the methods:",
+            "Announcing the guest:",
+        ];
+        assert!(order.map(at).is_sorted(), "{long}");
+    }
+
+    #[test]
+    fn help_names_the_default_that_the_command_has() {
+        for (help, limit) in [
+            (helps::<role::Pair>(), "default: unlimited]"),
+            (helps::<role::Migrate>(), "default: unlimited]"),
+            (helps::<role::Guest>(), "default: 128M]"),
+        ] {
+            let [_, help] = help;
+            let line = help.lines().find(|line| line.contains("Limit over all"));
+            assert!(line.is_some_and(|line| line.ends_with(limit)), "{line:?}");
+        }
+        assert_eq!(
+            parse_as::<role::Pair>(&[])
+                .unwrap()
+                .options()
+                .unwrap()
+                .max_bandwidth,
+            0
+        );
+        assert_eq!(
+            parse_as::<role::Relay>(&["--max-bandwidth=5M"])
+                .unwrap()
+                .options()
+                .unwrap()
+                .max_bandwidth,
+            5 << 20
+        );
+        assert_eq!(
+            parse(&[]).unwrap().options().unwrap().max_bandwidth,
+            128 << 20
+        );
+        let [_, help] = helps::<role::Guest>();
+        assert!(help.contains("off with a monitor"), "{help}");
+    }
+
+    #[test]
+    fn every_option_is_taken_with_its_default_where_it_means_something() {
+        for option in OPTIONS
+            .iter()
+            .filter(|one| one.refusal(Role::Guest).is_none())
+        {
             parse(&[&format!("--{}", option.name), option.default]).unwrap();
         }
     }

@@ -4,14 +4,13 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use clap::{Args, Subcommand, ValueEnum};
-use hotlift::options::OptionError;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
 use hotlift_qmp::server::Events;
 
 use crate::args::error_line;
 use crate::error::CommandError;
-use crate::migration_args::MigrationArgs;
+use crate::migration_args::{HasRole, RoleArgs, role};
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
 use crate::output::{complain, say, say_turned_away};
 use crate::output_args::OutputArgs;
@@ -67,7 +66,7 @@ pub struct RelayArgs {
     uuid: Option<Uuid>,
     /// QEMU's property of that name on the side that is connected to [default: as the incoming side
     /// has it, or as the machine type has it]
-    #[arg(long, value_name = "VALUE", value_enum)]
+    #[arg(long, value_name = "VALUE", value_enum, hide_short_help = true)]
     multifd_flush_after_each_section: Option<Switch>,
     /// Take one migration after another; one that fails is reported, and the next is waited for
     #[arg(long)]
@@ -77,7 +76,7 @@ pub struct RelayArgs {
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
-    migration: MigrationArgs,
+    migration: RoleArgs<role::Relay>,
 }
 
 /// `on` or `off`.
@@ -95,12 +94,6 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     };
     let interrupt = Interrupt::catch()?;
     let mut settings = settings(&args.migration)?;
-    if args.migration.has("downtime-limit") {
-        return Err(CommandError::from(OptionError::Conflict {
-            option: "downtime-limit".to_owned(),
-            needs: "a guest of its own: the source's QEMU decides when to switch over, set it there",
-        }));
-    }
     settings.uuid = args.uuid.map(|uuid| uuid.0);
     settings.flush_after_each_section = args
         .multifd_flush_after_each_section
@@ -198,15 +191,9 @@ impl Relay<'_> {
     }
 }
 
-/// The settings of a relay: unlimited in bandwidth unless it was given, since QEMU paces itself; and
-/// zero pages as both ends can have them unless that was given.
-pub fn settings(given: &MigrationArgs) -> Result<RelaySettings, CommandError> {
-    let unlimited = if given.has("max-bandwidth") {
-        given.clone()
-    } else {
-        given.with("max-bandwidth", "0")
-    };
-    let outgoing = unlimited.options()?;
+/// The settings of a relay: zero pages as both ends can have them unless that was given.
+pub fn settings<R: HasRole>(given: &RoleArgs<R>) -> Result<RelaySettings, CommandError> {
+    let outgoing = given.complete().options()?;
     hotlift::relay::check(&outgoing)?;
     let zero_pages = given
         .has("zero-page-detection")

@@ -10,7 +10,7 @@ use hotlift_qmp::QmpAddress;
 
 use crate::args::error_line;
 use crate::error::CommandError;
-use crate::migration_args::MigrationArgs;
+use crate::migration_args::{RoleArgs, role};
 use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::qemu::control::Guest;
@@ -37,7 +37,7 @@ pub struct SaveArgs {
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
-    migration: MigrationArgs,
+    migration: RoleArgs<role::Save>,
 }
 
 /// `--format`.

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use hotlift::options::{OptionError, option};
+use hotlift::options::{OptionError, Role, option};
 use hotlift_vmm::GuestKind;
 use hotlift_vmm::workload::Workload;
 
@@ -106,12 +106,10 @@ fn axis(text: &str) -> Result<Axis, String> {
         .split_once('=')
         .ok_or_else(|| "expected NAME=VALUES".to_owned())?;
     let info = option(name).map_err(|error| error.to_string())?;
-    let values: Vec<String> = values.split(',').map(str::to_owned).collect();
-    if info.name == "pause-before-switchover" && values.iter().any(|value| value == "on") {
-        return Err(
-            "needs a monitor that lets the migration go on, which a benchmark has not".to_owned(),
-        );
+    if let Some(instead) = info.refusal(Role::Pair) {
+        return Err(format!("it is not for a benchmark: {instead}"));
     }
+    let values: Vec<String> = values.split(',').map(str::to_owned).collect();
     for value in &values {
         let mut options = hotlift::Options::default();
         options

@@ -91,13 +91,13 @@ pub struct BenchArgs {
     serve: Option<Address>,
     /// Print the tables of kept runs, write their report into the folder of --out, and run nothing;
     /// repeatable
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     kept: Vec<PathBuf>,
     /// Limit the link on this machine by network namespaces (root), as in 1gbit or 200mbit,2ms
     #[arg(long, value_name = "RATE[,DELAY]", conflicts_with = "to")]
     link: Option<Link>,
     /// End a run that takes longer
-    #[arg(long, value_name = "SECONDS", default_value_t = 600,
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, hide_short_help = true,
           value_parser = clap::value_parser!(u64).range(1..))]
     time_limit: u64,
     /// Bytes of RAM, with suffix K, M or G [default: 1G, of a suite the published size; less where
@@ -117,13 +117,13 @@ pub struct BenchArgs {
     )]
     rate: u64,
     /// Bytes that it writes to [default: an eighth of the RAM]
-    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Guest")]
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Guest", hide_short_help = true)]
     working_set: Option<u64>,
     /// Write the zero pages once, so that the host has to allocate them
-    #[arg(long, help_heading = "Guest")]
+    #[arg(long, help_heading = "Guest", hide_short_help = true)]
     zero_touched: bool,
     /// Start of all random numbers, those of the order of runs among them
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, hide_short_help = true)]
     seed: u64,
     #[command(flatten)]
     matrix: MatrixArgs,

@@ -27,10 +27,16 @@ pub struct ControlArgs {
     #[arg(long, value_name = "ADDRESS")]
     monitor: Option<MonitorAddress>,
     /// Permissions of the UNIX sockets, in octal
-    #[arg(long, value_name = "MODE", default_value = "600", value_parser = mode)]
+    #[arg(
+        long,
+        value_name = "MODE",
+        default_value = "600",
+        value_parser = mode,
+        hide_short_help = true
+    )]
     control_mode: u32,
     /// Let the TCP sockets be on addresses that other hosts reach, though there is no authentication
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     control_from_other_hosts: bool,
 }
 

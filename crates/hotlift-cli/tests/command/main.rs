@@ -13,6 +13,7 @@ mod bench;
 mod demo;
 mod environment;
 mod guest_run;
+mod help;
 mod hmp;
 mod hotlift;
 mod killed;

@@ -199,7 +199,25 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
                 "--to=tcp:h:1",
                 "--decompress-threads=4",
             ],
-            "decompress-threads=4 needs a guest",
+            "'hotlift migrate' does not take --decompress-threads: a relay decompresses",
+        ),
+        (
+            &[
+                "migrate",
+                "--qmp=q",
+                "--to=tcp:h:1",
+                "--auto-converge",
+                "on",
+            ],
+            "'hotlift migrate' does not take --auto-converge: the source's QEMU",
+        ),
+        (
+            &["save", "--qmp=q", "f", "--mem-prealloc=on"],
+            "'hotlift save' does not take --mem-prealloc: the RAM is that of the destination's",
+        ),
+        (
+            &["serve", "--listen=tcp::0", "--qmp=q", "--method=zstd"],
+            "'hotlift serve' does not take --method: the side that sends",
         ),
         (&["restore", "f"], "--qmp"),
     ] {

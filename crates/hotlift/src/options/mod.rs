@@ -4,6 +4,7 @@
 //! checked against its range here and nowhere else, before anything is opened.
 
 mod qmp;
+mod roles;
 mod table;
 mod values;
 
@@ -15,6 +16,7 @@ use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MemoryLimit, Method
 use hotlift_wire::multifd::PacketLayout;
 
 pub use qmp::{OLDER_NAMES, OUR_PREFIX, OlderName, QmpRefusal, QmpType, qmp_option};
+pub use roles::{Group, NotFor, Role, RoleDefault};
 pub use table::OPTIONS;
 pub use values::{
     ACCELERATOR, AccelPath, Value, Values, ZERO_PAGE_DETECTION, ZeroPageDetection, parse_size,
@@ -230,6 +232,12 @@ pub struct OptionInfo {
     pub unit: &'static str,
     /// Whether a change takes effect in a migration that runs.
     pub live: bool,
+    /// Where help shows it.
+    pub group: Group,
+    /// Who does not take it, besides what follows from its group.
+    pub not_for: &'static [NotFor],
+    /// Defaults that are not [`OptionInfo::default`].
+    pub defaults: &'static [RoleDefault],
     /// What it does, in one line.
     pub help: &'static str,
     access: Access,

@@ -1,0 +1,111 @@
+//! The command line as it is read: short help, and what is said of a bad one.
+
+use std::ffi::OsString;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Command, FromArgMatches};
+use hotlift::options::{OPTIONS, Role};
+
+use crate::output::{self, complain};
+
+/// Ends the short help of a command that has more to show.
+const MORE: &str = "'--help' shows all options.";
+
+/// Exit code of a bad command line.
+const USAGE: i32 = 2;
+
+/// `command` whose short help says that there is more, where there is.
+pub fn with_hints(command: Command) -> Command {
+    let hides = |command: &Command| {
+        command
+            .get_arguments()
+            .any(|arg| arg.is_hide_short_help_set())
+    };
+    let mut command = command.mut_subcommands(with_hints);
+    if hides(&command) {
+        // Long help would show it, too, if it had no end of its own.
+        command = command.after_help(MORE).after_long_help("");
+    }
+    command
+}
+
+/// Reads `words`; ends the process if they are a question for help, or cannot be read.
+pub fn read<T: FromArgMatches>(command: &Command, words: &[OsString]) -> T {
+    let matches = command.clone().try_get_matches_from(words);
+    match matches.and_then(|matches| T::from_arg_matches(&matches)) {
+        Ok(read) => read,
+        Err(error) if error.use_stderr() => {
+            complain!("{}", explain(command.clone(), words, error));
+            output::finish();
+            std::process::exit(USAGE);
+        }
+        Err(answer) => answer.exit(),
+    }
+}
+
+/// What is wrong, and with which command.
+fn explain(mut command: Command, words: &[OsString], error: clap::Error) -> String {
+    let path = path(&command, words);
+    let typed = path.join(" ");
+    let shown = match not_taken(&error, &typed) {
+        Some(refusal) => clap::Error::raw(ErrorKind::UnknownArgument, refusal),
+        None => error,
+    };
+    command.build();
+    let last = path.iter().try_fold(&mut command, |command, name| {
+        command.find_subcommand_mut(name)
+    });
+    let shown = match last {
+        Some(last) => shown.format(last),
+        None => shown,
+    };
+    let text = shown.render().to_string();
+    text.trim_end().replace("'--help'", &help(&path))
+}
+
+fn help(path: &[String]) -> String {
+    let words = std::iter::once("hotlift").chain(path.iter().map(String::as_str));
+    let words: Vec<_> = words.chain(["--help"]).collect();
+    format!("'{}'", words.join(" "))
+}
+
+/// The subcommands that `words` begin with.
+fn path(command: &Command, words: &[OsString]) -> Vec<String> {
+    let mut command = command;
+    let mut path = Vec::new();
+    for word in words.iter().skip(1).filter_map(|word| word.to_str()) {
+        let Some(next) = command.find_subcommand(word) else {
+            break;
+        };
+        path.push(word.to_owned());
+        command = next;
+    }
+    path
+}
+
+/// Why the command typed does not take an option that others take.
+fn not_taken(error: &clap::Error, typed: &str) -> Option<String> {
+    let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    if error.kind() != ErrorKind::UnknownArgument {
+        return None;
+    }
+    let name = word.strip_prefix("--")?.split('=').next()?;
+    let info = OPTIONS
+        .iter()
+        .find(|info| info.name == name || info.alias == Some(name))?;
+    let role = match typed {
+        "demo" => Role::Pair,
+        "guest run" => Role::Guest,
+        "relay source" | "relay destination" => Role::Relay,
+        "migrate" => Role::Migrate,
+        "save" => Role::Save,
+        "serve" | "restore" => Role::Receive,
+        _ => return None,
+    };
+    let instead = info.refusal(role)?;
+    Some(format!(
+        "'hotlift {typed}' does not take --{name}: {instead}"
+    ))
+}

@@ -1,0 +1,87 @@
+//! What a command says of itself, and of options that are not its own.
+
+use hotlift::options::{Group, OPTIONS, Role};
+
+use crate::hotlift::Hotlift;
+
+/// Commands that migrate, each with its part in that.
+const COMMANDS: &[(&[&str], Role)] = &[
+    (&["demo"], Role::Pair),
+    (&["guest", "run"], Role::Guest),
+    (&["relay", "source"], Role::Relay),
+    (&["relay", "destination"], Role::Relay),
+    (&["migrate"], Role::Migrate),
+    (&["save"], Role::Save),
+    (&["serve"], Role::Receive),
+    (&["restore"], Role::Receive),
+];
+
+/// Lines of short help: two screens.
+const SHORT: usize = 64;
+
+fn help(command: &[&str], flag: &str) -> Vec<String> {
+    let (status, said) = Hotlift::start(&[command, &[flag]].concat()).wait();
+    assert!(status.success(), "{said:?}");
+    said
+}
+
+#[test]
+fn short_help_is_short_and_says_that_there_is_more() {
+    for (command, role) in COMMANDS {
+        let short = help(command, "-h");
+        assert!(short.len() <= SHORT, "{command:?}: {} lines", short.len());
+        let text = short.join("\n");
+        let long = help(command, "--help").join("\n");
+        for option in OPTIONS {
+            let name = format!("--{} ", option.name);
+            let is_everyday = matches!(option.group, Group::Everyday(_));
+            if option.refusal(*role).is_some() {
+                // A command may have one of that name of its own.
+                assert!(
+                    *role == Role::Receive || !long.contains(&name),
+                    "{name}: {long}"
+                );
+            } else {
+                assert!(long.contains(&name), "{name}: {long}");
+                assert!(
+                    is_everyday == text.contains(&name) || *role == Role::Receive,
+                    "{text}"
+                );
+            }
+        }
+        // As clap indents them.
+        let flags = |text: &str| {
+            let is_flag = |line: &&str| line.starts_with("      --") || line.starts_with("  -");
+            text.lines().filter(is_flag).count()
+        };
+        assert_eq!(
+            text.contains("'--help' shows all options."),
+            flags(&long) > flags(&text),
+            "{text}"
+        );
+        assert!(!long.contains("shows all options"), "{long}");
+    }
+}
+
+#[test]
+fn every_option_that_is_not_a_commands_is_refused_with_what_to_do_instead() {
+    for (command, role) in COMMANDS {
+        for option in OPTIONS {
+            let Some(instead) = option.refusal(*role) else {
+                continue;
+            };
+            if command == &["restore"] && option.name == "multifd-channels" {
+                continue;
+            }
+            let flag = format!("--{}={}", option.name, option.default);
+            let (status, said) = Hotlift::start(&[command, &[flag.as_str()][..]].concat()).wait();
+            assert_eq!(status.code(), Some(2), "{said:?}");
+            let name = command.join(" ");
+            let line = format!(
+                "error: 'hotlift {name}' does not take --{}: {instead}",
+                option.name
+            );
+            assert!(said.contains(&line), "{line}\n{said:?}");
+        }
+    }
+}
