@@ -1,14 +1,19 @@
 //! Flags that describe a built-in guest and what its memory holds.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use crate::output::complain;
 use clap::{Args, ValueEnum};
 use hotlift::options::parse_size;
 use hotlift_mem::Backing;
 use hotlift_vmm::fill::{FillSettings, FillSource};
+use hotlift_vmm::layout::{Layout, MAX_RAM, MAX_VCPUS, MIN_RAM};
 use hotlift_vmm::workload::Workload;
 use hotlift_vmm::{GuestKind, GuestSettings};
+
+use crate::error::CommandError;
+use crate::output::complain;
+use crate::progress::bytes;
 
 /// Share of zero pages if none is given: between a busy guest's and a fresh one's.
 const ZERO_SHARE: f64 = 0.25;
@@ -21,10 +26,11 @@ pub struct GuestArgs {
     #[arg(long, value_enum, default_value = "auto")]
     pub guest: GuestChoice,
     /// Number of vCPUs, 1 to 8
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
     pub vcpus: u8,
-    /// Bytes of RAM, with suffix K, M, G or T
-    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = size)]
+    /// Bytes of RAM, with suffix K, M or G
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = ram)]
     pub ram: u64,
     /// Memory behind the RAM: private anonymous memory, or a shared memfd
     #[arg(long, value_enum, default_value = "private", hide_short_help = true)]
@@ -43,7 +49,7 @@ pub struct GuestArgs {
     #[arg(long, value_name = "PATH")]
     pub fill: Option<PathBuf>,
     /// Share of pages that stay zero, 0 to 1 [default: 0.25; of a file those that it has]
-    #[arg(long, value_name = "SHARE")]
+    #[arg(long, value_name = "SHARE", value_parser = share)]
     pub zero_share: Option<f64>,
     /// Write the zero pages once, so that the host has to allocate them
     #[arg(long, hide_short_help = true)]
@@ -74,6 +80,33 @@ pub enum RamBackend {
 }
 
 impl GuestArgs {
+    /// Whether there can be such a guest.
+    ///
+    /// # Errors
+    /// What of RAM, vCPUs and working set does not go together.
+    pub fn check(&self) -> Result<(), CommandError> {
+        let settings = self.settings();
+        Layout::new(settings.ram_bytes, settings.vcpus, settings.working_set)?;
+        Ok(())
+    }
+
+    /// Whether what it is to be filled with is there.
+    ///
+    /// # Errors
+    /// The path that cannot be looked at.
+    pub fn check_fill(&self) -> Result<(), CommandError> {
+        let Some(path) = &self.fill else {
+            return Ok(());
+        };
+        match std::fs::metadata(path) {
+            Ok(_) => Ok(()),
+            Err(source) => Err(CommandError::Look {
+                path: path.clone(),
+                source,
+            }),
+        }
+    }
+
     /// The guest to make. Says why it is not a KVM guest if nobody asked for another.
     pub fn kind(&self) -> GuestKind {
         match self.guest {
@@ -168,7 +201,31 @@ pub fn error_line(error: &dyn std::error::Error) -> String {
     line
 }
 
-fn size(text: &str) -> Result<u64, String> {
+/// A number of bytes.
+pub fn size(text: &str) -> Result<u64, String> {
     parse_size(text)
         .ok_or_else(|| "expected a number of bytes with an optional suffix K, M, G or T".to_owned())
+}
+
+/// A guest's RAM.
+pub fn ram(text: &str) -> Result<u64, String> {
+    let ram = size(text)?;
+    match (MIN_RAM..=MAX_RAM).contains(&ram) {
+        true => Ok(ram),
+        false => Err(format!("expected {} to {}", bytes(MIN_RAM), bytes(MAX_RAM))),
+    }
+}
+
+/// A share.
+pub fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok();
+    let share = share.filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| "expected a number from 0 to 1".to_owned())
+}
+
+/// A time in seconds.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok();
+    let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    time.ok_or_else(|| "expected a number of seconds".to_owned())
 }

@@ -21,7 +21,8 @@ use crate::signals::Interrupt;
 #[derive(Debug, Args)]
 pub struct DemoArgs {
     /// Migrate so often with each setting
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u32).range(1..))]
     repeat: u32,
     /// Write the figures of all runs to this file as JSON
     #[arg(long, value_name = "FILE")]
@@ -38,6 +39,8 @@ pub struct DemoArgs {
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     let migrations = settings(&args.migration)?;
+    args.guest.check()?;
+    args.guest.check_fill()?;
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
     let mut runs = Vec::new();

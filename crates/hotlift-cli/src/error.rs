@@ -13,6 +13,7 @@ use hotlift_qmp::QmpError;
 use hotlift_qmp::server::Refusal;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
+use hotlift_vmm::layout::LayoutError;
 use hotlift_vmm::verify::VerifyError;
 
 use crate::advise::error::AdviseError;
@@ -37,6 +38,8 @@ pub enum CommandError {
     Advise(#[from] AdviseError),
     #[error("bad option")]
     Option(#[from] OptionError),
+    #[error("there is no such guest")]
+    Layout(#[from] LayoutError),
     #[error("cannot make the guest")]
     Create(#[from] CreateError),
     #[error("cannot fill the guest's memory")]
@@ -241,7 +244,7 @@ impl CommandError {
         }
     }
 
-    /// 1; 2 if options do not go together, as for any usage; 3 if nobody knows who has the guest, or it may stand still;
+    /// 1; 2 if options are not what they can be, as for any usage; 3 if nobody knows who has the guest, or it may stand still;
     /// 130 if a signal ended it, as shells have it.
     pub fn exit_code(&self) -> ExitCode {
         match self {
@@ -256,8 +259,17 @@ impl CommandError {
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
             | Self::Interrupted => ExitCode::from(130),
-            Self::Option(OptionError::Conflict { .. }) => ExitCode::from(2),
+            _ if self.is_usage() => ExitCode::from(2),
             _ => ExitCode::FAILURE,
+        }
+    }
+
+    /// Whether the command line is to blame, and nothing was begun.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::Option(OptionError::NoAccelerator { .. }) => false,
+            Self::Option(_) | Self::Layout(_) => true,
+            _ => false,
         }
     }
 }

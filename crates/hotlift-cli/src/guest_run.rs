@@ -10,7 +10,7 @@ use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::Events;
 use hotlift_vmm::BuiltinGuest;
 
-use crate::args::{GuestArgs, error_line};
+use crate::args::{GuestArgs, error_line, seconds};
 use crate::error::{CommandError, settle};
 use crate::events::{Check, Event, Filling, tell};
 use crate::migration_args::{RoleArgs, role};
@@ -42,16 +42,23 @@ pub struct GuestRunArgs {
     #[arg(
         long,
         value_name = "SECONDS",
-        default_value_t = 0.2,
+        default_value = "0.2",
+        value_parser = seconds,
         requires = "migrate_to"
     )]
-    migrate_after: f64,
+    migrate_after: Duration,
     /// Let the guest run here for so long, check its memory and end [default: until Ctrl-C]
-    #[arg(long, value_name = "SECONDS")]
-    run_for: Option<f64>,
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    run_for: Option<Duration>,
     /// How long a peer that does not answer is waited for
-    #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
-    handshake_timeout: f64,
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value = "30",
+        value_parser = seconds,
+        hide_short_help = true
+    )]
+    handshake_timeout: Duration,
     /// Write the figures of this side to this file as JSON
     #[arg(long, value_name = "FILE", conflicts_with_all = ["control", "monitor"])]
     json: Option<PathBuf>,
@@ -100,16 +107,20 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
              --migrate-to",
         )?;
     }
+    if !args.control.is_given() {
+        args.migration.refuse_idle()?;
+    }
     if args.tell_events {
         // A child must not outlive the command that it belongs to.
         let _ =
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     }
+    args.guest.check()?;
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
     let guest: Arc<dyn BuiltinGuest> = hotlift_vmm::create(kind, &args.guest.settings())?.into();
-    let mut options = args.migration.options()?;
-    options.handshake_timeout = seconds(args.handshake_timeout);
+    let mut options = args.migration.complete().options()?;
+    options.handshake_timeout = args.handshake_timeout;
     let session = Session {
         args,
         interrupt,
@@ -155,7 +166,7 @@ impl Session<'_> {
 
     fn source(&self, uri: &Address) -> Result<(), CommandError> {
         self.boot()?;
-        if self.interrupt.sleep(Some(seconds(self.args.migrate_after))) {
+        if self.interrupt.sleep(Some(self.args.migrate_after)) {
             return Err(CommandError::Interrupted);
         }
         let control = Control::new();
@@ -353,7 +364,7 @@ impl Session<'_> {
         let mut end = None;
         loop {
             if end.is_none() && monitor.has_arrived() {
-                end = self.args.run_for.map(|time| Instant::now() + seconds(time));
+                end = self.args.run_for.map(|time| Instant::now() + time);
             }
             if let Some(outcome) = leaving.take() {
                 return Some(outcome);
@@ -375,8 +386,7 @@ impl Session<'_> {
 
     /// Lets the guest run until its time is over or a signal comes, then checks it once more.
     fn run_on(&self) -> Result<(), CommandError> {
-        let time = self.args.run_for.map(seconds);
-        let end = time.map(|time| Instant::now() + time);
+        let end = self.args.run_for.map(|time| Instant::now() + time);
         loop {
             let left = end.map(|end| end.saturating_duration_since(Instant::now()));
             let step = left.map_or(Duration::from_secs(1), |left| {
@@ -470,8 +480,4 @@ impl Session<'_> {
             say!("{text}");
         }
     }
-}
-
-fn seconds(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds).unwrap_or_default()
 }

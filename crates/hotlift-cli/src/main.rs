@@ -215,6 +215,8 @@ fn main() -> ExitCode {
             complain!("hotlift: {}", error.line());
             if let Some(advice) = error.advice() {
                 complain!("hotlift: {advice}");
+            } else if error.is_usage() {
+                complain!("hotlift: for more, try {}", usage::help_of(&words));
             }
             error.exit_code()
         }

@@ -100,6 +100,47 @@ impl MigrationArgs {
         }
     }
 
+    /// Refuses what would be without effect. For a command without a monitor, at which the other half
+    /// may still be set.
+    pub fn refuse_idle(&self) -> Result<(), OptionError> {
+        self.given
+            .iter()
+            .try_for_each(|(name, _)| self.refuse_if_idle(name))
+    }
+
+    /// The same of one option.
+    pub fn refuse_if_idle(&self, name: &str) -> Result<(), OptionError> {
+        let idle = self.idle()?;
+        match idle.into_iter().find(|(idle, ..)| *idle == name) {
+            None => Ok(()),
+            Some((name, value, needs)) => Err(OptionError::Conflict {
+                option: format!("{name}={value}"),
+                needs,
+            }),
+        }
+    }
+
+    /// The same without what would be without effect.
+    pub fn without_idle(&self) -> Result<Self, OptionError> {
+        let idle = self.idle()?;
+        let mut rest = self.clone();
+        rest.given
+            .retain(|(name, _)| idle.iter().all(|(one, ..)| one != name));
+        Ok(rest)
+    }
+
+    /// What was given and would be without effect, and what it needs.
+    fn idle(&self) -> Result<Vec<(&str, &str, &'static str)>, OptionError> {
+        let options = self.options()?;
+        let mut idle = Vec::new();
+        for (name, value) in &self.given {
+            if let Some(needs) = option(name)?.lacks(&options) {
+                idle.push((name.as_str(), value.as_str(), needs));
+            }
+        }
+        Ok(idle)
+    }
+
     /// Checks every value against its range.
     pub fn options(&self) -> Result<Options, OptionError> {
         let mut options = Options::default();
@@ -277,7 +318,12 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
                 ));
             }
         }
-        given.options().map_err(|error| refused(&error))?;
+        let checked = match R::ROLE {
+            // At a monitor the other half of an option may come later.
+            Role::Guest => given.options().map(|_| ()),
+            _ => given.refuse_idle(),
+        };
+        checked.map_err(|error| refused(&error))?;
         Ok(Self {
             given,
             role: PhantomData,
@@ -412,6 +458,33 @@ mod tests {
             .filter(|one| one.refusal(Role::Guest).is_none())
         {
             parse(&[&format!("--{}", option.name), option.default]).unwrap();
+        }
+    }
+
+    #[test]
+    fn an_option_without_effect_is_refused_where_no_monitor_could_give_it_one() {
+        for (flags, words) in [
+            (
+                &["--compress=on", "--channels=4"][..],
+                "multifd-channels=4 needs multifd=on, with which compress=on does not go",
+            ),
+            (
+                &["--accel-path=dsa:/dev/dsa/wq0.0"],
+                "needs zero-page-detection=dsa-accel",
+            ),
+            (
+                &["--compress-threads=4"],
+                "compress-threads=4 needs compress=on",
+            ),
+            (&["--cpu-throttle-initial=30"], "needs auto-converge=on"),
+        ] {
+            let error = parse_as::<role::Pair>(flags).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+            let kept = parse(flags).unwrap();
+            assert!(kept.refuse_idle().is_err(), "{flags:?}");
+            let rest = kept.without_idle().unwrap();
+            assert_eq!(rest.given().len(), kept.given().len() - 1, "{flags:?}");
+            rest.refuse_idle().unwrap();
         }
     }
 

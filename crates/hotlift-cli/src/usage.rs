@@ -3,9 +3,10 @@
 use std::ffi::OsString;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Command, FromArgMatches};
+use clap::{Command, CommandFactory, FromArgMatches};
 use hotlift::options::{OPTIONS, Role};
 
+use crate::Cli;
 use crate::output::{self, complain};
 
 /// Ends the short help of a command that has more to show.
@@ -61,6 +62,11 @@ fn explain(mut command: Command, words: &[OsString], error: clap::Error) -> Stri
     };
     let text = shown.render().to_string();
     text.trim_end().replace("'--help'", &help(&path))
+}
+
+/// What to type for the help of the command that `words` begin with.
+pub fn help_of(words: &[OsString]) -> String {
+    help(&path(&Cli::command(), words))
 }
 
 fn help(path: &[String]) -> String {

@@ -235,19 +235,21 @@ impl Builder<'_> {
             BuiltIn::Threads => "threads",
             BuiltIn::Kvm => "kvm",
         };
-        let common = [
+        let mut common = vec![
             "guest".to_owned(),
             "run".to_owned(),
             format!("--guest={guest}"),
             format!("--vcpus={vcpus}"),
             "--ram=64M".to_owned(),
             "--rate=200".to_owned(),
-            match channels {
-                0 => "--multifd=off".to_owned(),
-                _ => "--multifd=on".to_owned(),
-            },
-            format!("--multifd-channels={}", channels.max(1)),
         ];
+        common.extend(match channels {
+            0 => vec!["--multifd=off".to_owned()],
+            channels => vec![
+                "--multifd=on".to_owned(),
+                format!("--multifd-channels={channels}"),
+            ],
+        });
         let with = |more: &[String]| [&common[..], more].concat();
         let (at_here, at_there) = (self.path("here/control"), self.path("there/control"));
         let there = self.hotlift(

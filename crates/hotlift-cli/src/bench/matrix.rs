@@ -9,7 +9,7 @@ use hotlift_vmm::workload::Workload;
 
 use super::cell::{Cell, with_method};
 use super::record::Engine;
-use crate::args::{GuestArgs, GuestChoice};
+use crate::args::{GuestArgs, GuestChoice, share};
 use crate::error::CommandError;
 use crate::migration_args::MigrationArgs;
 
@@ -93,14 +93,6 @@ struct Axis {
     values: Vec<String>,
 }
 
-fn share(text: &str) -> Result<f64, String> {
-    let share = text
-        .parse()
-        .ok()
-        .filter(|share| (0.0..=1.0).contains(share));
-    share.ok_or_else(|| "expected a number from 0 to 1".to_owned())
-}
-
 fn axis(text: &str) -> Result<Axis, String> {
     let (name, values) = text
         .split_once('=')
@@ -146,10 +138,11 @@ impl MatrixArgs {
         Ok(cells)
     }
 
-    /// `migrations`, each once with every combination of `--with`, without the options named `but`.
+    /// `migrations`, each once with every combination of `--with`, without the options named `but`. Of each
+    /// what would be without effect is left out: levels, channels and devices mean nothing to some methods.
     ///
     /// # Errors
-    /// If options do not go together.
+    /// If options do not go together, or one of `--with` is without effect in all of them.
     pub fn with_each(
         &self,
         mut migrations: Vec<MigrationArgs>,
@@ -160,10 +153,17 @@ impl MatrixArgs {
                 *migration = migration.with(axis.name, value);
             });
         }
-        for migration in &migrations {
-            migration.options()?;
+        let effective: Vec<_> = migrations
+            .iter()
+            .map(MigrationArgs::without_idle)
+            .collect::<Result<_, _>>()?;
+        for axis in self.with.iter().filter(|axis| !but.contains(&axis.name)) {
+            if effective.iter().all(|migration| !migration.has(axis.name)) {
+                let mut all = migrations.iter();
+                all.try_for_each(|migration| migration.refuse_if_idle(axis.name))?;
+            }
         }
-        Ok(migrations)
+        Ok(effective)
     }
 
     /// The value that `--with` gives to `name`.
@@ -295,14 +295,18 @@ mod tests {
         matrix: MatrixArgs,
     }
 
-    fn cells(flags: &[&str]) -> Vec<Cell> {
+    fn base() -> GuestArgs {
         #[derive(Parser)]
         struct Base {
             #[command(flatten)]
             guest: GuestArgs,
         }
+        Base::parse_from(["t"]).guest
+    }
+
+    fn cells(flags: &[&str]) -> Vec<Cell> {
         let line = Line::parse_from(std::iter::once(&"t").chain(flags));
-        line.matrix.cells(&Base::parse_from(["t"]).guest).unwrap()
+        line.matrix.cells(&base()).unwrap()
     }
 
     #[test]
@@ -317,6 +321,16 @@ mod tests {
         ]);
         // none: 2 channels; zstd: 2 levels x 2 channels; compress: 2 levels; each x 2 x 2.
         assert_eq!(all.len(), (2 + 4 + 2) * 4);
+        let devices = cells(&[
+            "--guest=threads",
+            "--method=none",
+            "--zero-page-detection=multifd,dsa-accel",
+            "--with=accel-path=dsa-model:",
+        ]);
+        let with_devices = devices
+            .iter()
+            .filter(|cell| cell.migration.has("accel-path"));
+        assert_eq!((devices.len(), with_devices.count()), (2, 1));
         let workloads = cells(&["--guest=threads", "--method=none", "--workload=idle,random"]);
         assert_eq!(workloads.len(), 2);
     }
@@ -327,6 +341,18 @@ mod tests {
         let both = beside_qemu(ours).unwrap();
         let of_qemu = both.iter().filter(|cell| cell.engine == Engine::Qemu);
         assert_eq!((both.len(), of_qemu.count()), (6, 2));
+    }
+
+    #[test]
+    fn an_axis_that_no_cell_has_a_use_for_is_refused() {
+        let flags = [
+            "--guest=threads",
+            "--method=none",
+            "--with=compress-threads=2,4",
+        ];
+        let line = Line::parse_from(std::iter::once("t").chain(flags));
+        let error = line.matrix.cells(&base()).unwrap_err().line();
+        assert!(error.contains("needs compress=on"), "{error}");
     }
 
     #[test]

@@ -37,10 +37,9 @@ use std::time::Duration;
 
 use clap::Args;
 use hotlift::Address;
-use hotlift::options::parse_size;
-use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
+use hotlift_vmm::layout::MAX_VCPUS;
 
-use crate::args::{GuestArgs, GuestChoice, RamBackend};
+use crate::args::{GuestArgs, GuestChoice, RamBackend, ram, size};
 use crate::error::CommandError;
 use crate::output::{self, complain};
 use crate::output_file;
@@ -127,18 +126,6 @@ pub struct BenchArgs {
     seed: u64,
     #[command(flatten)]
     matrix: MatrixArgs,
-}
-
-fn size(text: &str) -> Result<u64, String> {
-    parse_size(text).ok_or_else(|| "expected a number of bytes with suffix K, M or G".to_owned())
-}
-
-fn ram(text: &str) -> Result<u64, String> {
-    let ram = size(text)?;
-    match (MIN_RAM..=MAX_RAM).contains(&ram) {
-        true => Ok(ram),
-        false => Err(format!("expected {} to {}", bytes(MIN_RAM), bytes(MAX_RAM))),
-    }
 }
 
 /// Says `text` on standard output, which may be a pipe that nobody reads any more.
@@ -231,6 +218,7 @@ fn cells(
         None => args.matrix.cells(&base)?,
     };
     for cell in &mut cells {
+        cell.guest.check()?;
         cell.link = args.link.as_ref().map(Link::text);
     }
     match beside_qemu {

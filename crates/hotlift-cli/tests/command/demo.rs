@@ -116,18 +116,31 @@ fn values_out_of_range_are_refused_with_the_range() {
         ("--zero-page-detection=dsa", "none, legacy, multifd"),
         ("--method=lz5", "none, zlib, zstd"),
         ("--multifd=perhaps", "on, off"),
+        ("--vcpus=9", "1..=8"),
+        ("--vcpus=0", "1..=8"),
+        ("--zero-share=1.5", "from 0 to 1"),
+        ("--repeat=0", "1.."),
+        ("--ram=1M", "8.0 MiB"),
+        ("--working-set=2G", "working set of 2147483648 bytes"),
+        ("--zero-copy-send=on", "needs multifd-compression=none"),
+        (
+            "--accel-path=dsa-model:",
+            "needs zero-page-detection=dsa-accel",
+        ),
     ] {
         let (status, said) = Hotlift::start(&["demo", flag]).wait();
-        assert_eq!(status.code(), Some(2), "{flag}");
+        assert_eq!(status.code(), Some(2), "{flag}: {said:?}");
         let line = errors(&said)[0];
         assert!(line.contains(expected), "{flag}: {line}");
+        let text = said.join("\n");
+        assert!(text.contains("'hotlift demo --help'"), "{flag}: {text}");
+        assert!(!text.contains("verified"), "{flag}: {text}");
     }
 }
 
 #[test]
 fn a_demo_that_cannot_start_says_why_and_fails() {
     for (flags, expected) in [
-        (["--ram=1M", "--quiet"], "RAM"),
         (["--fill=/nonexistent", "--quiet"], "/nonexistent"),
         (
             ["--json=/nonexistent/x.json", "--ram=16M"],

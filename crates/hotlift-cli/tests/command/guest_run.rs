@@ -199,3 +199,28 @@ fn a_pause_that_nobody_could_end_is_refused() {
         );
     }
 }
+
+#[test]
+fn times_that_are_none_and_guests_that_cannot_be_are_a_bad_usage() {
+    for (flags, words) in [
+        (&["--run-for=-1"][..], "a number of seconds"),
+        (&["--handshake-timeout=soon"], "a number of seconds"),
+        (&["--vcpus=9"], "1..=8"),
+        (&["--ram=16M", "--working-set=64M"], "working set"),
+        (
+            &["--compress=on", "--channels=4"],
+            "multifd-channels=4 needs multifd=on",
+        ),
+        (
+            &["--zero-copy-send=on", "--method=zstd"],
+            "zero-copy-send=on needs",
+        ),
+    ] {
+        let args = [&["guest", "run"][..], flags].concat();
+        let (status, said) = Hotlift::start(&args).wait();
+        assert_eq!(status.code(), Some(2), "{args:?}: {said:?}");
+        assert!(errors(&said)[0].contains(words), "{args:?}: {said:?}");
+        let help = "'hotlift guest run --help'";
+        assert!(said.iter().any(|line| line.contains(help)), "{said:?}");
+    }
+}

@@ -219,6 +219,17 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
             &["serve", "--listen=tcp::0", "--qmp=q", "--method=zstd"],
             "'hotlift serve' does not take --method: the side that sends",
         ),
+        (
+            &[
+                "relay",
+                "destination",
+                "--listen=unix:/x",
+                "--connect=unix:/y",
+                "--compress=on",
+                "--channels=4",
+            ],
+            "multifd-channels=4 needs multifd=on",
+        ),
         (&["restore", "f"], "--qmp"),
     ] {
         let (status, said) = Hotlift::start(command).wait();

@@ -16,7 +16,7 @@ use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MemoryLimit, Method
 use hotlift_wire::multifd::PacketLayout;
 
 pub use qmp::{OLDER_NAMES, OUR_PREFIX, OlderName, QmpRefusal, QmpType, qmp_option};
-pub use roles::{Group, NotFor, Role, RoleDefault};
+pub use roles::{Group, NotFor, Role, RoleDefault, With};
 pub use table::OPTIONS;
 pub use values::{
     ACCELERATOR, AccelPath, Value, Values, ZERO_PAGE_DETECTION, ZeroPageDetection, parse_size,
@@ -238,6 +238,9 @@ pub struct OptionInfo {
     pub not_for: &'static [NotFor],
     /// Defaults that are not [`OptionInfo::default`].
     pub defaults: &'static [RoleDefault],
+    /// What it is without effect without; QMP takes it all the same, as QEMU does, since the other may
+    /// come later.
+    pub with: Option<With>,
     /// What it does, in one line.
     pub help: &'static str,
     access: Access,
@@ -342,6 +345,16 @@ impl Options {
                 option: "zero-page-detection=dsa-accel".to_owned(),
                 needs: if self.multifd() {
                     "accel-path ('hotlift accel' lists the work queues)"
+                } else {
+                    "multifd=on"
+                },
+            });
+        }
+        if self.zero_copy_send && (method.flag != 0 || !self.multifd()) {
+            return Err(OptionError::Conflict {
+                option: "zero-copy-send=on".to_owned(),
+                needs: if self.multifd() {
+                    "multifd-compression=none: what is compressed is a copy"
                 } else {
                     "multifd=on"
                 },
@@ -596,6 +609,22 @@ mod tests {
             assert!(
                 error.contains("compress=on") && error.contains("multifd="),
                 "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn pages_go_by_reference_as_they_are_and_on_multifd_channels_alone() {
+        given(&[("zero-copy-send", "on")]).unwrap();
+        for asked in [
+            ("multifd-compression", "zstd"),
+            ("multifd", "off"),
+            ("compress", "on"),
+        ] {
+            let error = given(&[("zero-copy-send", "on"), asked]).unwrap_err();
+            assert!(
+                error.to_string().starts_with("zero-copy-send=on needs"),
+                "{asked:?}: {error}"
             );
         }
     }

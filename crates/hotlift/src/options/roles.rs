@@ -1,7 +1,7 @@
 //! Which options mean something to whom, what their defaults are there, and how help groups them: the
 //! columns of the table that commands are made of.
 
-use super::OptionInfo;
+use super::{OptionInfo, Options};
 
 /// Who migrates, as far as options go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -125,6 +125,45 @@ pub struct RoleDefault {
     pub words: &'static str,
 }
 
+/// Another option without which an option is without effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum With {
+    /// `multifd=on`.
+    Multifd,
+    /// `compress=on`.
+    Compress,
+    /// `xbzrle=on`.
+    Xbzrle,
+    /// `auto-converge=on`.
+    AutoConverge,
+    /// `zero-page-detection=dsa-accel`.
+    DsaAccel,
+}
+
+impl With {
+    fn is_on(self, options: &Options) -> bool {
+        match self {
+            Self::Multifd => options.multifd(),
+            Self::Compress => options.compress,
+            Self::Xbzrle => options.xbzrle,
+            Self::AutoConverge => options.auto_converge,
+            Self::DsaAccel => options.zero_page_devices,
+        }
+    }
+
+    fn words(self, options: &Options) -> &'static str {
+        match self {
+            Self::Multifd if options.compress => "multifd=on, with which compress=on does not go",
+            Self::Multifd if options.xbzrle => "multifd=on, with which xbzrle=on does not go",
+            Self::Multifd => "multifd=on",
+            Self::Compress => "compress=on",
+            Self::Xbzrle => "xbzrle=on",
+            Self::AutoConverge => "auto-converge=on",
+            Self::DsaAccel => "zero-page-detection=dsa-accel",
+        }
+    }
+}
+
 const SENDER_DECIDES: &str =
     "the side that sends decides it: give it to 'hotlift migrate' or 'hotlift save'";
 
@@ -167,12 +206,19 @@ impl OptionInfo {
     pub fn role_default(&self, role: Role) -> Option<&'static RoleDefault> {
         self.defaults.iter().find(|row| row.roles.contains(&role))
     }
+
+    /// What the option is without effect for, in `options`; `None` if it has one.
+    #[must_use]
+    pub fn lacks(&self, options: &Options) -> Option<&'static str> {
+        let with = self.with.filter(|with| !with.is_on(options))?;
+        Some(with.words(options))
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::{OPTIONS, Options};
+    use crate::options::{OPTIONS, option};
 
     #[test]
     fn ten_options_at_most_are_asked_for_every_day_each_at_a_place_of_its_own() {
@@ -230,6 +276,26 @@ mod tests {
                     options.set(info.name, value).unwrap();
                 }
             }
+        }
+    }
+
+    #[test]
+    fn an_option_without_its_other_half_is_known_and_with_it_is_not() {
+        for (name, other, value) in [
+            ("multifd-channels", "compress", "off"),
+            ("compress-threads", "compress", "on"),
+            ("xbzrle-cache-size", "xbzrle", "on"),
+            ("cpu-throttle-initial", "auto-converge", "on"),
+            ("accel-path", "zero-page-detection", "dsa-accel"),
+        ] {
+            let mut options = Options::default();
+            if name == "multifd-channels" {
+                options.set("compress", "on").unwrap();
+            }
+            let info = option(name).unwrap();
+            assert!(info.lacks(&options).is_some(), "{name}");
+            options.set(other, value).unwrap();
+            assert_eq!(info.lacks(&options), None, "{name}");
         }
     }
 }
