@@ -83,6 +83,8 @@ struct Migration {
     outcome: Option<Outcome>,
     /// Where a source connects to, or, before it listens, where it is to listen.
     listens_at: Option<Address>,
+    /// Of a source with `compress`.
+    compression: Option<info::Compression>,
 }
 
 enum Outcome {
@@ -215,6 +217,7 @@ impl GuestMonitor {
             progress: info::not_begun(self.0.ram_bytes()),
             outcome: None,
             listens_at,
+            compression: None,
         });
         control
     }
@@ -279,6 +282,9 @@ impl GuestMonitor {
             .check()
             .map_err(|error| Refusal::generic(error.to_string()))?;
         let control = self.begin(&mut state, None);
+        if let Some(migration) = &mut state.migration {
+            migration.compression = info::Compression::of(&options);
+        }
         self.run(&mut state, control, move |machine, control| {
             let note = |progress: &Progress| {
                 if let Some(migration) = &mut machine.lock().migration {
@@ -448,15 +454,16 @@ impl GuestMonitor {
         let has_figures = [Status::Active, Status::PreSwitchover, Status::Device];
         if is_outgoing && has_figures.contains(&status) {
             let (progress, elapsed) = (*progress, migration.started.elapsed());
-            let jobs = migration.control.jobs();
+            let (jobs, compression) = (migration.control.jobs(), migration.compression);
             // The engine waits for this lock while the guest stands still, and /proc is slow.
             drop(state);
-            return Value::Object(info::under_way(status, elapsed, &progress, &jobs));
+            let info = info::under_way(status, elapsed, &progress, &jobs, compression);
+            return Value::Object(info);
         }
         let mut answer = match &migration.outcome {
             Some(Outcome::Sent(report)) => {
                 let dirty = progress.dirty_pages_per_second;
-                info::sent(report, self.0.ram_bytes(), dirty)
+                info::sent(report, self.0.ram_bytes(), dirty, migration.compression)
             }
             Some(Outcome::Received(report)) => info::received(report),
             Some(Outcome::Failed(why)) => {

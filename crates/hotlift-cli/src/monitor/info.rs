@@ -3,12 +3,12 @@
 
 use std::time::Duration;
 
-use hotlift::Status;
 use hotlift::figures::{
     ByteFigures, DestinationReport, JobFigures, SourceReport, ThreadCpu, XbzrleFigures,
 };
 use hotlift::progress::Progress;
 use hotlift::relay::{RelayProgress, RelayReport};
+use hotlift::{Options, Status};
 use hotlift_mem::PAGE_SIZE;
 use serde_json::{Map, Value, json};
 
@@ -55,6 +55,59 @@ impl Ram {
     }
 }
 
+/// What capability `compress` has done (QEMU's `CompressionStats`, up to 9.0), as far as the figures of the
+/// migration tell: all of its pages travel on the main channel.
+#[derive(Debug, Clone, Copy)]
+pub struct Compression {
+    /// Whether pages wait for a thread; if not, it is not known how many found none.
+    pub waits: bool,
+}
+
+impl Compression {
+    /// Of a migration with `options`; `None` without the capability.
+    pub fn of(options: &Options) -> Option<Self> {
+        options.compress.then_some(Self {
+            waits: options.compress_wait_thread,
+        })
+    }
+
+    /// `main` are the bytes of the main channel. Besides pages it carries some hundred bytes a round and the
+    /// state of devices, which count as compressed here.
+    fn to_json(self, main: u64, normal: u64, zero: u64) -> Value {
+        /// Bytes before the content of a page, and of a page that is zero (`RAM_SAVE_FLAG_CONTINUE`).
+        const HEADER: u64 = 8;
+        const ZERO: u64 = HEADER + 1;
+        let size = main.saturating_sub(normal * HEADER + zero * ZERO);
+        #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
+        let rate = match size {
+            0 => 0.0,
+            size => (normal * PAGE_SIZE as u64) as f64 / size as f64,
+        };
+        let mut value = json!({
+            "pages": normal,
+            "compressed-size": size,
+            "compression-rate": rate,
+        });
+        if self.waits {
+            value["busy"] = json!(0);
+            value["busy-rate"] = json!(0.0);
+        }
+        value
+    }
+}
+
+fn add_compression(
+    info: &mut Map<String, Value>,
+    compression: Option<Compression>,
+    main: u64,
+    (normal, zero): (u64, u64),
+) {
+    if let Some(compression) = compression {
+        let value = compression.to_json(main, normal, zero);
+        info.insert("compression".to_owned(), value);
+    }
+}
+
 /// A migration in this state, which nothing else is to be said of.
 pub fn only_status(status: Status) -> Map<String, Value> {
     Map::from_iter([("status".to_owned(), json!(status.name()))])
@@ -92,6 +145,7 @@ pub fn under_way(
     elapsed: Duration,
     progress: &Progress,
     jobs: &JobFigures,
+    compression: Option<Compression>,
 ) -> Map<String, Value> {
     let mut info = only_status(status);
     let ram = Ram {
@@ -125,13 +179,21 @@ pub fn under_way(
         add("x-hotlift-stall-reason", json!(reason));
     }
     add_xbzrle(&mut info, progress.xbzrle.as_ref());
+    let main = progress.bytes.precopy + progress.bytes.downtime;
+    let pages = (progress.normal_pages, progress.zero_pages);
+    add_compression(&mut info, compression, main, pages);
     add_jobs(&mut info, jobs, &JobFigures::default());
     add_threads(&mut info, &cpu_of_threads());
     info
 }
 
 /// A source's migration that has completed.
-pub fn sent(report: &SourceReport, total: u64, dirty_pages_rate: f64) -> Map<String, Value> {
+pub fn sent(
+    report: &SourceReport,
+    total: u64,
+    dirty_pages_rate: f64,
+    compression: Option<Compression>,
+) -> Map<String, Value> {
     let mut info = only_status(Status::Completed);
     let ram = Ram {
         transferred: report.transferred_bytes,
@@ -152,6 +214,9 @@ pub fn sent(report: &SourceReport, total: u64, dirty_pages_rate: f64) -> Map<Str
     add("downtime", json!(rounded(report.downtime_ms)));
     add("x-hotlift-round", json!(report.rounds));
     add_xbzrle(&mut info, report.xbzrle.as_ref());
+    let main = report.bytes.precopy + report.bytes.downtime;
+    let pages = (report.normal_pages, report.zero_pages);
+    add_compression(&mut info, compression, main, pages);
     add_jobs(&mut info, &report.side.jobs, &report.side.zero_jobs);
     add_threads(&mut info, &report.side.threads);
     info
@@ -166,7 +231,12 @@ pub fn received(report: &DestinationReport) -> Map<String, Value> {
 }
 
 /// A migration that passes through a relay.
-pub fn passing(status: Status, progress: &RelayProgress, jobs: &JobFigures) -> Map<String, Value> {
+pub fn passing(
+    status: Status,
+    progress: &RelayProgress,
+    jobs: &JobFigures,
+    compression: Option<Compression>,
+) -> Map<String, Value> {
     let seconds = progress.elapsed.as_secs_f64();
     let rate = |count: u64| {
         if seconds > 0.0 {
@@ -193,12 +263,18 @@ pub fn passing(status: Status, progress: &RelayProgress, jobs: &JobFigures) -> M
     info.insert("total-time".to_owned(), json!(ms(progress.elapsed)));
     let received = json!(progress.received_bytes);
     info.insert("x-hotlift-received".to_owned(), received);
+    let pages = (progress.normal_pages, progress.zero_pages);
+    add_compression(&mut info, compression, progress.sent_bytes, pages);
     add_jobs(&mut info, jobs, &JobFigures::default());
     info
 }
 
 /// A migration that has passed through a relay.
-pub fn passed(report: &RelayReport, total: u64) -> Map<String, Value> {
+pub fn passed(
+    report: &RelayReport,
+    total: u64,
+    compression: Option<Compression>,
+) -> Map<String, Value> {
     let elapsed = Duration::try_from_secs_f64(report.total_ms / 1e3).unwrap_or_default();
     let progress = RelayProgress {
         elapsed,
@@ -208,7 +284,7 @@ pub fn passed(report: &RelayReport, total: u64) -> Map<String, Value> {
         zero_pages: report.zero_pages,
         total_bytes: total,
     };
-    let mut info = passing(Status::Completed, &progress, &report.side.jobs);
+    let mut info = passing(Status::Completed, &progress, &report.side.jobs, compression);
     add_threads(&mut info, &report.side.threads);
     info
 }
@@ -296,4 +372,50 @@ fn source_threads() -> impl Iterator<Item = (u32, String)> {
         let is_one = OF_A_SOURCE.iter().any(|begin| name.starts_with(begin));
         is_one.then_some((id, name))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compression_is_told_where_it_is_on_and_busy_threads_where_they_are_known() {
+        let mut options = Options::default();
+        assert!(Compression::of(&options).is_none());
+        options.set("compress", "on").unwrap();
+        let told = |options: &Options| {
+            let progress = Progress {
+                normal_pages: 1000,
+                zero_pages: 10,
+                bytes: ByteFigures {
+                    multifd: 0,
+                    precopy: 1000 * (8 + 1024) + 10 * 9,
+                    downtime: 0,
+                },
+                ..not_begun(1 << 30)
+            };
+            let jobs = JobFigures::default();
+            let compression = Compression::of(options);
+            let info = under_way(
+                Status::Active,
+                Duration::ZERO,
+                &progress,
+                &jobs,
+                compression,
+            );
+            info["compression"].clone()
+        };
+        assert_eq!(
+            told(&options),
+            json!({
+                "pages": 1000,
+                "busy": 0,
+                "busy-rate": 0.0,
+                "compressed-size": 1000 * 1024,
+                "compression-rate": 4.0,
+            })
+        );
+        options.set("compress-wait-thread", "off").unwrap();
+        assert_eq!(told(&options).get("busy"), None);
+    }
 }

@@ -140,8 +140,9 @@ impl PassingMonitor {
             return json!({});
         };
         let status = migration.shown;
+        let compression = info::Compression::of(&self.0.settings.for_migration());
         Value::Object(match &migration.outcome {
-            Some(Ok(report)) => info::passed(report, migration.progress.total_bytes),
+            Some(Ok(report)) => info::passed(report, migration.progress.total_bytes, compression),
             Some(Err(_)) if status == Status::Cancelled => info::only_status(status),
             Some(Err(why)) => {
                 let mut answer = info::only_status(status);
@@ -149,7 +150,8 @@ impl PassingMonitor {
                 answer
             }
             None if matches!(status, Status::Active | Status::Device) => {
-                info::passing(status, &migration.progress, &migration.control.jobs())
+                let jobs = migration.control.jobs();
+                info::passing(status, &migration.progress, &jobs, compression)
             }
             None => info::only_status(status),
         })

@@ -52,6 +52,7 @@ static OBJECTS: &[(&str, &[Member])] = &[
             optional("status", Type::Enum("MigrationStatus")),
             optional("ram", Type::Object("MigrationStats")),
             optional("xbzrle-cache", Type::Object("XBZRLECacheStats")),
+            optional("compression", Type::Object("CompressionStats")),
             optional("total-time", Type::Int),
             optional("expected-downtime", Type::Int),
             optional("downtime", Type::Int),
@@ -100,6 +101,16 @@ static OBJECTS: &[(&str, &[Member])] = &[
             needed("cache-miss-rate", Type::Number),
             needed("encoding-rate", Type::Number),
             needed("overflow", Type::Int),
+        ],
+    ),
+    (
+        "CompressionStats",
+        &[
+            needed("pages", Type::Int),
+            optional("busy", Type::Int),
+            optional("busy-rate", Type::Number),
+            needed("compressed-size", Type::Int),
+            needed("compression-rate", Type::Number),
         ],
     ),
     (

@@ -161,6 +161,17 @@ fn the_steps_of_the_multi_thread_document_migrate_a_guest() {
         first.starts_with("Capabilities: ") && first.contains(" compress: on"),
         "{first}"
     );
+    let number = |label: &str| {
+        let line = printed
+            .source
+            .lines()
+            .find_map(|line| line.strip_prefix(label));
+        let words = line.unwrap_or_else(|| panic!("no {label} in {}", printed.source));
+        words.split(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    assert!(number("compression pages: ") > 0.0, "{}", printed.source);
+    assert!(number("compression rate: ") > 1.0, "{}", printed.source);
+    assert!(number("compressed size: ") > 0.0, "{}", printed.source);
     for (text, thread, beyond) in [
         (&printed.source, "\"compress_11\"", "\"compress_12\""),
         (&printed.destination, "\"decompress_2\"", "\"decompress_3\""),

@@ -36,7 +36,7 @@ const fn row(label: &'static str, member: &'static str, shown: As, zero: bool) -
     }
 }
 
-/// In QEMU's order.
+/// In QEMU's order; those of compression as QEMU up to 9.0 has them.
 const ROWS: &[Row] = &[
     row("total time", "/total-time", As::Ms, true),
     row("expected downtime", "/expected-downtime", As::Ms, true),
@@ -114,6 +114,26 @@ const ROWS: &[Row] = &[
         "xbzrle overflow",
         "/xbzrle-cache/overflow",
         As::Number,
+        true,
+    ),
+    row("compression pages", "/compression/pages", As::Pages, true),
+    row("compression busy", "/compression/busy", As::Number, true),
+    row(
+        "compression busy rate",
+        "/compression/busy-rate",
+        As::Rate,
+        true,
+    ),
+    row(
+        "compressed size",
+        "/compression/compressed-size",
+        As::Kbytes,
+        true,
+    ),
+    row(
+        "compression rate",
+        "/compression/compression-rate",
+        As::Rate,
         true,
     ),
     row(
