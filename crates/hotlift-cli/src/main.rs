@@ -91,8 +91,9 @@ enum Command {
     ///   hotlift serve --listen tcp::4444 -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
     /// One guest is received. A QEMU that was started runs on when this command ends, if it has the
-    /// guest or may have it; if not, it is ended. What it says goes to standard error. There is no
-    /// authentication: use it on a network that you trust.
+    /// guest or may have it; if not, it is ended. What it says goes to standard error; if that is a
+    /// pipe, only for as long as this command runs. There is no authentication: use it on a network
+    /// that you trust.
     ///
     /// Exit codes: 0 the guest is here, 1 failed and the guest is not here, 2 usage, 130 ended by a signal and the guest is
     /// not here, 3 nobody knows whether the guest runs here, and its QEMU is left as it is.

@@ -20,7 +20,7 @@ use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes};
 use crate::qemu::destination::{Destination, Word};
-use crate::qemu::{incoming, private_folder, result};
+use crate::qemu::{incoming, result};
 use crate::signals::Interrupt;
 
 /// What a stream of QEMU begins with (`QEMU_VM_FILE_MAGIC`).
@@ -67,8 +67,7 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         let uuid = info.uuid.parse().unwrap_or_default();
         incoming::compare(Some(&info.machine), uuid, &mut destination)?;
     }
-    let folder = private_folder()?;
-    let socket = folder.path().join("incoming");
+    let socket = destination.socket();
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
     let settings = incoming::relay_settings(&mut destination, args.multifd_channels, &args.limits)?;
     let settle_timeout = settings.outgoing.settle_timeout;

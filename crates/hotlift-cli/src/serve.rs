@@ -27,7 +27,7 @@ use crate::qemu::control::{Answer, Conversation, Guest, Hello, Opening};
 use crate::qemu::destination::{Destination, Word};
 use crate::qemu::process::Custody;
 use crate::qemu::uuid::Uuid;
-use crate::qemu::{incoming, private_folder, process};
+use crate::qemu::{incoming, process};
 use crate::signals::{Interrupt, TICK};
 
 /// How long the port for the pages may be in use still: by a survey that is cut short.
@@ -221,8 +221,7 @@ impl Host<'_> {
         hello: &Hello,
         mut destination: Destination,
     ) -> Result<(), CommandError> {
-        let folder = private_folder()?;
-        let socket = folder.path().join("incoming");
+        let socket = destination.socket();
         let (listener, port, settings) = match self.get_ready(hello, &mut destination, &socket) {
             Ok(ready) => ready,
             Err(error) => {

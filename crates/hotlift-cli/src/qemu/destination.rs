@@ -1,14 +1,16 @@
 //! The QEMU that is to get a guest: given by its QMP socket, or started here for the purpose.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift::relay::Taken;
 use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError};
 use serde_json::{Map, Value};
+use tempfile::TempDir;
 
+use super::private_folder;
 use super::process::{Custody, Started};
 use super::settings::Changed;
 use super::uuid::Uuid;
@@ -36,6 +38,8 @@ pub struct Destination {
     process: Option<Mutex<Started>>,
     custody: Custody,
     changed: Option<Changed>,
+    /// For the socket that its stream comes by.
+    folder: TempDir,
     /// It has not answered, and is not asked before.
     let_be_until: Mutex<Option<Instant>>,
 }
@@ -55,16 +59,21 @@ impl Destination {
     /// One that somebody else has started.
     pub fn held(address: &QmpAddress) -> Result<Self, CommandError> {
         let qemu = Qemu::connect(address, CONNECT).map_err(at_destination)?;
-        Self::waiting(qemu, None)
+        Self::waiting(qemu, None, private_folder()?)
     }
 
     /// One that is started now.
     pub fn start(command: &[OsString], interrupt: &Interrupt) -> Result<Self, CommandError> {
-        let (process, qemu) = Started::start(command, interrupt)?;
-        Self::waiting(qemu, Some(process))
+        let folder = private_folder()?;
+        let (process, qemu) = Started::start(command, folder.path(), interrupt)?;
+        Self::waiting(qemu, Some(process), folder)
     }
 
-    fn waiting(mut qemu: Qemu, process: Option<Started>) -> Result<Self, CommandError> {
+    fn waiting(
+        mut qemu: Qemu,
+        process: Option<Started>,
+        folder: TempDir,
+    ) -> Result<Self, CommandError> {
         let state = qemu.query_status().map_err(at_destination)?;
         let migration = qemu.query_migrate().map_err(at_destination)?;
         if state.status != "inmigrate" || migration.status != "none" {
@@ -79,6 +88,7 @@ impl Destination {
             process: process.map(Mutex::new),
             custody: custody.unwrap_or_default(),
             changed: None,
+            folder,
             let_be_until: Mutex::default(),
         })
     }
@@ -96,6 +106,11 @@ impl Destination {
     fn process(&self) -> Option<MutexGuard<'_, Started>> {
         let process = self.process.as_ref()?;
         Some(process.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A socket for the stream, in a folder that goes with this.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("incoming")
     }
 
     /// UUID of its machine.

@@ -1,9 +1,10 @@
-//! Ends a QEMU that waits for a migration, should the command that has started it be killed: a process
-//! of its own, since nothing else outlives a SIGKILL. (`PR_SET_PDEATHSIG` would end a QEMU that has its
-//! guest, too, when the command is done.)
+//! Ends a QEMU that waits for a migration, should the command that has started it be killed, and removes
+//! the command's folder: a process of its own, since nothing else outlives a SIGKILL. (`PR_SET_PDEATHSIG`
+//! would end a QEMU that has its guest, too, when the command is done.)
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,13 +22,16 @@ const END: Duration = Duration::from_secs(10);
 pub struct Guard {
     process: Child,
     pipe: Option<ChildStdin>,
+    is_dismissed: bool,
 }
 
 impl Guard {
-    /// Starts to watch over the QEMU at this QMP socket.
-    pub fn start(qmp: &QmpAddress) -> io::Result<Self> {
+    /// Starts to watch over the QEMU at this QMP socket, and over `folder`, which is needed for as long as
+    /// this process is there.
+    pub fn start(qmp: &QmpAddress, folder: &Path) -> io::Result<Self> {
         let mut process = Command::new(std::env::current_exe()?)
-            .args(["guard", "--qmp", &qmp.to_string()])
+            .args(["guard", "--qmp", &qmp.to_string(), "--folder"])
+            .arg(folder)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -35,14 +39,19 @@ impl Guard {
             .process_group(0)
             .spawn()?;
         let pipe = process.stdin.take();
-        Ok(Self { process, pipe })
+        Ok(Self {
+            process,
+            pipe,
+            is_dismissed: false,
+        })
     }
 
     /// From now on it does nothing to its QEMU, whatever becomes of this process. Does not wait for its end.
     pub fn dismiss(&mut self) {
         // A word says so; the end of the pipe without one, that nobody could say anything. A word that is in the pipe
         // is read before its end, so this holds even if this process is killed in the next moment.
-        if let Some(mut pipe) = self.pipe.take() {
+        if let (Some(pipe), false) = (&mut self.pipe, self.is_dismissed) {
+            self.is_dismissed = true;
             let _ = pipe.write_all(b".");
         }
     }
@@ -51,6 +60,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         self.dismiss();
+        drop(self.pipe.take());
         let _ = self.process.wait();
     }
 }
@@ -61,6 +71,9 @@ pub struct GuardArgs {
     /// QMP socket of the QEMU
     #[arg(long, value_name = "ADDRESS")]
     qmp: QmpAddress,
+    /// Folder of the command
+    #[arg(long, value_name = "PATH")]
+    folder: PathBuf,
 }
 
 /// The guard's process.
@@ -70,6 +83,10 @@ pub fn run(args: &GuardArgs) {
         // One that does not answer has ended, or is in other hands.
         let _ = end(&args.qmp);
     }
+    // A command that was dismissed has more to do; its end is that of the pipe.
+    let _ = io::copy(&mut io::stdin(), &mut io::sink());
+    // Mostly it is gone by now.
+    let _ = std::fs::remove_dir_all(&args.folder);
 }
 
 /// Ends a QEMU that waits for a guest. One that has its guest is left alone; one that might have it has no guard any

@@ -12,15 +12,26 @@ pub mod source;
 pub mod uuid;
 pub mod watch;
 
+use std::fs::Permissions;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+
 use tempfile::TempDir;
 
 use crate::error::CommandError;
 
 /// A folder for sockets that only this user can enter, gone when it goes out of scope.
 pub fn private_folder() -> Result<TempDir, CommandError> {
-    let folder = tempfile::Builder::new().prefix("hotlift-").tempdir();
-    folder.map_err(|source| CommandError::Process {
+    let mut builder = tempfile::Builder::new();
+    builder
+        .prefix("hotlift-")
+        .permissions(Permissions::from_mode(0o700));
+    builder.tempdir().map_err(no_folder)
+}
+
+fn no_folder(source: io::Error) -> CommandError {
+    CommandError::Process {
         what: "a folder for sockets",
         source,
-    })
+    }
 }

@@ -1,18 +1,25 @@
 //! A QEMU that was started here to take a guest over, and that ends here unless it got it.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder};
+use std::io::{self, BufRead, BufReader, PipeReader, Read};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use rustix::fs::{FileType, fstat};
 
 use super::guard::Guard;
-use super::private_folder;
+use super::no_folder;
 use crate::error::CommandError;
+use crate::output;
 use crate::signals::Interrupt;
 
 /// How long a QEMU may take until it answers on its QMP socket.
@@ -21,16 +28,23 @@ const START: Duration = Duration::from_secs(60);
 /// How often it is looked whether it has ended instead.
 const LOOK: Duration = Duration::from_millis(500);
 
+/// How long the words of a QEMU that has ended may take to arrive.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Bytes of a line of QEMU's words at most; a longer one is cut in two.
+const LINE: u64 = 4096;
+
 /// A QEMU process. Killed when it goes out of scope, and ended by its guard if this process is killed, unless it may
 /// have its guest ([`Custody::give_up`]) or was left running.
 #[derive(Debug)]
 pub struct Started {
     child: Child,
     custody: Custody,
-    /// Made for the QMP socket; gone from here when it is to stay.
-    folder: Option<PathBuf>,
+    /// Its QMP socket, which outlives this command.
     socket: PathBuf,
     has_own_qmp: bool,
+    /// Ends when all that it has said was passed on; `None`: it says it itself.
+    words: Option<Receiver<()>>,
 }
 
 /// Whether this process may still end a QEMU that it has started. Clones are of the same QEMU.
@@ -70,13 +84,18 @@ impl Custody {
 
 impl Started {
     /// Starts `command` with an incoming migration that waits for orders, and a QMP socket beside
-    /// those that it may have.
+    /// those that it may have. `folder` goes with this process, even if it is killed.
     pub fn start(
         command: &[OsString],
+        folder: &Path,
         interrupt: &Interrupt,
     ) -> Result<(Self, Qemu), CommandError> {
         let arguments = waiting(command)?;
-        let (folder, socket) = place()?;
+        let socket = place()?;
+        let streams = Streams::make().map_err(|source| CommandError::Process {
+            what: "a pipe for QEMU's words",
+            source,
+        })?;
         let mut option = OsString::from("unix:");
         option.push(&socket);
         option.push(",server=on,wait=off");
@@ -86,8 +105,8 @@ impl Started {
             .arg("-qmp")
             .arg(option)
             .stdin(Stdio::null())
-            // What reads this command's output is not to wait for the end of a QEMU that runs on.
-            .stdout(std::io::stderr())
+            .stdout(streams.stdout)
+            .stderr(streams.stderr)
             // Away from the terminal's process group: Ctrl-C is for the command, and a QEMU that has
             // the guest is not ended by it.
             .process_group(0)
@@ -99,14 +118,15 @@ impl Started {
         let mut started = Self {
             child,
             custody: Custody::default(),
-            folder,
             socket,
             has_own_qmp: names(command, "qmp").next().is_some(),
+            words: streams.reader.map(pass_on),
         };
-        let guard = Guard::start(&started.qmp()).map_err(|source| CommandError::Process {
-            what: "hotlift guard",
-            source,
-        })?;
+        let guard =
+            Guard::start(&started.qmp(), folder).map_err(|source| CommandError::Process {
+                what: "hotlift guard",
+                source,
+            })?;
         *started.custody.guard() = Some(guard);
         let qemu = started.connect(interrupt)?;
         Ok((started, qemu))
@@ -155,7 +175,7 @@ impl Started {
 
     /// Leaves it running for good; says where it is. Its QMP socket is kept for the operator if the
     /// command line gave none.
-    pub fn leave(mut self) -> String {
+    pub fn leave(self) -> String {
         self.custody.give_up();
         let pid = self.child.id();
         if self.has_own_qmp {
@@ -170,11 +190,8 @@ impl Started {
         self.custody.take_back();
     }
 
-    fn remove_socket(&mut self) {
-        let _ = std::fs::remove_file(&self.socket);
-        if let Some(folder) = self.folder.take() {
-            let _ = std::fs::remove_dir(folder);
-        }
+    fn remove_socket(&self) {
+        let _ = fs::remove_file(&self.socket);
     }
 }
 
@@ -184,26 +201,94 @@ impl Drop for Started {
             let _ = self.child.kill();
             let _ = self.child.wait();
             self.remove_socket();
+            if let Some(words) = &self.words {
+                let _ = words.recv_timeout(LAST_WORDS);
+            }
         }
         drop(self.custody.guard().take());
     }
 }
 
-/// Where QEMU makes the QMP socket that may outlive this command: a folder made for it, and the path. QEMU removes its
-/// socket when it ends, but no folder. So there is only one where the file creation mask would let others connect.
-fn place() -> Result<(Option<PathBuf>, PathBuf), CommandError> {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+/// What a QEMU says its words to: what this command has for its errors, if that may be held for as long as QEMU lives.
+/// Whoever reads a pipe waits for its last writer, which would be a QEMU that runs on: there its words are passed on
+/// for as long as this command is there, and lost after that.
+struct Streams {
+    stdout: Stdio,
+    stderr: Stdio,
+    reader: Option<PipeReader>,
+}
+
+impl Streams {
+    fn make() -> io::Result<Self> {
+        let kind = fstat(io::stderr()).map(|status| FileType::from_raw_mode(status.st_mode));
+        if !matches!(kind, Ok(FileType::Fifo | FileType::Socket)) {
+            return Ok(Self {
+                stdout: io::stderr().into(),
+                stderr: Stdio::inherit(),
+                reader: None,
+            });
+        }
+        let (reader, writer) = io::pipe()?;
+        Ok(Self {
+            stdout: writer.try_clone()?.into(),
+            stderr: writer.into(),
+            reader: Some(reader),
+        })
+    }
+}
+
+/// Says on standard error what is read, line by line, however little of that is taken there.
+fn pass_on(words: PipeReader) -> Receiver<()> {
+    let (done, is_done) = channel();
+    thread::spawn(move || {
+        // Dropped at the end of the words.
+        let _done = done;
+        let mut words = BufReader::new(words);
+        let mut line = Vec::new();
+        while matches!(
+            words.by_ref().take(LINE).read_until(b'\n', &mut line),
+            Ok(1..)
+        ) {
+            output::err(String::from_utf8_lossy(&line).trim_end_matches('\n'));
+            line.clear();
+        }
+    });
+    is_done
+}
+
+/// Where QEMU makes the QMP socket that may outlive this command. QEMU removes its socket when it ends, but no folder.
+/// So it is in one only where the file creation mask would let others connect, and that is one for all QEMUs of this
+/// user; it is not removed, as another command may be about to use it.
+fn place() -> Result<PathBuf, CommandError> {
+    let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status
         .lines()
         .find_map(|line| line.strip_prefix("Umask:"))
         .and_then(|mask| u32::from_str_radix(mask.trim(), 8).ok());
     if mask.is_some_and(|mask| mask & 0o022 == 0o022) {
-        let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
-        return Ok((None, std::env::temp_dir().join(name)));
+        return Ok(std::env::temp_dir().join(name));
     }
-    let folder = private_folder()?.keep();
-    let socket = folder.join("qmp");
-    Ok((Some(folder), socket))
+    Ok(own_folder(&std::env::temp_dir())
+        .map_err(no_folder)?
+        .join(name))
+}
+
+/// A folder in `place` that nobody but this user can enter, the same at each call.
+fn own_folder(place: &Path) -> io::Result<PathBuf> {
+    let user = rustix::process::geteuid().as_raw();
+    let folder = place.join(format!("hotlift-{user}"));
+    match DirBuilder::new().mode(0o700).create(&folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    // A stranger may have made it before.
+    let there = fs::symlink_metadata(&folder)?;
+    if !there.is_dir() || there.uid() != user || there.mode() & 0o077 != 0 {
+        let problem = format!("{} is not this user's alone", folder.display());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, problem));
+    }
+    Ok(folder)
 }
 
 /// Options of a QEMU command line by the name `name`, with their place.
@@ -240,7 +325,24 @@ pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, CommandError> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
+
+    #[test]
+    fn the_folder_of_a_user_is_one_and_is_not_taken_if_others_can_enter_it() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = own_folder(place.path()).unwrap();
+        assert_eq!(fs::metadata(&folder).unwrap().mode() & 0o777, 0o700);
+        assert_eq!(own_folder(place.path()).unwrap(), folder);
+        fs::set_permissions(&folder, Permissions::from_mode(0o770)).unwrap();
+        assert!(own_folder(place.path()).is_err(), "others can enter it");
+        fs::remove_dir(&folder).unwrap();
+        let elsewhere = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink(elsewhere.path(), &folder).unwrap();
+        assert!(own_folder(place.path()).is_err(), "it is elsewhere");
+    }
 
     fn words(line: &str) -> Vec<OsString> {
         line.split(' ').map(OsString::from).collect()

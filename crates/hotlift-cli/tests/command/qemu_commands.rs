@@ -2,7 +2,8 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -307,12 +308,52 @@ fn a_restore_refuses_what_is_no_save_before_it_starts_a_qemu() {
     }
 }
 
+/// What begins with the name of a command's folder, in `place`.
+fn folders(place: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(place).expect("a folder");
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    paths.filter(|path| path.is_dir()).collect()
+}
+
 #[test]
-fn a_serve_that_is_killed_leaves_no_qemu_that_waits() {
+fn what_a_qemu_that_cannot_start_says_is_passed_on_and_no_folder_stays() {
+    let place = tempfile::tempdir().expect("a folder");
+    let tmpdir = place.path().display().to_string();
+    let mut serve = Hotlift::start_with(
+        &[
+            "serve",
+            "--listen=tcp:127.0.0.1:0",
+            "--",
+            "sh",
+            "-c",
+            "echo its own words; echo and errors >&2; exit 7",
+        ],
+        &[("TMPDIR", &tmpdir)],
+    );
+    let line = serve.wait_for("listening on tcp:");
+    let answer = tell(
+        line.rsplit("tcp:").next().unwrap_or_default(),
+        HELLO.as_bytes(),
+    );
+    assert!(answer.contains("QEMU ended before"), "{answer}");
+    serve.signal(Signal::INT);
+    let (status, said) = serve.wait();
+    assert_eq!(status.code(), Some(130), "{said:?}");
+    for words in ["its own words", "and errors"] {
+        assert!(said.iter().any(|line| line == words), "{said:?}");
+    }
+    let left = folders(place.path());
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn a_serve_that_is_killed_leaves_neither_a_qemu_that_waits_nor_a_folder() {
     let folder = tempfile::tempdir().expect("a folder");
     let pidfile = folder.path().join("pid");
     let path = pidfile.display().to_string();
-    let mut serve = Hotlift::start(&[
+    let place = tempfile::tempdir().expect("a folder");
+    let tmpdir = place.path().display().to_string();
+    let arguments = [
         "serve",
         "--listen",
         "tcp:127.0.0.1:0",
@@ -325,7 +366,8 @@ fn a_serve_that_is_killed_leaves_no_qemu_that_waits() {
         "none",
         "-pidfile",
         &path,
-    ]);
+    ];
+    let mut serve = Hotlift::start_with(&arguments, &[("TMPDIR", &tmpdir)]);
     let line = serve.wait_for("listening on tcp:");
     let stream =
         TcpStream::connect(line.rsplit("tcp:").next().unwrap_or_default()).expect("it listens");
@@ -344,10 +386,18 @@ fn a_serve_that_is_killed_leaves_no_qemu_that_waits() {
     let command_line = Path::new("/proc").join(pid.trim()).join("cmdline");
     let runs = || std::fs::read(&command_line).is_ok_and(|line| !line.is_empty());
     assert!(runs());
+    let mine = folders(place.path());
+    let mode = std::fs::metadata(&mine[0]).expect("it is there").mode();
+    assert_eq!((mine.len(), mode & 0o777), (1, 0o700));
     serve.signal(Signal::KILL);
     let deadline = Instant::now() + Duration::from_secs(60);
-    while runs() {
-        assert!(Instant::now() < deadline, "QEMU {} still waits", pid.trim());
+    while runs() || !folders(place.path()).is_empty() {
+        let left = folders(place.path());
+        assert!(
+            Instant::now() < deadline,
+            "QEMU {} still waits, or there is {left:?}",
+            pid.trim()
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
 }

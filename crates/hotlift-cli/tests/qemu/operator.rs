@@ -98,10 +98,11 @@ impl Adopted {
         Some(line)
     }
 
-    /// Waits for the end of the command that has started it, checks that the guest counts on after
-    /// `before`, and ends it: until then it holds what the command's output goes to.
+    /// Waits for the end of the command that has started it, and of what it says, for which nobody has to
+    /// wait longer; checks that the guest counts on after `before`, and ends it.
     fn counts_on_from(self, before: u64, mut command: Hotlift) {
         command.wait_for("the guest runs");
+        succeeds(command);
         let address = QmpAddress::Unix(self.folder.path().join("test.qmp"));
         let mut qmp = Qemu::connect(&address, DEADLINE).expect("it runs on");
         let console = self.path("console");
@@ -112,7 +113,6 @@ impl Adopted {
         );
         assert!(qmp.query_status().expect("a status").running);
         qmp.quit().expect("quit");
-        succeeds(command);
     }
 }
 
@@ -225,7 +225,12 @@ fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
     let line = skip!(again.line(Release::V10));
     let mut arguments = vec!["restore", &file, "--"];
     arguments.extend(line.iter().map(String::as_str));
-    again.counts_on_from(before, Hotlift::start(&arguments));
+    let tmpdir = path("tmp");
+    fs::create_dir(&tmpdir).expect("a folder");
+    let restore = Hotlift::start_with(&arguments, &[("TMPDIR", &tmpdir)]);
+    again.counts_on_from(before, restore);
+    let left: Vec<_> = fs::read_dir(&tmpdir).expect("it is there").collect();
+    assert!(left.is_empty(), "{left:?}");
 }
 
 #[test]
