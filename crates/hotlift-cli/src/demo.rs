@@ -13,7 +13,8 @@ use crate::error::CommandError;
 use crate::events::Filling;
 use crate::migration_args::{MigrationArgs, RoleArgs, role};
 use crate::output::{self, complain};
-use crate::pair::{Errors, Pair, Place};
+use crate::pair::{Errors, Pair, Place, Tale};
+use crate::progress;
 use crate::report::{self, Run};
 use crate::signals::Interrupt;
 
@@ -51,16 +52,18 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
                 break;
             }
             let (run, filled) = migrate_once(args, kind, migration, &interrupt)?;
-            runs.push(run);
+            runs.extend(run);
             filling = filling.or(filled);
         }
     }
-    let mut text = vec![heading(args, kind, filling), report::results(&runs)];
-    if runs.iter().any(|run| run.source.is_some()) {
-        text.push(report::threads(&runs));
+    if interrupt.is_raised() && !args.quiet {
+        progress::clear();
     }
-    text.extend(report::jobs(&runs));
-    let printed = output::result(&text.join("\n"));
+    // A demo that was ended before anything was measured has nothing to show.
+    let printed = match runs.is_empty() {
+        true => Ok(()),
+        false => output::result(&tables(heading(args, kind, filling), &runs)),
+    };
     for run in &runs {
         if let Some(error) = &run.error {
             complain!("hotlift: {}: {error}", run.method);
@@ -80,6 +83,15 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
             runs: runs.len(),
         }),
     }
+}
+
+fn tables(heading: String, runs: &[Run]) -> String {
+    let mut text = vec![heading, report::results(runs)];
+    if runs.iter().any(|run| run.source.is_some()) {
+        text.push(report::threads(runs));
+    }
+    text.extend(report::jobs(runs));
+    text.join("\n")
 }
 
 /// The settings to migrate with: the ones given, or every method where none was chosen.
@@ -124,13 +136,13 @@ fn heading(args: &DemoArgs, kind: GuestKind, filling: Option<Filling>) -> String
     )
 }
 
-/// One migration between two child processes.
+/// One migration between two child processes. No run: an interrupt has ended it before anything was sent.
 fn migrate_once(
     args: &DemoArgs,
     kind: GuestKind,
     migration: &MigrationArgs,
     interrupt: &Interrupt,
-) -> Result<(Run, Option<Filling>), CommandError> {
+) -> Result<(Option<Run>, Option<Filling>), CommandError> {
     let options: Options = migration.options()?;
     let mut run = Run::new(kind, &args.guest.settings(), &options);
     let pair = Pair {
@@ -142,7 +154,13 @@ fn migrate_once(
         limit: None,
         errors: Errors::Shown { quiet: args.quiet },
     };
-    let moved = pair.migrate(pair.destination()?, interrupt, &mut |_| {})?;
+    let mut last = None;
+    let moved = pair.migrate(pair.destination()?, interrupt, &mut |tale| {
+        if let Tale::Moment(moment) = tale {
+            last = Some((*moment).clone());
+        }
+    })?;
+    let is_whole = moved.error.is_none();
     if let Some(report) = moved.source {
         run.sent(report);
     }
@@ -152,11 +170,19 @@ fn migrate_once(
     if let Some(check) = &moved.check {
         run.checked(check);
     }
+    // Whatever the two processes said of their end, it was the interrupt.
+    if interrupt.is_raised() && !is_whole {
+        let run = last.map(|moment| {
+            run.interrupted(&moment);
+            run
+        });
+        return Ok((run, moved.filled));
+    }
     if let Some(error) = &moved.error {
         run.failed(error);
     }
     if run.status == "completed" && run.verified.is_none() {
         run.verified = Some(false);
     }
-    Ok((run, moved.filled))
+    Ok((Some(run), moved.filled))
 }

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
@@ -111,10 +112,14 @@ impl Pair<'_> {
             mut process,
             mut events,
         } = destination;
-        let listening = events.find_map(|event| match event {
-            Event::Listening { uri } => Some(Ok(uri)),
-            Event::Failed { error } => Some(Err(error)),
-            _ => None,
+        let mut listening = None;
+        let there: Vec<u32> = process.iter().map(Process::id).collect();
+        self.watched(&there, interrupt, || {
+            listening = events.find_map(|event| match event {
+                Event::Listening { uri } => Some(Ok(uri)),
+                Event::Failed { error } => Some(Err(error)),
+                _ => None,
+            });
         });
         let uri = match listening {
             Some(Ok(uri)) => uri,
@@ -228,7 +233,9 @@ impl Pair<'_> {
             .args(self.guest.to_flags(self.kind))
             .args(self.migration.to_flags())
             .stdin(Stdio::null())
-            .stdout(Stdio::piped());
+            .stdout(Stdio::piped())
+            // Ctrl-C is for whoever has started it, and ends it then: one word on that is enough.
+            .process_group(0);
         let mut said = None;
         match self.errors {
             Errors::Shown { quiet } => {

@@ -11,6 +11,15 @@ use hotlift::progress::Progress;
 
 use crate::output::{self, complain};
 
+/// Takes away the line of a display that was ended in its midst.
+pub fn clear() {
+    if std::io::stderr().is_terminal() {
+        output::progress("\r\x1b[K");
+        // What follows may be for the other stream of the same terminal.
+        output::finish();
+    }
+}
+
 /// Between lines where they are kept, as in a log.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 

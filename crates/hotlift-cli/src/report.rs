@@ -10,12 +10,16 @@ use hotlift_methods::{METHODS, Unit};
 use hotlift_vmm::{GuestKind, GuestSettings};
 use serde::Serialize;
 
+use crate::bench::record::Moment;
 use crate::error::CommandError;
 use crate::events::Check;
 use crate::output_file;
 
 /// Columns that a table may take where it can be made narrower.
 const TERMINAL_WIDTH: u16 = 100;
+
+/// State of a migration that a signal has ended.
+const INTERRUPTED: &str = "interrupted";
 
 /// One migration, as `--json` writes it. Times in milliseconds, CPU in seconds and percent of one
 /// core; every figure is defined in `hotlift::figures`.
@@ -105,6 +109,21 @@ impl Run {
         self.source = Some(report.side);
     }
 
+    /// A signal has ended it: takes in the last that was measured of it.
+    pub fn interrupted(&mut self, last: &Moment) {
+        self.status = INTERRUPTED.to_owned();
+        self.total_ms = last.elapsed_ms;
+        self.rounds = last.round;
+        self.transferred_bytes = last.transferred_bytes;
+        let seconds = last.elapsed_ms / 1e3;
+        if seconds > 0.0 {
+            #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
+            let bits = last.transferred_bytes as f64 * 8.0;
+            self.throughput_mbps = bits / seconds / 1e6;
+        }
+        self.pages_per_second = last.pages_per_second;
+    }
+
     /// Takes in the destination's figures, against the source's total time where it is known.
     pub fn received(&mut self, report: DestinationReport) {
         if self.source.is_none() {
@@ -179,35 +198,46 @@ pub fn results(runs: &[Run]) -> String {
         "verified",
     ]);
     for run in runs {
-        let side = |side: &Option<SideFigures>, figure: fn(&SideFigures) -> String| {
-            side.as_ref().map_or("-".to_owned(), figure)
-        };
-        let verified = match (run.verified, run.status.as_str()) {
-            (Some(true), _) => "yes".to_owned(),
-            (Some(false), _) => "NO".to_owned(),
-            (None, "completed") => "-".to_owned(),
-            (None, status) => status.to_owned(),
-        };
-        table.add_row([
-            run.name(),
-            run.channels.to_string(),
-            format!("{:.0}", run.total_ms),
-            format!("{:.1}", run.downtime_ms),
-            run.rounds.to_string(),
-            format!("{:.0}", run.throughput_mbps),
-            format!("{:.0}", run.pages_per_second),
-            format!("{:.2}", run.ratio),
-            side(&run.source, |side| format!("{:.0}", side.cpu_percent)),
-            side(&run.destination, |side| format!("{:.0}", side.cpu_percent)),
-            side(&run.source, |side| format!("{:.2}", side.core_s_per_gib)),
-            side(&run.destination, |side| {
-                format!("{:.2}", side.core_s_per_gib)
-            }),
-            verified,
-        ]);
+        table.add_row(row(run));
     }
     align(&mut table);
     table.to_string()
+}
+
+fn row(run: &Run) -> Vec<String> {
+    let side = |side: &Option<SideFigures>, figure: fn(&SideFigures) -> String| {
+        side.as_ref().map_or("-".to_owned(), figure)
+    };
+    let verified = match (run.verified, run.status.as_str()) {
+        (Some(true), _) => "yes".to_owned(),
+        (Some(false), _) => "NO".to_owned(),
+        (None, "completed") => "-".to_owned(),
+        (None, status) => status.to_owned(),
+    };
+    // Nothing is said of what was never measured.
+    let is_measured = run.total_ms > 0.0;
+    let is_whole = is_measured && run.status == Status::Completed.name();
+    let figure = |is_known: bool, text: String| match is_known {
+        true => text,
+        false => "-".to_owned(),
+    };
+    vec![
+        run.name(),
+        run.channels.to_string(),
+        figure(is_measured, format!("{:.0}", run.total_ms)),
+        figure(is_whole, format!("{:.1}", run.downtime_ms)),
+        figure(is_measured, run.rounds.to_string()),
+        figure(is_measured, format!("{:.0}", run.throughput_mbps)),
+        figure(is_measured, format!("{:.0}", run.pages_per_second)),
+        figure(is_whole, format!("{:.2}", run.ratio)),
+        side(&run.source, |side| format!("{:.0}", side.cpu_percent)),
+        side(&run.destination, |side| format!("{:.0}", side.cpu_percent)),
+        side(&run.source, |side| format!("{:.2}", side.core_s_per_gib)),
+        side(&run.destination, |side| {
+            format!("{:.2}", side.core_s_per_gib)
+        }),
+        verified,
+    ]
 }
 
 /// CPU time by thread: one column a migration.
@@ -387,5 +417,36 @@ pub fn align_with_words(table: &mut Table, words: usize) {
     align(table);
     if let Some(column) = table.column_mut(words) {
         column.set_cell_alignment(CellAlignment::Left);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(given: &[(&str, &str)]) -> Run {
+        let mut options = Options::default();
+        for (name, value) in given {
+            options.set(name, value).unwrap();
+        }
+        Run::new(GuestKind::Threads, &GuestSettings::default(), &options)
+    }
+
+    #[test]
+    fn a_run_that_was_interrupted_shows_what_was_measured_and_no_zeros_for_the_rest() {
+        let mut one = run(&[]);
+        one.interrupted(&Moment {
+            elapsed_ms: 2000.0,
+            status: "active".to_owned(),
+            round: 3,
+            remaining_bytes: 1,
+            transferred_bytes: 250_000_000,
+            bytes_per_second: 1.0,
+            pages_per_second: 500.0,
+            dirty_pages_per_second: 1.0,
+        });
+        let shown: Vec<_> = row(&one);
+        assert_eq!(shown[2..8].join(" "), "2000 - 3 1000 500 -");
+        assert_eq!(shown.last().map(String::as_str), Some("interrupted"));
     }
 }

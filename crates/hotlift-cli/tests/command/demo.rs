@@ -2,6 +2,7 @@
 
 use crate::hotlift::{Hotlift, errors};
 use hotlift_methods::METHODS;
+use rustix::process::Signal;
 use serde_json::Value;
 
 /// Every key that a run in the JSON must have.
@@ -136,6 +137,37 @@ fn values_out_of_range_are_refused_with_the_range() {
         assert!(text.contains("'hotlift demo --help'"), "{flag}: {text}");
         assert!(!text.contains("verified"), "{flag}: {text}");
     }
+}
+
+#[test]
+fn a_demo_that_is_interrupted_shows_what_was_measured_and_one_word_on_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("runs.json");
+    let file = format!("--json={}", json.display());
+    let slow = [
+        "demo",
+        "--guest=threads",
+        "--ram=64M",
+        "--method=none",
+        "--max-bandwidth=2M",
+        &file,
+    ];
+    let mut demo = Hotlift::start(&slow);
+    demo.wait_for("none active: round 1");
+    demo.signal(Signal::INT);
+    let (status, said) = demo.wait();
+    assert_eq!(status.code(), Some(130), "{said:?}");
+    assert_eq!(errors(&said), ["hotlift: interrupted"]);
+    let row = said
+        .iter()
+        .find(|line| line.contains("interrupted "))
+        .unwrap();
+    assert!(!said.iter().any(|line| line.contains("failed")), "{said:?}");
+    let shown: Vec<_> = row.split('┆').map(str::trim).collect();
+    assert_eq!(shown[3], "-", "no downtime: {row}");
+    let runs = runs(&json);
+    assert_eq!(runs[0]["status"], "interrupted");
+    assert!(runs[0]["transferred_bytes"].as_u64() > Some(0));
 }
 
 #[test]
