@@ -1,10 +1,12 @@
 //! The result of migrations: a table in the manner of the published ones, CPU by thread, and JSON.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use comfy_table::presets::UTF8_FULL_CONDENSED;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
-use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
+use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport, XbzrleFigures};
+use hotlift::options::{Group, OPTIONS};
 use hotlift::{Options, Status};
 use hotlift_methods::{METHODS, Unit};
 use hotlift_vmm::{GuestKind, GuestSettings};
@@ -20,6 +22,16 @@ const TERMINAL_WIDTH: u16 = 100;
 
 /// State of a migration that a signal has ended.
 const INTERRUPTED: &str = "interrupted";
+
+/// Options that a run has a field or a column of its own for.
+const FIELDS: &[&str] = &[
+    "multifd-compression",
+    "compress",
+    "multifd-channels",
+    "zero-page-detection",
+    "max-bandwidth",
+    "downtime-limit",
+];
 
 /// One migration, as `--json` writes it. Times in milliseconds, CPU in seconds and percent of one
 /// core; every figure is defined in `hotlift::figures`.
@@ -38,6 +50,8 @@ pub struct Run {
     pub zero_page_detection: String,
     pub max_bandwidth: u64,
     pub downtime_limit_ms: u128,
+    /// Every other option that is not at its default, as it is typed; without multifd `multifd` is `off`.
+    pub options: BTreeMap<&'static str, String>,
     pub ram_bytes: u64,
     pub status: String,
     pub error: Option<String>,
@@ -53,8 +67,29 @@ pub struct Run {
     pub normal_pages: u64,
     pub zero_pages: u64,
     pub ratio: f64,
+    /// The most that auto-converge took from the vCPUs.
+    pub throttle_percent: u8,
+    pub xbzrle: Option<XbzrleFigures>,
     pub source: Option<SideFigures>,
     pub destination: Option<SideFigures>,
+}
+
+/// See [`Run::options`].
+fn others(options: &Options) -> BTreeMap<&'static str, String> {
+    let defaults = Options::default();
+    OPTIONS
+        .iter()
+        .filter(|info| info.group != Group::Levels && !FIELDS.contains(&info.name))
+        .map(|info| {
+            (
+                info.name,
+                info.read(options).to_string(),
+                info.read(&defaults).to_string(),
+            )
+        })
+        .filter(|(_, value, default)| value != default)
+        .map(|(name, value, _)| (name, value))
+        .collect()
 }
 
 impl Run {
@@ -74,6 +109,7 @@ impl Run {
             zero_page_detection: options.zero_page_detection_name(),
             max_bandwidth: options.max_bandwidth,
             downtime_limit_ms: options.downtime_limit.as_millis(),
+            options: others(options),
             ram_bytes: guest.ram_bytes,
             status: Status::None.name().to_owned(),
             error: None,
@@ -88,6 +124,8 @@ impl Run {
             normal_pages: 0,
             zero_pages: 0,
             ratio: 0.0,
+            throttle_percent: 0,
+            xbzrle: None,
             source: None,
             destination: None,
         }
@@ -106,6 +144,8 @@ impl Run {
         self.normal_pages = report.normal_pages;
         self.zero_pages = report.zero_pages;
         self.ratio = report.ratio;
+        self.throttle_percent = report.throttle_percent;
+        self.xbzrle = report.xbzrle;
         self.source = Some(report.side);
     }
 
@@ -201,7 +241,10 @@ pub fn results(runs: &[Run]) -> String {
         table.add_row(row(run));
     }
     align(&mut table);
-    table.to_string()
+    let mut lines = ways(runs);
+    lines.push(table.to_string());
+    lines.extend(runs.iter().filter_map(throttled));
+    lines.join("\n")
 }
 
 fn row(run: &Run) -> Vec<String> {
@@ -238,6 +281,43 @@ fn row(run: &Run) -> Vec<String> {
         }),
         verified,
     ]
+}
+
+/// With which options, where those are not what is usual: a line for each setting.
+fn ways(runs: &[Run]) -> Vec<String> {
+    let words = |run: &Run| {
+        let words = run
+            .options
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"));
+        words.collect::<Vec<_>>().join(", ")
+    };
+    let mut lines: Vec<String> = Vec::new();
+    let first = runs.first().map(words).unwrap_or_default();
+    let are_alike = runs.iter().all(|run| words(run) == first);
+    for run in runs {
+        let line = match (words(run), are_alike) {
+            (words, _) if words.is_empty() => continue,
+            (words, true) => format!("with {words}"),
+            (words, false) => format!("{} with {words}", run.name()),
+        };
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
+    lines
+}
+
+/// What auto-converge did, where it was on.
+fn throttled(run: &Run) -> Option<String> {
+    run.options.get("auto-converge")?;
+    Some(match run.throttle_percent {
+        0 => format!("{}: auto-converge was not needed", run.name()),
+        percent => format!(
+            "{}: auto-converge took up to {percent} % of the vCPUs' time",
+            run.name()
+        ),
+    })
 }
 
 /// CPU time by thread: one column a migration.
@@ -430,6 +510,29 @@ mod tests {
             options.set(name, value).unwrap();
         }
         Run::new(GuestKind::Threads, &GuestSettings::default(), &options)
+    }
+
+    #[test]
+    fn a_result_names_the_options_that_are_not_usual_and_no_others() {
+        assert_eq!(
+            ways(&[run(&[]), run(&[("multifd-compression", "zstd")])]),
+            [""; 0]
+        );
+        for (given, words) in [
+            (("xbzrle", "on"), "with multifd=off, xbzrle=on"),
+            (("multifd", "off"), "with multifd=off"),
+            (("zero-copy-send", "on"), "with zero-copy-send=on"),
+            (("mem-prealloc", "on"), "with mem-prealloc=on"),
+            (("auto-converge", "on"), "with auto-converge=on"),
+        ] {
+            let runs = [run(&[given])];
+            let text = results(&runs);
+            assert!(text.starts_with(&format!("{words}\n")), "{text}");
+            let json = serde_json::to_value(&runs).unwrap();
+            assert_eq!(json[0]["options"][given.0], given.1, "{json}");
+        }
+        let mixed = [run(&[("mem-prealloc", "on")]), run(&[])];
+        assert_eq!(ways(&mixed), ["none with mem-prealloc=on"]);
     }
 
     #[test]

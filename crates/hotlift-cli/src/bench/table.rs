@@ -75,6 +75,14 @@ impl Labels {
         words
     }
 
+    /// Options of all of them that nothing else in a table says.
+    fn common_options(&self, row: &Row) -> Vec<String> {
+        let mut options = self.options(row, false);
+        let channels = self.words(row, About::Channels, false);
+        options.extend(channels.into_iter().filter(|_| row.channels == 0));
+        options
+    }
+
     /// What migrates, as far as that is not the same everywhere.
     pub fn work(&self, row: &Row) -> Vec<String> {
         self.words(row, About::Work, true)
@@ -198,7 +206,11 @@ pub fn matrix(records: &[Record]) -> String {
         }
     }
     align(&mut table);
-    format!("median (lowest–highest)\n{table}")
+    let all = match rows.first().map(|row| labels.common_options(row)) {
+        Some(options) if !options.is_empty() => format!("; all with {}", options.join(", ")),
+        _ => String::new(),
+    };
+    format!("median (lowest–highest){all}\n{table}")
 }
 
 /// Rows of `records`, sorted, each with who ran it: a QEMU of another version is somebody else.

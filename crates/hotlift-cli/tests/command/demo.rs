@@ -3,7 +3,7 @@
 use crate::hotlift::{Hotlift, errors};
 use hotlift_methods::METHODS;
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Every key that a run in the JSON must have.
 const KEYS: &[&str] = &[
@@ -89,6 +89,7 @@ fn one_setting_migrates_as_often_as_asked_with_either_guest() {
             "--repeat=2",
             "--vcpus=2",
             "--workload=hotset",
+            "--mem-prealloc=on",
             "--quiet",
             &guest,
             &file,
@@ -102,7 +103,12 @@ fn one_setting_migrates_as_often_as_asked_with_either_guest() {
                 (&run["channels"], &run["level"], &run["verified"]),
                 (&3.into(), &3.into(), &true.into())
             );
+            assert_eq!(run["options"], json!({ "mem-prealloc": "on" }));
         }
+        assert!(
+            said.contains(&"with mem-prealloc=on".to_owned()),
+            "{said:?}"
+        );
     }
 }
 
