@@ -29,6 +29,7 @@ mod serve;
 mod settle;
 mod signals;
 mod usage;
+mod width;
 
 use std::path::Path;
 use std::process::ExitCode;

@@ -10,15 +10,53 @@ use hotlift::figures::JobFigures;
 use hotlift::progress::Progress;
 
 use crate::output::{self, complain};
+use crate::width;
+
+/// A moment in words, what matters most first: a terminal shows no more than it has columns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Line {
+    pub text: String,
+    /// What an operator should know in full: a terminal gets it as a line of its own, once.
+    pub remark: Option<String>,
+}
+
+impl From<String> for Line {
+    fn from(text: String) -> Self {
+        Self { text, remark: None }
+    }
+}
+
+/// As it is where lines are kept.
+impl std::fmt::Display for Line {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.text)?;
+        match &self.remark {
+            Some(remark) => write!(f, "; {remark}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// `line` in place of the one before, on the terminal of standard error.
+pub fn rewritten(line: &str) -> String {
+    /// Of a terminal that does not say.
+    const COLUMNS: usize = 80;
+    let columns = width::columns(rustix::stdio::stderr()).unwrap_or(COLUMNS);
+    // In the last column some terminals go on to the next line.
+    format!("{CLEAR}{}", width::cut(line, columns.saturating_sub(1)))
+}
 
 /// Takes away the line of a display that was ended in its midst.
 pub fn clear() {
     if std::io::stderr().is_terminal() {
-        output::progress("\r\x1b[K");
+        output::progress(CLEAR);
         // What follows may be for the other stream of the same terminal.
         output::finish();
     }
 }
+
+/// Empties the line.
+const CLEAR: &str = "\r\x1b[K";
 
 /// Between lines where they are kept, as in a log.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
@@ -34,6 +72,8 @@ pub struct Display {
 struct State {
     terminal: bool,
     last: Option<(Instant, u64)>,
+    /// The present remark has been said.
+    is_remarked: bool,
     shown: Cell<bool>,
     warned: Cell<bool>,
     warned_of_zeros: Cell<bool>,
@@ -50,6 +90,7 @@ impl Display {
             state: Mutex::new(State {
                 terminal: std::io::stderr().is_terminal(),
                 last: None,
+                is_remarked: false,
                 shown: Cell::new(false),
                 warned: Cell::new(false),
                 warned_of_zeros: Cell::new(false),
@@ -60,13 +101,14 @@ impl Display {
     /// Shows one moment.
     pub fn show(&self, progress: &Progress) {
         self.show_line(progress.round, || {
-            let jobs = jobs(&self.control.jobs());
-            format!("{}{jobs}", line(&self.label, progress))
+            let mut line = line(&self.label, progress);
+            line.text.push_str(&jobs(&self.control.jobs()));
+            line
         });
     }
 
     /// Shows one moment of a migration that is in its round `round`, if it is time to.
-    pub fn show_line(&self, round: u64, line: impl FnOnce() -> String) {
+    pub fn show_line(&self, round: u64, line: impl FnOnce() -> Line) {
         let Ok(mut state) = self.state.lock() else {
             return;
         };
@@ -84,11 +126,15 @@ impl Display {
         state.last = Some((now, round));
         state.shown.set(true);
         let line = line();
-        output::progress(&if state.terminal {
-            format!("\r\x1b[K{line}")
-        } else {
-            format!("{line}\n")
-        });
+        if !state.terminal {
+            output::progress(&format!("{line}\n"));
+            return;
+        }
+        if let (Some(remark), false) = (&line.remark, state.is_remarked) {
+            output::progress(&format!("{CLEAR}{}: {remark}\n", self.label));
+        }
+        state.is_remarked = line.remark.is_some();
+        output::progress(&rewritten(&line.text));
     }
 
     /// Ends the line that was being rewritten.
@@ -124,7 +170,7 @@ impl Display {
 impl State {
     fn clear_line(&self) {
         if self.terminal && self.shown.get() {
-            output::progress("\r\x1b[K");
+            output::progress(CLEAR);
         }
     }
 }
@@ -139,16 +185,18 @@ pub fn fallback_warning(jobs: &JobFigures) -> Option<String> {
     })
 }
 
-fn line(label: &str, progress: &Progress) -> String {
+fn line(label: &str, progress: &Progress) -> Line {
     let left = progress
         .time_left
         .map_or("unknown time".to_owned(), |left| {
             format!("{:.1} s", left.as_secs_f64())
         });
-    let mut line = format!(
-        "{label} {status}: round {round}, {remaining} of {total} to go, {rate}/s on the wire, \
-         {pages:.0} pages/s, guest dirties {dirty:.0} pages/s, {left} left in this round",
+    let remark = progress.stall_reason();
+    let text = format!(
+        "{label} {status}{stalled}: round {round}, {remaining} of {total} to go, {left} left in this round, \
+         {rate}/s on the wire, {pages:.0} pages/s, guest dirties {dirty:.0} pages/s",
         status = progress.status.name(),
+        stalled = stalled(remark.is_some()),
         round = progress.round,
         remaining = bytes(progress.remaining_bytes),
         total = bytes(progress.total_bytes),
@@ -156,10 +204,18 @@ fn line(label: &str, progress: &Progress) -> String {
         pages = progress.pages_per_second,
         dirty = progress.dirty_pages_per_second,
     );
-    if let Some(reason) = progress.stall_reason() {
-        line = format!("{line}; not converging: {reason}");
+    Line {
+        text,
+        remark: remark.map(|reason| format!("not converging: {reason}")),
     }
-    line
+}
+
+/// Behind the state of a migration that does not converge.
+pub fn stalled(is_stalled: bool) -> &'static str {
+    match is_stalled {
+        true => ", not converging",
+        false => "",
+    }
 }
 
 /// What an accelerator does, as the end of a line; empty if there is none.
@@ -233,7 +289,7 @@ mod tests {
             xbzrle: None,
             stalled: false,
         };
-        let converging = line("zstd", &progress);
+        let converging = line("zstd", &progress).to_string();
         assert!(
             converging.contains("round 7, 512.0 MiB of 1.0 GiB to go"),
             "{converging}"
@@ -243,8 +299,15 @@ mod tests {
         progress.stalled = true;
         let stalled = line("zstd", &progress);
         assert!(
-            stalled.contains("dirties 40000 pages/s and the channels settle 30000"),
+            stalled
+                .to_string()
+                .contains("dirties 40000 pages/s and the channels settle 30000"),
             "{stalled}"
         );
+        // What matters is there on the narrowest terminal.
+        let narrow = width::cut(&stalled.text, 79);
+        for words in ["not converging", "round 7", "512.0 MiB of 1.0 GiB to go"] {
+            assert!(narrow.contains(words), "{narrow}");
+        }
     }
 }

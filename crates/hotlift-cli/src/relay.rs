@@ -150,7 +150,8 @@ impl Relay<'_> {
         let show = |progress: &RelayProgress| {
             self.monitor.note(progress);
             display.show_line(0, || {
-                format!("{}{}", line(label, progress), jobs(&control.jobs()))
+                let jobs = jobs(&control.jobs());
+                format!("{}{jobs}", line(label, progress)).into()
             });
         };
         let hooks = Hooks {

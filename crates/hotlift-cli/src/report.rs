@@ -15,7 +15,7 @@ use serde::Serialize;
 use crate::bench::record::Moment;
 use crate::error::CommandError;
 use crate::events::Check;
-use crate::output_file;
+use crate::{output_file, width};
 
 /// Columns that a table may take where it can be made narrower.
 const TERMINAL_WIDTH: u16 = 100;
@@ -220,29 +220,28 @@ pub fn all(runs: &[Run]) -> String {
     tables.into_iter().flatten().collect::<Vec<_>>().join("\n")
 }
 
+/// Heads of the result table.
+pub const RESULTS: &[&str] = &[
+    "method",
+    "ch",
+    "total ms",
+    "down ms",
+    "rounds",
+    "Mbit/s",
+    "pages/s",
+    "ratio",
+    "CPU % src",
+    "CPU % dst",
+    "core-s/GiB src",
+    "core-s/GiB dst",
+    "verified",
+];
+
 /// The result table.
 pub fn results(runs: &[Run]) -> String {
-    let mut table = new_table(&[
-        "method",
-        "ch",
-        "total ms",
-        "down ms",
-        "rounds",
-        "Mbit/s",
-        "pages/s",
-        "ratio",
-        "CPU % src",
-        "CPU % dst",
-        "core-s/GiB src",
-        "core-s/GiB dst",
-        "verified",
-    ]);
-    for run in runs {
-        table.add_row(row(run));
-    }
-    align(&mut table);
+    let rows: Vec<_> = runs.iter().map(row).collect();
     let mut lines = ways(runs);
-    lines.push(table.to_string());
+    lines.push(width::fitted(RESULTS, &rows, align));
     lines.extend(runs.iter().filter_map(throttled));
     lines.join("\n")
 }
@@ -320,10 +319,29 @@ fn throttled(run: &Run) -> Option<String> {
     })
 }
 
-/// CPU time by thread: one column a migration.
+/// CPU time by thread: one column a migration, in as many tables as the terminal's width asks for.
 pub fn threads(runs: &[Run]) -> String {
+    let names = runs
+        .iter()
+        .flat_map(|run| run.source.iter().chain(&run.destination))
+        .flat_map(|side| &side.threads)
+        .map(|thread| thread.name.len());
+    let names = names.max().unwrap_or(0).max(THREADS.len());
+    let figures = runs.iter().map(|run| run.name().len()).max().unwrap_or(0);
+    let beside = width::side_by_side(names, figures.max(LONGEST_MS), runs.len());
+    let tables = runs.chunks(beside).map(|runs| threads_of(runs).to_string());
+    tables.collect::<Vec<_>>().join("\n")
+}
+
+/// Head of the names of threads.
+const THREADS: &str = "thread, CPU ms";
+
+/// Characters of 999 seconds of CPU time in milliseconds.
+const LONGEST_MS: usize = 8;
+
+fn threads_of(runs: &[Run]) -> Table {
     let columns: Vec<String> = runs.iter().map(Run::name).collect();
-    let mut header = vec!["thread, CPU ms"];
+    let mut header = vec![THREADS];
     header.extend(columns.iter().map(String::as_str));
     let mut table = new_table(&header);
     let mut names: Vec<&str> = Vec::new();
@@ -359,7 +377,7 @@ pub fn threads(runs: &[Run]) -> String {
     }));
     table.add_row(totals);
     align(&mut table);
-    table.to_string()
+    table
 }
 
 /// What has done the work of the methods that an accelerator may do; `None` if none of them was used.
@@ -405,6 +423,7 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
         ]);
     }
     align_with_words(&mut table, 6);
+    width::wrap(&mut table, 6);
     Some(format!("jobs\n{table}"))
 }
 
@@ -425,6 +444,9 @@ pub fn done_by(jobs: &JobFigures) -> String {
 
 /// The table of methods, and a line on each.
 pub fn methods() -> String {
+    let columns =
+        width::columns(rustix::stdio::stdout()).and_then(|columns| columns.try_into().ok());
+    let width = columns.map_or(TERMINAL_WIDTH, |columns: u16| columns.min(TERMINAL_WIDTH));
     let mut table = new_table(&[
         "method",
         "unit",
@@ -435,7 +457,7 @@ pub fn methods() -> String {
     ]);
     table
         .set_content_arrangement(ContentArrangement::Dynamic)
-        .set_width(TERMINAL_WIDTH);
+        .set_width(width);
     for method in METHODS {
         let levels = method.levels.as_ref().map_or("-".to_owned(), |levels| {
             format!(

@@ -176,6 +176,7 @@ fn relay(
                     bytes(progress.received_bytes),
                     bytes(progress.total_bytes)
                 )
+                .into()
             });
         }
     };

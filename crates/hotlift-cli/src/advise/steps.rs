@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::io::IsTerminal;
 
-use crate::output;
+use crate::{output, progress};
 
 /// The line. It goes away with its owner.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ impl Steps {
     pub fn show(&self, what: &str) {
         if self.wanted {
             self.shown.set(true);
-            output::progress(&format!("\r\x1b[K{what}"));
+            output::progress(&progress::rewritten(what));
         }
     }
 }

@@ -341,3 +341,9 @@ fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), CommandError
         }),
     }
 }
+
+/// Heads of the columns of figures.
+#[cfg(test)]
+pub fn figure_names() -> impl Iterator<Item = &'static str> {
+    figures::ALL.iter().map(|figure| figure.name)
+}

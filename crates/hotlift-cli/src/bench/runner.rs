@@ -15,7 +15,7 @@ use super::table::Labels;
 use crate::error::CommandError;
 use crate::output;
 use crate::pair::Place;
-use crate::progress::bytes;
+use crate::progress::{self, bytes};
 use crate::signals::Interrupt;
 
 /// What all runs of one call have in common.
@@ -197,7 +197,7 @@ impl Display {
 
     fn show(&self) {
         if self.terminal {
-            output::progress(&format!("\r\x1b[K{}", self.line()));
+            output::progress(&progress::rewritten(&self.line()));
         }
     }
 

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use super::figures::{self, Figure};
 use super::record::{Completed, Engine, GuestRow, Outcome, Record, Row, whos};
 use crate::progress::bytes;
-use crate::report::{align, new_table};
+use crate::report::align;
+use crate::width;
 
 /// Names rows by what tells them apart.
 pub struct Labels {
@@ -186,7 +187,7 @@ pub fn matrix(records: &[Record]) -> String {
     let mut header = vec!["", "runs"];
     header.extend(columns.iter().map(|figure| figure.name));
     header.push("verified");
-    let mut table = new_table(&header);
+    let mut lines = Vec::new();
     for (row, who) in &series {
         let of = |run: &&Record| run.row == *row && run.who() == *who;
         let runs: Vec<&Record> = records.iter().filter(of).collect();
@@ -195,17 +196,17 @@ pub fn matrix(records: &[Record]) -> String {
         let figures = columns.iter();
         line.extend(figures.map(|figure| figure.text(completed.iter().copied())));
         line.push(verified(&runs));
-        table.add_row(line);
+        lines.push(line);
         let ours = rows.iter().find(|ours| is_the_same_work(ours, row));
         let pairs = ours.map(|ours| pairs(records, ours, (row, who)));
         if let Some(pairs) = pairs.filter(|pairs| !pairs.is_empty()) {
             let mut line = vec![format!("  Hotlift / {who}"), pairs.len().to_string()];
             line.extend(columns.iter().map(|figure| figure.quotient(&pairs)));
             line.push(String::new());
-            table.add_row(line);
+            lines.push(line);
         }
     }
-    align(&mut table);
+    let table = width::fitted(&header, &lines, align);
     let all = match rows.first().map(|row| labels.common_options(row)) {
         Some(options) if !options.is_empty() => format!("; all with {}", options.join(", ")),
         _ => String::new(),

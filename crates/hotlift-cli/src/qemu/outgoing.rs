@@ -147,7 +147,8 @@ impl Moving<'_> {
             if looked.elapsed() >= LOOK {
                 looked = Instant::now();
                 if let Ok(info) = self.source.look() {
-                    let line = watch.look(&info, latest()) + &jobs(&control.jobs());
+                    let mut line = watch.look(&info, latest());
+                    line.text.push_str(&jobs(&control.jobs()));
                     display.show_line(watch.round(), || line);
                     if info.has_failed() {
                         given_up.get_or_insert(looked);

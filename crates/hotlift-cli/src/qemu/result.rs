@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use crate::progress::bytes;
 use crate::report::{align, done_by, new_table};
+use crate::width;
 
 /// One migration through a pair of relays, as `--json` writes it.
 #[derive(Debug, Serialize)]
@@ -46,6 +47,7 @@ impl Migration {
             row(&format!("CPU, relay at the {side}"), cpu(&report.side));
         }
         align(&mut table);
+        width::wrap(&mut table, 1);
         let threads = reports.iter().map(|(side, report)| (*side, &report.side));
         format!("{table}\n{}", threads_table(threads))
     }
@@ -76,6 +78,7 @@ impl Saved {
         relay_rows(&mut row, &self.relay);
         row("CPU", cpu(&self.relay.side));
         align(&mut table);
+        width::wrap(&mut table, 1);
         let threads = std::iter::once(("save", &self.relay.side));
         format!("{table}\n{}", threads_table(threads))
     }
@@ -92,6 +95,7 @@ pub fn relay_table(label: &str, report: &RelayReport) -> String {
     relay_rows(&mut row, report);
     row("CPU", cpu(&report.side));
     align(&mut table);
+    width::wrap(&mut table, 1);
     let threads = std::iter::once((label, &report.side));
     format!("{table}\n{}", threads_table(threads))
 }

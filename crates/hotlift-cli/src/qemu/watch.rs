@@ -3,7 +3,7 @@
 use hotlift::relay::RelayProgress;
 use hotlift_qmp::{MigrateInfo, RamInfo};
 
-use crate::progress::{bytes, rounded};
+use crate::progress::{Line, bytes, rounded, stalled};
 
 /// Rounds after each of which about as much was dirty again as before, until that is said.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
@@ -24,7 +24,7 @@ pub struct Watch {
 
 impl Watch {
     /// Takes in what QEMU says, and the latest that its relay has; returns the line to show.
-    pub fn look(&mut self, info: &MigrateInfo, relay: RelayProgress) -> String {
+    pub fn look(&mut self, info: &MigrateInfo, relay: RelayProgress) -> Line {
         // The relay reports in a rhythm of its own; the same report twice says nothing of a rate.
         let time = relay.elapsed.saturating_sub(self.relay.elapsed);
         if !time.is_zero() {
@@ -33,7 +33,7 @@ impl Watch {
             self.relay = relay;
         }
         let Some(ram) = &info.ram else {
-            return format!("migration {}", info.status);
+            return format!("migration {}", info.status).into();
         };
         let rates = Rates::of(ram);
         if ram.dirty_sync_count != self.round {
@@ -49,10 +49,12 @@ impl Watch {
             .map_or("unknown time".to_owned(), |seconds| {
                 format!("{seconds:.1} s")
             });
-        let mut line = format!(
-            "migration {}: round {}, {} of {} to go, RAM at {}/s, {}/s on the wire, guest dirties \
-             {}/s, {left} left",
+        let remark = self.stall_reason(&rates);
+        let text = format!(
+            "migration {}{}: round {}, {} of {} to go, {left} left, RAM at {}/s, {}/s on the wire, guest dirties \
+             {}/s",
             info.status,
+            stalled(remark.is_some()),
             self.round,
             bytes(ram.remaining),
             bytes(ram.total),
@@ -60,10 +62,10 @@ impl Watch {
             bytes(rounded(self.wire_rate)),
             bytes(rounded(rates.dirty)),
         );
-        if let Some(reason) = self.stall_reason(&rates) {
-            line = format!("{line}; not converging: {reason}");
+        Line {
+            text,
+            remark: remark.map(|reason| format!("not converging: {reason}")),
         }
-        line
     }
 
     /// The present round.
@@ -148,9 +150,9 @@ mod tests {
         watch.look(&active(2, 12_800), report(3, 20 << 20));
         let line = watch.look(&active(2, 12_800), report(3, 20 << 20));
         assert_eq!(
-            line,
-            "migration active: round 2, 100.0 MiB of 1.0 GiB to go, RAM at 100.0 MiB/s, \
-             10.0 MiB/s on the wire, guest dirties 50.0 MiB/s, 2.0 s left"
+            line.to_string(),
+            "migration active: round 2, 100.0 MiB of 1.0 GiB to go, 2.0 s left, RAM at 100.0 MiB/s, \
+             10.0 MiB/s on the wire, guest dirties 50.0 MiB/s"
         );
     }
 
@@ -160,17 +162,23 @@ mod tests {
         for round in 2..4 {
             // However often it is looked at, a round counts once.
             for _ in 0..5 {
-                let line = watch.look(&active(round, 24_000), RelayProgress::default());
+                let line = watch
+                    .look(&active(round, 24_000), RelayProgress::default())
+                    .to_string();
                 assert!(!line.contains("not converging"), "{line}");
             }
         }
-        let line = watch.look(&active(4, 24_000), RelayProgress::default());
+        let line = watch
+            .look(&active(4, 24_000), RelayProgress::default())
+            .to_string();
         assert!(
             line.contains("dirtied 93.7 MiB/s and 100.0 MiB/s were sent"),
             "{line}"
         );
         assert!(line.contains("unknown time left"), "{line}");
-        let line = watch.look(&active(5, 25), RelayProgress::default());
+        let line = watch
+            .look(&active(5, 25), RelayProgress::default())
+            .to_string();
         assert!(!line.contains("not converging"), "{line}");
     }
 
@@ -181,7 +189,9 @@ mod tests {
             ..MigrateInfo::default()
         };
         assert_eq!(
-            Watch::default().look(&info, RelayProgress::default()),
+            Watch::default()
+                .look(&info, RelayProgress::default())
+                .to_string(),
             "migration setup"
         );
     }

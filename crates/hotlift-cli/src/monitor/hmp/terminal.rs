@@ -18,6 +18,7 @@ use super::complete::complete;
 use super::run::{Answer, run};
 use super::session::{LOOK, MAX_LINE, PROMPT, greeting, wait};
 use super::show;
+use crate::progress;
 
 /// What people see.
 const TERMINAL_PROMPT: &str = "(hotlift) ";
@@ -110,7 +111,8 @@ fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
         tcsetattr(stdin(), OptionalActions::Now, &keys)?;
     }
     let end = wait(commands, &mut |info: &Json| {
-        write!(io::stdout(), "\r\x1b[K{}", show::progress_line(info))?;
+        let line = progress::rewritten(&show::progress_line(info));
+        write!(io::stdout(), "{line}")?;
         io::stdout().flush()?;
         if ctrl_c()? {
             // It may have ended meanwhile, which the next look shows.
