@@ -7,13 +7,14 @@ use crate::case::{Kind, Moment};
 use crate::verdict::{Outcome, Record, Wrong};
 
 /// What is counted, and what it is called.
-const WRONGS: [(Wrong, &str); 7] = [
+const WRONGS: [(Wrong, &str); 8] = [
     (Wrong::TwoGuests, "two guests"),
     (Wrong::NoGuest, "no guest"),
     (Wrong::LostWrites, "lost writes"),
     (Wrong::Leftover, "leftovers"),
     (Wrong::Exit, "unexplained exits"),
     (Wrong::Hangs, "hangs"),
+    (Wrong::TimedOut, "time-outs"),
     (Wrong::SetUp, "set-up failed"),
 ];
 
@@ -28,11 +29,11 @@ const OUTCOMES: [(Outcome, &str); 5] = [
 /// How many columns are there for the numbers of the cases that something is wrong with.
 const NAMED: usize = 36;
 
-/// True if nothing is wrong with any case. One whose set-up failed says nothing.
+/// True if nothing is wrong with any case. One whose set-up failed says nothing, nor does a machine that stood still.
 #[must_use]
 pub fn is_clean(records: &[Record]) -> bool {
     let mut problems = records.iter().flat_map(|record| &record.problems);
-    problems.all(|problem| problem.wrong == Wrong::SetUp)
+    problems.all(|problem| matches!(problem.wrong, Wrong::SetUp | Wrong::TimedOut))
 }
 
 /// The tables.

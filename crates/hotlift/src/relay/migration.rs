@@ -49,8 +49,13 @@ pub(super) fn run(
     let since = arrivals.since;
     // Booked again below, when the number of channels is known.
     let unbooked = Counters::default();
-    let mut input =
-        MainInput::new(&main, &unbooked, Silence::Always(timeout), &memory).keep_everything();
+    // A source that somebody watches is not given up for its silence: to start the dirty log of a large VM, or on a
+    // busy host, takes a QEMU a minute, in which it answers nothing.
+    let silence = match hooks.ownership {
+        Some(_) => Silence::Unlimited,
+        None => Silence::Always(timeout),
+    };
+    let mut input = MainInput::new(&main, &unbooked, silence, &memory).keep_everything();
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
     let beginning = read_setup(&mut input, &mut decoder, id, &early)?;
     let pass_through = |arrivals, input: &MainInput<'_>, why| match outgoing {

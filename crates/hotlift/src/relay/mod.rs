@@ -220,7 +220,8 @@ pub enum Taken {
 pub struct Hooks<'a> {
     /// Takes reports, twice a second.
     pub on_progress: Option<&'a (dyn Fn(&RelayProgress) + Sync)>,
-    /// Asked every few milliseconds, once all is loaded. Without it the source has released the guest when it
+    /// Asked every few milliseconds, once all is loaded. With it the source may be silent in its set-up for as long as
+    /// it likes; whoever knows better cancels. Without it the source has released the guest when it
     /// closes its main channel, which a cancel in that moment looks like, too.
     pub ownership: Option<&'a (dyn Fn() -> Ownership + Sync)>,
     /// Called once, before the first byte goes out at which the destination may run the guest. Whoever

@@ -271,3 +271,30 @@ fn a_source_that_keeps_its_connection_has_not_let_go() {
         assert!(arriving.join().unwrap().eof);
     });
 }
+
+#[test]
+fn a_source_that_is_watched_may_be_silent_in_its_set_up() {
+    let _beside = shared();
+    let recording = Recording::small();
+    let log = Log::default();
+    let (_folder, destination) = destination(&recording, 0, None, &log);
+    for is_watched in [true, false] {
+        let hook = is_watched.then(|| Box::new(|| Ownership::Unknown) as AsksOwnership);
+        let mut settings = off();
+        settings.outgoing.handshake_timeout = Duration::from_millis(200);
+        let relay = Relay::start_with(&destination.address, &settings, false, hook);
+        let to = relay.address.clone();
+        thread::scope(|scope| {
+            let source = scope.spawn(|| play(&recording, &to, Ending::FallsSilentAt(60), &log));
+            if is_watched {
+                let ended = relay.has_ended(Duration::from_secs(1));
+                assert!(ended.is_none(), "{ended:?}");
+                relay.control.cancel();
+            }
+            let error = relay.outcome("with a silent source").unwrap_err();
+            let timed_out = matches!(error, MigrationError::Timeout { .. });
+            assert_eq!(timed_out, !is_watched, "{error}");
+            source.join().unwrap();
+        });
+    }
+}
