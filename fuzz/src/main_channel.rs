@@ -1,8 +1,8 @@
 //! The main channel.
 
 use hotlift_wire::main_channel::{
-    DeviceLengths, MainDecoder, MainEvent, Step, DeviceStateEvent, DeviceStateStep, VmDescription, complete_device_state,
-    next_device_state,
+    DeviceLengths, DeviceStateEvent, DeviceStateStep, MainDecoder, MainEvent, Step, VmDescription,
+    complete_device_state, next_device_state,
 };
 use hotlift_wire::{PAGE_SIZE, limits};
 
