@@ -48,10 +48,16 @@ fn options(method: &str) -> Options {
     options
 }
 
-/// Units with the length of a name that nothing else on the wire confirms, and the opening of a channel
-/// that ends halfway while the source believes it sent. Here a time-out is all there is; everywhere
-/// else a fault is noticed by itself.
-const NOTICED_BY_TIME_OUT: [&str; 3] = ["configuration", "Full section", "opening"];
+/// Units with the length of a name that nothing else on the wire confirms, where the source waits for an answer
+/// behind them, and the opening of a channel that ends halfway while the source believes it sent. Here a time-out is
+/// all there is; everywhere else a fault is noticed by itself.
+const NOTICED_BY_TIME_OUT: [&str; 5] = [
+    "configuration",
+    "Start section",
+    "list of RAM blocks",
+    "Full section",
+    "opening",
+];
 
 /// Guests that go through one fault after the other.
 struct Course {
