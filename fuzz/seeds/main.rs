@@ -11,6 +11,7 @@ use hotlift_methods::legacy::compress::Deflater;
 use hotlift_methods::legacy::xbzrle;
 use hotlift_methods::{EncoderSettings, METHODS};
 use hotlift_wire::RamBlockEntry;
+use hotlift_wire::handshake::{Accepted, Features, VERSION};
 use hotlift_wire::main_channel::{
     Command, Configuration, FILE_HEADER, MAPPED_RAM, MainEncoder, MappedLayout, put_mapped_end,
     put_packaged_head,
@@ -19,6 +20,7 @@ use hotlift_wire::multifd::{
     Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter, ZeroPageDetection,
 };
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::MigrationId;
 
 #[path = "../../crates/hotlift-methods/tests/support/qemu.rs"]
 #[allow(dead_code, reason = "its readers are for tests")]
@@ -304,7 +306,13 @@ fn channels() {
 
 fn return_path() {
     let all = [
-        ReturnMessage::Hello(1),
+        ReturnMessage::Hello {
+            version: VERSION.into(),
+            accepted: Some(Accepted {
+                features: Features::MULTIFD,
+                id: MigrationId([7; 16]),
+            }),
+        },
         ReturnMessage::Pong(7),
         ReturnMessage::ReqPagesId {
             start: 4096,

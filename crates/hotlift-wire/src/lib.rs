@@ -7,6 +7,7 @@
 //!   main channel      ── header, RAM blocks, sync, devices  ──▶   main_channel
 //!   multifd channels  ── initial packet, page packets ────────▶   multifd
 //!   return path       ◀─ PONG, SHUT (main's other direction) ──   return_path
+//!   PING and HELLO    ── which Hotlift is this? ──────────────▶   handshake
 //!   a question        ◀─ what became of the guest? ───────────▶   settle
 //! ```
 //!
@@ -18,6 +19,7 @@
 
 mod block;
 mod error;
+pub mod handshake;
 pub mod limits;
 pub mod main_channel;
 pub mod multifd;

@@ -4,6 +4,7 @@
 //! 0x4802 are Hotlift's and go only to a peer that is one, since QEMU ends the migration at a type
 //! it does not know.
 
+use crate::handshake::{Accepted, Features, VERSION};
 use crate::reader::{as_u64, put_counted_string};
 use crate::settle::MigrationId;
 use crate::{Reader, WireError, limits};
@@ -18,11 +19,11 @@ const SWITCHOVER_ACK: u16 = 7;
 const ERROR_TEXT: u16 = 0x4801;
 const HELLO: u16 = 0x4802;
 
-/// Bytes of HELLO's payload: version, migration, CRC-32 of both. A source that had the wrong name could not
+/// Bytes of HELLO's payload: version, features, migration, CRC-32 of all. A source that had the wrong name could not
 /// ask.
-const HELLO_LEN: usize = 24;
-/// The same of version 1, which is only read to be refused by name.
-const HELLO_V1_LEN: usize = 4;
+const HELLO_LEN: usize = 28;
+/// Its first field, which every version has.
+const HELLO_VERSION_LEN: usize = 4;
 
 /// One message of the return path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,8 +64,8 @@ pub enum ReturnMessage<'a> {
     Hello {
         /// Version of its additions.
         version: u32,
-        /// What it calls this migration. Version 1 had no name for it.
-        id: Option<MigrationId>,
+        /// The rest, which only a destination of [`VERSION`] says in a known way.
+        accepted: Option<Accepted>,
     },
 }
 
@@ -129,10 +130,11 @@ impl<'a> ReturnMessage<'a> {
             Self::Shut(value) | Self::Pong(value) | Self::ResumeAck(value) => {
                 out.extend_from_slice(&value.to_be_bytes());
             }
-            Self::Hello { version, id } => {
+            Self::Hello { version, accepted } => {
                 let start = out.len();
                 out.extend_from_slice(&version.to_be_bytes());
-                if let Some(id) = id {
+                if let Some(Accepted { features, id }) = accepted {
+                    out.extend_from_slice(&features.bits().to_be_bytes());
                     out.extend_from_slice(&id.0);
                     let crc = crc32fast::hash(&out[start..]);
                     out.extend_from_slice(&crc.to_be_bytes());
@@ -199,25 +201,30 @@ impl<'a> ReturnMessage<'a> {
             RESUME_ACK => Self::ResumeAck(reader.be32("RESUME_ACK")?),
             SWITCHOVER_ACK => Self::SwitchoverAck,
             ERROR_TEXT => Self::ErrorText(reader.text(payload.len(), "ERROR_TEXT")?),
-            HELLO => Self::Hello {
-                version: reader.be32("HELLO")?,
-                id: match reader.remaining() {
-                    0 => None,
-                    _ => {
-                        let id = MigrationId(*reader.array("HELLO").map_err(short)?);
-                        let expected = reader.be32("HELLO").map_err(short)?;
-                        let got = crc32fast::hash(&payload[..HELLO_LEN - 4]);
-                        if expected != got {
-                            return Err(WireError::Checksum {
-                                what: "HELLO",
-                                expected,
-                                got,
-                            });
-                        }
-                        Some(id)
-                    }
-                },
-            },
+            HELLO => {
+                let version = reader.be32("HELLO")?;
+                if version != u32::from(VERSION) {
+                    return Ok(Self::Hello {
+                        version,
+                        accepted: None,
+                    });
+                }
+                let features = Features::from_bits_retain(reader.be32("HELLO").map_err(short)?);
+                let id = MigrationId(*reader.array("HELLO").map_err(short)?);
+                let expected = reader.be32("HELLO").map_err(short)?;
+                let got = crc32fast::hash(&payload[..HELLO_LEN - 4]);
+                if expected != got {
+                    return Err(WireError::Checksum {
+                        what: "HELLO",
+                        expected,
+                        got,
+                    });
+                }
+                Self::Hello {
+                    version,
+                    accepted: Some(Accepted { features, id }),
+                }
+            }
             _ => return Err(unknown(kind)),
         };
         reader.finish("return path message")?;
@@ -233,7 +240,7 @@ fn check_length(kind: u16, length: usize) -> Result<(), WireError> {
         REQ_PAGES => ("length of REQ_PAGES", 12),
         RESUME_ACK => ("length of RESUME_ACK", 4),
         SWITCHOVER_ACK => ("length of SWITCHOVER_ACK", 0),
-        HELLO if length == HELLO_V1_LEN => return Ok(()),
+        HELLO if length >= HELLO_VERSION_LEN => return Ok(()),
         HELLO => ("length of HELLO", HELLO_LEN),
         REQ_PAGES_ID | RECV_BITMAP => return Ok(()),
         ERROR_TEXT if length <= limits::ERROR_TEXT => return Ok(()),

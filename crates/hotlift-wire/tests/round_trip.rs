@@ -2,6 +2,7 @@
 
 mod common;
 
+use hotlift_wire::handshake::{Accepted, Features, VERSION};
 use hotlift_wire::main_channel::{
     Command, Configuration, DeviceLengths, MainDecoder, MainEncoder, MainEvent, PageContent,
     SectionKind, Step, VmDescription,
@@ -127,7 +128,7 @@ proptest! {
         start: u64,
         block in name(),
         text in "\\PC{0,100}",
-        kind in 0..9usize,
+        kind in 0..10usize,
     ) {
         let message = match kind {
             0 => ReturnMessage::Shut(value),
@@ -138,7 +139,14 @@ proptest! {
             5 => ReturnMessage::ResumeAck(value),
             6 => ReturnMessage::SwitchoverAck,
             7 => ReturnMessage::ErrorText(&text),
-            _ => ReturnMessage::Hello { version: value, id: Some(MigrationId(start.to_be_bytes().repeat(2).try_into().unwrap())) },
+            8 => ReturnMessage::Hello { version: value.max(u32::from(VERSION) + 1), accepted: None },
+            _ => ReturnMessage::Hello {
+                version: VERSION.into(),
+                accepted: Some(Accepted {
+                    features: Features::from_bits_retain(value),
+                    id: MigrationId(start.to_be_bytes().repeat(2).try_into().unwrap()),
+                }),
+            },
         };
         let mut bytes = Vec::new();
         message.encode(&mut bytes).unwrap();

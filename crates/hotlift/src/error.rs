@@ -253,13 +253,13 @@ impl MigrationError {
         }
     }
 
-    /// The destination is a Hotlift whose additions to QEMU's stream are of another version.
-    pub(crate) fn other_version(version: u32) -> Self {
+    /// Both sides are Hotlifts whose additions to QEMU's stream have different versions.
+    pub(crate) fn other_version(source: u32, destination: u32) -> Self {
         Self::Mismatch {
             what: "the version of Hotlift's protocol (use the same hotlift on both hosts)"
                 .to_owned(),
-            source_has: crate::hello::VERSION.to_string(),
-            destination_has: version.to_string(),
+            source_has: source.to_string(),
+            destination_has: destination.to_string(),
         }
     }
 

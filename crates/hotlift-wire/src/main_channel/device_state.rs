@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! QEMU:     FULL...  EOF  VM description
-//! Hotlift:  PACKAGED { FULL... }  PING...  EOF  VM description
+//! Hotlift:  PACKAGED { FULL... }  PING  EOF  VM description
 //! ```
 
 use super::command::{PACKAGED, PING};
@@ -102,36 +102,36 @@ pub fn put_packaged_head(length: usize, out: &mut Vec<u8>) -> Result<(), WireErr
 /// reads it to its end before it runs the guest.
 pub const EOF_WITHOUT_DESCRIPTION: [u8; 8] = [EOF, VM_DESCRIPTION, 0, 0, 0, 2, b'{', b'}'];
 
-/// Where EOF is in a QEMU's tail that has come completely; `None` while more must come.
+/// Where EOF is in the device state of a QEMU that has come completely; `None` while more must come.
 ///
-/// The tail is complete when some EOF is followed by a description whose length reaches exactly to
+/// It is complete when some EOF is followed by a description whose length reaches exactly to
 /// the last byte, and which is a JSON text. `from` is the position up to which an earlier, shorter
-/// tail was searched for candidates, whose positions `candidates` keeps: every byte is looked at once. Of
-/// more candidates than [`limits::DESCRIPTION_STARTS`] the later ones do not end a tail.
+/// input was searched for candidates, whose positions `candidates` keeps: every byte is looked at once. Of
+/// more candidates than [`limits::DESCRIPTION_STARTS`] the later ones do not end it.
 pub fn complete_device_state(
-    tail: &[u8],
+    input: &[u8],
     from: &mut usize,
     candidates: &mut Vec<usize>,
 ) -> Option<usize> {
-    let end = tail.len().saturating_sub(1 + DESCRIPTION_HEAD);
+    let end = input.len().saturating_sub(1 + DESCRIPTION_HEAD);
     while *from < end {
         let at = *from;
         *from += 1;
-        if tail[at] == EOF
-            && tail[at + 1] == VM_DESCRIPTION
-            && tail[at + 1 + DESCRIPTION_HEAD] == b'{'
+        if input[at] == EOF
+            && input[at + 1] == VM_DESCRIPTION
+            && input[at + 1 + DESCRIPTION_HEAD] == b'{'
             && candidates.len() < limits::DESCRIPTION_STARTS
         {
             candidates.push(at);
         }
     }
     let reaches_the_end = |at: usize| {
-        let length = tail.get(at + 2..at + 1 + DESCRIPTION_HEAD)?;
+        let length = input.get(at + 2..at + 1 + DESCRIPTION_HEAD)?;
         let length = u32::from_be_bytes(length.try_into().ok()?);
         let length = usize::try_from(length).ok()?;
-        (length <= limits::VM_DESCRIPTION && at + 1 + DESCRIPTION_HEAD + length == tail.len())
+        (length <= limits::VM_DESCRIPTION && at + 1 + DESCRIPTION_HEAD + length == input.len())
             .then_some(())?;
-        let text = &tail[at + 1 + DESCRIPTION_HEAD..];
+        let text = &input[at + 1 + DESCRIPTION_HEAD..];
         serde_json::from_slice::<serde::de::IgnoredAny>(text).ok()?;
         Some(at)
     };
@@ -142,25 +142,25 @@ pub fn complete_device_state(
 mod tests {
     use super::*;
 
-    fn tail_of(devices: &[u8], json: &str) -> Vec<u8> {
-        let mut tail = devices.to_vec();
-        tail.extend_from_slice(&[EOF, VM_DESCRIPTION]);
-        tail.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
-        tail.extend_from_slice(json.as_bytes());
-        tail
+    fn device_state_of(devices: &[u8], json: &str) -> Vec<u8> {
+        let mut input = devices.to_vec();
+        input.extend_from_slice(&[EOF, VM_DESCRIPTION]);
+        input.extend_from_slice(&u32::try_from(json.len()).unwrap().to_be_bytes());
+        input.extend_from_slice(json.as_bytes());
+        input
     }
 
     #[test]
     fn a_tail_is_complete_at_its_last_byte_and_not_before() {
         // Device bytes that look like the start of a description, twice.
         let devices = b"\x04abc\0\x06\0\0\0\x05{....\0\x06\0\0\xff\xff{x\x7e";
-        let tail = tail_of(devices, r#"{"page_size":4096,"devices":[]}"#);
+        let input = device_state_of(devices, r#"{"page_size":4096,"devices":[]}"#);
         let (mut from, mut candidates) = (0, Vec::new());
-        for length in 0..tail.len() {
-            let found = complete_device_state(&tail[..length], &mut from, &mut candidates);
+        for length in 0..input.len() {
+            let found = complete_device_state(&input[..length], &mut from, &mut candidates);
             assert_eq!(found, None, "{length}");
         }
-        let found = complete_device_state(&tail, &mut from, &mut candidates);
+        let found = complete_device_state(&input, &mut from, &mut candidates);
         assert_eq!(found, Some(devices.len()));
     }
 
@@ -172,8 +172,8 @@ mod tests {
 
     #[test]
     fn a_description_that_is_no_json_does_not_end_a_tail() {
-        let tail = tail_of(b"\x04abc", r#"{"page_size":4096,"devices":[}"#);
-        assert_eq!(complete_device_state(&tail, &mut 0, &mut Vec::new()), None);
+        let input = device_state_of(b"\x04abc", r#"{"page_size":4096,"devices":[}"#);
+        assert_eq!(complete_device_state(&input, &mut 0, &mut Vec::new()), None);
     }
 
     #[test]

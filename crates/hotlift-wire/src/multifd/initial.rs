@@ -9,7 +9,7 @@
 //! ```
 
 use super::{MAGIC, Method, PacketLayout, VERSION, expect};
-use crate::{Reader, WireError};
+use crate::{Reader, WireError, handshake};
 
 /// Bytes of the initial packet (`MultiFDInit_t`).
 pub const INITIAL_PACKET_LEN: usize = 64;
@@ -17,7 +17,6 @@ pub const INITIAL_PACKET_LEN: usize = 64;
 const HELLO: usize = 32;
 const HELLO_CRC: usize = 60;
 const HELLO_MAGIC: [u8; 4] = *b"HLFT";
-const HELLO_VERSION: u16 = 2;
 
 /// What a channel says before its first packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +114,7 @@ impl Hello {
         // A layout's numbers are bounded far below 32 bits when it is made.
         let wire = |value: usize| u32::try_from(value).unwrap_or(u32::MAX).to_be_bytes();
         packet[32..36].copy_from_slice(&HELLO_MAGIC);
-        packet[36..38].copy_from_slice(&HELLO_VERSION.to_be_bytes());
+        packet[36..38].copy_from_slice(&u16::from(handshake::VERSION).to_be_bytes());
         packet[38] = self.channels;
         packet[39] = self.method.code();
         packet[40..44].copy_from_slice(&wire(self.layout.pages()));
@@ -141,7 +140,11 @@ impl Hello {
         }
 
         let version = reader.be16("Hotlift hello version")?;
-        expect(version, HELLO_VERSION, "Hotlift hello version")?;
+        expect(
+            version,
+            u16::from(handshake::VERSION),
+            "Hotlift hello version",
+        )?;
         let channels = reader.u8("channels of a Hotlift hello")?;
         if channels == 0 {
             return Err(WireError::Empty {

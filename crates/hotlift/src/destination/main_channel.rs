@@ -5,6 +5,7 @@ use std::io::Write;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::{compress::Inflater, xbzrle};
+use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{
     Command, DeviceLengths, MainDecoder, MainEvent, PageContent, SectionKind, Step,
 };
@@ -264,22 +265,20 @@ impl State<'_> {
     fn command(&mut self, command: Command, input: &MainInput<'_>) -> Result<(), MigrationError> {
         match command {
             Command::OpenReturnPath => self.return_path = true,
-            // Without channels a Hotlift has had no other place to say that it is one.
-            Command::Ping(hello::OPENING_PING)
-                if !self.opened && !self.session.options.multifd() =>
-            {
-                self.session.set_is_hotlift();
-                self.open()?;
-            }
-            Command::Ping(value) if !self.session.is_hotlift() => {
-                self.answer(&[ReturnMessage::Pong(value)])?;
-            }
-            Command::Ping(value) if !self.opened => {
-                if value != hello::OPENING_PING {
-                    return Err(protocol("another PING than that of a Hotlift"));
+            Command::Ping(value) if !self.opened => match Offer::of_ping(value) {
+                // Without channels a Hotlift has had no other place to say that it is one.
+                Some(offer) if self.session.is_hotlift() || !self.session.options.multifd() => {
+                    self.open(offer)?;
                 }
-                self.open()?;
-            }
+                None if !self.session.is_hotlift() => {
+                    self.answer(&[ReturnMessage::Pong(value)])?;
+                }
+                _ => {
+                    return Err(protocol(
+                        "the first PING of another source than the channels'",
+                    ));
+                }
+            },
             Command::Ping(value) => {
                 if let Some(here) = input.crc().filter(|here| *here != value) {
                     return Err(wire(WireError::Checksum {
@@ -302,16 +301,17 @@ impl State<'_> {
         Ok(())
     }
 
-    /// Answers the opening of a Hotlift.
-    fn open(&mut self) -> Result<(), MigrationError> {
+    /// Answers the offer of a Hotlift, also of one that is refused, so that it can read why.
+    fn open(&mut self, offer: Offer) -> Result<(), MigrationError> {
+        self.session.set_is_hotlift();
+        let takes = match self.session.options.multifd() {
+            true => Features::MULTIFD,
+            false => Features::empty(),
+        };
+        self.answer(&hello::answer(offer, takes, self.session.id))?;
+        hello::check(offer, takes)?;
         self.opened = true;
-        self.answer(&[
-            ReturnMessage::Hello {
-                version: hello::VERSION,
-                id: Some(self.session.id),
-            },
-            ReturnMessage::Pong(hello::OPENING_PING),
-        ])
+        Ok(())
     }
 
     fn answer(&self, messages: &[ReturnMessage<'_>]) -> Result<(), MigrationError> {

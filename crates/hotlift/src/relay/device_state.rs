@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 use hotlift_methods::OverMemoryLimit;
 use hotlift_wire::main_channel::{
-    Command, DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, complete_device_state,
+    DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, complete_device_state,
     next_device_state,
 };
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{WireError, limits};
 
 use super::session::{Session, Upstream, encode};
-use super::{CHECKSUM_FOLLOWS, Hooks, LOADED, Ownership, closed, wire};
+use super::{Hooks, Ownership, closed, wire};
 use crate::control::Status;
 use crate::error::{Channel, MigrationError};
 use crate::handover::Word;
@@ -78,7 +78,11 @@ pub(super) fn from_qemu(
 }
 
 /// Sends EOF and what follows it, and waits until it is known what became of the guest.
-fn hand_over(session: &Session<'_>, end: &[u8], hooks: Hooks<'_>) -> Result<(), MigrationError> {
+pub(super) fn hand_over(
+    session: &Session<'_>,
+    end: &[u8],
+    hooks: Hooks<'_>,
+) -> Result<(), MigrationError> {
     let outcome = session.sink.commit(end, hooks.has_taken);
     session.settle(match &outcome {
         Ok(()) => Some(Word::Runs),
@@ -189,15 +193,14 @@ fn await_release(
     })
 }
 
-/// Of a relay: its device sections have a length, and it says itself when EOF may follow.
+/// Of a relay: its device sections have a length, and it asks itself whether all is loaded before EOF may follow.
 pub(super) fn from_relay(
     session: &Session<'_>,
     upstream: &Upstream,
     input: &mut MainInput<'_>,
     hooks: Hooks<'_>,
 ) -> Result<(), MigrationError> {
-    // Of all before the PING that announces a checksum.
-    let mut awaited = None;
+    let mut has_devices = false;
     let mut is_loaded = false;
     loop {
         let crc = input.crc();
@@ -216,33 +219,33 @@ pub(super) fn from_relay(
                 }
                 input.take(consumed);
                 match event {
-                    DeviceStateEvent::Packaged(_) if is_loaded => {
+                    DeviceStateEvent::Packaged(_) if has_devices => {
                         return Err(unexpected("devices behind the last"));
                     }
                     DeviceStateEvent::Packaged(length) => {
+                        has_devices = true;
                         session.control.set_status(Status::Device);
                         let sections = read_package(session, input, length)?;
                         session.sink.devices(&sections)?;
                     }
-                    DeviceStateEvent::Ping(expected) if awaited.is_some() => {
-                        if let Some(got) = awaited.take().filter(|crc| *crc != expected) {
+                    DeviceStateEvent::Ping(_) if is_loaded || !has_devices => {
+                        return Err(unexpected("PING in another place than behind the devices"));
+                    }
+                    DeviceStateEvent::Ping(expected) => {
+                        if let Some(got) = crc.filter(|crc| *crc != expected) {
                             return Err(wire(WireError::Checksum {
                                 what: "the main channel",
                                 expected,
                                 got,
                             }));
                         }
-                    }
-                    DeviceStateEvent::Ping(CHECKSUM_FOLLOWS) => awaited = crc,
-                    DeviceStateEvent::Ping(LOADED) => {
                         session.sink.await_loaded()?;
                         is_loaded = true;
                         if !session.taking.loaded() {
                             return Err(MigrationError::Cancelled);
                         }
-                        upstream.answer(&encode(&[ReturnMessage::Pong(LOADED)]));
+                        upstream.answer(&encode(&[ReturnMessage::Pong(expected)]));
                     }
-                    DeviceStateEvent::Ping(value) => session.sink.command(Command::Ping(value))?,
                     DeviceStateEvent::Eof => {}
                 }
             }

@@ -6,6 +6,7 @@ use std::thread;
 
 use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::RamBlockEntry;
+use hotlift_wire::handshake::Features;
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
 use hotlift_wire::multifd::{PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
@@ -68,8 +69,11 @@ pub(super) fn run(
         StreamSetup::PageByPage(setup) => setup,
         StreamSetup::PassThrough(why) => return pass_through(arrivals, &input, why),
     };
-    let expected = setup.flush || setup.relay == Some(true);
-    let channels = if setup.relay == Some(false) {
+    let multifd = setup
+        .relay
+        .map(|features| features.contains(Features::MULTIFD));
+    let expected = setup.flush || multifd == Some(true);
+    let channels = if multifd == Some(false) {
         None
     } else {
         arrivals.channels(&main, expected, timeout, &early)?

@@ -61,15 +61,6 @@ use crate::transport::{Address, Listener, Stream};
 use file::FileFormat;
 use session::Relayed;
 
-/// How two relays know each other: the value of the first PING on main.
-const OPENING_MULTIFD: u32 = 0x484c_524c; // "HLRL"
-/// The same from a relay that sends no multifd channels.
-const OPENING_MAIN: u32 = 0x484c_524d; // "HLRM"
-/// The PING after this one carries the CRC-32 of all bytes of main before it; between relays only.
-const CHECKSUM_FOLLOWS: u32 = 0x484c_434b; // "HLCK"
-/// PING behind the last device.
-const LOADED: u32 = 0x484c_4c44; // "HLLD"
-
 /// What a relay has no hand in, and who has.
 /// `events` (a relay's monitor tells them) and `return-path` (a relay always answers) are not among them,
 /// nor is `downtime-limit`, which `hotlift save` and `hotlift migrate` hand on to the source's QEMU.

@@ -2,19 +2,21 @@
 
 use std::io::Write;
 
+use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{
     Command, Configuration, MainDecoder, MainEvent, SectionKind, Step,
 };
-use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{WireError, limits};
 
 use super::session::{Call, encode};
 use super::sink::RamLayout;
-use super::{OPENING_MAIN, OPENING_MULTIFD, closed, name, wire};
+use super::{closed, name, wire};
 use crate::error::{Channel, MigrationError};
 use crate::hello;
+use crate::stream::graceful_close;
 use crate::stream::main_recv::MainInput;
+use crate::transport::Stream;
 
 /// Section types that a stream may have behind the START section of `ram` if RAM is all that moves
 /// before the guest stops: PART, END, COMMAND.
@@ -28,8 +30,8 @@ pub(super) struct Setup {
     pub ram: RamLayout,
     /// The multifd flush of the set-up is a record; else, with multifd, every section's end is a sync point.
     pub flush: bool,
-    /// `Some` if the source is a relay: whether it sends multifd channels.
-    pub relay: Option<bool>,
+    /// What a relay has said of its stream; `None` of a QEMU.
+    pub relay: Option<Features>,
     pub return_path: bool,
 }
 
@@ -69,6 +71,21 @@ pub(super) fn other_devices(
     Ok((!relayed).then(|| {
         "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)".to_owned()
     }))
+}
+
+/// Answers a Hotlift's offer; one that is no relay, or of another version, is told so.
+fn greet(mut main: &Stream, offer: Offer, id: MigrationId) -> Result<(), MigrationError> {
+    let takes = Features::RELAYED | (offer.features & Features::MULTIFD);
+    main.write_all(&encode(&hello::answer(offer, takes, id)))
+        .map_err(|source| MigrationError::Connection {
+            channel: Channel::Main,
+            doing: "answering the source",
+            source,
+        })?;
+    hello::check(offer, takes).inspect_err(|error| {
+        graceful_close::say_reason(&[main], &error.chain());
+        graceful_close::close(&[main]);
+    })
 }
 
 /// Reads up to the last record of the START section of `ram`. A relay is told that the migration is called `id`
@@ -112,7 +129,7 @@ pub(super) fn read_setup(
                 got: input.everything().len() as u64,
             }));
         }
-        let mut answer = None;
+        let mut offer = None;
         // The footer may stay in the source's buffer until its channels are read.
         let ended = event == MainEvent::RamEos;
         match event {
@@ -123,17 +140,13 @@ pub(super) fn read_setup(
                     "postcopy may follow (capability postcopy-ram)".to_owned(),
                 ));
             }
-            MainEvent::Command(Command::Ping(ping @ (OPENING_MULTIFD | OPENING_MAIN)))
-                if relay.is_none() && commands.is_empty() =>
+            MainEvent::Command(Command::Ping(ping))
+                if relay.is_none()
+                    && commands.is_empty()
+                    && let Some(said) = Offer::of_ping(ping) =>
             {
-                relay = Some(ping == OPENING_MULTIFD);
-                answer = Some([
-                    ReturnMessage::Hello {
-                        version: hello::VERSION,
-                        id: Some(id),
-                    },
-                    ReturnMessage::Pong(ping),
-                ]);
+                relay = Some(said.features);
+                offer = Some(said);
             }
             MainEvent::Command(_) if commands.len() == limits::SETUP_COMMANDS => {
                 return Err(wire(WireError::OverLimit {
@@ -165,15 +178,8 @@ pub(super) fn read_setup(
             }
         }
         input.take(consumed);
-        if let Some(messages) = answer {
-            let mut stream = input.stream();
-            stream
-                .write_all(&encode(&messages))
-                .map_err(|source| MigrationError::Connection {
-                    channel: Channel::Main,
-                    doing: "answering the source",
-                    source,
-                })?;
+        if let Some(offer) = offer {
+            greet(input.stream(), offer, id)?;
         }
         let (true, Some(configuration), Some(blocks)) = (ended, &configuration, &ram) else {
             continue;

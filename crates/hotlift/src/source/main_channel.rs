@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use hotlift_wire::RamBlockEntry;
+use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{Command, Configuration};
 
 use super::session::Session;
 use crate::error::MigrationError;
 use crate::guest::DeviceState;
-use crate::hello::OPENING_PING;
 use crate::stream::main_send::MainSend;
 
 /// Writes the main channel.
@@ -58,10 +58,14 @@ impl<'a> MainSender<'a> {
         self.unanswered.pop_front();
     }
 
-    /// File header, configuration, the return path, and a PING that a Hotlift knows.
+    /// File header, configuration, the return path, and the PING that a Hotlift takes for an offer.
     pub(super) fn send_opening(&mut self) -> Result<(), MigrationError> {
+        let features = match self.session.options.multifd() {
+            true => Features::MULTIFD,
+            false => Features::empty(),
+        };
         self.send.command(Command::OpenReturnPath)?;
-        self.send_ping(OPENING_PING)
+        self.send_ping(Offer::new(features).ping())
     }
 
     /// The RAM blocks; pairs with the first SYNC of every channel.

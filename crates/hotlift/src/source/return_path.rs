@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 use std::time::Instant;
 
+use hotlift_wire::handshake::VERSION;
 use hotlift_wire::return_path::ReturnMessage;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -16,7 +17,6 @@ use super::session::Session;
 use crate::control::Status;
 use crate::error::{Channel, MigrationError, printable};
 use crate::handover::Word;
-use crate::hello;
 use crate::stream::return_path::Messages;
 use crate::transport::Stream;
 
@@ -182,15 +182,15 @@ fn answer(
             said.pongs += 1;
             Some(Answer::Pong(value))
         }
-        ReturnMessage::Hello { version, id } if said.hellos == 0 => {
+        ReturnMessage::Hello { version, accepted } if said.hellos == 0 => {
             said.hellos += 1;
-            match id.filter(|_| version == hello::VERSION) {
-                Some(id) => {
-                    session.set_id(id);
+            match accepted {
+                Some(accepted) => {
+                    session.set_id(accepted.id);
                     Some(Answer::Hello)
                 }
                 None => {
-                    session.fail(MigrationError::other_version(version));
+                    session.fail(MigrationError::other_version(VERSION.into(), version));
                     None
                 }
             }

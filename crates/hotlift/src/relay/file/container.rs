@@ -19,7 +19,8 @@ use super::FileError;
 /// First bytes of a file. The line end shows a transfer as text.
 pub(super) const MAGIC: [u8; 8] = *b"HLSAVE\r\n";
 
-const VERSION: u32 = 1;
+/// Version of the format, the handshake of the stream in it included. Another one is refused by name.
+pub(super) const VERSION: u32 = 2;
 const CHUNK: [u8; 4] = *b"HLch";
 const TRAILER: [u8; 4] = *b"HLen";
 

@@ -41,8 +41,12 @@ pub enum FileError {
     /// It is neither a save file nor a migration stream.
     #[error("this is neither a save file of hotlift nor a mapped-ram file of QEMU")]
     NotASave,
-    /// A later Hotlift has written it.
-    #[error("the save file has version {version}, this hotlift reads version 1")]
+    /// Another Hotlift has written it.
+    #[error(
+        "the save file has version {version}, and this hotlift reads version {} (restore it with the \
+         hotlift that wrote it)",
+        super::container::VERSION
+    )]
     Version {
         /// The version that it has.
         version: u32,

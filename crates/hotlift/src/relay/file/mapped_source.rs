@@ -11,6 +11,7 @@ use std::thread;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_mem::sock::{self, IoScratch};
+use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{
     Command, Configuration, MAPPED_RAM, MainEncoder, MappedBlock, MappedEvent, MappedRamDecoder,
     MappedStep, complete_device_state, put_packaged_head,
@@ -21,7 +22,6 @@ use hotlift_wire::multifd::{
 use hotlift_wire::{RamBlockEntry, WireError, limits};
 
 use super::super::outgoing::machine_version;
-use super::super::{LOADED, OPENING_MULTIFD};
 use super::{FileError, Stopped, check_ram};
 use crate::threads::OnPanic;
 
@@ -225,8 +225,10 @@ impl MappedSource {
                 .fold(Ok(()), worse);
             worse(opened, sent)
         })?;
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(&out);
         out.clear();
-        self.put_end(&mut encoder, &mut out)
+        self.put_end(&mut encoder, crc, &mut out)
             .map_err(|source| self.bad(source))?;
         write(main, &out)
     }
@@ -239,7 +241,8 @@ impl MappedSource {
     fn put_setup(&self, out: &mut Vec<u8>) -> Result<MainEncoder, WireError> {
         let mut encoder = MainEncoder::new(&self.configuration, out)?;
         encoder.command(Command::OpenReturnPath, out)?;
-        encoder.command(Command::Ping(OPENING_MULTIFD), out)?;
+        let offer = Offer::new(Features::RELAYED | Features::MULTIFD);
+        encoder.command(Command::Ping(offer.ping()), out)?;
         let entries: Vec<RamBlockEntry> = self
             .blocks
             .iter()
@@ -250,7 +253,13 @@ impl MappedSource {
         Ok(encoder)
     }
 
-    fn put_end(&self, encoder: &mut MainEncoder, out: &mut Vec<u8>) -> Result<(), WireError> {
+    /// Everything behind the pages; `crc` is that of all before on main.
+    fn put_end(
+        &self,
+        encoder: &mut MainEncoder,
+        mut crc: crc32fast::Hasher,
+        out: &mut Vec<u8>,
+    ) -> Result<(), WireError> {
         for command in &self.commands {
             encoder.command(*command, out)?;
         }
@@ -261,7 +270,8 @@ impl MappedSource {
         encoder.ram_eos(out)?;
         put_packaged_head(self.eof, out)?;
         out.extend_from_slice(&self.tail[..self.eof]);
-        encoder.command(Command::Ping(LOADED), out)?;
+        crc.update(out);
+        encoder.command(Command::Ping(crc.finalize()), out)?;
         out.extend_from_slice(&self.tail[self.eof..]);
         Ok(())
     }

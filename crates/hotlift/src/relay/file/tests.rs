@@ -470,11 +470,11 @@ fn other_files_are_told_apart() {
     assert!(matches!(inspect(&path), Err(FileError::NotASave)));
     fs::write(
         &path,
-        [&super::container::MAGIC[..], &[0, 0, 0, 2, 0, 0, 0, 0]].concat(),
+        [&super::container::MAGIC[..], &[0, 0, 0, 1, 0, 0, 0, 0]].concat(),
     )
     .unwrap();
     assert!(matches!(
         inspect(&path),
-        Err(FileError::Version { version: 2 })
+        Err(FileError::Version { version: 1 })
     ));
 }

@@ -3,14 +3,13 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift_wire::handshake::VERSION;
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
-use super::super::{LOADED, OPENING_MAIN, OPENING_MULTIFD};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::handover::Word;
-use crate::hello;
 use crate::stream::return_path::Messages;
 use crate::transport::Stream;
 
@@ -23,8 +22,8 @@ struct Heard {
     relay: Option<MigrationId>,
     /// It is a Hotlift of another version.
     other_version: Option<u32>,
-    opened: bool,
-    loaded: bool,
+    /// The relay's own PING that is not answered yet. Others are the source's.
+    asked: Option<u32>,
     shut: Option<u32>,
     /// Why it gave up, in its words.
     reason: Option<String>,
@@ -47,6 +46,11 @@ impl Answers {
     fn note(&self, change: impl FnOnce(&mut Heard)) {
         change(&mut self.lock());
         self.changed.notify_all();
+    }
+
+    /// The relay sends a PING of its own now, whose answer is awaited next.
+    pub(super) fn ask(&self, ping: u32) {
+        self.note(|heard| heard.asked = Some(ping));
     }
 
     /// Ends all waits.
@@ -82,14 +86,13 @@ impl Answers {
 
     fn take(&self, message: ReturnMessage<'_>, bytes: &[u8], forward: &dyn Fn(&[u8])) {
         match message {
-            ReturnMessage::Hello { version, id } => self.note(|heard| match id {
-                Some(id) if version == hello::VERSION => heard.relay = Some(id),
-                _ => heard.other_version = Some(version),
+            ReturnMessage::Hello { version, accepted } => self.note(|heard| match accepted {
+                Some(accepted) => heard.relay = Some(accepted.id),
+                None => heard.other_version = Some(version),
             }),
-            ReturnMessage::Pong(OPENING_MULTIFD | OPENING_MAIN) => {
-                self.note(|heard| heard.opened = true);
+            ReturnMessage::Pong(value) if self.lock().asked == Some(value) => {
+                self.note(|heard| heard.asked = None);
             }
-            ReturnMessage::Pong(LOADED) => self.note(|heard| heard.loaded = true),
             ReturnMessage::Shut(value) => self.note(|heard| heard.shut = Some(value)),
             ReturnMessage::ErrorText(text) => {
                 self.note(|heard| heard.reason = Some(crate::error::printable(text)));
@@ -106,10 +109,10 @@ impl Answers {
     ) -> Result<bool, MigrationError> {
         let doing = "the destination's answer to the opening (is its machine the source's, has it as \
                      many multifd channels, and the same method?)";
-        self.wait(timeout, control, doing, |heard| heard.opened)?;
+        self.wait(timeout, control, doing)?;
         let heard = self.lock();
         match heard.other_version {
-            Some(version) => Err(MigrationError::other_version(version)),
+            Some(version) => Err(MigrationError::other_version(VERSION.into(), version)),
             None => Ok(heard.relay.is_some()),
         }
     }
@@ -121,7 +124,7 @@ impl Answers {
         control: &Control,
     ) -> Result<(), MigrationError> {
         let doing = "the destination's word that it has loaded the guest";
-        self.wait(timeout, control, doing, |heard| heard.loaded)
+        self.wait(timeout, control, doing)
     }
 
     /// What a relay calls the migration.
@@ -151,12 +154,11 @@ impl Answers {
         timeout: Duration,
         control: &Control,
         waiting_for: &str,
-        is_there: impl Fn(&Heard) -> bool,
     ) -> Result<(), MigrationError> {
         let deadline = Instant::now() + timeout;
         let mut heard = self.lock();
         loop {
-            if is_there(&heard) {
+            if heard.asked.is_none() {
                 return Ok(());
             }
             if heard.shut.is_some_and(|value| value != 0) || heard.reason.is_some() {

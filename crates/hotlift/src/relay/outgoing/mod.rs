@@ -16,15 +16,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use hotlift_methods::MemoryLimit;
+use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 use hotlift_wire::multifd::{Hello, Method, PacketLayout, ZeroPageDetection};
 
 use super::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
 use super::page_set::PageSet;
 use super::sink::{ForwardPackets, HasTaken, Opening, RamLayout, Sink, WritePages};
-use super::{
-    CHECKSUM_FOLLOWS, LOADED, OPENING_MAIN, OPENING_MULTIFD, Outgoing, RelaySettings, Taken,
-};
+use super::{Outgoing, RelaySettings, Taken};
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::figures::Counters;
@@ -256,6 +255,14 @@ impl<'a> StreamSink<'a> {
         }
     }
 
+    /// What a relay that listens there is told of the stream.
+    fn offer(&self) -> Offer {
+        Offer::new(match self.multifd.is_empty() {
+            true => Features::RELAYED,
+            false => Features::RELAYED | Features::MULTIFD,
+        })
+    }
+
     fn lock_main(&self) -> MutexGuard<'_, MainSend> {
         match self.out.get() {
             // A holder that panicked has ended the migration.
@@ -389,13 +396,10 @@ impl Sink for StreamSink<'_> {
 
     fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
         let mut out = MainSend::new(Arc::clone(&self.link), &opening.configuration)?;
-        let ping = if self.multifd.is_empty() {
-            OPENING_MAIN
-        } else {
-            OPENING_MULTIFD
-        };
         out.command(Command::OpenReturnPath)?;
-        out.command(Command::Ping(ping))?;
+        let offer = self.offer().ping();
+        self.answers.ask(offer);
+        out.command(Command::Ping(offer))?;
         let timeout = self.settings.outgoing.handshake_timeout;
         let is_relay = match self.file() {
             // It is played back to a relay.
@@ -476,15 +480,12 @@ impl Sink for StreamSink<'_> {
 
     fn await_loaded(&self) -> Result<(), MigrationError> {
         let mut main = self.lock_main();
-        if let Some(crc) = main.crc() {
-            let mut pings = Vec::new();
-            Command::Ping(CHECKSUM_FOLLOWS).encode(&mut pings);
-            Command::Ping(crc).encode(&mut pings);
-            main.raw(&pings)?;
-        }
+        // A QEMU compares nothing; it is sent a value that no source has for a PING of its own.
+        let value = main.crc().unwrap_or_else(|| self.offer().ping());
         self.asked_whether_loaded.store(true, Ordering::Release);
+        self.answers.ask(value);
         let mut ping = Vec::new();
-        Command::Ping(LOADED).encode(&mut ping);
+        Command::Ping(value).encode(&mut ping);
         main.raw(&ping)?;
         match self.file() {
             Some(file) => Ok(file.sync()?),
