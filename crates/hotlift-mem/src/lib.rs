@@ -1,6 +1,6 @@
 //! Guest memory for live migration: what the engine needs beside vm-memory's mapping types.
 //!
-//! | file | a page's way through it |
+//! | file | its part of the data path |
 //! |---|---|
 //! | `ram_block` | the mapping a page lives in, and its name on the wire |
 //! | `populate` | its memory is allocated before it arrives |

@@ -1,7 +1,7 @@
 //! Is it all zero?
 //!
 //! From memory every variant runs at the speed of one core's memory path, so what counts is how soon
-//! a page that is *not* zero is let go: its first cache line is looked at before any variant is called
+//! a page that is *not* zero is known for one: its first cache line is looked at before any variant is called
 //! (four times the pages per second of going straight to the widest one). The wide variants pay where
 //! pages are in cache. Software prefetch, of this page or the next, gained nothing on zero pages and
 //! cost a tenth on others. Testing a page before copying it is free, the copy finds it in cache: a
@@ -93,7 +93,7 @@ pub unsafe fn is_zero_raw(ptr: *const u8, len: usize) -> bool {
 const CACHE_LINE: usize = 64;
 
 /// Bytes looked at before each exit of the portable variant: enough for the compiler to use whole
-/// vectors, and little enough that a page with an early non-zero byte is let go at once.
+/// vectors, and little enough that a page with an early non-zero byte is given up at once.
 const STEP: usize = 256;
 
 /// # Safety

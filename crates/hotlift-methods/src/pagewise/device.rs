@@ -108,7 +108,7 @@ pub(crate) struct Service {
     refused: u32,
     last_failure: Option<Failure>,
     /// Why the device is left as soon as no job is in flight.
-    leaving: Option<String>,
+    fallback_reason: Option<String>,
     runs_on: RunsOn,
     jobs: Jobs,
 }
@@ -176,7 +176,7 @@ impl Service {
             failures: 0,
             refused: 0,
             last_failure: None,
-            leaving: None,
+            fallback_reason: None,
             runs_on,
             jobs: Jobs::default(),
         }
@@ -212,7 +212,11 @@ impl Service {
     ///
     /// As for [`PageDevice::submit`].
     unsafe fn offer(&mut self, slot: usize, input: &[u8]) -> bool {
-        let Some(device) = self.device.as_mut().filter(|_| self.leaving.is_none()) else {
+        let Some(device) = self
+            .device
+            .as_mut()
+            .filter(|_| self.fallback_reason.is_none())
+        else {
             return true;
         };
         // SAFETY: the caller's promise.
@@ -258,7 +262,7 @@ impl Service {
         self.last_failure = Some(failure);
         if self.failures >= FAILURES {
             let reason = format!("{FAILURES} failures in a row, the last: {failure}");
-            self.leaving.get_or_insert(reason);
+            self.fallback_reason.get_or_insert(reason);
         }
     }
 
@@ -267,7 +271,7 @@ impl Service {
         self.refused += 1;
         if self.refused >= REFUSED {
             let reason = format!("its queue was full for {REFUSED} pages in a row");
-            self.leaving.get_or_insert(reason);
+            self.fallback_reason.get_or_insert(reason);
         }
     }
 
@@ -284,7 +288,7 @@ impl Service {
         for slot in 0..self.in_flight.len() {
             self.collect(slot);
         }
-        if let Some(reason) = self.leaving.take() {
+        if let Some(reason) = self.fallback_reason.take() {
             self.device = None;
             self.leave(&reason);
         }

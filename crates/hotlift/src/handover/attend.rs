@@ -36,7 +36,7 @@ pub(crate) fn attend(door: &mut Door<'_>, asked: &Asked<'_>, stop: &Stream) {
 }
 
 /// A connection of the migration on which the source may say that it knows the outcome.
-struct Tail<'a> {
+struct Lingering<'a> {
     stream: &'a Stream,
     /// The last bytes that came.
     last: Vec<u8>,
@@ -61,15 +61,15 @@ pub(crate) fn linger(
     let begun = Instant::now();
     let mut patience = patience;
     let mut cancelled_at = None;
-    let mut tails: Vec<_> = streams
+    let mut connections: Vec<_> = streams
         .iter()
-        .map(|stream| Tail {
+        .map(|stream| Lingering {
             stream,
             last: Vec::new(),
             open: true,
         })
         .collect();
-    if let Some(first) = tails.first_mut() {
+    if let Some(first) = connections.first_mut() {
         first.note(read_ahead, asked);
     }
     while asked.taking.may_be_asked() && begun.elapsed() < patience {
@@ -77,8 +77,10 @@ pub(crate) fn linger(
             let since = *cancelled_at.get_or_insert_with(|| begun.elapsed());
             patience = patience.min(since + CALLED_OFF);
         }
-        let open = tails.iter().filter(|tail| tail.open);
-        let watched: Vec<_> = open.map(|tail| (tail.stream, PollFlags::IN)).collect();
+        let open = connections.iter().filter(|connection| connection.open);
+        let watched: Vec<_> = open
+            .map(|connection| (connection.stream, PollFlags::IN))
+            .collect();
         if watched.is_empty() && door.listener().is_none() {
             return;
         }
@@ -86,7 +88,9 @@ pub(crate) fn linger(
             Ok((arrivals, on_streams)) => {
                 door.keep(arrivals);
                 if on_streams {
-                    tails.iter_mut().for_each(|tail| tail.read(asked));
+                    connections
+                        .iter_mut()
+                        .for_each(|connection| connection.read(asked));
                 }
             }
             Err(_) => std::thread::sleep(RETRY),
@@ -94,7 +98,7 @@ pub(crate) fn linger(
     }
 }
 
-impl Tail<'_> {
+impl Lingering<'_> {
     /// Takes in what has come.
     fn read(&mut self, asked: &Asked<'_>) {
         let mut bytes = [0; READ];
