@@ -70,6 +70,14 @@ impl Batch {
         &mut self.pages[..self.normal.len() * PAGE_SIZE]
     }
 
+    /// The same, with their offsets.
+    pub(crate) fn normal_mut(&mut self) -> (&[u64], &mut [u8]) {
+        (
+            &self.normal,
+            &mut self.pages[..self.normal.len() * PAGE_SIZE],
+        )
+    }
+
     /// Adds a page with content; the batch must not be full.
     pub(crate) fn push(&mut self, offset: u64, content: &[u8; PAGE_SIZE]) {
         let at = self.normal.len() * PAGE_SIZE;

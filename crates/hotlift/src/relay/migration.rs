@@ -1,7 +1,6 @@
 //! One migration through the relay, start to end: connections, threads, and how they end.
 
 use std::cell::RefCell;
-use std::sync::atomic::Ordering;
 use std::thread;
 
 use hotlift_methods::legacy::compress::Inflater;
@@ -9,16 +8,16 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::handshake::Features;
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
 use hotlift_wire::multifd::{PacketLayout, ZeroPageDetection};
-use hotlift_wire::return_path::ReturnMessage;
 
 use super::accept::{Arrivals, Channels};
 use super::file::FileError;
 use super::main_reader::MainReader;
 use super::outgoing::{self, Seen};
-use super::receive::receive;
-use super::session::{Call, Relayed, Session, Upstream, encode};
-use super::setup::{Setup, StreamSetup, other_devices, read_setup};
+use super::receive::Streams;
+use super::session::{Call, Relayed, Session, Upstream};
+use super::setup::{StreamSetup, other_devices, read_setup};
 use super::sink::Opening;
+use super::source::Source;
 use super::watch::{EndsWatch, Watch};
 use super::{Hooks, Incoming, Outgoing, RelaySettings, closed, pass_through};
 use crate::control::Control;
@@ -58,14 +57,14 @@ pub(super) fn run(
     };
     let mut input = MainInput::new(&main, &unbooked, silence, &memory).keep_everything();
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
-    let beginning = read_setup(&mut input, &mut decoder, id, &early)?;
+    let stream_setup = read_setup(&mut input, &mut decoder, id, &early)?;
     let pass_through = |arrivals, input: &MainInput<'_>, why| match outgoing {
         Outgoing::Address(address) => {
             pass_through::run(arrivals, input, address, settings, control, hooks, why)
         }
         Outgoing::File { .. } => Err(FileError::CannotBeSaved { reason: why }.into()),
     };
-    let setup = match beginning {
+    let setup = match stream_setup {
         StreamSetup::PageByPage(setup) => setup,
         StreamSetup::PassThrough(why) => return pass_through(arrivals, &input, why),
     };
@@ -162,53 +161,42 @@ pub(super) fn run(
     };
     let outcome = run_threads(
         &session,
-        &upstream,
-        &setup,
+        &Streams::new(&upstream, &setup.ram.blocks),
+        &setup.ram.blocks,
         hooks,
         &mut || reader.run(&opening, hooks, &late_channel),
         door.as_mut(),
     );
     wind_up(&session, &upstream, door, &settings.outgoing);
     outcome?;
-    Ok(Relayed {
-        total: session.total(),
-        received_bytes: session.received().transferred_bytes,
-        sent_bytes: sink.sent_bytes(),
-        pages: session.pages.read(),
-        barriers: session.barriers.load(Ordering::Relaxed),
-        machine: setup.configuration.machine.clone(),
-        method: sink.method(),
-        passed_through: None,
-        threads: session.threads.read(),
-    })
+    Ok(session.relayed(&setup.configuration.machine))
 }
 
-/// Runs all threads of one migration; this one reads the main channel.
-fn run_threads(
+/// Runs all threads of one migration; `main` is what this one does.
+pub(super) fn run_threads(
     session: &Session<'_>,
-    upstream: &Upstream,
-    setup: &Setup,
+    source: &dyn Source,
+    blocks: &[RamBlockEntry],
     hooks: Hooks<'_>,
-    read: &mut dyn FnMut() -> Result<(), MigrationError>,
+    main: &mut dyn FnMut() -> Result<(), MigrationError>,
     door: Option<&mut Door<'_>>,
 ) -> Result<(), MigrationError> {
-    let blocks = &setup.ram.blocks;
     let total_bytes = blocks.iter().map(|block| block.used_length).sum();
     let watch = Watch::default();
     let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
     let refuse = || session.fail(closed());
     let aborting = &|| {
         session.fail(MigrationError::panicked_here());
-        upstream.shut_down();
+        source.shut_down();
     };
     thread::scope(|scope| {
         let _watched = EndsWatch(&watch);
         let outcome = (|| {
-            for (id, stream) in (0..=u8::MAX).zip(&upstream.multifd) {
-                let name = format!("relay/recv_{id}");
+            for reader in 0..source.readers() {
+                let name = source.thread_name(reader);
                 spawn(scope, name.clone(), move || {
                     let _ends = OnPanic(aborting);
-                    let ended = receive(session, blocks, stream, id, upstream.is_relay);
+                    let ended = source.read(session, reader);
                     session.threads.book(&name);
                     if let Err(error) = ended
                         && !session.is_committed()
@@ -230,7 +218,7 @@ fn run_threads(
             }
             spawn(scope, "relay/return".to_owned(), || {
                 let _ends = OnPanic(aborting);
-                let ended = session.sink.return_path(&|bytes| upstream.answer(bytes));
+                let ended = session.sink.return_path(&|bytes| source.answer(bytes));
                 session.threads.book("relay/return");
                 if let Err(error) = ended
                     && !session.is_committed()
@@ -247,9 +235,9 @@ fn run_threads(
             }
             spawn(scope, "relay/watch".to_owned(), || {
                 let _ends = OnPanic(aborting);
-                watch.run(session, upstream, total_bytes, hooks.on_progress);
+                watch.run(session, source, total_bytes, hooks.on_progress);
             })?;
-            caught(read)
+            caught(main)
         })();
         drop(stop);
         if let Err(error) = outcome {
@@ -264,19 +252,10 @@ fn run_threads(
         if let Some(reason) = session.failure.text()
             && session.verdict() != Some(Verdict::Doubt)
         {
-            let shut = ReturnMessage::Shut(1);
-            // A QEMU does not know the text.
-            upstream.answer(&if upstream.is_relay {
-                encode(&[ReturnMessage::ErrorText(&reason), shut])
-            } else {
-                encode(&[shut])
-            });
+            source.refuse(&reason);
         }
         session.sink.close();
-        upstream.shut_channels();
-        if !upstream.is_relay {
-            upstream.close();
-        }
+        source.over();
     });
     session.threads.book("relay/main");
     let is_offered = session.is_offered();
@@ -284,7 +263,7 @@ fn run_threads(
         None => Ok(()),
         Some(error @ MigrationError::Destination { .. }) => Err(error),
         Some(_) if session.is_committed() => Err(MigrationError::InDoubt),
-        Some(error) if is_offered && !upstream.is_relay => Err(MigrationError::Released {
+        Some(error) if is_offered && source.releases_guest() => Err(MigrationError::Released {
             source: Box::new(error),
         }),
         Some(error) => Err(error),

@@ -2,9 +2,11 @@
 //! and spreads them over channels, or the other way round.
 //!
 //! ```text
-//! incoming  accept who is who; main_in set-up, sync points, end; receive packets -> batches
+//! source    receive     packets -> batches; main_reader, device_state: what is no page; accept, setup: how it opens
+//!           file        a save file, played as a stream; restore: a mapped-ram file -> batches
 //! flow      a fixed number of batches between readers and writers
-//! outgoing  sync points, device state; page_writers batches -> packets; answers the return path
+//! sink      outgoing    batches -> packets, sync points, device state; answers: the return path
+//!           file        a mapped-ram file
 //! ```
 //!
 //! Both sides are QEMU's stream: main and multifd channels in any method, or main alone. What the
@@ -40,9 +42,11 @@ mod outgoing;
 mod page_set;
 mod pass_through;
 mod receive;
+mod restore;
 mod session;
 mod setup;
 mod sink;
+mod source;
 mod watch;
 
 use std::path::Path;
@@ -58,7 +62,7 @@ use crate::figures::{SideFigures, ratio, to_f64};
 use crate::options::{OptionError, Options, ZeroPageDetection, option};
 use crate::threads::run_as;
 use crate::transport::{Address, Listener, Stream};
-use file::FileFormat;
+use file::{FileFormat, SavedVm};
 use session::Relayed;
 
 /// What a relay has no hand in, and who has.
@@ -291,9 +295,12 @@ pub fn relay(
     run_as("relay/main", control, || {
         let run = |incoming| migration::run(incoming, outgoing, settings, control, hooks);
         let relayed = match incoming {
-            Incoming::File { path, offset } => {
-                file::play(path, offset, |played| run(Incoming::Connections(played)))
-            }
+            Incoming::File { path, offset } => match SavedVm::open(path, offset)? {
+                SavedVm::Container(file) => {
+                    file::play(*file, |played| run(Incoming::Connections(played)))
+                }
+                SavedVm::MappedRam(file) => restore::run(&file, outgoing, settings, control, hooks),
+            },
             connected => run(connected),
         }?;
         Ok(report(relayed, control))

@@ -58,8 +58,8 @@ pub(super) fn run(
     }
     control.set_status(Status::Active);
     let counters = (Counters::default(), Counters::default());
-    let beginning = input.everything();
-    counters.0.add_bytes(beginning.len());
+    let first_bytes = input.everything();
+    counters.0.add_bytes(first_bytes.len());
     let threads = ThreadTimes::default();
     let ended = AtomicUsize::new(0);
     let source = input.stream();
@@ -75,9 +75,9 @@ pub(super) fn run(
         })?;
         let forward = spawn(scope, "relay/main".to_owned(), || {
             // Here, where a cancel reaches a write that a destination does not take.
-            let copied = match (&first).write_all(beginning) {
+            let copied = match (&first).write_all(first_bytes) {
                 Ok(()) => {
-                    counters.1.add_bytes(beginning.len());
+                    counters.1.add_bytes(first_bytes.len());
                     copy(source, &first, &counters.0, Some(&counters.1))
                 }
                 Err(_) => {

@@ -3,15 +3,85 @@
 use hotlift_mem::GuestRun;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{PacketHeader, PacketLayout};
+use hotlift_wire::return_path::ReturnMessage;
 
-use super::session::Session;
+use super::session::{Session, Upstream, encode};
 use super::sink::ForwardPackets;
+use super::source::Source;
 use crate::error::{Channel, MigrationError};
 use crate::stream::multifd_recv::{ChannelRules, MultifdReceiver, PageSink, ReadOn};
 use crate::transport::Stream;
 
+/// The connections of a source, as where the pages come from.
+pub(super) struct Streams<'a> {
+    upstream: &'a Upstream,
+    blocks: &'a [RamBlockEntry],
+}
+
+impl<'a> Streams<'a> {
+    /// Those of a source with these RAM blocks.
+    pub(super) fn new(upstream: &'a Upstream, blocks: &'a [RamBlockEntry]) -> Self {
+        Self { upstream, blocks }
+    }
+}
+
+impl Source for Streams<'_> {
+    fn readers(&self) -> usize {
+        self.upstream.multifd.len()
+    }
+
+    fn thread_name(&self, reader: usize) -> String {
+        format!("relay/recv_{reader}")
+    }
+
+    fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
+        // Ids count from 0 to 254.
+        let id = u8::try_from(reader).unwrap_or(u8::MAX);
+        let (stream, from_relay) = (&self.upstream.multifd[reader], self.upstream.is_relay);
+        receive(session, self.blocks, stream, id, from_relay)
+    }
+
+    fn answer(&self, bytes: &[u8]) {
+        self.upstream.answer(bytes);
+    }
+
+    fn has_gone(&self) -> bool {
+        // A QEMU keeps its side open until it has had the last answer; a relay ends its own when all is written.
+        let stays = self.upstream.return_path && !self.upstream.is_relay;
+        stays && self.upstream.is_closed()
+    }
+
+    fn releases_guest(&self) -> bool {
+        !self.upstream.is_relay
+    }
+
+    fn free_readers(&self) {
+        self.upstream.shut_channels();
+    }
+
+    fn shut_down(&self) {
+        self.upstream.shut_down();
+    }
+
+    fn refuse(&self, reason: &str) {
+        let shut = ReturnMessage::Shut(1);
+        // A QEMU does not know the text.
+        self.upstream.answer(&match self.upstream.is_relay {
+            true => encode(&[ReturnMessage::ErrorText(reason), shut]),
+            false => encode(&[shut]),
+        });
+    }
+
+    fn over(&self) {
+        self.upstream.shut_channels();
+        if !self.upstream.is_relay {
+            self.upstream.close();
+        }
+    }
+}
+
 /// Reads channel `id` until it ends, between packets, or the relay does.
-pub(super) fn receive(
+fn receive(
     session: &Session<'_>,
     blocks: &[RamBlockEntry],
     stream: &Stream,

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::net::Shutdown;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -337,6 +337,21 @@ impl<'a> Session<'a> {
     pub(super) fn total(&self) -> Duration {
         let end = self.moved_at.get().copied().unwrap_or_else(Instant::now);
         end.saturating_duration_since(self.since)
+    }
+
+    /// What was passed on of a VM of type `machine`.
+    pub(super) fn relayed(&self, machine: &str) -> Relayed {
+        Relayed {
+            total: self.total(),
+            received_bytes: self.received().transferred_bytes,
+            sent_bytes: self.sink.sent_bytes(),
+            pages: self.pages.read(),
+            barriers: self.barriers.load(Ordering::Relaxed),
+            machine: machine.to_owned(),
+            method: self.sink.method(),
+            passed_through: None,
+            threads: self.threads.read(),
+        }
     }
 
     pub(super) fn received(&self) -> Counts {

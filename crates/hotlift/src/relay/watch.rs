@@ -6,7 +6,8 @@
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::session::{Session, Upstream};
+use super::session::Session;
+use super::source::Source;
 use super::{RelayProgress, closed};
 use crate::error::MigrationError;
 
@@ -47,7 +48,7 @@ impl Watch {
     pub(super) fn run(
         &self,
         session: &Session<'_>,
-        upstream: &Upstream,
+        source: &dyn Source,
         total_bytes: u64,
         on_progress: Option<&(dyn Fn(&RelayProgress) + Sync)>,
     ) {
@@ -57,17 +58,14 @@ impl Watch {
             if session.control.is_cancelled() && !session.is_offered() {
                 session.fail(MigrationError::Cancelled);
             }
-            // A QEMU that takes answers keeps its side open until it has had the last. (What plays a
-            // file, and a relay, end theirs when all is written.)
-            let stays = upstream.return_path && !upstream.is_relay;
-            if stays && !session.is_offered() && upstream.is_closed() {
+            if !session.is_offered() && source.has_gone() {
                 session.fail(closed());
             }
             if session.failure.is_set() {
-                upstream.shut_channels();
+                source.free_readers();
                 let since = *failed_at.get_or_insert_with(Instant::now);
                 if since.elapsed() > GRACEFUL_CLOSE {
-                    upstream.shut_down();
+                    source.shut_down();
                 }
             }
             if let Some(on_progress) = on_progress

@@ -1,29 +1,26 @@
-//! Reads a `mapped-ram` file of QEMU, and plays it as a relay that sends method none.
+//! Reads a `mapped-ram` file of QEMU.
 
 use std::fs::File;
-use std::io::{self, Write};
-use std::os::fd::AsFd;
+use std::io;
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_mem::sock::{self, IoScratch};
-use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{
-    Command, Configuration, MAPPED_RAM, MainEncoder, MappedBlock, MappedEvent, MappedRamDecoder,
-    MappedStep, complete_device_state, put_packaged_head,
+    Command, Configuration, MAPPED_RAM, MappedBlock, MappedEvent, MappedRamDecoder, MappedStep,
+    complete_device_state,
 };
-use hotlift_wire::multifd::{
-    Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter, ZeroPageDetection,
-};
-use hotlift_wire::{RamBlockEntry, WireError, limits};
+use hotlift_wire::{WireError, limits};
 
+use super::super::batch::{BATCH_PAGES, Batch};
 use super::super::outgoing::machine_version;
-use super::{FileError, Stopped, check_ram};
-use crate::threads::OnPanic;
+use super::super::session::Session;
+use super::super::sink::RamLayout;
+use super::super::source::Source;
+use super::{FileError, check_ram};
+use crate::error::MigrationError;
 
 /// Pages that a thread takes at a time: 4 MiB.
 const SHARE: usize = 1024;
@@ -32,7 +29,7 @@ const SHARE: usize = 1024;
 const THREADS: usize = 4;
 
 /// A file whose stream was walked and found good.
-pub(super) struct MappedSource {
+pub(crate) struct MappedSource {
     file: File,
     path: PathBuf,
     configuration: Configuration,
@@ -40,10 +37,12 @@ pub(super) struct MappedSource {
     section_id: u32,
     blocks: Vec<Block>,
     /// Device sections, EOF, VM description.
-    tail: Vec<u8>,
-    /// Where EOF is in `tail`.
+    device_state: Vec<u8>,
+    /// Where EOF is in `device_state`.
     eof: usize,
-    channels: u8,
+    threads: usize,
+    /// Shares of RAM that threads have taken.
+    cursor: AtomicUsize,
 }
 
 struct Block {
@@ -79,17 +78,43 @@ impl MappedSource {
             commands: Vec::new(),
             section_id: 0,
             blocks: Vec::new(),
-            tail: Vec::new(),
+            device_state: Vec::new(),
             eof: 0,
-            channels: u8::try_from(threads.min(THREADS)).unwrap_or(1),
+            threads: threads.min(THREADS),
+            cursor: AtomicUsize::new(0),
         };
-        let tail_at = source.walk(offset, length)?;
-        source.read_tail(tail_at, length)?;
+        let devices_at = source.walk(offset, length)?;
+        source.read_device_state(devices_at, length)?;
         Ok(source)
     }
 
-    pub(super) fn channels(&self) -> u8 {
-        self.channels
+    /// The source's machine and capabilities.
+    pub(crate) fn configuration(&self) -> &Configuration {
+        &self.configuration
+    }
+
+    /// Commands between the RAM blocks and the devices.
+    pub(crate) fn commands(&self) -> &[Command] {
+        &self.commands
+    }
+
+    /// The RAM of the VM.
+    pub(crate) fn ram(&self) -> RamLayout {
+        let blocks = self.blocks.iter();
+        RamLayout {
+            section_id: self.section_id,
+            blocks: blocks.map(|block| block.place.entry.clone()).collect(),
+        }
+    }
+
+    /// The device sections; EOF and the VM description.
+    pub(crate) fn device_state(&self) -> (&[u8], &[u8]) {
+        self.device_state.split_at(self.eof)
+    }
+
+    /// Threads that read pages.
+    pub(crate) fn threads(&self) -> usize {
+        self.threads
     }
 
     /// Reads everything before the devices; returns where they are.
@@ -156,7 +181,7 @@ impl MappedSource {
     }
 
     /// Reads devices, EOF and VM description, to the file's last byte.
-    fn read_tail(&mut self, position: u64, length: u64) -> Result<(), FileError> {
+    fn read_device_state(&mut self, position: u64, length: u64) -> Result<(), FileError> {
         let bytes = length - position;
         let limit = limits::DEVICE_SECTIONS + limits::VM_DESCRIPTION;
         let fitting = usize::try_from(bytes).ok().filter(|bytes| *bytes <= limit);
@@ -168,111 +193,57 @@ impl MappedSource {
                 got: bytes,
             },
         })?;
-        self.tail = vec![0; fitting];
-        let mut tail = std::mem::take(&mut self.tail);
-        self.read_exact(&mut tail, position)?;
-        self.tail = tail;
+        self.device_state = vec![0; fitting];
+        let mut device_state = std::mem::take(&mut self.device_state);
+        self.read_exact(&mut device_state, position)?;
+        self.device_state = device_state;
         // The only sign that the devices are whole; a file of a machine that writes no description
         // (suppress-vmdesc) cannot be told from one that was cut short.
-        self.eof = complete_device_state(&self.tail, &mut 0, &mut Vec::new())
+        self.eof = complete_device_state(&self.device_state, &mut 0, &mut Vec::new())
             .ok_or(FileError::Truncated { position })?;
         Ok(())
     }
 
-    /// Plays the file; `lanes` are main and [`MappedSource::channels`] multifd channels.
-    pub(super) fn play(&self, lanes: &[UnixStream]) -> Result<(), Stopped> {
-        let (main, channels) = lanes.split_first().ok_or(Stopped::Relay)?;
-        let mut out = Vec::new();
-        let mut encoder = self
-            .put_setup(&mut out)
-            .map_err(|source| self.bad(source))?;
-        let cursor = AtomicUsize::new(0);
-        let packet_num = AtomicU64::new(0);
-        thread::scope(|scope| {
-            let mut senders = Vec::new();
-            for (id, lane) in (0..).zip(channels) {
-                let sender = thread::Builder::new()
-                    .name(format!("relay/file_{id}"))
-                    .spawn_scoped(scope, {
-                        let (cursor, packet_num) = (&cursor, &packet_num);
-                        move || {
-                            let _ends = OnPanic(|| close_all(lanes));
-                            let sent = Sender::new(self, lane, packet_num).run(id, cursor);
-                            if sent.is_err() {
-                                // The relay would wait for this channel without end.
-                                close_all(lanes);
-                            }
-                            sent
-                        }
-                    })
-                    .map_err(|source| Stopped::File(self.failed(source)));
-                match sender {
-                    Ok(sender) => senders.push(sender),
-                    Err(error) => {
-                        close_all(lanes);
-                        return Err(error);
-                    }
-                }
-            }
-            // The channels' first SYNC waits for this, and the relay for theirs.
-            let opened = write(main, &out);
-            let sent = senders
-                .into_iter()
-                .map(|sender| match sender.join() {
-                    Ok(outcome) => outcome,
-                    Err(panic) => std::panic::resume_unwind(panic),
-                })
-                .fold(Ok(()), worse);
-            worse(opened, sent)
-        })?;
-        let mut crc = crc32fast::Hasher::new();
-        crc.update(&out);
-        out.clear();
-        self.put_end(&mut encoder, crc, &mut out)
-            .map_err(|source| self.bad(source))?;
-        write(main, &out)
-    }
-
     /// Whether multifd flushes are records of their own, as this machine's QEMU makes and expects them.
-    fn flushes(&self) -> bool {
+    pub(crate) fn flushes(&self) -> bool {
         machine_version(&self.configuration.machine).is_none_or(|version| version > (8, 0))
     }
 
-    fn put_setup(&self, out: &mut Vec<u8>) -> Result<MainEncoder, WireError> {
-        let mut encoder = MainEncoder::new(&self.configuration, out)?;
-        encoder.command(Command::OpenReturnPath, out)?;
-        let offer = Offer::new(Features::RELAYED | Features::MULTIFD);
-        encoder.command(Command::Ping(offer.ping()), out)?;
-        let entries: Vec<RamBlockEntry> = self
-            .blocks
-            .iter()
-            .map(|block| block.place.entry.clone())
-            .collect();
-        encoder.set_ram_id(self.section_id)?;
-        encoder.ram_start(&entries, self.flushes(), out)?;
-        Ok(encoder)
+    /// The next pages that no thread has taken: RAM block and number of the first.
+    fn next_share(&self) -> Option<(usize, usize)> {
+        let mut share = self.cursor.fetch_add(1, Ordering::Relaxed);
+        self.blocks.iter().enumerate().find_map(|(index, block)| {
+            let shares = block.pages().div_ceil(SHARE);
+            if share < shares {
+                return Some((index, share * SHARE));
+            }
+            share -= shares;
+            None
+        })
     }
 
-    /// Everything behind the pages; `crc` is that of all before on main.
-    fn put_end(
+    /// Puts `pages` of a RAM block into a batch, neighbours in the file at once.
+    fn fill(
         &self,
-        encoder: &mut MainEncoder,
-        mut crc: crc32fast::Hasher,
-        out: &mut Vec<u8>,
-    ) -> Result<(), WireError> {
-        for command in &self.commands {
-            encoder.command(*command, out)?;
+        batch: &mut Batch,
+        block: usize,
+        pages: std::ops::Range<usize>,
+    ) -> Result<(), FileError> {
+        batch.start(block);
+        let block = &self.blocks[block];
+        for page in pages {
+            let offset = (page * PAGE_SIZE) as u64;
+            match block.is_in_file(page) {
+                true => batch.normal.push(offset),
+                false => batch.zero.push(offset),
+            }
         }
-        encoder.ram_end(out)?;
-        if self.flushes() {
-            encoder.multifd_flush(out)?;
+        let (normal, mut room) = batch.normal_mut();
+        for run in normal.chunk_by(|a, b| *b == *a + PAGE_SIZE as u64) {
+            let (into, rest) = room.split_at_mut(run.len() * PAGE_SIZE);
+            self.read_exact(into, block.place.pages_offset + run[0])?;
+            room = rest;
         }
-        encoder.ram_eos(out)?;
-        put_packaged_head(self.eof, out)?;
-        out.extend_from_slice(&self.tail[..self.eof]);
-        crc.update(out);
-        encoder.command(Command::Ping(crc.finalize()), out)?;
-        out.extend_from_slice(&self.tail[self.eof..]);
         Ok(())
     }
 
@@ -306,147 +277,33 @@ impl MappedSource {
             source,
         }
     }
-
-    /// What was read cannot be said again.
-    fn bad(&self, source: WireError) -> Stopped {
-        Stopped::File(FileError::Stream {
-            position: 0,
-            source,
-        })
-    }
 }
 
-/// One channel's thread.
-struct Sender<'a> {
-    source: &'a MappedSource,
-    lane: &'a UnixStream,
-    packet_num: &'a AtomicU64,
-    writer: PacketWriter,
-    scratch: IoScratch,
-    normal: Vec<u64>,
-    zero: Vec<u64>,
-    pages: Vec<u8>,
-}
-
-impl<'a> Sender<'a> {
-    fn new(source: &'a MappedSource, lane: &'a UnixStream, packet_num: &'a AtomicU64) -> Self {
-        Self {
-            source,
-            lane,
-            packet_num,
-            writer: PacketWriter::new(PacketLayout::QEMU, Method::None, true),
-            scratch: IoScratch::new(),
-            normal: Vec::new(),
-            zero: Vec::new(),
-            pages: vec![0; PacketLayout::QEMU.pages() * PAGE_SIZE],
-        }
+impl Source for MappedSource {
+    fn readers(&self) -> usize {
+        self.threads
     }
 
-    /// Sends shares of RAM until all are taken.
-    fn run(&mut self, id: u8, cursor: &AtomicUsize) -> Result<(), Stopped> {
-        let source = self.source;
-        let opening = InitialPacket {
-            uuid: source.configuration.uuid.unwrap_or_default(),
-            id,
-            hello: Some(Hello {
-                channels: source.channels,
-                method: Method::None,
-                layout: PacketLayout::QEMU,
-                zero_page_detection: ZeroPageDetection::Multifd,
-            }),
-        };
-        write(self.lane, &opening.encode())?;
-        self.packet(None)?;
-        loop {
-            let mut share = cursor.fetch_add(1, Ordering::Relaxed);
-            let found = source.blocks.iter().find_map(|block| {
-                let shares = block.pages().div_ceil(SHARE);
-                if share < shares {
-                    return Some((block, share));
-                }
-                share -= shares;
-                None
-            });
-            let Some((block, share)) = found else {
-                return self.packet(None);
-            };
-            self.share(block, share * SHARE)?;
-        }
+    fn thread_name(&self, reader: usize) -> String {
+        format!("relay/file_{reader}")
     }
 
-    /// Sends the pages from `first` on.
-    fn share(&mut self, block: &Block, first: usize) -> Result<(), Stopped> {
-        let end = block.pages().min(first + SHARE);
-        for start in (first..end).step_by(PacketLayout::QEMU.pages()) {
-            let end = end.min(start + PacketLayout::QEMU.pages());
-            self.normal.clear();
-            self.zero.clear();
-            for page in start..end {
-                let offset = (page * PAGE_SIZE) as u64;
-                match block.is_in_file(page) {
-                    true => self.normal.push(offset),
-                    false => self.zero.push(offset),
-                }
+    fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
+        if !session.barrier.channel_arrives() {
+            return Ok(());
+        }
+        while let Some((block, first)) = self.next_share() {
+            let end = self.blocks[block].pages().min(first + SHARE);
+            for start in (first..end).step_by(BATCH_PAGES) {
+                let Some(mut batch) = session.flow.take() else {
+                    return Ok(());
+                };
+                self.fill(&mut batch, block, start..end.min(start + BATCH_PAGES))?;
+                session.received[reader].add_bytes(batch.pages().len());
+                session.flow.submit(batch);
             }
-            self.read_pages(block)?;
-            self.packet(Some(&block.place.entry.name))?;
         }
+        session.barrier.channel_arrives();
         Ok(())
-    }
-
-    /// Reads the normal pages, neighbours at once.
-    fn read_pages(&mut self, block: &Block) -> Result<(), FileError> {
-        let mut filled = 0;
-        let is_next = |a: &u64, b: &u64| *b == *a + PAGE_SIZE as u64;
-        for run in self.normal.chunk_by(is_next) {
-            let length = run.len() * PAGE_SIZE;
-            let into = &mut self.pages[filled..filled + length];
-            let position = block.place.pages_offset + run[0];
-            self.source.read_exact(into, position)?;
-            filled += length;
-        }
-        Ok(())
-    }
-
-    /// Sends the pages of `block` as a packet; without one, a SYNC.
-    fn packet(&mut self, block: Option<&str>) -> Result<(), Stopped> {
-        if block.is_none() {
-            self.normal.clear();
-            self.zero.clear();
-        }
-        let payload = &self.pages[..self.normal.len() * PAGE_SIZE];
-        let fields = PacketFields {
-            sync: block.is_none(),
-            packet_num: self.packet_num.fetch_add(1, Ordering::Relaxed),
-            block: block.unwrap_or_default(),
-            normal: &self.normal,
-            zero: &self.zero,
-            payload_len: u32::try_from(payload.len()).unwrap_or(u32::MAX),
-            ..PacketFields::default()
-        };
-        let header = self
-            .writer
-            .header(&fields)
-            .map_err(|source| self.source.bad(source))?;
-        sock::send_parts(self.lane.as_fd(), &[header, payload], &mut self.scratch)
-            .map_err(|_| Stopped::Relay)
-    }
-}
-
-fn write(mut lane: &UnixStream, bytes: &[u8]) -> Result<(), Stopped> {
-    lane.write_all(bytes).map_err(|_| Stopped::Relay)
-}
-
-fn close_all(lanes: &[UnixStream]) {
-    for lane in lanes {
-        let _ = lane.shutdown(std::net::Shutdown::Both);
-    }
-}
-
-/// The outcome that says more.
-fn worse(a: Result<(), Stopped>, b: Result<(), Stopped>) -> Result<(), Stopped> {
-    match (a, b) {
-        (Ok(()), other) | (other, Ok(())) | (Err(Stopped::Relay), other) => other,
-        (file, _) => file,
     }
 }

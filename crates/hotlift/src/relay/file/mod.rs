@@ -9,9 +9,9 @@
 //! | `mapped_source` | reads it |
 //! | `partial` | a file that gets its name when it is whole |
 //!
-//! A file that is read plays the relay at the other end of the connections: it is fed to an ordinary
-//! incoming side through pairs of sockets, so that restoring is a migration like any other, with the
-//! same checks, and the guest does not run before the whole file was read and found good.
+//! A save file is the record of a stream, and is played back to an ordinary incoming side through pairs of sockets, so
+//! that restoring it is a migration like any other, with the same checks. A `mapped-ram` file has no order: it is
+//! another kind of source. Either way the guest does not run before the whole file was read and found good.
 
 mod container;
 mod error;
@@ -40,7 +40,7 @@ use crate::options::{OptionError, Options};
 use crate::threads::spawn;
 use crate::transport::Stream;
 use hotlift_wire::WireError;
-use mapped_source::MappedSource;
+pub(super) use mapped_source::MappedSource;
 use read::ContainerReader;
 
 /// Most RAM of a VM in a `mapped-ram` file, in bytes: 16 TiB, of which the bitmaps, all in memory, are
@@ -109,15 +109,17 @@ impl From<FileError> for Stopped {
     }
 }
 
-/// A file that was opened and whose beginning is good.
-enum Player {
+/// A file that was opened and whose first bytes are good.
+pub(super) enum SavedVm {
+    /// Of Hotlift's own format.
     Container(Box<ContainerReader>),
+    /// Of QEMU's.
     MappedRam(Box<MappedSource>),
 }
 
-impl Player {
+impl SavedVm {
     /// Opens the file at `path`, whose content starts at byte `offset`.
-    fn open(path: &Path, offset: u64) -> Result<Self, FileError> {
+    pub(super) fn open(path: &Path, offset: u64) -> Result<Self, FileError> {
         let failed = |source| FileError::Read {
             path: path.to_owned(),
             source,
@@ -136,38 +138,16 @@ impl Player {
         }
         Ok(Self::MappedRam(Box::new(MappedSource::open(path, offset)?)))
     }
-
-    /// Multifd channels that it plays.
-    fn channels(&self) -> u8 {
-        match self {
-            Self::Container(reader) => reader.info().channels,
-            Self::MappedRam(source) => source.channels(),
-        }
-    }
-
-    /// Writes everything: to `lanes[0]` what belongs on main, to the others the multifd channels.
-    fn play(&mut self, lanes: &[UnixStream]) -> Result<(), Stopped> {
-        match self {
-            Self::Container(reader) => reader.read_all(|channel, bytes| {
-                let mut lane = &lanes[usize::from(channel)];
-                std::io::Write::write_all(&mut lane, bytes).map_err(|_| Stopped::Relay)
-            }),
-            Self::MappedRam(source) => source.play(lanes),
-        }
-    }
 }
 
-/// Plays the file at `path`, whose content starts at byte `offset`, to `carry`, which gets the
-/// connections of a source.
+/// Plays a save file to `relay`, which gets the connections of a source.
 pub(super) fn play<T>(
-    path: &Path,
-    offset: u64,
-    carry: impl FnOnce(Vec<Stream>) -> Result<T, MigrationError>,
+    mut reader: ContainerReader,
+    relay: impl FnOnce(Vec<Stream>) -> Result<T, MigrationError>,
 ) -> Result<T, MigrationError> {
-    let mut player = Player::open(path, offset)?;
     let mut ours = Vec::new();
     let mut theirs = Vec::new();
-    for _ in 0..=player.channels() {
+    for _ in 0..=reader.info().channels {
         let (our_end, their_end) =
             UnixStream::pair().map_err(|source| MigrationError::Connection {
                 channel: Channel::Main,
@@ -179,11 +159,14 @@ pub(super) fn play<T>(
     }
     thread::scope(|scope| {
         let playing = spawn(scope, "relay/file".to_owned(), move || {
-            let played = player.play(&ours);
+            let played = reader.read_all(|channel, bytes| {
+                let mut connection = &ours[usize::from(channel)];
+                std::io::Write::write_all(&mut connection, bytes).map_err(|_| Stopped::Relay)
+            });
             end(&ours, played.is_err());
             played
         })?;
-        let relayed = carry(theirs);
+        let relayed = relay(theirs);
         match playing.join()? {
             Err(Stopped::File(error)) => Err(error.into()),
             _ => relayed,
@@ -198,7 +181,7 @@ fn end(ours: &[UnixStream], at_once: bool) {
         let _ = main.shutdown(Shutdown::Write);
         let _ = std::io::copy(&mut main, &mut std::io::sink());
     }
-    for lane in ours {
-        let _ = lane.shutdown(Shutdown::Both);
+    for connection in ours {
+        let _ = connection.shutdown(Shutdown::Both);
     }
 }

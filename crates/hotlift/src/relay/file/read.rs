@@ -14,7 +14,7 @@ use super::container::{
 const HELD_BACK_MAX: usize = 2 * hotlift_wire::limits::VM_DESCRIPTION;
 
 #[derive(Debug)]
-pub(super) struct ContainerReader {
+pub(crate) struct ContainerReader {
     file: File,
     path: PathBuf,
     info: FileInfo,
@@ -47,7 +47,7 @@ impl ContainerReader {
         Ok(reader)
     }
 
-    pub(super) fn info(&self) -> &FileInfo {
+    pub(crate) fn info(&self) -> &FileInfo {
         &self.info
     }
 
