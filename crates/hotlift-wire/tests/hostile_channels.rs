@@ -280,7 +280,7 @@ fn a_hello_with_a_good_checksum_and_bad_settings_is_an_error() {
     // Version, channels, method, packet pages, page size, detection, reserved.
     for (at, value) in [
         (37, 1),
-        (37, 3),
+        (37, 2),
         (38, 0),
         (39, 3),
         (40, 0xff),
@@ -301,7 +301,7 @@ fn a_hello_with_a_good_checksum_and_bad_settings_is_an_error() {
 
 #[test]
 fn a_return_path_message_is_refused_before_its_payload_is_awaited() {
-    for (kind, length) in [(1u16, 5u16), (2, 3), (4, 11), (7, 1), (0x4802, 8)] {
+    for (kind, length) in [(1u16, 5u16), (2, 3), (4, 11), (7, 1), (0x4802, 3)] {
         let bytes = [kind.to_be_bytes(), length.to_be_bytes()].concat();
         assert_fault!(
             ReturnMessage::decode(&bytes).unwrap_err(),

@@ -83,11 +83,7 @@ impl PageSink for GuestRam<'_> {
             session.take_over()?;
             return Ok(ReadOn::No);
         }
-        Ok(if session.barrier.channel_arrives() {
-            ReadOn::Yes
-        } else {
-            ReadOn::No
-        })
+        Ok(session.barrier.channel_arrives().into())
     }
 
     fn ended(&mut self) -> Result<(), MigrationError> {

@@ -172,11 +172,7 @@ impl PageSink for Batches<'_> {
 
     fn sync(&mut self) -> Result<ReadOn, MigrationError> {
         self.synced = true;
-        Ok(if self.session.barrier.channel_arrives() {
-            ReadOn::Yes
-        } else {
-            ReadOn::No
-        })
+        Ok(self.session.barrier.channel_arrives().into())
     }
 
     fn ended(&mut self) -> Result<(), MigrationError> {

@@ -25,6 +25,15 @@ pub(crate) enum ReadOn {
     No,
 }
 
+impl From<bool> for ReadOn {
+    fn from(goes_on: bool) -> Self {
+        match goes_on {
+            true => Self::Yes,
+            false => Self::No,
+        }
+    }
+}
+
 /// Where the pages of one channel go.
 pub(crate) trait PageSink {
     /// Takes a packet's pages. `read` puts the pages with content, in the packet's order, into the memory that it

@@ -156,6 +156,12 @@ impl MultifdSend {
         self.method
     }
 
+    /// A channel whose connection the other side has closed.
+    pub(crate) fn lost_channel(&self) -> Option<Channel> {
+        let lost = self.sockets().position(Stream::is_hung_up)?;
+        Some(Channel::Multifd(u8::try_from(lost).unwrap_or(u8::MAX)))
+    }
+
     /// Their sockets.
     pub(crate) fn sockets(&self) -> impl Iterator<Item = &Stream> {
         self.channels

@@ -50,6 +50,8 @@ pub enum Failure {
     Refuses,
     /// Reads nothing more, and keeps its connections until it is closed on.
     Stalls,
+    /// The same, without its first channel.
+    LosesChannel,
 }
 
 /// The guest that came.
@@ -220,8 +222,8 @@ impl Destination {
                     }
                 });
             }
-            let ended = self.reach(Moment::Connected, &main);
-            let ended = ended.and_then(|()| self.main(&main, shared, eof));
+            let ended = self.reach(Moment::Connected, &main, &streams);
+            let ended = ended.and_then(|()| self.main(&main, &streams, shared, eof));
             shared.end("main ended".to_owned());
             for stream in streams.iter().chain([&main]) {
                 stream.shutdown(Shutdown::Both);
@@ -231,14 +233,17 @@ impl Destination {
     }
 
     /// Fails here, if it is to.
-    fn reach(&self, moment: Moment, main: &Stream) -> Ended {
+    fn reach(&self, moment: Moment, main: &Stream, channels: &[Stream]) -> Ended {
         let Some((_, failure)) = self.fails.filter(|(when, _)| *when == moment) else {
             return Ok(());
         };
         match failure {
             Failure::Dies => {}
             Failure::Refuses => say(main, ReturnMessage::Shut(1)),
-            Failure::Stalls => {
+            Failure::Stalls | Failure::LosesChannel => {
+                if failure == Failure::LosesChannel {
+                    channels[0].shutdown(Shutdown::Both);
+                }
                 // The end of the connection shows in what can be written.
                 let deadline = Instant::now() + DEADLINE;
                 let mut out = main;
@@ -251,7 +256,7 @@ impl Destination {
         Err(format!("{failure:?} at {moment:?}"))
     }
 
-    fn main(&self, main: &Stream, shared: &Shared, eof: &mut bool) -> Ended {
+    fn main(&self, main: &Stream, channels: &[Stream], shared: &Shared, eof: &mut bool) -> Ended {
         let lengths = DeviceLengths::Description(self.description.clone());
         let mut decoder = MainDecoder::new(lengths);
         let (mut buffer, mut read_here) = (Vec::new(), vec![0; 64 << 10]);
@@ -275,9 +280,9 @@ impl Destination {
             match event {
                 MainEvent::Command(Command::Ping(value)) => {
                     if behind_ram {
-                        self.reach(Moment::Loaded, main)?;
+                        self.reach(Moment::Loaded, main, channels)?;
                     } else if !std::mem::replace(&mut opened, true) {
-                        self.reach(Moment::Opening, main)?;
+                        self.reach(Moment::Opening, main, channels)?;
                     }
                     say(main, ReturnMessage::Pong(value));
                 }
@@ -309,7 +314,7 @@ impl Destination {
                     memory.guest.ram = blocks.iter().map(fresh).collect();
                     memory.blocks = Arc::new(blocks);
                     drop(memory);
-                    self.reach(Moment::RamStart, main)?;
+                    self.reach(Moment::RamStart, main, channels)?;
                 }
                 MainEvent::RamPage {
                     block,
@@ -340,13 +345,13 @@ impl Destination {
                         shared.sync_point()?;
                     }
                     if section == SectionKind::End {
-                        self.reach(Moment::RamEnd, main)?;
+                        self.reach(Moment::RamEnd, main, channels)?;
                     }
                 }
                 MainEvent::Eof => {
                     *eof = true;
                     self.log.note(Event::DestinationReadsEof);
-                    self.reach(Moment::Eof, main)?;
+                    self.reach(Moment::Eof, main, channels)?;
                     buffer.drain(..at + consumed);
                     read_description(main, &mut buffer);
                     say(main, ReturnMessage::Shut(0));

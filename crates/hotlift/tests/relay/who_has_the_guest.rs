@@ -97,6 +97,16 @@ fn a_destination_that_does_not_answer_the_opening_is_given_up_in_time() {
 }
 
 #[test]
+fn a_destination_that_has_lost_a_channel_is_not_awaited_to_the_end() {
+    let _beside = shared();
+    let fails = Some((Moment::Loaded, Failure::LosesChannel));
+    let outcome = migrate(&Recording::small(), &[channels()], fails, Ending::LetsGo);
+    outcome.assert_kept("a channel is gone");
+    let line = outcome.relays[0].as_ref().unwrap_err().chain();
+    assert!(line.contains("multifd channel 0 was closed"), "{line}");
+}
+
+#[test]
 fn a_destination_that_fails_when_it_was_told_to_run_leaves_the_source_in_doubt() {
     let _beside = shared();
     for way in [vec![off()], vec![channels(), off()]] {

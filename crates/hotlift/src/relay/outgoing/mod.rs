@@ -143,7 +143,8 @@ pub(super) fn open<'a>(
             return Ok(Box::new(sink));
         }
     };
-    let sink = StreamSink::new((main, multifd), to, settings, seen, memory, control);
+    let multifd = (multifd, &channels.hello);
+    let sink = StreamSink::new(main, multifd, to, settings, seen, memory, control);
     Ok(Box::new(sink))
 }
 
@@ -186,7 +187,8 @@ fn hello_of(settings: &RelaySettings) -> Hello {
 
 impl<'a> StreamSink<'a> {
     fn new(
-        (main, multifd): (ChannelTransport, Vec<ChannelTransport>),
+        main: ChannelTransport,
+        (multifd, hello): (Vec<ChannelTransport>, &Hello),
         to: Option<Address>,
         settings: &'a RelaySettings,
         seen: Seen,
@@ -194,7 +196,7 @@ impl<'a> StreamSink<'a> {
         control: &Control,
     ) -> Self {
         let pacer = control.pacer(&settings.outgoing);
-        let multifd = MultifdSend::new(multifd, &hello_of(settings), &pacer, control);
+        let multifd = MultifdSend::new(multifd, hello, &pacer, control);
         let link = Arc::new(MainLink {
             transport: main,
             counters: Counters::default(),
@@ -489,7 +491,10 @@ impl Sink for StreamSink<'_> {
         main.raw(&ping)?;
         match self.file() {
             Some(file) => Ok(file.sync()?),
-            None => self.answers.await_loaded(LOADING, &self.control),
+            None => {
+                let lost = || self.multifd.lost_channel();
+                self.answers.await_loaded(LOADING, &self.control, &lost)
+            }
         }
     }
 
