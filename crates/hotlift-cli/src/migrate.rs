@@ -16,6 +16,7 @@ use crate::migration_args::{RoleArgs, role};
 use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL};
+use crate::qemu::incoming;
 use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Migration;
 use crate::qemu::settings;
@@ -100,7 +101,6 @@ pub fn connect(to: &Address) -> Result<Conversation, CommandError> {
 
 fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandError> {
     let at_source = |error| CommandError::qmp("source", error);
-    let uuid = source.uuid()?;
     let mut qemu = source.qemu();
     let capabilities = qemu.query_capabilities().map_err(at_source)?;
     let alike = capabilities
@@ -110,8 +110,7 @@ fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandErro
     Ok(Hello {
         hotlift_control: PROTOCOL,
         qemu: qemu.version(),
-        machine: qemu.machine_type().map_err(at_source)?,
-        uuid,
+        vm: incoming::vm(&mut qemu).map_err(at_source)?,
         running: source.was_running(),
         channels: settings.outgoing.channels(),
         alike,

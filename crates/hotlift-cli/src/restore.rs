@@ -19,6 +19,7 @@ use crate::migration_args::LimitArgs;
 use crate::output::complain;
 use crate::output_args::OutputArgs;
 use crate::progress::{Display, bytes};
+use crate::qemu::control::Vm;
 use crate::qemu::destination::{Destination, Word};
 use crate::qemu::{incoming, result};
 use crate::signals::Interrupt;
@@ -64,8 +65,12 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         None => Destination::start(&args.command, &interrupt)?,
     };
     if let Some(info) = &info {
-        let uuid = info.uuid.parse().unwrap_or_default();
-        incoming::compare(Some(&info.machine), uuid, &mut destination)?;
+        let saved = Vm {
+            machine: Some(info.machine.clone()),
+            uuid: info.uuid.parse().unwrap_or_default(),
+            ..Vm::default()
+        };
+        incoming::compare(&saved, &destination)?;
     }
     let socket = destination.socket();
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;

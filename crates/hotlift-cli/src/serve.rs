@@ -196,15 +196,14 @@ impl Host<'_> {
             Some(destination) => Ok(destination),
             None => Destination::start(&self.args.command, self.interrupt),
         };
-        let mut destination = match destination {
+        let destination = match destination {
             Ok(destination) => destination,
             Err(error) => {
                 refuse(source, &error);
                 return Visit::SentAway(error);
             }
         };
-        let machine = hello.machine.as_deref();
-        if let Err(error) = incoming::compare(machine, hello.uuid, &mut destination) {
+        if let Err(error) = incoming::compare(&hello.vm, &destination) {
             refuse(source, &error);
             if self.args.qmp.is_some() {
                 *held = Some(destination);

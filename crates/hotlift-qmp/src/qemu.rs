@@ -141,13 +141,32 @@ impl Qemu {
     /// If the conversation fails.
     pub fn machine_type(&mut self) -> Result<Option<String>, QmpError> {
         let arguments = json!({ "path": "/machine", "property": "type" });
-        match self.ask::<String>("qom-get", &arguments) {
-            Ok(name) => Ok(Some(
-                name.strip_suffix("-machine").unwrap_or(&name).to_owned(),
-            )),
-            Err(QmpError::Command { .. } | QmpError::Answer { .. }) => Ok(None),
-            Err(error) => Err(error),
+        let name = if_told(self.ask::<String>("qom-get", &arguments))?;
+        Ok(name.map(|name| name.strip_suffix("-machine").unwrap_or(&name).to_owned()))
+    }
+
+    /// RAM that the machine has from its start, in bytes (`query-memory-size-summary`); `None` if this QEMU does not
+    /// tell. What is plugged into it besides is no part of it.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn base_memory(&mut self) -> Result<Option<u64>, QmpError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Answer {
+            base_memory: u64,
         }
+        let answer = self.ask::<Answer>("query-memory-size-summary", &Value::Null);
+        if_told(answer.map(|answer| answer.base_memory))
+    }
+
+    /// How many vCPUs the machine has (`query-cpus-fast`); `None` if this QEMU does not tell.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn vcpus(&mut self) -> Result<Option<usize>, QmpError> {
+        let answer = self.ask::<Vec<Value>>("query-cpus-fast", &Value::Null);
+        if_told(answer.map(|vcpus| vcpus.len()))
     }
 
     /// `query-migrate-capabilities`, in QEMU's order.
@@ -299,6 +318,15 @@ impl Qemu {
 
     fn tell(&mut self, command: &str, arguments: &Value) -> Result<(), QmpError> {
         self.client.execute(command, arguments).map(|_| ())
+    }
+}
+
+/// What a QEMU says that may lack the command, or answer something else.
+fn if_told<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpError> {
+    match answer {
+        Ok(answer) => Ok(Some(answer)),
+        Err(QmpError::Command { .. } | QmpError::Answer { .. }) => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

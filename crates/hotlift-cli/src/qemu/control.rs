@@ -24,7 +24,7 @@ use super::uuid::Uuid;
 use crate::advise::survey::Request;
 
 /// Version of these messages. Another version is refused: both commands come from one binary.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// Longest message, in bytes. The longest is a result with the CPU time of 255 channels.
 const MAX_MESSAGE: usize = 256 << 10;
@@ -40,16 +40,29 @@ pub struct Hello {
     pub hotlift_control: u32,
     /// Version of the source's QEMU.
     pub qemu: Version,
-    /// Machine type of the source's QEMU, where it tells.
-    pub machine: Option<String>,
-    /// UUID of the VM.
-    pub uuid: Uuid,
+    /// What the destination's VM must have alike.
+    #[serde(flatten)]
+    pub vm: Vm,
     /// Whether the VM runs, and so is to run at the destination.
     pub running: bool,
     /// Multifd channels that the destination's QEMU is to have; 0 for multifd off.
     pub channels: u8,
     /// State of those capabilities of the source's QEMU that both sides must have alike.
     pub alike: Vec<(String, bool)>,
+}
+
+/// What both VMs must have alike; `None` where QEMU does not tell.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Vm {
+    /// Machine type.
+    pub machine: Option<String>,
+    /// UUID; all zero if it has none.
+    pub uuid: Uuid,
+    /// Bytes of RAM, without what was plugged in.
+    pub ram_bytes: Option<u64>,
+    /// vCPUs.
+    pub vcpus: Option<usize>,
 }
 
 /// What somebody who has connected wants.
@@ -229,8 +242,11 @@ mod tests {
                 minor: 2,
                 micro: 22,
             },
-            machine: Some("pc-i440fx-7.2".to_owned()),
-            uuid: Uuid::default(),
+            vm: Vm {
+                machine: Some("pc-i440fx-7.2".to_owned()),
+                ram_bytes: Some(64 << 20),
+                ..Vm::default()
+            },
             running: true,
             channels: 2,
             alike: vec![("x-ignore-shared".to_owned(), false)],

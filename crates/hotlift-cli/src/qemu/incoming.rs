@@ -5,40 +5,56 @@ use std::path::Path;
 use hotlift::Options;
 use hotlift::options::ZeroPageDetection;
 use hotlift::relay::RelaySettings;
+use hotlift_qmp::{Qemu, QmpError};
 
+use super::control::Vm;
 use super::destination::{Destination, at_destination};
 use super::settings;
 use super::uuid::Uuid;
 use crate::error::CommandError;
 use crate::migration_args::LimitArgs;
 
-/// Whether the guest of a machine of this type and UUID can run in `destination` at all. QEMU itself
-/// finds out more, but only at the end.
-pub fn compare(
-    machine: Option<&str>,
-    uuid: Uuid,
-    destination: &mut Destination,
-) -> Result<(), CommandError> {
-    let theirs = destination.qemu().machine_type().map_err(at_destination)?;
-    if let (Some(source_has), Some(destination_has)) = (machine, theirs)
-        && source_has != destination_has
-    {
-        return Err(CommandError::Differs {
-            what: "the machine type",
-            source_has: hotlift_qmp::one_line(source_has),
-            destination_has,
-        });
+/// Whether the guest of the VM `source` can run in `destination` at all. QEMU itself finds out more, but only when it
+/// reads the stream.
+pub fn compare(source: &Vm, destination: &Destination) -> Result<(), CommandError> {
+    let there = vm(&mut destination.qemu()).map_err(at_destination)?;
+    if let (Some(here), Some(there)) = (&source.machine, there.machine) {
+        alike("the machine type", &hotlift_qmp::one_line(here), &there)?;
     }
     // QEMU takes no multifd channel of another UUID.
-    let theirs = destination.uuid()?;
-    if uuid != theirs {
-        return Err(CommandError::Differs {
-            what: "the UUID (-uuid)",
-            source_has: uuid.to_string(),
-            destination_has: theirs.to_string(),
-        });
+    alike("the UUID (-uuid)", &source.uuid, &there.uuid)?;
+    if let (Some(here), Some(there)) = (source.ram_bytes, there.ram_bytes) {
+        alike("the RAM size in bytes (-m)", &here, &there)?;
+    }
+    if let (Some(here), Some(there)) = (source.vcpus, there.vcpus) {
+        alike("the number of vCPUs (-smp)", &here, &there)?;
     }
     Ok(())
+}
+
+/// What the VM of `qemu` is.
+pub fn vm(qemu: &mut Qemu) -> Result<Vm, QmpError> {
+    Ok(Vm {
+        machine: qemu.machine_type()?,
+        uuid: Uuid(qemu.query_uuid()?),
+        ram_bytes: qemu.base_memory()?,
+        vcpus: qemu.vcpus()?,
+    })
+}
+
+fn alike<T: PartialEq + ToString>(
+    what: &'static str,
+    source_has: &T,
+    destination_has: &T,
+) -> Result<(), CommandError> {
+    if source_has == destination_has {
+        return Ok(());
+    }
+    Err(CommandError::Differs {
+        what,
+        source_has: source_has.to_string(),
+        destination_has: destination_has.to_string(),
+    })
 }
 
 /// Lets QEMU listen on `socket` for a relay with so many channels (0: multifd off). `alike` is what

@@ -10,10 +10,10 @@ use rustix::process::Signal;
 
 use crate::hotlift::{Hotlift, errors};
 
-/// What `hotlift migrate` says first, for a machine without RAM.
-const HELLO: &str = "{\"hotlift-control\":2,\"qemu\":{\"major\":7,\"minor\":2,\"micro\":0},\
-    \"machine\":\"none\",\"uuid\":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],\"running\":true,\
-    \"channels\":2,\"alike\":[]}\n";
+/// What `hotlift migrate` says first, for a machine without RAM and vCPUs.
+const HELLO: &str = "{\"hotlift-control\":3,\"qemu\":{\"major\":7,\"minor\":2,\"micro\":0},\
+    \"machine\":\"none\",\"uuid\":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],\"ram-bytes\":0,\
+    \"vcpus\":0,\"running\":true,\"channels\":2,\"alike\":[]}\n";
 
 /// A `hotlift serve` that would start a QEMU that does not exist, and its address.
 fn serve() -> (Hotlift, String) {
@@ -43,7 +43,7 @@ fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
     );
     let answer = tell(&address, b"{\"hotlift-control\": 99}\n");
     assert!(answer.contains("version 99"), "{answer}");
-    let answer = tell(&address, b"{\"hotlift-control\": 2}\n");
+    let answer = tell(&address, b"{\"hotlift-control\": 3}\n");
     assert!(answer.contains("missing field"), "{answer}");
     // Megabytes without an end of line: given up at a limit.
     tell(&address, &vec![b'x'; 8 << 20]);

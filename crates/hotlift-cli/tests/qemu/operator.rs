@@ -174,6 +174,56 @@ fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
     }
 }
 
+/// Starts `migrate` to a `serve` that starts a QEMU with `line`; what `migrate` says when it has failed.
+fn fails_to_move(here: &Vm, line: &[String]) -> String {
+    let mut arguments = vec!["--"];
+    arguments.extend(line.iter().map(String::as_str));
+    let (serve, uri) = serve(&arguments);
+    let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &uri]);
+    let (status, said) = migrate.wait();
+    let said = said.join("\n");
+    assert_eq!(status.code(), Some(1), "{said}");
+    serve.signal(Signal::INT);
+    serve.wait();
+    said
+}
+
+/// `line` with `from` in one of its words replaced.
+fn with(line: &[String], from: &str, to: &str) -> Vec<String> {
+    let changed: Vec<_> = line.iter().map(|word| word.replace(from, to)).collect();
+    assert_ne!(changed, line, "{from} is not in {line:?}");
+    changed
+}
+
+#[test]
+fn a_vm_of_another_size_is_refused_before_anything_is_sent() {
+    let machine = machine(PC_7);
+    let mut here = skip!(Vm::running(Release::V7, &machine));
+    let there = Adopted::new(machine.clone());
+    let line = skip!(there.line(Release::V7));
+    let bytes = machine.guest.ram_bytes();
+    let more = with(&line, &bytes.to_string(), &(2 * bytes).to_string());
+    let more = with(
+        &more,
+        &format!("{}k", bytes >> 10),
+        &format!("{}k", bytes >> 9),
+    );
+    let said = fails_to_move(&here, &more);
+    let words = format!(
+        "the RAM size in bytes (-m) differs: the source has {bytes}, the destination has {}",
+        2 * bytes
+    );
+    assert!(said.contains(&words), "{said}");
+
+    let mut more = line;
+    more.extend(["-smp", "2"].map(str::to_owned));
+    let said = fails_to_move(&here, &more);
+    let words = "the number of vCPUs (-smp) differs: the source has 1, the destination has 2";
+    assert!(said.contains(words), "{said}");
+    assert_eq!(here.migration().status, "none");
+    assert!(here.is_running());
+}
+
 #[test]
 fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
     let machine = machine(PC_10);
