@@ -107,6 +107,11 @@ pub enum CommandError {
     QemuCommand { problem: String },
     #[error("QEMU ended before it could be asked for anything ({status})")]
     QemuEnded { status: std::process::ExitStatus },
+    #[error("QEMU ended before it could be asked for anything ({status}): {words}")]
+    QemuGaveUp {
+        status: std::process::ExitStatus,
+        words: String,
+    },
     #[error("talking to 'hotlift serve' failed")]
     Control(#[from] ControlError),
     #[error("cannot reach 'hotlift bench --serve'")]

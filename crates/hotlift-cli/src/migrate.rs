@@ -15,7 +15,7 @@ use crate::error::CommandError;
 use crate::migration_args::{RoleArgs, role};
 use crate::output::complain;
 use crate::output_args::OutputArgs;
-use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL};
+use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL, SourceWord};
 use crate::qemu::incoming;
 use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Migration;
@@ -63,8 +63,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
         settings: &relay_settings,
         address: &address,
     };
-    let outcome = outgoing::change_settings(&source, &relay_settings, &args.migration)
-        .and_then(|()| this.run(&mut destination, destination_qemu));
+    let outcome = this.run(&mut destination, destination_qemu);
     source.restore_settings();
     let migration = outcome?;
     // What became of the guest is said whoever reads the figures.
@@ -152,6 +151,11 @@ fn ready(
     }
 }
 
+/// Tells the destination why this side has failed. It may have gone.
+fn say_failed(destination: &mut Conversation, reason: String) {
+    let _ = destination.say(&SourceWord::Failed { reason });
+}
+
 /// One migration whose destination is ready.
 struct Move<'a> {
     args: &'a MigrateArgs,
@@ -189,11 +193,25 @@ impl Move<'_> {
             quiet: self.args.output.quiet,
         };
         let mut last_words = None;
-        let relayed =
-            moving.run(&mut |timeout| self.hear(destination, &mut last_words, timeout))?;
+        let relayed = outgoing::change_settings(self.source, self.settings, &self.args.migration)
+            .and_then(|()| {
+                moving.run(&mut |timeout| self.hear(destination, &mut last_words, timeout))
+            });
+        let relayed = relayed.inspect_err(|error| say_failed(destination, error_line(error)))?;
         match relayed.outcome {
             Ok(report) => self.moved(destination, last_words, report, destination_qemu),
-            Err(error) => Err(self.stayed(destination, last_words, &error, relayed.is_told)),
+            Err(error) => {
+                // Before the guest is looked after, which may wait for the destination's last words.
+                match &error {
+                    _ if self.interrupt.is_raised() => {
+                        say_failed(destination, error_line(&CommandError::Interrupted));
+                    }
+                    // What it has said itself.
+                    MigrationError::Destination { .. } => {}
+                    error => say_failed(destination, error.chain()),
+                }
+                Err(self.stayed(destination, last_words, &error, relayed.is_told))
+            }
         }
     }
 

@@ -12,8 +12,8 @@ use clap::Args;
 use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError};
-use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::Events;
+use hotlift_qmp::{QmpAddress, one_line};
 
 use crate::advise::survey::{self, Request};
 use crate::args::error_line;
@@ -23,7 +23,7 @@ use crate::migration_args::LimitArgs;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
 use crate::output::{complain, say, say_turned_away};
 use crate::progress::bytes;
-use crate::qemu::control::{Answer, Conversation, Guest, Hello, Opening};
+use crate::qemu::control::{Answer, ControlError, Conversation, Guest, Hello, Opening, SourceWord};
 use crate::qemu::destination::{Destination, Word};
 use crate::qemu::process::Custody;
 use crate::qemu::uuid::Uuid;
@@ -32,6 +32,9 @@ use crate::signals::{Interrupt, TICK};
 
 /// How long the port for the pages may be in use still: by a survey that is cut short.
 const PORT: Duration = Duration::from_secs(5);
+
+/// How long a source whose connections have ended may take to say why.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Between two messages about progress.
 const PROGRESS: Duration = Duration::from_secs(1);
@@ -234,12 +237,13 @@ impl Host<'_> {
             qemu: destination.qemu().version(),
         };
         source.say(&ready)?;
-        let relayed = self.relay(source, &destination, &settings, &listener, &socket);
+        let (relayed, source_said) =
+            self.relay(source, &destination, &settings, &listener, &socket);
         drop(listener);
         let settle_timeout = settings.outgoing.settle_timeout;
         match relayed {
             Ok(report) => self.taken(source, destination, settle_timeout, report),
-            Err(error) => self.failed(source, destination, settle_timeout, &error),
+            Err(error) => self.failed(source, source_said, destination, settle_timeout, &error),
         }
     }
 
@@ -275,7 +279,8 @@ impl Host<'_> {
         }
     }
 
-    /// Runs the relay, tells the source how it gets on, and cancels it if the source goes before the commit.
+    /// Runs the relay, tells the source how it gets on, and cancels it if the source goes before the commit. Returns
+    /// what the source has said of a failure, too.
     fn relay(
         &self,
         source: &mut Conversation,
@@ -283,7 +288,7 @@ impl Host<'_> {
         settings: &RelaySettings,
         listener: &Listener,
         socket: &Path,
-    ) -> Result<RelayReport, MigrationError> {
+    ) -> (Result<RelayReport, MigrationError>, Option<String>) {
         let control = self.monitor.waits();
         let outgoing = Address::Unix {
             path: socket.to_owned(),
@@ -303,7 +308,7 @@ impl Host<'_> {
             has_taken: Some(&has_taken),
             ..Hooks::default()
         };
-        let outcome = thread::scope(|scope| {
+        let (outcome, source_said) = thread::scope(|scope| {
             let relay = scope.spawn(|| {
                 hotlift::relay::relay(
                     Incoming::Listener(listener),
@@ -314,20 +319,21 @@ impl Host<'_> {
                 )
             });
             let received = || latest.lock().map_or(0, |latest| latest.received_bytes);
-            self.attend(source, &relay, &control, destination.custody(), &received);
-            relay.join().unwrap_or_else(|_| {
+            let said = self.attend(source, &relay, &control, destination.custody(), &received);
+            let outcome = relay.join().unwrap_or_else(|_| {
                 Err(match destination.custody().is_given_up() {
                     true => MigrationError::InDoubt,
                     false => MigrationError::Cancelled,
                 })
-            })
+            });
+            (outcome, said)
         });
         say_turned_away(&control);
         self.monitor.ended(&outcome);
-        outcome
+        (outcome, source_said)
     }
 
-    /// Talks to the source until the relay has ended.
+    /// Talks to the source until the relay has ended. Returns what it has said of a failure.
     fn attend<T>(
         &self,
         source: &mut Conversation,
@@ -335,7 +341,8 @@ impl Host<'_> {
         control: &Control,
         custody: &Custody,
         received: &dyn Fn() -> u64,
-    ) {
+    ) -> Option<String> {
+        let mut said = None;
         let mut told = Instant::now();
         let mut source_is_there = true;
         while !relay.is_finished() {
@@ -346,8 +353,7 @@ impl Host<'_> {
                 thread::sleep(TICK);
                 continue;
             }
-            // It has nothing more to say: what comes is its end.
-            let mut heard = source.hear::<serde::de::IgnoredAny>(TICK).map(|_| ());
+            let mut heard = hear_failure(source, TICK, &mut said);
             if told.elapsed() >= PROGRESS {
                 told = Instant::now();
                 let received_bytes = received();
@@ -364,6 +370,7 @@ impl Host<'_> {
                 }
             }
         }
+        said
     }
 
     /// The stream has ended well: waits for QEMU to run the guest, and leaves it to itself.
@@ -402,6 +409,7 @@ impl Host<'_> {
     fn failed(
         &self,
         source: &mut Conversation,
+        source_said: Option<String>,
         destination: Destination,
         settle_timeout: Duration,
         error: &MigrationError,
@@ -426,14 +434,35 @@ impl Host<'_> {
                 let reasons = explained(&reason);
                 destination.give_back();
                 let _ = source.say(&failed(reasons.clone(), Guest::NotHere));
-                match is_interrupted {
-                    true => Err(CommandError::Interrupted),
-                    false => Err(CommandError::Moving { reasons }),
+                if is_interrupted {
+                    return Err(CommandError::Interrupted);
                 }
+                let mut said = source_said;
+                if said.is_none() {
+                    let _ = hear_failure(source, LAST_WORDS, &mut said);
+                }
+                Err(CommandError::Moving {
+                    reasons: match said {
+                        Some(said) => format!("{reasons}; the source: {said}"),
+                        None => reasons,
+                    },
+                })
             }
             Word::Unknown { reason, .. } => Err(not_known(source, destination, explained(&reason))),
         }
     }
+}
+
+/// Takes what the source says within `timeout`: why it has failed, if anything.
+fn hear_failure(
+    source: &mut Conversation,
+    timeout: Duration,
+    said: &mut Option<String>,
+) -> Result<(), ControlError> {
+    if let Some(SourceWord::Failed { reason }) = source.hear(timeout)? {
+        *said = Some(one_line(&reason));
+    }
+    Ok(())
 }
 
 fn failed(reason: String, guest: Guest) -> Answer {

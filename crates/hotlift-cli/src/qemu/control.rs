@@ -6,6 +6,7 @@
 //! hello            ---->  compares, prepares its QEMU, starts its relay
 //!                  <----  ready, or refused
 //!                  <----  progress, each second
+//! failed           ---->  (in place of a connection that only ends)
 //!                  <----  completed, or failed
 //! ```
 //!
@@ -114,6 +115,17 @@ pub enum Answer {
         reason: String,
         /// Where the guest is, as far as the destination can know.
         guest: Guest,
+    },
+}
+
+/// What the source says after its hello.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "message", rename_all = "kebab-case")]
+pub enum SourceWord {
+    /// Its side of the migration has failed.
+    Failed {
+        /// Why, in one line.
+        reason: String,
     },
 }
 

@@ -187,10 +187,8 @@ impl Destination {
                     .error_desc
                     .unwrap_or_else(|| "it has failed".to_owned()),
             },
-            answer => match self.process().and_then(|mut process| process.has_ended()) {
-                Some(status) => Word::Never {
-                    reason: format!("it has ended ({status})"),
-                },
+            answer => match self.how_it_ended() {
+                Some(reason) => Word::Never { reason },
                 None => Word::Unknown {
                     answers: answer.is_ok(),
                     reason: answer.map_or_else(
@@ -200,6 +198,16 @@ impl Destination {
                 },
             },
         }
+    }
+
+    /// How a process that was started here has ended, if it has, and what it has said of it.
+    fn how_it_ended(&self) -> Option<String> {
+        let mut process = self.process()?;
+        let status = process.has_ended()?;
+        Some(match process.last_words() {
+            Some(words) => format!("it has ended ({status}): {words}"),
+            None => format!("it has ended ({status})"),
+        })
     }
 
     /// After a relay that failed: whether QEMU has the guest, and what it says of the failure. A relay that is

@@ -11,6 +11,7 @@ pub mod settings;
 pub mod source;
 pub mod uuid;
 pub mod watch;
+mod words;
 
 use std::fs::Permissions;
 use std::io;

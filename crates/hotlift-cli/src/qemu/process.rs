@@ -2,24 +2,21 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
-use std::io::{self, BufRead, BufReader, PipeReader, Read};
+use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
-use rustix::fs::{FileType, fstat};
 
 use super::guard::Guard;
 use super::no_folder;
+use super::words::{Streams, Words};
 use crate::error::CommandError;
-use crate::output;
 use crate::signals::Interrupt;
 
 /// How long a QEMU may take until it answers on its QMP socket.
@@ -27,12 +24,6 @@ const START: Duration = Duration::from_secs(60);
 
 /// How often it is looked whether it has ended instead.
 const LOOK: Duration = Duration::from_millis(500);
-
-/// How long the words of a QEMU that has ended may take to arrive.
-const LAST_WORDS: Duration = Duration::from_secs(1);
-
-/// Bytes of a line of QEMU's words at most; a longer one is cut in two.
-const LINE: u64 = 4096;
 
 /// A QEMU process. Killed when it goes out of scope, and ended by its guard if this process is killed, unless it may
 /// have its guest ([`Custody::give_up`]) or was left running.
@@ -43,8 +34,7 @@ pub struct Started {
     /// Its QMP socket, which outlives this command.
     socket: PathBuf,
     has_own_qmp: bool,
-    /// Ends when all that it has said was passed on; `None`: it says it itself.
-    words: Option<Receiver<()>>,
+    words: Words,
 }
 
 /// Whether this process may still end a QEMU that it has started. Clones are of the same QEMU.
@@ -120,7 +110,7 @@ impl Started {
             custody: Custody::default(),
             socket,
             has_own_qmp: names(command, "qmp").next().is_some(),
-            words: streams.reader.map(pass_on),
+            words: streams.words,
         };
         let guard =
             Guard::start(&started.qmp(), folder).map_err(|source| CommandError::Process {
@@ -149,7 +139,10 @@ impl Started {
                 Ok(qemu) => return Ok(qemu),
                 Err(error) => {
                     if let Some(status) = self.has_ended() {
-                        return Err(CommandError::QemuEnded { status });
+                        return Err(match self.last_words() {
+                            Some(words) => CommandError::QemuGaveUp { status, words },
+                            None => CommandError::QemuEnded { status },
+                        });
                     }
                     if interrupt.is_raised() {
                         return Err(CommandError::Interrupted);
@@ -171,6 +164,11 @@ impl Started {
     /// How it ended, if it has.
     pub fn has_ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().ok().flatten()
+    }
+
+    /// What a QEMU that has ended has said of it.
+    pub fn last_words(&self) -> Option<String> {
+        self.words.errors()
     }
 
     /// Leaves it running for good; says where it is. Its QMP socket is kept for the operator if the
@@ -201,59 +199,10 @@ impl Drop for Started {
             let _ = self.child.kill();
             let _ = self.child.wait();
             self.remove_socket();
-            if let Some(words) = &self.words {
-                let _ = words.recv_timeout(LAST_WORDS);
-            }
+            self.words.finish();
         }
         drop(self.custody.guard().take());
     }
-}
-
-/// What a QEMU says its words to: what this command has for its errors, if that may be held for as long as QEMU lives.
-/// Whoever reads a pipe waits for its last writer, which would be a QEMU that runs on: there its words are passed on
-/// for as long as this command is there, and lost after that.
-struct Streams {
-    stdout: Stdio,
-    stderr: Stdio,
-    reader: Option<PipeReader>,
-}
-
-impl Streams {
-    fn make() -> io::Result<Self> {
-        let kind = fstat(io::stderr()).map(|status| FileType::from_raw_mode(status.st_mode));
-        if !matches!(kind, Ok(FileType::Fifo | FileType::Socket)) {
-            return Ok(Self {
-                stdout: io::stderr().into(),
-                stderr: Stdio::inherit(),
-                reader: None,
-            });
-        }
-        let (reader, writer) = io::pipe()?;
-        Ok(Self {
-            stdout: writer.try_clone()?.into(),
-            stderr: writer.into(),
-            reader: Some(reader),
-        })
-    }
-}
-
-/// Says on standard error what is read, line by line, however little of that is taken there.
-fn pass_on(words: PipeReader) -> Receiver<()> {
-    let (done, is_done) = channel();
-    thread::spawn(move || {
-        // Dropped at the end of the words.
-        let _done = done;
-        let mut words = BufReader::new(words);
-        let mut line = Vec::new();
-        while matches!(
-            words.by_ref().take(LINE).read_until(b'\n', &mut line),
-            Ok(1..)
-        ) {
-            output::err(String::from_utf8_lossy(&line).trim_end_matches('\n'));
-            line.clear();
-        }
-    });
-    is_done
 }
 
 /// Where QEMU makes the QMP socket that may outlive this command. QEMU removes its socket when it ends, but no folder.

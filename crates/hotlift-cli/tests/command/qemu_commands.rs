@@ -326,7 +326,7 @@ fn what_a_qemu_that_cannot_start_says_is_passed_on_and_no_folder_stays() {
             "--",
             "sh",
             "-c",
-            "echo its own words; echo and errors >&2; exit 7",
+            "echo its own words; echo and errors >&2; echo qemu-kvm: no such machine >&2; exit 7",
         ],
         &[("TMPDIR", &tmpdir)],
     );
@@ -335,11 +335,15 @@ fn what_a_qemu_that_cannot_start_says_is_passed_on_and_no_folder_stays() {
         line.rsplit("tcp:").next().unwrap_or_default(),
         HELLO.as_bytes(),
     );
-    assert!(answer.contains("QEMU ended before"), "{answer}");
+    assert!(
+        answer.contains("QEMU ended before")
+            && answer.contains("(exit status: 7): no such machine"),
+        "{answer}"
+    );
     serve.signal(Signal::INT);
     let (status, said) = serve.wait();
     assert_eq!(status.code(), Some(130), "{said:?}");
-    for words in ["its own words", "and errors"] {
+    for words in ["its own words", "and errors", "qemu-kvm: no such machine"] {
         assert!(said.iter().any(|line| line == words), "{said:?}");
     }
     let left = folders(place.path());

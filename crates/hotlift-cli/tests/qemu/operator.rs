@@ -166,7 +166,9 @@ fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
         here.qmp.cont().expect("cont");
         here.counts_on_from(proven);
         let (status, said) = serve.wait();
-        assert_eq!(status.code(), Some(1), "{}", said.join("\n"));
+        let said = said.join("\n");
+        assert_eq!(status.code(), Some(1), "{said}");
+        assert!(said.contains("the source: interrupted"), "{said}");
         assert_eq!(there.count(), None, "the guest has run at the destination");
         if there.ended().is_none() {
             assert!(!there.is_running());
@@ -222,6 +224,19 @@ fn a_vm_of_another_size_is_refused_before_anything_is_sent() {
     assert!(said.contains(words), "{said}");
     assert_eq!(here.migration().status, "none");
     assert!(here.is_running());
+}
+
+#[test]
+fn why_the_destinations_qemu_gave_up_is_said_at_the_source() {
+    for release in [Release::V10, Release::V7] {
+        let machine = machine(PC_7);
+        let mut here = skip!(Vm::running(release, &machine));
+        let there = Adopted::new(machine);
+        let line = skip!(there.line(release));
+        let said = fails_to_move(&here, &with(&line, "graphics=off", "graphics=off,hpet=off"));
+        assert!(said.contains("'hpet'"), "{said}");
+        assert!(here.is_running());
+    }
 }
 
 #[test]

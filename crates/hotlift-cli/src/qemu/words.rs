@@ -1,0 +1,213 @@
+//! What a QEMU that was started here says: shown, and its errors kept for the host that its guest comes from.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, PipeReader, Read};
+use std::os::unix::fs::FileExt;
+use std::process::Stdio;
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use hotlift_qmp::one_line;
+use rustix::fs::{FileType, fstat};
+
+use crate::output;
+
+/// How long the words of a QEMU that has ended may take to arrive.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Bytes of a line of QEMU's words at most; a longer one is cut in two.
+const LINE: u64 = 4096;
+
+/// Errors that are kept: the last ones. QEMU says one for each step that it gives up.
+const KEPT: usize = 4;
+
+/// Bytes of a file that are looked through for them.
+const TAIL: u64 = 64 << 10;
+
+/// What a QEMU says its words to, and how they are heard here.
+pub struct Streams {
+    pub stdout: Stdio,
+    pub stderr: Stdio,
+    pub words: Words,
+}
+
+/// The words of a QEMU.
+#[derive(Debug)]
+pub struct Words(Heard);
+
+#[derive(Debug)]
+enum Heard {
+    /// Passed on for as long as this command is there, and lost after that.
+    Passed {
+        errors: Arc<Mutex<Errors>>,
+        /// Ends when all was passed on.
+        is_done: Receiver<()>,
+    },
+    /// In the file that this command has for its errors, behind what was there before.
+    Written { file: File, from: u64 },
+    /// Not here.
+    Nowhere,
+}
+
+impl Streams {
+    /// What this command has for its errors, where it is a file: QEMU may hold it for as long as it lives. Whoever
+    /// reads a pipe waits for its last writer, which would be a QEMU that runs on: there its words are passed on. On a
+    /// terminal only its errors are.
+    pub fn make() -> io::Result<Self> {
+        let kind = fstat(io::stderr()).map(|status| FileType::from_raw_mode(status.st_mode));
+        if let Ok(FileType::RegularFile) = kind {
+            return Ok(Self {
+                stdout: io::stderr().into(),
+                stderr: Stdio::inherit(),
+                words: Words(written().unwrap_or(Heard::Nowhere)),
+            });
+        }
+        let (reader, writer) = io::pipe()?;
+        let stdout = match kind {
+            Ok(FileType::Fifo | FileType::Socket) => writer.try_clone()?.into(),
+            _ => io::stderr().into(),
+        };
+        Ok(Self {
+            stdout,
+            stderr: writer.into(),
+            words: Words(pass_on(reader)),
+        })
+    }
+}
+
+impl Words {
+    /// Waits a moment until what a QEMU that has ended has said was passed on.
+    pub fn finish(&self) {
+        if let Heard::Passed { is_done, .. } = &self.0 {
+            let _ = is_done.recv_timeout(LAST_WORDS);
+        }
+    }
+
+    /// The last errors of a QEMU that has ended, in one line.
+    pub fn errors(&self) -> Option<String> {
+        self.finish();
+        let mut found = Errors::default();
+        let errors = match &self.0 {
+            Heard::Passed { errors, .. } => {
+                errors.lock().unwrap_or_else(PoisonError::into_inner).line()
+            }
+            Heard::Written { file, from } => {
+                let end = file.metadata().map_or(0, |file| file.len());
+                let from = (*from).max(end.saturating_sub(TAIL));
+                let length = end.saturating_sub(from).min(TAIL);
+                let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
+                let read = file.read_at(&mut bytes, from).unwrap_or(0);
+                for line in String::from_utf8_lossy(&bytes[..read]).lines() {
+                    found.take(line);
+                }
+                found.line()
+            }
+            Heard::Nowhere => String::new(),
+        };
+        (!errors.is_empty()).then_some(errors)
+    }
+}
+
+/// The last errors among the lines of a QEMU.
+#[derive(Debug, Default)]
+struct Errors(VecDeque<String>);
+
+impl Errors {
+    /// Keeps a line that is an error: QEMU's name, a colon, and no warning.
+    fn take(&mut self, line: &str) {
+        let Some((name, words)) = line.split_once(": ") else {
+            return;
+        };
+        let is_error = name.starts_with("qemu")
+            && !name.contains(' ')
+            && !words.starts_with("warning: ")
+            && !words.starts_with("info: ");
+        if is_error {
+            if self.0.len() == KEPT {
+                self.0.pop_front();
+            }
+            self.0.push_back(words.trim_end().to_owned());
+        }
+    }
+
+    fn line(&self) -> String {
+        let all: Vec<_> = self.0.iter().map(String::as_str).collect();
+        one_line(&all.join("; "))
+    }
+}
+
+/// The file of standard error, for reading.
+fn written() -> io::Result<Heard> {
+    let file = File::open("/proc/self/fd/2")?;
+    let from = file.metadata()?.len();
+    Ok(Heard::Written { file, from })
+}
+
+/// Says on standard error what is read, line by line, however little of that is taken there.
+fn pass_on(words: PipeReader) -> Heard {
+    let (done, is_done) = channel();
+    let errors = Arc::<Mutex<Errors>>::default();
+    let kept = Arc::clone(&errors);
+    thread::spawn(move || {
+        // Dropped at the end of the words.
+        let _done = done;
+        let mut words = BufReader::new(words);
+        let mut line = Vec::new();
+        while matches!(
+            words.by_ref().take(LINE).read_until(b'\n', &mut line),
+            Ok(1..)
+        ) {
+            let text = String::from_utf8_lossy(&line);
+            let text = text.trim_end_matches('\n');
+            kept.lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take(text);
+            output::err(text);
+            line.clear();
+        }
+    });
+    Heard::Passed { errors, is_done }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_errors_of_a_qemu_are_kept_and_nothing_else() {
+        let mut errors = Errors::default();
+        for line in [
+            "qemu-system-x86_64: gone: too long ago",
+            "qemu-system-x86_64: warning: TCG doesn't support it",
+            "Linux version 6.1: a guest's console",
+            "hotlift: an error of ours",
+            "qemu-system-x86_64: Size mismatch: pc.ram",
+            "qemu-kvm: error while loading state\u{1b}[2J\r",
+            "qemu-system-x86_64: load failed",
+            "qemu-system-x86_64: Input/output error",
+        ] {
+            errors.take(line);
+        }
+        assert_eq!(
+            errors.line(),
+            "Size mismatch: pc.ram; error while loading state [2J; load failed; Input/output error"
+        );
+    }
+
+    #[test]
+    fn errors_are_found_in_a_file_behind_what_was_there_before() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let before = b"qemu-system-x86_64: of another\n";
+        io::Write::write_all(&mut file, before).unwrap();
+        let words = Words(Heard::Written {
+            file: file.reopen().unwrap(),
+            from: before.len() as u64,
+        });
+        assert_eq!(words.errors(), None);
+        io::Write::write_all(&mut file, b"listening\nqemu-system-x86_64: its own\n").unwrap();
+        assert_eq!(words.errors().as_deref(), Some("its own"));
+    }
+}
