@@ -34,6 +34,7 @@
 .set GAMMA,     0x9e3779b97f4a7c15      # splitmix64
 .set SERIAL,    0x3f8
 .set SLEEP,     0x5158                  # write: sleep eax microseconds; read: SLEEP_HERE
+.set STOLEN,    0x5160                  # read: microseconds that the VMM took from this vCPU since
 .set READY,     0x515c                  # write: page tables stand, vCPUs may start at eax
 .set SLEEP_HERE,0x54464c48              # "HLFT"
 .set CODE,      0x08
@@ -182,10 +183,18 @@ published:
     add %rax, NEXT_TICK(%rbx)
 
 wait:                                   # until the next tick
-    call now
-    mov NEXT_TICK(%rbx), %rcx
-    sub %rax, %rcx
-    imul $-100, tick_tsc, %rdx          # late by 100 ticks: the debt is dropped
+    call left
+    jg 4f
+    cmpb $0, SLEEPS(%rbx)
+    je 4f
+    mov $STOLEN, %edx                   # what was taken is not made up for
+    in %dx, %eax
+    mulq tsc_khz
+    mov $1000, %ecx
+    div %rcx
+    add %rax, NEXT_TICK(%rbx)
+    call left
+4:  imul $-100, tick_tsc, %rdx          # late by 100 ticks: the debt is dropped
     cmp %rdx, %rcx
     jl 1f
     mov tick_tsc, %rdx                  # early by two: the TSC went back under us
@@ -277,6 +286,13 @@ mix:
     mov %rax, %rdx
     shr $31, %rdx
     xor %rdx, %rax
+    ret
+
+# rcx = TSC ticks until the next tick, and the flags of that; rax = TSC. Clobbers rdx.
+left:
+    call now
+    mov NEXT_TICK(%rbx), %rcx
+    sub %rax, %rcx
     ret
 
 # rax = TSC. Clobbers rdx.

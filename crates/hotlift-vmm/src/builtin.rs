@@ -1,5 +1,7 @@
 //! What both built-in guests are, beside guests that can be migrated.
 
+use std::time::Duration;
+
 use hotlift::guest::{Guest, GuestError};
 use hotlift_mem::MemError;
 
@@ -48,6 +50,9 @@ pub trait BuiltinGuest: Guest {
     /// Writes of all vCPUs so far; of a running guest, up to the last tick or so. It grows as long
     /// as the guest runs and has a workload.
     fn writes(&self) -> u64;
+
+    /// Time that [`Guest::throttle`] has taken from its vCPUs so far, from all of them together.
+    fn throttled_time(&self) -> Duration;
 
     /// Whether all vCPUs are alive.
     ///

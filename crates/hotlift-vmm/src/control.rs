@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What a vCPU runs between two sleeps while it is throttled (QEMU's `CPU_THROTTLE_TIMESLICE_NS`).
 const SLICE: Duration = Duration::from_millis(10);
@@ -33,6 +33,8 @@ pub(crate) struct Control {
     changed: Condvar,
     /// Slices that have ended.
     slices: AtomicU64,
+    /// Nanoseconds that threads have slept because they were throttled.
+    slept: AtomicU64,
 }
 
 impl Control {
@@ -45,6 +47,7 @@ impl Control {
             }),
             changed: Condvar::new(),
             slices: AtomicU64::new(0),
+            slept: AtomicU64::new(0),
         }
     }
 
@@ -131,10 +134,11 @@ impl Control {
     }
 
     /// Called by a running thread whose slice has ended: sleeps as long as the throttle asks for, less
-    /// if it changes or the thread is to stop running.
-    pub fn sleep_off(&self) {
+    /// if it changes or the thread is to stop running. Returns how long that was: it is no time of the guest's.
+    pub fn sleep_off(&self) -> Duration {
         let state = self.lock();
         let percent = state.throttle;
+        let start = Instant::now();
         drop(
             self.changed
                 .wait_timeout_while(state, sleep_after_slice(percent), |state| {
@@ -142,6 +146,15 @@ impl Control {
                 })
                 .unwrap_or_else(PoisonError::into_inner),
         );
+        let slept = start.elapsed();
+        let nanos = u64::try_from(slept.as_nanos()).unwrap_or(u64::MAX);
+        self.slept.fetch_add(nanos, Ordering::Relaxed);
+        slept
+    }
+
+    /// How long threads have slept because they were throttled, all together.
+    pub fn slept(&self) -> Duration {
+        Duration::from_nanos(self.slept.load(Ordering::Relaxed))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -177,7 +177,8 @@ impl Shared {
                 }
                 if self.control.slice() != slice {
                     slice = self.control.slice();
-                    self.control.sleep_off();
+                    // What is taken is not made up for.
+                    next_tick += self.control.sleep_off();
                 }
                 number += 1;
                 if !self.write(&program.layout, &generator, index, number)? {
@@ -397,6 +398,10 @@ impl BuiltinGuest for ThreadsGuest {
             .iter()
             .map(|worker| worker.writes.load(Ordering::Acquire))
             .sum()
+    }
+
+    fn throttled_time(&self) -> Duration {
+        self.shared.control.slept()
     }
 
     fn health(&self) -> Result<(), GuestError> {

@@ -22,6 +22,7 @@ mod vm;
 use std::os::unix::thread::JoinHandleExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use hotlift::guest::{DeviceState, Guest, GuestError};
 use hotlift_mem::{DirtyBitmap, RamBlock};
@@ -379,6 +380,10 @@ impl BuiltinGuest for KvmGuest {
                 )
             })
             .sum()
+    }
+
+    fn throttled_time(&self) -> Duration {
+        self.shared.control.slept()
     }
 
     fn health(&self) -> Result<(), GuestError> {

@@ -28,6 +28,8 @@ pub(super) const ERRORS: u64 = 8;
 /// Port: sleep so many microseconds; reads as [`SLEEP_HERE`].
 pub(super) const SLEEP_PORT: u16 = 0x5158;
 pub(super) const SLEEP_HERE: u32 = u32::from_le_bytes(*b"HLFT");
+/// Port: reads as the microseconds that were taken from the vCPU since it was read last.
+pub(super) const STOLEN_PORT: u16 = 0x5160;
 /// Port: the page tables stand, the other vCPUs may start at the address written.
 pub(super) const READY_PORT: u16 = 0x515c;
 /// First serial port: transmit register, and line status with "transmitter empty".

@@ -17,6 +17,7 @@ use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 use super::error::KvmError;
 use super::program::{
     Entry, READY_PORT, SERIAL_EMPTY, SERIAL_PORT, SERIAL_STATUS, SLEEP_HERE, SLEEP_PORT,
+    STOLEN_PORT,
 };
 use super::state::MAX_LINE;
 use crate::control::{Control, Want};
@@ -43,6 +44,8 @@ pub(super) struct Core {
     pub fd: VcpuFd,
     /// Line begun on the serial port.
     pub line: Vec<u8>,
+    /// Time that was taken from it and that it has not been told of.
+    pub stolen: Duration,
 }
 
 /// The `immediate_exit` byte of a vCPU's `kvm_run`.
@@ -84,6 +87,7 @@ impl Vcpu {
             core: Mutex::new(Core {
                 fd,
                 line: Vec::new(),
+                stolen: Duration::ZERO,
             }),
             immediate_exit,
         }
@@ -172,13 +176,13 @@ impl Vcpu {
     }
 
     fn run_until_stopped(&self, core: &mut Core, shared: &Shared) -> Result<Stop, String> {
-        let Core { fd, line } = core;
+        let Core { fd, line, stolen } = core;
         let mut slice = shared.control.slice();
         loop {
             // A kick in the moment before it enters the guest is lost: it then runs for a slice more.
             if shared.control.slice() != slice {
                 slice = shared.control.slice();
-                shared.control.sleep_off();
+                *stolen += shared.control.sleep_off();
             }
             match fd.run() {
                 Err(error) if error.errno() == libc::EINTR => {
@@ -205,6 +209,10 @@ impl Vcpu {
                 Ok(VcpuExit::IoIn(SERIAL_STATUS, bytes)) => bytes.fill(SERIAL_EMPTY),
                 Ok(VcpuExit::IoIn(SLEEP_PORT, bytes)) if bytes.len() == 4 => {
                     bytes.copy_from_slice(&SLEEP_HERE.to_le_bytes());
+                }
+                Ok(VcpuExit::IoIn(STOLEN_PORT, bytes)) if bytes.len() == 4 => {
+                    let time = u32::try_from(std::mem::take(stolen).as_micros());
+                    bytes.copy_from_slice(&time.unwrap_or(u32::MAX).to_le_bytes());
                 }
                 Ok(VcpuExit::IoIn(_, bytes)) => bytes.fill(0xff),
                 Ok(VcpuExit::Intr) => {}
