@@ -194,7 +194,7 @@ fn line(label: &str, progress: &Progress) -> Line {
     let remark = progress.stall_reason();
     let text = format!(
         "{label} {status}{stalled}: round {round}, {remaining} of {total} to go, {left} left in this round, \
-         {rate}/s on the wire, {pages:.0} pages/s, guest dirties {dirty:.0} pages/s",
+         {rate}/s on the wire, {pages:.0} pages/s, guest dirties {dirty:.0} pages/s{throttled}",
         status = progress.status.name(),
         stalled = stalled(remark.is_some()),
         round = progress.round,
@@ -203,6 +203,7 @@ fn line(label: &str, progress: &Progress) -> Line {
         rate = bytes(rounded(progress.bytes_per_second)),
         pages = progress.pages_per_second,
         dirty = progress.dirty_pages_per_second,
+        throttled = throttled(progress.throttle_percent.into()),
     );
     Line {
         text,
@@ -215,6 +216,14 @@ pub fn stalled(is_stalled: bool) -> &'static str {
     match is_stalled {
         true => ", not converging",
         false => "",
+    }
+}
+
+/// How much auto-converge slows the guest down, as the end of a line; empty if it does not.
+pub fn throttled(percent: u64) -> String {
+    match percent {
+        0 => String::new(),
+        percent => format!(", throttled by {percent} %"),
     }
 }
 
@@ -265,9 +274,8 @@ mod tests {
         assert_eq!(bytes(u64::MAX), "17179869183.9 GiB");
     }
 
-    #[test]
-    fn a_migration_that_does_not_converge_says_why() {
-        let mut progress = Progress {
+    fn moment() -> Progress {
+        Progress {
             status: Status::Active,
             round: 7,
             total_bytes: 1 << 30,
@@ -286,9 +294,16 @@ mod tests {
             bytes: hotlift::figures::ByteFigures::default(),
             throttle_percent: 0,
             throttle_refused: false,
+            auto_converge: false,
+            bandwidth_limited: false,
             xbzrle: None,
             stalled: false,
-        };
+        }
+    }
+
+    #[test]
+    fn a_migration_that_does_not_converge_says_why() {
+        let mut progress = moment();
         let converging = line("zstd", &progress).to_string();
         assert!(
             converging.contains("round 7, 512.0 MiB of 1.0 GiB to go"),
@@ -296,18 +311,41 @@ mod tests {
         );
         assert!(converging.contains("4.4 s left"), "{converging}");
         assert!(!converging.contains("not converging"));
+        assert!(!converging.contains("throttled"), "{converging}");
         progress.stalled = true;
         let stalled = line("zstd", &progress);
-        assert!(
-            stalled
-                .to_string()
-                .contains("dirties 40000 pages/s and the channels settle 30000"),
-            "{stalled}"
-        );
+        for words in [
+            "dirties 40000 pages/s and the channels settle 30000",
+            "multifd-channels",
+            "switch auto-converge on",
+        ] {
+            assert!(stalled.to_string().contains(words), "{stalled}");
+        }
         // What matters is there on the narrowest terminal.
         let narrow = width::cut(&stalled.text, 79);
         for words in ["not converging", "round 7", "512.0 MiB of 1.0 GiB to go"] {
             assert!(narrow.contains(words), "{narrow}");
+        }
+    }
+
+    #[test]
+    fn a_limit_of_the_bandwidth_is_what_is_to_be_raised_not_the_channels() {
+        let progress = Progress {
+            stalled: true,
+            bandwidth_limited: true,
+            auto_converge: true,
+            throttle_percent: 40,
+            ..moment()
+        };
+        let line = line("none", &progress);
+        assert!(line.text.ends_with(", throttled by 40 %"), "{line}");
+        let said = line.to_string();
+        assert!(
+            said.contains("raise max-bandwidth or downtime-limit"),
+            "{said}"
+        );
+        for wrong in ["channels", "auto-converge"] {
+            assert!(!said.contains(wrong), "{said}");
         }
     }
 }

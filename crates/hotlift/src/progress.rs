@@ -45,6 +45,10 @@ pub struct Progress {
     pub throttle_percent: u8,
     /// True if auto-converge is to slow the guest down, and this guest cannot be.
     pub throttle_refused: bool,
+    /// True if auto-converge is on.
+    pub auto_converge: bool,
+    /// True if max-bandwidth is what limits the rate, and not the channels.
+    pub bandwidth_limited: bool,
     /// What XBZRLE has done, if it is on.
     pub xbzrle: Option<XbzrleFigures>,
     /// True if several rounds have left as much as they found: at this rate it does not end.
@@ -55,18 +59,30 @@ impl Progress {
     /// Why the migration does not converge, in words for an operator; `None` while it does.
     #[must_use]
     pub fn stall_reason(&self) -> Option<String> {
-        self.stalled.then(|| {
-            let unthrottled = if self.throttle_refused {
-                " (auto-converge cannot slow this guest down)"
+        if !self.stalled {
+            return None;
+        }
+        let (who, first) = if self.bandwidth_limited {
+            ("max-bandwidth lets", "max-bandwidth or downtime-limit")
+        } else {
+            ("the channels settle", "downtime-limit or multifd-channels")
+        };
+        let throttle = match (self.auto_converge, self.throttle_refused) {
+            (false, _) => ", switch auto-converge on",
+            (true, true) => " (auto-converge cannot slow this guest down)",
+            (true, false) => "",
+        };
+        Some(format!(
+            "the guest dirties {:.0} pages/s and {who} {:.0} pages/s{through}: raise {first}{throttle}, or choose \
+             another method",
+            self.dirty_pages_per_second,
+            self.pages_per_second,
+            through = if self.bandwidth_limited {
+                " through"
             } else {
                 ""
-            };
-            format!(
-                "the guest dirties {:.0} pages/s and the channels settle {:.0} pages/s{unthrottled}: \
-                 raise max-bandwidth, downtime-limit or multifd-channels, or choose another method",
-                self.dirty_pages_per_second, self.pages_per_second
-            )
-        })
+            },
+        ))
     }
 }
 

@@ -134,6 +134,8 @@ pub fn not_begun(total_bytes: u64) -> Progress {
         bytes: ByteFigures::default(),
         throttle_percent: 0,
         throttle_refused: false,
+        auto_converge: false,
+        bandwidth_limited: false,
         xbzrle: None,
         stalled: false,
     }

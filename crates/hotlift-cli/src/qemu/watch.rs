@@ -3,7 +3,7 @@
 use hotlift::relay::RelayProgress;
 use hotlift_qmp::{MigrateInfo, RamInfo};
 
-use crate::progress::{Line, bytes, rounded, stalled};
+use crate::progress::{Line, bytes, rounded, stalled, throttled};
 
 /// Rounds after each of which about as much was dirty again as before, until that is said.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
@@ -49,10 +49,11 @@ impl Watch {
             .map_or("unknown time".to_owned(), |seconds| {
                 format!("{seconds:.1} s")
             });
-        let remark = self.stall_reason(&rates);
+        let throttle = info.cpu_throttle_percentage.unwrap_or(0);
+        let remark = self.stall_reason(&rates, throttle > 0);
         let text = format!(
             "migration {}{}: round {}, {} of {} to go, {left} left, RAM at {}/s, {}/s on the wire, guest dirties \
-             {}/s",
+             {}/s{}",
             info.status,
             stalled(remark.is_some()),
             self.round,
@@ -61,6 +62,7 @@ impl Watch {
             bytes(rounded(rates.sent)),
             bytes(rounded(self.wire_rate)),
             bytes(rounded(rates.dirty)),
+            throttled(throttle),
         );
         Line {
             text,
@@ -73,11 +75,15 @@ impl Watch {
         self.round
     }
 
-    fn stall_reason(&self, rates: &Rates) -> Option<String> {
+    fn stall_reason(&self, rates: &Rates, is_throttled: bool) -> Option<String> {
+        let throttle = match is_throttled {
+            true => "",
+            false => ", switch QEMU's auto-converge on",
+        };
         (self.without_gain >= ROUNDS_WITHOUT_GAIN).then(|| {
             format!(
                 "for {} rounds the guest has dirtied {}/s and {}/s were sent; raise the bandwidth or \
-                 downtime-limit, choose another method, or switch QEMU's auto-converge on",
+                 downtime-limit{throttle}, or choose another method",
                 self.without_gain,
                 bytes(rounded(rates.dirty)),
                 bytes(rounded(rates.sent)),

@@ -14,6 +14,9 @@ use crate::progress::{OnProgress, Progress};
 /// Between two reports.
 pub(super) const INTERVAL: Duration = Duration::from_millis(100);
 
+/// Share of max-bandwidth from which on it is what limits the rate.
+const AT_THE_LIMIT: f64 = 0.8;
+
 /// Makes reports out of the session's counters.
 pub(super) struct Reporter<'a> {
     session: &'a Session<'a>,
@@ -88,6 +91,8 @@ impl<'a> Reporter<'a> {
         let new = counts.since(before);
         let pages_per_second = per_second(new.normal_pages + new.zero_pages);
         let remaining_pages = self.session.ram.pending();
+        let bytes_per_second = per_second(new.transferred_bytes);
+        let live = self.session.control.latest(self.session.options);
         let time_left = (pages_per_second > 0.0)
             .then(|| Duration::try_from_secs_f64(to_f64(remaining_pages) / pages_per_second).ok())
             .flatten();
@@ -97,7 +102,7 @@ impl<'a> Reporter<'a> {
             total_bytes: self.session.ram.total_bytes(),
             remaining_bytes: remaining_pages * PAGE_SIZE as u64,
             transferred_bytes: counts.transferred_bytes,
-            bytes_per_second: per_second(new.transferred_bytes),
+            bytes_per_second,
             pages_per_second,
             dirty_pages_per_second: estimator.dirty_pages_per_second(),
             elapsed: self.started.elapsed(),
@@ -110,6 +115,9 @@ impl<'a> Reporter<'a> {
             bytes,
             throttle_percent: self.throttle_percent,
             throttle_refused: self.throttle_refused,
+            auto_converge: live.auto_converge,
+            bandwidth_limited: live.max_bandwidth > 0
+                && bytes_per_second >= to_f64(live.max_bandwidth) * AT_THE_LIMIT,
             xbzrle: self.xbzrle,
             stalled: estimator.is_stalled(),
         });
