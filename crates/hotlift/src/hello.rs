@@ -1,10 +1,16 @@
 //! How this engine answers an offer: which source goes with which destination, and what a migration is called.
 
 use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
+use hotlift_wire::main_channel::{Command, DeviceLengths, MainDecoder, MainEvent, Step};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
 use crate::error::MigrationError;
+use crate::options::Options;
+use crate::transport::Stream;
+
+/// Bytes of main up to the first PING, at most: machine names are short.
+const OPENING: usize = 1024;
 
 /// A name for a migration that no other has, and that nobody can guess.
 ///
@@ -17,6 +23,29 @@ pub(crate) fn new_id() -> std::io::Result<MigrationId> {
         return Err(std::io::ErrorKind::UnexpectedEof.into());
     }
     Ok(MigrationId(id))
+}
+
+/// Of a guest's own migration with these options.
+pub(crate) fn features(options: &Options) -> Features {
+    match options.multifd() {
+        true => Features::MULTIFD,
+        false => Features::empty(),
+    }
+}
+
+/// The offer on `main`, of which nothing was taken yet; `None` while it has not come, and of a QEMU.
+pub(crate) fn peek(main: &Stream) -> Option<Offer> {
+    let mut bytes = [0; OPENING];
+    let seen = main.peek(&mut bytes).ok()??;
+    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
+    let mut rest = &bytes[..seen];
+    while let Ok(Step::Event { event, consumed }) = decoder.next(rest) {
+        if let MainEvent::Command(Command::Ping(value)) = event {
+            return Offer::of_ping(value);
+        }
+        rest = &rest[consumed..];
+    }
+    None
 }
 
 /// HELLO of a destination that calls the migration `id` and takes streams with `features`; and PONG.

@@ -135,6 +135,11 @@ fn options_that_differ_are_refused_with_both_values() {
             "zlib",
             vec!["multifd-compression", "none", "zlib"],
         ),
+        (
+            "multifd",
+            "off",
+            vec!["multifd differs: the source has on, the destination has off"],
+        ),
     ];
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
@@ -151,6 +156,13 @@ fn options_that_differ_are_refused_with_both_values() {
             &words,
         );
     }
+    let mut here = options();
+    here.set("multifd", "off").unwrap();
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let ended = migrate(&source, &destination, &here, &options());
+    let words = "multifd differs: the source has off, the destination has on";
+    expect_refusal("multifd=off here", &ended, &source, &destination, &[words]);
+    drop(destination);
     drop(source);
     census.expect_unchanged();
 }

@@ -8,12 +8,14 @@
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
 use rustix::event::PollFlags;
 
 use crate::control::Control;
 use crate::door::{Arrival, BROKEN, Door, Kind};
 use crate::error::{Channel, MigrationError};
+use crate::hello;
 use crate::options::{MAX_PACKET_SIZE, Options};
 use crate::stream::graceful_close;
 use crate::transport::Stream;
@@ -115,6 +117,15 @@ impl Arriving<'_> {
                 }
                 Kind::Channel(_) => control.turn_away(BROKEN),
             }
+        }
+        // The channels would be waited for in vain.
+        let waits = self.options.multifd() && self.multifd.iter().all(Option::is_none);
+        if waits
+            && let Some(offer) = self.main.as_ref().and_then(hello::peek)
+            && let Err(error) = hello::check(offer, hello::features(self.options))
+        {
+            self.is_hotlift = Some(true);
+            return Err(error);
         }
         Ok(())
     }
@@ -231,6 +242,7 @@ fn check_hello(hello: &Hello, method: Method, options: &Options) -> Result<(), M
             destination_has,
         })
     };
+    hello::check(Offer::new(Features::MULTIFD), hello::features(options))?;
     if hello.channels != options.channels() {
         return differs(
             "multifd-channels",

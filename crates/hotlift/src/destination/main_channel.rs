@@ -5,7 +5,7 @@ use std::io::Write;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::{compress::Inflater, xbzrle};
-use hotlift_wire::handshake::{Features, Offer};
+use hotlift_wire::handshake::Offer;
 use hotlift_wire::main_channel::{
     Command, DeviceLengths, MainDecoder, MainEvent, PageContent, SectionKind, Step,
 };
@@ -304,10 +304,7 @@ impl State<'_> {
     /// Answers the offer of a Hotlift, also of one that is refused, so that it can read why.
     fn open(&mut self, offer: Offer) -> Result<(), MigrationError> {
         self.session.set_is_hotlift();
-        let takes = match self.session.options.multifd() {
-            true => Features::MULTIFD,
-            false => Features::empty(),
-        };
+        let takes = hello::features(self.session.options);
         self.answer(&hello::answer(offer, takes, self.session.id))?;
         hello::check(offer, takes)?;
         self.opened = true;

@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use hotlift_wire::RamBlockEntry;
-use hotlift_wire::handshake::{Features, Offer};
+use hotlift_wire::handshake::Offer;
 use hotlift_wire::main_channel::{Command, Configuration};
 
 use super::session::Session;
 use crate::error::MigrationError;
 use crate::guest::DeviceState;
+use crate::hello;
 use crate::stream::main_send::MainSend;
 
 /// Writes the main channel.
@@ -60,10 +61,7 @@ impl<'a> MainSender<'a> {
 
     /// File header, configuration, the return path, and the PING that a Hotlift takes for an offer.
     pub(super) fn send_opening(&mut self) -> Result<(), MigrationError> {
-        let features = match self.session.options.multifd() {
-            true => Features::MULTIFD,
-            false => Features::empty(),
-        };
+        let features = hello::features(self.session.options);
         self.send.command(Command::OpenReturnPath)?;
         self.send_ping(Offer::new(features).ping())
     }
