@@ -4,12 +4,17 @@ mod device_memory;
 mod panics;
 mod rig;
 
+use std::io;
 use std::sync::Arc;
 
+use hotlift_idxd::descriptor::Descriptor;
 use hotlift_idxd::model::{Behaviour, Model};
-use hotlift_idxd::zero::Device;
+use hotlift_idxd::portal::{Portal, Submitted};
+use hotlift_idxd::zero::{Device, Verdict};
 
-use rig::{DEADLINE, PAGES, SOON, check, device, listening, listening_at, pages, submit, with};
+use rig::{
+    DEADLINE, PAGE, PAGES, SOON, check, device, listening, listening_at, pages, submit, with,
+};
 
 #[test]
 fn a_sound_device_settles_every_page() {
@@ -140,6 +145,38 @@ fn faults_and_refusals_are_the_cpus_work() {
             );
         });
     }
+}
+
+/// A queue whose device meets a page fault behind a difference that it has found.
+struct FaultsTooLate;
+
+impl Portal for FaultsTooLate {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> io::Result<Submitted> {
+        // SAFETY: the caller's promise holds for the record.
+        let record = unsafe { &*descriptor.record() };
+        record.complete(0x03, 1, descriptor.size(), descriptor.source());
+        Ok(Submitted::Accepted)
+    }
+}
+
+#[test]
+fn a_difference_before_a_fault_is_a_normal_page() {
+    let model = Arc::new(Model::new(Behaviour::default()));
+    let one_by_one = Device {
+        portal: Box::new(FaultsTooLate),
+        ..device(&model, 0)
+    };
+    listening(vec![one_by_one], DEADLINE, |finder| {
+        let pages = pages();
+        for page in 0..PAGES {
+            pages.write(page * PAGE, &[1]).expect("a byte");
+        }
+        let mut batch = finder.batch(PAGES);
+        submit(&mut batch, &pages, PAGES);
+        let mut verdicts = Vec::new();
+        batch.wait(|verdict| verdicts.push(verdict));
+        assert_eq!(verdicts, [Verdict::Normal; PAGES]);
+    });
 }
 
 #[test]
