@@ -203,6 +203,14 @@ pub enum OptionError {
         /// What it needs.
         needs: &'static str,
     },
+    /// A relay does not do what the option asks for.
+    #[error("{option} needs a guest of its own: {instead}")]
+    NotForRelay {
+        /// The option and its value.
+        option: String,
+        /// Why not, and who does.
+        instead: &'static str,
+    },
 }
 
 /// What kind of option a row is; says how it is set over QMP and HMP.

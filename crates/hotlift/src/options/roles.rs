@@ -236,38 +236,6 @@ mod tests {
     }
 
     #[test]
-    fn a_relay_takes_what_its_check_takes_and_refuses_the_rest() {
-        for info in OPTIONS {
-            let other = match info.name {
-                // Refused for what it is set to, or kept from the relay by the command.
-                "zero-page-detection" | "downtime-limit" => continue,
-                "multifd" => "off",
-                "multifd-compression" => "zstd",
-                "accelerator" => "off",
-                "multifd-packet-size" | "xbzrle-cache-size" => "64K",
-                // A relay passes it over.
-                "accel-path" | "zero-copy-send" => continue,
-                _ if info.default == "off" => "on",
-                _ if info.default == "on" => "off",
-                // Above cpu-throttle-initial, as it must be.
-                "max-cpu-throttle" => "98",
-                _ if info.default == "1" => "2",
-                _ => "1",
-            };
-            let mut options = Options::default();
-            options.set(info.name, other).unwrap();
-            let checked = crate::relay::check(&options);
-            let refusal = info.refusal(Role::Relay);
-            assert_eq!(
-                checked.is_err(),
-                refusal.is_some(),
-                "{}: {checked:?}",
-                info.name
-            );
-        }
-    }
-
-    #[test]
     fn a_default_of_a_role_is_a_value_that_the_option_takes() {
         for info in OPTIONS {
             for row in info.defaults {

@@ -59,66 +59,15 @@ use serde::{Deserialize, Serialize};
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{SideFigures, ratio, to_f64};
-use crate::options::{OptionError, Options, ZeroPageDetection, option};
+use crate::options::{OPTIONS, OptionError, Options, Role, ZeroPageDetection};
 use crate::threads::run_as;
 use crate::transport::{Address, Listener, Stream};
 use file::{FileFormat, SavedVm};
 use session::Relayed;
 
-/// What a relay has no hand in, and who has.
-/// `events` (a relay's monitor tells them) and `return-path` (a relay always answers) are not among them,
-/// nor is `downtime-limit`, which `hotlift save` and `hotlift migrate` hand on to the source's QEMU.
-const QEMUS_OWN: [(&str, &str); 19] = [
-    (
-        "xbzrle",
-        "a guest of its own: a relay keeps no page that it could compare with",
-    ),
-    (
-        "xbzrle-cache-size",
-        "a guest of its own: a relay has no xbzrle",
-    ),
-    ("auto-converge", SLOWS),
-    ("throttle-trigger-threshold", SLOWS),
-    ("cpu-throttle-initial", SLOWS),
-    ("cpu-throttle-increment", SLOWS),
-    ("cpu-throttle-tailslow", SLOWS),
-    ("max-cpu-throttle", SLOWS),
-    (
-        "pause-before-switchover",
-        "a guest of its own: the source's QEMU stops its guest, set it there",
-    ),
-    (
-        "avail-switchover-bandwidth",
-        "a guest of its own: the source's QEMU decides when to switch over, set it there",
-    ),
-    ("announce-initial", ANNOUNCES),
-    ("announce-max", ANNOUNCES),
-    ("announce-rounds", ANNOUNCES),
-    ("announce-step", ANNOUNCES),
-    (
-        "multifd-packet-size",
-        "a guest of its own: a relay carries QEMU's packets",
-    ),
-    (
-        "multifd-normal-page-ratio",
-        "a guest of its own: a relay carries pages as what they are",
-    ),
-    (
-        "compress-wait-thread",
-        "a guest of its own: a relay always waits for a thread that compresses",
-    ),
-    (
-        "decompress-threads",
-        "a guest of its own: a relay decompresses as it reads, and for its QEMU it is set there",
-    ),
-    (
-        "mem-prealloc",
-        "a guest of its own: the RAM is the destination's QEMU's, set prealloc=on of its memory backend",
-    ),
-];
-const SLOWS: &str = "a guest of its own: the source's QEMU slows its guest down, set it there";
-const ANNOUNCES: &str =
-    "a guest of its own: the destination's QEMU announces its guest, set it there";
+/// What a relay passes over though it has no hand in it: `hotlift save` and `hotlift migrate` hand `downtime-limit` on to
+/// the source's QEMU, and the others change nothing of what a relay does.
+const PASSED_OVER: [&str; 3] = ["downtime-limit", "accel-path", "zero-copy-send"];
 
 /// Where the stream comes from.
 #[derive(Debug)]
@@ -321,21 +270,17 @@ pub fn new_token() -> std::io::Result<[u8; 16]> {
 /// [`OptionError`], also for what only a guest's own migration can do.
 pub fn check(outgoing: &Options) -> Result<(), OptionError> {
     outgoing.check()?;
-    if outgoing.zero_page_devices {
-        // Pages come out of a socket and are in the cache; a device would fetch them from memory.
-        return Err(OptionError::Conflict {
-            option: "zero-page-detection=dsa-accel".to_owned(),
-            needs: "a guest of its own: a relay looks at its pages itself",
-        });
-    }
     let defaults = Options::default();
-    for (name, needs) in QEMUS_OWN {
-        let option = option(name)?;
-        let value = option.read(outgoing).to_string();
-        if value != option.read(&defaults).to_string() {
-            return Err(OptionError::Conflict {
-                option: format!("{name}={value}"),
-                needs,
+    for info in OPTIONS {
+        let value = info.read(outgoing).to_string();
+        if PASSED_OVER.contains(&info.name) || value == info.read(&defaults).to_string() {
+            continue;
+        }
+        let by_name = info.refusal(Role::Relay);
+        if let Some(instead) = by_name.or_else(|| info.value_refusal(Role::Relay, &value)) {
+            return Err(OptionError::NotForRelay {
+                option: format!("{}={value}", info.name),
+                instead,
             });
         }
     }

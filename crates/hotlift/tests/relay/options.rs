@@ -50,11 +50,13 @@ fn bandwidth_that_is_raised_reaches_a_relay_at_work() {
 #[test]
 fn what_is_its_qemus_to_do_is_refused_by_name() {
     check(&settings(&[("multifd-channels", "4")]).outgoing).unwrap();
-    // What a relay's monitor and answers are for, and what is handed on to the source's QEMU.
+    // What a relay's monitor and answers are for, what is handed on to the source's QEMU, and what changes nothing.
     for (name, value) in [
         ("events", "on"),
         ("return-path", "on"),
         ("downtime-limit", "20"),
+        ("accel-path", "dsa:/dev/dsa/wq0.0"),
+        ("zero-copy-send", "on"),
     ] {
         check(&settings(&[(name, value)]).outgoing).unwrap();
     }
@@ -86,4 +88,10 @@ fn what_is_its_qemus_to_do_is_refused_by_name() {
             "{words}"
         );
     }
+    let devices = [
+        ("accel-path", "dsa:/dev/dsa/wq0.0"),
+        ("zero-page-detection", "dsa-accel"),
+    ];
+    let error = check(&settings(&devices).outgoing).unwrap_err();
+    assert!(error.to_string().contains("looks itself"), "{error}");
 }
