@@ -100,6 +100,18 @@ struct Printed {
     destination: String,
 }
 
+impl Printed {
+    /// The number behind `label`, at the source.
+    fn number(&self, label: &str) -> f64 {
+        let line = self
+            .source
+            .lines()
+            .find_map(|line| line.strip_prefix(label));
+        let words = line.unwrap_or_else(|| panic!("no {label} in {}", self.source));
+        words.split(' ').next().unwrap().parse().unwrap()
+    }
+}
+
 /// Types `at_source` and `at_destination`, migrates, and sees that the guest lives there with all of its
 /// memory.
 fn moves(at_source: &[&str], at_destination: &[&str]) -> Printed {
@@ -161,17 +173,21 @@ fn the_steps_of_the_multi_thread_document_migrate_a_guest() {
         first.starts_with("Capabilities: ") && first.contains(" compress: on"),
         "{first}"
     );
-    let number = |label: &str| {
-        let line = printed
-            .source
-            .lines()
-            .find_map(|line| line.strip_prefix(label));
-        let words = line.unwrap_or_else(|| panic!("no {label} in {}", printed.source));
-        words.split(' ').next().unwrap().parse::<f64>().unwrap()
-    };
-    assert!(number("compression pages: ") > 0.0, "{}", printed.source);
-    assert!(number("compression rate: ") > 1.0, "{}", printed.source);
-    assert!(number("compressed size: ") > 0.0, "{}", printed.source);
+    assert!(
+        printed.number("compression pages: ") > 0.0,
+        "{}",
+        printed.source
+    );
+    assert!(
+        printed.number("compression rate: ") > 1.0,
+        "{}",
+        printed.source
+    );
+    assert!(
+        printed.number("compressed size: ") > 0.0,
+        "{}",
+        printed.source
+    );
     for (text, thread, beyond) in [
         (&printed.source, "\"compress_11\"", "\"compress_12\""),
         (&printed.destination, "\"decompress_2\"", "\"decompress_3\""),
@@ -200,16 +216,12 @@ fn the_steps_of_the_letters_on_qpl_and_qatzip_migrate_a_guest() {
                 &method_line,
             ],
         );
-        let number = |label: &str| {
-            let line = printed
-                .source
-                .lines()
-                .find_map(|line| line.strip_prefix(label));
-            let words = line.unwrap_or_else(|| panic!("no {label} in {}", printed.source));
-            words.split(' ').next().unwrap().parse::<u64>().unwrap()
-        };
-        assert!(number("multifd bytes: ") > 0, "{}", printed.source);
-        let smaller = number("transferred ram: ") < number("normal bytes: ");
+        assert!(
+            printed.number("multifd bytes: ") > 0.0,
+            "{}",
+            printed.source
+        );
+        let smaller = printed.number("transferred ram: ") < printed.number("normal bytes: ");
         assert_eq!(smaller, method != "none", "{method}: {}", printed.source);
     }
 }
