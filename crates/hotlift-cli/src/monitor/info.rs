@@ -96,6 +96,20 @@ impl Compression {
     }
 }
 
+/// Pages that QEMU counts as normal, of those that have content: not those of `compression` and of XBZRLE, which have
+/// counts of their own. Pages on multifd channels are normal, whatever the method.
+fn uncompressed(
+    with_content: u64,
+    compression: Option<Compression>,
+    xbzrle: Option<&XbzrleFigures>,
+) -> u64 {
+    match (compression, xbzrle) {
+        (Some(_), _) => 0,
+        (None, Some(xbzrle)) => with_content.saturating_sub(xbzrle.pages),
+        (None, None) => with_content,
+    }
+}
+
 fn add_compression(
     info: &mut Map<String, Value>,
     compression: Option<Compression>,
@@ -154,7 +168,7 @@ pub fn under_way(
         transferred: progress.transferred_bytes,
         remaining: progress.remaining_bytes,
         total: progress.total_bytes,
-        normal: progress.normal_pages,
+        normal: uncompressed(progress.normal_pages, compression, progress.xbzrle.as_ref()),
         zero: progress.zero_pages,
         dirty_pages_rate: progress.dirty_pages_per_second,
         mbps: progress.bytes_per_second * 8.0 / 1e6,
@@ -201,7 +215,7 @@ pub fn sent(
         transferred: report.transferred_bytes,
         remaining: 0,
         total,
-        normal: report.normal_pages,
+        normal: uncompressed(report.normal_pages, compression, report.xbzrle.as_ref()),
         zero: report.zero_pages,
         dirty_pages_rate,
         mbps: report.throughput_mbps,
@@ -253,7 +267,7 @@ pub fn passing(
         transferred: progress.sent_bytes,
         remaining: 0,
         total: progress.total_bytes,
-        normal: progress.normal_pages,
+        normal: uncompressed(progress.normal_pages, compression, None),
         zero: progress.zero_pages,
         dirty_pages_rate: 0.0,
         mbps: rate(progress.sent_bytes) * 8.0 / 1e6,
@@ -405,6 +419,7 @@ mod tests {
                 &jobs,
                 compression,
             );
+            assert_eq!(info["ram"]["normal"], json!(0), "QEMU counts them once");
             info["compression"].clone()
         };
         assert_eq!(
