@@ -1,17 +1,38 @@
 //! SIGINT, SIGTERM and SIGHUP as a flag that is looked at, so that every way out cleans up.
 
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use hotlift::Control;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use crate::error::CommandError;
 
 /// How often the flag is looked at.
 pub const TICK: Duration = Duration::from_millis(50);
+
+/// Folders of this process, which it removes itself on every other way out.
+static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// A signal that ends the process at once removes `folder`.
+pub fn remove_at_end(folder: &Path) {
+    let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+    folders.push(folder.to_owned());
+}
+
+/// Ends the process at once.
+fn end() -> ! {
+    let folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+    for folder in folders.iter() {
+        // Most have gone.
+        let _ = std::fs::remove_dir_all(folder);
+    }
+    signal_hook::low_level::exit(130)
+}
 
 /// Raised by the first signal. A second SIGINT or SIGTERM ends the process at once: somebody insists. A SIGHUP never
 /// does, nor does it count as the first of two: a terminal that closes sends it more than once, and nobody is
@@ -47,17 +68,20 @@ impl Interrupt {
             ordered: Arc::default(),
             parent: None,
         };
-        for signal in [SIGINT, SIGTERM] {
-            // In this order: the first signal finds the flag down and only raises it.
-            signal_hook::flag::register_conditional_shutdown(
-                signal,
-                130,
-                Arc::clone(&this.ordered),
-            )
+        let mut orders = Signals::new([SIGINT, SIGTERM]).map_err(failed)?;
+        let (raised, ordered) = (Arc::clone(&this.raised), Arc::clone(&this.ordered));
+        let watch = move || {
+            for _ in orders.forever() {
+                if ordered.swap(true, Ordering::Relaxed) {
+                    end();
+                }
+                raised.store(true, Ordering::Relaxed);
+            }
+        };
+        thread::Builder::new()
+            .name("signals".to_owned())
+            .spawn(watch)
             .map_err(failed)?;
-            signal_hook::flag::register(signal, Arc::clone(&this.ordered)).map_err(failed)?;
-            signal_hook::flag::register(signal, Arc::clone(&this.raised)).map_err(failed)?;
-        }
         if !is_ignored(SIGHUP) {
             signal_hook::flag::register(SIGHUP, Arc::clone(&this.raised)).map_err(failed)?;
         }

@@ -20,6 +20,7 @@ use std::os::unix::fs::PermissionsExt;
 use tempfile::TempDir;
 
 use crate::error::CommandError;
+use crate::signals;
 
 /// A folder for sockets that only this user can enter, gone when it goes out of scope.
 pub fn private_folder() -> Result<TempDir, CommandError> {
@@ -27,7 +28,9 @@ pub fn private_folder() -> Result<TempDir, CommandError> {
     builder
         .prefix("hotlift-")
         .permissions(Permissions::from_mode(0o700));
-    builder.tempdir().map_err(no_folder)
+    let folder = builder.tempdir().map_err(no_folder)?;
+    signals::remove_at_end(folder.path());
+    Ok(folder)
 }
 
 fn no_folder(source: io::Error) -> CommandError {

@@ -176,6 +176,35 @@ fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
     }
 }
 
+#[test]
+fn a_save_that_is_ended_at_once_leaves_no_folder() {
+    let mut here = skip!(Vm::running(Release::V7, &machine(PC_7)));
+    let files = folder();
+    let tmpdir = files.path().join("tmp");
+    fs::create_dir(&tmpdir).expect("a folder");
+    let count = || fs::read_dir(&tmpdir).expect("it is there").count();
+    let file = files.path().join("vm.save").display().to_string();
+    let qmp = here.free_qmp();
+    let save = Hotlift::start_with(
+        &["save", "--qmp", &qmp, &file, "--max-bandwidth=1M"],
+        &[("TMPDIR", &tmpdir.display().to_string())],
+    );
+    until(
+        || "no pages are sent".to_owned(),
+        || {
+            let info = here.migration();
+            info.ram.is_some_and(|ram| ram.normal > 200).then_some(())
+        },
+    );
+    assert_eq!(count(), 1, "its folder");
+    // The second finds the first at its work.
+    save.signal(Signal::INT);
+    save.signal(Signal::TERM);
+    let (status, said) = save.wait();
+    assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+    assert_eq!(count(), 0, "left behind");
+}
+
 /// Starts `migrate` to a `serve` that starts a QEMU with `line`; what `migrate` says when it has failed.
 fn fails_to_move(here: &Vm, line: &[String]) -> String {
     let mut arguments = vec!["--"];
