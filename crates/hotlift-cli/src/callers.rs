@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 
 use hotlift::Listener;
 use hotlift::transport::Stream;
+use hotlift_console::conversation::{Conversation, ConversationError};
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::output::complain;
+use hotlift_console::signals::TICK;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::args::error_line;
 use crate::error::CommandError;
-use crate::output::complain;
-use crate::qemu::control::{ControlError, Conversation, Opening};
-use crate::signals::TICK;
+use crate::qemu::control::Opening;
 
 /// How long one who has connected may take to say what he wants.
 const HELLO: Duration = Duration::from_secs(10);
@@ -64,13 +65,13 @@ impl<'a> Callers<'a> {
         let heard = (0..self.waiting.len()).find_map(|index| {
             let caller = &mut self.waiting[index];
             let opening = match speaks[index] {
-                true => caller.conversation.hear_opening(Duration::ZERO),
+                true => Opening::hear(&mut caller.conversation, Duration::ZERO),
                 false => Ok(None),
             };
             let opening = match opening {
                 Ok(Some(opening)) => Ok(opening),
                 Ok(None) if now < caller.deadline => return None,
-                Ok(None) => Err(CommandError::Silent { waited: HELLO }),
+                Ok(None) => Err(ConsoleError::Silent { waited: HELLO }.into()),
                 Err(error) => Err(error.into()),
             };
             Some((index, opening))
@@ -118,7 +119,7 @@ impl<'a> Callers<'a> {
         })
     }
 
-    fn accept(&self) -> Result<Option<Caller>, ControlError> {
+    fn accept(&self) -> Result<Option<Caller>, ConversationError> {
         let Some(Stream::Tcp(stream)) = self.listener.accept(Duration::ZERO)? else {
             return Ok(None);
         };

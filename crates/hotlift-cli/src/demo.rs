@@ -5,18 +5,19 @@ use std::path::PathBuf;
 use clap::Args;
 use hotlift::Options;
 use hotlift::options::OptionError;
+use hotlift_console::args::GuestArgs;
+use hotlift_console::error::ConsoleError;
+use hotlift_console::events::Filling;
+use hotlift_console::migration_args::{MigrationArgs, RoleArgs, role};
+use hotlift_console::output::{self, complain};
+use hotlift_console::pair::{Errors, Pair, Place, Tale};
+use hotlift_console::progress;
+use hotlift_console::signals::Interrupt;
 use hotlift_methods::METHODS;
 use hotlift_vmm::GuestKind;
 
-use crate::args::GuestArgs;
 use crate::error::CommandError;
-use crate::events::Filling;
-use crate::migration_args::{MigrationArgs, RoleArgs, role};
-use crate::output::{self, complain};
-use crate::pair::{Errors, Pair, Place, Tale};
-use crate::progress;
 use crate::report::{self, Run};
-use crate::signals::Interrupt;
 
 /// Flags of `demo`.
 #[derive(Debug, Args)]
@@ -72,16 +73,17 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     if let Some(path) = &args.json {
         report::write_json(path, &runs)?;
     }
-    printed.map_err(CommandError::Output)?;
+    printed.map_err(ConsoleError::Output)?;
     if interrupt.is_raised() {
-        return Err(CommandError::Interrupted);
+        return Err(ConsoleError::Interrupted.into());
     }
     match runs.iter().filter(|run| !run.is_good()).count() {
         0 => Ok(()),
-        failed => Err(CommandError::Demo {
+        failed => Err(ConsoleError::Migrations {
             failed,
             runs: runs.len(),
-        }),
+        }
+        .into()),
     }
 }
 
@@ -128,11 +130,11 @@ fn heading(args: &DemoArgs, kind: GuestKind, filling: Option<Filling>) -> String
         "{kind} guest, {vcpus} vCPU, {ram} of RAM filled with {fill}{zero}, \
          workload {workload} at {rate} pages/s in {working_set}",
         vcpus = guest.vcpus,
-        ram = crate::progress::bytes(guest.ram),
+        ram = hotlift_console::progress::bytes(guest.ram),
         zero = filling.map_or(String::new(), |filling| format!(" ({})", filling.text())),
         workload = guest.workload.name(),
         rate = guest.rate,
-        working_set = crate::progress::bytes(settings.working_set.unwrap_or(guest.ram)),
+        working_set = hotlift_console::progress::bytes(settings.working_set.unwrap_or(guest.ram)),
     )
 }
 

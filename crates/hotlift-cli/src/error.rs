@@ -1,14 +1,16 @@
 //! Why the command failed: one line for the operator, what to do next, and the exit code.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use hotlift::MigrationError;
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
-use hotlift_idxd::SysfsError;
+use hotlift_bench::error::BenchError;
+use hotlift_console::conversation::ConversationError;
+use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
+use hotlift_host::accel::AccelError;
+use hotlift_host::error::HostError;
 use hotlift_qmp::QmpError;
 use hotlift_qmp::server::Refusal;
 use hotlift_vmm::CreateError;
@@ -17,8 +19,6 @@ use hotlift_vmm::layout::LayoutError;
 use hotlift_vmm::verify::VerifyError;
 
 use crate::advise::error::AdviseError;
-use crate::args::error_line;
-use crate::qemu::control::ControlError;
 
 /// In a line to type, what is not known here.
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
@@ -34,16 +34,12 @@ pub fn settle(qmp: &str) -> String {
 /// A failed command.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
+    #[error(transparent)]
+    Console(#[from] ConsoleError),
     #[error("cannot advise")]
     Advise(#[from] AdviseError),
-    #[error("bad option")]
-    Option(#[from] OptionError),
-    #[error("there is no such guest")]
-    Layout(#[from] LayoutError),
     #[error("cannot make the guest")]
     Create(#[from] CreateError),
-    #[error("cannot fill the guest's memory")]
-    Fill(#[from] FillError),
     #[error("bad address")]
     Address(#[from] TransportError),
     #[error("migration failed")]
@@ -52,40 +48,12 @@ pub enum CommandError {
     Guest(#[from] GuestError),
     #[error("the guest's memory is not what it must be")]
     Verify(#[from] VerifyError),
-    #[error("the guest is not well after the migration: {problem}")]
-    NotWell { problem: String },
-    #[error("{failed} of {runs} migrations failed")]
-    Demo { failed: usize, runs: usize },
-    #[error("cannot look at {}", path.display())]
-    Look {
-        path: PathBuf,
-        #[source]
-        source: std::io::Error,
-    },
-    #[error("the driver idxd says something unexpected")]
-    Idxd(#[from] SysfsError),
-    #[error("cannot write the result")]
-    Output(#[source] std::io::Error),
-    #[error("cannot write {}", path.display())]
-    Write {
-        path: PathBuf,
-        #[source]
-        source: std::io::Error,
-    },
-    #[error("cannot run '{what}'")]
-    Process {
-        what: &'static str,
-        #[source]
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    Accel(#[from] AccelError),
+    #[error(transparent)]
+    Bench(BenchError),
     #[error("relay failed")]
     Relay(#[source] MigrationError),
-    #[error("QEMU at the {side}")]
-    Qmp {
-        side: &'static str,
-        #[source]
-        source: QmpError,
-    },
     #[error("this QEMU cannot begin a migration: it is in state '{status}'")]
     Busy { status: String },
     #[error(
@@ -101,34 +69,15 @@ pub enum CommandError {
     NotKnown { reasons: String, qemu: String },
     #[error("the guest was not restored: {reasons}")]
     Restore { reasons: String },
-    #[error("no QEMU was given")]
-    NoQemu,
-    #[error("bad QEMU command line: {problem}")]
-    QemuCommand { problem: String },
-    #[error("QEMU ended before it could be asked for anything ({status})")]
-    QemuEnded { status: std::process::ExitStatus },
     #[error("QEMU ended before it could be asked for anything ({status}): {words}")]
     QemuGaveUp {
         status: std::process::ExitStatus,
         words: String,
     },
-    #[error("talking to 'hotlift serve' failed")]
-    Control(#[from] ControlError),
-    #[error("cannot reach 'hotlift bench --serve'")]
-    NoFar(#[source] ControlError),
-    #[error("cannot reach 'hotlift serve'")]
-    NoServe {
-        #[source]
-        source: TransportError,
-    },
-    #[error("{flag} takes tcp:HOST:PORT")]
-    OnlyTcp { flag: &'static str },
     #[error("more than {most} have connected, and it has said nothing for longest")]
     Crowd { most: usize },
     #[error("another survey is under way")]
     Surveying,
-    #[error("the other side said nothing for {waited:?}")]
-    Silent { waited: Duration },
     #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
     Differs {
         what: &'static str,
@@ -142,8 +91,6 @@ pub enum CommandError {
     Gone { reasons: String },
     #[error("the guest is at the destination, though not all went well: {reasons}")]
     MovedAnyway { reasons: String },
-    #[error("the destination refuses: {reason}")]
-    Refused { reason: String },
     #[error("migration failed: {reasons}")]
     Moving { reasons: String },
     #[error(
@@ -173,21 +120,12 @@ pub enum CommandError {
     Monitor(#[from] Refusal),
     #[error("--incoming=defer needs --qmp or --monitor: somebody has to say 'migrate-incoming'")]
     Deferred,
-    #[error("the rows of suite {suite} set {option} themselves: leave out --with {option}")]
-    SuiteSets {
-        suite: &'static str,
-        option: &'static str,
-    },
-    #[error("no link as asked for: {problem}")]
-    Link { problem: String },
-    #[error("interrupted")]
-    Interrupted,
 }
 
 impl CommandError {
     /// An error of the QEMU at one side.
     pub fn qmp(side: &'static str, source: QmpError) -> Self {
-        Self::Qmp { side, source }
+        ConsoleError::Qmp { side, source }.into()
     }
 
     /// The error and its causes, in one line.
@@ -217,6 +155,7 @@ impl CommandError {
     /// The same, where it is always the same.
     fn fixed_advice(&self) -> Option<&'static str> {
         match self {
+            Self::Console(error) => error.advice(),
             Self::Create(CreateError::Kvm(_)) => {
                 Some("use --guest threads on a host without /dev/kvm, or --guest auto")
             }
@@ -226,22 +165,11 @@ impl CommandError {
             Self::Relay(MigrationError::Transport(TransportError::Connect { .. })) => {
                 Some("start the QEMU or the relay that is to listen there first")
             }
-            Self::Qmp {
-                source: QmpError::Connect { .. },
-                ..
-            } => Some("give the path of '-qmp unix:PATH,server=on,wait=off' of a running QEMU"),
-            Self::Qmp {
-                source: QmpError::Timeout { .. },
-                ..
-            } => Some("a QMP socket serves one client at a time: see whether another one holds it"),
             Self::Busy { .. } => {
                 Some("wait for the end of what is under way, or 'migrate_cancel' it")
             }
             Self::NotWaiting { .. } => Some("start a new QEMU with '-incoming defer'"),
-            Self::QemuEnded { .. } | Self::NotTaken { .. } => {
-                Some("its own words are on the terminal that it was started from")
-            }
-            Self::NoServe { .. } => Some("start 'hotlift serve' on the destination host first"),
+            Self::NotTaken { .. } => Some(QEMUS_OWN_WORDS),
             Self::NothingToSettle { .. } => Some(
                 "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
             ),
@@ -263,7 +191,7 @@ impl CommandError {
             Self::MovedAnyway { .. } => ExitCode::SUCCESS,
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
-            | Self::Interrupted => ExitCode::from(130),
+            | Self::Console(ConsoleError::Interrupted) => ExitCode::from(130),
             _ if self.is_usage() => ExitCode::from(2),
             _ => ExitCode::FAILURE,
         }
@@ -271,10 +199,39 @@ impl CommandError {
 
     /// Whether the command line is to blame, and nothing was begun.
     pub fn is_usage(&self) -> bool {
-        match self {
-            Self::Option(OptionError::NoAccelerator { .. }) => false,
-            Self::Option(_) | Self::Layout(_) => true,
-            _ => false,
+        matches!(self, Self::Console(error) if error.is_usage())
+    }
+}
+
+/// What the console's error is made of is an error of a command, too.
+macro_rules! console_errors {
+    ($($error:ty),*) => {
+        $(
+            impl From<$error> for CommandError {
+                fn from(error: $error) -> Self {
+                    ConsoleError::from(error).into()
+                }
+            }
+        )*
+    };
+}
+
+console_errors!(OptionError, LayoutError, FillError, ConversationError);
+
+impl From<HostError> for CommandError {
+    fn from(error: HostError) -> Self {
+        match error {
+            HostError::Console(error) => Self::Console(error),
+            error => Self::Advise(error.into()),
+        }
+    }
+}
+
+impl From<BenchError> for CommandError {
+    fn from(error: BenchError) -> Self {
+        match error {
+            BenchError::Console(error) => Self::Console(error),
+            error => Self::Bench(error),
         }
     }
 }

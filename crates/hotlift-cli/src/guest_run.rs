@@ -6,20 +6,21 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::{Address, Control, MigrationError, Options};
+use hotlift_console::args::{GuestArgs, seconds};
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::events::{Check, Event, Filling, tell};
+use hotlift_console::migration_args::{RoleArgs, role};
+use hotlift_console::output::{complain, say, say_turned_away};
+use hotlift_console::progress::{Display, fallback_warning};
+use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::Events;
 use hotlift_vmm::BuiltinGuest;
 
-use crate::args::{GuestArgs, error_line, seconds};
 use crate::error::{CommandError, settle};
-use crate::events::{Check, Event, Filling, tell};
-use crate::migration_args::{RoleArgs, role};
 use crate::monitor::{Commands, ControlArgs, GuestMonitor, Leaving};
-use crate::output::{complain, say, say_turned_away};
-use crate::progress::{Display, fallback_warning};
 use crate::qemu::private_folder;
 use crate::report::{self, Run};
-use crate::signals::{Interrupt, TICK};
 
 /// How long a guest may take to show that it goes on.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
@@ -167,7 +168,7 @@ impl Session<'_> {
     fn source(&self, uri: &Address) -> Result<(), CommandError> {
         self.boot()?;
         if self.interrupt.sleep(Some(self.args.migrate_after)) {
-            return Err(CommandError::Interrupted);
+            return Err(ConsoleError::Interrupted.into());
         }
         let control = Control::new();
         let display = Display::new(&self.args.label, self.args.quiet, &control);
@@ -271,7 +272,7 @@ impl Session<'_> {
         let control = Control::new();
         hotlift::destination::prepare(&*self.guest, &self.options)?;
         let listener = uri.listen()?;
-        let address = listener.address().map_err(|source| CommandError::Process {
+        let address = listener.address().map_err(|source| ConsoleError::Process {
             what: "listener",
             source,
         })?;
@@ -309,7 +310,7 @@ impl Session<'_> {
         run.checked(&check);
         self.write_json(&[run])?;
         if let Some(problem) = check.problem {
-            return Err(CommandError::NotWell { problem });
+            return Err(ConsoleError::NotWell { problem }.into());
         }
         self.say(&format!(
             "it goes on: {} writes, {} pages checked, no write was lost",
@@ -462,7 +463,7 @@ impl Session<'_> {
 
     fn write_json(&self, runs: &[Run]) -> Result<(), CommandError> {
         match &self.args.json {
-            Some(path) => report::write_json(path, runs),
+            Some(path) => Ok(report::write_json(path, runs)?),
             None => Ok(()),
         }
     }

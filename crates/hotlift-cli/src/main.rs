@@ -4,22 +4,13 @@
 
 mod accel;
 mod advise;
-mod args;
-mod bench;
 mod callers;
 mod demo;
 mod error;
-mod events;
 mod guest_run;
 mod manual;
 mod migrate;
-mod migration_args;
 mod monitor;
-mod output;
-mod output_args;
-mod output_file;
-mod pair;
-mod progress;
 mod qemu;
 mod relay;
 mod report;
@@ -27,17 +18,17 @@ mod restore;
 mod save;
 mod serve;
 mod settle;
-mod signals;
 mod usage;
-mod width;
 
 use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use hotlift_console::error::ConsoleError;
+use hotlift_console::output::{self, complain};
 use hotlift_methods::environment;
 
-use crate::output::complain;
+use crate::error::CommandError;
 
 /// Moves the memory of a running virtual machine between hosts.
 #[derive(Parser)]
@@ -65,7 +56,7 @@ enum Command {
     ///
     ///   hotlift bench --serve tcp::4444     and on another host     hotlift bench --to tcp:HOST:4444
     #[command(verbatim_doc_comment)]
-    Bench(Box<bench::BenchArgs>),
+    Bench(Box<hotlift_bench::BenchArgs>),
     /// Work with one built-in guest
     #[command(subcommand)]
     Guest(GuestCommand),
@@ -194,7 +185,7 @@ fn main() -> ExitCode {
     let command = usage::read::<Cli>(&usage::with_hints(Cli::command()), &words).command;
     let outcome = match command {
         Command::Demo(args) => demo::run(&args),
-        Command::Bench(args) => bench::run(&args),
+        Command::Bench(args) => hotlift_bench::run(&args).map_err(CommandError::from),
         Command::Guest(GuestCommand::Run(args)) => guest_run::run(&args),
         Command::Migrate(args) => migrate::run(&args),
         Command::Serve(args) => serve::run(&args),
@@ -209,7 +200,9 @@ fn main() -> ExitCode {
         Command::Accel(args) => accel::run(&args),
         Command::Advise(args) => advise::run(&args),
         Command::Manual(args) => manual::run(&args, &Cli::command()),
-        Command::Methods => output::result(&report::methods()).map_err(error::CommandError::Output),
+        Command::Methods => {
+            output::result(&report::methods()).map_err(|source| ConsoleError::Output(source).into())
+        }
     };
     let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,

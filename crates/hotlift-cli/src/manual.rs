@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Command};
 use clap_complete::Shell;
+use hotlift_console::error::ConsoleError;
 
 use crate::error::CommandError;
 
@@ -24,10 +25,11 @@ const COMPLETIONS: &[(Shell, &str)] = &[
 
 /// Runs the command.
 pub fn run(args: &ManualArgs, command: &Command) -> Result<(), CommandError> {
-    write(&args.dir, command).map_err(|source| CommandError::Process {
+    let failed = |source| ConsoleError::Process {
         what: "manual",
         source,
-    })
+    };
+    Ok(write(&args.dir, command).map_err(failed)?)
 }
 
 fn write(dir: &Path, command: &Command) -> std::io::Result<()> {

@@ -1,31 +1,27 @@
 //! `hotlift migrate`: moves the guest of a running QEMU to a host where `hotlift serve` waits.
 
-use std::net::TcpStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::relay::{Outgoing, RelayReport, RelaySettings};
-use hotlift::transport::Stream;
 use hotlift::{Address, MigrationError};
+use hotlift_console::conversation::{CONNECT, Conversation};
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::migration_args::{RoleArgs, role};
+use hotlift_console::output::complain;
+use hotlift_console::output_args::OutputArgs;
+use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qmp::{QmpAddress, Version};
 
-use crate::args::error_line;
 use crate::error::CommandError;
-use crate::migration_args::{RoleArgs, role};
-use crate::output::complain;
-use crate::output_args::OutputArgs;
-use crate::qemu::control::{Answer, Conversation, Guest, Hello, PROTOCOL, SourceWord};
+use crate::qemu::control::{Answer, Guest, Hello, PROTOCOL, SourceWord};
 use crate::qemu::incoming;
 use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Migration;
 use crate::qemu::settings;
 use crate::qemu::source::Source;
 use crate::qemu::uuid::Uuid;
-use crate::signals::{Interrupt, TICK};
-
-/// How long connecting to the destination host may take.
-const CONNECT: Duration = Duration::from_secs(10);
 
 /// How long the destination may take to get ready; it may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);
@@ -51,7 +47,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     let mut relay_settings = crate::relay::settings(&args.migration)?;
     let source = Source::connect(&args.qmp)?;
     relay_settings.uuid = Some(source.uuid()?.0);
-    let mut destination = connect(&args.to)?;
+    let mut destination = Conversation::connect(&args.to, "--to")?;
     let hello = hello(&source, &relay_settings)?;
     destination.say(&hello)?;
     let (address, token, destination_qemu) = ready(args, &mut destination, &interrupt)?;
@@ -77,25 +73,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
              end it"
         ),
     }
-    args.output.print(&migration, || migration.table())
-}
-
-/// A conversation with `hotlift serve` at `to`.
-///
-/// # Errors
-/// If nobody listens there.
-pub fn connect(to: &Address) -> Result<Conversation, CommandError> {
-    if !matches!(to, Address::Tcp { .. }) {
-        return Err(CommandError::OnlyTcp { flag: "--to" });
-    }
-    let stream: TcpStream = match to.connect(CONNECT) {
-        Ok(Stream::Tcp(stream)) => stream,
-        Ok(Stream::Unix(_)) => return Err(CommandError::OnlyTcp { flag: "--to" }),
-        Err(source) => {
-            return Err(CommandError::NoServe { source });
-        }
-    };
-    Ok(Conversation::new(stream)?)
+    Ok(args.output.print(&migration, || migration.table())?)
 }
 
 fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandError> {
@@ -132,21 +110,23 @@ fn ready(
                         host: host.clone(),
                         port,
                     },
-                    Address::Unix { .. } => return Err(CommandError::OnlyTcp { flag: "--to" }),
+                    Address::Unix { .. } => {
+                        return Err(ConsoleError::OnlyTcp { flag: "--to" }.into());
+                    }
                 };
                 return Ok((address, token, qemu));
             }
             Some(Answer::Refused { reason } | Answer::Failed { reason, .. }) => {
                 let reason = hotlift_qmp::one_line(&reason);
-                return Err(CommandError::Refused { reason });
+                return Err(ConsoleError::Refused { reason }.into());
             }
             Some(Answer::Progress { .. } | Answer::Completed { .. }) | None => {}
         }
         if interrupt.is_raised() {
-            return Err(CommandError::Interrupted);
+            return Err(ConsoleError::Interrupted.into());
         }
         if Instant::now() >= deadline {
-            return Err(CommandError::Silent { waited: READY });
+            return Err(ConsoleError::Silent { waited: READY }.into());
         }
     }
 }
@@ -204,7 +184,7 @@ impl Move<'_> {
                 // Before the guest is looked after, which may wait for the destination's last words.
                 match &error {
                     _ if self.interrupt.is_raised() => {
-                        say_failed(destination, error_line(&CommandError::Interrupted));
+                        say_failed(destination, error_line(&ConsoleError::Interrupted));
                     }
                     // What it has said itself.
                     MigrationError::Destination { .. } => {}

@@ -6,18 +6,18 @@ use std::sync::Arc;
 use clap::{Args, Subcommand, ValueEnum};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::migration_args::{HasRole, RoleArgs, role};
+use hotlift_console::output::{complain, say, say_turned_away};
+use hotlift_console::output_args::OutputArgs;
+use hotlift_console::progress::{Display, bytes, jobs};
+use hotlift_console::signals::Interrupt;
 use hotlift_qmp::server::Events;
 
-use crate::args::error_line;
 use crate::error::CommandError;
-use crate::migration_args::{HasRole, RoleArgs, role};
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
-use crate::output::{complain, say, say_turned_away};
-use crate::output_args::OutputArgs;
-use crate::progress::{Display, bytes, jobs};
 use crate::qemu::result;
 use crate::qemu::uuid::Uuid;
-use crate::signals::Interrupt;
 
 /// Which end of the way a relay stands at. Both do the same; what differs is who connects, so what
 /// the flags are likely to be.
@@ -99,7 +99,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
         .multifd_flush_after_each_section
         .map(|switch| switch == Switch::On);
     let listener = args.listen.listen()?;
-    let address = listener.address().map_err(|source| CommandError::Process {
+    let address = listener.address().map_err(|source| ConsoleError::Process {
         what: "listener",
         source,
     })?;
@@ -178,7 +178,7 @@ impl Relay<'_> {
                 match printed {
                     // The next migration matters more than who reads of the last.
                     Err(error) if args.forever => complain!("hotlift: {}", error_line(&error)),
-                    Err(error) => return ControlFlow::Break(error),
+                    Err(error) => return ControlFlow::Break(error.into()),
                     Ok(()) => {}
                 }
                 ControlFlow::Continue(())

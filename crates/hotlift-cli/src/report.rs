@@ -3,19 +3,19 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use comfy_table::presets::UTF8_FULL_CONDENSED;
-use comfy_table::{CellAlignment, ContentArrangement, Table};
+use comfy_table::{ContentArrangement, Table};
 use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport, XbzrleFigures};
 use hotlift::options::{Group, OPTIONS};
 use hotlift::{Options, Status};
+use hotlift_console::error::ConsoleError;
+use hotlift_console::events::{Check, Moment};
+use hotlift_console::output_file;
+use hotlift_console::pair::destination_side;
+use hotlift_console::table::{align, align_with_words, new_table};
+use hotlift_console::width;
 use hotlift_methods::{METHODS, Unit};
 use hotlift_vmm::{GuestKind, GuestSettings};
 use serde::Serialize;
-
-use crate::bench::record::Moment;
-use crate::error::CommandError;
-use crate::events::Check;
-use crate::{output_file, width};
 
 /// Columns that a table may take where it can be made narrower.
 const TERMINAL_WIDTH: u16 = 100;
@@ -202,16 +202,6 @@ impl Run {
             None => self.method.clone(),
         }
     }
-}
-
-/// A destination's cost over the total time that its source has seen, in milliseconds.
-pub fn destination_side(report: DestinationReport, total_ms: f64) -> SideFigures {
-    SideFigures::new(
-        report.side.threads,
-        std::time::Duration::from_secs_f64(total_ms / 1e3),
-        report.normal_pages,
-        report.side.jobs,
-    )
 }
 
 /// All tables.
@@ -490,36 +480,14 @@ pub fn methods() -> String {
 }
 
 /// Writes all runs as a JSON array.
-pub fn write_json(path: &Path, runs: &[Run]) -> Result<(), CommandError> {
-    let failed = |source| CommandError::Write {
+pub fn write_json(path: &Path, runs: &[Run]) -> Result<(), ConsoleError> {
+    let failed = |source| ConsoleError::Write {
         path: path.to_owned(),
         source,
     };
     let mut text = serde_json::to_string_pretty(runs).map_err(|error| failed(error.into()))?;
     text.push('\n');
     output_file::write(path, text.as_bytes()).map_err(failed)
-}
-
-/// An empty table with a header.
-pub fn new_table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(UTF8_FULL_CONDENSED).set_header(header);
-    table
-}
-
-/// Figures to the right, names to the left.
-pub fn align(table: &mut Table) {
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-}
-
-/// The same, and column `words` to the left, too.
-pub fn align_with_words(table: &mut Table, words: usize) {
-    align(table);
-    if let Some(column) = table.column_mut(words) {
-        column.set_cell_alignment(CellAlignment::Left);
-    }
 }
 
 #[cfg(test)]
@@ -555,6 +523,15 @@ mod tests {
         }
         let mixed = [run(&[("mem-prealloc", "on")]), run(&[])];
         assert_eq!(ways(&mixed), ["none with mem-prealloc=on"]);
+    }
+
+    #[test]
+    fn every_column_that_may_go_is_one_of_the_result_tables() {
+        let figures = hotlift_bench::figure_names();
+        let known: Vec<&str> = RESULTS.iter().copied().chain(figures).collect();
+        for name in width::DISPENSABLE {
+            assert!(known.contains(name), "{name}");
+        }
     }
 
     #[test]

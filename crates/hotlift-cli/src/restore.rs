@@ -11,18 +11,18 @@ use clap::Args;
 use hotlift::relay::file::{self, FileError, FileInfo};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::migration_args::LimitArgs;
+use hotlift_console::output::complain;
+use hotlift_console::output_args::OutputArgs;
+use hotlift_console::progress::{Display, bytes};
+use hotlift_console::signals::Interrupt;
 use hotlift_qmp::QmpAddress;
 
-use crate::args::error_line;
 use crate::error::CommandError;
-use crate::migration_args::LimitArgs;
-use crate::output::complain;
-use crate::output_args::OutputArgs;
-use crate::progress::{Display, bytes};
 use crate::qemu::control::Vm;
 use crate::qemu::destination::{Destination, Word};
 use crate::qemu::{incoming, result};
-use crate::signals::Interrupt;
 
 /// What a stream of QEMU begins with (`QEMU_VM_FILE_MAGIC`).
 const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
@@ -88,8 +88,8 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     };
     // What became of the guest is said whoever reads the figures.
     say_taken(running, destination);
-    args.output
-        .print(&report, || result::relay_table("restore", &report))
+    let table = || result::relay_table("restore", &report);
+    Ok(args.output.print(&report, table)?)
 }
 
 /// The relay has failed: says why, and whether the guest runs all the same.
@@ -115,7 +115,7 @@ fn failed(
         Word::Never { reason } => {
             destination.give_back();
             match is_interrupted {
-                true => Err(CommandError::Interrupted),
+                true => Err(ConsoleError::Interrupted.into()),
                 false => Err(CommandError::Restore {
                     reasons: explained(&reason),
                 }),

@@ -6,18 +6,18 @@ use std::thread;
 use clap::{Args, ValueEnum};
 use hotlift::relay::Outgoing;
 use hotlift::relay::file::FileFormat;
+use hotlift_console::error::error_line;
+use hotlift_console::migration_args::{RoleArgs, role};
+use hotlift_console::output::complain;
+use hotlift_console::output_args::OutputArgs;
+use hotlift_console::signals::Interrupt;
 use hotlift_qmp::QmpAddress;
 
-use crate::args::error_line;
 use crate::error::CommandError;
-use crate::migration_args::{RoleArgs, role};
-use crate::output::complain;
-use crate::output_args::OutputArgs;
 use crate::qemu::control::Guest;
 use crate::qemu::outgoing::{self, Moving, Relayed};
 use crate::qemu::result::Saved;
 use crate::qemu::source::Source;
-use crate::signals::Interrupt;
 
 /// Flags of `save`.
 #[derive(Debug, Args)]
@@ -105,7 +105,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
             ),
         },
     }
-    args.output.print(&saved, || saved.table())
+    Ok(args.output.print(&saved, || saved.table())?)
 }
 
 fn length(path: &Path) -> u64 {

@@ -12,23 +12,24 @@ use clap::Args;
 use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError};
+use hotlift_console::conversation::{Conversation, ConversationError};
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::migration_args::LimitArgs;
+use hotlift_console::output::{complain, say, say_turned_away};
+use hotlift_console::progress::bytes;
+use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_host::survey::{self, Request};
 use hotlift_qmp::server::Events;
 use hotlift_qmp::{QmpAddress, one_line};
 
-use crate::advise::survey::{self, Request};
-use crate::args::error_line;
 use crate::callers::Callers;
 use crate::error::CommandError;
-use crate::migration_args::LimitArgs;
 use crate::monitor::{Commands, ControlArgs, PassingMonitor};
-use crate::output::{complain, say, say_turned_away};
-use crate::progress::bytes;
-use crate::qemu::control::{Answer, ControlError, Conversation, Guest, Hello, Opening, SourceWord};
+use crate::qemu::control::{Answer, Guest, Hello, Opening, SourceWord};
 use crate::qemu::destination::{Destination, Word};
 use crate::qemu::process::Custody;
 use crate::qemu::uuid::Uuid;
 use crate::qemu::{incoming, process};
-use crate::signals::{Interrupt, TICK};
 
 /// How long the port for the pages may be in use still: by a survey that is cut short.
 const PORT: Duration = Duration::from_secs(5);
@@ -81,7 +82,7 @@ enum Visit {
 pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let Address::Tcp { host, .. } = &args.listen else {
-        return Err(CommandError::OnlyTcp { flag: "--listen" });
+        return Err(ConsoleError::OnlyTcp { flag: "--listen" }.into());
     };
     if args.qmp.is_none() {
         process::waiting(&args.command)?;
@@ -104,7 +105,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let was_asked_to_end = monitor.end();
     drop(monitors);
     match outcome {
-        Err(CommandError::Interrupted) if was_asked_to_end => Ok(()),
+        Err(CommandError::Console(ConsoleError::Interrupted)) if was_asked_to_end => Ok(()),
         outcome => outcome,
     }
 }
@@ -131,7 +132,7 @@ impl Host<'_> {
             let mut survey: Option<ScopedJoinHandle<'_, ()>> = None;
             loop {
                 if self.interrupt.is_raised() {
-                    return Err(CommandError::Interrupted);
+                    return Err(ConsoleError::Interrupted.into());
                 }
                 let Some(call) = callers.next() else {
                     continue;
@@ -256,7 +257,7 @@ impl Host<'_> {
     ) -> Result<(Listener, u16, RelaySettings), CommandError> {
         let mut settings =
             incoming::relay_settings(destination, hello.channels, &self.args.limits)?;
-        let token = relay::new_token().map_err(|source| CommandError::Process {
+        let token = relay::new_token().map_err(|source| ConsoleError::Process {
             what: "random numbers",
             source,
         })?;
@@ -275,7 +276,7 @@ impl Host<'_> {
         };
         match address_of(&listener)? {
             Address::Tcp { port, .. } => Ok((listener, port, settings)),
-            Address::Unix { .. } => Err(CommandError::OnlyTcp { flag: "--listen" }),
+            Address::Unix { .. } => Err(ConsoleError::OnlyTcp { flag: "--listen" }.into()),
         }
     }
 
@@ -435,7 +436,7 @@ impl Host<'_> {
                 destination.give_back();
                 let _ = source.say(&failed(reasons.clone(), Guest::NotHere));
                 if is_interrupted {
-                    return Err(CommandError::Interrupted);
+                    return Err(ConsoleError::Interrupted.into());
                 }
                 let mut said = source_said;
                 if said.is_none() {
@@ -458,7 +459,7 @@ fn hear_failure(
     source: &mut Conversation,
     timeout: Duration,
     said: &mut Option<String>,
-) -> Result<(), ControlError> {
+) -> Result<(), ConversationError> {
     if let Some(SourceWord::Failed { reason }) = source.hear(timeout)? {
         *said = Some(one_line(&reason));
     }
@@ -498,8 +499,8 @@ fn is_in_use(error: &TransportError) -> bool {
     matches!(error, TransportError::Listen { source, .. } if source.kind() == ErrorKind::AddrInUse)
 }
 
-fn address_of(listener: &Listener) -> Result<Address, CommandError> {
-    listener.address().map_err(|source| CommandError::Process {
+fn address_of(listener: &Listener) -> Result<Address, ConsoleError> {
+    listener.address().map_err(|source| ConsoleError::Process {
         what: "listener",
         source,
     })

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use clap::Args;
+use hotlift_console::output::complain;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 
 use crate::error::CommandError;
-use crate::output::complain;
 use crate::qemu::source::at_source;
 
 /// How long the QMP socket is tried.

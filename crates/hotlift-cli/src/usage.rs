@@ -5,9 +5,9 @@ use std::ffi::OsString;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, CommandFactory, FromArgMatches};
 use hotlift::options::{OPTIONS, Role};
+use hotlift_console::output::{self, complain};
 
 use crate::Cli;
-use crate::output::{self, complain};
 
 /// Ends the short help of a command that has more to show.
 const MORE: &str = "'--help' shows all options.";

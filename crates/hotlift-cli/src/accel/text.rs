@@ -1,6 +1,6 @@
 //! The listing for people.
 
-use super::{Accelerator, Gap, Part};
+use hotlift_host::accel::{Accelerator, Gap, Part};
 
 /// All accelerators that are there, or a line that there is none.
 pub fn listing(accelerators: &[Accelerator]) -> String {

@@ -1,12 +1,13 @@
 //! Which method, level and channels for a goal.
 
 use clap::ValueEnum;
+use hotlift_host::accel::Devices;
+use hotlift_host::measure::{Candidate, Measured};
 use hotlift_qmp::Version;
 use serde::Serialize;
 
-use super::measure::{Candidate, Measured};
 use super::model::{Load, Machine, Prediction, Settings, ZeroPages, predict};
-use super::rules::{self, Devices, Rule};
+use super::rules::{self, Rule};
 
 /// What a migration is to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -188,9 +189,10 @@ impl Prediction {
 
 #[cfg(test)]
 mod tests {
-    use super::super::loopback::Loopback;
-    use super::super::model::{Codec, Costs, PAGES_OF_A_GIB, Relays, Work};
+    use super::super::model::PAGES_OF_A_GIB;
     use super::*;
+    use hotlift_host::cost::{Codec, Costs, Relays, Work};
+    use hotlift_host::loopback::Loopback;
 
     fn candidate(method: &'static str, encode: f64, decode: f64, ratio: f64) -> Candidate {
         Candidate {

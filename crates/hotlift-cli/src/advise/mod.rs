@@ -2,13 +2,7 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `memory` | memory of a process, an image, a folder |
 //! | `qemu` | the process behind a QMP socket, its dirty rate |
-//! | `sample` | pages drawn at random |
-//! | `measure` | the methods and zero pages on this host |
-//! | `loopback` | sockets and memory of this host |
-//! | `survey` | the other host, and the link to it |
-//! | `bandwidth` | a link's rate as it is typed |
 //! | `model` | the arithmetic of a migration |
 //! | `rules` | published advice on accelerators |
 //! | `zero_pages` | who looks for zero pages |
@@ -16,18 +10,12 @@
 //! | `text` | all of it for people |
 //! | `steps` | what is being measured |
 
-mod bandwidth;
 mod choose;
 pub mod error;
-mod loopback;
-mod measure;
-mod memory;
 mod model;
 mod qemu;
 mod rules;
-mod sample;
 mod steps;
-pub mod survey;
 mod text;
 mod zero_pages;
 
@@ -36,24 +24,23 @@ use std::path::PathBuf;
 use clap::Args;
 use hotlift::Address;
 use hotlift::options::parse_size;
+use hotlift_console::output_args::OutputArgs;
+use hotlift_host::accel::{self, Devices};
+use hotlift_host::bandwidth;
+use hotlift_host::measure::{self, Measured};
+use hotlift_host::memory::{self, Folder, Image, Process};
+use hotlift_host::sample::{Memory, Sample};
+use hotlift_host::survey::{self, Far};
 use hotlift_mem::PAGE_SIZE;
 use hotlift_qmp::{QmpAddress, Version};
 use serde::Serialize;
 
-use crate::accel;
 use crate::error::CommandError;
-use crate::output_args::OutputArgs;
-pub use bandwidth::parse as parse_rate;
 use choose::{Choice, Goal, Question};
-use measure::Measured;
-use memory::{Folder, Image, Process};
 use model::{Load, Machine};
 use qemu::Asked;
-pub use rules::Devices;
 use rules::Rule;
-use sample::{Memory, Sample};
 use steps::Steps;
-use survey::Far;
 use zero_pages::Detection;
 
 /// Flags of `hotlift advise`.
@@ -243,7 +230,7 @@ pub fn run(args: &AdviseArgs) -> Result<(), CommandError> {
     let measured = measure::measure(&sample, !args.no_accelerators)?;
     drop(steps);
     let advice = advise(args, owner, sample, measured, other, dirty_rate)?;
-    args.output.print(&advice, || text::text(&advice))
+    Ok(args.output.print(&advice, || text::text(&advice))?)
 }
 
 /// The memory, and whose it is. `asked` is what the process behind a QMP socket has said.

@@ -3,13 +3,13 @@
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use hotlift_host::memory;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError, Version};
 use rustix::net::sockopt::socket_peercred;
 use serde_json::json;
 
 use super::error::AdviseError;
-use super::memory;
 use crate::error::CommandError;
 
 /// How long a QMP socket may take to answer, and a dirty rate to be measured: a loaded host's QEMU takes its time.

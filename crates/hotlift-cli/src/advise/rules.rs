@@ -4,22 +4,9 @@
 //! (docs/devel/migration/qatzip-compression.rst); the fourth is what the figures of the series that brought `qpl`
 //! show, the fifth those of the series for zero pages on DSA (100 GB, 8 channels, 2024).
 
+use hotlift_host::accel::Devices;
+use hotlift_host::measure::Candidate;
 use serde::Serialize;
-
-use super::measure::Candidate;
-
-/// What of this host the rules look at.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Devices {
-    /// IAA devices.
-    pub iaa: usize,
-    /// QAT devices.
-    pub qat: usize,
-    /// DSA can be used.
-    pub dsa: bool,
-    /// Devices share the address space of processes (SVM).
-    pub shared_virtual_memory: bool,
-}
 
 /// A rule, and whether it holds here.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]

@@ -3,7 +3,8 @@
 use std::cell::Cell;
 use std::io::IsTerminal;
 
-use crate::{output, progress};
+use hotlift_console::output;
+use hotlift_console::progress;
 
 /// The line. It goes away with its owner.
 #[derive(Debug)]

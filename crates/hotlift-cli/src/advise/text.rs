@@ -1,13 +1,15 @@
 //! The advice for people, and what to type.
 
+use hotlift_console::progress;
+use hotlift_console::table::{align, new_table};
+use hotlift_host::cost::GIB;
+use hotlift_host::measure::Candidate;
 use serde_json::{Value, json};
 
 use super::choose::{Choice, Goal, rank};
-use super::model::{GIB, Limit, PROGRESS, ZeroPages};
+use super::model::{Limit, PROGRESS, ZeroPages};
 use super::zero_pages::FIRST_WITH_A_CHOICE;
 use super::{Advice, AdviseArgs, Owner};
-use crate::progress;
-use crate::report::{align, new_table};
 
 /// What `hotlift migrate` takes beyond the figures of two ends without relays.
 pub const BEYOND: &str =
@@ -321,16 +323,14 @@ fn cpu(advice: &Advice, best: &Choice) -> String {
         per_core(prediction.source_cpu_s),
         prediction.destination_cpu_s,
         per_core(prediction.destination_cpu_s),
-        best.candidate.runs_on_words(),
+        runs_on_words(&best.candidate),
     )
 }
 
-impl super::measure::Candidate {
-    fn runs_on_words(&self) -> &str {
-        match self.method {
-            "none" => "copies alone",
-            _ => &self.runs_on,
-        }
+fn runs_on_words(candidate: &Candidate) -> &str {
+    match candidate.method {
+        "none" => "copies alone",
+        _ => &candidate.runs_on,
     }
 }
 
@@ -424,14 +424,15 @@ pub fn qmp(advice: &Advice) -> Value {
 #[cfg(test)]
 mod tests {
     use super::super::USUAL;
-    use super::super::loopback::Loopback;
-    use super::super::measure::{Candidate, Measured};
-    use super::super::model::{Codec, Costs, Load, Machine, Prediction, Relays, Settings};
-    use super::super::rules::Devices;
-    use super::super::sample::Sample;
+    use super::super::model::{Load, Machine, Prediction, Settings};
     use super::super::zero_pages::Detection;
     use super::*;
-    use crate::migration_args::{RoleArgs, role};
+    use hotlift_console::migration_args::{RoleArgs, role};
+    use hotlift_host::accel::Devices;
+    use hotlift_host::cost::{Codec, Costs, Relays};
+    use hotlift_host::loopback::Loopback;
+    use hotlift_host::measure::Measured;
+    use hotlift_host::sample::Sample;
 
     fn choice(method: &'static str, level: Option<u8>, total_s: f64, converges: bool) -> Choice {
         Choice {

@@ -114,9 +114,10 @@ pub fn decide(
 #[cfg(test)]
 mod tests {
     use super::super::choose::Goal;
-    use super::super::measure::Candidate;
-    use super::super::model::{Codec, Costs, PAGES_OF_A_GIB, tests as model};
+    use super::super::model::{PAGES_OF_A_GIB, tests as model};
     use super::*;
+    use hotlift_host::cost::{Codec, Costs};
+    use hotlift_host::measure::Candidate;
 
     fn machine(look: f64) -> Machine {
         Machine {

@@ -4,13 +4,13 @@ use std::error::Error;
 
 use hotlift::transport::TransportError;
 use hotlift::{MigrationError, Status};
+use hotlift_console::error::error_line;
 use hotlift_qmp::server::Events;
 use serde_json::{Map, Value, json};
 
 use super::commands::{Commands, Refusal};
 use super::table::COMMANDS;
 use super::{hmp, schema};
-use crate::args::error_line;
 
 /// All states that QEMU's migrations have; ours are some of them.
 const MIGRATION_STATUS: &[&str] = &[

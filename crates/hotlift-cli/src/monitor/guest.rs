@@ -10,6 +10,8 @@ use hotlift::guest::Guest;
 use hotlift::progress::Progress;
 use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError, MigrationEvent, Options, Status};
+use hotlift_console::error::error_line;
+use hotlift_console::output::complain;
 use hotlift_qmp::server::Events;
 use hotlift_vmm::BuiltinGuest;
 use serde_json::{Map, Value, json};
@@ -19,9 +21,7 @@ use super::leaving::Leaving;
 use super::settings::{IN_PROGRESS, Settings};
 use super::stoppable::Stoppable;
 use super::{address, common, info, table};
-use crate::args::error_line;
 use crate::error::CommandError;
-use crate::output::complain;
 
 /// Whether the guest runs; QEMU's names (`RunState`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,10 +9,9 @@ use hotlift::figures::{
 use hotlift::progress::Progress;
 use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift::{Options, Status};
+use hotlift_console::progress::rounded;
 use hotlift_mem::PAGE_SIZE;
 use serde_json::{Map, Value, json};
-
-use crate::progress::rounded;
 
 /// How the threads of a migration's source are called.
 const OF_A_SOURCE: &[&str] = &["mig/src/", "compress_", "dsa_completion"];

@@ -4,13 +4,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift::{Control, MigrationError, MigrationEvent, Options, Status};
+use hotlift_console::signals::Interrupt;
 use hotlift_qmp::server::Events;
 use serde_json::{Map, Value, json};
 
 use super::commands::{Commands, Refusal};
 use super::settings::Settings;
 use super::{common, info, table};
-use crate::signals::Interrupt;
 
 /// Commands that a relay does not have, and who has what they ask for.
 const OF_OTHERS: &[(&str, &str)] = &[

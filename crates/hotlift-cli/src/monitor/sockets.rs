@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use hotlift::transport::UnixSocketFile;
+use hotlift_console::error::ConsoleError;
 use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::{BoundSocket, Clients, Commands, Events, TOO_MANY_CLIENTS, serve_client};
 
@@ -130,7 +131,7 @@ impl ControlArgs {
                 std::thread::Builder::new()
                     .name("hmp/terminal".to_owned())
                     .spawn(serve)
-                    .map_err(|source| CommandError::Process {
+                    .map_err(|source| ConsoleError::Process {
                         what: "monitor",
                         source,
                     })?;

@@ -13,25 +13,18 @@
 //! A connection that ends early cancels what the other side does, as far as it still can be cancelled:
 //! who has the guest is settled by the relays alone.
 
-use std::net::TcpStream;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hotlift::relay::RelayReport;
-use hotlift_qmp::{Line, Lines, Socket, Version, one_line};
-use serde::de::DeserializeOwned;
+use hotlift_console::conversation::{Conversation, ConversationError, read};
+use hotlift_host::survey::Request;
+use hotlift_qmp::Version;
 use serde::{Deserialize, Serialize};
 
 use super::uuid::Uuid;
-use crate::advise::survey::Request;
 
 /// Version of these messages. Another version is refused: both commands come from one binary.
 pub const PROTOCOL: u32 = 3;
-
-/// Longest message, in bytes. The longest is a result with the CPU time of 255 channels.
-const MAX_MESSAGE: usize = 256 << 10;
-
-/// How long the other side may take to read a message.
-const WRITE: Duration = Duration::from_secs(10);
 
 /// Opens the conversation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -141,93 +134,32 @@ pub enum Guest {
     Unknown,
 }
 
-/// Why a conversation ended.
-#[derive(Debug, thiserror::Error)]
-pub enum ControlError {
-    #[error("the connection broke")]
-    Io(#[from] std::io::Error),
-    #[error("the other side closed the connection")]
-    Closed,
-    #[error("a message of more than {MAX_MESSAGE} bytes")]
-    TooLong,
-    #[error("the other side did not take a message within {WRITE:?}")]
-    NotTaken,
-    #[error("a message that is not understood ({problem}): '{start}'")]
-    Garbage { problem: String, start: String },
-    #[error(
-        "the other side speaks version {theirs} of the control protocol, this one {PROTOCOL}: use the same hotlift on both hosts"
-    )]
-    Version { theirs: u64 },
-}
-
-/// One end of a conversation.
-#[derive(Debug)]
-pub struct Conversation(Lines);
-
-impl Conversation {
-    /// Over a connection that was made or accepted.
-    pub fn new(stream: TcpStream) -> Result<Self, ControlError> {
-        stream.set_nodelay(true)?;
-        Ok(Self(Lines::new(Socket::Tcp(stream), MAX_MESSAGE)))
-    }
-
-    /// Says something.
-    pub fn say<T: Serialize>(&mut self, message: &T) -> Result<(), ControlError> {
-        let mut line = serde_json::to_vec(message).map_err(std::io::Error::from)?;
-        line.push(b'\n');
-        match self.0.write(&line, Instant::now() + WRITE)? {
-            true => Ok(()),
-            false => Err(ControlError::NotTaken),
-        }
-    }
-
-    /// The next message, or `None` if none comes within `timeout`.
-    pub fn hear<T: DeserializeOwned>(
-        &mut self,
-        timeout: Duration,
-    ) -> Result<Option<T>, ControlError> {
-        let line = match self.0.read(Instant::now() + timeout)? {
-            Line::Whole(line) => line,
-            Line::Late => return Ok(None),
-            Line::Closed => return Err(ControlError::Closed),
-            Line::TooLong => return Err(ControlError::TooLong),
-        };
-        let message = serde_json::from_slice(&line);
-        message.map(Some).map_err(|error| garbage(&line, &error))
-    }
-
+impl Opening {
     /// The first message of somebody who has connected.
-    pub fn hear_opening(&mut self, timeout: Duration) -> Result<Option<Opening>, ControlError> {
-        let Some(value) = self.hear::<serde_json::Value>(timeout)? else {
+    ///
+    /// # Errors
+    /// If it is none, or the conversation ends.
+    pub fn hear(
+        conversation: &mut Conversation,
+        timeout: Duration,
+    ) -> Result<Option<Self>, ConversationError> {
+        let Some(value) = conversation.hear::<serde_json::Value>(timeout)? else {
             return Ok(None);
         };
         if let Some(request) = Request::read(&value) {
-            return Ok(Some(Opening::Survey(request)));
+            return Ok(Some(Self::Survey(request)));
         }
         // The version first: what else a hello of another version has is not known.
         match value
             .get("hotlift-control")
             .and_then(|value| value.as_u64())
         {
-            Some(theirs) if theirs != u64::from(PROTOCOL) => Err(ControlError::Version { theirs }),
-            _ => read(value).map(|hello| Some(Opening::Migration(hello))),
+            Some(theirs) if theirs != u64::from(PROTOCOL) => Err(ConversationError::Version {
+                theirs,
+                ours: PROTOCOL,
+            }),
+            _ => read(value).map(|hello| Some(Self::Migration(hello))),
         }
-    }
-}
-
-/// The message that a value is.
-pub fn read<T: DeserializeOwned>(value: serde_json::Value) -> Result<T, ControlError> {
-    let text = value.to_string();
-    serde_json::from_value(value).map_err(|error| garbage(text.as_bytes(), &error))
-}
-
-/// Shown of a message that is none, in bytes.
-const START: usize = 60;
-
-fn garbage(line: &[u8], error: &serde_json::Error) -> ControlError {
-    ControlError::Garbage {
-        problem: one_line(&error.to_string()),
-        start: one_line(&String::from_utf8_lossy(&line[..line.len().min(START)])),
     }
 }
 
@@ -235,7 +167,7 @@ fn garbage(line: &[u8], error: &serde_json::Error) -> ControlError {
 mod tests {
     use super::*;
     use std::io::Write;
-    use std::net::TcpListener;
+    use std::net::{TcpListener, TcpStream};
 
     const LONG: Duration = Duration::from_secs(30);
 
@@ -272,10 +204,13 @@ mod tests {
         line.push(b'\n');
         let (start, end) = line.split_at(10);
         (&theirs).write_all(start).unwrap();
-        assert_eq!(ours.hear_opening(Duration::from_millis(10)).unwrap(), None);
+        assert_eq!(
+            Opening::hear(&mut ours, Duration::from_millis(10)).unwrap(),
+            None
+        );
         (&theirs).write_all(end).unwrap();
         assert_eq!(
-            ours.hear_opening(LONG).unwrap(),
+            Opening::hear(&mut ours, LONG).unwrap(),
             Some(Opening::Migration(hello()))
         );
         let failed = Answer::Failed {
@@ -288,7 +223,7 @@ mod tests {
         drop(theirs);
         assert!(matches!(
             ours.hear::<Answer>(LONG),
-            Err(ControlError::Closed)
+            Err(ConversationError::Closed)
         ));
     }
 
@@ -296,7 +231,7 @@ mod tests {
     fn another_version_is_named_even_if_nothing_else_is_understood() {
         let (theirs, mut ours) = pair();
         (&theirs).write_all(b"{\"hotlift-control\": 7}\n").unwrap();
-        let error = ours.hear_opening(LONG).unwrap_err().to_string();
+        let error = Opening::hear(&mut ours, LONG).unwrap_err().to_string();
         assert!(error.contains("version 7"), "{error}");
     }
 
@@ -314,8 +249,11 @@ mod tests {
         ] {
             let (theirs, mut ours) = pair();
             writeln!(&theirs, "{bad}").unwrap();
-            let error = ours.hear_opening(LONG).unwrap_err();
-            assert!(matches!(error, ControlError::Garbage { .. }), "{error}");
+            let error = Opening::hear(&mut ours, LONG).unwrap_err();
+            assert!(
+                matches!(error, ConversationError::Garbage { .. }),
+                "{error}"
+            );
             let error = error.to_string();
             assert!(
                 error.len() < 300 && !error.chars().any(char::is_control),
@@ -333,8 +271,8 @@ mod tests {
             while (&theirs).write_all(&chunk).is_ok() {}
         });
         assert!(matches!(
-            ours.hear_opening(LONG),
-            Err(ControlError::TooLong)
+            Opening::hear(&mut ours, LONG),
+            Err(ConversationError::TooLong)
         ));
         drop(ours);
         flood.join().unwrap();

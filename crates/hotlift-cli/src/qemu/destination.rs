@@ -6,6 +6,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift::relay::Taken;
+use hotlift_console::error::error_line;
+use hotlift_console::output::complain;
+use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError};
 use serde_json::{Map, Value};
 use tempfile::TempDir;
@@ -14,10 +17,7 @@ use super::private_folder;
 use super::process::{Custody, Started};
 use super::settings::Changed;
 use super::uuid::Uuid;
-use crate::args::error_line;
 use crate::error::CommandError;
-use crate::output::complain;
-use crate::signals::{Interrupt, TICK};
 
 /// How long the QMP socket of a waiting QEMU is tried.
 const CONNECT: Duration = Duration::from_secs(10);

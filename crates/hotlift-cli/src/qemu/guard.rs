@@ -10,9 +10,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use hotlift_console::signals::TICK;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
-
-use crate::signals::TICK;
 
 /// How long QEMU may take to answer, and a migration whose sockets are gone to end.
 const END: Duration = Duration::from_secs(10);

@@ -5,6 +5,7 @@ use std::path::Path;
 use hotlift::Options;
 use hotlift::options::ZeroPageDetection;
 use hotlift::relay::RelaySettings;
+use hotlift_console::migration_args::LimitArgs;
 use hotlift_qmp::{Qemu, QmpError};
 
 use super::control::Vm;
@@ -12,7 +13,6 @@ use super::destination::{Destination, at_destination};
 use super::settings;
 use super::uuid::Uuid;
 use crate::error::CommandError;
-use crate::migration_args::LimitArgs;
 
 /// Whether the guest of the VM `source` can run in `destination` at all. QEMU itself finds out more, but only when it
 /// reads the stream.

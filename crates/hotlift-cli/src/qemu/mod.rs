@@ -17,13 +17,12 @@ use std::fs::Permissions;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 
+use hotlift_console::error::ConsoleError;
+use hotlift_console::signals;
 use tempfile::TempDir;
 
-use crate::error::CommandError;
-use crate::signals;
-
 /// A folder for sockets that only this user can enter, gone when it goes out of scope.
-pub fn private_folder() -> Result<TempDir, CommandError> {
+pub fn private_folder() -> Result<TempDir, ConsoleError> {
     let mut builder = tempfile::Builder::new();
     builder
         .prefix("hotlift-")
@@ -33,8 +32,8 @@ pub fn private_folder() -> Result<TempDir, CommandError> {
     Ok(folder)
 }
 
-fn no_folder(source: io::Error) -> CommandError {
-    CommandError::Process {
+fn no_folder(source: io::Error) -> ConsoleError {
+    ConsoleError::Process {
         what: "a folder for sockets",
         source,
     }

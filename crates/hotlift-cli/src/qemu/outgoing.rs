@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
+use hotlift_console::migration_args::MigrationArgs;
+use hotlift_console::output::complain;
+use hotlift_console::progress::{Display, jobs};
+use hotlift_console::signals::{Interrupt, TICK};
 
 use super::private_folder;
 use super::settings;
 use super::source::Source;
 use super::watch::Watch;
 use crate::error::CommandError;
-use crate::migration_args::MigrationArgs;
-use crate::output::complain;
-use crate::progress::{Display, jobs};
-use crate::signals::{Interrupt, TICK};
 
 /// Between two looks at QEMU's figures.
 const LOOK: Duration = Duration::from_millis(500);

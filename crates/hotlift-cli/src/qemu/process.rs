@@ -11,13 +11,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift_console::error::ConsoleError;
+use hotlift_console::signals::Interrupt;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 
 use super::guard::Guard;
 use super::no_folder;
 use super::words::{Streams, Words};
 use crate::error::CommandError;
-use crate::signals::Interrupt;
 
 /// How long a QEMU may take until it answers on its QMP socket.
 const START: Duration = Duration::from_secs(60);
@@ -82,14 +83,14 @@ impl Started {
     ) -> Result<(Self, Qemu), CommandError> {
         let arguments = waiting(command)?;
         let socket = place()?;
-        let streams = Streams::make().map_err(|source| CommandError::Process {
+        let streams = Streams::make().map_err(|source| ConsoleError::Process {
             what: "a pipe for QEMU's words",
             source,
         })?;
         let mut option = OsString::from("unix:");
         option.push(&socket);
         option.push(",server=on,wait=off");
-        let (program, arguments) = arguments.split_first().ok_or(CommandError::NoQemu)?;
+        let (program, arguments) = arguments.split_first().ok_or(ConsoleError::NoQemu)?;
         let child = Command::new(program)
             .args(arguments)
             .arg("-qmp")
@@ -101,7 +102,7 @@ impl Started {
             // the guest is not ended by it.
             .process_group(0)
             .spawn()
-            .map_err(|source| CommandError::Process {
+            .map_err(|source| ConsoleError::Process {
                 what: "QEMU",
                 source,
             })?;
@@ -113,7 +114,7 @@ impl Started {
             words: streams.words,
         };
         let guard =
-            Guard::start(&started.qmp(), folder).map_err(|source| CommandError::Process {
+            Guard::start(&started.qmp(), folder).map_err(|source| ConsoleError::Process {
                 what: "hotlift guard",
                 source,
             })?;
@@ -141,11 +142,11 @@ impl Started {
                     if let Some(status) = self.has_ended() {
                         return Err(match self.last_words() {
                             Some(words) => CommandError::QemuGaveUp { status, words },
-                            None => CommandError::QemuEnded { status },
+                            None => ConsoleError::QemuEnded { status }.into(),
                         });
                     }
                     if interrupt.is_raised() {
-                        return Err(CommandError::Interrupted);
+                        return Err(ConsoleError::Interrupted.into());
                     }
                     let is_late = matches!(
                         error,
@@ -255,9 +256,10 @@ fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usi
 /// If it cannot be one that waits for a migration and is watched here.
 pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, CommandError> {
     let problem = |problem: &str| {
-        Err(CommandError::QemuCommand {
+        Err(ConsoleError::QemuCommand {
             problem: problem.to_owned(),
-        })
+        }
+        .into())
     };
     if names(command, "daemonize").next().is_some() {
         return problem("-daemonize hides the process from hotlift; leave it out");

@@ -3,12 +3,13 @@
 use comfy_table::Table;
 use hotlift::figures::{JobFigures, SideFigures};
 use hotlift::relay::RelayReport;
+use hotlift_console::progress::bytes;
+use hotlift_console::table::{align, new_table};
+use hotlift_console::width;
 use hotlift_qmp::{MigrateInfo, RamInfo, Version};
 use serde::Serialize;
 
-use crate::progress::bytes;
-use crate::report::{align, done_by, new_table};
-use crate::width;
+use crate::report::done_by;
 
 /// One migration through a pair of relays, as `--json` writes it.
 #[derive(Debug, Serialize)]

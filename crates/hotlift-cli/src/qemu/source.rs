@@ -5,16 +5,16 @@ use std::time::{Duration, Instant};
 
 use hotlift::MigrationError;
 use hotlift::relay::Ownership;
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::output::complain;
+use hotlift_console::signals::TICK;
 use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError};
 use serde_json::{Map, Value};
 
 use super::control::Guest;
 use super::settings::Changed;
 use super::uuid::Uuid;
-use crate::args::error_line;
 use crate::error::CommandError;
-use crate::output::complain;
-use crate::signals::TICK;
 
 /// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
 const CONNECT: Duration = Duration::from_secs(2);
@@ -334,7 +334,7 @@ impl Settled {
         };
         complain!("hotlift: the guest {state} at the source");
         if interrupted {
-            return CommandError::Interrupted;
+            return ConsoleError::Interrupted.into();
         }
         CommandError::Moving { reasons }
     }

@@ -1,9 +1,8 @@
 //! How a QEMU's outgoing migration gets on: the line that is shown, and why it does not converge.
 
 use hotlift::relay::RelayProgress;
+use hotlift_console::progress::{Line, bytes, rounded, stalled, throttled};
 use hotlift_qmp::{MigrateInfo, RamInfo};
-
-use crate::progress::{Line, bytes, rounded, stalled, throttled};
 
 /// Rounds after each of which about as much was dirty again as before, until that is said.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;

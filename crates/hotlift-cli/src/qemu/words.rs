@@ -13,7 +13,7 @@ use std::time::Duration;
 use hotlift_qmp::one_line;
 use rustix::fs::{FileType, fstat};
 
-use crate::output;
+use hotlift_console::output;
 
 /// How long the words of a QEMU that has ended may take to arrive.
 const LAST_WORDS: Duration = Duration::from_secs(1);

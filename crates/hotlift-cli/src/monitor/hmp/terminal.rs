@@ -3,6 +3,7 @@
 
 use std::io::{self, BufRead, IsTerminal, Read, Write};
 
+use hotlift_console::progress;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::stdio::stdin;
 use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
@@ -18,7 +19,6 @@ use super::complete::complete;
 use super::run::{Answer, run};
 use super::session::{LOOK, MAX_LINE, PROMPT, greeting, wait};
 use super::show;
-use crate::progress;
 
 /// What people see.
 const TERMINAL_PROMPT: &str = "(hotlift) ";

@@ -1,0 +1,126 @@
+//! A run of the built-in guest: what `demo` does, with what the kernel counts for its threads.
+
+use std::time::Duration;
+
+use hotlift::figures::DestinationReport;
+use hotlift_console::events::Moment;
+use hotlift_console::pair::{Errors, Moved, Pair, Place, Tale, destination_side};
+use hotlift_console::signals::Interrupt;
+
+use super::cell::Cell;
+use super::far::Far;
+use super::record::{Completed, Outcome, ThreadCounts};
+use super::threads::Sampler;
+use super::warm::Warm;
+use crate::error::BenchError;
+
+/// Begins of the names of threads that migrate; the others are the guest's, and the process's own.
+const MIGRATION_THREADS: &[&str] = &["mig/", "compress", "decompress", "dsa_completion"];
+
+/// Runs `cell` once. `far` has the destination, if it is on another host.
+///
+/// # Errors
+/// If a process cannot be started at all.
+pub fn run(
+    cell: &Cell,
+    place: &Place,
+    far: Option<&Far>,
+    limit: Duration,
+    interrupt: &Interrupt,
+    tell: &mut dyn FnMut(&Moment),
+) -> Result<Outcome, BenchError> {
+    let pair = Pair {
+        kind: cell.kind,
+        guest: &cell.guest,
+        migration: &cell.migration,
+        label: "bench",
+        place,
+        limit: Some(limit),
+        errors: Errors::Kept,
+    };
+    let destination = match far {
+        None => pair.destination()?,
+        Some(far) => match far.destination(cell, limit, interrupt) {
+            Ok(destination) => destination,
+            Err(error) => {
+                return Ok(Outcome::Failed {
+                    error: error.line(),
+                });
+            }
+        },
+    };
+    let mut warm = Some(Warm::hold(cell, far.is_some()));
+    let mut sampler = None;
+    let mut timeline = Vec::new();
+    let moved = pair.migrate(destination, interrupt, &mut |tale| match tale {
+        Tale::Begun {
+            source,
+            destination,
+        } => {
+            let processes: Vec<u32> = std::iter::once(*source).chain(*destination).collect();
+            sampler = Some(Sampler::start(&processes));
+        }
+        Tale::Filled => warm = None,
+        Tale::Moment(moment) => {
+            tell(moment);
+            timeline.push((*moment).clone());
+        }
+    })?;
+    let mut counted = sampler.map(Sampler::finish).unwrap_or_default().into_iter();
+    let mut threads = || migration_threads(counted.next().unwrap_or_default());
+    let (source_threads, destination_threads) = (threads(), threads());
+    Ok(outcome(moved, |completed| {
+        completed.source_threads = source_threads;
+        completed.destination_threads = destination_threads;
+        completed.timeline = timeline;
+    }))
+}
+
+fn migration_threads(threads: Vec<ThreadCounts>) -> Vec<ThreadCounts> {
+    let is_ours = |name: &str| {
+        MIGRATION_THREADS
+            .iter()
+            .any(|begin| name.starts_with(begin))
+    };
+    let mut threads = threads;
+    threads.retain(|thread| is_ours(&thread.name));
+    threads
+}
+
+fn outcome(moved: Moved, fill_in: impl FnOnce(&mut Completed)) -> Outcome {
+    let filled = moved.filled;
+    let (source, destination, check) = match moved {
+        Moved {
+            source: Some(source),
+            destination: Some(destination),
+            check: Some(check),
+            error: None,
+            ..
+        } => (source, destination, check),
+        Moved { error, check, .. } => {
+            let problem = check.and_then(|check| check.problem);
+            let error = error.or(problem);
+            return Outcome::Failed {
+                error: error.unwrap_or_else(|| "one side did not say how it ended".to_owned()),
+            };
+        }
+    };
+    if let Some(problem) = check.problem {
+        return Outcome::Failed {
+            error: format!("the guest is not well after the migration: {problem}"),
+        };
+    }
+    let destination = DestinationReport {
+        side: destination_side(destination.clone(), source.total_ms),
+        ..destination
+    };
+    let mut completed = Completed {
+        verified: Some(check.runs && check.verified),
+        filled,
+        source,
+        destination,
+        ..Completed::default()
+    };
+    fill_in(&mut completed);
+    Outcome::Completed(Box::new(completed))
+}

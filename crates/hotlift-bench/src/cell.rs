@@ -1,0 +1,147 @@
+//! A cell of the matrix: one setting that is to be run.
+
+use std::collections::BTreeMap;
+
+use hotlift::options::OptionError;
+use hotlift_console::args::GuestArgs;
+use hotlift_console::migration_args::MigrationArgs;
+use hotlift_vmm::GuestKind;
+use hotlift_vmm::workload::Workload;
+
+use super::record::{Engine, GuestRow, Row};
+
+/// What a guest process needs beside its RAM: program, buffers, a batch of pages a channel.
+const PROCESS_BYTES: u64 = 192 << 20;
+
+/// Options that have a field of their own in a [`Row`].
+const IN_THE_ROW: &[&str] = &[
+    "multifd-compression",
+    "compress",
+    "multifd-zlib-level",
+    "multifd-zstd-level",
+    "multifd-qatzip-level",
+    "compress-level",
+    "multifd-channels",
+    "zero-page-detection",
+    "max-bandwidth",
+];
+
+/// One setting.
+#[derive(Debug, Clone)]
+pub struct Cell {
+    /// What migrates.
+    pub engine: Engine,
+    /// Kind of guest; of a QEMU: KVM or TCG.
+    pub kind: GuestKind,
+    /// The guest.
+    pub guest: GuestArgs,
+    /// How it is migrated.
+    pub migration: MigrationArgs,
+    /// Limit of the link, as typed.
+    pub link: Option<String>,
+}
+
+impl Cell {
+    /// As records have it.
+    ///
+    /// # Errors
+    /// If the options do not go together.
+    pub fn row(&self) -> Result<Row, OptionError> {
+        let options = self.migration.options()?;
+        let guest = self.guest.settings();
+        let idle = guest.workload == Workload::Idle;
+        let kind = match (self.engine, self.kind) {
+            (Engine::Qemu, GuestKind::Threads) => "tcg",
+            (_, kind) => kind.name(),
+        };
+        let fill = match &self.guest.fill {
+            _ if self.guest.zero_share() >= Some(1.0) => "zero".to_owned(),
+            Some(folder) => folder.display().to_string(),
+            None => "generated".to_owned(),
+        };
+        let others = self.migration.given().iter();
+        let others = others.filter(|(name, _)| !IN_THE_ROW.contains(&name.as_str()));
+        Ok(Row {
+            engine: self.engine,
+            method: options.method_name().to_owned(),
+            level: options.level(),
+            channels: options.channels(),
+            zero_page_detection: options.zero_page_detection_name(),
+            max_bandwidth: options.max_bandwidth,
+            link: self.link.clone(),
+            guest: GuestRow {
+                kind: kind.to_owned(),
+                vcpus: guest.vcpus,
+                ram_bytes: guest.ram_bytes,
+                fill,
+                zero_share: self.guest.zero_share(),
+                zero_touched: self.guest.zero_touched,
+                workload: guest.workload.name().to_owned(),
+                rate: if idle { 0 } else { guest.rate },
+                working_set: guest.working_set.unwrap_or(guest.ram_bytes),
+            },
+            options: others.cloned().collect::<BTreeMap<_, _>>(),
+        })
+    }
+
+    /// Bytes of memory that a run needs on this host.
+    pub fn memory(&self, destination_is_here: bool) -> u64 {
+        let ends = if destination_is_here { 2 } else { 1 };
+        memory(self.guest.ram, ends)
+    }
+}
+
+/// Bytes of memory that `ends` guests of `ram` bytes need.
+pub fn memory(ram: u64, ends: u64) -> u64 {
+    ram.saturating_add(PROCESS_BYTES).saturating_mul(ends)
+}
+
+/// Sets the method, and its level, of `migration`. Method "compress" is the capability.
+///
+/// # Errors
+/// If there is no such method, or no such level of it.
+pub fn with_method(
+    migration: &MigrationArgs,
+    method: &str,
+    level: Option<u8>,
+) -> Result<MigrationArgs, OptionError> {
+    let (chosen, level_name) = match method {
+        "compress" => (
+            migration.with("compress", "on"),
+            Some("compress-level".to_owned()),
+        ),
+        _ => {
+            let chosen = migration.with("multifd-compression", method);
+            let has_levels = chosen.options()?.multifd_compression.levels.is_some();
+            (
+                chosen,
+                has_levels.then(|| format!("multifd-{method}-level")),
+            )
+        }
+    };
+    let chosen = match (level, level_name) {
+        (Some(level), Some(name)) => chosen.with(&name, &level.to_string()),
+        _ => chosen,
+    };
+    chosen.options()?;
+    Ok(chosen)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_level_goes_to_the_method_that_has_levels_and_to_no_other() {
+        let plain = MigrationArgs::default();
+        let level = |method, level| {
+            let args = with_method(&plain, method, level).unwrap();
+            args.options().unwrap().level()
+        };
+        assert_eq!(level("zstd", Some(7)), Some(7));
+        assert_eq!(level("compress", Some(9)), Some(9));
+        assert_eq!(level("none", Some(3)), None);
+        assert!(with_method(&plain, "zlib", Some(10)).is_err());
+        assert!(with_method(&plain, "lz5", None).is_err());
+    }
+}

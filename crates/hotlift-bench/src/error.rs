@@ -1,0 +1,61 @@
+//! Why a bench failed.
+
+use hotlift::options::OptionError;
+use hotlift_console::conversation::ConversationError;
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_host::accel::AccelError;
+use hotlift_qmp::QmpError;
+use hotlift_vmm::fill::FillError;
+
+/// A bench that could not be run, or not to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// What several commands can fail with.
+    #[error(transparent)]
+    Console(#[from] ConsoleError),
+    /// Whether this host has an accelerator.
+    #[error(transparent)]
+    Accel(#[from] AccelError),
+    /// The host of `--to`.
+    #[error("cannot reach 'hotlift bench --serve'")]
+    NoFar(#[source] ConversationError),
+    /// An option of `--with` in a suite.
+    #[error("the rows of suite {suite} set {option} themselves: leave out --with {option}")]
+    SuiteSets {
+        /// The suite's name.
+        suite: &'static str,
+        /// The option's name.
+        option: &'static str,
+    },
+    /// The limit of `--link`.
+    #[error("no link as asked for: {problem}")]
+    Link {
+        /// What cannot be made.
+        problem: String,
+    },
+}
+
+impl BenchError {
+    /// An error of a QEMU.
+    pub(crate) fn qmp(source: QmpError) -> Self {
+        let side = "bench";
+        ConsoleError::Qmp { side, source }.into()
+    }
+
+    /// The error and its causes, in one line.
+    pub(crate) fn line(&self) -> String {
+        error_line(self)
+    }
+}
+
+impl From<OptionError> for BenchError {
+    fn from(error: OptionError) -> Self {
+        ConsoleError::from(error).into()
+    }
+}
+
+impl From<FillError> for BenchError {
+    fn from(error: FillError) -> Self {
+        ConsoleError::from(error).into()
+    }
+}

@@ -1,0 +1,384 @@
+//! The destination on another host: `hotlift bench --serve` there starts a guest for each run here.
+//!
+//! ```text
+//! bench --to                 bench --serve
+//! wanted           ---->     starts 'guest run --incoming' with settings that it has checked itself
+//!                  <----     the events of that process, a line each
+//! ```
+//!
+//! A connection is one run; when it ends, so does the guest there. Nothing of the other side's becomes a
+//! word of a command line unless it is a number in range or a value that the options' table takes.
+
+use std::io::{self, Write};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift::{Address, Options};
+use hotlift_console::conversation::{self, Conversation, ConversationError};
+use hotlift_console::error::ConsoleError;
+use hotlift_console::events::{self, Event};
+use hotlift_console::pair::Destination;
+use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_host::survey::{self, Request};
+use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::cell::{Cell, memory};
+use super::machine;
+use crate::error::BenchError;
+
+/// Version of [`Wanted`]. Another is refused: both commands come from one binary.
+const PROTOCOL: u32 = 1;
+
+/// How long the other side may take to connect, or to say what it wants.
+const GREETING: Duration = Duration::from_secs(10);
+
+/// Most options of a run: more than the table has.
+const MAX_OPTIONS: usize = 256;
+
+/// What the destination of a run is to be.
+#[derive(Debug, Serialize, Deserialize)]
+struct Wanted {
+    hotlift_bench: u32,
+    guest: String,
+    ram: u64,
+    vcpus: u8,
+    options: Vec<(String, String)>,
+}
+
+/// Where `hotlift bench --serve` is.
+#[derive(Debug, Clone)]
+pub struct Far(String);
+
+impl Far {
+    /// `tcp:HOST:PORT`.
+    ///
+    /// # Errors
+    /// If it is a UNIX socket.
+    pub fn new(address: &Address) -> Result<Self, BenchError> {
+        match address.to_string().strip_prefix("tcp:") {
+            Some(host) => Ok(Self(host.to_owned())),
+            None => Err(ConsoleError::OnlyTcp { flag: "--to" }.into()),
+        }
+    }
+
+    /// As records have it.
+    pub fn name(&self) -> String {
+        self.0.clone()
+    }
+
+    /// Asks for the destination of `cell`. A host that says nothing for longer than `limit` is gone.
+    ///
+    /// # Errors
+    /// If it cannot be reached.
+    pub fn destination(
+        &self,
+        cell: &Cell,
+        limit: Duration,
+        interrupt: &Interrupt,
+    ) -> Result<Destination, BenchError> {
+        let mut conversation = self.ask(cell, interrupt)?;
+        let interrupt = interrupt.clone();
+        let next = move || hear(&mut conversation, limit, &interrupt).ok().flatten();
+        Ok(Destination {
+            process: None,
+            events: Box::new(std::iter::from_fn(next)),
+        })
+    }
+
+    fn ask(&self, cell: &Cell, interrupt: &Interrupt) -> Result<Conversation, BenchError> {
+        let (connected, connection) = channel();
+        let host = self.0.clone();
+        // Neither a name that is looked up nor a host that is silent can be interrupted; a thread that waits for
+        // them can be left behind.
+        thread::spawn(move || connected.send(connect(&host)));
+        let stream = loop {
+            match connection.recv_timeout(TICK) {
+                Ok(stream) => break stream,
+                Err(RecvTimeoutError::Timeout) if !interrupt.is_raised() => {}
+                Err(_) => return Err(ConsoleError::Interrupted.into()),
+            }
+        };
+        let wanted = Wanted {
+            hotlift_bench: PROTOCOL,
+            guest: cell.kind.name().to_owned(),
+            ram: cell.guest.ram,
+            vcpus: cell.guest.vcpus,
+            options: cell.migration.given().to_vec(),
+        };
+        let say = |stream| {
+            let mut conversation = Conversation::new(stream)?;
+            conversation.say(&wanted)?;
+            Ok(conversation)
+        };
+        stream
+            .map_err(ConversationError::Io)
+            .and_then(say)
+            .map_err(BenchError::NoFar)
+    }
+}
+
+/// The first of the host's addresses that answers.
+fn connect(host: &str) -> io::Result<TcpStream> {
+    let mut last = io::ErrorKind::NotFound.into();
+    for address in host.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, GREETING) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// The next message; `None` if none comes within `limit`, or before a signal.
+fn hear<T: DeserializeOwned>(
+    conversation: &mut Conversation,
+    limit: Duration,
+    interrupt: &Interrupt,
+) -> Result<Option<T>, ConversationError> {
+    let end = Instant::now() + limit;
+    loop {
+        let heard = conversation.hear(TICK)?;
+        if heard.is_some() || interrupt.is_raised() || Instant::now() >= end {
+            return Ok(heard);
+        }
+    }
+}
+
+/// Serves runs until a signal comes, one at a time.
+///
+/// # Errors
+/// If nobody can be listened to.
+pub fn serve(at: &Address, interrupt: &Interrupt) -> Result<(), BenchError> {
+    let text = at.to_string();
+    let host = text
+        .strip_prefix("tcp:")
+        .ok_or(ConsoleError::OnlyTcp { flag: "--serve" })?;
+    // As tcp:: has it elsewhere, no host is every address.
+    let host = match host.strip_prefix(':') {
+        Some(port) => format!("[::]:{port}"),
+        None => host.to_owned(),
+    };
+    let failed = |source| ConsoleError::Process {
+        what: "listener",
+        source,
+    };
+    let listener = TcpListener::bind(&host).map_err(failed)?;
+    listener.set_nonblocking(true).map_err(failed)?;
+    let address = listener.local_addr().map_err(failed)?;
+    super::say(format!(
+        "waiting for 'hotlift bench --to tcp:HOST:{}'; Ctrl-C ends it",
+        address.port()
+    ))?;
+    while !interrupt.is_raised() {
+        match listener.accept() {
+            Ok((stream, peer)) => {
+                let served = stream
+                    .set_nonblocking(false)
+                    .map_err(ConversationError::from)
+                    .and_then(|()| serve_one(stream, interrupt));
+                match served {
+                    // Who read this may have gone; the next run is served all the same.
+                    Ok(what) => {
+                        let _ = super::say(format!("{peer}: {what}"));
+                    }
+                    Err(error) => super::warn(format!("{peer}: {error}")),
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                thread::sleep(TICK);
+            }
+            Err(error) => return Err(failed(error).into()),
+        }
+    }
+    Ok(())
+}
+
+/// Serves one run, and says what it was.
+fn serve_one(stream: TcpStream, interrupt: &Interrupt) -> Result<String, ConversationError> {
+    let mut out = stream.try_clone()?;
+    let here = stream.local_addr()?.ip();
+    let mut conversation = Conversation::new(stream)?;
+    let Some(message) = hear::<Value>(&mut conversation, GREETING, interrupt)? else {
+        return Ok("said nothing".to_owned());
+    };
+    if let Some(request) = Request::read(&message) {
+        return survey::answer(&mut conversation, &request, here, 0, interrupt);
+    }
+    let wanted = conversation::read::<Wanted>(message)?;
+    let host = if here.is_ipv6() && here.to_canonical().is_ipv6() {
+        format!("[{here}]")
+    } else {
+        here.to_canonical().to_string()
+    };
+    let flags = match flags(&wanted) {
+        Ok(flags) => flags,
+        Err(reason) => {
+            let refused = Event::Failed {
+                error: format!("the other host refuses: {reason}"),
+            };
+            conversation.say(&refused)?;
+            return Ok(format!("refused: {reason}"));
+        }
+    };
+    let mut child = Command::new(std::env::current_exe()?)
+        .args(["guest", "run", "--tell-events", "--quiet"])
+        .arg(format!("--incoming=tcp:{host}:0"))
+        .args(flags)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let events = child.stdout.take().map(events::read);
+    thread::scope(|scope| {
+        let (done, watch) = std::sync::mpsc::channel::<()>();
+        let child = &mut child;
+        // A source that has gone leaves a guest that would wait for it.
+        scope.spawn(move || end_with(child, &mut conversation, &watch, interrupt));
+        for event in events.into_iter().flatten() {
+            if let Ok(line) = serde_json::to_string(&event)
+                && writeln!(out, "{line}").is_err()
+            {
+                break;
+            }
+        }
+        drop(done);
+    });
+    let _ = out.shutdown(std::net::Shutdown::Both);
+    let _ = child.wait();
+    Ok(format!("a run with {}", summary(&wanted)))
+}
+
+/// Ends `child` when the connection has gone, or a signal comes; or lets it go when `watch` ends.
+fn end_with(
+    child: &mut Child,
+    conversation: &mut Conversation,
+    watch: &std::sync::mpsc::Receiver<()>,
+    interrupt: &Interrupt,
+) {
+    loop {
+        let gone = conversation.hear::<Value>(TICK).is_err();
+        if gone || interrupt.is_raised() {
+            let _ = child.kill();
+            return;
+        }
+        if watch.recv_timeout(Duration::ZERO) == Err(RecvTimeoutError::Disconnected) {
+            return;
+        }
+    }
+}
+
+/// What was asked for as flags of `guest run`, each of them checked here.
+fn flags(wanted: &Wanted) -> Result<Vec<String>, String> {
+    if wanted.hotlift_bench != PROTOCOL {
+        return Err("use the same hotlift on both hosts".to_owned());
+    }
+    let kind = wanted
+        .guest
+        .parse::<hotlift_vmm::GuestKind>()
+        .map_err(|error| error.to_string())?;
+    if !(MIN_RAM..=MAX_RAM).contains(&wanted.ram) || !(1..=MAX_VCPUS).contains(&wanted.vcpus) {
+        return Err("RAM or vCPUs are out of range".to_owned());
+    }
+    if memory(wanted.ram, 1) > machine::available() {
+        return Err("there is not enough free memory for the guest".to_owned());
+    }
+    if wanted.options.len() > MAX_OPTIONS {
+        return Err("too many options".to_owned());
+    }
+    let mut options = Options::default();
+    let mut flags = vec![
+        format!("--guest={kind}"),
+        format!("--ram={}", wanted.ram),
+        format!("--vcpus={}", wanted.vcpus),
+    ];
+    for (name, value) in &wanted.options {
+        let info = hotlift::options::option(name).map_err(|error| error.to_string())?;
+        options
+            .set(name, value)
+            .map_err(|error| error.to_string())?;
+        flags.push(format!("--{}={value}", info.name));
+    }
+    options.check().map_err(|error| error.to_string())?;
+    Ok(flags)
+}
+
+fn summary(wanted: &Wanted) -> String {
+    let ram = hotlift_console::progress::bytes(wanted.ram);
+    let options: Vec<_> = wanted
+        .options
+        .iter()
+        .map(|(name, value)| format!("{name}={value}"))
+        .collect();
+    format!("{ram}, {}", options.join(" "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wanted(options: &[(&str, &str)]) -> Wanted {
+        Wanted {
+            hotlift_bench: PROTOCOL,
+            guest: "threads".to_owned(),
+            ram: 16 << 20,
+            vcpus: 1,
+            options: options
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+                .collect(),
+        }
+    }
+
+    #[test]
+    fn a_silent_host_is_left_at_a_signal_and_an_endless_line_is_not_read_on() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut ours = Conversation::new(listener.accept().unwrap().0).unwrap();
+        let interrupt = Interrupt::catch().unwrap();
+        interrupt.raise();
+        let day = Duration::from_secs(86_400);
+        assert!(hear::<Event>(&mut ours, day, &interrupt).unwrap().is_none());
+        let writer = std::thread::spawn(move || {
+            // Ends when the other side has had enough, and closes.
+            while theirs.write_all(&[b'x'; 4096]).is_ok() {}
+        });
+        let interrupt = Interrupt::catch().unwrap();
+        let heard = hear::<Event>(&mut ours, day, &interrupt);
+        assert!(
+            matches!(heard, Err(ConversationError::TooLong)),
+            "{heard:?}"
+        );
+        drop(ours);
+        writer.join().unwrap();
+    }
+
+    #[test]
+    fn what_another_host_wants_is_checked_before_it_is_a_flag() {
+        let good = flags(&wanted(&[("multifd-compression", "zstd")])).unwrap();
+        assert!(good.contains(&"--multifd-compression=zstd".to_owned()));
+        for options in [
+            &[("json", "/etc/passwd")][..],
+            &[("multifd-channels", "0")],
+            &[("multifd-channels", "2 --json=x")],
+            &[("compress", "on"), ("multifd", "on")],
+        ] {
+            assert!(flags(&wanted(options)).is_err(), "{options:?}");
+        }
+        for change in [
+            |wanted: &mut Wanted| wanted.ram = u64::MAX,
+            |wanted: &mut Wanted| wanted.ram = 0,
+            |wanted: &mut Wanted| wanted.vcpus = 0,
+            |wanted: &mut Wanted| wanted.hotlift_bench = 2,
+            |wanted: &mut Wanted| wanted.guest = "kvm --json=x".to_owned(),
+        ] {
+            let mut bad = wanted(&[]);
+            change(&mut bad);
+            assert!(flags(&bad).is_err(), "{bad:?}");
+        }
+    }
+}

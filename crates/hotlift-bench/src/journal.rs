@@ -1,0 +1,131 @@
+//! `runs.jsonl`: each run is appended as it ends.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use hotlift_console::error::ConsoleError;
+use hotlift_console::output_file;
+
+use super::record::Record;
+
+/// The file, and what could not be written to it yet.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    file: File,
+    pending: Vec<Vec<u8>>,
+    told: bool,
+}
+
+impl Journal {
+    /// Opens `runs.jsonl` in `folder`, which is made if it is not there. Runs of before are kept.
+    ///
+    /// # Errors
+    /// If either cannot be made or written.
+    pub fn open(folder: &Path) -> Result<Self, ConsoleError> {
+        let path = folder.join("runs.jsonl");
+        let open = || {
+            std::fs::create_dir_all(folder)?;
+            output_file::open(&path, OpenOptions::new().create(true).append(true))
+        };
+        match open() {
+            Ok(file) => Ok(Self {
+                path,
+                file,
+                pending: Vec::new(),
+                told: false,
+            }),
+            Err(source) => Err(ConsoleError::Write { path, source }),
+        }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Appends `record`. What a full disk does not take is kept, tried again with the next one, and said
+    /// once.
+    pub fn keep(&mut self, record: &Record) {
+        if let Ok(mut line) = serde_json::to_vec(record) {
+            line.push(b'\n');
+            self.pending.push(line);
+        }
+        if let Err(error) = self.write_pending()
+            && !self.told
+        {
+            self.told = true;
+            super::warn(format!(
+                "cannot write {}: {error}; the bench goes on, and tries again after each run",
+                self.path.display()
+            ));
+        }
+    }
+
+    fn write_pending(&mut self) -> io::Result<()> {
+        while let Some(line) = self.pending.first() {
+            let length = self.file.metadata()?.len();
+            let written = self
+                .file
+                .write_all(line)
+                .and_then(|()| self.file.sync_data());
+            if let Err(error) = written {
+                // Half a line would spoil the next.
+                self.file.set_len(length)?;
+                return Err(error);
+            }
+            self.pending.remove(0);
+        }
+        Ok(())
+    }
+
+    /// Tries a last time to write what is left.
+    ///
+    /// # Errors
+    /// If runs stay unwritten.
+    pub fn finish(&mut self) -> Result<(), ConsoleError> {
+        self.write_pending().map_err(|source| ConsoleError::Write {
+            path: self.path.clone(),
+            source,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::record::{read, tests::example};
+    use super::*;
+
+    #[test]
+    fn runs_are_appended_to_those_of_before() {
+        let folder = tempfile::tempdir().unwrap();
+        for _ in 0..2 {
+            let mut journal = Journal::open(&folder.path().join("out")).unwrap();
+            journal.keep(&example());
+            journal.finish().unwrap();
+        }
+        let runs = read(&folder.path().join("out/runs.jsonl")).unwrap();
+        assert_eq!(runs, [example(), example()]);
+    }
+
+    #[test]
+    fn what_a_full_disk_refuses_is_kept_for_later() {
+        let mut journal = Journal {
+            path: "/dev/full".into(),
+            file: OpenOptions::new().append(true).open("/dev/full").unwrap(),
+            pending: Vec::new(),
+            told: false,
+        };
+        journal.keep(&example());
+        journal.keep(&example());
+        assert_eq!(journal.pending.len(), 2);
+        let error = journal.finish().unwrap_err();
+        assert!(error.line().contains("/dev/full"), "{}", error.line());
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("runs.jsonl");
+        journal.file = File::create(&path).unwrap();
+        journal.finish().unwrap();
+        assert_eq!(std::fs::read_to_string(path).unwrap().lines().count(), 2);
+    }
+}

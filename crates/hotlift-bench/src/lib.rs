@@ -1,0 +1,357 @@
+//! `hotlift bench`: migrations in many settings, in turn, kept as records.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `cell`, `matrix` | a setting, and every combination of what was asked for |
+//! | `runner`, `journal` | runs them in random order; keeps each as it ends |
+//! | `record` | what is kept: a line of JSON a run |
+//! | `built_in`, `far` | a run of the built-in guest, on this host or to another |
+//! | `qemu`, `machines` | the same work by a real QEMU |
+//! | `link` | limits that are real, by network namespaces |
+//! | `threads`, `machine`, `warm` | what the kernel counts; what this machine is; memory for the next run |
+//! | `figures`, `stats`, `table` | what is shown of a run; medians and quotients, as tables |
+//! | `report` | the same as one HTML file |
+//! | `suite` | the published tables |
+//! | `error` | why a bench failed |
+
+#![forbid(unsafe_code)]
+
+mod built_in;
+mod cell;
+pub mod error;
+mod far;
+mod figures;
+mod journal;
+mod link;
+mod machine;
+mod machines;
+mod matrix;
+mod qemu;
+mod record;
+mod report;
+mod runner;
+mod stats;
+mod suite;
+mod table;
+mod threads;
+mod warm;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use hotlift::Address;
+use hotlift_console::args::{GuestArgs, GuestChoice, RamBackend, ram, size};
+use hotlift_console::error::ConsoleError;
+use hotlift_console::output::{self, complain};
+use hotlift_console::output_file;
+use hotlift_console::pair::Place;
+use hotlift_console::progress::bytes;
+use hotlift_console::signals::Interrupt;
+use hotlift_vmm::layout::MAX_VCPUS;
+
+use crate::error::BenchError;
+use cell::Cell;
+use far::Far;
+use journal::Journal;
+use link::Link;
+use matrix::MatrixArgs;
+use record::{Outcome, Record};
+use runner::Bench;
+use suite::{Choice, Suite};
+
+/// Where runs are kept, if nothing is said.
+const OUT: &str = "hotlift-bench";
+
+/// RAM of the matrix's guests, if none is given.
+const RAM: u64 = 1 << 30;
+
+/// Flags of `bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// Reproduce a published table instead of the matrix, or all of them
+    #[arg(long, value_name = "NAME", value_parser = suite::choose, conflicts_with_all = ["methods",
+          "levels", "channels", "zero_pages", "bandwidths", "workloads", "zero_shares", "zero_touched"])]
+    suite: Option<Choice>,
+    /// Run each cell so often
+    #[arg(long, value_name = "N", default_value_t = 3,
+          value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    /// Keep runs.jsonl and report.html in this folder; runs of before stay [default: hotlift-bench; with
+    /// --kept the folder of its first file]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Say which cells there are and what memory they need, and run none
+    #[arg(long)]
+    dry_run: bool,
+    /// Have this QEMU do the same work in the same run
+    #[arg(long, value_name = "PATH", conflicts_with = "to")]
+    with_qemu: Option<PathBuf>,
+    /// Migrate to the host where 'hotlift bench --serve' waits: tcp:HOST:PORT
+    #[arg(long, value_name = "URI")]
+    to: Option<Address>,
+    /// Be the other host: take the guests of 'hotlift bench --to', until Ctrl-C
+    #[arg(long, value_name = "URI", conflicts_with_all = ["to", "suite", "with_qemu", "link"])]
+    serve: Option<Address>,
+    /// Print the tables of kept runs, write their report into the folder of --out, and run nothing;
+    /// repeatable
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
+    kept: Vec<PathBuf>,
+    /// Limit the link on this machine by network namespaces (root), as in 1gbit or 200mbit,2ms
+    #[arg(long, value_name = "RATE[,DELAY]", conflicts_with = "to")]
+    link: Option<Link>,
+    /// End a run that takes longer
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, hide_short_help = true,
+          value_parser = clap::value_parser!(u64).range(1..))]
+    time_limit: u64,
+    /// Bytes of RAM, with suffix K, M or G [default: 1G, of a suite the published size; less where
+    /// it does not fit]
+    #[arg(long, value_name = "SIZE", value_parser = ram, help_heading = "Guest")]
+    ram: Option<u64>,
+    /// Number of vCPUs, 1 to 8
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Guest",
+          value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
+    vcpus: u8,
+    /// Pages that the guest writes in a second
+    #[arg(
+        long,
+        value_name = "PAGES/S",
+        default_value_t = 20_000,
+        help_heading = "Guest"
+    )]
+    rate: u64,
+    /// Bytes that it writes to [default: an eighth of the RAM]
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Guest", hide_short_help = true)]
+    working_set: Option<u64>,
+    /// Write the zero pages once, so that the host has to allocate them
+    #[arg(long, help_heading = "Guest", hide_short_help = true)]
+    zero_touched: bool,
+    /// Start of all random numbers, those of the order of runs among them
+    #[arg(long, value_name = "N", default_value_t = 1, hide_short_help = true)]
+    seed: u64,
+    #[command(flatten)]
+    matrix: MatrixArgs,
+}
+
+/// Says `text` on standard output, which may be a pipe that nobody reads any more.
+fn say(text: impl std::fmt::Display) -> Result<(), BenchError> {
+    Ok(output::result(&text.to_string()).map_err(ConsoleError::Output)?)
+}
+
+/// Says `text` on standard error, as every warning of the command is said; nobody may read it any more.
+fn warn(text: impl std::fmt::Display) {
+    complain!("hotlift: {text}");
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// If it cannot be run, or not to its end; or if runs have failed.
+pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
+    let interrupt = Interrupt::catch()?;
+    if let Some(at) = &args.serve {
+        return far::serve(at, &interrupt);
+    }
+    if !args.kept.is_empty() {
+        return show_kept(&args.kept, args.out.as_deref());
+    }
+    let far = args.to.as_ref().map(Far::new).transpose()?;
+    let qemu = args.with_qemu.as_deref().map(qemu::Program::find);
+    let qemu = qemu.transpose()?;
+    let suites: Vec<Option<&Suite>> = match &args.suite {
+        Some(suites) => suites.0.iter().copied().map(Some).collect(),
+        None => vec![None],
+    };
+    let mut parts = Vec::new();
+    for suite in suites {
+        parts.push((suite, cells(args, suite, qemu.is_some())?));
+    }
+    if args.dry_run {
+        let all: Vec<Cell> = parts.into_iter().flat_map(|(_, cells)| cells).collect();
+        return dry_run(args, &all, far.is_none());
+    }
+    let out = args.out.as_deref().unwrap_or(Path::new(OUT));
+    let joined = args.link.as_ref().map(Link::set_up).transpose()?;
+    let mut bench = Bench {
+        suite: String::new(),
+        seed: args.seed,
+        repeats: args.repeats,
+        limit: Duration::from_secs(args.time_limit),
+        place: joined
+            .as_ref()
+            .map_or_else(Place::default, |joined| joined.place()),
+        far,
+        qemu,
+        journal: Journal::open(out)?,
+        interrupt: &interrupt,
+    };
+    let mut records = Vec::new();
+    let number = parts.len();
+    for (i, (suite, cells)) in parts.iter().enumerate() {
+        bench.suite = suite.map_or("matrix", |suite| suite.name).to_owned();
+        if number > 1 {
+            warn(format!("suite {} of {number}: {}", i + 1, bench.suite));
+        }
+        records.extend(bench.run(cells)?);
+        if interrupt.is_raised() {
+            break;
+        }
+    }
+    // Both files before a word: who reads this may have gone.
+    let kept = bench.journal.finish();
+    let report = match records.is_empty() {
+        true => None,
+        false => Some(write_report(out, &records)),
+    };
+    for records in suite::split(&records) {
+        print(&records)?;
+    }
+    say(format!("raw runs: {}", bench.journal.path().display()))?;
+    kept?;
+    if let Some(report) = report.transpose()? {
+        say(report)?;
+    }
+    outcome(&records, &interrupt)
+}
+
+/// The cells of a suite, or of the matrix.
+fn cells(
+    args: &BenchArgs,
+    suite: Option<&Suite>,
+    beside_qemu: bool,
+) -> Result<Vec<Cell>, BenchError> {
+    let base = base(args, suite)?;
+    let mut cells = match suite {
+        Some(suite) => suite.cells(&base, &args.matrix)?,
+        None => args.matrix.cells(&base)?,
+    };
+    for cell in &mut cells {
+        cell.guest.check()?;
+        cell.link = args.link.as_ref().map(Link::text);
+    }
+    match beside_qemu {
+        true => Ok(matrix::beside_qemu(cells)?),
+        false => Ok(cells),
+    }
+}
+
+/// The guest that every cell changes something of.
+fn base(args: &BenchArgs, suite: Option<&Suite>) -> Result<GuestArgs, BenchError> {
+    let ends = if args.to.is_none() { 2 } else { 1 };
+    let ram = match args.ram {
+        Some(ram) => ram,
+        None => {
+            let wanted = suite.map_or(RAM, Suite::ram);
+            let (ram, words) = machine::fitting(wanted, ends);
+            if let Some(words) = words {
+                say(words)?;
+            }
+            ram
+        }
+    };
+    Ok(GuestArgs {
+        guest: GuestChoice::Auto,
+        vcpus: args.vcpus,
+        ram,
+        ram_backend: RamBackend::Private,
+        workload: hotlift_vmm::workload::Workload::Idle,
+        rate: args.rate,
+        working_set: args.working_set,
+        fill: None,
+        zero_share: None,
+        zero_touched: args.zero_touched,
+        seed: args.seed,
+    })
+}
+
+fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), BenchError> {
+    let rows = cells.iter().map(Cell::row).collect::<Result<Vec<_>, _>>()?;
+    let labels = table::Labels::of(&rows);
+    for (cell, row) in cells.iter().zip(&rows) {
+        say(format!(
+            "{}: {}",
+            labels.text(row, "QEMU"),
+            bytes(cell.memory(here))
+        ))?;
+    }
+    let most = cells.iter().map(|cell| cell.memory(here)).max();
+    say(format!(
+        "{} cells, {} runs; each needs up to {} of memory, and {} are free",
+        cells.len(),
+        cells.len() * args.repeats as usize,
+        bytes(most.unwrap_or(0)),
+        bytes(machine::available())
+    ))
+}
+
+/// The table of `records`, which are of one suite or the matrix.
+fn print(records: &[Record]) -> Result<(), BenchError> {
+    let Some(first) = records.first() else {
+        return Ok(());
+    };
+    let machine = &first.machine;
+    say(format!(
+        "{}, {} cores, {} of memory, Linux {}, load {:.1}",
+        machine.cpu,
+        machine.cores,
+        bytes(machine.memory_bytes),
+        machine.kernel,
+        machine.load
+    ))?;
+    match suite::find(&first.suite) {
+        Ok(suite) => say(suite.sheet(records)),
+        Err(_) => say(table::matrix(records)),
+    }
+}
+
+/// Writes `report.html` into `folder`, and gives the line that says so.
+fn write_report(folder: &Path, records: &[Record]) -> Result<String, BenchError> {
+    let path = folder.join("report.html");
+    std::fs::create_dir_all(folder)
+        .and_then(|()| output_file::write(&path, report::html(records).as_bytes()))
+        .map_err(|source| ConsoleError::Write {
+            path: path.clone(),
+            source,
+        })?;
+    Ok(format!("report: {}", path.display()))
+}
+
+/// The tables of runs that were kept, one for each suite among them, and their report.
+fn show_kept(files: &[PathBuf], out: Option<&Path>) -> Result<(), BenchError> {
+    let mut records = Vec::new();
+    for path in files {
+        records.extend(record::read(path)?);
+    }
+    let beside = files.first().and_then(|file| file.parent());
+    let folder = out.or(beside).unwrap_or(Path::new("."));
+    let report = write_report(folder, &records)?;
+    for records in suite::split(&records) {
+        print(&records)?;
+    }
+    say(report)
+}
+
+/// How the command ends: a failed cell does not stop the others, and is not forgotten either.
+fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), BenchError> {
+    if interrupt.is_raised() {
+        return Err(ConsoleError::Interrupted.into());
+    }
+    let failed = records.iter().filter(|run| match &run.outcome {
+        Outcome::Completed(completed) => completed.verified == Some(false),
+        Outcome::Failed { .. } => true,
+        Outcome::Skipped { .. } => false,
+    });
+    match failed.count() {
+        0 => Ok(()),
+        failed => Err(ConsoleError::Migrations {
+            failed,
+            runs: records.len(),
+        }
+        .into()),
+    }
+}
+
+/// Heads of the columns of figures.
+pub fn figure_names() -> impl Iterator<Item = &'static str> {
+    figures::ALL.iter().map(|figure| figure.name)
+}

@@ -1,0 +1,102 @@
+//! What this machine is, and what fits into it.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use hotlift_console::progress::bytes;
+
+use super::cell::memory;
+use super::record::Machine;
+
+/// Left to the rest of the machine when sizes are chosen.
+const LEFT_FREE: u64 = 512 << 20;
+
+/// Least RAM of a guest that a size is scaled down to.
+const LEAST_RAM: u64 = 64 << 20;
+
+/// The machine as it is now. Versions that were found by others come with them.
+pub fn look(versions: BTreeMap<String, String>, destination: Option<String>) -> Machine {
+    let cpus = read("/proc/cpuinfo");
+    let cpu = cpus
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(':'))
+        .map_or("unknown", |(_, name)| name.trim());
+    let load = read("/proc/loadavg");
+    Machine {
+        cpu: cpu.to_owned(),
+        cores: cores(),
+        memory_bytes: meminfo("MemTotal"),
+        kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+        load: load
+            .split(' ')
+            .next()
+            .and_then(|load| load.parse().ok())
+            .unwrap_or_default(),
+        versions,
+        command: std::env::args().collect(),
+        destination,
+    }
+}
+
+/// Cores that this process may use.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// Bytes of memory that can be had without swapping.
+pub fn available() -> u64 {
+    meminfo("MemAvailable")
+}
+
+/// The largest RAM, `wanted` halved as often as needed, of which `ends` guests fit into the memory
+/// that is free now; and the words that say so if it was halved.
+pub fn fitting(wanted: u64, ends: u64) -> (u64, Option<String>) {
+    let free = available();
+    let mut ram = wanted;
+    while memory(ram, ends) + LEFT_FREE > free && ram > LEAST_RAM {
+        ram = (ram / 2).next_multiple_of(2 << 20);
+    }
+    let words = (ram < wanted).then(|| {
+        format!(
+            "RAM is {} instead of {}: {ends} guests have to fit into {} of free memory",
+            bytes(ram),
+            bytes(wanted),
+            bytes(free)
+        )
+    });
+    (ram, words)
+}
+
+fn meminfo(name: &str) -> u64 {
+    read("/proc/meminfo")
+        .lines()
+        .find_map(|line| {
+            let value = line.strip_prefix(name)?.strip_prefix(':')?;
+            value.trim().strip_suffix(" kB")?.parse::<u64>().ok()
+        })
+        .map_or(0, |kib| kib << 10)
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(path).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_shrink_to_the_memory_that_is_free_and_say_so() {
+        let (ram, words) = fitting(1 << 50, 2);
+        assert!(memory(ram, 2) <= available().max(memory(LEAST_RAM, 2)));
+        assert!(words.unwrap().contains("instead of"));
+        assert_eq!(fitting(LEAST_RAM, 1), (LEAST_RAM, None));
+    }
+
+    #[test]
+    fn the_machine_tells_what_it_is() {
+        let machine = look(BTreeMap::new(), None);
+        assert!(machine.cores > 0 && machine.memory_bytes > 0, "{machine:?}");
+        assert!(!machine.kernel.is_empty() && !machine.command.is_empty());
+    }
+}

@@ -1,0 +1,540 @@
+//! A QEMU process with a guest of ours: started, filled, compared and ended.
+
+use std::cell::RefCell;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use hotlift_console::error::ConsoleError;
+use hotlift_console::events::Filling;
+use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use hotlift_vmm::fill::{FillSettings, write_fill};
+use hotlift_vmm::kvm;
+use hotlift_vmm::layout::Layout;
+use hotlift_vmm::{GuestKind, GuestSettings};
+use tempfile::{NamedTempFile, TempDir};
+
+use crate::error::BenchError;
+
+/// How long a QEMU may take until it answers, and its guest until it writes.
+const START: Duration = Duration::from_secs(60);
+
+/// How long threads of a migration that is over may take to end.
+const THREADS_END: Duration = Duration::from_secs(5);
+
+/// RAM is written and compared in pieces of so many bytes.
+const PIECE: usize = 1 << 20;
+
+const PAGE: usize = 4096;
+
+/// Where the guest program is loaded, and where in its head and in its first vCPU's block are what is
+/// looked at (`hotlift-vmm/guest/hotlift.s`: LOAD, head, WRITES, ERRORS).
+const LOAD: u64 = 0x10_0000;
+const HEAD_BLOCKS: u64 = 16;
+const WRITES: u64 = 0;
+const ERRORS: u64 = 8;
+
+/// QEMU's TCG counts nanoseconds.
+const TCG_TSC_KHZ: u32 = 1_000_000;
+
+/// Begins of the names that threads of a migration have; the last three are those of QEMU 7.2.
+const MIGRATION_THREADS: &[&str] = &[
+    "mig/",
+    "multifd",
+    "live_migration",
+    "compress",
+    "decompress",
+];
+
+/// The bytes that fill RAM, kept from run to run while the settings stay.
+#[derive(Debug, Default)]
+pub struct Image(RefCell<Option<Kept>>);
+
+#[derive(Debug)]
+struct Kept {
+    layout: Layout,
+    settings: FillSettings,
+    file: NamedTempFile,
+    filling: Filling,
+}
+
+impl Image {
+    /// The file with what RAM holds from the start of `layout`'s filled range on.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn of(
+        &self,
+        layout: &Layout,
+        settings: &FillSettings,
+    ) -> Result<(File, Filling), BenchError> {
+        let failed = |source| ConsoleError::Write {
+            path: tempfile::env::temp_dir(),
+            source,
+        };
+        let mut kept = self.0.borrow_mut();
+        if let Some(kept) = kept.as_ref()
+            && kept.layout == *layout
+            && kept.settings == *settings
+        {
+            return Ok((kept.file.reopen().map_err(failed)?, kept.filling));
+        }
+        // The one of before goes first: both may not fit.
+        *kept = None;
+        let file = NamedTempFile::with_prefix("hotlift-fill-").map_err(failed)?;
+        let filling = Filling::from(&write_fill(file.path(), layout, settings)?);
+        let opened = file.reopen().map_err(failed)?;
+        *kept = Some(Kept {
+            layout: *layout,
+            settings: settings.clone(),
+            file,
+            filling,
+        });
+        Ok((opened, filling))
+    }
+}
+
+/// How a machine is started.
+pub struct Start<'a> {
+    /// QEMU.
+    pub program: &'a Path,
+    /// KVM, or TCG for threads.
+    pub kind: GuestKind,
+    /// Its RAM, and what its guest does.
+    pub guest: &'a GuestSettings,
+    /// It waits for a migration.
+    pub incoming: bool,
+    /// Its RAM is touched before.
+    pub prealloc: bool,
+    /// Words before its command.
+    pub prefix: &'a [String],
+    /// Signals.
+    pub interrupt: &'a Interrupt,
+}
+
+/// A QEMU; killed when it goes out of scope, and by the kernel if this process is killed.
+pub struct Machine {
+    child: Child,
+    /// Its machine protocol.
+    pub qmp: Qemu,
+    ram_bytes: u64,
+    folder: TempDir,
+}
+
+/// Ended with its owner until it has another.
+struct Starting(Option<Child>);
+
+impl Drop for Starting {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Machine {
+    /// Starts a machine whose vCPUs wait.
+    ///
+    /// # Errors
+    /// If it does not start; with QEMU's last words.
+    pub fn start(start: &Start<'_>) -> Result<Self, BenchError> {
+        let failed = |source| ConsoleError::Process {
+            what: "setpriv … QEMU",
+            source,
+        };
+        let folder = tempfile::Builder::new()
+            .prefix("hotlift-bench-")
+            .tempdir()
+            .map_err(failed)?;
+        let socket = folder.path().join("qmp");
+        let said = File::create(folder.path().join("stderr")).map_err(failed)?;
+        let mut words: Vec<String> = start.prefix.to_vec();
+        // QEMU is not to outlive a bench that is killed, and cannot be told so itself.
+        words.extend(["setpriv", "--pdeathsig", "KILL"].map(str::to_owned));
+        words.push(start.program.display().to_string());
+        words.extend(command_line(start, folder.path()).map_err(failed)?);
+        words.push("-qmp".to_owned());
+        words.push(format!("unix:{},server=on,wait=off", socket.display()));
+        let (first, rest) = words.split_first().ok_or(ConsoleError::NoQemu)?;
+        let child = Command::new(first)
+            .args(rest)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(said)
+            .spawn()
+            .map_err(failed)?;
+        let mut starting = Starting(Some(child));
+        let qmp = connect(&mut starting, &socket, folder.path(), start.interrupt)?;
+        let child = starting.0.take().ok_or(ConsoleError::NoQemu)?;
+        Ok(Self {
+            child,
+            qmp,
+            ram_bytes: start.guest.ram_bytes,
+            folder,
+        })
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Writes `image` into RAM; its zero pages too if they are to be `touched`.
+    ///
+    /// # Errors
+    /// If its memory cannot be found or written.
+    pub fn fill(&self, image: &File, layout: &Layout, touched: bool) -> Result<(), BenchError> {
+        let memory = self.memory(true)?;
+        let start = memory.at + layout.filled().start;
+        let write = |at: u64, bytes: &[u8]| memory.file.write_all_at(bytes, start + at);
+        pieces(image, |at, piece| {
+            if touched {
+                return write(at, piece);
+            }
+            // Zero pages stay as they never were.
+            let mut offset = at;
+            for page in piece.chunks(PAGE) {
+                if page.iter().any(|&byte| byte != 0) {
+                    write(offset, page)?;
+                }
+                offset += PAGE as u64;
+            }
+            Ok(())
+        })
+        .map_err(|source| self.failed("fill the RAM of QEMU", source))
+    }
+
+    /// Whether RAM is `image`, apart from what the guest writes to; and that a guest which `writes` goes on
+    /// doing so, and has found no error itself.
+    ///
+    /// # Errors
+    /// If its memory cannot be read.
+    pub fn holds(&self, image: &File, layout: &Layout, writes: bool) -> Result<bool, BenchError> {
+        let memory = self.memory(false)?;
+        let start = memory.at + layout.filled().start;
+        let skip = if writes { layout.working_set() } else { 0 };
+        let mut same = true;
+        let mut theirs = vec![0; PIECE];
+        let compared = pieces(image, |at, piece| {
+            let theirs = &mut theirs[..piece.len()];
+            memory.file.read_exact_at(theirs, start + at)?;
+            let own = skip.saturating_sub(at).min(piece.len() as u64);
+            let own = usize::try_from(own).unwrap_or(piece.len());
+            same &= theirs[own..] == piece[own..];
+            Ok(())
+        });
+        compared.map_err(|source| self.failed("read the RAM of QEMU", source))?;
+        if writes {
+            let before = self.count(WRITES)?;
+            let deadline = Instant::now() + START;
+            while self.count(WRITES)? == before {
+                if Instant::now() > deadline {
+                    return Ok(false);
+                }
+                std::thread::sleep(TICK);
+            }
+            same &= self.count(ERRORS)? == 0;
+        }
+        Ok(same)
+    }
+
+    /// Waits until the guest has written something.
+    ///
+    /// # Errors
+    /// If it does not.
+    pub fn await_writes(&self, interrupt: &Interrupt) -> Result<(), BenchError> {
+        let deadline = Instant::now() + START;
+        while self.count(WRITES)? == 0 {
+            if interrupt.is_raised() {
+                return Err(ConsoleError::Interrupted.into());
+            }
+            if Instant::now() > deadline {
+                return Err(ConsoleError::NotWell {
+                    problem: format!("it has written nothing for {START:?}"),
+                }
+                .into());
+            }
+            std::thread::sleep(TICK);
+        }
+        Ok(())
+    }
+
+    /// A word of the first vCPU's block.
+    fn count(&self, word: u64) -> Result<u64, BenchError> {
+        let memory = self.memory(false)?;
+        let read = |offset: u64| {
+            let mut bytes = [0; 8];
+            memory
+                .file
+                .read_exact_at(&mut bytes, memory.at + offset)
+                .map_err(|source| self.failed("read the RAM of QEMU", source))?;
+            Ok::<_, BenchError>(u64::from_le_bytes(bytes))
+        };
+        let block = read(LOAD + HEAD_BLOCKS)?;
+        // Before the firmware has loaded the program there is none.
+        if block == 0 || block >= self.ram_bytes {
+            return Ok(0);
+        }
+        read(block + word)
+    }
+
+    /// The port of TCP on which it listens for a migration, by the kernel's lists of its network namespace.
+    pub fn listens_on(&self) -> Option<u16> {
+        let process = PathBuf::from(format!("/proc/{}", self.pid()));
+        let sockets: Vec<String> = std::fs::read_dir(process.join("fd"))
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter_map(|fd| Some(std::fs::read_link(fd.path()).ok()?.display().to_string()))
+            .collect();
+        let listens = |line: &str| {
+            let (port, inode) = listening(line)?;
+            sockets
+                .contains(&format!("socket:[{inode}]"))
+                .then_some(port)
+        };
+        ["net/tcp", "net/tcp6"].into_iter().find_map(|list| {
+            let text = std::fs::read_to_string(process.join(list)).ok()?;
+            text.lines().find_map(listens)
+        })
+    }
+
+    /// QEMU says `completed` before it has joined its channel threads; they still count.
+    pub fn await_end_of_migration_threads(&self) {
+        let deadline = Instant::now() + THREADS_END;
+        let runs = || {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid()));
+            tasks.into_iter().flatten().flatten().any(|task| {
+                let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+                MIGRATION_THREADS
+                    .iter()
+                    .any(|begin| name.starts_with(begin))
+            })
+        };
+        while runs() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Its memory, and where RAM begins in it. A child's may be opened (ptrace(2), access mode checking)
+    /// unless the system forbids even that.
+    fn memory(&self, write: bool) -> Result<Memory, BenchError> {
+        let pid = self.pid();
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))
+            .map_err(|source| self.failed("find the RAM of QEMU", source))?;
+        let mut found = maps
+            .lines()
+            .filter_map(|line| anonymous(line, self.ram_bytes));
+        let (Some(at), None) = (found.next(), found.next()) else {
+            let problem = io::Error::other("not one mapping of its size");
+            return Err(self.failed("find the RAM of QEMU", problem));
+        };
+        let file = File::options()
+            .read(true)
+            .write(write)
+            .open(format!("/proc/{pid}/mem"))
+            .map_err(|source| self.failed("open the memory of QEMU", source))?;
+        Ok(Memory { file, at })
+    }
+
+    fn failed(&self, what: &'static str, source: io::Error) -> BenchError {
+        // A QEMU that has ended explains itself.
+        match last_line(self.folder.path()) {
+            Some(words) if !Path::new(&format!("/proc/{}/maps", self.pid())).exists() => {
+                ConsoleError::QemuCommand { problem: words }.into()
+            }
+            _ => ConsoleError::Process { what, source }.into(),
+        }
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+struct Memory {
+    file: File,
+    at: u64,
+}
+
+/// The start of a mapping of `length` bytes that is private, writable and of no file.
+fn anonymous(line: &str, length: u64) -> Option<u64> {
+    let mut words = line.split_whitespace();
+    let (from, to) = words.next()?.split_once('-')?;
+    let from = u64::from_str_radix(from, 16).ok()?;
+    let to = u64::from_str_radix(to, 16).ok()?;
+    let mode = words.next()?;
+    let inode = words.nth(2)?;
+    let is_ram = to - from == length && mode == "rw-p" && inode == "0" && words.next().is_none();
+    is_ram.then_some(from)
+}
+
+/// Port and inode of a listening socket in a line of /proc/net/tcp (proc_net_tcp(5)).
+fn listening(line: &str) -> Option<(u16, u64)> {
+    /// `TCP_LISTEN`, in hexadecimal.
+    const LISTEN: &str = "0A";
+    let mut words = line.split_whitespace().skip(1);
+    let (_, port) = words.next()?.rsplit_once(':')?;
+    let is_listening = words.nth(1)? == LISTEN;
+    let inode = words.nth(5)?.parse().ok()?;
+    let port = u16::from_str_radix(port, 16).ok()?;
+    is_listening.then_some((port, inode))
+}
+
+/// Calls `each` with every piece of `file` and its offset.
+fn pieces(file: &File, mut each: impl FnMut(u64, &[u8]) -> io::Result<()>) -> io::Result<()> {
+    let length = file.metadata()?.len();
+    let mut buffer = vec![0; PIECE];
+    let mut at = 0;
+    while at < length {
+        let piece = usize::try_from((length - at).min(PIECE as u64)).unwrap_or(PIECE);
+        file.read_exact_at(&mut buffer[..piece], at)?;
+        each(at, &buffer[..piece])?;
+        at += piece as u64;
+    }
+    Ok(())
+}
+
+fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
+    let guest = start.guest;
+    let accelerator = match start.kind {
+        GuestKind::Kvm => "kvm",
+        GuestKind::Threads => "tcg",
+    };
+    let ram = format!("{}k", guest.ram_bytes >> 10);
+    // RAM is private anonymous memory, as Hotlift's guests have it.
+    let mut words: Vec<String> = [
+        "-machine",
+        "pc,graphics=off",
+        "-accel",
+        accelerator,
+        "-m",
+        &ram,
+        "-nodefaults",
+        "-display",
+        "none",
+        "-vga",
+        "none",
+        "-serial",
+        "null",
+        "-name",
+        "hotlift-bench,debug-threads=on",
+    ]
+    .map(str::to_owned)
+    .into();
+    let writes = guest.workload.name() != "idle" && guest.rate > 0;
+    if writes {
+        let elf = folder.join("hotlift.elf");
+        std::fs::write(&elf, kvm::ELF)?;
+        let tsc_khz = match start.kind {
+            GuestKind::Kvm => kvm::host_tsc_khz().map_err(io::Error::other)?,
+            GuestKind::Threads => TCG_TSC_KHZ,
+        };
+        words.extend([
+            // SeaBIOS takes 12 s under the KVM of a nested cloud, this one 0.3 s.
+            "-bios".to_owned(),
+            "qboot.rom".to_owned(),
+            "-kernel".to_owned(),
+            elf.display().to_string(),
+            "-append".to_owned(),
+            format!(
+                "workload={} rate={} ws={} seed={} tsc_khz={tsc_khz}",
+                guest.workload,
+                guest.rate,
+                guest.working_set.unwrap_or(guest.ram_bytes / 8),
+                guest.seed
+            ),
+        ]);
+    }
+    if start.incoming {
+        words.extend(["-incoming", "defer"].map(str::to_owned));
+    }
+    // A source starts with 'cont' once it is filled; a destination that is to run does so itself.
+    if !start.incoming || !writes {
+        words.push("-S".to_owned());
+    }
+    words.extend(start.prealloc.then(|| "-mem-prealloc".to_owned()));
+    Ok(words)
+}
+
+fn connect(
+    starting: &mut Starting,
+    socket: &Path,
+    folder: &Path,
+    interrupt: &Interrupt,
+) -> Result<Qemu, BenchError> {
+    let address = QmpAddress::Unix(socket.to_owned());
+    let deadline = Instant::now() + START;
+    loop {
+        let error = match Qemu::connect(&address, TICK * 4) {
+            Ok(qmp) => return Ok(qmp),
+            Err(error) => error,
+        };
+        let ended = starting
+            .0
+            .as_mut()
+            .and_then(|child| child.try_wait().ok().flatten());
+        if let Some(status) = ended {
+            return Err(match last_line(folder) {
+                Some(problem) => ConsoleError::QemuCommand { problem }.into(),
+                None => ConsoleError::QemuEnded { status }.into(),
+            });
+        }
+        if interrupt.is_raised() {
+            return Err(ConsoleError::Interrupted.into());
+        }
+        let is_early = matches!(
+            error,
+            QmpError::Connect { .. } | QmpError::Timeout { .. } | QmpError::Closed { .. }
+        );
+        if !is_early || Instant::now() > deadline {
+            return Err(BenchError::qmp(error));
+        }
+    }
+}
+
+fn last_line(folder: &Path) -> Option<String> {
+    let said = std::fs::read_to_string(folder.join("stderr")).ok()?;
+    let line = said.lines().rfind(|line| !line.trim().is_empty())?;
+    Some(line.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_listening_socket_is_known_by_its_port_and_inode() {
+        let line = "   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 22345 \
+                    1 ffff8b0000000000 100 0 0 10 0";
+        assert_eq!(listening(line), Some((8080, 22345)));
+        let established = line.replace(" 0A ", " 01 ");
+        let head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode";
+        for other in [established.as_str(), head, ""] {
+            assert_eq!(listening(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn ram_is_the_private_mapping_of_its_size_that_no_file_has() {
+        let ram = "7f0000000000-7f0004000000 rw-p 00000000 00:00 0 ";
+        assert_eq!(anonymous(ram, 64 << 20), Some(0x7f00_0000_0000));
+        assert_eq!(anonymous(ram, 32 << 20), None);
+        for other in [
+            "7f0000000000-7f0004000000 rw-s 00000000 00:01 7 /memfd:x",
+            "7f0000000000-7f0004000000 rw-p 00000000 00:00 0 [heap]",
+            "7f0000000000-7f0004000000 r--p 00000000 00:00 0 ",
+            "",
+        ] {
+            assert_eq!(anonymous(other, 64 << 20), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,365 @@
+//! The matrix: every combination of what was listed for each axis.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use hotlift::options::{OptionError, Role, option};
+use hotlift_console::args::{GuestArgs, GuestChoice, share};
+use hotlift_console::migration_args::MigrationArgs;
+use hotlift_vmm::GuestKind;
+use hotlift_vmm::workload::Workload;
+
+use super::cell::{Cell, with_method};
+use super::record::Engine;
+use crate::error::BenchError;
+
+/// Flags of the matrix. Each takes a list with commas; every combination is run.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Matrix (lists with commas)")]
+pub struct MatrixArgs {
+    /// Page compression methods; "compress" is that of threads on the main channel
+    #[arg(
+        long = "method",
+        value_name = "NAMES",
+        value_delimiter = ',',
+        default_value = "none,zlib,zstd,lz4"
+    )]
+    methods: Vec<String>,
+    /// Levels, for the methods that have some [default: each method's own]
+    #[arg(long = "level", value_name = "LEVELS", value_delimiter = ',')]
+    levels: Vec<u8>,
+    /// Numbers of multifd channels
+    #[arg(long = "channels", value_name = "NUMBERS", value_delimiter = ',', default_value = "2",
+          value_parser = clap::value_parser!(u8).range(1..))]
+    channels: Vec<u8>,
+    /// Where zero pages are looked for
+    #[arg(
+        long = "zero-page-detection",
+        value_name = "MODES",
+        value_delimiter = ',',
+        default_value = "multifd"
+    )]
+    zero_pages: Vec<String>,
+    /// Limits of the migration in bytes/s, with suffix K, M, G; 0 is unlimited
+    #[arg(
+        long = "max-bandwidth",
+        value_name = "RATES",
+        value_delimiter = ',',
+        default_value = "0"
+    )]
+    bandwidths: Vec<String>,
+    /// Which guests
+    #[arg(
+        long = "guest",
+        value_enum,
+        value_name = "KINDS",
+        value_delimiter = ',',
+        default_value = "auto"
+    )]
+    guests: Vec<GuestChoice>,
+    /// Where the guest writes: idle, random, sequential or hotset
+    #[arg(
+        long = "workload",
+        value_name = "NAMES",
+        value_delimiter = ',',
+        default_value = "idle"
+    )]
+    workloads: Vec<Workload>,
+    /// Folders or memory images that RAM is filled with; "generated" is a generated mix
+    #[arg(
+        long = "fill",
+        value_name = "PATHS",
+        value_delimiter = ',',
+        default_value = "generated"
+    )]
+    fills: Vec<PathBuf>,
+    /// Shares of pages that stay zero, 0 to 1 [default: 0.25; of an image those that it has]
+    #[arg(
+        long = "zero-share",
+        value_name = "SHARES",
+        value_delimiter = ',',
+        value_parser = share
+    )]
+    zero_shares: Vec<f64>,
+    /// An option of a migration with its values, as in --with mem-prealloc=off,on; repeatable
+    #[arg(long = "with", value_name = "NAME=VALUES", value_parser = axis)]
+    with: Vec<Axis>,
+}
+
+/// An option and the values that it takes.
+#[derive(Debug, Clone)]
+struct Axis {
+    name: &'static str,
+    values: Vec<String>,
+}
+
+fn axis(text: &str) -> Result<Axis, String> {
+    let (name, values) = text
+        .split_once('=')
+        .ok_or_else(|| "expected NAME=VALUES".to_owned())?;
+    let info = option(name).map_err(|error| error.to_string())?;
+    if let Some(instead) = info.refusal(Role::Pair) {
+        return Err(format!("it is not for a benchmark: {instead}"));
+    }
+    let values: Vec<String> = values.split(',').map(str::to_owned).collect();
+    for value in &values {
+        let mut options = hotlift::Options::default();
+        options
+            .set(name, value)
+            .map_err(|error| error.to_string())?;
+    }
+    Ok(Axis {
+        name: info.name,
+        values,
+    })
+}
+
+impl MatrixArgs {
+    /// Every combination, each once, for a guest like `base`.
+    ///
+    /// # Errors
+    /// If a value is out of range, or options do not go together.
+    pub fn cells(&self, base: &GuestArgs) -> Result<Vec<Cell>, BenchError> {
+        let mut cells: Vec<Cell> = Vec::new();
+        let migrations = self.migrations()?;
+        for guest in self.guests(base) {
+            let kind = guest.kind();
+            for migration in &migrations {
+                let cell = Cell {
+                    engine: Engine::Hotlift,
+                    kind,
+                    guest: guest.clone(),
+                    migration: migration.clone(),
+                    link: None,
+                };
+                add_new(&mut cells, cell)?;
+            }
+        }
+        Ok(cells)
+    }
+
+    /// `migrations`, each once with every combination of `--with`, without the options named `but`. Of each
+    /// what would be without effect is left out: levels, channels and devices mean nothing to some methods.
+    ///
+    /// # Errors
+    /// If options do not go together, or one of `--with` is without effect in all of them.
+    pub fn with_each(
+        &self,
+        mut migrations: Vec<MigrationArgs>,
+        but: &[&str],
+    ) -> Result<Vec<MigrationArgs>, OptionError> {
+        for axis in self.with.iter().filter(|axis| !but.contains(&axis.name)) {
+            migrations = each(&migrations, &axis.values, |migration, value| {
+                *migration = migration.with(axis.name, value);
+            });
+        }
+        let effective: Vec<_> = migrations
+            .iter()
+            .map(MigrationArgs::without_idle)
+            .collect::<Result<_, _>>()?;
+        for axis in self.with.iter().filter(|axis| !but.contains(&axis.name)) {
+            if effective.iter().all(|migration| !migration.has(axis.name)) {
+                let mut all = migrations.iter();
+                all.try_for_each(|migration| migration.refuse_if_idle(axis.name))?;
+            }
+        }
+        Ok(effective)
+    }
+
+    /// The value that `--with` gives to `name`.
+    pub fn given(&self, name: &str) -> Option<&str> {
+        let axis = self.with.iter().find(|axis| axis.name == name)?;
+        axis.values.first().map(String::as_str)
+    }
+
+    /// The options of `--with`.
+    pub fn with_names(&self) -> impl Iterator<Item = &'static str> {
+        self.with.iter().map(|axis| axis.name)
+    }
+
+    /// The first of the fills, as a suite takes it.
+    pub fn fill(&self) -> Option<PathBuf> {
+        self.fills.first().cloned().filter(|fill| is_a_path(fill))
+    }
+
+    /// The first of the guests.
+    pub fn guest(&self) -> GuestChoice {
+        self.guests.first().copied().unwrap_or(GuestChoice::Auto)
+    }
+
+    fn guests(&self, base: &GuestArgs) -> Vec<GuestArgs> {
+        let mut guests = vec![base.clone()];
+        guests = each(&guests, &self.guests, |guest, choice| guest.guest = *choice);
+        guests = each(&guests, &self.workloads, |guest, workload| {
+            guest.workload = *workload;
+        });
+        guests = each(&guests, &self.fills, |guest, fill| {
+            guest.fill = Some(fill.clone()).filter(|fill| is_a_path(fill));
+        });
+        match self.zero_shares.as_slice() {
+            [] => guests,
+            shares => each(&guests, shares, |guest, share| {
+                guest.zero_share = Some(*share);
+            }),
+        }
+    }
+
+    fn migrations(&self) -> Result<Vec<MigrationArgs>, OptionError> {
+        let mut levels: Vec<_> = self.levels.iter().copied().map(Some).collect();
+        if levels.is_empty() {
+            levels.push(None);
+        }
+        let mut migrations = Vec::new();
+        for method in &self.methods {
+            for level in &levels {
+                migrations.push(with_method(&MigrationArgs::default(), method, *level)?);
+            }
+        }
+        let channels: Vec<_> = self.channels.iter().map(u8::to_string).collect();
+        let axes = [
+            ("multifd-channels", &channels),
+            ("zero-page-detection", &self.zero_pages),
+            ("max-bandwidth", &self.bandwidths),
+        ];
+        for (name, values) in axes {
+            migrations = each(&migrations, values, |migration, value| {
+                *migration = migration.with(name, value);
+            });
+        }
+        self.with_each(migrations, &[])
+    }
+}
+
+fn is_a_path(fill: &Path) -> bool {
+    fill.as_os_str() != "generated"
+}
+
+/// `bases`, each once with each of `values`.
+fn each<T: Clone, V>(bases: &[T], values: &[V], set: impl Fn(&mut T, &V)) -> Vec<T> {
+    let mut all = Vec::new();
+    for base in bases {
+        for value in values {
+            let mut one = base.clone();
+            set(&mut one, value);
+            all.push(one);
+        }
+    }
+    all
+}
+
+/// Adds `cell` unless one with the same row is there: levels and channels mean nothing to some methods.
+///
+/// # Errors
+/// If its options do not go together.
+pub fn add_new(cells: &mut Vec<Cell>, cell: Cell) -> Result<(), OptionError> {
+    let row = cell.row()?;
+    for known in cells.iter() {
+        if known.row()? == row {
+            return Ok(());
+        }
+    }
+    cells.push(cell);
+    Ok(())
+}
+
+/// `cells` and the same for QEMU, where a QEMU has what they ask for: what is Hotlift's own is left out.
+///
+/// # Errors
+/// If options do not go together.
+pub fn beside_qemu(cells: Vec<Cell>) -> Result<Vec<Cell>, OptionError> {
+    let mut both = Vec::new();
+    for cell in cells {
+        let of_qemu = Cell {
+            engine: Engine::Qemu,
+            kind: match hotlift_vmm::best_kind() {
+                (GuestKind::Kvm, _) => GuestKind::Kvm,
+                (GuestKind::Threads, _) => GuestKind::Threads,
+            },
+            ..cell.clone()
+        };
+        add_new(&mut both, cell)?;
+        // Of two kinds of our guest QEMU has the same one.
+        add_new(&mut both, of_qemu)?;
+    }
+    Ok(both)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        matrix: MatrixArgs,
+    }
+
+    fn base() -> GuestArgs {
+        #[derive(Parser)]
+        struct Base {
+            #[command(flatten)]
+            guest: GuestArgs,
+        }
+        Base::parse_from(["t"]).guest
+    }
+
+    fn cells(flags: &[&str]) -> Vec<Cell> {
+        let line = Line::parse_from(std::iter::once(&"t").chain(flags));
+        line.matrix.cells(&base()).unwrap()
+    }
+
+    #[test]
+    fn every_combination_is_a_cell_and_none_is_there_twice() {
+        let all = cells(&[
+            "--guest=threads",
+            "--method=none,zstd,compress",
+            "--level=1,3",
+            "--channels=2,4",
+            "--max-bandwidth=0,125M",
+            "--with=mem-prealloc=off,on",
+        ]);
+        // none: 2 channels; zstd: 2 levels x 2 channels; compress: 2 levels; each x 2 x 2.
+        assert_eq!(all.len(), (2 + 4 + 2) * 4);
+        let devices = cells(&[
+            "--guest=threads",
+            "--method=none",
+            "--zero-page-detection=multifd,dsa-accel",
+            "--with=accel-path=dsa-model:",
+        ]);
+        let with_devices = devices
+            .iter()
+            .filter(|cell| cell.migration.has("accel-path"));
+        assert_eq!((devices.len(), with_devices.count()), (2, 1));
+        let workloads = cells(&["--guest=threads", "--method=none", "--workload=idle,random"]);
+        assert_eq!(workloads.len(), 2);
+    }
+
+    #[test]
+    fn qemu_has_each_of_its_cells_once_whatever_our_guests_are() {
+        let ours = cells(&["--guest=threads,kvm", "--method=none,zstd"]);
+        let both = beside_qemu(ours).unwrap();
+        let of_qemu = both.iter().filter(|cell| cell.engine == Engine::Qemu);
+        assert_eq!((both.len(), of_qemu.count()), (6, 2));
+    }
+
+    #[test]
+    fn an_axis_that_no_cell_has_a_use_for_is_refused() {
+        let flags = [
+            "--guest=threads",
+            "--method=none",
+            "--with=compress-threads=2,4",
+        ];
+        let line = Line::parse_from(std::iter::once("t").chain(flags));
+        let error = line.matrix.cells(&base()).unwrap_err().line();
+        assert!(error.contains("needs compress=on"), "{error}");
+    }
+
+    #[test]
+    fn an_axis_of_an_unknown_option_or_value_is_refused_by_name() {
+        for bad in ["mem-prealoc=on", "mem-prealloc=perhaps", "mem-prealloc"] {
+            let line = Line::try_parse_from(["t", "--with", bad]);
+            assert!(line.is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Runs put together: repeats of one row, rows that differ in how they migrate alone.
+
+use crate::figures::{self, Figure};
+use crate::record::{Completed, Engine, Outcome, Record, Row};
+use crate::stats::Spread;
+use crate::table::{Labels, channels, series, zero_share};
+
+/// All runs of one row.
+pub struct Series<'a> {
+    /// What they share.
+    pub row: Row,
+    /// Who ran it: "Hotlift", "QEMU 10.0.2".
+    pub who: String,
+    /// What tells it from the other rows of its chapter, beside wire and guest.
+    pub name: String,
+    /// The runs that completed, in their order.
+    pub runs: Vec<&'a Record>,
+    /// Why others did not, each with how often.
+    pub problems: Vec<(&'a str, usize)>,
+}
+
+/// Rows of the same work over the same link.
+pub struct Condition<'a> {
+    /// The wire, and what of the guest is not the same everywhere.
+    pub title: String,
+    /// The guest, and what all rows of the chapter have in common, in words.
+    pub note: String,
+    /// A row each.
+    pub series: Vec<Series<'a>>,
+}
+
+impl<'a> Series<'a> {
+    fn new(row: Row, who: String, labels: &Labels, records: &'a [Record]) -> Self {
+        let mut name = vec![row.method_and_level(), channels(&row)];
+        if row.engine == Engine::Qemu {
+            name[0].insert_str(0, &format!("{who} "));
+        }
+        name.extend(labels.way(&row));
+        let mut series = Self {
+            row,
+            who,
+            name: name.join(", "),
+            runs: Vec::new(),
+            problems: Vec::new(),
+        };
+        let runs = records
+            .iter()
+            .filter(|run| run.row == series.row && run.who() == series.who);
+        for record in runs.collect::<Vec<_>>() {
+            let why = match &record.outcome {
+                Outcome::Completed(_) => {
+                    series.runs.push(record);
+                    continue;
+                }
+                Outcome::Failed { error: why } | Outcome::Skipped { reason: why } => why,
+            };
+            match series.problems.iter_mut().find(|(known, _)| known == why) {
+                Some((_, times)) => *times += 1,
+                None => series.problems.push((why, 1)),
+            }
+        }
+        series
+    }
+
+    /// The runs that completed.
+    pub fn completed(&self) -> impl Iterator<Item = &'a Completed> {
+        self.runs.iter().filter_map(|run| run.completed())
+    }
+
+    /// Of all runs that completed.
+    pub fn spread(&self, figure: Figure) -> Option<Spread> {
+        figure.spread(self.completed())
+    }
+
+    /// The run in the middle by total time.
+    pub fn typical(&self) -> Option<&'a Completed> {
+        let mut runs: Vec<_> = self.completed().collect();
+        runs.sort_by(|a, b| a.source.total_ms.total_cmp(&b.source.total_ms));
+        runs.get(runs.len() / 2).copied()
+    }
+}
+
+impl<'a> Condition<'a> {
+    /// The link's rate in bytes a second; `None` without limit.
+    pub fn rate(&self) -> Option<f64> {
+        self.series.first().and_then(|series| rate(&series.row))
+    }
+
+    /// CPU of source and destination per GiB, and of which GiB.
+    pub fn cpu(&self) -> ([Figure; 2], &'static str) {
+        cpu(self.series.iter().flat_map(Series::completed))
+    }
+
+    /// Whether the guest is the same, over whatever link.
+    pub fn has_the_guest_of(&self, other: &Self) -> bool {
+        let first = |condition: &Self| condition.series.first().map(|series| series.row.clone());
+        first(self).zip(first(other)).is_some_and(|(a, b)| {
+            let b = Row {
+                max_bandwidth: a.max_bandwidth,
+                link: a.link.clone(),
+                ..b
+            };
+            is_the_same_work(&a, &b)
+        })
+    }
+}
+
+/// CPU of both sides per GiB of pages with content; of all pages, where nearly none has content.
+pub fn cpu<'a>(mut runs: impl Iterator<Item = &'a Completed>) -> ([Figure; 2], &'static str) {
+    match runs.all(figures::has_content) {
+        true => (
+            [figures::SOURCE_CPU, figures::DESTINATION_CPU],
+            "GiB of pages with content",
+        ),
+        false => (
+            [figures::SOURCE_CPU_OF_ALL, figures::DESTINATION_CPU_OF_ALL],
+            "GiB of all pages, of which nearly none has content",
+        ),
+    }
+}
+
+/// The link's rate in bytes a second; `None` without limit.
+pub fn rate(row: &Row) -> Option<f64> {
+    let link = row.link.as_deref().and_then(|link| {
+        let rate = link.split(',').next()?;
+        hotlift_host::bandwidth::parse(rate).ok()
+    });
+    match (link, row.max_bandwidth) {
+        (link, 0) => link,
+        (link, limit) => Some(link.map_or(limit as f64, |link| link.min(limit as f64))),
+    }
+}
+
+/// "1 Gbit/s", or "no limit".
+pub fn rate_text(rate: Option<f64>) -> String {
+    match rate.map(|bytes| bytes * 8.0) {
+        None => "no limit".to_owned(),
+        Some(bits) if bits >= 1e9 => format!("{} Gbit/s", short(bits / 1e9)),
+        Some(bits) => format!("{} Mbit/s", short(bits / 1e6)),
+    }
+}
+
+/// At most two places, none that are zero, and none of a large number.
+pub fn short(value: f64) -> String {
+    if value >= 100.0 {
+        return format!("{value:.0}");
+    }
+    let text = format!("{value:.2}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+/// The guest of a row, in words.
+pub fn guest(row: &Row) -> String {
+    let guest = &row.guest;
+    let touched = match guest.zero_touched {
+        true => ", written once",
+        false => "",
+    };
+    let work = match guest.workload.as_str() {
+        "idle" => "idle".to_owned(),
+        name => format!(
+            "{name} at {} pages/s in {}",
+            guest.rate,
+            hotlift_console::progress::bytes(guest.working_set)
+        ),
+    };
+    format!(
+        "{} guest, {} vCPU, {} of RAM filled with {}, {}{touched}, {work}",
+        guest.kind,
+        guest.vcpus,
+        hotlift_console::progress::bytes(guest.ram_bytes),
+        fill(&guest.fill),
+        zero_share(guest),
+    )
+}
+
+/// What RAM was filled with, in words.
+pub fn fill(fill: &str) -> &str {
+    match fill {
+        "generated" => "a generated mix",
+        folder => folder,
+    }
+}
+
+/// A QEMU's guest is of another kind than Hotlift's, and that alone makes no other work.
+fn is_the_same_work(a: &Row, b: &Row) -> bool {
+    let mut guest = b.guest.clone();
+    guest.kind.clone_from(&a.guest.kind);
+    (&a.link, a.max_bandwidth, &a.guest) == (&b.link, b.max_bandwidth, &guest)
+}
+
+/// Records of one chapter, by wire and guest.
+pub fn conditions(records: &[Record]) -> Vec<Condition<'_>> {
+    let all_series = series(records);
+    let rows: Vec<Row> = all_series.iter().map(|(row, _)| row.clone()).collect();
+    let labels = Labels::of(&rows);
+    let mut all: Vec<Condition<'_>> = Vec::new();
+    for (row, who) in all_series {
+        let series = Series::new(row, who, &labels, records);
+        let row = &series.row;
+        let same = |condition: &&mut Condition<'_>| {
+            let first = condition.series.first();
+            first.is_some_and(|other| is_the_same_work(&other.row, row))
+        };
+        if let Some(condition) = all.iter_mut().find(same) {
+            condition.series.push(series);
+            continue;
+        }
+        let mut title = vec![format!("Wire: {}", rate_text(rate(row)))];
+        title.extend(labels.work(row));
+        let mut note = vec![guest(row)];
+        note.extend(labels.common_way(row));
+        all.push(Condition {
+            title: title.join(", "),
+            note: note.join("; "),
+            series: vec![series],
+        });
+    }
+    all
+}

@@ -1,0 +1,283 @@
+//! Runs the cells in turn, in random order, as often as asked; keeps each run as it ends.
+
+use std::collections::BTreeMap;
+use std::io::IsTerminal;
+use std::time::{Duration, Instant, SystemTime};
+
+use hotlift_console::events::Moment;
+use hotlift_console::output;
+use hotlift_console::pair::Place;
+use hotlift_console::progress::{self, bytes};
+use hotlift_console::signals::Interrupt;
+
+use super::built_in;
+use super::cell::Cell;
+use super::far::Far;
+use super::journal::Journal;
+use super::machine;
+use super::qemu::Program;
+use super::record::{Engine, Outcome, Record, Row};
+use super::table::Labels;
+use crate::error::BenchError;
+
+/// What all runs of one call have in common.
+pub struct Bench<'a> {
+    /// "matrix", or the suite.
+    pub suite: String,
+    /// Start of the random order.
+    pub seed: u64,
+    /// How often each cell runs.
+    pub repeats: u32,
+    /// How long a run may take.
+    pub limit: Duration,
+    /// Where the two sides are.
+    pub place: Place,
+    /// The other host, if the destination is there.
+    pub far: Option<Far>,
+    /// The QEMU of cells that are QEMU's.
+    pub qemu: Option<Program>,
+    /// Where runs are kept.
+    pub journal: Journal,
+    /// Signals.
+    pub interrupt: &'a Interrupt,
+}
+
+impl Bench<'_> {
+    /// Runs every cell `repeats` times. A cell that fails costs a line, not the others. After a signal
+    /// the run under way is given up, and what was done is returned.
+    ///
+    /// # Errors
+    /// If no process can be started.
+    pub fn run(&mut self, cells: &[Cell]) -> Result<Vec<Record>, BenchError> {
+        let series = now();
+        let rows: Vec<Row> = cells.iter().map(Cell::row).collect::<Result<_, _>>()?;
+        let labels = Labels::of(&rows);
+        let mut random = fastrand::Rng::with_seed(self.seed);
+        let mut display = Display::new(cells.len(), self.repeats);
+        let mut said: BTreeMap<usize, String> = BTreeMap::new();
+        let mut records = Vec::new();
+        for repeat in 1..=self.repeats {
+            let mut order: Vec<usize> = (0..cells.len()).collect();
+            // A drift of the machine then favours no cell.
+            random.shuffle(&mut order);
+            for index in order {
+                let label = labels.text(&rows[index], "QEMU");
+                display.begin(index, &label);
+                let time = now();
+                let machine = self.machine(&cells[index]);
+                let started = Instant::now();
+                let outcome = self.run_cell(&cells[index], &mut |moment| display.moment(moment))?;
+                if self.interrupt.is_raised() {
+                    display.clear();
+                    return Ok(records);
+                }
+                display.end(index, started.elapsed(), &outcome);
+                if let Outcome::Failed { error: why } | Outcome::Skipped { reason: why } = &outcome
+                    && said.get(&index) != Some(why)
+                {
+                    super::warn(format!("{label}: {why}"));
+                    said.insert(index, why.clone());
+                }
+                let record = Record {
+                    suite: self.suite.clone(),
+                    series: series.clone(),
+                    number: u32::try_from(records.len() + 1).unwrap_or(u32::MAX),
+                    repeat,
+                    time,
+                    row: rows[index].clone(),
+                    machine,
+                    outcome,
+                };
+                self.journal.keep(&record);
+                records.push(record);
+            }
+        }
+        display.clear();
+        Ok(records)
+    }
+
+    fn machine(&self, cell: &Cell) -> super::record::Machine {
+        let mut versions =
+            BTreeMap::from([("hotlift".to_owned(), env!("CARGO_PKG_VERSION").to_owned())]);
+        match (cell.engine, &self.qemu) {
+            (Engine::Qemu, Some(program)) => {
+                versions.insert("qemu".to_owned(), program.version.to_string());
+            }
+            (Engine::Qemu, None) => {}
+            (Engine::Hotlift, _) => {
+                if let Ok(options) = cell.migration.options() {
+                    versions.insert("method".to_owned(), options.library());
+                }
+            }
+        }
+        machine::look(versions, self.far.as_ref().map(Far::name))
+    }
+
+    fn run_cell(&self, cell: &Cell, tell: &mut dyn FnMut(&Moment)) -> Result<Outcome, BenchError> {
+        let (needed, free) = (cell.memory(self.far.is_none()), machine::available());
+        if needed > free {
+            return Ok(Outcome::Skipped {
+                reason: format!(
+                    "it needs {} of memory, and {} are free: give a smaller --ram",
+                    bytes(needed),
+                    bytes(free)
+                ),
+            });
+        }
+        match (cell.engine, &self.qemu) {
+            (Engine::Hotlift, _) => built_in::run(
+                cell,
+                &self.place,
+                self.far.as_ref(),
+                self.limit,
+                self.interrupt,
+                tell,
+            ),
+            (Engine::Qemu, Some(program)) => {
+                Ok(program.run(cell, &self.place, self.limit, self.interrupt, tell))
+            }
+            (Engine::Qemu, None) => Ok(Outcome::Skipped {
+                reason: "no QEMU was given: use --with-qemu".to_owned(),
+            }),
+        }
+    }
+}
+
+/// UTC, as RFC 3339 has it.
+fn now() -> String {
+    humantime::format_rfc3339_seconds(SystemTime::now()).to_string()
+}
+
+/// How far the bench is: one line that is rewritten on a terminal, a line a run elsewhere.
+struct Display {
+    terminal: bool,
+    cells: usize,
+    runs: usize,
+    done: usize,
+    /// Times of the runs of each cell.
+    took: BTreeMap<usize, Vec<Duration>>,
+    /// How often each cell is still to be run.
+    left: Vec<u32>,
+    label: String,
+    words: String,
+}
+
+impl Display {
+    fn new(cells: usize, repeats: u32) -> Self {
+        let left = vec![repeats; cells];
+        Self {
+            terminal: std::io::stderr().is_terminal(),
+            cells,
+            runs: left.iter().map(|&left| left as usize).sum(),
+            done: 0,
+            took: BTreeMap::new(),
+            left,
+            label: String::new(),
+            words: String::new(),
+        }
+    }
+
+    fn begin(&mut self, cell: usize, label: &str) {
+        self.left[cell] = self.left[cell].saturating_sub(1);
+        self.label = label.to_owned();
+        self.words = "begins".to_owned();
+        self.show();
+    }
+
+    fn moment(&mut self, moment: &Moment) {
+        self.words = format!(
+            "round {}, {} to go",
+            moment.round,
+            bytes(moment.remaining_bytes)
+        );
+        self.show();
+    }
+
+    fn show(&self) {
+        if self.terminal {
+            output::progress(&progress::rewritten(&self.line()));
+        }
+    }
+
+    fn end(&mut self, cell: usize, took: Duration, outcome: &Outcome) {
+        self.done += 1;
+        self.took.entry(cell).or_default().push(took);
+        self.words = match outcome {
+            Outcome::Completed(completed) => format!(
+                "{:.0} ms, CPU {:.2} + {:.2} s",
+                completed.source.total_ms,
+                completed.source.side.cpu_s,
+                completed.destination.side.cpu_s
+            ),
+            Outcome::Failed { .. } => "failed".to_owned(),
+            Outcome::Skipped { .. } => "skipped".to_owned(),
+        };
+        if self.terminal {
+            self.clear();
+        } else {
+            output::progress(&format!("{}\n", self.line()));
+        }
+    }
+
+    fn clear(&self) {
+        if self.terminal {
+            output::progress("\r\x1b[K");
+        }
+    }
+
+    fn line(&self) -> String {
+        let number = (self.done + 1).min(self.runs);
+        let number = if self.terminal { number } else { self.done };
+        format!(
+            "[{number}/{}] {}: {}; {}",
+            self.runs,
+            self.label,
+            self.words,
+            self.time_left()
+        )
+    }
+
+    /// By what each cell has taken so far, and by the mean of all for those that have not run yet.
+    fn time_left(&self) -> String {
+        let all: Vec<Duration> = self.took.values().flatten().copied().collect();
+        let Some(mean) = mean_of(&all) else {
+            return format!("{} cells, time left unknown", self.cells);
+        };
+        let left: Duration = self
+            .left
+            .iter()
+            .enumerate()
+            .map(|(cell, &left)| {
+                let took = self.took.get(&cell).and_then(|took| mean_of(took));
+                took.unwrap_or(mean) * left
+            })
+            .sum();
+        let rounded = Duration::from_secs((left + Duration::from_millis(500)).as_secs());
+        format!("{} left", humantime::format_duration(rounded))
+    }
+}
+
+fn mean_of(times: &[Duration]) -> Option<Duration> {
+    let number = u32::try_from(times.len())
+        .ok()
+        .filter(|&number| number > 0)?;
+    Some(times.iter().sum::<Duration>() / number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_left_is_that_of_the_runs_left_by_what_each_cell_took() {
+        let mut display = Display::new(2, 2);
+        display.begin(0, "a");
+        assert!(display.time_left().contains("unknown"));
+        let outcome = Outcome::Completed(Box::default());
+        display.end(0, Duration::from_secs(10), &outcome);
+        assert_eq!(display.time_left(), "30s left");
+        display.begin(1, "b");
+        display.end(1, Duration::from_secs(2), &outcome);
+        assert_eq!(display.time_left(), "12s left");
+    }
+}

@@ -1,0 +1,391 @@
+//! The table of a matrix: a line a row, and Hotlift beside QEMU.
+
+use std::collections::BTreeSet;
+
+use hotlift_console::progress::bytes;
+use hotlift_console::table::align;
+use hotlift_console::width;
+
+use super::figures::{self, Figure};
+use super::record::{Completed, Engine, GuestRow, Outcome, Record, Row, whos};
+
+/// Names rows by what tells them apart.
+pub struct Labels {
+    differs: Vec<bool>,
+    options: BTreeSet<String>,
+}
+
+/// What of a row [`Labels`] name.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum About {
+    /// Its channels.
+    Channels,
+    /// The rest of how it migrates.
+    Way,
+    /// Over which link.
+    Wire,
+    /// What migrates.
+    Work,
+}
+
+impl Labels {
+    /// For rows that stand together.
+    pub fn of(rows: &[Row]) -> Self {
+        let all: Vec<_> = rows.iter().map(parts).collect();
+        let differs = (0..all.first().map_or(0, Vec::len))
+            .map(|part| {
+                let mut said = all.iter().filter_map(|row| row[part].1.as_ref());
+                said.next()
+                    .is_some_and(|first| said.any(|other| other != first))
+            })
+            .collect();
+        let names = rows.iter().flat_map(|row| row.options.keys());
+        let differing = |name: &&String| {
+            let mut values = rows.iter().map(|row| row.options.get(*name));
+            let first = values.next();
+            values.any(|value| Some(value) != first)
+        };
+        let options = names.filter(differing).cloned().collect();
+        Self { differs, options }
+    }
+
+    /// The name of one of them: its method, and all that is not the same everywhere.
+    pub fn text(&self, row: &Row, who: &str) -> String {
+        let mut words = vec![row.method_and_level()];
+        if row.engine == Engine::Qemu {
+            words.insert(0, who.to_owned());
+        }
+        words.extend(self.words(row, About::Channels, true));
+        words.extend(self.way(row));
+        words.extend(self.words(row, About::Wire, true));
+        words.extend(self.work(row));
+        words.join(" ")
+    }
+
+    /// How it migrates, beside method, level and channels, as far as that is not the same everywhere.
+    pub fn way(&self, row: &Row) -> Vec<String> {
+        let mut words = self.words(row, About::Way, true);
+        words.extend(self.options(row, true));
+        words
+    }
+
+    /// How all of them migrate that is nobody's default.
+    pub fn common_way(&self, row: &Row) -> Vec<String> {
+        let mut words = self.words(row, About::Way, false);
+        words.retain(|word| !["zero pages: multifd", &row.guest.kind].contains(&word.as_str()));
+        words.extend(self.options(row, false));
+        words
+    }
+
+    /// Options of all of them that nothing else in a table says.
+    fn common_options(&self, row: &Row) -> Vec<String> {
+        let mut options = self.options(row, false);
+        let channels = self.words(row, About::Channels, false);
+        options.extend(channels.into_iter().filter(|_| row.channels == 0));
+        options
+    }
+
+    /// What migrates, as far as that is not the same everywhere.
+    pub fn work(&self, row: &Row) -> Vec<String> {
+        self.words(row, About::Work, true)
+    }
+
+    fn words(&self, row: &Row, about: About, differs: bool) -> Vec<String> {
+        let parts = parts(row).into_iter().zip(&self.differs);
+        parts
+            .filter(|((of, _), different)| *of == about && **different == differs)
+            .filter_map(|((_, words), _)| words.filter(|words| !words.is_empty()))
+            .collect()
+    }
+
+    fn options(&self, row: &Row, differs: bool) -> Vec<String> {
+        // Whether there is multifd is said where the channels are.
+        let chosen = row
+            .options
+            .iter()
+            .filter(|(name, _)| *name != "multifd" && self.options.contains(*name) == differs);
+        chosen
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect()
+    }
+}
+
+/// What may tell a row apart, beside engine, method, level and options; `None` where it means nothing.
+fn parts(row: &Row) -> Vec<(About, Option<String>)> {
+    let guest = &row.guest;
+    let bandwidth = match row.max_bandwidth {
+        0 => "unlimited".to_owned(),
+        limit => format!("{}/s", bytes(limit)),
+    };
+    let link = row.link.as_ref().map(|link| format!("link {link}"));
+    let touched = match guest.zero_touched {
+        true => "zero pages written once",
+        false => "",
+    };
+    let writes = guest.workload != "idle";
+    let detects = !row.zero_page_detection.is_empty();
+    vec![
+        (About::Channels, Some(channels(row))),
+        (
+            About::Way,
+            detects.then(|| format!("zero pages: {}", row.zero_page_detection)),
+        ),
+        (About::Way, Some(guest.kind.clone())),
+        (About::Wire, Some(bandwidth)),
+        (About::Wire, Some(link.unwrap_or_default())),
+        (About::Work, Some(format!("{} vCPU", guest.vcpus))),
+        (About::Work, Some(bytes(guest.ram_bytes))),
+        (About::Work, Some(guest.fill.clone())),
+        (About::Work, Some(zero_share(guest))),
+        (About::Work, Some(touched.to_owned())),
+        (About::Work, Some(guest.workload.clone())),
+        (
+            About::Work,
+            writes.then(|| format!("{} pages/s", guest.rate)),
+        ),
+        (
+            About::Work,
+            writes.then(|| format!("in {}", bytes(guest.working_set))),
+        ),
+    ]
+}
+
+/// "25 % zero", as it was asked for.
+pub fn zero_share(guest: &GuestRow) -> String {
+    match guest.zero_share {
+        Some(share) => format!("{:.0} % zero", share * 100.0),
+        None => "zero pages as in the file".to_owned(),
+    }
+}
+
+/// "2 ch", or that it is without multifd.
+pub fn channels(row: &Row) -> String {
+    match row.channels {
+        0 => "no multifd".to_owned(),
+        channels => format!("{channels} ch"),
+    }
+}
+
+const COLUMNS: &[Figure] = &[
+    figures::TOTAL_MS,
+    figures::DOWN_MS,
+    figures::MBPS,
+    figures::PAGES_PER_SECOND,
+    figures::RATIO,
+    figures::SOURCE_CPU,
+    figures::DESTINATION_CPU,
+    figures::SOURCE_CPU_OF_ALL,
+    figures::DESTINATION_CPU_OF_ALL,
+];
+
+/// The table of `records`: median (lowest–highest) a row.
+pub fn matrix(records: &[Record]) -> String {
+    let series = series(records);
+    let rows: Vec<Row> = series.iter().map(|(row, _)| row.clone()).collect();
+    let labels = Labels::of(&rows);
+    let all: Vec<&Completed> = records.iter().filter_map(Record::completed).collect();
+    let columns = figures::meant(COLUMNS, &all);
+    let mut header = vec!["", "runs"];
+    header.extend(columns.iter().map(|figure| figure.name));
+    header.push("verified");
+    let mut lines = Vec::new();
+    for (row, who) in &series {
+        let of = |run: &&Record| run.row == *row && run.who() == *who;
+        let runs: Vec<&Record> = records.iter().filter(of).collect();
+        let completed: Vec<&Completed> = runs.iter().filter_map(|run| run.completed()).collect();
+        let mut line = vec![labels.text(row, who), completed.len().to_string()];
+        let figures = columns.iter();
+        line.extend(figures.map(|figure| figure.text(completed.iter().copied())));
+        line.push(verified(&runs));
+        lines.push(line);
+        let ours = rows.iter().find(|ours| is_the_same_work(ours, row));
+        let pairs = ours.map(|ours| pairs(records, ours, (row, who)));
+        if let Some(pairs) = pairs.filter(|pairs| !pairs.is_empty()) {
+            let mut line = vec![format!("  Hotlift / {who}"), pairs.len().to_string()];
+            line.extend(columns.iter().map(|figure| figure.quotient(&pairs)));
+            line.push(String::new());
+            lines.push(line);
+        }
+    }
+    let table = width::fitted(&header, &lines, align);
+    let all = match rows.first().map(|row| labels.common_options(row)) {
+        Some(options) if !options.is_empty() => format!("; all with {}", options.join(", ")),
+        _ => String::new(),
+    };
+    format!("median (lowest–highest){all}\n{table}")
+}
+
+/// Rows of `records`, sorted, each with who ran it: a QEMU of another version is somebody else.
+pub fn series<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<(Row, String)> {
+    let records: Vec<&Record> = records.into_iter().collect();
+    let rows = rows(records.iter().copied()).into_iter();
+    rows.flat_map(|row| {
+        let runs = records.iter().copied().filter(|run| run.row == row);
+        let whos = whos(runs).into_iter();
+        whos.map(|who| (row.clone(), who)).collect::<Vec<_>>()
+    })
+    .collect()
+}
+
+/// Rows of `records`, sorted.
+fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::new();
+    for record in records {
+        if !rows.contains(&record.row) {
+            rows.push(record.row.clone());
+        }
+    }
+    // The order of the runs was random. Rows of one work stand together, slow wires first, and a QEMU's row
+    // behind ours.
+    rows.sort_by_cached_key(|row| {
+        let guest = &row.guest;
+        let work = (
+            guest.ram_bytes,
+            guest.workload.clone(),
+            guest.fill.clone(),
+            guest.zero_share.map(f64::to_bits),
+            guest.zero_touched,
+            (guest.rate, guest.working_set),
+            row.link.clone(),
+            row.max_bandwidth.wrapping_sub(1),
+        );
+        let way = (
+            row.method != "none",
+            row.method.clone(),
+            row.level,
+            row.channels,
+            row.zero_page_detection.clone(),
+            row.options.clone(),
+            guest.kind.clone(),
+        );
+        (work, way, row.engine == Engine::Qemu)
+    });
+    rows
+}
+
+/// True if `theirs` is what QEMU did of the work of `ours`.
+pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
+    let mut same = theirs.clone();
+    same.engine = ours.engine;
+    same.guest.kind.clone_from(&ours.guest.kind);
+    (ours.engine, theirs.engine) == (Engine::Hotlift, Engine::Qemu) && same == *ours
+}
+
+/// Runs of our row and of a QEMU's with the same repeat: neighbours in time.
+pub fn pairs<'a>(
+    records: impl IntoIterator<Item = &'a Record>,
+    ours: &Row,
+    (theirs, who): (&Row, &str),
+) -> Vec<(&'a Completed, &'a Completed)> {
+    let records: Vec<&Record> = records.into_iter().collect();
+    let of_ours = records.iter().filter(|run| run.row == *ours);
+    of_ours
+        .filter_map(|run| {
+            let other = records.iter().find(|other| {
+                let same = other.repeat == run.repeat && other.series == run.series;
+                same && other.row == *theirs && other.who() == who
+            })?;
+            Some((run.completed()?, other.completed()?))
+        })
+        .collect()
+}
+
+/// Whether all of these were found well: "yes", or the worst of them.
+pub fn verified(runs: &[&Record]) -> String {
+    let said: Vec<&str> = runs
+        .iter()
+        .map(|run| match &run.outcome {
+            Outcome::Completed(completed) => match completed.verified {
+                Some(true) => "yes",
+                Some(false) => "NO",
+                None => "-",
+            },
+            Outcome::Failed { .. } => "failed",
+            Outcome::Skipped { .. } => "skipped",
+        })
+        .collect();
+    match said.iter().find(|word| **word != "yes") {
+        None => "yes".to_owned(),
+        Some(worst) if said.iter().all(|word| word == worst) => (*worst).to_owned(),
+        Some(worst) => {
+            let number = said.iter().filter(|word| *word == worst).count();
+            format!("{number} {worst}")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::record::tests::example;
+    use super::*;
+
+    fn run(engine: Engine, repeat: u32, total_ms: f64) -> Record {
+        let mut record = example();
+        record.row.engine = engine;
+        record.repeat = repeat;
+        let mut completed = Completed {
+            verified: Some(true),
+            ..Completed::default()
+        };
+        completed.source.total_ms = total_ms;
+        record.outcome = Outcome::Completed(Box::new(completed));
+        record
+    }
+
+    #[test]
+    fn a_label_says_all_that_differs_and_no_rate_of_an_idle_guest() {
+        let row = example().row;
+        let other = |change: fn(&mut Row)| {
+            let mut other = row.clone();
+            change(&mut other);
+            let rows = [row.clone(), other.clone()];
+            Labels::of(&rows).text(&other, "QEMU")
+        };
+        let link = other(|row| row.link = Some("1gbit".to_owned()));
+        assert!(link.contains("link 1gbit"), "{link}");
+        let touched = other(|row| row.guest.zero_touched = !row.guest.zero_touched);
+        assert!(touched.contains("written once") != row.guest.zero_touched);
+        let mut rows = [(); 3].map(|()| row.clone());
+        for (row, (workload, rate)) in
+            rows.iter_mut()
+                .zip([("random", 7), ("random", 8), ("idle", 0)])
+        {
+            row.guest.workload = workload.to_owned();
+            row.guest.rate = rate;
+        }
+        let texts = rows
+            .each_ref()
+            .map(|row| Labels::of(&rows).text(row, "QEMU"));
+        assert!(texts[1].contains("8 pages/s") && !texts[2].contains("pages/s"));
+        let texts = Labels::of(&rows[1..]).text(&rows[1], "QEMU");
+        assert!(
+            !texts.contains("pages/s"),
+            "the only one that writes: {texts}"
+        );
+    }
+
+    #[test]
+    fn rows_have_medians_and_quotients_of_runs_with_the_same_repeat() {
+        let mut runs = vec![
+            run(Engine::Hotlift, 1, 100.0),
+            run(Engine::Qemu, 1, 200.0),
+            run(Engine::Hotlift, 2, 300.0),
+            run(Engine::Qemu, 2, 300.0),
+        ];
+        let mut failed = run(Engine::Qemu, 3, 0.0);
+        failed.outcome = Outcome::Failed {
+            error: "no".to_owned(),
+        };
+        runs.push(failed);
+        let text = matrix(&runs);
+        for words in [
+            "200 (100–300)",
+            "250 (200–300)",
+            "0.75 (0.50–1.00)",
+            "1 failed",
+        ] {
+            assert!(text.contains(words), "no {words} in\n{text}");
+        }
+        assert!(!text.contains("2 ch"), "the same everywhere:\n{text}");
+    }
+}

@@ -1,0 +1,220 @@
+//! Flags that describe a built-in guest and what its memory holds.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use hotlift::options::parse_size;
+use hotlift_mem::Backing;
+use hotlift_vmm::fill::{FillSettings, FillSource};
+use hotlift_vmm::layout::{Layout, MAX_RAM, MAX_VCPUS, MIN_RAM};
+use hotlift_vmm::workload::Workload;
+use hotlift_vmm::{GuestKind, GuestSettings};
+
+use crate::error::{ConsoleError, error_line};
+use crate::output::complain;
+use crate::progress::bytes;
+
+/// Share of zero pages if none is given: between a busy guest's and a fresh one's.
+const ZERO_SHARE: f64 = 0.25;
+
+/// Flags of the guest.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Guest")]
+pub struct GuestArgs {
+    /// Which guest: a KVM virtual machine, worker threads, or KVM where it can be used
+    #[arg(long, value_enum, default_value = "auto")]
+    pub guest: GuestChoice,
+    /// Number of vCPUs, 1 to 8
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u8).range(1..=i64::from(MAX_VCPUS)))]
+    pub vcpus: u8,
+    /// Bytes of RAM, with suffix K, M or G
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = ram)]
+    pub ram: u64,
+    /// Memory behind the RAM: private anonymous memory, or a shared memfd
+    #[arg(long, value_enum, default_value = "private", hide_short_help = true)]
+    pub ram_backend: RamBackend,
+    /// Where the guest writes: idle, random, sequential or hotset
+    #[arg(long, value_name = "NAME", default_value = "random")]
+    pub workload: Workload,
+    /// Pages that it writes in a second, all vCPUs together
+    #[arg(long, value_name = "PAGES/S", default_value_t = 20_000)]
+    pub rate: u64,
+    /// Bytes that it writes to [default: an eighth of the RAM]
+    #[arg(long, value_name = "SIZE", value_parser = size, hide_short_help = true)]
+    pub working_set: Option<u64>,
+    /// Fill RAM with this file, page by page as of a memory image, or with the files of this folder; .zst
+    /// files are unpacked [default: a generated mix]
+    #[arg(long, value_name = "PATH")]
+    pub fill: Option<PathBuf>,
+    /// Share of pages that stay zero, 0 to 1 [default: 0.25; of a file those that it has]
+    #[arg(long, value_name = "SHARE", value_parser = share)]
+    pub zero_share: Option<f64>,
+    /// Write the zero pages once, so that the host has to allocate them
+    #[arg(long, hide_short_help = true)]
+    pub zero_touched: bool,
+    /// Start of all random numbers
+    #[arg(long, value_name = "N", default_value_t = 1, hide_short_help = true)]
+    pub seed: u64,
+}
+
+/// `--guest`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum GuestChoice {
+    /// KVM where it can be used, else threads
+    Auto,
+    /// A KVM virtual machine
+    Kvm,
+    /// Worker threads
+    Threads,
+}
+
+/// `--ram-backend`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum RamBackend {
+    /// Private anonymous memory with transparent huge pages
+    Private,
+    /// A memfd that other processes can map
+    Shared,
+}
+
+impl GuestArgs {
+    /// Whether there can be such a guest.
+    ///
+    /// # Errors
+    /// What of RAM, vCPUs and working set does not go together.
+    pub fn check(&self) -> Result<(), ConsoleError> {
+        let settings = self.settings();
+        Layout::new(settings.ram_bytes, settings.vcpus, settings.working_set)?;
+        Ok(())
+    }
+
+    /// Whether what it is to be filled with is there.
+    ///
+    /// # Errors
+    /// The path that cannot be looked at.
+    pub fn check_fill(&self) -> Result<(), ConsoleError> {
+        let Some(path) = &self.fill else {
+            return Ok(());
+        };
+        match std::fs::metadata(path) {
+            Ok(_) => Ok(()),
+            Err(source) => Err(ConsoleError::Look {
+                path: path.clone(),
+                source,
+            }),
+        }
+    }
+
+    /// The guest to make. Says why it is not a KVM guest if nobody asked for another.
+    pub fn kind(&self) -> GuestKind {
+        match self.guest {
+            GuestChoice::Kvm => GuestKind::Kvm,
+            GuestChoice::Threads => GuestKind::Threads,
+            GuestChoice::Auto => {
+                let (kind, why) = hotlift_vmm::best_kind();
+                if let Some(why) = why {
+                    let why = error_line(&why);
+                    complain!(
+                        "hotlift: the guest is worker threads, since KVM cannot be used: {why}"
+                    );
+                }
+                kind
+            }
+        }
+    }
+
+    /// Settings of the guest.
+    pub fn settings(&self) -> GuestSettings {
+        GuestSettings {
+            ram_bytes: self.ram,
+            backing: match self.ram_backend {
+                RamBackend::Private => Backing::Private,
+                RamBackend::Shared => Backing::Shared,
+            },
+            vcpus: self.vcpus,
+            workload: self.workload,
+            rate: self.rate,
+            working_set: Some(self.working_set.unwrap_or(self.ram / 8)),
+            seed: self.seed,
+            uuid: [0; 16],
+        }
+    }
+
+    /// Share of pages that stay zero beside those of the fill; `None` if that is a file, whose own are meant.
+    pub fn zero_share(&self) -> Option<f64> {
+        let is_image = self.fill.as_deref().is_some_and(Path::is_file);
+        self.zero_share.or((!is_image).then_some(ZERO_SHARE))
+    }
+
+    /// What RAM holds before the start.
+    pub fn fill_settings(&self) -> FillSettings {
+        let source = match (&self.fill, self.zero_share()) {
+            (None, _) => FillSource::Generated,
+            (Some(file), None) => FillSource::Image(file.clone()),
+            (Some(path), Some(_)) => FillSource::Folder(path.clone()),
+        };
+        FillSettings {
+            source,
+            zero_share: self.zero_share().unwrap_or_default(),
+            zero_touched: self.zero_touched,
+            seed: self.seed,
+        }
+    }
+
+    /// The flags as they would be typed, for a child process with a guest of `kind`.
+    pub fn to_flags(&self, kind: GuestKind) -> Vec<String> {
+        let backend = match self.ram_backend {
+            RamBackend::Private => "private",
+            RamBackend::Shared => "shared",
+        };
+        let mut flags = vec![
+            format!("--guest={kind}"),
+            format!("--vcpus={}", self.vcpus),
+            format!("--ram={}", self.ram),
+            format!("--ram-backend={backend}"),
+            format!("--workload={}", self.workload.name()),
+            format!("--rate={}", self.rate),
+            format!("--seed={}", self.seed),
+        ];
+        flags.extend(self.working_set.map(|size| format!("--working-set={size}")));
+        flags.extend(
+            self.fill
+                .iter()
+                .map(|dir| format!("--fill={}", dir.display())),
+        );
+        flags.extend(self.zero_share.map(|share| format!("--zero-share={share}")));
+        flags.extend(self.zero_touched.then(|| "--zero-touched".to_owned()));
+        flags
+    }
+}
+
+/// A number of bytes.
+pub fn size(text: &str) -> Result<u64, String> {
+    parse_size(text)
+        .ok_or_else(|| "expected a number of bytes with an optional suffix K, M, G or T".to_owned())
+}
+
+/// A guest's RAM.
+pub fn ram(text: &str) -> Result<u64, String> {
+    let ram = size(text)?;
+    match (MIN_RAM..=MAX_RAM).contains(&ram) {
+        true => Ok(ram),
+        false => Err(format!("expected {} to {}", bytes(MIN_RAM), bytes(MAX_RAM))),
+    }
+}
+
+/// A share.
+pub fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse().ok();
+    let share = share.filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| "expected a number from 0 to 1".to_owned())
+}
+
+/// A time in seconds.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok();
+    let time = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    time.ok_or_else(|| "expected a number of seconds".to_owned())
+}

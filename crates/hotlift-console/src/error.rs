@@ -1,0 +1,174 @@
+//! Why a command failed, where several commands can fail so.
+
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use hotlift::options::OptionError;
+use hotlift::transport::TransportError;
+use hotlift_qmp::QmpError;
+use hotlift_vmm::fill::FillError;
+use hotlift_vmm::layout::LayoutError;
+
+use crate::conversation::ConversationError;
+
+/// What goes wrong in more than one command.
+#[derive(Debug, thiserror::Error)]
+pub enum ConsoleError {
+    /// An option's value, or options that do not go together.
+    #[error("bad option")]
+    Option(#[from] OptionError),
+    /// RAM, vCPUs and working set that do not go together.
+    #[error("there is no such guest")]
+    Layout(#[from] LayoutError),
+    /// The contents of `--fill`.
+    #[error("cannot fill the guest's memory")]
+    Fill(#[from] FillError),
+    /// The guest does not do what it must.
+    #[error("the guest is not well after the migration: {problem}")]
+    NotWell {
+        /// What is wrong.
+        problem: String,
+    },
+    /// Some of many migrations.
+    #[error("{failed} of {runs} migrations failed")]
+    Migrations {
+        /// How many failed.
+        failed: usize,
+        /// Of how many.
+        runs: usize,
+    },
+    /// A file or folder that is to be read.
+    #[error("cannot look at {}", path.display())]
+    Look {
+        /// Which.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// Standard output.
+    #[error("cannot write the result")]
+    Output(#[source] io::Error),
+    /// A file for results.
+    #[error("cannot write {}", path.display())]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// A process, or something else that the system is asked for.
+    #[error("cannot run '{what}'")]
+    Process {
+        /// Which.
+        what: &'static str,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// QMP.
+    #[error("QEMU at the {side}")]
+    Qmp {
+        /// Which QEMU.
+        side: &'static str,
+        /// What it says.
+        #[source]
+        source: QmpError,
+    },
+    /// An empty command line of a QEMU.
+    #[error("no QEMU was given")]
+    NoQemu,
+    /// A command line that QEMU does not take.
+    #[error("bad QEMU command line: {problem}")]
+    QemuCommand {
+        /// Why.
+        problem: String,
+    },
+    /// A QEMU that was started.
+    #[error("QEMU ended before it could be asked for anything ({status})")]
+    QemuEnded {
+        /// How.
+        status: ExitStatus,
+    },
+    /// A conversation that was begun.
+    #[error("talking to 'hotlift serve' failed")]
+    Conversation(#[from] ConversationError),
+    /// Nobody listens.
+    #[error("cannot reach 'hotlift serve'")]
+    NoServe {
+        /// The system's reason.
+        #[source]
+        source: TransportError,
+    },
+    /// The address of a UNIX socket.
+    #[error("{flag} takes tcp:HOST:PORT")]
+    OnlyTcp {
+        /// The flag that it was given with.
+        flag: &'static str,
+    },
+    /// Nothing has come.
+    #[error("the other side said nothing for {waited:?}")]
+    Silent {
+        /// For how long it was waited.
+        waited: Duration,
+    },
+    /// The other host has an answer, and it is no.
+    #[error("the destination refuses: {reason}")]
+    Refused {
+        /// Why, in one line.
+        reason: String,
+    },
+    /// A signal.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+impl ConsoleError {
+    /// The error and its causes, in one line.
+    pub fn line(&self) -> String {
+        error_line(self)
+    }
+
+    /// Whether the command line is to blame, and nothing was begun.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::Option(OptionError::NoAccelerator { .. }) => false,
+            Self::Option(_) | Self::Layout(_) => true,
+            _ => false,
+        }
+    }
+
+    /// What to do next, where that is not plain from the error.
+    pub fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::Qmp {
+                source: QmpError::Connect { .. },
+                ..
+            } => Some("give the path of '-qmp unix:PATH,server=on,wait=off' of a running QEMU"),
+            Self::Qmp {
+                source: QmpError::Timeout { .. },
+                ..
+            } => Some("a QMP socket serves one client at a time: see whether another one holds it"),
+            Self::QemuEnded { .. } => Some(QEMUS_OWN_WORDS),
+            Self::NoServe { .. } => Some("start 'hotlift serve' on the destination host first"),
+            _ => None,
+        }
+    }
+}
+
+/// Where a QEMU that was started says why it failed.
+pub const QEMUS_OWN_WORDS: &str = "its own words are on the terminal that it was started from";
+
+/// An error and its causes, in one line.
+pub fn error_line(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        line = format!("{line}: {error}");
+        cause = error.source();
+    }
+    line
+}

@@ -1,0 +1,38 @@
+//! Flags of what a command shows.
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::error::ConsoleError;
+use crate::output;
+
+/// How a command shows what it does and what came of it.
+#[derive(Debug, Args)]
+pub struct OutputArgs {
+    /// Print the figures as one line of JSON instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Show no progress
+    #[arg(long)]
+    pub quiet: bool,
+}
+
+impl OutputArgs {
+    /// Prints the figures, or the table of them.
+    ///
+    /// # Errors
+    /// If nobody reads them: the pipe is closed, or the disk is full.
+    pub fn print(
+        &self,
+        figures: &impl Serialize,
+        table: impl FnOnce() -> String,
+    ) -> Result<(), ConsoleError> {
+        let text = if self.json {
+            let line = serde_json::to_string(figures);
+            line.map_err(|error| ConsoleError::Output(error.into()))?
+        } else {
+            table()
+        };
+        output::result(&text).map_err(ConsoleError::Output)
+    }
+}

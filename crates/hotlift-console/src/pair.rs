@@ -1,0 +1,360 @@
+//! One migration of the built-in guest between two `guest run` processes: what `demo` and `bench` repeat.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift::figures::{DestinationReport, SideFigures, SourceReport};
+use hotlift_vmm::GuestKind;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::args::GuestArgs;
+use crate::error::ConsoleError;
+use crate::events::{self, Check, Event, Events, Filling, Moment};
+use crate::migration_args::MigrationArgs;
+use crate::signals::{Interrupt, TICK};
+
+/// What is to be migrated, how and where.
+pub struct Pair<'a> {
+    /// Kind of both guests.
+    pub kind: GuestKind,
+    /// The source's guest.
+    pub guest: &'a GuestArgs,
+    /// How it is migrated.
+    pub migration: &'a MigrationArgs,
+    /// Begins lines of the progress display.
+    pub label: &'a str,
+    /// Where the two processes are.
+    pub place: &'a Place,
+    /// How long it may take, from the start of the source's process on; `None`: for ever.
+    pub limit: Option<Duration>,
+    /// What the two say on standard error: the operator's, or kept for the case that they fail.
+    pub errors: Errors,
+}
+
+/// Where two processes are.
+#[derive(Debug, Clone, Default)]
+pub struct Place {
+    /// Words before the source's command, such as those that enter a network namespace.
+    pub source_prefix: Vec<String>,
+    /// The same for the destination's.
+    pub destination_prefix: Vec<String>,
+    /// Where a destination of this host listens; 127.0.0.1 if nothing is given.
+    pub address: Option<String>,
+}
+
+/// What becomes of standard error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Errors {
+    /// It is shown, with the progress display if that is wanted.
+    Shown {
+        /// No progress.
+        quiet: bool,
+    },
+    /// Its last line explains a process that ended without a word.
+    Kept,
+}
+
+/// What came of it.
+#[derive(Debug, Default)]
+pub struct Moved {
+    /// The source's figures, if it completed there.
+    pub source: Option<SourceReport>,
+    /// The destination's figures, if it completed there.
+    pub destination: Option<DestinationReport>,
+    /// What the guest looked like afterwards.
+    pub check: Option<Check>,
+    /// What RAM held at its start.
+    pub filled: Option<Filling>,
+    /// The first thing that went wrong.
+    pub error: Option<String>,
+}
+
+/// What is told while it goes on.
+pub enum Tale<'a> {
+    /// The two processes are there, and nothing has been sent yet. No destination: it is elsewhere.
+    Begun {
+        /// Of the source.
+        source: u32,
+        /// Of the destination.
+        destination: Option<u32>,
+    },
+    /// The source's guest is there, and is about to be migrated.
+    Filled,
+    /// The source's progress.
+    Moment(&'a Moment),
+}
+
+impl Moved {
+    fn failed(&mut self, error: &str) {
+        self.error.get_or_insert_with(|| error.to_owned());
+    }
+}
+
+/// A destination's cost over the total time that its source has seen, in milliseconds.
+pub fn destination_side(report: DestinationReport, total_ms: f64) -> SideFigures {
+    SideFigures::new(
+        report.side.threads,
+        Duration::from_secs_f64(total_ms / 1e3),
+        report.normal_pages,
+        report.side.jobs,
+    )
+}
+
+impl Pair<'_> {
+    /// Migrates once. With an interrupt or past the limit both processes are ended.
+    ///
+    /// # Errors
+    /// If a process cannot be started. All else that goes wrong is in [`Moved::error`].
+    pub fn migrate(
+        &self,
+        destination: Destination,
+        interrupt: &Interrupt,
+        tell: &mut dyn FnMut(&Tale<'_>),
+    ) -> Result<Moved, ConsoleError> {
+        let mut moved = Moved::default();
+        let Destination {
+            mut process,
+            mut events,
+        } = destination;
+        let mut listening = None;
+        let there: Vec<u32> = process.iter().map(Process::id).collect();
+        self.watched(&there, interrupt, || {
+            listening = events.find_map(|event| match event {
+                Event::Listening { uri } => Some(Ok(uri)),
+                Event::Failed { error } => Some(Err(error)),
+                _ => None,
+            });
+        });
+        let uri = match listening {
+            Some(Ok(uri)) => uri,
+            Some(Err(error)) => {
+                moved.failed(&error);
+                return Ok(moved);
+            }
+            None => {
+                moved.failed(&gone(process.as_mut(), "destination", "it listened"));
+                return Ok(moved);
+            }
+        };
+        let source = self.spawn(&self.place.source_prefix, &format!("--migrate-to={uri}"));
+        if source.is_err()
+            && let Some(process) = &mut process
+        {
+            // It would wait for its source, and its owner for it.
+            process.end();
+        }
+        let (mut source, source_events) = source?;
+        let pid = process.as_ref().map(Process::id);
+        tell(&Tale::Begun {
+            source: source.id(),
+            destination: pid,
+        });
+        let watched: Vec<u32> = std::iter::once(source.id()).chain(pid).collect();
+        let late = self.watched(&watched, interrupt, || {
+            for event in source_events {
+                match event {
+                    Event::Progress { moment } => tell(&Tale::Moment(&moment)),
+                    Event::Filled(filling) => {
+                        moved.filled = Some(filling);
+                        tell(&Tale::Filled);
+                    }
+                    Event::Sent { report } => moved.source = Some(report),
+                    Event::Failed { error } => moved.failed(&error),
+                    _ => {}
+                }
+            }
+            // A source that went without a word leaves a destination that would wait for it.
+            if moved.source.is_none() {
+                let why = gone(Some(&mut source), "source", "the migration did");
+                moved.failed(&why);
+                if let Some(process) = &mut process {
+                    process.end();
+                }
+            }
+            drop(source);
+            for event in events {
+                match event {
+                    Event::Received { report } => moved.destination = Some(report),
+                    Event::Checked(check) => moved.check = Some(check),
+                    Event::Failed { error } => moved.failed(&error),
+                    Event::Listening { .. }
+                    | Event::Filled(_)
+                    | Event::Sent { .. }
+                    | Event::Progress { .. } => {}
+                }
+            }
+        });
+        if late {
+            moved.error = Some(format!(
+                "it was not done after {:.0} s, and was ended",
+                self.limit.unwrap_or_default().as_secs_f64()
+            ));
+        }
+        if moved.error.is_none() && moved.check.is_none() {
+            moved.failed(&gone(
+                process.as_mut(),
+                "destination",
+                "the guest was checked",
+            ));
+        }
+        Ok(moved)
+    }
+
+    /// The destination's process on this host.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn destination(&self) -> Result<Destination, ConsoleError> {
+        let address = self.place.address.as_deref().unwrap_or("127.0.0.1");
+        let (process, events) = self.spawn(
+            &self.place.destination_prefix,
+            &format!("--incoming=tcp:{address}:0"),
+        )?;
+        Ok(Destination {
+            process: Some(process),
+            events,
+        })
+    }
+
+    fn spawn(&self, prefix: &[String], role: &str) -> Result<(Process, Events), ConsoleError> {
+        let failed = |source| ConsoleError::Process {
+            what: "hotlift guest run",
+            source,
+        };
+        let program = std::env::current_exe().map_err(failed)?;
+        let mut command = match prefix.split_first() {
+            Some((first, rest)) => {
+                let mut command = Command::new(first);
+                command.args(rest).arg(program);
+                command
+            }
+            None => Command::new(program),
+        };
+        command
+            .args(["guest", "run", "--tell-events"])
+            .arg(format!("--label={}", self.label))
+            .arg(role)
+            .args(self.guest.to_flags(self.kind))
+            .args(self.migration.to_flags())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            // Ctrl-C is for whoever has started it, and ends it then: one word on that is enough.
+            .process_group(0);
+        let mut said = None;
+        match self.errors {
+            Errors::Shown { quiet } => {
+                command.args(quiet.then_some("--quiet"));
+            }
+            Errors::Kept => {
+                let file = tempfile::tempfile().map_err(failed)?;
+                command
+                    .arg("--quiet")
+                    .stderr(file.try_clone().map_err(failed)?);
+                said = Some(file);
+            }
+        }
+        let mut child = command.spawn().map_err(failed)?;
+        let events = match child.stdout.take() {
+            Some(stdout) => events::read(stdout),
+            None => Box::new(std::iter::empty()),
+        };
+        Ok((Process { child, said }, events))
+    }
+
+    /// Does `work`, and kills `processes` meanwhile if there is an interrupt, or if it takes longer than
+    /// the limit; true if it was that.
+    fn watched(&self, processes: &[u32], interrupt: &Interrupt, work: impl FnOnce()) -> bool {
+        let (done, watch) = channel::<()>();
+        let end = self.limit.map(|limit| Instant::now() + limit);
+        thread::scope(|scope| {
+            let watcher = scope.spawn(move || {
+                loop {
+                    // The sender goes when the work is done, whichever way.
+                    if watch.recv_timeout(TICK) == Err(RecvTimeoutError::Disconnected) {
+                        return false;
+                    }
+                    let late = end.is_some_and(|end| Instant::now() >= end);
+                    if late || interrupt.is_raised() {
+                        for &process in processes {
+                            kill(process);
+                        }
+                        return late;
+                    }
+                }
+            });
+            // Moved into the closure, so that a panic drops it too.
+            let _done = done;
+            work();
+            drop(_done);
+            watcher.join().unwrap_or(false)
+        })
+    }
+}
+
+fn kill(process: u32) {
+    let pid = i32::try_from(process).ok().and_then(Pid::from_raw);
+    if let Some(pid) = pid {
+        let _ = kill_process(pid, Signal::KILL);
+    }
+}
+
+/// Why a side that ended too early did so.
+fn gone(process: Option<&mut Process>, side: &str, before: &str) -> String {
+    let plain = format!("the {side} process ended before {before}");
+    match process.and_then(Process::last_words) {
+        Some(words) => format!("{plain}: {words}"),
+        None => plain,
+    }
+}
+
+/// The far end of a migration, about to listen.
+pub struct Destination {
+    /// Its process, if it is one of this host.
+    pub process: Option<Process>,
+    /// What it tells.
+    pub events: Events,
+}
+
+/// A child process that does not outlive its owner.
+pub struct Process {
+    child: Child,
+    said: Option<File>,
+}
+
+impl Process {
+    fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Ends the process if it has not ended.
+    fn end(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Why it has ended, as it has written on standard error, if that was kept: the line with the error, or
+    /// the last one.
+    fn last_words(&mut self) -> Option<String> {
+        /// Far more than a line of ours.
+        const ENOUGH: u64 = 64 << 10;
+        let said = self.said.as_mut()?;
+        let mut text = String::new();
+        said.seek(SeekFrom::Start(0)).ok()?;
+        said.take(ENOUGH).read_to_string(&mut text).ok()?;
+        let error = text.lines().find_map(|line| line.strip_prefix("hotlift: "));
+        let last = || text.lines().rfind(|line| !line.trim().is_empty());
+        Some(error.or_else(last)?.to_owned())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // By now its output has ended, and so does it; a process that does not is stuck.
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,352 @@
+//! The progress display: one line that is rewritten on a terminal, or a line a second elsewhere.
+
+use std::cell::Cell;
+use std::io::IsTerminal;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use hotlift::Control;
+use hotlift::figures::JobFigures;
+use hotlift::progress::Progress;
+
+use crate::output::{self, complain};
+use crate::width;
+
+/// A moment in words, what matters most first: a terminal shows no more than it has columns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Line {
+    /// The line.
+    pub text: String,
+    /// What an operator should know in full: a terminal gets it as a line of its own, once.
+    pub remark: Option<String>,
+}
+
+impl From<String> for Line {
+    fn from(text: String) -> Self {
+        Self { text, remark: None }
+    }
+}
+
+/// As it is where lines are kept.
+impl std::fmt::Display for Line {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.text)?;
+        match &self.remark {
+            Some(remark) => write!(f, "; {remark}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// `line` in place of the one before, on the terminal of standard error.
+pub fn rewritten(line: &str) -> String {
+    /// Of a terminal that does not say.
+    const COLUMNS: usize = 80;
+    let columns = width::columns(rustix::stdio::stderr()).unwrap_or(COLUMNS);
+    // In the last column some terminals go on to the next line.
+    format!("{CLEAR}{}", width::cut(line, columns.saturating_sub(1)))
+}
+
+/// Takes away the line of a display that was ended in its midst.
+pub fn clear() {
+    if std::io::stderr().is_terminal() {
+        output::progress(CLEAR);
+        // What follows may be for the other stream of the same terminal.
+        output::finish();
+    }
+}
+
+/// Empties the line.
+const CLEAR: &str = "\r\x1b[K";
+
+/// Between lines where they are kept, as in a log.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Shows how a migration gets on, on standard error, and warns if it does without an accelerator.
+pub struct Display {
+    label: String,
+    control: Control,
+    quiet: bool,
+    state: Mutex<State>,
+}
+
+struct State {
+    terminal: bool,
+    last: Option<(Instant, u64)>,
+    /// The present remark has been said.
+    is_remarked: bool,
+    shown: Cell<bool>,
+    warned: Cell<bool>,
+    warned_of_zeros: Cell<bool>,
+}
+
+impl Display {
+    /// A display of the migration of `control`, whose lines begin with `label`. A quiet one shows
+    /// nothing but warnings.
+    pub fn new(label: &str, quiet: bool, control: &Control) -> Self {
+        Self {
+            label: label.to_owned(),
+            control: control.clone(),
+            quiet,
+            state: Mutex::new(State {
+                terminal: std::io::stderr().is_terminal(),
+                last: None,
+                is_remarked: false,
+                shown: Cell::new(false),
+                warned: Cell::new(false),
+                warned_of_zeros: Cell::new(false),
+            }),
+        }
+    }
+
+    /// Shows one moment.
+    pub fn show(&self, progress: &Progress) {
+        self.show_line(progress.round, || {
+            let mut line = line(&self.label, progress);
+            line.text.push_str(&jobs(&self.control.jobs()));
+            line
+        });
+    }
+
+    /// Shows one moment of a migration that is in its round `round`, if it is time to.
+    pub fn show_line(&self, round: u64, line: impl FnOnce() -> Line) {
+        let Ok(mut state) = self.state.lock() else {
+            return;
+        };
+        self.warn(&state);
+        if self.quiet {
+            return;
+        }
+        let now = Instant::now();
+        let due = state.last.is_none_or(|(shown, shown_round)| {
+            state.terminal || shown_round != round || now - shown >= LOG_INTERVAL
+        });
+        if !due {
+            return;
+        }
+        state.last = Some((now, round));
+        state.shown.set(true);
+        let line = line();
+        if !state.terminal {
+            output::progress(&format!("{line}\n"));
+            return;
+        }
+        if let (Some(remark), false) = (&line.remark, state.is_remarked) {
+            output::progress(&format!("{CLEAR}{}: {remark}\n", self.label));
+        }
+        state.is_remarked = line.remark.is_some();
+        output::progress(&rewritten(&line.text));
+    }
+
+    /// Ends the line that was being rewritten.
+    pub fn finish(&self) {
+        if let Ok(state) = self.state.lock() {
+            state.clear_line();
+            self.warn(&state);
+        }
+    }
+
+    /// Says once why the CPU does what an accelerator might: of the method, and of zero pages.
+    fn warn(&self, state: &State) {
+        let of = [
+            ("", self.control.jobs(), &state.warned),
+            (
+                " zero pages:",
+                self.control.zero_jobs(),
+                &state.warned_of_zeros,
+            ),
+        ];
+        for (what, jobs, warned) in of {
+            if !warned.get()
+                && let Some(warning) = fallback_warning(&jobs)
+            {
+                warned.set(true);
+                state.clear_line();
+                complain!("{}:{what} {warning}", self.label);
+            }
+        }
+    }
+}
+
+impl State {
+    fn clear_line(&self) {
+        if self.terminal && self.shown.get() {
+            output::progress(CLEAR);
+        }
+    }
+}
+
+/// What to say of jobs that an accelerator might have done, if there are any.
+pub fn fallback_warning(jobs: &JobFigures) -> Option<String> {
+    let why = jobs.fallback.as_ref()?;
+    Some(if jobs.hardware > 0 {
+        format!("an accelerator was given up, the rest goes on without it: {why}")
+    } else {
+        format!("runs on the CPU, without an accelerator: {why} ('hotlift accel' tells more)")
+    })
+}
+
+fn line(label: &str, progress: &Progress) -> Line {
+    let left = progress
+        .time_left
+        .map_or("unknown time".to_owned(), |left| {
+            format!("{:.1} s", left.as_secs_f64())
+        });
+    let remark = progress.stall_reason();
+    let text = format!(
+        "{label} {status}{stalled}: round {round}, {remaining} of {total} to go, {left} left in this round, \
+         {rate}/s on the wire, {pages:.0} pages/s, guest dirties {dirty:.0} pages/s{throttled}",
+        status = progress.status.name(),
+        stalled = stalled(remark.is_some()),
+        round = progress.round,
+        remaining = bytes(progress.remaining_bytes),
+        total = bytes(progress.total_bytes),
+        rate = bytes(rounded(progress.bytes_per_second)),
+        pages = progress.pages_per_second,
+        dirty = progress.dirty_pages_per_second,
+        throttled = throttled(progress.throttle_percent.into()),
+    );
+    Line {
+        text,
+        remark: remark.map(|reason| format!("not converging: {reason}")),
+    }
+}
+
+/// Behind the state of a migration that does not converge.
+pub fn stalled(is_stalled: bool) -> &'static str {
+    match is_stalled {
+        true => ", not converging",
+        false => "",
+    }
+}
+
+/// How much auto-converge slows the guest down, as the end of a line; empty if it does not.
+pub fn throttled(percent: u64) -> String {
+    match percent {
+        0 => String::new(),
+        percent => format!(", throttled by {percent} %"),
+    }
+}
+
+/// What an accelerator does, as the end of a line; empty if there is none.
+pub fn jobs(jobs: &JobFigures) -> String {
+    if jobs.hardware == 0 {
+        return String::new();
+    }
+    format!(
+        "; {} jobs in hardware, {} in software, {} retries",
+        jobs.hardware, jobs.software, jobs.retries
+    )
+}
+
+/// A rate as a whole number; a rate is never negative, and far below 2^63.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "clamped"
+)]
+pub fn rounded(rate: f64) -> u64 {
+    rate.clamp(0.0, 1e18) as u64
+}
+
+/// Bytes with a binary unit.
+pub fn bytes(count: u64) -> String {
+    let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    for (unit, shift) in units {
+        if count >= 1 << shift {
+            let tenths = (u128::from(count) * 10) >> shift;
+            return format!("{}.{} {unit}", tenths / 10, tenths % 10);
+        }
+    }
+    format!("{count} B")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hotlift::Status;
+
+    #[test]
+    fn bytes_have_the_largest_unit_that_fits() {
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(1536), "1.5 KiB");
+        assert_eq!(bytes(5 << 20), "5.0 MiB");
+        assert_eq!(bytes(3 << 30), "3.0 GiB");
+        assert_eq!(bytes(u64::MAX), "17179869183.9 GiB");
+    }
+
+    fn moment() -> Progress {
+        Progress {
+            status: Status::Active,
+            round: 7,
+            total_bytes: 1 << 30,
+            remaining_bytes: 1 << 29,
+            transferred_bytes: 9 << 30,
+            bytes_per_second: 128e6,
+            pages_per_second: 30_000.0,
+            dirty_pages_per_second: 40_000.0,
+            elapsed: Duration::from_secs(70),
+            time_left: Some(Duration::from_millis(4400)),
+            setup: None,
+            expected_downtime: None,
+            normal_pages: 0,
+            zero_pages: 0,
+            dirty_syncs: 1,
+            bytes: hotlift::figures::ByteFigures::default(),
+            throttle_percent: 0,
+            throttle_refused: false,
+            auto_converge: false,
+            bandwidth_limited: false,
+            xbzrle: None,
+            stalled: false,
+        }
+    }
+
+    #[test]
+    fn a_migration_that_does_not_converge_says_why() {
+        let mut progress = moment();
+        let converging = line("zstd", &progress).to_string();
+        assert!(
+            converging.contains("round 7, 512.0 MiB of 1.0 GiB to go"),
+            "{converging}"
+        );
+        assert!(converging.contains("4.4 s left"), "{converging}");
+        assert!(!converging.contains("not converging"));
+        assert!(!converging.contains("throttled"), "{converging}");
+        progress.stalled = true;
+        let stalled = line("zstd", &progress);
+        for words in [
+            "dirties 40000 pages/s and the channels settle 30000",
+            "multifd-channels",
+            "switch auto-converge on",
+        ] {
+            assert!(stalled.to_string().contains(words), "{stalled}");
+        }
+        // What matters is there on the narrowest terminal.
+        let narrow = width::cut(&stalled.text, 79);
+        for words in ["not converging", "round 7", "512.0 MiB of 1.0 GiB to go"] {
+            assert!(narrow.contains(words), "{narrow}");
+        }
+    }
+
+    #[test]
+    fn a_limit_of_the_bandwidth_is_what_is_to_be_raised_not_the_channels() {
+        let progress = Progress {
+            stalled: true,
+            bandwidth_limited: true,
+            auto_converge: true,
+            throttle_percent: 40,
+            ..moment()
+        };
+        let line = line("none", &progress);
+        assert!(line.text.ends_with(", throttled by 40 %"), "{line}");
+        let said = line.to_string();
+        assert!(
+            said.contains("raise max-bandwidth or downtime-limit"),
+            "{said}"
+        );
+        for wrong in ["channels", "auto-converge"] {
+            assert!(!said.contains(wrong), "{said}");
+        }
+    }
+}

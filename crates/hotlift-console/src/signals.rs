@@ -1,0 +1,163 @@
+//! SIGINT, SIGTERM and SIGHUP as a flag that is looked at, so that every way out cleans up.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use hotlift::Control;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::error::ConsoleError;
+
+/// How often the flag is looked at.
+pub const TICK: Duration = Duration::from_millis(50);
+
+/// Folders of this process, which it removes itself on every other way out.
+static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// A signal that ends the process at once removes `folder`.
+pub fn remove_at_end(folder: &Path) {
+    let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+    folders.push(folder.to_owned());
+}
+
+/// Ends the process at once.
+fn end() -> ! {
+    let folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+    for folder in folders.iter() {
+        // Most have gone.
+        let _ = std::fs::remove_dir_all(folder);
+    }
+    signal_hook::low_level::exit(130)
+}
+
+/// Raised by the first signal. A second SIGINT or SIGTERM ends the process at once: somebody insists. A SIGHUP never
+/// does, nor does it count as the first of two: a terminal that closes sends it more than once, and nobody is
+/// there who could insist.
+#[derive(Clone)]
+pub struct Interrupt {
+    raised: Arc<AtomicBool>,
+    /// By SIGINT or SIGTERM.
+    ordered: Arc<AtomicBool>,
+    /// Raised with that one, too.
+    parent: Option<Arc<AtomicBool>>,
+}
+
+/// Ends a watch when it goes out of scope.
+struct Ends<'a>(&'a AtomicBool, &'a thread::Thread);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+        self.1.unpark();
+    }
+}
+
+impl Interrupt {
+    /// Starts to catch the signals. A SIGHUP that the process was started to ignore (`nohup`) stays ignored.
+    pub fn catch() -> Result<Self, ConsoleError> {
+        let failed = |source| ConsoleError::Process {
+            what: "signal handlers",
+            source,
+        };
+        let this = Self {
+            raised: Arc::default(),
+            ordered: Arc::default(),
+            parent: None,
+        };
+        let mut orders = Signals::new([SIGINT, SIGTERM]).map_err(failed)?;
+        let (raised, ordered) = (Arc::clone(&this.raised), Arc::clone(&this.ordered));
+        let watch = move || {
+            for _ in orders.forever() {
+                if ordered.swap(true, Ordering::Relaxed) {
+                    end();
+                }
+                raised.store(true, Ordering::Relaxed);
+            }
+        };
+        thread::Builder::new()
+            .name("signals".to_owned())
+            .spawn(watch)
+            .map_err(failed)?;
+        if !is_ignored(SIGHUP) {
+            signal_hook::flag::register(SIGHUP, Arc::clone(&this.raised)).map_err(failed)?;
+        }
+        Ok(this)
+    }
+
+    /// True after a signal.
+    pub fn is_raised(&self) -> bool {
+        let is_raised = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        is_raised(&self.raised) || self.parent.as_deref().is_some_and(is_raised)
+    }
+
+    /// One that is raised with this one, and can be raised alone.
+    pub fn branch(&self) -> Self {
+        Self {
+            raised: Arc::default(),
+            ordered: Arc::clone(&self.ordered),
+            parent: Some(Arc::clone(&self.raised)),
+        }
+    }
+
+    /// True after a SIGINT or SIGTERM: somebody wants the process to end, whatever is lost.
+    pub fn is_ordered(&self) -> bool {
+        self.ordered.load(Ordering::Relaxed)
+    }
+
+    /// As if no signal had come: what it was for is over.
+    pub fn forget(&self) {
+        self.raised.store(false, Ordering::Relaxed);
+        self.ordered.store(false, Ordering::Relaxed);
+    }
+
+    /// Does what a signal does.
+    pub fn raise(&self) {
+        self.raised.store(true, Ordering::Relaxed);
+    }
+
+    /// Runs `work` and cancels `control` if a signal comes meanwhile.
+    pub fn cancelling<T>(&self, control: &Control, work: impl FnOnce() -> T) -> T {
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let watch = scope.spawn(|| {
+                while !done.load(Ordering::Acquire) {
+                    if self.is_raised() {
+                        control.cancel();
+                        return;
+                    }
+                    thread::park_timeout(TICK);
+                }
+            });
+            // However `work` ends: a panic must not wait for a watch that waits for a signal.
+            let _ends = Ends(&done, watch.thread());
+            work()
+        })
+    }
+
+    /// Sleeps for `time` (for ever if there is none) or until a signal; true if it was a signal.
+    pub fn sleep(&self, time: Option<Duration>) -> bool {
+        let end = time.map(|time| std::time::Instant::now() + time);
+        while !self.is_raised() {
+            let left = end.map(|end| end.saturating_duration_since(std::time::Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return false;
+            }
+            thread::sleep(left.map_or(TICK, |left| left.min(TICK)));
+        }
+        true
+    }
+}
+
+/// Whether the process was started with `signal` ignored.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}

@@ -1,0 +1,176 @@
+//! What fits the width of a terminal: lines that are cut, and tables that do without columns.
+
+use std::os::fd::AsFd;
+
+use comfy_table::{ColumnConstraint, ContentArrangement, Table};
+use rustix::termios::tcgetwinsize;
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
+
+use crate::table::new_table;
+
+/// Columns that a table does without where the terminal is too narrow, in this order, by their heads. All
+/// others stay: what was run, how long it took, how long the guest stood still, whether it is well.
+pub const DISPENSABLE: &[&str] = &[
+    "core-s/GiB of all pages dst",
+    "core-s/GiB of all pages src",
+    "core-s/GiB dst",
+    "core-s/GiB src",
+    "pages/s",
+    "rounds",
+    "CPU % dst",
+    "CPU % src",
+    "ratio",
+    "ch",
+    "Mbit/s",
+];
+
+/// Columns of a terminal; `None` of what is none, or does not say.
+pub fn columns(of: impl AsFd) -> Option<usize> {
+    let size = tcgetwinsize(of).ok()?;
+    (size.ws_col > 0).then_some(size.ws_col.into())
+}
+
+/// As much of `text` as `columns` take, with a mark at its end if that is not all.
+pub fn cut(text: &str, columns: usize) -> String {
+    if text.width() <= columns {
+        return text.to_owned();
+    }
+    let mut room = columns.saturating_sub(1);
+    let begin = text.chars().take_while(|char| {
+        let width = char.width().unwrap_or(0);
+        let fits = width <= room;
+        room = room.saturating_sub(width);
+        fits
+    });
+    let mut cut: String = begin.collect();
+    if columns > 0 {
+        cut.push('…');
+    }
+    cut
+}
+
+/// A table for standard output: what fits its terminal, and all of it elsewhere.
+pub fn fitted(header: &[&str], rows: &[Vec<String>], finish: impl Fn(&mut Table)) -> String {
+    fitted_to(columns(rustix::stdio::stdout()), header, rows, finish)
+}
+
+fn fitted_to(
+    columns: Option<usize>,
+    header: &[&str],
+    rows: &[Vec<String>],
+    finish: impl Fn(&mut Table),
+) -> String {
+    let mut shown: Vec<usize> = (0..header.len()).collect();
+    let mut dispensable = DISPENSABLE.iter();
+    let mut left_out = Vec::new();
+    loop {
+        let heads: Vec<&str> = shown.iter().map(|&column| header[column]).collect();
+        let mut table = new_table(&heads);
+        for row in rows {
+            table.add_row(shown.iter().map(|&column| &row[column]));
+        }
+        finish(&mut table);
+        let text = table.to_string();
+        let width = text.lines().next().unwrap_or_default().width();
+        let is_too_wide = columns.is_some_and(|columns| width > columns);
+        let next = dispensable.find(|name| heads.contains(*name));
+        let (true, Some(next)) = (is_too_wide, next) else {
+            return match left_out.as_slice() {
+                [] => text,
+                names => format!("{text}\nno room for: {}", names.join(", ")),
+            };
+        };
+        left_out.push(*next);
+        shown.retain(|&column| header[column] != *next);
+    }
+}
+
+/// Lets the words in column `words` go on in further lines where the terminal of standard output is too
+/// narrow.
+pub fn wrap(table: &mut Table, words: usize) {
+    let columns = columns(rustix::stdio::stdout()).and_then(|columns| columns.try_into().ok());
+    let Some(columns) = columns else {
+        return;
+    };
+    table
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(columns);
+    let others = table.column_iter_mut().enumerate();
+    for (_, column) in others.filter(|(index, _)| *index != words) {
+        column.set_constraint(ColumnConstraint::ContentWidth);
+    }
+}
+
+/// How many columns of figures go side by side with one of names, so that a table fits the terminal of
+/// standard output; all of them elsewhere.
+pub fn side_by_side(names: usize, figures: usize, number: usize) -> usize {
+    // A rule and a blank on each side.
+    const BESIDE: usize = 3;
+    match columns(rustix::stdio::stdout()) {
+        None => number.max(1),
+        Some(columns) => {
+            let room = columns.saturating_sub(names + BESIDE + 1);
+            (room / (figures + BESIDE)).max(1)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_is_cut_by_what_it_takes_on_the_screen() {
+        assert_eq!(cut("zstd: 5 s", 9), "zstd: 5 s");
+        assert_eq!(cut("zstd: 5 s", 8), "zstd: 5…");
+        assert_eq!(cut("zstd: 5 s", 1), "…");
+        assert_eq!(cut("zstd: 5 s", 0), "");
+        // Two columns each.
+        assert_eq!(cut("漢字漢字", 8), "漢字漢字");
+        assert_eq!(cut("漢字漢字", 6), "漢字…");
+        for columns in 0..40 {
+            assert!(cut("migration активна: 漢字, 5 s left", columns).width() <= columns);
+        }
+    }
+
+    fn table(columns: Option<usize>) -> String {
+        let header = [
+            "method",
+            "ch",
+            "total ms",
+            "pages/s",
+            "ratio",
+            "core-s/GiB src",
+            "core-s/GiB dst",
+            "verified",
+        ];
+        let row = header.map(|head| "9".repeat(head.len())).to_vec();
+        fitted_to(columns, &header, &[row], |_| {})
+    }
+
+    #[test]
+    fn a_table_does_without_the_least_important_columns_first_and_says_which() {
+        let whole = table(None);
+        assert!(!whole.contains("no room for"), "{whole}");
+        let width = whole.lines().next().unwrap().width();
+        assert_eq!(table(Some(width)), whole);
+        let narrower = table(Some(width - 1));
+        assert!(
+            narrower.ends_with("no room for: core-s/GiB dst"),
+            "{narrower}"
+        );
+        assert!(
+            !narrower.lines().next().unwrap().contains("dst"),
+            "{narrower}"
+        );
+        for columns in 40..width {
+            let text = table(Some(columns));
+            let rows = text.lines().filter(|line| !line.starts_with("no room"));
+            assert!(rows.clone().all(|line| line.width() <= columns), "{text}");
+        }
+        let narrowest = table(Some(1));
+        for kept in ["method", "total ms", "verified"] {
+            assert!(narrowest.contains(kept), "{narrowest}");
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! Intel DSA, which looks for zero pages.
+
+use hotlift_idxd::DeviceKind;
+
+use super::host::Host;
+use super::iaa::raw_io;
+use super::queues::{self, Wish};
+use super::{AccelError, Accelerator, Gap};
+
+/// Pages of a packet: a batch for each.
+const BATCH: u32 = 128;
+
+/// A huge page in one descriptor.
+const TRANSFER: u64 = 2 << 20;
+
+pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
+    let wish = Wish {
+        kind: DeviceKind::Dsa,
+        dedicated_too: true,
+        // A fault is slow to serve: the CPU finishes the page instead.
+        block_on_fault: false,
+        batch: Some(BATCH),
+        transfer: TRANSFER,
+    };
+    let parts = queues::parts(host, &wish)?;
+    let mut gaps = Vec::new();
+    if !parts.is_empty() {
+        // Without either, descriptors go through the kernel, one system call for a group of them.
+        let cpu = host.cpu();
+        if !cpu.enqcmd && !cpu.movdir64b {
+            let problem = "the CPU shows neither ENQCMD nor MOVDIR64B: no batches";
+            gaps.push(Gap::new::<String>(problem, []).minor());
+        }
+        gaps.extend(raw_io(host).map(Gap::minor));
+    }
+    let serves = "zero-page-detection=dsa-accel";
+    Ok(Accelerator::new("Intel DSA", serves, None, parts, gaps))
+}

@@ -1,0 +1,219 @@
+//! The host that is looked at: its files, and what this process may do with them.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use hotlift_console::error::ConsoleError;
+use hotlift_idxd::CpuFeatures;
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+
+use super::AccelError;
+
+/// Capabilities, by their bit in `/proc/self/status` (`linux/capability.h`).
+#[derive(Debug, Clone, Copy)]
+pub enum Capability {
+    /// Opens what its mode forbids.
+    DacOverride = 1,
+    /// Locks memory without limit.
+    IpcLock = 14,
+    /// Maps a work queue's portal.
+    SysRawio = 17,
+}
+
+/// Whether a node can be opened for reading and writing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MayOpen {
+    Yes,
+    No,
+    /// It is not there.
+    Missing,
+}
+
+/// A host, or a copy of its `/sys`, `/dev` and `/proc` in a folder.
+#[derive(Debug)]
+pub struct Host {
+    root: PathBuf,
+    /// This host, not a copy.
+    live: bool,
+    status: String,
+}
+
+impl Host {
+    pub fn new(root: &Path) -> Result<Self, AccelError> {
+        let failed = |source| ConsoleError::Look {
+            path: root.to_owned(),
+            source,
+        };
+        let root = root.canonicalize().map_err(failed)?;
+        let mut host = Self {
+            live: root == Path::new("/"),
+            root,
+            status: String::new(),
+        };
+        host.status = host.read("/proc/self/status").unwrap_or_default();
+        Ok(host)
+    }
+
+    /// This host, not a copy of its files: its libraries can be tried.
+    pub fn is_live(&self) -> bool {
+        self.live
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where the host's `path` is for us.
+    pub fn at(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    /// The host's name for a path of ours.
+    pub fn name_of(&self, path: &Path) -> String {
+        let inside = path.strip_prefix(&self.root).unwrap_or(path);
+        Path::new("/").join(inside).display().to_string()
+    }
+
+    pub fn exists(&self, path: &str) -> bool {
+        self.at(path).exists()
+    }
+
+    /// The text of a file without its line end; `None` if it cannot be read.
+    pub fn read(&self, path: &str) -> Option<String> {
+        let text = fs::read_to_string(self.at(path)).ok()?;
+        Some(text.trim_end().to_owned())
+    }
+
+    /// A number in a file.
+    pub fn number(&self, path: &str) -> Option<u64> {
+        self.read(path)?.parse().ok()
+    }
+
+    /// Last part of what a link points to.
+    pub fn link(&self, path: &str) -> Option<String> {
+        let target = fs::read_link(self.at(path)).ok()?;
+        Some(target.file_name()?.to_str()?.to_owned())
+    }
+
+    /// Names in a folder, in their order.
+    pub fn names(&self, path: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.at(path)).into_iter().flatten().flatten();
+        let mut names: Vec<_> = entries
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Whether this process could open a node, without opening it: that has effects on some devices.
+    pub fn may_open(&self, path: &str) -> MayOpen {
+        let at = self.at(path);
+        let Ok(metadata) = fs::metadata(&at) else {
+            return MayOpen::Missing;
+        };
+        let may = if self.live {
+            let both = Access::READ_OK | Access::WRITE_OK;
+            accessat(CWD, &at, both, AtFlags::EACCESS).is_ok()
+        } else {
+            // In a copy, by the modes that were copied with it.
+            let shift = match () {
+                () if self.ids("Uid").get(1) == Some(&metadata.uid()) => 6,
+                () if self.groups().contains(&metadata.gid()) => 3,
+                () => 0,
+            };
+            metadata.mode() >> shift & 0o6 == 0o6 || self.has(Capability::DacOverride)
+        };
+        if may { MayOpen::Yes } else { MayOpen::No }
+    }
+
+    /// Whether this process has a capability.
+    pub fn has(&self, capability: Capability) -> bool {
+        let set = self.status_line("CapEff").unwrap_or_default();
+        let bits = u64::from_str_radix(set, 16).unwrap_or(0);
+        bits >> (capability as u32) & 1 == 1
+    }
+
+    /// Bytes of memory that this process may lock; `None` if without limit.
+    pub fn memory_lock_limit(&self) -> Option<u64> {
+        if self.has(Capability::IpcLock) {
+            return None;
+        }
+        let limits = self.read("/proc/self/limits")?;
+        let line = limits
+            .lines()
+            .find_map(|line| line.strip_prefix("Max locked memory"))?;
+        line.split_whitespace().next()?.parse().ok()
+    }
+
+    /// This process's user.
+    pub fn user(&self) -> String {
+        let uid = self.ids("Uid").get(1).copied().unwrap_or(0);
+        self.name_in("/etc/passwd", uid)
+    }
+
+    /// This process's first group.
+    pub fn group(&self) -> String {
+        let gid = self.ids("Gid").get(1).copied().unwrap_or(0);
+        self.name_in("/etc/group", gid)
+    }
+
+    /// What the CPU can do; from CPUID, or from the flags that were copied.
+    pub fn cpu(&self) -> CpuFeatures {
+        if self.live {
+            CpuFeatures::of_this_cpu()
+        } else {
+            CpuFeatures::of_cpuinfo(&self.read("/proc/cpuinfo").unwrap_or_default())
+        }
+    }
+
+    /// Whether the kernel was started with all of these, as in `intel_iommu=on,sm_on`.
+    pub fn kernel_has_option(&self, option: &str) -> bool {
+        let cmdline = self.read("/proc/cmdline").unwrap_or_default();
+        let (name, values) = option.split_once('=').unwrap_or((option, ""));
+        let given: Vec<_> = cmdline
+            .split_whitespace()
+            .filter_map(|word| word.split_once('='))
+            .filter(|(given, _)| *given == name)
+            .flat_map(|(_, values)| values.split(','))
+            .collect();
+        values.split(',').all(|value| given.contains(&value))
+    }
+
+    fn groups(&self) -> Vec<u32> {
+        [self.ids("Gid"), self.ids("Groups")].concat()
+    }
+
+    fn ids(&self, line: &str) -> Vec<u32> {
+        let ids = self.status_line(line).unwrap_or_default();
+        ids.split_whitespace()
+            .filter_map(|id| id.parse().ok())
+            .collect()
+    }
+
+    fn status_line(&self, name: &str) -> Option<&str> {
+        self.status
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+            .map(str::trim)
+    }
+
+    /// The name of a number in `/etc/passwd` or `/etc/group`, or the number.
+    fn name_in(&self, file: &str, id: u32) -> String {
+        let text = self.read(file).unwrap_or_default();
+        let number = id.to_string();
+        let name = text
+            .lines()
+            .map(|line| line.split(':').collect::<Vec<_>>())
+            .find(|fields| fields.get(2) == Some(&number.as_str()));
+        name.map_or(number, |fields| fields[0].to_owned())
+    }
+}
+
+/// How an operator adds an option to the kernel's command line on Debian.
+pub fn add_kernel_option(option: &str) -> [String; 2] {
+    [
+        format!("sed -i 's/^GRUB_CMDLINE_LINUX=\"/&{option} /' /etc/default/grub"),
+        "update-grub && reboot".to_owned(),
+    ]
+}

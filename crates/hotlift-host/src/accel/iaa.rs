@@ -1,0 +1,66 @@
+//! Intel IAA, for method `qpl`.
+
+use hotlift_idxd::DeviceKind;
+use hotlift_mem::PAGE_SIZE;
+
+use super::host::{Capability, Host};
+use super::libraries::Library;
+use super::queues::{self, Wish};
+use super::{AccelError, Accelerator, Gap};
+
+/// A page each way; more room is given for libqpl's own tables.
+const TRANSFER: u64 = 16 * PAGE_SIZE as u64;
+
+pub fn look(host: &Host) -> Result<Accelerator, AccelError> {
+    let wish = Wish {
+        kind: DeviceKind::Iaa,
+        dedicated_too: false,
+        // A page that is not there is then waited for; without it libqpl touches it and tries once more.
+        block_on_fault: true,
+        batch: None,
+        transfer: TRANSFER,
+    };
+    let parts = queues::parts(host, &wish)?;
+    let library = Library::of(host, "qpl");
+    let mut gaps = Vec::new();
+    if !parts.is_empty() {
+        gaps.extend(submission(host));
+        // In Debian from 14 on; elsewhere from github.com/intel/qpl.
+        gaps.extend(
+            library
+                .as_ref()
+                .and_then(|library| library.gap(&["apt install libqpl1"])),
+        );
+    }
+    Ok(Accelerator::new(
+        "Intel IAA",
+        "method qpl",
+        library,
+        parts,
+        gaps,
+    ))
+}
+
+/// What a process needs to submit through a mapped portal, the only way that libqpl has on all kernels.
+fn submission(host: &Host) -> Vec<Gap> {
+    let mut gaps = Vec::new();
+    if !host.cpu().enqcmd {
+        // A hypervisor hides it, or the kernel where it has no scalable mode.
+        gaps.push(Gap::new::<String>("the CPU shows no ENQCMD", []));
+    }
+    gaps.extend(raw_io(host));
+    gaps
+}
+
+/// Kernels since May 2024 let nobody else map a portal of the devices shipped so far (INTEL-SA-01084).
+pub fn raw_io(host: &Host) -> Option<Gap> {
+    if host.has(Capability::SysRawio) {
+        return None;
+    }
+    let command = match std::env::current_exe() {
+        Ok(file) if host.is_live() => format!("setcap cap_sys_rawio+ep {}", file.display()),
+        _ => "setcap cap_sys_rawio+ep $(command -v hotlift)".to_owned(),
+    };
+    let problem = "no CAP_SYS_RAWIO, which kernels since May 2024 want for mapping a queue";
+    Some(Gap::new(problem, [command]))
+}

@@ -1,0 +1,249 @@
+//! Work queues of idxd: what IAA and DSA have in common.
+
+use hotlift_idxd::{Device, DeviceKind, Mode, State, WorkQueue, devices};
+
+use super::host::{Host, MayOpen, add_kernel_option};
+use super::pci::{self, Function};
+use super::{AccelError, Gap, Part};
+
+/// What Linux's idxd binds to: id, and what it is. (Sapphire to Granite Rapids share the first two; the
+/// others are Granite Rapids D and Diamond Rapids.)
+const PCI_IDS: &[(u16, DeviceKind)] = &[
+    (0x0b25, DeviceKind::Dsa),
+    (0x11fb, DeviceKind::Dsa),
+    (0x1212, DeviceKind::Dsa),
+    (0x0cfe, DeviceKind::Iaa),
+    (0x1216, DeviceKind::Iaa),
+];
+
+const INTEL: u16 = 0x8086;
+
+/// Shared virtual memory: without it no queue of type user can be enabled.
+const SCALABLE_MODE: &str = "intel_iommu=on,sm_on";
+
+/// How Hotlift wants a queue of one sort of device.
+pub struct Wish {
+    pub kind: DeviceKind,
+    /// A dedicated queue will do as well.
+    pub dedicated_too: bool,
+    /// `block_on_fault`.
+    pub block_on_fault: bool,
+    /// Most descriptors of a batch; `None` where the device has no batches.
+    pub batch: Option<u32>,
+    /// Most bytes of a descriptor.
+    pub transfer: u64,
+}
+
+/// All devices of a kind and their queues that are set up for anything.
+pub fn parts(host: &Host, wish: &Wish) -> Result<Vec<Part>, AccelError> {
+    let all = devices(host.root())?;
+    let mut parts = Vec::new();
+    for device in all.iter().filter(|device| device.kind == wish.kind) {
+        device_parts(host, wish, device, &mut parts);
+    }
+    // What has no driver is seen on its bus only.
+    let ids: Vec<_> = PCI_IDS
+        .iter()
+        .filter(|(_, kind)| *kind == wish.kind)
+        .map(|(id, _)| (INTEL, *id))
+        .collect();
+    let unbound = pci::functions(host, &ids)
+        .into_iter()
+        .filter(|function| function.driver.as_deref() != Some("idxd"));
+    parts.extend(unbound.map(|function| without_driver(host, &function)));
+    Ok(parts)
+}
+
+fn without_driver(host: &Host, function: &Function) -> Part {
+    let gap = match &function.driver {
+        Some(driver) => Gap::new(
+            format!("{} is in the hands of {driver}", function.address),
+            pci::give_to("idxd", "idxd", function),
+        ),
+        None if host.exists("/sys/bus/pci/drivers/idxd") => Gap::new(
+            format!("{} has no driver", function.address),
+            pci::give_to("idxd", "idxd", function),
+        ),
+        None => Gap::new("the driver idxd is not loaded", ["modprobe idxd"]),
+    };
+    let what = function.place().unwrap_or_else(|| "PCI".to_owned());
+    Part::new(&function.address, what, vec![gap])
+}
+
+fn device_parts(host: &Host, wish: &Wish, device: &Device, parts: &mut Vec<Part>) {
+    let mut gaps = Vec::new();
+    if device.pasid_enabled == Some(false) {
+        let commands = match host.kernel_has_option(SCALABLE_MODE) {
+            // Then it is for the firmware to switch on VT-d, or for the hypervisor.
+            true => Vec::new(),
+            false => add_kernel_option(SCALABLE_MODE).to_vec(),
+        };
+        let problem = format!("{} has no shared virtual memory", device.name);
+        gaps.push(Gap::new(problem, commands));
+    }
+    if let Some(State::Other(state)) = &device.state {
+        let problem = format!("{} is {state}", device.name);
+        let driver = "/sys/bus/pci/drivers/idxd";
+        let address = device.place.pci.iter();
+        let again = address
+            .flat_map(|pci| ["unbind", "bind"].map(|file| format!("echo {pci} > {driver}/{file}")));
+        gaps.push(Gap::new(problem, again));
+    }
+    let set_up = |queue: &&WorkQueue| {
+        queue.size != Some(0) && !matches!(queue.queue_type.as_deref(), None | Some("none"))
+    };
+    let queues: Vec<_> = device.queues.iter().filter(set_up).collect();
+    if queues.is_empty() && gaps.is_empty() {
+        let problem = format!("{} has no work queue", device.name);
+        gaps.push(Gap::new(problem, new_queue(device, wish)));
+    }
+    // The device is a way to nothing by itself; its queues are what is used.
+    let missing = gaps.clone();
+    let mut part = Part::new(&device.name, about_device(device), gaps);
+    part.usable = false;
+    parts.push(part);
+    parts.extend(queues.into_iter().map(|queue| {
+        let mut gaps = missing.clone();
+        gaps.extend(queue_gaps(host, wish, device, queue));
+        let name = full_name(device, queue);
+        Part::new(name, about_queue(queue), gaps)
+    }));
+}
+
+fn full_name(device: &Device, queue: &WorkQueue) -> String {
+    format!("{}/{}", device.name, queue.name)
+}
+
+fn about_device(device: &Device) -> String {
+    let mut words = vec![word(&device.state)];
+    if let Some(version) = device.version {
+        words.push(format!("version {}.{}", version >> 8, version & 0xff));
+    }
+    if let Some(node) = device.place.numa_node {
+        words.push(format!("NUMA node {node}"));
+    }
+    words.push(format!("{} engines", device.engines.len()));
+    words.extend(device.place.pci.clone());
+    words.join(", ")
+}
+
+fn about_queue(queue: &WorkQueue) -> String {
+    let mut words = vec![word(&queue.state)];
+    words.extend(queue.mode.map(|mode| match mode {
+        Mode::Shared => "shared".to_owned(),
+        Mode::Dedicated => "dedicated".to_owned(),
+    }));
+    words.extend(queue.queue_type.clone());
+    words.extend(queue.size.map(|size| format!("{size} entries")));
+    words.extend(
+        queue
+            .max_batch_size
+            .map(|size| format!("batches of {size}")),
+    );
+    words.extend(
+        queue
+            .max_transfer_size
+            .map(|size| format!("{} KiB each", size >> 10)),
+    );
+    words.extend(queue.label.as_ref().map(|label| format!("'{label}'")));
+    words.join(", ")
+}
+
+fn word(state: &Option<State>) -> String {
+    match state {
+        None => "state unknown".to_owned(),
+        Some(State::Disabled) => "disabled".to_owned(),
+        Some(State::Enabled) => "enabled".to_owned(),
+        Some(State::Other(state)) => state.clone(),
+    }
+}
+
+fn queue_gaps(host: &Host, wish: &Wish, device: &Device, queue: &WorkQueue) -> Vec<Gap> {
+    let name = full_name(device, queue);
+    let enabled = queue.state == Some(State::Enabled);
+    let is_users = queue.queue_type.as_deref() == Some("user");
+    let wrong_mode = queue.mode == Some(Mode::Dedicated) && !wish.dedicated_too;
+    if !is_users || wrong_mode {
+        let problem = if is_users {
+            format!("{name} is dedicated, and libqpl uses shared queues only")
+        } else {
+            let whose = queue.driver_name.as_deref().unwrap_or("a driver");
+            format!("{name} is the kernel's own ({whose})")
+        };
+        let size = queue.size.unwrap_or(1);
+        let mut commands = Vec::new();
+        if enabled {
+            commands.push(format!("accel-config disable-wq {name}"));
+        }
+        commands.push(format!(
+            "accel-config config-wq {name} -m shared -t {size} -y user -d user -n hotlift"
+        ));
+        commands.push(format!("accel-config enable-wq {name}"));
+        return vec![Gap::new(problem, commands)];
+    }
+    if device.state != Some(State::Enabled) {
+        let enable = format!("accel-config enable-device {}", device.name);
+        let commands = [enable, format!("accel-config enable-wq {name}")];
+        return vec![Gap::new(format!("{} is disabled", device.name), commands)];
+    }
+    if !enabled {
+        let command = format!("accel-config enable-wq {name}");
+        return vec![Gap::new(format!("{name} is disabled"), [command])];
+    }
+    let node = host.name_of(&queue.node);
+    match host.may_open(&node) {
+        MayOpen::Yes => Vec::new(),
+        MayOpen::Missing => {
+            // udev makes it; in a container it has to be passed in.
+            let problem = format!("{node} is missing");
+            vec![Gap::new(problem, ["udevadm trigger --subsystem-match=dsa"])]
+        }
+        MayOpen::No => {
+            let command = format!("chgrp {} {node} && chmod 660 {node}", host.group());
+            vec![Gap::new(
+                format!("{node} may not be opened by {}", host.user()),
+                [command],
+            )]
+        }
+    }
+}
+
+/// What sets up one queue over the whole of a device that has none.
+fn new_queue(device: &Device, wish: &Wish) -> Vec<String> {
+    let name = &device.name;
+    let Some(queue) = device.queues.first() else {
+        return vec![format!("accel-config list -i -d {name}")];
+    };
+    let mut commands = Vec::new();
+    // Entries and groups are given out while the device is off.
+    if device.state == Some(State::Enabled) {
+        commands.push(format!("accel-config disable-device {name}"));
+    }
+    for engine in &device.engines {
+        commands.push(format!(
+            "accel-config config-engine {name}/{} -g 0",
+            engine.name
+        ));
+    }
+    let size = device.max_work_queues_size.unwrap_or(1);
+    let block = u8::from(wish.block_on_fault);
+    let transfer = device
+        .max_transfer_size
+        .unwrap_or(u64::MAX)
+        .min(wish.transfer);
+    let mut config = format!(
+        "accel-config config-wq {} -g 0 -s {size} -t {size} -p 10 -b {block} -m shared -y user -d user \
+         -n hotlift --max-transfer-size={transfer}",
+        full_name(device, queue)
+    );
+    if let Some((wanted, most)) = wish.batch.zip(device.max_batch_size) {
+        config.push_str(&format!(" --max-batch-size={}", wanted.min(most)));
+    }
+    commands.push(config);
+    commands.push(format!("accel-config enable-device {name}"));
+    commands.push(format!(
+        "accel-config enable-wq {}",
+        full_name(device, queue)
+    ));
+    commands
+}

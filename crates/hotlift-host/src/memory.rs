@@ -1,0 +1,320 @@
+//! Memory to sample: of a process, of a QEMU behind a QMP socket, an image, a folder.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use hotlift_mem::{Backing, PAGE_SIZE, RamBlock};
+use hotlift_vmm::fill::{FillSettings, FillSource, fill};
+use hotlift_vmm::layout::Layout;
+use rustix::io::Errno;
+
+use super::error::HostError;
+use super::sample::{Memory, PACKET, PACKET_PAGES, Untouched};
+
+/// Mappings smaller than this share of the largest are not RAM: heaps, stacks, buffers.
+const RAM_SHARE: u64 = 4;
+
+/// A writable mapping of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Mapping {
+    start: u64,
+    len: u64,
+    /// Private and without a file: an empty page table entry means zero.
+    anonymous: bool,
+}
+
+/// The largest mappings of a process.
+pub struct Process {
+    pid: u32,
+    name: String,
+    mem: File,
+    /// `None` if it may not be read: then all pages are looked at.
+    pagemap: Option<File>,
+    mappings: Vec<Mapping>,
+}
+
+impl Process {
+    /// Opens the memory of a process: the mapping of `ram_bytes` if there is one, since what else is large is then no RAM,
+    /// such as the translated code of a QEMU without KVM.
+    pub fn open(pid: u32, ram_bytes: Option<u64>) -> Result<Self, HostError> {
+        let folder = PathBuf::from(format!("/proc/{pid}"));
+        let failed = |file: &str, source: io::Error| match source.kind() {
+            ErrorKind::NotFound => HostError::NoProcess { pid },
+            ErrorKind::PermissionDenied => HostError::NotAllowed { pid },
+            _ => HostError::Process {
+                pid,
+                path: folder.join(file),
+                source,
+            },
+        };
+        let maps =
+            fs::read_to_string(folder.join("maps")).map_err(|error| failed("maps", error))?;
+        let ram = maps.lines().filter_map(mapping);
+        let ram = ram
+            .filter(|mapping| Some(mapping.len) == ram_bytes)
+            .max_by_key(|mapping| mapping.start);
+        let mappings = ram.map_or_else(|| largest(&maps), |ram| vec![ram]);
+        if mappings.is_empty() {
+            return Err(HostError::NoMemory { pid });
+        }
+        let mem = File::open(folder.join("mem")).map_err(|error| failed("mem", error))?;
+        let command = name_of(pid).unwrap_or_default();
+        let count = match mappings.len() {
+            1 => "its largest mapping".to_owned(),
+            more => format!("its {more} largest mappings"),
+        };
+        Ok(Self {
+            pid,
+            name: format!("process {pid} ({command}), {count}"),
+            mem,
+            pagemap: File::open(folder.join("pagemap")).ok(),
+            mappings,
+        })
+    }
+
+    /// The mapping that a packet lies in, and the packet's place in it.
+    fn find(&self, packet: u64) -> Option<(Mapping, u64)> {
+        let mut packet = packet;
+        for mapping in &self.mappings {
+            let packets = mapping.len.div_ceil(PACKET as u64);
+            if packet < packets {
+                return Some((*mapping, packet * PACKET as u64));
+            }
+            packet -= packets;
+        }
+        None
+    }
+
+    /// For each page, whether it was never touched.
+    fn untouched(&self, mapping: Mapping, start: u64, pages: usize) -> Untouched {
+        /// Set on empty entries of fresh mappings: it says nothing.
+        const SOFT_DIRTY: u64 = 1 << 55;
+        let mut untouched = [false; PACKET_PAGES];
+        let mut entries = [0; PACKET_PAGES * 8];
+        let page = start / PAGE_SIZE as u64;
+        if let Some(pagemap) = &self.pagemap
+            && mapping.anonymous
+            && pagemap
+                .read_exact_at(&mut entries[..pages * 8], page * 8)
+                .is_ok()
+        {
+            for (untouched, entry) in untouched[..pages].iter_mut().zip(entries.as_chunks().0) {
+                *untouched = u64::from_ne_bytes(*entry) & !SOFT_DIRTY == 0;
+            }
+        }
+        untouched
+    }
+}
+
+impl Memory for Process {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.mappings.iter().map(|mapping| mapping.len).sum()
+    }
+
+    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError> {
+        let Some((mapping, offset)) = self.find(packet) else {
+            return Ok(None);
+        };
+        let start = mapping.start + offset;
+        let len = usize::try_from((mapping.len - offset).min(PACKET as u64)).unwrap_or(PACKET);
+        let pages = len / PAGE_SIZE;
+        let untouched = self.untouched(mapping, start, pages);
+        to.resize(len, 0);
+        for (page, bytes) in to.chunks_mut(PAGE_SIZE).enumerate() {
+            if untouched[page] {
+                continue;
+            }
+            let at = start + (page * PAGE_SIZE) as u64;
+            match self.mem.read_exact_at(bytes, at) {
+                Ok(()) => {}
+                // The process has unmapped it meanwhile, or has ended.
+                Err(error)
+                    if error.kind() == ErrorKind::UnexpectedEof
+                        || error.raw_os_error() == Some(Errno::IO.raw_os_error()) =>
+                {
+                    return Ok(None);
+                }
+                Err(source) if source.kind() == ErrorKind::PermissionDenied => {
+                    return Err(HostError::NotAllowed { pid: self.pid });
+                }
+                Err(source) => {
+                    return Err(HostError::Process {
+                        pid: self.pid,
+                        path: format!("/proc/{}/mem", self.pid).into(),
+                        source,
+                    });
+                }
+            }
+        }
+        Ok(Some(untouched))
+    }
+}
+
+/// The name of a process.
+pub fn name_of(pid: u32) -> Option<String> {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+    Some(name.trim_end().to_owned())
+}
+
+/// The largest writable mapping in `/proc/PID/maps`, and those that are not far from its size.
+fn largest(maps: &str) -> Vec<Mapping> {
+    let mut mappings: Vec<Mapping> = maps.lines().filter_map(mapping).collect();
+    let most = mappings
+        .iter()
+        .map(|mapping| mapping.len)
+        .max()
+        .unwrap_or(0);
+    mappings.retain(|mapping| mapping.len >= most.div_ceil(RAM_SHARE));
+    mappings
+}
+
+/// A line of `maps`: `start-end rw-p offset device inode  path`; `None` if it is not writable memory.
+fn mapping(line: &str) -> Option<Mapping> {
+    let mut words = line.split_ascii_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let mode = words.next()?;
+    let inode = words.nth(2)?;
+    let start = u64::from_str_radix(start, 16).ok()?;
+    let len = u64::from_str_radix(end, 16).ok()?.checked_sub(start)?;
+    (mode.starts_with("rw") && len > 0).then_some(Mapping {
+        start,
+        len,
+        anonymous: mode.ends_with('p') && inode == "0",
+    })
+}
+
+/// A file that holds memory as it is: an image, a memfd, a core of pages.
+pub struct Image {
+    path: PathBuf,
+    name: String,
+    file: File,
+    len: u64,
+}
+
+impl Image {
+    /// Opens the file.
+    pub fn open(path: &Path) -> Result<Self, HostError> {
+        let failed = |source| HostError::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let file = File::open(path).map_err(failed)?;
+        let page = PAGE_SIZE as u64;
+        let len = file.metadata().map_err(failed)?.len() / page * page;
+        if len == 0 {
+            return Err(HostError::Empty {
+                path: path.to_owned(),
+            });
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            name: format!("file {}", path.display()),
+            file,
+            len,
+        })
+    }
+}
+
+impl Memory for Image {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.len
+    }
+
+    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError> {
+        let at = packet * PACKET as u64;
+        let len = usize::try_from((self.len - at).min(PACKET as u64)).unwrap_or(PACKET);
+        to.resize(len, 0);
+        self.file
+            .read_exact_at(to, at)
+            .map_err(|source| HostError::Read {
+                path: self.path.clone(),
+                source,
+            })?;
+        Ok(Some([false; PACKET_PAGES]))
+    }
+}
+
+/// The files of a folder as they fill a built-in guest.
+pub struct Folder {
+    name: String,
+    ram: RamBlock,
+    filled: std::ops::Range<u64>,
+}
+
+impl Folder {
+    /// Fills as much memory as is to be sampled.
+    pub fn read(path: &Path, bytes: u64, seed: u64) -> Result<Self, HostError> {
+        /// The layout's own part, besides what is filled.
+        const OVERHEAD: u64 = 8 << 20;
+        let packet = PACKET as u64;
+        let layout = Layout::new(
+            bytes.div_ceil(packet) * packet + OVERHEAD,
+            1,
+            Some(PAGE_SIZE as u64),
+        )?;
+        let len = usize::try_from(layout.ram_bytes()).unwrap_or(usize::MAX);
+        let ram = RamBlock::new("sample", len, Backing::Private)?;
+        let settings = FillSettings {
+            source: FillSource::Folder(path.to_owned()),
+            seed,
+            ..FillSettings::default()
+        };
+        fill(&ram, &layout, &settings)?;
+        Ok(Self {
+            name: format!("folder {}", path.display()),
+            ram,
+            filled: layout.filled(),
+        })
+    }
+}
+
+impl Memory for Folder {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.filled.end - self.filled.start
+    }
+
+    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError> {
+        let at = self.filled.start + packet * PACKET as u64;
+        let len = usize::try_from((self.filled.end - at).min(PACKET as u64)).unwrap_or(PACKET);
+        to.resize(len, 0);
+        self.ram
+            .read(usize::try_from(at).unwrap_or(usize::MAX), to)?;
+        Ok(Some([false; PACKET_PAGES]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ram_is_the_largest_writable_mapping_and_what_is_not_far_from_its_size() {
+        let maps = "\
+55d0c0000000-55d0c0100000 r-xp 00000000 fe:00 1234   /usr/bin/qemu
+55d0c1000000-55d0c1100000 rw-p 00000000 00:00 0      [heap]
+7f0000000000-7f0080000000 rw-p 00000000 00:00 0
+7f0100000000-7f0140000000 rw-s 00000000 00:01 42     /memfd:pc.ram (deleted)
+7f0200000000-7f0400000000 ---p 00000000 00:00 0
+not a line
+7ffc00000000-7ffc00021000 rw-p 00000000 00:00 0      [stack]
+";
+        let mappings = largest(maps);
+        let lens: Vec<_> = mappings.iter().map(|m| (m.len, m.anonymous)).collect();
+        assert_eq!(lens, [(2 << 30, true), (1 << 30, false)]);
+        assert_eq!(largest(""), []);
+    }
+}

@@ -1,0 +1,223 @@
+//! Pages drawn at random from memory, in batches of a packet: what compresses together lies together.
+
+use std::collections::HashSet;
+
+use hotlift_mem::{PAGE_SIZE, zero};
+use serde::Serialize;
+
+use super::error::HostError;
+
+/// Pages of a packet (QEMU's `MULTIFD_PACKET_SIZE` of 512 KiB).
+pub const PACKET_PAGES: usize = 128;
+
+/// Bytes of a packet's pages.
+pub const PACKET: usize = PACKET_PAGES * PAGE_SIZE;
+
+/// Packets looked at for each one that is read: memory that was never touched costs no reading.
+const LOOKS: u64 = 16;
+
+/// Packets looked at for zero pages for each one that the methods are measured on. Zero pages lie together: the shares of
+/// 128 packets of a guest of the bench were off by a tenth.
+const LOOKED_AT: u64 = 4;
+
+/// Memory that can be sampled.
+pub trait Memory {
+    /// What it is, for people.
+    fn name(&self) -> &str;
+    /// Bytes of it.
+    fn bytes(&self) -> u64;
+    /// Reads a packet's pages into the empty `to`, and tells which were never touched and so are zero; `None` if it is
+    /// not there any more. The last packet may be shorter.
+    fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError>;
+}
+
+/// For each page of a packet, whether it was never touched.
+pub type Untouched = [bool; PACKET_PAGES];
+
+/// The pages with content of a packet.
+#[derive(Debug, Clone, Default)]
+pub struct Packet {
+    /// One behind the other.
+    pub content: Vec<u8>,
+    /// Where they lay: offset in the packet and length, of each run of neighbours.
+    pub runs: Vec<(usize, usize)>,
+}
+
+impl Packet {
+    /// Pages that all have content.
+    pub fn full(content: Vec<u8>) -> Self {
+        let runs = vec![(0, content.len())];
+        Self { content, runs }
+    }
+
+    /// Zero pages for which nobody has looked.
+    pub fn of_zeros() -> Self {
+        Self::full(vec![0; PACKET])
+    }
+
+    /// Its pages.
+    pub fn pages(&self) -> impl Iterator<Item = &[u8; PAGE_SIZE]> {
+        self.content.as_chunks().0.iter()
+    }
+
+    fn push(&mut self, at: usize, page: &[u8; PAGE_SIZE]) {
+        self.content.extend_from_slice(page);
+        match self.runs.last_mut() {
+            Some((start, len)) if *start + *len == at => *len += PAGE_SIZE,
+            _ => self.runs.push((at, PAGE_SIZE)),
+        }
+    }
+}
+
+/// What was drawn.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Sample {
+    /// What it was drawn from.
+    pub memory: String,
+    /// Bytes of the whole of it.
+    pub ram_bytes: u64,
+    /// Pages looked at.
+    pub pages: usize,
+    /// Of them: never touched.
+    pub untouched: usize,
+    /// Of them: zero, though touched.
+    pub zero: usize,
+    /// The others, a packet each.
+    #[serde(skip)]
+    pub packets: Vec<Packet>,
+}
+
+impl Sample {
+    /// Draws packets until the methods have `limit` bytes to be measured on, and `LOOKED_AT` times as many were looked
+    /// at for zero pages, or there are no more.
+    pub fn draw(memory: &dyn Memory, limit: u64, seed: u64) -> Result<Self, HostError> {
+        let mut sample = Self {
+            memory: memory.name().to_owned(),
+            ram_bytes: memory.bytes(),
+            ..Self::default()
+        };
+        let packets = memory.bytes().div_ceil(PACKET as u64);
+        let enough = limit.div_ceil(PACKET as u64).max(1);
+        let mut read = 0;
+        for packet in order(packets, enough.saturating_mul(LOOKS), seed) {
+            let mut pages = Vec::with_capacity(PACKET);
+            let Some(untouched) = memory.read(packet, &mut pages)? else {
+                continue;
+            };
+            let content = read < enough;
+            read += u64::from(sample.keep(&pages, &untouched, content));
+            if read == enough.saturating_mul(LOOKED_AT) {
+                break;
+            }
+        }
+        Ok(sample)
+    }
+
+    /// Counts a packet's pages, and keeps those with `content`; says whether any of its pages was touched.
+    fn keep(&mut self, pages: &[u8], untouched: &Untouched, content: bool) -> bool {
+        let mut packet = Packet::default();
+        let mut touched = false;
+        for (i, page) in pages.as_chunks::<PAGE_SIZE>().0.iter().enumerate() {
+            self.pages += 1;
+            touched |= !untouched[i];
+            if untouched[i] {
+                self.untouched += 1;
+            } else if zero::is_zero(page) {
+                self.zero += 1;
+            } else if content {
+                packet.push(i * PAGE_SIZE, page);
+            }
+        }
+        if !packet.content.is_empty() {
+            self.packets.push(packet);
+        }
+        touched
+    }
+
+    /// Share of the pages looked at.
+    pub fn share(&self, pages: usize) -> f64 {
+        pages as f64 / self.pages.max(1) as f64
+    }
+
+    /// Bytes of the pages with content.
+    pub fn content(&self) -> usize {
+        self.packets.iter().map(|packet| packet.content.len()).sum()
+    }
+}
+
+/// At most `most` different numbers below `packets`, in random order; all of them where they are not many more.
+fn order(packets: u64, most: u64, seed: u64) -> Vec<u64> {
+    let mut noise = seed | 1;
+    let mut below = |end: u64| {
+        noise ^= noise << 13;
+        noise ^= noise >> 7;
+        noise ^= noise << 17;
+        u64::try_from((u128::from(noise) * u128::from(end)) >> 64).unwrap_or(0)
+    };
+    if packets <= most.saturating_mul(2) {
+        let mut all: Vec<u64> = (0..packets).collect();
+        for i in (1..packets).rev() {
+            if let (Ok(i), Ok(other)) = (usize::try_from(i), usize::try_from(below(i + 1))) {
+                all.swap(i, other);
+            }
+        }
+        all.truncate(usize::try_from(most).unwrap_or(usize::MAX));
+        return all;
+    }
+    let mut seen = HashSet::new();
+    let mut drawn = Vec::new();
+    while (drawn.len() as u64) < most {
+        let packet = below(packets);
+        if seen.insert(packet) {
+            drawn.push(packet);
+        }
+    }
+    drawn
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_are_drawn_once_each_and_never_beyond_the_end() {
+        for (packets, most) in [(0, 5), (1, 5), (10, 5), (10, 10), (100_000, 50)] {
+            let drawn = order(packets, most, 7);
+            let different: HashSet<_> = drawn.iter().collect();
+            assert_eq!(different.len(), drawn.len(), "{packets} {most}");
+            assert_eq!(drawn.len() as u64, packets.min(most));
+            assert!(drawn.iter().all(|packet| *packet < packets));
+        }
+        assert_ne!(order(1000, 10, 1), order(1000, 10, 3), "seeds differ");
+    }
+
+    struct Striped;
+
+    impl Memory for Striped {
+        fn name(&self) -> &str {
+            "stripes"
+        }
+        fn bytes(&self) -> u64 {
+            (40 * PACKET) as u64
+        }
+        /// Of each packet a quarter is untouched, a quarter zero.
+        fn read(&self, packet: u64, to: &mut Vec<u8>) -> Result<Option<Untouched>, HostError> {
+            to.resize(64 * PAGE_SIZE, 0);
+            to.resize(128 * PAGE_SIZE, 7);
+            let untouched = std::array::from_fn(|page| page < 32);
+            Ok((packet != 3).then_some(untouched))
+        }
+    }
+
+    #[test]
+    fn shares_are_those_of_the_memory_and_the_limit_is_kept() {
+        let sample = Sample::draw(&Striped, 4 * PACKET as u64, 1).unwrap();
+        assert_eq!(sample.packets.len(), 4);
+        assert!((sample.share(sample.untouched) - 0.25).abs() < 1e-9);
+        assert!((sample.share(sample.zero) - 0.25).abs() < 1e-9);
+        assert_eq!(sample.content(), 4 * 64 * PAGE_SIZE);
+        assert_eq!(sample.packets[0].runs, [(64 * PAGE_SIZE, 64 * PAGE_SIZE)]);
+        let all = Sample::draw(&Striped, u64::MAX, 1).unwrap();
+        assert_eq!(all.packets.len(), 39, "all but the one that has gone");
+    }
+}
