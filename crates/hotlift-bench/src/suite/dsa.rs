@@ -136,9 +136,15 @@ pub fn devices() -> String {
     paths.join(" ")
 }
 
+/// The column that a device's is compared with.
+const BY_CPU: &str = "Hotlift, CPU";
+
+/// The device's column. A simulated device saves nothing, and a QEMU's CPU is no device's.
+const BY_DSA: &str = "Hotlift, DSA";
+
 /// A column of the per-thread table: the runs that it is of.
 struct Side<'a> {
-    name: String,
+    name: &'static str,
     runs: Vec<&'a Record>,
 }
 
@@ -161,7 +167,7 @@ fn threads(records: &[Record], sheet: &mut Sheet) {
 fn table(scenario: &Scenario, records: &[Record]) -> Table {
     let sides = sides(scenario, records);
     let mut header = vec!["thread", "published, CPU", "published, DSA"];
-    header.extend(sides.iter().map(|side| side.name.as_str()));
+    header.extend(sides.iter().map(|side| side.name));
     let mut table = new_table(&header);
     for (name, cpu, dsa) in scenario.runtime {
         let mut row = vec![(*name).to_owned(), plain(*cpu), plain(*dsa)];
@@ -186,17 +192,14 @@ fn table(scenario: &Scenario, records: &[Record]) -> Table {
     table.add_row(total);
     let saving = |baseline: f64, with: f64| format!("{:.0} %", (1.0 - with / baseline) * 100.0);
     let mut savings = vec!["saving".to_owned(), String::new(), saving(cpu, dsa)];
-    let baseline = sides.first().and_then(|side| side.median(is_counted));
-    savings.extend(sides.iter().enumerate().map(|(index, side)| {
-        // A simulated device saves nothing.
-        let simulated = side.runs.iter().any(|run| is_simulated(&run.row));
-        match (index, baseline, side.median(is_counted)) {
-            (1.., Some(baseline), Some(ours)) if baseline > 0.0 && !simulated => {
-                saving(baseline, ours)
-            }
+    let baseline = sides.iter().find(|side| side.name == BY_CPU);
+    let baseline = baseline.and_then(|side| side.median(is_counted));
+    savings.extend(sides.iter().map(
+        |side| match (side.name, baseline, side.median(is_counted)) {
+            (BY_DSA, Some(baseline), Some(ours)) if baseline > 0.0 => saving(baseline, ours),
             _ => String::new(),
-        }
-    }));
+        },
+    ));
     table.add_row(savings);
     let mut others = vec!["not in the sum".to_owned(), "-".to_owned(), "-".to_owned()];
     others.extend(
@@ -210,22 +213,19 @@ fn table(scenario: &Scenario, records: &[Record]) -> Table {
 }
 
 fn sides<'a>(scenario: &Scenario, records: &'a [Record]) -> Vec<Side<'a>> {
-    let of = |name: &str, is: fn(&Record) -> bool| {
+    let of = |name: &'static str, is: fn(&Record) -> bool| {
         let runs: Vec<&Record> = records
             .iter()
             .filter(|run| has_zero_share(&run.row, scenario.zero_share))
             .filter(|run| run.completed().is_some() && is(run))
             .collect();
-        (!runs.is_empty()).then(|| Side {
-            name: name.to_owned(),
-            runs,
-        })
+        (!runs.is_empty()).then_some(Side { name, runs })
     };
     let sides = [
-        of("Hotlift, CPU", |run| {
+        of(BY_CPU, |run| {
             run.row.engine == Engine::Hotlift && !run.row.options.contains_key("accel-path")
         }),
-        of("Hotlift, DSA", |run| {
+        of(BY_DSA, |run| {
             run.row.options.contains_key("accel-path") && !is_simulated(&run.row)
         }),
         of("Hotlift, simulated DSA", |run| is_simulated(&run.row)),
@@ -321,5 +321,40 @@ mod tests {
             assert!(text.contains(words), "no {words} in\n{text}");
         }
         assert!(!text.contains("no DSA device"), "{text}");
+    }
+
+    #[test]
+    fn only_a_device_saves_and_only_what_the_cpu_of_hotlift_takes() {
+        let run = |cpu_s, change: fn(&mut Record)| {
+            let mut record = example();
+            record.row.method = "none".to_owned();
+            record.row.guest.zero_share = Some(0.5);
+            let mut completed = Completed::default();
+            completed.source.side.threads = vec![ThreadCpu {
+                name: "mig/src/send_0".to_owned(),
+                cpu_s,
+            }];
+            record.outcome = Outcome::Completed(Box::new(completed));
+            change(&mut record);
+            record
+        };
+        let by = |path: &str| [("accel-path".to_owned(), path.to_owned())].into();
+        let qemu = run(0.050, |record| record.row.engine = Engine::Qemu);
+        let cpu = run(0.100, |_| ());
+        let mut dsa = run(0.030, |_| ());
+        dsa.row.options = by("dsa:/dev/dsa/wq0.0");
+        let mut simulated = run(0.020, |_| ());
+        simulated.row.options = by("dsa-model:");
+        let savings = |records: &[Record]| {
+            let text = table(&SCENARIOS[0], records).to_string();
+            let line = text.lines().find(|line| line.contains("saving"));
+            let cells = line.expect("a line").split(['│', '┆']).map(str::trim);
+            let cells: Vec<_> = cells.filter(|cell| cell.ends_with('%')).collect();
+            cells.join(", ")
+        };
+        let all = [cpu.clone(), dsa.clone(), simulated, qemu.clone()];
+        assert_eq!(savings(&all), "22 %, 70 %");
+        assert_eq!(savings(&[cpu, qemu.clone()]), "22 %");
+        assert_eq!(savings(&[dsa, qemu]), "22 %");
     }
 }
