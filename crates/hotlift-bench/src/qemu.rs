@@ -303,7 +303,8 @@ fn set(machine: &mut Machine, cell: &Cell, options: &Options) -> Result<(), Stop
         .map_err(|error| lacks(&error))
 }
 
-/// What is on or off: the ways of a migration, and all that was asked for beside.
+/// What is on or off: the ways of a migration, and all that was asked for beside. With the return path a QEMU's downtime
+/// ends as ours does, at the destination's word; without it, at the last byte that its source has written.
 fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, bool)>, Stop> {
     let mut wanted = vec![
         ("multifd", options.multifd()),
@@ -311,6 +312,10 @@ fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, boo
         ("xbzrle", options.xbzrle),
         ("auto-converge", options.auto_converge),
         ("events", true),
+        (
+            "return-path",
+            options.return_path || !cell.migration.has("return-path"),
+        ),
     ];
     for (name, _) in cell.migration.given() {
         let info = option(name).map_err(BenchError::from)?;
@@ -591,6 +596,22 @@ mod tests {
         let options = bandwidth.migration.options().unwrap();
         let parameters = parameters(&bandwidth, &options, &|_| true).ok().unwrap();
         assert_eq!(parameters["avail-switchover-bandwidth"], 1000, "bytes/s");
+    }
+
+    #[test]
+    fn a_qemus_downtime_ends_at_the_destinations_word_unless_that_is_not_wanted() {
+        let return_path = |given: &[(&str, &str)]| {
+            let cell = cell(&["--workload=idle"], given);
+            let options = cell.migration.options().unwrap();
+            let wanted = capabilities(&cell, &options).ok().unwrap();
+            let mut found = wanted.iter().filter(|(name, _)| *name == "return-path");
+            let (_, on) = *found.next().expect("it is set");
+            assert_eq!(found.next(), None, "set once");
+            on
+        };
+        assert!(return_path(&[]));
+        assert!(return_path(&[("return-path", "on")]));
+        assert!(!return_path(&[("return-path", "off")]));
     }
 
     #[test]
