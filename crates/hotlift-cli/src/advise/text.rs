@@ -6,8 +6,8 @@ use hotlift_host::cost::GIB;
 use hotlift_host::measure::Candidate;
 use serde_json::{Value, json};
 
-use super::choose::{Choice, Goal, rank};
-use super::model::{Limit, PROGRESS, ZeroPages};
+use super::choose::{Choice, Goal, rank, second};
+use super::model::{Limit, PROGRESS, Prediction, ZeroPages};
 use super::zero_pages::FIRST_WITH_A_CHOICE;
 use super::{Advice, AdviseArgs, Owner};
 
@@ -266,9 +266,13 @@ fn next(advice: &Advice, best: &Choice) -> String {
                 ),
             },
         };
+        let is_near = |number: fn(Goal, &Prediction) -> f64| {
+            number(advice.goal, prediction) < number(advice.goal, &best.prediction) * 1.05
+        };
         let alike = i == 0
             && prediction.converges
-            && rank(advice.goal, prediction) < rank(advice.goal, &best.prediction) * 1.05;
+            && is_near(rank)
+            && (advice.goal != Goal::ShortestDowntime || is_near(second));
         names.push(match alike {
             true => format!("{name} (as good as {})", best.candidate.name()),
             false => name,
@@ -424,7 +428,7 @@ pub fn qmp(advice: &Advice) -> Value {
 #[cfg(test)]
 mod tests {
     use super::super::USUAL;
-    use super::super::model::{Load, Machine, Prediction, Settings};
+    use super::super::model::{Load, Machine, Settings};
     use super::super::zero_pages::Detection;
     use super::*;
     use hotlift_console::migration_args::{RoleArgs, role};
