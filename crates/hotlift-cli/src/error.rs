@@ -199,7 +199,11 @@ impl CommandError {
 
     /// Whether the command line is to blame, and nothing was begun.
     pub fn is_usage(&self) -> bool {
-        matches!(self, Self::Console(error) if error.is_usage())
+        match self {
+            Self::Console(error) => error.is_usage(),
+            Self::Advise(AdviseError::NoRam) => true,
+            _ => false,
+        }
     }
 }
 

@@ -17,6 +17,8 @@ pub enum AdviseError {
         name: String,
         pid: u32,
     },
+    #[error("a folder does not say how much RAM its files are to fill: give --ram")]
+    NoRam,
     #[error("QEMU did not measure its dirty rate: it says '{status}'; give --dirty-rate")]
     DirtyRate { status: String },
 }

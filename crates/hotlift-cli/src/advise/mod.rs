@@ -37,6 +37,7 @@ use serde::Serialize;
 
 use crate::error::CommandError;
 use choose::{Choice, Goal, Question};
+use error::AdviseError;
 use model::{Load, Machine};
 use qemu::Asked;
 use rules::Rule;
@@ -77,7 +78,7 @@ pub struct AdviseArgs {
     /// Bytes that the guest writes to at all [default: all of its RAM]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     working_set: Option<u64>,
-    /// Bytes of RAM, if not those of what is sampled
+    /// Bytes of RAM, if not those of what is sampled; a folder needs it
     #[arg(long, value_name = "SIZE", value_parser = size)]
     ram: Option<u64>,
     /// How long the guest may stand still, in ms; goal shortest-downtime looks for less
@@ -253,6 +254,7 @@ fn open(
     }
     let path = origin.file.clone().unwrap_or_default();
     Ok(match path.is_dir() {
+        true if args.ram.is_none() => return Err(AdviseError::NoRam.into()),
         true => (
             Box::new(Folder::read(&path, args.sample, args.seed)?),
             Owner::Unknown,

@@ -203,6 +203,11 @@ fn what_cannot_be_sampled_is_said_in_a_line() {
             "expected 4096 bytes or more",
         ),
         (
+            vec!["--file", text(folder.path())],
+            2,
+            "how much RAM its files are to fill: give --ram",
+        ),
+        (
             vec!["--file", text(&empty), "--bandwidth=fast"],
             2,
             "expected a rate as in 10gbit",
