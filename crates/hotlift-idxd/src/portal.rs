@@ -285,7 +285,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     fn movdir64b_stores_the_descriptor_whole() {
         if !crate::CpuFeatures::of_this_cpu().movdir64b {
-            eprintln!("skipped: this CPU has no MOVDIR64B");
+            hotlift_testkit::skip!("cpu", "no MOVDIR64B");
             return;
         }
         #[repr(align(64))]

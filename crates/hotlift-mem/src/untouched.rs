@@ -233,7 +233,7 @@ mod tests {
             match way(file, block.host_addr().addr(), PAGES, &mut out) {
                 Ok(()) => Some((name, bits(&out))),
                 Err(e) => {
-                    eprintln!("{name}: not on this kernel, skipped: {e}");
+                    hotlift_testkit::skip!("pagemap", "no {name} on this kernel: {e}");
                     None
                 }
             }
@@ -401,7 +401,7 @@ mod tests {
     fn a_file_system_whose_holes_are_not_known_is_refused() {
         let file = File::open(std::env::current_exe().expect("a path")).expect("open");
         if u64::try_from(fstatfs(&file).expect("statfs").f_type) == Ok(TMPFS_MAGIC) {
-            eprintln!("skipped: the test itself lies on tmpfs");
+            hotlift_testkit::skip!("tmpfs", "the test itself lies on tmpfs");
             return;
         }
         let mut out = [u64::MAX];

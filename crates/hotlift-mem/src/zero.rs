@@ -200,7 +200,7 @@ mod tests {
             if d.available() {
                 check(d.name, &|bytes| d.is_zero(bytes) == Some(true));
             } else {
-                eprintln!("{}: not on this machine, skipped", d.name);
+                hotlift_testkit::skip!("cpu", "no instructions for {}", d.name);
             }
         }
         check("chosen", &is_zero);

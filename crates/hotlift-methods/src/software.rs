@@ -172,7 +172,7 @@ mod tests {
                 libraries.push(Software::Isal(Stateless::with_sampled_codes(isal)));
                 libraries.push(Software::Isal(Stateless::with_own_codes(isal)));
             }
-            Err(error) => eprintln!("skipped: {error}"),
+            Err(error) => hotlift_testkit::skip!("isal", "{error}"),
         }
         let text = b"a guest's page of text ".repeat(200)[..PAGE_SIZE].to_vec();
         let noise: Vec<u8> = (0..PAGE_SIZE as u64)

@@ -8,12 +8,13 @@ use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::MethodError;
 use hotlift_methods::legacy::compress::{Deflater, Inflater, LEVELS};
 use hotlift_methods::legacy::xbzrle::{self, Delta};
+use hotlift_testkit::qemu::Release;
 use hotlift_wire::main_channel::{
     Configuration, DeviceLengths, MainDecoder, MainEncoder, MainEvent, PageContent, SectionKind,
     Step, VmDescription,
 };
 use proptest::prelude::*;
-use support::machine::{fetched_qemu, installed_qemu, load};
+use support::machine::load;
 use support::stream::{RAM_PAGES, ram_page};
 use support::{Noise, qemu};
 
@@ -163,7 +164,10 @@ fn changed(old: &[u8; PAGE_SIZE], number: usize) -> [u8; PAGE_SIZE] {
 
 #[test]
 fn real_qemus_apply_the_deltas_that_we_write() {
-    for (qemu, name) in [(installed_qemu(), "7.2-off"), (fetched_qemu(), "10.0-off")] {
+    for (qemu, name) in [
+        (Release::V7.program(), "7.2-off"),
+        (Release::V10.program(), "10.0-off"),
+    ] {
         let Some(qemu) = qemu else { continue };
         let main = recorded(name);
         let before = loaded(&main).0;

@@ -4,12 +4,6 @@
 //! `HOTLIFT_VENDOR_LIBRARIES` names the directory that `scripts/accelerator-libraries` prints; without
 //! it nothing is tried.
 
-#![allow(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "a test says what it skips"
-)]
-
 mod support;
 #[path = "support/vendors.rs"]
 mod vendors;
@@ -27,8 +21,9 @@ fn beside_the_vendors(name: &str, body: impl FnOnce()) {
         return body();
     }
     let Some(mut program) = vendors::this_program() else {
-        eprintln!(
-            "skipped: {} is not set; scripts/accelerator-libraries prints it",
+        hotlift_testkit::skip!(
+            "vendor-libraries",
+            "{} is not set; scripts/accelerator-libraries prints it",
             vendors::VARIABLE
         );
         return;
@@ -102,7 +97,7 @@ fn libqatzip_without_a_device_is_left_for_our_software() {
             };
             let mut encoder = (ours.encoder)(&settings(Accelerator::Auto)).expect("in software");
             let RunsOn::Fallback(reason) = encoder.runs_on() else {
-                eprintln!("skipped: {:?}", encoder.runs_on());
+                hotlift_testkit::skip!("qat", "there is a device: {:?}", encoder.runs_on());
                 return;
             };
             assert_eq!(&*reason, "qzInit: no hardware (-101)");

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::{Encode, EncoderSettings, MethodError, method};
-use support::machine::{fetched_qemu, installed_qemu, load, send};
+use hotlift_testkit::qemu::Release;
+use support::machine::{load, send};
 use support::stream::{RAM_PAGES, Stream, ram_page};
 
 /// Methods with the levels that differ in how their streams are made.
@@ -69,17 +70,20 @@ fn loads_all(qemu: Option<PathBuf>, recordings: &[&str]) {
 
 #[test]
 fn the_installed_qemu_loads_what_we_write() {
-    loads_all(installed_qemu(), &["7.2-none", "7.2-zlib", "7.2-zstd"]);
+    loads_all(Release::V7.program(), &["7.2-none", "7.2-zlib", "7.2-zstd"]);
 }
 
 #[test]
 fn qemu_10_0_loads_what_we_write() {
-    loads_all(fetched_qemu(), &["10.0-none", "10.0-zlib", "10.0-zstd"]);
+    loads_all(
+        Release::V10.program(),
+        &["10.0-none", "10.0-zlib", "10.0-zstd"],
+    );
 }
 
 #[test]
 fn qemu_10_0_loads_what_we_write_for_an_older_machine() {
-    loads_all(fetched_qemu(), &["7.2-none", "10.0-none-legacy"]);
+    loads_all(Release::V10.program(), &["7.2-none", "10.0-none-legacy"]);
 }
 
 /// Pages of a paused guest, straight from a QEMU.
@@ -104,12 +108,12 @@ fn reads_all(qemu: Option<PathBuf>, machine: &str) {
 
 #[test]
 fn what_the_installed_qemu_sends_is_read() {
-    reads_all(installed_qemu(), "pc-i440fx-7.2");
+    reads_all(Release::V7.program(), "pc-i440fx-7.2");
 }
 
 #[test]
 fn what_qemu_10_0_sends_is_read() {
-    reads_all(fetched_qemu(), "pc-i440fx-10.0");
+    reads_all(Release::V10.program(), "pc-i440fx-10.0");
 }
 
 /// An encoder that gets one byte of each packet wrong.
@@ -125,7 +129,9 @@ impl Encode for Wrong {
 
 #[test]
 fn a_wrong_byte_does_not_pass_these_tests() {
-    let Some(qemu) = installed_qemu() else { return };
+    let Some(qemu) = Release::V7.program() else {
+        return;
+    };
     let error = plays(&qemu, "7.2-none", "none", &|| Box::new(Wrong)).unwrap_err();
     assert!(error.ends_with("differs"), "{error}");
 }

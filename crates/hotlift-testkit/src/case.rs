@@ -8,20 +8,10 @@ use serde::{Deserialize, Serialize};
 use crate::namespace::{End, Message};
 use crate::process::{Output, Stream};
 use crate::proxy::{Ending, Turns};
+use crate::qemu::Release;
 
 /// How long a source asks what became of its guest, by default (`settle-timeout`).
 pub const SETTLE: Duration = Duration::from_secs(60);
-
-/// A QEMU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Release {
-    /// Debian 12's.
-    #[serde(rename = "7.2")]
-    V7,
-    /// bookworm-backports'.
-    #[serde(rename = "10.0")]
-    V10,
-}
 
 /// Who migrates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,7 +10,6 @@ use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::{Map, Value, json};
 
-use crate::case::Release;
 use crate::error::KitError;
 use crate::process::{Process, Stream};
 use crate::program::Program;
@@ -403,19 +402,6 @@ impl Machine {
             process.spoil(stream, output);
         }
     }
-}
-
-/// Where a QEMU of this release is; `None` if it is not installed.
-#[must_use]
-pub fn find_qemu(release: Release) -> Option<PathBuf> {
-    let path = match release {
-        Release::V7 => PathBuf::from("/usr/bin/qemu-system-x86_64"),
-        Release::V10 => {
-            let folder = std::env::var_os("HOTLIFT_QEMU10").filter(|value| !value.is_empty())?;
-            PathBuf::from(folder).join("qemu-system-x86_64")
-        }
-    };
-    path.exists().then_some(path)
 }
 
 /// The command line of a QEMU whose files are in `folder`: its RAM is a shared file, and it has a QMP socket

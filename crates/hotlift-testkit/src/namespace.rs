@@ -328,7 +328,7 @@ mod tests {
 
     fn link() -> Option<Link> {
         if !rustix::process::geteuid().is_root() {
-            println!("not tested: network namespaces need root");
+            crate::skip!("root", "network namespaces need it");
             return None;
         }
         Some(Link::new(540, 1).expect("a link"))

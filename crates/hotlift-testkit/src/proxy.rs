@@ -351,7 +351,7 @@ mod tests {
 
     fn pair(turns: Turns) -> Option<(crate::namespace::Link, Proxy, TcpStream, TcpStream)> {
         if !rustix::process::geteuid().is_root() {
-            println!("not tested: network namespaces need root");
+            crate::skip!("root", "network namespaces need it");
             return None;
         }
         let link = crate::namespace::Link::new(1500, 0).unwrap();

@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::case::{BuiltIn, Case, Kind, Pair, Party, Release};
+use crate::case::{BuiltIn, Case, Kind, Pair, Party};
 use crate::error::KitError;
-use crate::machine::{Machine, PATIENCE, Settings, find_qemu, qemu_line};
+use crate::machine::{Machine, PATIENCE, Settings, qemu_line};
 use crate::namespace::{DESTINATION, End, Link, Namespace, PROXY};
 use crate::process::{Output, Process, Stream};
 use crate::program::Program;
 use crate::proxy::Proxy;
+use crate::qemu::Release;
 
 /// Where the destination listens.
 pub const PORT: u16 = 7000;
@@ -432,7 +433,7 @@ impl Builder<'_> {
 }
 
 fn qemu_program(release: Release) -> Result<PathBuf, KitError> {
-    find_qemu(release).ok_or_else(|| KitError::Memory {
+    release.find().ok_or_else(|| KitError::Memory {
         problem: format!("QEMU {release:?} is not there"),
     })
 }

@@ -3,7 +3,7 @@
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
-    reason = "a test says what it skips"
+    reason = "a test says what it does"
 )]
 
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ fn hotlift() -> PathBuf {
 /// Runs cases all at once, and fails with what is wrong with any.
 fn run(cases: &[Case]) {
     if !rustix::process::geteuid().is_root() {
-        println!("not tested: network namespaces need root");
+        hotlift_testkit::skip!("root", "network namespaces need it");
         return;
     }
     let mut command = Command::new(env!("CARGO_BIN_EXE_campaign"));

@@ -1,11 +1,5 @@
 //! What holds for every built-in guest.
 
-#![allow(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "a test says what it skips"
-)]
-
 use std::time::{Duration, Instant};
 
 use hotlift::guest::DeviceState;
@@ -20,7 +14,7 @@ fn kinds() -> Vec<GuestKind> {
     match best_kind() {
         (GuestKind::Kvm, _) => GuestKind::ALL.to_vec(),
         (GuestKind::Threads, why) => {
-            eprintln!("not tested: the kvm guest ({why:?})");
+            hotlift_testkit::skip!("kvm", "{why:?}");
             vec![GuestKind::Threads]
         }
     }

@@ -1,22 +1,15 @@
 //! The guest program runs under other VMMs, too.
 
-#![allow(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "a test says what it skips"
-)]
-
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use hotlift_testkit::qemu;
 use hotlift_vmm::kvm;
 
 /// Far beyond what either accelerator takes.
 const LIMIT: Duration = Duration::from_secs(60);
-
-const QEMU: &str = "qemu-system-x86_64";
 
 /// Killed however the test ends.
 struct Qemu(Child);
@@ -35,20 +28,14 @@ fn value(line: &str, name: &str) -> Option<u64> {
 }
 
 fn counts_up_under(accelerator: &str) {
-    if Command::new(QEMU)
-        .arg("--version")
-        .stdout(Stdio::null())
-        .status()
-        .is_err()
-    {
-        eprintln!("not tested: there is no {QEMU}");
+    let Some(program) = qemu::installed() else {
         return;
-    }
+    };
     let folder = tempfile::tempdir().unwrap();
     let elf = folder.path().join("hotlift.elf");
     std::fs::write(&elf, kvm::ELF).unwrap();
     let mut qemu = Qemu(
-        Command::new(QEMU)
+        Command::new(program)
             .args([
                 "-accel",
                 accelerator,
@@ -107,9 +94,7 @@ fn the_program_counts_up_under_qemu_tcg() {
 
 #[test]
 fn the_program_counts_up_under_qemu_kvm() {
-    if let Err(why) = kvm::usable() {
-        eprintln!("not tested: {why}");
-        return;
+    if qemu::has_kvm() {
+        counts_up_under("kvm");
     }
-    counts_up_under("kvm");
 }

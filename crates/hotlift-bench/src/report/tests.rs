@@ -273,7 +273,7 @@ fn a_browser_shows_the_report_without_a_complaint() {
             std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
         })
     else {
-        eprintln!("skipped: no chromium (package chromium, 80 MB)");
+        hotlift_testkit::skip!("chromium", "not in PATH (package chromium, 80 MB)");
         return;
     };
     let folder = tempfile::TempDir::new().expect("a folder");

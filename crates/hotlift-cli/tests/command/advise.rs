@@ -241,7 +241,7 @@ fn a_qmp_socket_of_something_else_is_not_taken_for_a_qemu() {
 fn a_process_of_somebody_else_is_refused_with_what_would_help() {
     const NOBODY: u32 = 65_534;
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: wants to be root, to become somebody else");
+        hotlift_testkit::skip!("root", "only root can become somebody else");
         return;
     }
     // Where nobody can start it.
@@ -300,9 +300,12 @@ impl Drop for Qemu {
 
 #[test]
 fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
+    let Some(program) = hotlift_testkit::qemu::installed() else {
+        return;
+    };
     let folder = TempDir::new().expect("a folder");
     let path = folder.path().join("vm.qmp");
-    let qemu = Command::new("qemu-system-x86_64")
+    let qemu = Command::new(program)
         .args([
             "-machine",
             "pc",
@@ -317,10 +320,7 @@ fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
         .arg("-qmp")
         .arg(format!("unix:{},server=on,wait=off", path.display()))
         .spawn();
-    let Ok(qemu) = qemu.map(Qemu) else {
-        eprintln!("skipped: no qemu-system-x86_64 (package qemu-system-x86)");
-        return;
-    };
+    let qemu = Qemu(qemu.expect("QEMU starts"));
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
     while std::os::unix::net::UnixStream::connect(&path).is_err() {
         assert!(std::time::Instant::now() < deadline, "QEMU does not listen");

@@ -48,7 +48,10 @@ fn command(folder: &Path, privileged: bool) -> Option<std::path::PathBuf> {
         match set {
             Ok(set) if set.status.success() => {}
             other => {
-                println!("not tested: setcap (package libcap2-bin, root) gives none: {other:?}");
+                hotlift_testkit::skip!(
+                    "setcap",
+                    "it gives none (package libcap2-bin, root): {other:?}"
+                );
                 return None;
             }
         }
@@ -59,7 +62,7 @@ fn command(folder: &Path, privileged: bool) -> Option<std::path::PathBuf> {
 #[test]
 fn a_command_with_capabilities_takes_no_library_from_the_environment_and_one_without_does() {
     if !rustix::process::geteuid().is_root() {
-        println!("not tested: only root can run a command as another user");
+        hotlift_testkit::skip!("root", "only root can run a command as another user");
         return;
     }
     let folder = TempDir::new().expect("a folder");

@@ -1,5 +1,6 @@
 //! The same lines to the human monitors of QEMU 10.0 and of Hotlift.
 
+use hotlift_testkit::qemu::Release;
 use serde_json::json;
 
 use crate::machine::{Machine, Program};
@@ -26,7 +27,7 @@ fn shared<'a>(these: &[(&'a str, &'a str)], others: &[(&str, &str)]) -> Vec<(&'a
 
 #[test]
 fn the_human_monitor_prints_what_qemu_prints() {
-    if Program::qemu().is_none() {
+    if Release::V10.program().is_none() {
         return;
     }
     let mut qemu = Machine::start(Program::Qemu, &[]);
@@ -104,7 +105,7 @@ fn the_human_monitor_prints_what_qemu_prints() {
 
 #[test]
 fn a_migration_is_shown_under_qemus_labels_in_qemus_order() {
-    if Program::qemu().is_none() {
+    if Release::V10.program().is_none() {
         return;
     }
     let [ours, theirs] = [Program::Hotlift, Program::Qemu].map(|program| {

@@ -1,10 +1,10 @@
 //! A Hotlift or a QEMU with a small machine and a QMP socket, killed when it goes out of scope.
 
-use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use hotlift_qmp::{Client, QmpAddress, QmpError};
+use hotlift_testkit::qemu::Release;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -16,31 +16,6 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 pub enum Program {
     Hotlift,
     Qemu,
-}
-
-impl Program {
-    /// QEMU 10.0, as `scripts/qemu-10.0` unpacks it; `None`, and why, if it is not there.
-    pub fn qemu() -> Option<PathBuf> {
-        let set = std::env::var_os("HOTLIFT_QEMU10").filter(|path| !path.is_empty());
-        let folder = set.map_or_else(|| cache().join("qemu-10.0/bin"), PathBuf::from);
-        let program = folder.join("qemu-system-x86_64");
-        if program.exists() {
-            return Some(program);
-        }
-        println!(
-            "not tested: no {}; scripts/qemu-10.0 fetches it",
-            program.display()
-        );
-        None
-    }
-}
-
-/// Where what was fetched is kept, as in `scripts/`.
-pub fn cache() -> PathBuf {
-    std::env::var_os("HOTLIFT_CACHE").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache"),
-        PathBuf::from,
-    )
 }
 
 pub struct Machine {
@@ -70,7 +45,7 @@ impl Machine {
                 command
             }
             Program::Qemu => {
-                let mut command = Command::new(Program::qemu().expect("was looked for"));
+                let mut command = Command::new(Release::V10.find().expect("was looked for"));
                 command.args(["-nodefaults", "-display", "none", "-m", "16"]);
                 command.args(["-machine", "pc,accel=tcg"]);
                 let address = format!("unix:{},server=on,wait=off", socket.display());

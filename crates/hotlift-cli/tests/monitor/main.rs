@@ -1,11 +1,5 @@
 //! Monitors as their clients see them: QMP of a built-in guest, of a relay, and beside QEMU 10.0's.
 
-#![allow(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "a test says what it skips"
-)]
-
 mod compared;
 mod hmp;
 #[path = "../command/hotlift.rs"]

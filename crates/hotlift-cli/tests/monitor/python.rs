@@ -5,17 +5,17 @@ use std::process::Command;
 
 use serde_json::json;
 
-use crate::machine::{Machine, Program, cache};
+use hotlift_testkit::qemu::cache;
+use hotlift_testkit::skip;
+
+use crate::machine::{Machine, Program};
 
 #[test]
 fn pythons_qemu_qmp_connects_sets_migrates_follows_events_and_queries() {
     let set = std::env::var_os("HOTLIFT_QEMU_QMP").filter(|path| !path.is_empty());
     let package = set.map_or_else(|| cache().join("qemu-qmp-0.0.6"), PathBuf::from);
     if !package.is_dir() {
-        println!(
-            "not tested: no {}; scripts/qemu-qmp fetches it",
-            package.display()
-        );
+        skip!("qemu-qmp", "not there; scripts/qemu-qmp fetches it");
         return;
     }
     let mut destination = Machine::waiting(Program::Hotlift);

@@ -1,6 +1,7 @@
 //! A relay beside a QEMU, watched, paced and cancelled over QMP.
 
 use hotlift_qmp::{Client, QmpAddress};
+use hotlift_testkit::qemu::Release;
 use serde_json::json;
 
 use crate::hotlift::Hotlift;
@@ -8,7 +9,7 @@ use crate::machine::{DEADLINE, Machine, Program};
 
 #[test]
 fn a_relay_is_watched_paced_and_cancelled_and_says_what_it_has_not() {
-    if Program::qemu().is_none() {
+    if Release::V10.program().is_none() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();

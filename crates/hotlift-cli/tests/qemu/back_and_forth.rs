@@ -6,8 +6,8 @@ use rustix::process::Signal;
 
 use crate::guest::Guest;
 use crate::hotlift::Hotlift;
+use crate::need;
 use crate::route::{Multifd, RelayOptions, Side, relay};
-use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_10, Release, Vm, folder};
 
 const TIMES: usize = 50;
@@ -47,7 +47,7 @@ fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
         accelerator: Accelerator::Kvm,
         guest: std::sync::Arc::new(Guest::with(40 << 20, 16 << 20, 500)),
     };
-    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let mut here = need!(Vm::running(Release::V10, &machine));
     let forever = |mut options: Vec<String>| {
         options.extend(["--forever", "--quiet"].map(str::to_owned));
         options
@@ -67,7 +67,7 @@ fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
     let mut warm = Vec::new();
     for time in 0..TIMES {
         let (outgoing, incoming, relays) = &mut ways[time % 2];
-        let mut there = skip!(Vm::waiting(Release::V10, &machine));
+        let mut there = need!(Vm::waiting(Release::V10, &machine));
         // With multifd and without, so that the relays change, too.
         let multifd = if time % 4 < 2 { CHANNELS } else { Multifd::Off };
         Side::new(multifd).with("return-path").apply(&mut here);

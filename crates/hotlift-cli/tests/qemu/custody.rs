@@ -9,9 +9,9 @@ use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::{Value, json};
 
 use crate::hotlift::Hotlift;
+use crate::need;
 use crate::operator::{Adopted, machine, serve, succeeds};
 use crate::qmp_proxy::{QmpProxy, Trick};
-use crate::skip;
 use crate::vm::{DEADLINE, Machine, PC_7, Release, Vm, count_in, folder, until};
 
 /// How long a QEMU that must not be ended is watched: a command acts on a signal within 50 ms.
@@ -74,7 +74,7 @@ fn words(line: &[String]) -> Vec<&str> {
 
 #[test]
 fn a_qemu_that_is_silent_on_qmp_after_the_handover_keeps_its_guest() {
-    let (here, there, _proxy, line) = skip!(moving(Trick::Silence));
+    let (here, there, _proxy, line) = need!(moving(Trick::Silence));
     let (mut serve, uri) = serve(&words(&with(&[], &line)));
     let qmp = here.free_qmp();
     let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]);
@@ -88,7 +88,7 @@ fn a_qemu_that_is_silent_on_qmp_after_the_handover_keeps_its_guest() {
 
 #[test]
 fn a_restored_qemu_that_is_silent_on_qmp_keeps_its_guest() {
-    let (here, there, _proxy, line) = skip!(moving(Trick::Silence));
+    let (here, there, _proxy, line) = need!(moving(Trick::Silence));
     let file = there.path("vm.save");
     succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), &file]));
     let mut restore = Hotlift::start(&words(&with(&["restore", &file], &line)));
@@ -120,7 +120,7 @@ fn nothing_ends_a_qemu_that_still_reads_the_end_of_its_stream() {
         Late::LostControl,
     ];
     for late in all {
-        let (here, there, proxy, line) = skip!(moving(Trick::HoldDescription));
+        let (here, there, proxy, line) = need!(moving(Trick::HoldDescription));
         let socket = there.folder.path().join("control");
         let control = format!("--control={}", socket.display());
         let (mut serve, uri) = serve(&words(&with(&[&control], &line)));
@@ -161,7 +161,7 @@ fn has_guard(qmp: &str) -> bool {
 
 #[test]
 fn a_serve_that_is_killed_behind_eof_leaves_no_guard_that_ends_its_qemu() {
-    let (here, there, proxy, line) = skip!(moving(Trick::HoldDescription));
+    let (here, there, proxy, line) = need!(moving(Trick::HoldDescription));
     let (serve, uri) = serve(&words(&with(&[], &line)));
     let qmp = here.free_qmp();
     let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]);
@@ -193,9 +193,9 @@ impl Drop for Unread {
 #[test]
 fn a_closed_stderr_and_stdout_of_serve_end_neither_the_migration_nor_the_guest() {
     let machine = machine(PC_7);
-    let mut here = skip!(Vm::running(Release::V7, &machine));
+    let mut here = need!(Vm::running(Release::V7, &machine));
     let there = Adopted::new(machine);
-    let line = skip!(there.line(Release::V7));
+    let line = need!(there.line(Release::V7));
     let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
     drop(reader);
     let mut serve = Unread(
@@ -229,9 +229,9 @@ fn a_closed_stderr_and_stdout_of_serve_end_neither_the_migration_nor_the_guest()
 #[test]
 fn a_qemu_that_was_left_running_leaves_nothing_behind_when_it_ends() {
     let machine = machine(PC_7);
-    let here = skip!(Vm::running(Release::V7, &machine));
+    let here = need!(Vm::running(Release::V7, &machine));
     let there = Adopted::new(machine);
-    let mut line = skip!(there.line(Release::V7));
+    let mut line = need!(there.line(Release::V7));
     // A monitor that is no '-qmp': the socket that the command adds is the one that is kept.
     let at = line
         .iter()
@@ -271,7 +271,7 @@ fn a_qemu_that_was_left_running_leaves_nothing_behind_when_it_ends() {
 
 #[test]
 fn a_save_that_loses_its_terminal_leaves_the_guest_running_and_nothing_else() {
-    let mut here = skip!(Vm::running(Release::V7, &machine(PC_7)));
+    let mut here = need!(Vm::running(Release::V7, &machine(PC_7)));
     let (temporary, files) = (folder(), folder());
     let settings = here.qmp.query_parameters().expect("parameters");
     let capabilities = here.qmp.query_capabilities().expect("capabilities");

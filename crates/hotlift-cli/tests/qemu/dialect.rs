@@ -3,8 +3,8 @@
 use serde_json::json;
 
 use crate::guest::Guest;
+use crate::need;
 use crate::route::{Multifd, RelayOptions, Route, Side};
-use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm};
 
 const CHANNELS: Multifd = Multifd::Channels(2);
@@ -51,7 +51,7 @@ fn pages_that_qemu_has_compressed_are_read_and_compressed_anew() {
             relays: Some(RelayOptions::new(ours, CHANNELS, CHANNELS)),
             live: true,
         };
-        let moved = skip!(route.take(skip!(Vm::running(from, &machine(name))), from));
+        let moved = need!(route.take(need!(Vm::running(from, &machine(name))), from));
         let reports = moved.reports.expect("reports");
         let read = reports[0]["received_bytes"].as_u64().expect("a number");
         let pages = reports[0]["normal_pages"].as_u64().expect("a number");
@@ -75,7 +75,7 @@ fn qemu_reads_pages_that_a_relay_has_compressed_for_it() {
             relays: Some(relays),
             live: true,
         };
-        let moved = skip!(route.take(skip!(Vm::running(to, &machine(name))), to));
+        let moved = need!(route.take(need!(Vm::running(to, &machine(name))), to));
         let reports = moved.reports.expect("reports");
         assert_eq!(reports.last().expect("a report")["method"], method);
     }
@@ -115,8 +115,8 @@ fn qemu_reads_the_compressed_pages_that_a_relay_has_made_for_it() {
             relays: Some(relays),
             live: true,
         };
-        let here = skip!(Vm::running(Release::V7, &machine(PC_7)));
-        let moved = skip!(route.take(here, Release::V7));
+        let here = need!(Vm::running(Release::V7, &machine(PC_7)));
+        let moved = need!(route.take(here, Release::V7));
         for report in moved.reports.expect("reports") {
             assert_eq!(report["method"], "compress", "{report}");
             let sent = report["sent_bytes"].as_u64().expect("a number");
@@ -150,8 +150,8 @@ fn the_records_of_older_sources_are_read() {
                 relays: Some(relays),
                 live: true,
             };
-            let here = skip!(Vm::running(Release::V7, &machine(PC_7)));
-            let moved = skip!(route.take(here, Release::V7));
+            let here = need!(Vm::running(Release::V7, &machine(PC_7)));
+            let moved = need!(route.take(here, Release::V7));
             let figures = &moved.figures[sent];
             assert!(
                 figures["pages"].as_u64() > Some(0),

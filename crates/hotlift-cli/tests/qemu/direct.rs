@@ -1,8 +1,8 @@
 //! Straight from QEMU to QEMU: what the harness itself is worth.
 
 use crate::guest::Guest;
+use crate::need;
 use crate::route::{Multifd, Route, Side};
-use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, until};
 
 fn straight(multifd: Multifd, live: bool) -> Route {
@@ -36,8 +36,8 @@ fn a_program_goes_from_qemu_to_qemu_and_counts_on() {
         if return_path {
             route.source = route.source.with("return-path");
         }
-        let here = skip!(Vm::running(from, &machine(name, accelerator)));
-        let moved = skip!(route.take(here, to));
+        let here = need!(Vm::running(from, &machine(name, accelerator)));
+        let moved = need!(route.take(here, to));
         assert!(moved.info.ram.is_some_and(|ram| ram.normal > 0));
     }
 }
@@ -45,7 +45,7 @@ fn a_program_goes_from_qemu_to_qemu_and_counts_on() {
 /// Guest memory is changed behind QEMU's back, as a page that was lost on the way would be.
 #[test]
 fn a_page_that_holds_an_older_write_is_found() {
-    let mut vm = skip!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));
+    let mut vm = need!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));
     let before = vm.ram();
     let count = vm.prove();
     vm.qmp.cont().expect("cont");
@@ -91,10 +91,10 @@ fn a_linux_goes_from_qemu_to_qemu_and_counts_on() {
     let machine = Machine {
         name: PC_7,
         accelerator: Accelerator::Tcg,
-        guest: skip!(Guest::linux()),
+        guest: need!(Guest::linux()),
     };
-    let here = skip!(Vm::running(Release::V10, &machine));
-    let moved = skip!(straight(Multifd::Channels(2), true).take(here, Release::V10));
-    let moved = skip!(straight(Multifd::Off, true).take(moved.there, Release::V7));
-    skip!(straight(Multifd::Off, false).take(moved.there, Release::V7));
+    let here = need!(Vm::running(Release::V10, &machine));
+    let moved = need!(straight(Multifd::Channels(2), true).take(here, Release::V10));
+    let moved = need!(straight(Multifd::Off, true).take(moved.there, Release::V7));
+    need!(straight(Multifd::Off, false).take(moved.there, Release::V7));
 }

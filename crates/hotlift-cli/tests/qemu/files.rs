@@ -11,8 +11,8 @@ use hotlift::{Control, MigrationError, Options};
 use serde_json::{Value, json};
 
 use crate::guest::Guest;
+use crate::need;
 use crate::route::{Multifd, Side, differ};
-use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, folder, until};
 
 fn machine(name: &'static str, accelerator: Accelerator) -> Machine {
@@ -136,7 +136,7 @@ fn a_running_machine_goes_on_from_its_file() {
     ] {
         println!("{from:?} {saved_from} -> {channels} {method} -> {to:?} {restored_to}");
         let machine = machine(name, accelerator);
-        let mut here = skip!(Vm::running(from, &machine));
+        let mut here = need!(Vm::running(from, &machine));
         let before = here.count().expect("the guest counts");
         let settings = settings(method, channels);
         let report = save(
@@ -158,11 +158,11 @@ fn a_running_machine_goes_on_from_its_file() {
             assert!(length < report.normal_pages * 4096, "{length}");
         }
         let before = before.max(here.count().expect("the guest has counted"));
-        let (mut there, report) = skip!(restore(&file, to, &machine, restored_to));
+        let (mut there, report) = need!(restore(&file, to, &machine, restored_to));
         report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
         goes_on(&mut there, before);
         // The file can be used again, and again.
-        let (mut again, report) = skip!(restore(&file, to, &machine, restored_to));
+        let (mut again, report) = need!(restore(&file, to, &machine, restored_to));
         report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
         goes_on(&mut again, before);
     }
@@ -180,7 +180,7 @@ fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
     ] {
         println!("{from:?} {multifd} live: {live}");
         let machine = machine(name, Accelerator::Kvm);
-        let mut here = skip!(Vm::running(from, &machine));
+        let mut here = need!(Vm::running(from, &machine));
         let before = match live {
             true => here.count().expect("the guest counts"),
             false => here.prove(),
@@ -194,7 +194,7 @@ fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
             &settings,
         );
         for loaded_with in [Multifd::Off, Multifd::Channels(2)] {
-            let mut there = skip!(Vm::waiting(Release::V10, &machine));
+            let mut there = need!(Vm::waiting(Release::V10, &machine));
             Side::new(loaded_with).with("mapped-ram").apply(&mut there);
             let uri = format!("file:{}", file.display());
             there.qmp.migrate_incoming(&uri, true).expect("it loads");
@@ -231,7 +231,7 @@ fn a_mapped_ram_file_of_qemu_is_read_to_its_last_page() {
     ] {
         println!("{name} {multifd} -> {to:?} {restored_to} live: {live}");
         let machine = machine(name, Accelerator::Kvm);
-        let mut here = skip!(Vm::running(Release::V10, &machine));
+        let mut here = need!(Vm::running(Release::V10, &machine));
         let before = match live {
             true => here.count().expect("the guest counts"),
             false => here.prove(),
@@ -240,7 +240,7 @@ fn a_mapped_ram_file_of_qemu_is_read_to_its_last_page() {
         let uri = format!("file:{}", file.display());
         here.qmp.migrate(&uri).expect("migrate");
         here.reaches("completed");
-        let (mut there, report) = skip!(restore(&file, to, &machine, restored_to));
+        let (mut there, report) = need!(restore(&file, to, &machine, restored_to));
         report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
         there.reaches("completed");
         if !live {
@@ -275,7 +275,7 @@ fn older_sources_are_saved() {
         ] {
             println!("{capability} -> {format:?}");
             let machine = machine(PC_7, Accelerator::Kvm);
-            let mut here = skip!(Vm::running(Release::V7, &machine));
+            let mut here = need!(Vm::running(Release::V7, &machine));
             let before = here.count().expect("the guest counts");
             let source = Side::new(Multifd::Off)
                 .with(capability)
@@ -289,7 +289,7 @@ fn older_sources_are_saved() {
                 "no such page was sent: {said}"
             );
             let (mut there, report) =
-                skip!(restore(&file, Release::V10, &machine, Multifd::Channels(2)));
+                need!(restore(&file, Release::V10, &machine, Multifd::Channels(2)));
             report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
             goes_on(&mut there, before);
         }
@@ -301,7 +301,7 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
     let folder = folder();
     let (file, damaged) = (folder.path().join("vm"), folder.path().join("damaged"));
     let machine = machine(PC_10, Accelerator::Kvm);
-    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let mut here = need!(Vm::running(Release::V10, &machine));
     let multifd = Multifd::Channels(2);
     let settings = settings("zstd", multifd);
     save(
@@ -329,7 +329,7 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
     for (what, damage) in [("flipped", &flip as &dyn Fn(u64)), ("cut", &cut)] {
         for at in places {
             damage(at);
-            let (mut vm, report) = skip!(restore(&damaged, Release::V10, &machine, multifd));
+            let (mut vm, report) = need!(restore(&damaged, Release::V10, &machine, multifd));
             let error = report.expect_err("a damaged file");
             assert!(
                 matches!(error, MigrationError::File(_)),
@@ -348,7 +348,7 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
         }
     }
     // The file itself is as good as before.
-    let (mut vm, report) = skip!(restore(&file, Release::V10, &machine, multifd));
+    let (mut vm, report) = need!(restore(&file, Release::V10, &machine, multifd));
     report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
     vm.reaches("completed");
 }
@@ -357,7 +357,7 @@ fn a_damaged_file_is_refused_and_no_guest_starts() {
 fn a_save_that_fails_leaves_the_guest_running_and_no_file() {
     let folder = folder();
     let file = folder.path().join("vm");
-    let mut here = skip!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));
+    let mut here = need!(Vm::running(Release::V10, &machine(PC_10, Accelerator::Kvm)));
     for format in [FileFormat::Hotlift, FileFormat::MappedRam] {
         Side::new(Multifd::Channels(2))
             .with("return-path")

@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use hotlift_testkit::program::Program;
+use hotlift_testkit::qemu::cache;
+use hotlift_testkit::skip;
 
-use crate::vm::{Vm, cache};
+use crate::vm::Vm;
 
 /// What runs in a machine.
 #[derive(Debug)]
@@ -38,10 +40,7 @@ impl Guest {
         let folder = cache().join("linux-guest");
         for file in ["vmlinuz", "initrd"] {
             if !folder.join(file).exists() {
-                println!(
-                    "not tested: no {file} in {}; scripts/linux-guest fetches it",
-                    folder.display()
-                );
+                skip!("linux-guest", "no {file}; scripts/linux-guest fetches it");
                 return None;
             }
         }

@@ -1,8 +1,8 @@
 //! A Linux goes from QEMU to QEMU, and from there on.
 
 use crate::guest::Guest;
+use crate::need;
 use crate::route::{Multifd, RelayOptions, Route, Side};
-use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_7, Release, Vm};
 
 /// Where it boots.
@@ -28,13 +28,13 @@ pub const JOURNEY: [(Release, bool, Multifd, &str, Multifd); 6] = {
 /// kernel everywhere, and what one migration breaks the next ones find.
 #[test]
 fn a_linux_moves_on_and_on_and_finds_its_memory_right() {
-    let guest = skip!(Guest::linux());
+    let guest = need!(Guest::linux());
     let machine = Machine {
         name: PC_7,
         accelerator: Accelerator::Tcg,
         guest,
     };
-    let mut here = skip!(Vm::running(STARTS_IN, &machine));
+    let mut here = need!(Vm::running(STARTS_IN, &machine));
     for (to, live, source, method, destination) in JOURNEY {
         let mut relays = RelayOptions::new(method, BETWEEN, destination);
         relays.tell_uuid(source, BETWEEN);
@@ -44,7 +44,7 @@ fn a_linux_moves_on_and_on_and_finds_its_memory_right() {
             relays: Some(relays),
             live,
         };
-        let moved = skip!(route.take(here, to));
+        let moved = need!(route.take(here, to));
         here = moved.there;
     }
 }

@@ -19,7 +19,7 @@
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
-    reason = "a test says what it skips"
+    reason = "a test says what it does"
 )]
 
 mod back_and_forth;
@@ -44,7 +44,7 @@ mod vm;
 mod watched;
 
 /// What there is, or the end of the test: whoever returned `None` has said why.
-macro_rules! skip {
+macro_rules! need {
     ($there:expr) => {
         match $there {
             Some(there) => there,
@@ -52,4 +52,4 @@ macro_rules! skip {
         }
     };
 }
-use skip;
+use need;

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::guest::Guest;
 use crate::hotlift::{Hotlift, errors};
-use crate::skip;
+use crate::need;
 use crate::vm::{
     Accelerator, DEADLINE, Machine, PC_7, PC_10, Release, Vm, command_line, count_in, folder, until,
 };
@@ -57,8 +57,8 @@ fn migrate_takes_a_guest_to_the_qemu_that_serve_holds() {
         (V10, V7, PC_7, ["--method=zlib", "--channels=1"]),
     ] {
         println!("{from:?} -> {to:?} {options:?}");
-        let mut here = skip!(Vm::running(from, &machine(name)));
-        let mut there = skip!(Vm::waiting(to, &machine(name)));
+        let mut here = need!(Vm::running(from, &machine(name)));
+        let mut there = need!(Vm::waiting(to, &machine(name)));
         let settings = here.qmp.query_parameters().expect("parameters");
         let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
         let qmp = here.free_qmp();
@@ -89,7 +89,7 @@ impl Adopted {
 
     /// The command line, as somebody would type it. `None`: it cannot be tested here.
     pub fn line(&self, release: Release) -> Option<Vec<String>> {
-        let program = release.program(&self.machine)?;
+        let program = release.program()?;
         let mut line = vec![program.display().to_string()];
         line.extend(command_line(&self.machine, self.folder.path()));
         let qmp = format!("unix:{},server=on,wait=off", self.path("test.qmp"));
@@ -129,9 +129,9 @@ impl Drop for Adopted {
 #[test]
 fn serve_starts_the_qemu_that_it_was_given_and_leaves_it_with_the_guest() {
     let machine = machine(PC_10);
-    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let mut here = need!(Vm::running(Release::V10, &machine));
     let there = Adopted::new(machine);
-    let line = skip!(there.line(Release::V10));
+    let line = need!(there.line(Release::V10));
     let mut arguments = vec!["--"];
     arguments.extend(line.iter().map(String::as_str));
     let (serve, uri) = serve(&arguments);
@@ -145,8 +145,8 @@ fn serve_starts_the_qemu_that_it_was_given_and_leaves_it_with_the_guest() {
 #[test]
 fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
     for release in [Release::V10, Release::V7] {
-        let mut here = skip!(Vm::running(release, &machine(PC_7)));
-        let mut there = skip!(Vm::waiting(release, &machine(PC_7)));
+        let mut here = need!(Vm::running(release, &machine(PC_7)));
+        let mut there = need!(Vm::waiting(release, &machine(PC_7)));
         let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
         let qmp = here.free_qmp();
         let migrate =
@@ -178,7 +178,7 @@ fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
 
 #[test]
 fn a_save_that_is_ended_at_once_leaves_no_folder() {
-    let mut here = skip!(Vm::running(Release::V7, &machine(PC_7)));
+    let mut here = need!(Vm::running(Release::V7, &machine(PC_7)));
     let files = folder();
     let tmpdir = files.path().join("tmp");
     fs::create_dir(&tmpdir).expect("a folder");
@@ -229,9 +229,9 @@ fn with(line: &[String], from: &str, to: &str) -> Vec<String> {
 #[test]
 fn a_vm_of_another_size_is_refused_before_anything_is_sent() {
     let machine = machine(PC_7);
-    let mut here = skip!(Vm::running(Release::V7, &machine));
+    let mut here = need!(Vm::running(Release::V7, &machine));
     let there = Adopted::new(machine.clone());
-    let line = skip!(there.line(Release::V7));
+    let line = need!(there.line(Release::V7));
     let bytes = machine.guest.ram_bytes();
     let more = with(&line, &bytes.to_string(), &(2 * bytes).to_string());
     let more = with(
@@ -259,9 +259,9 @@ fn a_vm_of_another_size_is_refused_before_anything_is_sent() {
 fn why_the_destinations_qemu_gave_up_is_said_at_the_source() {
     for release in [Release::V10, Release::V7] {
         let machine = machine(PC_7);
-        let mut here = skip!(Vm::running(release, &machine));
+        let mut here = need!(Vm::running(release, &machine));
         let there = Adopted::new(machine);
-        let line = skip!(there.line(release));
+        let line = need!(there.line(release));
         let said = fails_to_move(&here, &with(&line, "graphics=off", "graphics=off,hpet=off"));
         assert!(said.contains("'hpet'"), "{said}");
         assert!(here.is_running());
@@ -273,7 +273,7 @@ fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
     let machine = machine(PC_10);
     let files = folder();
     let path = |name: &str| files.path().join(name).display().to_string();
-    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let mut here = need!(Vm::running(Release::V10, &machine));
     let qmp = here.free_qmp();
     let file = path("vm.save");
     succeeds(Hotlift::start(&[
@@ -293,7 +293,7 @@ fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
     altered[whole.len() / 2] ^= 1;
     for (name, bytes) in [("cut", &whole[..whole.len() - 1]), ("altered", &altered)] {
         fs::write(path(name), bytes).expect("a damaged file");
-        let mut there = skip!(Vm::waiting(Release::V10, &machine));
+        let mut there = need!(Vm::waiting(Release::V10, &machine));
         let restore = Hotlift::start(&["restore", &path(name), "--qmp", &there.free_qmp()]);
         let (status, said) = restore.wait();
         assert_eq!(status.code(), Some(1), "{name}: {}", said.join("\n"));
@@ -305,7 +305,7 @@ fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
         assert_eq!(there.count(), None, "{name}: the guest has run");
     }
 
-    let mut there = skip!(Vm::waiting(Release::V10, &machine));
+    let mut there = need!(Vm::waiting(Release::V10, &machine));
     succeeds(Hotlift::start(&[
         "restore",
         &file,
@@ -316,7 +316,7 @@ fn a_saved_guest_goes_on_from_its_file_and_a_damaged_file_is_refused() {
 
     // The same into a QEMU that the command starts.
     let again = Adopted::new(machine);
-    let line = skip!(again.line(Release::V10));
+    let line = need!(again.line(Release::V10));
     let mut arguments = vec!["restore", &file, "--"];
     arguments.extend(line.iter().map(String::as_str));
     let tmpdir = path("tmp");
@@ -334,7 +334,7 @@ fn mapped_ram_files_go_both_ways_between_the_commands_and_qemu() {
     let path = |name: &str| files.path().join(name).display().to_string();
 
     // Ours, loaded by QEMU.
-    let mut here = skip!(Vm::running(Release::V10, &machine));
+    let mut here = need!(Vm::running(Release::V10, &machine));
     let qmp = here.free_qmp();
     succeeds(Hotlift::start(&[
         "save",
@@ -343,7 +343,7 @@ fn mapped_ram_files_go_both_ways_between_the_commands_and_qemu() {
         &path("ours"),
         "--format=mapped-ram",
     ]));
-    let mut there = skip!(Vm::waiting(Release::V10, &machine));
+    let mut there = need!(Vm::waiting(Release::V10, &machine));
     there
         .qmp
         .set_capabilities(&[("mapped-ram", true)])
@@ -366,7 +366,7 @@ fn mapped_ram_files_go_both_ways_between_the_commands_and_qemu() {
         .migrate(&format!("file:{}", path("theirs")))
         .expect("migrate");
     there.reaches("completed");
-    let mut back = skip!(Vm::waiting(Release::V10, &machine));
+    let mut back = need!(Vm::waiting(Release::V10, &machine));
     succeeds(Hotlift::start(&[
         "restore",
         &path("theirs"),
@@ -381,7 +381,7 @@ fn a_save_that_keeps_the_guest_running_does() {
     let machine = machine(PC_7);
     let files = folder();
     let file = files.path().join("vm.save").display().to_string();
-    let mut here = skip!(Vm::running(Release::V7, &machine));
+    let mut here = need!(Vm::running(Release::V7, &machine));
     let qmp = here.free_qmp();
     succeeds(Hotlift::start(&[
         "save",
@@ -395,7 +395,7 @@ fn a_save_that_keeps_the_guest_running_does() {
     here.counts_on_from(count);
     here.prove();
     let guest: Arc<Guest> = Arc::clone(&machine.guest);
-    let mut there = skip!(Vm::waiting(Release::V7, &machine));
+    let mut there = need!(Vm::waiting(Release::V7, &machine));
     succeeds(Hotlift::start(&[
         "restore",
         &file,

@@ -4,8 +4,8 @@
 use serde_json::{Value, json};
 
 use crate::guest::Guest;
+use crate::need;
 use crate::route::{Multifd, RelayOptions, Relays, Side};
-use crate::skip;
 use crate::vm::{Accelerator, Machine, PC_10, Release, Vm};
 
 /// So slow that precopy is far from its end when the guest is switched over, and postcopy from its own
@@ -23,8 +23,8 @@ fn a_guest_in_postcopy_fetches_its_pages_through_the_relays() {
             accelerator: Accelerator::Kvm,
             guest: Guest::program(),
         };
-        let mut here = skip!(Vm::running(Release::V10, &machine));
-        let mut there = skip!(Vm::waiting(Release::V10, &machine));
+        let mut here = need!(Vm::running(Release::V10, &machine));
+        let mut there = need!(Vm::waiting(Release::V10, &machine));
         for vm in [&mut here, &mut there] {
             let mut side = Side::new(Multifd::Off)
                 .with("return-path")

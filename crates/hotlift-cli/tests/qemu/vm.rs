@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress};
+use hotlift_testkit::qemu;
+pub use hotlift_testkit::qemu::Release;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -28,71 +30,6 @@ pub fn until<T>(what: impl Fn() -> String, mut look: impl FnMut() -> Option<T>) 
     }
 }
 
-/// Which QEMU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Release {
-    /// Debian 12's.
-    V7,
-    /// bookworm-backports', unpacked by `scripts/qemu-10.0`.
-    V10,
-}
-
-impl Release {
-    /// Its number.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::V7 => "7.2",
-            Self::V10 => "10.0",
-        }
-    }
-
-    /// Where the QEMU is that can run a machine; says why not if it is not there.
-    pub fn program(self, machine: &Machine) -> Option<PathBuf> {
-        if machine.accelerator == Accelerator::Kvm
-            && let Err(why) = hotlift_vmm::kvm::usable()
-        {
-            println!("not tested: {why}");
-            return None;
-        }
-        match self {
-            Self::V7 => {
-                let program = PathBuf::from("qemu-system-x86_64");
-                let run = Command::new(&program).arg("--version").output();
-                let version =
-                    run.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
-                if !version.is_ok_and(|said| said.contains(" 7.2.")) {
-                    println!("not tested: qemu-system-x86_64 is not there, or not 7.2");
-                    return None;
-                }
-                Some(program)
-            }
-            Self::V10 => {
-                let folder = set("HOTLIFT_QEMU10")
-                    .map_or_else(|| cache().join("qemu-10.0/bin"), PathBuf::from);
-                let program = folder.join("qemu-system-x86_64");
-                if !program.exists() {
-                    println!(
-                        "not tested: no {}; scripts/qemu-10.0 fetches it",
-                        program.display()
-                    );
-                    return None;
-                }
-                Some(program)
-            }
-        }
-    }
-}
-
-fn set(name: &str) -> Option<std::ffi::OsString> {
-    std::env::var_os(name).filter(|value| !value.is_empty())
-}
-
-/// Where what was fetched is kept, as in `scripts/`.
-pub fn cache() -> PathBuf {
-    let default = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache");
-    set("HOTLIFT_CACHE").map_or_else(default, PathBuf::from)
-}
-
 /// What runs the guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Accelerator {
@@ -101,6 +38,11 @@ pub enum Accelerator {
 }
 
 impl Accelerator {
+    /// Whether it is there, or a skip.
+    fn is_there(self) -> bool {
+        self == Self::Tcg || qemu::has_kvm()
+    }
+
     /// QEMU's name of it.
     pub fn name(self) -> &'static str {
         match self {
@@ -146,7 +88,10 @@ impl Vm {
     }
 
     fn start(release: Release, machine: &Machine, arguments: &[&str]) -> Option<Self> {
-        let program = release.program(machine)?;
+        if !machine.accelerator.is_there() {
+            return None;
+        }
+        let program = release.program()?;
         let folder = folder();
         let path = |name: &str| folder.path().join(name);
         if arguments.is_empty() {

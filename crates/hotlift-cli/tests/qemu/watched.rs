@@ -5,8 +5,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::hotlift::Hotlift;
+use crate::need;
 use crate::operator::{has_moved, machine, serve, succeeds};
-use crate::skip;
 use crate::vm::{DEADLINE, PC_10, Release, Vm, folder, until};
 
 /// A running guest, a QEMU that waits for it, and a `serve` of the latter with one client.
@@ -86,7 +86,7 @@ impl Watched {
 
 #[test]
 fn a_serve_is_watched_and_paced_and_says_what_it_has_not() {
-    let mut watched = skip!(Watched::crawling());
+    let mut watched = need!(Watched::crawling());
     assert_eq!(watched.ask("query-migrate", &Value::Null), json!({}));
     for name in ["migrate", "migrate-incoming", "stop", "cont"] {
         let refused = watched.control.execute(name, &json!({}));
@@ -111,7 +111,7 @@ fn a_serve_is_watched_and_paced_and_says_what_it_has_not() {
 #[test]
 fn a_serve_that_a_client_ends_leaves_the_guest_where_it_was() {
     for (command, code) in [("migrate_cancel", 1), ("quit", 0)] {
-        let mut watched = skip!(Watched::crawling());
+        let mut watched = need!(Watched::crawling());
         let migrate = watched.migrate();
         watched.ask(command, &Value::Null);
         let (status, said) = migrate.wait();

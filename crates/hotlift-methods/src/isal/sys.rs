@@ -160,7 +160,7 @@ mod tests {
         let header = match header_says() {
             Ok(header) => header,
             Err(reason) => {
-                eprintln!("skipped: {reason}");
+                hotlift_testkit::skip!("isal", "{reason}");
                 return;
             }
         };

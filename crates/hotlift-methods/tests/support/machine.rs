@@ -1,16 +1,10 @@
 //! A QEMU that runs the machine of the recorded streams, and the two ends of a migration with it.
 
-#![allow(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "a test says what it skips"
-)]
-
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command};
 use std::thread;
 use std::time::Duration;
@@ -30,42 +24,6 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const CHANNELS: usize = 2;
 const UUID: &str = "486f746c-6966-7420-6669-787475726573";
 const BIOS_LEN: usize = 64 << 10;
-
-/// QEMU from the search path, of version 7.2 or later; otherwise says why the test is skipped.
-pub fn installed_qemu() -> Option<PathBuf> {
-    let program = PathBuf::from("qemu-system-x86_64");
-    let Ok(answer) = Command::new(&program).arg("--version").output() else {
-        println!("skipped: qemu-system-x86_64 is not installed");
-        return None;
-    };
-    let text = String::from_utf8(answer.stdout).expect("QEMU's version");
-    let mut numbers = text
-        .split(|c: char| !c.is_ascii_digit())
-        .flat_map(str::parse);
-    let version: [u32; 2] = [(); 2].map(|()| numbers.next().expect("QEMU's version"));
-    if version < [7, 2] {
-        println!("skipped: QEMU {version:?} has no machine pc-i440fx-7.2");
-        return None;
-    }
-    Some(program)
-}
-
-/// QEMU 10.0 from the folder that `scripts/qemu-10.0` prints; otherwise says why the test is skipped.
-pub fn fetched_qemu() -> Option<PathBuf> {
-    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-    let cache = set("HOTLIFT_CACHE").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.cache"),
-        PathBuf::from,
-    );
-    let folder = set("HOTLIFT_QEMU10").map_or_else(|| cache.join("qemu-10.0/bin"), PathBuf::from);
-    let program = folder.join("qemu-system-x86_64");
-    if !program.exists() {
-        let program = program.display();
-        println!("skipped: there is no {program}; scripts/qemu-10.0 fetches it");
-        return None;
-    }
-    Some(program)
-}
 
 /// Plays `main` and `channels` in `method`, or `main` alone, to a new destination. An error is what QEMU
 /// said when it gave up.

@@ -16,12 +16,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
-use hotlift_testkit::case::{BuiltIn, Case, Pair, Release};
-use hotlift_testkit::machine::find_qemu;
+use hotlift_testkit::case::{BuiltIn, Case, Pair};
 use hotlift_testkit::program::Program;
+use hotlift_testkit::qemu::Release;
 use hotlift_testkit::rig::Tools;
-use hotlift_testkit::summary;
 use hotlift_testkit::verdict::{Record, Wrong, judge};
+use hotlift_testkit::{skip, summary};
 
 /// Longest that the faults of a case may last where the time of the whole run is limited.
 const SHORT: Duration = Duration::from_secs(7);
@@ -185,21 +185,22 @@ fn list(flags: &Flags) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Why a case cannot be run here.
-fn missing(case: &Case, kvm: Option<&String>) -> Option<String> {
-    let qemu = |release| match find_qemu(release) {
+/// The key and the reason of a skip, if a case cannot be run here.
+fn missing(case: &Case, kvm: Option<&String>) -> Option<(&'static str, String)> {
+    let kvm = kvm.map(|why| ("kvm", why.clone()));
+    let qemu = |release: Release| match release.find() {
         Some(_) => None,
-        None => Some(format!("no QEMU {release:?}")),
+        None => Some(release.skip()).map(|(key, why)| (key, why.to_owned())),
     };
     match case.pair {
         Pair::BuiltIn {
             guest: BuiltIn::Threads,
             ..
         } => None,
-        Pair::BuiltIn { .. } => kvm.cloned(),
+        Pair::BuiltIn { .. } => kvm,
         Pair::Steered { from, to, .. } | Pair::Relays { from, to } => {
             let releases: [Release; 2] = [from, to];
-            kvm.cloned().or_else(|| releases.into_iter().find_map(qemu))
+            kvm.or_else(|| releases.into_iter().find_map(qemu))
         }
     }
 }
@@ -242,7 +243,7 @@ fn run(flags: &Flags) -> Result<ExitCode, String> {
         .map(|error| error.to_string());
     let mut list = cases(flags, seed)?;
     list.retain(|case| !done.contains(&case.number));
-    let mut left_out: Vec<String> = Vec::new();
+    let mut left_out = Vec::new();
     list.retain(|case| {
         let why = missing(case, kvm.as_ref());
         left_out.extend(why.clone());
@@ -254,8 +255,8 @@ fn run(flags: &Flags) -> Result<ExitCode, String> {
         "campaign: seed {seed}, {} cases are there already",
         done.len()
     );
-    for why in left_out {
-        println!("campaign: cases are left out: {why}");
+    for (key, why) in left_out {
+        skip!(key, "cases of the campaign are left out: {why}");
     }
     let shared = Shared {
         total: list.len(),

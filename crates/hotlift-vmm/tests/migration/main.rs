@@ -19,7 +19,7 @@
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
-    reason = "a test says what it skips"
+    reason = "a test says what it does"
 )]
 
 mod auto_converge;

@@ -30,7 +30,7 @@ pub fn kinds() -> Vec<GuestKind> {
     match best_kind() {
         (GuestKind::Kvm, _) => GuestKind::ALL.to_vec(),
         (GuestKind::Threads, why) => {
-            eprintln!("not tested: the kvm guest ({why:?})");
+            hotlift_testkit::skip!("kvm", "{why:?}");
             vec![GuestKind::Threads]
         }
     }

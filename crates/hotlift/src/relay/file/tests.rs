@@ -340,7 +340,7 @@ fn only_a_regular_file_of_this_user_is_replaced() {
     );
     of_another(&|path, _| fs::create_dir(path).unwrap(), "no regular file");
     if !rustix::process::geteuid().is_root() {
-        println!("not tested: only root can make files of another user");
+        hotlift_testkit::skip!("root", "only root can make files of another user");
         return;
     }
     let give = |path: &Path, _: &Path| {
@@ -365,7 +365,7 @@ impl Disk {
         let ran = mount.args(arguments).arg(self.0.path()).output();
         let mounted = ran.is_ok_and(|output| output.status.success());
         if !mounted {
-            println!("not tested: only root can mount a file system");
+            hotlift_testkit::skip!("root", "only root can mount a file system");
         }
         mounted
     }
