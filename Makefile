@@ -3,6 +3,8 @@
 # make test    installs what the tests need, and runs all of them
 # make campaign  runs 2,000 random faults on real migrations and counts what came of them (root; an hour; goes on
 #                where it was ended)
+# make qemu-matrix  moves virtual machines between QEMU 7.2 and 10.0 in every combination of settings, where 'make test'
+#                moves some of them (hours)
 # make fuzz    runs each fuzz target for five minutes, two at a time (three quarters of an hour)
 # make bench   measures beside QEMU 10.0 (root; some minutes)
 # make bench-suites  the full run of a machine by 'hotlift bench': the published tables, beside QEMU, by bandwidth
@@ -30,7 +32,10 @@ CAMPAIGN_SEED = 1
 CAMPAIGN_FAULTS = 2700
 CAMPAIGN_OUT = bench/results/$(shell date -u +%F)-campaign
 
-.PHONY: demo build test fmt lint unit campaign campaign-short fuzz bench bench-suites bench-relay
+# Raw result of the matrix of QEMUs. What has moved by it is not moved again, so that a run that was ended goes on.
+MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
+
+.PHONY: demo build test fmt lint unit campaign campaign-short qemu-matrix fuzz bench bench-suites bench-relay
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
 # mix if there is none.
@@ -81,6 +86,14 @@ campaign-short:
 	@cargo test --workspace --locked --no-run --quiet
 	@if [ "$$(id -u)" = 0 ]; then target/debug/campaign --jobs 3 --seconds $(TEST_CAMPAIGN_SECONDS); \
 	else echo "skip: root: network namespaces need it (campaign-short)" | tee -a $${HOTLIFT_SKIPS:-/dev/null}; fi
+
+# One line for each combination: its time, "moved" or why not.
+qemu-matrix:
+	@scripts/install-packages $(TEST_PACKAGES)
+	@mkdir -p $(MATRIX_OUT)
+	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) HOTLIFT_MATRIX_RESULT=$(abspath $(MATRIX_OUT)/combinations.txt) \
+		cargo test --locked --package hotlift-cli --test qemu -- --ignored --exact --nocapture \
+		matrix::machines_move_through_relays_in_every_combination_of_settings
 
 fuzz:
 	@scripts/install-packages $(TEST_PACKAGES)
