@@ -12,6 +12,8 @@ use hotlift_qmp::server::{
     BoundSocket, Clients, Commands, Events, MAX_CLIENTS, MAX_EVENTS_WAITING, Refusal,
     TOO_MANY_CLIENTS, serve_client,
 };
+use hotlift_testkit::alone;
+use hotlift_testkit::alone::resident;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -122,13 +124,6 @@ impl Conversation {
             Err(error) => error.kind() == ErrorKind::ConnectionReset,
         }
     }
-}
-
-/// Bytes of this process in memory.
-fn resident() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/statm").unwrap();
-    let pages: u64 = text.split(' ').nth(1).unwrap().parse().unwrap();
-    pages * 4096
 }
 
 fn error(class: &str, desc: &str) -> Value {
@@ -304,6 +299,7 @@ fn nothing_is_kept_for_a_client_that_has_gone() {
 
 #[test]
 fn a_client_that_does_not_read_is_dropped_and_the_teller_never_waits() {
+    alone!();
     let served = Served::new();
     let mut deaf = served.client();
     let mut other = served.client();
@@ -323,6 +319,7 @@ fn a_client_that_does_not_read_is_dropped_and_the_teller_never_waits() {
 
 #[test]
 fn a_client_that_asks_and_does_not_read_fills_no_memory() {
+    alone!();
     let served = Served::new();
     let mut client = served.client();
     let before = resident();
@@ -342,6 +339,7 @@ fn a_client_that_asks_and_does_not_read_fills_no_memory() {
 
 #[test]
 fn a_hundred_megabytes_without_an_end_are_refused_and_fill_no_memory() {
+    alone!();
     for begin in [&b"{\"x\":\""[..], b"{\"x\":[", b""] {
         let served = Served::new();
         let mut client = served.client();
@@ -402,6 +400,7 @@ fn a_client_may_go_at_any_byte() {
 
 #[test]
 fn a_thousand_connections_are_served_up_to_the_limit_and_the_others_are_told() {
+    alone!();
     let served = Served::new();
     let before = resident();
     let mut kept = Vec::new();

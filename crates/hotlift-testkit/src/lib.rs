@@ -2,6 +2,7 @@
 //!
 //! | module | what it is |
 //! |---|---|
+//! | [`mod@alone`] | a test in a process of its own, and the memory of a process |
 //! | [`namespace`] | two hosts as network namespaces, and outages of their link |
 //! | [`proxy`] | a proxy that holds, delays, cuts, and turns RST into FIN |
 //! | [`process`] | a process whose output is read, closed or left to fill |
@@ -18,6 +19,7 @@
 //! | [`error`] | why something could not be set up |
 #![forbid(unsafe_code)]
 
+pub mod alone;
 pub mod case;
 pub mod drive;
 pub mod error;

@@ -3,16 +3,16 @@
 //! Each test is a process of its own: the most memory that it ever had is asked of the kernel, and what glibc keeps of
 //! an earlier test, and learns from it about sizes, would count.
 
-use std::fs;
 use std::io::Write;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::process::Command as Process;
 
 use hotlift::relay::file::FileFormat;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelaySettings, relay};
 use hotlift::transport::Stream;
 use hotlift::{Control, Options};
+use hotlift_testkit::alone;
+use hotlift_testkit::alone::peak;
 use hotlift_wire::main_channel::{Command, MainEncoder};
 use hotlift_wire::multifd::{InitialPacket, Method, PacketFields, PacketLayout, PacketWriter};
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
@@ -34,27 +34,6 @@ const ITS_OWN: u64 = 24 * MIB;
 /// What a channel's thread and decoder have, whatever is sent; and two packets under way, 516 KiB each.
 const OF_A_CHANNEL: u64 = 2 * MIB;
 
-/// The most memory that this process had since the last call, in bytes.
-fn peak() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
-    let peak = line.unwrap().split_whitespace().nth(1).unwrap();
-    fs::write("/proc/self/clear_refs", "5").unwrap();
-    peak.parse::<u64>().unwrap() << 10
-}
-
-/// Runs `test`, called `name`, in a process of its own.
-fn alone(name: &str, test: impl FnOnce()) {
-    const OF_ITS_OWN: &str = "HOTLIFT_TEST_OF_ITS_OWN";
-    if std::env::var_os(OF_ITS_OWN).is_some() {
-        return test();
-    }
-    let mut process = Process::new(std::env::current_exe().unwrap());
-    process.args(["--exact", name, "--nocapture"]);
-    let status = process.env(OF_ITS_OWN, "1").status().unwrap();
-    assert!(status.success(), "{status}");
-}
-
 /// What a relay into a file makes of what these connections send, and the bytes by which this process grew
 /// meanwhile at most. The connections' bytes are made and dropped here.
 fn relayed(
@@ -68,7 +47,7 @@ fn relayed(
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("vm");
-    peak();
+    let _ = peak();
     let before = peak();
     let outcome = std::thread::scope(|scope| {
         let mut theirs = Vec::new();
@@ -162,105 +141,91 @@ fn stated(channels: u64, memory_limit: u64) -> u64 {
 
 #[test]
 fn windows_of_all_channels_together_are_bounded_and_the_option_is_named() {
-    alone(
-        "windows_of_all_channels_together_are_bounded_and_the_option_is_named",
-        || {
-            let (outcome, grown) = relayed(|| zstd_channels(24, 27), &[]);
-            let line = outcome.unwrap_err();
-            assert!(
-                line.contains("zstd") && line.contains("--memory-limit"),
-                "{line}"
-            );
-            let stated = stated(24, 64 * MIB);
-            assert!(grown < stated, "{grown} of {stated} bytes");
-        },
+    alone!();
+    let (outcome, grown) = relayed(|| zstd_channels(24, 27), &[]);
+    let line = outcome.unwrap_err();
+    assert!(
+        line.contains("zstd") && line.contains("--memory-limit"),
+        "{line}"
     );
+    let stated = stated(24, 64 * MIB);
+    assert!(grown < stated, "{grown} of {stated} bytes");
 }
 
 #[test]
 fn windows_that_fit_are_taken_and_are_no_more_than_what_is_stated() {
-    alone(
-        "windows_that_fit_are_taken_and_are_no_more_than_what_is_stated",
-        || {
-            // 24 windows of 2 MiB fit; of 4 MiB they do where the limit is higher.
-            for (window_log, options, limit) in [
-                (21, &[][..], 64 * MIB),
-                (22, &[("memory-limit", "96M")][..], 96 * MIB),
-                (22, &[][..], 64 * MIB),
-            ] {
-                let (outcome, grown) = relayed(|| zstd_channels(24, window_log), options);
-                // The stream ends without its end.
-                let line = outcome.unwrap_err();
-                let refused = line.contains("--memory-limit");
-                assert_eq!(refused, window_log == 22 && limit == 64 * MIB, "{line}");
-                let stated = stated(24, limit);
-                assert!(grown < stated, "{grown} of {stated} bytes");
-            }
-        },
-    );
+    alone!();
+    // 24 windows of 2 MiB fit; of 4 MiB they do where the limit is higher.
+    for (window_log, options, limit) in [
+        (21, &[][..], 64 * MIB),
+        (22, &[("memory-limit", "96M")][..], 96 * MIB),
+        (22, &[][..], 64 * MIB),
+    ] {
+        let (outcome, grown) = relayed(|| zstd_channels(24, window_log), options);
+        // The stream ends without its end.
+        let line = outcome.unwrap_err();
+        let refused = line.contains("--memory-limit");
+        assert_eq!(refused, window_log == 22 && limit == 64 * MIB, "{line}");
+        let stated = stated(24, limit);
+        assert!(grown < stated, "{grown} of {stated} bytes");
+    }
 }
 
 #[test]
 fn more_channels_than_max_channels_are_refused_by_name() {
-    alone(
-        "more_channels_than_max_channels_are_refused_by_name",
-        || {
-            let channels = |count: u8| {
-                let (_, main) = start(PAGES * PAGE_SIZE as u64, true);
-                let mut writer = PacketWriter::new(PacketLayout::QEMU, Method::None, false);
-                let mut connections = vec![main];
-                connections.extend((0..count).map(|id| opened(id, &mut writer)));
-                connections
-            };
-            for (count, options, refused) in [
-                (64, &[][..], false),
-                (65, &[][..], true),
-                (65, &[("max-channels", "65")][..], false),
-                (3, &[("max-channels", "2")][..], true),
-            ] {
-                let (outcome, _) = relayed(|| channels(count), options);
-                let line = outcome.unwrap_err();
-                assert_eq!(line.contains("--max-channels"), refused, "{count}: {line}");
-            }
-        },
-    );
+    alone!();
+    let channels = |count: u8| {
+        let (_, main) = start(PAGES * PAGE_SIZE as u64, true);
+        let mut writer = PacketWriter::new(PacketLayout::QEMU, Method::None, false);
+        let mut connections = vec![main];
+        connections.extend((0..count).map(|id| opened(id, &mut writer)));
+        connections
+    };
+    for (count, options, refused) in [
+        (64, &[][..], false),
+        (65, &[][..], true),
+        (65, &[("max-channels", "65")][..], false),
+        (3, &[("max-channels", "2")][..], true),
+    ] {
+        let (outcome, _) = relayed(|| channels(count), options);
+        let line = outcome.unwrap_err();
+        assert_eq!(line.contains("--max-channels"), refused, "{count}: {line}");
+    }
 }
 
 #[test]
 fn notes_of_which_pages_have_come_are_bounded() {
-    alone("notes_of_which_pages_have_come_are_bounded", || {
-        let gib = 1 << 30;
-        let zero_pages = || {
-            let (mut encoder, mut main) = start((16 << 40) - gib, false);
-            // One in each GiB, which wants a bitmap for all of that GiB.
-            for part in 0..(16 << 10) - 1 {
-                encoder.zero_page(0, part * gib, &mut main).unwrap();
-            }
-            vec![main]
-        };
-        let (outcome, grown) = relayed(zero_pages, &[]);
-        let line = outcome.unwrap_err();
-        assert!(line.contains("--memory-limit"), "{line}");
-        let stated = stated(0, 64 * MIB);
-        assert!(grown < stated, "{grown} of {stated} bytes");
-    });
+    alone!();
+    let gib = 1 << 30;
+    let zero_pages = || {
+        let (mut encoder, mut main) = start((16 << 40) - gib, false);
+        // One in each GiB, which wants a bitmap for all of that GiB.
+        for part in 0..(16 << 10) - 1 {
+            encoder.zero_page(0, part * gib, &mut main).unwrap();
+        }
+        vec![main]
+    };
+    let (outcome, grown) = relayed(zero_pages, &[]);
+    let line = outcome.unwrap_err();
+    assert!(line.contains("--memory-limit"), "{line}");
+    let stated = stated(0, 64 * MIB);
+    assert!(grown < stated, "{grown} of {stated} bytes");
 }
 
 #[test]
 fn device_state_is_bounded() {
-    alone("device_state_is_bounded", || {
-        let device_state = || {
-            let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
-            encoder.ram_eos(&mut main).unwrap();
-            encoder.ram_end(&mut main).unwrap();
-            encoder.ram_eos(&mut main).unwrap();
-            main.resize(main.len() + (200 << 20), 4);
-            vec![main]
-        };
-        let (outcome, grown) = relayed(device_state, &[]);
-        let line = outcome.unwrap_err();
-        assert!(line.contains("--memory-limit"), "{line}");
-        let stated = stated(0, 64 * MIB);
-        assert!(grown < stated, "{grown} of {stated} bytes");
-    });
+    alone!();
+    let device_state = || {
+        let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
+        encoder.ram_eos(&mut main).unwrap();
+        encoder.ram_end(&mut main).unwrap();
+        encoder.ram_eos(&mut main).unwrap();
+        main.resize(main.len() + (200 << 20), 4);
+        vec![main]
+    };
+    let (outcome, grown) = relayed(device_state, &[]);
+    let line = outcome.unwrap_err();
+    assert!(line.contains("--memory-limit"), "{line}");
+    let stated = stated(0, 64 * MIB);
+    assert!(grown < stated, "{grown} of {stated} bytes");
 }

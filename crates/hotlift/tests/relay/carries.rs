@@ -4,7 +4,7 @@ use hotlift::relay::RelaySettings;
 
 use super::destination::Guest;
 use super::recording::{RECORDED, Recording, UUID};
-use super::rig::{migrate, settings, shared};
+use super::rig::{migrate, settings};
 use super::source::Ending;
 
 /// What comes of the stream without a relay.
@@ -79,7 +79,6 @@ fn assert_is_the_recorded_guest(name: &str, guest: &Guest) {
 
 #[test]
 fn every_recorded_stream_is_the_same_guest_behind_one_relay() {
-    let _beside = shared();
     for name in RECORDED {
         let recording = Recording::load(name).with_return_path();
         let expected = direct(&recording);
@@ -92,7 +91,6 @@ fn every_recorded_stream_is_the_same_guest_behind_one_relay() {
 
 #[test]
 fn every_recorded_stream_is_the_same_guest_behind_two_relays() {
-    let _beside = shared();
     // What is between the relays by what is behind them; the second is told nothing of the VM.
     let (between, behind) = (hops(), hops());
     for (number, name) in RECORDED.into_iter().enumerate() {
@@ -109,7 +107,6 @@ fn every_recorded_stream_is_the_same_guest_behind_two_relays() {
 
 #[test]
 fn a_source_without_return_path_is_carried_to_its_close() {
-    let _beside = shared();
     for name in RECORDED {
         let recording = Recording::load(name);
         let expected = direct(&recording);
@@ -119,7 +116,6 @@ fn a_source_without_return_path_is_carried_to_its_close() {
 
 #[test]
 fn a_page_that_comes_twice_is_the_later_one() {
-    let _beside = shared();
     let recording = Recording::small();
     let expected = direct(&recording);
     for first in hops() {

@@ -10,7 +10,7 @@ use hotlift_wire::multifd::MAGIC;
 use super::destination::Guest;
 use super::log::{Event, Log};
 use super::recording::Recording;
-use super::rig::{DEADLINE, Relay, destination, migrate, settings, shared};
+use super::rig::{DEADLINE, Relay, destination, migrate, settings};
 use super::source::{Ending, play};
 use super::tap::{Carried, Flip, Lane, Tap};
 
@@ -103,7 +103,6 @@ fn at(lane: Lane, positions: impl Iterator<Item = usize>) -> Vec<Flip> {
 
 #[test]
 fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
-    let _beside = shared();
     let expected = expected();
     let between = settings(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
     let (arrived, carried) = damaged(&between, None, &expected);
@@ -125,7 +124,6 @@ fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
 
 #[test]
 fn no_flipped_byte_of_a_channel_or_an_answer_makes_another_guest() {
-    let _beside = shared();
     let expected = expected();
     let between = settings(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
     let (arrived, carried) = damaged(&between, None, &expected);
@@ -146,7 +144,6 @@ fn no_flipped_byte_of_a_channel_or_an_answer_makes_another_guest() {
 /// headers are damaged: all of the first ones, and what is a header among a part of the rest.
 #[test]
 fn no_flipped_byte_of_a_header_of_forwarded_pages_makes_another_guest() {
-    let _beside = shared();
     let expected = expected();
     let between = settings(&[("multifd-compression", "none"), ("multifd-channels", "1")]);
     let (arrived, carried) = damaged(&between, None, &expected);
@@ -164,7 +161,6 @@ fn no_flipped_byte_of_a_header_of_forwarded_pages_makes_another_guest() {
 
 #[test]
 fn no_flipped_byte_of_pages_on_main_makes_another_guest() {
-    let _beside = shared();
     let expected = expected();
     let between = settings(&[("multifd", "off")]);
     let (arrived, carried) = damaged(&between, None, &expected);

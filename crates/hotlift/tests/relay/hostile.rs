@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use hotlift::relay::RelaySettings;
 use hotlift::transport::Stream;
+use hotlift_testkit::alone;
+use hotlift_testkit::alone::peak;
 use hotlift_wire::PAGE_SIZE;
 use hotlift_wire::main_channel::{Command, MainEncoder};
 use hotlift_wire::multifd::{
@@ -17,11 +19,11 @@ use rustix::net::sockopt::set_socket_linger;
 
 use super::log::{Event, Log};
 use super::recording::{Recording, UUID, configuration, put_sync};
-use super::rig::{Relay, alone, destination, settings, until};
+use super::rig::{Relay, destination, settings, until};
 
 /// Memory that a relay and what is around it here may take, whatever it is told. Bitmaps for 16 TiB
 /// would have half a GiB each.
-const SPARE_KIB: u64 = 96 << 10;
+const SPARE: u64 = 96 << 20;
 
 /// Settings of a relay, which waits for long unless the case is that something does not come.
 fn way(case: &Case) -> RelaySettings {
@@ -44,15 +46,6 @@ fn relay_threads() -> Vec<String> {
         .filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok())
         .filter(|name| name.starts_with("relay/"))
         .collect()
-}
-
-/// The most memory that this process had since the last call, in KiB.
-fn peak_kib() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
-    let peak = line.unwrap().split_whitespace().nth(1).unwrap();
-    fs::write("/proc/self/clear_refs", "5").unwrap();
-    peak.parse().unwrap()
 }
 
 /// One thing that a source may send.
@@ -78,8 +71,8 @@ fn case(name: &str, connections: &[&[u8]], wanted: &'static str) -> Case {
 /// Asserts that each of `cases`, beside each other, ends in an error that names it, and that no thread
 /// and not much memory is left of them.
 fn assert_refused(cases: &[Case]) {
-    peak_kib();
-    let before = peak_kib();
+    let _ = peak();
+    let before = peak();
     std::thread::scope(|scope| {
         for case in cases {
             scope.spawn(|| {
@@ -90,9 +83,9 @@ fn assert_refused(cases: &[Case]) {
         }
     });
     until("threads are left", || relay_threads().is_empty());
-    let grown = peak_kib().saturating_sub(before);
-    let allowed = SPARE_KIB * u64::try_from(cases.len()).unwrap();
-    assert!(grown < allowed, "{grown} KiB by {}", cases[0].name);
+    let grown = peak().saturating_sub(before);
+    let allowed = SPARE * u64::try_from(cases.len()).unwrap();
+    assert!(grown < allowed, "{grown} bytes by {}", cases[0].name);
 }
 
 /// The line that a relay ends with.
@@ -126,7 +119,7 @@ fn ended_with(case: &Case) -> String {
 
 #[test]
 fn what_is_no_migration_is_named() {
-    let _alone = alone();
+    alone!();
     let main = Recording::small().main;
     let mut version = main.clone();
     version[7] = 2;
@@ -153,7 +146,7 @@ fn what_is_no_migration_is_named() {
 
 #[test]
 fn noise_is_refused_and_nothing_waits_for_its_end() {
-    let _alone = alone();
+    alone!();
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut noise = |length: usize| -> Vec<u8> {
         let bytes = (0..length).map(|_| {
@@ -190,7 +183,7 @@ fn noise_is_refused_and_nothing_waits_for_its_end() {
 
 #[test]
 fn packets_that_a_relay_has_no_room_for_are_refused() {
-    let _alone = alone();
+    alone!();
     let main = Recording::small_multifd(1).main;
     let opening = InitialPacket {
         uuid: UUID,
@@ -212,7 +205,7 @@ fn packets_that_a_relay_has_no_room_for_are_refused() {
 
 #[test]
 fn channels_that_do_not_belong_together_are_named() {
-    let _alone = alone();
+    alone!();
     let recording = Recording::small_multifd(2);
     let (main, channels) = (&recording.main[..], &recording.channels);
     let mut foreign = channels[1].clone();
@@ -258,7 +251,7 @@ fn block_list(blocks: &[(&str, u64)], total: u64) -> Vec<u8> {
 
 #[test]
 fn ram_blocks_that_cannot_be_are_refused_without_memory_for_them() {
-    let _alone = alone();
+    alone!();
     let page = PAGE_SIZE as u64;
     let all = u64::MAX - 4095;
     let wanted = "length of all RAM blocks";
@@ -305,7 +298,7 @@ fn ram_blocks_that_cannot_be_are_refused_without_memory_for_them() {
 
 #[test]
 fn pages_that_are_in_no_block_are_named() {
-    let _alone = alone();
+    alone!();
     let list = block_list(&[("a", 16 << 12)], 16 << 12);
     let record = |first: u64, rest: &[u8]| [&list[..], &first.to_be_bytes(), rest].concat();
     let zero = 2;
@@ -363,7 +356,7 @@ fn damaged_header(change: impl Fn(&mut [u8])) -> Vec<u8> {
 
 #[test]
 fn packet_headers_that_lie_are_named() {
-    let _alone = alone();
+    alone!();
     let main = Recording::small_multifd(1).main;
     type Change = fn(&mut [u8]);
     let cases: [(&str, Change, &str); 11] = [
@@ -388,7 +381,7 @@ fn packet_headers_that_lie_are_named() {
 
 #[test]
 fn a_set_up_that_does_not_end_is_cut_off() {
-    let _alone = alone();
+    alone!();
     let mut main = Vec::new();
     let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
     while main.len() < 17 << 20 {
@@ -400,7 +393,7 @@ fn a_set_up_that_does_not_end_is_cut_off() {
 
 #[test]
 fn a_source_that_only_looks_whether_somebody_listens_is_not_waited_for() {
-    let _alone = alone();
+    alone!();
     let log = Log::default();
     let recording = Recording::small();
     let (_folder, destination) = destination(&recording, 2, None, &log);

@@ -8,7 +8,7 @@ use hotlift::relay::check;
 
 use crate::log::Log;
 use crate::recording::Recording;
-use crate::rig::{Relay, destination, settings, shared};
+use crate::rig::{Relay, destination, settings};
 use crate::source::{Ending, play};
 
 /// A relay that paces nothing is done long before.
@@ -16,7 +16,6 @@ const A_WHILE: Duration = Duration::from_millis(200);
 
 #[test]
 fn bandwidth_that_is_raised_reaches_a_relay_at_work() {
-    let _beside = shared();
     let recording = Recording::small();
     // On main, in packets. Days of bytes.
     for options in [

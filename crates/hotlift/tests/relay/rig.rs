@@ -1,7 +1,6 @@
 //! Source, relays and destination, put together over sockets in one process.
 
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,17 +15,6 @@ use super::source::{Ending, Told, play};
 
 /// Nothing here takes so long, on any machine; what does hangs.
 pub const DEADLINE: Duration = Duration::from_secs(40);
-
-/// Tests that count what the whole process has run alone, all others beside each other.
-static PROCESS: RwLock<()> = RwLock::new(());
-
-pub fn shared() -> RwLockReadGuard<'static, ()> {
-    PROCESS.read().unwrap_or_else(|e| e.into_inner())
-}
-
-pub fn alone() -> RwLockWriteGuard<'static, ()> {
-    PROCESS.write().unwrap_or_else(|e| e.into_inner())
-}
 
 /// Asked whether the source has let go.
 pub type AsksOwnership = Box<dyn Fn() -> Ownership + Send + Sync>;

@@ -12,7 +12,7 @@ use hotlift_wire::main_channel::{MainEvent, SectionKind};
 use super::destination::{Failure, Moment};
 use super::log::{Event, Log};
 use super::recording::Recording;
-use super::rig::{AsksOwnership, Relay, destination, migrate, settings, shared, until};
+use super::rig::{AsksOwnership, Relay, destination, migrate, settings, until};
 use super::source::{Ending, play};
 
 /// Migrations at once: most of the time each waits.
@@ -42,7 +42,6 @@ fn for_all<T: Sync>(items: &[T], each: impl Fn(&T) + Sync) {
 
 #[test]
 fn a_destination_that_fails_before_it_has_all_leaves_the_guest_with_the_source() {
-    let _beside = shared();
     let mut cases = Vec::new();
     for moment in [
         Moment::Connected,
@@ -70,7 +69,6 @@ fn a_destination_that_fails_before_it_has_all_leaves_the_guest_with_the_source()
 
 #[test]
 fn a_destination_that_refuses_is_quoted_at_the_source() {
-    let _beside = shared();
     let way = [channels(), off()];
     let fails = Some((Moment::Loaded, Failure::Refuses));
     let outcome = migrate(&Recording::small(), &way, fails, Ending::LetsGo);
@@ -82,7 +80,6 @@ fn a_destination_that_refuses_is_quoted_at_the_source() {
 
 #[test]
 fn a_destination_that_does_not_answer_the_opening_is_given_up_in_time() {
-    let _beside = shared();
     let mut way = [off(), off()];
     for hop in &mut way {
         hop.outgoing.handshake_timeout = Duration::from_millis(500);
@@ -98,7 +95,6 @@ fn a_destination_that_does_not_answer_the_opening_is_given_up_in_time() {
 
 #[test]
 fn a_destination_that_has_lost_a_channel_is_not_awaited_to_the_end() {
-    let _beside = shared();
     let fails = Some((Moment::Loaded, Failure::LosesChannel));
     let outcome = migrate(&Recording::small(), &[channels()], fails, Ending::LetsGo);
     outcome.assert_kept("a channel is gone");
@@ -108,7 +104,6 @@ fn a_destination_that_has_lost_a_channel_is_not_awaited_to_the_end() {
 
 #[test]
 fn a_destination_that_fails_when_it_was_told_to_run_leaves_the_source_in_doubt() {
-    let _beside = shared();
     for way in [vec![off()], vec![channels(), off()]] {
         for failure in [Failure::Dies, Failure::Refuses] {
             let fails = Some((Moment::Eof, failure));
@@ -149,7 +144,6 @@ fn cuts(recording: &Recording) -> Vec<usize> {
 
 #[test]
 fn a_source_that_takes_answers_and_cancels_anywhere_never_starts_the_destination() {
-    let _beside = shared();
     for recording in [Recording::small(), Recording::small_multifd(2)] {
         let mut cuts = cuts(&recording);
         // Even behind its last byte: it was not told to let go.
@@ -167,7 +161,6 @@ fn a_source_that_takes_answers_and_cancels_anywhere_never_starts_the_destination
 
 #[test]
 fn a_source_without_answers_that_cancels_anywhere_never_starts_the_destination() {
-    let _beside = shared();
     let recording = Recording::small().without_return_path();
     let eof = recording.position(|event| *event == MainEvent::Eof);
     let mut cuts = cuts(&recording);
@@ -182,7 +175,6 @@ fn a_source_without_answers_that_cancels_anywhere_never_starts_the_destination()
 
 #[test]
 fn a_source_that_cancels_anywhere_in_a_recorded_stream_never_starts_the_destination() {
-    let _beside = shared();
     let mut cases = Vec::new();
     for name in ["7.2-off", "7.2-zlib", "10.0-none"] {
         let recording = Recording::load(name).with_return_path();
@@ -201,7 +193,6 @@ fn a_source_that_cancels_anywhere_in_a_recorded_stream_never_starts_the_destinat
 
 #[test]
 fn a_lost_channel_leaves_the_guest_with_the_source() {
-    let _beside = shared();
     let recording = Recording::small_multifd(2);
     let length = recording.channels[1].len();
     // In front of the last SYNC, between headers, in headers, in pages. (Of one that never said what it
@@ -234,7 +225,6 @@ fn with_hook(hook: AsksOwnership, ending: Ending, log: &Log) -> (Result<(), Migr
 
 #[test]
 fn the_destination_is_started_when_the_hook_says_that_the_source_has_let_go_and_not_before() {
-    let _beside = shared();
     let log = Log::default();
     let asked = Arc::new(AtomicUsize::new(0));
     let of_hook = (log.clone(), Arc::clone(&asked));
@@ -254,7 +244,6 @@ fn the_destination_is_started_when_the_hook_says_that_the_source_has_let_go_and_
 
 #[test]
 fn a_source_that_takes_the_guest_back_by_the_hooks_word_keeps_it() {
-    let _beside = shared();
     let log = Log::default();
     let (outcome, eof) = with_hook(Box::new(|| Ownership::Kept), Ending::LetsGo, &log);
     assert!(outcome.is_err());
@@ -263,7 +252,6 @@ fn a_source_that_takes_the_guest_back_by_the_hooks_word_keeps_it() {
 
 #[test]
 fn a_source_that_keeps_its_connection_has_not_let_go() {
-    let _beside = shared();
     let recording = Recording::small();
     let log = Log::default();
     let (_folder, destination) = destination(&recording, 0, None, &log);
@@ -284,7 +272,6 @@ fn a_source_that_keeps_its_connection_has_not_let_go() {
 
 #[test]
 fn a_source_that_is_watched_may_be_silent_in_its_set_up() {
-    let _beside = shared();
     let recording = Recording::small();
     let log = Log::default();
     let (_folder, destination) = destination(&recording, 0, None, &log);

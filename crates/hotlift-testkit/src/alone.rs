@@ -1,0 +1,109 @@
+//! A test in a process of its own, and the memory of a process.
+//!
+//! Tests run beside each other in one process. What the whole process has (resident memory, threads) is none of a
+//! single test's.
+
+use std::fs;
+use std::process::Command;
+
+/// Set in a process that runs one test.
+const VARIABLE: &str = "HOTLIFT_TEST_ALONE";
+
+/// Runs the rest of this test in a process of its own. Stands first in a test that returns nothing.
+#[macro_export]
+macro_rules! alone {
+    () => {
+        fn here() {}
+        if $crate::alone::has_run_elsewhere(::std::any::type_name_of_val(&here)) {
+            return;
+        }
+    };
+}
+
+/// For [`alone!`](crate::alone!): false in a process that was started for the test. Otherwise runs it in one, and panics if it
+/// fails there. `here` is a function inside of the test's.
+///
+/// # Panics
+/// If the test fails, or cannot be run.
+#[must_use]
+pub fn has_run_elsewhere(here: &str) -> bool {
+    if std::env::var_os(VARIABLE).is_some() {
+        return false;
+    }
+    // CRATE::MODULE::TEST::here: libtest does not name the crate.
+    let test = here
+        .split_once("::")
+        .and_then(|(_, path)| path.rsplit_once("::"));
+    let Some((test, _)) = test else {
+        panic!("{here} is in no test");
+    };
+    let program = std::env::current_exe();
+    let mut command = Command::new(program.unwrap_or_else(|error| panic!("{error}")));
+    command.args(["--exact", test, "--nocapture"]);
+    let output = command.env(VARIABLE, "1").output();
+    let output = output.unwrap_or_else(|error| panic!("{test}: {error}"));
+    let [said, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    // A name that no test has succeeds, too.
+    let has_run = said.contains("test result: ok. 1 passed");
+    assert!(
+        output.status.success() && has_run,
+        "{test}: {said}\n{errors}"
+    );
+    true
+}
+
+/// Bytes of this process in memory.
+///
+/// # Panics
+/// If the kernel does not say so.
+#[must_use]
+pub fn resident() -> u64 {
+    status("VmRSS:")
+}
+
+/// The most bytes of this process in memory since the last call.
+///
+/// # Panics
+/// If the kernel does not say so.
+#[must_use]
+pub fn peak() -> u64 {
+    let peak = status("VmHWM:");
+    // proc_pid_clear_refs(5): resets the peak to what is resident now.
+    let reset = fs::write("/proc/self/clear_refs", "5");
+    reset.unwrap_or_else(|error| panic!("clear_refs: {error}"));
+    peak
+}
+
+/// A value in KiB of this process's status, in bytes.
+fn status(name: &str) -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let value = status.lines().find_map(|line| line.strip_prefix(name));
+    let kib = value.and_then(|value| value.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or_else(|| panic!("no {name} in {status}")) << 10
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_resident_when_it_is_written_and_its_peak_stays_until_it_is_asked_for() {
+        alone!();
+        // The kernel counts to within some pages for each CPU.
+        const HALF: u64 = 32 << 20;
+        let _ = peak();
+        let before = resident();
+        let memory = vec![1_u8; 64 << 20];
+        assert!(resident() > before + HALF);
+        drop(std::hint::black_box(memory));
+        assert!(resident() < before + HALF);
+        assert!(peak() > before + HALF);
+        assert!(peak() < before + HALF);
+    }
+
+    #[test]
+    #[should_panic(expected = "running 0 tests")]
+    fn a_name_that_no_test_has_is_no_success() {
+        let _ = has_run_elsewhere("hotlift_testkit::alone::tests::nothing::here");
+    }
+}
