@@ -12,27 +12,28 @@ use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
 use super::destination::{Failure, Moment};
 use super::log::{Event, Log};
 use super::recording::{Recording, configuration, page_of};
-use super::rig::{DEADLINE, Relay, destination, settings, shared, until};
+use super::rig::{DEADLINE, Relay, destination, settings, until};
 use super::source::{Ending, play};
 
-/// What a cancel may take. A relay gives its source 2 s to read the last words; the rest is for
-/// machines that do other things, too.
-const SOON: Duration = Duration::from_secs(8);
+/// Settings of a relay that waits for its peers for longer than a test does: it is the cancel that ends it.
+fn patient(options: &[(&str, &str)]) -> RelaySettings {
+    let mut settings = settings(options);
+    settings.outgoing.handshake_timeout = 10 * DEADLINE;
+    settings
+}
 
 fn ways() -> [RelaySettings; 2] {
     [
-        settings(&[("multifd", "off")]),
-        settings(&[("multifd-compression", "zstd")]),
+        patient(&[("multifd", "off")]),
+        patient(&[("multifd-compression", "zstd")]),
     ]
 }
 
-/// Cancels `relay`, which must end soon and say so.
+/// Cancels `relay`, which must end and say so.
 fn cancel(relay: Relay, what: &str) {
     let control = relay.control.clone();
-    let since = Instant::now();
     control.cancel();
     let error = relay.outcome(what).unwrap_err();
-    assert!(since.elapsed() < SOON, "{what}: {:?}", since.elapsed());
     assert!(
         matches!(error, MigrationError::Cancelled),
         "{what}: {error}"
@@ -42,17 +43,15 @@ fn cancel(relay: Relay, what: &str) {
 
 #[test]
 fn while_nobody_has_come() {
-    let _beside = shared();
-    let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &settings(&[]), true);
+    let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &patient(&[]), true);
     cancel(relay, "nobody has come");
 }
 
 #[test]
 fn while_a_connection_says_nothing() {
-    let _beside = shared();
     let small = Recording::small_multifd(2);
     for said in [0, 3, 8, 40] {
-        let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &settings(&[]), true);
+        let relay = Relay::start(&"tcp:127.0.0.1:1".parse().unwrap(), &patient(&[]), true);
         let mut stream = &relay.address.connect(DEADLINE).unwrap();
         stream.write_all(&small.main[..said]).unwrap();
         thread::sleep(Duration::from_millis(60));
@@ -95,7 +94,6 @@ const A_WHILE: Duration = Duration::from_millis(300);
 
 #[test]
 fn while_channels_are_missing() {
-    let _beside = shared();
     let mut recording = Recording::small_multifd(2);
     recording.channels.truncate(1);
     recording.channels[0][24] = 1;
@@ -113,7 +111,6 @@ fn while_channels_are_missing() {
 
 #[test]
 fn while_the_source_rests() {
-    let _beside = shared();
     for recording in [Recording::small(), Recording::small_multifd(2)] {
         let ends = recording.events();
         let ends = ends.iter().filter(|(_, event)| *event == MainEvent::RamEos);
@@ -134,7 +131,6 @@ fn while_the_source_rests() {
 
 #[test]
 fn while_a_channel_does_not_come_to_a_mark() {
-    let _beside = shared();
     let mut recording = Recording::small_multifd(2);
     let length = recording.channels[1].len();
     recording.channels[1].truncate(length - 2 * 1344);
@@ -148,7 +144,6 @@ fn while_a_channel_does_not_come_to_a_mark() {
 
 #[test]
 fn while_the_destination_says_nothing() {
-    let _beside = shared();
     let recording = Recording::small();
     for way in ways() {
         for moment in [Moment::Connected, Moment::Opening, Moment::Loaded] {
@@ -178,7 +173,6 @@ fn large() -> Vec<u8> {
 
 #[test]
 fn while_the_destination_takes_nothing() {
-    let _beside = shared();
     let main = large();
     for way in ways() {
         let log = Log::default();
@@ -203,7 +197,6 @@ fn while_the_destination_takes_nothing() {
 
 #[test]
 fn while_a_stream_that_is_passed_through_is_not_taken() {
-    let _beside = shared();
     let recording = Recording::small();
     let mut main = recording.main.clone();
     let at = recording.position(|event| matches!(event, MainEvent::SectionStart { .. }));
@@ -237,7 +230,6 @@ fn while_a_stream_that_is_passed_through_is_not_taken() {
 
 #[test]
 fn too_late_a_cancel_changes_nothing() {
-    let _beside = shared();
     let recording = Recording::small();
     let log = Log::default();
     let (_folder, destination) = destination(&recording, 0, None, &log);
