@@ -2,11 +2,11 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::{Child, Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use hotlift_qmp::{Client, MAX_LINE, MAX_QUEUED_EVENTS, Qemu, QmpAddress, QmpError};
+use hotlift_testkit::qemu::{self, Launched};
 use serde_json::{Value, json};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -290,32 +290,25 @@ fn a_capability_an_old_qemu_lacks_may_be_switched_off_but_not_on() {
     );
 }
 
-/// A QEMU without a machine, ended when it goes out of scope.
-struct Real(Child);
-
-impl Drop for Real {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn a_real_qemu_is_asked_and_told_all_that_a_migration_needs() {
-    let Some(program) = hotlift_testkit::qemu::installed() else {
+    let Some(program) = qemu::installed() else {
         return;
     };
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("qmp");
-    let child = Command::new(program)
-        .args(["-machine", "none", "-nodefaults", "-display", "none", "-S"])
-        .args(["-uuid", "00112233-4455-6677-8899-aabbccddeeff"])
-        .args(["-name", "one", "-incoming", "defer", "-qmp"])
-        .arg(format!("unix:{},server=on,wait=off", path.display()))
-        .stdin(Stdio::null())
-        .spawn();
-    let mut real = Real(child.expect("QEMU starts"));
-    let mut qemu = Qemu::connect(&QmpAddress::Unix(path), LONG).unwrap();
+    let uuid = "00112233-4455-6677-8899-aabbccddeeff";
+    let arguments = [
+        "-machine",
+        "none",
+        "-S",
+        "-uuid",
+        uuid,
+        "-name",
+        "one",
+        "-incoming",
+        "defer",
+    ];
+    let mut real = Launched::bare(&program, &arguments).unwrap();
+    let mut qemu = real.connect().unwrap();
     assert!(qemu.version().major >= 7);
     assert_eq!(qemu.query_status().unwrap().status, "inmigrate");
     assert_eq!(qemu.query_name().unwrap().as_deref(), Some("one"));
@@ -339,7 +332,7 @@ fn a_real_qemu_is_asked_and_told_all_that_a_migration_needs() {
         .unwrap_err();
     assert!(error.to_string().contains("between 1 and 255"), "{error}");
 
-    let socket = folder.path().join("incoming");
+    let socket = real.path("incoming");
     qemu.migrate_incoming(&format!("unix:{}", socket.display()), true)
         .unwrap();
     let setup = qemu.wait_event(LONG).unwrap().unwrap();
@@ -350,5 +343,5 @@ fn a_real_qemu_is_asked_and_told_all_that_a_migration_needs() {
     assert!(setup.at.is_some() && socket.exists());
     qemu.migrate_cancel().unwrap();
     qemu.quit().unwrap();
-    real.0.wait().unwrap();
+    real.process_mut().wait(LONG).unwrap();
 }

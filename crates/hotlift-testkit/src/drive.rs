@@ -6,9 +6,10 @@ use rustix::process::Signal;
 
 use crate::case::{Asking, Case, Fault, Kind, Moment, Pair, Party, SETTLE};
 use crate::error::KitError;
-use crate::machine::{Look, Machine, PATIENCE};
+use crate::machine::{Look, Machine};
 use crate::namespace::{End, Message};
 use crate::process::{Output, Process};
+use crate::qemu::PATIENCE;
 use crate::rig::{DATA_PORT, PORT, Rig, index};
 use crate::strangers::Strangers;
 

@@ -8,7 +8,7 @@
 //! | [`process`] | a process whose output is read, closed or left to fill |
 //! | [`program`] | what runs in a QEMU, and the proof that its memory is right |
 //! | [`machine`] | a guest in its process, QEMU or Hotlift's own, and what can be asked of it |
-//! | [`qemu`] | the QEMUs that tests run, and where they are |
+//! | [`qemu`] | the QEMUs that tests run: where they are, and how they are started |
 //! | [`mod@skip`] | what a test cannot do on this machine |
 //! | [`strangers`] | connections that belong to no migration |
 //! | [`case`] | who migrates, over what, and what fails when: drawn from a seed |

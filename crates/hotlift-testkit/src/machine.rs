@@ -13,18 +13,10 @@ use serde_json::{Map, Value, json};
 use crate::error::KitError;
 use crate::process::{Process, Stream};
 use crate::program::Program;
+use crate::qemu::{self, PATIENCE};
 
 /// How long a guest that is looked at may take to answer. One that does not is `Silent`, and asked again.
 const GLANCE: Duration = Duration::from_millis(300);
-
-/// How long what must be answered may take, on a busy host.
-pub const PATIENCE: Duration = Duration::from_secs(60);
-
-/// The machine's, which multifd channels carry.
-pub const UUID: &str = "486f746c-6966-7420-6265-736964652051";
-
-/// Machine that both QEMUs have.
-const PC: &str = "pc-i440fx-7.2";
 
 /// Migration capabilities and parameters of a QEMU.
 pub type Settings = (Vec<(String, bool)>, Map<String, Value>);
@@ -137,7 +129,7 @@ impl Machine {
         Self {
             process: None,
             pid_file: folder.join("pid"),
-            socket: Some(folder.join("test.qmp")),
+            socket: Some(folder.join(qemu::QMP)),
             qmp: None,
             proof: Proof::Replay {
                 program: Arc::clone(guest),
@@ -404,52 +396,13 @@ impl Machine {
     }
 }
 
-/// The command line of a QEMU whose files are in `folder`: its RAM is a shared file, and it has a QMP socket
-/// `test.qmp` and a file with its process id.
+/// The command line of a QEMU with the machine that all have, under KVM, whose files are in `folder`.
 ///
 /// # Errors
 /// If its files cannot be written.
 pub fn qemu_line(program: &Path, guest: &Program, folder: &Path) -> Result<Vec<String>, KitError> {
-    let path = |name: &str| folder.join(name).display().to_string();
-    let ram = format!(
-        "memory-backend-file,id=pc.ram,mem-path={},size={},share=on",
-        path("ram"),
-        guest.ram_bytes()
-    );
-    let machine = format!("{PC},graphics=off,memory-backend=pc.ram");
-    let size = format!("{}k", guest.ram_bytes() >> 10);
-    let qmp = format!("unix:{},server=on,wait=off", path("test.qmp"));
-    let (console, pid) = (format!("file:{}", path("console")), path("pid"));
-    // qboot: SeaBIOS takes 12 s under the KVM of a nested cloud.
-    let words = [
-        "-machine",
-        &machine,
-        "-accel",
-        "kvm",
-        "-object",
-        &ram,
-        "-m",
-        &size,
-        "-bios",
-        "qboot.rom",
-        "-uuid",
-        UUID,
-        "-nodefaults",
-        "-display",
-        "none",
-        "-vga",
-        "none",
-        "-name",
-        "campaign,debug-threads=on",
-        "-serial",
-        &console,
-        "-qmp",
-        &qmp,
-        "-pidfile",
-        &pid,
-    ];
     let mut line = vec![program.display().to_string()];
-    line.extend(words.map(str::to_owned));
+    line.extend(qemu::machine(qemu::PC_7, "kvm", guest.ram_bytes(), folder));
     line.extend(guest.boot(&folder.join("hotlift.elf"))?);
     Ok(line)
 }

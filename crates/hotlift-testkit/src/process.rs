@@ -189,7 +189,7 @@ impl Process {
     }
 
     /// Waits until its outputs have ended, for a moment: what it said last is in the pipe.
-    pub fn hear_out(&mut self) {
+    pub fn hear_out(&self) {
         let deadline = Instant::now() + Duration::from_secs(1);
         let reads = |pump: &Pump| {
             pump.state.load(Ordering::SeqCst) == READING

@@ -1,12 +1,29 @@
-//! The QEMUs that tests run, and where they are.
+//! The QEMUs that tests run: where they are, and how they are started.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
+use std::time::Duration;
 
+use hotlift_qmp::{Qemu, QmpAddress};
 use serde::{Deserialize, Serialize};
+use tempfile::TempDir;
 
+use crate::error::KitError;
+use crate::process::Process;
 use crate::skip;
+
+/// How long what must be answered may take, on a busy host.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Of every [`machine`]; multifd channels carry it.
+pub const UUID: &str = "486f746c-6966-7420-6265-736964652051";
+
+/// Machine that both releases have.
+pub const PC_7: &str = "pc-i440fx-7.2";
+
+/// QMP socket of the test alone, in a QEMU's folder.
+pub const QMP: &str = "test.qmp";
 
 /// A release of QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -109,4 +126,123 @@ pub fn cache() -> PathBuf {
 fn set(name: &str) -> Option<PathBuf> {
     let value = std::env::var_os(name).filter(|value| !value.is_empty());
     value.map(PathBuf::from)
+}
+
+/// A folder in memory where there is one: RAM is in it, and must not be written to a disk.
+///
+/// # Errors
+/// If it cannot be made.
+pub fn folder() -> Result<TempDir, KitError> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix("hotlift-");
+    let memory = Path::new("/dev/shm");
+    let made = match memory.is_dir() {
+        true => builder.tempdir_in(memory),
+        false => builder.tempdir(),
+    };
+    made.map_err(KitError::system("make a folder"))
+}
+
+/// Arguments of a QEMU that has no more than what others give it, and a QMP socket.
+#[must_use]
+pub fn bare(qmp: &Path) -> Vec<String> {
+    let mut line = ["-nodefaults", "-display", "none", "-qmp"]
+        .map(str::to_owned)
+        .to_vec();
+    line.push(format!("unix:{},server=on,wait=off", qmp.display()));
+    line
+}
+
+/// Arguments of a QEMU with the machine `name`, whose files are in `folder`: its RAM `ram`, what its guest says
+/// `console`, its process id `pid`, and the socket [`QMP`].
+#[must_use]
+pub fn machine(name: &str, accelerator: &str, ram_bytes: u64, folder: &Path) -> Vec<String> {
+    let path = |name: &str| folder.join(name).display().to_string();
+    // RAM is a file, so that all of it can be read, and shared, so that what is written is in it.
+    let ram = format!(
+        "memory-backend-file,id=pc.ram,mem-path={},size={ram_bytes},share=on",
+        path("ram")
+    );
+    let mut line = bare(&folder.join(QMP));
+    for (flag, value) in [
+        (
+            "-machine",
+            &*format!("{name},graphics=off,memory-backend=pc.ram"),
+        ),
+        ("-accel", accelerator),
+        ("-object", &ram),
+        ("-m", &format!("{}k", ram_bytes >> 10)),
+        // SeaBIOS takes 12 s under the KVM of a nested cloud, qboot 0.3 s.
+        ("-bios", "qboot.rom"),
+        ("-uuid", UUID),
+        ("-vga", "none"),
+        ("-name", "hotlift-test,debug-threads=on"),
+        ("-serial", &format!("file:{}", path("console"))),
+        ("-pidfile", &path("pid")),
+    ] {
+        line.extend([flag, value].map(str::to_owned));
+    }
+    line
+}
+
+/// A QEMU in a folder of its own, killed when it goes out of scope.
+#[derive(Debug)]
+pub struct Launched {
+    process: Process,
+    folder: TempDir,
+}
+
+impl Launched {
+    /// Starts one that is [`bare`] but for these arguments.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn bare(program: &Path, arguments: &[&str]) -> Result<Self, KitError> {
+        let folder = folder()?;
+        let mut line = bare(&folder.path().join(QMP));
+        line.extend(arguments.iter().map(|&word| word.to_owned()));
+        Self::start(program, &line, folder)
+    }
+
+    /// Starts one with these arguments, among them the socket [`QMP`] in `folder`.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start(program: &Path, arguments: &[String], folder: TempDir) -> Result<Self, KitError> {
+        let mut command = Command::new(program);
+        command.args(arguments);
+        let process = Process::start("QEMU", None, command, &[])?;
+        Ok(Self { process, folder })
+    }
+
+    /// Connects to its socket [`QMP`], which serves one client at a time.
+    ///
+    /// # Errors
+    /// If it does not answer within [`PATIENCE`]; with what it has said.
+    pub fn connect(&self) -> Result<Qemu, KitError> {
+        let address = QmpAddress::Unix(self.path(QMP));
+        Qemu::connect(&address, PATIENCE).map_err(|error| KitError::Late {
+            process: "QEMU".to_owned(),
+            what: "answered over QMP".to_owned(),
+            waited: PATIENCE,
+            said: format!("{error}: {}", self.process.said().join(" | ")),
+        })
+    }
+
+    /// One of its files.
+    #[must_use]
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Its process.
+    #[must_use]
+    pub fn process(&self) -> &Process {
+        &self.process
+    }
+
+    /// The same, to wait for it or to end it.
+    pub fn process_mut(&mut self) -> &mut Process {
+        &mut self.process
+    }
 }

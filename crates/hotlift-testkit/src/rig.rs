@@ -10,12 +10,12 @@ use serde_json::json;
 
 use crate::case::{BuiltIn, Case, Kind, Pair, Party};
 use crate::error::KitError;
-use crate::machine::{Machine, PATIENCE, Settings, qemu_line};
+use crate::machine::{Machine, Settings, qemu_line};
 use crate::namespace::{DESTINATION, End, Link, Namespace, PROXY};
 use crate::process::{Output, Process, Stream};
 use crate::program::Program;
 use crate::proxy::Proxy;
-use crate::qemu::Release;
+use crate::qemu::{PATIENCE, Release};
 
 /// Where the destination listens.
 pub const PORT: u16 = 7000;

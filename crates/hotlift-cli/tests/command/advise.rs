@@ -5,8 +5,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::Command;
 
+use hotlift_testkit::qemu::{self, Launched, QMP};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -288,47 +289,19 @@ fn a_reader_who_has_gone_is_an_error_in_a_line() {
     assert!(!said.contains("panicked"), "{said}");
 }
 
-/// A QEMU, ended when it goes out of scope.
-struct Qemu(Child);
-
-impl Drop for Qemu {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
-    let Some(program) = hotlift_testkit::qemu::installed() else {
+    let Some(program) = qemu::installed() else {
         return;
     };
-    let folder = TempDir::new().expect("a folder");
-    let path = folder.path().join("vm.qmp");
-    let qemu = Command::new(program)
-        .args([
-            "-machine",
-            "pc",
-            "-accel",
-            "tcg",
-            "-m",
-            "64",
-            "-nodefaults",
-            "-display",
-            "none",
-        ])
-        .arg("-qmp")
-        .arg(format!("unix:{},server=on,wait=off", path.display()))
-        .spawn();
-    let qemu = Qemu(qemu.expect("QEMU starts"));
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
-    while std::os::unix::net::UnixStream::connect(&path).is_err() {
-        assert!(std::time::Instant::now() < deadline, "QEMU does not listen");
-        std::thread::yield_now();
-    }
+    let arguments = ["-machine", "pc", "-accel", "tcg", "-m", "64"];
+    let qemu = Launched::bare(&program, &arguments).expect("QEMU starts");
+    // It serves one client at a time.
+    drop(qemu.connect().expect("QMP"));
+    let path = qemu.path(QMP);
     let advice = advise(&["--qmp", text(&path), "--bandwidth=1gbit"]);
     let name = advice["sample"]["memory"].as_str().expect("a name");
-    assert!(name.contains(&qemu.0.id().to_string()), "{name}");
+    assert!(name.contains(&qemu.process().pid().to_string()), "{name}");
     // Its RAM, and not the translated code of TCG, which is a larger mapping.
     assert_eq!(advice["sample"]["ram_bytes"], 64 << 20);
     assert!(
@@ -343,14 +316,12 @@ fn a_qemu_is_found_behind_its_qmp_socket_and_asked_for_its_dirty_rate() {
     assert!(advice["machine"]["relays"].is_object(), "{advice}");
     assert!(advice["beyond"].is_null(), "{advice}");
     // And it takes what it is to be told.
-    let address = hotlift_qmp::QmpAddress::Unix(path);
-    let mut qemu =
-        hotlift_qmp::Qemu::connect(&address, std::time::Duration::from_secs(60)).expect("QMP");
+    let mut qmp = qemu.connect().expect("QMP");
     let commands = advice["qmp"].as_array().expect("commands");
     assert_eq!(commands.len(), 2);
     for command in commands {
         let name = command["execute"].as_str().expect("a name");
-        let taken = qemu.client().execute(name, &command["arguments"]);
+        let taken = qmp.client().execute(name, &command["arguments"]);
         assert!(taken.is_ok(), "{command}: {taken:?}");
     }
 }

@@ -1,10 +1,11 @@
 //! A Hotlift or a QEMU with a small machine and a QMP socket, killed when it goes out of scope.
 
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use hotlift_qmp::{Client, QmpAddress, QmpError};
-use hotlift_testkit::qemu::Release;
+use hotlift_testkit::process::Process;
+use hotlift_testkit::qemu::{self, Release};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -19,7 +20,7 @@ pub enum Program {
 }
 
 pub struct Machine {
-    process: Child,
+    process: Process,
     pub folder: TempDir,
     pub qmp: Client,
     /// Names of events, with what they say, as far as they were asked for.
@@ -46,20 +47,13 @@ impl Machine {
             }
             Program::Qemu => {
                 let mut command = Command::new(Release::V10.find().expect("was looked for"));
-                command.args(["-nodefaults", "-display", "none", "-m", "16"]);
-                command.args(["-machine", "pc,accel=tcg"]);
-                let address = format!("unix:{},server=on,wait=off", socket.display());
-                command.args(["-qmp", &address]);
+                command.args(qemu::bare(&socket));
+                command.args(["-m", "16", "-machine", "pc,accel=tcg"]);
                 command
             }
         };
-        let process = command
-            .args(flags)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("it starts");
+        command.args(flags);
+        let process = Process::start("machine", None, command, &[]).expect("it starts");
         let qmp = Client::connect(&QmpAddress::Unix(socket), DEADLINE).expect("QMP");
         Self {
             process,
@@ -137,20 +131,6 @@ impl Machine {
 
     /// Waits for the end of the process: its exit code.
     pub fn wait_end(&mut self) -> Option<i32> {
-        let start = Instant::now();
-        loop {
-            if let Some(status) = self.process.try_wait().unwrap() {
-                return status.code();
-            }
-            assert!(start.elapsed() < DEADLINE, "it does not end");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        self.process.wait(DEADLINE).expect("it ends").code()
     }
 }

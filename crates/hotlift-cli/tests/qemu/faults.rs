@@ -368,6 +368,7 @@ impl Rig {
 /// What a destination says of a migration that has failed; `None` while it goes on.
 fn how_it_ended(there: &mut Vm, phase: Phase, may_hang: bool) -> Option<String> {
     if there.ended().is_some() {
+        there.hear_out();
         return Some(there.stderr());
     }
     there.qmp.client().set_timeout(SILENCE);

@@ -92,9 +92,6 @@ impl Adopted {
         let program = release.program()?;
         let mut line = vec![program.display().to_string()];
         line.extend(command_line(&self.machine, self.folder.path()));
-        let qmp = format!("unix:{},server=on,wait=off", self.path("test.qmp"));
-        let pid = self.path("pid");
-        line.extend(["-qmp", &qmp, "-pidfile", &pid].map(str::to_owned));
         Some(line)
     }
 

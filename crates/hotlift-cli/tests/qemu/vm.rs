@@ -1,14 +1,14 @@
 //! A QEMU with one of our guests in it, driven by QMP and killed when it goes out of scope.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress};
-use hotlift_testkit::qemu;
-pub use hotlift_testkit::qemu::Release;
+use hotlift_qmp::{MigrateInfo, Qemu};
+use hotlift_testkit::qemu::{self, Launched};
+pub use hotlift_testkit::qemu::{PC_7, Release, UUID};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -61,17 +61,14 @@ pub struct Machine {
     pub guest: Arc<Guest>,
 }
 
-/// Machine that both QEMUs have.
-pub const PC_7: &str = "pc-i440fx-7.2";
 /// Machine of QEMU 10.0: barriers by round, SWITCHOVER_START, zero pages in packets.
 pub const PC_10: &str = "pc-i440fx-10.0";
 
 /// A running QEMU.
 pub struct Vm {
-    process: Child,
+    process: Launched,
     /// Has the events of every migration.
     pub qmp: Qemu,
-    folder: TempDir,
     pub machine: Machine,
     pub release: Release,
 }
@@ -93,39 +90,26 @@ impl Vm {
         }
         let program = release.program()?;
         let folder = folder();
-        let path = |name: &str| folder.path().join(name);
         if arguments.is_empty() {
-            machine.guest.fill(&path("ram"));
+            machine.guest.fill(&folder.path().join("ram"));
         }
-        let mut command = Command::new(program);
-        command
-            .args(command_line(machine, folder.path()))
-            .args(arguments);
-        // One QMP socket for the test, one for a command that is tested.
-        for socket in ["test.qmp", "qmp"] {
-            command.arg("-qmp");
-            command.arg(format!(
-                "unix:{},server=on,wait=off",
-                path(socket).display()
-            ));
-        }
-        let process = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(File::create(path("stderr")).expect("a file for stderr"))
-            .spawn()
-            .expect("QEMU starts");
-        let mut process = Killed(Some(process));
-        let address = QmpAddress::Unix(path("test.qmp"));
-        let mut qmp = Qemu::connect(&address, DEADLINE).unwrap_or_else(|error| {
-            let said = fs::read_to_string(path("stderr")).unwrap_or_default();
-            panic!("{error}: {said}");
-        });
+        let mut line = command_line(machine, folder.path());
+        // The other socket is for a command that is tested.
+        let free = folder.path().join("qmp").display().to_string();
+        let free = format!("unix:{free},server=on,wait=off");
+        line.extend(
+            ["-qmp", &free]
+                .iter()
+                .chain(arguments)
+                .map(|&word| word.to_owned()),
+        );
+        let started = Launched::start(&program, &line, folder);
+        let process = started.unwrap_or_else(|error| panic!("{error}"));
+        let mut qmp = process.connect().unwrap_or_else(|error| panic!("{error}"));
         qmp.set_capabilities(&[("events", true)]).expect("events");
         let vm = Self {
-            process: process.0.take().expect("it was started"),
+            process,
             qmp,
-            folder,
             machine: machine.clone(),
             release,
         };
@@ -137,7 +121,7 @@ impl Vm {
 
     /// Where its files and sockets are.
     pub fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.process.path(name)
     }
 
     /// A URI of a UNIX socket of its own.
@@ -252,12 +236,12 @@ impl Vm {
     }
 
     pub fn pid(&self) -> Pid {
-        Pid::from_child(&self.process)
+        self.process.process().pid()
     }
 
     /// Whether a thread of the process has a name that begins so.
     pub fn has_thread(&self, name: &str) -> bool {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.process.id())).expect("it runs");
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).expect("it runs");
         tasks.flatten().any(|task| {
             // A thread that ends meanwhile has none.
             fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.starts_with(name))
@@ -266,14 +250,19 @@ impl Vm {
 
     /// How the process ended, if it has.
     pub fn ended(&mut self) -> Option<ExitStatus> {
-        self.process.try_wait().expect("it was started")
+        self.process.process_mut().ended()
+    }
+
+    /// Waits for what a process that has ended said last.
+    pub fn hear_out(&self) {
+        self.process.process().hear_out();
     }
 
     /// What QEMU said on stderr, but for what it says of this machine's CPU.
     pub fn stderr(&self) -> String {
-        let said = fs::read_to_string(self.path("stderr")).unwrap_or_default();
-        said.lines()
-            .filter(|line| !line.contains("host doesn't support requested feature"))
+        let said = self.process.process().said();
+        let said = said.into_iter();
+        said.filter(|line| !line.contains("host doesn't support requested feature"))
             .collect::<Vec<_>>()
             .join("\n")
     }
@@ -286,62 +275,11 @@ impl Vm {
     }
 }
 
-impl Drop for Vm {
-    fn drop(&mut self) {
-        // Both fail only if the process has ended.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
-/// A process that nobody has taken over yet.
-struct Killed(Option<Child>);
-
-impl Drop for Killed {
-    fn drop(&mut self) {
-        if let Some(process) = &mut self.0 {
-            let _ = process.kill();
-            let _ = process.wait();
-        }
-    }
-}
-
 /// What a QEMU is started with to have a machine whose files are in `folder`.
 pub fn command_line(machine: &Machine, folder: &Path) -> Vec<String> {
-    let path = |name: &str| folder.join(name).display().to_string();
     let guest = &machine.guest;
-    // RAM is a file, so that all of it can be read, and shared, so that what is written is in it.
-    let ram = format!(
-        "memory-backend-file,id=pc.ram,mem-path={},size={},share=on",
-        path("ram"),
-        guest.ram_bytes()
-    );
-    let mut line: Vec<String> = [
-        "-machine",
-        &format!("{},graphics=off,memory-backend=pc.ram", machine.name),
-        "-accel",
-        machine.accelerator.name(),
-        "-object",
-        &ram,
-        "-m",
-        &format!("{}k", guest.ram_bytes() >> 10),
-        // SeaBIOS takes 12 s under the KVM of a nested cloud, qboot 0.3 s.
-        "-bios",
-        "qboot.rom",
-        "-uuid",
-        UUID,
-        "-nodefaults",
-        "-display",
-        "none",
-        "-vga",
-        "none",
-        "-name",
-        "hotlift-test,debug-threads=on",
-        "-serial",
-        &format!("file:{}", path("console")),
-    ]
-    .map(str::to_owned)
-    .into();
+    let accelerator = machine.accelerator.name();
+    let mut line = qemu::machine(machine.name, accelerator, guest.ram_bytes(), folder);
     line.extend(guest.boot(folder));
     line
 }
@@ -354,18 +292,7 @@ pub fn count_in(console: &str, guest: &Guest) -> Option<u64> {
     counts.fold(None, |_, count| Some(count))
 }
 
-/// The machine's, which multifd channels carry.
-pub const UUID: &str = "486f746c-6966-7420-6265-736964652051";
-
-/// A folder in memory where there is one: RAM is in it, and must not be written to a disk.
+/// A folder for a QEMU's files.
 pub fn folder() -> TempDir {
-    let memory = Path::new("/dev/shm");
-    let mut builder = tempfile::Builder::new();
-    builder.prefix("hotlift-");
-    if memory.is_dir() {
-        builder.tempdir_in(memory)
-    } else {
-        builder.tempdir()
-    }
-    .expect("a folder")
+    qemu::folder().expect("a folder")
 }

@@ -1,17 +1,16 @@
 //! A QEMU that runs the machine of the recorded streams, and the two ends of a migration with it.
 
-use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::OwnedFd;
+use std::fs;
+use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Child, Command};
 use std::thread;
 use std::time::Duration;
 
 use hotlift_methods::MethodInfo;
+use hotlift_qmp::Qemu;
+use hotlift_testkit::qemu::{self, Launched, QMP};
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
 use super::stream::{RAM_PAGES, Stream, ram_page};
 
@@ -35,7 +34,7 @@ pub fn load(
 ) -> Result<Loaded, String> {
     let mut machine = Machine::start(program, machine, &[], &["-incoming", "defer"]);
     machine.set_multifd(channels.as_ref().map(|(method, _)| *method))?;
-    let path = machine.folder.path().join("stream");
+    let path = machine.process.path("stream");
     let uri = format!("unix:{}", path.display());
     machine.execute("migrate-incoming", &json!({ "uri": uri }))?;
 
@@ -56,12 +55,12 @@ pub fn load(
         writer.join().expect("a writer").expect("QEMU read it all");
     }
 
-    let bios = machine.folder.path().join("bios-read-back");
+    let bios = machine.process.path("bios-read-back");
     let place =
         json!({ "val": (4_u64 << 30) - BIOS_LEN as u64, "size": BIOS_LEN, "filename": bios });
     machine.execute("pmemsave", &place)?;
     Ok(Loaded {
-        ram: fs::read(machine.folder.path().join("ram")).expect("the guest's RAM"),
+        ram: fs::read(machine.process.path("ram")).expect("the guest's RAM"),
         bios: fs::read(bios).expect("the guest's BIOS"),
     })
 }
@@ -79,7 +78,7 @@ pub fn send(program: &Path, machine: &str, method: &MethodInfo) -> Result<Stream
     let ram: Vec<u8> = (0..RAM_PAGES).flat_map(ram_page).collect();
     let mut machine = Machine::start(program, machine, &ram, &[]);
     machine.set_multifd(Some(method.name))?;
-    let path = machine.folder.path().join("stream");
+    let path = machine.process.path("stream");
     let listener = UnixListener::bind(&path).expect("a listener");
     let readers = thread::spawn(move || {
         let connections = listener.incoming().take(1 + CHANNELS);
@@ -97,7 +96,7 @@ pub fn send(program: &Path, machine: &str, method: &MethodInfo) -> Result<Stream
     let uri = format!("unix:{}", path.display());
     machine.execute("migrate", &json!({ "uri": uri }))?;
     machine.migrated()?;
-    machine.execute("quit", &json!({}))?;
+    machine.qmp.quit().map_err(|error| error.to_string())?;
 
     let readers = readers.join().expect("all connections").into_iter();
     let all: Vec<Vec<u8>> = readers
@@ -111,111 +110,80 @@ pub fn send(program: &Path, machine: &str, method: &MethodInfo) -> Result<Stream
     Ok(Stream::new(main, &channels, method))
 }
 
-/// A paused QEMU, killed when dropped.
+/// A paused QEMU.
 struct Machine {
-    process: Child,
-    monitor: BufReader<UnixStream>,
-    folder: TempDir,
+    process: Launched,
+    qmp: Qemu,
 }
 
 impl Machine {
     fn start(program: &Path, machine: &str, ram: &[u8], arguments: &[&str]) -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = qemu::folder().expect("a folder");
         let path = |name: &str| folder.path().join(name);
         fs::write(path("ram"), ram).expect("the RAM's file");
         // Nothing of the recorded BIOS, so that what is read back was migrated.
         fs::write(path("bios"), [0xf4; BIOS_LEN]).expect("the BIOS's file");
-        // QMP is on a socket in the place of stdin and stdout: there is nothing to wait for, and a
-        // QEMU that dies is an end of file.
-        let (ours, theirs) = UnixStream::pair().expect("a socket pair");
-        ours.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-        let process = Command::new(program)
-            .args([
-                "-machine",
-                &format!("{machine},acpi=off,graphics=off,memory-backend=pc.ram"),
-            ])
-            .arg("-object")
-            .arg(format!(
-                "memory-backend-file,id=pc.ram,mem-path={},size={},share=on",
-                path("ram").display(),
-                RAM_PAGES * 4096
-            ))
-            .args([
-                "-m", "2048k", "-accel", "tcg", "-cpu", "qemu64", "-uuid", UUID,
-            ])
-            .args(["-nodefaults", "-display", "none", "-vga", "none", "-S"])
-            .args(["-qmp", "stdio", "-bios"])
-            .arg(path("bios"))
-            .args(arguments)
-            .stdin(OwnedFd::from(
-                theirs.try_clone().expect("a second descriptor"),
-            ))
-            .stdout(OwnedFd::from(theirs))
-            .stderr(File::create(path("stderr")).expect("a file for stderr"))
-            .spawn()
-            .expect("QEMU starts");
-        Self {
-            process,
-            monitor: BufReader::new(ours),
-            folder,
+        let memory = format!(
+            "memory-backend-file,id=pc.ram,mem-path={},size={},share=on",
+            path("ram").display(),
+            RAM_PAGES * 4096
+        );
+        let machine = format!("{machine},acpi=off,graphics=off,memory-backend=pc.ram");
+        let bios = path("bios").display().to_string();
+        let mut line = qemu::bare(&path(QMP));
+        for (flag, value) in [
+            ("-machine", &*machine),
+            ("-object", &memory),
+            ("-m", "2048k"),
+            ("-accel", "tcg"),
+            ("-cpu", "qemu64"),
+            ("-uuid", UUID),
+            ("-vga", "none"),
+            ("-bios", &bios),
+        ] {
+            line.extend([flag, value].map(str::to_owned));
         }
+        line.extend(["-S"].iter().chain(arguments).map(|&word| word.to_owned()));
+        let process = Launched::start(program, &line, folder).expect("QEMU starts");
+        let mut qmp = process.connect().expect("QMP");
+        qmp.client().set_timeout(PATIENCE);
+        Self { process, qmp }
     }
 
     /// Multifd in `method` with the channels of the recorded streams, or none; tells of progress.
     fn set_multifd(&mut self, method: Option<&str>) -> Result<(), String> {
-        self.execute("qmp_capabilities", &json!({}))?;
-        let capabilities = [("multifd", method.is_some()), ("events", true)]
-            .map(|(name, state)| json!({ "capability": name, "state": state }));
-        let capabilities = json!({ "capabilities": capabilities });
-        self.execute("migrate-set-capabilities", &capabilities)?;
+        let capabilities = [("multifd", method.is_some()), ("events", true)];
+        let set = self.qmp.set_capabilities(&capabilities);
+        set.map_err(|error| self.explain(&error))?;
         let Some(method) = method else {
             return Ok(());
         };
         let parameters = json!({ "multifd-channels": CHANNELS, "multifd-compression": method });
-        self.execute("migrate-set-parameters", &parameters)
+        let set = self.qmp.set_parameters(&parameters);
+        set.map_err(|error| self.explain(&error))
     }
 
     fn execute(&mut self, command: &str, arguments: &Value) -> Result<(), String> {
-        let line = format!(
-            "{}\n",
-            json!({ "execute": command, "arguments": arguments })
-        );
-        let sent = self.monitor.get_mut().write_all(line.as_bytes());
-        sent.map_err(|error| format!("{command}: {error}"))?;
-        loop {
-            let answer = self.line()?;
-            if let Some(error) = answer.get("error") {
-                return Err(format!("{command}: {error}"));
-            }
-            if answer.get("return").is_some() {
-                return Ok(());
-            }
-        }
+        let answer = self.qmp.client().execute(command, arguments);
+        answer.map(drop).map_err(|error| self.explain(&error))
     }
 
     /// Waits for the end of a migration. After a failed one QEMU says why and exits, or hangs.
     fn migrated(&mut self) -> Result<(), String> {
-        while self.line()?.pointer("/data/status") != Some(&json!("completed")) {}
-        Ok(())
+        loop {
+            let event = self.qmp.wait_event(PATIENCE);
+            match event.map_err(|error| self.explain(&error))? {
+                Some(event) if event.data["status"] == "completed" => return Ok(()),
+                Some(_) => {}
+                None => return Err(self.explain(&"it hangs")),
+            }
+        }
     }
 
-    /// The next thing that QMP says.
-    fn line(&mut self) -> Result<Value, String> {
-        let mut line = String::new();
-        let why = match self.monitor.read_line(&mut line) {
-            Ok(1..) => return Ok(serde_json::from_str(&line).expect("QMP speaks JSON")),
-            Ok(0) => "exits".to_owned(),
-            Err(error) => format!("hangs ({error})"),
-        };
-        let stderr = fs::read_to_string(self.folder.path().join("stderr")).expect("stderr");
-        Err(format!("QEMU {why}: {}", stderr.trim_end()))
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        // Both fail only if the process has ended.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+    /// Why it did not do something, and what it has said.
+    fn explain(&self, why: &dyn std::fmt::Display) -> String {
+        let process = self.process.process();
+        process.hear_out();
+        format!("QEMU: {why}: {}", process.said().join(" | "))
     }
 }
