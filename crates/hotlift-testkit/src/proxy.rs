@@ -6,12 +6,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{Shutdown, shutdown};
+use rustix::net::{RecvFlags, Shutdown, shutdown};
 use serde::{Deserialize, Serialize};
 
 use crate::error::KitError;
@@ -45,6 +45,15 @@ pub enum Turns {
     AllToReset,
 }
 
+/// What a connection of a migration is, by its first bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Socket {
+    /// The main channel.
+    Main,
+    /// A multifd channel.
+    Channel,
+}
+
 enum Far {
     Unix(PathBuf),
     Tcp(u16, Namespace),
@@ -68,6 +77,8 @@ struct Shared {
     held_until: Mutex<Option<Instant>>,
     delay_ms: AtomicU64,
     cut: Mutex<Option<Cut>>,
+    /// To be cut as soon as it is known to be that one.
+    on_sight: Mutex<Option<Socket>>,
     connections: Mutex<Vec<Arc<Connection>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     ends: AtomicBool,
@@ -84,6 +95,8 @@ struct Cut {
 struct Connection {
     near: OwnedFd,
     far: OwnedFd,
+    /// Set before its first byte passes.
+    socket: OnceLock<Socket>,
 }
 
 impl Connection {
@@ -135,6 +148,7 @@ impl Proxy {
             held_until: Mutex::default(),
             delay_ms: AtomicU64::new(0),
             cut: Mutex::default(),
+            on_sight: Mutex::default(),
             connections: Mutex::default(),
             threads: Mutex::default(),
             ends: AtomicBool::new(false),
@@ -166,6 +180,41 @@ impl Proxy {
             *lock(&self.shared.cut) = Some(Cut { how, after });
         }
     }
+
+    /// Whether a connection of a migration has come.
+    #[must_use]
+    pub fn has(&self, socket: Socket) -> bool {
+        self.first(socket).is_some()
+    }
+
+    /// Cuts the first connection that is this one; false if none has come.
+    #[must_use]
+    pub fn cut_first(&self, socket: Socket) -> bool {
+        let found = self.first(socket);
+        if let Some(connection) = &found {
+            connection.end(Ending::Fin);
+        }
+        found.is_some()
+    }
+
+    /// Cuts the next connection that is this one, before anything of it passes.
+    pub fn cut_on_sight(&self, socket: Socket) {
+        *lock(&self.shared.on_sight) = Some(socket);
+    }
+
+    /// True once that was done.
+    #[must_use]
+    pub fn has_cut_on_sight(&self) -> bool {
+        lock(&self.shared.on_sight).is_none()
+    }
+
+    fn first(&self, socket: Socket) -> Option<Arc<Connection>> {
+        let connections = lock(&self.shared.connections);
+        let mut found = connections
+            .iter()
+            .filter(|one| one.socket.get() == Some(&socket));
+        found.next().map(Arc::clone)
+    }
 }
 
 impl Shared {
@@ -191,7 +240,11 @@ impl Shared {
                 end(&near, Ending::Reset);
                 continue;
             };
-            let connection = Arc::new(Connection { near, far });
+            let connection = Arc::new(Connection {
+                near,
+                far,
+                socket: OnceLock::new(),
+            });
             lock(&self.connections).push(Arc::clone(&connection));
             for back in [false, true] {
                 let (shared, connection) = (Arc::clone(self), Arc::clone(&connection));
@@ -223,6 +276,9 @@ impl Shared {
             if !readable(from) {
                 continue;
             }
+            if !back && connection.socket.get().is_none() && self.is_cut_on_sight(connection) {
+                return;
+            }
             let read = rustix::io::read(from, buffer.as_mut_slice());
             self.wait();
             let ending = match read {
@@ -243,6 +299,8 @@ impl Shared {
                 Err(_) => Ending::Reset,
             };
             match (self.turns, ending) {
+                // One who is gone is told from one who has said all: the other end must see the same.
+                (Turns::AsIs, Ending::Fin) if is_gone(from) => connection.end(Ending::Fin),
                 (Turns::AsIs | Turns::AllToFin, Ending::Fin) | (Turns::AllToFin, Ending::Reset) => {
                     let _ = shutdown(to, Shutdown::Write);
                 }
@@ -252,6 +310,27 @@ impl Shared {
             }
             return;
         }
+    }
+
+    /// Notes what a connection is that says its first bytes; true if it is cut for that.
+    fn is_cut_on_sight(&self, connection: &Connection) -> bool {
+        let mut magic = [0; 4];
+        let peeked = rustix::net::recv(&connection.near, &mut magic, RecvFlags::PEEK);
+        let Ok((length @ 1.., _)) = peeked else {
+            return false;
+        };
+        let socket = match b"QEVM".starts_with(&magic[..length]) {
+            true => Socket::Main,
+            false => Socket::Channel,
+        };
+        let mut on_sight = lock(&self.on_sight);
+        let is_cut = *on_sight == Some(socket);
+        if is_cut {
+            connection.end(Ending::Fin);
+            *on_sight = None;
+        }
+        let _ = connection.socket.set(socket);
+        is_cut
     }
 
     /// Waits as long as things are held or delayed.
@@ -332,6 +411,13 @@ fn readable(socket: &impl AsFd) -> bool {
     matches!(poll(&mut fds, Some(&tick)), Ok(1..))
 }
 
+/// Whether the other end of a socket that has no more to say is closed in both directions.
+fn is_gone(socket: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
+    let polled = poll(&mut fds, Some(&Timespec::default()));
+    polled.is_ok() && fds[0].revents().contains(PollFlags::HUP)
+}
+
 fn write_all(to: &OwnedFd, mut bytes: &[u8]) -> bool {
     while !bytes.is_empty() {
         match rustix::net::send(to, bytes, rustix::net::SendFlags::NOSIGNAL) {
@@ -405,5 +491,49 @@ mod tests {
             .unwrap();
         near.read_to_end(&mut heard).unwrap();
         assert_eq!(heard, b"back, ");
+    }
+
+    #[test]
+    fn a_connection_is_known_by_its_first_bytes_and_cut_before_they_pass_or_after() {
+        let folder = tempfile::tempdir().unwrap();
+        let (at, to) = (folder.path().join("at"), folder.path().join("to"));
+        let listener = UnixListener::bind(&to).unwrap();
+        let proxy = Proxy::unix(&at, &to).unwrap();
+        let pair = || {
+            (
+                UnixStream::connect(&at).unwrap(),
+                listener.accept().unwrap().0,
+            )
+        };
+        let (mut near, mut far) = pair();
+        near.write_all(b"QEVM").unwrap();
+        far.read_exact(&mut [0; 4]).unwrap();
+        assert!(proxy.has(Socket::Main) && !proxy.has(Socket::Channel));
+        assert!(proxy.cut_first(Socket::Main) && !proxy.cut_first(Socket::Channel));
+        assert_eq!(near.read(&mut [0; 4]).unwrap(), 0);
+        proxy.cut_on_sight(Socket::Channel);
+        let (mut near, mut far) = pair();
+        near.write_all(&[0x11, 0x22, 0x33, 0x44]).unwrap();
+        assert_eq!(far.read(&mut [0; 4]).unwrap(), 0, "it passed");
+        assert!(proxy.has_cut_on_sight() && proxy.has(Socket::Channel));
+    }
+
+    #[test]
+    fn who_is_gone_is_told_from_who_has_said_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let (at, to) = (folder.path().join("at"), folder.path().join("to"));
+        let listener = UnixListener::bind(&to).unwrap();
+        let _proxy = Proxy::unix(&at, &to).unwrap();
+        for gone in [false, true] {
+            let near = UnixStream::connect(&at).unwrap();
+            let mut far = listener.accept().unwrap().0;
+            let near = Some(near).filter(|_| !gone);
+            if let Some(near) = &near {
+                near.shutdown(std::net::Shutdown::Write).unwrap();
+            }
+            assert_eq!(far.read(&mut [0; 4]).unwrap(), 0);
+            assert_eq!(far.write(b"answer").is_ok(), !gone);
+            drop(near);
+        }
     }
 }

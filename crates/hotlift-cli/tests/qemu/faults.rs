@@ -6,15 +6,16 @@ use std::path::Path;
 use std::time::Duration;
 
 use hotlift_qmp::{MigrateInfo, QmpError};
+use hotlift_testkit::proxy::{Proxy, Socket};
 use rustix::process::Signal;
 use serde_json::json;
+use tempfile::TempDir;
 
-use crate::cutter::{Cutter, Socket};
 use crate::guest::Guest;
 use crate::hotlift::{Hotlift, errors};
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Side, failed, relay};
-use crate::vm::{Accelerator, Machine, PC_7, Release, Vm, until};
+use crate::vm::{Accelerator, Machine, PC_7, Release, Vm, folder, until};
 
 /// How far the migration has come when something happens. Each lasts until then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,7 +82,10 @@ struct Rig {
     there: Vm,
     source: Option<Hotlift>,
     destination: Option<Hotlift>,
-    cutters: Vec<Cutter>,
+    /// In the links, in their order.
+    proxies: Vec<Proxy>,
+    /// With their sockets.
+    _folder: TempDir,
     /// Where the source QEMU is to send to.
     uri: String,
 }
@@ -107,8 +111,15 @@ impl Rig {
             .expect("migrate-incoming");
 
         let (between, outgoing) = (there.path("between"), here.path("outgoing"));
-        let cutters = [&outgoing, &between, &there.path("incoming")].map(|to| Cutter::start(to));
-        let [to_source_relay, to_relay, to_qemu] = cutters.each_ref().map(Cutter::uri);
+        let links = folder();
+        let proxied = ["source", "between", "destination"].map(|name| links.path().join(name));
+        let proxies = [&outgoing, &between, &there.path("incoming")]
+            .into_iter()
+            .zip(&proxied)
+            .map(|(to, at)| Proxy::unix(at, to).expect("a proxy"))
+            .collect();
+        let [to_source_relay, to_relay, to_qemu] =
+            proxied.map(|path| format!("unix:{}", path.display()));
         let uri = |path: &Path| format!("unix:{}", path.display());
         let options = RelayOptions::new("zstd", CHANNELS, CHANNELS);
         let (destination, _) = relay(
@@ -124,16 +135,25 @@ impl Rig {
             there,
             source: Some(source),
             destination: Some(destination),
-            cutters: cutters.into(),
+            proxies,
+            _folder: links,
         })
     }
 
-    fn link(&self, link: Link) -> &Cutter {
+    fn link(&self, link: Link) -> &Proxy {
         let place = LINKS
             .iter()
             .position(|&one| one == link)
             .expect("one of them");
-        &self.cutters[place]
+        &self.proxies[place]
+    }
+
+    /// Waits for a connection of a link.
+    fn wait_for(&self, link: Link, socket: Socket) {
+        until(
+            || format!("{link:?} has no {socket:?}"),
+            || self.link(link).has(socket).then_some(()),
+        );
     }
 
     fn relay(&self, party: Party) -> &Hotlift {
@@ -192,8 +212,7 @@ impl Rig {
                     || (rounds(here) == 1).then_some(()),
                 );
                 // The whole way is there.
-                self.link(Link::RelayToDestinationQemu)
-                    .wait_for(Socket::Main);
+                self.wait_for(Link::RelayToDestinationQemu, Socket::Main);
             }
             Phase::LaterRound => until(
                 || "no later round".to_owned(),
@@ -298,7 +317,7 @@ impl Rig {
             assert!(!how.is_empty(), "the destination does not say why");
             assert_eq!(self.there.count(), None, "the guest has run there");
         }
-        self.cutters.clear();
+        self.proxies.clear();
         for (owner, file) in [
             (Party::SourceRelay, self.here.path("outgoing")),
             (Party::DestinationRelay, self.there.path("between")),
@@ -488,7 +507,8 @@ fn guest_stays_after(cases: &[Cut]) {
             );
         } else {
             rig.reach(phase);
-            rig.link(link).cut(socket);
+            rig.wait_for(link, socket);
+            assert!(rig.link(link).cut_first(socket));
             rig.go_on(phase, None);
         }
         // The thread of a channel that broke ends, and QEMU's main thread, QMP with it, may wait for its
@@ -515,10 +535,10 @@ fn a_migration_that_is_cancelled_leaves_the_guest_and_another_can_follow() {
     let Rig {
         here,
         there,
-        cutters,
+        proxies,
         ..
     } = rig;
-    drop((there, cutters));
+    drop((there, proxies));
     let again = crate::route::Route {
         source: Side::new(CHANNELS),
         destination: Side::new(CHANNELS),

@@ -7,7 +7,7 @@
 //! | `direct` | the same without us: what all this is worth |
 //! | `matrix`, `linux_moves` | machines that move through relays |
 //! | `dialect` | QEMU's own compression on either side of a relay |
-//! | `faults`, `cutter` | whatever is killed or cut |
+//! | `faults` | whatever is killed or cut |
 //! | `custody`, `qmp_proxy` | a started QEMU outlives whatever fails after the commit |
 //! | `back_and_forth` | fifty migrations through the same relays |
 //! | `operator` | the commands that steer QEMUs: migrate, serve, save, restore |
@@ -24,7 +24,6 @@
 
 mod back_and_forth;
 mod custody;
-mod cutter;
 mod dialect;
 mod direct;
 mod faults;
