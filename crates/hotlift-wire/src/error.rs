@@ -46,6 +46,12 @@ pub enum WireError {
         /// The value it has.
         got: u64,
     },
+    /// The source is a Hotlift of another [`VERSION`](crate::handshake::VERSION).
+    #[error("a channel of a Hotlift with version {got} of the protocol")]
+    HotliftVersion {
+        /// Its version.
+        got: u16,
+    },
     /// The stream uses a part of QEMU's format that is not implemented here.
     #[error("{what} is not supported")]
     Unsupported {

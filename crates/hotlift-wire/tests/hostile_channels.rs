@@ -300,6 +300,28 @@ fn a_hello_with_a_good_checksum_and_bad_settings_is_an_error() {
 }
 
 #[test]
+fn a_channel_of_another_version_is_told_from_a_damaged_one() {
+    let packet = InitialPacket {
+        uuid: [0; 16],
+        id: 0,
+        hello: Some(Hello {
+            channels: 1,
+            method: Method::None,
+            layout: PacketLayout::QEMU,
+            zero_page_detection: ZeroPageDetection::None,
+        }),
+    };
+    let mut other = packet.encode();
+    other[37] = 2;
+    let sum = crc32(&other[32..60]);
+    other[60..].copy_from_slice(&be32(sum));
+    assert_fault!(
+        InitialPacket::decode(&other).unwrap_err(),
+        WireError::HotliftVersion { got: 2 }
+    );
+}
+
+#[test]
 fn a_return_path_message_is_refused_before_its_payload_is_awaited() {
     for (kind, length) in [(1u16, 5u16), (2, 3), (4, 11), (7, 1), (0x4802, 3)] {
         let bytes = [kind.to_be_bytes(), length.to_be_bytes()].concat();

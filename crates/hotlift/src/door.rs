@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use hotlift_wire::WireError;
 use hotlift_wire::multifd::{INITIAL_PACKET_LEN, InitialPacket, MAGIC};
 use hotlift_wire::settle::{
     HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, QUESTION_MAGIC, TOKEN_LEN, TOKEN_MAGIC, answer,
@@ -58,6 +59,8 @@ pub(crate) enum Kind {
     Main,
     /// A multifd channel, by its opening, which is still to be taken off the connection.
     Channel(InitialPacket),
+    /// A multifd channel of a Hotlift of this other version.
+    OtherVersion(u16),
 }
 
 /// Whoever has connected and not said enough yet.
@@ -75,6 +78,7 @@ enum Said {
     Partial,
     Main,
     Channel(InitialPacket),
+    OtherVersion(u16),
     Token([u8; 16]),
     Question(MigrationId),
     /// None of it, and why.
@@ -277,7 +281,8 @@ impl<'a> Door<'a> {
         let kind = match said {
             Said::Main if admitted => Kind::Main,
             Said::Channel(packet) if admitted => Kind::Channel(packet),
-            Said::Main | Said::Channel(_) => {
+            Said::OtherVersion(version) if admitted => Kind::OtherVersion(version),
+            Said::Main | Said::Channel(_) | Said::OtherVersion(_) => {
                 self.control
                     .turn_away("a connection without this migration's token");
                 return true;
@@ -416,6 +421,7 @@ fn said(stream: &Stream) -> Said {
         _ if *magic == MAGIC.to_be_bytes() => match seen {
             INITIAL_PACKET_LEN => match InitialPacket::decode(&bytes) {
                 Ok(packet) => Said::Channel(packet),
+                Err(WireError::HotliftVersion { got }) => Said::OtherVersion(got),
                 Err(_) => Said::Stranger("a damaged opening of a multifd channel"),
             },
             _ => partial,

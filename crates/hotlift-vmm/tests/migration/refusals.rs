@@ -176,8 +176,14 @@ fn another_version_of_the_stream_is_refused_with_both_values() {
         back: false,
         name: name.to_owned(),
     };
-    // A channel whose opening has another version is a stranger's: it is dropped.
-    let cases = [(unit(Socket::Main, "file header #1"), ["0x2", "0x3"])];
+    // QEMU's version; and ours, in the offer.
+    let cases = [
+        (unit(Socket::Main, "file header #1"), ["0x2", "0x3"]),
+        (
+            unit(Socket::Main, "PING #1"),
+            ["the source has 2", "the destination has 3"],
+        ),
+    ];
     let kind = rig::kinds()[0];
     let source = rig::source(kind, &settings(), Quirks::default());
     for (unit, words) in cases {

@@ -140,11 +140,9 @@ impl Hello {
         }
 
         let version = reader.be16("Hotlift hello version")?;
-        expect(
-            version,
-            u16::from(handshake::VERSION),
-            "Hotlift hello version",
-        )?;
+        if version != u16::from(handshake::VERSION) {
+            return Err(WireError::HotliftVersion { got: version });
+        }
         let channels = reader.u8("channels of a Hotlift hello")?;
         if channels == 0 {
             return Err(WireError::Empty {

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
-use hotlift_wire::handshake::{Features, Offer};
+use hotlift_wire::handshake::{Features, Offer, VERSION};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
 use rustix::event::PollFlags;
 
@@ -116,12 +116,24 @@ impl Arriving<'_> {
                     self.add_multifd(packet, arrival)?;
                 }
                 Kind::Channel(_) => control.turn_away(BROKEN),
+                Kind::OtherVersion(version) => {
+                    // Taken off, so that what is said to it does not end in a reset.
+                    arrival.take_opening();
+                    self.is_hotlift = Some(true);
+                    self.refused = Some(arrival.stream);
+                    return Err(MigrationError::other_version(
+                        version.into(),
+                        VERSION.into(),
+                    ));
+                }
             }
         }
         // The channels would be waited for in vain.
         let waits = self.options.multifd() && self.multifd.iter().all(Option::is_none);
+        // One that has gone already is turned away in the next step.
+        let main = self.main.as_ref().filter(|main| !main.is_hung_up());
         if waits
-            && let Some(offer) = self.main.as_ref().and_then(hello::peek)
+            && let Some(offer) = main.and_then(hello::peek)
             && let Err(error) = hello::check(offer, hello::features(self.options))
         {
             self.is_hotlift = Some(true);

@@ -7,6 +7,7 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use hotlift_wire::handshake::VERSION;
 use hotlift_wire::multifd::{Hello, InitialPacket};
 
 use super::session::Call;
@@ -211,6 +212,12 @@ impl<'a> Arrivals<'a> {
                     self.since = arrival.since;
                     self.main = Some(arrival.stream);
                 }
+                Kind::OtherVersion(version) => {
+                    return Err(MigrationError::other_version(
+                        version.into(),
+                        VERSION.into(),
+                    ));
+                }
                 Kind::Channel(_) if !arrival.take_opening() => self.control.turn_away(BROKEN),
                 Kind::Channel(packet) => {
                     self.check_number(&packet)?;
@@ -262,7 +269,7 @@ impl<'a> Arrivals<'a> {
                 Kind::Channel(packet) => {
                     usize::from(packet.id) == count && uuid.is_none_or(|uuid| uuid == packet.uuid)
                 }
-                Kind::Main => false,
+                Kind::Main | Kind::OtherVersion(_) => false,
             };
             if arrivals.iter().any(is_late) {
                 return true;
