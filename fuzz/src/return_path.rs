@@ -20,7 +20,13 @@ fn read(mut rest: &[u8]) {
                 assert!((4..=4 + limits::RETURN_PATH_PAYLOAD).contains(&length));
                 let mut again = Vec::with_capacity(length);
                 message.encode(&mut again).expect("a message that was read");
-                assert_eq!(again, rest[..length]);
+                match message {
+                    // What another version says behind its number is not known.
+                    ReturnMessage::Hello { accepted: None, .. } => {
+                        assert_eq!(again[4..8], rest[4..8]);
+                    }
+                    _ => assert_eq!(again, rest[..length]),
+                }
                 rest = &rest[length..];
             }
             Err(WireError::Truncated { needed, .. }) => {
