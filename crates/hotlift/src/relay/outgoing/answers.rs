@@ -3,13 +3,14 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hotlift_wire::handshake::VERSION;
+use hotlift_wire::handshake::{Accepted, Offer, VERSION};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::handover::Word;
+use crate::hello;
 use crate::stream::return_path::Messages;
 use crate::transport::Stream;
 
@@ -22,8 +23,8 @@ const LOST: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Default)]
 struct Heard {
-    /// What a relay calls the migration.
-    relay: Option<MigrationId>,
+    /// What a Hotlift takes, and what it calls the migration; its first word stands.
+    relay: Option<Accepted>,
     /// It is a Hotlift of another version.
     other_version: Option<u32>,
     /// The relay's own PING that is not answered yet. Others are the source's.
@@ -91,7 +92,9 @@ impl Answers {
     fn take(&self, message: ReturnMessage<'_>, bytes: &[u8], forward: &dyn Fn(&[u8])) {
         match message {
             ReturnMessage::Hello { version, accepted } => self.note(|heard| match accepted {
-                Some(accepted) => heard.relay = Some(accepted.id),
+                Some(accepted) => {
+                    heard.relay.get_or_insert(accepted);
+                }
                 None => heard.other_version = Some(version),
             }),
             ReturnMessage::Pong(value) if self.lock().asked == Some(value) => {
@@ -105,9 +108,10 @@ impl Answers {
         }
     }
 
-    /// Waits for the answer to the opening; true if the other side is a relay.
+    /// Waits for the answer to `offer`; true if the other side is a relay.
     pub(super) fn await_opened(
         &self,
+        offer: Offer,
         timeout: Duration,
         control: &Control,
     ) -> Result<bool, MigrationError> {
@@ -115,9 +119,13 @@ impl Answers {
                      many multifd channels, and the same method?)";
         self.wait(timeout, control, doing, &|| None)?;
         let heard = self.lock();
-        match heard.other_version {
-            Some(version) => Err(MigrationError::other_version(VERSION.into(), version)),
-            None => Ok(heard.relay.is_some()),
+        match (heard.other_version, heard.relay) {
+            (Some(version), _) => Err(MigrationError::other_version(VERSION.into(), version)),
+            (None, Some(accepted)) => {
+                hello::check(offer, accepted.features)?;
+                Ok(true)
+            }
+            (None, None) => Ok(false),
         }
     }
 
@@ -135,7 +143,7 @@ impl Answers {
 
     /// What a relay calls the migration.
     pub(super) fn id(&self) -> Option<MigrationId> {
-        self.lock().relay
+        self.lock().relay.map(|accepted| accepted.id)
     }
 
     /// Waits for its word on what became of the guest, as long as the connection may bring one. Nothing calls

@@ -399,14 +399,14 @@ impl Sink for StreamSink<'_> {
     fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
         let mut out = MainSend::new(Arc::clone(&self.link), &opening.configuration)?;
         out.command(Command::OpenReturnPath)?;
-        let offer = self.offer().ping();
-        self.answers.ask(offer);
-        out.command(Command::Ping(offer))?;
+        let offer = self.offer();
+        self.answers.ask(offer.ping());
+        out.command(Command::Ping(offer.ping()))?;
         let timeout = self.settings.outgoing.handshake_timeout;
         let is_relay = match self.file() {
             // It is played back to a relay.
             Some(_) => true,
-            None => self.answers.await_opened(timeout, &self.control)?,
+            None => self.answers.await_opened(offer, timeout, &self.control)?,
         };
         if !is_relay {
             if !self.multifd.method().is_qemus() {
