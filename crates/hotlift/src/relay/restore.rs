@@ -80,6 +80,7 @@ fn pass_on(
     let (devices, end) = file.device_state();
     session.sink.devices(devices)?;
     session.sink.await_loaded()?;
+    session.call().check()?;
     if !session.commit(hooks) {
         return Err(MigrationError::Cancelled);
     }
