@@ -9,6 +9,7 @@ use std::time::Duration;
 use hotlift::Control;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use tempfile::TempDir;
 
 use crate::error::ConsoleError;
 
@@ -18,17 +19,38 @@ pub const TICK: Duration = Duration::from_millis(50);
 /// Folders of this process, which it removes itself on every other way out.
 static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// A signal that ends the process at once removes `folder`.
-pub fn remove_at_end(folder: &Path) {
-    let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
-    folders.push(folder.to_owned());
+/// A folder that is removed when it goes out of scope, and by a signal that ends the process at once.
+#[derive(Debug)]
+pub struct OwnFolder(TempDir);
+
+impl OwnFolder {
+    /// Takes over a folder that was made.
+    pub fn new(folder: TempDir) -> Self {
+        let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+        folders.push(folder.path().to_owned());
+        drop(folders);
+        Self(folder)
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for OwnFolder {
+    fn drop(&mut self) {
+        // Its name is anybody's as soon as it is removed.
+        let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+        folders.retain(|folder| folder != self.0.path());
+    }
 }
 
 /// Ends the process at once.
 fn end() -> ! {
     let folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
     for folder in folders.iter() {
-        // Most have gone.
+        // It may be on its way out.
         let _ = std::fs::remove_dir_all(folder);
     }
     signal_hook::low_level::exit(130)

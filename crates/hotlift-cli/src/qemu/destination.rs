@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use hotlift::relay::Taken;
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
+use hotlift_console::signals::OwnFolder;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError};
 use serde_json::{Map, Value};
-use tempfile::TempDir;
 
 use super::private_folder;
 use super::process::{Custody, Started};
@@ -39,7 +39,7 @@ pub struct Destination {
     custody: Custody,
     changed: Option<Changed>,
     /// For the socket that its stream comes by.
-    folder: TempDir,
+    folder: OwnFolder,
     /// It has not answered, and is not asked before.
     let_be_until: Mutex<Option<Instant>>,
 }
@@ -72,7 +72,7 @@ impl Destination {
     fn waiting(
         mut qemu: Qemu,
         process: Option<Started>,
-        folder: TempDir,
+        folder: OwnFolder,
     ) -> Result<Self, CommandError> {
         let state = qemu.query_status().map_err(at_destination)?;
         let migration = qemu.query_migrate().map_err(at_destination)?;

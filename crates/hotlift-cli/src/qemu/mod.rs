@@ -18,18 +18,15 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 
 use hotlift_console::error::ConsoleError;
-use hotlift_console::signals;
-use tempfile::TempDir;
+use hotlift_console::signals::OwnFolder;
 
 /// A folder for sockets that only this user can enter, gone when it goes out of scope.
-pub fn private_folder() -> Result<TempDir, ConsoleError> {
+pub fn private_folder() -> Result<OwnFolder, ConsoleError> {
     let mut builder = tempfile::Builder::new();
     builder
         .prefix("hotlift-")
         .permissions(Permissions::from_mode(0o700));
-    let folder = builder.tempdir().map_err(no_folder)?;
-    signals::remove_at_end(folder.path());
-    Ok(folder)
+    Ok(OwnFolder::new(builder.tempdir().map_err(no_folder)?))
 }
 
 fn no_folder(source: io::Error) -> ConsoleError {
