@@ -461,7 +461,7 @@ fn hear_failure(
     said: &mut Option<String>,
 ) -> Result<(), ConversationError> {
     if let Some(SourceWord::Failed { reason }) = source.hear(timeout)? {
-        *said = Some(one_line(&reason));
+        said.get_or_insert_with(|| one_line(&reason));
     }
     Ok(())
 }
