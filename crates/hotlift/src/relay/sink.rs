@@ -15,7 +15,7 @@ use hotlift_wire::main_channel::{Command, Configuration};
 
 use super::Taken;
 use super::batch::Batch;
-use crate::error::MigrationError;
+use crate::error::{Channel, MigrationError};
 use crate::transport::Stream;
 
 /// What opens a stream.
@@ -98,6 +98,11 @@ pub(crate) trait Sink: Sync {
     /// # Errors
     /// What the other side said is wrong, or a connection that ended before `commit`.
     fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError>;
+
+    /// A multifd channel that the other side has closed. Pages may still be on their way in the others.
+    fn lost_channel(&self) -> Option<Channel> {
+        None
+    }
 
     /// Ends every call that waits; from any thread. Nothing of a file is left that looks whole. What
     /// the other side says may still be read.

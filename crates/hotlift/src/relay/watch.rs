@@ -17,6 +17,10 @@ const LOOK: Duration = Duration::from_millis(50);
 /// How often progress is told.
 const REPORT: Duration = Duration::from_millis(500);
 
+/// How long a destination that has lost a channel may still say that it has loaded the guest. It may have read everything
+/// before; if not, a QEMU waits for the rest without end, and reads its other channels no more.
+const LOST: Duration = Duration::from_secs(5);
+
 /// How long the graceful close towards a source may take before its main channel is closed all the same.
 const GRACEFUL_CLOSE: Duration = Duration::from_secs(8);
 
@@ -54,12 +58,20 @@ impl Watch {
     ) {
         let mut told = Instant::now();
         let mut failed_at = None;
+        let mut lost_at = None;
         while !self.rest() {
             if session.control.is_cancelled() && !session.is_offered() {
                 session.fail(MigrationError::Cancelled);
             }
             if !session.is_offered() && source.has_gone() {
                 session.fail(closed());
+            }
+            if !session.is_offered()
+                && !session.is_committed()
+                && let Some(channel) = session.sink.lost_channel()
+                && lost_at.get_or_insert_with(Instant::now).elapsed() > LOST
+            {
+                session.fail(MigrationError::Closed { channel });
             }
             if session.failure.is_set() {
                 source.free_readers();

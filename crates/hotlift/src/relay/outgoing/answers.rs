@@ -17,10 +17,6 @@ use crate::transport::Stream;
 /// How often a wait looks whether it was called off.
 const TICK: Duration = Duration::from_millis(100);
 
-/// How long a destination that has lost a channel may still say that it has loaded the guest. It may have read everything
-/// before; if not, a QEMU waits for the rest without end.
-const LOST: Duration = Duration::from_secs(5);
-
 #[derive(Debug, Default)]
 struct Heard {
     /// What a Hotlift takes, and what it calls the migration; its first word stands.
@@ -117,7 +113,7 @@ impl Answers {
     ) -> Result<bool, MigrationError> {
         let doing = "the destination's answer to the opening (is its machine the source's, has it as \
                      many multifd channels, and the same method?)";
-        self.wait(timeout, control, doing, &|| None)?;
+        self.wait(timeout, control, doing)?;
         let heard = self.lock();
         match (heard.other_version, heard.relay) {
             (Some(version), _) => Err(MigrationError::other_version(VERSION.into(), version)),
@@ -129,16 +125,14 @@ impl Answers {
         }
     }
 
-    /// Waits for word that all devices are loaded. `lost` is a channel that the destination has closed, if there is
-    /// one.
+    /// Waits for word that all devices are loaded.
     pub(super) fn await_loaded(
         &self,
         timeout: Duration,
         control: &Control,
-        lost: &dyn Fn() -> Option<Channel>,
     ) -> Result<(), MigrationError> {
         let doing = "the destination's word that it has loaded the guest";
-        self.wait(timeout, control, doing, lost)
+        self.wait(timeout, control, doing)
     }
 
     /// What a relay calls the migration.
@@ -168,10 +162,8 @@ impl Answers {
         timeout: Duration,
         control: &Control,
         waiting_for: &str,
-        lost: &dyn Fn() -> Option<Channel>,
     ) -> Result<(), MigrationError> {
         let deadline = Instant::now() + timeout;
-        let mut lost_at = None;
         let mut heard = self.lock();
         loop {
             if heard.asked.is_none() {
@@ -187,11 +179,6 @@ impl Answers {
             }
             if heard.aborted || control.is_cancelled() {
                 return Err(MigrationError::Cancelled);
-            }
-            if let Some(channel) = lost()
-                && lost_at.get_or_insert_with(Instant::now).elapsed() > LOST
-            {
-                return Err(MigrationError::Closed { channel });
             }
             if Instant::now() > deadline {
                 return Err(MigrationError::Timeout {

@@ -25,7 +25,7 @@ use super::page_set::PageSet;
 use super::sink::{ForwardPackets, HasTaken, Opening, RamLayout, Sink, WritePages};
 use super::{Outgoing, RelaySettings, Taken};
 use crate::control::Control;
-use crate::error::MigrationError;
+use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::handover::{Word, await_word, say_farewell, say_heard};
 use crate::options::Options;
@@ -491,10 +491,7 @@ impl Sink for StreamSink<'_> {
         main.raw(&ping)?;
         match self.file() {
             Some(file) => Ok(file.sync()?),
-            None => {
-                let lost = || self.multifd.lost_channel();
-                self.answers.await_loaded(LOADING, &self.control, &lost)
-            }
+            None => self.answers.await_loaded(LOADING, &self.control),
         }
     }
 
@@ -530,6 +527,10 @@ impl Sink for StreamSink<'_> {
         };
         self.answers.listen(main, forward)?;
         self.answers.ending()
+    }
+
+    fn lost_channel(&self) -> Option<Channel> {
+        self.multifd.lost_channel()
     }
 
     fn abort(&self) {
