@@ -5,8 +5,8 @@ mod common;
 
 use common::{assert_fault, channels, connection, recorded};
 use hotlift_wire::multifd::{
-    Hello, InitialPacket, Method, PacketFields, PacketHeader, PacketLayout, PacketRules,
-    PacketWriter, ZeroPageDetection,
+    Hello, INITIAL_PACKET_LEN, InitialPacket, Method, PacketFields, PacketHeader, PacketLayout,
+    PacketRules, PacketWriter, ZeroPageDetection,
 };
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{RamBlockEntry, WireError};
@@ -264,8 +264,8 @@ fn a_hello_with_any_byte_changed_is_an_error() {
     );
 }
 
-#[test]
-fn a_hello_with_a_good_checksum_and_bad_settings_is_an_error() {
+/// The opening of a Hotlift's only channel.
+fn opening() -> [u8; INITIAL_PACKET_LEN] {
     let packet = InitialPacket {
         uuid: [0; 16],
         id: 0,
@@ -276,7 +276,12 @@ fn a_hello_with_a_good_checksum_and_bad_settings_is_an_error() {
             zero_page_detection: ZeroPageDetection::None,
         }),
     };
-    let good = packet.encode();
+    packet.encode()
+}
+
+#[test]
+fn a_hello_with_a_good_checksum_and_bad_settings_is_an_error() {
+    let good = opening();
     // Version, channels, method, packet pages, page size, detection, reserved.
     for (at, value) in [
         (37, 1),
@@ -301,17 +306,7 @@ fn a_hello_with_a_good_checksum_and_bad_settings_is_an_error() {
 
 #[test]
 fn a_channel_of_another_version_is_told_from_a_damaged_one() {
-    let packet = InitialPacket {
-        uuid: [0; 16],
-        id: 0,
-        hello: Some(Hello {
-            channels: 1,
-            method: Method::None,
-            layout: PacketLayout::QEMU,
-            zero_page_detection: ZeroPageDetection::None,
-        }),
-    };
-    let mut other = packet.encode();
+    let mut other = opening();
     other[37] = 2;
     let sum = crc32(&other[32..60]);
     other[60..].copy_from_slice(&be32(sum));

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tail_is_complete_at_its_last_byte_and_not_before() {
+    fn device_state_is_complete_at_its_last_byte_and_not_before() {
         // Device bytes that look like the start of a description, twice.
         let devices = b"\x04abc\0\x06\0\0\0\x05{....\0\x06\0\0\xff\xff{x\x7e";
         let input = device_state_of(devices, r#"{"page_size":4096,"devices":[]}"#);
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_description_that_is_no_json_does_not_end_a_tail() {
+    fn a_description_that_is_no_json_does_not_end_device_state() {
         let input = device_state_of(b"\x04abc", r#"{"page_size":4096,"devices":[}"#);
         assert_eq!(complete_device_state(&input, &mut 0, &mut Vec::new()), None);
     }
