@@ -280,13 +280,7 @@ impl State<'_> {
                 }
             },
             Command::Ping(value) => {
-                if let Some(here) = input.crc().filter(|here| *here != value) {
-                    return Err(wire(WireError::Checksum {
-                        what: "the main channel",
-                        expected: value,
-                        got: here,
-                    }));
-                }
+                input.check_crc(value).map_err(wire)?;
                 // The one PING behind the end of RAM asks whether all is loaded.
                 if self.ram_complete {
                     self.load_devices()?;

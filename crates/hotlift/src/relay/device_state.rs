@@ -203,7 +203,6 @@ pub(super) fn from_relay(
     let mut has_devices = false;
     let mut is_loaded = false;
     loop {
-        let crc = input.crc();
         match next_device_state(input.unread()).map_err(wire)? {
             DeviceStateStep::Need(needed) => {
                 if !input.fill(needed, &session.call())? {
@@ -216,6 +215,12 @@ pub(super) fn from_relay(
                         return Err(unexpected("EOF before the devices were loaded"));
                     }
                     return end_of_relay(session, upstream, input, hooks);
+                }
+                if let DeviceStateEvent::Ping(expected) = event
+                    && has_devices
+                    && !is_loaded
+                {
+                    input.check_crc(expected).map_err(wire)?;
                 }
                 input.take(consumed);
                 match event {
@@ -232,13 +237,6 @@ pub(super) fn from_relay(
                         return Err(unexpected("PING in another place than behind the devices"));
                     }
                     DeviceStateEvent::Ping(expected) => {
-                        if let Some(got) = crc.filter(|crc| *crc != expected) {
-                            return Err(wire(WireError::Checksum {
-                                what: "the main channel",
-                                expected,
-                                got,
-                            }));
-                        }
                         session.sink.await_loaded()?;
                         is_loaded = true;
                         if !session.taking.loaded() {

@@ -102,9 +102,20 @@ impl<'a> MainInput<'a> {
         self.unread.start += length;
     }
 
-    /// CRC-32 of everything taken; `None` where nobody asks.
-    pub(crate) fn crc(&self) -> Option<u32> {
-        self.crc.clone().map(crc32fast::Hasher::finalize)
+    /// Compares the CRC-32 of everything taken with the source's, where it is summed up.
+    ///
+    /// # Errors
+    /// [`WireError::Checksum`], with both.
+    pub(crate) fn check_crc(&self, expected: u32) -> Result<(), WireError> {
+        let taken = self.crc.clone().map(crc32fast::Hasher::finalize);
+        match taken.filter(|got| *got != expected) {
+            Some(got) => Err(WireError::Checksum {
+                what: "the main channel",
+                expected,
+                got,
+            }),
+            None => Ok(()),
+        }
     }
 
     /// Everything read so far, taken or not; only before [`MainInput::detach`].
