@@ -178,8 +178,7 @@ impl Rig {
             Phase::FirstRound => (1_u64 << 20, 1),
             // The guest dirties some 20 MiB a second.
             Phase::LaterRound => (24 << 20, 1),
-            // So little is left for the end that the buffers on the way hold it: a QEMU whose last
-            // pages are not taken holds its big lock meanwhile, and answers nothing.
+            // So little is left for the end that the buffers on the way mostly hold it.
             _ => (128 << 20, 10),
         };
         let parameters = json!({ "max-bandwidth": bandwidth, "downtime-limit": downtime });
@@ -228,7 +227,7 @@ impl Rig {
                     .client()
                     .execute("migrate-continue", &arguments)
                     .expect("migrate-continue");
-                self.here.reaches("device");
+                self.source_is_in_its_completion();
             }
         }
     }
@@ -331,6 +330,19 @@ impl Rig {
 }
 
 impl Rig {
+    /// Waits until the source QEMU has begun its completion. One whose last pages are not taken holds its
+    /// big lock meanwhile and answers nothing: its silence says the same as its state "device".
+    fn source_is_in_its_completion(&mut self) {
+        self.here.qmp.client().set_timeout(SILENCE);
+        until(
+            || "the source does not begin its completion".to_owned(),
+            || match self.here.qmp.query_migrate() {
+                Err(QmpError::Timeout { .. }) => Some(()),
+                answer => (answer.expect("query-migrate").status == "device").then_some(()),
+            },
+        );
+    }
+
     /// Waits until the source QEMU has ended its migration. `None`: it never will.
     ///
     /// QEMU 10.0 may hang when its channels break in its completion (in one of four runs, some days).
