@@ -173,7 +173,7 @@ impl Session<'_> {
         let control = Control::new();
         let display = Display::new(&self.args.label, self.args.quiet, &control);
         let outcome = self.interrupt.cancelling(&control, || {
-            hotlift::source::migrate(&*self.guest, uri, &self.options, &control, &|progress| {
+            hotlift::migrate(&*self.guest, uri, &self.options, &control, &|progress| {
                 display.show(progress);
                 self.tell(&Event::Progress {
                     moment: progress.into(),
@@ -270,7 +270,7 @@ impl Session<'_> {
 
     fn destination(&self, uri: &Address) -> Result<(), CommandError> {
         let control = Control::new();
-        hotlift::destination::prepare(&*self.guest, &self.options)?;
+        hotlift::prepare(&*self.guest, &self.options)?;
         let listener = uri.listen()?;
         let address = listener.address().map_err(|source| ConsoleError::Process {
             what: "listener",
@@ -281,7 +281,7 @@ impl Session<'_> {
         });
         self.say(&format!("waiting for a source at {address}"));
         let received = self.interrupt.cancelling(&control, || {
-            hotlift::destination::receive(&*self.guest, listener, &self.options, &control)
+            hotlift::receive(&*self.guest, listener, &self.options, &control)
         });
         say_turned_away(&control);
         let received = match received {

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use clap::Args;
-use hotlift::relay::file::{self, FileError, FileInfo};
+use hotlift::file::{self, FileError, FileInfo};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
 use hotlift_console::error::{ConsoleError, error_line};

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use clap::{Args, ValueEnum};
+use hotlift::file::FileFormat;
 use hotlift::relay::Outgoing;
-use hotlift::relay::file::FileFormat;
 use hotlift_console::error::error_line;
 use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;

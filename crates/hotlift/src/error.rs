@@ -9,9 +9,9 @@ use hotlift_methods::{MethodError, OverMemoryLimit};
 use hotlift_wire::WireError;
 use hotlift_wire::multifd::Method;
 
+use crate::ends::file::FileError;
 use crate::guest::GuestError;
 use crate::options::OptionError;
-use crate::relay::file::FileError;
 use crate::transport::TransportError;
 
 /// Which connection of a migration.
@@ -222,6 +222,21 @@ pub enum MigrationError {
 }
 
 impl MigrationError {
+    /// The main channel has ended before its time.
+    pub(crate) fn main_closed() -> Self {
+        Self::Closed {
+            channel: Channel::Main,
+        }
+    }
+
+    /// What is wrong with the bytes of the main channel.
+    pub(crate) fn main_wire(source: WireError) -> Self {
+        Self::Wire {
+            channel: Channel::Main,
+            source,
+        }
+    }
+
     /// A connection failed before the migration was open.
     pub(crate) fn opening(source: std::io::Error) -> Self {
         Self::Connection {

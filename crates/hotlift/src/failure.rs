@@ -6,31 +6,94 @@ use crate::error::MigrationError;
 
 /// The first error of a migration, whichever thread met it. What fails behind it is its consequence.
 #[derive(Debug, Default)]
-pub(crate) struct Failure(Mutex<Option<MigrationError>>);
+pub(crate) struct Failure(Mutex<First>);
+
+#[derive(Debug, Default)]
+pub(crate) struct First {
+    error: Option<MigrationError>,
+    /// Why the destination gave up, in its words.
+    reason: Option<String>,
+}
 
 impl Failure {
     /// For what must not come between a look and a step.
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Option<MigrationError>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, First> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps `error` if it is the first.
     pub(crate) fn keep(&self, error: MigrationError) {
-        self.lock().get_or_insert(error);
+        self.lock().keep(error);
     }
 
-    /// Whether there is one.
+    /// Keeps what the destination says about a failure, if it is the first that it says.
+    pub(crate) fn explain(&self, reason: String) {
+        self.lock().reason.get_or_insert(reason);
+    }
+
+    /// Whether there is an error.
     pub(crate) fn is_set(&self) -> bool {
-        self.lock().is_some()
+        self.lock().is_set()
     }
 
-    /// Takes it out, to be returned.
+    /// Takes the error out, to be returned: what the destination has said in place of what its going away looked like
+    /// from here. (After a time-out here it only says that it was left.)
     pub(crate) fn take(&self) -> Option<MigrationError> {
-        self.lock().take()
+        let mut first = std::mem::take(&mut *self.lock());
+        first.apply_reason();
+        first.error
     }
 
-    /// It and its causes in one line.
+    /// The error and its causes in one line.
     pub(crate) fn text(&self) -> Option<String> {
-        self.lock().as_ref().map(MigrationError::chain)
+        let mut first = self.lock();
+        first.apply_reason();
+        first.error.as_ref().map(MigrationError::chain)
+    }
+}
+
+impl First {
+    pub(crate) fn is_set(&self) -> bool {
+        self.error.is_some()
+    }
+
+    pub(crate) fn keep(&mut self, error: MigrationError) {
+        self.error.get_or_insert(error);
+    }
+
+    fn apply_reason(&mut self) {
+        if let (
+            Some(error @ (MigrationError::Connection { .. } | MigrationError::Closed { .. })),
+            Some(reason),
+        ) = (&mut self.error, &self.reason)
+        {
+            let reason = reason.clone();
+            *error = MigrationError::Destination { reason };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Channel;
+
+    #[test]
+    fn the_reason_stands_for_a_lost_connection_and_for_nothing_else() {
+        let reason = || "no memory".to_owned();
+        let failure = Failure::default();
+        failure.explain(reason());
+        assert!(!failure.is_set());
+        failure.keep(MigrationError::Closed {
+            channel: Channel::Main,
+        });
+        failure.keep(MigrationError::Cancelled);
+        assert!(failure.text().unwrap().contains("no memory"));
+        let taken = failure.take().unwrap();
+        assert!(matches!(taken, MigrationError::Destination { reason } if reason == "no memory"));
+
+        failure.keep(MigrationError::Cancelled);
+        failure.explain(reason());
+        assert!(matches!(failure.take(), Some(MigrationError::Cancelled)));
     }
 }

@@ -6,12 +6,15 @@
 //! | [`guest`] | what the engine needs of a virtual machine |
 //! | [`options`] | the one table of options, with QEMU's names |
 //! | [`transport`] | addresses and sockets |
-//! | [`source`] | sends: rounds, channels, switchover |
-//! | [`destination`] | receives: channels, barrier, hand-over |
-//! | [`relay`] | passes a QEMU's stream on, and its pages over channels |
+//! | [`migrate`], [`receive`] | the guest of this process to a stream, and back |
+//! | [`relay`] | a QEMU's stream to another, or to a file, or out of one |
+//! | [`file`] | save files |
 //! | [`control`] | state and cancel |
 //! | [`progress`], [`figures`] | what a migration tells while it runs, and what it cost |
 //! | [`error`] | why it ended before its time |
+//!
+//! Inside, an operation (`ops`) joins a source of pages to a sink (`ends`); between them is a bounded number of batches
+//! (`pipe`), and both speak QEMU's stream (`stream`). `precopy` knows what is dirty and when the rest is small enough.
 //!
 //! # Who has the guest
 //!
@@ -21,26 +24,27 @@
 #![forbid(unsafe_code)]
 
 mod accelerator_stats;
-mod barrier;
-mod codec;
 pub mod control;
-pub mod destination;
-mod door;
+mod ends;
 pub mod error;
 mod failure;
 pub mod figures;
-mod flow;
 pub mod guest;
 mod handover;
-mod hello;
+mod ops;
 pub mod options;
 mod pacing;
+mod pipe;
+mod precopy;
 pub mod progress;
-pub mod relay;
-pub mod source;
 mod stream;
 mod threads;
 pub mod transport;
+
+pub use ends::file;
+pub use ops::migrate::migrate;
+pub use ops::receive::{prepare, receive};
+pub use ops::relay;
 
 pub use control::{Control, MigrationEvent, Status};
 pub use error::MigrationError;

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use hotlift::relay::file::{FileError, FileFormat};
+use hotlift::file::{FileError, FileFormat};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayReport, RelaySettings, relay};
 use hotlift::{Control, MigrationError, Options};
 use hotlift_wire::RamBlockEntry;

@@ -7,9 +7,9 @@ use std::io::Write;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
-use hotlift::relay::file::FileFormat;
+use hotlift::file::FileFormat;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelaySettings, relay};
-use hotlift::transport::Stream;
+use hotlift::transport::Address;
 use hotlift::{Control, Options};
 use hotlift_testkit::alone;
 use hotlift_testkit::alone::peak;
@@ -49,11 +49,14 @@ fn relayed(
     let path = folder.path().join("vm");
     let _ = peak();
     let before = peak();
+    let socket = folder.path().join("socket");
+    let address = Address::Unix {
+        path: socket.clone(),
+    };
+    let listener = address.listen().unwrap();
     let outcome = std::thread::scope(|scope| {
-        let mut theirs = Vec::new();
         for bytes in &connections {
-            let (mut ours, its) = UnixStream::pair().unwrap();
-            theirs.push(Stream::Unix(its));
+            let mut ours = UnixStream::connect(&socket).unwrap();
             scope.spawn(move || {
                 // It may have heard enough.
                 let _ = ours.write_all(bytes);
@@ -65,7 +68,7 @@ fn relayed(
             path: &path,
             format: FileFormat::Hotlift,
         };
-        let incoming = Incoming::Connections(theirs);
+        let incoming = Incoming::Listener(&listener);
         relay(incoming, &to, &settings, &Control::new(), Hooks::default())
     });
     let outcome = outcome.map(|_| ()).map_err(|error| error.chain());

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use hotlift::destination::receive;
 use hotlift::guest::{DeviceState, Guest, GuestError};
+use hotlift::receive;
 use hotlift::transport::Address;
 use hotlift::{Control, MigrationError, Options};
 use hotlift_mem::{Backing, DirtyBitmap, PAGE_SIZE, RamBlock};

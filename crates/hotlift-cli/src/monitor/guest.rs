@@ -291,15 +291,14 @@ impl GuestMonitor {
                     migration.progress = *progress;
                 }
             };
-            hotlift::source::migrate(&machine.guest, &to, &options, control, &note)
-                .map(Outcome::Sent)
+            hotlift::migrate(&machine.guest, &to, &options, control, &note).map(Outcome::Sent)
         })?;
         Ok(json!({}))
     }
 
     fn receive(&self, address: &Address, exit_on_error: bool) -> Result<Address, Refusal> {
         self.receive_as(address, exit_on_error, |guest, options| {
-            hotlift::destination::prepare(guest, options)?;
+            hotlift::prepare(guest, options)?;
             let listener = address.listen()?;
             let at = listener
                 .address()
@@ -353,8 +352,7 @@ impl GuestMonitor {
             migration.listens_at = Some(at.clone());
         }
         let running = self.run(&mut state, control, move |machine, control| {
-            let received =
-                hotlift::destination::receive(&machine.guest, listener, &options, control);
+            let received = hotlift::receive(&machine.guest, listener, &options, control);
             if let Err(error) = &received
                 && exit_on_error
             {

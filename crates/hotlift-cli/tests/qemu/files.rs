@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use hotlift::relay::file::{FileFormat, inspect};
+use hotlift::file::{FileFormat, inspect};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayReport, RelaySettings, relay};
 use hotlift::transport::Address;
 use hotlift::{Control, MigrationError, Options};

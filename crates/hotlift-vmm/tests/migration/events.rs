@@ -168,7 +168,7 @@ fn a_cancel_is_told_before_and_after_it_has_taken_effect() {
     let control = heard.control();
     control.cancel();
     let (listener, to) = rig::listen();
-    let error = hotlift::source::migrate(&source, &to, &options(true), &control, &|_| {});
+    let error = hotlift::migrate(&source, &to, &options(true), &control, &|_| {});
     assert!(error.is_err() && source.runs());
     drop(listener);
     assert_eq!(

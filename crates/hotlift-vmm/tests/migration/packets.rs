@@ -145,7 +145,7 @@ fn a_qemu_is_sent_no_packet_that_it_cannot_read() {
     let control = hotlift::Control::new();
     let (outcome, on_channels) = thread::scope(|scope| {
         let qemu = scope.spawn(|| qemu(&listener, 3));
-        let outcome = hotlift::source::migrate(&source, &to, &options, &control, &|_| {});
+        let outcome = hotlift::migrate(&source, &to, &options, &control, &|_| {});
         (outcome, qemu.join().unwrap())
     });
     let error = outcome.unwrap_err().chain();

@@ -155,14 +155,12 @@ pub fn run(
     thread::scope(|scope| {
         let done_there = done.clone();
         let there = scope.spawn(move || {
-            let outcome =
-                hotlift::destination::receive(destination, listener, options[1], &controls[1]);
+            let outcome = hotlift::receive(destination, listener, options[1], &controls[1]);
             let _ = done_there.send(());
             outcome
         });
         let here = scope.spawn(move || {
-            let outcome =
-                hotlift::source::migrate(source, to, options[0], &controls[0], on_progress);
+            let outcome = hotlift::migrate(source, to, options[0], &controls[0], on_progress);
             // A destination that has seen nothing of a migration goes on waiting for one.
             if outcome.is_err() && controls[1].status() == Status::Setup {
                 controls[1].cancel();

@@ -96,8 +96,8 @@ fn a_cancel_before_anybody_has_connected_ends_the_wait() {
     let listener = address.listen().unwrap();
     let control = Control::new();
     std::thread::scope(|scope| {
-        let waiting = scope
-            .spawn(|| hotlift::destination::receive(&destination, listener, &options(), &control));
+        let waiting =
+            scope.spawn(|| hotlift::receive(&destination, listener, &options(), &control));
         control.cancel();
         let error = waiting.join().unwrap().unwrap_err();
         assert!(matches!(error, MigrationError::Cancelled), "{error}");
@@ -365,7 +365,7 @@ fn a_cancel_ends_a_migration_to_where_nobody_takes_its_connections() {
         let control = Control::new();
         let outcome = std::thread::scope(|scope| {
             let migrating =
-                scope.spawn(|| hotlift::source::migrate(&source, &to, &patient, &control, &|_| {}));
+                scope.spawn(|| hotlift::migrate(&source, &to, &patient, &control, &|_| {}));
             rig::wait_readable(&socket);
             control.cancel();
             migrating.join().unwrap()

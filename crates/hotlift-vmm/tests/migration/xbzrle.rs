@@ -115,7 +115,7 @@ fn a_cache_takes_no_more_than_the_guest_has_and_channels_are_refused() {
         ..options()
     };
     let source = rig::source(kind, &settings(), Quirks::default());
-    let refused = hotlift::source::migrate(&source, &to, &with_channels, &Control::new(), &|_| {});
+    let refused = hotlift::migrate(&source, &to, &with_channels, &Control::new(), &|_| {});
     let error = refused.unwrap_err();
     assert!(matches!(error, MigrationError::Option(_)), "{error}");
     assert!(source.runs());

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::settle::{ANSWER_LEN, MigrationId, Outcome, heard, question, read_answer};
 
-use super::Word;
+use crate::handover::Word;
 use crate::transport::{Address, Stream};
 
 /// How long one attempt may take. Short, so that a network that is back is found soon: a SYN that was lost

@@ -7,7 +7,7 @@ use hotlift_wire::settle::{HEARD_LEN, heard};
 use rustix::event::PollFlags;
 
 use crate::control::Control;
-use crate::door::{Asked, Door};
+use crate::stream::door::{Asked, Door};
 use crate::transport::{Stream, wait_readable};
 
 /// Between two looks at what nothing wakes this for.
@@ -81,9 +81,6 @@ pub(crate) fn linger(
         let watched: Vec<_> = open
             .map(|connection| (connection.stream, PollFlags::IN))
             .collect();
-        if watched.is_empty() && door.listener().is_none() {
-            return;
-        }
         match door.step(TICK, &watched, Some(asked)) {
             Ok((arrivals, on_streams)) => {
                 door.keep(arrivals);
@@ -123,10 +120,10 @@ impl Lingering<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Word;
-    use super::super::ask::ask;
     use super::*;
     use crate::handover::Taking;
+    use crate::handover::Word;
+    use crate::handover::ask::ask;
     use crate::transport::Address;
     use hotlift_wire::settle::MigrationId;
 
@@ -147,7 +144,7 @@ mod tests {
             refuse: &|| (),
         };
         let patience = CALLED_OFF / 2;
-        let mut door = Door::new(Some(&listener), Vec::new(), None, patience, &control);
+        let mut door = Door::new(&listener, None, patience, &control);
         std::thread::scope(|scope| {
             scope.spawn(|| linger(&mut door, &asked, &[], &[], CALLED_OFF * 6, &control));
             let word = ask(&address, asked.id, patience, &mut || None);

@@ -2,7 +2,8 @@
 //!
 //! The source's side ([`SourceSide`]) is a guest's own migration or the relay beside the source's QEMU;
 //! the destination's side ([`DestinationSide`]) is a guest that arrives or the relay beside the
-//! destination's QEMU. Both are only told what happened, and say what may be done now.
+//! destination's QEMU. Both are only told what happened, and say what may be done now. What a migration's threads share
+//! of them are [`Giving`] and [`Taking`].
 //!
 //! ```text
 //!  source's side                                              destination's side
@@ -36,6 +37,7 @@
 mod ask;
 mod attend;
 mod destination;
+mod giving;
 #[cfg(test)]
 mod model;
 mod source;
@@ -43,4 +45,5 @@ mod source;
 pub(crate) use ask::{await_word, say_farewell, say_heard};
 pub(crate) use attend::{attend, linger};
 pub(crate) use destination::{DestinationSide, Taking};
-pub(crate) use source::{SourceSide, Verdict, Word};
+pub(crate) use giving::Giving;
+pub(crate) use source::{Verdict, Word};

@@ -11,7 +11,8 @@ use std::io::Write;
 use hotlift_wire::settle::Outcome;
 use stateright::{Checker, Model, Property};
 
-use super::{DestinationSide, SourceSide, Verdict, Word};
+use super::source::SourceSide;
+use super::{DestinationSide, Verdict, Word};
 
 /// Who gives the guest away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

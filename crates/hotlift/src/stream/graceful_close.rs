@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::return_path::ReturnMessage;
 
+use crate::error::MigrationError;
 use crate::transport::{Stream, wait_readable};
 
 /// How long the source is waited for.
@@ -27,6 +28,12 @@ pub(crate) fn say_reason(streams: &[&Stream], reason: &str) {
     for mut stream in streams.iter().copied() {
         let _ = stream.write_all(&words);
     }
+}
+
+/// Tells a source that is a Hotlift, on each of `streams`, why it is refused, and closes them.
+pub(crate) fn refuse(streams: &[&Stream], error: &MigrationError) {
+    say_reason(streams, &error.chain());
+    close(streams);
 }
 
 /// Closes `streams` after the source has had the time to read what was said.

@@ -1,15 +1,16 @@
 //! Bytes of the main channel that is read.
 
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
+use hotlift_wire::main_channel::MainEvent;
 use hotlift_wire::{WireError, limits};
 
-use super::counted_buffer::CountedBuffer;
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
-use crate::transport::{Stream, wait_readable};
+use crate::stream::channel_in::ChannelIn;
+use crate::stream::counted_buffer::CountedBuffer;
+use crate::transport::Stream;
 
 /// How often a wait for the source looks whether it was called off.
 const TICK: Duration = Duration::from_millis(100);
@@ -39,7 +40,7 @@ pub(crate) enum Silence {
 
 /// A buffered reader that can give back all it has read so far.
 pub(crate) struct MainInput<'a> {
-    stream: &'a Stream,
+    channel: &'a dyn ChannelIn,
     counters: &'a Counters,
     buffer: CountedBuffer,
     /// The part of `buffer` that was read and not yet taken.
@@ -61,13 +62,13 @@ pub(crate) struct ReadAhead {
 impl<'a> MainInput<'a> {
     /// A reader whose buffer, beyond its own choice, takes no more than `memory` has.
     pub(crate) fn new(
-        stream: &'a Stream,
+        channel: &'a dyn ChannelIn,
         counters: &'a Counters,
         silence: Silence,
         memory: &MemoryLimit,
     ) -> Self {
         Self {
-            stream,
+            channel,
             counters,
             buffer: CountedBuffer::with_own(vec![0; READ], memory),
             unread: 0..0,
@@ -83,9 +84,9 @@ impl<'a> MainInput<'a> {
         self
     }
 
-    /// The socket, for answers.
-    pub(crate) fn stream(&self) -> &'a Stream {
-        self.stream
+    /// The socket, for answers; a save file takes none.
+    pub(crate) fn socket(&self) -> Option<&'a Stream> {
+        self.channel.socket()
     }
 
     /// Bytes read and not taken.
@@ -134,9 +135,13 @@ impl<'a> MainInput<'a> {
     }
 
     /// Goes on where another reader was detached.
-    pub(crate) fn attach(ahead: ReadAhead, stream: &'a Stream, counters: &'a Counters) -> Self {
+    pub(crate) fn attach(
+        ahead: ReadAhead,
+        channel: &'a dyn ChannelIn,
+        counters: &'a Counters,
+    ) -> Self {
         Self {
-            stream,
+            channel,
             counters,
             buffer: ahead.buffer,
             unread: ahead.unread,
@@ -190,7 +195,7 @@ impl<'a> MainInput<'a> {
             grown.map_err(|source| MigrationError::memory(Channel::Main, source))?;
         }
         let since = Instant::now();
-        while !wait_readable(self.stream.as_fd(), TICK).map_err(broken)? {
+        while !self.channel.wait_readable(TICK).map_err(broken)? {
             waiting.check()?;
             if patience.is_some_and(|patience| since.elapsed() >= patience) {
                 return Ok(false);
@@ -199,7 +204,7 @@ impl<'a> MainInput<'a> {
         }
         waiting.check()?;
         let read = self
-            .stream
+            .channel
             .read_some(&mut self.buffer.as_mut()[self.unread.end..])
             .map_err(broken)?;
         self.counters.add_bytes(read);
@@ -229,6 +234,13 @@ impl MainInput<'_> {
             waited: limit,
         })
     }
+}
+
+/// An event's name, without what is in it.
+pub(crate) fn event_name(event: &MainEvent<'_>) -> String {
+    let text = format!("{event:?}");
+    let end = text.find([' ', '(', '{']).unwrap_or(text.len());
+    text[..end].to_owned()
 }
 
 fn broken(source: std::io::Error) -> MigrationError {

@@ -7,12 +7,12 @@ use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_wire::main_channel::{Command, Configuration, MainEncoder};
 use hotlift_wire::{RamBlockEntry, WireError};
 
-use super::channel_transport::ChannelTransport;
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::guest::DeviceState;
 use crate::pacing::Pacer;
+use crate::stream::channel_out::ChannelOut;
 
 /// Records are gathered up to this many bytes before they are written.
 const GATHERED: usize = 64 << 10;
@@ -20,7 +20,7 @@ const GATHERED: usize = 64 << 10;
 /// The connection of the main channel.
 #[derive(Debug)]
 pub(crate) struct MainLink {
-    pub transport: ChannelTransport,
+    pub transport: ChannelOut,
     pub counters: Counters,
     pub pacer: Arc<Pacer>,
     pub control: Control,

@@ -2,6 +2,9 @@
 //!
 //! | file | what it does |
 //! |---|---|
+//! | `door` | tells connections apart: channels, questions, strangers |
+//! | `arrivals` | the connections of one migration, in any order |
+//! | `handshake` | what two Hotlifts say to each other first |
 //! | `multifd_recv` | a multifd channel that is read: packets, into a [`PageSink`](multifd_recv::PageSink) |
 //! | `packet_reader` | its bytes: headers ahead, payloads straight to their place |
 //! | `multifd_send` | the multifd channels that are written: packets and sync points |
@@ -9,12 +12,18 @@
 //! | `main_send` | the main channel that is written: stream setup, sections of RAM, device state, end |
 //! | `return_path` | the destination's messages |
 //! | `graceful_close` | the destination's reason, and the end of its connections |
-//! | `channel_transport` | where a channel's bytes go: a socket, or a save file |
+//! | `channel_in`, `channel_out` | the ends of a channel: a socket, or a save file |
+//! | `codec` | a multifd channel's half of its method |
 //! | `counted_buffer` | buffers whose size the peer chooses |
 
-pub(crate) mod channel_transport;
+pub(crate) mod arrivals;
+pub(crate) mod channel_in;
+pub(crate) mod channel_out;
+pub(crate) mod codec;
 pub(crate) mod counted_buffer;
+pub(crate) mod door;
 pub(crate) mod graceful_close;
+pub(crate) mod handshake;
 pub(crate) mod main_recv;
 pub(crate) mod main_send;
 pub(crate) mod multifd_recv;

@@ -9,12 +9,13 @@ use hotlift_methods::{Accelerator, METHODS, MemoryLimit, MethodInfo};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
 
-use super::counted_buffer::CountedBuffer;
-use super::packet_reader::PacketReader;
-use crate::codec::Decoder;
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
+use crate::stream::channel_in::ChannelIn;
+use crate::stream::codec::Decoder;
+use crate::stream::counted_buffer::CountedBuffer;
+use crate::stream::packet_reader::PacketReader;
 use crate::transport::Stream;
 
 /// Whether a channel is read on.
@@ -76,7 +77,7 @@ pub(crate) struct ChannelRules {
 /// Reads one channel.
 pub(crate) struct MultifdReceiver<'a> {
     id: u8,
-    stream: &'a Stream,
+    channel: &'a dyn ChannelIn,
     packets: PacketReader<'a>,
     rules: PacketRules,
     blocks: &'a [RamBlockEntry],
@@ -97,10 +98,10 @@ struct Payload<'a> {
 }
 
 impl<'a> MultifdReceiver<'a> {
-    /// A reader of `stream` whose compressed payloads, and what their decoder needs, take no more than `memory` has.
+    /// A reader of `channel` whose compressed payloads, and what their decoder needs, take no more than `memory` has.
     pub(crate) fn new(
         rules: ChannelRules,
-        stream: &'a Stream,
+        channel: &'a dyn ChannelIn,
         blocks: &'a [RamBlockEntry],
         memory: &'a MemoryLimit,
         counters: &'a Counters,
@@ -119,8 +120,8 @@ impl<'a> MultifdReceiver<'a> {
         }
         Ok(Self {
             id: rules.id,
-            stream,
-            packets: PacketReader::new(stream, rules.layout.header_len()),
+            channel,
+            packets: PacketReader::new(channel, rules.layout.header_len()),
             rules: PacketRules {
                 layout: rules.layout,
                 method: rules.method.and_then(|info| Method::from_flag(info.flag)),
@@ -166,7 +167,7 @@ impl<'a> MultifdReceiver<'a> {
             rules,
             header,
             payload,
-            stream,
+            channel,
             blocks,
             ..
         } = self;
@@ -177,7 +178,11 @@ impl<'a> MultifdReceiver<'a> {
         }
         // Pages of which a part was read ahead are in this process already.
         let is_whole = packets.has_nothing_ahead() || !has_content;
-        if header.method() == Method::None && is_whole && sink.forward(header, stream)? {
+        if header.method() == Method::None
+            && is_whole
+            && let Some(socket) = channel.socket()
+            && sink.forward(header, socket)?
+        {
             if has_content {
                 packets.payload_was_taken();
             }

@@ -25,13 +25,13 @@ use hotlift_wire::multifd::{
 };
 use hotlift_wire::settle;
 
-use super::channel_transport::{ChannelTransport, send_guest_memory};
-use crate::codec::Encoder;
 use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts};
 use crate::options::Options;
 use crate::pacing::Pacer;
+use crate::stream::channel_out::{ChannelOut, send_guest_memory};
+use crate::stream::codec::Encoder;
 use crate::transport::{Address, Stream};
 
 /// Headers without payload (zero pages only) are gathered up to this many bytes before they are written: a system call
@@ -49,7 +49,7 @@ pub(crate) struct ChannelOpening {
 
 impl ChannelOpening {
     /// Says which channel this is.
-    pub(crate) fn send(&self, transport: &ChannelTransport, id: u8) -> Result<(), MigrationError> {
+    pub(crate) fn send(&self, transport: &ChannelOut, id: u8) -> Result<(), MigrationError> {
         let packet = InitialPacket {
             uuid: self.uuid,
             id,
@@ -68,7 +68,7 @@ pub(crate) fn connect(
     opening: &ChannelOpening,
     timeout: Duration,
     control: &Control,
-) -> Result<(Stream, Vec<ChannelTransport>), MigrationError> {
+) -> Result<(Stream, Vec<ChannelOut>), MigrationError> {
     let connect = || {
         let stream = to.connect_for(control, timeout)?;
         if let Some(token) = token {
@@ -80,7 +80,7 @@ pub(crate) fn connect(
     let main = connect()?;
     let mut multifd = Vec::new();
     for id in 0..opening.hello.channels {
-        let channel = ChannelTransport::Socket(connect()?);
+        let channel = ChannelOut::Socket(connect()?);
         opening.send(&channel, id)?;
         multifd.push(channel);
     }
@@ -101,7 +101,7 @@ pub(crate) struct MultifdSend {
 
 #[derive(Debug)]
 struct OutChannel {
-    transport: ChannelTransport,
+    transport: ChannelOut,
     /// Who writes to it: its worker, or a thread that forwards packets.
     turn: Mutex<()>,
     counters: Counters,
@@ -119,7 +119,7 @@ pub(crate) enum Pages<'p, 'm> {
 impl MultifdSend {
     /// The channels, which have been opened so.
     pub(crate) fn new(
-        channels: Vec<ChannelTransport>,
+        channels: Vec<ChannelOut>,
         hello: &Hello,
         pacer: &Arc<Pacer>,
         control: &Control,
@@ -231,7 +231,7 @@ impl MultifdSend {
         &self,
         id: u8,
         bytes: usize,
-        write: impl FnOnce(&ChannelTransport) -> Result<(), MigrationError>,
+        write: impl FnOnce(&ChannelOut) -> Result<(), MigrationError>,
     ) -> Result<(), MigrationError> {
         let channel = &self.channels[usize::from(id)];
         self.pacer.wait(bytes, &self.control);
@@ -380,11 +380,11 @@ fn write(
     let channel = Channel::Multifd(id);
     multifd.write(id, headers.len() + payload_len, |transport| {
         match (payload, transport) {
-            (Pages::Guest(runs), ChannelTransport::Socket(stream)) => {
+            (Pages::Guest(runs), ChannelOut::Socket(stream)) => {
                 send_guest_memory(stream, channel, headers, runs, splicer, scratch)
             }
             (Pages::Private(bytes), _) => transport.send(channel, &[headers, bytes], scratch),
-            (Pages::Guest(_), ChannelTransport::File(_)) => unreachable!("it was copied"),
+            (Pages::Guest(_), ChannelOut::File(_)) => unreachable!("it was copied"),
         }
     })?;
     headers.clear();

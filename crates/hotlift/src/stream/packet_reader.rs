@@ -1,22 +1,21 @@
-//! Reads headers and payloads of one multifd channel from its socket.
+//! Reads headers and payloads of one multifd channel from where they come in.
 //!
 //! Packets without payload come in long rows (a guest full of zero pages): after such a one more
 //! than one header is read at once. After a payload exactly one header is read, so that the next
 //! payload can go from the socket straight to guest memory.
 
-use std::io::{self, Read};
-use std::os::fd::AsFd;
+use std::io;
 
 use hotlift_mem::GuestRun;
-use hotlift_mem::sock::{self, IoScratch};
+use hotlift_mem::sock::IoScratch;
 
-use crate::transport::Stream;
+use crate::stream::channel_in::ChannelIn;
 
 /// Headers read at once at most.
 const READ_AHEAD_HEADERS: usize = 48;
 
 pub(super) struct PacketReader<'a> {
-    stream: &'a Stream,
+    channel: &'a dyn ChannelIn,
     header_len: usize,
     buffer: Vec<u8>,
     /// The part of `buffer` that was read and not yet taken.
@@ -26,9 +25,9 @@ pub(super) struct PacketReader<'a> {
 }
 
 impl<'a> PacketReader<'a> {
-    pub(super) fn new(stream: &'a Stream, header_len: usize) -> Self {
+    pub(super) fn new(channel: &'a dyn ChannelIn, header_len: usize) -> Self {
         Self {
-            stream,
+            channel,
             header_len,
             buffer: vec![0; header_len * READ_AHEAD_HEADERS],
             unread: 0..0,
@@ -49,7 +48,7 @@ impl<'a> PacketReader<'a> {
             };
             while self.unread.len() < self.header_len {
                 let read = self
-                    .stream
+                    .channel
                     .read_some(&mut self.buffer[self.unread.end..want])?;
                 if read == 0 {
                     return if self.unread.is_empty() {
@@ -81,7 +80,7 @@ impl<'a> PacketReader<'a> {
                 filled += 1;
             }
         }
-        sock::recv(self.stream.as_fd(), &runs[filled..], &mut self.scratch)
+        self.channel.read_pages(&runs[filled..], &mut self.scratch)
     }
 
     /// Whether all that follows the header is still in the socket.
@@ -101,7 +100,6 @@ impl<'a> PacketReader<'a> {
         let (first, rest) = payload.split_at_mut(buffered);
         first.copy_from_slice(&self.buffer[self.unread.start..self.unread.start + buffered]);
         self.unread.start += buffered;
-        let mut stream = self.stream;
-        stream.read_exact(rest)
+        self.channel.read_exact(rest)
     }
 }

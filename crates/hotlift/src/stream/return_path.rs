@@ -1,9 +1,17 @@
-//! The return path that is read: the destination's messages, as they come.
+//! The return path that is read: the destination's messages, and what it has said with them so far.
 
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hotlift_wire::handshake::{Accepted, Offer, VERSION};
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{WireError, limits};
 
-use crate::error::{Channel, MigrationError};
+use crate::error::{Channel, MigrationError, printable};
+use crate::handover::Word;
+use crate::stream::handshake;
 use crate::transport::Stream;
 
 /// The messages of one connection.
@@ -12,6 +20,8 @@ pub(crate) struct Messages {
     channel: Channel,
     /// Bytes of a message that is not complete.
     pending: Vec<u8>,
+    /// It has brought a reason why the destination gives up.
+    explained: bool,
 }
 
 impl Messages {
@@ -19,19 +29,21 @@ impl Messages {
         Self {
             channel,
             pending: Vec::with_capacity(2 * limits::RETURN_PATH_PAYLOAD),
+            explained: false,
         }
     }
 
-    /// Waits for bytes, and hands every message that is complete to `each`, with its bytes; false at the end of the
-    /// connection.
+    /// Waits for bytes, and takes every message that is complete into `answers`. What is not for this side goes to
+    /// `others`, with its bytes. False at the end of the connection.
     ///
     /// # Errors
-    /// [`MigrationError::Connection`], and [`MigrationError::Wire`] for what is no message: nothing more can be read
-    /// then.
+    /// [`MigrationError::Connection`], [`MigrationError::Wire`] for what is no message, and what `answers` and `others`
+    /// make of a message: nothing more is to be read then.
     pub(crate) fn read(
         &mut self,
         stream: &Stream,
-        mut each: impl FnMut(ReturnMessage<'_>, &[u8]),
+        answers: &Answers,
+        mut others: impl FnMut(ReturnMessage<'_>, &[u8]) -> Result<(), MigrationError>,
     ) -> Result<bool, MigrationError> {
         let mut here = [0; limits::RETURN_PATH_PAYLOAD];
         let read = stream
@@ -46,7 +58,11 @@ impl Messages {
         loop {
             match ReturnMessage::decode(&self.pending[taken..]) {
                 Ok((message, length)) => {
-                    each(message, &self.pending[taken..taken + length]);
+                    let bytes = &self.pending[taken..taken + length];
+                    self.explained |= matches!(message, ReturnMessage::ErrorText(_));
+                    if !answers.take(&message, self.explained)? {
+                        others(message, bytes)?;
+                    }
                     taken += length;
                 }
                 Err(WireError::Truncated { .. }) => break,
@@ -61,4 +77,248 @@ impl Messages {
         self.pending.drain(..taken);
         Ok(read > 0)
     }
+}
+
+#[derive(Debug, Default)]
+struct Heard {
+    /// What a Hotlift takes, and what it calls the migration; its first word stands.
+    accepted: Option<Accepted>,
+    /// This side's PINGs that are not answered yet, oldest first.
+    unanswered: VecDeque<u32>,
+    /// SHUT is a word on what became of the guest; before, it only ends the migration.
+    is_committed: bool,
+    word: Option<Word>,
+    /// It has ended the migration before the commit.
+    gave_up: bool,
+    /// Why it gave up, in its words.
+    reason: Option<String>,
+    /// No connection is left that could bring anything.
+    ended: bool,
+    /// The migration has ended elsewhere.
+    aborted: bool,
+}
+
+/// How a wait for answers has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Waited {
+    /// All PINGs are answered.
+    Answered,
+    /// Not yet.
+    NotYet,
+    /// There will be no answer: the connections have ended, or the migration has.
+    Never,
+}
+
+/// What the destination has said: kept by the thread that listens, waited for by the main thread.
+#[derive(Debug, Default)]
+pub(crate) struct Answers {
+    heard: Mutex<Heard>,
+    changed: Condvar,
+}
+
+impl Answers {
+    fn lock(&self) -> MutexGuard<'_, Heard> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note(&self, change: impl FnOnce(&mut Heard)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Waits for `patience`, for as long as `waits` says so.
+    fn wait_while(
+        &self,
+        patience: Duration,
+        waits: impl Fn(&Heard) -> bool,
+    ) -> MutexGuard<'_, Heard> {
+        let (heard, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), patience, |heard| waits(heard))
+            .unwrap_or_else(PoisonError::into_inner);
+        heard
+    }
+
+    /// A PING with this value is sent next.
+    pub(crate) fn ask(&self, ping: u32) {
+        self.note(|heard| heard.unanswered.push_back(ping));
+    }
+
+    /// Value of the oldest PING that has not been answered.
+    pub(crate) fn next_pong(&self) -> Option<u32> {
+        self.lock().unanswered.front().copied()
+    }
+
+    /// From now on the destination may say what became of the guest.
+    pub(crate) fn commit(&self) {
+        self.note(|heard| heard.is_committed = true);
+    }
+
+    /// Ends all waits.
+    pub(crate) fn abort(&self) {
+        self.note(|heard| heard.aborted = true);
+    }
+
+    /// No connection is left that could bring an answer.
+    pub(crate) fn end(&self) {
+        self.note(|heard| heard.ended = true);
+    }
+
+    /// Takes a message; false if it is not for this side. `explained` says that its connection has brought a reason
+    /// to give up.
+    fn take(&self, message: &ReturnMessage<'_>, explained: bool) -> Result<bool, MigrationError> {
+        let mut heard = self.lock();
+        match *message {
+            ReturnMessage::Hello { version, accepted } => match accepted {
+                None => return Err(MigrationError::other_version(VERSION.into(), version)),
+                Some(_) if heard.accepted.is_some() => return Ok(false),
+                Some(accepted) => heard.accepted = Some(accepted),
+            },
+            ReturnMessage::Pong(value) if heard.unanswered.front() == Some(&value) => {
+                heard.unanswered.pop_front();
+            }
+            ReturnMessage::Shut(value) if heard.is_committed => {
+                let word = Word::of_shut(value, explained, heard.accepted.is_some());
+                heard.word = heard.word.or(word);
+            }
+            // Only this side ends the guest's life at the source, so that a SHUT before that is a failure whatever its
+            // value.
+            ReturnMessage::Shut(_) => {
+                heard.gave_up = true;
+                return Err(refusal(&heard));
+            }
+            ReturnMessage::ErrorText(text) => {
+                heard.reason.get_or_insert_with(|| printable(text));
+            }
+            _ => return Ok(false),
+        }
+        self.changed.notify_all();
+        Ok(true)
+    }
+
+    /// Waits for up to `patience` until every PING sent so far has been answered.
+    pub(crate) fn wait_answered(&self, patience: Duration) -> Waited {
+        let heard = self.wait_while(patience, |heard| {
+            !heard.unanswered.is_empty() && !heard.is_over()
+        });
+        match (heard.unanswered.is_empty(), heard.is_over()) {
+            (true, _) => Waited::Answered,
+            (false, true) => Waited::Never,
+            (false, false) => Waited::NotYet,
+        }
+    }
+
+    /// Whether the destination, which has answered `offer`, is a Hotlift.
+    ///
+    /// # Errors
+    /// [`MigrationError::Mismatch`] if it reads another stream than was offered.
+    pub(crate) fn opened(&self, offer: Offer) -> Result<bool, MigrationError> {
+        match self.lock().accepted {
+            Some(accepted) => handshake::check(offer, accepted.features).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// What a Hotlift calls the migration.
+    pub(crate) fn id(&self) -> Option<MigrationId> {
+        self.lock().accepted.map(|accepted| accepted.id)
+    }
+
+    /// Waits for its word on what became of the guest, as long as a connection may bring one. Nothing calls this wait
+    /// off: the guest may run.
+    pub(crate) fn wait_word(&self, patience: Duration) -> Option<Word> {
+        self.wait_while(patience, |heard| heard.word.is_none() && !heard.ended)
+            .word
+    }
+
+    /// Its reason to give up, if it comes within `patience`.
+    pub(crate) fn wait_reason(&self, patience: Duration) -> Option<String> {
+        let heard = self.wait_while(patience, |heard| heard.reason.is_none() && !heard.ended);
+        heard.reason.clone()
+    }
+
+    /// Its refusal to run the guest, in its words.
+    pub(crate) fn refusal(&self) -> MigrationError {
+        refusal(&self.lock())
+    }
+
+    /// What the end of its only connection means: nothing behind its last word.
+    ///
+    /// # Errors
+    /// Its refusal, or `lost`, which is how the connection has ended.
+    pub(crate) fn ended(&self, lost: MigrationError) -> Result<(), MigrationError> {
+        let heard = self.lock();
+        match heard.word {
+            Some(Word::Runs) => Ok(()),
+            None if heard.reason.is_none() && !heard.gave_up => Err(lost),
+            Some(Word::Never) | None => Err(refusal(&heard)),
+        }
+    }
+}
+
+impl Heard {
+    fn is_over(&self) -> bool {
+        self.ended || self.aborted
+    }
+}
+
+fn refusal(heard: &Heard) -> MigrationError {
+    let unexplained = match heard.accepted {
+        Some(_) => "it does not run the guest; its own log says why",
+        None => "it could not load the guest; its own log says why (QEMU sends no reason)",
+    };
+    let reason = heard.reason.clone();
+    MigrationError::Destination {
+        reason: reason.unwrap_or_else(|| unexplained.to_owned()),
+    }
+}
+
+/// Waits until every PING sent so far has been answered; `doing` is called again and again meanwhile, and may end the
+/// wait.
+///
+/// # Errors
+/// What `doing` says; [`MigrationError::Timeout`], with `waiting_for`, after `timeout`; [`MigrationError::Closed`] if there
+/// will be no answer.
+pub(crate) fn await_answers<E: From<MigrationError>>(
+    answers: &Answers,
+    limit: Option<(Duration, &str)>,
+    tick: Duration,
+    mut doing: impl FnMut() -> Result<(), E>,
+) -> Result<(), E> {
+    let begun = Instant::now();
+    loop {
+        match answers.wait_answered(tick) {
+            Waited::Answered => return Ok(()),
+            Waited::NotYet => doing()?,
+            Waited::Never => {
+                doing()?;
+                return Err(closed().into());
+            }
+        }
+        if let Some((timeout, waiting_for)) = limit
+            && begun.elapsed() > timeout
+        {
+            return Err(MigrationError::Timeout {
+                waiting_for: waiting_for.to_owned(),
+                waited: timeout,
+            }
+            .into());
+        }
+    }
+}
+
+fn closed() -> MigrationError {
+    MigrationError::Closed {
+        channel: Channel::Main,
+    }
+}
+
+/// The bytes of `messages`.
+pub(crate) fn encode(messages: &[ReturnMessage<'_>]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for message in messages {
+        // Only block names can be refused, and none of these has one.
+        let _ = message.encode(&mut bytes);
+    }
+    bytes
 }

@@ -1,0 +1,399 @@
+//! Writes a VM as QEMU's `mapped-ram` file.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
+use hotlift_methods::MemoryLimit;
+use hotlift_methods::legacy::xbzrle;
+use hotlift_wire::WireError;
+use hotlift_wire::main_channel::{
+    Command, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, put_mapped_end,
+};
+
+use crate::control::Control;
+use crate::ends::file::partial::PartialFile;
+use crate::ends::file::{FileError, check_ram};
+use crate::error::{Channel, MigrationError};
+use crate::options::Options;
+use crate::pacing::Pacer;
+use crate::pipe::batch::Batch;
+use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
+
+/// Space set aside for EOF and VM description, which are written after the source was told that its
+/// guest is safe.
+const END: u64 = 4 << 20;
+
+/// Bitmap words that are written at once.
+const WORDS: usize = 8192;
+
+/// A file on its way; the relay's pages go straight to their places.
+pub(crate) struct MappedRamSink {
+    file: PartialFile,
+    /// Where the stream goes on.
+    position: AtomicU64,
+    ram: OnceLock<Ram>,
+    workers: usize,
+    pacer: Arc<Pacer>,
+    control: Control,
+    memory: MemoryLimit,
+    sent_bytes: AtomicU64,
+}
+
+struct Ram {
+    section_id: u32,
+    blocks: Vec<Block>,
+}
+
+struct Block {
+    place: MappedBlock,
+    /// Pages whose content is in the file.
+    bitmap: DirtyBitmap,
+}
+
+impl MappedRamSink {
+    /// Begins the file that will be called `path`, written by as many threads as the options have
+    /// multifd channels.
+    pub(crate) fn create(
+        path: &Path,
+        options: &Options,
+        memory: &MemoryLimit,
+        control: &Control,
+    ) -> Result<Self, MigrationError> {
+        Ok(Self {
+            file: PartialFile::create(path)?,
+            position: AtomicU64::new(0),
+            ram: OnceLock::new(),
+            workers: usize::from(options.channels()).max(1),
+            pacer: control.pacer(options),
+            control: control.clone(),
+            memory: memory.clone(),
+            sent_bytes: AtomicU64::new(0),
+        })
+    }
+
+    fn ram(&self) -> &Ram {
+        match self.ram.get() {
+            Some(ram) => ram,
+            None => unreachable!("`ram_start` comes first"),
+        }
+    }
+
+    fn write(&self, bytes: &[u8], position: u64) -> Result<(), MigrationError> {
+        self.pacer.wait(bytes.len(), &self.control);
+        self.file.write_at(&[bytes], position)?;
+        let bytes = bytes.len() as u64;
+        self.sent_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Writes what comes next in the stream.
+    fn append(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        let position = self
+            .position
+            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.write(bytes, position)
+    }
+
+    fn write_bitmap(&self, block: &Block) -> Result<(), MigrationError> {
+        let mut position = block.place.bitmap_offset;
+        let mut bytes = Vec::with_capacity(WORDS * 8);
+        for first in (0..block.bitmap.words()).step_by(WORDS) {
+            bytes.clear();
+            for word in first..block.bitmap.words().min(first + WORDS) {
+                bytes.extend_from_slice(&block.bitmap.take_word(word).to_le_bytes());
+            }
+            self.write(&bytes, position)?;
+            position += bytes.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+impl Sink for MappedRamSink {
+    fn workers(&self) -> usize {
+        self.workers
+    }
+
+    fn page_writer(&self, _: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
+        Ok(Box::new(Writer(self)))
+    }
+
+    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
+        let mut configuration = opening.configuration.clone();
+        if let Some(name) = configuration.capabilities.first() {
+            return Err(FileError::CannotBeSaved {
+                reason: format!("capability {name} does not go together with mapped-ram"),
+            }
+            .into());
+        }
+        configuration.capabilities.push(MAPPED_RAM.to_owned());
+        let mut bytes = FILE_HEADER.to_vec();
+        configuration.encode(&mut bytes).map_err(wire)?;
+        self.append(&bytes)
+    }
+
+    /// Nobody answers a PING in a file; QEMU refuses one without a return path.
+    fn command(&self, command: Command) -> Result<(), MigrationError> {
+        if command != Command::SwitchoverStart {
+            return Ok(());
+        }
+        let mut bytes = Vec::new();
+        command.encode(&mut bytes);
+        self.append(&bytes)
+    }
+
+    fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
+        let lengths = ram.blocks.iter().map(|block| block.used_length);
+        let ram_bytes = lengths.fold(0, u64::saturating_add);
+        check_ram(ram_bytes).map_err(wire)?;
+        let bitmaps = self.memory.take(page_of(ram_bytes) / 8);
+        bitmaps.map_err(|source| MigrationError::memory(Channel::Main, source))?;
+        let position = self.position.load(Ordering::Relaxed);
+        let layout = MappedLayout::new(ram.section_id, &ram.blocks, position).map_err(wire)?;
+        for (position, piece) in &layout.pieces {
+            self.write(piece, *position)?;
+        }
+        self.position.store(layout.end, Ordering::Relaxed);
+        let blocks = layout.blocks.into_iter().map(|place| Block {
+            bitmap: DirtyBitmap::new(page_of(place.entry.used_length)),
+            place,
+        });
+        let _ = self.ram.set(Ram {
+            section_id: ram.section_id,
+            blocks: blocks.collect(),
+        });
+        Ok(())
+    }
+
+    /// Pages have one place each: what is written later is what counts.
+    fn barrier(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
+        let block = &self.ram().blocks[block];
+        let position = block.place.pages_offset + offset;
+        let mut page = [0; PAGE_SIZE];
+        if block.bitmap.test(page_of(offset)) {
+            let read = self.file.file().read_exact_at(&mut page, position);
+            read.map_err(|source| self.file.failed(source))?;
+        }
+        xbzrle::apply(delta, &mut page).map_err(|source| MigrationError::Page {
+            block: block.place.entry.name.clone(),
+            offset: usize::try_from(offset).unwrap_or(usize::MAX),
+            source,
+        })?;
+        self.write(&page, position)?;
+        block.bitmap.set(page_of(offset));
+        Ok(())
+    }
+
+    fn ram_end(&self) -> Result<(), MigrationError> {
+        let mut bytes = Vec::new();
+        put_mapped_end(self.ram().section_id, &mut bytes);
+        self.append(&bytes)
+    }
+
+    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
+        self.append(sections)
+    }
+
+    fn await_loaded(&self) -> Result<(), MigrationError> {
+        for block in &self.ram().blocks {
+            self.write_bitmap(block)?;
+        }
+        let position = self.position.load(Ordering::Relaxed);
+        self.file.reserve(position, END)?;
+        Ok(self.file.sync()?)
+    }
+
+    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<(), MigrationError> {
+        self.append(end)?;
+        let length = self.position.load(Ordering::Relaxed);
+        Ok(self.file.publish(length)?)
+    }
+
+    fn return_path(&self, _: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    fn abort(&self) {
+        self.file.give_up();
+    }
+
+    fn sent_bytes(&self) -> u64 {
+        self.sent_bytes.load(Ordering::Relaxed)
+    }
+
+    fn method(&self) -> &'static str {
+        "none"
+    }
+}
+
+struct Writer<'a>(&'a MappedRamSink);
+
+impl WritePages for Writer<'_> {
+    fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        // Zero pages take no space, whether the source has looked for them or not.
+        batch.find_zero_pages();
+        let block = &self.0.ram().blocks[batch.block];
+        let is_next = |a: &u64, b: &u64| *b == *a + PAGE_SIZE as u64;
+        let mut pages = batch.pages();
+        for run in batch.normal.chunk_by(is_next) {
+            let (bytes, rest) = pages.split_at(run.len() * PAGE_SIZE);
+            pages = rest;
+            self.0.write(bytes, block.place.pages_offset + run[0])?;
+            block.bitmap.set_range(page_of(run[0]), run.len());
+        }
+        for offset in &batch.zero {
+            block.bitmap.clear_range(page_of(*offset), 1);
+        }
+        Ok(())
+    }
+}
+
+fn page_of(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE
+}
+
+fn wire(source: WireError) -> MigrationError {
+    MigrationError::Wire {
+        channel: Channel::Main,
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use hotlift_wire::RamBlockEntry;
+    use hotlift_wire::main_channel::Configuration;
+
+    fn create(path: &Path) -> MappedRamSink {
+        let options = Options::default();
+        MappedRamSink::create(path, &options, &options.memory(0), &Control::default()).unwrap()
+    }
+
+    /// What the file has of the first pages of the first block, after `write` did its work.
+    fn written(write: impl FnOnce(&MappedRamSink, &mut Writer<'_>)) -> Vec<Option<Vec<u8>>> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        let sink = create(&path);
+        let configuration = Configuration {
+            machine: "pc".to_owned(),
+            ..Configuration::default()
+        };
+        sink.open(&Opening {
+            configuration,
+            uuid: [0; 16],
+        })
+        .unwrap();
+        sink.ram_start(&RamLayout {
+            section_id: 1,
+            blocks: ["ram", "rom"]
+                .map(|name| RamBlockEntry::new(name, 8 * 4096))
+                .into(),
+        })
+        .unwrap();
+        write(&sink, &mut Writer(&sink));
+        sink.ram_end().unwrap();
+        sink.await_loaded().unwrap();
+        assert!(!path.exists(), "the file has its name before it is whole");
+        sink.commit(b"end", None).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        assert!(bytes.ends_with(b"end"));
+        let place = &sink.ram().blocks[0].place;
+        let at = |position: u64| usize::try_from(position).unwrap();
+        let bitmap = bytes[at(place.bitmap_offset)];
+        let page = |number: usize| bytes[at(place.pages_offset) + number * 4096..][..4096].to_vec();
+        (0..4)
+            .map(|number| (bitmap >> number & 1 == 1).then(|| page(number)))
+            .collect()
+    }
+
+    fn put(writer: &mut Writer<'_>, block: usize, offset: u64, content: u8) {
+        let mut batch = Batch::new();
+        batch.start(block);
+        match content {
+            0 => batch.zero.push(offset),
+            _ => batch.push(offset, &[content; PAGE_SIZE]),
+        }
+        writer.write(&mut batch).unwrap();
+    }
+
+    #[test]
+    fn what_is_written_last_is_what_a_page_has() {
+        let pages = written(|_, writer| {
+            for (offset, content) in [(0, 1), (4096, 2), (8192, 3), (4096, 0), (0, 9)] {
+                put(writer, 0, offset, content);
+            }
+            for (offset, content) in [(12288, 0), (12288, 5)] {
+                put(writer, 0, offset, content);
+            }
+            // The other block's pages are its own.
+            put(writer, 1, 8192, 0);
+        });
+        let [nine, three, five] = [9, 3, 5].map(|content| Some(vec![content; 4096]));
+        assert!(pages == [nine, None, three, five]);
+    }
+
+    #[test]
+    fn a_delta_applies_to_what_the_page_has_now() {
+        let delta = [0x10, 0x02, 0xaa, 0xbb];
+        let pages = written(|sink, writer| {
+            put(writer, 0, 0, 7);
+            sink.delta(0, 0, &delta).unwrap();
+            // To a page that has become zero, whose old content is still in the file.
+            put(writer, 0, 4096, 7);
+            put(writer, 0, 4096, 0);
+            sink.delta(0, 4096, &delta).unwrap();
+            // To one that was never written.
+            sink.delta(0, 8192, &delta).unwrap();
+            assert!(sink.delta(0, 12288, &[0, 0]).is_err());
+        });
+        let expected = |content| {
+            let mut page = vec![content; 4096];
+            page[16..18].copy_from_slice(&[0xaa, 0xbb]);
+            Some(page)
+        };
+        assert!(pages == [expected(7), expected(0), expected(0), None]);
+    }
+
+    #[test]
+    fn streams_that_qemu_would_not_load_are_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        let sink = create(&path);
+        let opening = Opening {
+            configuration: Configuration {
+                machine: "pc".to_owned(),
+                capabilities: vec!["x-ignore-shared".to_owned()],
+                ..Configuration::default()
+            },
+            uuid: [0; 16],
+        };
+        let error = sink.open(&opening).unwrap_err();
+        assert!(
+            error.chain().contains("x-ignore-shared"),
+            "{}",
+            error.chain()
+        );
+    }
+
+    #[test]
+    fn more_ram_than_any_host_has_is_refused_before_memory_is_taken_for_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vm");
+        let sink = create(&path);
+        let ram = RamLayout {
+            section_id: 1,
+            blocks: vec![RamBlockEntry::new("ram", 1 << 62)],
+        };
+        assert!(sink.ram_start(&ram).is_err());
+    }
+}

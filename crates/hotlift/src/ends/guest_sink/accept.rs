@@ -1,0 +1,274 @@
+//! Waits for the connections of a guest's migration, whose number the options say.
+//!
+//! A Hotlift adds its settings to the opening of each multifd channel; settings that differ are refused here, with
+//! both values.
+
+use std::time::{Duration, Instant};
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::handshake::{Features, Offer};
+use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
+
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::options::{MAX_PACKET_SIZE, Options};
+use crate::stream::arrivals::{Arrivals, stray};
+use crate::stream::door::Door;
+use crate::stream::handshake::{self, Beginning};
+use crate::transport::Stream;
+
+/// How often a wait for connections looks whether it was called off.
+const TICK: Duration = Duration::from_millis(100);
+
+/// How long a channel may be behind a main channel that has pages already: its connection was made before, but the last
+/// segment of a TCP handshake may be lost, and is sent again after 200 ms at the earliest.
+const LATE: Duration = Duration::from_secs(2);
+
+/// The connections of one migration.
+pub(crate) struct Accepted {
+    pub main: Stream,
+    /// By channel id.
+    pub multifd: Vec<Stream>,
+    /// Whether the source is a Hotlift.
+    pub is_hotlift: bool,
+    /// Size of its packets.
+    pub layout: PacketLayout,
+    /// When the first of them was accepted.
+    pub since: Instant,
+}
+
+/// What the channels of the migration must be like.
+struct Expected<'a> {
+    uuid: [u8; 16],
+    method: Method,
+    options: &'a Options,
+}
+
+/// Waits for the first connection as long as it takes, and for the others as long as a handshake may
+/// take. A Hotlift is told why it is refused. The door comes back, to be watched while the migration is under way.
+pub(crate) fn accept<'a>(
+    door: Door<'a>,
+    uuid: [u8; 16],
+    method: Method,
+    options: &Options,
+    control: &Control,
+) -> Result<(Accepted, Door<'a>), MigrationError> {
+    let expected = Expected {
+        uuid,
+        method,
+        options,
+    };
+    let mut arrivals = Arrivals::new(door, control);
+    loop {
+        match expected.step(&mut arrivals, control) {
+            Ok(true) => break,
+            Ok(false) => {}
+            Err(error) => {
+                arrivals.refuse(&error);
+                return Err(error);
+            }
+        }
+    }
+    let Arrivals {
+        door,
+        main: Some((main, since)),
+        mut multifd,
+        since: first,
+        ..
+    } = arrivals
+    else {
+        unreachable!("it is complete with main");
+    };
+    multifd.sort_by_key(|(packet, _)| packet.id);
+    let hello = multifd.first().and_then(|(packet, _)| packet.hello);
+    let accepted = Accepted {
+        main,
+        multifd: multifd.into_iter().map(|(_, stream)| stream).collect(),
+        is_hotlift: hello.is_some(),
+        layout: hello.map_or(PacketLayout::QEMU, |hello| hello.layout),
+        since: first.unwrap_or(since),
+    };
+    Ok((accepted, door))
+}
+
+impl Expected<'_> {
+    /// Waits for something to happen, and takes it in; true when all have come.
+    fn step(&self, arrivals: &mut Arrivals<'_>, control: &Control) -> Result<bool, MigrationError> {
+        if control.is_cancelled() {
+            return Err(MigrationError::Cancelled);
+        }
+        let waited = arrivals.since.map(|since| since.elapsed());
+        if waited.is_some_and(|waited| waited > self.options.handshake_timeout) {
+            return Err(self.timed_out(arrivals));
+        }
+        // A channel that has said what it is waits for the others; only its end is of interest.
+        let ended = arrivals.step(TICK, true, &|packet, others| self.check(packet, others))?;
+        let waits = self.options.multifd() && arrivals.multifd.is_empty();
+        match (ended, waits) {
+            (true, true) => arrivals.drop_main(),
+            (true, false) => {
+                return Err(MigrationError::Closed {
+                    channel: Channel::Main,
+                });
+            }
+            (false, _) => {}
+        }
+        // The channels would be waited for in vain. (One that has gone already is turned away in the next step.)
+        let main = arrivals.main.as_ref().map(|(main, _)| main);
+        if waits
+            && let Some(beginning) = main
+                .filter(|main| !main.is_hung_up())
+                .and_then(handshake::peek)
+        {
+            self.check_beginning(beginning, arrivals)?;
+        }
+        let complete = arrivals.multifd.len() == usize::from(self.options.channels());
+        Ok(complete && arrivals.main.is_some())
+    }
+
+    /// Whether channels may come yet, for a main channel that begins like this.
+    fn check_beginning(
+        &self,
+        beginning: Beginning,
+        arrivals: &mut Arrivals<'_>,
+    ) -> Result<(), MigrationError> {
+        match beginning {
+            Beginning::Offer(offer) => {
+                let takes = handshake::features(self.options);
+                handshake::check(offer, takes).inspect_err(|_| arrivals.is_hotlift = true)
+            }
+            Beginning::Pages if arrivals.since.is_some_and(|since| since.elapsed() > LATE) => {
+                Err(MigrationError::Mismatch {
+                    what: "multifd".to_owned(),
+                    source_has: "off".to_owned(),
+                    destination_has: "on".to_owned(),
+                })
+            }
+            Beginning::Pages => Ok(()),
+        }
+    }
+
+    /// Whether a channel is one of the migration.
+    fn check(
+        &self,
+        packet: &InitialPacket,
+        others: &[(InitialPacket, Stream)],
+    ) -> Result<(), MigrationError> {
+        let first = others.first().map(|(packet, _)| packet.hello);
+        if first.is_some_and(|first| first.is_some() != packet.hello.is_some()) {
+            return Err(stray(packet, "a channel of another source"));
+        }
+        if let Some(hello) = &packet.hello {
+            check_hello(hello, self.method, self.options)?;
+            if first
+                .flatten()
+                .is_some_and(|first| first.layout != hello.layout)
+            {
+                return Err(stray(packet, "a channel with packets of another size"));
+            }
+        }
+        if packet.uuid != self.uuid {
+            return Err(MigrationError::Mismatch {
+                what: format!("the VM's UUID on {}", Channel::Multifd(packet.id)),
+                source_has: hex(&packet.uuid),
+                destination_has: hex(&self.uuid),
+            });
+        }
+        let count = self.options.channels();
+        if packet.id >= count {
+            return Err(MigrationError::Mismatch {
+                what: "multifd-channels".to_owned(),
+                source_has: format!("a channel with id {}", packet.id),
+                destination_has: format!("{count} channels"),
+            });
+        }
+        if others.iter().any(|(other, _)| other.id == packet.id) {
+            return Err(stray(packet, "a second connection with this id"));
+        }
+        Ok(())
+    }
+
+    fn timed_out(&self, arrivals: &Arrivals<'_>) -> MigrationError {
+        let wanted = self.options.channels();
+        let arrived = arrivals.multifd.len();
+        let main = match arrivals.main {
+            Some(_) => "has",
+            None => "has not",
+        };
+        MigrationError::Timeout {
+            waiting_for: format!(
+                "the rest of the connections (the main channel {main} arrived, {arrived} of \
+                 {wanted} multifd channels have; is multifd-channels {wanted} on the source too?)"
+            ),
+            waited: self.options.handshake_timeout,
+        }
+    }
+}
+
+/// Compares what the wire cannot say later.
+fn check_hello(hello: &Hello, method: Method, options: &Options) -> Result<(), MigrationError> {
+    let differs = |what: &str, source_has: String, destination_has: String| {
+        Err(MigrationError::Mismatch {
+            what: what.to_owned(),
+            source_has,
+            destination_has,
+        })
+    };
+    handshake::check(Offer::new(Features::MULTIFD), handshake::features(options))?;
+    if hello.channels != options.channels() {
+        return differs(
+            "multifd-channels",
+            hello.channels.to_string(),
+            options.channels().to_string(),
+        );
+    }
+    if hello.method != method {
+        return differs(
+            "multifd-compression",
+            hello.method.name().to_owned(),
+            method.name().to_owned(),
+        );
+    }
+    let layout = hello.layout;
+    if layout.page_size() != PAGE_SIZE || layout.pages() * PAGE_SIZE > MAX_PACKET_SIZE {
+        return differs(
+            "multifd-packet-size",
+            format!("{} pages of {}", layout.pages(), layout.page_size()),
+            format!("room for {MAX_PACKET_SIZE} bytes in pages of {PAGE_SIZE}"),
+        );
+    }
+    Ok(())
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use hotlift_wire::multifd::ZeroPageDetection;
+
+    use super::*;
+
+    #[test]
+    fn packets_of_a_size_that_no_source_can_be_told_to_send_are_refused() {
+        let options = Options::default();
+        let checked = |page_size, pages| {
+            let hello = Hello {
+                channels: options.channels(),
+                method: Method::None,
+                layout: PacketLayout::new(page_size, pages).unwrap(),
+                zero_page_detection: ZeroPageDetection::Multifd,
+            };
+            check_hello(&hello, Method::None, &options)
+        };
+        for pages in [1, 127, 128, 129, 2048] {
+            checked(PAGE_SIZE, pages).unwrap();
+        }
+        for (page_size, pages) in [(PAGE_SIZE, 2049), (PAGE_SIZE, 4096), (8192, 128)] {
+            let error = checked(page_size, pages).unwrap_err().chain();
+            assert!(error.contains("multifd-packet-size"), "{error}");
+            assert!(error.contains(&pages.to_string()), "{error}");
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Telling the network where the guest is now, on a thread of its own that nobody waits for.
+
+use std::thread;
+use std::time::Duration;
+
+use crate::guest::{Announcer, Guest};
+use crate::options::Options;
+
+/// Starts the announcements of a guest that runs now, if it makes any.
+pub(crate) fn start(guest: &dyn Guest, options: &Options) {
+    let pauses = pauses(options);
+    let (Some(mut announce), true) = (guest.announcer(), options.announce_rounds > 0) else {
+        return;
+    };
+    // One that could not be started announces nothing; the guest's own packets will, in time.
+    let _ = thread::Builder::new()
+        .name("announce".to_owned())
+        .spawn(move || run(&mut announce, &pauses, thread::sleep));
+}
+
+fn run(announce: &mut Announcer, pauses: &[Duration], sleep: impl Fn(Duration)) {
+    announce();
+    for pause in pauses {
+        sleep(*pause);
+        announce();
+    }
+}
+
+/// Times between the announcements: QEMU's `self_announce_delay`.
+fn pauses(options: &Options) -> Vec<Duration> {
+    (0..u64::from(options.announce_rounds).saturating_sub(1))
+        .map(|number| {
+            let pause =
+                u64::from(options.announce_initial) + number * u64::from(options.announce_step);
+            Duration::from_millis(pause.min(options.announce_max.into()))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn in_ms(initial: u32, step: u16, max: u32, rounds: u16) -> Vec<u128> {
+        let options = Options {
+            announce_initial: initial,
+            announce_step: step,
+            announce_max: max,
+            announce_rounds: rounds,
+            ..Options::default()
+        };
+        let pauses = pauses(&options);
+        pauses.iter().map(Duration::as_millis).collect()
+    }
+
+    #[test]
+    fn pauses_grow_by_a_step_up_to_the_longest() {
+        assert_eq!(in_ms(50, 100, 550, 5), [50, 150, 250, 350]);
+        assert_eq!(in_ms(50, 100, 200, 5), [50, 150, 200, 200]);
+        assert_eq!(in_ms(50, 100, 10, 3), [10, 10]);
+        assert!(in_ms(50, 100, 550, 1).is_empty());
+        assert!(in_ms(50, 100, 550, 0).is_empty());
+        assert_eq!(in_ms(100_000, 10_000, 100_000, 1000).len(), 999);
+    }
+
+    #[test]
+    fn it_announces_first_and_after_each_pause() {
+        let (told, heard) = std::sync::mpsc::channel();
+        let paused = told.clone();
+        let pauses = [Duration::from_millis(1), Duration::from_millis(2)];
+        let mut announce: Announcer = Box::new(move || told.send(0).unwrap());
+        run(&mut announce, &pauses, |pause| {
+            paused.send(pause.as_millis()).unwrap();
+        });
+        assert_eq!(heard.try_iter().collect::<Vec<_>>(), [0, 1, 0, 2, 0]);
+    }
+}

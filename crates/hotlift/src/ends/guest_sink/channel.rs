@@ -1,0 +1,99 @@
+//! Where a multifd channel's pages go on the destination: into guest RAM.
+//!
+//! A zero page is cleared unless nothing was ever put there: RAM that is fresh reads as zero, and writing zeros would
+//! only make the kernel allocate it.
+
+use hotlift_mem::{GuestRun, PAGE_SIZE};
+use hotlift_wire::multifd::PacketHeader;
+
+use crate::ends::guest_sink::session::Session;
+use crate::error::{Channel, MigrationError};
+use crate::handover::DestinationSide;
+use crate::stream::multifd_recv::{ChannelRules, MultifdReceiver, PageSink, ReadOn};
+
+/// Reads channel `id` until it ends, or the guest is taken over.
+pub(crate) fn receive(session: &Session<'_>, id: u8) -> Result<(), MigrationError> {
+    let options = session.options;
+    let rules = ChannelRules {
+        id,
+        layout: session.accepted.layout,
+        method: Some(options.multifd_compression),
+        checksum_required: session.is_hotlift(),
+        accelerator: options.accelerator,
+    };
+    let index = usize::from(id);
+    MultifdReceiver::new(
+        rules,
+        &session.accepted.multifd[index],
+        &session.blocks,
+        &session.memory,
+        &session.counters[index],
+        &session.control,
+    )?
+    .run(&mut GuestRam {
+        session,
+        id,
+        runs: Vec::with_capacity(rules.layout.pages()),
+    })
+}
+
+struct GuestRam<'a> {
+    session: &'a Session<'a>,
+    id: u8,
+    /// The places of a packet's pages.
+    runs: Vec<GuestRun<'a>>,
+}
+
+impl PageSink for GuestRam<'_> {
+    fn put(
+        &mut self,
+        header: &PacketHeader,
+        read: impl FnOnce(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
+    ) -> Result<ReadOn, MigrationError> {
+        let session = self.session;
+        let (ram, written) = (
+            &session.guest.ram()[header.block()],
+            &session.written[header.block()],
+        );
+        if !header.normal().is_empty() {
+            self.runs.clear();
+            for run in header.normal().chunk_by(|a, b| a + PAGE_SIZE as u64 == *b) {
+                let offset = usize::try_from(run[0]).unwrap_or(usize::MAX);
+                self.runs.push(ram.run(offset, run.len() * PAGE_SIZE)?);
+                written.set_range(offset / PAGE_SIZE, run.len());
+            }
+            read(&mut self.runs)?;
+        }
+        for offset in header.zero() {
+            let offset = usize::try_from(*offset).unwrap_or(usize::MAX);
+            if written.test(offset / PAGE_SIZE) {
+                ram.zero(offset, PAGE_SIZE)?;
+            }
+        }
+        session.counters[usize::from(self.id)]
+            .add_pages(header.normal().len(), header.zero().len());
+        Ok(ReadOn::Yes)
+    }
+
+    fn sync(&mut self) -> Result<ReadOn, MigrationError> {
+        let session = self.session;
+        if session.taking.side() != DestinationSide::Loading {
+            // No barrier is left after everything has arrived: the source has committed. What it says behind that is
+            // for whoever waits until it knows the outcome.
+            session.take_over()?;
+            return Ok(ReadOn::No);
+        }
+        Ok(session.barrier.channel_arrives().into())
+    }
+
+    fn ended(&mut self) -> Result<(), MigrationError> {
+        let session = self.session;
+        if session.taking.side() == DestinationSide::Loading && session.is_hotlift() {
+            return Err(MigrationError::Closed {
+                channel: Channel::Multifd(self.id),
+            });
+        }
+        session.barrier.channel_ends();
+        Ok(())
+    }
+}

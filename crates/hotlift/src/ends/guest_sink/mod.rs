@@ -1,0 +1,17 @@
+//! The guest of this process as where pages go.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `accept` | waits for the connections, and compares their settings |
+//! | `session` | what the threads of the migration share |
+//! | `channel` | a multifd channel's thread: packets into guest RAM |
+//! | `main_channel` | the main channel: records of RAM, device state, the end |
+//! | `decompress_threads` | pages of `compress` into guest RAM |
+//! | `announce` | the guest has a new place in the network |
+
+pub(crate) mod accept;
+mod announce;
+pub(crate) mod channel;
+pub(crate) mod decompress_threads;
+pub(crate) mod main_channel;
+pub(crate) mod session;

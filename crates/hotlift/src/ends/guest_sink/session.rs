@@ -1,0 +1,227 @@
+//! What the threads of one incoming migration share, and how any of them ends it.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use hotlift_mem::DirtyBitmap;
+use hotlift_methods::MemoryLimit;
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::MigrationId;
+
+use crate::control::{Control, MigrationEvent, Status};
+use crate::ends::guest_sink::accept::Accepted;
+use crate::ends::guest_sink::announce;
+use crate::ends::guest_sink::decompress_threads::DecompressThreads;
+use crate::error::{Channel, MigrationError};
+use crate::failure::Failure;
+use crate::figures::{Counters, Counts, ThreadTimes};
+use crate::guest::Guest;
+use crate::handover::{DestinationSide, Taking};
+use crate::options::{CHANNEL_MEMORY, Options};
+use crate::pipe::barrier::Barrier;
+use crate::stream::door::Asked;
+use crate::threads::OnPanic;
+use crate::transport::Stream;
+
+/// One incoming migration.
+pub(crate) struct Session<'a> {
+    pub guest: &'a dyn Guest,
+    pub options: &'a Options,
+    pub control: Control,
+    /// What the source can make this side take.
+    pub memory: MemoryLimit,
+    pub accepted: Accepted,
+    /// The guest's RAM blocks, as packets name them.
+    pub blocks: Vec<RamBlockEntry>,
+    /// Pages that hold something: received, or not known to be fresh.
+    pub written: Vec<DirtyBitmap>,
+    pub barrier: Barrier,
+    pub counters: Vec<Counters>,
+    /// What this side calls the migration.
+    pub id: MigrationId,
+    pub taking: Taking,
+    pub decompress: DecompressThreads,
+    is_hotlift: AtomicBool,
+    /// CPU time of the threads that have ended.
+    pub threads: ThreadTimes,
+    pub failure: Failure,
+}
+
+impl<'a> Session<'a> {
+    pub(crate) fn new(
+        guest: &'a dyn Guest,
+        options: &'a Options,
+        control: Control,
+        id: MigrationId,
+        accepted: Accepted,
+    ) -> Self {
+        let channels = accepted.multifd.len();
+        let written: Vec<_> = guest
+            .ram()
+            .iter()
+            .map(|block| DirtyBitmap::new(block.pages()))
+            .collect();
+        if !guest.ram_is_fresh() {
+            written.iter().for_each(DirtyBitmap::set_all);
+        }
+        let memory = options.memory(channels);
+        // Larger packets than QEMU's have larger payloads.
+        let larger = accepted.layout.max_payload().saturating_sub(CHANNEL_MEMORY);
+        memory.raise(channels * larger);
+        let blocks = guest
+            .ram()
+            .iter()
+            .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
+            .collect();
+        Self {
+            guest,
+            options,
+            control,
+            memory,
+            blocks,
+            written,
+            barrier: Barrier::new(channels),
+            counters: Counters::of_side(channels),
+            is_hotlift: AtomicBool::new(accepted.is_hotlift),
+            accepted,
+            id,
+            taking: Taking::new(channels + 1),
+            decompress: DecompressThreads::new(options),
+            threads: ThreadTimes::default(),
+            failure: Failure::default(),
+        }
+    }
+
+    /// What questions are about; `refuse` ends the migration.
+    pub(crate) fn asked<'s>(&'s self, refuse: &'s (dyn Fn() + Sync)) -> Asked<'s> {
+        Asked {
+            id: self.id,
+            taking: &self.taking,
+            refuse,
+        }
+    }
+
+    /// All connections, the main channel first.
+    pub(crate) fn streams(&self) -> impl Iterator<Item = &Stream> {
+        std::iter::once(&self.accepted.main).chain(&self.accepted.multifd)
+    }
+
+    /// Whether the source is a Hotlift.
+    pub(crate) fn is_hotlift(&self) -> bool {
+        self.is_hotlift.load(Ordering::Acquire)
+    }
+
+    /// A source without multifd channels has said that it is a Hotlift.
+    pub(crate) fn set_is_hotlift(&self) {
+        self.is_hotlift.store(true, Ordering::Release);
+    }
+
+    /// Everything has arrived and was loaded: the source may now release the guest.
+    pub(crate) fn loaded(&self) {
+        self.taking.loaded();
+    }
+
+    /// The source has released the guest, says one of the connections; the first to say so makes the guest run.
+    pub(crate) fn take_over(&self) -> Result<(), MigrationError> {
+        if !self.taking.commit() {
+            return match self.taking.side() {
+                DestinationSide::Loading => Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: "the end of the stream".to_owned(),
+                    doing: "loading the guest",
+                }),
+                _ => Ok(()),
+            };
+        }
+        let _unsure = OnPanic(|| self.taking.unsure());
+        if let Err(error) = self.guest.resume() {
+            self.fail(error.into());
+            self.taking.refused();
+            return Ok(());
+        }
+        self.control.tell(MigrationEvent::Resumed);
+        self.control.set_status(Status::Completed);
+        // On every socket, so that one that is cut or garbled leaves the source no doubt.
+        let mut running = Vec::new();
+        if ReturnMessage::Shut(0).encode(&mut running).is_ok() {
+            for mut stream in std::iter::once(&self.accepted.main).chain(self.answer_sockets()) {
+                let _ = stream.write_all(&running);
+            }
+        }
+        self.taking.taken();
+        announce::start(self.guest, self.options);
+        Ok(())
+    }
+
+    /// Waits until the guest runs here, or cannot any more; true if it runs.
+    pub(crate) fn is_decided_to_run(&self) -> bool {
+        let called_off = || self.control.is_cancelled() || self.failure.is_set();
+        self.taking.wait_for_decision(called_off)
+    }
+
+    /// Multifd connections that take answers: those of a Hotlift. QEMU reads nothing there.
+    fn answer_sockets(&self) -> impl Iterator<Item = &Stream> {
+        let count = if self.is_hotlift() {
+            self.accepted.multifd.len()
+        } else {
+            0
+        };
+        self.accepted.multifd[..count].iter()
+    }
+
+    /// Keeps `error` if it is the first, and ends every thread's waiting. The main channel stays
+    /// open, to tell the source.
+    pub(crate) fn fail(&self, error: MigrationError) {
+        self.failure.keep(error);
+        self.taking.abandon();
+        self.control.stop();
+        self.barrier.break_up();
+        self.decompress.end();
+        for stream in &self.accepted.multifd {
+            stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        self.counters.iter().map(Counters::read).sum()
+    }
+
+    /// From the first connection until the guest ran here.
+    pub(crate) fn total(&self) -> Duration {
+        let end = self.taking.taken_at().unwrap_or_else(Instant::now);
+        end.saturating_duration_since(self.accepted.since)
+    }
+
+    /// Counters of the main channel.
+    pub(crate) fn main_counters(&self) -> &Counters {
+        &self.counters[self.counters.len() - 1]
+    }
+
+    /// A channel's thread has ended. Once everything has arrived a lost channel is no failure, as
+    /// long as another can bring the source's word.
+    pub(crate) fn channel_ended(&self, outcome: Result<(), MigrationError>) {
+        if let Err(error) = outcome
+            && self.taking.side() == DestinationSide::Loading
+        {
+            self.fail(error);
+        }
+        self.taking.connection_ended();
+    }
+
+    /// A thread has panicked: frees all others.
+    pub(crate) fn abort(&self) {
+        self.taking.abandon();
+        self.fail(MigrationError::panicked_here());
+        self.shut_down();
+    }
+
+    /// Closes every connection in both directions.
+    pub(crate) fn shut_down(&self) {
+        for stream in self.streams() {
+            stream.shutdown(Shutdown::Both);
+        }
+    }
+}

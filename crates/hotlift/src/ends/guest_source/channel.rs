@@ -1,0 +1,205 @@
+//! A multifd channel's thread on the source: takes chunks, finds zero pages, and sends packets.
+//!
+//! ```text
+//! take chunk -> fetch and clear dirty bits -> zero? -> offsets of the packet -> PacketSender
+//! ```
+
+use std::sync::atomic::Ordering;
+
+use hotlift_mem::{GuestRun, PAGE_SIZE};
+use hotlift_wire::multifd::ZeroPageDetection;
+
+use crate::ends::guest_source::normal_share::NormalShare;
+use crate::ends::guest_source::session::Session;
+use crate::ends::guest_source::zero_devices::Pipeline;
+use crate::error::MigrationError;
+use crate::pipe::gate::Job;
+use crate::precopy::ram::{Chunk, offsets};
+use crate::stream::multifd_send::{PacketSender, Pages};
+
+/// One channel's working state; everything that a packet needs is kept from packet to packet.
+pub(crate) struct ChannelSender<'a> {
+    session: &'a Session<'a>,
+    packets: PacketSender<'a>,
+    block: usize,
+    /// Pages that a packet holds.
+    packet_pages: usize,
+    normal_share: NormalShare,
+    normal: Vec<u64>,
+    zero: Vec<u64>,
+    runs: Vec<GuestRun<'a>>,
+    /// Devices that look for zero pages, in place of this thread.
+    pipeline: Option<Pipeline<'a>>,
+    dirty_words: Vec<u64>,
+    untouched_words: Vec<u64>,
+}
+
+impl<'a> ChannelSender<'a> {
+    pub(crate) fn new(session: &'a Session<'a>, id: u8) -> Result<Self, MigrationError> {
+        let options = session.options;
+        let packet_pages = options.packet_pages();
+        Ok(Self {
+            session,
+            packets: PacketSender::new(&session.multifd, id, options, true, true)?,
+            block: 0,
+            packet_pages,
+            normal_share: NormalShare::new(options.multifd_normal_page_ratio),
+            normal: Vec::with_capacity(packet_pages),
+            zero: Vec::with_capacity(packet_pages),
+            runs: Vec::with_capacity(packet_pages),
+            pipeline: session
+                .zero_devices
+                .as_ref()
+                .map(|devices| Pipeline::new(devices, packet_pages)),
+            dirty_words: Vec::new(),
+            untouched_words: Vec::new(),
+        })
+    }
+
+    /// Does jobs until told to exit.
+    pub(crate) fn run(&mut self) -> Result<(), MigrationError> {
+        let mut generation = 0;
+        loop {
+            match self.session.gate.next_job(&mut generation) {
+                Job::Round => {
+                    self.round()?;
+                    self.packets.sync()?;
+                }
+                Job::Sync => self.packets.sync()?,
+                Job::Exit => return Ok(()),
+            }
+            self.session.gate.finish();
+        }
+    }
+
+    /// Works on chunks until the round has no more.
+    fn round(&mut self) -> Result<(), MigrationError> {
+        while let Some(chunk) = self.session.ram.take() {
+            if self.session.control.is_stopped() {
+                return Ok(());
+            }
+            self.chunk(chunk)?;
+        }
+        if self.pipeline.is_some() {
+            // What is filled, and then what the device still has.
+            self.turn()?;
+            self.turn()?;
+        }
+        self.send_packet()
+    }
+
+    /// Hands the gathered pages to a device, and sends those that it had before.
+    fn turn(&mut self) -> Result<(), MigrationError> {
+        if let Some(pipeline) = &mut self.pipeline {
+            self.block = pipeline.turn(&mut self.normal_share, &mut self.normal, &mut self.zero);
+        }
+        self.send_packet()
+    }
+
+    fn chunk(&mut self, chunk: Chunk) -> Result<(), MigrationError> {
+        let mut dirty = std::mem::take(&mut self.dirty_words);
+        let mut untouched = std::mem::take(&mut self.untouched_words);
+        let session = self.session;
+        // With `legacy` detection the migration thread has been here before and cleared the log.
+        let any = if session.options.zero_page_detection == ZeroPageDetection::Legacy {
+            session.ram.fetch(chunk, &mut dirty)
+        } else {
+            session.ram.fetch_and_clear(chunk, &mut dirty)?
+        };
+        if any {
+            let waiting = self.pipeline.as_ref().map(Pipeline::block);
+            match waiting {
+                Some(Some(block)) if block != chunk.block => self.turn()?,
+                Some(_) => {}
+                None if chunk.block != self.block => {
+                    self.send_packet()?;
+                    self.block = chunk.block;
+                }
+                None => {}
+            }
+            let detect = session.options.zero_page_detection == ZeroPageDetection::Multifd;
+            if detect {
+                session.ram.untouched(chunk, &mut untouched);
+            }
+            let ram = &session.guest.ram()[chunk.block];
+            let mut looked_at = 0;
+            for (page, offset) in offsets(chunk, &dirty) {
+                let is_untouched = detect && untouched[page / 64] >> (page % 64) & 1 == 1;
+                if let Some(pipeline) = &mut self.pipeline {
+                    if pipeline.add(chunk.block, ram, offset, is_untouched)? {
+                        self.turn()?;
+                    }
+                    continue;
+                }
+                let look = detect && !is_untouched;
+                looked_at += u64::from(look);
+                let is_zero = is_untouched || (look && ram.page_is_zero(chunk.first_page + page));
+                let list = if is_zero && !self.normal_share.takes() {
+                    &mut self.zero
+                } else {
+                    &mut self.normal
+                };
+                list.push(offset as u64);
+                if self.normal.len() + self.zero.len() == self.packet_pages {
+                    self.send_packet()?;
+                }
+            }
+            session.looked_at.fetch_add(looked_at, Ordering::Relaxed);
+        }
+        self.dirty_words = dirty;
+        self.untouched_words = untouched;
+        Ok(())
+    }
+
+    /// Sends the pages gathered so far, if any.
+    fn send_packet(&mut self) -> Result<(), MigrationError> {
+        if self.normal.is_empty() && self.zero.is_empty() {
+            return Ok(());
+        }
+        let ram = &self.session.guest.ram()[self.block];
+        self.runs.clear();
+        for (offset, len) in contiguous(&self.normal) {
+            self.runs.push(ram.run(offset, len)?);
+        }
+        let pages = Pages::Guest(&self.runs);
+        self.packets
+            .send(ram.name(), &self.normal, &self.zero, pages)?;
+        self.normal.clear();
+        self.zero.clear();
+        Ok(())
+    }
+}
+
+/// Joins page offsets that follow each other: (offset, length) in bytes.
+fn contiguous(offsets: &[u64]) -> impl Iterator<Item = (usize, usize)> + '_ {
+    let page = PAGE_SIZE as u64;
+    offsets
+        .chunk_by(move |a, b| a + page == *b)
+        .map(|run| (to_usize(run[0]), run.len() * PAGE_SIZE))
+}
+
+/// An offset inside mapped memory, hence inside the address space.
+fn to_usize(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbouring_pages_become_one_run_and_order_is_kept() {
+        let page = PAGE_SIZE as u64;
+        let offsets = [0, page, 2 * page, 5 * page, 4 * page, 7 * page];
+        let runs: Vec<_> = contiguous(&offsets).collect();
+        assert_eq!(
+            runs,
+            [
+                (0, 3 * PAGE_SIZE),
+                (5 * PAGE_SIZE, PAGE_SIZE),
+                (4 * PAGE_SIZE, PAGE_SIZE),
+                (7 * PAGE_SIZE, PAGE_SIZE)
+            ]
+        );
+    }
+}

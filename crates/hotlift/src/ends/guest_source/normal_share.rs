@@ -1,0 +1,44 @@
+//! `multifd-normal-page-ratio`: the share of zero pages that travels as if they had content.
+
+/// Picks that share of the zero pages that one thread finds, evenly spread: no draw, so that the same
+/// guest gives the same count.
+#[derive(Debug)]
+pub(crate) struct NormalShare {
+    percent: u8,
+    /// Hundredths of a page that are due.
+    due: u8,
+}
+
+impl NormalShare {
+    /// A share of 0 to 100 %.
+    pub(crate) fn new(percent: u8) -> Self {
+        Self { percent, due: 0 }
+    }
+
+    /// Whether the zero page that was just found is sent as a normal one.
+    pub(crate) fn takes(&mut self) -> bool {
+        self.due += self.percent;
+        let takes = self.due >= 100;
+        if takes {
+            self.due -= 100;
+        }
+        takes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_any_number_of_pages_the_share_is_taken_to_the_page() {
+        for percent in 0..=100 {
+            let mut share = NormalShare::new(percent);
+            let mut taken = 0;
+            for pages in 1..=500_u32 {
+                taken += u32::from(share.takes());
+                assert_eq!(taken, pages * u32::from(percent) / 100, "{percent} %");
+            }
+        }
+    }
+}

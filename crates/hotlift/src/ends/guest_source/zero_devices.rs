@@ -1,0 +1,207 @@
+//! `zero-page-detection=dsa-accel`: devices that look for zero pages, and a channel's way through them.
+//!
+//! ```text
+//! pages of packet n+1 -> device        while packet n, whose verdicts are there, is encoded and sent
+//! ```
+//!
+//! A channel has two batches: one that is with a device, and one that it fills or sends. Pages that were
+//! never touched go to no device; the kernel has said that they are zero.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use hotlift_idxd::model::Model;
+use hotlift_idxd::zero::{Verdict, ZeroBatch, ZeroFinder};
+use hotlift_idxd::{CpuFeatures, queue};
+use hotlift_mem::{GuestRun, PAGE_SIZE, RamBlock};
+use hotlift_methods::Accelerator;
+
+use crate::control::Control;
+use crate::ends::guest_source::normal_share::NormalShare;
+use crate::error::MigrationError;
+use crate::figures::JobFigures;
+use crate::guest::Guest;
+use crate::options::{AccelPath, Options};
+
+/// The devices of one migration.
+pub(crate) struct ZeroDevices {
+    pub finder: ZeroFinder,
+    /// Simulated ones.
+    pub models: Vec<Arc<Model>>,
+    /// Devices that could not be opened.
+    missing: Option<String>,
+}
+
+/// Opens the devices of `accel-path` for the guest's RAM; `None` if the CPU is to look for zero pages, or has to.
+///
+/// # Errors
+/// [`MigrationError::ZeroDevice`] if devices are required and one cannot be used.
+pub(crate) fn open(
+    guest: &dyn Guest,
+    options: &Options,
+    control: &Control,
+) -> Result<Option<ZeroDevices>, MigrationError> {
+    if !options.zero_page_devices || options.accelerator == Accelerator::Off {
+        return Ok(None);
+    }
+    let (mut devices, mut models, mut missing) = (Vec::new(), Vec::new(), None);
+    for path in &options.accel_path {
+        let opened = match path {
+            AccelPath::Dsa(path) => queue::open(Path::new("/"), path, CpuFeatures::of_this_cpu()),
+            AccelPath::DsaModel { behaviour, .. } => {
+                let model = Arc::new(Model::new(*behaviour));
+                queue::open_model(&model).inspect(|_| models.push(model))
+            }
+        };
+        match opened {
+            Ok(device) => devices.push(device),
+            Err(source) => {
+                let error = MigrationError::ZeroDevice { source };
+                if options.accelerator == Accelerator::Required {
+                    return Err(error);
+                }
+                missing.get_or_insert(error.chain());
+            }
+        }
+    }
+    if devices.is_empty() {
+        control.accelerator_stats().set_zero(JobFigures {
+            fallback: missing,
+            ..JobFigures::default()
+        });
+        return Ok(None);
+    }
+    let largest = guest.ram().iter().max_by_key(|block| block.len());
+    let home = largest.and_then(|block| block.numa_node());
+    Ok(Some(ZeroDevices {
+        finder: ZeroFinder::new(devices, home),
+        models,
+        missing,
+    }))
+}
+
+impl ZeroDevices {
+    /// What was done so far, and by what.
+    pub(crate) fn figures(&self) -> JobFigures {
+        let jobs = self.finder.jobs();
+        let out = self.finder.out_of_service().into_iter().next();
+        JobFigures {
+            hardware: jobs.hardware,
+            software: jobs.software,
+            retries: jobs.retries,
+            raw_pages: 0,
+            devices: self.finder.names(),
+            fallback: out.or_else(|| self.missing.clone()),
+        }
+    }
+
+    /// Ends the threads of devices, when they have nothing more in flight.
+    pub(crate) fn close(&self) {
+        self.finder.close();
+        for model in &self.models {
+            model.close();
+        }
+    }
+}
+
+/// A channel's two batches.
+pub(crate) struct Pipeline<'a> {
+    batches: [Filling<'a>; 2],
+    /// The one that is filled; the other one is with a device, or empty.
+    filled: usize,
+    /// Pages of a packet.
+    pages: usize,
+}
+
+/// The pages of one packet, as far as they are known.
+struct Filling<'a> {
+    batch: ZeroBatch<'a>,
+    block: usize,
+    /// Offsets of the pages in the batch.
+    asked: Vec<(u64, GuestRun<'a>)>,
+    /// Offsets of pages that are known to be zero.
+    untouched: Vec<u64>,
+}
+
+impl<'a> Pipeline<'a> {
+    /// Batches of so many pages.
+    pub(crate) fn new(devices: &'a ZeroDevices, pages: usize) -> Self {
+        let filling = || Filling {
+            batch: devices.finder.batch(pages),
+            block: 0,
+            asked: Vec::with_capacity(pages),
+            untouched: Vec::with_capacity(pages),
+        };
+        Self {
+            batches: [filling(), filling()],
+            filled: 0,
+            pages,
+        }
+    }
+
+    /// RAM block of the pages that wait, if any do.
+    pub(crate) fn block(&self) -> Option<usize> {
+        let filling = &self.batches[self.filled];
+        (filling.len() > 0).then_some(filling.block)
+    }
+
+    /// Adds a page; true if the packet is full then.
+    pub(crate) fn add(
+        &mut self,
+        block: usize,
+        ram: &'a RamBlock,
+        offset: usize,
+        untouched: bool,
+    ) -> Result<bool, MigrationError> {
+        let filling = &mut self.batches[self.filled];
+        filling.block = block;
+        if untouched {
+            filling.untouched.push(offset as u64);
+        } else {
+            let page = ram.run(offset, PAGE_SIZE)?;
+            filling.asked.push((offset as u64, page));
+            filling.batch.push(page);
+        }
+        Ok(filling.len() == self.pages)
+    }
+
+    /// Hands the filled batch to a device, and takes what the one before has come to: its RAM block, the
+    /// offsets of its normal pages and of its zero ones.
+    pub(crate) fn turn(
+        &mut self,
+        share: &mut NormalShare,
+        normal: &mut Vec<u64>,
+        zero: &mut Vec<u64>,
+    ) -> usize {
+        self.batches[self.filled].batch.submit();
+        self.filled = 1 - self.filled;
+        let before = &mut self.batches[self.filled];
+        let mut sort = |is_zero, offset| {
+            let as_zero = is_zero && !share.takes();
+            if as_zero { &mut *zero } else { &mut *normal }.push(offset);
+        };
+        before
+            .untouched
+            .drain(..)
+            .for_each(|offset| sort(true, offset));
+        let mut asked = before.asked.drain(..);
+        before.batch.wait(|verdict| {
+            let Some((offset, page)) = asked.next() else {
+                return;
+            };
+            let is_zero = match verdict {
+                Verdict::Zero => true,
+                Verdict::Normal => false,
+                Verdict::LookFrom(at) => page.split_at(at).1.is_zero(),
+            };
+            sort(is_zero, offset);
+        });
+        before.block
+    }
+}
+
+impl Filling<'_> {
+    fn len(&self) -> usize {
+        self.asked.len() + self.untouched.len()
+    }
+}

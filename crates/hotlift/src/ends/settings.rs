@@ -1,0 +1,84 @@
+//! Which ends a relay joins, and how.
+
+use std::path::Path;
+
+use crate::control::Control;
+use crate::ends::file::FileFormat;
+use crate::options::{Options, ZeroPageDetection};
+use crate::pipe::hooks::Hooks;
+use crate::transport::{Address, Listener};
+
+/// Where the stream comes from.
+#[derive(Debug, Clone, Copy)]
+pub enum Incoming<'a> {
+    /// The source connects here.
+    Listener(&'a Listener),
+    /// A VM that was saved: a file of Hotlift's or a `mapped-ram` file of QEMU's, which is found out.
+    File {
+        /// The file.
+        path: &'a Path,
+        /// Byte where its content starts, as in QEMU's `file:PATH,offset=N`; 0 for Hotlift's own.
+        offset: u64,
+    },
+}
+
+/// Where it goes.
+#[derive(Debug)]
+pub enum Outgoing<'a> {
+    /// To a relay or QEMU that listens there.
+    Address(&'a Address),
+    /// Into a file, which appears under its name when it is whole and on disk.
+    File {
+        /// The file; one that has this name is replaced.
+        path: &'a Path,
+        /// How it is written.
+        format: FileFormat,
+    },
+}
+
+/// How to pass the stream on.
+#[derive(Debug, Clone)]
+pub struct RelaySettings {
+    /// Multifd channels, method, level and bandwidth of the outgoing side.
+    pub outgoing: Options,
+    /// How zero pages are sent: in packets (`Multifd`), as records of main (`Legacy`), or as they
+    /// came, without looking for them (`None`). Not given: looked for where the source has not, and
+    /// sent as the other side can read them.
+    pub zero_pages: Option<ZeroPageDetection>,
+    /// The VM's UUID, where the incoming side has no multifd channels to say it.
+    pub uuid: Option<[u8; 16]>,
+    /// QEMU's property `multifd-flush-after-each-section` of the outgoing side. Not given: as the
+    /// incoming side has it; if that has no multifd, on for machine types up to 8.0.
+    pub flush_after_each_section: Option<bool>,
+    /// What each incoming connection must begin with: given to the one source that may connect, over a
+    /// conversation of its own. Not given: whoever speaks the format is taken in.
+    pub incoming_token: Option<[u8; 16]>,
+    /// What each outgoing connection begins with, as the destination has asked for.
+    pub outgoing_token: Option<[u8; 16]>,
+}
+
+impl Default for RelaySettings {
+    /// Options of the table, but for the bandwidth: the source paces itself.
+    fn default() -> Self {
+        Self {
+            outgoing: Options {
+                max_bandwidth: 0,
+                ..Options::default()
+            },
+            zero_pages: None,
+            uuid: None,
+            flush_after_each_section: None,
+            incoming_token: None,
+            outgoing_token: None,
+        }
+    }
+}
+
+/// All that the caller of a relay says, but for where the stream comes from.
+#[derive(Clone, Copy)]
+pub(crate) struct Request<'a> {
+    pub outgoing: &'a Outgoing<'a>,
+    pub settings: &'a RelaySettings,
+    pub control: &'a Control,
+    pub hooks: Hooks<'a>,
+}

@@ -1,0 +1,634 @@
+//! The outgoing side as streams: a main channel and N multifd channels, or main alone; over sockets, or
+//! kept in a save file.
+//!
+//! | file | what goes out |
+//! |---|---|
+//! | `page_writers` | pages: where zero pages go, and to which channel the others |
+
+mod page_writers;
+
+use std::net::Shutdown;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use hotlift_methods::MemoryLimit;
+use hotlift_wire::handshake::{Features, Offer};
+use hotlift_wire::main_channel::{Command, put_packaged_head};
+use hotlift_wire::multifd::{Hello, Method, PacketLayout, ZeroPageDetection};
+use hotlift_wire::return_path::ReturnMessage;
+
+use crate::control::Control;
+use crate::ends::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
+use crate::ends::page_set::PageSet;
+use crate::ends::settings::{Outgoing, RelaySettings, Request};
+use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWriter};
+use crate::error::{Channel, MigrationError};
+use crate::figures::Counters;
+use crate::handover::{Word, await_word, say_farewell, say_heard};
+use crate::options::Options;
+use crate::pipe::hooks::Taken;
+use crate::pipe::sink::{ForwardPackets, HasTaken, Opening, RamLayout, Sink, WritePages};
+use crate::stream::channel_out::ChannelOut;
+use crate::stream::main_send::{MainLink, MainSend};
+use crate::stream::multifd_send;
+use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
+use crate::stream::return_path::{Answers, Messages, await_answers};
+use crate::transport::Address;
+
+/// How long a destination may take to load the devices.
+const LOADING: Duration = Duration::from_secs(60);
+
+/// How long a QEMU that was told to run the guest may be silent before whoever else knows of it is asked.
+const LOOK_AFTER: Duration = Duration::from_secs(5);
+
+/// Between two questions to whoever else knows of the guest.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// How often a wait looks whether it was called off.
+const TICK: Duration = Duration::from_millis(100);
+
+/// What the opening is answered with.
+const OPENED: &str = "the destination's answer to the opening (is its machine the source's, has it as many \
+                      multifd channels, and the same method?)";
+
+/// How long the reason of the other side may be behind its going.
+const REASON_WAIT: Duration = Duration::from_millis(200);
+
+/// Where zero pages go. The table of zero pages in packets came with QEMU 9.0; an older one takes no
+/// notice of it, and would keep what it had in those pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ZeroPlace {
+    Packets,
+    /// Records of main, which every QEMU reads.
+    Main,
+    /// Where the source has put them, and on main if they were found here.
+    AsTheyCame,
+}
+
+/// What the incoming side has shown of itself that matters here.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Seen {
+    /// Every section of RAM is a barrier; `None` without multifd.
+    pub flush_after_each_section: Option<bool>,
+    /// The source is a relay that has looked for zero pages.
+    pub zeros_were_looked_for: bool,
+}
+
+pub(crate) struct StreamSink<'a> {
+    settings: &'a RelaySettings,
+    /// Where the other side listens; `None` for a file.
+    to: Option<Address>,
+    /// The other side may know that it has loaded everything.
+    asked_whether_loaded: AtomicBool,
+    /// It has said what became of the guest.
+    is_settled: AtomicBool,
+    control: Control,
+    memory: MemoryLimit,
+    seen: Seen,
+    link: Arc<MainLink>,
+    multifd: MultifdSend,
+    /// The source has sent zero pages as such: it looks for them.
+    finds_zeros: AtomicBool,
+    answers: Answers,
+    out: OnceLock<Mutex<MainSend>>,
+    other_side: OnceLock<OtherSide>,
+    ram: OnceLock<Ram>,
+}
+
+/// What is known once the other side has answered.
+#[derive(Debug, Clone, Copy)]
+struct OtherSide {
+    is_relay: bool,
+    /// Every section of RAM is a barrier.
+    flush_after_each_section: bool,
+    zero_place: ZeroPlace,
+}
+
+/// Ends the waits for answers when nobody listens any more, however that came.
+struct Ends<'a>(&'a Answers);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}
+
+struct Ram {
+    layout: RamLayout,
+    /// Zero pages that wait for the next section on main.
+    zeros: Vec<PageSet>,
+    /// How many were added since the last section of its own.
+    kept: AtomicUsize,
+}
+
+/// Opens the outgoing side, up to the first byte on main.
+pub(crate) fn open<'a>(
+    request: Request<'a>,
+    seen: Seen,
+    opening: &Opening,
+    memory: &MemoryLimit,
+) -> Result<Box<dyn Sink + 'a>, MigrationError> {
+    let Request {
+        settings, control, ..
+    } = request;
+    let channels = ChannelOpening {
+        uuid: opening.uuid,
+        hello: hello_of(settings),
+    };
+    let options = &settings.outgoing;
+    let (main, multifd, to) = match request.outgoing {
+        Outgoing::Address(address) => {
+            let (token, timeout) = (settings.outgoing_token, options.handshake_timeout);
+            let (main, multifd) =
+                multifd_send::connect(address, token, &channels, timeout, control)?;
+            let main = ChannelOut::Socket(main);
+            (main, multifd, Some((*address).clone()))
+        }
+        Outgoing::File {
+            path,
+            format: FileFormat::Hotlift,
+        } => {
+            let (main, multifd) = record(path, options, opening, &channels)?;
+            (main, multifd, None)
+        }
+        Outgoing::File {
+            path,
+            format: FileFormat::MappedRam,
+        } => {
+            let sink = MappedRamSink::create(path, options, memory, control)?;
+            return Ok(Box::new(sink));
+        }
+    };
+    let multifd = (multifd, &channels.hello);
+    let sink = StreamSink::new(main, multifd, to, settings, seen, memory, control);
+    Ok(Box::new(sink))
+}
+
+/// Main and channels, all into one save file.
+fn record(
+    path: &Path,
+    options: &Options,
+    opening: &Opening,
+    channels: &ChannelOpening,
+) -> Result<(ChannelOut, Vec<ChannelOut>), MigrationError> {
+    let begun = SystemTime::now().duration_since(UNIX_EPOCH);
+    let info = FileInfo {
+        machine: opening.configuration.machine.clone(),
+        uuid: opening.uuid.map(|byte| format!("{byte:02x}")).concat(),
+        channels: channels.hello.channels,
+        method: options.method_name().to_owned(),
+        begun: begun.map_or(0, |since| since.as_secs()),
+        hotlift: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let file = Arc::new(ContainerWriter::create(path, &info)?);
+    let mut multifd = Vec::new();
+    for id in 0..channels.hello.channels {
+        let channel = ChannelOut::File(Arc::clone(&file));
+        channels.send(&channel, id)?;
+        multifd.push(channel);
+    }
+    Ok((ChannelOut::File(file), multifd))
+}
+
+/// What a relay has to know of the channels.
+fn hello_of(settings: &RelaySettings) -> Hello {
+    let options = &settings.outgoing;
+    Hello {
+        channels: options.channels(),
+        method: Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None),
+        layout: PacketLayout::QEMU,
+        zero_page_detection: settings.zero_pages.unwrap_or(ZeroPageDetection::Multifd),
+    }
+}
+
+impl<'a> StreamSink<'a> {
+    fn new(
+        main: ChannelOut,
+        (multifd, hello): (Vec<ChannelOut>, &Hello),
+        to: Option<Address>,
+        settings: &'a RelaySettings,
+        seen: Seen,
+        memory: &MemoryLimit,
+        control: &Control,
+    ) -> Self {
+        let pacer = control.pacer(&settings.outgoing);
+        let multifd = MultifdSend::new(multifd, hello, &pacer, control);
+        let link = Arc::new(MainLink {
+            transport: main,
+            counters: Counters::default(),
+            pacer,
+            control: control.clone(),
+        });
+        Self {
+            settings,
+            to,
+            asked_whether_loaded: AtomicBool::new(false),
+            is_settled: AtomicBool::new(false),
+            control: control.clone(),
+            memory: memory.clone(),
+            seen,
+            link,
+            finds_zeros: AtomicBool::new(seen.zeros_were_looked_for),
+            multifd,
+            answers: Answers::default(),
+            out: OnceLock::new(),
+            other_side: OnceLock::new(),
+            ram: OnceLock::new(),
+        }
+    }
+
+    /// Waits for the answer to this relay's own PING.
+    fn await_answer(&self, timeout: Duration, waiting_for: &str) -> Result<(), MigrationError> {
+        await_answers(
+            &self.answers,
+            Some((timeout, waiting_for)),
+            TICK,
+            || match self.control.is_cancelled() {
+                true => Err(MigrationError::Cancelled),
+                false => Ok(()),
+            },
+        )
+    }
+
+    /// What the other side says became of the guest: on main, as the answer to a question, or by whoever else
+    /// knows.
+    fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<Word> {
+        let patience = self.settings.outgoing.settle_timeout;
+        let on_stream = &mut |wait| self.answers.wait_word(wait);
+        let to_ask = self.to.as_ref().zip(self.answers.id());
+        let Some(has_taken) = has_taken.filter(|_| to_ask.is_none()) else {
+            return await_word(patience, to_ask, on_stream);
+        };
+        let committed = Instant::now();
+        if let Some(word) = on_stream(patience.min(LOOK_AFTER)) {
+            return Some(word);
+        }
+        while committed.elapsed() < patience {
+            let taken = has_taken();
+            // What it said before it went comes first.
+            if let Some(word) = on_stream(LOOK) {
+                return Some(word);
+            }
+            match taken {
+                Taken::Yes => return Some(Word::Runs),
+                Taken::Never => return Some(Word::Never),
+                Taken::Unknown => std::thread::sleep(LOOK),
+            }
+        }
+        None
+    }
+
+    /// The file that everything goes into, if it does.
+    fn file(&self) -> Option<&ContainerWriter> {
+        match &self.link.transport {
+            ChannelOut::Socket(_) => None,
+            ChannelOut::File(file) => Some(file),
+        }
+    }
+
+    /// What a relay that listens there is told of the stream.
+    fn offer(&self) -> Offer {
+        Offer::new(match self.multifd.is_empty() {
+            true => Features::RELAYED,
+            false => Features::RELAYED | Features::MULTIFD,
+        })
+    }
+
+    fn lock_main(&self) -> MutexGuard<'_, MainSend> {
+        match self.out.get() {
+            // A holder that panicked has ended the migration.
+            Some(out) => out.lock().unwrap_or_else(PoisonError::into_inner),
+            None => unreachable!("`open` comes first"),
+        }
+    }
+
+    fn other_side(&self) -> OtherSide {
+        match self.other_side.get() {
+            Some(other_side) => *other_side,
+            None => unreachable!("`open` comes first"),
+        }
+    }
+
+    fn ram(&self) -> &Ram {
+        match self.ram.get() {
+            Some(ram) => ram,
+            None => unreachable!("`ram_start` comes first"),
+        }
+    }
+
+    fn block_name(&self, block: usize) -> &str {
+        &self.ram().layout.blocks[block].name
+    }
+
+    fn looks_for_zeros(&self) -> bool {
+        match self.settings.zero_pages {
+            Some(mode) => mode != ZeroPageDetection::None,
+            None => !self.finds_zeros.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The source has sent a zero page as such.
+    fn source_finds_zeros(&self) {
+        if !self.finds_zeros.load(Ordering::Relaxed) {
+            self.finds_zeros.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn zero_place(&self) -> ZeroPlace {
+        self.other_side().zero_place
+    }
+
+    /// Keeps zero pages for the next section on main.
+    fn keep_zeros(&self, block: usize, offsets: &[u64]) -> Result<(), MigrationError> {
+        for offset in offsets {
+            self.ram().zeros[block].insert(*offset)?;
+        }
+        self.ram().kept.fetch_add(offsets.len(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// SYNC on all channels, and a section of RAM with the multifd flush.
+    fn sync_point(&self) -> Result<(), MigrationError> {
+        self.multifd.sync()?;
+        self.zero_section(self.flushes())
+    }
+
+    /// A section of RAM with the zero pages that wait.
+    fn zero_section(&self, flush: bool) -> Result<(), MigrationError> {
+        let mut main = self.lock_main();
+        for (block, zeros) in self.ram().zeros.iter().enumerate() {
+            for offset in zeros.take() {
+                main.zero_page(block, offset)?;
+            }
+        }
+        main.end_section(flush)
+    }
+
+    /// Whether a multifd flush is a record of its own; else every section's end is a sync point.
+    fn flushes(&self) -> bool {
+        !self.multifd.is_empty() && !self.other_side().flush_after_each_section
+    }
+
+    /// Decides what the other side can read.
+    fn learn(&self, machine: &str, is_relay: bool) -> OtherSide {
+        let version = machine_version(machine);
+        let by_machine = version.is_some_and(|version| version <= (8, 0));
+        let flush_after_each_section = self
+            .settings
+            .flush_after_each_section
+            .or(self.seen.flush_after_each_section)
+            .unwrap_or(by_machine);
+        let zero_place = match (self.settings.zero_pages, version) {
+            (Some(ZeroPageDetection::Legacy), _) => ZeroPlace::Main,
+            (Some(ZeroPageDetection::Multifd), _) => ZeroPlace::Packets,
+            (_, Some(_)) if is_relay => ZeroPlace::Packets,
+            (_, Some(version)) if version >= (9, 0) => ZeroPlace::Packets,
+            (_, Some(_)) => ZeroPlace::Main,
+            // Machines without a version (microvm) are those of the QEMU that has them; what its
+            // source sends, it reads.
+            (_, None) => ZeroPlace::AsTheyCame,
+        };
+        OtherSide {
+            is_relay,
+            flush_after_each_section,
+            zero_place,
+        }
+    }
+}
+
+/// The version of a machine type: (7, 2) of `pc-i440fx-7.2`.
+pub(crate) fn machine_version(machine: &str) -> Option<(u32, u32)> {
+    let (_, version) = machine.rsplit_once('-')?;
+    let (major, minor) = version.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
+}
+
+impl Sink for StreamSink<'_> {
+    fn workers(&self) -> usize {
+        let options = &self.settings.outgoing;
+        if options.compress {
+            options.compress_threads.into()
+        } else {
+            self.multifd.len().max(1)
+        }
+    }
+
+    fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
+        if self.multifd.is_empty() {
+            return Ok(Box::new(MainWriter::new(self)?));
+        }
+        let id = u8::try_from(worker).unwrap_or(u8::MAX);
+        Ok(Box::new(ChannelWriter::new(self, id)?))
+    }
+
+    fn forwarder(&self, channel: u8) -> Option<Box<dyn ForwardPackets + '_>> {
+        Some(Box::new(Forwarding::new(self, channel)?))
+    }
+
+    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
+        let mut out = MainSend::new(Arc::clone(&self.link), &opening.configuration)?;
+        out.command(Command::OpenReturnPath)?;
+        let offer = self.offer();
+        self.answers.ask(offer.ping());
+        out.command(Command::Ping(offer.ping()))?;
+        let is_relay = match self.file() {
+            // It is played back to a relay.
+            Some(_) => true,
+            None => {
+                let timeout = self.settings.outgoing.handshake_timeout;
+                self.await_answer(timeout, OPENED)?;
+                self.answers.opened(offer)?
+            }
+        };
+        if !is_relay {
+            if !self.multifd.method().is_qemus() {
+                return Err(MigrationError::not_qemus(self.multifd.method()));
+            }
+            out.drop_checksum();
+        }
+        let other_side = self.learn(&opening.configuration.machine, is_relay);
+        let _ = self.other_side.set(other_side);
+        let _ = self.out.set(Mutex::new(out));
+        Ok(())
+    }
+
+    fn command(&self, command: Command) -> Result<(), MigrationError> {
+        self.lock_main().command(command)
+    }
+
+    fn ram_start(&self, layout: &RamLayout) -> Result<(), MigrationError> {
+        let blocks = layout.blocks.iter();
+        let zeros = blocks.map(|block| PageSet::new(block.used_length, &self.memory));
+        let _ = self.ram.set(Ram {
+            layout: layout.clone(),
+            zeros: zeros.collect(),
+            kept: AtomicUsize::new(0),
+        });
+        self.multifd.sync()?;
+        let flush = self.flushes();
+        let id = Some(layout.section_id);
+        self.lock_main().ram_start(id, &layout.blocks, flush)
+    }
+
+    fn section_end(&self) -> Result<(), MigrationError> {
+        // Where each section is a sync point, there may be no other sections.
+        let each = self.other_side().flush_after_each_section && !self.multifd.is_empty();
+        if each || self.ram().kept.swap(0, Ordering::Relaxed) == 0 {
+            return Ok(());
+        }
+        self.zero_section(false)
+    }
+
+    fn barrier(&self) -> Result<(), MigrationError> {
+        // Records of one stream are in order by themselves.
+        if self.multifd.is_empty() {
+            return Ok(());
+        }
+        self.sync_point()
+    }
+
+    fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
+        let each_section = !self.multifd.is_empty() && self.other_side().flush_after_each_section;
+        if each_section {
+            self.multifd.sync()?;
+        }
+        let mut main = self.lock_main();
+        main.xbzrle_page(block, offset, delta)?;
+        main.end_section(false)
+    }
+
+    fn ram_end(&self) -> Result<(), MigrationError> {
+        self.lock_main().complete();
+        self.sync_point()
+    }
+
+    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
+        let mut main = self.lock_main();
+        if self.other_side().is_relay {
+            let mut head = Vec::new();
+            put_packaged_head(sections.len(), &mut head).map_err(MigrationError::main_wire)?;
+            main.raw(&head)?;
+        }
+        main.raw(sections)
+    }
+
+    fn await_loaded(&self) -> Result<(), MigrationError> {
+        let mut main = self.lock_main();
+        // A QEMU compares nothing; it is sent a value that no source has for a PING of its own.
+        let value = main.crc().unwrap_or_else(|| self.offer().ping());
+        self.asked_whether_loaded.store(true, Ordering::Release);
+        self.answers.ask(value);
+        let mut ping = Vec::new();
+        Command::Ping(value).encode(&mut ping);
+        main.raw(&ping)?;
+        match self.file() {
+            Some(file) => Ok(file.sync()?),
+            None => self.await_answer(
+                LOADING,
+                "the destination's word that it has loaded the guest",
+            ),
+        }
+    }
+
+    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<(), MigrationError> {
+        if let Some(file) = self.file() {
+            file.append(0, true, &[end])?;
+            return Ok(file.finish()?);
+        }
+        self.answers.commit();
+        // A connection that is lost now may have relayed EOF.
+        let _ = self.lock_main().raw(end);
+        if end.len() == 1 && self.answers.id().is_none() {
+            // Without a VM description, which a QEMU may wait for; not beyond the end of the stream.
+            self.link.transport.shut_down(Shutdown::Write);
+        }
+        let word = self.await_word(has_taken);
+        if word.is_some()
+            && let (Some(id), ChannelOut::Socket(main)) = (self.answers.id(), &self.link.transport)
+        {
+            self.is_settled.store(true, Ordering::Release);
+            say_heard(main, id);
+        }
+        match word {
+            Some(Word::Runs) => Ok(()),
+            Some(Word::Never) => Err(self.answers.refusal()),
+            None => Err(MigrationError::InDoubt),
+        }
+    }
+
+    fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
+        let ChannelOut::Socket(main) = &self.link.transport else {
+            return Ok(());
+        };
+        let _ends = Ends(&self.answers);
+        let mut messages = Messages::new(Channel::Main);
+        let lost = loop {
+            let read = messages.read(main, &self.answers, |message, bytes| match message {
+                ReturnMessage::Hello { .. } => Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: "a second HELLO".to_owned(),
+                    doing: "listening to the destination",
+                }),
+                _ => {
+                    forward(bytes);
+                    Ok(())
+                }
+            });
+            match read {
+                Ok(true) => {}
+                Ok(false) => break MigrationError::main_closed(),
+                Err(error @ MigrationError::Connection { .. }) => break error,
+                Err(error) => return Err(error),
+            }
+        };
+        self.answers.ended(lost)
+    }
+
+    fn lost_channel(&self) -> Option<Channel> {
+        self.multifd.lost_channel()
+    }
+
+    fn abort(&self) {
+        self.answers.abort();
+        self.multifd.shut_down();
+        self.link.transport.shut_down(Shutdown::Write);
+    }
+
+    fn closing_reason(&self) -> Option<String> {
+        self.answers.wait_reason(REASON_WAIT)
+    }
+
+    fn close(&self) {
+        self.abort();
+        self.link.transport.shut_down(Shutdown::Both);
+        if self.asked_whether_loaded.load(Ordering::Acquire)
+            && !self.is_settled.load(Ordering::Acquire)
+            && let (Some(id), Some(to)) = (self.answers.id(), &self.to)
+        {
+            say_farewell(to, id);
+        }
+    }
+
+    fn sent_bytes(&self) -> u64 {
+        self.multifd.counts().transferred_bytes + self.link.counters.read().transferred_bytes
+    }
+
+    fn method(&self) -> &'static str {
+        self.settings.outgoing.method_name()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_type_says_its_version_or_none() {
+        assert_eq!(machine_version("pc-i440fx-7.2"), Some((7, 2)));
+        assert_eq!(machine_version("pc-q35-10.0"), Some((10, 0)));
+        assert_eq!(machine_version("microvm"), None);
+        assert_eq!(machine_version("s390-ccw-virtio"), None);
+    }
+}

@@ -1,0 +1,156 @@
+//! How the pages of a batch go out: where zero pages go, and to which channel the others.
+
+use hotlift_methods::MethodError;
+use hotlift_methods::legacy::compress::Deflater;
+
+use crate::ends::stream_sink::{StreamSink, ZeroPlace};
+use crate::error::MigrationError;
+use crate::pipe::batch::Batch;
+use crate::pipe::sink::{ForwardPackets, WritePages};
+use crate::stream::main_send::{CompressedPages, PageRecords};
+use crate::stream::multifd_send::{PacketForwarder, PacketSender, Pages};
+use crate::transport::Stream;
+
+/// To a multifd channel.
+pub(crate) struct ChannelWriter<'s, 'a> {
+    sink: &'s StreamSink<'a>,
+    packets: PacketSender<'s>,
+}
+
+impl<'s, 'a> ChannelWriter<'s, 'a> {
+    pub(crate) fn new(sink: &'s StreamSink<'a>, id: u8) -> Result<Self, MigrationError> {
+        let options = &sink.settings.outgoing;
+        let to_relay = sink.other_side().is_relay;
+        // The main thread writes the SYNC packets: nothing may wait in a worker for them.
+        let packets = PacketSender::new(&sink.multifd, id, options, to_relay, false)?;
+        Ok(Self { sink, packets })
+    }
+}
+
+impl WritePages for ChannelWriter<'_, '_> {
+    fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        let came = batch.zero.len();
+        if came > 0 {
+            self.sink.source_finds_zeros();
+        }
+        if self.sink.looks_for_zeros() {
+            batch.find_zero_pages();
+        }
+        let in_packet = match self.sink.zero_place() {
+            ZeroPlace::Packets => batch.zero.len(),
+            ZeroPlace::Main => 0,
+            ZeroPlace::AsTheyCame if batch.from_main => 0,
+            ZeroPlace::AsTheyCame => came,
+        };
+        self.sink
+            .keep_zeros(batch.block, &batch.zero[in_packet..])?;
+        batch.zero.truncate(in_packet);
+        if batch.len() == 0 {
+            return Ok(());
+        }
+        let block = self.sink.block_name(batch.block);
+        let pages = Pages::Private(batch.pages());
+        self.packets.send(block, &batch.normal, &batch.zero, pages)
+    }
+}
+
+/// To a multifd channel, without looking at the pages.
+pub(crate) struct Forwarding<'s, 'a> {
+    sink: &'s StreamSink<'a>,
+    packets: PacketForwarder<'s>,
+}
+
+impl<'s, 'a> Forwarding<'s, 'a> {
+    /// Where it can be done: pages go out as they came in, and the source looks for zero pages.
+    pub(crate) fn new(sink: &'s StreamSink<'a>, channel: u8) -> Option<Self> {
+        if sink.looks_for_zeros() {
+            return None;
+        }
+        let packets = PacketForwarder::new(&sink.multifd, channel)?;
+        Some(Self { sink, packets })
+    }
+}
+
+impl ForwardPackets for Forwarding<'_, '_> {
+    fn forward(
+        &mut self,
+        from: &Stream,
+        block: usize,
+        normal: &[u64],
+        zero: &[u64],
+    ) -> Result<(), MigrationError> {
+        let in_packet = match self.sink.zero_place() {
+            ZeroPlace::Main => 0,
+            ZeroPlace::Packets | ZeroPlace::AsTheyCame => zero.len(),
+        };
+        self.sink.keep_zeros(block, &zero[in_packet..])?;
+        let zero = &zero[..in_packet];
+        if normal.len() + zero.len() == 0 {
+            return Ok(());
+        }
+        let block = self.sink.block_name(block);
+        self.packets.forward(from, block, normal, zero)
+    }
+}
+
+/// A stream without multifd: pages are records of main.
+pub(crate) struct MainWriter<'s, 'a> {
+    sink: &'s StreamSink<'a>,
+    /// With `compress`: each writer compresses in its own thread, and only then takes its turn on main.
+    compress: Option<(Deflater, CompressedPages)>,
+}
+
+impl<'s, 'a> MainWriter<'s, 'a> {
+    pub(crate) fn new(sink: &'s StreamSink<'a>) -> Result<Self, MigrationError> {
+        let options = &sink.settings.outgoing;
+        let compress = if options.compress {
+            let deflater = Deflater::new(options.compress_level);
+            let deflater = deflater.map_err(|source| page_failed("", 0, source))?;
+            Some((deflater, CompressedPages::default()))
+        } else {
+            None
+        };
+        Ok(Self { sink, compress })
+    }
+}
+
+impl WritePages for MainWriter<'_, '_> {
+    fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        if self.sink.looks_for_zeros() {
+            batch.find_zero_pages();
+        }
+        let Some((deflater, pages)) = &mut self.compress else {
+            return self.sink.lock_main().pages(records(batch));
+        };
+        pages.streams.clear();
+        pages.lengths.clear();
+        for (page, offset) in batch.pages().as_chunks().0.iter().zip(&batch.normal) {
+            let before = pages.streams.len();
+            let block = self.sink.block_name(batch.block);
+            deflater
+                .deflate(page, &mut pages.streams)
+                .map_err(|source| page_failed(block, *offset, source))?;
+            pages.lengths.push(pages.streams.len() - before);
+        }
+        self.sink
+            .lock_main()
+            .compressed_pages(records(batch), pages)
+    }
+}
+
+fn records(batch: &Batch) -> PageRecords<'_> {
+    PageRecords {
+        block: batch.block,
+        zero: &batch.zero,
+        normal: &batch.normal,
+        content: batch.pages(),
+    }
+}
+
+fn page_failed(block: &str, offset: u64, source: MethodError) -> MigrationError {
+    MigrationError::Page {
+        block: block.to_owned(),
+        offset: usize::try_from(offset).unwrap_or(usize::MAX),
+        source,
+    }
+}

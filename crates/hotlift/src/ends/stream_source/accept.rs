@@ -1,0 +1,299 @@
+//! Accepts a source's connections and puts them into their places.
+//!
+//! A QEMU never says how many multifd channels it has. It does connect all of them before it writes
+//! its first multifd flush on main (QEMU 9 and later before its first byte), so that once that was read,
+//! the channels are those that have connected. A relay says the number in each channel's opening.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hotlift_wire::multifd::{Hello, INITIAL_PACKET_LEN, InitialPacket};
+
+use crate::control::Control;
+use crate::ends::file::SavedChannels;
+use crate::ends::settings::RelaySettings;
+use crate::error::{Channel, MigrationError};
+use crate::pipe::session::Call;
+use crate::stream::arrivals::{Arrivals, stray};
+use crate::stream::channel_in::ChannelIn;
+use crate::stream::door::{Arrival, Door, Kind};
+use crate::stream::main_recv::Waiting;
+use crate::transport::{Listener, Stream, wait_readable};
+
+/// How often a wait for connections looks whether it was called off.
+const TICK: Duration = Duration::from_millis(100);
+
+/// How long the last channel of a source may be behind its first multifd flush on main, before which it was
+/// connected: on one host nothing but this process's own delay.
+const SETTLE: Duration = Duration::from_millis(50);
+
+/// The same on a network, where the last segment of a handshake may be lost: TCP sends it again after
+/// 200 ms at the earliest.
+const SETTLE_TCP: Duration = Duration::from_secs(1);
+
+/// How long a connection that has said nothing may turn out to be a channel of a source that does not say how
+/// many it has. The opening of a channel is sent as soon as it is made.
+const NEWCOMER: Duration = Duration::from_secs(2);
+
+/// Connections that are looked at for a late channel at most.
+const KNOCKS: usize = 256;
+
+/// The connections of a source that does not say at first how many it has.
+pub(crate) struct Uncounted<'a> {
+    arrivals: Arrivals<'a>,
+    max_channels: u8,
+    /// How long a part of the connections may be missing.
+    timeout: Duration,
+}
+
+/// The multifd channels of a source.
+pub(crate) struct Channels {
+    /// By channel id.
+    pub channels: Vec<Box<dyn ChannelIn>>,
+    pub uuid: [u8; 16],
+    /// What a relay has said of itself.
+    pub hello: Option<Hello>,
+}
+
+impl Channels {
+    /// Puts the channels that have come into their order; `None` if there are none.
+    fn of<C: ChannelIn + 'static>(
+        mut arrived: Vec<(InitialPacket, C)>,
+    ) -> Result<Option<Self>, MigrationError> {
+        arrived.sort_by_key(|(packet, _)| packet.id);
+        let Some((first, _)) = arrived.first() else {
+            return Ok(None);
+        };
+        let (uuid, hello) = (first.uuid, first.hello);
+        for (expected, (packet, _)) in arrived.iter().enumerate() {
+            if usize::from(packet.id) != expected || packet.uuid != uuid || packet.hello != hello {
+                let what = "a second channel with this id, or one of another VM";
+                return Err(stray(packet, what));
+            }
+        }
+        let channels = arrived.into_iter();
+        Ok(Some(Self {
+            channels: channels
+                .map(|(_, channel)| Box::new(channel) as _)
+                .collect(),
+            uuid,
+            hello,
+        }))
+    }
+
+    /// Those of a save file, whose openings are the first that is in them.
+    pub(crate) fn saved(file: &Arc<SavedChannels>) -> Result<Option<Self>, MigrationError> {
+        let open = |id| {
+            let channel = file.channel(1 + u16::from(id));
+            let mut opening = [0; INITIAL_PACKET_LEN];
+            let wire = |source| MigrationError::Wire {
+                channel: Channel::Multifd(id),
+                source,
+            };
+            channel
+                .read_exact(&mut opening)
+                .map_err(MigrationError::opening)?;
+            let packet = InitialPacket::decode(&opening).map_err(wire)?;
+            Ok((packet, channel))
+        };
+        let opened: Result<Vec<_>, MigrationError> = (0..file.info().channels).map(open).collect();
+        Self::of(opened?)
+    }
+}
+
+impl<'a> Uncounted<'a> {
+    pub(crate) fn new(listener: &'a Listener, settings: &RelaySettings, control: &Control) -> Self {
+        let timeout = settings.outgoing.handshake_timeout;
+        let door = Door::new(listener, settings.incoming_token, timeout, control);
+        Self {
+            arrivals: Arrivals::new(door, control),
+            timeout,
+            max_channels: settings.outgoing.max_channels,
+        }
+    }
+
+    /// Waits for the main channel, and when it was accepted: for the first connection as long as it takes, then as long as
+    /// a handshake may take.
+    pub(crate) fn main(&mut self, call: &Call<'_>) -> Result<(Stream, Instant), MigrationError> {
+        let mut deadline = None;
+        loop {
+            if let Some(main) = self.arrivals.main.take() {
+                return Ok(main);
+            }
+            self.step(TICK, call)?;
+            if self.arrivals.multifd.is_empty() && self.arrivals.main.is_none() {
+                // Whoever is here only may be a source.
+                deadline = None;
+                continue;
+            }
+            if Instant::now() > *deadline.get_or_insert_with(|| Instant::now() + self.timeout) {
+                return Err(MigrationError::Timeout {
+                    waiting_for: "the source's main channel (a stream that begins with \"QEVM\")"
+                        .to_owned(),
+                    waited: self.timeout,
+                });
+            }
+        }
+    }
+
+    /// The multifd channels, once the source has written the first multifd flush on main. `expected` is false
+    /// if it may have none.
+    pub(crate) fn channels(
+        &mut self,
+        main: &Stream,
+        expected: bool,
+        call: &Call<'_>,
+    ) -> Result<Option<Channels>, MigrationError> {
+        let deadline = Instant::now() + self.timeout;
+        let mut quiet_since = Instant::now();
+        loop {
+            let before = self.arrivals.multifd.len();
+            self.step(SETTLE / 5, call)?;
+            if self.arrivals.multifd.len() != before {
+                quiet_since = Instant::now();
+            }
+            let listener = self.arrivals.door.listener();
+            let settle = match listener.is_local() {
+                true => SETTLE,
+                false => SETTLE_TCP,
+            };
+            let newcomer = self.arrivals.door.has_newcomer(NEWCOMER);
+            let settled = quiet_since.elapsed() >= settle && !newcomer;
+            if self.is_complete(settled, expected) {
+                return self.take_channels(main);
+            }
+            if !newcomer && settled && main.is_hung_up() {
+                return Err(MigrationError::main_closed());
+            }
+            if Instant::now() > deadline {
+                return Err(MigrationError::Timeout {
+                    waiting_for: format!(
+                        "the rest of the source's multifd channels ({} have come)",
+                        self.arrivals.multifd.len()
+                    ),
+                    waited: self.timeout,
+                });
+            }
+        }
+    }
+
+    fn is_complete(&self, settled: bool, expected: bool) -> bool {
+        let count = self.arrivals.multifd.len();
+        let said = self
+            .arrivals
+            .multifd
+            .first()
+            .and_then(|(packet, _)| packet.hello);
+        match said {
+            Some(hello) => count >= usize::from(hello.channels),
+            // Ids count from 0, so that a gap shows one that is missing. (There may be more than one
+            // with an id: stale ones.)
+            None => {
+                let highest = self
+                    .arrivals
+                    .multifd
+                    .iter()
+                    .map(|(packet, _)| packet.id)
+                    .max();
+                settled && highest.map_or(!expected, |highest| usize::from(highest) < count)
+            }
+        }
+    }
+
+    fn take_channels(&mut self, main: &Stream) -> Result<Option<Channels>, MigrationError> {
+        let mut arrived = std::mem::take(&mut self.arrivals.multifd);
+        drop_stale(&mut arrived, main)?;
+        Channels::of(arrived)
+    }
+
+    /// Waits for up to `wait` for something to happen, and takes it in.
+    fn step(&mut self, wait: Duration, call: &Call<'_>) -> Result<(), MigrationError> {
+        call.check()?;
+        let most = self.max_channels;
+        let check = |packet: &InitialPacket, _: &[_]| check_number(packet, most);
+        self.arrivals.step(wait, false, &check).map(drop)
+    }
+
+    /// A further connection whose first bytes are nobody's business, within [`TICK`].
+    pub(crate) fn another(&mut self) -> Result<Option<Stream>, MigrationError> {
+        if let Some(stream) = self.arrivals.door.take_any() {
+            return Ok(Some(stream));
+        }
+        let listener = self.arrivals.door.listener();
+        listener.accept(TICK).map_err(MigrationError::opening)
+    }
+
+    /// True if another multifd channel of the VM waits to be accepted, behind the `count` that came: one
+    /// whose connection was not there yet when they were counted.
+    pub(crate) fn late_channel(&mut self, uuid: Option<[u8; 16]>, count: usize) -> bool {
+        for _ in 0..KNOCKS {
+            let Ok((arrivals, _)) = self.arrivals.door.step(Duration::ZERO, &[], None) else {
+                return false;
+            };
+            let is_late = |arrival: &Arrival| match arrival.kind {
+                Kind::Channel(packet) => {
+                    usize::from(packet.id) == count && uuid.is_none_or(|uuid| uuid == packet.uuid)
+                }
+                Kind::Main | Kind::OtherVersion(_) => false,
+            };
+            if arrivals.iter().any(is_late) {
+                return true;
+            }
+            self.arrivals.door.keep(arrivals);
+            let listener = self.arrivals.door.listener();
+            if !matches!(wait_readable(listener.as_fd(), Duration::ZERO), Ok(true)) {
+                return false;
+            }
+        }
+        false
+    }
+
+    /// The door, to be watched while the migration is under way.
+    pub(crate) fn into_door(self) -> Door<'a> {
+        self.arrivals.door
+    }
+
+    /// True if multifd channels have arrived.
+    pub(crate) fn has_channels(&self) -> bool {
+        !self.arrivals.multifd.is_empty()
+    }
+}
+
+/// Whether there may be as many channels as this one says.
+fn check_number(packet: &InitialPacket, max_channels: u8) -> Result<(), MigrationError> {
+    // Ids count from 0, and a relay says how many there will be.
+    let said = packet.hello.map_or(0, |hello| hello.channels);
+    if packet.id >= max_channels || said > max_channels {
+        return Err(stray(
+            packet,
+            &format!(
+                "more multifd channels than max-channels={max_channels} lets in (raise --max-channels), "
+            ),
+        ));
+    }
+    Ok(())
+}
+
+/// Drops channels that a migration which failed before has left in the queue: closed already, while
+/// another with their id is not. One that is closed and has no such other may be this source's own, with
+/// pages in it that must not be missed. If all are closed and `main` is, too, the source takes no answers
+/// and has sent everything.
+fn drop_stale(
+    arrived: &mut Vec<(InitialPacket, Stream)>,
+    main: &Stream,
+) -> Result<(), MigrationError> {
+    let (closed, live): (Vec<_>, Vec<_>) = std::mem::take(arrived)
+        .into_iter()
+        .partition(|(_, stream)| stream.is_hung_up());
+    if live.is_empty() && main.is_hung_up() {
+        *arrived = closed;
+        return Ok(());
+    }
+    *arrived = live;
+    let has_live = |id| arrived.iter().any(|(packet, _)| packet.id == id);
+    match closed.iter().find(|(packet, _)| !has_live(packet.id)) {
+        Some((packet, _)) => Err(stray(packet, "a channel that is closed already")),
+        None => Ok(()),
+    }
+}

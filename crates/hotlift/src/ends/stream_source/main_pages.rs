@@ -1,0 +1,108 @@
+//! Pages that are records of the main channel: those of a source without multifd, and zero pages of
+//! `legacy` detection.
+
+use std::sync::atomic::Ordering;
+
+use hotlift_wire::main_channel::PageContent;
+
+use crate::ends::page_set::PageSet;
+use crate::error::MigrationError;
+use crate::pipe::batch::Batch;
+use crate::pipe::session::Session;
+use crate::pipe::sink::RamLayout;
+
+/// Gathers page records into batches.
+pub(crate) struct MainPages<'a> {
+    session: &'a Session<'a>,
+    /// The source has no multifd channels, and so no sync points.
+    alone: bool,
+    batch: Option<Batch>,
+    /// Which pages have come since the last barrier, by RAM block.
+    seen: Vec<PageSet>,
+    any_seen: bool,
+}
+
+impl<'a> MainPages<'a> {
+    pub(crate) fn new(session: &'a Session<'a>, ram: &RamLayout, alone: bool) -> Self {
+        // Only where the pages are looked up.
+        let blocks = if alone { ram.blocks.as_slice() } else { &[] };
+        let seen = blocks
+            .iter()
+            .map(|block| PageSet::new(block.used_length, &session.memory));
+        Self {
+            session,
+            alone,
+            batch: None,
+            seen: seen.collect(),
+            any_seen: false,
+        }
+    }
+
+    /// Takes in a page. Where the source has no sync points, a page that comes again since the last one
+    /// makes one: its versions must not overtake each other on different channels.
+    pub(crate) fn add(
+        &mut self,
+        block: usize,
+        offset: u64,
+        content: PageContent<'_>,
+    ) -> Result<(), MigrationError> {
+        if self.alone && !self.note(block, offset)? {
+            self.settle()?;
+            self.session.sink.barrier()?;
+            self.barrier_passed();
+            self.note(block, offset)?;
+        }
+        if let PageContent::Xbzrle(delta) = content {
+            self.settle()?;
+            return self.session.sink.delta(block, offset, delta);
+        }
+        let joins = |batch: &Batch| batch.block == block && !batch.is_full();
+        if !self.batch.as_ref().is_some_and(joins) {
+            self.submit();
+            let mut batch = self.session.flow.take().ok_or(MigrationError::Cancelled)?;
+            batch.start(block);
+            batch.from_main = true;
+            self.batch = Some(batch);
+        }
+        let Some(batch) = &mut self.batch else {
+            return Ok(());
+        };
+        match content {
+            PageContent::Zero => batch.zero.push(offset),
+            PageContent::Normal(bytes) => batch.push(offset, bytes),
+            PageContent::Compressed(stream) => batch.push_compressed(offset, stream),
+            PageContent::Xbzrle(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Notes a page; false if it has come before.
+    fn note(&mut self, block: usize, offset: u64) -> Result<bool, MigrationError> {
+        self.any_seen = true;
+        self.seen[block].insert(offset)
+    }
+
+    /// Hands on what was gathered.
+    pub(crate) fn submit(&mut self) {
+        if let Some(batch) = self.batch.take() {
+            self.session.flow.submit(batch);
+        }
+    }
+
+    /// Returns when everything that was handed on, by any thread, has been written.
+    pub(crate) fn settle(&mut self) -> Result<(), MigrationError> {
+        self.submit();
+        if self.session.flow.drain() {
+            return Ok(());
+        }
+        Err(MigrationError::Cancelled)
+    }
+
+    /// Every page may come again.
+    pub(crate) fn barrier_passed(&mut self) {
+        self.session.barriers.fetch_add(1, Ordering::Relaxed);
+        if std::mem::replace(&mut self.any_seen, false) {
+            self.seen.iter().for_each(PageSet::clear);
+        }
+    }
+}

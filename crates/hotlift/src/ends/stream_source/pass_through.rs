@@ -1,0 +1,209 @@
+//! A stream that cannot be relayed page by page goes through byte for byte: postcopy, and devices
+//! other than RAM that send state while the guest runs.
+//!
+//! Every connection of the source becomes one to the other side, with bytes both ways, and each end is
+//! passed on. Nothing is compressed, and EOF is not held back.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::control::Status;
+use crate::ends::file::FileError;
+use crate::ends::settings::{Outgoing, Request};
+use crate::ends::stream_source::accept::Uncounted;
+use crate::error::{Channel, MigrationError};
+use crate::figures::{Counters, Counts, ThreadTimes};
+use crate::pipe::session::{Call, Relayed};
+use crate::stream::main_recv::Waiting;
+use crate::threads::spawn;
+use crate::transport::Stream;
+
+/// Further connections at most: QEMU has one, the preempt channel of postcopy.
+const EXTRA: usize = 4;
+
+/// After a connection that could not be accepted.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// The last thing that a destination says if all is well: SHUT(0).
+const SHUT_0: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
+
+/// Bytes copied at once.
+const COPY: usize = 256 << 10;
+
+/// Passes the stream of `source` on, whose first bytes were read, because of `why`. Its source connected at `since`.
+pub(crate) fn run(
+    mut arrivals: Uncounted<'_>,
+    (source, first_bytes): (&Stream, &[u8]),
+    request: Request<'_>,
+    since: Instant,
+    why: String,
+) -> Result<Relayed, MigrationError> {
+    if arrivals.has_channels() {
+        return Err(MigrationError::Protocol {
+            channel: Channel::Main,
+            got: format!("a stream with multifd that cannot be taken apart ({why})"),
+            doing: "opening the migration (switch multifd off on the source, or migrate without the relay)",
+        });
+    }
+    let Request {
+        outgoing: Outgoing::Address(to),
+        settings,
+        control,
+        hooks,
+    } = request
+    else {
+        return Err(FileError::CannotBeSaved { reason: why }.into());
+    };
+    let timeout = settings.outgoing.handshake_timeout;
+    let first = to.connect_for(control, timeout)?;
+    // Where EOF is in the stream is not known here.
+    if let Some(on_commit) = hooks.on_commit {
+        on_commit();
+    }
+    control.set_status(Status::Active);
+    let counters = (Counters::default(), Counters::default());
+    counters.0.add_bytes(first_bytes.len());
+    let threads = ThreadTimes::default();
+    let ended = AtomicUsize::new(0);
+    let outcome = thread::scope(|scope| {
+        let counters = &counters;
+        let (threads, ended) = (&threads, &ended);
+        let backward = spawn(scope, "relay/return".to_owned(), || {
+            // Answers are in neither figure.
+            let copied = copy(&first, source, &Counters::default(), None);
+            threads.book("relay/return");
+            ended.fetch_add(1, Ordering::AcqRel);
+            copied
+        })?;
+        let forward = spawn(scope, "relay/main".to_owned(), || {
+            // Here, where a cancel reaches a write that a destination does not take.
+            let copied = match (&first).write_all(first_bytes) {
+                Ok(()) => {
+                    counters.1.add_bytes(first_bytes.len());
+                    copy(source, &first, &counters.0, Some(&counters.1))
+                }
+                Err(_) => {
+                    source.shutdown(Shutdown::Both);
+                    first.shutdown(Shutdown::Both);
+                    Copied::default()
+                }
+            };
+            threads.book("relay/main");
+            ended.fetch_add(1, Ordering::AcqRel);
+            copied
+        })?;
+        // The preempt channel of postcopy comes late, and may say nothing for long.
+        let mut extra = Vec::new();
+        let call = Call::early(control);
+        let outcome = loop {
+            if let Err(error) = call.check() {
+                break Err(error);
+            }
+            if ended.load(Ordering::Acquire) == 2 {
+                break Ok(());
+            }
+            match arrivals.another() {
+                Ok(None) => {}
+                // Somebody else's connection; the migration goes on without it.
+                Err(_) => thread::sleep(RETRY),
+                Ok(Some(_)) if extra.len() == EXTRA => {}
+                Ok(Some(stream)) => match to.connect_for(control, timeout) {
+                    Err(_) => {}
+                    Ok(other) => {
+                        let pair = std::sync::Arc::new((stream, other));
+                        for (name, back) in [("relay/extra", false), ("relay/extra_r", true)] {
+                            let ends = std::sync::Arc::clone(&pair);
+                            spawn(scope, name.to_owned(), move || {
+                                let (a, b) = if back {
+                                    (&ends.1, &ends.0)
+                                } else {
+                                    (&ends.0, &ends.1)
+                                };
+                                let count = if back { None } else { Some(&counters.1) };
+                                let unread = Counters::default();
+                                let received = if back { &unread } else { &counters.0 };
+                                copy(a, b, received, count);
+                            })?;
+                        }
+                        extra.push(pair);
+                    }
+                },
+            }
+        };
+        if outcome.is_err() {
+            source.shutdown(Shutdown::Both);
+            first.shutdown(Shutdown::Both);
+        }
+        let (there, back) = (forward.join(), backward.join());
+        for pair in &extra {
+            pair.0.shutdown(Shutdown::Both);
+            pair.1.shutdown(Shutdown::Both);
+        }
+        outcome?;
+        let (there, back) = (there?, back?);
+        // A destination that speaks at all ends with SHUT(0) if it has the guest.
+        let refused = !back.last.is_empty() && back.last != SHUT_0;
+        if there.is_whole && !refused {
+            Ok(())
+        } else {
+            Err(MigrationError::main_closed())
+        }
+    });
+    outcome?;
+    Ok(Relayed {
+        total: since.elapsed(),
+        received_bytes: counters.0.read().transferred_bytes,
+        sent_bytes: counters.1.read().transferred_bytes,
+        pages: Counts::default(),
+        barriers: 0,
+        machine: String::new(),
+        method: "none",
+        passed_through: Some(why),
+        threads: threads.read(),
+    })
+}
+
+/// What became of one direction.
+#[derive(Debug, Default)]
+struct Copied {
+    /// It ended by itself.
+    is_whole: bool,
+    /// Its last bytes, up to as many as [`SHUT_0`] has.
+    last: Vec<u8>,
+}
+
+/// Copies until the end of `from`, and ends `to`.
+fn copy(from: &Stream, to: &Stream, received: &Counters, sent: Option<&Counters>) -> Copied {
+    let mut buffer = vec![0; COPY];
+    let mut copied = Copied::default();
+    loop {
+        let read = match from.read_some(&mut buffer) {
+            Ok(0) => {
+                to.shutdown(Shutdown::Write);
+                copied.is_whole = true;
+                return copied;
+            }
+            Ok(read) => read,
+            Err(_) => break,
+        };
+        copied
+            .last
+            .extend_from_slice(&buffer[read - read.min(SHUT_0.len())..read]);
+        let excess = copied.last.len().saturating_sub(SHUT_0.len());
+        copied.last.drain(..excess);
+        let mut out = to;
+        if out.write_all(&buffer[..read]).is_err() {
+            break;
+        }
+        received.add_bytes(read);
+        if let Some(sent) = sent {
+            sent.add_bytes(read);
+        }
+    }
+    from.shutdown(Shutdown::Both);
+    to.shutdown(Shutdown::Both);
+    copied
+}

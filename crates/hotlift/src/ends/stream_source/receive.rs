@@ -1,0 +1,192 @@
+//! Where an incoming multifd channel's pages go in a relay: into batches, or to the other side unread.
+
+use hotlift_mem::GuestRun;
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::multifd::{PacketHeader, PacketLayout};
+use hotlift_wire::return_path::ReturnMessage;
+
+use crate::ends::stream_source::upstream::Upstream;
+use crate::error::{Channel, MigrationError};
+use crate::pipe::session::Session;
+use crate::pipe::sink::ForwardPackets;
+use crate::pipe::source::Source;
+use crate::stream::channel_in::ChannelIn;
+use crate::stream::multifd_recv::{ChannelRules, MultifdReceiver, PageSink, ReadOn};
+use crate::stream::return_path::encode;
+use crate::transport::Stream;
+
+/// The connections of a source, as where the pages come from.
+pub(crate) struct Streams<'a> {
+    upstream: &'a Upstream,
+    blocks: &'a [RamBlockEntry],
+}
+
+impl<'a> Streams<'a> {
+    /// Those of a source with these RAM blocks.
+    pub(crate) fn new(upstream: &'a Upstream, blocks: &'a [RamBlockEntry]) -> Self {
+        Self { upstream, blocks }
+    }
+}
+
+impl Source for Streams<'_> {
+    fn readers(&self) -> usize {
+        self.upstream.multifd.len()
+    }
+
+    fn thread_name(&self, reader: usize) -> String {
+        format!("relay/recv_{reader}")
+    }
+
+    fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
+        // Ids count from 0 to 254.
+        let id = u8::try_from(reader).unwrap_or(u8::MAX);
+        let (channel, from_relay) = (&*self.upstream.multifd[reader], self.upstream.is_relay);
+        receive(session, self.blocks, channel, id, from_relay)
+    }
+
+    fn answer(&self, bytes: &[u8]) {
+        self.upstream.answer(bytes);
+    }
+
+    fn has_gone(&self) -> bool {
+        // A QEMU keeps its side open until it has had the last answer; a relay ends its own when all is written.
+        let stays = self.upstream.return_path && !self.upstream.is_relay;
+        stays && self.upstream.is_closed()
+    }
+
+    fn releases_guest(&self) -> bool {
+        !self.upstream.is_relay
+    }
+
+    fn free_readers(&self) {
+        self.upstream.shut_channels();
+    }
+
+    fn shut_down(&self) {
+        self.upstream.shut_down();
+    }
+
+    fn refuse(&self, reason: &str) {
+        let shut = ReturnMessage::Shut(1);
+        // A QEMU does not know the text.
+        self.upstream.answer(&match self.upstream.is_relay {
+            true => encode(&[ReturnMessage::ErrorText(reason), shut]),
+            false => encode(&[shut]),
+        });
+    }
+
+    fn over(&self) {
+        self.upstream.shut_channels();
+        if !self.upstream.is_relay {
+            self.upstream.close();
+        }
+    }
+}
+
+/// Reads channel `id` until it ends, between packets, or the relay does.
+fn receive(
+    session: &Session<'_>,
+    blocks: &[RamBlockEntry],
+    channel: &dyn ChannelIn,
+    id: u8,
+    from_relay: bool,
+) -> Result<(), MigrationError> {
+    let rules = ChannelRules {
+        id,
+        layout: PacketLayout::QEMU,
+        method: None,
+        checksum_required: from_relay,
+        accelerator: session.accelerator,
+    };
+    MultifdReceiver::new(
+        rules,
+        channel,
+        blocks,
+        &session.memory,
+        &session.received[usize::from(id)],
+        &session.control,
+    )?
+    .run(&mut Batches {
+        session,
+        id,
+        from_relay,
+        synced: false,
+        forwarder: None,
+    })
+}
+
+struct Batches<'a> {
+    session: &'a Session<'a>,
+    id: u8,
+    from_relay: bool,
+    /// The SYNC of the set-up has come, and with it everything that pages need.
+    synced: bool,
+    /// Passes uncompressed packets on where that may be done.
+    forwarder: Option<Box<dyn ForwardPackets + 'a>>,
+}
+
+impl Batches<'_> {
+    fn check_set_up(&self) -> Result<(), MigrationError> {
+        if self.synced {
+            return Ok(());
+        }
+        Err(MigrationError::Protocol {
+            channel: Channel::Multifd(self.id),
+            got: "pages before the first SYNC".to_owned(),
+            doing: "opening the migration",
+        })
+    }
+}
+
+impl PageSink for Batches<'_> {
+    fn put(
+        &mut self,
+        header: &PacketHeader,
+        read: impl FnOnce(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
+    ) -> Result<ReadOn, MigrationError> {
+        self.check_set_up()?;
+        let Some(mut batch) = self.session.flow.take() else {
+            return Ok(ReadOn::No);
+        };
+        batch.start(header.block());
+        batch.normal.extend_from_slice(header.normal());
+        batch.zero.extend_from_slice(header.zero());
+        if !header.normal().is_empty() {
+            read(&mut [GuestRun::of_buffer(batch.pages_mut())])?;
+        }
+        self.session.flow.submit(batch);
+        Ok(ReadOn::Yes)
+    }
+
+    fn forward(&mut self, header: &PacketHeader, from: &Stream) -> Result<bool, MigrationError> {
+        self.check_set_up()?;
+        if self.forwarder.is_none() {
+            self.forwarder = self.session.sink.forwarder(self.id);
+        }
+        let Some(forwarder) = &mut self.forwarder else {
+            return Ok(false);
+        };
+        forwarder.forward(from, header.block(), header.normal(), header.zero())?;
+        self.session
+            .pages
+            .add_pages(header.normal().len(), header.zero().len());
+        Ok(true)
+    }
+
+    fn sync(&mut self) -> Result<ReadOn, MigrationError> {
+        self.synced = true;
+        Ok(self.session.barrier.channel_arrives().into())
+    }
+
+    fn ended(&mut self) -> Result<(), MigrationError> {
+        // A relay closes its channels when everything is over: one that ends before was cut, and may be quiet for long
+        // before anybody writes to it.
+        if self.from_relay && !self.session.giving.is_committed() {
+            return Err(MigrationError::Closed {
+                channel: Channel::Multifd(self.id),
+            });
+        }
+        self.session.barrier.channel_ends();
+        Ok(())
+    }
+}

@@ -1,0 +1,203 @@
+//! What a stream says before its first page, and whether it can be relayed page by page.
+
+use std::io::Write;
+
+use hotlift_wire::handshake::{Features, Offer};
+use hotlift_wire::main_channel::{
+    Command, Configuration, MainDecoder, MainEvent, SectionKind, Step,
+};
+use hotlift_wire::settle::MigrationId;
+use hotlift_wire::{WireError, limits};
+
+use crate::error::{Channel, MigrationError};
+use crate::pipe::session::Call;
+use crate::pipe::sink::RamLayout;
+use crate::stream::graceful_close;
+use crate::stream::handshake;
+use crate::stream::main_recv::MainInput;
+use crate::stream::main_recv::event_name;
+use crate::stream::return_path::encode;
+use crate::transport::Stream;
+
+/// Section types that a stream may have behind the START section of `ram` if RAM is all that moves
+/// before the guest stops: PART, END, COMMAND.
+const PAGE_BY_PAGE: [u8; 3] = [0x02, 0x03, 0x08];
+
+/// What the stream says before its first page.
+pub(crate) struct Setup {
+    pub configuration: Configuration,
+    /// Commands for the other side.
+    pub commands: Vec<Command>,
+    pub ram: RamLayout,
+    /// The multifd flush of the set-up is a record; else, with multifd, every section's end is a sync point.
+    pub flush: bool,
+    /// What a relay has said of its stream; `None` of a QEMU.
+    pub relay: Option<Features>,
+    pub return_path: bool,
+}
+
+/// How the stream begins.
+pub(crate) enum StreamSetup {
+    /// It can be relayed page by page.
+    PageByPage(Box<Setup>),
+    /// It cannot: why.
+    PassThrough(String),
+}
+
+/// Why a stream without multifd has to be passed through after all, if another device sends state
+/// while the guest runs: its section follows the footer of `ram`'s. (With multifd the source may write nothing
+/// more on main before its channels are read; there such a device is refused when it comes.)
+pub(crate) fn other_devices(
+    input: &mut MainInput<'_>,
+    decoder: &mut MainDecoder,
+    call: &Call<'_>,
+) -> Result<Option<String>, MigrationError> {
+    loop {
+        match decoder
+            .next(input.unread())
+            .map_err(MigrationError::main_wire)?
+        {
+            Step::Event { consumed, .. } => {
+                input.take(consumed);
+                break;
+            }
+            Step::Need(needed) => {
+                if !input.fill(needed, call)? {
+                    return Err(MigrationError::main_closed());
+                }
+            }
+        }
+    }
+    if input.unread().is_empty() && !input.fill(1, call)? {
+        return Err(MigrationError::main_closed());
+    }
+    let relayed = PAGE_BY_PAGE.contains(&input.unread()[0]);
+    Ok((!relayed).then(|| {
+        "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)".to_owned()
+    }))
+}
+
+/// Answers a Hotlift's offer; one that is no relay, or of another version, is told so.
+fn greet(main: Option<&Stream>, offer: Offer, id: MigrationId) -> Result<(), MigrationError> {
+    let takes = Features::RELAYED | (offer.features & Features::MULTIFD);
+    let Some(mut main) = main else {
+        return handshake::check(offer, takes);
+    };
+    main.write_all(&encode(&handshake::answer(offer, takes, id)))
+        .map_err(|source| MigrationError::Connection {
+            channel: Channel::Main,
+            doing: "answering the source",
+            source,
+        })?;
+    handshake::check(offer, takes).inspect_err(|error| graceful_close::refuse(&[main], error))
+}
+
+/// Reads up to the last record of the START section of `ram`. A relay is told that the migration is called `id`
+/// here.
+pub(crate) fn read_setup(
+    input: &mut MainInput<'_>,
+    decoder: &mut MainDecoder,
+    id: MigrationId,
+    call: &Call<'_>,
+) -> Result<StreamSetup, MigrationError> {
+    let mut configuration = None;
+    let mut commands = Vec::new();
+    let mut ram = None;
+    let mut section_id = 0;
+    let mut flush = false;
+    let mut relay = None;
+    let mut return_path = false;
+    loop {
+        let (event, consumed) = match decoder.next(input.unread()) {
+            Ok(Step::Event { event, consumed }) => (event, consumed),
+            Ok(Step::Need(needed)) => {
+                if !input.fill(needed, call)? {
+                    return Err(MigrationError::main_closed());
+                }
+                continue;
+            }
+            Err(WireError::UnknownDevice { idstr, .. }) => {
+                return Ok(StreamSetup::PassThrough(format!(
+                    "device '{idstr}' sends state while the guest runs"
+                )));
+            }
+            Err(WireError::Unsupported { what }) => {
+                return Ok(StreamSetup::PassThrough(format!("it has {what}")));
+            }
+            Err(source) => return Err(MigrationError::main_wire(source)),
+        };
+        if input.everything().len() > limits::MAIN_RECORD {
+            return Err(MigrationError::main_wire(WireError::OverLimit {
+                what: "length of the set-up",
+                limit: limits::MAIN_RECORD as u64,
+                got: input.everything().len() as u64,
+            }));
+        }
+        let mut offer = None;
+        // The footer may stay in the source's buffer until its channels are read.
+        let ended = event == MainEvent::RamEos;
+        match event {
+            MainEvent::Configuration(said) => configuration = Some(said),
+            MainEvent::Command(Command::OpenReturnPath) => return_path = true,
+            MainEvent::Command(Command::PostcopyAdvise { .. }) => {
+                return Ok(StreamSetup::PassThrough(
+                    "postcopy may follow (capability postcopy-ram)".to_owned(),
+                ));
+            }
+            MainEvent::Command(Command::Ping(ping))
+                if relay.is_none()
+                    && commands.is_empty()
+                    && let Some(said) = Offer::of_ping(ping) =>
+            {
+                relay = Some(said.features);
+                offer = Some(said);
+            }
+            MainEvent::Command(_) if commands.len() == limits::SETUP_COMMANDS => {
+                return Err(MigrationError::main_wire(WireError::OverLimit {
+                    what: "number of commands in the set-up",
+                    limit: limits::SETUP_COMMANDS as u64,
+                    got: commands.len() as u64 + 1,
+                }));
+            }
+            MainEvent::Command(command) => commands.push(command),
+            MainEvent::SectionStart {
+                kind: SectionKind::Start,
+                id,
+                ..
+            } => section_id = id,
+            MainEvent::SectionStart { idstr, .. } => {
+                return Ok(StreamSetup::PassThrough(format!(
+                    "device '{idstr}' sends state before RAM"
+                )));
+            }
+            MainEvent::RamBlocks(blocks) => ram = Some(blocks),
+            MainEvent::MultifdFlush if !flush => flush = true,
+            MainEvent::Header | MainEvent::RamEos => {}
+            other => {
+                return Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: event_name(&other),
+                    doing: "opening the migration",
+                });
+            }
+        }
+        input.take(consumed);
+        if let Some(offer) = offer {
+            greet(input.socket(), offer, id)?;
+        }
+        let (true, Some(configuration), Some(blocks)) = (ended, &configuration, &ram) else {
+            continue;
+        };
+        return Ok(StreamSetup::PageByPage(Box::new(Setup {
+            configuration: configuration.clone(),
+            commands,
+            ram: RamLayout {
+                section_id,
+                blocks: blocks.clone(),
+            },
+            flush,
+            relay,
+            return_path,
+        })));
+    }
+}

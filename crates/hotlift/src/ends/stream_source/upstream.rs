@@ -1,0 +1,99 @@
+//! The source's channels, as what answers go to, and what is closed in the end.
+
+use std::io::Write;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::error::{Channel, MigrationError};
+use crate::stream::channel_in::ChannelIn;
+use crate::stream::graceful_close;
+use crate::transport::Stream;
+
+/// How long a source may leave answers unread before it is given up.
+const ANSWERING: Duration = Duration::from_secs(5);
+
+/// The source's channels.
+pub(crate) struct Upstream {
+    pub main: Box<dyn ChannelIn>,
+    /// By channel id.
+    pub multifd: Vec<Box<dyn ChannelIn>>,
+    /// The source is a relay.
+    pub is_relay: bool,
+    /// The source takes answers.
+    pub return_path: bool,
+    /// Keeps answers of different threads apart.
+    answering: Mutex<()>,
+}
+
+impl Upstream {
+    pub(crate) fn new(
+        main: Box<dyn ChannelIn>,
+        multifd: Vec<Box<dyn ChannelIn>>,
+        is_relay: bool,
+        return_path: bool,
+    ) -> Self {
+        // A socket that refuses the time-out is one that has gone.
+        let _ = main.socket().map(|main| main.set_write_timeout(ANSWERING));
+        Self {
+            main,
+            multifd,
+            is_relay,
+            return_path,
+            answering: Mutex::new(()),
+        }
+    }
+
+    /// Sends answers, if the source takes any. One that has gone cannot be told; its going is noticed
+    /// where it is read from.
+    pub(crate) fn answer(&self, bytes: &[u8]) {
+        let _ = self.answer_surely(bytes);
+    }
+
+    /// The same, where it matters.
+    ///
+    /// # Errors
+    /// [`MigrationError::Connection`] if the source has gone, or reads nothing.
+    pub(crate) fn answer_surely(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        let Some(mut main) = self.main.socket().filter(|_| self.return_path) else {
+            return Ok(());
+        };
+        let _one = self
+            .answering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        main.write_all(bytes).map_err(|source| {
+            // A part of a message may be on its way: nothing can follow it.
+            self.main.shut_down();
+            MigrationError::Connection {
+                channel: Channel::Main,
+                doing: "answering the source",
+                source,
+            }
+        })
+    }
+
+    /// Whether the source has closed its main channel.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.main.socket().is_some_and(Stream::is_hung_up)
+    }
+
+    /// Frees the threads that read multifd channels.
+    pub(crate) fn shut_channels(&self) {
+        self.multifd.iter().for_each(|channel| channel.shut_down());
+    }
+
+    pub(crate) fn shut_down(&self) {
+        self.main.shut_down();
+        self.shut_channels();
+    }
+
+    /// Closes all connections, main so that what was said on it last arrives.
+    pub(crate) fn close(&self) {
+        self.shut_channels();
+        match self.main.socket().filter(|_| self.return_path) {
+            Some(main) => graceful_close::close(&[main]),
+            // It hears nothing, and what it writes on must not look taken.
+            None => self.shut_down(),
+        }
+    }
+}

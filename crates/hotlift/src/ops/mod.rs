@@ -1,0 +1,12 @@
+//! What can be done with a guest's pages: each operation joins a source of pages to a sink.
+//!
+//! | file | from | to |
+//! |---|---|---|
+//! | `migrate` | the guest of this process | a stream |
+//! | `receive` | a stream | the guest of this process |
+//! | `relay/pass_on` | a stream, or a save file | a stream (relay), or a file (save) |
+//! | `relay/restore` | a `mapped-ram` file | a stream |
+
+pub(crate) mod migrate;
+pub(crate) mod receive;
+pub mod relay;

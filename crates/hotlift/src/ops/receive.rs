@@ -1,0 +1,190 @@
+//! The destination's side of a migration: accepts its connections, fills guest RAM, loads devices,
+//! and takes the guest over when the source releases it.
+
+use std::thread;
+
+use hotlift_mem::RamBlock;
+use hotlift_wire::multifd::Method;
+
+use crate::control::Control;
+use crate::ends::guest_sink::main_channel::MainReceiver;
+use crate::ends::guest_sink::session::Session;
+use crate::ends::guest_sink::{accept, channel, decompress_threads};
+use crate::error::{Channel, MigrationError};
+use crate::figures::{DestinationReport, SideFigures};
+use crate::guest::Guest;
+use crate::handover::{DestinationSide, attend, linger};
+use crate::options::Options;
+use crate::stream::door::Door;
+use crate::stream::graceful_close;
+use crate::stream::handshake;
+use crate::threads::{OnPanic, caught, run_as, spawn};
+use crate::transport::{Listener, Stream};
+
+/// Threads that populate RAM at most: memory bandwidth is used up by then.
+const POPULATE_THREADS: usize = 8;
+
+/// Waits at `listener` for one migration into `guest`, which has not run, and returns when the guest
+/// runs here and its source knows it. A source that is not heard from any more is waited for as long as it
+/// may ask: `handshake_timeout` and [`Options::settle_timeout`]. The guest runs meanwhile; `control` says
+/// so at once.
+///
+/// # Errors
+/// Any [`MigrationError`]. The guest then does not run here; its RAM and devices are to be thrown
+/// away.
+pub fn receive(
+    guest: &dyn Guest,
+    listener: Listener,
+    options: &Options,
+    control: &Control,
+) -> Result<DestinationReport, MigrationError> {
+    options.check()?;
+    run_as("mig/dst/main", control, || {
+        run(guest, listener, options, control)
+    })
+}
+
+/// Readies the guest's RAM for a migration with these options, before anybody is told where to
+/// connect: with `mem-prealloc`, makes the kernel allocate all of it now.
+///
+/// # Errors
+/// [`MigrationError::Memory`] if there is not enough of it.
+pub fn prepare(guest: &dyn Guest, options: &Options) -> Result<(), MigrationError> {
+    if !options.mem_prealloc {
+        return Ok(());
+    }
+    let workers = thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(POPULATE_THREADS);
+    for block in guest.ram() {
+        let block: &RamBlock = block;
+        // Huge pages are not to be split between threads.
+        let share = block.len().div_ceil(workers).next_multiple_of(2 << 20);
+        thread::scope(|scope| {
+            let threads: Result<Vec<_>, _> = (0..block.len())
+                .step_by(share)
+                .map(|offset| {
+                    let length = share.min(block.len() - offset);
+                    let name = format!("mig/dst/pop_{}", offset / share);
+                    spawn(scope, name, move || block.populate(offset, length))
+                })
+                .collect();
+            for thread in threads? {
+                thread.join()??;
+            }
+            Ok::<_, MigrationError>(())
+        })?;
+    }
+    Ok(())
+}
+
+fn run(
+    guest: &dyn Guest,
+    listener: Listener,
+    options: &Options,
+    control: &Control,
+) -> Result<DestinationReport, MigrationError> {
+    let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
+    let id = handshake::new_id().map_err(MigrationError::opening)?;
+    let door = Door::new(&listener, None, options.handshake_timeout, control);
+    let (accepted, mut door) = accept::accept(door, guest.uuid(), method, options, control)?;
+    let session = Session::new(guest, options, control.clone(), id, accepted);
+    let refuse = || {
+        session.fail(MigrationError::Closed {
+            channel: Channel::Main,
+        });
+    };
+    let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
+    thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for id in 0..options.channels() {
+            let session = &session;
+            let name = format!("mig/dst/recv_{id}");
+            threads.push(spawn(scope, name.clone(), move || {
+                let _ends = OnPanic(|| session.abort());
+                let outcome = channel::receive(session, id);
+                session.threads.book(&name);
+                session.channel_ended(outcome);
+            }));
+        }
+        for number in 0..decompress_threads::threads(options) {
+            let session = &session;
+            let name = format!("decompress_{number}");
+            threads.push(spawn(scope, name.clone(), move || {
+                let _ends = OnPanic(|| session.abort());
+                let outcome = decompress_threads::work(session);
+                session.threads.book(&name);
+                if let Err(error) = outcome {
+                    session.fail(error);
+                }
+            }));
+        }
+        let attending = spawn(scope, "mig/dst/door".to_owned(), || {
+            let _ends = OnPanic(|| session.abort());
+            attend(&mut door, &session.asked(&refuse), &stopped);
+            session.threads.book("mig/dst/door");
+            door
+        });
+        let _ends = OnPanic(|| session.abort());
+        let mut receiver = MainReceiver::new(&session);
+        let outcome = threads
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()
+            .and_then(|_| caught(|| receiver.run()));
+        if let Err(error) = outcome {
+            session.fail(error);
+        }
+        session.decompress.end();
+        drop(stop);
+        let door = attending.ok().and_then(|door| door.join().ok());
+        wind_up(&session, door, receiver.read_ahead());
+        session.threads.book("mig/dst/main");
+    });
+    // A socket's file should not outlive its use.
+    drop(listener);
+    if let Some(error) = session.failure.take() {
+        return Err(error);
+    }
+    let total = session.total();
+    let counts = session.counts();
+    Ok(DestinationReport {
+        total_ms: total.as_secs_f64() * 1e3,
+        normal_pages: counts.normal_pages,
+        zero_pages: counts.zero_pages,
+        side: SideFigures::new(
+            session.threads.read(),
+            total,
+            counts.normal_pages,
+            session.control.jobs(),
+        ),
+    })
+}
+
+/// Ends the connections, after the source has had the time to read why, and knows what became of the guest.
+fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
+    let main = [&session.accepted.main];
+    if let Some(reason) = session.failure.text()
+        && session.is_hotlift()
+        && session.taking.side() == DestinationSide::Never
+    {
+        graceful_close::say_reason(&main, &reason);
+    }
+    if let Some(mut door) = door
+        && session.is_hotlift()
+    {
+        let streams: Vec<_> = session.streams().collect();
+        let patience = session.options.time_for_questions();
+        // It has ended by now.
+        let asked = session.asked(&|| ());
+        linger(
+            &mut door,
+            &asked,
+            &streams,
+            read_ahead,
+            patience,
+            &session.control,
+        );
+    }
+    graceful_close::close(&main);
+    session.shut_down();
+}

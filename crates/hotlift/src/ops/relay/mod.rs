@@ -1,0 +1,178 @@
+//! The relay: passes a QEMU's migration stream on, and on the way takes its pages out, compresses them
+//! and spreads them over channels, or the other way round.
+//!
+//! ```text
+//! stream_source   packets, records of main -> batches        out of connections, or of a save file (ends/file)
+//! file            a mapped-ram file -> batches
+//! pipe            a fixed number of batches between readers and writers
+//! stream_sink     batches -> packets, sync points, device state    to connections, or into a save file
+//! file            batches -> a mapped-ram file
+//! ```
+//!
+//! Both sides are QEMU's stream: main and multifd channels in any method, or main alone. What the
+//! incoming stream has is found out from it; what the outgoing one is to have, the options say. So one
+//! engine stands at the source (QEMU in, channels out), at the destination (channels in, QEMU out), and
+//! serves a QEMU that compresses by itself.
+//!
+//! # Order
+//!
+//! Between two barriers a page is sent at most once, so that batches may overtake each other. A sync point of
+//! the incoming stream is one of the outgoing: the main thread waits until all channels have come to
+//! their SYNC and every batch is written, then writes SYNC on all channels and the multifd flush. A source
+//! without multifd has no sync points; there a barrier is made when a page comes a second time.
+//!
+//! # Who has the guest
+//!
+//! A QEMU runs the guest when it has read EOF, and its source takes the guest back if it then hears
+//! nothing. A relay that was killed in between would make two of it. So the relay beside the source
+//! lets EOF wait until its QEMU has given the guest up; `handover` draws it.
+//!
+//! Before SHUT(0) to the source every failure leaves the guest with it, and the destination without EOF.
+//! Between SHUT(0) and EOF, some milliseconds, a killed relay leaves the guest paused at the source, whole,
+//! and nowhere twice.
+
+mod pass_on;
+mod restore;
+
+use serde::{Deserialize, Serialize};
+
+use crate::ends::settings::Request;
+pub use crate::ends::settings::{Incoming, Outgoing, RelaySettings};
+pub use crate::pipe::hooks::{Hooks, Ownership, RelayProgress, Taken};
+
+use crate::control::Control;
+use crate::ends::file::SavedVm;
+use crate::error::MigrationError;
+use crate::figures::{SideFigures, ratio, to_f64};
+use crate::options::{OPTIONS, OptionError, Options, Role};
+use crate::pipe::session::Relayed;
+use crate::threads::run_as;
+
+/// What a relay passes over though it has no hand in it: `hotlift save` and `hotlift migrate` hand `downtime-limit` on to
+/// the source's QEMU, and the others change nothing of what a relay does.
+const PASSED_OVER: [&str; 3] = ["downtime-limit", "accel-path", "zero-copy-send"];
+
+/// What one migration through a relay came to.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RelayReport {
+    /// From the source's first connection until word that the destination has the guest, in
+    /// milliseconds.
+    pub total_ms: f64,
+    /// Bytes read from all incoming channels.
+    pub received_bytes: u64,
+    /// Bytes written to all outgoing channels.
+    pub sent_bytes: u64,
+    /// Pages passed on with their content.
+    pub normal_pages: u64,
+    /// Pages passed on as zero.
+    pub zero_pages: u64,
+    /// Barriers passed on or made.
+    pub barriers: u64,
+    /// Bytes of normal pages over `sent_bytes`.
+    pub ratio: f64,
+    /// `sent_bytes` × 8 over `total_ms`, in 10^6 bit/s.
+    pub throughput_mbps: f64,
+    /// The source's machine; empty for a stream that was passed through unread.
+    pub machine: String,
+    /// Page compression method of the outgoing side.
+    pub method: String,
+    /// Why the stream was passed through byte for byte; `None` for one that was relayed page by page.
+    pub passed_through: Option<String>,
+    /// Cost of this relay.
+    pub side: SideFigures,
+}
+
+/// Passes one migration on, from its first connection to its end.
+///
+/// # Errors
+/// Any [`MigrationError`]; all connections are closed then. The source has kept the guest, unless it is
+/// [`MigrationError::InDoubt`], or [`MigrationError::Released`], which say what is known, or
+/// [`MigrationError::Destination`] from a destination that refused to run a guest that the source had
+/// released.
+pub fn relay(
+    incoming: Incoming<'_>,
+    outgoing: &Outgoing<'_>,
+    settings: &RelaySettings,
+    control: &Control,
+    hooks: Hooks<'_>,
+) -> Result<RelayReport, MigrationError> {
+    check(&settings.outgoing)?;
+    if let Outgoing::File { format, .. } = outgoing {
+        format.check(&settings.outgoing)?;
+    }
+    let request = Request {
+        outgoing,
+        settings,
+        control,
+        hooks,
+    };
+    run_as("relay/main", control, || {
+        let relayed = match incoming {
+            Incoming::Listener(listener) => pass_on::run(listener, request),
+            Incoming::File { path, offset } => match SavedVm::open(path, offset)? {
+                SavedVm::Container(file) => pass_on::run_saved(&file, request),
+                SavedVm::MappedRam(file) => restore::run(&file, request),
+            },
+        }?;
+        Ok(report(relayed, control))
+    })
+}
+
+/// A token that nobody can guess, for [`RelaySettings::incoming_token`].
+///
+/// # Errors
+/// The kernel gives no random bytes.
+pub fn new_token() -> std::io::Result<[u8; 16]> {
+    Ok(crate::stream::handshake::new_id()?.0)
+}
+
+/// Whether a relay can do what the options ask for.
+///
+/// # Errors
+/// [`OptionError`], also for what only a guest's own migration can do.
+pub fn check(outgoing: &Options) -> Result<(), OptionError> {
+    outgoing.check()?;
+    let defaults = Options::default();
+    for info in OPTIONS {
+        let value = info.read(outgoing).to_string();
+        if PASSED_OVER.contains(&info.name) || value == info.read(&defaults).to_string() {
+            continue;
+        }
+        let by_name = info.refusal(Role::Relay);
+        if let Some(instead) = by_name.or_else(|| info.value_refusal(Role::Relay, &value)) {
+            return Err(OptionError::NotForRelay {
+                option: format!("{}={value}", info.name),
+                instead,
+            });
+        }
+    }
+    Ok(())
+}
+
+fn report(relayed: Relayed, control: &Control) -> RelayReport {
+    let Relayed {
+        total,
+        received_bytes,
+        sent_bytes,
+        pages,
+        barriers,
+        machine,
+        method,
+        passed_through,
+        threads,
+    } = relayed;
+    RelayReport {
+        total_ms: total.as_secs_f64() * 1e3,
+        received_bytes,
+        sent_bytes,
+        normal_pages: pages.normal_pages,
+        zero_pages: pages.zero_pages,
+        barriers,
+        ratio: ratio(to_f64(pages.normal_pages) * 4096.0, to_f64(sent_bytes)),
+        throughput_mbps: ratio(to_f64(sent_bytes) * 8.0 / 1e6, total.as_secs_f64()),
+        machine,
+        method: method.to_owned(),
+        passed_through,
+        side: SideFigures::new(threads, total, pages.normal_pages, control.jobs()),
+    }
+}

@@ -1,0 +1,219 @@
+//! One migration through the relay, start to end: connections, threads, and how they end.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::time::Instant;
+
+use hotlift_wire::handshake::Features;
+use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
+use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
+
+use crate::ends::file::{FileError, SavedChannels};
+use crate::ends::settings::Request;
+use crate::ends::stream_sink;
+use crate::ends::stream_sink::Seen;
+use crate::ends::stream_source::accept::{Channels, Uncounted};
+use crate::ends::stream_source::main_reader::MainReader;
+use crate::ends::stream_source::pass_through;
+use crate::ends::stream_source::receive::Streams;
+use crate::ends::stream_source::setup::{StreamSetup, other_devices, read_setup};
+use crate::ends::stream_source::upstream::Upstream;
+use crate::error::MigrationError;
+use crate::figures::Counters;
+use crate::handover::linger;
+
+use crate::options::{CHANNEL_MEMORY, Options};
+use crate::pipe::run::run_threads;
+use crate::pipe::session::{Call, Relayed, Session};
+use crate::pipe::sink::Opening;
+use crate::stream::channel_in::ChannelIn;
+use crate::stream::door::Door;
+use crate::stream::graceful_close;
+use crate::stream::handshake;
+use crate::stream::main_recv::{MainInput, Silence};
+use crate::transport::Listener;
+
+/// Passes on what a source that connects to `listener` sends.
+pub(crate) fn run(listener: &Listener, request: Request<'_>) -> Result<Relayed, MigrationError> {
+    let mut arrivals = Uncounted::new(listener, request.settings, request.control);
+    let (main, since) = arrivals.main(&Call::early(request.control))?;
+    pass_on(
+        Box::new(main),
+        Others::Arriving(Box::new(arrivals)),
+        since,
+        request,
+    )
+}
+
+/// Passes on what is in a save file.
+pub(crate) fn run_saved(
+    file: &Arc<SavedChannels>,
+    request: Request<'_>,
+) -> Result<Relayed, MigrationError> {
+    let (main, since) = (Box::new(file.channel(0)), Instant::now());
+    let outcome = pass_on(main, Others::Saved(file), since, request);
+    match file.take_error() {
+        Some(error) => Err(error.into()),
+        None => outcome,
+    }
+}
+
+/// Where the multifd channels of a source come from.
+enum Others<'a> {
+    Arriving(Box<Uncounted<'a>>),
+    Saved(&'a Arc<SavedChannels>),
+}
+
+/// One migration, start to end.
+fn pass_on(
+    main: Box<dyn ChannelIn>,
+    mut others: Others<'_>,
+    since: Instant,
+    request: Request<'_>,
+) -> Result<Relayed, MigrationError> {
+    let Request {
+        settings,
+        control,
+        hooks,
+        ..
+    } = request;
+    let early = Call::early(control);
+    let memory = settings.outgoing.memory(0);
+    let id = handshake::new_id().map_err(MigrationError::opening)?;
+    // Booked again below, when the number of channels is known.
+    let unbooked = Counters::default();
+    // A source that somebody watches is not given up for its silence: to start the dirty log of a large VM, or on a
+    // busy host, takes a QEMU a minute, in which it answers nothing.
+    let silence = match hooks.ownership {
+        Some(_) => Silence::Unlimited,
+        None => Silence::Always(settings.outgoing.handshake_timeout),
+    };
+    let mut input = MainInput::new(&*main, &unbooked, silence, &memory).keep_everything();
+    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
+    let stream_setup = read_setup(&mut input, &mut decoder, id, &early)?;
+    let pass_through = |others, input: &MainInput<'_>, why| {
+        let first = (input.socket(), input.everything());
+        let (Others::Arriving(arrivals), (Some(source), bytes)) = (others, first) else {
+            return Err(FileError::CannotBeSaved { reason: why }.into());
+        };
+        pass_through::run(*arrivals, (source, bytes), request, since, why)
+    };
+    let setup = match stream_setup {
+        StreamSetup::PageByPage(setup) => setup,
+        StreamSetup::PassThrough(why) => return pass_through(others, &input, why),
+    };
+    let multifd = setup
+        .relay
+        .map(|features| features.contains(Features::MULTIFD));
+    let expected = setup.flush || multifd == Some(true);
+    let channels = match (&mut others, input.socket()) {
+        _ if multifd == Some(false) => None,
+        (Others::Arriving(arrivals), Some(main)) => arrivals.channels(main, expected, &early)?,
+        (Others::Saved(file), _) => Channels::saved(file)?,
+        (Others::Arriving(_), None) => unreachable!("who connects has a socket"),
+    };
+    if channels.is_none()
+        && setup.relay.is_none()
+        && let Some(why) = other_devices(&mut input, &mut decoder, &early)?
+    {
+        return pass_through(others, &input, why);
+    }
+    let said = channels.as_ref().map(|channels| channels.uuid);
+    let opening = Opening {
+        configuration: setup.configuration.clone(),
+        uuid: settings
+            .uuid
+            .or(said)
+            .or(setup.configuration.uuid)
+            .unwrap_or_default(),
+    };
+    let hello = channels.as_ref().and_then(|channels| channels.hello);
+    if let Some(error) = hello.and_then(unfit) {
+        refuse(&*main, &error);
+        return Err(error);
+    }
+    let seen = Seen {
+        flush_after_each_section: channels.as_ref().map(|_| !setup.flush),
+        zeros_were_looked_for: hello
+            .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
+    };
+    let sink = match stream_sink::open(request, seen, &opening, &memory) {
+        Ok(sink) => sink,
+        Err(error) => {
+            if setup.relay.is_some() {
+                refuse(&*main, &error);
+            }
+            return Err(error);
+        }
+    };
+    let multifd = channels.map_or_else(Vec::new, |Channels { channels, .. }| channels);
+    memory.raise(multifd.len() * CHANNEL_MEMORY);
+    let received = Counters::of_side(multifd.len());
+    if let Some(on_main) = received.last() {
+        on_main.add_bytes(input.everything().len());
+    }
+    let read_ahead = input.detach(setup.relay.is_some());
+    let upstream = Upstream::new(main, multifd, setup.relay.is_some(), setup.return_path);
+    let session = Session::new(request, memory, &*sink, received, since, id);
+    let input = MainInput::attach(
+        read_ahead,
+        &*upstream.main,
+        &session.received[upstream.multifd.len()],
+    );
+    let mut reader = MainReader::new(&session, &upstream, &setup, input, decoder);
+    let count = upstream.multifd.len();
+    // A relay says how many channels it has, and asks; a QEMU does neither.
+    let mut door = None;
+    let mut uncounted = None;
+    match others {
+        Others::Arriving(arrivals) if upstream.is_relay => door = Some(arrivals.into_door()),
+        Others::Arriving(arrivals) => uncounted = Some(arrivals),
+        Others::Saved(_) => {}
+    }
+    let uncounted = RefCell::new(uncounted);
+    let late_channel = || {
+        let mut arrivals = uncounted.borrow_mut();
+        let arrivals = arrivals.as_mut();
+        arrivals.is_some_and(|arrivals| arrivals.late_channel(said, count))
+    };
+    let outcome = run_threads(
+        &session,
+        &Streams::new(&upstream, &setup.ram.blocks),
+        &setup.ram.blocks,
+        hooks,
+        &mut || reader.run(&opening, hooks, &late_channel),
+        door.as_mut(),
+    );
+    wind_up(&session, &upstream, door, &settings.outgoing);
+    outcome?;
+    Ok(session.relayed(&setup.configuration.machine))
+}
+
+/// Why a relay cannot take the packets of a Hotlift that has said this of them.
+fn unfit(hello: Hello) -> Option<MigrationError> {
+    let size = |layout: PacketLayout| format!("{} bytes", layout.pages() * layout.page_size());
+    (hello.layout != PacketLayout::QEMU).then(|| MigrationError::Mismatch {
+        what: "multifd-packet-size".to_owned(),
+        source_has: size(hello.layout),
+        destination_has: format!("{}: it is a relay", size(PacketLayout::QEMU)),
+    })
+}
+
+/// Tells a source that is a Hotlift why it is refused.
+fn refuse(main: &dyn ChannelIn, error: &MigrationError) {
+    if let Some(main) = main.socket() {
+        graceful_close::refuse(&[main], error);
+    }
+}
+
+/// Stays until a source that is a relay knows what became of the guest, and closes all connections.
+fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, options: &Options) {
+    if let (Some(mut door), Some(main)) = (door, upstream.main.socket()) {
+        let patience = options.time_for_questions();
+        // It has ended by now.
+        let asked = session.asked(&|| ());
+        let main = [main];
+        linger(&mut door, &asked, &main, &[], patience, &session.control);
+    }
+    upstream.close();
+}

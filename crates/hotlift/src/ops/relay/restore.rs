@@ -1,0 +1,82 @@
+//! A VM out of a `mapped-ram` file, start to end.
+//!
+//! Nothing in such a file has an order: its threads read the pages, each once, from their places straight into batches.
+//! The guest runs nowhere before all of them were read.
+
+use std::time::Instant;
+
+use crate::control::Status;
+use crate::ends::file::MappedSource;
+use crate::ends::settings::Request;
+use crate::ends::stream_sink;
+use crate::ends::stream_sink::Seen;
+use crate::ends::stream_source::device_state;
+use crate::error::MigrationError;
+use crate::figures::Counters;
+use crate::pipe::hooks::Hooks;
+use crate::pipe::run::run_threads;
+use crate::pipe::session::{Relayed, Session};
+use crate::pipe::sink::{Opening, RamLayout};
+use crate::stream::handshake;
+use crate::stream::main_recv::Waiting;
+
+/// Passes the VM in `file` on.
+pub(crate) fn run(file: &MappedSource, request: Request<'_>) -> Result<Relayed, MigrationError> {
+    let Request {
+        settings, hooks, ..
+    } = request;
+    let since = Instant::now();
+    let memory = settings.outgoing.memory(0);
+    let configuration = file.configuration().clone();
+    let opening = Opening {
+        uuid: settings.uuid.or(configuration.uuid).unwrap_or_default(),
+        configuration,
+    };
+    let seen = Seen {
+        flush_after_each_section: Some(!file.flushes()),
+        zeros_were_looked_for: true,
+    };
+    let sink = stream_sink::open(request, seen, &opening, &memory)?;
+    let received = Counters::of_side(file.threads());
+    let id = handshake::new_id().map_err(MigrationError::opening)?;
+    let session = Session::new(request, memory, &*sink, received, since, id);
+    let ram = file.ram();
+    let mut pass_on = || pass_on(&session, file, &opening, &ram, hooks);
+    run_threads(&session, file, &ram.blocks, hooks, &mut pass_on, None)?;
+    Ok(session.relayed(&opening.configuration.machine))
+}
+
+/// What the main thread does.
+fn pass_on(
+    session: &Session<'_>,
+    file: &MappedSource,
+    opening: &Opening,
+    ram: &RamLayout,
+    hooks: Hooks<'_>,
+) -> Result<(), MigrationError> {
+    session.sink.open(opening)?;
+    session.meet_readers()?;
+    session.sink.ram_start(ram)?;
+    session.barrier.pass();
+    session.control.set_status(Status::Active);
+
+    session.meet_readers()?;
+    if !session.flow.drain() {
+        return Err(MigrationError::Cancelled);
+    }
+    for command in file.commands() {
+        session.sink.command(*command)?;
+    }
+    session.sink.ram_end()?;
+    session.barrier.pass();
+    session.control.set_status(Status::Device);
+
+    let (devices, end) = file.device_state();
+    session.sink.devices(devices)?;
+    session.sink.await_loaded()?;
+    session.call().check()?;
+    if !session.commit(hooks) {
+        return Err(MigrationError::Cancelled);
+    }
+    device_state::hand_over(session, end, hooks)
+}

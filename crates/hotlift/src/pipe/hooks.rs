@@ -1,0 +1,59 @@
+//! What the caller of a relay wants to know, and knows better.
+
+use std::time::Duration;
+
+/// Who owns the guest, as the source tells it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ownership {
+    /// The source has released it for good: the destination may run it.
+    Released,
+    /// The source has taken it back.
+    Kept,
+    /// Not known yet.
+    Unknown,
+}
+
+/// What somebody who can ask the destination otherwise knows of the guest there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Taken {
+    /// The destination has the guest.
+    Yes,
+    /// It does not have it, and never will: it has failed, or its process has ended.
+    Never,
+    /// Not known (yet).
+    Unknown,
+}
+
+/// What the caller wants to know, and knows better.
+#[derive(Default, Clone, Copy)]
+pub struct Hooks<'a> {
+    /// Takes reports, twice a second.
+    pub on_progress: Option<&'a (dyn Fn(&RelayProgress) + Sync)>,
+    /// Asked every few milliseconds, once all is loaded. With it the source may be silent in its set-up for as long as
+    /// it likes; whoever knows better cancels. Without it the source has released the guest when it
+    /// closes its main channel, which a cancel in that moment looks like, too.
+    pub ownership: Option<&'a (dyn Fn() -> Ownership + Sync)>,
+    /// Called once, before the first byte goes out at which the destination may run the guest. Whoever
+    /// could end the destination by accident makes sure here that it no longer does.
+    pub on_commit: Option<&'a (dyn Fn() + Sync)>,
+    /// Asked while the destination, told to run the guest, has not said on the stream what became of
+    /// it. Without it only the stream tells.
+    pub has_taken: Option<&'a (dyn Fn() -> Taken + Sync)>,
+}
+
+/// A moment of a relay.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RelayProgress {
+    /// Since the source's first connection.
+    pub elapsed: Duration,
+    /// Bytes read from all incoming channels.
+    pub received_bytes: u64,
+    /// Bytes written to all outgoing channels.
+    pub sent_bytes: u64,
+    /// Pages passed on with their content.
+    pub normal_pages: u64,
+    /// Pages passed on as zero.
+    pub zero_pages: u64,
+    /// Bytes of the VM's RAM blocks; 0 before they are known.
+    pub total_bytes: u64,
+}

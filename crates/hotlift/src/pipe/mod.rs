@@ -1,0 +1,21 @@
+//! Between a source of pages and a sink: a bounded number of batches, barriers, and the threads that share them.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `source`, `sink` | what every end does |
+//! | `batch`, `flow` | pages on their way, and the fixed number of batches that go round: backpressure, no growth |
+//! | `barrier` | channels stand still at a sync point until main has come to it |
+//! | `gate` | channels start and end a round of the guest's pages together |
+//! | `session`, `run`, `watch` | what the threads share; the threads; what ends them when they all wait |
+//! | `hooks` | what the caller wants to know, and knows better |
+
+pub(crate) mod barrier;
+pub(crate) mod batch;
+pub(crate) mod flow;
+pub(crate) mod gate;
+pub(crate) mod hooks;
+pub(crate) mod run;
+pub(crate) mod session;
+pub(crate) mod sink;
+pub(crate) mod source;
+pub(crate) mod watch;

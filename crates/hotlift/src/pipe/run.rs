@@ -1,0 +1,157 @@
+//! The threads of one migration from a source to a sink.
+
+use std::thread;
+
+use hotlift_methods::legacy::compress::Inflater;
+use hotlift_wire::RamBlockEntry;
+
+use crate::error::MigrationError;
+use crate::handover::{Verdict, attend};
+use crate::pipe::hooks::Hooks;
+use crate::pipe::session::Session;
+use crate::pipe::source::Source;
+use crate::pipe::watch::{EndsWatch, Watch};
+use crate::stream::door::Door;
+use crate::threads::{OnPanic, caught, spawn};
+use crate::transport::Stream;
+
+/// Runs all threads of one migration; `main` is what this one does.
+pub(crate) fn run_threads(
+    session: &Session<'_>,
+    source: &dyn Source,
+    blocks: &[RamBlockEntry],
+    hooks: Hooks<'_>,
+    main: &mut dyn FnMut() -> Result<(), MigrationError>,
+    door: Option<&mut Door<'_>>,
+) -> Result<(), MigrationError> {
+    let total_bytes = blocks.iter().map(|block| block.used_length).sum();
+    let watch = Watch::default();
+    let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
+    let refuse = || session.fail(MigrationError::main_closed());
+    let aborting = &|| {
+        session.fail(MigrationError::panicked_here());
+        source.shut_down();
+    };
+    thread::scope(|scope| {
+        let _watched = EndsWatch(&watch);
+        let outcome = (|| {
+            for reader in 0..source.readers() {
+                let name = source.thread_name(reader);
+                spawn(scope, name.clone(), move || {
+                    let _ends = OnPanic(aborting);
+                    let ended = source.read(session, reader);
+                    session.threads.book(&name);
+                    if let Err(error) = ended
+                        && !session.giving.is_committed()
+                    {
+                        session.fail(error);
+                    }
+                })?;
+            }
+            for worker in 0..session.sink.workers() {
+                let name = format!("relay/send_{worker}");
+                spawn(scope, name.clone(), move || {
+                    let _ends = OnPanic(aborting);
+                    let ended = write_batches(session, blocks, worker);
+                    session.threads.book(&name);
+                    if let Err(error) = ended {
+                        session.fail(error);
+                    }
+                })?;
+            }
+            spawn(scope, "relay/return".to_owned(), || {
+                let _ends = OnPanic(aborting);
+                let ended = session.sink.return_path(&|bytes| source.answer(bytes));
+                session.threads.book("relay/return");
+                if let Err(error) = ended
+                    && !session.giving.is_committed()
+                {
+                    session.fail(error);
+                }
+            })?;
+            if let Some(door) = door {
+                spawn(scope, "relay/door".to_owned(), || {
+                    let _ends = OnPanic(aborting);
+                    attend(door, &session.asked(&refuse), &stopped);
+                    session.threads.book("relay/door");
+                })?;
+            }
+            spawn(scope, "relay/watch".to_owned(), || {
+                let _ends = OnPanic(aborting);
+                watch.run(session, source, total_bytes, hooks.on_progress);
+            })?;
+            caught(main)
+        })();
+        drop(stop);
+        if let Err(error) = outcome {
+            session.end(error);
+        }
+        session.flow.end();
+        // Everything has been written, or nothing will be: nobody need wait for anybody.
+        session.release_waiting();
+        if session.giving.failure.is_set()
+            && let Some(reason) = session.sink.closing_reason()
+        {
+            session.giving.failure.explain(reason);
+        }
+        if let Some(reason) = session.giving.failure.text()
+            && session.giving.verdict() != Some(Verdict::Doubt)
+        {
+            source.refuse(&reason);
+        }
+        session.sink.close();
+        source.over();
+    });
+    session.threads.book("relay/main");
+    let is_offered = session.giving.is_offered();
+    match session.giving.failure.take() {
+        None => Ok(()),
+        Some(error @ MigrationError::Destination { .. }) => Err(error),
+        Some(_) if session.giving.is_committed() => Err(MigrationError::InDoubt),
+        Some(error) if is_offered && source.releases_guest() => Err(MigrationError::Released {
+            source: Box::new(error),
+        }),
+        Some(error) => Err(error),
+    }
+}
+
+/// A worker: writes batches until there are no more.
+fn write_batches(
+    session: &Session<'_>,
+    blocks: &[RamBlockEntry],
+    worker: usize,
+) -> Result<(), MigrationError> {
+    let mut writer = None;
+    let mut inflater = None;
+    while let Some(mut batch) = session.flow.next() {
+        if batch.is_compressed() {
+            let block = &blocks[batch.block].name;
+            let failed = |(offset, source)| MigrationError::Page {
+                block: block.clone(),
+                offset: usize::try_from(offset).unwrap_or(usize::MAX),
+                source,
+            };
+            let inflater = match &mut inflater {
+                Some(inflater) => inflater,
+                None => {
+                    let made = Inflater::new().map_err(|source| failed((0, source)))?;
+                    inflater.insert(made)
+                }
+            };
+            batch.inflate(inflater).map_err(failed)?;
+        }
+        let writer = match &mut writer {
+            Some(writer) => writer,
+            None => writer.insert(session.sink.page_writer(worker)?),
+        };
+        let (normal, zero) = (batch.normal.len(), batch.zero.len());
+        writer.write(&mut batch)?;
+        // What was found to be zero has moved, or has gone to main.
+        let still_normal = batch.normal.len();
+        session
+            .pages
+            .add_pages(still_normal, zero + normal - still_normal);
+        session.flow.give_back(batch);
+    }
+    Ok(())
+}

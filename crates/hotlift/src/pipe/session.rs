@@ -1,0 +1,243 @@
+//! What the threads of one relayed migration share, and how any of them ends it.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use hotlift_methods::{Accelerator, MemoryLimit};
+use hotlift_wire::settle::MigrationId;
+
+use crate::control::{Control, Status};
+use crate::ends::settings::Request;
+use crate::error::{Channel, MigrationError};
+use crate::figures::{Counters, Counts, ThreadCpu, ThreadTimes};
+use crate::handover::{Giving, Taking, Verdict, Word};
+use crate::pipe::barrier::Barrier;
+use crate::pipe::batch::Batch;
+use crate::pipe::flow::Flow;
+use crate::pipe::hooks::Hooks;
+use crate::pipe::sink::Sink;
+use crate::stream::door::Asked;
+use crate::stream::main_recv::Waiting;
+
+/// Whether a wait is to go on.
+pub(crate) struct Call<'a> {
+    control: &'a Control,
+    session: Option<&'a Session<'a>>,
+}
+
+impl<'a> Call<'a> {
+    /// Before there is a session.
+    pub(crate) fn early(control: &'a Control) -> Self {
+        Self {
+            control,
+            session: None,
+        }
+    }
+}
+
+impl Waiting for Call<'_> {
+    fn check(&self) -> Result<(), MigrationError> {
+        let giving = self.session.map(|session| &session.giving);
+        let failed = giving.is_some_and(|giving| giving.failure.is_set());
+        let too_late = giving.is_some_and(Giving::is_offered);
+        if failed || (self.control.is_cancelled() && !too_late) {
+            return Err(MigrationError::Cancelled);
+        }
+        Ok(())
+    }
+}
+
+/// One migration on its way through.
+pub(crate) struct Session<'a> {
+    pub control: Control,
+    /// Whether incoming channels use their method's accelerator.
+    pub accelerator: Accelerator,
+    /// What the source can make this relay take.
+    pub memory: MemoryLimit,
+    pub flow: Flow<Batch>,
+    pub barrier: Barrier,
+    pub sink: &'a dyn Sink,
+    /// One an incoming multifd channel, and the last for main.
+    pub received: Vec<Counters>,
+    /// Pages that workers have passed on.
+    pub pages: Counters,
+    pub barriers: AtomicU64,
+    pub threads: ThreadTimes,
+    pub since: Instant,
+    /// What this side calls the migration.
+    pub id: MigrationId,
+    /// The hand-over from a source that is a relay.
+    pub taking: Taking,
+    /// The hand-over to the other side.
+    pub giving: Giving,
+    /// The other side has the guest.
+    moved_at: OnceLock<Instant>,
+}
+
+impl<'a> Session<'a> {
+    pub(crate) fn new(
+        request: Request<'_>,
+        memory: MemoryLimit,
+        sink: &'a dyn Sink,
+        received: Vec<Counters>,
+        since: Instant,
+        id: MigrationId,
+    ) -> Self {
+        // The last is that of main.
+        let channels = received.len() - 1;
+        Self {
+            control: request.control.clone(),
+            accelerator: request.settings.outgoing.accelerator,
+            memory,
+            // One in the hands of each thread, and one between each pair of them.
+            flow: Flow::new((0..2 * channels.max(1) + 2 * sink.workers()).map(|_| Batch::new())),
+            barrier: Barrier::new(channels),
+            sink,
+            received,
+            pages: Counters::default(),
+            barriers: AtomicU64::new(0),
+            threads: ThreadTimes::default(),
+            since,
+            id,
+            taking: Taking::new(1),
+            giving: Giving::default(),
+            moved_at: OnceLock::new(),
+        }
+    }
+
+    pub(crate) fn call(&'a self) -> Call<'a> {
+        Call {
+            control: &self.control,
+            session: Some(self),
+        }
+    }
+
+    /// Keeps `error` if it is the first, and ends every thread's waiting. After the commit it does nothing (see
+    /// [`Giving::fail`]).
+    pub(crate) fn fail(&self, error: MigrationError) {
+        if self.giving.fail(error) {
+            self.stop();
+        }
+    }
+
+    /// The main thread has ended with `error`, before the commit or behind it.
+    pub(crate) fn end(&self, error: MigrationError) {
+        if self.giving.end(error) {
+            self.stop();
+        }
+    }
+
+    /// Ends all waiting and sending.
+    fn stop(&self) {
+        self.taking.abandon();
+        self.control.stop();
+        self.release_waiting();
+        self.sink.abort();
+    }
+
+    /// Ends every wait of the threads for each other: something failed, or everything is done.
+    pub(crate) fn release_waiting(&self) {
+        self.flow.break_up();
+        self.barrier.break_up();
+    }
+
+    /// Waits until every reader stands still: before its first page, at a sync point, or behind its last page.
+    pub(crate) fn meet_readers(&self) -> Result<(), MigrationError> {
+        let called_off = || self.call().check().is_err();
+        if self.barrier.wait_for_channels(called_off) {
+            return Ok(());
+        }
+        self.call().check()?;
+        Err(MigrationError::Protocol {
+            channel: Channel::Main,
+            got: "the end of a multifd channel before its SYNC".to_owned(),
+            doing: "waiting at a barrier",
+        })
+    }
+
+    /// The source is about to be told that all is loaded: it may give the guest up, and a cancel comes too
+    /// late. False if the migration has failed.
+    pub(crate) fn offer(&self) -> bool {
+        let may = self.giving.offer();
+        self.control.set_too_late(may);
+        may
+    }
+
+    /// The source has taken the guest back all the same.
+    pub(crate) fn source_kept_it(&self) {
+        self.giving.taken_back();
+        self.control.set_too_late(false);
+    }
+
+    /// The point of no return: EOF goes out next, if this is true. From here on nothing that fails decides
+    /// anything, and no cancel is heard.
+    pub(crate) fn commit(&self, hooks: Hooks<'_>) -> bool {
+        // A cancel that came behind the offer came too late.
+        if !self.giving.commit(|| true) {
+            return false;
+        }
+        self.control.set_too_late(true);
+        if let Some(on_commit) = hooks.on_commit {
+            on_commit();
+        }
+        true
+    }
+
+    /// What became of the guest, by the other side's word or for want of one.
+    pub(crate) fn settle(&self, word: Option<Word>) {
+        self.giving.settle(word);
+        if self.giving.verdict() == Some(Verdict::Moved) {
+            // Whoever watches need not wait until the source knows it.
+            self.control.set_status(Status::Completed);
+            let _ = self.moved_at.set(Instant::now());
+        }
+    }
+
+    /// What questions are about; `refuse` ends the migration.
+    pub(crate) fn asked<'s>(&'s self, refuse: &'s (dyn Fn() + Sync)) -> Asked<'s> {
+        Asked {
+            id: self.id,
+            taking: &self.taking,
+            refuse,
+        }
+    }
+
+    /// From the source's first connection until the other side had the guest.
+    pub(crate) fn total(&self) -> Duration {
+        let end = self.moved_at.get().copied().unwrap_or_else(Instant::now);
+        end.saturating_duration_since(self.since)
+    }
+
+    /// What was passed on of a VM of type `machine`.
+    pub(crate) fn relayed(&self, machine: &str) -> Relayed {
+        Relayed {
+            total: self.total(),
+            received_bytes: self.received().transferred_bytes,
+            sent_bytes: self.sink.sent_bytes(),
+            pages: self.pages.read(),
+            barriers: self.barriers.load(Ordering::Relaxed),
+            machine: machine.to_owned(),
+            method: self.sink.method(),
+            passed_through: None,
+            threads: self.threads.read(),
+        }
+    }
+
+    pub(crate) fn received(&self) -> Counts {
+        self.received.iter().map(Counters::read).sum()
+    }
+}
+
+/// What was passed on.
+pub(crate) struct Relayed {
+    pub total: Duration,
+    pub received_bytes: u64,
+    pub sent_bytes: u64,
+    pub pages: Counts,
+    pub barriers: u64,
+    pub machine: String,
+    pub method: &'static str,
+    pub passed_through: Option<String>,
+    pub threads: Vec<ThreadCpu>,
+}

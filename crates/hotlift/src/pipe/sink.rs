@@ -1,0 +1,144 @@
+//! Where the pages go: what every outgoing side does, one file a kind.
+//!
+//! One thread (the relay's main thread) calls the methods of [`Sink`], in this order:
+//!
+//! ```text
+//! open  command*  ram_start  (section_end | barrier | delta | command)*  ram_end  devices  await_loaded  commit
+//! ```
+//!
+//! Worker threads meanwhile write batches, each by a [`WritePages`] of its own. Before `barrier`,
+//! `delta` and `ram_end` the caller has seen to it that all workers are idle: every page of the
+//! interval before has been written.
+
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::main_channel::{Command, Configuration};
+
+use crate::error::{Channel, MigrationError};
+use crate::pipe::batch::Batch;
+use crate::pipe::hooks::Taken;
+use crate::transport::Stream;
+
+/// What opens a stream.
+#[derive(Debug, Clone)]
+pub(crate) struct Opening {
+    /// The source's machine and capabilities.
+    pub configuration: Configuration,
+    /// The VM's UUID; all zero if it has none.
+    pub uuid: [u8; 16],
+}
+
+/// The RAM of the VM.
+#[derive(Debug, Clone)]
+pub(crate) struct RamLayout {
+    /// The source's id of the section `ram`, which its other ids are distinct from.
+    pub section_id: u32,
+    /// The RAM blocks, in the source's order.
+    pub blocks: Vec<RamBlockEntry>,
+}
+
+/// See [`super::Hooks::has_taken`].
+pub(crate) type HasTaken<'a> = &'a (dyn Fn() -> Taken + Sync);
+
+/// An outgoing side.
+pub(crate) trait Sink: Sync {
+    /// Worker threads that it wants, at least 1.
+    fn workers(&self) -> usize;
+
+    /// The writer of worker `worker`, from 0. Called in the worker's thread, after `ram_start`.
+    fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError>;
+
+    /// A way for packets that need no change but for their header, for the thread of incoming channel
+    /// `channel`; `None` if there is none, now or ever.
+    fn forwarder(&self, channel: u8) -> Option<Box<dyn ForwardPackets + '_>> {
+        let _ = channel;
+        None
+    }
+
+    /// Header and configuration; returns when the other side has taken them.
+    fn open(&self, opening: &Opening) -> Result<(), MigrationError>;
+
+    /// A command of the source, between sections.
+    fn command(&self, command: Command) -> Result<(), MigrationError>;
+
+    /// The RAM blocks.
+    fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError>;
+
+    /// The source has ended a section of RAM and may rest. Nothing has to be idle.
+    fn section_end(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    /// All pages written so far come before all pages written later.
+    fn barrier(&self) -> Result<(), MigrationError>;
+
+    /// An XBZRLE delta to a page whose present content has been written, and a barrier after it.
+    fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError>;
+
+    /// RAM has ended: all pages are written.
+    fn ram_end(&self) -> Result<(), MigrationError>;
+
+    /// All sections behind RAM, byte for byte.
+    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError>;
+
+    /// Returns when the other side has taken everything so far, for good: devices are loaded, or the
+    /// file is on disk.
+    fn await_loaded(&self) -> Result<(), MigrationError>;
+
+    /// EOF and what follows it, at which the other side runs the guest (if it is to run); returns
+    /// when it is known to. `has_taken` knows of a side that says nothing.
+    ///
+    /// # Errors
+    /// [`MigrationError::Destination`] if it never runs the guest, by its own word;
+    /// [`MigrationError::InDoubt`] if there is no word of it.
+    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<(), MigrationError>;
+
+    /// Carries answers of the other side, with `forward` for those meant for the source, until the
+    /// connection ends. Runs in a thread of its own; a side that gives no answers returns at once.
+    ///
+    /// # Errors
+    /// What the other side said is wrong, or a connection that ended before `commit`.
+    fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError>;
+
+    /// A multifd channel that the other side has closed. Pages may still be on their way in the others.
+    fn lost_channel(&self) -> Option<Channel> {
+        None
+    }
+
+    /// Ends every call that waits; from any thread. Nothing of a file is left that looks whole. What
+    /// the other side says may still be read.
+    fn abort(&self);
+
+    /// After a failure: what the other side has to say about it, if it says it soon.
+    fn closing_reason(&self) -> Option<String> {
+        None
+    }
+
+    /// Closes everything, [`Sink::return_path`] too.
+    fn close(&self) {
+        self.abort();
+    }
+
+    /// Bytes written so far, all channels.
+    fn sent_bytes(&self) -> u64;
+
+    /// Name of the page compression method, for the report.
+    fn method(&self) -> &'static str;
+}
+
+/// One worker's half of a sink.
+pub(crate) trait WritePages {
+    /// Writes the batch's pages. The batch may be changed: it is emptied next.
+    fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError>;
+}
+
+/// What a sink does with uncompressed packets that may stay as they are.
+pub(crate) trait ForwardPackets {
+    /// Sends a packet of RAM block `block` whose `normal` pages are the next bytes of `from`.
+    fn forward(
+        &mut self,
+        from: &Stream,
+        block: usize,
+        normal: &[u64],
+        zero: &[u64],
+    ) -> Result<(), MigrationError>;
+}

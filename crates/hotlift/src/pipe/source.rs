@@ -1,0 +1,56 @@
+//! Where the pages come from: what every incoming side does, one file a kind.
+//!
+//! | file | the source is |
+//! |---|---|
+//! | `receive` | a stream's multifd channels, each with a thread |
+//! | `file/mapped_source` | a `mapped-ram` file |
+//!
+//! Its threads fill batches, and stand still at the session's barrier where the main thread wants them to. What is no
+//! page is the main thread's: `main_reader` and `device_state` read it from a stream, `restore` from a file.
+
+use crate::error::MigrationError;
+use crate::pipe::session::Session;
+
+/// An incoming side.
+pub(crate) trait Source: Sync {
+    /// Threads that fill batches; may be 0.
+    fn readers(&self) -> usize;
+
+    /// What the thread of `reader` does, by which its CPU time is booked.
+    fn thread_name(&self, reader: usize) -> String;
+
+    /// Fills batches until the pages of `reader`, from 0, have ended. Runs in a thread of its own.
+    ///
+    /// # Errors
+    /// What is wrong with the pages, or with what they come from.
+    fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError>;
+
+    /// Takes answers of the other side that are meant for a source.
+    fn answer(&self, bytes: &[u8]) {
+        let _ = bytes;
+    }
+
+    /// Whether the source has gone too early: one that takes answers stays until it has had the last.
+    fn has_gone(&self) -> bool {
+        false
+    }
+
+    /// Whether a QEMU gives the guest up to this relay, before the other side runs it.
+    fn releases_guest(&self) -> bool {
+        false
+    }
+
+    /// Ends every wait of the readers for the source; from any thread.
+    fn free_readers(&self) {}
+
+    /// Ends every wait for the source.
+    fn shut_down(&self) {}
+
+    /// The migration has failed, and the guest is the source's: why.
+    fn refuse(&self, reason: &str) {
+        let _ = reason;
+    }
+
+    /// Everything is over on the other side.
+    fn over(&self) {}
+}

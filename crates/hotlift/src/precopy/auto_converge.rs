@@ -1,0 +1,223 @@
+//! Capability `auto-converge`: the guest is slowed down while it dirties pages faster than they are sent.
+//!
+//! The rule and its numbers are QEMU's: syncs of the dirty log are put together to periods of at least a
+//! second; a period in which the guest dirtied more than `throttle-trigger-threshold` percent of the
+//! bytes that were sent counts against it, and at the second of them it loses `cpu-throttle-initial`
+//! percent of its time, then `cpu-throttle-increment` more each time, up to `max-cpu-throttle`.
+
+use std::time::{Duration, Instant};
+
+use hotlift_mem::PAGE_SIZE;
+
+use crate::figures::to_f64;
+use crate::options::Options;
+
+/// Shortest period; in less the last change has not shown.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Periods that have to count against the guest before it is slowed down (more).
+const PATIENCE: u32 = 2;
+
+/// Throttles a guest, and lets it go when dropped.
+pub(crate) struct AutoConverge<'a> {
+    /// [`Guest::throttle`](crate::guest::Guest::throttle) of the guest.
+    throttle: Box<dyn Fn(u8) -> bool + 'a>,
+    period: Period,
+    /// Periods that count against the guest.
+    too_fast: u32,
+    percent: u8,
+    highest: u8,
+    refused: bool,
+}
+
+/// What happened since the last judgement.
+struct Period {
+    since: Instant,
+    dirtied_pages: u64,
+    /// Bytes sent before it.
+    sent_before: u64,
+}
+
+impl<'a> AutoConverge<'a> {
+    /// From `now` on; nothing has been sent.
+    pub(crate) fn new(throttle: impl Fn(u8) -> bool + 'a, now: Instant) -> Self {
+        Self {
+            throttle: Box::new(throttle),
+            period: Period {
+                since: now,
+                dirtied_pages: 0,
+                sent_before: 0,
+            },
+            too_fast: 0,
+            percent: 0,
+            highest: 0,
+            refused: false,
+        }
+    }
+
+    /// Takes in a sync of the dirty log: so many pages were dirtied since the last one, and so many bytes
+    /// have been sent in all.
+    pub(crate) fn synced(
+        &mut self,
+        dirtied_pages: u64,
+        sent_bytes: u64,
+        now: Instant,
+        options: &Options,
+    ) {
+        self.period.dirtied_pages += dirtied_pages;
+        if !options.auto_converge || self.refused || now - self.period.since < PERIOD {
+            return;
+        }
+        let dirtied = to_f64(self.period.dirtied_pages * PAGE_SIZE as u64);
+        let allowed = to_f64(sent_bytes.saturating_sub(self.period.sent_before))
+            * f64::from(options.throttle_trigger_threshold)
+            / 100.0;
+        self.period = Period {
+            since: now,
+            dirtied_pages: 0,
+            sent_before: sent_bytes,
+        };
+        if dirtied > allowed {
+            self.too_fast += 1;
+            if self.too_fast == PATIENCE {
+                self.too_fast = 0;
+                self.set(next(self.percent, allowed / dirtied, options));
+            }
+        }
+    }
+
+    fn set(&mut self, percent: u8) {
+        if percent == self.percent {
+            return;
+        }
+        if (self.throttle)(percent) {
+            self.percent = percent;
+            self.highest = self.highest.max(percent);
+        } else {
+            self.refused = true;
+        }
+    }
+
+    /// Gives the guest all of its time back.
+    pub(crate) fn release(&mut self) {
+        if self.percent > 0 {
+            (self.throttle)(0);
+            self.percent = 0;
+        }
+    }
+
+    /// What it takes from the guest now, in percent.
+    pub(crate) fn percent(&self) -> u8 {
+        self.percent
+    }
+
+    /// The most that it took.
+    pub(crate) fn highest(&self) -> u8 {
+        self.highest
+    }
+
+    /// Whether the guest was to be slowed down and cannot be.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.refused
+    }
+}
+
+impl Drop for AutoConverge<'_> {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// What to take from a guest that has lost `percent` and still dirties so much that only the share
+/// `allowed`, below 1, of it would do.
+fn next(percent: u8, allowed: f64, options: &Options) -> u8 {
+    let wanted = match percent {
+        0 => options.cpu_throttle_initial,
+        _ => percent.saturating_add(match options.cpu_throttle_tailslow {
+            false => options.cpu_throttle_increment,
+            true => {
+                // If what it dirties goes with the time that it has, this is what it may keep.
+                let has = 100 - percent.min(100);
+                let may_keep = f64::from(has) * allowed;
+                let keeps = (1..=has).filter(|kept| f64::from(*kept) <= may_keep).max();
+                options.cpu_throttle_increment.min(has - keeps.unwrap_or(0))
+            }
+        }),
+    };
+    wanted.min(options.max_cpu_throttle).max(percent)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+
+    /// Writes down what is asked of it.
+    fn on() -> Options {
+        Options {
+            auto_converge: true,
+            ..Options::default()
+        }
+    }
+
+    /// What is asked of a guest over periods in which it dirties so many pages while 100 are sent.
+    fn asked(dirtied: &[u64], can: bool, options: &Options) -> (Vec<u8>, u8, bool) {
+        let percents = RefCell::default();
+        let guest = |percent| {
+            Vec::push(&mut percents.borrow_mut(), percent);
+            can
+        };
+        let mut now = Instant::now();
+        let mut throttle = AutoConverge::new(guest, now);
+        let mut sent = 0;
+        for pages in dirtied {
+            // Two syncs make a period.
+            for part in [pages / 2, pages.div_ceil(2)] {
+                now += PERIOD / 2;
+                sent += 50 * 4096;
+                throttle.synced(part, sent, now, options);
+            }
+        }
+        let state = (throttle.highest(), throttle.is_refused());
+        drop(throttle);
+        (percents.into_inner(), state.0, state.1)
+    }
+
+    #[test]
+    fn every_second_period_above_the_threshold_takes_more_up_to_the_most() {
+        assert_eq!(asked(&[51, 50, 20, 51], true, &on()).0, [20, 0]);
+        assert_eq!(asked(&[50; 20], true, &on()).0, Vec::<u8>::new());
+        let options = Options {
+            max_cpu_throttle: 45,
+            ..on()
+        };
+        assert_eq!(
+            asked(&[60; 12], true, &options),
+            (vec![20, 30, 40, 45, 0], 45, false),
+            "and all is given back in the end"
+        );
+        assert_eq!(
+            asked(&[200; 20], true, &Options::default()).0,
+            Vec::<u8>::new()
+        );
+    }
+
+    #[test]
+    fn tailslow_takes_no_more_than_is_needed() {
+        let options = Options {
+            cpu_throttle_initial: 50,
+            cpu_throttle_tailslow: true,
+            ..on()
+        };
+        // A tenth too much: of the half that is left, 5 %.
+        assert_eq!(next(50, 0.9, &options), 55);
+        assert_eq!(next(50, 0.1, &options), 60, "no more than the increment");
+        assert_eq!(next(0, 0.9, &options), 50);
+    }
+
+    #[test]
+    fn a_guest_that_cannot_be_slowed_down_is_asked_once() {
+        assert_eq!(asked(&[200; 20], false, &on()), (vec![20], 0, true));
+    }
+}

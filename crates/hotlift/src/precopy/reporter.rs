@@ -1,0 +1,126 @@
+//! Tells the caller how a migration gets on.
+
+use std::time::{Duration, Instant};
+
+use hotlift_mem::PAGE_SIZE;
+
+use crate::ends::guest_source::session::Session;
+use crate::ends::guest_source::xbzrle::Xbzrle;
+use crate::figures::{Counts, XbzrleFigures, to_f64};
+use crate::precopy::auto_converge::AutoConverge;
+use crate::precopy::estimate::Estimator;
+use crate::progress::{OnProgress, Progress};
+
+/// Between two reports.
+pub(crate) const INTERVAL: Duration = Duration::from_millis(100);
+
+/// Share of max-bandwidth from which on it is what limits the rate.
+const AT_THE_LIMIT: f64 = 0.8;
+
+/// Makes reports out of the session's counters.
+pub(crate) struct Reporter<'a> {
+    session: &'a Session<'a>,
+    on_progress: OnProgress<'a>,
+    started: Instant,
+    last: (Instant, Counts),
+    /// Time until the first page could be sent.
+    setup: Option<Duration>,
+    throttle_percent: u8,
+    throttle_refused: bool,
+    xbzrle: Option<XbzrleFigures>,
+}
+
+impl<'a> Reporter<'a> {
+    pub(crate) fn new(
+        session: &'a Session<'a>,
+        on_progress: OnProgress<'a>,
+        started: Instant,
+    ) -> Self {
+        Self {
+            session,
+            on_progress,
+            started,
+            last: (started, Counts::default()),
+            setup: None,
+            throttle_percent: 0,
+            throttle_refused: false,
+            xbzrle: None,
+        }
+    }
+
+    /// From now on pages may be sent.
+    pub(crate) fn set_up(&mut self, setup: Duration) {
+        self.setup = Some(setup);
+    }
+
+    /// From now on the guest is slowed down like this.
+    pub(crate) fn throttled(&mut self, throttle: &AutoConverge<'_>) {
+        self.throttle_percent = throttle.percent();
+        self.throttle_refused = throttle.is_refused();
+    }
+
+    /// What XBZRLE has done, from now on.
+    pub(crate) fn encoded(&mut self, xbzrle: Option<&Xbzrle>) {
+        self.xbzrle = xbzrle.map(Xbzrle::figures);
+    }
+
+    /// Whether the last report was long enough ago.
+    pub(crate) fn is_due(&self) -> bool {
+        self.last.0.elapsed() >= INTERVAL
+    }
+
+    /// Reports.
+    pub(crate) fn tell(&mut self, round: u64, estimator: &Estimator) {
+        self.session.tell_zero_jobs();
+        let bytes = self.session.bytes();
+        let counts = Counts {
+            // Channels count on: the sum is to be that of the parts.
+            transferred_bytes: bytes.sum(),
+            ..self.session.counts()
+        };
+        let now = Instant::now();
+        let (last, before) = self.last;
+        let seconds = (now - last).as_secs_f64();
+        let per_second = |count: u64| {
+            if seconds > 0.0 {
+                to_f64(count) / seconds
+            } else {
+                0.0
+            }
+        };
+        let new = counts.since(before);
+        let pages_per_second = per_second(new.normal_pages + new.zero_pages);
+        let remaining_pages = self.session.ram.pending();
+        let bytes_per_second = per_second(new.transferred_bytes);
+        let live = self.session.control.latest(self.session.options);
+        let time_left = (pages_per_second > 0.0)
+            .then(|| Duration::try_from_secs_f64(to_f64(remaining_pages) / pages_per_second).ok())
+            .flatten();
+        (self.on_progress)(&Progress {
+            status: self.session.control.status(),
+            round,
+            total_bytes: self.session.ram.total_bytes(),
+            remaining_bytes: remaining_pages * PAGE_SIZE as u64,
+            transferred_bytes: counts.transferred_bytes,
+            bytes_per_second,
+            pages_per_second,
+            dirty_pages_per_second: estimator.dirty_pages_per_second(),
+            elapsed: self.started.elapsed(),
+            time_left,
+            setup: self.setup,
+            expected_downtime: estimator.expected_downtime(),
+            normal_pages: counts.normal_pages,
+            zero_pages: counts.zero_pages,
+            dirty_syncs: self.session.ram.syncs(),
+            bytes,
+            throttle_percent: self.throttle_percent,
+            throttle_refused: self.throttle_refused,
+            auto_converge: live.auto_converge,
+            bandwidth_limited: live.max_bandwidth > 0
+                && bytes_per_second >= to_f64(live.max_bandwidth) * AT_THE_LIMIT,
+            xbzrle: self.xbzrle,
+            stalled: estimator.is_stalled(),
+        });
+        self.last = (now, counts);
+    }
+}

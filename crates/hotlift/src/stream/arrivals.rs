@@ -1,0 +1,135 @@
+//! The connections of one migration, as they arrive: a main channel and multifd channels, in any order.
+//!
+//! All that have not said yet what they are are watched at once: a source writes to main only after all its
+//! connections are made, and one that is silent must not keep the others waiting. Which channels there are to be, and
+//! when all have come, is the matter of whoever waits.
+
+use std::time::{Duration, Instant};
+
+use hotlift_wire::handshake::VERSION;
+use hotlift_wire::multifd::InitialPacket;
+use rustix::event::PollFlags;
+
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::stream::door::{BROKEN, Door, Kind};
+use crate::stream::graceful_close;
+use crate::transport::Stream;
+
+/// Whether a multifd channel with this opening may join those that have come.
+pub(crate) type Check<'a> =
+    &'a dyn Fn(&InitialPacket, &[(InitialPacket, Stream)]) -> Result<(), MigrationError>;
+
+/// Connections that have arrived.
+pub(crate) struct Arrivals<'a> {
+    pub door: Door<'a>,
+    control: Control,
+    /// The main channel, until it is taken, and when it was accepted.
+    pub main: Option<(Stream, Instant)>,
+    main_came: bool,
+    /// In the order of their arrival.
+    pub multifd: Vec<(InitialPacket, Stream)>,
+    /// The channel that made this side refuse the source.
+    refused: Option<Stream>,
+    /// The source has shown that it is a Hotlift.
+    pub is_hotlift: bool,
+    /// When the first was accepted.
+    pub since: Option<Instant>,
+}
+
+impl<'a> Arrivals<'a> {
+    pub(crate) fn new(door: Door<'a>, control: &Control) -> Self {
+        Self {
+            door,
+            control: control.clone(),
+            main: None,
+            main_came: false,
+            multifd: Vec::new(),
+            refused: None,
+            is_hotlift: false,
+            since: None,
+        }
+    }
+
+    /// Waits for up to `wait` for something to happen, and takes it in. True if a connection has ended, of those that
+    /// have said what they are: looked at only with `watched`.
+    ///
+    /// # Errors
+    /// What `check` says of a channel; [`MigrationError::Mismatch`] for a Hotlift of another version.
+    pub(crate) fn step(
+        &mut self,
+        wait: Duration,
+        watched: bool,
+        check: Check<'_>,
+    ) -> Result<bool, MigrationError> {
+        let named = named(self.main.as_ref(), &self.multifd).filter(|_| watched);
+        let streams: Vec<_> = named.map(|stream| (stream, PollFlags::RDHUP)).collect();
+        let (arrivals, ended) = self
+            .door
+            .step(wait, &streams, None)
+            .map_err(MigrationError::opening)?;
+        for arrival in arrivals {
+            self.since.get_or_insert(arrival.since);
+            match arrival.kind {
+                // One of them was left by a migration that failed before.
+                Kind::Main if self.main_came => self.control.turn_away("a second main channel"),
+                Kind::Main => {
+                    self.main_came = true;
+                    self.main = Some((arrival.stream, arrival.since));
+                }
+                Kind::OtherVersion(version) => {
+                    // Taken off, so that what is said to it does not end in a reset.
+                    arrival.take_opening();
+                    self.is_hotlift = true;
+                    self.refused = Some(arrival.stream);
+                    return Err(MigrationError::other_version(
+                        version.into(),
+                        VERSION.into(),
+                    ));
+                }
+                Kind::Channel(_) if !arrival.take_opening() => self.control.turn_away(BROKEN),
+                Kind::Channel(packet) => {
+                    if self.multifd.is_empty() {
+                        self.is_hotlift = packet.hello.is_some();
+                    }
+                    if let Err(error) = check(&packet, &self.multifd) {
+                        self.refused = Some(arrival.stream);
+                        return Err(error);
+                    }
+                    self.multifd.push((packet, arrival.stream));
+                }
+            }
+        }
+        Ok(ended)
+    }
+
+    /// Drops a main channel that has come to nothing.
+    pub(crate) fn drop_main(&mut self) {
+        self.control.turn_away("a main channel without a migration");
+        (self.main, self.main_came, self.since) = (None, false, None);
+    }
+
+    /// Tells a Hotlift, on whatever it has opened, why it is refused. A QEMU would not understand.
+    pub(crate) fn refuse(&self, error: &MigrationError) {
+        if self.is_hotlift {
+            let named = named(self.main.as_ref(), &self.multifd);
+            let streams: Vec<_> = named.chain(&self.refused).collect();
+            graceful_close::refuse(&streams, error);
+        }
+    }
+}
+
+/// All that have said what they are.
+fn named<'s>(
+    main: Option<&'s (Stream, Instant)>,
+    multifd: &'s [(InitialPacket, Stream)],
+) -> impl Iterator<Item = &'s Stream> {
+    let main = main.map(|(stream, _)| stream);
+    main.into_iter()
+        .chain(multifd.iter().map(|(_, stream)| stream))
+}
+
+/// A channel of another migration, or another source.
+pub(crate) fn stray(packet: &InitialPacket, what: &str) -> MigrationError {
+    MigrationError::opened_with(Channel::Multifd(packet.id), what)
+}

@@ -1,0 +1,164 @@
+//! How this engine answers an offer: which source goes with which destination, and what a migration is called.
+
+use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
+use hotlift_wire::main_channel::{Command, DeviceLengths, MainDecoder, MainEvent, Step};
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::MigrationId;
+
+use crate::error::MigrationError;
+use crate::options::Options;
+use crate::transport::Stream;
+
+/// Bytes of main up to its first page at most: the names of machine and RAM blocks are short.
+const BEGINNING: usize = 16 << 10;
+
+/// A name for a migration that no other has, and that nobody can guess.
+///
+/// # Errors
+/// The kernel gives no random bytes.
+pub(crate) fn new_id() -> std::io::Result<MigrationId> {
+    let mut id = [0; 16];
+    let filled = rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
+    if filled < id.len() {
+        return Err(std::io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(MigrationId(id))
+}
+
+/// Of a guest's own migration with these options.
+pub(crate) fn features(options: &Options) -> Features {
+    match options.multifd() {
+        true => Features::MULTIFD,
+        false => Features::empty(),
+    }
+}
+
+/// What a main channel begins with, of which nothing was taken yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Beginning {
+    /// A Hotlift's offer.
+    Offer(Offer),
+    /// Pages, and no multifd flush before them (of `legacy` zero-page detection, where there are channels). All channels of
+    /// a QEMU are connected by then.
+    Pages,
+}
+
+/// Looks at `main`; `None` while it does not show yet.
+pub(crate) fn peek(main: &Stream) -> Option<Beginning> {
+    let mut bytes = vec![0; BEGINNING];
+    let seen = main.peek(&mut bytes).ok()??;
+    beginning(&bytes[..seen])
+}
+
+fn beginning(bytes: &[u8]) -> Option<Beginning> {
+    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
+    let mut rest = bytes;
+    while let Ok(Step::Event { event, consumed }) = decoder.next(rest) {
+        match event {
+            MainEvent::Command(Command::Ping(value)) => {
+                if let Some(offer) = Offer::of_ping(value) {
+                    return Some(Beginning::Offer(offer));
+                }
+            }
+            MainEvent::RamPage { .. } => return Some(Beginning::Pages),
+            MainEvent::MultifdFlush => return None,
+            _ => {}
+        }
+        rest = &rest[consumed..];
+    }
+    None
+}
+
+/// HELLO of a destination that calls the migration `id` and takes streams with `features`; and PONG.
+pub(crate) fn answer(
+    offer: Offer,
+    features: Features,
+    id: MigrationId,
+) -> [ReturnMessage<'static>; 2] {
+    let hello = ReturnMessage::Hello {
+        version: VERSION.into(),
+        accepted: Some(Accepted { features, id }),
+    };
+    [hello, ReturnMessage::Pong(offer.ping())]
+}
+
+/// Whether the source speaks this version, and its stream is what this side reads, by `takes`.
+///
+/// # Errors
+/// [`MigrationError::Mismatch`], with what both are.
+pub(crate) fn check(offer: Offer, takes: Features) -> Result<(), MigrationError> {
+    if offer.version != VERSION {
+        return Err(MigrationError::other_version(
+            offer.version.into(),
+            VERSION.into(),
+        ));
+    }
+    let names = [
+        (Features::RELAYED, "the stream", RELAYED),
+        (Features::MULTIFD, "multifd", ["off", "on"]),
+    ];
+    for (feature, what, [without, with]) in names {
+        let name = |features: Features| match features.contains(feature) {
+            true => with.to_owned(),
+            false => without.to_owned(),
+        };
+        if offer.features.contains(feature) != takes.contains(feature) {
+            return Err(MigrationError::Mismatch {
+                what: what.to_owned(),
+                source_has: name(offer.features),
+                destination_has: name(takes),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Whose stream it is.
+const RELAYED: [&str; 2] = ["that of a guest of Hotlift's own", "a relay's, of a QEMU"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_that_does_not_fit_is_refused_with_what_both_sides_are() {
+        let refused = |offer, takes| check(offer, takes).unwrap_err().chain();
+        let guest = Offer::new(Features::MULTIFD);
+        check(guest, Features::MULTIFD).unwrap();
+
+        let relay = Offer::new(Features::MULTIFD | Features::RELAYED);
+        let text = refused(relay, Features::MULTIFD);
+        assert!(text.contains("a relay's, of a QEMU"), "{text}");
+
+        let text = refused(guest, Features::empty());
+        assert!(text.contains("multifd"), "{text}");
+
+        // The first PING of version 2 was "HLFT".
+        let old = Offer::of_ping(0x484c_4654).unwrap();
+        let text = refused(old, Features::MULTIFD);
+        assert!(text.contains("the same hotlift on both hosts"), "{text}");
+    }
+
+    #[test]
+    fn a_stream_without_multifd_shows_by_its_first_page() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../hotlift-wire/fixtures");
+        let main = |name: &str| {
+            let file = std::fs::File::open(format!("{folder}/{name}/main.zst")).unwrap();
+            zstd::stream::decode_all(file).unwrap()
+        };
+        for name in ["10.0-off", "7.2-off", "7.2-compress", "7.2-xbzrle"] {
+            let bytes = main(name);
+            let found = beginning(&bytes[..bytes.len().min(BEGINNING)]);
+            assert_eq!(found, Some(Beginning::Pages), "{name}");
+        }
+        for name in ["10.0-none", "10.0-zstd"] {
+            assert_eq!(beginning(&main(name)), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn features_of_a_later_version_are_no_reason_to_refuse() {
+        let later = Offer::new(Features::from_bits_retain(0x80));
+        check(later, Features::empty()).unwrap();
+    }
+}
