@@ -26,6 +26,9 @@ use crate::qemu::uuid::Uuid;
 /// How long the destination may take to get ready; it may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);
 
+/// How long the destination's QEMU may take to end, and 'hotlift serve' to say what it has said.
+const EXPLANATION: Duration = Duration::from_secs(5);
+
 /// Flags of `migrate`.
 #[derive(Debug, Args)]
 pub struct MigrateArgs {
@@ -297,9 +300,14 @@ impl Move<'_> {
                 None => Guest::Unknown,
             }
         });
-        // What it has said by now, or says at once: the relays' errors often have it already.
+        // A destination whose relay has said why goes on to say what its QEMU has said. Of another the reason is known
+        // here, and what it says is heard if it says it at once.
+        let patience = match error {
+            MigrationError::Destination { .. } => EXPLANATION,
+            _ => TICK,
+        };
         if heard.is_none() {
-            self.hear(destination, &mut heard, TICK);
+            self.hear(destination, &mut heard, patience);
         }
         let theirs = match heard {
             Some(LastWords::Failed { reason, .. }) => Some(format!("the destination: {reason}")),
