@@ -261,7 +261,7 @@ fn older_sources_are_saved() {
         (
             "xbzrle",
             "xbzrle-cache",
-            json!({ "max-bandwidth": 48 << 20, "downtime-limit": 20 }),
+            json!({ "max-bandwidth": 48 << 20, "downtime-limit": 8 }),
         ),
         (
             "compress",
