@@ -11,8 +11,8 @@ use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
 use hotlift_host::accel::AccelError;
 use hotlift_host::error::HostError;
+use hotlift_monitor::MonitorError;
 use hotlift_qmp::QmpError;
-use hotlift_qmp::server::Refusal;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
@@ -108,16 +108,10 @@ pub enum CommandError {
     EndedCopy,
     #[error("migration failed: the guest was taken not to be at the destination, and went on here")]
     SettledHere,
-    #[error("cannot serve {address}")]
-    Serve {
-        address: String,
-        #[source]
-        source: std::io::Error,
-    },
-    #[error("the guest has not come: {reason}")]
-    Incoming { reason: String },
     #[error(transparent)]
-    Monitor(#[from] Refusal),
+    Monitor(MonitorError),
+    #[error("{0}: give a loopback address, or --control-from-other-hosts too")]
+    OtherHosts(MonitorError),
     #[error("--incoming=defer needs --qmp or --monitor: somebody has to say 'migrate-incoming'")]
     Deferred,
 }
@@ -227,6 +221,16 @@ impl From<HostError> for CommandError {
         match error {
             HostError::Console(error) => Self::Console(error),
             error => Self::Advise(error.into()),
+        }
+    }
+}
+
+impl From<MonitorError> for CommandError {
+    fn from(error: MonitorError) -> Self {
+        match error {
+            MonitorError::Console(error) => Self::Console(error),
+            error @ MonitorError::OtherHosts { .. } => Self::OtherHosts(error),
+            error => Self::Monitor(error),
         }
     }
 }

@@ -5,12 +5,12 @@
 mod accel;
 mod advise;
 mod callers;
+mod control_args;
 mod demo;
 mod error;
 mod guest_run;
 mod manual;
 mod migrate;
-mod monitor;
 mod qemu;
 mod relay;
 mod report;

@@ -12,7 +12,7 @@ use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::signals::{Interrupt, TICK};
-use hotlift_qmp::{QmpAddress, Version};
+use hotlift_qmp::{QmpAddress, Uuid, Version};
 
 use crate::error::CommandError;
 use crate::qemu::control::{Answer, Guest, Hello, PROTOCOL, SourceWord};
@@ -21,7 +21,6 @@ use crate::qemu::outgoing::{self, Moving};
 use crate::qemu::result::Migration;
 use crate::qemu::settings;
 use crate::qemu::source::Source;
-use crate::qemu::uuid::Uuid;
 
 /// How long the destination may take to get ready; it may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);

@@ -12,12 +12,13 @@ use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes, jobs};
 use hotlift_console::signals::Interrupt;
-use hotlift_qmp::server::Events;
+use hotlift_monitor::RelayMonitor;
+use hotlift_qmp::Uuid;
+use hotlift_qmp::server::{Commands, Events};
 
+use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::monitor::{Commands, ControlArgs, PassingMonitor};
 use crate::qemu::result;
-use crate::qemu::uuid::Uuid;
 
 /// Which end of the way a relay stands at. Both do the same; what differs is who connects, so what
 /// the flags are likely to be.
@@ -104,7 +105,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
         source,
     })?;
     let events = Events::new();
-    let monitor = PassingMonitor::new(settings.outgoing.clone(), events.clone(), &interrupt);
+    let monitor = RelayMonitor::new(settings.outgoing.clone(), events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
     say!("listening on {address}");
@@ -138,7 +139,7 @@ struct Relay<'a> {
     settings: &'a RelaySettings,
     listener: &'a Listener,
     interrupt: &'a Interrupt,
-    monitor: &'a PassingMonitor,
+    monitor: &'a RelayMonitor,
 }
 
 impl Relay<'_> {

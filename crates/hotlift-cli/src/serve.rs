@@ -19,16 +19,16 @@ use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::bytes;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_host::survey::{self, Request};
-use hotlift_qmp::server::Events;
-use hotlift_qmp::{QmpAddress, one_line};
+use hotlift_monitor::RelayMonitor;
+use hotlift_qmp::server::{Commands, Events};
+use hotlift_qmp::{QmpAddress, Uuid, one_line};
 
 use crate::callers::Callers;
+use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::monitor::{Commands, ControlArgs, PassingMonitor};
 use crate::qemu::control::{Answer, Guest, Hello, Opening, SourceWord};
 use crate::qemu::destination::{Destination, Word};
 use crate::qemu::process::Custody;
-use crate::qemu::uuid::Uuid;
 use crate::qemu::{incoming, process};
 
 /// How long the port for the pages may be in use still: by a survey that is cut short.
@@ -91,7 +91,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let listener = args.listen.listen()?;
     let events = Events::new();
     let outgoing = RelaySettings::default().outgoing;
-    let monitor = PassingMonitor::new(outgoing, events.clone(), &interrupt);
+    let monitor = RelayMonitor::new(outgoing, events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
     say!("listening on {}", address_of(&listener)?);
@@ -116,7 +116,7 @@ struct Host<'a> {
     interrupt: &'a Interrupt,
     /// Address that data connections are taken at.
     host: &'a str,
-    monitor: &'a PassingMonitor,
+    monitor: &'a RelayMonitor,
 }
 
 impl Host<'_> {

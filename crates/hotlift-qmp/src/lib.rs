@@ -16,6 +16,7 @@ mod lines;
 mod migration;
 mod qemu;
 pub mod server;
+mod uuid;
 
 pub use address::QmpAddress;
 pub use client::{ANSWER_TIMEOUT, Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
@@ -23,4 +24,5 @@ pub use error::{QmpError, one_line};
 pub use http::{HTTP, is_http};
 pub use lines::{Line, Lines, Socket};
 pub use migration::{MigrateInfo, RamInfo};
-pub use qemu::{Qemu, RunState, Version, parse_uuid};
+pub use qemu::{Qemu, RunState, Version};
+pub use uuid::Uuid;

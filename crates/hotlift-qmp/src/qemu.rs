@@ -11,6 +11,7 @@ use crate::address::QmpAddress;
 use crate::client::{Client, Event};
 use crate::error::QmpError;
 use crate::migration::MigrateInfo;
+use crate::uuid::Uuid;
 
 /// A version of QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -110,18 +111,18 @@ impl Qemu {
         self.ask("query-status", &Value::Null)
     }
 
-    /// `query-uuid`, as 16 bytes; all zero if the machine has none.
+    /// `query-uuid`; all zero if the machine has none.
     ///
     /// # Errors
     /// As [`Client::execute`].
-    pub fn query_uuid(&mut self) -> Result<[u8; 16], QmpError> {
+    pub fn query_uuid(&mut self) -> Result<Uuid, QmpError> {
         #[derive(Deserialize)]
         struct Answer {
             #[serde(rename = "UUID")]
             uuid: String,
         }
         let answer: Answer = self.ask("query-uuid", &Value::Null)?;
-        parse_uuid(&answer.uuid).ok_or_else(|| QmpError::Protocol {
+        answer.uuid.parse().map_err(|_| QmpError::Protocol {
             command: "query-uuid".to_owned(),
             problem: "a UUID that is none".to_owned(),
         })
@@ -328,20 +329,4 @@ fn if_told<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpError> {
         Err(QmpError::Command { .. } | QmpError::Answer { .. }) => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-/// `550e8400-e29b-41d4-a716-446655440000` as bytes in that order.
-#[must_use]
-pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
-    let digits: Vec<u8> = text
-        .chars()
-        .filter(|&c| c != '-')
-        .map(|c| c.to_digit(16).and_then(|digit| u8::try_from(digit).ok()))
-        .collect::<Option<_>>()?;
-    let bytes: Vec<u8> = digits
-        .chunks_exact(2)
-        .map(|pair| pair[0] << 4 | pair[1])
-        .collect();
-    (digits.len() == 32).then_some(())?;
-    bytes.try_into().ok()
 }

@@ -18,10 +18,8 @@ use std::time::Duration;
 use hotlift::relay::RelayReport;
 use hotlift_console::conversation::{Conversation, ConversationError, read};
 use hotlift_host::survey::Request;
-use hotlift_qmp::Version;
+use hotlift_qmp::{Uuid, Version};
 use serde::{Deserialize, Serialize};
-
-use super::uuid::Uuid;
 
 /// Version of these messages. Another version is refused: both commands come from one binary.
 pub const PROTOCOL: u32 = 3;

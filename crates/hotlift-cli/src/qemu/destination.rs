@@ -10,13 +10,12 @@ use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
 use hotlift_console::signals::OwnFolder;
 use hotlift_console::signals::{Interrupt, TICK};
-use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError};
+use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError, Uuid};
 use serde_json::{Map, Value};
 
 use super::private_folder;
 use super::process::{Custody, Started};
 use super::settings::Changed;
-use super::uuid::Uuid;
 use crate::error::CommandError;
 
 /// How long the QMP socket of a waiting QEMU is tried.
@@ -115,7 +114,7 @@ impl Destination {
 
     /// UUID of its machine.
     pub fn uuid(&self) -> Result<Uuid, CommandError> {
-        self.qemu().query_uuid().map(Uuid).map_err(at_destination)
+        self.qemu().query_uuid().map_err(at_destination)
     }
 
     /// Sets capabilities and parameters and listens on a UNIX socket.

@@ -11,7 +11,6 @@ use hotlift_qmp::{Qemu, QmpError};
 use super::control::Vm;
 use super::destination::{Destination, at_destination};
 use super::settings;
-use super::uuid::Uuid;
 use crate::error::CommandError;
 
 /// Whether the guest of the VM `source` can run in `destination` at all. QEMU itself finds out more, but only when it
@@ -36,7 +35,7 @@ pub fn compare(source: &Vm, destination: &Destination) -> Result<(), CommandErro
 pub fn vm(qemu: &mut Qemu) -> Result<Vm, QmpError> {
     Ok(Vm {
         machine: qemu.machine_type()?,
-        uuid: Uuid(qemu.query_uuid()?),
+        uuid: qemu.query_uuid()?,
         ram_bytes: qemu.base_memory()?,
         vcpus: qemu.vcpus()?,
     })

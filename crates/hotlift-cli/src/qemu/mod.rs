@@ -9,7 +9,6 @@ pub mod process;
 pub mod result;
 pub mod settings;
 pub mod source;
-pub mod uuid;
 pub mod watch;
 mod words;
 

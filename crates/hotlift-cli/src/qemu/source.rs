@@ -8,12 +8,11 @@ use hotlift::relay::Ownership;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
 use hotlift_console::signals::TICK;
-use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError};
+use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError, Uuid};
 use serde_json::{Map, Value};
 
 use super::control::Guest;
 use super::settings::Changed;
-use super::uuid::Uuid;
 use crate::error::CommandError;
 
 /// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
@@ -102,7 +101,7 @@ impl Source {
 
     /// UUID of the VM.
     pub fn uuid(&self) -> Result<Uuid, CommandError> {
-        self.qemu().query_uuid().map(Uuid).map_err(at_source)
+        self.qemu().query_uuid().map_err(at_source)
     }
 
     /// Sets capabilities and parameters, to be put back by [`Source::restore_settings`].

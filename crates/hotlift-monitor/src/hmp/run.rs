@@ -1,9 +1,9 @@
 //! A line carried out.
 
 use hotlift::options::{Kind, OLDER_NAMES, OPTIONS, OptionInfo, QmpType, option};
+use hotlift_qmp::server::{Commands, Refusal};
 use serde_json::{Map, Value as Json, json};
 
-use super::super::commands::{Commands, Refusal};
 use super::line::Words;
 use super::show;
 use super::table::{COMMANDS, HmpCommand, INFO, find};

@@ -5,10 +5,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use hotlift::options::{Kind, OPTIONS, QmpRefusal};
 use hotlift::{Control, Options};
 use hotlift_methods::METHODS;
+use hotlift_qmp::server::Refusal;
 use serde_json::{Map, Value, json};
 
-use super::commands::Refusal;
-use super::table::{Member, Type, check_members, needed};
+use crate::command_table::{Member, Type, check_members, needed};
 
 /// What a client hears that wants another migration, or other capabilities, while one is under way.
 pub const IN_PROGRESS: &str = "There's a migration process in progress";
@@ -74,7 +74,7 @@ impl Settings {
             let capability = item["capability"].as_str().unwrap_or_default();
             changed
                 .set_capability(capability, item["state"] == true)
-                .map_err(in_qemus_words)?;
+                .map_err(refused)?;
         }
         if is_running {
             return Err(Refusal::generic(IN_PROGRESS));
@@ -111,7 +111,7 @@ impl Settings {
     ) -> Result<(), Refusal> {
         let mut options = self.lock();
         let mut changed = options.clone();
-        changed.set_parameters(parameters).map_err(in_qemus_words)?;
+        changed.set_parameters(parameters).map_err(refused)?;
         check_zero_copy(&changed)?;
         if let Some(control) = running {
             let fixed = OPTIONS.iter().find(|option| {
@@ -141,6 +141,6 @@ fn check_zero_copy(options: &Options) -> Result<(), Refusal> {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "for map_err")]
-fn in_qemus_words(refusal: QmpRefusal) -> Refusal {
+fn refused(refusal: QmpRefusal) -> Refusal {
     Refusal::generic(refusal.to_string())
 }

@@ -7,7 +7,7 @@ use hotlift::Status;
 use hotlift::options::{Kind, OPTIONS, QmpType};
 use serde_json::{Value, json};
 
-use super::table::{COMMANDS, CommandInfo, Member, Type, needed, optional};
+use crate::command_table::{COMMANDS, CommandInfo, Member, Type, needed, optional};
 
 /// Objects, with their members. Those of the options come from their table.
 static OBJECTS: &[(&str, &[Member])] = &[

@@ -1,4 +1,4 @@
-//! A guest that is stopped and continued by its operator and by its migration alike.
+//! Run control: a guest is stopped and continued by its operator (`stop`, `cont`) and by its migration alike.
 //!
 //! It runs when neither keeps it from running. A guest that its operator has stopped arrives stopped, as
 //! QEMU's do, and in QEMU's way: the run state travels as the device `globalstate`.
@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hotlift::guest::{Announcer, DeviceState, Guest, GuestError};
 use hotlift_mem::{DirtyBitmap, RamBlock};
-use hotlift_vmm::BuiltinGuest;
 
 /// Name of the device section.
 const GLOBALSTATE: &str = "globalstate";
@@ -16,8 +15,8 @@ const GLOBALSTATE: &str = "globalstate";
 const NAME: usize = 100;
 
 /// The guest, and who keeps it from running.
-pub struct Stoppable {
-    guest: Arc<dyn BuiltinGuest>,
+pub struct RunControl {
+    guest: Arc<dyn Guest>,
     stopped_by: Mutex<StoppedBy>,
 }
 
@@ -27,9 +26,9 @@ struct StoppedBy {
     migration: bool,
 }
 
-impl Stoppable {
+impl RunControl {
     /// One that nobody has stopped.
-    pub fn new(guest: Arc<dyn BuiltinGuest>) -> Self {
+    pub fn new(guest: Arc<dyn Guest>) -> Self {
         Self {
             guest,
             stopped_by: Mutex::default(),
@@ -76,7 +75,7 @@ impl Stoppable {
     }
 }
 
-impl Guest for Stoppable {
+impl Guest for RunControl {
     fn machine(&self) -> &str {
         self.guest.machine()
     }

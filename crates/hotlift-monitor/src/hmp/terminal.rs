@@ -4,6 +4,7 @@
 use std::io::{self, BufRead, IsTerminal, Read, Write};
 
 use hotlift_console::progress;
+use hotlift_qmp::server::Commands;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::stdio::stdin;
 use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
@@ -14,7 +15,6 @@ use rustyline::history::MemHistory;
 use rustyline::{Context, Editor, Helper};
 use serde_json::Value as Json;
 
-use super::super::commands::Commands;
 use super::complete::complete;
 use super::run::{Answer, run};
 use super::session::{LOOK, MAX_LINE, PROMPT, greeting, wait};

@@ -1,4 +1,4 @@
-//! The commands of a monitor over a built-in guest: one machine, and one migration of it at a time.
+//! The commands of a monitor over a guest of this process: one machine, and one migration of it at a time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -12,16 +12,15 @@ use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError, MigrationEvent, Options, Status};
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
-use hotlift_qmp::server::Events;
-use hotlift_vmm::BuiltinGuest;
+use hotlift_qmp::Uuid;
+use hotlift_qmp::server::{Commands, Events, Refusal};
 use serde_json::{Map, Value, json};
 
-use super::commands::{Commands, Refusal};
-use super::leaving::Leaving;
-use super::settings::{IN_PROGRESS, Settings};
-use super::stoppable::Stoppable;
-use super::{address, common, info, table};
-use crate::error::CommandError;
+use crate::error::MonitorError;
+use crate::run_control::RunControl;
+use crate::settings::{IN_PROGRESS, Settings};
+use crate::shutdown::ShutdownRequest;
+use crate::{address, command_table, events, introspection, query_migrate, refusal};
 
 /// Whether the guest runs; QEMU's names (`RunState`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,15 +48,15 @@ impl RunState {
     }
 }
 
-/// A machine with a built-in guest. Clones are the same machine.
+/// The monitor of a machine with a guest. Clones are the same machine.
 #[derive(Clone)]
 pub struct GuestMonitor(Arc<Machine>);
 
 struct Machine {
-    guest: Stoppable,
+    guest: RunControl,
     settings: Settings,
     events: Events,
-    leaving: Leaving,
+    shutdown: ShutdownRequest,
     state: Mutex<State>,
 }
 
@@ -84,7 +83,7 @@ struct Migration {
     /// Where a source connects to, or, before it listens, where it is to listen.
     listens_at: Option<Address>,
     /// Of a source with `compress`.
-    compression: Option<info::Compression>,
+    compression: Option<query_migrate::Compression>,
 }
 
 enum Outcome {
@@ -125,17 +124,17 @@ impl State {
 impl GuestMonitor {
     /// A machine whose guest runs; or, if it is `incoming`, waits for its guest.
     pub fn new(
-        guest: Arc<dyn BuiltinGuest>,
+        guest: Arc<dyn Guest>,
         options: Options,
         events: Events,
-        leaving: Leaving,
+        shutdown: ShutdownRequest,
         incoming: bool,
     ) -> Self {
         Self(Arc::new(Machine {
-            guest: Stoppable::new(guest),
+            guest: RunControl::new(guest),
             settings: Settings::new(options),
             events,
-            leaving,
+            shutdown,
             state: Mutex::new(State {
                 run: if incoming {
                     RunState::InMigrate
@@ -153,17 +152,17 @@ impl GuestMonitor {
 
     /// A machine whose guest a migration has left paused, in doubt of who has it.
     pub fn in_doubt(
-        guest: Arc<dyn BuiltinGuest>,
+        guest: Arc<dyn Guest>,
         options: Options,
         events: Events,
-        leaving: Leaving,
+        shutdown: ShutdownRequest,
     ) -> Self {
-        let monitor = Self::new(guest, options, events, leaving, false);
+        let monitor = Self::new(guest, options, events, shutdown, false);
         let mut state = monitor.0.lock();
         let _ = monitor.begin(&mut state, None);
         state.in_doubt = true;
         state.run = RunState::FinishMigrate;
-        let why = common::in_qemus_words(&MigrationError::InDoubt);
+        let why = refusal::error_desc(&MigrationError::InDoubt);
         monitor
             .0
             .finish(&mut state, Outcome::Failed(why), Status::Failed);
@@ -182,13 +181,16 @@ impl GuestMonitor {
     }
 
     /// Waits at `address` for the guest; ends the process if it does not come.
-    pub fn wait_for_guest(&self, address: &Address) -> Result<Address, Refusal> {
-        self.receive(address, true)
+    ///
+    /// # Errors
+    /// If it cannot be waited for there.
+    pub fn wait_for_guest(&self, address: &Address) -> Result<Address, MonitorError> {
+        Ok(self.receive(address, true)?)
     }
 
     /// The process ends: cancels what is under way, and waits for its end.
     pub fn end(&self, by_client: bool) {
-        common::tell_shutdown(&self.0.events, by_client);
+        events::shutdown(&self.0.events, by_client);
         let thread = {
             let mut state = self.0.lock();
             if let Some(migration) = state.running() {
@@ -214,7 +216,7 @@ impl GuestMonitor {
             control: control.clone(),
             shown: Status::None,
             started: Instant::now(),
-            progress: info::not_begun(self.0.ram_bytes()),
+            progress: query_migrate::not_begun(self.0.ram_bytes()),
             outcome: None,
             listens_at,
             compression: None,
@@ -283,7 +285,7 @@ impl GuestMonitor {
             .map_err(|error| Refusal::generic(error.to_string()))?;
         let control = self.begin(&mut state, None);
         if let Some(migration) = &mut state.migration {
-            migration.compression = info::Compression::of(&options);
+            migration.compression = query_migrate::Compression::of(&options);
         }
         self.run(&mut state, control, move |machine, control| {
             let note = |progress: &Progress| {
@@ -317,7 +319,7 @@ impl GuestMonitor {
         &self,
         address: &Address,
         exit_on_error: bool,
-        listen: impl FnOnce(&Stoppable, &Options) -> Result<(Listener, Address), MigrationError>,
+        listen: impl FnOnce(&RunControl, &Options) -> Result<(Listener, Address), MigrationError>,
     ) -> Result<Address, Refusal> {
         let mut state = self.0.lock();
         if !state.was_incoming {
@@ -358,10 +360,10 @@ impl GuestMonitor {
             if let Err(error) = &received
                 && exit_on_error
             {
-                let text = error.chain();
+                let reason = error.chain();
                 machine
-                    .leaving
-                    .ask(Err(CommandError::Incoming { reason: text }));
+                    .shutdown
+                    .make(Err(MonitorError::Incoming { reason }));
             }
             received.map(Outcome::Received)
         });
@@ -384,7 +386,7 @@ impl GuestMonitor {
     }
 
     fn proceed(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-        let wanted = common::status_of(arguments)?;
+        let wanted = command_table::migration_status(arguments)?;
         let state = self.0.lock();
         let shown = state
             .migration
@@ -405,11 +407,11 @@ impl GuestMonitor {
     fn stop(&self) -> Result<Value, Refusal> {
         let mut state = self.0.lock();
         let stopped = self.0.guest.stop(state.has_arrived());
-        stopped.map_err(|error| common::refused(&error))?;
+        stopped.map_err(|error| refusal::of(&error))?;
         state.in_doubt = false;
         if state.run == RunState::Running {
             state.run = RunState::Paused;
-            self.0.events.send("STOP", None);
+            events::stop(&self.0.events);
         }
         Ok(json!({}))
     }
@@ -429,10 +431,10 @@ impl GuestMonitor {
             RunState::InMigrate | RunState::Running | RunState::Paused => {}
         }
         let continued = self.0.guest.cont(state.has_arrived());
-        continued.map_err(|error| common::refused(&error))?;
+        continued.map_err(|error| refusal::of(&error))?;
         if state.run == RunState::Paused {
             state.run = RunState::Running;
-            self.0.events.send("RESUME", None);
+            events::resume(&self.0.events);
         }
         Ok(json!({}))
     }
@@ -457,21 +459,21 @@ impl GuestMonitor {
             let (jobs, compression) = (migration.control.jobs(), migration.compression);
             // The engine waits for this lock while the guest stands still, and /proc is slow.
             drop(state);
-            let info = info::under_way(status, elapsed, &progress, &jobs, compression);
+            let info = query_migrate::under_way(status, elapsed, &progress, &jobs, compression);
             return Value::Object(info);
         }
         let mut answer = match &migration.outcome {
             Some(Outcome::Sent(report)) => {
                 let dirty = progress.dirty_pages_per_second;
-                info::sent(report, self.0.ram_bytes(), dirty, migration.compression)
+                query_migrate::sent(report, self.0.ram_bytes(), dirty, migration.compression)
             }
-            Some(Outcome::Received(report)) => info::received(report),
+            Some(Outcome::Received(report)) => query_migrate::received(report),
             Some(Outcome::Failed(why)) => {
-                let mut answer = info::only_status(status);
+                let mut answer = query_migrate::only_status(status);
                 answer.insert("error-desc".to_owned(), json!(why));
                 answer
             }
-            _ => info::only_status(status),
+            _ => query_migrate::only_status(status),
         };
         if let (Some(at), true) = (&migration.listens_at, migration.is_running()) {
             answer.insert("socket-address".to_owned(), json!([address::to_json(at)]));
@@ -493,7 +495,7 @@ impl GuestMonitor {
 impl Commands for GuestMonitor {
     fn execute(&self, command: &str, arguments: &Value) -> Result<Value, Refusal> {
         let none = Map::new();
-        let given = table::check(command, arguments, &none)?;
+        let given = command_table::check(command, arguments, &none)?;
         match command {
             "migrate" => self.migrate(given),
             "migrate-incoming" => {
@@ -503,7 +505,7 @@ impl Commands for GuestMonitor {
             }
             "migrate_cancel" => Ok(self.cancel()),
             "migrate-continue" => self.proceed(given),
-            "migrate-pause" => Err(common::no_postcopy()),
+            "migrate-pause" => Err(refusal::no_postcopy()),
             "migrate-set-capabilities" => {
                 let state = self.0.lock();
                 let is_running = state.running().is_some();
@@ -516,16 +518,16 @@ impl Commands for GuestMonitor {
             "migrate-set-parameters" => self.set_parameters(given),
             "query-migrate-parameters" => Ok(self.0.settings.parameters()),
             "query-migrate" => Ok(self.query_migrate()),
-            "query-migrationthreads" => Ok(info::threads()),
+            "query-migrationthreads" => Ok(query_migrate::threads()),
             "stop" => self.stop(),
             "cont" => self.cont(),
             "query-status" => Ok(self.query_status()),
-            "query-uuid" => Ok(common::uuid(self.0.guest.uuid())),
+            "query-uuid" => Ok(json!({ "UUID": Uuid(self.0.guest.uuid()).to_string() })),
             "quit" => {
-                self.0.leaving.ask(Ok(()));
+                self.0.shutdown.make(Ok(()));
                 Ok(json!({}))
             }
-            _ => common::execute(self, command, given, &|_| true),
+            _ => introspection::execute(self, command, given, &|_| true),
         }
     }
 }
@@ -554,7 +556,7 @@ impl Machine {
         }
         migration.shown = status;
         if self.settings.has_events() {
-            common::tell_status(&self.events, status);
+            events::status(&self.events, status);
         }
     }
 
@@ -569,13 +571,12 @@ impl Machine {
             MigrationEvent::Status(status) => self.show(&mut state, status),
             MigrationEvent::Pass(pass) => {
                 if self.settings.has_events() {
-                    let data = json!({ "pass": pass });
-                    self.events.send("MIGRATION_PASS", Some(&data));
+                    events::pass(&self.events, pass);
                 }
             }
             MigrationEvent::Stopped => {
                 if state.run == RunState::Running {
-                    self.events.send("STOP", None);
+                    events::stop(&self.events);
                 }
                 state.run = RunState::FinishMigrate;
             }
@@ -598,7 +599,7 @@ impl Machine {
             state.run = RunState::Paused;
         } else if state.run != RunState::Running {
             state.run = RunState::Running;
-            self.events.send("RESUME", None);
+            events::resume(&self.events);
         }
     }
 
@@ -625,10 +626,7 @@ impl Machine {
             }
             Err(error) => {
                 state.in_doubt = matches!(error, MigrationError::InDoubt);
-                (
-                    Outcome::Failed(common::in_qemus_words(&error)),
-                    Status::Failed,
-                )
+                (Outcome::Failed(refusal::error_desc(&error)), Status::Failed)
             }
         };
         self.finish(&mut state, outcome, status);
@@ -654,7 +652,7 @@ mod tests {
 
     use hotlift_mem::Backing;
     use hotlift_vmm::workload::Workload;
-    use hotlift_vmm::{GuestKind, GuestSettings};
+    use hotlift_vmm::{BuiltinGuest, GuestKind, GuestSettings};
 
     use super::*;
 
@@ -670,12 +668,11 @@ mod tests {
             uuid: [0; 16],
         };
         let guest = hotlift_vmm::create(GuestKind::Threads, &settings).unwrap();
-        let leaving = Leaving::default();
         GuestMonitor::new(
-            guest.into(),
+            Arc::<dyn BuiltinGuest>::from(guest),
             Options::default(),
             Events::new(),
-            leaving,
+            ShutdownRequest::default(),
             true,
         )
     }

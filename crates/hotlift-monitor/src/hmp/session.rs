@@ -4,10 +4,10 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_qmp::server::Commands;
 use hotlift_qmp::{HTTP, Line, Lines, Socket, is_http};
 use serde_json::Value as Json;
 
-use super::super::commands::Commands;
 use super::run::{Answer, run};
 use super::show;
 

@@ -1,8 +1,7 @@
 //! Every QMP command that a monitor has: arguments, answer, and the checks that QEMU makes of both.
 
+use hotlift_qmp::server::Refusal;
 use serde_json::{Map, Value};
-
-use super::commands::Refusal;
 
 /// Type of an argument or of a member of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -209,5 +208,35 @@ fn check_type(kind: Type, value: &Value, name: &str) -> Result<(), Refusal> {
     }
     Err(Refusal::generic(format!(
         "Invalid parameter type for '{name}', expected: {expected}"
+    )))
+}
+
+/// All states that QEMU's migrations have; ours are some of them.
+const MIGRATION_STATUS: &[&str] = &[
+    "none",
+    "setup",
+    "cancelling",
+    "cancelled",
+    "active",
+    "postcopy-active",
+    "postcopy-paused",
+    "postcopy-recover-setup",
+    "postcopy-recover",
+    "completed",
+    "failed",
+    "colo",
+    "pre-switchover",
+    "device",
+    "wait-unplug",
+];
+
+/// The argument of `migrate-continue`.
+pub fn migration_status(arguments: &Map<String, Value>) -> Result<&str, Refusal> {
+    let state = arguments["state"].as_str().unwrap_or_default();
+    if MIGRATION_STATUS.contains(&state) {
+        return Ok(state);
+    }
+    Err(Refusal::generic(format!(
+        "Parameter 'state' does not accept value '{state}'"
     )))
 }

@@ -11,7 +11,7 @@ mod show;
 mod table;
 mod terminal;
 
-use super::commands::Commands;
+use hotlift_qmp::server::Commands;
 use run::Answer;
 
 pub use session::serve_client;

@@ -2,10 +2,10 @@
 
 use hotlift::Address;
 use hotlift::transport::TransportError;
+use hotlift_qmp::server::Refusal;
 use serde_json::{Map, Value, json};
 
-use super::commands::Refusal;
-use super::table::{Member, Type, check_members, needed};
+use crate::command_table::{Member, Type, check_members, needed};
 
 static CHANNEL: &[Member] = &[
     needed("channel-type", Type::Str),

@@ -5,9 +5,8 @@ use std::sync::Mutex;
 
 use hotlift::Options;
 use hotlift::options::{Kind, OPTIONS};
+use hotlift_qmp::server::{Commands, Refusal};
 use serde_json::{Map, Value as Json, json};
-
-use crate::monitor::commands::{Commands, Refusal};
 
 /// Keeps options, remembers what it was told, and answers `query-migrate` as told.
 #[derive(Default)]

@@ -5,12 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift::{Control, MigrationError, MigrationEvent, Options, Status};
 use hotlift_console::signals::Interrupt;
-use hotlift_qmp::server::Events;
+use hotlift_qmp::server::{Commands, Events, Refusal};
 use serde_json::{Map, Value, json};
 
-use super::commands::{Commands, Refusal};
-use super::settings::Settings;
-use super::{common, info, table};
+use crate::settings::Settings;
+use crate::{command_table, events, introspection, query_migrate, refusal};
 
 /// Commands that a relay does not have, and who has what they ask for.
 const OF_OTHERS: &[(&str, &str)] = &[
@@ -33,9 +32,9 @@ const OF_OTHERS: &[(&str, &str)] = &[
 
 /// A relay's monitor. Clones watch the same relay.
 #[derive(Clone)]
-pub struct PassingMonitor(Arc<Passing>);
+pub struct RelayMonitor(Arc<Relay>);
 
-struct Passing {
+struct Relay {
     settings: Settings,
     events: Events,
     interrupt: Interrupt,
@@ -58,10 +57,10 @@ struct Migration {
     outcome: Option<Result<RelayReport, String>>,
 }
 
-impl PassingMonitor {
+impl RelayMonitor {
     /// A relay with `options` on its outgoing side, which ends when `interrupt` is raised.
     pub fn new(options: Options, events: Events, interrupt: &Interrupt) -> Self {
-        Self(Arc::new(Passing {
+        Self(Arc::new(Relay {
             settings: Settings::as_given(options),
             events,
             interrupt: interrupt.clone(),
@@ -73,8 +72,8 @@ impl PassingMonitor {
     pub fn waits(&self) -> Control {
         let weak = Arc::downgrade(&self.0);
         let control = Control::watched(Box::new(move |event| {
-            if let (Some(passing), MigrationEvent::Status(status)) = (weak.upgrade(), event) {
-                passing.happened(status);
+            if let (Some(relay), MigrationEvent::Status(status)) = (weak.upgrade(), event) {
+                relay.happened(status);
             }
         }));
         let mut state = self.0.lock();
@@ -108,7 +107,7 @@ impl PassingMonitor {
         if let Some(migration) = &mut state.migration {
             migration.outcome = Some(match outcome {
                 Ok(report) => Ok(report.clone()),
-                Err(error) => Err(common::in_qemus_words(error)),
+                Err(error) => Err(refusal::error_desc(error)),
             });
         }
         self.0.show(&mut state, status);
@@ -117,7 +116,7 @@ impl PassingMonitor {
     /// The process ends; true if a client has asked for it.
     pub fn end(&self) -> bool {
         let asked = self.0.lock().asked_to_quit;
-        common::tell_shutdown(&self.0.events, asked);
+        events::shutdown(&self.0.events, asked);
         asked
     }
 
@@ -140,20 +139,22 @@ impl PassingMonitor {
             return json!({});
         };
         let status = migration.shown;
-        let compression = info::Compression::of(&self.0.settings.for_migration());
+        let compression = query_migrate::Compression::of(&self.0.settings.for_migration());
         Value::Object(match &migration.outcome {
-            Some(Ok(report)) => info::passed(report, migration.progress.total_bytes, compression),
-            Some(Err(_)) if status == Status::Cancelled => info::only_status(status),
+            Some(Ok(report)) => {
+                query_migrate::passed(report, migration.progress.total_bytes, compression)
+            }
+            Some(Err(_)) if status == Status::Cancelled => query_migrate::only_status(status),
             Some(Err(why)) => {
-                let mut answer = info::only_status(status);
+                let mut answer = query_migrate::only_status(status);
                 answer.insert("error-desc".to_owned(), json!(why));
                 answer
             }
             None if matches!(status, Status::Active | Status::Device) => {
                 let jobs = migration.control.jobs();
-                info::passing(status, &migration.progress, &jobs, compression)
+                query_migrate::passing(status, &migration.progress, &jobs, compression)
             }
-            None => info::only_status(status),
+            None => query_migrate::only_status(status),
         })
     }
 
@@ -171,10 +172,10 @@ impl PassingMonitor {
     }
 }
 
-impl Commands for PassingMonitor {
+impl Commands for RelayMonitor {
     fn execute(&self, command: &str, arguments: &Value) -> Result<Value, Refusal> {
         let none = Map::new();
-        let given = table::check(command, arguments, &none)?;
+        let given = command_table::check(command, arguments, &none)?;
         let has = |name: &str| OF_OTHERS.iter().all(|(one, _)| *one != name);
         if let Some((name, why)) = OF_OTHERS.iter().find(|(name, _)| *name == command) {
             return Err(Refusal::generic(format!("A relay has no {name}: {why}")));
@@ -185,23 +186,23 @@ impl Commands for PassingMonitor {
             "migrate-set-parameters" => self.set_parameters(given),
             "query-migrate-parameters" => Ok(self.0.settings.parameters()),
             "query-migrate" => Ok(self.query_migrate()),
-            "query-migrationthreads" => Ok(info::threads()),
+            "query-migrationthreads" => Ok(query_migrate::threads()),
             "quit" => {
                 self.0.lock().asked_to_quit = true;
                 self.0.interrupt.raise();
                 Ok(json!({}))
             }
-            _ => common::execute(self, command, given, &has),
+            _ => introspection::execute(self, command, given, &has),
         }
     }
 }
 
-impl Passing {
+impl Relay {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As the engine has it; the end is shown with its figures, by [`PassingMonitor::ended`].
+    /// As the engine has it; the end is shown with its figures, by [`RelayMonitor::ended`].
     fn happened(&self, status: Status) {
         let ends = matches!(
             status,
@@ -221,7 +222,7 @@ impl Passing {
         }
         migration.shown = status;
         if self.settings.has_events() {
-            common::tell_status(&self.events, status);
+            events::status(&self.events, status);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The UUID of a VM, as it is typed and as it travels.
+//! The UUID of a VM, as QMP has it, as it is typed, and as it travels between two hosts.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,7 +13,7 @@ impl FromStr for Uuid {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        hotlift_qmp::parse_uuid(text).map(Self).ok_or_else(|| {
+        parse(text).map(Self).ok_or_else(|| {
             "expected a UUID such as 550e8400-e29b-41d4-a716-446655440000".to_owned()
         })
     }
@@ -31,6 +31,21 @@ impl fmt::Display for Uuid {
         }
         Ok(())
     }
+}
+
+/// `550e8400-e29b-41d4-a716-446655440000` as bytes in that order.
+fn parse(text: &str) -> Option<[u8; 16]> {
+    let digits: Vec<u8> = text
+        .chars()
+        .filter(|&c| c != '-')
+        .map(|c| c.to_digit(16).and_then(|digit| u8::try_from(digit).ok()))
+        .collect::<Option<_>>()?;
+    let bytes: Vec<u8> = digits
+        .chunks_exact(2)
+        .map(|pair| pair[0] << 4 | pair[1])
+        .collect();
+    (digits.len() == 32).then_some(())?;
+    bytes.try_into().ok()
 }
 
 #[cfg(test)]
