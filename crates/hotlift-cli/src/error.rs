@@ -6,19 +6,17 @@ use hotlift::MigrationError;
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
+use hotlift_advise::AdviseError;
 use hotlift_bench::error::BenchError;
 use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
 use hotlift_host::accel::AccelError;
-use hotlift_host::error::HostError;
 use hotlift_monitor::MonitorError;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
 use hotlift_vmm::verify::VerifyError;
-
-use crate::advise::error::AdviseError;
 
 /// In a line to type, what is not known here.
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
@@ -37,7 +35,7 @@ pub enum CommandError {
     #[error(transparent)]
     Console(#[from] ConsoleError),
     #[error("cannot advise")]
-    Advise(#[from] AdviseError),
+    Advise(#[source] AdviseError),
     #[error("cannot make the guest")]
     Create(#[from] CreateError),
     #[error("bad address")]
@@ -216,11 +214,12 @@ macro_rules! console_errors {
 
 console_errors!(OptionError, LayoutError, FillError, ConversationError);
 
-impl From<HostError> for CommandError {
-    fn from(error: HostError) -> Self {
+impl From<AdviseError> for CommandError {
+    fn from(error: AdviseError) -> Self {
         match error {
-            HostError::Console(error) => Self::Console(error),
-            error => Self::Advise(error.into()),
+            AdviseError::Console(error) => Self::Console(error),
+            AdviseError::Accel(error) => Self::Accel(error),
+            error => Self::Advise(error),
         }
     }
 }

@@ -6,17 +6,25 @@ use hotlift_host::cost::GIB;
 use hotlift_host::measure::Candidate;
 use serde_json::{Value, json};
 
-use super::choose::{Choice, Goal, rank, second};
-use super::model::{Limit, PROGRESS, Prediction, ZeroPages};
-use super::zero_pages::FIRST_WITH_A_CHOICE;
-use super::{Advice, AdviseArgs, Owner};
+use crate::advice::{Advice, Owner};
+use crate::choose::{Choice, Goal, rank, second};
+use crate::model::{Limit, PROGRESS, Prediction, ZeroPages};
+use crate::request::{Origin, Request};
+use crate::zero_pages::FIRST_WITH_A_CHOICE;
 
 /// What `hotlift migrate` takes beyond the figures of two ends without relays.
 pub const BEYOND: &str =
     "not in the figures: the relay that a QEMU's guest passes at each host; --relays puts them in";
 
-/// All of it.
-pub fn text(advice: &Advice) -> String {
+impl Advice {
+    /// All of it for people, with what to type.
+    #[must_use]
+    pub fn text(&self) -> String {
+        text(self)
+    }
+}
+
+fn text(advice: &Advice) -> String {
     let mut text = format!("{}\n{}\n", candidates(advice), recommendation(advice));
     for reason in &advice.reasons {
         text.push_str(&format!("  - {reason}\n"));
@@ -339,12 +347,14 @@ fn runs_on_words(candidate: &Candidate) -> &str {
 }
 
 /// `hotlift migrate` with the settings; `None` if there is nothing to recommend.
-pub fn command(advice: &Advice, args: &AdviseArgs) -> Option<String> {
+pub fn command(advice: &Advice, request: &Request) -> Option<String> {
     let best = advice.candidates.first()?;
-    let qmp = args.origin.qmp.as_ref();
-    let qmp = qmp.map_or("VM.qmp".to_owned(), ToString::to_string);
+    let qmp = match &request.origin {
+        Origin::Qmp(address) => address.to_string(),
+        Origin::Process(_) | Origin::File(_) => "VM.qmp".to_owned(),
+    };
     // A survey may have been answered by a 'hotlift bench --serve': the port is the same if that is how it is started.
-    let to = args.to.as_ref();
+    let to = request.to.as_ref();
     let to = to.map_or("tcp:HOST:4444".to_owned(), ToString::to_string);
     let mut command = format!(
         "hotlift migrate --qmp {} --to {} --method {}",
@@ -427,10 +437,10 @@ pub fn qmp(advice: &Advice) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use super::super::USUAL;
-    use super::super::model::{Load, Machine, Settings};
-    use super::super::zero_pages::Detection;
     use super::*;
+    use crate::advice::USUAL;
+    use crate::model::{Load, Machine, Settings};
+    use crate::zero_pages::Detection;
     use hotlift_console::migration_args::{RoleArgs, role};
     use hotlift_host::accel::Devices;
     use hotlift_host::cost::{Codec, Costs, Relays};
@@ -506,7 +516,7 @@ mod tests {
                 send: 0.1,
                 receive: 0.1,
                 first_touch: 0.1,
-                ..super::super::model::tests::machine(2.0, 1e9)
+                ..crate::model::tests::machine(2.0, 1e9)
             },
             other: None,
             owner: Owner::Unknown,
@@ -548,15 +558,27 @@ mod tests {
 
     #[test]
     fn a_relay_is_told_nothing_that_it_refuses() {
-        #[derive(clap::Parser)]
-        struct Line {
-            #[command(flatten)]
-            args: AdviseArgs,
-        }
-        let words = ["advise", "--qmp=/run/the vm", "--to=tcp:[::1]:4444"];
-        let line = <Line as clap::Parser>::try_parse_from(words).unwrap();
+        let request = Request {
+            origin: Origin::Qmp("/run/the vm".parse().unwrap()),
+            sample_bytes: 1 << 20,
+            goal: Goal::Fastest,
+            to: Some("tcp:[::1]:4444".parse().unwrap()),
+            bandwidth: None,
+            same_host: false,
+            cores: None,
+            channels: None,
+            dirty_rate: None,
+            working_set_bytes: None,
+            ram_bytes: None,
+            downtime_limit_ms: 300,
+            to_qemu: None,
+            mem_prealloc: false,
+            relays: false,
+            accelerators: true,
+            seed: 1,
+        };
         let mut advice = advice(vec![choice("zstd", Some(3), 12.0, true)]);
-        let command = command(&advice, &line.args).unwrap();
+        let command = command(&advice, &request).unwrap();
         assert_eq!(
             command,
             "hotlift migrate --qmp 'unix:/run/the vm' --to 'tcp:[::1]:4444' --method zstd --level 3 --channels 2 \
@@ -569,7 +591,7 @@ mod tests {
             _args: RoleArgs<role::Migrate>,
         }
         advice.candidates[0].prediction.converges = false;
-        let never_ends = super::command(&advice, &line.args).unwrap();
+        let never_ends = super::command(&advice, &request).unwrap();
         let options = never_ends
             .split(" --method")
             .nth(1)
@@ -579,7 +601,7 @@ mod tests {
         let taken = <Migrate as clap::Parser>::try_parse_from(words);
         assert!(taken.is_ok(), "{never_ends}");
         advice.zero_pages.mode = ZeroPages::None;
-        let command = super::command(&advice, &line.args).unwrap();
+        let command = super::command(&advice, &request).unwrap();
         assert!(
             command.contains(" --zero-page-detection none "),
             "{command}"

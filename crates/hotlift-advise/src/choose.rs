@@ -6,8 +6,8 @@ use hotlift_host::measure::{Candidate, Measured};
 use hotlift_qmp::Version;
 use serde::Serialize;
 
-use super::model::{Load, Machine, Prediction, Settings, ZeroPages, predict};
-use super::rules::{self, Rule};
+use crate::model::{Load, Machine, Prediction, Settings, ZeroPages, predict};
+use crate::rules::{self, Rule};
 
 /// What a migration is to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -208,8 +208,8 @@ impl Prediction {
 
 #[cfg(test)]
 mod tests {
-    use super::super::model::PAGES_OF_A_GIB;
     use super::*;
+    use crate::model::PAGES_OF_A_GIB;
     use hotlift_host::cost::{Codec, Costs, Relays, Work};
     use hotlift_host::loopback::Loopback;
 

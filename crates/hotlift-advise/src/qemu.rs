@@ -9,8 +9,7 @@ use hotlift_qmp::{Qemu, QmpAddress, QmpError, Version};
 use rustix::net::sockopt::socket_peercred;
 use serde_json::json;
 
-use super::error::AdviseError;
-use crate::error::CommandError;
+use crate::error::AdviseError;
 
 /// How long a QMP socket may take to answer, and a dirty rate to be measured: a loaded host's QEMU takes its time.
 const ANSWER: Duration = Duration::from_secs(60);
@@ -60,9 +59,8 @@ pub struct Asked {
 }
 
 /// Asks a QEMU for its version, and with `dirty_rate` to measure that.
-pub fn ask(address: &QmpAddress, dirty_rate: bool) -> Result<Asked, CommandError> {
-    let mut qemu =
-        Qemu::connect(address, ANSWER).map_err(|source| CommandError::qmp("source", source))?;
+pub fn ask(address: &QmpAddress, dirty_rate: bool) -> Result<Asked, AdviseError> {
+    let mut qemu = Qemu::connect(address, ANSWER).map_err(AdviseError::qmp)?;
     Ok(Asked {
         version: qemu.version(),
         ram_bytes: qemu
@@ -78,25 +76,24 @@ pub fn ask(address: &QmpAddress, dirty_rate: bool) -> Result<Asked, CommandError
 }
 
 /// By QEMU's `calc-dirty-rate`.
-fn measure_dirty_rate(qemu: &mut Qemu) -> Result<Option<f64>, CommandError> {
-    let failed = |source| CommandError::qmp("source", source);
+fn measure_dirty_rate(qemu: &mut Qemu) -> Result<Option<f64>, AdviseError> {
     let client = qemu.client();
     match client.execute("calc-dirty-rate", &json!({ "calc-time": MEASURE_S })) {
         Ok(_) => {}
         Err(QmpError::Command { .. }) => return Ok(None),
-        Err(error) => return Err(failed(error)),
+        Err(error) => return Err(AdviseError::qmp(error)),
     }
     let deadline = Instant::now() + ANSWER;
     loop {
         let answer = client
             .execute("query-dirty-rate", &serde_json::Value::Null)
-            .map_err(failed)?;
+            .map_err(AdviseError::qmp)?;
         let status = answer["status"].as_str().unwrap_or_default();
         match answer["dirty-rate"].as_f64() {
             Some(mib) if status == "measured" => return Ok(Some(mib * PAGES_OF_A_MIB)),
             _ if Instant::now() > deadline => {
                 let status = hotlift_qmp::one_line(status);
-                return Err(AdviseError::DirtyRate { status }.into());
+                return Err(AdviseError::DirtyRate { status });
             }
             _ => std::thread::sleep(ASK),
         }

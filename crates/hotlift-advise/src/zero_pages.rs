@@ -4,9 +4,9 @@
 use hotlift_qmp::Version;
 use serde::Serialize;
 
-use super::choose::{ALIKE, Choice, Goal, rank};
-use super::model::{Load, Machine, Settings, ZeroPages, predict};
-use super::rules::{self, Rule};
+use crate::choose::{ALIKE, Choice, Goal, rank};
+use crate::model::{Load, Machine, Settings, ZeroPages, predict};
+use crate::rules::{self, Rule};
 
 /// The first QEMU that has `zero-page-detection`, and takes zero pages from multifd channels.
 pub const FIRST_WITH_A_CHOICE: (u32, u32) = (9, 0);
@@ -113,9 +113,9 @@ pub fn decide(
 
 #[cfg(test)]
 mod tests {
-    use super::super::choose::Goal;
-    use super::super::model::{PAGES_OF_A_GIB, tests as model};
     use super::*;
+    use crate::choose::Goal;
+    use crate::model::{PAGES_OF_A_GIB, tests as model};
     use hotlift_host::cost::{Codec, Costs};
     use hotlift_host::measure::Candidate;
 
