@@ -12,7 +12,7 @@ use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
 use hotlift_host::accel::AccelError;
 use hotlift_monitor::MonitorError;
-use hotlift_qmp::QmpError;
+use hotlift_qemu::QemuError;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
@@ -52,13 +52,6 @@ pub enum CommandError {
     Bench(BenchError),
     #[error("relay failed")]
     Relay(#[source] MigrationError),
-    #[error("this QEMU cannot begin a migration: it is in state '{status}'")]
-    Busy { status: String },
-    #[error(
-        "QEMU at the destination does not wait for a migration: it is in state '{status}', and its \
-         migration in state '{migration}'"
-    )]
-    NotWaiting { status: String, migration: String },
     #[error("QEMU at the destination has taken the guest, and has failed since: {reason}")]
     NotTaken { reason: String },
     #[error(
@@ -67,45 +60,18 @@ pub enum CommandError {
     NotKnown { reasons: String, qemu: String },
     #[error("the guest was not restored: {reasons}")]
     Restore { reasons: String },
-    #[error("QEMU ended before it could be asked for anything ({status}): {words}")]
-    QemuGaveUp {
-        status: std::process::ExitStatus,
-        words: String,
-    },
     #[error("more than {most} have connected, and it has said nothing for longest")]
     Crowd { most: usize },
     #[error("another survey is under way")]
     Surveying,
-    #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
-    Differs {
-        what: &'static str,
-        source_has: String,
-        destination_has: String,
-    },
-    #[error(
-        "migration failed, and the source's QEMU has ended or does not answer; the destination does \
-         not run the guest: {reasons}"
-    )]
-    Gone { reasons: String },
-    #[error("the guest is at the destination, though not all went well: {reasons}")]
-    MovedAnyway { reasons: String },
-    #[error("migration failed: {reasons}")]
-    Moving { reasons: String },
-    #[error(
-        "nobody knows whether the destination runs the guest, so it is left paused here: {reasons}"
-    )]
-    InDoubt { reasons: String, qmp: String },
-    #[error(
-        "the destination does not run the guest and never will, but it may be paused here, as QEMU does not answer: \
-         {reasons}"
-    )]
-    Stalled { reasons: String, qmp: String },
     #[error("this QEMU has no guest to settle: {problem}")]
     NothingToSettle { problem: String },
     #[error("the guest was taken to be at the destination, and its paused copy here was ended")]
     EndedCopy,
     #[error("migration failed: the guest was taken not to be at the destination, and went on here")]
     SettledHere,
+    #[error(transparent)]
+    Qemu(QemuError),
     #[error(transparent)]
     Monitor(MonitorError),
     #[error("{0}: give a loopback address, or --control-from-other-hosts too")]
@@ -115,11 +81,6 @@ pub enum CommandError {
 }
 
 impl CommandError {
-    /// An error of the QEMU at one side.
-    pub fn qmp(side: &'static str, source: QmpError) -> Self {
-        ConsoleError::Qmp { side, source }.into()
-    }
-
     /// The error and its causes, in one line.
     pub fn line(&self) -> String {
         error_line(self)
@@ -128,8 +89,8 @@ impl CommandError {
     /// What to do next, where that is not plain from the error.
     pub fn advice(&self) -> Option<String> {
         match self {
-            Self::InDoubt { qmp, .. } => Some(settle(qmp)),
-            Self::Stalled { qmp, .. } => Some(format!(
+            Self::Qemu(QemuError::InDoubt { qmp, .. }) => Some(settle(qmp)),
+            Self::Qemu(QemuError::Stalled { qmp, .. }) => Some(format!(
                 "when QEMU answers again, let the guest run here: hotlift settle --qmp {qmp} --here"
             )),
             Self::NotKnown { .. } => Some(format!(
@@ -157,10 +118,12 @@ impl CommandError {
             Self::Relay(MigrationError::Transport(TransportError::Connect { .. })) => {
                 Some("start the QEMU or the relay that is to listen there first")
             }
-            Self::Busy { .. } => {
+            Self::Qemu(QemuError::Busy { .. }) => {
                 Some("wait for the end of what is under way, or 'migrate_cancel' it")
             }
-            Self::NotWaiting { .. } => Some("start a new QEMU with '-incoming defer'"),
+            Self::Qemu(QemuError::NotWaiting { .. }) => {
+                Some("start a new QEMU with '-incoming defer'")
+            }
             Self::NotTaken { .. } => Some(QEMUS_OWN_WORDS),
             Self::NothingToSettle { .. } => Some(
                 "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
@@ -175,12 +138,11 @@ impl CommandError {
         match self {
             Self::Migration(MigrationError::InDoubt)
             | Self::Relay(MigrationError::InDoubt)
-            | Self::InDoubt { .. }
-            | Self::Stalled { .. }
+            | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
             | Self::NotKnown { .. }
             | Self::EndedCopy => ExitCode::from(3),
             // The guest is where it was to go.
-            Self::MovedAnyway { .. } => ExitCode::SUCCESS,
+            Self::Qemu(QemuError::MovedAnyway { .. }) => ExitCode::SUCCESS,
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
             | Self::Console(ConsoleError::Interrupted) => ExitCode::from(130),
@@ -230,6 +192,16 @@ impl From<MonitorError> for CommandError {
             MonitorError::Console(error) => Self::Console(error),
             error @ MonitorError::OtherHosts { .. } => Self::OtherHosts(error),
             error => Self::Monitor(error),
+        }
+    }
+}
+
+impl From<QemuError> for CommandError {
+    fn from(error: QemuError) -> Self {
+        match error {
+            QemuError::Console(error) => Self::Console(error),
+            QemuError::Address(error) => Self::Address(error),
+            error => Self::Qemu(error),
         }
     }
 }

@@ -12,7 +12,7 @@ use hotlift_console::events::{Check, Event, Filling, tell};
 use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::{Display, fallback_warning};
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
 use hotlift_monitor::{GuestMonitor, ShutdownRequest, Sockets};
 use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::{Commands, Events};
@@ -20,7 +20,6 @@ use hotlift_vmm::BuiltinGuest;
 
 use crate::control_args::ControlArgs;
 use crate::error::{CommandError, settle};
-use crate::qemu::private_folder;
 use crate::report::{self, Run};
 
 /// How long a guest may take to show that it goes on.
@@ -215,7 +214,7 @@ impl Session<'_> {
     fn keep(&self, error: MigrationError) -> Result<(), CommandError> {
         // What came before was to cancel the migration.
         self.interrupt.forget();
-        let folder = private_folder()?;
+        let folder = OwnFolder::private()?;
         let qmp = QmpAddress::Unix(folder.path().join("qmp"));
         let (events, shutdown) = (Events::new(), ShutdownRequest::default());
         let monitor = GuestMonitor::in_doubt(

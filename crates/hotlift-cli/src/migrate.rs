@@ -12,15 +12,16 @@ use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_qemu::QemuError;
+use hotlift_qemu::error::at_source;
+use hotlift_qemu::outgoing::{self, Moving};
+use hotlift_qemu::settings;
+use hotlift_qemu::source::{GuestThere, Source};
 use hotlift_qmp::{QmpAddress, Uuid, Version};
 
 use crate::error::CommandError;
-use crate::qemu::control::{Answer, Guest, Hello, PROTOCOL, SourceWord};
-use crate::qemu::incoming;
-use crate::qemu::outgoing::{self, Moving};
-use crate::qemu::result::Migration;
-use crate::qemu::settings;
-use crate::qemu::source::Source;
+use crate::peer::{Answer, Hello, PROTOCOL, SourceWord};
+use crate::relay_report::Migration;
 
 /// How long the destination may take to get ready; it may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);
@@ -76,7 +77,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
 }
 
 fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandError> {
-    let at_source = |error| CommandError::qmp("source", error);
+    let vm = source.vm()?;
     let mut qemu = source.qemu();
     let capabilities = qemu.query_capabilities().map_err(at_source)?;
     let alike = capabilities
@@ -86,7 +87,7 @@ fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandErro
     Ok(Hello {
         hotlift_control: PROTOCOL,
         qemu: qemu.version(),
-        vm: incoming::vm(&mut qemu).map_err(at_source)?,
+        vm,
         running: source.was_running(),
         channels: settings.outgoing.channels(),
         alike,
@@ -153,7 +154,7 @@ enum LastWords {
     },
     Failed {
         reason: String,
-        guest: Guest,
+        guest: GuestThere,
     },
 }
 
@@ -172,7 +173,8 @@ impl Move<'_> {
             quiet: self.args.output.quiet,
         };
         let mut last_words = None;
-        let relayed = outgoing::change_settings(self.source, self.settings, &self.args.migration)
+        let own_downtime_limit = self.args.migration.has("downtime-limit");
+        let relayed = outgoing::change_settings(self.source, self.settings, own_downtime_limit)
             .and_then(|()| {
                 moving.run(&mut |timeout| self.hear(destination, &mut last_words, timeout))
             });
@@ -219,7 +221,7 @@ impl Move<'_> {
                 let reason = error_line(&error);
                 *last_words = Some(LastWords::Failed {
                     reason: format!("'hotlift serve' is not heard any more: {reason}"),
-                    guest: Guest::Unknown,
+                    guest: GuestThere::Unknown,
                 });
             }
         }
@@ -255,7 +257,7 @@ impl Move<'_> {
             Some(LastWords::Completed { running, report }) => (Some(running), Some(*report)),
             Some(LastWords::Failed { reason, guest }) => {
                 complain!("hotlift: the destination: {reason}");
-                if guest == Guest::NotHere || !is_confirmed {
+                if guest == GuestThere::NotHere || !is_confirmed {
                     return Err(self.in_doubt(reason));
                 }
                 (None, None)
@@ -276,7 +278,7 @@ impl Move<'_> {
 
     fn in_doubt(&self, reasons: String) -> CommandError {
         let qmp = self.source.address().to_string();
-        CommandError::InDoubt { reasons, qmp }
+        QemuError::InDoubt { reasons, qmp }.into()
     }
 
     /// The relay has failed: sees that the guest goes on here, and says why.
@@ -291,9 +293,9 @@ impl Move<'_> {
         let settled = self.source.settle(error, is_told, || {
             heard = self.hear_out(destination, heard.take());
             match &heard {
-                Some(LastWords::Completed { .. }) => Guest::Here,
+                Some(LastWords::Completed { .. }) => GuestThere::Here,
                 Some(LastWords::Failed { guest, .. }) => *guest,
-                None => Guest::Unknown,
+                None => GuestThere::Unknown,
             }
         });
         // What it has said by now, or says at once: the relays' errors often have it already.
@@ -304,6 +306,7 @@ impl Move<'_> {
             Some(LastWords::Failed { reason, .. }) => Some(format!("the destination: {reason}")),
             _ => None,
         };
-        settled.into_error(theirs, self.interrupt.is_raised())
+        let error = settled.into_error(theirs, self.interrupt.is_raised());
+        error.into()
     }
 }

@@ -18,7 +18,7 @@ use hotlift_qmp::server::{Commands, Events};
 
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::qemu::result;
+use crate::relay_report::relay_table;
 
 /// Which end of the way a relay stands at. Both do the same; what differs is who connects, so what
 /// the flags are likely to be.
@@ -173,9 +173,7 @@ impl Relay<'_> {
         self.monitor.ended(&outcome);
         match outcome {
             Ok(report) => {
-                let printed = args
-                    .output
-                    .print(&report, || result::relay_table(label, &report));
+                let printed = args.output.print(&report, || relay_table(label, &report));
                 match printed {
                     // The next migration matters more than who reads of the last.
                     Err(error) if args.forever => complain!("hotlift: {}", error_line(&error)),

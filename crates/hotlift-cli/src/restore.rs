@@ -17,12 +17,13 @@ use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes};
 use hotlift_console::signals::Interrupt;
+use hotlift_qemu::destination::{Destination, Word};
+use hotlift_qemu::incoming;
+use hotlift_qemu::vm::Vm;
 use hotlift_qmp::QmpAddress;
 
 use crate::error::CommandError;
-use crate::qemu::control::Vm;
-use crate::qemu::destination::{Destination, Word};
-use crate::qemu::{incoming, result};
+use crate::relay_report::relay_table;
 
 /// What a stream of QEMU begins with (`QEMU_VM_FILE_MAGIC`).
 const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
@@ -70,11 +71,12 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
             uuid: info.uuid.parse().unwrap_or_default(),
             ..Vm::default()
         };
-        incoming::compare(&saved, &destination)?;
+        saved.fits(&destination.vm()?)?;
     }
     let socket = destination.socket();
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
-    let settings = incoming::relay_settings(&mut destination, args.multifd_channels, &args.limits)?;
+    let limits = args.limits.options();
+    let settings = incoming::relay_settings(&mut destination, args.multifd_channels, limits)?;
     let settle_timeout = settings.outgoing.settle_timeout;
     let report = match relay(args, &destination, &settings, &socket, &interrupt) {
         Ok(report) => report,
@@ -88,7 +90,7 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     };
     // What became of the guest is said whoever reads the figures.
     say_taken(running, destination);
-    let table = || result::relay_table("restore", &report);
+    let table = || relay_table("restore", &report);
     Ok(args.output.print(&report, table)?)
 }
 

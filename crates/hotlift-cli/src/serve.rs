@@ -20,16 +20,17 @@ use hotlift_console::progress::bytes;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_host::survey::{self, Request};
 use hotlift_monitor::RelayMonitor;
+use hotlift_qemu::destination::{Destination, Word};
+use hotlift_qemu::process::{self, Custody};
+use hotlift_qemu::source::GuestThere;
+use hotlift_qemu::{QemuError, incoming};
 use hotlift_qmp::server::{Commands, Events};
 use hotlift_qmp::{QmpAddress, Uuid, one_line};
 
 use crate::callers::Callers;
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::qemu::control::{Answer, Guest, Hello, Opening, SourceWord};
-use crate::qemu::destination::{Destination, Word};
-use crate::qemu::process::Custody;
-use crate::qemu::{incoming, process};
+use crate::peer::{Answer, Hello, Opening, SourceWord};
 
 /// How long the port for the pages may be in use still: by a survey that is cut short.
 const PORT: Duration = Duration::from_secs(5);
@@ -204,15 +205,15 @@ impl Host<'_> {
             Ok(destination) => destination,
             Err(error) => {
                 refuse(source, &error);
-                return Visit::SentAway(error);
+                return Visit::SentAway(error.into());
             }
         };
-        if let Err(error) = incoming::compare(&hello.vm, &destination) {
+        if let Err(error) = destination.vm().and_then(|there| hello.vm.fits(&there)) {
             refuse(source, &error);
             if self.args.qmp.is_some() {
                 *held = Some(destination);
             }
-            return Visit::SentAway(error);
+            return Visit::SentAway(error.into());
         }
         Visit::Over(self.migrate(source, hello, destination))
     }
@@ -255,8 +256,8 @@ impl Host<'_> {
         destination: &mut Destination,
         socket: &Path,
     ) -> Result<(Listener, u16, RelaySettings), CommandError> {
-        let mut settings =
-            incoming::relay_settings(destination, hello.channels, &self.args.limits)?;
+        let limits = self.args.limits.options();
+        let mut settings = incoming::relay_settings(destination, hello.channels, limits)?;
         let token = relay::new_token().map_err(|source| ConsoleError::Process {
             what: "random numbers",
             source,
@@ -399,7 +400,7 @@ impl Host<'_> {
             // QEMU has taken it by its word on the stream; so what has become of it since is not that it never ran.
             Word::Never { reason } => {
                 let error = CommandError::NotTaken { reason };
-                let _ = source.say(&failed(error_line(&error), Guest::Unknown));
+                let _ = source.say(&failed(error_line(&error), GuestThere::Unknown));
                 Err(error)
             }
             Word::Unknown { reason, .. } => Err(not_known(source, destination, reason)),
@@ -426,7 +427,7 @@ impl Host<'_> {
         match word {
             Word::Here { running } => {
                 let reason = error.chain();
-                let _ = source.say(&failed(reason.clone(), Guest::Here));
+                let _ = source.say(&failed(reason.clone(), GuestThere::Here));
                 complain!("hotlift: not all went well: {reason}");
                 say_taken(running, destination);
                 Ok(())
@@ -434,7 +435,7 @@ impl Host<'_> {
             Word::Never { reason } => {
                 let reasons = explained(&reason);
                 destination.give_back();
-                let _ = source.say(&failed(reasons.clone(), Guest::NotHere));
+                let _ = source.say(&failed(reasons.clone(), GuestThere::NotHere));
                 if is_interrupted {
                     return Err(ConsoleError::Interrupted.into());
                 }
@@ -442,12 +443,11 @@ impl Host<'_> {
                 if said.is_none() {
                     let _ = hear_failure(source, LAST_WORDS, &mut said);
                 }
-                Err(CommandError::Moving {
-                    reasons: match said {
-                        Some(said) => format!("{reasons}; the source: {said}"),
-                        None => reasons,
-                    },
-                })
+                let reasons = match said {
+                    Some(said) => format!("{reasons}; the source: {said}"),
+                    None => reasons,
+                };
+                Err(QemuError::Failed { reasons }.into())
             }
             Word::Unknown { reason, .. } => Err(not_known(source, destination, explained(&reason))),
         }
@@ -466,7 +466,7 @@ fn hear_failure(
     Ok(())
 }
 
-fn failed(reason: String, guest: Guest) -> Answer {
+fn failed(reason: String, guest: GuestThere) -> Answer {
     Answer::Failed { reason, guest }
 }
 
@@ -482,7 +482,7 @@ fn say_taken(running: Option<bool>, destination: Destination) {
 
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.
 fn not_known(source: &mut Conversation, destination: Destination, reasons: String) -> CommandError {
-    let _ = source.say(&failed(reasons.clone(), Guest::Unknown));
+    let _ = source.say(&failed(reasons.clone(), GuestThere::Unknown));
     CommandError::NotKnown {
         reasons,
         qemu: destination.leave_alone(),
@@ -490,7 +490,7 @@ fn not_known(source: &mut Conversation, destination: Destination, reasons: Strin
 }
 
 /// Tells a source that it is refused. It may have gone.
-fn refuse(source: &mut Conversation, error: &CommandError) {
+fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
     let reason = error_line(error);
     let _ = source.say(&Answer::Refused { reason });
 }

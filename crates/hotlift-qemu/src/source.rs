@@ -9,11 +9,12 @@ use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
 use hotlift_console::signals::TICK;
 use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError, Uuid};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::control::Guest;
-use super::settings::Changed;
-use crate::error::CommandError;
+use crate::error::{QemuError, at_source};
+use crate::settings::Changed;
+use crate::vm::Vm;
 
 /// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
 const CONNECT: Duration = Duration::from_secs(2);
@@ -43,6 +44,18 @@ pub struct Settled {
     qmp: String,
 }
 
+/// What the destination knows of the guest after a migration that did not succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestThere {
+    /// It was never run there, and never will be.
+    NotHere,
+    /// The destination's QEMU has it.
+    Here,
+    /// It cannot be told.
+    Unknown,
+}
+
 /// Where the guest is after a migration that did not succeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Whereabouts {
@@ -62,17 +75,20 @@ enum Whereabouts {
 
 impl Source {
     /// Connects, and sees whether a migration can be begun.
-    pub fn connect(address: &QmpAddress) -> Result<Self, CommandError> {
+    ///
+    /// # Errors
+    /// If it does not answer, or cannot begin one.
+    pub fn connect(address: &QmpAddress) -> Result<Self, QemuError> {
         let mut qemu = Qemu::connect(address, CONNECT).map_err(at_source)?;
         let migration = qemu.query_migrate().map_err(at_source)?;
         if migration.is_running() {
-            return Err(CommandError::Busy {
+            return Err(QemuError::Busy {
                 status: migration.status,
             });
         }
         let state = qemu.query_status().map_err(at_source)?;
         if state.status == "inmigrate" {
-            return Err(CommandError::Busy {
+            return Err(QemuError::Busy {
                 status: state.status,
             });
         }
@@ -99,17 +115,31 @@ impl Source {
         self.qemu.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What the destination's VM must have alike.
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn vm(&self) -> Result<Vm, QemuError> {
+        Ok(Vm::of(&mut self.qemu()).map_err(at_source)?)
+    }
+
     /// UUID of the VM.
-    pub fn uuid(&self) -> Result<Uuid, CommandError> {
-        self.qemu().query_uuid().map_err(at_source)
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn uuid(&self) -> Result<Uuid, QemuError> {
+        Ok(self.qemu().query_uuid().map_err(at_source)?)
     }
 
     /// Sets capabilities and parameters, to be put back by [`Source::restore_settings`].
+    ///
+    /// # Errors
+    /// If it refuses.
     pub fn change_settings(
         &self,
         capabilities: &[(&str, bool)],
         parameters: &Map<String, Value>,
-    ) -> Result<(), CommandError> {
+    ) -> Result<(), QemuError> {
         let changed = Changed::apply(&mut self.qemu(), capabilities, parameters);
         let changed = changed.map_err(at_source)?;
         *self.changed() = Some(changed);
@@ -156,21 +186,33 @@ impl Source {
     }
 
     /// Begins to migrate to `uri`.
-    pub fn migrate(&self, uri: &str) -> Result<(), CommandError> {
-        self.qemu().migrate(uri).map_err(at_source)
+    ///
+    /// # Errors
+    /// If it refuses.
+    pub fn migrate(&self, uri: &str) -> Result<(), QemuError> {
+        Ok(self.qemu().migrate(uri).map_err(at_source)?)
     }
 
     /// What QEMU says of its migration.
+    ///
+    /// # Errors
+    /// Those of QMP.
     pub fn look(&self) -> Result<MigrateInfo, QmpError> {
         self.qemu().query_migrate()
     }
 
     /// Asks QEMU to cancel its migration; too late if it has completed.
+    ///
+    /// # Errors
+    /// Those of QMP.
     pub fn cancel(&self) -> Result<(), QmpError> {
         self.qemu().migrate_cancel()
     }
 
     /// Lets the guest run, which has been saved.
+    ///
+    /// # Errors
+    /// Those of QMP.
     pub fn cont(&self) -> Result<(), QmpError> {
         self.patiently(Qemu::cont)
     }
@@ -213,12 +255,12 @@ impl Source {
         &self,
         error: &MigrationError,
         is_told: bool,
-        at_destination: impl FnOnce() -> Guest,
+        at_destination: impl FnOnce() -> GuestThere,
     ) -> Settled {
         let is_told = is_told || matches!(error, MigrationError::InDoubt);
         let at_destination = || match is_told {
             true => at_destination(),
-            false => Guest::NotHere,
+            false => GuestThere::NotHere,
         };
         let mut reasons = match error {
             // It says so itself, if it can be heard.
@@ -245,7 +287,10 @@ impl Source {
         }
     }
 
-    fn bring_back(&self, at_destination: impl FnOnce() -> Guest) -> Result<Whereabouts, QmpError> {
+    fn bring_back(
+        &self,
+        at_destination: impl FnOnce() -> GuestThere,
+    ) -> Result<Whereabouts, QmpError> {
         let kept = if self.was_running {
             Whereabouts::Runs
         } else {
@@ -255,15 +300,15 @@ impl Source {
         // QEMU itself starts a guest again that it has not given up.
         if !self.was_running || (!info.is_completed() && self.wait_running()?) {
             return Ok(match info.is_completed().then(at_destination) {
-                None | Some(Guest::NotHere) => kept,
-                Some(Guest::Here) => Whereabouts::Moved,
-                Some(Guest::Unknown) => Whereabouts::InDoubt,
+                None | Some(GuestThere::NotHere) => kept,
+                Some(GuestThere::Here) => Whereabouts::Moved,
+                Some(GuestThere::Unknown) => Whereabouts::InDoubt,
             });
         }
         match at_destination() {
-            Guest::NotHere => {}
-            Guest::Here => return Ok(Whereabouts::Moved),
-            Guest::Unknown => return Ok(Whereabouts::InDoubt),
+            GuestThere::NotHere => {}
+            GuestThere::Here => return Ok(Whereabouts::Moved),
+            GuestThere::Unknown => return Ok(Whereabouts::InDoubt),
         }
         self.patiently(Qemu::cont)?;
         Ok(kept)
@@ -310,7 +355,7 @@ impl Source {
 impl Settled {
     /// Says where the guest is, and makes the error that ends the command; `theirs` is what the other
     /// side has said.
-    pub fn into_error(mut self, theirs: Option<String>, interrupted: bool) -> CommandError {
+    pub fn into_error(mut self, theirs: Option<String>, interrupted: bool) -> QemuError {
         if let Some(theirs) = theirs {
             // The relays' last words say a part of it.
             self.reasons.retain(|reason| !theirs.starts_with(reason));
@@ -320,14 +365,14 @@ impl Settled {
         let state = match self.whereabouts {
             Whereabouts::InDoubt => {
                 let qmp = self.qmp;
-                return CommandError::InDoubt { reasons, qmp };
+                return QemuError::InDoubt { reasons, qmp };
             }
             Whereabouts::Stalled => {
                 let qmp = self.qmp;
-                return CommandError::Stalled { reasons, qmp };
+                return QemuError::Stalled { reasons, qmp };
             }
-            Whereabouts::Moved => return CommandError::MovedAnyway { reasons },
-            Whereabouts::Gone => return CommandError::Gone { reasons },
+            Whereabouts::Moved => return QemuError::MovedAnyway { reasons },
+            Whereabouts::Gone => return QemuError::Gone { reasons },
             Whereabouts::Runs => "runs on",
             Whereabouts::Paused => "stays paused",
         };
@@ -335,11 +380,6 @@ impl Settled {
         if interrupted {
             return ConsoleError::Interrupted.into();
         }
-        CommandError::Moving { reasons }
+        QemuError::Failed { reasons }
     }
-}
-
-/// An error of the source's QEMU.
-pub fn at_source(error: QmpError) -> CommandError {
-    CommandError::qmp("source", error)
 }

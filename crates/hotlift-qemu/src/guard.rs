@@ -4,12 +4,11 @@
 
 use std::io::{self, Read, Write};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use clap::Args;
 use hotlift_console::signals::TICK;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 
@@ -26,7 +25,11 @@ pub struct Guard {
 
 impl Guard {
     /// Starts to watch over the QEMU at this QMP socket, and over `folder`, which is needed for as long as
-    /// this process is there.
+    /// this process is there. The guard is this program with the arguments `guard --qmp ADDRESS --folder PATH`, which
+    /// must call [`run`].
+    ///
+    /// # Errors
+    /// If it cannot be started.
     pub fn start(qmp: &QmpAddress, folder: &Path) -> io::Result<Self> {
         let mut process = Command::new(std::env::current_exe()?)
             .args(["guard", "--qmp", &qmp.to_string(), "--folder"])
@@ -64,28 +67,17 @@ impl Drop for Guard {
     }
 }
 
-/// Flags of the guard's process.
-#[derive(Debug, Args)]
-pub struct GuardArgs {
-    /// QMP socket of the QEMU
-    #[arg(long, value_name = "ADDRESS")]
-    qmp: QmpAddress,
-    /// Folder of the command
-    #[arg(long, value_name = "PATH")]
-    folder: PathBuf,
-}
-
-/// The guard's process.
-pub fn run(args: &GuardArgs) {
+/// The guard's process: waits until the process that has started it is done with the QEMU at `qmp`, or is there no more.
+pub fn run(qmp: &QmpAddress, folder: &Path) {
     let mut word = [0; 1];
     if matches!(io::stdin().read(&mut word), Ok(0)) {
         // One that does not answer has ended, or is in other hands.
-        let _ = end(&args.qmp);
+        let _ = end(qmp);
     }
     // A command that was dismissed has more to do; its end is that of the pipe.
     let _ = io::copy(&mut io::stdin(), &mut io::sink());
     // Mostly it is gone by now.
-    let _ = std::fs::remove_dir_all(&args.folder);
+    let _ = std::fs::remove_dir_all(folder);
 }
 
 /// Ends a QEMU that waits for a guest. One that has its guest is left alone; one that might have it has no guard any

@@ -8,15 +8,14 @@ use std::time::{Duration, Instant};
 use hotlift::relay::Taken;
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
-use hotlift_console::signals::OwnFolder;
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
 use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError, Uuid};
 use serde_json::{Map, Value};
 
-use super::private_folder;
-use super::process::{Custody, Started};
-use super::settings::Changed;
-use crate::error::CommandError;
+use crate::error::{QemuError, at_destination};
+use crate::process::{Custody, Started};
+use crate::settings::Changed;
+use crate::vm::Vm;
 
 /// How long the QMP socket of a waiting QEMU is tried.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -46,24 +45,41 @@ pub struct Destination {
 /// What a QEMU that was given a guest has said of it.
 #[derive(Debug)]
 pub enum Word {
-    /// It has the guest, and runs it, or keeps it paused; `None`: it has not said which.
-    Here { running: Option<bool> },
+    /// It has the guest.
+    Here {
+        /// Whether it runs it, or keeps it paused; `None`: it has not said which.
+        running: Option<bool>,
+    },
     /// It has no guest, and never will: its migration has failed, or its process has ended.
-    Never { reason: String },
-    /// Nothing of the kind. `answers`: it is only not so far.
-    Unknown { answers: bool, reason: String },
+    Never {
+        /// Why, in one line.
+        reason: String,
+    },
+    /// Nothing of the kind.
+    Unknown {
+        /// It answers: it is only not so far.
+        answers: bool,
+        /// What it says, or why it is not heard, in one line.
+        reason: String,
+    },
 }
 
 impl Destination {
     /// One that somebody else has started.
-    pub fn held(address: &QmpAddress) -> Result<Self, CommandError> {
+    ///
+    /// # Errors
+    /// If it does not answer, or does not wait for a migration.
+    pub fn held(address: &QmpAddress) -> Result<Self, QemuError> {
         let qemu = Qemu::connect(address, CONNECT).map_err(at_destination)?;
-        Self::waiting(qemu, None, private_folder()?)
+        Self::waiting(qemu, None, OwnFolder::private()?)
     }
 
     /// One that is started now.
-    pub fn start(command: &[OsString], interrupt: &Interrupt) -> Result<Self, CommandError> {
-        let folder = private_folder()?;
+    ///
+    /// # Errors
+    /// If it does not start, or does not answer.
+    pub fn start(command: &[OsString], interrupt: &Interrupt) -> Result<Self, QemuError> {
+        let folder = OwnFolder::private()?;
         let (process, qemu) = Started::start(command, folder.path(), interrupt)?;
         Self::waiting(qemu, Some(process), folder)
     }
@@ -72,11 +88,11 @@ impl Destination {
         mut qemu: Qemu,
         process: Option<Started>,
         folder: OwnFolder,
-    ) -> Result<Self, CommandError> {
+    ) -> Result<Self, QemuError> {
         let state = qemu.query_status().map_err(at_destination)?;
         let migration = qemu.query_migrate().map_err(at_destination)?;
         if state.status != "inmigrate" || migration.status != "none" {
-            return Err(CommandError::NotWaiting {
+            return Err(QemuError::NotWaiting {
                 status: state.status,
                 migration: migration.status,
             });
@@ -112,18 +128,32 @@ impl Destination {
         self.folder.path().join("incoming")
     }
 
+    /// What its VM must have alike with the guest's.
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn vm(&self) -> Result<Vm, QemuError> {
+        Ok(Vm::of(&mut self.qemu()).map_err(at_destination)?)
+    }
+
     /// UUID of its machine.
-    pub fn uuid(&self) -> Result<Uuid, CommandError> {
-        self.qemu().query_uuid().map_err(at_destination)
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn uuid(&self) -> Result<Uuid, QemuError> {
+        Ok(self.qemu().query_uuid().map_err(at_destination)?)
     }
 
     /// Sets capabilities and parameters and listens on a UNIX socket.
+    ///
+    /// # Errors
+    /// If it refuses.
     pub fn listen(
         &mut self,
         capabilities: &[(&str, bool)],
         parameters: &Map<String, Value>,
         socket: &Path,
-    ) -> Result<(), CommandError> {
+    ) -> Result<(), QemuError> {
         let changed = Changed::apply(&mut self.qemu(), capabilities, parameters);
         self.changed = Some(changed.map_err(at_destination)?);
         // One that was started here is to end by itself if this process does; one that is held is to
@@ -131,7 +161,7 @@ impl Destination {
         let stay_on_error = self.process.is_none();
         let uri = format!("unix:{}", socket.display());
         let listening = self.qemu().migrate_incoming(&uri, stay_on_error);
-        listening.map_err(at_destination)
+        Ok(listening.map_err(at_destination)?)
     }
 
     /// Whether it has taken the guest, as far as it says so at once.
@@ -271,9 +301,4 @@ impl Destination {
         }
         self.leave_alone()
     }
-}
-
-/// An error of the destination's QEMU.
-pub fn at_destination(error: QmpError) -> CommandError {
-    CommandError::qmp("destination", error)
 }

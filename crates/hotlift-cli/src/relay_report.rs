@@ -1,4 +1,4 @@
-//! What a migration of a QEMU came to: the table and the JSON.
+//! What a migration through relays came to: the tables and the JSON.
 
 use comfy_table::Table;
 use hotlift::figures::{JobFigures, SideFigures};

@@ -28,6 +28,7 @@ pub struct Changed {
 
 /// What a migration through relays asks of either QEMU: `channels` multifd channels without
 /// compression (0 for multifd off), events, and a return path.
+#[must_use]
 pub fn for_relay(channels: u8) -> (Vec<(&'static str, bool)>, Map<String, Value>) {
     let mut capabilities: Vec<_> = OFF.iter().map(|name| (*name, false)).collect();
     capabilities.extend([
@@ -47,6 +48,9 @@ pub fn for_relay(channels: u8) -> (Vec<(&'static str, bool)>, Map<String, Value>
 
 impl Changed {
     /// Changes what differs. If QEMU refuses, what was changed is put back.
+    ///
+    /// # Errors
+    /// Those of QMP.
     pub fn apply(
         qemu: &mut Qemu,
         capabilities: &[(&str, bool)],
@@ -85,6 +89,9 @@ impl Changed {
     }
 
     /// Puts the values from before back. QEMU refuses while a migration is under way.
+    ///
+    /// # Errors
+    /// Those of QMP.
     pub fn undo(&self, qemu: &mut Qemu) -> Result<(), QmpError> {
         let capabilities: Vec<_> = self
             .capabilities

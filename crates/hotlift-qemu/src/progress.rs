@@ -1,4 +1,4 @@
-//! How a QEMU's outgoing migration gets on: the line that is shown, and why it does not converge.
+//! Progress of a QEMU's outgoing migration: the line that is shown, and why it does not converge.
 
 use hotlift::relay::RelayProgress;
 use hotlift_console::progress::{Line, bytes, rounded, stalled, throttled};

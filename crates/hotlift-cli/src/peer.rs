@@ -18,6 +18,8 @@ use std::time::Duration;
 use hotlift::relay::RelayReport;
 use hotlift_console::conversation::{Conversation, ConversationError, read};
 use hotlift_host::survey::Request;
+use hotlift_qemu::source::GuestThere;
+use hotlift_qemu::vm::Vm;
 use hotlift_qmp::{Uuid, Version};
 use serde::{Deserialize, Serialize};
 
@@ -41,20 +43,6 @@ pub struct Hello {
     pub channels: u8,
     /// State of those capabilities of the source's QEMU that both sides must have alike.
     pub alike: Vec<(String, bool)>,
-}
-
-/// What both VMs must have alike; `None` where QEMU does not tell.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct Vm {
-    /// Machine type.
-    pub machine: Option<String>,
-    /// UUID; all zero if it has none.
-    pub uuid: Uuid,
-    /// Bytes of RAM, without what was plugged in.
-    pub ram_bytes: Option<u64>,
-    /// vCPUs.
-    pub vcpus: Option<usize>,
 }
 
 /// What somebody who has connected wants.
@@ -105,7 +93,7 @@ pub enum Answer {
         /// Why, in one line.
         reason: String,
         /// Where the guest is, as far as the destination can know.
-        guest: Guest,
+        guest: GuestThere,
     },
 }
 
@@ -118,18 +106,6 @@ pub enum SourceWord {
         /// Why, in one line.
         reason: String,
     },
-}
-
-/// What the destination knows of the guest after a failure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Guest {
-    /// It was never run here, and never will be.
-    NotHere,
-    /// This QEMU has it.
-    Here,
-    /// It cannot be told.
-    Unknown,
 }
 
 impl Opening {
@@ -213,7 +189,7 @@ mod tests {
         );
         let failed = Answer::Failed {
             reason: "why".to_owned(),
-            guest: Guest::NotHere,
+            guest: GuestThere::NotHere,
         };
         let mut theirs = Conversation::new(theirs).unwrap();
         ours.say(&failed).unwrap();

@@ -9,22 +9,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::Interrupt;
-use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use hotlift_console::signals::{Interrupt, no_folder};
+use hotlift_qmp::{Qemu, QmpAddress};
 
-use super::guard::Guard;
-use super::no_folder;
-use super::words::{Streams, Words};
-use crate::error::CommandError;
-
-/// How long a QEMU may take until it answers on its QMP socket.
-const START: Duration = Duration::from_secs(60);
-
-/// How often it is looked whether it has ended instead.
-const LOOK: Duration = Duration::from_millis(500);
+use crate::error::{QemuError, at_destination};
+use crate::guard::Guard;
+use crate::launch::{self, NoAnswer};
+use crate::stderr::{Streams, Words};
 
 /// A QEMU process. Killed when it goes out of scope, and ended by its guard if this process is killed, unless it may
 /// have its guest ([`Custody::give_up`]) or was left running.
@@ -76,25 +69,24 @@ impl Custody {
 impl Started {
     /// Starts `command` with an incoming migration that waits for orders, and a QMP socket beside
     /// those that it may have. `folder` goes with this process, even if it is killed.
+    ///
+    /// # Errors
+    /// If it cannot be started, or does not answer.
     pub fn start(
         command: &[OsString],
         folder: &Path,
         interrupt: &Interrupt,
-    ) -> Result<(Self, Qemu), CommandError> {
+    ) -> Result<(Self, Qemu), QemuError> {
         let arguments = waiting(command)?;
         let socket = place()?;
         let streams = Streams::make().map_err(|source| ConsoleError::Process {
             what: "a pipe for QEMU's words",
             source,
         })?;
-        let mut option = OsString::from("unix:");
-        option.push(&socket);
-        option.push(",server=on,wait=off");
         let (program, arguments) = arguments.split_first().ok_or(ConsoleError::NoQemu)?;
         let child = Command::new(program)
             .args(arguments)
-            .arg("-qmp")
-            .arg(option)
+            .args(launch::qmp_arguments(&socket))
             .stdin(Stdio::null())
             .stdout(streams.stdout)
             .stderr(streams.stderr)
@@ -133,33 +125,15 @@ impl Started {
         self.custody.clone()
     }
 
-    fn connect(&mut self, interrupt: &Interrupt) -> Result<Qemu, CommandError> {
-        let deadline = Instant::now() + START;
-        loop {
-            match Qemu::connect(&self.qmp(), LOOK) {
-                Ok(qemu) => return Ok(qemu),
-                Err(error) => {
-                    if let Some(status) = self.has_ended() {
-                        return Err(match self.last_words() {
-                            Some(words) => CommandError::QemuGaveUp { status, words },
-                            None => ConsoleError::QemuEnded { status }.into(),
-                        });
-                    }
-                    if interrupt.is_raised() {
-                        return Err(ConsoleError::Interrupted.into());
-                    }
-                    let is_late = matches!(
-                        error,
-                        QmpError::Connect { .. }
-                            | QmpError::Timeout { .. }
-                            | QmpError::Closed { .. }
-                    );
-                    if !is_late || Instant::now() >= deadline {
-                        return Err(CommandError::qmp("destination", error));
-                    }
-                }
-            }
-        }
+    fn connect(&mut self, interrupt: &Interrupt) -> Result<Qemu, QemuError> {
+        launch::connect(&mut self.child, &self.socket, interrupt).map_err(|error| match error {
+            NoAnswer::Ended(status) => match self.last_words() {
+                Some(words) => QemuError::Ended { status, words },
+                None => ConsoleError::QemuEnded { status }.into(),
+            },
+            NoAnswer::Interrupted => ConsoleError::Interrupted.into(),
+            NoAnswer::Qmp(error) => at_destination(error).into(),
+        })
     }
 
     /// How it ended, if it has.
@@ -209,7 +183,7 @@ impl Drop for Started {
 /// Where QEMU makes the QMP socket that may outlive this command. QEMU removes its socket when it ends, but no folder.
 /// So it is in one only where the file creation mask would let others connect, and that is one for all QEMUs of this
 /// user; it is not removed, as another command may be about to use it.
-fn place() -> Result<PathBuf, CommandError> {
+fn place() -> Result<PathBuf, QemuError> {
     let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status
@@ -254,7 +228,7 @@ fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usi
 ///
 /// # Errors
 /// If it cannot be one that waits for a migration and is watched here.
-pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, CommandError> {
+pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
     let problem = |problem: &str| {
         Err(ConsoleError::QemuCommand {
             problem: problem.to_owned(),

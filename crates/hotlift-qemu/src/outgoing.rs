@@ -8,16 +8,14 @@ use std::time::{Duration, Instant};
 
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
-use hotlift_console::migration_args::MigrationArgs;
 use hotlift_console::output::complain;
 use hotlift_console::progress::{Display, jobs};
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
 
-use super::private_folder;
-use super::settings;
-use super::source::Source;
-use super::watch::Watch;
-use crate::error::CommandError;
+use crate::error::QemuError;
+use crate::progress::Watch;
+use crate::settings;
+use crate::source::Source;
 
 /// Between two looks at QEMU's figures.
 const LOOK: Duration = Duration::from_millis(500);
@@ -27,31 +25,41 @@ const GRACE: Duration = Duration::from_secs(5);
 
 /// What is to be moved, and how.
 pub struct Moving<'a> {
+    /// The QEMU whose guest it is.
     pub source: &'a Source,
+    /// Cancels it.
     pub interrupt: &'a Interrupt,
+    /// Settings of the relay.
     pub settings: &'a RelaySettings,
+    /// Where the relay passes the guest to.
     pub outgoing: Outgoing<'a>,
+    /// Whether no progress is shown.
     pub quiet: bool,
 }
 
 /// How the relay of a migration has ended.
 pub struct Relayed {
+    /// What it has moved, or what it has met.
     pub outcome: Result<RelayReport, MigrationError>,
     /// The destination may have been told to run the guest; if not, it never will.
     pub is_told: bool,
 }
 
-/// Sets QEMU up for a relay with these settings; what was given by hand on top.
+/// Sets QEMU up for a relay with these settings; with `own_downtime_limit` their downtime limit is QEMU's, too, which
+/// keeps its own otherwise.
+///
+/// # Errors
+/// If QEMU refuses.
 pub fn change_settings(
     source: &Source,
     settings: &RelaySettings,
-    given: &MigrationArgs,
-) -> Result<(), CommandError> {
+    own_downtime_limit: bool,
+) -> Result<(), QemuError> {
     let (capabilities, mut parameters) = settings::for_relay(settings.outgoing.channels());
     // The limit is one of the wire, behind compression; the relay keeps it, and QEMU is slowed down by
     // its socket.
     parameters.insert("max-bandwidth".to_owned(), 0.into());
-    if given.has("downtime-limit") {
+    if own_downtime_limit {
         let limit = settings.outgoing.downtime_limit.as_millis();
         let limit = u64::try_from(limit).unwrap_or(u64::MAX);
         parameters.insert("downtime-limit".to_owned(), limit.into());
@@ -65,8 +73,8 @@ impl Moving<'_> {
     ///
     /// # Errors
     /// If the migration could not even be begun. What the relay has met is in [`Relayed::outcome`].
-    pub fn run(&self, attend: &mut dyn FnMut(Duration)) -> Result<Relayed, CommandError> {
-        let folder = private_folder()?;
+    pub fn run(&self, attend: &mut dyn FnMut(Duration)) -> Result<Relayed, QemuError> {
+        let folder = OwnFolder::private()?;
         let path = folder.path().join("outgoing");
         let uri = format!("unix:{}", path.display());
         let listener = Address::Unix { path }.listen()?;
