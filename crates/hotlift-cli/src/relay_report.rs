@@ -6,7 +6,7 @@ use hotlift::relay::RelayReport;
 use hotlift_console::progress::bytes;
 use hotlift_console::table::{align, new_table};
 use hotlift_console::width;
-use hotlift_qmp::{MigrateInfo, RamInfo, Version};
+use hotlift_qmp::{MigrationInfo, MigrationStats, Version};
 use serde::Serialize;
 
 use crate::report::done_by;
@@ -15,7 +15,7 @@ use crate::report::done_by;
 #[derive(Debug, Serialize)]
 pub struct Migration {
     /// What the source's QEMU says (`query-migrate`): times, rounds, bytes into the relay.
-    pub qemu: MigrateInfo,
+    pub qemu: MigrationInfo,
     /// Version of the source's QEMU.
     pub source_qemu: Version,
     /// Version of the destination's QEMU.
@@ -58,7 +58,7 @@ impl Migration {
 #[derive(Debug, Serialize)]
 pub struct Saved {
     /// What the source's QEMU says (`query-migrate`): times, rounds, bytes into the relay.
-    pub qemu: MigrateInfo,
+    pub qemu: MigrationInfo,
     /// The relay between QEMU and the file.
     pub relay: RelayReport,
     /// Bytes of the file.
@@ -101,7 +101,7 @@ pub fn relay_table(label: &str, report: &RelayReport) -> String {
     format!("{table}\n{}", threads_table(threads))
 }
 
-fn qemu_rows(row: &mut impl FnMut(&str, String), info: &MigrateInfo) {
+fn qemu_rows(row: &mut impl FnMut(&str, String), info: &MigrationInfo) {
     let ram = info.ram.clone().unwrap_or_default();
     let ms = |time: Option<u64>| time.map_or("-".to_owned(), |ms| format!("{ms} ms"));
     row("total time (QEMU)", ms(info.total_time));
@@ -138,7 +138,7 @@ fn cpu(side: &SideFigures) -> String {
 }
 
 /// What QEMU has written to its sockets: up to 8.0 its counter of all bytes lacks those of multifd.
-fn sent_by_qemu(ram: &RamInfo) -> u64 {
+fn sent_by_qemu(ram: &MigrationStats) -> u64 {
     ram.transferred.max(ram.multifd_bytes)
 }
 

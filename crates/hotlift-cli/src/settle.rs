@@ -72,7 +72,7 @@ fn problem(qemu: &mut Qemu) -> Result<Option<String>, QmpError> {
         "paused" if migration.is_completed() || migration.has_failed() => None,
         status => Some(format!(
             "it is in state '{status}', and its migration in state '{}'",
-            migration.status
+            migration.status()
         )),
     })
 }

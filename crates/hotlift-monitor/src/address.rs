@@ -2,10 +2,12 @@
 
 use hotlift::Address;
 use hotlift::transport::TransportError;
+use hotlift_qmp::SocketAddress;
+use hotlift_qmp::qapi::{Member, Type, needed};
 use hotlift_qmp::server::Refusal;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use crate::command_table::{Member, Type, check_members, needed};
+use crate::command_table::check_members;
 
 static CHANNEL: &[Member] = &[
     needed("channel-type", Type::Str),
@@ -102,19 +104,35 @@ fn accept(object: &Map<String, Value>, name: &str, values: &[&str]) -> Result<()
 }
 
 /// As `socket-address` of `query-migrate` has it.
-pub fn to_json(address: &Address) -> Value {
+pub fn to_qapi(address: &Address) -> SocketAddress {
+    let of_kind = |kind: &str| SocketAddress {
+        kind: kind.to_owned(),
+        host: None,
+        port: None,
+        ipv4: None,
+        path: None,
+    };
     match address {
         Address::Tcp { host, port } => {
             let host = if host.is_empty() { "0.0.0.0" } else { host };
-            let ipv4 = !host.contains(':');
-            json!({ "type": "inet", "host": host, "port": port.to_string(), "ipv4": ipv4 })
+            SocketAddress {
+                host: Some(host.to_owned()),
+                port: Some(port.to_string()),
+                ipv4: Some(!host.contains(':')),
+                ..of_kind("inet")
+            }
         }
-        Address::Unix { path } => json!({ "type": "unix", "path": path.display().to_string() }),
+        Address::Unix { path } => SocketAddress {
+            path: Some(path.display().to_string()),
+            ..of_kind("unix")
+        },
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn parse(arguments: &Value) -> Result<String, String> {

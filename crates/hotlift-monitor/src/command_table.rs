@@ -1,39 +1,8 @@
 //! Every QMP command that a monitor has: arguments, answer, and the checks that QEMU makes of both.
 
+use hotlift_qmp::qapi::{Member, Type, needed, optional};
 use hotlift_qmp::server::Refusal;
 use serde_json::{Map, Value};
-
-/// Type of an argument or of a member of an answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Type {
-    /// A string.
-    Str,
-    /// `true` or `false`.
-    Bool,
-    /// A whole number.
-    Int,
-    /// Any number.
-    Number,
-    /// One of the names of this enumeration of the schema.
-    Enum(&'static str),
-    /// An object of the schema.
-    Object(&'static str),
-    /// A list of objects of the schema.
-    List(&'static str),
-    /// A list of strings.
-    Strings,
-}
-
-/// An argument of a command, or a member of an object.
-#[derive(Debug, Clone, Copy)]
-pub struct Member {
-    /// Its name.
-    pub name: &'static str,
-    /// Its type.
-    pub kind: Type,
-    /// Whether it may be left out.
-    pub optional: bool,
-}
 
 /// A command.
 #[derive(Debug)]
@@ -44,24 +13,6 @@ pub struct CommandInfo {
     pub arguments: Option<&'static [Member]>,
     /// What it answers; `None` for an empty object.
     pub returns: Option<Type>,
-}
-
-/// A member that must be there.
-pub const fn needed(name: &'static str, kind: Type) -> Member {
-    Member {
-        name,
-        kind,
-        optional: false,
-    }
-}
-
-/// A member that may be left out.
-pub const fn optional(name: &'static str, kind: Type) -> Member {
-    Member {
-        name,
-        kind,
-        optional: true,
-    }
 }
 
 const fn command(
@@ -201,7 +152,7 @@ fn check_type(kind: Type, value: &Value, name: &str) -> Result<(), Refusal> {
         Type::Int => (value.is_i64(), "integer"),
         Type::Number => (value.is_number(), "number"),
         Type::Object(_) => (value.is_object(), "object"),
-        Type::List(_) | Type::Strings => (value.is_array(), "array"),
+        Type::List(_) => (value.is_array(), "array"),
     };
     if fits {
         return Ok(());

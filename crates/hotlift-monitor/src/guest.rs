@@ -12,8 +12,9 @@ use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError, MigrationEvent, Options, Status};
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
-use hotlift_qmp::Uuid;
+use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Events, Refusal};
+use hotlift_qmp::{MigrationInfo, StatusInfo, Uuid, UuidInfo};
 use serde_json::{Map, Value, json};
 
 use crate::error::MonitorError;
@@ -24,7 +25,7 @@ use crate::{address, command_table, events, introspection, query_migrate, refusa
 
 /// Whether the guest runs; QEMU's names (`RunState`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum RunState {
+pub(crate) enum RunState {
     /// It has not arrived.
     InMigrate,
     Running,
@@ -37,7 +38,17 @@ enum RunState {
 }
 
 impl RunState {
-    fn name(self) -> &'static str {
+    /// All of them.
+    pub(crate) const ALL: [Self; 5] = [
+        Self::InMigrate,
+        Self::Running,
+        Self::Paused,
+        Self::FinishMigrate,
+        Self::PostMigrate,
+    ];
+
+    /// QEMU's name.
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::InMigrate => "inmigrate",
             Self::Running => "running",
@@ -439,16 +450,24 @@ impl GuestMonitor {
         Ok(json!({}))
     }
 
-    fn query_status(&self) -> Value {
+    fn query_status(&self) -> StatusInfo {
         let run = self.0.lock().run;
-        json!({ "status": run.name(), "running": run == RunState::Running })
+        StatusInfo {
+            status: run.name().to_owned(),
+            running: run == RunState::Running,
+        }
     }
 
-    fn query_migrate(&self) -> Value {
+    fn query_uuid(&self) -> Value {
+        let uuid = Uuid(self.0.guest.uuid()).to_string();
+        to_value(&UuidInfo { uuid })
+    }
+
+    fn query_migrate(&self) -> MigrationInfo {
         let state = self.0.lock();
         let begun = |one: &&Migration| one.shown != Status::None;
         let Some(migration) = state.migration.as_ref().filter(begun) else {
-            return json!({});
+            return MigrationInfo::default();
         };
         let status = migration.shown;
         let progress = &migration.progress;
@@ -459,26 +478,23 @@ impl GuestMonitor {
             let (jobs, compression) = (migration.control.jobs(), migration.compression);
             // The engine waits for this lock while the guest stands still, and /proc is slow.
             drop(state);
-            let info = query_migrate::under_way(status, elapsed, &progress, &jobs, compression);
-            return Value::Object(info);
+            return query_migrate::source_under_way(status, elapsed, &progress, &jobs, compression);
         }
-        let mut answer = match &migration.outcome {
+        let listens_at = migration.listens_at.as_ref();
+        match &migration.outcome {
             Some(Outcome::Sent(report)) => {
                 let dirty = progress.dirty_pages_per_second;
-                query_migrate::sent(report, self.0.ram_bytes(), dirty, migration.compression)
+                let total = self.0.ram_bytes();
+                query_migrate::source_completed(report, total, dirty, migration.compression)
             }
-            Some(Outcome::Received(report)) => query_migrate::received(report),
-            Some(Outcome::Failed(why)) => {
-                let mut answer = query_migrate::only_status(status);
-                answer.insert("error-desc".to_owned(), json!(why));
-                answer
-            }
-            _ => query_migrate::only_status(status),
-        };
-        if let (Some(at), true) = (&migration.listens_at, migration.is_running()) {
-            answer.insert("socket-address".to_owned(), json!([address::to_json(at)]));
+            Some(Outcome::Received(report)) => query_migrate::destination_completed(report),
+            Some(Outcome::Failed(why)) => query_migrate::failed(status, why),
+            Some(Outcome::Cancelled) => query_migrate::only_status(status),
+            None => MigrationInfo {
+                socket_address: listens_at.map(|at| vec![address::to_qapi(at)]),
+                ..query_migrate::only_status(status)
+            },
         }
-        Value::Object(answer)
     }
 
     fn set_parameters(&self, parameters: &Map<String, Value>) -> Result<Value, Refusal> {
@@ -517,12 +533,12 @@ impl Commands for GuestMonitor {
             "query-migrate-capabilities" => Ok(self.0.settings.capabilities()),
             "migrate-set-parameters" => self.set_parameters(given),
             "query-migrate-parameters" => Ok(self.0.settings.parameters()),
-            "query-migrate" => Ok(self.query_migrate()),
-            "query-migrationthreads" => Ok(query_migrate::threads()),
+            "query-migrate" => Ok(to_value(&self.query_migrate())),
+            "query-migrationthreads" => Ok(to_value(&query_migrate::threads())),
             "stop" => self.stop(),
             "cont" => self.cont(),
-            "query-status" => Ok(self.query_status()),
-            "query-uuid" => Ok(json!({ "UUID": Uuid(self.0.guest.uuid()).to_string() })),
+            "query-status" => Ok(to_value(&self.query_status())),
+            "query-uuid" => Ok(self.query_uuid()),
             "quit" => {
                 self.0.shutdown.make(Ok(()));
                 Ok(json!({}))
@@ -717,7 +733,7 @@ mod tests {
         let at = monitor.receive(&anywhere, false).unwrap();
         let info = ask("query-migrate", Value::Null).unwrap();
         assert_eq!(info["status"], "setup");
-        assert_eq!(info["socket-address"], json!([address::to_json(&at)]));
+        assert_eq!(info["socket-address"], json!([address::to_qapi(&at)]));
         monitor.end(false);
     }
 }

@@ -1,6 +1,8 @@
 //! The commands that need no more than the tables, and that every monitor answers alike.
 
+use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Refusal};
+use hotlift_qmp::{CommandInfo, NameInfo, Version, VersionInfo};
 use serde_json::{Map, Value, json};
 
 use crate::command_table::COMMANDS;
@@ -8,9 +10,13 @@ use crate::{hmp, schema};
 
 /// The version of a monitor: that of the QEMU whose interface it is, and ours as the package.
 pub fn version() -> Value {
-    json!({
-        "qemu": { "major": 10, "minor": 0, "micro": 2 },
-        "package": concat!("hotlift ", env!("CARGO_PKG_VERSION")),
+    to_value(&VersionInfo {
+        qemu: Version {
+            major: 10,
+            minor: 0,
+            micro: 2,
+        },
+        package: concat!("hotlift ", env!("CARGO_PKG_VERSION")).to_owned(),
     })
 }
 
@@ -23,12 +29,14 @@ pub fn execute(
 ) -> Result<Value, Refusal> {
     match command {
         "query-version" => Ok(version()),
-        "query-name" => Ok(json!({})),
-        "query-commands" => Ok(COMMANDS
-            .iter()
-            .filter(|row| has(row.name))
-            .map(|row| json!({ "name": row.name }))
-            .collect()),
+        "query-name" => Ok(to_value(&NameInfo { name: None })),
+        "query-commands" => {
+            let rows = COMMANDS.iter().filter(|row| has(row.name));
+            let commands = rows.map(|row| CommandInfo {
+                name: row.name.to_owned(),
+            });
+            Ok(to_value(&commands.collect::<Vec<_>>()))
+        }
         "query-qmp-schema" => Ok(schema::schema(has)),
         "human-monitor-command" => {
             let line = arguments["command-line"].as_str().unwrap_or_default();

@@ -1,5 +1,4 @@
-//! What `query-migrate` and `query-migrationthreads` answer: QEMU's members and units, and ours with the
-//! prefix `x-hotlift-`.
+//! What `query-migrate` and `query-migrationthreads` answer: the engine's figures as QMP's types.
 
 use std::time::Duration;
 
@@ -11,55 +10,20 @@ use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift::{Options, Status};
 use hotlift_console::progress::rounded;
 use hotlift_mem::PAGE_SIZE;
-use serde_json::{Map, Value, json};
+use hotlift_qmp::{
+    AcceleratorJobs, CompressionStats, MigrationInfo, MigrationStats, MigrationThreadInfo,
+    ThreadTime, XbzrleCacheStats,
+};
 
 /// How the threads of a migration's source are called.
-const OF_A_SOURCE: &[&str] = &["mig/src/", "compress_", "dsa_completion"];
+const SOURCE_THREADS: &[&str] = &["mig/src/", "compress_", "dsa_completion"];
 
-/// What goes into `ram`.
-struct Ram {
-    transferred: u64,
-    remaining: u64,
-    total: u64,
-    normal: u64,
-    zero: u64,
-    dirty_pages_rate: f64,
-    mbps: f64,
-    dirty_syncs: u64,
-    pages_per_second: f64,
-    bytes: ByteFigures,
-}
-
-impl Ram {
-    fn to_json(&self) -> Value {
-        json!({
-            "transferred": self.transferred,
-            "remaining": self.remaining,
-            "total": self.total,
-            "duplicate": self.zero,
-            "normal": self.normal,
-            "normal-bytes": self.normal * PAGE_SIZE as u64,
-            "dirty-pages-rate": rounded(self.dirty_pages_rate),
-            "mbps": self.mbps,
-            "dirty-sync-count": self.dirty_syncs,
-            "postcopy-requests": 0,
-            "page-size": PAGE_SIZE,
-            "multifd-bytes": self.bytes.multifd,
-            "pages-per-second": rounded(self.pages_per_second),
-            "precopy-bytes": self.bytes.precopy,
-            "downtime-bytes": self.bytes.downtime,
-            "postcopy-bytes": 0,
-            "dirty-sync-missed-zero-copy": 0,
-        })
-    }
-}
-
-/// What capability `compress` has done (QEMU's `CompressionStats`, up to 9.0), as far as the figures of the
-/// migration tell: all of its pages travel on the main channel.
+/// What capability `compress` has done, as far as the figures of the migration tell: all of its pages travel on the main
+/// channel.
 #[derive(Debug, Clone, Copy)]
 pub struct Compression {
     /// Whether pages wait for a thread; if not, it is not known how many found none.
-    pub waits: bool,
+    waits: bool,
 }
 
 impl Compression {
@@ -72,58 +36,75 @@ impl Compression {
 
     /// `main` are the bytes of the main channel. Besides pages it carries some hundred bytes a round and the
     /// state of devices, which count as compressed here.
-    fn to_json(self, main: u64, normal: u64, zero: u64) -> Value {
+    fn stats(self, main: u64, pages: Pages) -> CompressionStats {
         /// Bytes before the content of a page, and of a page that is zero (`RAM_SAVE_FLAG_CONTINUE`).
         const HEADER: u64 = 8;
         const ZERO: u64 = HEADER + 1;
-        let size = main.saturating_sub(normal * HEADER + zero * ZERO);
+        let size = main.saturating_sub(pages.with_content * HEADER + pages.zero * ZERO);
         #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
         let rate = match size {
             0 => 0.0,
-            size => (normal * PAGE_SIZE as u64) as f64 / size as f64,
+            size => (pages.with_content * PAGE_SIZE as u64) as f64 / size as f64,
         };
-        let mut value = json!({
-            "pages": normal,
-            "compressed-size": size,
-            "compression-rate": rate,
-        });
-        if self.waits {
-            value["busy"] = json!(0);
-            value["busy-rate"] = json!(0.0);
+        CompressionStats {
+            pages: pages.with_content,
+            compressed_size: size,
+            compression_rate: rate,
+            busy: self.waits.then_some(0),
+            busy_rate: self.waits.then_some(0.0),
         }
-        value
     }
 }
 
-/// Pages that QEMU counts as normal, of those that have content: not those of `compression` and of XBZRLE, which have
-/// counts of their own. Pages on multifd channels are normal, whatever the method.
-fn uncompressed(
+/// Pages sent.
+#[derive(Debug, Clone, Copy)]
+struct Pages {
     with_content: u64,
-    compression: Option<Compression>,
-    xbzrle: Option<&XbzrleFigures>,
-) -> u64 {
-    match (compression, xbzrle) {
-        (Some(_), _) => 0,
-        (None, Some(xbzrle)) => with_content.saturating_sub(xbzrle.pages),
-        (None, None) => with_content,
-    }
+    zero: u64,
 }
 
-fn add_compression(
-    info: &mut Map<String, Value>,
-    compression: Option<Compression>,
-    main: u64,
-    (normal, zero): (u64, u64),
-) {
-    if let Some(compression) = compression {
-        let value = compression.to_json(main, normal, zero);
-        info.insert("compression".to_owned(), value);
+impl Pages {
+    /// The members of `ram` that say how many they are, and which way their `bytes` went. Normal to QEMU are not those of
+    /// `compress` and of XBZRLE, which have counts of their own; those on multifd channels are normal, whatever the
+    /// method.
+    fn stats(
+        self,
+        bytes: ByteFigures,
+        compress: bool,
+        xbzrle: Option<&XbzrleFigures>,
+    ) -> MigrationStats {
+        let normal = match (compress, xbzrle) {
+            (true, _) => 0,
+            (false, Some(xbzrle)) => self.with_content.saturating_sub(xbzrle.pages),
+            (false, None) => self.with_content,
+        };
+        MigrationStats {
+            duplicate: self.zero,
+            normal,
+            normal_bytes: normal * PAGE_SIZE as u64,
+            page_size: PAGE_SIZE as u64,
+            multifd_bytes: bytes.multifd,
+            precopy_bytes: bytes.precopy,
+            downtime_bytes: bytes.downtime,
+            ..MigrationStats::default()
+        }
     }
 }
 
 /// A migration in this state, which nothing else is to be said of.
-pub fn only_status(status: Status) -> Map<String, Value> {
-    Map::from_iter([("status".to_owned(), json!(status.name()))])
+pub fn only_status(status: Status) -> MigrationInfo {
+    MigrationInfo {
+        status: Some(status.name().to_owned()),
+        ..MigrationInfo::default()
+    }
+}
+
+/// A migration that has ended without success.
+pub fn failed(status: Status, error_desc: &str) -> MigrationInfo {
+    MigrationInfo {
+        error_desc: Some(error_desc.to_owned()),
+        ..only_status(status)
+    }
 }
 
 /// What a source's migration of `total_bytes` of RAM says of itself before its first report.
@@ -155,103 +136,97 @@ pub fn not_begun(total_bytes: u64) -> Progress {
 }
 
 /// A source's migration that is under way.
-pub fn under_way(
+pub fn source_under_way(
     status: Status,
     elapsed: Duration,
     progress: &Progress,
     jobs: &JobFigures,
     compression: Option<Compression>,
-) -> Map<String, Value> {
-    let mut info = only_status(status);
-    let ram = Ram {
-        transferred: progress.transferred_bytes,
-        remaining: progress.remaining_bytes,
-        total: progress.total_bytes,
-        normal: uncompressed(progress.normal_pages, compression, progress.xbzrle.as_ref()),
+) -> MigrationInfo {
+    let pages = Pages {
+        with_content: progress.normal_pages,
         zero: progress.zero_pages,
-        dirty_pages_rate: progress.dirty_pages_per_second,
-        mbps: progress.bytes_per_second * 8.0 / 1e6,
-        dirty_syncs: progress.dirty_syncs,
-        pages_per_second: progress.pages_per_second,
-        bytes: progress.bytes,
     };
-    let mut add = |name: &str, value: Value| info.insert(name.to_owned(), value);
-    add("ram", ram.to_json());
-    add("total-time", json!(ms(elapsed)));
-    add("setup-time", json!(ms(progress.setup.unwrap_or_default())));
-    add(
-        "expected-downtime",
-        json!(ms(progress.expected_downtime.unwrap_or_default())),
-    );
-    if progress.throttle_percent > 0 {
-        add("cpu-throttle-percentage", json!(progress.throttle_percent));
+    let xbzrle = progress.xbzrle.as_ref();
+    let throttle = u64::from(progress.throttle_percent);
+    MigrationInfo {
+        ram: Some(MigrationStats {
+            transferred: progress.transferred_bytes,
+            remaining: progress.remaining_bytes,
+            total: progress.total_bytes,
+            dirty_pages_rate: rounded(progress.dirty_pages_per_second),
+            mbps: progress.bytes_per_second * 8.0 / 1e6,
+            dirty_sync_count: progress.dirty_syncs,
+            pages_per_second: rounded(progress.pages_per_second),
+            ..pages.stats(progress.bytes, compression.is_some(), xbzrle)
+        }),
+        xbzrle_cache: xbzrle.map(xbzrle_cache),
+        compression: compression.map(|one| one.stats(on_main(progress.bytes), pages)),
+        total_time: Some(ms(elapsed)),
+        setup_time: Some(ms(progress.setup.unwrap_or_default())),
+        expected_downtime: Some(ms(progress.expected_downtime.unwrap_or_default())),
+        cpu_throttle_percentage: (throttle > 0).then_some(throttle),
+        round: Some(progress.round),
+        time_left: progress.time_left.map(ms),
+        stall_reason: progress.stall_reason(),
+        jobs: accelerator_jobs(jobs),
+        threads: Some(thread_times(&cpu_of_threads())),
+        ..only_status(status)
     }
-    add("x-hotlift-round", json!(progress.round));
-    if let Some(left) = progress.time_left {
-        add("x-hotlift-time-left", json!(ms(left)));
-    }
-    if let Some(reason) = progress.stall_reason() {
-        add("x-hotlift-stall-reason", json!(reason));
-    }
-    add_xbzrle(&mut info, progress.xbzrle.as_ref());
-    let main = progress.bytes.precopy + progress.bytes.downtime;
-    let pages = (progress.normal_pages, progress.zero_pages);
-    add_compression(&mut info, compression, main, pages);
-    add_jobs(&mut info, jobs, &JobFigures::default());
-    add_threads(&mut info, &cpu_of_threads());
-    info
 }
 
 /// A source's migration that has completed.
-pub fn sent(
+pub fn source_completed(
     report: &SourceReport,
-    total: u64,
-    dirty_pages_rate: f64,
+    total_bytes: u64,
+    dirty_pages_per_second: f64,
     compression: Option<Compression>,
-) -> Map<String, Value> {
-    let mut info = only_status(Status::Completed);
-    let ram = Ram {
-        transferred: report.transferred_bytes,
-        remaining: 0,
-        total,
-        normal: uncompressed(report.normal_pages, compression, report.xbzrle.as_ref()),
+) -> MigrationInfo {
+    let pages = Pages {
+        with_content: report.normal_pages,
         zero: report.zero_pages,
-        dirty_pages_rate,
-        mbps: report.throughput_mbps,
-        dirty_syncs: report.dirty_syncs,
-        pages_per_second: report.pages_per_second,
-        bytes: report.bytes,
     };
-    let mut add = |name: &str, value: Value| info.insert(name.to_owned(), value);
-    add("ram", ram.to_json());
-    add("total-time", json!(rounded(report.total_ms)));
-    add("setup-time", json!(rounded(report.setup_ms)));
-    add("downtime", json!(rounded(report.downtime_ms)));
-    add("x-hotlift-round", json!(report.rounds));
-    add_xbzrle(&mut info, report.xbzrle.as_ref());
-    let main = report.bytes.precopy + report.bytes.downtime;
-    let pages = (report.normal_pages, report.zero_pages);
-    add_compression(&mut info, compression, main, pages);
-    add_jobs(&mut info, &report.side.jobs, &report.side.zero_jobs);
-    add_threads(&mut info, &report.side.threads);
-    info
+    let xbzrle = report.xbzrle.as_ref();
+    MigrationInfo {
+        ram: Some(MigrationStats {
+            transferred: report.transferred_bytes,
+            total: total_bytes,
+            dirty_pages_rate: rounded(dirty_pages_per_second),
+            mbps: report.throughput_mbps,
+            dirty_sync_count: report.dirty_syncs,
+            pages_per_second: rounded(report.pages_per_second),
+            ..pages.stats(report.bytes, compression.is_some(), xbzrle)
+        }),
+        xbzrle_cache: xbzrle.map(xbzrle_cache),
+        compression: compression.map(|one| one.stats(on_main(report.bytes), pages)),
+        total_time: Some(rounded(report.total_ms)),
+        setup_time: Some(rounded(report.setup_ms)),
+        downtime: Some(rounded(report.downtime_ms)),
+        round: Some(report.rounds),
+        jobs: accelerator_jobs(&report.side.jobs),
+        zero_page_jobs: accelerator_jobs(&report.side.zero_jobs),
+        threads: Some(thread_times(&report.side.threads)),
+        ..only_status(Status::Completed)
+    }
 }
 
 /// A destination's that has completed.
-pub fn received(report: &DestinationReport) -> Map<String, Value> {
-    let mut info = only_status(Status::Completed);
-    add_jobs(&mut info, &report.side.jobs, &report.side.zero_jobs);
-    add_threads(&mut info, &report.side.threads);
-    info
+pub fn destination_completed(report: &DestinationReport) -> MigrationInfo {
+    MigrationInfo {
+        jobs: accelerator_jobs(&report.side.jobs),
+        zero_page_jobs: accelerator_jobs(&report.side.zero_jobs),
+        threads: Some(thread_times(&report.side.threads)),
+        ..only_status(Status::Completed)
+    }
 }
 
-/// A migration that passes through a relay.
-pub fn passing(
+/// A relay's that is under way.
+pub fn relay_under_way(
     status: Status,
     progress: &RelayProgress,
     jobs: &JobFigures,
     compression: Option<Compression>,
-) -> Map<String, Value> {
+) -> MigrationInfo {
     let seconds = progress.elapsed.as_secs_f64();
     let rate = |count: u64| {
         if seconds > 0.0 {
@@ -260,36 +235,32 @@ pub fn passing(
             0.0
         }
     };
-    let pages = progress.normal_pages + progress.zero_pages;
-    let mut info = only_status(status);
-    let ram = Ram {
-        transferred: progress.sent_bytes,
-        remaining: 0,
-        total: progress.total_bytes,
-        normal: uncompressed(progress.normal_pages, compression, None),
+    let pages = Pages {
+        with_content: progress.normal_pages,
         zero: progress.zero_pages,
-        dirty_pages_rate: 0.0,
-        mbps: rate(progress.sent_bytes) * 8.0 / 1e6,
-        dirty_syncs: 0,
-        pages_per_second: rate(pages),
-        bytes: ByteFigures::default(),
     };
-    info.insert("ram".to_owned(), ram.to_json());
-    info.insert("total-time".to_owned(), json!(ms(progress.elapsed)));
-    let received = json!(progress.received_bytes);
-    info.insert("x-hotlift-received".to_owned(), received);
-    let pages = (progress.normal_pages, progress.zero_pages);
-    add_compression(&mut info, compression, progress.sent_bytes, pages);
-    add_jobs(&mut info, jobs, &JobFigures::default());
-    info
+    MigrationInfo {
+        ram: Some(MigrationStats {
+            transferred: progress.sent_bytes,
+            total: progress.total_bytes,
+            mbps: rate(progress.sent_bytes) * 8.0 / 1e6,
+            pages_per_second: rounded(rate(pages.with_content + pages.zero)),
+            ..pages.stats(ByteFigures::default(), compression.is_some(), None)
+        }),
+        compression: compression.map(|one| one.stats(progress.sent_bytes, pages)),
+        total_time: Some(ms(progress.elapsed)),
+        received: Some(progress.received_bytes),
+        jobs: accelerator_jobs(jobs),
+        ..only_status(status)
+    }
 }
 
-/// A migration that has passed through a relay.
-pub fn passed(
+/// A relay's that has completed.
+pub fn relay_completed(
     report: &RelayReport,
-    total: u64,
+    total_bytes: u64,
     compression: Option<Compression>,
-) -> Map<String, Value> {
+) -> MigrationInfo {
     let elapsed = Duration::try_from_secs_f64(report.total_ms / 1e3).unwrap_or_default();
     let progress = RelayProgress {
         elapsed,
@@ -297,59 +268,49 @@ pub fn passed(
         sent_bytes: report.sent_bytes,
         normal_pages: report.normal_pages,
         zero_pages: report.zero_pages,
-        total_bytes: total,
+        total_bytes,
     };
-    let mut info = passing(Status::Completed, &progress, &report.side.jobs, compression);
-    add_threads(&mut info, &report.side.threads);
-    info
+    MigrationInfo {
+        threads: Some(thread_times(&report.side.threads)),
+        ..relay_under_way(Status::Completed, &progress, &report.side.jobs, compression)
+    }
 }
 
-fn add_xbzrle(info: &mut Map<String, Value>, xbzrle: Option<&XbzrleFigures>) {
-    if let Some(xbzrle) = xbzrle {
-        let value = json!({
-            "cache-size": xbzrle.cache_bytes,
-            "bytes": xbzrle.bytes,
-            "pages": xbzrle.pages,
-            "cache-miss": xbzrle.cache_misses,
-            "cache-miss-rate": xbzrle.cache_miss_rate,
-            "encoding-rate": xbzrle.encoding_rate,
-            "overflow": xbzrle.overflows,
-        });
-        info.insert("xbzrle-cache".to_owned(), value);
+/// Bytes of the main channel.
+fn on_main(bytes: ByteFigures) -> u64 {
+    bytes.precopy + bytes.downtime
+}
+
+fn xbzrle_cache(xbzrle: &XbzrleFigures) -> XbzrleCacheStats {
+    XbzrleCacheStats {
+        cache_size: xbzrle.cache_bytes,
+        bytes: xbzrle.bytes,
+        pages: xbzrle.pages,
+        cache_miss: xbzrle.cache_misses,
+        cache_miss_rate: xbzrle.cache_miss_rate,
+        encoding_rate: xbzrle.encoding_rate,
+        overflow: xbzrle.overflows,
     }
 }
 
 /// Only of methods and modes that have jobs at all.
-fn add_jobs(info: &mut Map<String, Value>, jobs: &JobFigures, zero_jobs: &JobFigures) {
-    let named = [
-        ("x-hotlift-jobs", jobs),
-        ("x-hotlift-zero-page-jobs", zero_jobs),
-    ];
-    for (name, jobs) in named {
-        if *jobs == JobFigures::default() {
-            continue;
-        }
-        let mut value = json!({
-            "hardware": jobs.hardware,
-            "software": jobs.software,
-            "retries": jobs.retries,
-            "raw-pages": jobs.raw_pages,
-            "devices": jobs.devices,
-        });
-        if let Some(fallback) = &jobs.fallback {
-            value["fallback"] = json!(fallback);
-        }
-        info.insert(name.to_owned(), value);
-    }
+fn accelerator_jobs(jobs: &JobFigures) -> Option<AcceleratorJobs> {
+    (*jobs != JobFigures::default()).then(|| AcceleratorJobs {
+        hardware: jobs.hardware,
+        software: jobs.software,
+        retries: jobs.retries,
+        raw_pages: jobs.raw_pages,
+        devices: jobs.devices.clone(),
+        fallback: jobs.fallback.clone(),
+    })
 }
 
-/// CPU time in microseconds.
-fn add_threads(info: &mut Map<String, Value>, threads: &[ThreadCpu]) {
-    let threads = threads
-        .iter()
-        .map(|thread| json!({ "name": thread.name, "cpu-time": rounded(thread.cpu_s * 1e6) }))
-        .collect();
-    info.insert("x-hotlift-threads".to_owned(), threads);
+fn thread_times(threads: &[ThreadCpu]) -> Vec<ThreadTime> {
+    let threads = threads.iter().map(|thread| ThreadTime {
+        name: thread.name.clone(),
+        cpu_time: rounded(thread.cpu_s * 1e6),
+    });
+    threads.collect()
 }
 
 fn ms(time: Duration) -> u64 {
@@ -357,8 +318,11 @@ fn ms(time: Duration) -> u64 {
 }
 
 /// `query-migrationthreads`: those of a source that runs now.
-pub fn threads() -> Value {
-    let threads = source_threads().map(|(id, name)| json!({ "name": name, "thread-id": id }));
+pub fn threads() -> Vec<MigrationThreadInfo> {
+    let threads = source_threads().map(|(id, name)| MigrationThreadInfo {
+        name,
+        thread_id: id,
+    });
     threads.collect()
 }
 
@@ -376,7 +340,7 @@ fn cpu_of_threads() -> Vec<ThreadCpu> {
         .collect()
 }
 
-fn source_threads() -> impl Iterator<Item = (u32, String)> {
+fn source_threads() -> impl Iterator<Item = (u64, String)> {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
     tasks.filter_map(|task| {
         let task = task.ok()?;
@@ -384,13 +348,15 @@ fn source_threads() -> impl Iterator<Item = (u32, String)> {
         // A thread that ends meanwhile has no name any more.
         let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
         let name = name.trim_end().to_owned();
-        let is_one = OF_A_SOURCE.iter().any(|begin| name.starts_with(begin));
+        let is_one = SOURCE_THREADS.iter().any(|begin| name.starts_with(begin));
         is_one.then_some((id, name))
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
@@ -411,15 +377,16 @@ mod tests {
             };
             let jobs = JobFigures::default();
             let compression = Compression::of(options);
-            let info = under_way(
+            let info = source_under_way(
                 Status::Active,
                 Duration::ZERO,
                 &progress,
                 &jobs,
                 compression,
             );
-            assert_eq!(info["ram"]["normal"], json!(0), "QEMU counts them once");
-            info["compression"].clone()
+            let normal = info.ram.map(|ram| ram.normal);
+            assert_eq!(normal, Some(0), "QEMU counts them once");
+            serde_json::to_value(info.compression).unwrap()
         };
         assert_eq!(
             told(&options),

@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift::{Control, MigrationError, MigrationEvent, Options, Status};
 use hotlift_console::signals::Interrupt;
+use hotlift_qmp::MigrationInfo;
+use hotlift_qmp::qapi::to_value;
 use hotlift_qmp::server::{Commands, Events, Refusal};
 use serde_json::{Map, Value, json};
 
@@ -133,29 +135,26 @@ impl RelayMonitor {
         json!({})
     }
 
-    fn query_migrate(&self) -> Value {
+    fn query_migrate(&self) -> MigrationInfo {
         let state = self.0.lock();
         let Some(migration) = &state.migration else {
-            return json!({});
+            return MigrationInfo::default();
         };
         let status = migration.shown;
         let compression = query_migrate::Compression::of(&self.0.settings.for_migration());
-        Value::Object(match &migration.outcome {
+        let progress = &migration.progress;
+        match &migration.outcome {
             Some(Ok(report)) => {
-                query_migrate::passed(report, migration.progress.total_bytes, compression)
+                query_migrate::relay_completed(report, progress.total_bytes, compression)
             }
             Some(Err(_)) if status == Status::Cancelled => query_migrate::only_status(status),
-            Some(Err(why)) => {
-                let mut answer = query_migrate::only_status(status);
-                answer.insert("error-desc".to_owned(), json!(why));
-                answer
-            }
+            Some(Err(why)) => query_migrate::failed(status, why),
             None if matches!(status, Status::Active | Status::Device) => {
                 let jobs = migration.control.jobs();
-                query_migrate::passing(status, &migration.progress, &jobs, compression)
+                query_migrate::relay_under_way(status, progress, &jobs, compression)
             }
             None => query_migrate::only_status(status),
-        })
+        }
     }
 
     fn set_parameters(&self, parameters: &Map<String, Value>) -> Result<Value, Refusal> {
@@ -185,8 +184,8 @@ impl Commands for RelayMonitor {
             "query-migrate-capabilities" => Ok(self.0.settings.capabilities()),
             "migrate-set-parameters" => self.set_parameters(given),
             "query-migrate-parameters" => Ok(self.0.settings.parameters()),
-            "query-migrate" => Ok(self.query_migrate()),
-            "query-migrationthreads" => Ok(query_migrate::threads()),
+            "query-migrate" => Ok(to_value(&self.query_migrate())),
+            "query-migrationthreads" => Ok(to_value(&query_migrate::threads())),
             "quit" => {
                 self.0.lock().asked_to_quit = true;
                 self.0.interrupt.raise();

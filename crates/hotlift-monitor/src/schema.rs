@@ -1,25 +1,28 @@
-//! What `query-qmp-schema` answers: the table of commands, the one table of options, and the objects
-//! that both speak of. Types have the names that QEMU's documentation gives them.
+//! What `query-qmp-schema` answers: the table of commands, the one table of options, and the objects that both speak of,
+//! which are the types of hotlift-qmp. They have the names that QEMU's documentation gives them.
 
 use std::collections::BTreeSet;
 
 use hotlift::Status;
 use hotlift::options::{Kind, OPTIONS, QmpType};
+use hotlift_qmp::qapi::{self, Member, Object, Type, needed, optional};
 use serde_json::{Value, json};
 
-use crate::command_table::{COMMANDS, CommandInfo, Member, Type, needed, optional};
+use crate::command_table::{COMMANDS, CommandInfo};
+use crate::guest::RunState;
 
-/// Objects, with their members. Those of the options come from their table.
-static OBJECTS: &[(&str, &[Member])] = &[
-    ("Empty", &[]),
-    (
+/// Objects that are arguments, or data of events. Those that are answers come from their types, those of the options from
+/// their table.
+static OBJECTS: &[Object] = &[
+    object("Empty", &[]),
+    object(
         "MigrationChannel",
         &[
             needed("channel-type", Type::Enum("MigrationChannelType")),
             needed("addr", Type::Object("MigrationAddress")),
         ],
     ),
-    (
+    object(
         "MigrationAddress",
         &[
             needed("transport", Type::Enum("MigrationAddressType")),
@@ -29,144 +32,16 @@ static OBJECTS: &[(&str, &[Member])] = &[
             optional("path", Type::Str),
         ],
     ),
-    (
-        "SocketAddress",
-        &[
-            needed("type", Type::Enum("SocketAddressType")),
-            optional("host", Type::Str),
-            optional("port", Type::Str),
-            optional("ipv4", Type::Bool),
-            optional("path", Type::Str),
-        ],
-    ),
-    (
-        "MigrationCapabilityStatus",
-        &[
-            needed("capability", Type::Enum("MigrationCapability")),
-            needed("state", Type::Bool),
-        ],
-    ),
-    (
-        "MigrationInfo",
-        &[
-            optional("status", Type::Enum("MigrationStatus")),
-            optional("ram", Type::Object("MigrationStats")),
-            optional("xbzrle-cache", Type::Object("XBZRLECacheStats")),
-            optional("compression", Type::Object("CompressionStats")),
-            optional("total-time", Type::Int),
-            optional("expected-downtime", Type::Int),
-            optional("downtime", Type::Int),
-            optional("setup-time", Type::Int),
-            optional("cpu-throttle-percentage", Type::Int),
-            optional("error-desc", Type::Str),
-            optional("socket-address", Type::List("SocketAddress")),
-            optional("x-hotlift-round", Type::Int),
-            optional("x-hotlift-time-left", Type::Int),
-            optional("x-hotlift-stall-reason", Type::Str),
-            optional("x-hotlift-jobs", Type::Object("XHotliftJobs")),
-            optional("x-hotlift-zero-page-jobs", Type::Object("XHotliftJobs")),
-            optional("x-hotlift-threads", Type::List("XHotliftThread")),
-            optional("x-hotlift-received", Type::Int),
-        ],
-    ),
-    (
-        "MigrationStats",
-        &[
-            needed("transferred", Type::Int),
-            needed("remaining", Type::Int),
-            needed("total", Type::Int),
-            needed("duplicate", Type::Int),
-            needed("normal", Type::Int),
-            needed("normal-bytes", Type::Int),
-            needed("dirty-pages-rate", Type::Int),
-            needed("mbps", Type::Number),
-            needed("dirty-sync-count", Type::Int),
-            needed("postcopy-requests", Type::Int),
-            needed("page-size", Type::Int),
-            needed("multifd-bytes", Type::Int),
-            needed("pages-per-second", Type::Int),
-            needed("precopy-bytes", Type::Int),
-            needed("downtime-bytes", Type::Int),
-            needed("postcopy-bytes", Type::Int),
-            needed("dirty-sync-missed-zero-copy", Type::Int),
-        ],
-    ),
-    (
-        "XBZRLECacheStats",
-        &[
-            needed("cache-size", Type::Int),
-            needed("bytes", Type::Int),
-            needed("pages", Type::Int),
-            needed("cache-miss", Type::Int),
-            needed("cache-miss-rate", Type::Number),
-            needed("encoding-rate", Type::Number),
-            needed("overflow", Type::Int),
-        ],
-    ),
-    (
-        "CompressionStats",
-        &[
-            needed("pages", Type::Int),
-            optional("busy", Type::Int),
-            optional("busy-rate", Type::Number),
-            needed("compressed-size", Type::Int),
-            needed("compression-rate", Type::Number),
-        ],
-    ),
-    (
-        "MigrationThreadInfo",
-        &[needed("name", Type::Str), needed("thread-id", Type::Int)],
-    ),
-    (
-        "XHotliftThread",
-        &[needed("name", Type::Str), needed("cpu-time", Type::Int)],
-    ),
-    (
-        "XHotliftJobs",
-        &[
-            needed("hardware", Type::Int),
-            needed("software", Type::Int),
-            needed("retries", Type::Int),
-            needed("raw-pages", Type::Int),
-            needed("devices", Type::Strings),
-            optional("fallback", Type::Str),
-        ],
-    ),
-    (
-        "StatusInfo",
-        &[
-            needed("running", Type::Bool),
-            needed("status", Type::Enum("RunState")),
-        ],
-    ),
-    ("NameInfo", &[optional("name", Type::Str)]),
-    ("UuidInfo", &[needed("UUID", Type::Str)]),
-    (
-        "VersionInfo",
-        &[
-            needed("qemu", Type::Object("VersionTriple")),
-            needed("package", Type::Str),
-        ],
-    ),
-    (
-        "VersionTriple",
-        &[
-            needed("major", Type::Int),
-            needed("minor", Type::Int),
-            needed("micro", Type::Int),
-        ],
-    ),
-    ("CommandInfo", &[needed("name", Type::Str)]),
-    (
+    object(
         "SchemaInfo",
         &[needed("name", Type::Str), needed("meta-type", Type::Str)],
     ),
-    (
+    object(
         "MIGRATION",
         &[needed("status", Type::Enum("MigrationStatus"))],
     ),
-    ("MIGRATION_PASS", &[needed("pass", Type::Int)]),
-    (
+    object("MIGRATION_PASS", &[needed("pass", Type::Int)]),
+    object(
         "SHUTDOWN",
         &[
             needed("guest", Type::Bool),
@@ -175,21 +50,15 @@ static OBJECTS: &[(&str, &[Member])] = &[
     ),
 ];
 
+const fn object(name: &'static str, members: &'static [Member]) -> Object {
+    Object { name, members }
+}
+
 /// Enumerations that are no option's.
 static ENUMS: &[(&str, &[&str])] = &[
     ("MigrationChannelType", &["main"]),
     ("MigrationAddressType", &["socket"]),
     ("SocketAddressType", &["inet", "unix"]),
-    (
-        "RunState",
-        &[
-            "inmigrate",
-            "running",
-            "paused",
-            "finish-migrate",
-            "postmigrate",
-        ],
-    ),
     ("ShutdownCause", &["host-qmp-quit", "host-signal"]),
 ];
 
@@ -211,13 +80,14 @@ pub fn schema(has: &dyn Fn(&str) -> bool) -> Value {
             json!({ "meta-type": "builtin", "json-type": builtin(name) }),
         );
     }
-    for (name, members) in OBJECTS {
-        schema.object(name, members);
+    for object in OBJECTS.iter().chain(qapi::all_objects()) {
+        schema.object(object.name, object.members);
     }
     schema.options();
     for (name, values) in ENUMS {
         schema.enumeration(name, values);
     }
+    schema.enumeration("RunState", &RunState::ALL.map(RunState::name));
     schema.enumeration("MigrationStatus", &Status::ALL.map(Status::name));
     for command in COMMANDS.iter().filter(|command| has(command.name)) {
         schema.command(command);
@@ -286,7 +156,7 @@ impl Schema {
             let kind = match option.qmp_type() {
                 QmpType::Uint8 | QmpType::Uint64 | QmpType::Size => "int".to_owned(),
                 QmpType::Bool => "boolean".to_owned(),
-                QmpType::Strings => self.name_of(Type::Strings),
+                QmpType::Strings => self.name_of(Type::List("str")),
                 QmpType::Enum(names) => {
                     self.enumeration(option.name, &names);
                     option.name.to_owned()
@@ -322,20 +192,12 @@ impl Schema {
     }
 
     fn name_of(&mut self, kind: Type) -> String {
-        match kind {
-            Type::Str => "str".to_owned(),
-            Type::Bool => "boolean".to_owned(),
-            Type::Int => "int".to_owned(),
-            Type::Number => "number".to_owned(),
-            Type::Enum(name) | Type::Object(name) => name.to_owned(),
-            Type::List(name) => self.list_of(name),
-            Type::Strings => self.list_of("str"),
+        let name = kind.name();
+        if !matches!(kind, Type::List(_)) {
+            return name.to_owned();
         }
-    }
-
-    fn list_of(&mut self, element: &str) -> String {
-        self.elements.insert(element.to_owned());
-        format!("[{element}]")
+        self.elements.insert(name.to_owned());
+        format!("[{name}]")
     }
 
     fn arrays(&mut self) {

@@ -5,10 +5,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use hotlift::options::{Kind, OPTIONS, QmpRefusal};
 use hotlift::{Control, Options};
 use hotlift_methods::METHODS;
+use hotlift_qmp::MigrationCapabilityStatus;
+use hotlift_qmp::qapi::{Member, Type, needed, to_value};
 use hotlift_qmp::server::Refusal;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use crate::command_table::{Member, Type, check_members, needed};
+use crate::command_table::check_members;
 
 /// What a client hears that wants another migration, or other capabilities, while one is under way.
 pub const IN_PROGRESS: &str = "There's a migration process in progress";
@@ -52,11 +54,15 @@ impl Settings {
     /// `query-migrate-capabilities`.
     pub fn capabilities(&self) -> Value {
         let options = self.lock();
-        OPTIONS
+        let capabilities: Vec<_> = OPTIONS
             .iter()
             .filter(|option| option.kind == Kind::Capability)
-            .map(|option| json!({ "capability": option.name, "state": option.read_json(&options) }))
-            .collect()
+            .map(|option| MigrationCapabilityStatus {
+                capability: option.name.to_owned(),
+                state: option.read_json(&options) == true,
+            })
+            .collect();
+        to_value(&capabilities)
     }
 
     /// `migrate-set-capabilities`: all of them, or none.

@@ -91,10 +91,10 @@ impl Destination {
     ) -> Result<Self, QemuError> {
         let state = qemu.query_status().map_err(at_destination)?;
         let migration = qemu.query_migrate().map_err(at_destination)?;
-        if state.status != "inmigrate" || migration.status != "none" {
+        if state.status != "inmigrate" || migration.status() != "none" {
             return Err(QemuError::NotWaiting {
                 status: state.status,
-                migration: migration.status,
+                migration: migration.status().to_owned(),
             });
         }
         let custody = process.as_ref().map(Started::custody);
@@ -222,7 +222,7 @@ impl Destination {
                     answers: answer.is_ok(),
                     reason: answer.map_or_else(
                         |error| error,
-                        |(info, _)| format!("its migration is in state '{}'", info.status),
+                        |(info, _)| format!("its migration is in state '{}'", info.status()),
                     ),
                 },
             },

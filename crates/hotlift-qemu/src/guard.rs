@@ -87,7 +87,7 @@ fn end(address: &QmpAddress) -> Result<(), QmpError> {
     let mut qemu = Qemu::connect(address, END)?;
     while qemu.query_status()?.status == "inmigrate" {
         // What is under way ends by itself: badly, or with the guest if that was all there.
-        if qemu.query_migrate()?.status != "active" || Instant::now() >= deadline {
+        if qemu.query_migrate()?.status() != "active" || Instant::now() >= deadline {
             qemu.quit()?;
             break;
         }

@@ -2,7 +2,7 @@
 
 use hotlift::relay::RelayProgress;
 use hotlift_console::progress::{Line, bytes, rounded, stalled, throttled};
-use hotlift_qmp::{MigrateInfo, RamInfo};
+use hotlift_qmp::{MigrationInfo, MigrationStats};
 
 /// Rounds after each of which about as much was dirty again as before, until that is said.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
@@ -23,7 +23,7 @@ pub struct Watch {
 
 impl Watch {
     /// Takes in what QEMU says, and the latest that its relay has; returns the line to show.
-    pub fn look(&mut self, info: &MigrateInfo, relay: RelayProgress) -> Line {
+    pub fn look(&mut self, info: &MigrationInfo, relay: RelayProgress) -> Line {
         // The relay reports in a rhythm of its own; the same report twice says nothing of a rate.
         let time = relay.elapsed.saturating_sub(self.relay.elapsed);
         if !time.is_zero() {
@@ -32,7 +32,7 @@ impl Watch {
             self.relay = relay;
         }
         let Some(ram) = &info.ram else {
-            return format!("migration {}", info.status).into();
+            return format!("migration {}", info.status()).into();
         };
         let rates = Rates::of(ram);
         if ram.dirty_sync_count != self.round {
@@ -53,7 +53,7 @@ impl Watch {
         let text = format!(
             "migration {}{}: round {}, {} of {} to go, {left} left, RAM at {}/s, {}/s on the wire, guest dirties \
              {}/s{}",
-            info.status,
+            info.status(),
             stalled(remark.is_some()),
             self.round,
             bytes(ram.remaining),
@@ -98,7 +98,7 @@ struct Rates {
 }
 
 impl Rates {
-    fn of(ram: &RamInfo) -> Self {
+    fn of(ram: &MigrationStats) -> Self {
         Self {
             sent: ram.mbps * 1e6 / 8.0,
             dirty: to_f64(ram.dirty_pages_rate.saturating_mul(ram.page_size.max(1))),
@@ -127,19 +127,19 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    fn active(round: u64, dirty_pages_rate: u64) -> MigrateInfo {
-        MigrateInfo {
-            status: "active".to_owned(),
-            ram: Some(RamInfo {
+    fn active(round: u64, dirty_pages_rate: u64) -> MigrationInfo {
+        MigrationInfo {
+            status: Some("active".to_owned()),
+            ram: Some(MigrationStats {
                 remaining: 100 << 20,
                 total: 1 << 30,
                 mbps: 8.0 * f64::from(100 << 20) / 1e6,
                 dirty_pages_rate,
                 page_size: 4096,
                 dirty_sync_count: round,
-                ..RamInfo::default()
+                ..MigrationStats::default()
             }),
-            ..MigrateInfo::default()
+            ..MigrationInfo::default()
         }
     }
 
@@ -189,9 +189,9 @@ mod tests {
 
     #[test]
     fn a_migration_without_figures_shows_its_state() {
-        let info = MigrateInfo {
-            status: "setup".to_owned(),
-            ..MigrateInfo::default()
+        let info = MigrationInfo {
+            status: Some("setup".to_owned()),
+            ..MigrationInfo::default()
         };
         assert_eq!(
             Watch::default()

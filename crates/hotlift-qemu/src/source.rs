@@ -8,7 +8,7 @@ use hotlift::relay::Ownership;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
 use hotlift_console::signals::TICK;
-use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError, Uuid};
+use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, Uuid};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -83,7 +83,7 @@ impl Source {
         let migration = qemu.query_migrate().map_err(at_source)?;
         if migration.is_running() {
             return Err(QemuError::Busy {
-                status: migration.status,
+                status: migration.status().to_owned(),
             });
         }
         let state = qemu.query_status().map_err(at_source)?;
@@ -197,7 +197,7 @@ impl Source {
     ///
     /// # Errors
     /// Those of QMP.
-    pub fn look(&self) -> Result<MigrateInfo, QmpError> {
+    pub fn look(&self) -> Result<MigrationInfo, QmpError> {
         self.qemu().query_migrate()
     }
 
@@ -315,7 +315,7 @@ impl Source {
     }
 
     /// Cancels what is under way and waits for its end.
-    fn wait_end(&self) -> Result<MigrateInfo, QmpError> {
+    fn wait_end(&self) -> Result<MigrationInfo, QmpError> {
         let deadline = Instant::now() + END;
         self.patiently(Qemu::migrate_cancel)?;
         loop {
