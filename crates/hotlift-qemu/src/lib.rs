@@ -9,6 +9,7 @@
 //! | `destination` | the QEMU that is to get a guest |
 //! | `incoming` | what it is told, and what the relay beside it must know |
 //! | `process`, `stderr` | a QEMU that was started here, and what it says |
+//! | `log_file` | a log file that it shares with others: which part is its own |
 //! | `launch` | its QMP socket, and the wait for its first answer |
 //! | `guard` | ends a QEMU whose starter was killed |
 //! | `settings` | capabilities and parameters: changed for one migration, and put back |
@@ -22,6 +23,7 @@ pub mod error;
 pub mod guard;
 pub mod incoming;
 pub mod launch;
+mod log_file;
 pub mod outgoing;
 pub mod process;
 mod progress;

@@ -1,19 +1,22 @@
 //! What a QEMU that was started here says: shown, and its errors kept for the host that its guest comes from.
 
 use std::collections::VecDeque;
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, PipeReader, Read};
-use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::process::Stdio;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use hotlift_qmp::one_line;
-use rustix::fs::{FileType, fstat};
-
 use hotlift_console::output;
+use hotlift_qmp::one_line;
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
+
+use crate::log_file::LogFile;
+
+/// Standard error of this process, as a path.
+const STDERR: &str = "/proc/self/fd/2";
 
 /// How long the words of a QEMU that has ended may take to arrive.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -23,9 +26,6 @@ const LINE: u64 = 4096;
 
 /// Errors that are kept: the last ones. QEMU says one for each step that it gives up.
 const KEPT: usize = 4;
-
-/// Bytes of a file that are looked through for them.
-const TAIL: u64 = 64 << 10;
 
 /// What a QEMU says its words to, and how they are heard here.
 pub struct Streams {
@@ -46,8 +46,8 @@ enum Heard {
         /// Ends when all was passed on.
         is_done: Receiver<()>,
     },
-    /// In the file that this command has for its errors, behind what was there before.
-    Written { file: File, from: u64 },
+    /// In the file that this command has for its errors.
+    Written(Arc<LogFile>),
     /// Not here.
     Nowhere,
 }
@@ -59,11 +59,11 @@ impl Streams {
     pub fn make() -> io::Result<Self> {
         let kind = fstat(io::stderr()).map(|status| FileType::from_raw_mode(status.st_mode));
         if let Ok(FileType::RegularFile) = kind {
-            return Ok(Self {
+            return Ok(Self::logged().unwrap_or_else(|_| Self {
                 stdout: io::stderr().into(),
                 stderr: Stdio::inherit(),
-                words: Words(written().unwrap_or(Heard::Nowhere)),
-            });
+                words: Words(Heard::Nowhere),
+            }));
         }
         let (reader, writer) = io::pipe()?;
         let stdout = match kind {
@@ -74,6 +74,20 @@ impl Streams {
             stdout,
             stderr: writer.into(),
             words: Words(pass_on(reader)),
+        })
+    }
+
+    /// With the file that this command has for its errors.
+    fn logged() -> io::Result<Self> {
+        let log = LogFile::open(Path::new(STDERR))?;
+        let (stdout, stderr) = (log.for_qemu()?, log.for_qemu()?);
+        // QEMU's position there is not this command's any more, which would write over what QEMU has appended.
+        let flags = fcntl_getfl(io::stderr())?;
+        fcntl_setfl(io::stderr(), flags | OFlags::APPEND)?;
+        Ok(Self {
+            stdout: stdout.into(),
+            stderr: stderr.into(),
+            words: Words(Heard::Written(log)),
         })
     }
 }
@@ -94,13 +108,8 @@ impl Words {
             Heard::Passed { errors, .. } => {
                 errors.lock().unwrap_or_else(PoisonError::into_inner).line()
             }
-            Heard::Written { file, from } => {
-                let end = file.metadata().map_or(0, |file| file.len());
-                let from = (*from).max(end.saturating_sub(TAIL));
-                let length = end.saturating_sub(from).min(TAIL);
-                let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
-                let read = file.read_at(&mut bytes, from).unwrap_or(0);
-                for line in String::from_utf8_lossy(&bytes[..read]).lines() {
+            Heard::Written(log) => {
+                for line in String::from_utf8_lossy(&log.written()).lines() {
                     found.take(line);
                 }
                 found.line()
@@ -116,9 +125,9 @@ impl Words {
 struct Errors(VecDeque<String>);
 
 impl Errors {
-    /// Keeps a line that is an error: QEMU's name, a colon, and no warning.
+    /// Keeps a line that is an error: a time stamp with `-msg timestamp=on`, QEMU's name, a colon, and no warning.
     fn take(&mut self, line: &str) {
-        let Some((name, words)) = line.split_once(": ") else {
+        let Some((name, words)) = without_timestamp(line).split_once(": ") else {
             return;
         };
         let is_error = name.starts_with("qemu")
@@ -139,11 +148,20 @@ impl Errors {
     }
 }
 
-/// The file of standard error, for reading.
-fn written() -> io::Result<Heard> {
-    let file = File::open("/proc/self/fd/2")?;
-    let from = file.metadata()?.len();
-    Ok(Heard::Written { file, from })
+/// A line of QEMU without the time stamp of `-msg timestamp=on`, such as `2026-11-23T05:16:37.123456Z`.
+fn without_timestamp(line: &str) -> &str {
+    const SECONDS: &[u8] = b"0000-00-00T00:00:00";
+    let Some((stamp, rest)) = line.split_once(' ') else {
+        return line;
+    };
+    let mut pairs = stamp.bytes().zip(SECONDS);
+    let is_stamp = stamp.len() > SECONDS.len()
+        && stamp.ends_with('Z')
+        && pairs.all(|(byte, like)| match like {
+            b'0' => byte.is_ascii_digit(),
+            like => byte == *like,
+        });
+    if is_stamp { rest } else { line }
 }
 
 /// Says on standard error what is read, line by line, however little of that is taken there.
@@ -198,16 +216,30 @@ mod tests {
     }
 
     #[test]
+    fn errors_with_a_time_stamp_are_found() {
+        let mut errors = Errors::default();
+        for line in [
+            "2026-11-23T05:16:37.123456Z qemu-system-x86_64: load of migration failed",
+            "2026-11-23T05:16:37Z qemu-kvm: and why",
+            "2026-11-23T05:16:37.123456Z qemu-system-x86_64: warning: TCG doesn't support it",
+            "2026-11-23 qemu-system-x86_64: of a guest's console",
+            "2026-11-23T05:16:37.123456Z",
+            "Once qemu-system-x86_64: of a guest's console",
+        ] {
+            errors.take(line);
+        }
+        assert_eq!(errors.line(), "load of migration failed; and why");
+    }
+
+    #[test]
     fn errors_are_found_in_a_file_behind_what_was_there_before() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
-        let before = b"qemu-system-x86_64: of another\n";
-        io::Write::write_all(&mut file, before).unwrap();
-        let words = Words(Heard::Written {
-            file: file.reopen().unwrap(),
-            from: before.len() as u64,
-        });
+        io::Write::write_all(&mut file, b"qemu-system-x86_64: of another\n").unwrap();
+        let log = LogFile::open(file.path()).unwrap();
+        let mut qemu = log.for_qemu().unwrap();
+        let words = Words(Heard::Written(log));
         assert_eq!(words.errors(), None);
-        io::Write::write_all(&mut file, b"listening\nqemu-system-x86_64: its own\n").unwrap();
+        io::Write::write_all(&mut qemu, b"listening\nqemu-system-x86_64: its own\n").unwrap();
         assert_eq!(words.errors().as_deref(), Some("its own"));
     }
 }
