@@ -44,7 +44,7 @@ pub struct MigrateArgs {
 /// Runs the command.
 pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
-    let mut relay_settings = crate::relay::settings(&args.migration)?;
+    let mut relay_settings = args.migration.relay_settings()?;
     let source = Source::connect(&args.qmp)?;
     relay_settings.uuid = Some(source.uuid()?.0);
     let mut destination = Conversation::connect(&args.to, "--to")?;

@@ -7,7 +7,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::migration_args::{HasRole, RoleArgs, role};
+use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes, jobs};
@@ -94,7 +94,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
         RelayCommand::Destination(args) => ("relay destination", args),
     };
     let interrupt = Interrupt::catch()?;
-    let mut settings = settings(&args.migration)?;
+    let mut settings = args.migration.relay_settings()?;
     settings.uuid = args.uuid.map(|uuid| uuid.0);
     settings.flush_after_each_section = args
         .multifd_flush_after_each_section
@@ -189,20 +189,6 @@ impl Relay<'_> {
             Err(error) => ControlFlow::Break(CommandError::Relay(error)),
         }
     }
-}
-
-/// The settings of a relay: zero pages as both ends can have them unless that was given.
-pub fn settings<R: HasRole>(given: &RoleArgs<R>) -> Result<RelaySettings, CommandError> {
-    let outgoing = given.complete().options()?;
-    hotlift::relay::check(&outgoing)?;
-    let zero_pages = given
-        .has("zero-page-detection")
-        .then_some(outgoing.zero_page_detection);
-    Ok(RelaySettings {
-        outgoing,
-        zero_pages,
-        ..RelaySettings::default()
-    })
 }
 
 fn line(label: &str, progress: &RelayProgress) -> String {

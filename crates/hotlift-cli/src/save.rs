@@ -51,7 +51,7 @@ enum Format {
 /// Runs the command.
 pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
-    let mut settings = crate::relay::settings(&args.migration)?;
+    let mut settings = args.migration.relay_settings()?;
     let format = match args.format {
         Format::Hotlift => FileFormat::Hotlift,
         Format::MappedRam => FileFormat::MappedRam,
