@@ -100,7 +100,7 @@ pub enum Answer {
 /// What the source says after its hello.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "message", rename_all = "kebab-case")]
-pub enum SourceWord {
+pub enum SourceMessage {
     /// Its side of the migration has failed.
     Failed {
         /// Why, in one line.

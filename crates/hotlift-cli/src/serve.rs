@@ -20,7 +20,7 @@ use hotlift_console::progress::bytes;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_host::survey::{self, Request};
 use hotlift_monitor::RelayMonitor;
-use hotlift_qemu::destination::{Destination, Word};
+use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::process::{self, Custody};
 use hotlift_qemu::source::GuestThere;
 use hotlift_qemu::{QemuError, incoming};
@@ -30,13 +30,13 @@ use hotlift_qmp::{QmpAddress, Uuid, one_line};
 use crate::callers::Callers;
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::peer::{Answer, Hello, Opening, SourceWord};
+use crate::peer::{Answer, Hello, Opening, SourceMessage};
 
 /// How long the port for the pages may be in use still: by a survey that is cut short.
 const PORT: Duration = Duration::from_secs(5);
 
 /// How long a source whose connections have ended may take to say why.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const REASON: Duration = Duration::from_secs(2);
 
 /// Between two messages about progress.
 const PROGRESS: Duration = Duration::from_secs(1);
@@ -385,8 +385,8 @@ impl Host<'_> {
     ) -> Result<(), CommandError> {
         // One that came during the hand-over was too late; another ends the wait.
         self.interrupt.forget();
-        match destination.wait_for_word(settle_timeout, || self.interrupt.is_raised()) {
-            Word::Here { running } => {
+        match destination.wait_for_statement(settle_timeout, || self.interrupt.is_raised()) {
+            Statement::Here { running } => {
                 let is_running = running.unwrap_or_default();
                 let report = Box::new(report);
                 // Whether the source hears it or not, the guest is here.
@@ -398,12 +398,12 @@ impl Host<'_> {
                 Ok(())
             }
             // QEMU has taken it by its word on the stream; so what has become of it since is not that it never ran.
-            Word::Never { reason } => {
+            Statement::Never { reason } => {
                 let error = CommandError::NotTaken { reason };
                 let _ = source.say(&failed(error_line(&error), GuestThere::Unknown));
                 Err(error)
             }
-            Word::Unknown { reason, .. } => Err(not_known(source, destination, reason)),
+            Statement::Unknown { reason, .. } => Err(not_known(source, destination, reason)),
         }
     }
 
@@ -421,18 +421,18 @@ impl Host<'_> {
         if in_doubt {
             self.interrupt.forget();
         }
-        let word =
+        let statement =
             destination.after_failure(in_doubt, settle_timeout, || self.interrupt.is_raised());
         let explained = |words: &str| format!("{}; its QEMU: {words}", error.chain());
-        match word {
-            Word::Here { running } => {
+        match statement {
+            Statement::Here { running } => {
                 let reason = error.chain();
                 let _ = source.say(&failed(reason.clone(), GuestThere::Here));
                 complain!("hotlift: not all went well: {reason}");
                 say_taken(running, destination);
                 Ok(())
             }
-            Word::Never { reason } => {
+            Statement::Never { reason } => {
                 let reasons = explained(&reason);
                 destination.give_back();
                 let _ = source.say(&failed(reasons.clone(), GuestThere::NotHere));
@@ -441,7 +441,7 @@ impl Host<'_> {
                 }
                 let mut said = source_said;
                 if said.is_none() {
-                    let _ = hear_failure(source, LAST_WORDS, &mut said);
+                    let _ = hear_failure(source, REASON, &mut said);
                 }
                 let reasons = match said {
                     Some(said) => format!("{reasons}; the source: {said}"),
@@ -449,7 +449,9 @@ impl Host<'_> {
                 };
                 Err(QemuError::Failed { reasons }.into())
             }
-            Word::Unknown { reason, .. } => Err(not_known(source, destination, explained(&reason))),
+            Statement::Unknown { reason, .. } => {
+                Err(not_known(source, destination, explained(&reason)))
+            }
         }
     }
 }
@@ -460,7 +462,7 @@ fn hear_failure(
     timeout: Duration,
     said: &mut Option<String>,
 ) -> Result<(), ConversationError> {
-    if let Some(SourceWord::Failed { reason }) = source.hear(timeout)? {
+    if let Some(SourceMessage::Failed { reason }) = source.hear(timeout)? {
         said.get_or_insert_with(|| one_line(&reason));
     }
     Ok(())

@@ -20,15 +20,15 @@ use crate::vm::Vm;
 /// How long the QMP socket of a waiting QEMU is tried.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// How long an answer is waited for where somebody waits for the word: a main loop that hangs on storage answers
+/// How long an answer is waited for where somebody waits for the statement: a main loop that hangs on storage answers
 /// later, and is asked again.
 const ASK: Duration = Duration::from_secs(1);
 
 /// Between two questions to a QEMU that has not answered the first: they wait in its socket.
-const LET_BE: Duration = Duration::from_secs(3);
+const ASK_AGAIN: Duration = Duration::from_secs(3);
 
 /// How long a QEMU whose stream has broken before its end may take to say why.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+const REASON: Duration = Duration::from_secs(5);
 
 /// A QEMU that waits with `-incoming defer`.
 pub struct Destination {
@@ -39,12 +39,12 @@ pub struct Destination {
     /// For the socket that its stream comes by.
     folder: OwnFolder,
     /// It has not answered, and is not asked before.
-    let_be_until: Mutex<Option<Instant>>,
+    ask_again_at: Mutex<Option<Instant>>,
 }
 
 /// What a QEMU that was given a guest has said of it.
 #[derive(Debug)]
-pub enum Word {
+pub enum Statement {
     /// It has the guest.
     Here {
         /// Whether it runs it, or keeps it paused; `None`: it has not said which.
@@ -104,7 +104,7 @@ impl Destination {
             custody: custody.unwrap_or_default(),
             changed: None,
             folder,
-            let_be_until: Mutex::default(),
+            ask_again_at: Mutex::default(),
         })
     }
 
@@ -167,32 +167,32 @@ impl Destination {
     /// Whether it has taken the guest, as far as it says so at once.
     pub fn has_taken(&self) -> Taken {
         match self.ask() {
-            Word::Here { .. } => Taken::Yes,
-            Word::Never { .. } => Taken::Never,
-            Word::Unknown { .. } => Taken::Unknown,
+            Statement::Here { .. } => Taken::Yes,
+            Statement::Never { .. } => Taken::Never,
+            Statement::Unknown { .. } => Taken::Unknown,
         }
     }
 
-    /// Waits for its word on the guest, for `time` or until `is_over`.
-    pub fn wait_for_word(&self, time: Duration, is_over: impl Fn() -> bool) -> Word {
+    /// Waits for its statement on the guest, for `time` or until `is_over`.
+    pub fn wait_for_statement(&self, time: Duration, is_over: impl Fn() -> bool) -> Statement {
         let deadline = Instant::now() + time;
         loop {
-            let word = self.ask();
-            let is_statement = !matches!(word, Word::Unknown { .. });
+            let statement = self.ask();
+            let is_statement = !matches!(statement, Statement::Unknown { .. });
             if is_statement || Instant::now() >= deadline || is_over() {
-                return word;
+                return statement;
             }
             std::thread::sleep(TICK);
         }
     }
 
     /// Asks once.
-    fn ask(&self) -> Word {
-        let mut let_be_until = self
-            .let_be_until
+    fn ask(&self) -> Statement {
+        let mut ask_again_at = self
+            .ask_again_at
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let answer = if let_be_until.is_some_and(|until| Instant::now() < until) {
+        let answer = if ask_again_at.is_some_and(|until| Instant::now() < until) {
             Err("QEMU does not answer over QMP".to_owned())
         } else {
             let mut qemu = self.qemu();
@@ -202,23 +202,23 @@ impl Destination {
                 (info, running.flatten().map(|state| state.running))
             });
             qemu.client().set_timeout(ANSWER_TIMEOUT);
-            *let_be_until = match &answer {
-                Err(QmpError::Timeout { .. }) => Some(Instant::now() + LET_BE),
+            *ask_again_at = match &answer {
+                Err(QmpError::Timeout { .. }) => Some(Instant::now() + ASK_AGAIN),
                 _ => None,
             };
             answer.map_err(|error| error_line(&error))
         };
-        drop(let_be_until);
+        drop(ask_again_at);
         match answer {
-            Ok((info, running)) if info.is_completed() => Word::Here { running },
-            Ok((info, _)) if info.has_failed() => Word::Never {
+            Ok((info, running)) if info.is_completed() => Statement::Here { running },
+            Ok((info, _)) if info.has_failed() => Statement::Never {
                 reason: info
                     .error_desc
                     .unwrap_or_else(|| "it has failed".to_owned()),
             },
             answer => match self.how_it_ended() {
-                Some(reason) => Word::Never { reason },
-                None => Word::Unknown {
+                Some(reason) => Statement::Never { reason },
+                None => Statement::Unknown {
                     answers: answer.is_ok(),
                     reason: answer.map_or_else(
                         |error| error,
@@ -233,41 +233,41 @@ impl Destination {
     fn how_it_ended(&self) -> Option<String> {
         let mut process = self.process()?;
         let status = process.has_ended()?;
-        Some(match process.last_words() {
-            Some(words) => format!("it has ended ({status}): {words}"),
+        Some(match process.last_errors() {
+            Some(errors) => format!("it has ended ({status}): {errors}"),
             None => format!("it has ended ({status})"),
         })
     }
 
     /// After a relay that failed: whether QEMU has the guest, and what it says of the failure. A relay that is
     /// `in_doubt`, or had begun to hand the guest over, may have told QEMU that the stream is at its end: only QEMU's
-    /// own word or the end of its process tells then, which is waited for as long as `settle_timeout`: in doubt, the
+    /// own statement or the end of its process tells then, which is waited for as long as `settle_timeout`: in doubt, the
     /// relay has waited for it already. Any other has not, and what QEMU was given is no guest.
     pub fn after_failure(
         &self,
         in_doubt: bool,
         settle_timeout: Duration,
         is_over: impl Fn() -> bool,
-    ) -> Word {
+    ) -> Statement {
         if in_doubt || self.custody.is_given_up() {
             self.custody.give_up();
-            let word = match in_doubt {
+            let statement = match in_doubt {
                 true => self.ask(),
-                false => self.wait_for_word(settle_timeout, is_over),
+                false => self.wait_for_statement(settle_timeout, is_over),
             };
-            if let (Word::Never { .. }, Some(process)) = (&word, self.process()) {
+            if let (Statement::Never { .. }, Some(process)) = (&statement, self.process()) {
                 process.take_back();
             }
-            return word;
+            return statement;
         }
         // One that answers has not noticed yet, or was never connected; one that does not is about to end, mostly.
-        let word = match self.ask() {
-            Word::Unknown { answers: false, .. } => self.wait_for_word(LAST_WORDS, is_over),
-            word => word,
+        let statement = match self.ask() {
+            Statement::Unknown { answers: false, .. } => self.wait_for_statement(REASON, is_over),
+            statement => statement,
         };
-        match word {
-            Word::Unknown { reason, .. } => Word::Never { reason },
-            word => word,
+        match statement {
+            Statement::Unknown { reason, .. } => Statement::Never { reason },
+            statement => statement,
         }
     }
 

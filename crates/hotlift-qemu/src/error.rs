@@ -33,12 +33,12 @@ pub enum QemuError {
         migration: String,
     },
     /// A QEMU that was started here, with what it has said.
-    #[error("QEMU ended before it could be asked for anything ({status}): {words}")]
+    #[error("QEMU ended before it could be asked for anything ({status}): {errors}")]
     Ended {
         /// How.
         status: ExitStatus,
         /// Its last errors, in one line.
-        words: String,
+        errors: String,
     },
     /// VMs that must have something alike.
     #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]

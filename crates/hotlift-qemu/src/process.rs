@@ -17,7 +17,7 @@ use hotlift_qmp::{Qemu, QmpAddress};
 use crate::error::{QemuError, at_destination};
 use crate::guard::Guard;
 use crate::launch::{self, NoAnswer};
-use crate::stderr::{Streams, Words};
+use crate::stderr::{ErrorOutput, Streams};
 
 /// A QEMU process. Killed when it goes out of scope, and ended by its guard if this process is killed, unless it may
 /// have its guest ([`Custody::give_up`]) or was left running.
@@ -28,7 +28,7 @@ pub struct Started {
     /// Its QMP socket, which outlives this command.
     socket: PathBuf,
     has_own_qmp: bool,
-    words: Words,
+    errors: ErrorOutput,
 }
 
 /// Whether this process may still end a QEMU that it has started. Clones are of the same QEMU.
@@ -103,7 +103,7 @@ impl Started {
             custody: Custody::default(),
             socket,
             has_own_qmp: names(command, "qmp").next().is_some(),
-            words: streams.words,
+            errors: streams.errors,
         };
         let guard =
             Guard::start(&started.qmp(), folder).map_err(|source| ConsoleError::Process {
@@ -127,8 +127,8 @@ impl Started {
 
     fn connect(&mut self, interrupt: &Interrupt) -> Result<Qemu, QemuError> {
         launch::connect(&mut self.child, &self.socket, interrupt).map_err(|error| match error {
-            NoAnswer::Ended(status) => match self.last_words() {
-                Some(words) => QemuError::Ended { status, words },
+            NoAnswer::Ended(status) => match self.last_errors() {
+                Some(errors) => QemuError::Ended { status, errors },
                 None => ConsoleError::QemuEnded { status }.into(),
             },
             NoAnswer::Interrupted => ConsoleError::Interrupted.into(),
@@ -141,9 +141,9 @@ impl Started {
         self.child.try_wait().ok().flatten()
     }
 
-    /// What a QEMU that has ended has said of it.
-    pub fn last_words(&self) -> Option<String> {
-        self.words.errors()
+    /// The last errors of a QEMU that has ended, in one line.
+    pub fn last_errors(&self) -> Option<String> {
+        self.errors.last()
     }
 
     /// Leaves it running for good; says where it is. Its QMP socket is kept for the operator if the
@@ -174,7 +174,7 @@ impl Drop for Started {
             let _ = self.child.kill();
             let _ = self.child.wait();
             self.remove_socket();
-            self.words.finish();
+            self.errors.finish();
         }
         drop(self.custody.guard().take());
     }

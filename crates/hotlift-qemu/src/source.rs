@@ -154,7 +154,7 @@ impl Source {
         };
         let restored = self
             .wait_cleaned_up()
-            .and_then(|()| self.patiently(|qemu| changed.undo(qemu)));
+            .and_then(|()| self.retrying(|qemu| changed.undo(qemu)));
         if let Err(error) = restored
             && !error.is_disconnected()
         {
@@ -169,7 +169,7 @@ impl Source {
     fn wait_cleaned_up(&self) -> Result<(), QmpError> {
         let deadline = Instant::now() + END;
         loop {
-            let threads = self.patiently(Qemu::query_migration_threads)?;
+            let threads = self.retrying(Qemu::query_migration_threads)?;
             match threads {
                 None => std::thread::sleep(CLEAN_UP),
                 Some(threads) if !threads.is_empty() && Instant::now() < deadline => {
@@ -179,8 +179,8 @@ impl Source {
                 Some(_) => {}
             }
             // The last thread leaves the rest to the main loop, which does it before it answers again.
-            self.patiently(Qemu::query_migrate)?;
-            self.patiently(Qemu::query_migrate)?;
+            self.retrying(Qemu::query_migrate)?;
+            self.retrying(Qemu::query_migrate)?;
             return Ok(());
         }
     }
@@ -214,7 +214,7 @@ impl Source {
     /// # Errors
     /// Those of QMP.
     pub fn cont(&self) -> Result<(), QmpError> {
-        self.patiently(Qemu::cont)
+        self.retrying(Qemu::cont)
     }
 
     /// Whether QEMU has given the guest up for good.
@@ -229,7 +229,7 @@ impl Source {
 
     /// Runs `ask` again as long as QEMU does not answer, for [`END`] or one answer's time more: a main loop that
     /// hangs on storage answers later. A connection that is gone is made once more.
-    fn patiently<T>(
+    fn retrying<T>(
         &self,
         mut ask: impl FnMut(&mut Qemu) -> Result<T, QmpError>,
     ) -> Result<T, QmpError> {
@@ -276,9 +276,9 @@ impl Source {
             }
         });
         if let Ok(info) = self.look()
-            && let Some(words) = info.error_desc
+            && let Some(reason) = info.error_desc
         {
-            reasons.push(format!("QEMU at the source: {words}"));
+            reasons.push(format!("QEMU at the source: {reason}"));
         }
         Settled {
             whereabouts,
@@ -310,16 +310,16 @@ impl Source {
             GuestThere::Here => return Ok(Whereabouts::Moved),
             GuestThere::Unknown => return Ok(Whereabouts::InDoubt),
         }
-        self.patiently(Qemu::cont)?;
+        self.retrying(Qemu::cont)?;
         Ok(kept)
     }
 
     /// Cancels what is under way and waits for its end.
     fn wait_end(&self) -> Result<MigrationInfo, QmpError> {
         let deadline = Instant::now() + END;
-        self.patiently(Qemu::migrate_cancel)?;
+        self.retrying(Qemu::migrate_cancel)?;
         loop {
-            let info = self.patiently(Qemu::query_migrate)?;
+            let info = self.retrying(Qemu::query_migrate)?;
             if !info.is_running() {
                 return Ok(info);
             }
@@ -337,7 +337,7 @@ impl Source {
     fn wait_running(&self) -> Result<bool, QmpError> {
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
-            if self.patiently(Qemu::query_status)?.running {
+            if self.retrying(Qemu::query_status)?.running {
                 return Ok(true);
             }
             if Instant::now() >= deadline {
@@ -357,7 +357,7 @@ impl Settled {
     /// side has said.
     pub fn into_error(mut self, theirs: Option<String>, interrupted: bool) -> QemuError {
         if let Some(theirs) = theirs {
-            // The relays' last words say a part of it.
+            // The final messages of the relays have a part of it.
             self.reasons.retain(|reason| !theirs.starts_with(reason));
             self.reasons.push(theirs);
         }

@@ -1,4 +1,5 @@
-//! What a QEMU that was started here says: shown, and its errors kept for the host that its guest comes from.
+//! Standard output and standard error of a QEMU that was started here: shown, and its errors kept for the host that its
+//! guest comes from.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, PipeReader, Read};
@@ -9,7 +10,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use hotlift_console::output;
 use hotlift_qmp::one_line;
 use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
 
@@ -18,43 +18,43 @@ use crate::log_file::LogFile;
 /// Standard error of this process, as a path.
 const STDERR: &str = "/proc/self/fd/2";
 
-/// How long the words of a QEMU that has ended may take to arrive.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long the output of a QEMU that has ended may take to arrive.
+const DRAIN: Duration = Duration::from_secs(1);
 
-/// Bytes of a line of QEMU's words at most; a longer one is cut in two.
+/// Bytes of a line of QEMU's output at most; a longer one is cut in two.
 const LINE: u64 = 4096;
 
 /// Errors that are kept: the last ones. QEMU says one for each step that it gives up.
 const KEPT: usize = 4;
 
-/// What a QEMU says its words to, and how they are heard here.
+/// What a QEMU writes to, and what is read of it here.
 pub struct Streams {
     pub stdout: Stdio,
     pub stderr: Stdio,
-    pub words: Words,
+    pub errors: ErrorOutput,
 }
 
-/// The words of a QEMU.
+/// What a QEMU writes to standard error.
 #[derive(Debug)]
-pub struct Words(Heard);
+pub struct ErrorOutput(Captured);
 
 #[derive(Debug)]
-enum Heard {
+enum Captured {
     /// Passed on for as long as this command is there, and lost after that.
-    Passed {
+    PassedOn {
         errors: Arc<Mutex<Errors>>,
         /// Ends when all was passed on.
         is_done: Receiver<()>,
     },
     /// In the file that this command has for its errors.
-    Written(Arc<LogFile>),
-    /// Not here.
-    Nowhere,
+    Logged(Arc<LogFile>),
+    /// Nothing is known of it here.
+    Nothing,
 }
 
 impl Streams {
     /// What this command has for its errors, where it is a file: QEMU may hold it for as long as it lives. Whoever
-    /// reads a pipe waits for its last writer, which would be a QEMU that runs on: there its words are passed on. On a
+    /// reads a pipe waits for its last writer, which would be a QEMU that runs on: there its output is passed on. On a
     /// terminal only its errors are.
     pub fn make() -> io::Result<Self> {
         let kind = fstat(io::stderr()).map(|status| FileType::from_raw_mode(status.st_mode));
@@ -62,7 +62,7 @@ impl Streams {
             return Ok(Self::logged().unwrap_or_else(|_| Self {
                 stdout: io::stderr().into(),
                 stderr: Stdio::inherit(),
-                words: Words(Heard::Nowhere),
+                errors: ErrorOutput(Captured::Nothing),
             }));
         }
         let (reader, writer) = io::pipe()?;
@@ -73,7 +73,7 @@ impl Streams {
         Ok(Self {
             stdout,
             stderr: writer.into(),
-            words: Words(pass_on(reader)),
+            errors: ErrorOutput(pass_on(reader)),
         })
     }
 
@@ -87,34 +87,34 @@ impl Streams {
         Ok(Self {
             stdout: stdout.into(),
             stderr: stderr.into(),
-            words: Words(Heard::Written(log)),
+            errors: ErrorOutput(Captured::Logged(log)),
         })
     }
 }
 
-impl Words {
-    /// Waits a moment until what a QEMU that has ended has said was passed on.
+impl ErrorOutput {
+    /// Waits a moment until what a QEMU that has ended has written was passed on.
     pub fn finish(&self) {
-        if let Heard::Passed { is_done, .. } = &self.0 {
-            let _ = is_done.recv_timeout(LAST_WORDS);
+        if let Captured::PassedOn { is_done, .. } = &self.0 {
+            let _ = is_done.recv_timeout(DRAIN);
         }
     }
 
     /// The last errors of a QEMU that has ended, in one line.
-    pub fn errors(&self) -> Option<String> {
+    pub fn last(&self) -> Option<String> {
         self.finish();
         let mut found = Errors::default();
         let errors = match &self.0 {
-            Heard::Passed { errors, .. } => {
+            Captured::PassedOn { errors, .. } => {
                 errors.lock().unwrap_or_else(PoisonError::into_inner).line()
             }
-            Heard::Written(log) => {
+            Captured::Logged(log) => {
                 for line in String::from_utf8_lossy(&log.written()).lines() {
                     found.take(line);
                 }
                 found.line()
             }
-            Heard::Nowhere => String::new(),
+            Captured::Nothing => String::new(),
         };
         (!errors.is_empty()).then_some(errors)
     }
@@ -127,18 +127,18 @@ struct Errors(VecDeque<String>);
 impl Errors {
     /// Keeps a line that is an error: a time stamp with `-msg timestamp=on`, QEMU's name, a colon, and no warning.
     fn take(&mut self, line: &str) {
-        let Some((name, words)) = without_timestamp(line).split_once(": ") else {
+        let Some((name, message)) = without_timestamp(line).split_once(": ") else {
             return;
         };
         let is_error = name.starts_with("qemu")
             && !name.contains(' ')
-            && !words.starts_with("warning: ")
-            && !words.starts_with("info: ");
+            && !message.starts_with("warning: ")
+            && !message.starts_with("info: ");
         if is_error {
             if self.0.len() == KEPT {
                 self.0.pop_front();
             }
-            self.0.push_back(words.trim_end().to_owned());
+            self.0.push_back(message.trim_end().to_owned());
         }
     }
 
@@ -165,17 +165,17 @@ fn without_timestamp(line: &str) -> &str {
 }
 
 /// Says on standard error what is read, line by line, however little of that is taken there.
-fn pass_on(words: PipeReader) -> Heard {
+fn pass_on(output: PipeReader) -> Captured {
     let (done, is_done) = channel();
     let errors = Arc::<Mutex<Errors>>::default();
     let kept = Arc::clone(&errors);
     thread::spawn(move || {
-        // Dropped at the end of the words.
+        // Dropped at the end of the output.
         let _done = done;
-        let mut words = BufReader::new(words);
+        let mut output = BufReader::new(output);
         let mut line = Vec::new();
         while matches!(
-            words.by_ref().take(LINE).read_until(b'\n', &mut line),
+            output.by_ref().take(LINE).read_until(b'\n', &mut line),
             Ok(1..)
         ) {
             let text = String::from_utf8_lossy(&line);
@@ -183,11 +183,11 @@ fn pass_on(words: PipeReader) -> Heard {
             kept.lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .take(text);
-            output::err(text);
+            hotlift_console::output::err(text);
             line.clear();
         }
     });
-    Heard::Passed { errors, is_done }
+    Captured::PassedOn { errors, is_done }
 }
 
 #[cfg(test)]
@@ -237,9 +237,9 @@ mod tests {
         io::Write::write_all(&mut file, b"qemu-system-x86_64: of another\n").unwrap();
         let log = LogFile::open(file.path()).unwrap();
         let mut qemu = log.for_qemu().unwrap();
-        let words = Words(Heard::Written(log));
-        assert_eq!(words.errors(), None);
+        let errors = ErrorOutput(Captured::Logged(log));
+        assert_eq!(errors.last(), None);
         io::Write::write_all(&mut qemu, b"listening\nqemu-system-x86_64: its own\n").unwrap();
-        assert_eq!(words.errors().as_deref(), Some("its own"));
+        assert_eq!(errors.last().as_deref(), Some("its own"));
     }
 }
