@@ -15,7 +15,7 @@ use hotlift_console::signals::TICK;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::error::CommandError;
-use crate::qemu::control::Opening;
+use crate::peer::Opening;
 
 /// How long one who has connected may take to say what he wants.
 const HELLO: Duration = Duration::from_secs(10);

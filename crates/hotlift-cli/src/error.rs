@@ -6,19 +6,17 @@ use hotlift::MigrationError;
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
+use hotlift_advise::AdviseError;
 use hotlift_bench::error::BenchError;
 use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
 use hotlift_host::accel::AccelError;
-use hotlift_host::error::HostError;
-use hotlift_qmp::QmpError;
-use hotlift_qmp::server::Refusal;
+use hotlift_monitor::MonitorError;
+use hotlift_qemu::QemuError;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
 use hotlift_vmm::verify::VerifyError;
-
-use crate::advise::error::AdviseError;
 
 /// In a line to type, what is not known here.
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
@@ -37,7 +35,7 @@ pub enum CommandError {
     #[error(transparent)]
     Console(#[from] ConsoleError),
     #[error("cannot advise")]
-    Advise(#[from] AdviseError),
+    Advise(#[source] AdviseError),
     #[error("cannot make the guest")]
     Create(#[from] CreateError),
     #[error("bad address")]
@@ -54,13 +52,6 @@ pub enum CommandError {
     Bench(BenchError),
     #[error("relay failed")]
     Relay(#[source] MigrationError),
-    #[error("this QEMU cannot begin a migration: it is in state '{status}'")]
-    Busy { status: String },
-    #[error(
-        "QEMU at the destination does not wait for a migration: it is in state '{status}', and its \
-         migration in state '{migration}'"
-    )]
-    NotWaiting { status: String, migration: String },
     #[error("QEMU at the destination has taken the guest, and has failed since: {reason}")]
     NotTaken { reason: String },
     #[error(
@@ -69,65 +60,27 @@ pub enum CommandError {
     NotKnown { reasons: String, qemu: String },
     #[error("the guest was not restored: {reasons}")]
     Restore { reasons: String },
-    #[error("QEMU ended before it could be asked for anything ({status}): {words}")]
-    QemuGaveUp {
-        status: std::process::ExitStatus,
-        words: String,
-    },
     #[error("more than {most} have connected, and it has said nothing for longest")]
     Crowd { most: usize },
     #[error("another survey is under way")]
     Surveying,
-    #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
-    Differs {
-        what: &'static str,
-        source_has: String,
-        destination_has: String,
-    },
-    #[error(
-        "migration failed, and the source's QEMU has ended or does not answer; the destination does \
-         not run the guest: {reasons}"
-    )]
-    Gone { reasons: String },
-    #[error("the guest is at the destination, though not all went well: {reasons}")]
-    MovedAnyway { reasons: String },
-    #[error("migration failed: {reasons}")]
-    Moving { reasons: String },
-    #[error(
-        "nobody knows whether the destination runs the guest, so it is left paused here: {reasons}"
-    )]
-    InDoubt { reasons: String, qmp: String },
-    #[error(
-        "the destination does not run the guest and never will, but it may be paused here, as QEMU does not answer: \
-         {reasons}"
-    )]
-    Stalled { reasons: String, qmp: String },
     #[error("this QEMU has no guest to settle: {problem}")]
     NothingToSettle { problem: String },
     #[error("the guest was taken to be at the destination, and its paused copy here was ended")]
     EndedCopy,
     #[error("migration failed: the guest was taken not to be at the destination, and went on here")]
     SettledHere,
-    #[error("cannot serve {address}")]
-    Serve {
-        address: String,
-        #[source]
-        source: std::io::Error,
-    },
-    #[error("the guest has not come: {reason}")]
-    Incoming { reason: String },
     #[error(transparent)]
-    Monitor(#[from] Refusal),
+    Qemu(QemuError),
+    #[error(transparent)]
+    Monitor(MonitorError),
+    #[error("{0}: give a loopback address, or --control-from-other-hosts too")]
+    OtherHosts(MonitorError),
     #[error("--incoming=defer needs --qmp or --monitor: somebody has to say 'migrate-incoming'")]
     Deferred,
 }
 
 impl CommandError {
-    /// An error of the QEMU at one side.
-    pub fn qmp(side: &'static str, source: QmpError) -> Self {
-        ConsoleError::Qmp { side, source }.into()
-    }
-
     /// The error and its causes, in one line.
     pub fn line(&self) -> String {
         error_line(self)
@@ -136,8 +89,8 @@ impl CommandError {
     /// What to do next, where that is not plain from the error.
     pub fn advice(&self) -> Option<String> {
         match self {
-            Self::InDoubt { qmp, .. } => Some(settle(qmp)),
-            Self::Stalled { qmp, .. } => Some(format!(
+            Self::Qemu(QemuError::InDoubt { qmp, .. }) => Some(settle(qmp)),
+            Self::Qemu(QemuError::Stalled { qmp, .. }) => Some(format!(
                 "when QEMU answers again, let the guest run here: hotlift settle --qmp {qmp} --here"
             )),
             Self::NotKnown { .. } => Some(format!(
@@ -165,10 +118,12 @@ impl CommandError {
             Self::Relay(MigrationError::Transport(TransportError::Connect { .. })) => {
                 Some("start the QEMU or the relay that is to listen there first")
             }
-            Self::Busy { .. } => {
+            Self::Qemu(QemuError::Busy { .. }) => {
                 Some("wait for the end of what is under way, or 'migrate_cancel' it")
             }
-            Self::NotWaiting { .. } => Some("start a new QEMU with '-incoming defer'"),
+            Self::Qemu(QemuError::NotWaiting { .. }) => {
+                Some("start a new QEMU with '-incoming defer'")
+            }
             Self::NotTaken { .. } => Some(QEMUS_OWN_WORDS),
             Self::NothingToSettle { .. } => Some(
                 "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
@@ -183,12 +138,11 @@ impl CommandError {
         match self {
             Self::Migration(MigrationError::InDoubt)
             | Self::Relay(MigrationError::InDoubt)
-            | Self::InDoubt { .. }
-            | Self::Stalled { .. }
+            | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
             | Self::NotKnown { .. }
             | Self::EndedCopy => ExitCode::from(3),
             // The guest is where it was to go.
-            Self::MovedAnyway { .. } => ExitCode::SUCCESS,
+            Self::Qemu(QemuError::MovedAnyway { .. }) => ExitCode::SUCCESS,
             Self::Migration(MigrationError::Cancelled)
             | Self::Relay(MigrationError::Cancelled)
             | Self::Console(ConsoleError::Interrupted) => ExitCode::from(130),
@@ -222,11 +176,32 @@ macro_rules! console_errors {
 
 console_errors!(OptionError, LayoutError, FillError, ConversationError);
 
-impl From<HostError> for CommandError {
-    fn from(error: HostError) -> Self {
+impl From<AdviseError> for CommandError {
+    fn from(error: AdviseError) -> Self {
         match error {
-            HostError::Console(error) => Self::Console(error),
-            error => Self::Advise(error.into()),
+            AdviseError::Console(error) => Self::Console(error),
+            AdviseError::Accel(error) => Self::Accel(error),
+            error => Self::Advise(error),
+        }
+    }
+}
+
+impl From<MonitorError> for CommandError {
+    fn from(error: MonitorError) -> Self {
+        match error {
+            MonitorError::Console(error) => Self::Console(error),
+            error @ MonitorError::OtherHosts { .. } => Self::OtherHosts(error),
+            error => Self::Monitor(error),
+        }
+    }
+}
+
+impl From<QemuError> for CommandError {
+    fn from(error: QemuError) -> Self {
+        match error {
+            QemuError::Console(error) => Self::Console(error),
+            QemuError::Address(error) => Self::Address(error),
+            error => Self::Qemu(error),
         }
     }
 }

@@ -12,14 +12,14 @@ use hotlift_console::events::{Check, Event, Filling, tell};
 use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::{Display, fallback_warning};
-use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
+use hotlift_monitor::{GuestMonitor, ShutdownRequest, Sockets};
 use hotlift_qmp::QmpAddress;
-use hotlift_qmp::server::Events;
+use hotlift_qmp::server::{Commands, Events};
 use hotlift_vmm::BuiltinGuest;
 
+use crate::control_args::ControlArgs;
 use crate::error::{CommandError, settle};
-use crate::monitor::{Commands, ControlArgs, GuestMonitor, Leaving};
-use crate::qemu::private_folder;
 use crate::report::{self, Run};
 
 /// How long a guest may take to show that it goes on.
@@ -214,22 +214,22 @@ impl Session<'_> {
     fn keep(&self, error: MigrationError) -> Result<(), CommandError> {
         // What came before was to cancel the migration.
         self.interrupt.forget();
-        let folder = private_folder()?;
+        let folder = OwnFolder::private()?;
         let qmp = QmpAddress::Unix(folder.path().join("qmp"));
-        let (events, leaving) = (Events::new(), Leaving::default());
+        let (events, shutdown) = (Events::new(), ShutdownRequest::default());
         let monitor = GuestMonitor::in_doubt(
-            Arc::clone(&self.guest),
+            self.guest.clone(),
             self.options.clone(),
             events.clone(),
-            leaving.clone(),
+            shutdown.clone(),
         );
         let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
-        let monitors = ControlArgs::at(qmp.clone()).serve(&commands, &events)?;
+        let monitors = Sockets::qmp_at(qmp.clone()).serve(&commands, &events)?;
         complain!("hotlift: {}", error.chain());
         complain!("hotlift: {}", settle(&qmp.to_string()));
         complain!("the guest is kept here, paused and whole, until then");
         while !monitor.is_running() {
-            if leaving.take().is_some() {
+            if shutdown.take().is_some() {
                 monitor.end(true);
                 return Err(CommandError::EndedCopy);
             }
@@ -241,7 +241,7 @@ impl Session<'_> {
         }
         self.say("the guest goes on here");
         self.interrupt.forget();
-        let outcome = self.until_left(&leaving, &monitor);
+        let outcome = self.until_shutdown(&shutdown, &monitor);
         monitor.end(matches!(outcome, Some(Ok(()))));
         drop(monitors);
         outcome.unwrap_or(Ok(()))?;
@@ -324,15 +324,15 @@ impl Session<'_> {
 
     /// Serves monitors, and does what they say, until one says `quit` or a signal comes.
     fn monitored(&self) -> Result<(), CommandError> {
-        let (events, leaving) = (Events::new(), Leaving::default());
+        let (events, shutdown) = (Events::new(), ShutdownRequest::default());
         if self.args.incoming.is_none() {
             self.boot()?;
         }
         let monitor = GuestMonitor::new(
-            Arc::clone(&self.guest),
+            self.guest.clone(),
             self.options.clone(),
             events.clone(),
-            leaving.clone(),
+            shutdown.clone(),
             self.args.incoming.is_some(),
         );
         if let Some(Incoming::At(uri)) = &self.args.incoming {
@@ -345,7 +345,7 @@ impl Session<'_> {
             .control
             .serve(&commands, &events)
             .inspect_err(|_| monitor.end(false))?;
-        let outcome = self.until_left(&leaving, &monitor);
+        let outcome = self.until_shutdown(&shutdown, &monitor);
         monitor.end(matches!(outcome, Some(Ok(()))));
         drop(monitors);
         outcome.unwrap_or(Ok(()))?;
@@ -357,9 +357,9 @@ impl Session<'_> {
 
     /// Waits until a monitor or a failure ends the process, and says how; `None` if it was a signal, or
     /// the time is over.
-    fn until_left(
+    fn until_shutdown(
         &self,
-        leaving: &Leaving,
+        shutdown: &ShutdownRequest,
         monitor: &GuestMonitor,
     ) -> Option<Result<(), CommandError>> {
         let mut end = None;
@@ -367,8 +367,8 @@ impl Session<'_> {
             if end.is_none() && monitor.has_arrived() {
                 end = self.args.run_for.map(|time| Instant::now() + time);
             }
-            if let Some(outcome) = leaving.take() {
-                return Some(outcome);
+            if let Some(outcome) = shutdown.take() {
+                return Some(outcome.map_err(CommandError::from));
             }
             if self.interrupt.sleep(Some(TICK)) || end.is_some_and(|end| Instant::now() >= end) {
                 return None;

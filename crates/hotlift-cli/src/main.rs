@@ -5,14 +5,16 @@
 mod accel;
 mod advise;
 mod callers;
+mod control_args;
 mod demo;
 mod error;
+mod guard;
 mod guest_run;
 mod manual;
 mod migrate;
-mod monitor;
-mod qemu;
+mod peer;
 mod relay;
+mod relay_report;
 mod report;
 mod restore;
 mod save;
@@ -132,7 +134,7 @@ enum Command {
     Settle(settle::SettleArgs),
     /// Watch over a QEMU that 'serve' or 'restore' has started
     #[command(hide = true)]
-    Guard(qemu::guard::GuardArgs),
+    Guard(guard::GuardArgs),
     /// Write the manual pages and the shells' completions of this command
     #[command(hide = true)]
     Manual(manual::ManualArgs),
@@ -193,7 +195,7 @@ fn main() -> ExitCode {
         Command::Restore(args) => restore::run(&args),
         Command::Settle(args) => settle::run(&args),
         Command::Guard(args) => {
-            qemu::guard::run(&args);
+            guard::run(&args);
             Ok(())
         }
         Command::Relay(command) => relay::run(&command),

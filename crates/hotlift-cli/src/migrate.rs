@@ -12,16 +12,16 @@ use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::signals::{Interrupt, TICK};
-use hotlift_qmp::{QmpAddress, Version};
+use hotlift_qemu::QemuError;
+use hotlift_qemu::error::at_source;
+use hotlift_qemu::outgoing::{self, Moving};
+use hotlift_qemu::settings;
+use hotlift_qemu::source::{GuestThere, Source};
+use hotlift_qmp::{QmpAddress, Uuid, Version};
 
 use crate::error::CommandError;
-use crate::qemu::control::{Answer, Guest, Hello, PROTOCOL, SourceWord};
-use crate::qemu::incoming;
-use crate::qemu::outgoing::{self, Moving};
-use crate::qemu::result::Migration;
-use crate::qemu::settings;
-use crate::qemu::source::Source;
-use crate::qemu::uuid::Uuid;
+use crate::peer::{Answer, Hello, PROTOCOL, SourceMessage};
+use crate::relay_report::Migration;
 
 /// How long the destination may take to get ready; it may start a QEMU first.
 const READY: Duration = Duration::from_secs(90);
@@ -47,7 +47,7 @@ pub struct MigrateArgs {
 /// Runs the command.
 pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
-    let mut relay_settings = crate::relay::settings(&args.migration)?;
+    let mut relay_settings = args.migration.relay_settings()?;
     let source = Source::connect(&args.qmp)?;
     relay_settings.uuid = Some(source.uuid()?.0);
     let mut destination = Conversation::connect(&args.to, "--to")?;
@@ -80,7 +80,7 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
 }
 
 fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandError> {
-    let at_source = |error| CommandError::qmp("source", error);
+    let vm = source.vm()?;
     let mut qemu = source.qemu();
     let capabilities = qemu.query_capabilities().map_err(at_source)?;
     let alike = capabilities
@@ -90,7 +90,7 @@ fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandErro
     Ok(Hello {
         hotlift_control: PROTOCOL,
         qemu: qemu.version(),
-        vm: incoming::vm(&mut qemu).map_err(at_source)?,
+        vm,
         running: source.was_running(),
         channels: settings.outgoing.channels(),
         alike,
@@ -136,7 +136,7 @@ fn ready(
 
 /// Tells the destination why this side has failed. It may have gone.
 fn say_failed(destination: &mut Conversation, reason: String) {
-    let _ = destination.say(&SourceWord::Failed { reason });
+    let _ = destination.say(&SourceMessage::Failed { reason });
 }
 
 /// One migration whose destination is ready.
@@ -150,14 +150,14 @@ struct Move<'a> {
 
 /// What the destination has said when it was over.
 #[derive(Debug)]
-enum LastWords {
+enum FinalMessage {
     Completed {
         running: bool,
         report: Box<RelayReport>,
     },
     Failed {
         reason: String,
-        guest: Guest,
+        guest: GuestThere,
     },
 }
 
@@ -175,16 +175,17 @@ impl Move<'_> {
             outgoing: Outgoing::Address(self.address),
             quiet: self.args.output.quiet,
         };
-        let mut last_words = None;
-        let relayed = outgoing::change_settings(self.source, self.settings, &self.args.migration)
+        let mut final_message = None;
+        let own_downtime_limit = self.args.migration.has("downtime-limit");
+        let relayed = outgoing::change_settings(self.source, self.settings, own_downtime_limit)
             .and_then(|()| {
-                moving.run(&mut |timeout| self.hear(destination, &mut last_words, timeout))
+                moving.run(&mut |timeout| self.hear(destination, &mut final_message, timeout))
             });
         let relayed = relayed.inspect_err(|error| say_failed(destination, error_line(error)))?;
         match relayed.outcome {
-            Ok(report) => self.moved(destination, last_words, report, destination_qemu),
+            Ok(report) => self.moved(destination, final_message, report, destination_qemu),
             Err(error) => {
-                // Before the guest is looked after, which may wait for the destination's last words.
+                // Before the guest is looked after, which may wait for the destination's final message.
                 match &error {
                     _ if self.interrupt.is_raised() => {
                         say_failed(destination, error_line(&ConsoleError::Interrupted));
@@ -193,7 +194,7 @@ impl Move<'_> {
                     MigrationError::Destination { .. } => {}
                     error => say_failed(destination, error.chain()),
                 }
-                Err(self.stayed(destination, last_words, &error, relayed.is_told))
+                Err(self.stayed(destination, final_message, &error, relayed.is_told))
             }
         }
     }
@@ -202,64 +203,64 @@ impl Move<'_> {
     fn hear(
         &self,
         destination: &mut Conversation,
-        last_words: &mut Option<LastWords>,
+        final_message: &mut Option<FinalMessage>,
         timeout: Duration,
     ) {
-        if last_words.is_some() {
+        if final_message.is_some() {
             thread::sleep(timeout);
             return;
         }
         match destination.hear(timeout) {
             Ok(Some(Answer::Completed { running, report })) => {
-                *last_words = Some(LastWords::Completed { running, report });
+                *final_message = Some(FinalMessage::Completed { running, report });
             }
             Ok(Some(Answer::Failed { reason, guest })) => {
                 let reason = hotlift_qmp::one_line(&reason);
-                *last_words = Some(LastWords::Failed { reason, guest });
+                *final_message = Some(FinalMessage::Failed { reason, guest });
             }
             Ok(_) => {}
-            // The relays settle who has the guest; without this connection there are only less words.
+            // The relays settle who has the guest; without this connection less is known.
             Err(error) => {
                 let reason = error_line(&error);
-                *last_words = Some(LastWords::Failed {
+                *final_message = Some(FinalMessage::Failed {
                     reason: format!("'hotlift serve' is not heard any more: {reason}"),
-                    guest: Guest::Unknown,
+                    guest: GuestThere::Unknown,
                 });
             }
         }
     }
 
-    /// Waits for the destination's last words. `serve` asks its QEMU for as long as `settle-timeout`, and sends its
-    /// words behind that: they may take as long as a connection.
-    fn hear_out(
+    /// Waits for the destination's final message. `serve` asks its QEMU for as long as `settle-timeout`, and sends its
+    /// message behind that, which may take as long as a connection.
+    fn wait_for_final_message(
         &self,
         destination: &mut Conversation,
-        last_words: Option<LastWords>,
-    ) -> Option<LastWords> {
+        final_message: Option<FinalMessage>,
+    ) -> Option<FinalMessage> {
         let deadline = Instant::now() + self.settings.outgoing.settle_timeout + CONNECT;
-        let mut last_words = last_words;
-        while last_words.is_none() && Instant::now() < deadline {
-            self.hear(destination, &mut last_words, TICK);
+        let mut final_message = final_message;
+        while final_message.is_none() && Instant::now() < deadline {
+            self.hear(destination, &mut final_message, TICK);
         }
-        last_words
+        final_message
     }
 
     /// The relay says that the destination has the guest.
     fn moved(
         &self,
         destination: &mut Conversation,
-        last_words: Option<LastWords>,
+        final_message: Option<FinalMessage>,
         source: RelayReport,
         destination_qemu: Version,
     ) -> Result<Migration, CommandError> {
         // A relay that reads the stream ends well at the word of the destination's QEMU on it; of one that only passes
         // bytes on nothing is known but that they went.
         let is_confirmed = source.passed_through.is_none();
-        let (running, destination) = match self.hear_out(destination, last_words) {
-            Some(LastWords::Completed { running, report }) => (Some(running), Some(*report)),
-            Some(LastWords::Failed { reason, guest }) => {
+        let (running, destination) = match self.wait_for_final_message(destination, final_message) {
+            Some(FinalMessage::Completed { running, report }) => (Some(running), Some(*report)),
+            Some(FinalMessage::Failed { reason, guest }) => {
                 complain!("hotlift: the destination: {reason}");
-                if guest == Guest::NotHere || !is_confirmed {
+                if guest == GuestThere::NotHere || !is_confirmed {
                     return Err(self.in_doubt(reason));
                 }
                 (None, None)
@@ -280,24 +281,24 @@ impl Move<'_> {
 
     fn in_doubt(&self, reasons: String) -> CommandError {
         let qmp = self.source.address().to_string();
-        CommandError::InDoubt { reasons, qmp }
+        QemuError::InDoubt { reasons, qmp }.into()
     }
 
     /// The relay has failed: sees that the guest goes on here, and says why.
     fn stayed(
         &self,
         destination: &mut Conversation,
-        last_words: Option<LastWords>,
+        final_message: Option<FinalMessage>,
         error: &MigrationError,
         is_told: bool,
     ) -> CommandError {
-        let mut heard = last_words;
+        let mut heard = final_message;
         let settled = self.source.settle(error, is_told, || {
-            heard = self.hear_out(destination, heard.take());
+            heard = self.wait_for_final_message(destination, heard.take());
             match &heard {
-                Some(LastWords::Completed { .. }) => Guest::Here,
-                Some(LastWords::Failed { guest, .. }) => *guest,
-                None => Guest::Unknown,
+                Some(FinalMessage::Completed { .. }) => GuestThere::Here,
+                Some(FinalMessage::Failed { guest, .. }) => *guest,
+                None => GuestThere::Unknown,
             }
         });
         // A destination whose relay has said why goes on to say what its QEMU has said. Of another the reason is known
@@ -310,9 +311,10 @@ impl Move<'_> {
             self.hear(destination, &mut heard, patience);
         }
         let theirs = match heard {
-            Some(LastWords::Failed { reason, .. }) => Some(format!("the destination: {reason}")),
+            Some(FinalMessage::Failed { reason, .. }) => Some(format!("the destination: {reason}")),
             _ => None,
         };
-        settled.into_error(theirs, self.interrupt.is_raised())
+        let error = settled.into_error(theirs, self.interrupt.is_raised());
+        error.into()
     }
 }

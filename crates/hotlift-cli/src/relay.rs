@@ -7,17 +7,18 @@ use clap::{Args, Subcommand, ValueEnum};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::migration_args::{HasRole, RoleArgs, role};
+use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes, jobs};
 use hotlift_console::signals::Interrupt;
-use hotlift_qmp::server::Events;
+use hotlift_monitor::RelayMonitor;
+use hotlift_qmp::Uuid;
+use hotlift_qmp::server::{Commands, Events};
 
+use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::monitor::{Commands, ControlArgs, PassingMonitor};
-use crate::qemu::result;
-use crate::qemu::uuid::Uuid;
+use crate::relay_report::relay_table;
 
 /// Which end of the way a relay stands at. Both do the same; what differs is who connects, so what
 /// the flags are likely to be.
@@ -93,7 +94,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
         RelayCommand::Destination(args) => ("relay destination", args),
     };
     let interrupt = Interrupt::catch()?;
-    let mut settings = settings(&args.migration)?;
+    let mut settings = args.migration.relay_settings()?;
     settings.uuid = args.uuid.map(|uuid| uuid.0);
     settings.flush_after_each_section = args
         .multifd_flush_after_each_section
@@ -104,7 +105,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
         source,
     })?;
     let events = Events::new();
-    let monitor = PassingMonitor::new(settings.outgoing.clone(), events.clone(), &interrupt);
+    let monitor = RelayMonitor::new(settings.outgoing.clone(), events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
     say!("listening on {address}");
@@ -138,7 +139,7 @@ struct Relay<'a> {
     settings: &'a RelaySettings,
     listener: &'a Listener,
     interrupt: &'a Interrupt,
-    monitor: &'a PassingMonitor,
+    monitor: &'a RelayMonitor,
 }
 
 impl Relay<'_> {
@@ -172,9 +173,7 @@ impl Relay<'_> {
         self.monitor.ended(&outcome);
         match outcome {
             Ok(report) => {
-                let printed = args
-                    .output
-                    .print(&report, || result::relay_table(label, &report));
+                let printed = args.output.print(&report, || relay_table(label, &report));
                 match printed {
                     // The next migration matters more than who reads of the last.
                     Err(error) if args.forever => complain!("hotlift: {}", error_line(&error)),
@@ -190,20 +189,6 @@ impl Relay<'_> {
             Err(error) => ControlFlow::Break(CommandError::Relay(error)),
         }
     }
-}
-
-/// The settings of a relay: zero pages as both ends can have them unless that was given.
-pub fn settings<R: HasRole>(given: &RoleArgs<R>) -> Result<RelaySettings, CommandError> {
-    let outgoing = given.complete().options()?;
-    hotlift::relay::check(&outgoing)?;
-    let zero_pages = given
-        .has("zero-page-detection")
-        .then_some(outgoing.zero_page_detection);
-    Ok(RelaySettings {
-        outgoing,
-        zero_pages,
-        ..RelaySettings::default()
-    })
 }
 
 fn line(label: &str, progress: &RelayProgress) -> String {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use comfy_table::{ContentArrangement, Table};
-use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport, XbzrleFigures};
+use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
 use hotlift::options::{Group, OPTIONS};
 use hotlift::{Options, Status};
 use hotlift_console::error::ConsoleError;
@@ -15,7 +15,8 @@ use hotlift_console::table::{align, align_with_words, new_table};
 use hotlift_console::width;
 use hotlift_methods::{METHODS, Unit};
 use hotlift_vmm::{GuestKind, GuestSettings};
-use serde::Serialize;
+use serde::ser::Error;
+use serde::{Serialize, Serializer};
 
 /// Columns that a table may take where it can be made narrower.
 const TERMINAL_WIDTH: u16 = 100;
@@ -57,19 +58,9 @@ pub struct Run {
     pub error: Option<String>,
     /// The guest went on, and no write was lost; `null` if that was for the other host to see.
     pub verified: Option<bool>,
-    pub total_ms: f64,
-    pub setup_ms: f64,
-    pub downtime_ms: f64,
-    pub rounds: u64,
-    pub transferred_bytes: u64,
-    pub throughput_mbps: f64,
-    pub pages_per_second: f64,
-    pub normal_pages: u64,
-    pub zero_pages: u64,
-    pub ratio: f64,
-    /// The most that auto-converge took from the vCPUs.
-    pub throttle_percent: u8,
-    pub xbzrle: Option<XbzrleFigures>,
+    /// As the source has measured them; the destination's, where nothing is known of the source.
+    #[serde(flatten, serialize_with = "without_side")]
+    pub figures: SourceReport,
     pub source: Option<SideFigures>,
     pub destination: Option<SideFigures>,
 }
@@ -90,6 +81,15 @@ fn others(options: &Options) -> BTreeMap<&'static str, String> {
         .filter(|(_, value, default)| value != default)
         .map(|(name, value, _)| (name, value))
         .collect()
+}
+
+/// A report without its side, which is `source` of a run.
+fn without_side<S: Serializer>(report: &SourceReport, to: S) -> Result<S::Ok, S::Error> {
+    let mut figures = serde_json::to_value(report).map_err(S::Error::custom)?;
+    if let Some(figures) = figures.as_object_mut() {
+        figures.remove("side");
+    }
+    figures.serialize(to)
 }
 
 impl Run {
@@ -114,65 +114,43 @@ impl Run {
             status: Status::None.name().to_owned(),
             error: None,
             verified: None,
-            total_ms: 0.0,
-            setup_ms: 0.0,
-            downtime_ms: 0.0,
-            rounds: 0,
-            transferred_bytes: 0,
-            throughput_mbps: 0.0,
-            pages_per_second: 0.0,
-            normal_pages: 0,
-            zero_pages: 0,
-            ratio: 0.0,
-            throttle_percent: 0,
-            xbzrle: None,
+            figures: SourceReport::default(),
             source: None,
             destination: None,
         }
     }
 
     /// Takes in the source's figures.
-    pub fn sent(&mut self, report: SourceReport) {
+    pub fn sent(&mut self, mut report: SourceReport) {
         self.status = Status::Completed.name().to_owned();
-        self.total_ms = report.total_ms;
-        self.setup_ms = report.setup_ms;
-        self.downtime_ms = report.downtime_ms;
-        self.rounds = report.rounds;
-        self.transferred_bytes = report.transferred_bytes;
-        self.throughput_mbps = report.throughput_mbps;
-        self.pages_per_second = report.pages_per_second;
-        self.normal_pages = report.normal_pages;
-        self.zero_pages = report.zero_pages;
-        self.ratio = report.ratio;
-        self.throttle_percent = report.throttle_percent;
-        self.xbzrle = report.xbzrle;
-        self.source = Some(report.side);
+        self.source = Some(std::mem::take(&mut report.side));
+        self.figures = report;
     }
 
     /// A signal has ended it: takes in the last that was measured of it.
     pub fn interrupted(&mut self, last: &Moment) {
         self.status = INTERRUPTED.to_owned();
-        self.total_ms = last.elapsed_ms;
-        self.rounds = last.round;
-        self.transferred_bytes = last.transferred_bytes;
+        self.figures.total_ms = last.elapsed_ms;
+        self.figures.rounds = last.round;
+        self.figures.transferred_bytes = last.transferred_bytes;
         let seconds = last.elapsed_ms / 1e3;
         if seconds > 0.0 {
             #[expect(clippy::cast_precision_loss, reason = "shown with few digits")]
             let bits = last.transferred_bytes as f64 * 8.0;
-            self.throughput_mbps = bits / seconds / 1e6;
+            self.figures.throughput_mbps = bits / seconds / 1e6;
         }
-        self.pages_per_second = last.pages_per_second;
+        self.figures.pages_per_second = last.pages_per_second;
     }
 
     /// Takes in the destination's figures, against the source's total time where it is known.
     pub fn received(&mut self, report: DestinationReport) {
         if self.source.is_none() {
             self.status = Status::Completed.name().to_owned();
-            self.total_ms = report.total_ms;
-            self.normal_pages = report.normal_pages;
-            self.zero_pages = report.zero_pages;
+            self.figures.total_ms = report.total_ms;
+            self.figures.normal_pages = report.normal_pages;
+            self.figures.zero_pages = report.zero_pages;
         }
-        self.destination = Some(destination_side(report, self.total_ms));
+        self.destination = Some(destination_side(report, self.figures.total_ms));
     }
 
     /// Takes in what the guest looked like afterwards.
@@ -247,7 +225,7 @@ fn row(run: &Run) -> Vec<String> {
         (None, status) => status.to_owned(),
     };
     // Nothing is said of what was never measured.
-    let is_measured = run.total_ms > 0.0;
+    let is_measured = run.figures.total_ms > 0.0;
     let is_whole = is_measured && run.status == Status::Completed.name();
     let figure = |is_known: bool, text: String| match is_known {
         true => text,
@@ -256,12 +234,12 @@ fn row(run: &Run) -> Vec<String> {
     vec![
         run.name(),
         run.channels.to_string(),
-        figure(is_measured, format!("{:.0}", run.total_ms)),
-        figure(is_whole, format!("{:.1}", run.downtime_ms)),
-        figure(is_measured, run.rounds.to_string()),
-        figure(is_measured, format!("{:.0}", run.throughput_mbps)),
-        figure(is_measured, format!("{:.0}", run.pages_per_second)),
-        figure(is_whole, format!("{:.2}", run.ratio)),
+        figure(is_measured, format!("{:.0}", run.figures.total_ms)),
+        figure(is_whole, format!("{:.1}", run.figures.downtime_ms)),
+        figure(is_measured, run.figures.rounds.to_string()),
+        figure(is_measured, format!("{:.0}", run.figures.throughput_mbps)),
+        figure(is_measured, format!("{:.0}", run.figures.pages_per_second)),
+        figure(is_whole, format!("{:.2}", run.figures.ratio)),
         side(&run.source, |side| format!("{:.0}", side.cpu_percent)),
         side(&run.destination, |side| format!("{:.0}", side.cpu_percent)),
         side(&run.source, |side| format!("{:.2}", side.core_s_per_gib)),
@@ -300,7 +278,7 @@ fn ways(runs: &[Run]) -> Vec<String> {
 /// What auto-converge did, where it was on.
 fn throttled(run: &Run) -> Option<String> {
     run.options.get("auto-converge")?;
-    Some(match run.throttle_percent {
+    Some(match run.figures.throttle_percent {
         0 => format!("{}: auto-converge was not needed", run.name()),
         percent => format!(
             "{}: auto-converge took up to {percent} % of the vCPUs' time",

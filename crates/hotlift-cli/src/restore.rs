@@ -17,12 +17,13 @@ use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes};
 use hotlift_console::signals::Interrupt;
+use hotlift_qemu::destination::{Destination, Statement};
+use hotlift_qemu::incoming;
+use hotlift_qemu::vm::Vm;
 use hotlift_qmp::QmpAddress;
 
 use crate::error::CommandError;
-use crate::qemu::control::Vm;
-use crate::qemu::destination::{Destination, Word};
-use crate::qemu::{incoming, result};
+use crate::relay_report::relay_table;
 
 /// What a stream of QEMU begins with (`QEMU_VM_FILE_MAGIC`).
 const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
@@ -70,25 +71,26 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
             uuid: info.uuid.parse().unwrap_or_default(),
             ..Vm::default()
         };
-        incoming::compare(&saved, &destination)?;
+        saved.fits(&destination.vm()?)?;
     }
     let socket = destination.socket();
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
-    let settings = incoming::relay_settings(&mut destination, args.multifd_channels, &args.limits)?;
+    let limits = args.limits.options();
+    let settings = incoming::relay_settings(&mut destination, args.multifd_channels, limits)?;
     let settle_timeout = settings.outgoing.settle_timeout;
     let report = match relay(args, &destination, &settings, &socket, &interrupt) {
         Ok(report) => report,
         Err(error) => return failed(&error, destination, settle_timeout, &interrupt),
     };
     interrupt.forget();
-    let running = match destination.wait_for_word(settle_timeout, || interrupt.is_raised()) {
-        Word::Here { running } => running,
-        Word::Never { reason } => return Err(CommandError::NotTaken { reason }),
-        Word::Unknown { reason, .. } => return Err(not_known(destination, reason)),
+    let running = match destination.wait_for_statement(settle_timeout, || interrupt.is_raised()) {
+        Statement::Here { running } => running,
+        Statement::Never { reason } => return Err(CommandError::NotTaken { reason }),
+        Statement::Unknown { reason, .. } => return Err(not_known(destination, reason)),
     };
     // What became of the guest is said whoever reads the figures.
     say_taken(running, destination);
-    let table = || result::relay_table("restore", &report);
+    let table = || relay_table("restore", &report);
     Ok(args.output.print(&report, table)?)
 }
 
@@ -104,15 +106,15 @@ fn failed(
     if in_doubt {
         interrupt.forget();
     }
-    let word = destination.after_failure(in_doubt, settle_timeout, || interrupt.is_raised());
+    let statement = destination.after_failure(in_doubt, settle_timeout, || interrupt.is_raised());
     let explained = |words: &str| format!("{}; QEMU: {words}", error.chain());
-    match word {
-        Word::Here { running } => {
+    match statement {
+        Statement::Here { running } => {
             complain!("hotlift: not all went well: {}", error.chain());
             say_taken(running, destination);
             Ok(())
         }
-        Word::Never { reason } => {
+        Statement::Never { reason } => {
             destination.give_back();
             match is_interrupted {
                 true => Err(ConsoleError::Interrupted.into()),
@@ -121,7 +123,7 @@ fn failed(
                 }),
             }
         }
-        Word::Unknown { reason, .. } => Err(not_known(destination, explained(&reason))),
+        Statement::Unknown { reason, .. } => Err(not_known(destination, explained(&reason))),
     }
 }
 

@@ -11,13 +11,12 @@ use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::signals::Interrupt;
+use hotlift_qemu::outgoing::{self, Moving, Relayed};
+use hotlift_qemu::source::{GuestThere, Source};
 use hotlift_qmp::QmpAddress;
 
 use crate::error::CommandError;
-use crate::qemu::control::Guest;
-use crate::qemu::outgoing::{self, Moving, Relayed};
-use crate::qemu::result::Saved;
-use crate::qemu::source::Source;
+use crate::relay_report::Saved;
 
 /// Flags of `save`.
 #[derive(Debug, Args)]
@@ -52,7 +51,7 @@ enum Format {
 /// Runs the command.
 pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
-    let mut settings = crate::relay::settings(&args.migration)?;
+    let mut settings = args.migration.relay_settings()?;
     let format = match args.format {
         Format::Hotlift => FileFormat::Hotlift,
         Format::MappedRam => FileFormat::MappedRam,
@@ -70,8 +69,9 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         },
         quiet: args.output.quiet,
     };
-    let outcome = outgoing::change_settings(&source, &settings, &args.migration)
-        .and_then(|()| moving.run(&mut thread::sleep));
+    let outcome =
+        outgoing::change_settings(&source, &settings, args.migration.has("downtime-limit"))
+            .and_then(|()| moving.run(&mut thread::sleep));
     let saved = match outcome {
         Ok(Relayed {
             outcome: Ok(relay), ..
@@ -85,7 +85,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
             outcome: Err(error),
             ..
         }) => Err(source
-            .settle(&error, false, || Guest::NotHere)
+            .settle(&error, false, || GuestThere::NotHere)
             .into_error(None, interrupt.is_raised())),
         Err(error) => Err(error),
     };

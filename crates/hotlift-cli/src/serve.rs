@@ -19,23 +19,24 @@ use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::bytes;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_host::survey::{self, Request};
-use hotlift_qmp::server::Events;
-use hotlift_qmp::{QmpAddress, one_line};
+use hotlift_monitor::RelayMonitor;
+use hotlift_qemu::destination::{Destination, Statement};
+use hotlift_qemu::process::{self, Custody};
+use hotlift_qemu::source::GuestThere;
+use hotlift_qemu::{QemuError, incoming};
+use hotlift_qmp::server::{Commands, Events};
+use hotlift_qmp::{QmpAddress, Uuid, one_line};
 
 use crate::callers::Callers;
+use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::monitor::{Commands, ControlArgs, PassingMonitor};
-use crate::qemu::control::{Answer, Guest, Hello, Opening, SourceWord};
-use crate::qemu::destination::{Destination, Word};
-use crate::qemu::process::Custody;
-use crate::qemu::uuid::Uuid;
-use crate::qemu::{incoming, process};
+use crate::peer::{Answer, Hello, Opening, SourceMessage};
 
 /// How long the port for the pages may be in use still: by a survey that is cut short.
 const PORT: Duration = Duration::from_secs(5);
 
 /// How long a source whose connections have ended may take to say why.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const REASON: Duration = Duration::from_secs(2);
 
 /// Between two messages about progress.
 const PROGRESS: Duration = Duration::from_secs(1);
@@ -91,7 +92,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let listener = args.listen.listen()?;
     let events = Events::new();
     let outgoing = RelaySettings::default().outgoing;
-    let monitor = PassingMonitor::new(outgoing, events.clone(), &interrupt);
+    let monitor = RelayMonitor::new(outgoing, events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
     say!("listening on {}", address_of(&listener)?);
@@ -116,7 +117,7 @@ struct Host<'a> {
     interrupt: &'a Interrupt,
     /// Address that data connections are taken at.
     host: &'a str,
-    monitor: &'a PassingMonitor,
+    monitor: &'a RelayMonitor,
 }
 
 impl Host<'_> {
@@ -204,15 +205,15 @@ impl Host<'_> {
             Ok(destination) => destination,
             Err(error) => {
                 refuse(source, &error);
-                return Visit::SentAway(error);
+                return Visit::SentAway(error.into());
             }
         };
-        if let Err(error) = incoming::compare(&hello.vm, &destination) {
+        if let Err(error) = destination.vm().and_then(|there| hello.vm.fits(&there)) {
             refuse(source, &error);
             if self.args.qmp.is_some() {
                 *held = Some(destination);
             }
-            return Visit::SentAway(error);
+            return Visit::SentAway(error.into());
         }
         Visit::Over(self.migrate(source, hello, destination))
     }
@@ -255,8 +256,8 @@ impl Host<'_> {
         destination: &mut Destination,
         socket: &Path,
     ) -> Result<(Listener, u16, RelaySettings), CommandError> {
-        let mut settings =
-            incoming::relay_settings(destination, hello.channels, &self.args.limits)?;
+        let limits = self.args.limits.options();
+        let mut settings = incoming::relay_settings(destination, hello.channels, limits)?;
         let token = relay::new_token().map_err(|source| ConsoleError::Process {
             what: "random numbers",
             source,
@@ -384,8 +385,8 @@ impl Host<'_> {
     ) -> Result<(), CommandError> {
         // One that came during the hand-over was too late; another ends the wait.
         self.interrupt.forget();
-        match destination.wait_for_word(settle_timeout, || self.interrupt.is_raised()) {
-            Word::Here { running } => {
+        match destination.wait_for_statement(settle_timeout, || self.interrupt.is_raised()) {
+            Statement::Here { running } => {
                 let is_running = running.unwrap_or_default();
                 let report = Box::new(report);
                 // Whether the source hears it or not, the guest is here.
@@ -397,12 +398,12 @@ impl Host<'_> {
                 Ok(())
             }
             // QEMU has taken it by its word on the stream; so what has become of it since is not that it never ran.
-            Word::Never { reason } => {
+            Statement::Never { reason } => {
                 let error = CommandError::NotTaken { reason };
-                let _ = source.say(&failed(error_line(&error), Guest::Unknown));
+                let _ = source.say(&failed(error_line(&error), GuestThere::Unknown));
                 Err(error)
             }
-            Word::Unknown { reason, .. } => Err(not_known(source, destination, reason)),
+            Statement::Unknown { reason, .. } => Err(not_known(source, destination, reason)),
         }
     }
 
@@ -420,36 +421,37 @@ impl Host<'_> {
         if in_doubt {
             self.interrupt.forget();
         }
-        let word =
+        let statement =
             destination.after_failure(in_doubt, settle_timeout, || self.interrupt.is_raised());
         let explained = |words: &str| format!("{}; its QEMU: {words}", error.chain());
-        match word {
-            Word::Here { running } => {
+        match statement {
+            Statement::Here { running } => {
                 let reason = error.chain();
-                let _ = source.say(&failed(reason.clone(), Guest::Here));
+                let _ = source.say(&failed(reason.clone(), GuestThere::Here));
                 complain!("hotlift: not all went well: {reason}");
                 say_taken(running, destination);
                 Ok(())
             }
-            Word::Never { reason } => {
+            Statement::Never { reason } => {
                 let reasons = explained(&reason);
                 destination.give_back();
-                let _ = source.say(&failed(reasons.clone(), Guest::NotHere));
+                let _ = source.say(&failed(reasons.clone(), GuestThere::NotHere));
                 if is_interrupted {
                     return Err(ConsoleError::Interrupted.into());
                 }
                 let mut said = source_said;
                 if said.is_none() {
-                    let _ = hear_failure(source, LAST_WORDS, &mut said);
+                    let _ = hear_failure(source, REASON, &mut said);
                 }
-                Err(CommandError::Moving {
-                    reasons: match said {
-                        Some(said) => format!("{reasons}; the source: {said}"),
-                        None => reasons,
-                    },
-                })
+                let reasons = match said {
+                    Some(said) => format!("{reasons}; the source: {said}"),
+                    None => reasons,
+                };
+                Err(QemuError::Failed { reasons }.into())
             }
-            Word::Unknown { reason, .. } => Err(not_known(source, destination, explained(&reason))),
+            Statement::Unknown { reason, .. } => {
+                Err(not_known(source, destination, explained(&reason)))
+            }
         }
     }
 }
@@ -460,13 +462,13 @@ fn hear_failure(
     timeout: Duration,
     said: &mut Option<String>,
 ) -> Result<(), ConversationError> {
-    if let Some(SourceWord::Failed { reason }) = source.hear(timeout)? {
+    if let Some(SourceMessage::Failed { reason }) = source.hear(timeout)? {
         said.get_or_insert_with(|| one_line(&reason));
     }
     Ok(())
 }
 
-fn failed(reason: String, guest: Guest) -> Answer {
+fn failed(reason: String, guest: GuestThere) -> Answer {
     Answer::Failed { reason, guest }
 }
 
@@ -482,7 +484,7 @@ fn say_taken(running: Option<bool>, destination: Destination) {
 
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.
 fn not_known(source: &mut Conversation, destination: Destination, reasons: String) -> CommandError {
-    let _ = source.say(&failed(reasons.clone(), Guest::Unknown));
+    let _ = source.say(&failed(reasons.clone(), GuestThere::Unknown));
     CommandError::NotKnown {
         reasons,
         qemu: destination.leave_alone(),
@@ -490,7 +492,7 @@ fn not_known(source: &mut Conversation, destination: Destination, reasons: Strin
 }
 
 /// Tells a source that it is refused. It may have gone.
-fn refuse(source: &mut Conversation, error: &CommandError) {
+fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
     let reason = error_line(error);
     let _ = source.say(&Answer::Refused { reason });
 }

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use clap::Args;
 use hotlift_console::output::complain;
+use hotlift_qemu::error::at_source;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 
 use crate::error::CommandError;
-use crate::qemu::source::at_source;
 
 /// How long the QMP socket is tried.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -72,7 +72,7 @@ fn problem(qemu: &mut Qemu) -> Result<Option<String>, QmpError> {
         "paused" if migration.is_completed() || migration.has_failed() => None,
         status => Some(format!(
             "it is in state '{status}', and its migration in state '{}'",
-            migration.status
+            migration.status()
         )),
     })
 }

@@ -7,6 +7,7 @@ use std::ops::Deref;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use hotlift::Options;
 use hotlift::options::{Group, OPTIONS, OptionError, OptionInfo, Role, option};
+use hotlift::relay::{self, RelaySettings};
 
 /// The options given on the command line, in the order of the table.
 #[derive(Debug, Clone, Default)]
@@ -66,6 +67,20 @@ impl<R: HasRole> RoleArgs<R> {
             }
         }
         all
+    }
+
+    /// The settings of a relay: zero pages as both ends can have them unless that was given.
+    pub fn relay_settings(&self) -> Result<RelaySettings, OptionError> {
+        let outgoing = self.complete().options()?;
+        relay::check(&outgoing)?;
+        let zero_pages = self
+            .has("zero-page-detection")
+            .then_some(outgoing.zero_page_detection);
+        Ok(RelaySettings {
+            outgoing,
+            zero_pages,
+            ..RelaySettings::default()
+        })
     }
 }
 

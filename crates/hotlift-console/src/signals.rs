@@ -1,5 +1,8 @@
 //! SIGINT, SIGTERM and SIGHUP as a flag that is looked at, so that every way out cleans up.
 
+use std::fs::Permissions;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,12 +27,17 @@ static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 pub struct OwnFolder(TempDir);
 
 impl OwnFolder {
-    /// Takes over a folder that was made.
-    pub fn new(folder: TempDir) -> Self {
+    /// One for sockets, that only this user can enter.
+    pub fn private() -> Result<Self, ConsoleError> {
+        let mut builder = tempfile::Builder::new();
+        builder
+            .prefix("hotlift-")
+            .permissions(Permissions::from_mode(0o700));
+        let folder = builder.tempdir().map_err(no_folder)?;
         let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
         folders.push(folder.path().to_owned());
         drop(folders);
-        Self(folder)
+        Ok(Self(folder))
     }
 
     /// Where it is.
@@ -43,6 +51,14 @@ impl Drop for OwnFolder {
         // Its name is anybody's as soon as it is removed.
         let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
         folders.retain(|folder| folder != self.0.path());
+    }
+}
+
+/// No folder for sockets could be made.
+pub fn no_folder(source: io::Error) -> ConsoleError {
+    ConsoleError::Process {
+        what: "a folder for sockets",
+        source,
     }
 }
 

@@ -2,7 +2,8 @@
 //! [`server`] for whoever speaks it.
 //!
 //! [`Client`] speaks the protocol: lines of JSON over a UNIX or TCP socket, one command at a time,
-//! events queued meanwhile. [`Qemu`] has the commands of a migration with types. Both block, with a
+//! events queued meanwhile. [`Qemu`] has the commands of a migration with types; [`qapi`] describes the types of the
+//! answers, which a server writes as the client reads them. Both block, with a
 //! deadline for every wait. QEMU serves one QMP connection at a time on a socket; a second one hears
 //! nothing until the first has gone, which is what a greeting that does not come usually means.
 
@@ -13,14 +14,22 @@ mod client;
 mod error;
 mod http;
 mod lines;
+mod machine;
 mod migration;
+pub mod qapi;
 mod qemu;
 pub mod server;
+mod uuid;
 
 pub use address::QmpAddress;
 pub use client::{ANSWER_TIMEOUT, Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
 pub use error::{QmpError, one_line};
 pub use http::{HTTP, is_http};
 pub use lines::{Line, Lines, Socket};
-pub use migration::{MigrateInfo, RamInfo};
-pub use qemu::{Qemu, RunState, Version, parse_uuid};
+pub use machine::{CommandInfo, NameInfo, StatusInfo, UuidInfo, Version, VersionInfo};
+pub use migration::{
+    AcceleratorJobs, CompressionStats, MigrationCapabilityStatus, MigrationInfo, MigrationStats,
+    MigrationThreadInfo, SocketAddress, ThreadTime, XbzrleCacheStats,
+};
+pub use qemu::Qemu;
+pub use uuid::Uuid;

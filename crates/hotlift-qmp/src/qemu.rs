@@ -1,64 +1,23 @@
 //! The commands of a migration, with types.
 
-use std::fmt;
 use std::time::Duration;
 
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::address::QmpAddress;
 use crate::client::{Client, Event};
 use crate::error::QmpError;
-use crate::migration::MigrateInfo;
-
-/// A version of QEMU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Version {
-    /// 10 in 10.0.2.
-    pub major: u32,
-    /// 0 in 10.0.2.
-    pub minor: u32,
-    /// 2 in 10.0.2.
-    pub micro: u32,
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
-    }
-}
-
-/// What `query-status` answers (`StatusInfo`).
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct RunState {
-    /// QEMU's name of the state (`RunState`), such as `running`, `paused`, `postmigrate`, `inmigrate`.
-    pub status: String,
-    /// True if the vCPUs run.
-    pub running: bool,
-}
+use crate::machine::{NameInfo, StatusInfo, UuidInfo, Version, VersionInfo};
+use crate::migration::{MigrationCapabilityStatus, MigrationInfo, MigrationThreadInfo};
+use crate::uuid::Uuid;
 
 /// A QEMU that is spoken to.
 #[derive(Debug)]
 pub struct Qemu {
     client: Client,
     version: Version,
-}
-
-#[derive(Deserialize)]
-struct Capability {
-    capability: String,
-    state: bool,
-}
-
-#[derive(Deserialize)]
-struct Named {
-    name: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Thread {
-    name: String,
 }
 
 impl Qemu {
@@ -95,33 +54,24 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn query_version(&mut self) -> Result<Version, QmpError> {
-        #[derive(Deserialize)]
-        struct Answer {
-            qemu: Version,
-        }
-        Ok(self.ask::<Answer>("query-version", &Value::Null)?.qemu)
+        Ok(self.ask::<VersionInfo>("query-version", &Value::Null)?.qemu)
     }
 
     /// `query-status`.
     ///
     /// # Errors
     /// As [`Client::execute`].
-    pub fn query_status(&mut self) -> Result<RunState, QmpError> {
+    pub fn query_status(&mut self) -> Result<StatusInfo, QmpError> {
         self.ask("query-status", &Value::Null)
     }
 
-    /// `query-uuid`, as 16 bytes; all zero if the machine has none.
+    /// `query-uuid`; all zero if the machine has none.
     ///
     /// # Errors
     /// As [`Client::execute`].
-    pub fn query_uuid(&mut self) -> Result<[u8; 16], QmpError> {
-        #[derive(Deserialize)]
-        struct Answer {
-            #[serde(rename = "UUID")]
-            uuid: String,
-        }
-        let answer: Answer = self.ask("query-uuid", &Value::Null)?;
-        parse_uuid(&answer.uuid).ok_or_else(|| QmpError::Protocol {
+    pub fn query_uuid(&mut self) -> Result<Uuid, QmpError> {
+        let answer: UuidInfo = self.ask("query-uuid", &Value::Null)?;
+        answer.uuid.parse().map_err(|_| QmpError::Protocol {
             command: "query-uuid".to_owned(),
             problem: "a UUID that is none".to_owned(),
         })
@@ -132,7 +82,7 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn query_name(&mut self) -> Result<Option<String>, QmpError> {
-        Ok(self.ask::<Named>("query-name", &Value::Null)?.name)
+        Ok(self.ask::<NameInfo>("query-name", &Value::Null)?.name)
     }
 
     /// The machine type, such as `pc-i440fx-7.2`; `None` if this QEMU does not tell.
@@ -174,7 +124,8 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn query_capabilities(&mut self) -> Result<Vec<(String, bool)>, QmpError> {
-        let list: Vec<Capability> = self.ask("query-migrate-capabilities", &Value::Null)?;
+        let list: Vec<MigrationCapabilityStatus> =
+            self.ask("query-migrate-capabilities", &Value::Null)?;
         Ok(list
             .into_iter()
             .map(|one| (one.capability, one.state))
@@ -252,7 +203,7 @@ impl Qemu {
     ///
     /// # Errors
     /// As [`Client::execute`].
-    pub fn query_migrate(&mut self) -> Result<MigrateInfo, QmpError> {
+    pub fn query_migrate(&mut self) -> Result<MigrationInfo, QmpError> {
         self.ask("query-migrate", &Value::Null)
     }
 
@@ -262,7 +213,7 @@ impl Qemu {
     /// # Errors
     /// As [`Client::execute`].
     pub fn query_migration_threads(&mut self) -> Result<Option<Vec<String>>, QmpError> {
-        match self.ask::<Vec<Thread>>("query-migrationthreads", &Value::Null) {
+        match self.ask::<Vec<MigrationThreadInfo>>("query-migrationthreads", &Value::Null) {
             Ok(threads) => Ok(Some(threads.into_iter().map(|one| one.name).collect())),
             Err(QmpError::Command { class, .. }) if class == "CommandNotFound" => Ok(None),
             Err(error) => Err(error),
@@ -328,20 +279,4 @@ fn if_told<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpError> {
         Err(QmpError::Command { .. } | QmpError::Answer { .. }) => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-/// `550e8400-e29b-41d4-a716-446655440000` as bytes in that order.
-#[must_use]
-pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
-    let digits: Vec<u8> = text
-        .chars()
-        .filter(|&c| c != '-')
-        .map(|c| c.to_digit(16).and_then(|digit| u8::try_from(digit).ok()))
-        .collect::<Option<_>>()?;
-    let bytes: Vec<u8> = digits
-        .chunks_exact(2)
-        .map(|pair| pair[0] << 4 | pair[1])
-        .collect();
-    (digits.len() == 32).then_some(())?;
-    bytes.try_into().ok()
 }

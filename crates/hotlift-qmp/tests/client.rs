@@ -313,9 +313,9 @@ fn a_real_qemu_is_asked_and_told_all_that_a_migration_needs() {
     assert_eq!(qemu.query_status().unwrap().status, "inmigrate");
     assert_eq!(qemu.query_name().unwrap().as_deref(), Some("one"));
     assert_eq!(qemu.machine_type().unwrap().as_deref(), Some("none"));
-    let uuid = qemu.query_uuid().unwrap();
+    let uuid = qemu.query_uuid().unwrap().0;
     assert_eq!((uuid[0], uuid[1], uuid[15]), (0x00, 0x11, 0xff));
-    assert_eq!(qemu.query_migrate().unwrap().status, "none");
+    assert_eq!(qemu.query_migrate().unwrap().status(), "none");
     let threads = qemu.query_migration_threads().unwrap();
     let knows_them = qemu.version().major >= 8;
     assert_eq!(threads, knows_them.then(Vec::new));

@@ -194,7 +194,7 @@ impl Drive<'_> {
         let Some(info) = teller.migration() else {
             return Ok(());
         };
-        let status = info.status.as_str();
+        let status = info.status();
         let begun = matches!(status, "active" | "pre-switchover" | "device" | "completed");
         if begun && self.active.is_none() {
             self.active = Some(Instant::now());
@@ -475,7 +475,7 @@ impl Drive<'_> {
                 monitored: true, ..
             } => {
                 let info = self.rig.here.migration()?;
-                match info.status.as_str() {
+                match info.status() {
                     "completed" => Some(0),
                     "cancelled" => Some(130),
                     "failed" if *here == Look::Running => Some(1),

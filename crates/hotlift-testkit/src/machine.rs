@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hotlift_qmp::{MigrateInfo, Qemu, QmpAddress, QmpError};
+use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::{Map, Value, json};
 
@@ -247,7 +247,7 @@ impl Machine {
     }
 
     /// What it says of its migration; `None` if it says nothing.
-    pub fn migration(&mut self) -> Option<MigrateInfo> {
+    pub fn migration(&mut self) -> Option<MigrationInfo> {
         self.ask(Qemu::query_migrate)
     }
 

@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -404,4 +405,41 @@ fn a_serve_that_is_killed_leaves_neither_a_qemu_that_waits_nor_a_folder() {
         );
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+#[test]
+fn the_reason_of_a_qemu_is_its_own_though_others_write_to_the_same_log() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    // Its first bytes are those of a QEMU's file, which is all that is looked at before a QEMU is started.
+    let mut file = b"QEVM".to_vec();
+    file.resize(4096, 0);
+    std::fs::write(path("saved"), file).expect("it is written");
+    // In place of a QEMU that was given '-msg timestamp=on'.
+    let script = format!(
+        "echo '2026-11-23T05:16:37.123456Z qemu-system-x86_64: why it ends' >&2\n\
+         echo 'qemu-system-x86_64: why another one ends' >>'{}'\n\
+         exit 1\n",
+        path("log").display()
+    );
+    std::fs::write(path("script"), script).expect("it is written");
+    let log = std::fs::File::create(path("log")).expect("a log");
+    let status = Command::new(env!("CARGO_BIN_EXE_hotlift"))
+        .arg("restore")
+        .arg(path("saved"))
+        .args(["--quiet", "--", "sh"])
+        .arg(path("script"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log)
+        .status()
+        .expect("hotlift runs");
+    let log = std::fs::read_to_string(path("log")).expect("the log");
+    assert_eq!(status.code(), Some(1), "{log}");
+    let said: Vec<_> = log.lines().collect();
+    assert_eq!(said.len(), 3, "nothing is written over: {log}");
+    assert!(
+        said[2].starts_with("hotlift: QEMU ended") && said[2].ends_with(": why it ends"),
+        "{log}"
+    );
 }

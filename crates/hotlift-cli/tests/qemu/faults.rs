@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::time::Duration;
 
-use hotlift_qmp::{MigrateInfo, QmpError};
+use hotlift_qmp::{MigrationInfo, QmpError};
 use hotlift_testkit::proxy::{Proxy, Socket};
 use rustix::process::Signal;
 use serde_json::json;
@@ -338,7 +338,7 @@ impl Rig {
             || "the source does not begin its completion".to_owned(),
             || match self.here.qmp.query_migrate() {
                 Err(QmpError::Timeout { .. }) => Some(()),
-                answer => (answer.expect("query-migrate").status == "device").then_some(()),
+                answer => (answer.expect("query-migrate").status() == "device").then_some(()),
             },
         );
     }
@@ -353,7 +353,7 @@ impl Rig {
     /// In a round (one of some hundred runs) it does not hold the lock: QEMU says "failed" and the guest
     /// runs, but main stays open with nobody to write to it. `migrate_cancel` closes it, and changes
     /// nothing where the thread was about to end.
-    fn source_has_ended(&mut self) -> Option<MigrateInfo> {
+    fn source_has_ended(&mut self) -> Option<MigrationInfo> {
         self.here.qmp.client().set_timeout(SILENCE);
         until(
             || "the source's migration does not end".to_owned(),
@@ -364,7 +364,7 @@ impl Rig {
                 }
                 // Whoever manages the source does not know yet; the source may. A guest that is slow to
                 // write comes here from a round, too.
-                Ok(info) if info.status == "pre-switchover" => {
+                Ok(info) if info.status() == "pre-switchover" => {
                     let arguments = json!({ "state": "pre-switchover" });
                     let client = self.here.qmp.client();
                     let _ = client.execute("migrate-continue", &arguments);
@@ -411,7 +411,7 @@ fn how_it_ended(there: &mut Vm, phase: Phase, may_hang: bool) -> Option<String> 
     };
     let state = there.qmp.query_status().ok()?;
     assert!(!state.running, "the guest runs there: {state:?} {info:?}");
-    match info.status.as_str() {
+    match info.status() {
         // What it failed at, or, of a connection that said nothing, on stderr.
         "failed" => Some(info.error_desc.unwrap_or_else(|| there.stderr())),
         // The connections that it needs to begin with have not come, and may yet.

@@ -87,7 +87,7 @@ fn restore(
     // A file of a source without multifd does not say it.
     let uuid = vm.qmp.query_uuid().expect("its UUID");
     let settings = RelaySettings {
-        uuid: Some(uuid),
+        uuid: Some(uuid.0),
         ..settings("none", multifd)
     };
     let report = relay(

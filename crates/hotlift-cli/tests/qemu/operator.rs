@@ -248,7 +248,7 @@ fn a_vm_of_another_size_is_refused_before_anything_is_sent() {
     let said = fails_to_move(&here, &more);
     let words = "the number of vCPUs (-smp) differs: the source has 1, the destination has 2";
     assert!(said.contains(words), "{said}");
-    assert_eq!(here.migration().status, "none");
+    assert_eq!(here.migration().status(), "none");
     assert!(here.is_running());
 }
 

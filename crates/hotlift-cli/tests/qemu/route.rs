@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use hotlift_qmp::MigrateInfo;
+use hotlift_qmp::MigrationInfo;
 use serde_json::{Value, json};
 
 use crate::hotlift::{Hotlift, errors};
@@ -238,7 +238,7 @@ pub struct Route {
 pub struct Moved {
     pub there: Vm,
     /// What the source says of it.
-    pub info: MigrateInfo,
+    pub info: MigrationInfo,
     /// All of it.
     pub figures: Value,
     /// What the relays say, source first.

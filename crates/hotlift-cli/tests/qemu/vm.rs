@@ -6,7 +6,7 @@ use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hotlift_qmp::{MigrateInfo, Qemu};
+use hotlift_qmp::{MigrationInfo, Qemu};
 use hotlift_testkit::qemu::{self, Launched};
 pub use hotlift_testkit::qemu::{PC_7, Release, UUID};
 use rustix::process::{Pid, Signal, kill_process};
@@ -181,17 +181,17 @@ impl Vm {
     }
 
     /// `query-migrate`.
-    pub fn migration(&mut self) -> MigrateInfo {
+    pub fn migration(&mut self) -> MigrationInfo {
         let info = self.qmp.query_migrate();
         info.unwrap_or_else(|error| panic!("{}", self.explain(&error.to_string())))
     }
 
     /// Waits for a status of the migration. Panics at once if it ends with another one.
-    pub fn reaches(&mut self, status: &str) -> MigrateInfo {
+    pub fn reaches(&mut self, status: &str) -> MigrationInfo {
         let start = Instant::now();
         loop {
             let info = self.migration();
-            if info.status == status {
+            if info.status() == status {
                 return info;
             }
             let has_ended = info.is_completed() || info.has_failed();

@@ -1,0 +1,118 @@
+//! `hotlift accel`: the accelerators of this host, and what is missing to use them.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use hotlift_console::error::ConsoleError;
+use hotlift_console::output;
+use hotlift_host::accel::{Accelerator, Gap, Part, accelerators};
+
+use crate::error::CommandError;
+
+/// Flags of `hotlift accel`.
+#[derive(Debug, Args)]
+pub struct AccelArgs {
+    /// Write JSON
+    #[arg(long)]
+    json: bool,
+    /// Look at the /sys, /dev and /proc of this folder in place of the host's; libraries are not tried
+    #[arg(long, value_name = "DIR", default_value = "/", hide = true)]
+    root: PathBuf,
+}
+
+/// Lists the accelerators.
+pub fn run(args: &AccelArgs) -> Result<(), CommandError> {
+    let accelerators = accelerators(&args.root)?;
+    let text = if args.json {
+        let text = serde_json::to_string_pretty(&accelerators);
+        text.map_err(|error| ConsoleError::Output(error.into()))?
+    } else {
+        listing(&accelerators)
+    };
+    Ok(output::result(&text).map_err(ConsoleError::Output)?)
+}
+
+/// All accelerators that are there, or a line that there is none.
+fn listing(accelerators: &[Accelerator]) -> String {
+    let there: Vec<_> = accelerators.iter().filter(|one| one.is_there()).collect();
+    let mut lines = Vec::new();
+    for accelerator in &there {
+        lines.extend(section(accelerator));
+        lines.push(String::new());
+    }
+    let absent: Vec<_> = accelerators
+        .iter()
+        .filter(|one| !one.is_there())
+        .map(|one| one.name)
+        .collect();
+    if !absent.is_empty() {
+        lines.push(format!("Not on this host: {}.", absent.join(", ")));
+    }
+    if !there.iter().any(|one| one.usable) {
+        lines.push("Every method runs in software; 'hotlift methods' says by what.".to_owned());
+    }
+    lines.join("\n").trim_end().to_owned()
+}
+
+fn section(accelerator: &Accelerator) -> Vec<String> {
+    let usable = if accelerator.usable {
+        "usable"
+    } else {
+        "NOT usable yet"
+    };
+    let mut lines = vec![format!(
+        "{}, for {}: {usable}",
+        accelerator.name, accelerator.serves
+    )];
+    let library = accelerator
+        .library
+        .as_ref()
+        .map(|library| ("library", library.line()));
+    let width = accelerator
+        .parts
+        .iter()
+        .map(|part| part.name.len())
+        .chain(library.as_ref().map(|(name, _)| name.len()))
+        .max()
+        .unwrap_or(0);
+    let row = |name: &str, what: &str| format!("  {name:width$}  {what}");
+    let described = described(accelerator);
+    for part in &accelerator.parts {
+        let reason = part.gaps.iter().find(|gap| gap.blocks);
+        let below = described.is_some_and(|other| std::ptr::eq(other, part));
+        let line = match reason.filter(|_| !below) {
+            Some(gap) => format!("{}; {}", part.what, gap.problem),
+            None => part.what.clone(),
+        };
+        lines.push(row(&part.name, &line));
+    }
+    lines.extend(library.iter().map(|(name, what)| row(name, what)));
+    let gaps = described.map_or(&[][..], |part| &part.gaps[..]);
+    lines.extend(gaps.iter().chain(&accelerator.gaps).flat_map(describe));
+    lines
+}
+
+/// The part whose gaps are described at length if none works: the one that lacks least.
+fn described(accelerator: &Accelerator) -> Option<&Part> {
+    if accelerator.parts.iter().any(|part| part.usable) {
+        return None;
+    }
+    let lacks =
+        |part: &&Part| -> usize { part.gaps.iter().map(|gap| 1 + gap.commands.len()).sum() };
+    let lacking = accelerator
+        .parts
+        .iter()
+        .filter(|part| !part.gaps.is_empty());
+    lacking.min_by_key(lacks)
+}
+
+fn describe(gap: &Gap) -> Vec<String> {
+    let mark = if gap.blocks { "missing" } else { "note" };
+    let mut lines = vec![format!("  {mark}: {}", gap.problem)];
+    lines.extend(
+        gap.commands
+            .iter()
+            .map(|command| format!("    # {command}")),
+    );
+    lines
+}

@@ -1,0 +1,254 @@
+//! What `hotlift migrate` and `hotlift serve` say to each other: JSON, one line a message, over a
+//! TCP connection of its own. Pages and devices never travel here.
+//!
+//! ```text
+//! migrate                 serve
+//! hello            ---->  compares, prepares its QEMU, starts its relay
+//!                  <----  ready, or refused
+//!                  <----  progress, each second
+//! failed           ---->  (in place of a connection that only ends)
+//!                  <----  completed, or failed
+//! ```
+//!
+//! A connection that ends early cancels what the other side does, as far as it still can be cancelled:
+//! who has the guest is settled by the relays alone.
+
+use std::time::Duration;
+
+use hotlift::relay::RelayReport;
+use hotlift_console::conversation::{Conversation, ConversationError, read};
+use hotlift_host::survey::Request;
+use hotlift_qemu::source::GuestThere;
+use hotlift_qemu::vm::Vm;
+use hotlift_qmp::{Uuid, Version};
+use serde::{Deserialize, Serialize};
+
+/// Version of these messages. Another version is refused: both commands come from one binary.
+pub const PROTOCOL: u32 = 3;
+
+/// Opens the conversation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Hello {
+    /// [`PROTOCOL`].
+    pub hotlift_control: u32,
+    /// Version of the source's QEMU.
+    pub qemu: Version,
+    /// What the destination's VM must have alike.
+    #[serde(flatten)]
+    pub vm: Vm,
+    /// Whether the VM runs, and so is to run at the destination.
+    pub running: bool,
+    /// Multifd channels that the destination's QEMU is to have; 0 for multifd off.
+    pub channels: u8,
+    /// State of those capabilities of the source's QEMU that both sides must have alike.
+    pub alike: Vec<(String, bool)>,
+}
+
+/// What somebody who has connected wants.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Opening {
+    /// To move a guest here.
+    Migration(Hello),
+    /// To know what this host and the link to it can do, or why that cannot be answered.
+    Survey(Result<Request, String>),
+}
+
+/// What the destination says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(
+    tag = "message",
+    rename_all = "kebab-case",
+    rename_all_fields = "kebab-case"
+)]
+pub enum Answer {
+    /// The relay of the destination listens.
+    Ready {
+        /// On this port of the host that the conversation is with.
+        port: u16,
+        /// What each connection there begins with.
+        token: Uuid,
+        /// Version of the destination's QEMU.
+        qemu: Version,
+    },
+    /// Nothing was started.
+    Refused {
+        /// Why, in one line.
+        reason: String,
+    },
+    /// The relay of the destination is at work.
+    Progress {
+        /// Bytes that have arrived.
+        received_bytes: u64,
+    },
+    /// The destination's QEMU has the guest.
+    Completed {
+        /// Whether the guest runs there.
+        running: bool,
+        /// What it cost the relay of the destination.
+        report: Box<RelayReport>,
+    },
+    /// The migration failed, as the destination sees it.
+    Failed {
+        /// Why, in one line.
+        reason: String,
+        /// Where the guest is, as far as the destination can know.
+        guest: GuestThere,
+    },
+}
+
+/// What the source says after its hello.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "message", rename_all = "kebab-case")]
+pub enum SourceMessage {
+    /// Its side of the migration has failed.
+    Failed {
+        /// Why, in one line.
+        reason: String,
+    },
+}
+
+impl Opening {
+    /// The first message of somebody who has connected.
+    ///
+    /// # Errors
+    /// If it is none, or the conversation ends.
+    pub fn hear(
+        conversation: &mut Conversation,
+        timeout: Duration,
+    ) -> Result<Option<Self>, ConversationError> {
+        let Some(value) = conversation.hear::<serde_json::Value>(timeout)? else {
+            return Ok(None);
+        };
+        if let Some(request) = Request::read(&value) {
+            return Ok(Some(Self::Survey(request)));
+        }
+        // The version first: what else a hello of another version has is not known.
+        match value
+            .get("hotlift-control")
+            .and_then(|value| value.as_u64())
+        {
+            Some(theirs) if theirs != u64::from(PROTOCOL) => Err(ConversationError::Version {
+                theirs,
+                ours: PROTOCOL,
+            }),
+            _ => read(value).map(|hello| Some(Self::Migration(hello))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+
+    const LONG: Duration = Duration::from_secs(30);
+
+    fn pair() -> (TcpStream, Conversation) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let ours = Conversation::new(listener.accept().unwrap().0).unwrap();
+        (theirs, ours)
+    }
+
+    fn hello() -> Hello {
+        Hello {
+            hotlift_control: PROTOCOL,
+            qemu: Version {
+                major: 7,
+                minor: 2,
+                micro: 22,
+            },
+            vm: Vm {
+                machine: Some("pc-i440fx-7.2".to_owned()),
+                ram_bytes: Some(64 << 20),
+                ..Vm::default()
+            },
+            running: true,
+            channels: 2,
+            alike: vec![("x-ignore-shared".to_owned(), false)],
+        }
+    }
+
+    #[test]
+    fn messages_arrive_as_they_were_said_however_they_are_cut() {
+        let (theirs, mut ours) = pair();
+        let mut line = serde_json::to_vec(&hello()).unwrap();
+        line.push(b'\n');
+        let (start, end) = line.split_at(10);
+        (&theirs).write_all(start).unwrap();
+        assert_eq!(
+            Opening::hear(&mut ours, Duration::from_millis(10)).unwrap(),
+            None
+        );
+        (&theirs).write_all(end).unwrap();
+        assert_eq!(
+            Opening::hear(&mut ours, LONG).unwrap(),
+            Some(Opening::Migration(hello()))
+        );
+        let failed = Answer::Failed {
+            reason: "why".to_owned(),
+            guest: GuestThere::NotHere,
+        };
+        let mut theirs = Conversation::new(theirs).unwrap();
+        ours.say(&failed).unwrap();
+        assert_eq!(theirs.hear(LONG).unwrap(), Some(failed));
+        drop(theirs);
+        assert!(matches!(
+            ours.hear::<Answer>(LONG),
+            Err(ConversationError::Closed)
+        ));
+    }
+
+    #[test]
+    fn another_version_is_named_even_if_nothing_else_is_understood() {
+        let (theirs, mut ours) = pair();
+        (&theirs).write_all(b"{\"hotlift-control\": 7}\n").unwrap();
+        let error = Opening::hear(&mut ours, LONG).unwrap_err().to_string();
+        assert!(error.contains("version 7"), "{error}");
+    }
+
+    #[test]
+    fn garbage_is_an_error_of_one_short_line() {
+        let deep = "[".repeat(10_000);
+        for bad in [
+            "GET / HTTP/1.1\r",
+            "\u{1b}[2J",
+            "",
+            "{}",
+            "[]",
+            "null",
+            &deep,
+        ] {
+            let (theirs, mut ours) = pair();
+            writeln!(&theirs, "{bad}").unwrap();
+            let error = Opening::hear(&mut ours, LONG).unwrap_err();
+            assert!(
+                matches!(error, ConversationError::Garbage { .. }),
+                "{error}"
+            );
+            let error = error.to_string();
+            assert!(
+                error.len() < 300 && !error.chars().any(char::is_control),
+                "{error:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_message_without_end_is_given_up_at_the_limit() {
+        let (theirs, mut ours) = pair();
+        let flood = std::thread::spawn(move || {
+            let chunk = [b'x'; 64 << 10];
+            // Ends when the other side has gone.
+            while (&theirs).write_all(&chunk).is_ok() {}
+        });
+        assert!(matches!(
+            Opening::hear(&mut ours, LONG),
+            Err(ConversationError::TooLong)
+        ));
+        drop(ours);
+        flood.join().unwrap();
+    }
+}

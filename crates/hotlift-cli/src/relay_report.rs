@@ -1,0 +1,155 @@
+//! What a migration through relays came to: the tables and the JSON.
+
+use comfy_table::Table;
+use hotlift::figures::{JobFigures, SideFigures};
+use hotlift::relay::RelayReport;
+use hotlift_console::progress::bytes;
+use hotlift_console::table::{align, new_table};
+use hotlift_console::width;
+use hotlift_qmp::{MigrationInfo, MigrationStats, Version};
+use serde::Serialize;
+
+use crate::report::done_by;
+
+/// One migration through a pair of relays, as `--json` writes it.
+#[derive(Debug, Serialize)]
+pub struct Migration {
+    /// What the source's QEMU says (`query-migrate`): times, rounds, bytes into the relay.
+    pub qemu: MigrationInfo,
+    /// Version of the source's QEMU.
+    pub source_qemu: Version,
+    /// Version of the destination's QEMU.
+    pub destination_qemu: Version,
+    /// Whether the guest runs at the destination; `null` if that was not heard.
+    pub running: Option<bool>,
+    /// The relay at the source.
+    pub source: RelayReport,
+    /// The relay at the destination; `null` if its figures were not heard.
+    pub destination: Option<RelayReport>,
+}
+
+impl Migration {
+    /// The result table, and CPU time by thread.
+    pub fn table(&self) -> String {
+        let mut table = new_table(&["migration", ""]);
+        let mut row = |name: &str, value: String| {
+            table.add_row([name.to_owned(), value]);
+        };
+        qemu_rows(&mut row, &self.qemu);
+        relay_rows(&mut row, &self.source);
+        let reports: Vec<_> = std::iter::once(("source", &self.source))
+            .chain(
+                self.destination
+                    .iter()
+                    .map(|report| ("destination", report)),
+            )
+            .collect();
+        for (side, report) in &reports {
+            row(&format!("CPU, relay at the {side}"), cpu(&report.side));
+        }
+        align(&mut table);
+        width::wrap(&mut table, 1);
+        let threads = reports.iter().map(|(side, report)| (*side, &report.side));
+        format!("{table}\n{}", threads_table(threads))
+    }
+}
+
+/// One VM that was saved, as `--json` writes it.
+#[derive(Debug, Serialize)]
+pub struct Saved {
+    /// What the source's QEMU says (`query-migrate`): times, rounds, bytes into the relay.
+    pub qemu: MigrationInfo,
+    /// The relay between QEMU and the file.
+    pub relay: RelayReport,
+    /// Bytes of the file.
+    pub file_bytes: u64,
+}
+
+impl Saved {
+    /// The result table, and CPU time by thread.
+    pub fn table(&self) -> String {
+        let ram = self.qemu.ram.clone().unwrap_or_default();
+        let mut table = new_table(&["save", ""]);
+        let mut row = |name: &str, value: String| {
+            table.add_row([name.to_owned(), value]);
+        };
+        qemu_rows(&mut row, &self.qemu);
+        row("RAM", bytes(ram.total));
+        row("file", bytes(self.file_bytes));
+        relay_rows(&mut row, &self.relay);
+        row("CPU", cpu(&self.relay.side));
+        align(&mut table);
+        width::wrap(&mut table, 1);
+        let threads = std::iter::once(("save", &self.relay.side));
+        format!("{table}\n{}", threads_table(threads))
+    }
+}
+
+/// The result table of one relay.
+pub fn relay_table(label: &str, report: &RelayReport) -> String {
+    let mut table = new_table(&[label, ""]);
+    let mut row = |name: &str, value: String| {
+        table.add_row([name.to_owned(), value]);
+    };
+    row("total time", format!("{:.0} ms", report.total_ms));
+    row("received", bytes(report.received_bytes));
+    relay_rows(&mut row, report);
+    row("CPU", cpu(&report.side));
+    align(&mut table);
+    width::wrap(&mut table, 1);
+    let threads = std::iter::once((label, &report.side));
+    format!("{table}\n{}", threads_table(threads))
+}
+
+fn qemu_rows(row: &mut impl FnMut(&str, String), info: &MigrationInfo) {
+    let ram = info.ram.clone().unwrap_or_default();
+    let ms = |time: Option<u64>| time.map_or("-".to_owned(), |ms| format!("{ms} ms"));
+    row("total time (QEMU)", ms(info.total_time));
+    row("downtime (QEMU)", ms(info.downtime));
+    row("rounds", ram.dirty_sync_count.to_string());
+    row("sent by QEMU", bytes(sent_by_qemu(&ram)));
+}
+
+fn relay_rows(row: &mut impl FnMut(&str, String), report: &RelayReport) {
+    row("sent by the relay", bytes(report.sent_bytes));
+    row("method", report.method.clone());
+    row("ratio", format!("{:.2}", report.ratio));
+    row(
+        "throughput",
+        format!("{:.0} Mbit/s", report.throughput_mbps),
+    );
+    row("normal pages", report.normal_pages.to_string());
+    row("zero pages", report.zero_pages.to_string());
+    let jobs = &report.side.jobs;
+    if *jobs != JobFigures::default() {
+        row("jobs in hardware", jobs.hardware.to_string());
+        row("jobs in software", jobs.software.to_string());
+        row("retries", jobs.retries.to_string());
+        row("raw pages", jobs.raw_pages.to_string());
+        row("jobs done by", done_by(jobs));
+    }
+    if let Some(why) = &report.passed_through {
+        row("passed through unread", why.clone());
+    }
+}
+
+fn cpu(side: &SideFigures) -> String {
+    format!("{:.2} s, {:.2} core-s/GiB", side.cpu_s, side.core_s_per_gib)
+}
+
+/// What QEMU has written to its sockets: up to 8.0 its counter of all bytes lacks those of multifd.
+fn sent_by_qemu(ram: &MigrationStats) -> u64 {
+    ram.transferred.max(ram.multifd_bytes)
+}
+
+fn threads_table<'a>(sides: impl Iterator<Item = (&'a str, &'a SideFigures)>) -> Table {
+    let mut table = new_table(&["thread", "CPU ms"]);
+    for (side, figures) in sides {
+        for thread in &figures.threads {
+            let name = format!("{} ({side})", thread.name);
+            table.add_row([name, format!("{:.1}", thread.cpu_s * 1e3)]);
+        }
+    }
+    align(&mut table);
+    table
+}

@@ -1,0 +1,737 @@
+//! The commands of a monitor over a guest of this process: one machine, and one migration of it at a time.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use hotlift::figures::{DestinationReport, SourceReport};
+use hotlift::guest::Guest;
+use hotlift::progress::Progress;
+use hotlift::transport::TransportError;
+use hotlift::{Address, Control, Listener, MigrationError, MigrationEvent, Options, Status};
+use hotlift_console::error::error_line;
+use hotlift_console::output::complain;
+use hotlift_qmp::qapi::to_value;
+use hotlift_qmp::server::{Commands, Events, Refusal};
+use hotlift_qmp::{MigrationInfo, StatusInfo, Uuid, UuidInfo};
+use serde_json::{Map, Value, json};
+
+use crate::error::MonitorError;
+use crate::run_control::RunControl;
+use crate::settings::{IN_PROGRESS, Settings};
+use crate::shutdown::ShutdownRequest;
+use crate::{address, command_table, events, introspection, query_migrate, refusal};
+
+/// Whether the guest runs; QEMU's names (`RunState`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RunState {
+    /// It has not arrived.
+    InMigrate,
+    Running,
+    /// Its operator has stopped it.
+    Paused,
+    /// Its migration has.
+    FinishMigrate,
+    /// It runs elsewhere.
+    PostMigrate,
+}
+
+impl RunState {
+    /// All of them.
+    pub(crate) const ALL: [Self; 5] = [
+        Self::InMigrate,
+        Self::Running,
+        Self::Paused,
+        Self::FinishMigrate,
+        Self::PostMigrate,
+    ];
+
+    /// QEMU's name.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::InMigrate => "inmigrate",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::FinishMigrate => "finish-migrate",
+            Self::PostMigrate => "postmigrate",
+        }
+    }
+}
+
+/// The monitor of a machine with a guest. Clones are the same machine.
+#[derive(Clone)]
+pub struct GuestMonitor(Arc<Machine>);
+
+struct Machine {
+    guest: RunControl,
+    settings: Settings,
+    events: Events,
+    shutdown: ShutdownRequest,
+    state: Mutex<State>,
+}
+
+struct State {
+    run: RunState,
+    /// `-incoming` was given, and is not used up.
+    may_come_in: bool,
+    was_incoming: bool,
+    /// Nobody here knows whether the destination runs the guest.
+    in_doubt: bool,
+    migration: Option<Migration>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The latest migration.
+struct Migration {
+    control: Control,
+    /// What clients are told; that of the control is ahead of the figures that belong to it.
+    shown: Status,
+    started: Instant,
+    /// The latest; before the first report, that nothing is done.
+    progress: Progress,
+    outcome: Option<Outcome>,
+    /// Where a source connects to, or, before it listens, where it is to listen.
+    listens_at: Option<Address>,
+    /// Of a source with `compress`.
+    compression: Option<query_migrate::Compression>,
+}
+
+enum Outcome {
+    Sent(SourceReport),
+    Received(DestinationReport),
+    Failed(String),
+    Cancelled,
+}
+
+impl Migration {
+    fn is_running(&self) -> bool {
+        self.outcome.is_none()
+    }
+}
+
+impl State {
+    fn running(&self) -> Option<&Migration> {
+        self.migration.as_ref().filter(|one| one.is_running())
+    }
+
+    /// Whether the guest is here at all.
+    fn has_arrived(&self) -> bool {
+        self.run != RunState::InMigrate
+    }
+
+    /// Refuses whatever might make a second guest of this one.
+    fn refuse_in_doubt(&self) -> Result<(), Refusal> {
+        match self.in_doubt {
+            false => Ok(()),
+            true => Err(Refusal::generic(format!(
+                "{}; if it does not run there, 'stop' and then 'cont' run it here",
+                MigrationError::InDoubt
+            ))),
+        }
+    }
+}
+
+impl GuestMonitor {
+    /// A machine whose guest runs; or, if it is `incoming`, waits for its guest.
+    pub fn new(
+        guest: Arc<dyn Guest>,
+        options: Options,
+        events: Events,
+        shutdown: ShutdownRequest,
+        incoming: bool,
+    ) -> Self {
+        Self(Arc::new(Machine {
+            guest: RunControl::new(guest),
+            settings: Settings::new(options),
+            events,
+            shutdown,
+            state: Mutex::new(State {
+                run: if incoming {
+                    RunState::InMigrate
+                } else {
+                    RunState::Running
+                },
+                may_come_in: incoming,
+                was_incoming: incoming,
+                in_doubt: false,
+                migration: None,
+                thread: None,
+            }),
+        }))
+    }
+
+    /// A machine whose guest a migration has left paused, in doubt of who has it.
+    pub fn in_doubt(
+        guest: Arc<dyn Guest>,
+        options: Options,
+        events: Events,
+        shutdown: ShutdownRequest,
+    ) -> Self {
+        let monitor = Self::new(guest, options, events, shutdown, false);
+        let mut state = monitor.0.lock();
+        let _ = monitor.begin(&mut state, None);
+        state.in_doubt = true;
+        state.run = RunState::FinishMigrate;
+        let why = refusal::error_desc(&MigrationError::InDoubt);
+        monitor
+            .0
+            .finish(&mut state, Outcome::Failed(why), Status::Failed);
+        drop(state);
+        monitor
+    }
+
+    /// True if the guest runs.
+    pub fn is_running(&self) -> bool {
+        self.0.lock().run == RunState::Running
+    }
+
+    /// True once there is a guest whose memory can be checked.
+    pub fn has_arrived(&self) -> bool {
+        self.0.lock().has_arrived()
+    }
+
+    /// Waits at `address` for the guest; ends the process if it does not come.
+    ///
+    /// # Errors
+    /// If it cannot be waited for there.
+    pub fn wait_for_guest(&self, address: &Address) -> Result<Address, MonitorError> {
+        Ok(self.receive(address, true)?)
+    }
+
+    /// The process ends: cancels what is under way, and waits for its end.
+    pub fn end(&self, by_client: bool) {
+        events::shutdown(&self.0.events, by_client);
+        let thread = {
+            let mut state = self.0.lock();
+            if let Some(migration) = state.running() {
+                migration.control.cancel();
+            }
+            state.thread.take()
+        };
+        if let Some(thread) = thread {
+            // A panic was reported by its own thread.
+            let _ = thread.join();
+        }
+    }
+
+    /// From now on a migration is under way.
+    fn begin(&self, state: &mut State, listens_at: Option<Address>) -> Control {
+        let machine = Arc::downgrade(&self.0);
+        let control = Control::watched(Box::new(move |event| {
+            if let Some(machine) = Weak::upgrade(&machine) {
+                machine.happened(event);
+            }
+        }));
+        state.migration = Some(Migration {
+            control: control.clone(),
+            shown: Status::None,
+            started: Instant::now(),
+            progress: query_migrate::not_begun(self.0.ram_bytes()),
+            outcome: None,
+            listens_at,
+            compression: None,
+        });
+        control
+    }
+
+    /// Runs the `work` of the migration that has begun, on a thread of its own.
+    fn run(
+        &self,
+        state: &mut State,
+        control: Control,
+        work: impl FnOnce(&Machine, &Control) -> Result<Outcome, MigrationError> + Send + 'static,
+    ) -> Result<(), Refusal> {
+        let machine = Arc::clone(&self.0);
+        let thread = thread::Builder::new()
+            .name("migration".to_owned())
+            .spawn(move || {
+                // A panic is reported where it happens; the machine is not to wait for its end.
+                match catch_unwind(AssertUnwindSafe(|| work(&machine, &control))) {
+                    Ok(outcome) => machine.ended(outcome),
+                    Err(_) => machine.panicked(),
+                }
+            });
+        match thread {
+            Ok(thread) => {
+                state.thread = Some(thread);
+                self.0.show(state, Status::Setup);
+                Ok(())
+            }
+            Err(error) => {
+                state.migration = None;
+                Err(Refusal::generic(format!("cannot start a thread: {error}")))
+            }
+        }
+    }
+
+    fn migrate(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        let mut state = self.0.lock();
+        if arguments.get("resume") == Some(&Value::Bool(true)) {
+            return Err(Refusal::generic(
+                "Cannot resume if there is no paused migration",
+            ));
+        }
+        let to = address::of_arguments(arguments)?;
+        if state.running().is_some() {
+            return Err(Refusal::generic(IN_PROGRESS));
+        }
+        state.refuse_in_doubt()?;
+        match state.run {
+            RunState::InMigrate => {
+                return Err(Refusal::generic(
+                    "Guest is waiting for an incoming migration",
+                ));
+            }
+            RunState::PostMigrate => {
+                return Err(Refusal::generic(
+                    "The guest has been migrated: it runs at its destination",
+                ));
+            }
+            RunState::Running | RunState::Paused | RunState::FinishMigrate => {}
+        }
+        let options = self.0.settings.for_migration();
+        options
+            .check()
+            .map_err(|error| Refusal::generic(error.to_string()))?;
+        let control = self.begin(&mut state, None);
+        if let Some(migration) = &mut state.migration {
+            migration.compression = query_migrate::Compression::of(&options);
+        }
+        self.run(&mut state, control, move |machine, control| {
+            let note = |progress: &Progress| {
+                if let Some(migration) = &mut machine.lock().migration {
+                    migration.progress = *progress;
+                }
+            };
+            hotlift::migrate(&machine.guest, &to, &options, control, &note).map(Outcome::Sent)
+        })?;
+        Ok(json!({}))
+    }
+
+    fn receive(&self, address: &Address, exit_on_error: bool) -> Result<Address, Refusal> {
+        self.receive_as(address, exit_on_error, |guest, options| {
+            hotlift::prepare(guest, options)?;
+            let listener = address.listen()?;
+            let at = listener
+                .address()
+                .map_err(|source| TransportError::Listen {
+                    uri: address.to_string(),
+                    source,
+                })?;
+            Ok((listener, at))
+        })
+    }
+
+    /// `listen` makes the guest ready and listens for it at `address`; without the lock, as RAM of many GiB takes
+    /// its time, and so may a name.
+    fn receive_as(
+        &self,
+        address: &Address,
+        exit_on_error: bool,
+        listen: impl FnOnce(&RunControl, &Options) -> Result<(Listener, Address), MigrationError>,
+    ) -> Result<Address, Refusal> {
+        let mut state = self.0.lock();
+        if !state.was_incoming {
+            return Err(Refusal::generic(
+                "'-incoming' was not specified on the command line",
+            ));
+        }
+        if !state.may_come_in {
+            return Err(Refusal::generic(
+                "The incoming migration has already been started",
+            ));
+        }
+        let options = self.0.settings.for_migration();
+        state.may_come_in = false;
+        let control = self.begin(&mut state, Some(address.clone()));
+        drop(state);
+
+        let listening = options
+            .check()
+            .map_err(MigrationError::from)
+            .and_then(|()| listen(&self.0.guest, &options));
+
+        let mut state = self.0.lock();
+        let (listener, at) = match listening {
+            Ok(listening) => listening,
+            Err(error) => {
+                state.migration = None;
+                state.may_come_in = true;
+                return Err(Refusal::generic(error.chain()));
+            }
+        };
+        if let Some(migration) = &mut state.migration {
+            migration.listens_at = Some(at.clone());
+        }
+        let running = self.run(&mut state, control, move |machine, control| {
+            let received = hotlift::receive(&machine.guest, listener, &options, control);
+            if let Err(error) = &received
+                && exit_on_error
+            {
+                let reason = error.chain();
+                machine
+                    .shutdown
+                    .make(Err(MonitorError::Incoming { reason }));
+            }
+            received.map(Outcome::Received)
+        });
+        state.may_come_in = running.is_err();
+        running.map(|()| at)
+    }
+
+    fn cancel(&self) -> Value {
+        let mut state = self.0.lock();
+        let outgoing = state.running().filter(|one| one.listens_at.is_none());
+        if let Some(migration) = outgoing {
+            migration.control.cancel();
+            // Unless the guest is gone by now.
+            let status = migration.control.status();
+            if matches!(status, Status::Cancelling | Status::None) {
+                self.0.show(&mut state, Status::Cancelling);
+            }
+        }
+        json!({})
+    }
+
+    fn proceed(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        let wanted = command_table::migration_status(arguments)?;
+        let state = self.0.lock();
+        let shown = state
+            .migration
+            .as_ref()
+            .map_or(Status::None, |migration| migration.shown);
+        match &state.migration {
+            Some(migration) if shown == Status::PreSwitchover && wanted == shown.name() => {
+                migration.control.proceed();
+                Ok(json!({}))
+            }
+            _ => Err(Refusal::generic(format!(
+                "Migration not in expected state: {}",
+                shown.name()
+            ))),
+        }
+    }
+
+    fn stop(&self) -> Result<Value, Refusal> {
+        let mut state = self.0.lock();
+        let stopped = self.0.guest.stop(state.has_arrived());
+        stopped.map_err(|error| refusal::of(&error))?;
+        state.in_doubt = false;
+        if state.run == RunState::Running {
+            state.run = RunState::Paused;
+            events::stop(&self.0.events);
+        }
+        Ok(json!({}))
+    }
+
+    fn cont(&self) -> Result<Value, Refusal> {
+        let mut state = self.0.lock();
+        state.refuse_in_doubt()?;
+        match state.run {
+            RunState::FinishMigrate => {
+                return Err(Refusal::generic("Migration is not finalized yet"));
+            }
+            RunState::PostMigrate => {
+                return Err(Refusal::generic(
+                    "The guest has been migrated: it runs at its destination",
+                ));
+            }
+            RunState::InMigrate | RunState::Running | RunState::Paused => {}
+        }
+        let continued = self.0.guest.cont(state.has_arrived());
+        continued.map_err(|error| refusal::of(&error))?;
+        if state.run == RunState::Paused {
+            state.run = RunState::Running;
+            events::resume(&self.0.events);
+        }
+        Ok(json!({}))
+    }
+
+    fn query_status(&self) -> StatusInfo {
+        let run = self.0.lock().run;
+        StatusInfo {
+            status: run.name().to_owned(),
+            running: run == RunState::Running,
+        }
+    }
+
+    fn query_uuid(&self) -> Value {
+        let uuid = Uuid(self.0.guest.uuid()).to_string();
+        to_value(&UuidInfo { uuid })
+    }
+
+    fn query_migrate(&self) -> MigrationInfo {
+        let state = self.0.lock();
+        let begun = |one: &&Migration| one.shown != Status::None;
+        let Some(migration) = state.migration.as_ref().filter(begun) else {
+            return MigrationInfo::default();
+        };
+        let status = migration.shown;
+        let progress = &migration.progress;
+        let is_outgoing = migration.listens_at.is_none() && migration.is_running();
+        let has_figures = [Status::Active, Status::PreSwitchover, Status::Device];
+        if is_outgoing && has_figures.contains(&status) {
+            let (progress, elapsed) = (*progress, migration.started.elapsed());
+            let (jobs, compression) = (migration.control.jobs(), migration.compression);
+            // The engine waits for this lock while the guest stands still, and /proc is slow.
+            drop(state);
+            return query_migrate::source_under_way(status, elapsed, &progress, &jobs, compression);
+        }
+        let listens_at = migration.listens_at.as_ref();
+        match &migration.outcome {
+            Some(Outcome::Sent(report)) => {
+                let dirty = progress.dirty_pages_per_second;
+                let total = self.0.ram_bytes();
+                query_migrate::source_completed(report, total, dirty, migration.compression)
+            }
+            Some(Outcome::Received(report)) => query_migrate::destination_completed(report),
+            Some(Outcome::Failed(why)) => query_migrate::failed(status, why),
+            Some(Outcome::Cancelled) => query_migrate::only_status(status),
+            None => MigrationInfo {
+                socket_address: listens_at.map(|at| vec![address::to_qapi(at)]),
+                ..query_migrate::only_status(status)
+            },
+        }
+    }
+
+    fn set_parameters(&self, parameters: &Map<String, Value>) -> Result<Value, Refusal> {
+        let state = self.0.lock();
+        let running = state.running().map(|migration| &migration.control);
+        let is_live = |name: &str| hotlift::options::option(name).is_ok_and(|option| option.live);
+        self.0
+            .settings
+            .set_parameters(parameters, running, &is_live)?;
+        Ok(json!({}))
+    }
+}
+
+impl Commands for GuestMonitor {
+    fn execute(&self, command: &str, arguments: &Value) -> Result<Value, Refusal> {
+        let none = Map::new();
+        let given = command_table::check(command, arguments, &none)?;
+        match command {
+            "migrate" => self.migrate(given),
+            "migrate-incoming" => {
+                let address = address::of_arguments(given)?;
+                let exit = given.get("exit-on-error") != Some(&Value::Bool(false));
+                self.receive(&address, exit).map(|_| json!({}))
+            }
+            "migrate_cancel" => Ok(self.cancel()),
+            "migrate-continue" => self.proceed(given),
+            "migrate-pause" => Err(refusal::no_postcopy()),
+            "migrate-set-capabilities" => {
+                let state = self.0.lock();
+                let is_running = state.running().is_some();
+                self.0
+                    .settings
+                    .set_capabilities(&given["capabilities"], is_running)?;
+                Ok(json!({}))
+            }
+            "query-migrate-capabilities" => Ok(self.0.settings.capabilities()),
+            "migrate-set-parameters" => self.set_parameters(given),
+            "query-migrate-parameters" => Ok(self.0.settings.parameters()),
+            "query-migrate" => Ok(to_value(&self.query_migrate())),
+            "query-migrationthreads" => Ok(to_value(&query_migrate::threads())),
+            "stop" => self.stop(),
+            "cont" => self.cont(),
+            "query-status" => Ok(to_value(&self.query_status())),
+            "query-uuid" => Ok(self.query_uuid()),
+            "quit" => {
+                self.0.shutdown.make(Ok(()));
+                Ok(json!({}))
+            }
+            _ => introspection::execute(self, command, given, &|_| true),
+        }
+    }
+}
+
+impl Machine {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ram_bytes(&self) -> u64 {
+        let blocks = self.guest.ram().iter();
+        blocks.map(|block| block.len() as u64).sum()
+    }
+
+    /// Shows clients a state, if it is new to them.
+    fn show(&self, state: &mut State, status: Status) {
+        let Some(migration) = &mut state.migration else {
+            return;
+        };
+        // What the engine does between a cancel and its end is none of the client's business.
+        let hidden = migration.shown == Status::Cancelling
+            && migration.outcome.is_none()
+            && status != Status::Cancelling;
+        if migration.shown == status || hidden {
+            return;
+        }
+        migration.shown = status;
+        if self.settings.has_events() {
+            events::status(&self.events, status);
+        }
+    }
+
+    /// The engine tells this, in the order in which it happens.
+    fn happened(&self, event: MigrationEvent) {
+        let mut state = self.lock();
+        match event {
+            // These are shown with the figures that belong to them, by `ended`.
+            MigrationEvent::Status(
+                Status::None | Status::Completed | Status::Failed | Status::Cancelled,
+            ) => {}
+            MigrationEvent::Status(status) => self.show(&mut state, status),
+            MigrationEvent::Pass(pass) => {
+                if self.settings.has_events() {
+                    events::pass(&self.events, pass);
+                }
+            }
+            MigrationEvent::Stopped => {
+                if state.run == RunState::Running {
+                    events::stop(&self.events);
+                }
+                state.run = RunState::FinishMigrate;
+            }
+            MigrationEvent::Resumed => self.resumed(&mut state),
+        }
+    }
+
+    /// The migration keeps the guest from running no longer.
+    fn resumed(&self, state: &mut State) {
+        // A `stop` or `cont` that came while the guest arrived was only noted.
+        let by_operator = self.guest.is_stopped_by_operator();
+        let done = match by_operator {
+            true => self.guest.stop(true),
+            false => self.guest.cont(true),
+        };
+        if let Err(error) = done {
+            complain!("hotlift: {}", error_line(&error));
+        }
+        if by_operator {
+            state.run = RunState::Paused;
+        } else if state.run != RunState::Running {
+            state.run = RunState::Running;
+            events::resume(&self.events);
+        }
+    }
+
+    /// Something is wrong with the engine: what became of the guest cannot be known from here.
+    fn panicked(&self) {
+        let why = "internal error: the migration has panicked".to_owned();
+        let mut state = self.lock();
+        state.in_doubt = state.run == RunState::FinishMigrate;
+        self.finish(&mut state, Outcome::Failed(why), Status::Failed);
+    }
+
+    fn ended(&self, outcome: Result<Outcome, MigrationError>) {
+        let mut state = self.lock();
+        let (outcome, status) = match outcome {
+            Ok(outcome) => {
+                if let Outcome::Sent(_) = outcome {
+                    state.run = RunState::PostMigrate;
+                }
+                (outcome, Status::Completed)
+            }
+            Err(MigrationError::Cancelled) => {
+                self.show(&mut state, Status::Cancelling);
+                (Outcome::Cancelled, Status::Cancelled)
+            }
+            Err(error) => {
+                state.in_doubt = matches!(error, MigrationError::InDoubt);
+                (Outcome::Failed(refusal::error_desc(&error)), Status::Failed)
+            }
+        };
+        self.finish(&mut state, outcome, status);
+    }
+
+    fn finish(&self, state: &mut State, outcome: Outcome, status: Status) {
+        // It is in doubt, or could not be given back.
+        if state.run == RunState::FinishMigrate {
+            self.guest.leave_to_operator();
+            state.run = RunState::Paused;
+        }
+        if let Some(migration) = &mut state.migration {
+            migration.outcome = Some(outcome);
+        }
+        self.show(state, status);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use hotlift_mem::Backing;
+    use hotlift_vmm::workload::Workload;
+    use hotlift_vmm::{BuiltinGuest, GuestKind, GuestSettings};
+
+    use super::*;
+
+    fn waiting() -> GuestMonitor {
+        let settings = GuestSettings {
+            ram_bytes: 8 << 20,
+            backing: Backing::Private,
+            vcpus: 1,
+            workload: Workload::Idle,
+            rate: 1,
+            working_set: None,
+            seed: 1,
+            uuid: [0; 16],
+        };
+        let guest = hotlift_vmm::create(GuestKind::Threads, &settings).unwrap();
+        GuestMonitor::new(
+            Arc::<dyn BuiltinGuest>::from(guest),
+            Options::default(),
+            Events::new(),
+            ShutdownRequest::default(),
+            true,
+        )
+    }
+
+    /// What others hear while one client's `migrate-incoming` takes its time.
+    #[test]
+    fn clients_are_answered_while_a_guest_is_made_ready_to_come() {
+        let monitor = waiting();
+        let anywhere: Address = "tcp:127.0.0.1:0".parse().unwrap();
+        let ask = |command: &'static str, arguments: Value| {
+            let (answer, answered) = channel();
+            let other = monitor.clone();
+            thread::spawn(move || answer.send(other.execute(command, &arguments)));
+            answered
+                .recv_timeout(Duration::from_secs(60))
+                .expect("an answer meanwhile")
+        };
+        let at = monitor.receive_as(&anywhere, false, |_, _| {
+            let status = ask("query-status", Value::Null).unwrap();
+            assert_eq!(status["status"], "inmigrate");
+            let info = ask("query-migrate", Value::Null).unwrap();
+            assert_eq!(info, json!({}), "it does not listen yet");
+            let again = json!({ "uri": "tcp:127.0.0.1:0" });
+            let refused = ask("migrate-incoming", again).unwrap_err().desc;
+            assert!(refused.contains("already been started"), "{refused}");
+            let events = json!([{ "capability": "events", "state": true }]);
+            let refused = ask(
+                "migrate-set-capabilities",
+                json!({ "capabilities": events }),
+            );
+            assert_eq!(refused.unwrap_err().desc, IN_PROGRESS);
+            let error = TransportError::Listen {
+                uri: "there".to_owned(),
+                source: std::io::ErrorKind::AddrInUse.into(),
+            };
+            Err(error.into())
+        });
+        assert!(at.unwrap_err().desc.contains("there"));
+        assert_eq!(ask("query-migrate", Value::Null).unwrap(), json!({}));
+
+        // As if it had not been asked for.
+        let at = monitor.receive(&anywhere, false).unwrap();
+        let info = ask("query-migrate", Value::Null).unwrap();
+        assert_eq!(info["status"], "setup");
+        assert_eq!(info["socket-address"], json!([address::to_qapi(&at)]));
+        monitor.end(false);
+    }
+}

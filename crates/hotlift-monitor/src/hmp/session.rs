@@ -1,0 +1,121 @@
+//! A client of a socket: lines in, text out, one command at a time.
+
+use std::io;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift_qmp::server::Commands;
+use hotlift_qmp::{HTTP, Line, Lines, Socket, is_http};
+use serde_json::Value as Json;
+
+use super::run::{Answer, run};
+use super::show;
+
+/// What scripts wait for.
+pub const PROMPT: &str = "(qemu) ";
+
+/// QEMU's own limit (`READLINE_CMD_BUF_SIZE`).
+pub const MAX_LINE: usize = 4095;
+
+/// How often a migration is looked at that is waited for.
+pub const LOOK: Duration = Duration::from_millis(100);
+
+/// Between two lines of its progress.
+const PROGRESS: Duration = Duration::from_secs(1);
+
+/// Until a client that takes nothing is left alone.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A silent client is listened to for ever; its socket is asked again at this time.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// First line of every session.
+pub fn greeting() -> String {
+    format!(
+        "Hotlift {} monitor - type 'help' for more information",
+        env!("CARGO_PKG_VERSION")
+    )
+}
+
+/// Serves a client until it leaves or says `quit`.
+///
+/// # Errors
+/// Those of the connection; [`io::ErrorKind::InvalidData`] if it is a browser's.
+pub fn serve_client(commands: &dyn Commands, socket: Socket) -> io::Result<()> {
+    let mut client = Client(Lines::new(socket, MAX_LINE));
+    client.say(&greeting())?;
+    loop {
+        client.write(PROMPT)?;
+        let line = loop {
+            match client.0.read(Instant::now() + SILENCE)? {
+                Line::Whole(line) if line.len() <= MAX_LINE + 1 => break line,
+                Line::Late => {}
+                Line::Closed => return Ok(()),
+                Line::Whole(_) | Line::TooLong => {
+                    return client.say(&format!("a line has at most {MAX_LINE} bytes"));
+                }
+            }
+        };
+        if is_http(&line) {
+            client.say(HTTP)?;
+            return Err(io::Error::new(io::ErrorKind::InvalidData, HTTP));
+        }
+        match run(commands, &String::from_utf8_lossy(&line)) {
+            Answer::Text(text) => client.write(&text)?,
+            Answer::Quit => return Ok(()),
+            Answer::Started => {
+                let mut next = Instant::now() + PROGRESS;
+                wait(commands, &mut |info| {
+                    if Instant::now() >= next {
+                        next = Instant::now() + PROGRESS;
+                        client.say(&show::progress_line(info))?;
+                    }
+                    thread::sleep(LOOK);
+                    Ok(())
+                })
+                .and_then(|end| client.write(&end))?;
+            }
+        }
+    }
+}
+
+struct Client(Lines);
+
+impl Client {
+    fn say(&mut self, line: &str) -> io::Result<()> {
+        self.write(&format!("{line}\n"))
+    }
+
+    fn write(&mut self, text: &str) -> io::Result<()> {
+        let text = text.replace('\n', "\r\n");
+        if self.0.write(text.as_bytes(), Instant::now() + PATIENCE)? {
+            Ok(())
+        } else {
+            Err(io::ErrorKind::TimedOut.into())
+        }
+    }
+}
+
+/// Waits for the end of a migration, and gives back what is printed then. Between two looks `meanwhile` is
+/// called, which takes its time and may end the waiting.
+///
+/// # Errors
+/// Those of `meanwhile`; the migration goes on.
+pub fn wait(
+    commands: &dyn Commands,
+    meanwhile: &mut dyn FnMut(&Json) -> io::Result<()>,
+) -> io::Result<String> {
+    loop {
+        let info = match commands.execute("query-migrate", &Json::Null) {
+            Ok(info) => info,
+            Err(refusal) => return Ok(format!("Error: {}\n", refusal.desc)),
+        };
+        if matches!(
+            info["status"].as_str(),
+            Some("completed" | "failed" | "cancelled")
+        ) {
+            return Ok(show::status_line(&info).unwrap_or_default());
+        }
+        meanwhile(&info)?;
+    }
+}

@@ -1,0 +1,207 @@
+//! The monitor on standard input and output: a person's terminal, or a script's pipe. It has a thread of its own, and
+//! writes by itself: an answer that cannot be written ends the monitor, and nothing else.
+
+use std::io::{self, BufRead, IsTerminal, Read, Write};
+
+use hotlift_console::progress;
+use hotlift_qmp::server::Commands;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::stdio::stdin;
+use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
+use rustyline::completion::Completer;
+use rustyline::config::{CompletionType, Config};
+use rustyline::error::ReadlineError;
+use rustyline::history::MemHistory;
+use rustyline::{Context, Editor, Helper};
+use serde_json::Value as Json;
+
+use super::complete::complete;
+use super::run::{Answer, run};
+use super::session::{LOOK, MAX_LINE, PROMPT, greeting, wait};
+use super::show;
+
+/// What people see.
+const TERMINAL_PROMPT: &str = "(hotlift) ";
+
+/// What Ctrl-C sends to a terminal that makes no signal of it.
+const CTRL_C: u8 = 3;
+
+/// How a terminal was set up; it is so again when this goes out of scope. A thread that edits a line has it in
+/// another mode, and may not come to its end when the process does.
+pub struct TerminalSettings(Option<Termios>);
+
+impl TerminalSettings {
+    /// Those of standard input, if it is a terminal.
+    pub fn keep() -> Self {
+        Self(tcgetattr(stdin()).ok())
+    }
+}
+
+impl Drop for TerminalSettings {
+    fn drop(&mut self) {
+        if let Some(settings) = &self.0 {
+            let _ = tcsetattr(stdin(), OptionalActions::Now, settings);
+        }
+    }
+}
+
+/// Serves standard input and output until `quit`, or the end of a pipe. A terminal has history and completion, and
+/// Ctrl-C there cancels a migration that is waited for; it ends when it is closed, not by Ctrl-D: the guest would
+/// run on without a monitor.
+///
+/// # Errors
+/// Those of the terminal.
+pub fn serve_terminal(commands: &dyn Commands) -> io::Result<()> {
+    if !(io::stdin().is_terminal() && io::stdout().is_terminal()) {
+        return serve_pipe(commands, &mut io::stdin().lock(), &mut io::stdout().lock());
+    }
+    let config = Config::builder()
+        .completion_type(CompletionType::List)
+        .build();
+    let history = MemHistory::with_config(&config);
+    let mut editor = Editor::<Names, MemHistory>::with_history(config, history).map_err(other)?;
+    editor.set_helper(Some(Names));
+    writeln!(io::stdout(), "{}", greeting())?;
+    loop {
+        let line = match editor.readline(TERMINAL_PROMPT) {
+            Ok(line) => line,
+            Err(ReadlineError::Eof) if is_closed()? => return Ok(()),
+            Err(ReadlineError::Interrupted | ReadlineError::Eof) => {
+                writeln!(io::stdout(), "(quit ends)")?;
+                continue;
+            }
+            Err(error) => return Err(other(error)),
+        };
+        editor.add_history_entry(&line).map_err(other)?;
+        match run(commands, &line) {
+            Answer::Text(text) => write!(io::stdout(), "{text}")?,
+            Answer::Quit => return Ok(()),
+            Answer::Started => write!(io::stdout(), "{}", wait_with_ctrl_c(commands)?)?,
+        }
+        io::stdout().flush()?;
+    }
+}
+
+/// True if nobody is at the terminal any more, which reads like Ctrl-D, and goes on to.
+fn is_closed() -> io::Result<bool> {
+    let mut input = [PollFd::from_borrowed_fd(stdin(), PollFlags::IN)];
+    match poll(&mut input, Some(&Timespec::default())) {
+        Ok(_) => Ok(input[0]
+            .revents()
+            .intersects(PollFlags::HUP | PollFlags::ERR)),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn other(error: ReadlineError) -> io::Error {
+    match error {
+        ReadlineError::Io(error) => error,
+        error => io::Error::other(error),
+    }
+}
+
+/// Shows a migration's progress on a line that is rewritten, until its end.
+fn wait_with_ctrl_c(commands: &dyn Commands) -> io::Result<String> {
+    let settings = TerminalSettings::keep();
+    if let Some(before) = &settings.0 {
+        // No signal: the process has other plans for those.
+        let mut keys = before.clone();
+        keys.local_modes -= LocalModes::ISIG | LocalModes::ICANON | LocalModes::ECHO;
+        tcsetattr(stdin(), OptionalActions::Now, &keys)?;
+    }
+    let end = wait(commands, &mut |info: &Json| {
+        let line = progress::rewritten(&show::progress_line(info));
+        write!(io::stdout(), "{line}")?;
+        io::stdout().flush()?;
+        if ctrl_c()? {
+            // It may have ended meanwhile, which the next look shows.
+            let _ = commands.execute("migrate_cancel", &Json::Null);
+        }
+        Ok(())
+    });
+    write!(io::stdout(), "\r\x1b[K")?;
+    end
+}
+
+/// Waits for a key, not for long; true if it was Ctrl-C.
+fn ctrl_c() -> io::Result<bool> {
+    let mut input = [PollFd::from_borrowed_fd(stdin(), PollFlags::IN)];
+    let look = Timespec::try_from(LOOK).map_err(io::Error::other)?;
+    match poll(&mut input, Some(&look)) {
+        Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(false),
+        Ok(_) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let mut keys = [0; 64];
+    let read = rustix::io::read(stdin(), &mut keys)?;
+    if read == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(keys[..read].contains(&CTRL_C))
+}
+
+/// Serves a script that writes lines and reads answers.
+pub(super) fn serve_pipe(
+    commands: &dyn Commands,
+    input: &mut dyn BufRead,
+    output: &mut dyn Write,
+) -> io::Result<()> {
+    writeln!(output, "{}", greeting())?;
+    loop {
+        write!(output, "{PROMPT}")?;
+        output.flush()?;
+        let mut line = Vec::new();
+        (&mut *input)
+            .take(MAX_LINE as u64 + 1)
+            .read_until(b'\n', &mut line)?;
+        if line.is_empty() {
+            return Ok(());
+        }
+        if line.len() > MAX_LINE && line.last() != Some(&b'\n') {
+            return writeln!(output, "a line has at most {MAX_LINE} bytes");
+        }
+        match run(commands, &String::from_utf8_lossy(&line)) {
+            Answer::Text(text) => output.write_all(text.as_bytes())?,
+            Answer::Quit => return Ok(()),
+            Answer::Started => {
+                let end = wait(commands, &mut |_| {
+                    std::thread::sleep(LOOK);
+                    Ok(())
+                })?;
+                output.write_all(end.as_bytes())?;
+            }
+        }
+    }
+}
+
+/// Completes names.
+struct Names;
+
+impl Completer for Names {
+    type Candidate = String;
+
+    fn complete(
+        &self,
+        line: &str,
+        position: usize,
+        _: &Context<'_>,
+    ) -> rustyline::Result<(usize, Vec<String>)> {
+        let (start, mut names) = complete(line.get(..position).unwrap_or(line));
+        // What is whole is followed by the next word; an address goes on.
+        if let [name] = &mut names[..]
+            && !name.ends_with(':')
+        {
+            name.push(' ');
+        }
+        Ok((start, names))
+    }
+}
+
+impl rustyline::hint::Hinter for Names {
+    type Hint = String;
+}
+
+impl rustyline::highlight::Highlighter for Names {}
+impl rustyline::validate::Validator for Names {}
+impl Helper for Names {}

@@ -1,0 +1,404 @@
+//! What `query-migrate` and `query-migrationthreads` answer: the engine's figures as QMP's types.
+
+use std::time::Duration;
+
+use hotlift::figures::{
+    ByteFigures, DestinationReport, JobFigures, SourceReport, ThreadCpu, XbzrleFigures,
+};
+use hotlift::progress::Progress;
+use hotlift::relay::{RelayProgress, RelayReport};
+use hotlift::{Options, Status};
+use hotlift_console::progress::rounded;
+use hotlift_mem::PAGE_SIZE;
+use hotlift_qmp::{
+    AcceleratorJobs, CompressionStats, MigrationInfo, MigrationStats, MigrationThreadInfo,
+    ThreadTime, XbzrleCacheStats,
+};
+
+/// How the threads of a migration's source are called.
+const SOURCE_THREADS: &[&str] = &["mig/src/", "compress_", "dsa_completion"];
+
+/// What capability `compress` has done, as far as the figures of the migration tell: all of its pages travel on the main
+/// channel.
+#[derive(Debug, Clone, Copy)]
+pub struct Compression {
+    /// Whether pages wait for a thread; if not, it is not known how many found none.
+    waits: bool,
+}
+
+impl Compression {
+    /// Of a migration with `options`; `None` without the capability.
+    pub fn of(options: &Options) -> Option<Self> {
+        options.compress.then_some(Self {
+            waits: options.compress_wait_thread,
+        })
+    }
+
+    /// `main` are the bytes of the main channel. Besides pages it carries some hundred bytes a round and the
+    /// state of devices, which count as compressed here.
+    fn stats(self, main: u64, pages: Pages) -> CompressionStats {
+        /// Bytes before the content of a page, and of a page that is zero (`RAM_SAVE_FLAG_CONTINUE`).
+        const HEADER: u64 = 8;
+        const ZERO: u64 = HEADER + 1;
+        let size = main.saturating_sub(pages.with_content * HEADER + pages.zero * ZERO);
+        #[expect(clippy::cast_precision_loss, reason = "counts stay below 2^53")]
+        let rate = match size {
+            0 => 0.0,
+            size => (pages.with_content * PAGE_SIZE as u64) as f64 / size as f64,
+        };
+        CompressionStats {
+            pages: pages.with_content,
+            compressed_size: size,
+            compression_rate: rate,
+            busy: self.waits.then_some(0),
+            busy_rate: self.waits.then_some(0.0),
+        }
+    }
+}
+
+/// Pages sent.
+#[derive(Debug, Clone, Copy)]
+struct Pages {
+    with_content: u64,
+    zero: u64,
+}
+
+impl Pages {
+    /// The members of `ram` that say how many they are, and which way their `bytes` went. Normal to QEMU are not those of
+    /// `compress` and of XBZRLE, which have counts of their own; those on multifd channels are normal, whatever the
+    /// method.
+    fn stats(
+        self,
+        bytes: ByteFigures,
+        compress: bool,
+        xbzrle: Option<&XbzrleFigures>,
+    ) -> MigrationStats {
+        let normal = match (compress, xbzrle) {
+            (true, _) => 0,
+            (false, Some(xbzrle)) => self.with_content.saturating_sub(xbzrle.pages),
+            (false, None) => self.with_content,
+        };
+        MigrationStats {
+            duplicate: self.zero,
+            normal,
+            normal_bytes: normal * PAGE_SIZE as u64,
+            page_size: PAGE_SIZE as u64,
+            multifd_bytes: bytes.multifd,
+            precopy_bytes: bytes.precopy,
+            downtime_bytes: bytes.downtime,
+            ..MigrationStats::default()
+        }
+    }
+}
+
+/// A migration in this state, which nothing else is to be said of.
+pub fn only_status(status: Status) -> MigrationInfo {
+    MigrationInfo {
+        status: Some(status.name().to_owned()),
+        ..MigrationInfo::default()
+    }
+}
+
+/// A migration that has ended without success.
+pub fn failed(status: Status, error_desc: &str) -> MigrationInfo {
+    MigrationInfo {
+        error_desc: Some(error_desc.to_owned()),
+        ..only_status(status)
+    }
+}
+
+/// What a source's migration of `total_bytes` of RAM says of itself before its first report.
+pub fn not_begun(total_bytes: u64) -> Progress {
+    Progress {
+        status: Status::Setup,
+        round: 1,
+        total_bytes,
+        remaining_bytes: total_bytes,
+        transferred_bytes: 0,
+        bytes_per_second: 0.0,
+        pages_per_second: 0.0,
+        dirty_pages_per_second: 0.0,
+        elapsed: Duration::ZERO,
+        time_left: None,
+        setup: None,
+        expected_downtime: None,
+        normal_pages: 0,
+        zero_pages: 0,
+        dirty_syncs: 1,
+        bytes: ByteFigures::default(),
+        throttle_percent: 0,
+        throttle_refused: false,
+        auto_converge: false,
+        bandwidth_limited: false,
+        xbzrle: None,
+        stalled: false,
+    }
+}
+
+/// A source's migration that is under way.
+pub fn source_under_way(
+    status: Status,
+    elapsed: Duration,
+    progress: &Progress,
+    jobs: &JobFigures,
+    compression: Option<Compression>,
+) -> MigrationInfo {
+    let pages = Pages {
+        with_content: progress.normal_pages,
+        zero: progress.zero_pages,
+    };
+    let xbzrle = progress.xbzrle.as_ref();
+    let throttle = u64::from(progress.throttle_percent);
+    MigrationInfo {
+        ram: Some(MigrationStats {
+            transferred: progress.transferred_bytes,
+            remaining: progress.remaining_bytes,
+            total: progress.total_bytes,
+            dirty_pages_rate: rounded(progress.dirty_pages_per_second),
+            mbps: progress.bytes_per_second * 8.0 / 1e6,
+            dirty_sync_count: progress.dirty_syncs,
+            pages_per_second: rounded(progress.pages_per_second),
+            ..pages.stats(progress.bytes, compression.is_some(), xbzrle)
+        }),
+        xbzrle_cache: xbzrle.map(xbzrle_cache),
+        compression: compression.map(|one| one.stats(on_main(progress.bytes), pages)),
+        total_time: Some(ms(elapsed)),
+        setup_time: Some(ms(progress.setup.unwrap_or_default())),
+        expected_downtime: Some(ms(progress.expected_downtime.unwrap_or_default())),
+        cpu_throttle_percentage: (throttle > 0).then_some(throttle),
+        round: Some(progress.round),
+        time_left: progress.time_left.map(ms),
+        stall_reason: progress.stall_reason(),
+        jobs: accelerator_jobs(jobs),
+        threads: Some(thread_times(&cpu_of_threads())),
+        ..only_status(status)
+    }
+}
+
+/// A source's migration that has completed.
+pub fn source_completed(
+    report: &SourceReport,
+    total_bytes: u64,
+    dirty_pages_per_second: f64,
+    compression: Option<Compression>,
+) -> MigrationInfo {
+    let pages = Pages {
+        with_content: report.normal_pages,
+        zero: report.zero_pages,
+    };
+    let xbzrle = report.xbzrle.as_ref();
+    MigrationInfo {
+        ram: Some(MigrationStats {
+            transferred: report.transferred_bytes,
+            total: total_bytes,
+            dirty_pages_rate: rounded(dirty_pages_per_second),
+            mbps: report.throughput_mbps,
+            dirty_sync_count: report.dirty_syncs,
+            pages_per_second: rounded(report.pages_per_second),
+            ..pages.stats(report.bytes, compression.is_some(), xbzrle)
+        }),
+        xbzrle_cache: xbzrle.map(xbzrle_cache),
+        compression: compression.map(|one| one.stats(on_main(report.bytes), pages)),
+        total_time: Some(rounded(report.total_ms)),
+        setup_time: Some(rounded(report.setup_ms)),
+        downtime: Some(rounded(report.downtime_ms)),
+        round: Some(report.rounds),
+        jobs: accelerator_jobs(&report.side.jobs),
+        zero_page_jobs: accelerator_jobs(&report.side.zero_jobs),
+        threads: Some(thread_times(&report.side.threads)),
+        ..only_status(Status::Completed)
+    }
+}
+
+/// A destination's that has completed.
+pub fn destination_completed(report: &DestinationReport) -> MigrationInfo {
+    MigrationInfo {
+        jobs: accelerator_jobs(&report.side.jobs),
+        zero_page_jobs: accelerator_jobs(&report.side.zero_jobs),
+        threads: Some(thread_times(&report.side.threads)),
+        ..only_status(Status::Completed)
+    }
+}
+
+/// A relay's that is under way.
+pub fn relay_under_way(
+    status: Status,
+    progress: &RelayProgress,
+    jobs: &JobFigures,
+    compression: Option<Compression>,
+) -> MigrationInfo {
+    let seconds = progress.elapsed.as_secs_f64();
+    let rate = |count: u64| {
+        if seconds > 0.0 {
+            count as f64 / seconds
+        } else {
+            0.0
+        }
+    };
+    let pages = Pages {
+        with_content: progress.normal_pages,
+        zero: progress.zero_pages,
+    };
+    MigrationInfo {
+        ram: Some(MigrationStats {
+            transferred: progress.sent_bytes,
+            total: progress.total_bytes,
+            mbps: rate(progress.sent_bytes) * 8.0 / 1e6,
+            pages_per_second: rounded(rate(pages.with_content + pages.zero)),
+            ..pages.stats(ByteFigures::default(), compression.is_some(), None)
+        }),
+        compression: compression.map(|one| one.stats(progress.sent_bytes, pages)),
+        total_time: Some(ms(progress.elapsed)),
+        received: Some(progress.received_bytes),
+        jobs: accelerator_jobs(jobs),
+        ..only_status(status)
+    }
+}
+
+/// A relay's that has completed.
+pub fn relay_completed(
+    report: &RelayReport,
+    total_bytes: u64,
+    compression: Option<Compression>,
+) -> MigrationInfo {
+    let elapsed = Duration::try_from_secs_f64(report.total_ms / 1e3).unwrap_or_default();
+    let progress = RelayProgress {
+        elapsed,
+        received_bytes: report.received_bytes,
+        sent_bytes: report.sent_bytes,
+        normal_pages: report.normal_pages,
+        zero_pages: report.zero_pages,
+        total_bytes,
+    };
+    MigrationInfo {
+        threads: Some(thread_times(&report.side.threads)),
+        ..relay_under_way(Status::Completed, &progress, &report.side.jobs, compression)
+    }
+}
+
+/// Bytes of the main channel.
+fn on_main(bytes: ByteFigures) -> u64 {
+    bytes.precopy + bytes.downtime
+}
+
+fn xbzrle_cache(xbzrle: &XbzrleFigures) -> XbzrleCacheStats {
+    XbzrleCacheStats {
+        cache_size: xbzrle.cache_bytes,
+        bytes: xbzrle.bytes,
+        pages: xbzrle.pages,
+        cache_miss: xbzrle.cache_misses,
+        cache_miss_rate: xbzrle.cache_miss_rate,
+        encoding_rate: xbzrle.encoding_rate,
+        overflow: xbzrle.overflows,
+    }
+}
+
+/// Only of methods and modes that have jobs at all.
+fn accelerator_jobs(jobs: &JobFigures) -> Option<AcceleratorJobs> {
+    (*jobs != JobFigures::default()).then(|| AcceleratorJobs {
+        hardware: jobs.hardware,
+        software: jobs.software,
+        retries: jobs.retries,
+        raw_pages: jobs.raw_pages,
+        devices: jobs.devices.clone(),
+        fallback: jobs.fallback.clone(),
+    })
+}
+
+fn thread_times(threads: &[ThreadCpu]) -> Vec<ThreadTime> {
+    let threads = threads.iter().map(|thread| ThreadTime {
+        name: thread.name.clone(),
+        cpu_time: rounded(thread.cpu_s * 1e6),
+    });
+    threads.collect()
+}
+
+fn ms(time: Duration) -> u64 {
+    time.as_millis().try_into().unwrap_or(u64::MAX)
+}
+
+/// `query-migrationthreads`: those of a source that runs now.
+pub fn threads() -> Vec<MigrationThreadInfo> {
+    let threads = source_threads().map(|(id, name)| MigrationThreadInfo {
+        name,
+        thread_id: id,
+    });
+    threads.collect()
+}
+
+/// What the kernel has counted for each of them so far.
+fn cpu_of_threads() -> Vec<ThreadCpu> {
+    source_threads()
+        .filter_map(|(id, name)| {
+            let text = std::fs::read_to_string(format!("/proc/self/task/{id}/schedstat")).ok()?;
+            let time: u64 = text.split(' ').next()?.parse().ok()?;
+            Some(ThreadCpu {
+                name,
+                cpu_s: Duration::from_nanos(time).as_secs_f64(),
+            })
+        })
+        .collect()
+}
+
+fn source_threads() -> impl Iterator<Item = (u64, String)> {
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
+    tasks.filter_map(|task| {
+        let task = task.ok()?;
+        let id = task.file_name().to_str()?.parse().ok()?;
+        // A thread that ends meanwhile has no name any more.
+        let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
+        let name = name.trim_end().to_owned();
+        let is_one = SOURCE_THREADS.iter().any(|begin| name.starts_with(begin));
+        is_one.then_some((id, name))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn compression_is_told_where_it_is_on_and_busy_threads_where_they_are_known() {
+        let mut options = Options::default();
+        assert!(Compression::of(&options).is_none());
+        options.set("compress", "on").unwrap();
+        let told = |options: &Options| {
+            let progress = Progress {
+                normal_pages: 1000,
+                zero_pages: 10,
+                bytes: ByteFigures {
+                    multifd: 0,
+                    precopy: 1000 * (8 + 1024) + 10 * 9,
+                    downtime: 0,
+                },
+                ..not_begun(1 << 30)
+            };
+            let jobs = JobFigures::default();
+            let compression = Compression::of(options);
+            let info = source_under_way(
+                Status::Active,
+                Duration::ZERO,
+                &progress,
+                &jobs,
+                compression,
+            );
+            let normal = info.ram.map(|ram| ram.normal);
+            assert_eq!(normal, Some(0), "QEMU counts them once");
+            serde_json::to_value(info.compression).unwrap()
+        };
+        assert_eq!(
+            told(&options),
+            json!({
+                "pages": 1000,
+                "busy": 0,
+                "busy-rate": 0.0,
+                "compressed-size": 1000 * 1024,
+                "compression-rate": 4.0,
+            })
+        );
+        options.set("compress-wait-thread", "off").unwrap();
+        assert_eq!(told(&options).get("busy"), None);
+    }
+}

@@ -1,0 +1,167 @@
+//! Where clients of a monitor connect, and who may.
+
+use std::io::{self, Write};
+use std::net::{TcpListener, ToSocketAddrs};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use hotlift::transport::UnixSocketFile;
+use hotlift_console::error::ConsoleError;
+use hotlift_qmp::server::{BoundSocket, Clients, Commands, Events, TOO_MANY_CLIENTS, serve_client};
+use hotlift_qmp::{QmpAddress, QmpError, Socket};
+
+use crate::error::MonitorError;
+use crate::{hmp, introspection};
+
+/// What a person hears who is one too many.
+const TOO_MANY_PEOPLE: &[u8] = b"too many clients: end another one first\r\n";
+
+/// Permissions of a UNIX socket that is its owner's alone.
+const OWNER_ONLY: u32 = 0o600;
+
+/// Where clients connect, and who may.
+#[derive(Debug, Clone)]
+pub struct Sockets {
+    /// Where QMP is served.
+    pub qmp: Option<QmpAddress>,
+    /// Where the human monitor is served.
+    pub hmp: Option<HmpAddress>,
+    /// Permissions of the UNIX sockets, at most 0o777.
+    pub mode: u32,
+    /// Whether TCP sockets may be on addresses that other hosts reach, though there is no authentication.
+    pub from_other_hosts: bool,
+}
+
+/// Where the human monitor is served.
+#[derive(Debug, Clone)]
+pub enum HmpAddress {
+    /// On standard input and output.
+    Stdio,
+    /// At a socket.
+    Socket(QmpAddress),
+}
+
+impl FromStr for HmpAddress {
+    type Err = QmpError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "stdio" => Ok(Self::Stdio),
+            _ => text.parse().map(Self::Socket),
+        }
+    }
+}
+
+/// Clients that are served, until it goes out of scope.
+pub struct Monitors {
+    // In this order: clients go before the files that they came by.
+    _clients: Vec<Clients>,
+    _files: Vec<UnixSocketFile>,
+    _terminal: Option<hmp::TerminalSettings>,
+}
+
+impl Sockets {
+    /// QMP at `address` and nothing else, for this user alone.
+    #[must_use]
+    pub fn qmp_at(address: QmpAddress) -> Self {
+        Self {
+            qmp: Some(address),
+            hmp: None,
+            mode: OWNER_ONLY,
+            from_other_hosts: false,
+        }
+    }
+
+    /// Starts to serve `commands`; clients of QMP are told of `events`.
+    ///
+    /// # Errors
+    /// If a socket cannot be bound, or is one that other hosts reach and must not.
+    pub fn serve(
+        &self,
+        commands: &Arc<dyn Commands>,
+        events: &Events,
+    ) -> Result<Monitors, MonitorError> {
+        let mut monitors = Monitors {
+            _clients: Vec::new(),
+            _files: Vec::new(),
+            _terminal: None,
+        };
+        if let Some(address) = &self.qmp {
+            let (commands, events) = (Arc::clone(commands), events.clone());
+            let version = introspection::version();
+            self.listen(address, TOO_MANY_CLIENTS, &mut monitors, move |socket| {
+                serve_client(socket, &version, &*commands, &events)
+            })?;
+        }
+        match &self.hmp {
+            None => {}
+            Some(HmpAddress::Socket(address)) => {
+                let commands = Arc::clone(commands);
+                self.listen(address, TOO_MANY_PEOPLE, &mut monitors, move |socket| {
+                    hmp::serve_client(&*commands, socket)
+                })?;
+            }
+            Some(HmpAddress::Stdio) => {
+                monitors._terminal = Some(hmp::TerminalSettings::keep());
+                let commands = Arc::clone(commands);
+                let serve = move || {
+                    let _ = hmp::serve_terminal(&*commands);
+                };
+                // It waits for input that may never come, so that nobody waits for it.
+                std::thread::Builder::new()
+                    .name("hmp/terminal".to_owned())
+                    .spawn(serve)
+                    .map_err(|source| ConsoleError::Process {
+                        what: "monitor",
+                        source,
+                    })?;
+            }
+        }
+        Ok(monitors)
+    }
+
+    fn listen(
+        &self,
+        address: &QmpAddress,
+        refusal: &'static [u8],
+        monitors: &mut Monitors,
+        serve: impl Fn(Socket) -> io::Result<()> + Send + Sync + 'static,
+    ) -> Result<(), MonitorError> {
+        let failed = |source| MonitorError::Serve {
+            address: address.to_string(),
+            source,
+        };
+        let (bound, file) = match address {
+            QmpAddress::Unix(path) => {
+                let file = UnixSocketFile::bind(path, self.mode).map_err(failed)?;
+                let listener = file.listener().try_clone().map_err(failed)?;
+                (BoundSocket::Unix(listener), Some(file))
+            }
+            QmpAddress::Tcp(place) => {
+                let addresses: Vec<_> = place.to_socket_addrs().map_err(failed)?.collect();
+                let reached = addresses.iter().find(|one| !one.ip().is_loopback());
+                if let (Some(reached), false) = (reached, self.from_other_hosts) {
+                    return Err(MonitorError::OtherHosts {
+                        address: address.to_string(),
+                        reached: reached.ip(),
+                    });
+                }
+                let listener = TcpListener::bind(&addresses[..]).map_err(failed)?;
+                (BoundSocket::Tcp(listener), None)
+            }
+        };
+        let place = address.to_string();
+        let serve = move |socket| match serve(socket) {
+            // Told even if nobody reads it: a browser that comes here was sent by somebody.
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                let _ = writeln!(io::stderr(), "hotlift: a client of {place}: {error}");
+            }
+            // The client has gone, whatever the reason.
+            Ok(()) | Err(_) => {}
+        };
+        let clients = Clients::serve(bound, refusal, Arc::new(serve)).map_err(failed)?;
+        monitors._clients.push(clients);
+        monitors._files.extend(file);
+        Ok(())
+    }
+}

@@ -1,0 +1,109 @@
+//! Why a QEMU could not be steered, and where its guest is after a migration that did not succeed.
+
+use std::process::ExitStatus;
+
+use hotlift::transport::TransportError;
+use hotlift_console::error::ConsoleError;
+use hotlift_qmp::QmpError;
+
+/// A QEMU that does not do what it is asked for, or a migration of one that did not succeed.
+#[derive(Debug, thiserror::Error)]
+pub enum QemuError {
+    /// What several commands can fail with.
+    #[error(transparent)]
+    Console(#[from] ConsoleError),
+    /// A socket for the stream.
+    #[error("bad address")]
+    Address(#[from] TransportError),
+    /// A source that does something else.
+    #[error("this QEMU cannot begin a migration: it is in state '{status}'")]
+    Busy {
+        /// QEMU's name of its state, or of that of its migration.
+        status: String,
+    },
+    /// A destination that does something else.
+    #[error(
+        "QEMU at the destination does not wait for a migration: it is in state '{status}', and its \
+         migration in state '{migration}'"
+    )]
+    NotWaiting {
+        /// QEMU's name of its state.
+        status: String,
+        /// QEMU's name of the state of its migration.
+        migration: String,
+    },
+    /// A QEMU that was started here, with what it has said.
+    #[error("QEMU ended before it could be asked for anything ({status}): {errors}")]
+    Ended {
+        /// How.
+        status: ExitStatus,
+        /// Its last errors, in one line.
+        errors: String,
+    },
+    /// VMs that must have something alike.
+    #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
+    Differs {
+        /// What.
+        what: &'static str,
+        /// At the source.
+        source_has: String,
+        /// At the destination.
+        destination_has: String,
+    },
+    /// The guest stayed at the source.
+    #[error("migration failed: {reasons}")]
+    Failed {
+        /// Why, in one line.
+        reasons: String,
+    },
+    /// The guest is lost.
+    #[error(
+        "migration failed, and the source's QEMU has ended or does not answer; the destination does \
+         not run the guest: {reasons}"
+    )]
+    Gone {
+        /// Why, in one line.
+        reasons: String,
+    },
+    /// The guest is where it was to go.
+    #[error("the guest is at the destination, though not all went well: {reasons}")]
+    MovedAnyway {
+        /// What did not go well, in one line.
+        reasons: String,
+    },
+    /// Nobody knows whether the guest is at the destination.
+    #[error(
+        "nobody knows whether the destination runs the guest, so it is left paused here: {reasons}"
+    )]
+    InDoubt {
+        /// Why, in one line.
+        reasons: String,
+        /// Where the source's QEMU is spoken to.
+        qmp: String,
+    },
+    /// The guest is at the source, whose QEMU does not answer.
+    #[error(
+        "the destination does not run the guest and never will, but it may be paused here, as QEMU does not answer: \
+         {reasons}"
+    )]
+    Stalled {
+        /// Why, in one line.
+        reasons: String,
+        /// Where the source's QEMU is spoken to.
+        qmp: String,
+    },
+}
+
+/// An error of the source's QEMU.
+#[must_use]
+pub fn at_source(source: QmpError) -> ConsoleError {
+    let side = "source";
+    ConsoleError::Qmp { side, source }
+}
+
+/// An error of the destination's QEMU.
+#[must_use]
+pub fn at_destination(source: QmpError) -> ConsoleError {
+    let side = "destination";
+    ConsoleError::Qmp { side, source }
+}

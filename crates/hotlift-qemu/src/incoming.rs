@@ -1,0 +1,59 @@
+//! What the QEMU that is to get a guest is told, and what the relay beside it must know of it.
+
+use std::path::Path;
+
+use hotlift::Options;
+use hotlift::options::ZeroPageDetection;
+use hotlift::relay::RelaySettings;
+
+use crate::destination::Destination;
+use crate::error::QemuError;
+use crate::settings;
+
+/// Lets QEMU listen on `socket` for a relay with so many channels (0: multifd off). `alike` is what
+/// the source says of capabilities; only those that both sides must have alike are taken over.
+///
+/// # Errors
+/// If QEMU refuses.
+pub fn listen(
+    destination: &mut Destination,
+    channels: u8,
+    alike: &[(String, bool)],
+    socket: &Path,
+) -> Result<(), QemuError> {
+    let (mut capabilities, parameters) = settings::for_relay(channels);
+    let known = alike
+        .iter()
+        .filter(|(name, _)| settings::ALIKE.contains(&name.as_str()));
+    capabilities.extend(known.map(|(name, state)| (name.as_str(), *state)));
+    destination.listen(&capabilities, &parameters, socket)
+}
+
+/// Settings of the relay that such a QEMU is given its stream by, whose source is held to the limits in `limits`.
+///
+/// # Errors
+/// If QEMU does not answer.
+pub fn relay_settings(
+    destination: &mut Destination,
+    channels: u8,
+    limits: Options,
+) -> Result<RelaySettings, QemuError> {
+    let uuid = destination.uuid()?;
+    let qemu = destination.qemu().version();
+    Ok(RelaySettings {
+        outgoing: Options {
+            multifd: Some(channels > 0),
+            multifd_channels: channels.max(1),
+            max_bandwidth: 0,
+            ..limits
+        },
+        // Lists of zero pages in packets are read by QEMU 9.0 and later only.
+        zero_pages: Some(if (qemu.major, qemu.minor) >= (9, 0) && channels > 0 {
+            ZeroPageDetection::Multifd
+        } else {
+            ZeroPageDetection::Legacy
+        }),
+        uuid: Some(uuid.0),
+        ..RelaySettings::default()
+    })
+}

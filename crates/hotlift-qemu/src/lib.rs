@@ -1,0 +1,35 @@
+//! QEMUs: launched for a guest that is to come, and steered over QMP while their guests migrate through a relay of this
+//! process.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `source` | the QEMU whose guest is to leave |
+//! | `outgoing` | its migration into a relay |
+//! | `progress` | how that migration gets on |
+//! | `destination` | the QEMU that is to get a guest |
+//! | `incoming` | what it is told, and what the relay beside it must know |
+//! | `process`, `stderr` | a QEMU that was started here, and what it says |
+//! | `log_file` | a log file that it shares with others: which part is its own |
+//! | `launch` | its QMP socket, and the wait for its first answer |
+//! | `guard` | ends a QEMU whose starter was killed |
+//! | `settings` | capabilities and parameters: changed for one migration, and put back |
+//! | `vm` | what the VMs at both ends must have alike |
+//! | `error` | why a QEMU could not be steered, or where its guest is |
+
+#![forbid(unsafe_code)]
+
+pub mod destination;
+pub mod error;
+pub mod guard;
+pub mod incoming;
+pub mod launch;
+mod log_file;
+pub mod outgoing;
+pub mod process;
+mod progress;
+pub mod settings;
+pub mod source;
+mod stderr;
+pub mod vm;
+
+pub use error::QemuError;

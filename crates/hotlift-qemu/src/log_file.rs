@@ -1,0 +1,231 @@
+//! A log file that a QEMU writes to, and others besides: which part of it is that QEMU's.
+//!
+//! A line does not say whose it is: two QEMUs of one name may have one log. So QEMU gets an open file description of its
+//! own. Its position is the end of what QEMU has written last, and whatever was appended up to there since the last look
+//! is QEMU's. A look follows each write (inotify), so that only what others write within the same moment is taken for
+//! QEMU's.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek};
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use rustix::fs::inotify;
+
+/// How often the watch of a log looks whether that is wanted still.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Parts that are kept, the last ones: a QEMU that says more than its last errors is not read back.
+const PARTS: usize = 64;
+
+/// Bytes of a part that are read, the last ones.
+const PART: u64 = 16 << 10;
+
+/// A log file that a QEMU writes to.
+#[derive(Debug)]
+pub struct LogFile {
+    /// QEMU's open file description.
+    file: File,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    /// Of the file.
+    end: u64,
+    /// Of what QEMU has written last.
+    position: u64,
+    /// QEMU's, in their order.
+    parts: Vec<Range<u64>>,
+}
+
+impl LogFile {
+    /// The log at `path`, from its present end on.
+    pub fn open(path: &Path) -> io::Result<Arc<Self>> {
+        let file = OpenOptions::new().read(true).append(true).open(path)?;
+        let seen = Seen {
+            end: file.metadata()?.len(),
+            ..Seen::default()
+        };
+        let log = Arc::new(Self {
+            file,
+            seen: Mutex::new(seen),
+        });
+        // Without it there is one look, at the end: others' lines before QEMU's last one are taken for QEMU's.
+        let _ = watch(path, Arc::downgrade(&log));
+        Ok(log)
+    }
+
+    /// QEMU's open file description, for QEMU.
+    pub fn for_qemu(&self) -> io::Result<File> {
+        self.file.try_clone()
+    }
+
+    /// What QEMU has written, as far as it is kept.
+    pub fn written(&self) -> Vec<u8> {
+        self.look();
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut written = Vec::new();
+        for part in &seen.parts {
+            let length = (part.end - part.start).min(PART);
+            let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
+            // A file that is shorter by now was emptied by somebody.
+            let read = self.file.read_at(&mut bytes, part.end - length);
+            written.extend_from_slice(&bytes[..read.unwrap_or(0)]);
+        }
+        written
+    }
+
+    /// Notes what was appended since the last look.
+    fn look(&self) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        // The end first: what QEMU appends between the two is QEMU's by its position.
+        let Ok(end) = self.file.metadata().map(|file| file.len()) else {
+            return;
+        };
+        let Ok(position) = (&self.file).stream_position() else {
+            return;
+        };
+        if end < seen.end {
+            // Somebody has emptied the file, and what is in it since is anybody's.
+            *seen = Seen {
+                end,
+                position,
+                parts: Vec::new(),
+            };
+            return;
+        }
+        if position == seen.position {
+            seen.end = end;
+            return;
+        }
+        if position > seen.end {
+            let start = seen.end;
+            match seen.parts.last_mut() {
+                Some(last) if last.end == start => last.end = position,
+                _ => seen.parts.push(start..position),
+            }
+            let surplus = seen.parts.len().saturating_sub(PARTS);
+            seen.parts.drain(..surplus);
+        }
+        seen.position = position;
+        seen.end = end.max(position);
+    }
+}
+
+/// Looks after each write to the file at `path`, until nobody else has `log`.
+fn watch(path: &Path, log: Weak<LogFile>) -> io::Result<()> {
+    let events = inotify::init(inotify::CreateFlags::CLOEXEC)?;
+    inotify::add_watch(&events, path, inotify::WatchFlags::MODIFY)?;
+    thread::Builder::new()
+        .name("qemu/log".to_owned())
+        .spawn(move || while next(&events, &log).is_some() {})?;
+    Ok(())
+}
+
+/// Waits for the next writes, and looks; `None` if that is not wanted any more.
+fn next(events: &OwnedFd, log: &Weak<LogFile>) -> Option<()> {
+    let mut polled = [PollFd::new(events, PollFlags::IN)];
+    // Of a constant that is in range. A signal ends the wait early.
+    let time = Timespec::try_from(LOOK).ok();
+    let count = poll(&mut polled, time.as_ref()).unwrap_or(0);
+    let log = log.upgrade()?;
+    if count > 0 {
+        // Only that there are some is of interest.
+        rustix::io::read(events, &mut [0_u8; 4096]).ok()?;
+        log.look();
+    }
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::time::Instant;
+
+    use super::*;
+
+    /// A log whose looks are the test's own: it is not watched.
+    fn unwatched(path: &Path) -> LogFile {
+        let file = OpenOptions::new().read(true).append(true).open(path);
+        let file = file.unwrap();
+        let end = file.metadata().unwrap().len();
+        LogFile {
+            file,
+            seen: Mutex::new(Seen {
+                end,
+                ..Seen::default()
+            }),
+        }
+    }
+
+    #[test]
+    fn what_others_write_into_the_same_log_is_not_qemus() {
+        let mut others = tempfile::NamedTempFile::new().unwrap();
+        others.write_all(b"of before\n").unwrap();
+        let log = unwatched(others.path());
+        let mut qemu = log.for_qemu().unwrap();
+        assert_eq!(log.written(), b"");
+        let mut others = OpenOptions::new().append(true).open(others.path()).unwrap();
+        for turn in 0..3 {
+            writeln!(others, "another's {turn}").unwrap();
+            log.look();
+            writeln!(qemu, "own {turn}").unwrap();
+            log.look();
+        }
+        writeln!(others, "another's after the end").unwrap();
+        assert_eq!(log.written(), b"own 0\nown 1\nown 2\n");
+    }
+
+    #[test]
+    fn a_line_in_pieces_is_whole_though_others_write_between_them() {
+        let others = tempfile::NamedTempFile::new().unwrap();
+        let log = unwatched(others.path());
+        let mut qemu = log.for_qemu().unwrap();
+        let mut others = OpenOptions::new().append(true).open(others.path()).unwrap();
+        qemu.write_all(b"qemu: ").unwrap();
+        log.look();
+        others.write_all(b"another's\n").unwrap();
+        log.look();
+        qemu.write_all(b"why\n").unwrap();
+        assert_eq!(log.written(), b"qemu: why\n");
+    }
+
+    #[test]
+    fn each_write_is_looked_at() {
+        let others = tempfile::NamedTempFile::new().unwrap();
+        let log = LogFile::open(others.path()).unwrap();
+        let mut qemu = log.for_qemu().unwrap();
+        let mut others = OpenOptions::new().append(true).open(others.path()).unwrap();
+        others.write_all(b"another's\n").unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while log.seen.lock().unwrap().end == 0 {
+            assert!(Instant::now() < deadline, "nobody looks");
+            thread::yield_now();
+        }
+        qemu.write_all(b"own\n").unwrap();
+        assert_eq!(log.written(), b"own\n");
+    }
+
+    #[test]
+    fn a_log_that_was_emptied_is_read_from_its_new_start() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let log = unwatched(file.path());
+        let mut qemu = log.for_qemu().unwrap();
+        qemu.write_all(b"long before\n").unwrap();
+        log.look();
+        file.as_file().set_len(0).unwrap();
+        log.look();
+        let mut others = OpenOptions::new().append(true).open(file.path()).unwrap();
+        others.write_all(b"another's\n").unwrap();
+        log.look();
+        qemu.write_all(b"own\n").unwrap();
+        assert_eq!(log.written(), b"own\n");
+    }
+}

@@ -1,0 +1,172 @@
+//! A running QEMU's migration into a relay of this process: started, watched, shown, and cancelled on
+//! a signal.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, ScopedJoinHandle};
+use std::time::{Duration, Instant};
+
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::{Address, Control, MigrationError};
+use hotlift_console::output::complain;
+use hotlift_console::progress::{Display, jobs};
+use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
+
+use crate::error::QemuError;
+use crate::progress::Watch;
+use crate::settings;
+use crate::source::Source;
+
+/// Between two looks at QEMU's figures.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// How long a relay may take to notice that QEMU has given up.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// What is to be moved, and how.
+pub struct Moving<'a> {
+    /// The QEMU whose guest it is.
+    pub source: &'a Source,
+    /// Cancels it.
+    pub interrupt: &'a Interrupt,
+    /// Settings of the relay.
+    pub settings: &'a RelaySettings,
+    /// Where the relay passes the guest to.
+    pub outgoing: Outgoing<'a>,
+    /// Whether no progress is shown.
+    pub quiet: bool,
+}
+
+/// How the relay of a migration has ended.
+pub struct Relayed {
+    /// What it has moved, or what it has met.
+    pub outcome: Result<RelayReport, MigrationError>,
+    /// The destination may have been told to run the guest; if not, it never will.
+    pub is_told: bool,
+}
+
+/// Sets QEMU up for a relay with these settings; with `own_downtime_limit` their downtime limit is QEMU's, too, which
+/// keeps its own otherwise.
+///
+/// # Errors
+/// If QEMU refuses.
+pub fn change_settings(
+    source: &Source,
+    settings: &RelaySettings,
+    own_downtime_limit: bool,
+) -> Result<(), QemuError> {
+    let (capabilities, mut parameters) = settings::for_relay(settings.outgoing.channels());
+    // The limit is one of the wire, behind compression; the relay keeps it, and QEMU is slowed down by
+    // its socket.
+    parameters.insert("max-bandwidth".to_owned(), 0.into());
+    if own_downtime_limit {
+        let limit = settings.outgoing.downtime_limit.as_millis();
+        let limit = u64::try_from(limit).unwrap_or(u64::MAX);
+        parameters.insert("downtime-limit".to_owned(), limit.into());
+    }
+    source.change_settings(&capabilities, &parameters)
+}
+
+impl Moving<'_> {
+    /// Runs relay and migration to their end. `attend` is called all the while, and takes about as
+    /// long as it is given.
+    ///
+    /// # Errors
+    /// If the migration could not even be begun. What the relay has met is in [`Relayed::outcome`].
+    pub fn run(&self, attend: &mut dyn FnMut(Duration)) -> Result<Relayed, QemuError> {
+        let folder = OwnFolder::private()?;
+        let path = folder.path().join("outgoing");
+        let uri = format!("unix:{}", path.display());
+        let listener = Address::Unix { path }.listen()?;
+        let control = Control::new();
+        let latest = Mutex::new(RelayProgress::default());
+        let note = |progress: &RelayProgress| {
+            if let Ok(mut latest) = latest.lock() {
+                *latest = *progress;
+            }
+        };
+        let ownership = || self.source.ownership();
+        let is_told = AtomicBool::new(false);
+        let on_commit = || is_told.store(true, Ordering::SeqCst);
+        let hooks = Hooks {
+            on_progress: Some(&note),
+            ownership: Some(&ownership),
+            on_commit: Some(&on_commit),
+            ..Hooks::default()
+        };
+        thread::scope(|scope| {
+            let relay = scope.spawn(|| {
+                hotlift::relay::relay(
+                    Incoming::Listener(&listener),
+                    &self.outgoing,
+                    self.settings,
+                    &control,
+                    hooks,
+                )
+            });
+            let started = self.source.migrate(&uri);
+            if started.is_err() {
+                control.cancel();
+            }
+            let latest = || {
+                latest
+                    .lock()
+                    .map_or_else(|_| RelayProgress::default(), |it| *it)
+            };
+            self.watch(&relay, &control, &latest, attend);
+            let relayed = relay.join();
+            let is_told = is_told.load(Ordering::SeqCst);
+            let outcome = relayed.unwrap_or(Err(match is_told {
+                true => MigrationError::InDoubt,
+                false => MigrationError::Cancelled,
+            }));
+            match started {
+                // An answer that came too late is no reason to forget what has happened all the same.
+                Err(error) if outcome.is_err() && !is_told => Err(error),
+                _ => Ok(Relayed { outcome, is_told }),
+            }
+        })
+    }
+
+    /// Shows how it gets on until the relay has ended; cancels it on a signal.
+    fn watch<T>(
+        &self,
+        relay: &ScopedJoinHandle<'_, T>,
+        control: &Control,
+        latest: &dyn Fn() -> RelayProgress,
+        attend: &mut dyn FnMut(Duration),
+    ) {
+        let display = Display::new("migration", self.quiet, control);
+        let mut watch = Watch::default();
+        let mut looked = Instant::now();
+        let mut cancelled = false;
+        let mut given_up: Option<Instant> = None;
+        while !relay.is_finished() {
+            if self.interrupt.is_raised() && !cancelled {
+                cancelled = true;
+                display.finish();
+                complain!("cancelling");
+                // QEMU decides whether it is too late; its sockets tell the relay.
+                if self.source.cancel().is_err() {
+                    control.cancel();
+                }
+            }
+            attend(TICK);
+            if looked.elapsed() >= LOOK {
+                looked = Instant::now();
+                if let Ok(info) = self.source.look() {
+                    let mut line = watch.look(&info, latest());
+                    line.text.push_str(&jobs(&control.jobs()));
+                    display.show_line(watch.round(), || line);
+                    if info.has_failed() {
+                        given_up.get_or_insert(looked);
+                    }
+                }
+            }
+            if given_up.is_some_and(|since| since.elapsed() >= GRACE) {
+                control.cancel();
+            }
+        }
+        display.finish();
+    }
+}

@@ -1,0 +1,289 @@
+//! A QEMU that was started here to take a guest over, and that ends here unless it got it.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hotlift_console::error::ConsoleError;
+use hotlift_console::signals::{Interrupt, no_folder};
+use hotlift_qmp::{Qemu, QmpAddress};
+
+use crate::error::{QemuError, at_destination};
+use crate::guard::Guard;
+use crate::launch::{self, NoAnswer};
+use crate::stderr::{ErrorOutput, Streams};
+
+/// A QEMU process. Killed when it goes out of scope, and ended by its guard if this process is killed, unless it may
+/// have its guest ([`Custody::give_up`]) or was left running.
+#[derive(Debug)]
+pub struct Started {
+    child: Child,
+    custody: Custody,
+    /// Its QMP socket, which outlives this command.
+    socket: PathBuf,
+    has_own_qmp: bool,
+    errors: ErrorOutput,
+}
+
+/// Whether this process may still end a QEMU that it has started. Clones are of the same QEMU.
+#[derive(Debug, Clone, Default)]
+pub struct Custody(Arc<Bond>);
+
+#[derive(Debug, Default)]
+struct Bond {
+    is_given_up: AtomicBool,
+    guard: Mutex<Option<Guard>>,
+}
+
+impl Custody {
+    /// The QEMU may run its guest from now on: neither this process nor the guard ends it any more, whatever happens
+    /// to either.
+    pub fn give_up(&self) {
+        self.0.is_given_up.store(true, Ordering::SeqCst);
+        if let Some(guard) = &mut *self.guard() {
+            guard.dismiss();
+        }
+    }
+
+    /// Whether it was given up.
+    pub fn is_given_up(&self) -> bool {
+        self.0.is_given_up.load(Ordering::SeqCst)
+    }
+
+    /// The QEMU has said itself that it has no guest and never will.
+    fn take_back(&self) {
+        self.0.is_given_up.store(false, Ordering::SeqCst);
+    }
+
+    fn guard(&self) -> MutexGuard<'_, Option<Guard>> {
+        self.0.guard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Started {
+    /// Starts `command` with an incoming migration that waits for orders, and a QMP socket beside
+    /// those that it may have. `folder` goes with this process, even if it is killed.
+    ///
+    /// # Errors
+    /// If it cannot be started, or does not answer.
+    pub fn start(
+        command: &[OsString],
+        folder: &Path,
+        interrupt: &Interrupt,
+    ) -> Result<(Self, Qemu), QemuError> {
+        let arguments = waiting(command)?;
+        let socket = place()?;
+        let streams = Streams::make().map_err(|source| ConsoleError::Process {
+            what: "a pipe for QEMU's words",
+            source,
+        })?;
+        let (program, arguments) = arguments.split_first().ok_or(ConsoleError::NoQemu)?;
+        let child = Command::new(program)
+            .args(arguments)
+            .args(launch::qmp_arguments(&socket))
+            .stdin(Stdio::null())
+            .stdout(streams.stdout)
+            .stderr(streams.stderr)
+            // Away from the terminal's process group: Ctrl-C is for the command, and a QEMU that has
+            // the guest is not ended by it.
+            .process_group(0)
+            .spawn()
+            .map_err(|source| ConsoleError::Process {
+                what: "QEMU",
+                source,
+            })?;
+        let mut started = Self {
+            child,
+            custody: Custody::default(),
+            socket,
+            has_own_qmp: names(command, "qmp").next().is_some(),
+            errors: streams.errors,
+        };
+        let guard =
+            Guard::start(&started.qmp(), folder).map_err(|source| ConsoleError::Process {
+                what: "hotlift guard",
+                source,
+            })?;
+        *started.custody.guard() = Some(guard);
+        let qemu = started.connect(interrupt)?;
+        Ok((started, qemu))
+    }
+
+    /// Where it is spoken to.
+    fn qmp(&self) -> QmpAddress {
+        QmpAddress::Unix(self.socket.clone())
+    }
+
+    /// To be given up when it may run its guest.
+    pub fn custody(&self) -> Custody {
+        self.custody.clone()
+    }
+
+    fn connect(&mut self, interrupt: &Interrupt) -> Result<Qemu, QemuError> {
+        launch::connect(&mut self.child, &self.socket, interrupt).map_err(|error| match error {
+            NoAnswer::Ended(status) => match self.last_errors() {
+                Some(errors) => QemuError::Ended { status, errors },
+                None => ConsoleError::QemuEnded { status }.into(),
+            },
+            NoAnswer::Interrupted => ConsoleError::Interrupted.into(),
+            NoAnswer::Qmp(error) => at_destination(error).into(),
+        })
+    }
+
+    /// How it ended, if it has.
+    pub fn has_ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().ok().flatten()
+    }
+
+    /// The last errors of a QEMU that has ended, in one line.
+    pub fn last_errors(&self) -> Option<String> {
+        self.errors.last()
+    }
+
+    /// Leaves it running for good; says where it is. Its QMP socket is kept for the operator if the
+    /// command line gave none.
+    pub fn leave(self) -> String {
+        self.custody.give_up();
+        let pid = self.child.id();
+        if self.has_own_qmp {
+            self.remove_socket();
+            return format!("process {pid}");
+        }
+        format!("process {pid}, QMP socket {}", self.qmp())
+    }
+
+    /// It has said that it has no guest and never will: it may be ended after all.
+    pub fn take_back(&self) {
+        self.custody.take_back();
+    }
+
+    fn remove_socket(&self) {
+        let _ = fs::remove_file(&self.socket);
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if !self.custody.is_given_up() {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+            self.remove_socket();
+            self.errors.finish();
+        }
+        drop(self.custody.guard().take());
+    }
+}
+
+/// Where QEMU makes the QMP socket that may outlive this command. QEMU removes its socket when it ends, but no folder.
+/// So it is in one only where the file creation mask would let others connect, and that is one for all QEMUs of this
+/// user; it is not removed, as another command may be about to use it.
+fn place() -> Result<PathBuf, QemuError> {
+    let name = format!("hotlift-{:016x}.qmp", fastrand::u64(..));
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Umask:"))
+        .and_then(|mask| u32::from_str_radix(mask.trim(), 8).ok());
+    if mask.is_some_and(|mask| mask & 0o022 == 0o022) {
+        return Ok(std::env::temp_dir().join(name));
+    }
+    Ok(own_folder(&std::env::temp_dir())
+        .map_err(no_folder)?
+        .join(name))
+}
+
+/// A folder in `place` that nobody but this user can enter, the same at each call.
+fn own_folder(place: &Path) -> io::Result<PathBuf> {
+    let user = rustix::process::geteuid().as_raw();
+    let folder = place.join(format!("hotlift-{user}"));
+    match DirBuilder::new().mode(0o700).create(&folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    // A stranger may have made it before.
+    let there = fs::symlink_metadata(&folder)?;
+    if !there.is_dir() || there.uid() != user || there.mode() & 0o077 != 0 {
+        let problem = format!("{} is not this user's alone", folder.display());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, problem));
+    }
+    Ok(folder)
+}
+
+/// Options of a QEMU command line by the name `name`, with their place.
+fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usize> + 'a {
+    command.iter().enumerate().filter_map(move |(index, word)| {
+        let word = word.to_str()?;
+        let option = word.strip_prefix("--").or_else(|| word.strip_prefix('-'))?;
+        (option == name).then_some(index)
+    })
+}
+
+/// `command` with `-incoming defer`.
+///
+/// # Errors
+/// If it cannot be one that waits for a migration and is watched here.
+pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
+    let problem = |problem: &str| {
+        Err(ConsoleError::QemuCommand {
+            problem: problem.to_owned(),
+        }
+        .into())
+    };
+    if names(command, "daemonize").next().is_some() {
+        return problem("-daemonize hides the process from hotlift; leave it out");
+    }
+    let mut arguments = command.to_vec();
+    match names(command, "incoming").next() {
+        Some(index)
+            if command.get(index + 1).map(OsString::as_os_str) == Some(OsStr::new("defer")) => {}
+        Some(_) => return problem("-incoming must be 'defer', or be left out"),
+        None => arguments.extend(["-incoming".into(), "defer".into()]),
+    }
+    Ok(arguments)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn the_folder_of_a_user_is_one_and_is_not_taken_if_others_can_enter_it() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = own_folder(place.path()).unwrap();
+        assert_eq!(fs::metadata(&folder).unwrap().mode() & 0o777, 0o700);
+        assert_eq!(own_folder(place.path()).unwrap(), folder);
+        fs::set_permissions(&folder, Permissions::from_mode(0o770)).unwrap();
+        assert!(own_folder(place.path()).is_err(), "others can enter it");
+        fs::remove_dir(&folder).unwrap();
+        let elsewhere = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink(elsewhere.path(), &folder).unwrap();
+        assert!(own_folder(place.path()).is_err(), "it is elsewhere");
+    }
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split(' ').map(OsString::from).collect()
+    }
+
+    #[test]
+    fn a_command_line_is_made_to_wait_and_one_that_cannot_is_refused() {
+        let waits = words("qemu -m 1G -incoming defer");
+        assert_eq!(waiting(&words("qemu -m 1G")).unwrap(), waits);
+        assert_eq!(waiting(&waits).unwrap(), waits);
+        for bad in [
+            "qemu -incoming tcp::4444",
+            "qemu --incoming",
+            "qemu -daemonize",
+        ] {
+            assert!(waiting(&words(bad)).is_err(), "{bad}");
+        }
+    }
+}

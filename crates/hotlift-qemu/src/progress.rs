@@ -1,0 +1,203 @@
+//! Progress of a QEMU's outgoing migration: the line that is shown, and why it does not converge.
+
+use hotlift::relay::RelayProgress;
+use hotlift_console::progress::{Line, bytes, rounded, stalled, throttled};
+use hotlift_qmp::{MigrationInfo, MigrationStats};
+
+/// Rounds after each of which about as much was dirty again as before, until that is said.
+const ROUNDS_WITHOUT_GAIN: u32 = 3;
+
+/// A round gains if the guest dirties less than this share of what is sent meanwhile: of ten such rounds
+/// the last is a third of the first.
+const GAIN: f64 = 0.9;
+
+/// Follows one migration from look to look.
+#[derive(Debug, Default)]
+pub struct Watch {
+    /// The relay's last report, and its rate on the wire since the one before.
+    relay: RelayProgress,
+    wire_rate: f64,
+    round: u64,
+    without_gain: u32,
+}
+
+impl Watch {
+    /// Takes in what QEMU says, and the latest that its relay has; returns the line to show.
+    pub fn look(&mut self, info: &MigrationInfo, relay: RelayProgress) -> Line {
+        // The relay reports in a rhythm of its own; the same report twice says nothing of a rate.
+        let time = relay.elapsed.saturating_sub(self.relay.elapsed);
+        if !time.is_zero() {
+            let sent = relay.sent_bytes.saturating_sub(self.relay.sent_bytes);
+            self.wire_rate = to_f64(sent) / time.as_secs_f64();
+            self.relay = relay;
+        }
+        let Some(ram) = &info.ram else {
+            return format!("migration {}", info.status()).into();
+        };
+        let rates = Rates::of(ram);
+        if ram.dirty_sync_count != self.round {
+            self.round = ram.dirty_sync_count;
+            self.without_gain = if rates.gain() {
+                0
+            } else {
+                self.without_gain + 1
+            };
+        }
+        let left = rates
+            .seconds_left(ram.remaining)
+            .map_or("unknown time".to_owned(), |seconds| {
+                format!("{seconds:.1} s")
+            });
+        let throttle = info.cpu_throttle_percentage.unwrap_or(0);
+        let remark = self.stall_reason(&rates, throttle > 0);
+        let text = format!(
+            "migration {}{}: round {}, {} of {} to go, {left} left, RAM at {}/s, {}/s on the wire, guest dirties \
+             {}/s{}",
+            info.status(),
+            stalled(remark.is_some()),
+            self.round,
+            bytes(ram.remaining),
+            bytes(ram.total),
+            bytes(rounded(rates.sent)),
+            bytes(rounded(self.wire_rate)),
+            bytes(rounded(rates.dirty)),
+            throttled(throttle),
+        );
+        Line {
+            text,
+            remark: remark.map(|reason| format!("not converging: {reason}")),
+        }
+    }
+
+    /// The present round.
+    pub fn round(&self) -> u64 {
+        self.round
+    }
+
+    fn stall_reason(&self, rates: &Rates, is_throttled: bool) -> Option<String> {
+        let throttle = match is_throttled {
+            true => "",
+            false => ", switch QEMU's auto-converge on",
+        };
+        (self.without_gain >= ROUNDS_WITHOUT_GAIN).then(|| {
+            format!(
+                "for {} rounds the guest has dirtied {}/s and {}/s were sent; raise the bandwidth or \
+                 downtime-limit{throttle}, or choose another method",
+                self.without_gain,
+                bytes(rounded(rates.dirty)),
+                bytes(rounded(rates.sent)),
+            )
+        })
+    }
+}
+
+/// Bytes of RAM a second.
+struct Rates {
+    sent: f64,
+    dirty: f64,
+}
+
+impl Rates {
+    fn of(ram: &MigrationStats) -> Self {
+        Self {
+            sent: ram.mbps * 1e6 / 8.0,
+            dirty: to_f64(ram.dirty_pages_rate.saturating_mul(ram.page_size.max(1))),
+        }
+    }
+
+    fn gain(&self) -> bool {
+        self.dirty < self.sent * GAIN
+    }
+
+    /// Until as good as nothing remains, if the rates stay: what is dirtied meanwhile is sent, too.
+    fn seconds_left(&self, remaining: u64) -> Option<f64> {
+        self.gain()
+            .then(|| to_f64(remaining) / (self.sent - self.dirty))
+    }
+}
+
+/// A count as a number to calculate with.
+#[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
+fn to_f64(count: u64) -> f64 {
+    count as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn active(round: u64, dirty_pages_rate: u64) -> MigrationInfo {
+        MigrationInfo {
+            status: Some("active".to_owned()),
+            ram: Some(MigrationStats {
+                remaining: 100 << 20,
+                total: 1 << 30,
+                mbps: 8.0 * f64::from(100 << 20) / 1e6,
+                dirty_pages_rate,
+                page_size: 4096,
+                dirty_sync_count: round,
+                ..MigrationStats::default()
+            }),
+            ..MigrationInfo::default()
+        }
+    }
+
+    #[test]
+    fn a_line_has_both_rates_what_remains_and_for_how_long() {
+        let mut watch = Watch::default();
+        let report = |seconds: u64, sent_bytes| RelayProgress {
+            elapsed: Duration::from_secs(seconds),
+            sent_bytes,
+            ..RelayProgress::default()
+        };
+        watch.look(&active(2, 12_800), report(1, 0));
+        watch.look(&active(2, 12_800), report(3, 20 << 20));
+        let line = watch.look(&active(2, 12_800), report(3, 20 << 20));
+        assert_eq!(
+            line.to_string(),
+            "migration active: round 2, 100.0 MiB of 1.0 GiB to go, 2.0 s left, RAM at 100.0 MiB/s, \
+             10.0 MiB/s on the wire, guest dirties 50.0 MiB/s"
+        );
+    }
+
+    #[test]
+    fn three_rounds_without_gain_are_explained_and_one_with_it_ends_that() {
+        let mut watch = Watch::default();
+        for round in 2..4 {
+            // However often it is looked at, a round counts once.
+            for _ in 0..5 {
+                let line = watch
+                    .look(&active(round, 24_000), RelayProgress::default())
+                    .to_string();
+                assert!(!line.contains("not converging"), "{line}");
+            }
+        }
+        let line = watch
+            .look(&active(4, 24_000), RelayProgress::default())
+            .to_string();
+        assert!(
+            line.contains("dirtied 93.7 MiB/s and 100.0 MiB/s were sent"),
+            "{line}"
+        );
+        assert!(line.contains("unknown time left"), "{line}");
+        let line = watch
+            .look(&active(5, 25), RelayProgress::default())
+            .to_string();
+        assert!(!line.contains("not converging"), "{line}");
+    }
+
+    #[test]
+    fn a_migration_without_figures_shows_its_state() {
+        let info = MigrationInfo {
+            status: Some("setup".to_owned()),
+            ..MigrationInfo::default()
+        };
+        assert_eq!(
+            Watch::default()
+                .look(&info, RelayProgress::default())
+                .to_string(),
+            "migration setup"
+        );
+    }
+}

@@ -1,0 +1,385 @@
+//! The QEMU whose guest is to leave: prepared, watched, and put back if the guest stays.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hotlift::MigrationError;
+use hotlift::relay::Ownership;
+use hotlift_console::error::{ConsoleError, error_line};
+use hotlift_console::output::complain;
+use hotlift_console::signals::TICK;
+use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, Uuid};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::error::{QemuError, at_source};
+use crate::settings::Changed;
+use crate::vm::Vm;
+
+/// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
+const CONNECT: Duration = Duration::from_secs(2);
+
+/// How long a cancelled migration may take to end: QEMU's threads leave their sockets at once, but a
+/// busy host may keep them from running.
+const END: Duration = Duration::from_secs(60);
+
+/// How long a QEMU that does not tell of its migration's threads has for their end.
+const CLEAN_UP: Duration = Duration::from_millis(500);
+
+/// A running QEMU, spoken to by the threads of one command.
+pub struct Source {
+    address: QmpAddress,
+    qemu: Mutex<Qemu>,
+    changed: Mutex<Option<Changed>>,
+    /// Whether the guest ran when the command began.
+    was_running: bool,
+}
+
+/// How a migration that did not succeed was settled.
+#[derive(Debug)]
+pub struct Settled {
+    whereabouts: Whereabouts,
+    reasons: Vec<String>,
+    /// Where the source's QEMU is spoken to.
+    qmp: String,
+}
+
+/// What the destination knows of the guest after a migration that did not succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestThere {
+    /// It was never run there, and never will be.
+    NotHere,
+    /// The destination's QEMU has it.
+    Here,
+    /// It cannot be told.
+    Unknown,
+}
+
+/// Where the guest is after a migration that did not succeed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Whereabouts {
+    /// At the source, running as before.
+    Runs,
+    /// At the source, paused as before.
+    Paused,
+    /// Nowhere: the source's QEMU has ended, or cannot be reached.
+    Gone,
+    /// At the source, whose QEMU does not answer; not at the destination.
+    Stalled,
+    /// At the destination, after all.
+    Moved,
+    /// At the source, paused; nobody knows whether it is at the destination, too.
+    InDoubt,
+}
+
+impl Source {
+    /// Connects, and sees whether a migration can be begun.
+    ///
+    /// # Errors
+    /// If it does not answer, or cannot begin one.
+    pub fn connect(address: &QmpAddress) -> Result<Self, QemuError> {
+        let mut qemu = Qemu::connect(address, CONNECT).map_err(at_source)?;
+        let migration = qemu.query_migrate().map_err(at_source)?;
+        if migration.is_running() {
+            return Err(QemuError::Busy {
+                status: migration.status().to_owned(),
+            });
+        }
+        let state = qemu.query_status().map_err(at_source)?;
+        if state.status == "inmigrate" {
+            return Err(QemuError::Busy {
+                status: state.status,
+            });
+        }
+        Ok(Self {
+            address: address.clone(),
+            qemu: Mutex::new(qemu),
+            changed: Mutex::new(None),
+            was_running: state.running,
+        })
+    }
+
+    /// Whether the guest ran when the command began.
+    pub fn was_running(&self) -> bool {
+        self.was_running
+    }
+
+    /// Where it is spoken to.
+    pub fn address(&self) -> &QmpAddress {
+        &self.address
+    }
+
+    /// This QEMU, for one command.
+    pub fn qemu(&self) -> MutexGuard<'_, Qemu> {
+        self.qemu.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the destination's VM must have alike.
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn vm(&self) -> Result<Vm, QemuError> {
+        Ok(Vm::of(&mut self.qemu()).map_err(at_source)?)
+    }
+
+    /// UUID of the VM.
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn uuid(&self) -> Result<Uuid, QemuError> {
+        Ok(self.qemu().query_uuid().map_err(at_source)?)
+    }
+
+    /// Sets capabilities and parameters, to be put back by [`Source::restore_settings`].
+    ///
+    /// # Errors
+    /// If it refuses.
+    pub fn change_settings(
+        &self,
+        capabilities: &[(&str, bool)],
+        parameters: &Map<String, Value>,
+    ) -> Result<(), QemuError> {
+        let changed = Changed::apply(&mut self.qemu(), capabilities, parameters);
+        let changed = changed.map_err(at_source)?;
+        *self.changed() = Some(changed);
+        Ok(())
+    }
+
+    /// Puts capabilities and parameters back, if they were changed. A QEMU that refuses is worth a
+    /// word, but fails nothing; one that has gone needs none.
+    pub fn restore_settings(&self) {
+        let Some(changed) = self.changed().take() else {
+            return;
+        };
+        let restored = self
+            .wait_cleaned_up()
+            .and_then(|()| self.retrying(|qemu| changed.undo(qemu)));
+        if let Err(error) = restored
+            && !error.is_disconnected()
+        {
+            let error = error_line(&error);
+            complain!("hotlift: the source's migration settings were not put back: {error}");
+        }
+    }
+
+    /// QEMU calls a migration completed or failed some moments before it frees what that had, and goes
+    /// by the capabilities of the moment then: one whose multifd was switched off in between keeps
+    /// channels that it uses after their end.
+    fn wait_cleaned_up(&self) -> Result<(), QmpError> {
+        let deadline = Instant::now() + END;
+        loop {
+            let threads = self.retrying(Qemu::query_migration_threads)?;
+            match threads {
+                None => std::thread::sleep(CLEAN_UP),
+                Some(threads) if !threads.is_empty() && Instant::now() < deadline => {
+                    std::thread::sleep(TICK);
+                    continue;
+                }
+                Some(_) => {}
+            }
+            // The last thread leaves the rest to the main loop, which does it before it answers again.
+            self.retrying(Qemu::query_migrate)?;
+            self.retrying(Qemu::query_migrate)?;
+            return Ok(());
+        }
+    }
+
+    /// Begins to migrate to `uri`.
+    ///
+    /// # Errors
+    /// If it refuses.
+    pub fn migrate(&self, uri: &str) -> Result<(), QemuError> {
+        Ok(self.qemu().migrate(uri).map_err(at_source)?)
+    }
+
+    /// What QEMU says of its migration.
+    ///
+    /// # Errors
+    /// Those of QMP.
+    pub fn look(&self) -> Result<MigrationInfo, QmpError> {
+        self.qemu().query_migrate()
+    }
+
+    /// Asks QEMU to cancel its migration; too late if it has completed.
+    ///
+    /// # Errors
+    /// Those of QMP.
+    pub fn cancel(&self) -> Result<(), QmpError> {
+        self.qemu().migrate_cancel()
+    }
+
+    /// Lets the guest run, which has been saved.
+    ///
+    /// # Errors
+    /// Those of QMP.
+    pub fn cont(&self) -> Result<(), QmpError> {
+        self.retrying(Qemu::cont)
+    }
+
+    /// Whether QEMU has given the guest up for good.
+    pub fn ownership(&self) -> Ownership {
+        match self.look() {
+            Ok(info) if info.is_completed() => Ownership::Released,
+            Ok(info) if info.has_failed() => Ownership::Kept,
+            // A QEMU that does not answer may still take the guest back.
+            Ok(_) | Err(_) => Ownership::Unknown,
+        }
+    }
+
+    /// Runs `ask` again as long as QEMU does not answer, for [`END`] or one answer's time more: a main loop that
+    /// hangs on storage answers later. A connection that is gone is made once more.
+    fn retrying<T>(
+        &self,
+        mut ask: impl FnMut(&mut Qemu) -> Result<T, QmpError>,
+    ) -> Result<T, QmpError> {
+        let deadline = Instant::now() + END;
+        let mut qemu = self.qemu();
+        let mut has_reconnected = false;
+        loop {
+            match ask(&mut qemu) {
+                Err(QmpError::Timeout { .. }) if Instant::now() < deadline => {}
+                Err(error) if error.is_disconnected() && !has_reconnected => {
+                    has_reconnected = true;
+                    *qemu = Qemu::connect(&self.address, CONNECT).map_err(|_| error)?;
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// After a migration whose relay has ended with `error`: sees that it has ended, and that the
+    /// guest runs here again if it did before. `at_destination` is asked where the guest is, if QEMU
+    /// has given it up and the relay says that the destination `is_told` to run it.
+    pub fn settle(
+        &self,
+        error: &MigrationError,
+        is_told: bool,
+        at_destination: impl FnOnce() -> GuestThere,
+    ) -> Settled {
+        let is_told = is_told || matches!(error, MigrationError::InDoubt);
+        let at_destination = || match is_told {
+            true => at_destination(),
+            false => GuestThere::NotHere,
+        };
+        let mut reasons = match error {
+            // It says so itself, if it can be heard.
+            MigrationError::Destination { reason } => vec![format!("the destination: {reason}")],
+            error => vec![error.chain()],
+        };
+        let whereabouts = self.bring_back(at_destination).unwrap_or_else(|problem| {
+            reasons.push(format!("QEMU at the source: {}", error_line(&problem)));
+            match is_told {
+                true => Whereabouts::InDoubt,
+                false if problem.is_disconnected() => Whereabouts::Gone,
+                false => Whereabouts::Stalled,
+            }
+        });
+        if let Ok(info) = self.look()
+            && let Some(reason) = info.error_desc
+        {
+            reasons.push(format!("QEMU at the source: {reason}"));
+        }
+        Settled {
+            whereabouts,
+            reasons,
+            qmp: self.address.to_string(),
+        }
+    }
+
+    fn bring_back(
+        &self,
+        at_destination: impl FnOnce() -> GuestThere,
+    ) -> Result<Whereabouts, QmpError> {
+        let kept = if self.was_running {
+            Whereabouts::Runs
+        } else {
+            Whereabouts::Paused
+        };
+        let info = self.wait_end()?;
+        // QEMU itself starts a guest again that it has not given up.
+        if !self.was_running || (!info.is_completed() && self.wait_running()?) {
+            return Ok(match info.is_completed().then(at_destination) {
+                None | Some(GuestThere::NotHere) => kept,
+                Some(GuestThere::Here) => Whereabouts::Moved,
+                Some(GuestThere::Unknown) => Whereabouts::InDoubt,
+            });
+        }
+        match at_destination() {
+            GuestThere::NotHere => {}
+            GuestThere::Here => return Ok(Whereabouts::Moved),
+            GuestThere::Unknown => return Ok(Whereabouts::InDoubt),
+        }
+        self.retrying(Qemu::cont)?;
+        Ok(kept)
+    }
+
+    /// Cancels what is under way and waits for its end.
+    fn wait_end(&self) -> Result<MigrationInfo, QmpError> {
+        let deadline = Instant::now() + END;
+        self.retrying(Qemu::migrate_cancel)?;
+        loop {
+            let info = self.retrying(Qemu::query_migrate)?;
+            if !info.is_running() {
+                return Ok(info);
+            }
+            if Instant::now() >= deadline {
+                return Err(QmpError::Timeout {
+                    command: "migrate_cancel".to_owned(),
+                    waited: END,
+                });
+            }
+            std::thread::sleep(TICK);
+        }
+    }
+
+    /// QEMU says that a migration has failed some moments before it runs the guest again.
+    fn wait_running(&self) -> Result<bool, QmpError> {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        loop {
+            if self.retrying(Qemu::query_status)?.running {
+                return Ok(true);
+            }
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(TICK);
+        }
+    }
+
+    fn changed(&self) -> MutexGuard<'_, Option<Changed>> {
+        self.changed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Settled {
+    /// Says where the guest is, and makes the error that ends the command; `theirs` is what the other
+    /// side has said.
+    pub fn into_error(mut self, theirs: Option<String>, interrupted: bool) -> QemuError {
+        if let Some(theirs) = theirs {
+            // The final messages of the relays have a part of it.
+            self.reasons.retain(|reason| !theirs.starts_with(reason));
+            self.reasons.push(theirs);
+        }
+        let reasons = self.reasons.join("; ");
+        let state = match self.whereabouts {
+            Whereabouts::InDoubt => {
+                let qmp = self.qmp;
+                return QemuError::InDoubt { reasons, qmp };
+            }
+            Whereabouts::Stalled => {
+                let qmp = self.qmp;
+                return QemuError::Stalled { reasons, qmp };
+            }
+            Whereabouts::Moved => return QemuError::MovedAnyway { reasons },
+            Whereabouts::Gone => return QemuError::Gone { reasons },
+            Whereabouts::Runs => "runs on",
+            Whereabouts::Paused => "stays paused",
+        };
+        complain!("hotlift: the guest {state} at the source");
+        if interrupted {
+            return ConsoleError::Interrupted.into();
+        }
+        QemuError::Failed { reasons }
+    }
+}

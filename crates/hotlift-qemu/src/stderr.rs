@@ -1,0 +1,245 @@
+//! Standard output and standard error of a QEMU that was started here: shown, and its errors kept for the host that its
+//! guest comes from.
+
+use std::collections::VecDeque;
+use std::io::{self, BufRead, BufReader, PipeReader, Read};
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use hotlift_qmp::one_line;
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
+
+use crate::log_file::LogFile;
+
+/// Standard error of this process, as a path.
+const STDERR: &str = "/proc/self/fd/2";
+
+/// How long the output of a QEMU that has ended may take to arrive.
+const DRAIN: Duration = Duration::from_secs(1);
+
+/// Bytes of a line of QEMU's output at most; a longer one is cut in two.
+const LINE: u64 = 4096;
+
+/// Errors that are kept: the last ones. QEMU says one for each step that it gives up.
+const KEPT: usize = 4;
+
+/// What a QEMU writes to, and what is read of it here.
+pub struct Streams {
+    pub stdout: Stdio,
+    pub stderr: Stdio,
+    pub errors: ErrorOutput,
+}
+
+/// What a QEMU writes to standard error.
+#[derive(Debug)]
+pub struct ErrorOutput(Captured);
+
+#[derive(Debug)]
+enum Captured {
+    /// Passed on for as long as this command is there, and lost after that.
+    PassedOn {
+        errors: Arc<Mutex<Errors>>,
+        /// Ends when all was passed on.
+        is_done: Receiver<()>,
+    },
+    /// In the file that this command has for its errors.
+    Logged(Arc<LogFile>),
+    /// Nothing is known of it here.
+    Nothing,
+}
+
+impl Streams {
+    /// What this command has for its errors, where it is a file: QEMU may hold it for as long as it lives. Whoever
+    /// reads a pipe waits for its last writer, which would be a QEMU that runs on: there its output is passed on. On a
+    /// terminal only its errors are.
+    pub fn make() -> io::Result<Self> {
+        let kind = fstat(io::stderr()).map(|status| FileType::from_raw_mode(status.st_mode));
+        if let Ok(FileType::RegularFile) = kind {
+            return Ok(Self::logged().unwrap_or_else(|_| Self {
+                stdout: io::stderr().into(),
+                stderr: Stdio::inherit(),
+                errors: ErrorOutput(Captured::Nothing),
+            }));
+        }
+        let (reader, writer) = io::pipe()?;
+        let stdout = match kind {
+            Ok(FileType::Fifo | FileType::Socket) => writer.try_clone()?.into(),
+            _ => io::stderr().into(),
+        };
+        Ok(Self {
+            stdout,
+            stderr: writer.into(),
+            errors: ErrorOutput(pass_on(reader)),
+        })
+    }
+
+    /// With the file that this command has for its errors.
+    fn logged() -> io::Result<Self> {
+        let log = LogFile::open(Path::new(STDERR))?;
+        let (stdout, stderr) = (log.for_qemu()?, log.for_qemu()?);
+        // QEMU's position there is not this command's any more, which would write over what QEMU has appended.
+        let flags = fcntl_getfl(io::stderr())?;
+        fcntl_setfl(io::stderr(), flags | OFlags::APPEND)?;
+        Ok(Self {
+            stdout: stdout.into(),
+            stderr: stderr.into(),
+            errors: ErrorOutput(Captured::Logged(log)),
+        })
+    }
+}
+
+impl ErrorOutput {
+    /// Waits a moment until what a QEMU that has ended has written was passed on.
+    pub fn finish(&self) {
+        if let Captured::PassedOn { is_done, .. } = &self.0 {
+            let _ = is_done.recv_timeout(DRAIN);
+        }
+    }
+
+    /// The last errors of a QEMU that has ended, in one line.
+    pub fn last(&self) -> Option<String> {
+        self.finish();
+        let mut found = Errors::default();
+        let errors = match &self.0 {
+            Captured::PassedOn { errors, .. } => {
+                errors.lock().unwrap_or_else(PoisonError::into_inner).line()
+            }
+            Captured::Logged(log) => {
+                for line in String::from_utf8_lossy(&log.written()).lines() {
+                    found.take(line);
+                }
+                found.line()
+            }
+            Captured::Nothing => String::new(),
+        };
+        (!errors.is_empty()).then_some(errors)
+    }
+}
+
+/// The last errors among the lines of a QEMU.
+#[derive(Debug, Default)]
+struct Errors(VecDeque<String>);
+
+impl Errors {
+    /// Keeps a line that is an error: a time stamp with `-msg timestamp=on`, QEMU's name, a colon, and no warning.
+    fn take(&mut self, line: &str) {
+        let Some((name, message)) = without_timestamp(line).split_once(": ") else {
+            return;
+        };
+        let is_error = name.starts_with("qemu")
+            && !name.contains(' ')
+            && !message.starts_with("warning: ")
+            && !message.starts_with("info: ");
+        if is_error {
+            if self.0.len() == KEPT {
+                self.0.pop_front();
+            }
+            self.0.push_back(message.trim_end().to_owned());
+        }
+    }
+
+    fn line(&self) -> String {
+        let all: Vec<_> = self.0.iter().map(String::as_str).collect();
+        one_line(&all.join("; "))
+    }
+}
+
+/// A line of QEMU without the time stamp of `-msg timestamp=on`, such as `2026-11-23T05:16:37.123456Z`.
+fn without_timestamp(line: &str) -> &str {
+    const SECONDS: &[u8] = b"0000-00-00T00:00:00";
+    let Some((stamp, rest)) = line.split_once(' ') else {
+        return line;
+    };
+    let mut pairs = stamp.bytes().zip(SECONDS);
+    let is_stamp = stamp.len() > SECONDS.len()
+        && stamp.ends_with('Z')
+        && pairs.all(|(byte, like)| match like {
+            b'0' => byte.is_ascii_digit(),
+            like => byte == *like,
+        });
+    if is_stamp { rest } else { line }
+}
+
+/// Says on standard error what is read, line by line, however little of that is taken there.
+fn pass_on(output: PipeReader) -> Captured {
+    let (done, is_done) = channel();
+    let errors = Arc::<Mutex<Errors>>::default();
+    let kept = Arc::clone(&errors);
+    thread::spawn(move || {
+        // Dropped at the end of the output.
+        let _done = done;
+        let mut output = BufReader::new(output);
+        let mut line = Vec::new();
+        while matches!(
+            output.by_ref().take(LINE).read_until(b'\n', &mut line),
+            Ok(1..)
+        ) {
+            let text = String::from_utf8_lossy(&line);
+            let text = text.trim_end_matches('\n');
+            kept.lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take(text);
+            hotlift_console::output::err(text);
+            line.clear();
+        }
+    });
+    Captured::PassedOn { errors, is_done }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_errors_of_a_qemu_are_kept_and_nothing_else() {
+        let mut errors = Errors::default();
+        for line in [
+            "qemu-system-x86_64: gone: too long ago",
+            "qemu-system-x86_64: warning: TCG doesn't support it",
+            "Linux version 6.1: a guest's console",
+            "hotlift: an error of ours",
+            "qemu-system-x86_64: Size mismatch: pc.ram",
+            "qemu-kvm: error while loading state\u{1b}[2J\r",
+            "qemu-system-x86_64: load failed",
+            "qemu-system-x86_64: Input/output error",
+        ] {
+            errors.take(line);
+        }
+        assert_eq!(
+            errors.line(),
+            "Size mismatch: pc.ram; error while loading state [2J; load failed; Input/output error"
+        );
+    }
+
+    #[test]
+    fn errors_with_a_time_stamp_are_found() {
+        let mut errors = Errors::default();
+        for line in [
+            "2026-11-23T05:16:37.123456Z qemu-system-x86_64: load of migration failed",
+            "2026-11-23T05:16:37Z qemu-kvm: and why",
+            "2026-11-23T05:16:37.123456Z qemu-system-x86_64: warning: TCG doesn't support it",
+            "2026-11-23 qemu-system-x86_64: of a guest's console",
+            "2026-11-23T05:16:37.123456Z",
+            "Once qemu-system-x86_64: of a guest's console",
+        ] {
+            errors.take(line);
+        }
+        assert_eq!(errors.line(), "load of migration failed; and why");
+    }
+
+    #[test]
+    fn errors_are_found_in_a_file_behind_what_was_there_before() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        io::Write::write_all(&mut file, b"qemu-system-x86_64: of another\n").unwrap();
+        let log = LogFile::open(file.path()).unwrap();
+        let mut qemu = log.for_qemu().unwrap();
+        let errors = ErrorOutput(Captured::Logged(log));
+        assert_eq!(errors.last(), None);
+        io::Write::write_all(&mut qemu, b"listening\nqemu-system-x86_64: its own\n").unwrap();
+        assert_eq!(errors.last().as_deref(), Some("its own"));
+    }
+}

@@ -1,0 +1,176 @@
+//! QAPI: the types of QMP's answers, once for the client that reads them, the server that writes them and the schema
+//! that describes them.
+
+use serde::Serialize;
+use serde_json::Value;
+
+/// An answer as it travels.
+pub fn to_value(answer: &impl Serialize) -> Value {
+    // Names are strings, which is all that JSON asks for.
+    serde_json::to_value(answer).unwrap_or_default()
+}
+
+/// Type of an argument or of a member of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Type {
+    /// A string.
+    Str,
+    /// `true` or `false`.
+    Bool,
+    /// A whole number.
+    Int,
+    /// Any number.
+    Number,
+    /// One of the names of this enumeration of the schema.
+    Enum(&'static str),
+    /// An object of the schema.
+    Object(&'static str),
+    /// A list of what has this name in the schema.
+    List(&'static str),
+}
+
+impl Type {
+    /// Its name in the schema; of a list that of its elements.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Str => "str",
+            Self::Bool => "boolean",
+            Self::Int => "int",
+            Self::Number => "number",
+            Self::Enum(name) | Self::Object(name) | Self::List(name) => name,
+        }
+    }
+}
+
+/// An argument of a command, or a member of an object.
+#[derive(Debug, Clone, Copy)]
+pub struct Member {
+    /// Its name.
+    pub name: &'static str,
+    /// Its type.
+    pub kind: Type,
+    /// Whether it may be left out.
+    pub optional: bool,
+}
+
+/// An object, with its members.
+#[derive(Debug, Clone, Copy)]
+pub struct Object {
+    /// The name that QEMU's documentation gives it.
+    pub name: &'static str,
+    /// Its members.
+    pub members: &'static [Member],
+}
+
+/// A member that must be there.
+#[must_use]
+pub const fn needed(name: &'static str, kind: Type) -> Member {
+    Member {
+        name,
+        kind,
+        optional: false,
+    }
+}
+
+/// A member that may be left out.
+#[must_use]
+pub const fn optional(name: &'static str, kind: Type) -> Member {
+    Member {
+        name,
+        kind,
+        optional: true,
+    }
+}
+
+/// A Rust type that members have.
+pub trait Qapi {
+    /// What it is in the schema.
+    const TYPE: Type;
+}
+
+impl Qapi for String {
+    const TYPE: Type = Type::Str;
+}
+
+impl Qapi for bool {
+    const TYPE: Type = Type::Bool;
+}
+
+impl Qapi for u32 {
+    const TYPE: Type = Type::Int;
+}
+
+impl Qapi for u64 {
+    const TYPE: Type = Type::Int;
+}
+
+impl Qapi for f64 {
+    const TYPE: Type = Type::Number;
+}
+
+impl<T: Qapi> Qapi for Vec<T> {
+    const TYPE: Type = Type::List(T::TYPE.name());
+}
+
+/// Makes each object a struct, and a row of `OBJECTS`. A member is its name in QMP, its field and the field's type, and
+/// after `=` its type in the schema where the field's does not say it, as of an enumeration whose names QEMU may add to.
+/// What may be left out is an [`Option`].
+macro_rules! objects {
+    ($(
+        $(#[$meta:meta])*
+        $object:ident = $qapi:literal {
+            needed { $($(#[$needed_meta:meta])* $needed_name:literal $needed:ident: $needed_type:ty $(= $needed_kind:expr)?,)* }
+            optional { $($(#[$optional_meta:meta])* $optional_name:literal $optional:ident: $optional_type:ty $(= $optional_kind:expr)?,)* }
+        }
+    )*) => {
+        $(
+            #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
+            $(#[$meta])*
+            pub struct $object {
+                $(
+                    $(#[$needed_meta])*
+                    #[serde(rename = $needed_name)]
+                    pub $needed: $needed_type,
+                )*
+                $(
+                    $(#[$optional_meta])*
+                    #[serde(rename = $optional_name, default, skip_serializing_if = "Option::is_none")]
+                    pub $optional: Option<$optional_type>,
+                )*
+            }
+
+            impl $crate::qapi::Qapi for $object {
+                const TYPE: $crate::qapi::Type = $crate::qapi::Type::Object($qapi);
+            }
+        )*
+
+        /// The objects of this file, for the schema.
+        pub(crate) static OBJECTS: &[$crate::qapi::Object] = &[$(
+            $crate::qapi::Object {
+                name: $qapi,
+                members: &[
+                    $($crate::qapi::needed(
+                        $needed_name,
+                        $crate::qapi::objects!(@kind $needed_type $(, $needed_kind)?),
+                    ),)*
+                    $($crate::qapi::optional(
+                        $optional_name,
+                        $crate::qapi::objects!(@kind $optional_type $(, $optional_kind)?),
+                    ),)*
+                ],
+            },
+        )*];
+    };
+    (@kind $type:ty) => { <$type as $crate::qapi::Qapi>::TYPE };
+    (@kind $type:ty, $kind:expr) => { $kind };
+}
+
+pub(crate) use objects;
+
+/// All objects that are answers, or parts of answers.
+pub fn all_objects() -> impl Iterator<Item = &'static Object> {
+    crate::machine::OBJECTS
+        .iter()
+        .chain(crate::migration::OBJECTS)
+}
