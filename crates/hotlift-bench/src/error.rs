@@ -23,7 +23,7 @@ pub enum BenchError {
     #[error("the rows of suite {suite} set {option} themselves: leave out --with {option}")]
     SuiteSets {
         /// The suite's name.
-        suite: &'static str,
+        suite: String,
         /// The option's name.
         option: &'static str,
     },

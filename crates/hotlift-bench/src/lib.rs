@@ -188,7 +188,9 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     let mut records = Vec::new();
     let number = parts.len();
     for (i, (suite, cells)) in parts.iter().enumerate() {
-        bench.suite = suite.map_or("matrix", |suite| suite.name).to_owned();
+        bench.suite = suite
+            .map_or("matrix", |suite| suite.name.as_str())
+            .to_owned();
         if number > 1 {
             warn(format!("suite {} of {number}: {}", i + 1, bench.suite));
         }
@@ -351,7 +353,8 @@ fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), BenchError> 
     }
 }
 
-/// Heads of the columns of figures.
+/// Heads of the columns of figures, those of suites among them.
 pub fn figure_names() -> impl Iterator<Item = &'static str> {
-    figures::ALL.iter().map(|figure| figure.name)
+    let names = figures::ALL.iter().map(|figure| figure.name);
+    names.chain(suite::column_names())
 }

@@ -172,6 +172,15 @@ impl Machine {
     }
 }
 
+impl Completed {
+    /// Accelerators that took part, of both sides.
+    pub fn devices(&self) -> impl Iterator<Item = &str> {
+        let sides = [&self.source.side, &self.destination.side].into_iter();
+        let all = sides.flat_map(|side| side.jobs.devices.iter().chain(&side.zero_jobs.devices));
+        all.map(String::as_str)
+    }
+}
+
 impl Record {
     /// The figures, if the migration completed.
     pub fn completed(&self) -> Option<&Completed> {
