@@ -27,6 +27,14 @@ pub enum BenchError {
         /// The option's name.
         option: &'static str,
     },
+    /// A relay between two QEMUs.
+    #[error("relay {side}: {problem}")]
+    Relay {
+        /// Where it stood.
+        side: &'static str,
+        /// What it said last.
+        problem: String,
+    },
     /// The limit of `--link`.
     #[error("no link as asked for: {problem}")]
     Link {

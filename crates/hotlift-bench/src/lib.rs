@@ -6,7 +6,7 @@
 //! | `runner`, `journal` | runs them in random order; keeps each as it ends |
 //! | `record` | what is kept: a line of JSON a run |
 //! | `built_in`, `far` | a run of the built-in guest, on this host or to another |
-//! | `qemu`, `machines` | the same work by a real QEMU |
+//! | `qemu`, `machines`, `relays` | the same work by a real QEMU, alone and with relays between |
 //! | `link` | limits that are real, by network namespaces |
 //! | `threads`, `machine`, `warm` | what the kernel counts; what this machine is; memory for the next run |
 //! | `figures`, `stats`, `table` | what is shown of a run; medians and quotients, as tables |
@@ -28,6 +28,7 @@ mod machines;
 mod matrix;
 mod qemu;
 mod record;
+mod relays;
 mod report;
 mod runner;
 mod stats;
@@ -87,6 +88,9 @@ pub struct BenchArgs {
     /// Have this QEMU do the same work in the same run
     #[arg(long, value_name = "PATH", conflicts_with = "to")]
     with_qemu: Option<PathBuf>,
+    /// Have QEMUs migrate through two relays, too, which use the method instead of them
+    #[arg(long, requires = "with_qemu", conflicts_with = "suite")]
+    relays: bool,
     /// Migrate to the host where 'hotlift bench --serve' waits: tcp:HOST:PORT
     #[arg(long, value_name = "URI")]
     to: Option<Address>,
@@ -232,7 +236,7 @@ fn cells(
         cell.link = args.link.as_ref().map(Link::text);
     }
     match beside_qemu {
-        true => Ok(matrix::beside_qemu(cells)?),
+        true => Ok(matrix::beside_qemu(cells, args.relays)?),
         false => Ok(cells),
     }
 }
@@ -272,7 +276,7 @@ fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), BenchErro
     for (cell, row) in cells.iter().zip(&rows) {
         say(format!(
             "{}: {}",
-            labels.text(row, "QEMU"),
+            labels.text(row, row.who()),
             bytes(cell.memory(here))
         ))?;
     }

@@ -19,7 +19,8 @@ use serde_json::{Value, json};
 
 use super::cell::Cell;
 use super::machines::{Image, Machine, Start};
-use super::record::{Completed, Outcome, ThreadCounts};
+use super::record::{Completed, Engine, Outcome, ThreadCounts};
+use super::relays::{self, Relays};
 use super::threads::{Sampler, process_cpu};
 use super::warm::Warm;
 use crate::error::BenchError;
@@ -133,6 +134,20 @@ impl Program {
         interrupt: &Interrupt,
         tell: &mut dyn FnMut(&Moment),
     ) -> Result<Completed, Stop> {
+        let asked = cell;
+        let relayed = cell.engine == Engine::Relay;
+        if relayed
+            && !cell
+                .migration
+                .options()
+                .is_ok_and(|options| options.multifd())
+        {
+            return Err(Stop::Lacks("a relay sends by multifd".to_owned()));
+        }
+        let cell = &match relayed {
+            true => relays::of_qemus(cell).map_err(BenchError::from)?,
+            false => cell.clone(),
+        };
         let options = cell.migration.options().map_err(BenchError::from)?;
         refuse_what_is_ours(cell)?;
         let is_off = |(name, value): &(String, String)| name == "accelerator" && value == "off";
@@ -168,19 +183,33 @@ impl Program {
             set(machine, cell, &options)?;
         }
         source.fill(&image, &layout, cell.guest.zero_touched)?;
-        let host = place.address.as_deref().unwrap_or("127.0.0.1");
-        destination
-            .qmp
-            .migrate_incoming(&format!("tcp:{host}:0"), false)?;
-        let uri = format!("tcp:{host}:{}", port(&mut destination)?);
+        let (uri, relays) = match relayed {
+            true => {
+                let folder =
+                    tempfile::tempdir().map_err(|error| Stop::Failed(error.to_string()))?;
+                let behind = Relays::behind(&folder);
+                destination.qmp.migrate_incoming(&behind, false)?;
+                let relays = Relays::start(asked, place, folder)?;
+                (relays.uri(), Some(relays))
+            }
+            false => {
+                let host = place.address.as_deref().unwrap_or("127.0.0.1");
+                let uri = format!("tcp:{host}:0");
+                destination.qmp.migrate_incoming(&uri, false)?;
+                (format!("tcp:{host}:{}", port(&mut destination)?), None)
+            }
+        };
         if writes {
             source.qmp.cont()?;
             source.await_writes(interrupt)?;
             interrupt.sleep(Some(RUN_IN));
         }
         drop(warm);
-        let pids = [source.pid(), destination.pid()];
-        let before = pids.map(process_cpu);
+        // The source's processes and the destination's in turn.
+        let mut pids = vec![source.pid(), destination.pid()];
+        pids.extend(relays.iter().flat_map(Relays::pids));
+        let clocks = || pids.iter().copied().map(process_cpu).collect::<Vec<_>>();
+        let before = clocks();
         let sampler = Sampler::start(&pids);
         source.qmp.migrate(&uri)?;
         let mut timeline = Vec::new();
@@ -197,19 +226,34 @@ impl Program {
         for machine in [&source, &destination] {
             machine.await_end_of_migration_threads();
         }
-        let after = pids.map(process_cpu);
-        let mut counted = sampler.finish().into_iter();
+        if ended.is_ok()
+            && let Some(relays) = &relays
+        {
+            relays.await_end();
+        }
+        let after = clocks();
+        let counted = sampler.finish();
         ended?;
         let info = query(&mut source)?;
-        let mut threads = || counted.next().unwrap_or_default();
-        let (source_threads, destination_threads) = (threads(), threads());
+        let of_side = |side: usize| (side..pids.len()).step_by(2);
+        let threads = |side| {
+            let all = of_side(side).filter_map(|process| counted.get(process));
+            all.flatten().cloned().collect::<Vec<_>>()
+        };
+        let used = |side| -> Duration {
+            of_side(side)
+                .map(|process| after[process].saturating_sub(before[process]))
+                .sum()
+        };
+        let (source_threads, destination_threads) = (threads(0), threads(1));
         let verified = destination.holds(&image, &layout, writes)?;
         let total = Duration::from_millis(number(&info, "total-time"));
         let side = |threads: &[ThreadCounts], process: Duration, normal| {
             let threads = cpu_of(threads, process);
             SideFigures::new(threads, total, normal, JobFigures::default())
         };
-        let mut report = source_report(&info, total);
+        let sent = relays.map(Relays::sent_bytes).transpose()?;
+        let mut report = source_report(&info, total, sent);
         if options.multifd() && options.method_name() != "none" && !self.counts_packed_bytes() {
             // Not told rather than told wrong.
             (
@@ -227,14 +271,10 @@ impl Program {
                 // QEMU's destination counts nothing.
                 normal_pages: normal,
                 zero_pages: report.zero_pages,
-                side: side(
-                    &destination_threads,
-                    after[1].saturating_sub(before[1]),
-                    normal,
-                ),
+                side: side(&destination_threads, used(1), normal),
             },
             source: SourceReport {
-                side: side(&source_threads, after[0].saturating_sub(before[0]), normal),
+                side: side(&source_threads, used(0), normal),
                 ..report
             },
             source_threads: without_vcpus(source_threads),
@@ -480,11 +520,12 @@ fn moment(info: &Value, elapsed_ms: f64, last: Option<(f64, u64)>) -> Moment {
     }
 }
 
-/// QEMU's figures with Hotlift's definitions. CPU is added by whoever has counted it.
-fn source_report(info: &Value, total: Duration) -> SourceReport {
+/// QEMU's figures with Hotlift's definitions; bytes are those that a relay has `sent`, if there is one. CPU is added by
+/// whoever has counted it.
+fn source_report(info: &Value, total: Duration, sent: Option<u64>) -> SourceReport {
     let ram = &info["ram"];
     let setup = Duration::from_millis(number(info, "setup-time"));
-    let transferred = number(ram, "transferred");
+    let transferred = sent.unwrap_or_else(|| number(ram, "transferred"));
     // Pages of capability compress are counted apart.
     let normal = number(ram, "normal") + number(&info["compression"], "pages");
     let zero = number(ram, "duplicate");
@@ -673,7 +714,11 @@ mod tests {
                      "dirty-sync-count": 3, "remaining": 0 },
             "compression": { "pages": 1 << 17 },
         });
-        let report = source_report(&info, Duration::from_millis(2100));
+        let total = Duration::from_millis(2100);
+        let relayed = source_report(&info, total, Some(1 << 27));
+        assert_eq!(relayed.transferred_bytes, 1 << 27);
+        assert!((relayed.ratio - 8.0).abs() < 1e-9);
+        let report = source_report(&info, total, None);
         assert_eq!((report.normal_pages, report.rounds), (1 << 18, 3));
         assert!((report.ratio - 4.0).abs() < 1e-9);
         assert!((report.throughput_mbps - f64::from(1 << 28) * 8.0 / 2.0 / 1e6).abs() < 1e-6);

@@ -61,7 +61,7 @@ impl Bench<'_> {
             // A drift of the machine then favours no cell.
             random.shuffle(&mut order);
             for index in order {
-                let label = labels.text(&rows[index], "QEMU");
+                let label = labels.text(&rows[index], rows[index].who());
                 display.begin(index, &label);
                 let time = now();
                 let machine = self.machine(&cells[index]);
@@ -99,16 +99,15 @@ impl Bench<'_> {
     fn machine(&self, cell: &Cell) -> super::record::Machine {
         let mut versions =
             BTreeMap::from([("hotlift".to_owned(), env!("CARGO_PKG_VERSION").to_owned())]);
-        match (cell.engine, &self.qemu) {
-            (Engine::Qemu, Some(program)) => {
-                versions.insert("qemu".to_owned(), program.version.to_string());
-            }
-            (Engine::Qemu, None) => {}
-            (Engine::Hotlift, _) => {
-                if let Ok(options) = cell.migration.options() {
-                    versions.insert("method".to_owned(), options.library());
-                }
-            }
+        if cell.engine != Engine::Hotlift
+            && let Some(program) = &self.qemu
+        {
+            versions.insert("qemu".to_owned(), program.version.clone());
+        }
+        if cell.engine != Engine::Qemu
+            && let Ok(options) = cell.migration.options()
+        {
+            versions.insert("method".to_owned(), options.library());
         }
         machine::look(versions, self.far.as_ref().map(Far::name))
     }
@@ -133,10 +132,10 @@ impl Bench<'_> {
                 self.interrupt,
                 tell,
             ),
-            (Engine::Qemu, Some(program)) => {
+            (_, Some(program)) => {
                 Ok(program.run(cell, &self.place, self.limit, self.interrupt, tell))
             }
-            (Engine::Qemu, None) => Ok(Outcome::Skipped {
+            (_, None) => Ok(Outcome::Skipped {
                 reason: "no QEMU was given: use --with-qemu".to_owned(),
             }),
         }

@@ -86,7 +86,7 @@ impl Labels {
     /// The name of one of them: its method, and all that is not the same everywhere.
     pub fn text(&self, row: &Row, who: &str) -> String {
         let mut words = vec![row.method_and_level()];
-        if row.engine == Engine::Qemu {
+        if row.engine != Engine::Hotlift {
             words.insert(0, who.to_owned());
         }
         words.extend(self.words(row, About::Channels, true));
@@ -231,10 +231,17 @@ pub fn matrix(records: &[Record]) -> String {
         line.extend(figures.map(|figure| figure.text(completed.iter().copied())));
         line.push(verified(&runs));
         table.rows.push(line);
-        let ours = rows.iter().find(|ours| is_the_same_work(ours, row));
-        let pairs = ours.map(|ours| pairs(records, ours, (row, who)));
-        if let Some(pairs) = pairs.filter(|pairs| !pairs.is_empty()) {
-            let mut line = vec![format!("  Hotlift / {who}"), pairs.len().to_string()];
+        for (ours, name) in &series {
+            let same = is_the_same_work(ours, row);
+            let pairs = if same {
+                pairs(records, ours, (row, who))
+            } else {
+                Vec::new()
+            };
+            if pairs.is_empty() {
+                continue;
+            }
+            let mut line = vec![format!("  {name} / {who}"), pairs.len().to_string()];
             line.extend(columns.iter().map(|figure| figure.quotient(&pairs)));
             line.push(String::new());
             table.rows.push(line);
@@ -290,17 +297,17 @@ fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
             row.options.clone(),
             guest.kind.clone(),
         );
-        (work, way, row.engine == Engine::Qemu)
+        (work, way, row.engine)
     });
     rows
 }
 
-/// True if `theirs` is what QEMU did of the work of `ours`.
+/// True if `theirs` is what QEMU did of the work of `ours`, or of that of relays.
 pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
     let mut same = theirs.clone();
     same.engine = ours.engine;
     same.guest.kind.clone_from(&ours.guest.kind);
-    (ours.engine, theirs.engine) == (Engine::Hotlift, Engine::Qemu) && same == *ours
+    ours.is_ours() && !theirs.is_ours() && same == *ours
 }
 
 /// Runs of our row and of a QEMU's with the same repeat: neighbours in time.

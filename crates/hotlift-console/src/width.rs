@@ -13,6 +13,7 @@ use crate::table::new_table;
 pub const DISPENSABLE: &[&str] = &[
     "RAM kB",
     "preempted",
+    "page faults",
     "QEMU, CPU",
     "core-s/GiB of all pages dst",
     "core-s/GiB of all pages src",

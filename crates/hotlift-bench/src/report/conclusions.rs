@@ -128,7 +128,12 @@ fn against_qemu(chapters: &[Chapter<'_>]) -> Grid {
                     continue;
                 }
                 let medians = compared.map(|(_, figure)| Some(figure.quotients(&pairs)?.median));
-                let name = format!("{} / {}", ours.row.method_and_level(), theirs.who);
+                let relayed = if ours.row.engine == Engine::Relay {
+                    "relays, "
+                } else {
+                    ""
+                };
+                let name = format!("{relayed}{} / {}", ours.row.method_and_level(), theirs.who);
                 quotients.entry(name).or_default().push(medians.to_vec());
             }
         }

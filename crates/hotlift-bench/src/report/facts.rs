@@ -6,6 +6,7 @@ use hotlift_console::progress::bytes;
 use maud::{Markup, html};
 
 use super::group::fill;
+use super::tables::details;
 use crate::record::{Completed, Record};
 use crate::stats;
 use crate::table::zero_share;
@@ -42,25 +43,29 @@ pub fn machine(records: &[Record]) -> Markup {
         .iter()
         .map(|record| record.machine.command.join(" "))
         .collect();
-    let entries = [
+    let visible = [
         ("When", when),
         ("Machine", different(hardware)),
         (
             "Load before runs",
             loads.map_or("-".to_owned(), |load| load.text()),
         ),
+        ("Accelerators", accelerators),
+    ];
+    let commands = commands.into_iter().map(|command| ("Command", command));
+    let folded = [
         (
             "Versions",
             versions.into_iter().collect::<Vec<_>>().join("; "),
         ),
-        ("Accelerators", accelerators),
         ("Memory", different(memory)),
     ];
     html! {
-        dl {
-            @for (name, value) in entries { dt { (name) } dd { (value) } }
-            @for command in commands { dt { "Command" } dd { code { (command) } } }
-        }
+        dl { @for (name, value) in visible { dt { (name) } dd { (value) } } }
+        (details(
+            "Versions, memory, commands",
+            &html! { dl { @for (name, value) in folded.into_iter().chain(commands) { dt { (name) } dd { (value) } } } },
+        ))
     }
 }
 
@@ -119,7 +124,8 @@ pub fn definitions() -> Markup {
         ),
         (
             "QEMU's CPU",
-            "user and system time of the whole process without its vCPUs, as the kernel has it",
+            "user and system time of the whole process without its vCPUs, as the kernel has it; of a relayed QEMU that of the \
+             relay on its side, too",
         ),
         (
             "Bars",

@@ -43,7 +43,7 @@ pub struct Condition<'a> {
 impl<'a> Series<'a> {
     fn new(row: Row, who: String, labels: &Labels, records: &'a [Record]) -> Self {
         let mut name = vec![row.method_and_level(), channels(&row)];
-        if row.engine == Engine::Qemu {
+        if row.engine != Engine::Hotlift {
             name[0].insert_str(0, &format!("{who} "));
         }
         name.extend(labels.way(&row));

@@ -17,7 +17,7 @@ const MOST_ROWS_OF_THREADS: usize = 16;
 const SMALL_THREAD: f64 = 0.01;
 
 /// Colours of who ran a row, and of the sides of a migration.
-const ENGINES: [(&str, usize); 2] = [("Hotlift", 0), ("QEMU", 6)];
+const ENGINES: [(&str, usize); 3] = [("Hotlift", 0), ("QEMU", 6), ("QEMU through relays", 2)];
 const SIDES: [(&str, usize); 2] = [("source", 0), ("destination", 1)];
 
 /// Total time, downtime and CPU of one condition, quotients with QEMU, and all figures.
@@ -50,8 +50,7 @@ pub fn condition(condition: &Condition<'_>, records: &[Record]) -> Markup {
         ("Downtime, ms", "ms", figures::DOWN_MS, 1.0),
     ];
     let times = times.map(|(title, unit, figure, scale)| {
-        let engine =
-            |series: &Series<'_>| ENGINES[usize::from(series.row.engine == Engine::Qemu)].1;
+        let engine = |series: &Series<'_>| ENGINES[series.row.engine as usize].1;
         let bar = |series| bar(series, &[("", figure, engine(series))], scale);
         bars(
             title,
@@ -134,7 +133,7 @@ fn crossover<'a>(guest: &[&'a Condition<'a>]) -> Crossover<'a> {
                     name: &series.name,
                     method: match series.row.engine {
                         Engine::Hotlift => &series.name,
-                        Engine::Qemu => series.name[series.who.len()..].trim_start(),
+                        _ => series.name[series.who.len()..].trim_start(),
                     },
                     engine: series.row.engine,
                     points: vec![point],

@@ -175,7 +175,7 @@ pub struct Plot<'a> {
 /// The picture's own units are those of its text, of which a line is 16 high.
 const WIDTH: f64 = 640.0;
 const LEFT: f64 = 52.0;
-const RIGHT: f64 = WIDTH - 16.0;
+const RIGHT: f64 = WIDTH - 32.0;
 const TOP: f64 = 28.0;
 const BOTTOM: f64 = 300.0;
 
