@@ -18,7 +18,7 @@ pub enum BenchError {
     Accel(#[from] AccelError),
     /// The host of `--to`.
     #[error("cannot reach 'hotlift bench --serve'")]
-    NoFar(#[source] ConversationError),
+    NoRemoteHost(#[source] ConversationError),
     /// An option of `--with` in a suite.
     #[error("the rows of suite {suite} set {option} themselves: leave out --with {option}")]
     SuiteSets {

@@ -12,11 +12,11 @@ use hotlift_console::signals::Interrupt;
 
 use super::built_in;
 use super::cell::Cell;
-use super::far::Far;
 use super::journal::Journal;
 use super::machine;
 use super::qemu::Program;
 use super::record::{Engine, Outcome, Record, Row};
+use super::remote_host::RemoteHost;
 use super::table::Labels;
 use crate::error::BenchError;
 
@@ -33,7 +33,7 @@ pub struct Bench<'a> {
     /// Where the two sides are.
     pub place: Place,
     /// The other host, if the destination is there.
-    pub far: Option<Far>,
+    pub remote: Option<RemoteHost>,
     /// The QEMU of cells that are QEMU's.
     pub qemu: Option<Program>,
     /// Where runs are kept.
@@ -109,11 +109,11 @@ impl Bench<'_> {
         {
             versions.insert("method".to_owned(), options.library());
         }
-        machine::look(versions, self.far.as_ref().map(Far::name))
+        machine::look(versions, self.remote.as_ref().map(RemoteHost::name))
     }
 
     fn run_cell(&self, cell: &Cell, tell: &mut dyn FnMut(&Moment)) -> Result<Outcome, BenchError> {
-        let (needed, free) = (cell.memory(self.far.is_none()), machine::available());
+        let (needed, free) = (cell.memory(self.remote.is_none()), machine::available());
         if needed > free {
             return Ok(Outcome::Skipped {
                 reason: format!(
@@ -127,7 +127,7 @@ impl Bench<'_> {
             (Engine::Hotlift, _) => built_in::run(
                 cell,
                 &self.place,
-                self.far.as_ref(),
+                self.remote.as_ref(),
                 self.limit,
                 self.interrupt,
                 tell,

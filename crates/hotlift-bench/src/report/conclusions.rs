@@ -25,7 +25,11 @@ pub fn of(
             @if simulated(records) {
                 li { strong { "Simulated devices took part. Their figures show that the ways work, and are no speeds." } }
             }
-            @if let Some(crossover) = crossover { li { "Fastest, by wire: " (fastest(crossover)) "." } }
+            @if let Some(crossover) = crossover {
+                li { "Fastest, by wire: " (fastest(crossover)) "." }
+            } @else if let Some(fastest) = fastest_of_one(chapters) {
+                li { "Fastest: " (fastest) "." }
+            }
             li { (completed(records)) "." }
         }
         @if !failed.rows.is_empty() { (tables::of(&failed)) }
@@ -112,6 +116,24 @@ fn fastest(crossover: &Crossover<'_>) -> String {
         false => format!("{name} ({} to {})", rate_text(*from), rate_text(*to)),
     };
     spans.iter().map(text).collect::<Vec<_>>().join("; ")
+}
+
+/// The fastest of Hotlift's rows, where all of them are of the same work over the same wire.
+fn fastest_of_one(chapters: &[Chapter<'_>]) -> Option<String> {
+    let [chapter] = chapters else { return None };
+    let [condition] = chapter.conditions.as_slice() else {
+        return None;
+    };
+    let ours = condition
+        .series
+        .iter()
+        .filter(|series| series.row.engine == Engine::Hotlift);
+    let times: Vec<_> = ours
+        .filter_map(|series| Some((&series.name, seconds(series)?)))
+        .collect();
+    let fastest = times.iter().min_by(|a, b| a.1.total_cmp(&b.1));
+    let (name, seconds) = fastest.filter(|_| times.len() > 1)?;
+    Some(format!("{name} ({} s)", stats::number(*seconds)))
 }
 
 /// A line a method and QEMU, of all rows of the same work.

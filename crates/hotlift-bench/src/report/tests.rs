@@ -156,6 +156,15 @@ fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
 }
 
 #[test]
+fn runs_over_one_wire_say_which_was_fastest() {
+    let mut records = records();
+    records.retain(|record| record.row.max_bandwidth == 125_000_000);
+    let html = html(&records);
+    assert!(html.contains("Fastest: zlib 1, 2 ch ("), "{html}");
+    assert!(!html.contains("by wire"));
+}
+
+#[test]
 fn machines_are_not_mixed() {
     let ours = records();
     let mut others = ours.clone();

@@ -14,9 +14,10 @@ use hotlift_console::signals::TICK;
 use serde::Deserialize;
 use tempfile::TempDir;
 
-use super::cell::Cell;
-use super::threads::has_ended;
+use super::Stop;
+use crate::cell::Cell;
 use crate::error::BenchError;
+use crate::threads::has_ended;
 
 /// How long relays may take to end when both QEMUs have completed.
 const END: Duration = Duration::from_secs(10);
@@ -25,21 +26,22 @@ const END: Duration = Duration::from_secs(10);
 const LISTENS: &str = "listening on ";
 
 /// What two QEMUs are told where relays stand between them: to compress nothing.
-///
-/// # Errors
-/// If its options do not go together.
-pub fn of_qemus(cell: &Cell) -> Result<Cell, OptionError> {
+pub fn of_qemus(cell: &Cell) -> Result<Cell, Stop> {
+    let options = cell.migration.options().map_err(BenchError::from)?;
+    if !options.multifd() {
+        return Err(Stop::Lacks("a relay sends by multifd".to_owned()));
+    }
     let plain = cell.migration.with("multifd-compression", "none");
     Ok(Cell {
-        migration: plain.without_idle()?,
+        migration: plain.without_idle().map_err(BenchError::from)?,
         ..cell.clone()
     })
 }
 
 /// Both relays; killed when they go out of scope.
 pub struct Relays {
-    near: Relay,
-    far: Relay,
+    source: Relay,
+    destination: Relay,
     folder: TempDir,
 }
 
@@ -59,7 +61,7 @@ impl Relays {
         let channels = cell.migration.options()?.channels();
         let mut plain = MigrationArgs::default();
         plain = plain.with("multifd-channels", &channels.to_string());
-        let far = Relay::start(
+        let destination = Relay::start(
             "destination",
             &place.destination_prefix,
             &format!("tcp:{host}:0"),
@@ -67,15 +69,19 @@ impl Relays {
             &plain,
             folder.path(),
         )?;
-        let near = Relay::start(
+        let source = Relay::start(
             "source",
             &place.source_prefix,
             &Self::before(&folder),
-            &far.address,
+            &destination.address,
             &of_relay(&cell.migration)?,
             folder.path(),
         )?;
-        Ok(Self { near, far, folder })
+        Ok(Self {
+            source,
+            destination,
+            folder,
+        })
     }
 
     /// Where the destination's QEMU listens.
@@ -94,7 +100,7 @@ impl Relays {
 
     /// Their processes: the source's, then the destination's.
     pub fn pids(&self) -> [u32; 2] {
-        [self.near.child.id(), self.far.child.id()]
+        [self.source.child.id(), self.destination.child.id()]
     }
 
     /// Waits until both have ended. What the kernel has counted for them can still be read.
@@ -105,13 +111,22 @@ impl Relays {
         }
     }
 
+    /// What they have said last on standard error, if anything.
+    pub fn said(&self) -> String {
+        let said = [&self.source, &self.destination].map(|relay| {
+            let line = last_line(self.folder.path(), relay.side)?;
+            Some(format!("relay {}: {line}", relay.side))
+        });
+        said.into_iter().flatten().collect::<Vec<_>>().join("; ")
+    }
+
     /// Bytes that the source's relay has sent; to be asked for when it has ended.
     ///
     /// # Errors
     /// If either failed; with what it says.
     pub fn sent_bytes(mut self) -> Result<u64, BenchError> {
-        self.far.report(self.folder.path())?;
-        Ok(self.near.report(self.folder.path())?.sent_bytes)
+        self.destination.report(self.folder.path())?;
+        Ok(self.source.report(self.folder.path())?.sent_bytes)
     }
 }
 
@@ -196,14 +211,19 @@ impl Relay {
     }
 
     fn problem(&self, folder: &Path) -> BenchError {
-        let said = std::fs::read_to_string(folder.join(self.side).with_extension("stderr"));
-        let said = said.unwrap_or_default();
-        let line = said.lines().rfind(|line| !line.trim().is_empty());
+        let line = last_line(folder, self.side);
         BenchError::Relay {
             side: self.side,
-            problem: line.unwrap_or("it ended without a word").to_owned(),
+            problem: line.unwrap_or_else(|| "it ended without a word".to_owned()),
         }
     }
+}
+
+/// The last line that the relay of that side has said on standard error.
+fn last_line(folder: &Path, side: &str) -> Option<String> {
+    let said = std::fs::read_to_string(folder.join(side).with_extension("stderr")).ok()?;
+    let line = said.lines().rfind(|line| !line.trim().is_empty())?;
+    Some(line.to_owned())
 }
 
 impl Drop for Relay {
