@@ -14,6 +14,9 @@
 //!
 //! There is no script in it, and nothing is fetched. All names and words come from files that anybody may have
 //! written: the templates (maud) escape every one of them.
+//!
+//! Pictures are drawn here and not by a chart crate: those bring fonts and a raster, and their words are SVG, which
+//! does not wrap in a narrow window.
 
 mod conclusions;
 mod facts;
