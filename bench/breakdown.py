@@ -1,35 +1,29 @@
 #!/usr/bin/env python3
-"""Says where the CPU time of a migration goes, thread by thread, by sampling with perf.
+"""Says where the CPU time of migrations goes, thread by thread, by sampling `hotlift bench` with perf.
 
-    bench/breakdown.py qemu --case none
-    bench/breakdown.py hotlift --case zstd --symbols
+    sudo bench/breakdown.py --symbols -- --method none --ram 2G --zero-share 0.1 --fill FOLDER --with-qemu QEMU
 
-Needs root and `perf` (linux-perf). cpu-clock is the event: it needs no hardware counters, which
-virtual machines often lack. perf slows the run, so take shares from here and times from pair.py.
+What stands behind -- are flags of `hotlift bench`; each cell runs once. A thread's CPU seconds are those of the run's
+record; perf has their shares. It slows the run: take shares from here, and times from `hotlift bench`. cpu-clock is the
+event: it needs no hardware counters, which virtual machines often lack. Needs `perf` (linux-perf).
 """
 
 import argparse
-import contextlib
-import os
+import json
 import re
-import signal
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
+from pathlib import Path
 
-import hotlift
-import machine
-import pair
-import qemu
-from cases import CASES
-
+HERE = Path(__file__).resolve().parent
 ENDS = ("source", "destination")
 LEAST_SHOWN_S = 0.002
-RATE_HZ = 4999  # odd, so that it does not step along with a 250 or 1000 Hz tick
-PERF = ["perf", "record", "-q", "-e", "cpu-clock", "-F", str(RATE_HZ), "-g"]
+# Odd, so that it does not step along with a 250 or 1000 Hz tick.
+RATE_HZ = 4999
 
 # First match wins; what matches none is "program" in user space and "system call" in the kernel.
-CODEC = re.compile(r"ZSTD_|HUF_|FSE_|XXH|inflate|deflate|igzip|isal_|adler32|crc32|huffman|longest_match|"
+CODEC = re.compile(r"ZSTD_|HIST_|HUF_|FSE_|XXH|LZ4|inflate|deflate|igzip|isal_|adler32|crc32|huffman|longest_match|"
                    r"fill_window|compress_block|send_tree|set_long_offset|gen_icf|encode_deflate|zlib_rs", re.I)
 CODEC_LIBRARY = re.compile(r"/lib(z|zstd|isal|qpl)\.so")
 ZERO_TEST = re.compile(r"is_zero|hotlift_mem.*zero")
@@ -62,42 +56,8 @@ def category(stack):
     return "program"
 
 
-@contextlib.contextmanager
-def attached(data, pids):
-    """perf on running processes; entered only when perf records, so that no start is missed."""
-    control, told = os.pipe(), os.pipe()
-    argv = [*PERF, "-o", data, "-D", "-1", "--control", f"fd:{control[0]},{told[1]}", "-p", ",".join(map(str, pids))]
-    perf = subprocess.Popen(argv, pass_fds=(control[0], told[1]))
-    os.write(control[1], b"enable\n")
-    os.read(told[0], 16)
-    try:
-        yield
-    finally:
-        perf.send_signal(signal.SIGINT)
-        perf.wait()
-        for end in (*control, *told):
-            os.close(end)
-
-
-def record_qemu(args, case, image, warm, data):
-    sides = {}
-
-    def during(source, destination):
-        sides.update({source: "source", destination: "destination"})
-        return attached(data, (source, destination))
-
-    run = qemu.run(case, image, pair.qemu_for(args, case), warm, args.accel, args.channels, during)
-    return run, sides
-
-
-def record_hotlift(args, case, image, warm, data):
-    """perf starts the command and follows its children; the fill is left out by thread name."""
-    run = hotlift.run(case, image, args.hotlift, warm, args.channels, wrapper=[*PERF, "-o", data, "--"])
-    return run, None
-
-
 def samples(data):
-    """(pid, thread name, stack) of each sample."""
+    """(process, thread name, stack) of each sample."""
     script = subprocess.run(["perf", "script", "-i", data, "-F", "comm,pid,tid,ip,sym,dso"],
                             check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
     head = re.compile(r"^(\S.*?)\s+(\d+)/(\d+)\s*$")
@@ -111,72 +71,97 @@ def samples(data):
             yield int(found[2]), found[1], stack
 
 
-def sides_by_name(taken, names):
-    """Process -> end, by the threads that only one end has."""
-    votes = defaultdict(Counter)
-    for pid, name, _ in taken:
-        ends = [end for end in names if name in names[end]]
-        if len(ends) == 1:
-            votes[pid][ends[0]] += 1
-    return {pid: count.most_common(1)[0][0] for pid, count in votes.items()}
+def measure(hotlift, flags, data):
+    """The records of the runs that completed, in their order."""
+    with tempfile.TemporaryDirectory(prefix="hotlift-breakdown-") as out:
+        perf = ["perf", "record", "-q", "-e", "cpu-clock", "-F", str(RATE_HZ), "-g", "-o", data, "--"]
+        subprocess.run([*perf, hotlift, "bench", "--repeats", "1", "--out", out, *flags], check=True)
+        lines = (Path(out) / "runs.jsonl").read_text().splitlines()
+    return [run for run in map(json.loads, lines) if "completed" in run["outcome"]]
 
 
-def table(run, sides, data, symbols):
-    taken = list(samples(data))
-    # The kernel keeps 15 bytes of a thread's name.
-    names = {end: {thread["name"][:15] for thread in run[end]["threads"]} for end in ENDS}
-    attached_to_running = sides is not None
-    sides = sides or sides_by_name(taken, names)
-    counts = {end: defaultdict(Counter) for end in ENDS}
-    hot = {end: Counter() for end in ENDS}
-    for pid, name, stack in taken:
-        end = sides.get(pid)
-        # A command followed from its start has threads that only fill RAM or check it.
-        if end and (attached_to_running or name in names[end]):
-            kind = category(stack)
-            counts[end][name][kind] += 1
-            hot[end][kind, stack[0][0]] += 1
-    print(f"\n{'CPU s':38}{'total':>8}" + "".join(f"{kind:>13}" for kind in CATEGORIES))
+def names(run):
+    """End -> names of its threads; the kernel keeps 15 bytes of them."""
+    completed = run["outcome"]["completed"]
+    return {end: {thread["name"][:15]: thread["cpu_s"] for thread in completed[end]["side"]["threads"]} for end in ENDS}
+
+
+def of_runs(taken, runs):
+    """(run's index, end, thread) -> Counter of (category, symbol).
+
+    A process belongs to the end whose own thread names it has, and to the run of its engine that is next: processes of
+    one cell end before those of the next start, so that their ids follow the order of the runs.
+    """
+    by_process, is_qemu = defaultdict(lambda: defaultdict(Counter)), {}
+    for process, name, stack in taken:
+        by_process[process][name][category(stack), stack[0][0]] += 1
+        is_qemu[process] = is_qemu.get(process, False) or name.startswith("qemu-system")
+    found, next_run = defaultdict(Counter), Counter()
+    for process in sorted(by_process):
+        engine = "qemu" if is_qemu[process] else "hotlift"
+        threads = by_process[process]
+        mine = [i for i, run in enumerate(runs) if run["row"]["engine"] == engine]
+        votes = Counter()
+        for end in ENDS:
+            own = {name for i in mine for name in names(runs[i])[end]}
+            other = {name for i in mine for at in ENDS if at != end for name in names(runs[i])[at]}
+            votes[end] = sum(sum(threads[name].values()) for name in own - other if name in threads)
+        end, weight = votes.most_common(1)[0]
+        if not weight or next_run[engine, end] == len(mine):
+            continue
+        index = mine[next_run[engine, end]]
+        next_run[engine, end] += 1
+        for name in names(runs[index])[end]:
+            if name in threads:
+                found[index, end, name] += threads[name]
+    return found
+
+
+def table(index, run, found, symbols):
+    completed = run["outcome"]["completed"]
+    row = run["row"]
+    print(f"\n{row['engine']} {row['method']} {row['level'] or ''}, {completed['source']['total_ms']:.0f} ms, "
+          f"load {run['machine']['load']:.1f}")
+    print(f"{'CPU s':38}{'total':>8}" + "".join(f"{kind:>13}" for kind in CATEGORIES))
     for end in ENDS:
-        total = sum(counts[end].values(), Counter())
-        for name, kinds in sorted(counts[end].items()):
-            if sum(kinds.values()) > RATE_HZ * LEAST_SHOWN_S:
-                row(f"{end} {name}", kinds)
-        row(f"{end} = {run[end]['cpu_s']:.2f} s by clock", total)
-        shares(end, total, pair.per_gib(run, end))
-        for (kind, symbol), count in hot[end].most_common(symbols):
-            print(f"    {count / sum(total.values()):6.1%}  {kind:12} {symbol}")
+        total, hot = Counter(), Counter()
+        for name, seconds in names(run)[end].items():
+            counts = found.get((index, end, name), Counter())
+            everything = sum(counts.values())
+            if not everything:
+                continue
+            shares = Counter()
+            for (kind, symbol), count in counts.items():
+                shares[kind] += seconds * count / everything
+                hot[kind, symbol] += seconds * count / everything
+            total.update(shares)
+            if seconds > LEAST_SHOWN_S:
+                line(f"{end} {name}", shares)
+        line(f"{end}, of {completed[end]['side']['cpu_s']:.2f} s", total)
+        gib = completed["source"]["normal_pages"] * 4096 / (1 << 30)
+        if gib > 0.01:
+            line(f"{end}, s per GiB", Counter({kind: seconds / gib for kind, seconds in total.items()}))
+        for (kind, symbol), seconds in hot.most_common(symbols):
+            print(f"    {seconds / sum(total.values()):6.1%}  {kind:12} {symbol}")
 
 
-def row(label, kinds):
-    cells = "".join(f"{kinds[kind] / RATE_HZ:>13.3f}" for kind in CATEGORIES)
-    print(f"{label:38}{sum(kinds.values()) / RATE_HZ:>8.3f}{cells}")
-
-
-def shares(end, total, s_per_gib):
-    everything = sum(total.values()) or 1
-    cells = "".join(f"{total[kind] / everything:>13.1%}" for kind in CATEGORIES)
-    print(f"{end + ' share':38}{'':8}{cells}")
-    cells = "".join(f"{total[kind] / everything * s_per_gib:>13.3f}" for kind in CATEGORIES)
-    print(f"{end + ' s per GiB':38}{s_per_gib:>8.3f}{cells}")
+def line(label, kinds):
+    print(f"{label:38}{sum(kinds.values()):>8.3f}" + "".join(f"{kinds[kind]:>13.3f}" for kind in CATEGORIES))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("side", choices=pair.SIDES)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hotlift", metavar="BINARY", default=str(HERE.parent / "target/release/hotlift"))
     parser.add_argument("--symbols", type=int, nargs="?", const=15, default=0, help="also the N hottest (15)")
     parser.add_argument("--keep", metavar="FILE", help="keep perf's data there, for perf report")
-    pair.add_common_arguments(parser)
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of hotlift bench, behind --")
     args = parser.parse_args()
-    for case in (CASES[name] for name in args.case or ["none"]):
-        image = pair.image_of(args, [case])
-        with tempfile.TemporaryDirectory(prefix="hotlift-bench-") as folder, \
-                machine.WarmMemory(case.ram_bytes + machine.WarmMemory.AHEAD) as warm:
-            data = args.keep or f"{folder}/perf.data"
-            record = record_qemu if args.side == "qemu" else record_hotlift
-            run, sides = record(args, case, image, warm, data)
-            print(f"{args.side} {case.name}: {run['total_ms']:.0f} ms, load {machine.load():.1f}", end="")
-            table(run, sides, data, args.symbols)
+    with tempfile.TemporaryDirectory(prefix="hotlift-breakdown-") as folder:
+        data = args.keep or f"{folder}/perf.data"
+        runs = measure(args.hotlift, args.flags, data)
+        found = of_runs(list(samples(data)), runs)
+    for index, run in enumerate(runs):
+        table(index, run, found, args.symbols)
 
 
 if __name__ == "__main__":

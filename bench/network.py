@@ -1,10 +1,7 @@
 """Two network namespaces joined by a veth pair that carries as much as a given link, and no more."""
 
 import contextlib
-import socket
 import subprocess
-import sys
-import time
 
 # Children end with this process however it ends (SIGKILL included), and the namespaces and the veth
 # pair, which have no name, end with the children that live in them. So nothing is ever left behind.
@@ -18,7 +15,6 @@ BURST_S = 0.012
 LEAST_BURST = 128 << 10
 # The queue of a switch's port. TCP keeps its own share of it short (TSQ), so that nothing is dropped here.
 LATENCY = "20ms"
-PROBE_S = 2.0
 
 
 class Link:
@@ -59,23 +55,6 @@ class Link:
                 _run(*prefix, "tc", "qdisc", "add", "dev", "veth", "root", "tbf",
                      "rate", f"{self._rate}bit", "burst", str(burst), "latency", LATENCY)
 
-    def sent_bytes(self):
-        """Bytes that the source's end has sent, headers of Ethernet, IP and TCP included."""
-        device = "veth" if self._joined else "lo"
-        with open(f"/proc/{self._pids[0]}/net/dev") as file:
-            line = next(line for line in file if line.strip().startswith(f"{device}:"))
-        return int(line.split(":")[1].split()[8])
-
-    def probe(self):
-        """Mbit/s that one TCP connection carries over the link: proof that the limit is real."""
-        receiver = subprocess.Popen([*TIED, *self.prefixes[1], sys.executable, __file__, "receive", self.address],
-                                    stdout=subprocess.PIPE, text=True)
-        port = receiver.stdout.readline().strip()
-        _run(*self.prefixes[0], sys.executable, __file__, "send", self.address, port)
-        measured = float(receiver.stdout.readline())
-        receiver.wait()
-        return round(measured, 1)
-
 
 @contextlib.contextmanager
 def _holder():
@@ -98,28 +77,3 @@ def _enter(pid):
 
 def _run(*command):
     subprocess.run(command, check=True)
-
-
-def _receive(address):
-    """Prints the port, then the rate between the first byte and the last."""
-    with socket.create_server((address, 0)) as listener:
-        print(listener.getsockname()[1], flush=True)
-        connection, _ = listener.accept()
-    received, buffer = 0, bytearray(1 << 20)
-    while length := connection.recv_into(buffer):
-        if not received:
-            begin = time.monotonic()
-        received += length
-    print(received * 8 / 1e6 / (time.monotonic() - begin))
-
-
-def _send(address, port):
-    block = bytes(256 << 10)
-    with socket.create_connection((address, int(port))) as connection:
-        end = time.monotonic() + PROBE_S
-        while time.monotonic() < end:
-            connection.sendall(block)
-
-
-if __name__ == "__main__":
-    {"receive": _receive, "send": _send}[sys.argv[1]](*sys.argv[2:])

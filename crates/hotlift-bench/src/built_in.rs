@@ -8,23 +8,23 @@ use hotlift_console::pair::{Errors, Moved, Pair, Place, Tale, destination_side};
 use hotlift_console::signals::Interrupt;
 
 use super::cell::Cell;
-use super::far::Far;
+use super::held_memory::HeldMemory;
 use super::record::{Completed, Outcome, ThreadCounts};
+use super::remote_host::RemoteHost;
 use super::threads::Sampler;
-use super::warm::Warm;
 use crate::error::BenchError;
 
 /// Begins of the names of threads that migrate; the others are the guest's, and the process's own.
 const MIGRATION_THREADS: &[&str] = &["mig/", "compress", "decompress", "dsa_completion"];
 
-/// Runs `cell` once. `far` has the destination, if it is on another host.
+/// Runs `cell` once. `remote` has the destination, if it is on another host.
 ///
 /// # Errors
 /// If a process cannot be started at all.
 pub fn run(
     cell: &Cell,
     place: &Place,
-    far: Option<&Far>,
+    remote: Option<&RemoteHost>,
     limit: Duration,
     interrupt: &Interrupt,
     tell: &mut dyn FnMut(&Moment),
@@ -38,9 +38,9 @@ pub fn run(
         limit: Some(limit),
         errors: Errors::Kept,
     };
-    let destination = match far {
+    let destination = match remote {
         None => pair.destination()?,
-        Some(far) => match far.destination(cell, limit, interrupt) {
+        Some(remote) => match remote.destination(cell, limit, interrupt) {
             Ok(destination) => destination,
             Err(error) => {
                 return Ok(Outcome::Failed {
@@ -49,7 +49,7 @@ pub fn run(
             }
         },
     };
-    let mut warm = Some(Warm::hold(cell, far.is_some()));
+    let mut held = Some(HeldMemory::for_destination(cell, remote.is_some()));
     let mut sampler = None;
     let mut timeline = Vec::new();
     let moved = pair.migrate(destination, interrupt, &mut |tale| match tale {
@@ -60,7 +60,7 @@ pub fn run(
             let processes: Vec<u32> = std::iter::once(*source).chain(*destination).collect();
             sampler = Some(Sampler::start(&processes));
         }
-        Tale::Filled => warm = None,
+        Tale::Filled => held = None,
         Tale::Moment(moment) => {
             tell(moment);
             timeline.push((*moment).clone());

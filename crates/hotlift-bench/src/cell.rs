@@ -31,7 +31,7 @@ const IN_THE_ROW: &[&str] = &[
 pub struct Cell {
     /// What migrates.
     pub engine: Engine,
-    /// Kind of guest; of a QEMU: KVM or TCG.
+    /// Kind of guest; of QEMUs: KVM or TCG.
     pub kind: GuestKind,
     /// The guest.
     pub guest: GuestArgs,
@@ -51,7 +51,7 @@ impl Cell {
         let guest = self.guest.settings();
         let idle = guest.workload == Workload::Idle;
         let kind = match (self.engine, self.kind) {
-            (Engine::Qemu, GuestKind::Threads) => "tcg",
+            (Engine::Qemu | Engine::Relay, GuestKind::Threads) => "tcg",
             (_, kind) => kind.name(),
         };
         let fill = match &self.guest.fill {

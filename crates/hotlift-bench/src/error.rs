@@ -18,14 +18,22 @@ pub enum BenchError {
     Accel(#[from] AccelError),
     /// The host of `--to`.
     #[error("cannot reach 'hotlift bench --serve'")]
-    NoFar(#[source] ConversationError),
+    NoRemoteHost(#[source] ConversationError),
     /// An option of `--with` in a suite.
     #[error("the rows of suite {suite} set {option} themselves: leave out --with {option}")]
     SuiteSets {
         /// The suite's name.
-        suite: &'static str,
+        suite: String,
         /// The option's name.
         option: &'static str,
+    },
+    /// A relay between two QEMUs.
+    #[error("relay {side}: {problem}")]
+    Relay {
+        /// Where it stood.
+        side: &'static str,
+        /// What it said last.
+        problem: String,
     },
     /// The limit of `--link`.
     #[error("no link as asked for: {problem}")]

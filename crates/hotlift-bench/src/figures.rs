@@ -113,13 +113,18 @@ impl Figure {
         }
     }
 
-    /// The spread of its quotients, Hotlift by QEMU; empty where they would mean nothing.
-    pub fn quotient(&self, pairs: &[(&Completed, &Completed)]) -> String {
+    /// The spread of its quotients, Hotlift by QEMU; `None` where they would mean nothing.
+    pub fn quotients(&self, pairs: &[(&Completed, &Completed)]) -> Option<Spread> {
         let of = |(ours, theirs): &(&Completed, &Completed)| {
             let quotient = (self.of)(ours).zip((self.of)(theirs));
             quotient.map_or(f64::NAN, |(ours, theirs)| ours / theirs)
         };
-        match spread(pairs.iter().map(of)) {
+        spread(pairs.iter().map(of))
+    }
+
+    /// The same as text; empty of a figure that is not compared.
+    pub fn quotient(&self, pairs: &[(&Completed, &Completed)]) -> String {
+        match self.quotients(pairs) {
             _ if !self.compares => String::new(),
             None => "-".to_owned(),
             Some(spread) => spread.text(),

@@ -5,10 +5,10 @@
 //! | `cell`, `matrix` | a setting, and every combination of what was asked for |
 //! | `runner`, `journal` | runs them in random order; keeps each as it ends |
 //! | `record` | what is kept: a line of JSON a run |
-//! | `built_in`, `far` | a run of the built-in guest, on this host or to another |
-//! | `qemu`, `machines` | the same work by a real QEMU |
+//! | `built_in`, `remote_host` | a run of the built-in guest, on this host or to another |
+//! | `qemu` | the same work by a real QEMU, alone and with relays between |
 //! | `link` | limits that are real, by network namespaces |
-//! | `threads`, `machine`, `warm` | what the kernel counts; what this machine is; memory for the next run |
+//! | `threads`, `machine`, `held_memory` | what the kernel counts; what this machine is; memory for the next run |
 //! | `figures`, `stats`, `table` | what is shown of a run; medians and quotients, as tables |
 //! | `report` | the same as one HTML file |
 //! | `suite` | the published tables |
@@ -19,22 +19,21 @@
 mod built_in;
 mod cell;
 pub mod error;
-mod far;
 mod figures;
+mod held_memory;
 mod journal;
 mod link;
 mod machine;
-mod machines;
 mod matrix;
 mod qemu;
 mod record;
+mod remote_host;
 mod report;
 mod runner;
 mod stats;
 mod suite;
 mod table;
 mod threads;
-mod warm;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -52,11 +51,11 @@ use hotlift_vmm::layout::MAX_VCPUS;
 
 use crate::error::BenchError;
 use cell::Cell;
-use far::Far;
 use journal::Journal;
 use link::Link;
 use matrix::MatrixArgs;
 use record::{Outcome, Record};
+use remote_host::RemoteHost;
 use runner::Bench;
 use suite::{Choice, Suite};
 
@@ -87,6 +86,9 @@ pub struct BenchArgs {
     /// Have this QEMU do the same work in the same run
     #[arg(long, value_name = "PATH", conflicts_with = "to")]
     with_qemu: Option<PathBuf>,
+    /// Have QEMUs migrate through two relays, too, which use the method instead of them
+    #[arg(long, requires = "with_qemu", conflicts_with = "suite")]
+    relays: bool,
     /// Migrate to the host where 'hotlift bench --serve' waits: tcp:HOST:PORT
     #[arg(long, value_name = "URI")]
     to: Option<Address>,
@@ -150,12 +152,12 @@ fn warn(text: impl std::fmt::Display) {
 pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     let interrupt = Interrupt::catch()?;
     if let Some(at) = &args.serve {
-        return far::serve(at, &interrupt);
+        return remote_host::serve(at, &interrupt);
     }
     if !args.kept.is_empty() {
         return show_kept(&args.kept, args.out.as_deref());
     }
-    let far = args.to.as_ref().map(Far::new).transpose()?;
+    let remote = args.to.as_ref().map(RemoteHost::new).transpose()?;
     let qemu = args.with_qemu.as_deref().map(qemu::Program::find);
     let qemu = qemu.transpose()?;
     let suites: Vec<Option<&Suite>> = match &args.suite {
@@ -168,7 +170,7 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     }
     if args.dry_run {
         let all: Vec<Cell> = parts.into_iter().flat_map(|(_, cells)| cells).collect();
-        return dry_run(args, &all, far.is_none());
+        return dry_run(args, &all, remote.is_none());
     }
     let out = args.out.as_deref().unwrap_or(Path::new(OUT));
     let joined = args.link.as_ref().map(Link::set_up).transpose()?;
@@ -180,7 +182,7 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
         place: joined
             .as_ref()
             .map_or_else(Place::default, |joined| joined.place()),
-        far,
+        remote,
         qemu,
         journal: Journal::open(out)?,
         interrupt: &interrupt,
@@ -188,7 +190,9 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     let mut records = Vec::new();
     let number = parts.len();
     for (i, (suite, cells)) in parts.iter().enumerate() {
-        bench.suite = suite.map_or("matrix", |suite| suite.name).to_owned();
+        bench.suite = suite
+            .map_or("matrix", |suite| suite.name.as_str())
+            .to_owned();
         if number > 1 {
             warn(format!("suite {} of {number}: {}", i + 1, bench.suite));
         }
@@ -230,7 +234,7 @@ fn cells(
         cell.link = args.link.as_ref().map(Link::text);
     }
     match beside_qemu {
-        true => Ok(matrix::beside_qemu(cells)?),
+        true => Ok(matrix::beside_qemu(cells, args.relays)?),
         false => Ok(cells),
     }
 }
@@ -270,7 +274,7 @@ fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), BenchErro
     for (cell, row) in cells.iter().zip(&rows) {
         say(format!(
             "{}: {}",
-            labels.text(row, "QEMU"),
+            labels.text(row, row.who()),
             bytes(cell.memory(here))
         ))?;
     }
@@ -351,7 +355,8 @@ fn outcome(records: &[Record], interrupt: &Interrupt) -> Result<(), BenchError> 
     }
 }
 
-/// Heads of the columns of figures.
+/// Heads of the columns of figures, those of suites among them.
 pub fn figure_names() -> impl Iterator<Item = &'static str> {
-    figures::ALL.iter().map(|figure| figure.name)
+    let names = figures::ALL.iter().map(|figure| figure.name);
+    names.chain(suite::column_names())
 }

@@ -262,11 +262,11 @@ pub fn add_new(cells: &mut Vec<Cell>, cell: Cell) -> Result<(), OptionError> {
     Ok(())
 }
 
-/// `cells` and the same for QEMU, where a QEMU has what they ask for: what is Hotlift's own is left out.
+/// `cells` and the same for QEMU, and, if `relays` are asked for, for QEMUs with relays between them.
 ///
 /// # Errors
 /// If options do not go together.
-pub fn beside_qemu(cells: Vec<Cell>) -> Result<Vec<Cell>, OptionError> {
+pub fn beside_qemu(cells: Vec<Cell>, relays: bool) -> Result<Vec<Cell>, OptionError> {
     let mut both = Vec::new();
     for cell in cells {
         let of_qemu = Cell {
@@ -277,9 +277,16 @@ pub fn beside_qemu(cells: Vec<Cell>) -> Result<Vec<Cell>, OptionError> {
             },
             ..cell.clone()
         };
+        let relayed = Cell {
+            engine: Engine::Relay,
+            ..of_qemu.clone()
+        };
         add_new(&mut both, cell)?;
         // Of two kinds of our guest QEMU has the same one.
         add_new(&mut both, of_qemu)?;
+        if relays {
+            add_new(&mut both, relayed)?;
+        }
     }
     Ok(both)
 }
@@ -338,9 +345,19 @@ mod tests {
     #[test]
     fn qemu_has_each_of_its_cells_once_whatever_our_guests_are() {
         let ours = cells(&["--guest=threads,kvm", "--method=none,zstd"]);
-        let both = beside_qemu(ours).unwrap();
-        let of_qemu = both.iter().filter(|cell| cell.engine == Engine::Qemu);
-        assert_eq!((both.len(), of_qemu.count()), (6, 2));
+        let number = |relays, engine| {
+            let both = beside_qemu(ours.clone(), relays).unwrap();
+            both.iter().filter(|cell| cell.engine == engine).count()
+        };
+        assert_eq!(number(false, Engine::Hotlift), 4);
+        assert_eq!(
+            [number(false, Engine::Qemu), number(false, Engine::Relay)],
+            [2, 0]
+        );
+        assert_eq!(
+            [number(true, Engine::Qemu), number(true, Engine::Relay)],
+            [2, 2]
+        );
     }
 
     #[test]

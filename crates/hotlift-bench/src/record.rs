@@ -79,13 +79,15 @@ pub struct GuestRow {
 }
 
 /// What migrated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Engine {
     /// Hotlift to Hotlift.
     Hotlift,
     /// QEMU to QEMU.
     Qemu,
+    /// QEMU to QEMU, uncompressed, through two relays that use the row's method.
+    Relay,
 }
 
 /// Where it ran, at the time.
@@ -172,6 +174,15 @@ impl Machine {
     }
 }
 
+impl Completed {
+    /// Accelerators that took part, of both sides.
+    pub fn devices(&self) -> impl Iterator<Item = &str> {
+        let sides = [&self.source.side, &self.destination.side].into_iter();
+        let all = sides.flat_map(|side| side.jobs.devices.iter().chain(&side.zero_jobs.devices));
+        all.map(String::as_str)
+    }
+}
+
 impl Record {
     /// The figures, if the migration completed.
     pub fn completed(&self) -> Option<&Completed> {
@@ -185,22 +196,35 @@ impl Record {
     pub fn who(&self) -> String {
         let version = self.machine.versions.get("qemu");
         let number = version.and_then(|text| text.split([' ', '(']).next());
-        match (self.row.engine, number) {
-            (Engine::Hotlift, _) => "Hotlift".to_owned(),
-            (Engine::Qemu, Some(number)) => format!("QEMU {number}"),
-            (Engine::Qemu, None) => "QEMU".to_owned(),
+        match (self.row.who(), number) {
+            (who, Some(number)) if self.row.engine != Engine::Hotlift => format!("{who} {number}"),
+            (who, _) => who.to_owned(),
         }
     }
 }
 
-/// Who ran `records`: Hotlift first, then QEMUs in order.
+/// Who ran `records`: Hotlift first, then QEMUs in order, and then relays.
 pub fn whos<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<String> {
-    let of = |record: &Record| (record.row.engine == Engine::Qemu, record.who());
+    let of = |record: &Record| (record.row.engine, record.who());
     let whos: BTreeSet<_> = records.into_iter().map(of).collect();
     whos.into_iter().map(|(_, who)| who).collect()
 }
 
 impl Row {
+    /// Who migrates: "Hotlift", "QEMU", "relayed QEMU".
+    pub fn who(&self) -> &'static str {
+        match self.engine {
+            Engine::Hotlift => "Hotlift",
+            Engine::Qemu => "QEMU",
+            Engine::Relay => "relayed QEMU",
+        }
+    }
+
+    /// Hotlift's own work, by itself or between QEMUs: what a QEMU's is compared with.
+    pub fn is_ours(&self) -> bool {
+        self.engine != Engine::Qemu
+    }
+
     /// "zstd 1", "none".
     pub fn method_and_level(&self) -> String {
         match self.level {

@@ -12,11 +12,11 @@ use hotlift_console::signals::Interrupt;
 
 use super::built_in;
 use super::cell::Cell;
-use super::far::Far;
 use super::journal::Journal;
 use super::machine;
 use super::qemu::Program;
 use super::record::{Engine, Outcome, Record, Row};
+use super::remote_host::RemoteHost;
 use super::table::Labels;
 use crate::error::BenchError;
 
@@ -33,7 +33,7 @@ pub struct Bench<'a> {
     /// Where the two sides are.
     pub place: Place,
     /// The other host, if the destination is there.
-    pub far: Option<Far>,
+    pub remote: Option<RemoteHost>,
     /// The QEMU of cells that are QEMU's.
     pub qemu: Option<Program>,
     /// Where runs are kept.
@@ -61,7 +61,7 @@ impl Bench<'_> {
             // A drift of the machine then favours no cell.
             random.shuffle(&mut order);
             for index in order {
-                let label = labels.text(&rows[index], "QEMU");
+                let label = labels.text(&rows[index], rows[index].who());
                 display.begin(index, &label);
                 let time = now();
                 let machine = self.machine(&cells[index]);
@@ -99,22 +99,21 @@ impl Bench<'_> {
     fn machine(&self, cell: &Cell) -> super::record::Machine {
         let mut versions =
             BTreeMap::from([("hotlift".to_owned(), env!("CARGO_PKG_VERSION").to_owned())]);
-        match (cell.engine, &self.qemu) {
-            (Engine::Qemu, Some(program)) => {
-                versions.insert("qemu".to_owned(), program.version.to_string());
-            }
-            (Engine::Qemu, None) => {}
-            (Engine::Hotlift, _) => {
-                if let Ok(options) = cell.migration.options() {
-                    versions.insert("method".to_owned(), options.library());
-                }
-            }
+        if cell.engine != Engine::Hotlift
+            && let Some(program) = &self.qemu
+        {
+            versions.insert("qemu".to_owned(), program.version.clone());
         }
-        machine::look(versions, self.far.as_ref().map(Far::name))
+        if cell.engine != Engine::Qemu
+            && let Ok(options) = cell.migration.options()
+        {
+            versions.insert("method".to_owned(), options.library());
+        }
+        machine::look(versions, self.remote.as_ref().map(RemoteHost::name))
     }
 
     fn run_cell(&self, cell: &Cell, tell: &mut dyn FnMut(&Moment)) -> Result<Outcome, BenchError> {
-        let (needed, free) = (cell.memory(self.far.is_none()), machine::available());
+        let (needed, free) = (cell.memory(self.remote.is_none()), machine::available());
         if needed > free {
             return Ok(Outcome::Skipped {
                 reason: format!(
@@ -128,15 +127,15 @@ impl Bench<'_> {
             (Engine::Hotlift, _) => built_in::run(
                 cell,
                 &self.place,
-                self.far.as_ref(),
+                self.remote.as_ref(),
                 self.limit,
                 self.interrupt,
                 tell,
             ),
-            (Engine::Qemu, Some(program)) => {
+            (_, Some(program)) => {
                 Ok(program.run(cell, &self.place, self.limit, self.interrupt, tell))
             }
-            (Engine::Qemu, None) => Ok(Outcome::Skipped {
+            (_, None) => Ok(Outcome::Skipped {
                 reason: "no QEMU was given: use --with-qemu".to_owned(),
             }),
         }

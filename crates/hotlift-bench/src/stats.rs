@@ -1,4 +1,6 @@
 //! Medians and spread.
+//!
+//! A statistics crate (statrs) would bring distributions and number traits for one median of some five runs.
 
 /// The middle and the ends of some numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]

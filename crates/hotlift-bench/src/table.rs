@@ -1,13 +1,47 @@
 //! The table of a matrix: a line a row, and Hotlift beside QEMU.
 
 use std::collections::BTreeSet;
+use std::fmt::{self, Display, Formatter};
 
 use hotlift_console::progress::bytes;
-use hotlift_console::table::align;
+use hotlift_console::table::{align, align_with_words};
 use hotlift_console::width;
 
 use super::figures::{self, Figure};
 use super::record::{Completed, Engine, GuestRow, Outcome, Record, Row, whos};
+
+/// A table for the terminal and for the report.
+pub struct Grid {
+    /// Heads of the columns.
+    pub header: Vec<String>,
+    /// The rows, a cell a column.
+    pub rows: Vec<Vec<String>>,
+    /// Number of the column that has words like the first; 0 if none has.
+    pub words: usize,
+}
+
+impl Grid {
+    /// A table without rows.
+    pub fn new<'a>(header: impl IntoIterator<Item = &'a str>, words: usize) -> Self {
+        Self {
+            header: header.into_iter().map(str::to_owned).collect(),
+            rows: Vec::new(),
+            words,
+        }
+    }
+}
+
+/// As wide as the terminal of standard output, with as many columns as fit.
+impl Display for Grid {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let header: Vec<&str> = self.header.iter().map(String::as_str).collect();
+        let text = width::fitted(&header, &self.rows, |table| match self.words {
+            0 => align(table),
+            words => align_with_words(table, words),
+        });
+        f.write_str(&text)
+    }
+}
 
 /// Names rows by what tells them apart.
 pub struct Labels {
@@ -52,7 +86,7 @@ impl Labels {
     /// The name of one of them: its method, and all that is not the same everywhere.
     pub fn text(&self, row: &Row, who: &str) -> String {
         let mut words = vec![row.method_and_level()];
-        if row.engine == Engine::Qemu {
+        if row.engine != Engine::Hotlift {
             words.insert(0, who.to_owned());
         }
         words.extend(self.words(row, About::Channels, true));
@@ -185,10 +219,9 @@ pub fn matrix(records: &[Record]) -> String {
     let labels = Labels::of(&rows);
     let all: Vec<&Completed> = records.iter().filter_map(Record::completed).collect();
     let columns = figures::meant(COLUMNS, &all);
-    let mut header = vec!["", "runs"];
-    header.extend(columns.iter().map(|figure| figure.name));
-    header.push("verified");
-    let mut lines = Vec::new();
+    let names = columns.iter().map(|figure| figure.name);
+    let header = ["", "runs"].into_iter().chain(names).chain(["verified"]);
+    let mut table = Grid::new(header, 0);
     for (row, who) in &series {
         let of = |run: &&Record| run.row == *row && run.who() == *who;
         let runs: Vec<&Record> = records.iter().filter(of).collect();
@@ -197,17 +230,23 @@ pub fn matrix(records: &[Record]) -> String {
         let figures = columns.iter();
         line.extend(figures.map(|figure| figure.text(completed.iter().copied())));
         line.push(verified(&runs));
-        lines.push(line);
-        let ours = rows.iter().find(|ours| is_the_same_work(ours, row));
-        let pairs = ours.map(|ours| pairs(records, ours, (row, who)));
-        if let Some(pairs) = pairs.filter(|pairs| !pairs.is_empty()) {
-            let mut line = vec![format!("  Hotlift / {who}"), pairs.len().to_string()];
+        table.rows.push(line);
+        for (ours, name) in &series {
+            let same = is_the_same_work(ours, row);
+            let pairs = if same {
+                pairs(records, ours, (row, who))
+            } else {
+                Vec::new()
+            };
+            if pairs.is_empty() {
+                continue;
+            }
+            let mut line = vec![format!("  {name} / {who}"), pairs.len().to_string()];
             line.extend(columns.iter().map(|figure| figure.quotient(&pairs)));
             line.push(String::new());
-            lines.push(line);
+            table.rows.push(line);
         }
     }
-    let table = width::fitted(&header, &lines, align);
     let all = match rows.first().map(|row| labels.common_options(row)) {
         Some(options) if !options.is_empty() => format!("; all with {}", options.join(", ")),
         _ => String::new(),
@@ -258,17 +297,17 @@ fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
             row.options.clone(),
             guest.kind.clone(),
         );
-        (work, way, row.engine == Engine::Qemu)
+        (work, way, row.engine)
     });
     rows
 }
 
-/// True if `theirs` is what QEMU did of the work of `ours`.
+/// True if `theirs` is what QEMU did of the work of `ours`, or of that of relays.
 pub fn is_the_same_work(ours: &Row, theirs: &Row) -> bool {
     let mut same = theirs.clone();
     same.engine = ours.engine;
     same.guest.kind.clone_from(&ours.guest.kind);
-    (ours.engine, theirs.engine) == (Engine::Hotlift, Engine::Qemu) && same == *ours
+    ours.is_ours() && !theirs.is_ours() && same == *ours
 }
 
 /// Runs of our row and of a QEMU's with the same repeat: neighbours in time.

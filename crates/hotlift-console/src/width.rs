@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use comfy_table::{ColumnConstraint, ContentArrangement, Table};
+use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width};
 use rustix::termios::tcgetwinsize;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
@@ -11,6 +11,10 @@ use crate::table::new_table;
 /// Columns that a table does without where the terminal is too narrow, in this order, by their heads. All
 /// others stay: what was run, how long it took, how long the guest stood still, whether it is well.
 pub const DISPENSABLE: &[&str] = &[
+    "RAM kB",
+    "preempted",
+    "page faults",
+    "QEMU, CPU",
     "core-s/GiB of all pages dst",
     "core-s/GiB of all pages src",
     "core-s/GiB dst",
@@ -19,6 +23,7 @@ pub const DISPENSABLE: &[&str] = &[
     "rounds",
     "CPU % dst",
     "CPU % src",
+    "sent kB",
     "ratio",
     "ch",
     "Mbit/s",
@@ -49,6 +54,10 @@ pub fn cut(text: &str, columns: usize) -> String {
     cut
 }
 
+/// Least columns of the terminal for the names of a table's rows, which go on in further lines where the terminal is
+/// too narrow for all else.
+const NAMES: u16 = 10;
+
 /// A table for standard output: what fits its terminal, and all of it elsewhere.
 pub fn fitted(header: &[&str], rows: &[Vec<String>], finish: impl Fn(&mut Table)) -> String {
     fitted_to(columns(rustix::stdio::stdout()), header, rows, finish)
@@ -72,9 +81,13 @@ fn fitted_to(
         finish(&mut table);
         let text = table.to_string();
         let width = text.lines().next().unwrap_or_default().width();
-        let is_too_wide = columns.is_some_and(|columns| width > columns);
+        let too_wide_for = columns.filter(|columns| width > *columns);
         let next = dispensable.find(|name| heads.contains(*name));
-        let (true, Some(next)) = (is_too_wide, next) else {
+        let (Some(_), Some(next)) = (too_wide_for, next) else {
+            let text = too_wide_for.map_or(text, |columns| {
+                wrap_names(&mut table, columns);
+                table.to_string()
+            });
             return match left_out.as_slice() {
                 [] => text,
                 names => format!("{text}\nno room for: {}", names.join(", ")),
@@ -82,6 +95,19 @@ fn fitted_to(
         };
         left_out.push(*next);
         shown.retain(|&column| header[column] != *next);
+    }
+}
+
+/// Lets the names in the first column go on in further lines.
+fn wrap_names(table: &mut Table, columns: usize) {
+    table
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(columns.try_into().unwrap_or(u16::MAX));
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_constraint(match index {
+            0 => ColumnConstraint::LowerBoundary(Width::Fixed(NAMES)),
+            _ => ColumnConstraint::ContentWidth,
+        });
     }
 }
 
@@ -146,6 +172,21 @@ mod tests {
         ];
         let row = header.map(|head| "9".repeat(head.len())).to_vec();
         fitted_to(columns, &header, &[row], |_| {})
+    }
+
+    #[test]
+    fn long_names_of_rows_go_on_in_further_lines_where_no_column_is_left_to_do_without() {
+        let name = "a row with a name of many words".to_owned();
+        let rows = [vec![name.clone(), "12345 (11111–13333)".to_owned()]];
+        let text = fitted_to(Some(48), &["method", "total ms"], &rows, |_| {});
+        assert!(text.lines().all(|line| line.width() <= 48), "{text}");
+        assert!(
+            text.contains("12345 (11111–13333)") && !text.contains(&name),
+            "{text}"
+        );
+        for word in name.split(' ') {
+            assert!(text.contains(word), "{text}");
+        }
     }
 
     #[test]

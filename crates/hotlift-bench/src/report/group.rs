@@ -15,8 +15,19 @@ pub struct Series<'a> {
     pub name: String,
     /// The runs that completed, in their order.
     pub runs: Vec<&'a Record>,
-    /// Why others did not, each with how often.
-    pub problems: Vec<(&'a str, usize)>,
+    /// Why others did not.
+    pub problems: Vec<Problem<'a>>,
+}
+
+/// Why runs of a row did not complete.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Problem<'a> {
+    /// In one line.
+    pub why: &'a str,
+    /// It was tried; otherwise somebody lacks what it needs.
+    pub failed: bool,
+    /// How often.
+    pub times: usize,
 }
 
 /// Rows of the same work over the same link.
@@ -32,7 +43,7 @@ pub struct Condition<'a> {
 impl<'a> Series<'a> {
     fn new(row: Row, who: String, labels: &Labels, records: &'a [Record]) -> Self {
         let mut name = vec![row.method_and_level(), channels(&row)];
-        if row.engine == Engine::Qemu {
+        if row.engine != Engine::Hotlift {
             name[0].insert_str(0, &format!("{who} "));
         }
         name.extend(labels.way(&row));
@@ -47,16 +58,22 @@ impl<'a> Series<'a> {
             .iter()
             .filter(|run| run.row == series.row && run.who() == series.who);
         for record in runs.collect::<Vec<_>>() {
-            let why = match &record.outcome {
+            let (why, failed) = match &record.outcome {
                 Outcome::Completed(_) => {
                     series.runs.push(record);
                     continue;
                 }
-                Outcome::Failed { error: why } | Outcome::Skipped { reason: why } => why,
+                Outcome::Failed { error } => (error.as_str(), true),
+                Outcome::Skipped { reason } => (reason.as_str(), false),
             };
-            match series.problems.iter_mut().find(|(known, _)| known == why) {
-                Some((_, times)) => *times += 1,
-                None => series.problems.push((why, 1)),
+            let same = |problem: &&mut Problem<'_>| (problem.why, problem.failed) == (why, failed);
+            match series.problems.iter_mut().find(same) {
+                Some(problem) => problem.times += 1,
+                None => series.problems.push(Problem {
+                    why,
+                    failed,
+                    times: 1,
+                }),
             }
         }
         series

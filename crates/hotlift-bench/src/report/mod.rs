@@ -2,68 +2,69 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `head` | what ran where, and what the figures are |
+//! | `conclusions` | what the runs come to, and what was not possible |
+//! | `facts` | what ran where, and what the figures are |
 //! | `group` | runs put together: repeats, and rows of the same work |
 //! | `pictures` | what is drawn |
-//! | `svg` | bars and lines |
-//! | `tables` | figures, quotients with QEMU, what failed |
+//! | `plot` | bars and lines |
+//! | `tables` | figures, quotients with QEMU |
 //! | `style.css` | light, dark, and on paper |
 //!
 //! Machines are never mixed: each has its own part. In it a chapter is what one table can show.
 //!
 //! There is no script in it, and nothing is fetched. All names and words come from files that anybody may have
-//! written, so every one of them is escaped.
+//! written: the templates (maud) escape every one of them.
+//!
+//! Pictures are drawn here and not by a chart crate: those bring fonts and a raster, and their words are SVG, which
+//! does not wrap in a narrow window.
 
+mod conclusions;
+mod facts;
 mod group;
-mod head;
 mod pictures;
-mod svg;
+mod plot;
 mod tables;
+
+use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::record::Record;
 use super::suite::{self, Suite};
-use group::conditions;
 pub use group::fill;
-use svg::escape;
+use group::{Condition, Series, conditions};
+
+/// A page that runs nothing, and fetches nothing.
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'";
 
 /// The report of these runs, in any order of suites and series.
 pub fn html(records: &[Record]) -> String {
     let machines = machines(records);
-    let mut body = head::title();
-    for (i, records) in machines.iter().enumerate() {
-        body.push_str(&head::machine(records, i + 1, machines.len()));
-        let chapters = suite::split(records);
-        let mut names: Vec<String> = Vec::new();
-        for records in &chapters {
-            let name = &records[0].suite;
-            let before = names.iter().filter(|other| other.starts_with(name)).count();
-            names.push(match before {
-                0 => name.clone(),
-                _ => format!("{name} ({})", before + 1),
-            });
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta http-equiv="Content-Security-Policy" content=(POLICY);
+                title { "Hotlift bench" }
+                style { (PreEscaped(include_str!("style.css"))) }
+            }
+            body {
+                main {
+                    h1 { "Hotlift bench" }
+                    @for (i, records) in machines.iter().enumerate() {
+                        @if machines.len() > 1 {
+                            h1.machine { "Machine " (i + 1) " of " (machines.len()) }
+                        }
+                        (machine(records, i))
+                    }
+                    (facts::definitions())
+                }
+            }
         }
-        if chapters.len() > 1 {
-            body.push_str(&head::contents(&names, i));
-        }
-        for (k, records) in chapters.iter().enumerate() {
-            let name = (chapters.len() > 1).then_some(names[k].as_str());
-            body.push_str(&chapter(records, &format!("m{i}-{k}"), name));
-        }
-        body.push_str(&section(
-            "One migration, round by round",
-            "Of Hotlift's runs the one with the most rounds. A round sends what the guest has dirtied in the one before; \
-             the last runs with the guest stopped.",
-            pictures::timeline(records, &format!("m{i}-timeline")),
-        ));
-    }
-    body.push_str(&head::definitions());
-    format!(
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
-         <title>Hotlift bench</title><style>{}</style></head><body><main>{body}</main></body></html>\n",
-        include_str!("style.css")
-    )
+    };
+    // Neither HTML nor XML has room for the others, which names of files may hold.
+    let control = |c: char| c.is_control() && !c.is_whitespace();
+    page.into_string().replace(control, "\u{fffd}")
 }
 
 /// The records of each machine.
@@ -83,79 +84,131 @@ fn machines(records: &[Record]) -> Vec<Vec<Record>> {
     machines
 }
 
-/// All of one suite or matrix; its name if it is one of many.
-fn chapter(records: &[Record], id: &str, name: Option<&str>) -> String {
-    let conditions = conditions(records);
-    let title = |title: &str| match name {
-        Some(name) => format!("{name}: {title}"),
-        None => {
-            let mut letters = title.chars();
-            let capital = letters.next().map(|first| first.to_uppercase().to_string());
-            capital.unwrap_or_default() + letters.as_str()
+/// All of one suite or matrix.
+struct Chapter<'a> {
+    /// Where contents lead.
+    id: String,
+    /// Its name; none if it is the only one.
+    name: Option<String>,
+    /// The published table, if it is of one.
+    suite: Option<&'static Suite>,
+    /// Its runs.
+    records: &'a [Record],
+    /// The same by wire and guest.
+    conditions: Vec<Condition<'a>>,
+}
+
+impl<'a> Chapter<'a> {
+    fn series(&self) -> impl Iterator<Item = &Series<'a>> {
+        self.conditions
+            .iter()
+            .flat_map(|condition| &condition.series)
+    }
+}
+
+/// The parts of a machine's runs; a suite that ran more than once has a number.
+fn chapters(parts: &[Vec<Record>], machine: usize) -> Vec<Chapter<'_>> {
+    let mut chapters: Vec<Chapter<'_>> = Vec::new();
+    for (i, records) in parts.iter().enumerate() {
+        let suite = &records[0].suite;
+        let before = parts[..i]
+            .iter()
+            .filter(|part| part[0].suite == *suite)
+            .count();
+        let name = match before {
+            0 => suite.clone(),
+            _ => format!("{suite} ({})", before + 1),
+        };
+        chapters.push(Chapter {
+            id: format!("m{machine}-{i}"),
+            name: (parts.len() > 1).then_some(name),
+            suite: suite::find(suite).ok(),
+            records,
+            conditions: conditions(records),
+        });
+    }
+    chapters
+}
+
+/// All of one machine: conclusions and the crossover first.
+fn machine(records: &[Record], number: usize) -> Markup {
+    let parts = suite::split(records);
+    let chapters = chapters(&parts, number);
+    let all = chapters.iter().flat_map(|chapter| {
+        let crossovers = pictures::crossovers(&chapter.conditions).into_iter();
+        crossovers.map(move |crossover| (chapter.id.as_str(), crossover))
+    });
+    let mut crossovers: Vec<_> = all.collect();
+    crossovers.sort_by_key(|(_, crossover)| std::cmp::Reverse(crossover.rates.len()));
+    let mut crossovers = crossovers.into_iter();
+    let first = crossovers.next().map(|(_, crossover)| crossover);
+    let others: Vec<_> = crossovers.collect();
+    html! {
+        section {
+            (conclusions::of(records, &chapters, first.as_ref()))
+            @if let Some(crossover) = &first {
+                h2 { "Where methods cross" }
+                p { "A method is worth its CPU where its line of total time lies below that of none." }
+                (crossover.picture(&format!("m{number}-cross")))
+            }
+            (facts::machine(records))
+            @if chapters.len() > 1 {
+                p {
+                    @for chapter in &chapters {
+                        a href={ "#" (chapter.id) } { (chapter.name.as_deref().unwrap_or_default()) } " "
+                    }
+                }
+            }
+        }
+        @for chapter in &chapters {
+            section id=(chapter.id) {
+                h2 { (chapter.name.as_deref().unwrap_or("The runs")) }
+                (self::chapter(chapter))
+                @for (i, (_, crossover)) in others.iter().enumerate().filter(|(_, (id, _))| *id == chapter.id) {
+                    h3 { "Where methods cross" }
+                    (crossover.picture(&format!("m{number}-cross{i}")))
+                }
+            }
+        }
+        @if let Some(timeline) = pictures::timeline(records, &format!("m{number}-timeline")) {
+            section { h2 { "One migration, round by round" } (timeline) }
+        }
+        (conclusions::not_possible(&chapters))
+    }
+}
+
+/// The published table with ours; and what was measured, folded where that table has said it.
+fn chapter(chapter: &Chapter<'_>) -> Markup {
+    let pictures = html! {
+        @for condition in &chapter.conditions {
+            h3 { (condition.title) }
+            p.soft { (condition.note) }
+            (pictures::condition(condition, chapter.records))
+        }
+        @if let Some(threads) = pictures::threads(&chapter.conditions) {
+            (tables::details("CPU by thread, of the run in the middle of each row, over the fastest wire", &threads))
         }
     };
-    let suite = records.first().and_then(|one| suite::find(&one.suite).ok());
-    let mut text = format!("<div id=\"{id}\"></div>");
-    text.push_str(&suite.map_or(String::new(), |suite| {
-        published(suite, &title("published beside ours"), records)
-    }));
-    text.push_str(&section(
-        &title("where methods cross"),
-        "One line a method. A method is worth its CPU where its line of total time lies below that of none; both axes \
-         are logarithmic.",
-        pictures::crossover(&conditions, id),
-    ));
-    for (i, condition) in conditions.iter().enumerate() {
-        let note = format!(
-            "{}. Medians; the thin line is from the lowest to the highest run.",
-            condition.note
-        );
-        let pictures = pictures::condition(condition, records, &format!("{id}-{i}"));
-        text.push_str(&section(&title(&condition.title), &note, Some(pictures)));
+    match chapter.suite {
+        None => pictures,
+        Some(suite) => html! {
+            (published(suite, chapter.records))
+            (tables::details("The same as bars, and by thread", &pictures))
+        },
     }
-    text + &section(
-        &title("CPU by thread"),
-        "Of the run in the middle of each row, by total time, over the fastest wire.",
-        pictures::threads(&conditions, id),
-    )
 }
 
-fn published(suite: &Suite, title: &str, records: &[Record]) -> String {
+fn published(suite: &Suite, records: &[Record]) -> Markup {
     let sheet = suite.sheet(records);
-    let differs = sheet.differs.iter();
-    let differs: Vec<_> = differs
-        .map(|line| format!("<li>{}</li>", escape(line)))
-        .collect();
-    let tables = sheet
-        .tables
-        .iter()
-        .enumerate()
-        .map(|(i, (caption, table))| {
-            // Its second column says whose the figures are.
-            let class = if i == 0 { "published" } else { "" };
-            format!("<h3>{}</h3>{}", escape(caption), tables::of(table, class))
-        });
-    let inner = format!(
-        "<p>Here, what differs:</p><ul>{}</ul>{}",
-        differs.concat(),
-        tables.collect::<String>()
-    );
-    section(
-        title,
-        &format!("Published: {}", sheet.published),
-        Some(inner),
-    )
-}
-
-/// Nothing, if there is nothing in it.
-fn section(title: &str, note: &str, inner: Option<String>) -> String {
-    inner.map_or(String::new(), |inner| {
-        format!(
-            "<section><h2>{}</h2><p>{}</p>{inner}</section>",
-            escape(title),
-            escape(note)
-        )
-    })
+    html! {
+        p { "Published: " (sheet.published) "." }
+        @for (caption, table) in &sheet.tables {
+            h3 { (caption) }
+            (tables::of(table))
+        }
+        h3 { "What differs here" }
+        ul { @for line in &sheet.differs { li { (line) } } }
+    }
 }
 
 #[cfg(test)]

@@ -1,155 +1,115 @@
 //! The tables of a report.
 
-use std::fmt::Write;
+use maud::{Markup, html};
 
 use super::group::{Condition, Series};
-use super::svg::escape;
 use crate::figures::{self, Figure};
 use crate::record::{Completed, Record, ThreadCounts};
-use crate::table::{is_the_same_work, pairs, verified};
+use crate::table::{Grid, is_the_same_work, pairs, verified};
 
-/// A table; `class` may be empty.
-pub fn table(header: &[String], rows: impl Iterator<Item = Vec<String>>, class: &str) -> String {
-    let mut text = format!("<div class=\"wide\"><table class=\"{class}\"><thead><tr>");
-    for name in header {
-        let _ = write!(text, "<th scope=\"col\">{}</th>", escape(name));
-    }
-    text.push_str("</tr></thead><tbody>");
-    for row in rows {
-        text.push_str("<tr>");
-        for cell in row {
-            let _ = write!(text, "<td>{}</td>", of_cell(&cell));
+/// A table, as the terminal has it. A spread stays in one line, below its median where the table is narrow.
+pub fn of(table: &Grid) -> Markup {
+    let class = |column: usize| (column > 0 && column == table.words).then_some("words");
+    let spread = |text: &str| {
+        let (median, spread) = text.split_once(" (")?;
+        let is_one = spread.contains('–') && spread.ends_with(')');
+        is_one.then(|| html! { (median) " " span.range { "(" (spread) } })
+    };
+    html! {
+        div.wide {
+            table {
+                thead {
+                    tr {
+                        @for (i, name) in table.header.iter().enumerate() {
+                            th scope="col" class=[class(i)] { (name) }
+                        }
+                    }
+                }
+                tbody {
+                    @for row in &table.rows {
+                        tr {
+                            @for (i, cell) in row.iter().enumerate() {
+                                td class=[class(i)] {
+                                    @match spread(cell) { Some(cell) => { (cell) }, None => { (cell) } }
+                                }
+                            }
+                        }
+                    }
+                }
+            }
         }
-        text.push_str("</tr>");
     }
-    text + "</tbody></table></div>"
-}
-
-/// A cell; a spread stays in one line, below its median where the table is narrow.
-fn of_cell(text: &str) -> String {
-    match text.split_once(" (") {
-        Some((median, spread)) if spread.contains('–') && spread.ends_with(')') => format!(
-            "{} <span class=\"range\">({}</span>",
-            escape(median),
-            escape(spread)
-        ),
-        _ => escape(text),
-    }
-}
-
-/// A table that was made for the terminal.
-pub fn of(table: &comfy_table::Table, class: &str) -> String {
-    let cells = |row: &comfy_table::Row| row.cell_iter().map(comfy_table::Cell::content).collect();
-    let header: Vec<String> = table.header().map(cells).unwrap_or_default();
-    self::table(&header, table.row_iter().map(cells), class)
 }
 
 /// Folded until it is asked for.
-pub fn details(summary: &str, inner: &str) -> String {
-    format!(
-        "<details><summary>{}</summary>{inner}</details>",
-        escape(summary)
-    )
+pub fn details(summary: &str, inner: &Markup) -> Markup {
+    html! { details { summary { (summary) } (inner) } }
 }
 
 /// Medians and spread of all figures.
-pub fn figures(series: &[Series<'_>]) -> String {
+pub fn figures(series: &[Series<'_>]) -> Markup {
     let all: Vec<&Completed> = series.iter().flat_map(Series::completed).collect();
     let columns = figures::meant(figures::ALL, &all);
-    let mut header = vec!["row".to_owned(), "runs".to_owned()];
-    header.extend(columns.iter().map(|figure| figure.name.to_owned()));
-    header.push("verified".to_owned());
-    let rows = series
-        .iter()
-        .filter(|series| !series.runs.is_empty())
-        .map(|series| {
-            let mut row = vec![series.name.clone(), series.runs.len().to_string()];
-            row.extend(columns.iter().map(|figure| figure.text(series.completed())));
-            row.push(verified(&series.runs));
-            row
-        });
-    table(&header, rows, "")
-}
-
-/// Rows that did not complete, and why.
-pub fn problems(series: &[Series<'_>]) -> String {
-    let rows: Vec<_> = series
-        .iter()
-        .flat_map(|series| {
-            let problems = series.problems.iter();
-            problems.map(|(why, times)| {
-                let times = times.to_string();
-                vec![series.name.clone(), times, (*why).to_owned()]
-            })
-        })
-        .collect();
-    if rows.is_empty() {
-        return String::new();
+    let names = columns.iter().map(|figure| figure.name);
+    let header = ["row", "runs"].into_iter().chain(names).chain(["verified"]);
+    let mut table = Grid::new(header, 0);
+    for series in series.iter().filter(|series| !series.runs.is_empty()) {
+        let mut row = vec![series.name.clone(), series.runs.len().to_string()];
+        row.extend(columns.iter().map(|figure| figure.text(series.completed())));
+        row.push(verified(&series.runs));
+        table.rows.push(row);
     }
-    let header = ["did not complete", "runs", "why"].map(str::to_owned);
-    table(&header, rows.into_iter(), "words")
+    of(&table)
 }
 
 /// Quotients Hotlift / QEMU of runs with the same repeat; empty if no QEMU took part.
-pub fn quotients(condition: &Condition<'_>, records: &[Record]) -> String {
+pub fn quotients(condition: &Condition<'_>, records: &[Record]) -> Markup {
+    let compared = compared(condition);
+    let names = compared.iter().map(|(name, _)| *name);
+    let mut table = Grid::new(
+        ["Hotlift / QEMU"].into_iter().chain(names).chain(["pairs"]),
+        0,
+    );
+    for (ours, theirs) in beside_qemu(condition) {
+        let pairs = pairs(records, &ours.row, (&theirs.row, &theirs.who));
+        if pairs.is_empty() {
+            continue;
+        }
+        let mut row = vec![format!("{} / {}", ours.name, theirs.who)];
+        row.extend(compared.iter().map(|(_, figure)| figure.quotient(&pairs)));
+        row.push(pairs.len().to_string());
+        table.rows.push(row);
+    }
+    html! { @if !table.rows.is_empty() { (of(&table)) } }
+}
+
+/// Rows of ours, each with a QEMU's of the same work.
+pub fn beside_qemu<'a>(
+    condition: &'a Condition<'a>,
+) -> impl Iterator<Item = (&'a Series<'a>, &'a Series<'a>)> {
+    let all = &condition.series;
+    all.iter().flat_map(move |ours| {
+        let theirs = all.iter();
+        theirs
+            .filter(move |theirs| is_the_same_work(&ours.row, &theirs.row))
+            .map(move |theirs| (ours, theirs))
+    })
+}
+
+/// What is compared with a QEMU.
+pub fn compared(condition: &Condition<'_>) -> [(&'static str, Figure); 5] {
     let ([source, destination], _) = condition.cpu();
-    let compared: [(&str, Figure); 5] = [
+    [
         ("total time", figures::TOTAL_MS),
         ("downtime", figures::DOWN_MS),
         ("source CPU", source),
         ("destination CPU", destination),
         ("bytes", figures::BYTES),
-    ];
-    let mut rows = Vec::new();
-    for ours in &condition.series {
-        let theirs = condition.series.iter();
-        for theirs in theirs.filter(|theirs| is_the_same_work(&ours.row, &theirs.row)) {
-            let pairs = pairs(records, &ours.row, (&theirs.row, &theirs.who));
-            if pairs.is_empty() {
-                continue;
-            }
-            let mut row = vec![format!("{} / {}", ours.name, theirs.who)];
-            row.extend(compared.map(|(_, figure)| figure.quotient(&pairs)));
-            row.push(pairs.len().to_string());
-            rows.push(row);
-        }
-    }
-    if rows.is_empty() {
-        return String::new();
-    }
-    let mut header = vec!["row".to_owned()];
-    header.extend(compared.map(|(name, _)| name.to_owned()));
-    header.push("pairs".to_owned());
-    format!(
-        "<h3>Hotlift / QEMU</h3><p class=\"soft\">Of runs that were neighbours in time, median (lowest–highest): below 1 \
-         Hotlift needs less.</p>{}",
-        table(&header, rows.into_iter(), "")
-    )
+    ]
 }
 
 /// What the kernel has counted for the threads of a run; empty if it was not asked.
-pub fn counts(run: &Completed) -> String {
-    let side = |side: &'static str, threads: &[ThreadCounts]| -> Vec<Vec<String>> {
-        let row = |thread: &ThreadCounts| {
-            vec![
-                thread.name.clone(),
-                side.to_owned(),
-                format!("{:.1}", thread.cpu_s * 1e3),
-                thread.waits.to_string(),
-                thread.preempted.to_string(),
-                thread.page_faults.to_string(),
-            ]
-        };
-        threads.iter().map(row).collect()
-    };
-    let rows = [
-        side("source", &run.source_threads),
-        side("destination", &run.destination_threads),
-    ]
-    .concat();
-    if rows.is_empty() {
-        return String::new();
-    }
+pub fn counts(run: &Completed) -> Markup {
     let header = [
         "thread",
         "side",
@@ -158,9 +118,22 @@ pub fn counts(run: &Completed) -> String {
         "preempted",
         "page faults",
     ];
-    let header = header.map(str::to_owned);
-    details(
-        "What the kernel has counted",
-        &table(&header, rows.into_iter(), "published"),
-    )
+    let mut table = Grid::new(header, 1);
+    let mut add = |side: &str, threads: &[ThreadCounts]| {
+        for thread in threads {
+            table.rows.push(vec![
+                thread.name.clone(),
+                side.to_owned(),
+                format!("{:.1}", thread.cpu_s * 1e3),
+                thread.waits.to_string(),
+                thread.preempted.to_string(),
+                thread.page_faults.to_string(),
+            ]);
+        }
+    };
+    add("source", &run.source_threads);
+    add("destination", &run.destination_threads);
+    html! {
+        @if !table.rows.is_empty() { (details("What the kernel has counted", &of(&table))) }
+    }
 }

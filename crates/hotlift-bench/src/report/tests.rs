@@ -126,9 +126,11 @@ fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
     assert_eq!(count(&html, "<svg class=\"lines\""), 3);
     assert_eq!(count(&html, "<path class=\"line\""), 4 + 4 + 2);
     // Total time, downtime and CPU of four rates.
-    assert!(count(&html, "<svg class=\"bars\"") > 12);
+    assert!(count(&html, "<table class=\"bars\"") > 12);
     for words in [
         "Where methods cross",
+        "Fastest, by wire: zstd 1, 2 ch (200 Mbit/s); zlib 1, 2 ch (1 Gbit/s); none, 2 ch (10 Gbit/s to no limit).",
+        "54 of 55 runs completed, all of them verified",
         "Hotlift / QEMU",
         "round by round",
         "CPU by thread",
@@ -154,6 +156,15 @@ fn the_report_has_every_picture_with_its_table_and_nothing_from_elsewhere() {
 }
 
 #[test]
+fn runs_over_one_wire_say_which_was_fastest() {
+    let mut records = records();
+    records.retain(|record| record.row.max_bandwidth == 125_000_000);
+    let html = html(&records);
+    assert!(html.contains("Fastest: zlib 1, 2 ch ("), "{html}");
+    assert!(!html.contains("by wire"));
+}
+
+#[test]
 fn machines_are_not_mixed() {
     let ours = records();
     let mut others = ours.clone();
@@ -167,7 +178,7 @@ fn machines_are_not_mixed() {
     assert!(second.contains("another CPU") && !second.contains(">a CPU"));
     assert!(!first.contains("<dd>77.0</dd>") && second.contains("<dd>77.0</dd>"));
     // Medians of three runs, not of six.
-    let bars = |text: &str| count(text, "<rect class=\"bar\"");
+    let bars = |text: &str| count(text, "<span class=\"bar\"");
     assert_eq!(bars(first), bars(&html(&ours)));
     assert_eq!(bars(first), bars(second));
 }
@@ -180,12 +191,12 @@ fn rows_that_differ_in_an_option_alone_have_names_and_bars_of_their_own() {
         let option = ("multifd-packet-size".to_owned(), "1M".to_owned());
         record.row.options = BTreeMap::from([option]);
     }
-    let before = count(&html(&records), "<rect class=\"bar\"");
+    let before = count(&html(&records), "<span class=\"bar\"");
     records.extend(others);
     let text = html(&records);
     assert!(text.contains("zstd 1, 2 ch, multifd-packet-size=1M"));
     // Threads are drawn of so many rows only.
-    assert!(count(&text, "<rect class=\"bar\"") > before * 3 / 2);
+    assert!(count(&text, "<span class=\"bar\"") > before * 3 / 2);
 }
 
 #[test]
@@ -310,7 +321,7 @@ fn a_browser_shows_the_report_without_a_complaint() {
     let dom = run(&["--dump-dom"]);
     assert_eq!(count(&dom, "<path class=\"line\""), 10, "{dom}");
     assert_eq!(count(&dom, "<svg class=\"lines\""), 3);
-    assert!(count(&dom, "<rect class=\"bar\"") > 30);
+    assert!(count(&dom, "<span class=\"bar\"") > 30);
     assert!(!dom.contains("<script"));
     for (name, flags) in [
         ("light.png", ["--window-size=1200,2400", ""]),

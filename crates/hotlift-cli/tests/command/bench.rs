@@ -485,3 +485,35 @@ fn a_real_qemu_does_the_same_work_and_says_what_it_lacks() {
         );
     }
 }
+
+#[test]
+fn relays_between_two_qemus_do_the_same_work() {
+    if !qemu::has_kvm() {
+        return;
+    }
+    let programs = [Release::V7, Release::V10].map(Release::program);
+    for program in programs.into_iter().flatten() {
+        let folder = tempfile::tempdir().unwrap();
+        let qemu = format!("--with-qemu={}", program.display());
+        let flags = ["--method=none,zstd", "--relays", "--repeats=1", &qemu];
+        let (status, said) = bench(folder.path(), &flags).wait();
+        assert!(status.success(), "{}: {said:#?}", program.display());
+        let runs = kept(folder.path());
+        let relayed = |run: &&Value| run["row"]["engine"] == "relay";
+        let relayed: Vec<&Value> = runs.iter().filter(relayed).collect();
+        assert_eq!((runs.len(), relayed.len()), (6, 2), "{said:#?}");
+        for run in relayed {
+            let completed = &run["outcome"]["completed"];
+            assert_eq!(completed["verified"], true, "{run}");
+            let source = &completed["source"];
+            let content = number(&source["normal_pages"]) * 4096.0;
+            let sent = number(&source["transferred_bytes"]);
+            // What the QEMUs do not compress, the relays do.
+            let packed = run["row"]["method"] == "zstd";
+            assert_eq!(sent < content * 0.75, packed, "{sent} of {content}: {run}");
+        }
+        for words in ["relayed QEMU", "zstd"] {
+            assert!(said.iter().any(|line| line.contains(words)), "{said:#?}");
+        }
+    }
+}

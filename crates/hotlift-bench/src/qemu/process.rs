@@ -1,4 +1,4 @@
-//! A QEMU process with a guest of ours: started, filled, compared and ended.
+//! A QEMU with a guest of ours: started, filled, compared and ended.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -98,7 +98,7 @@ impl Image {
     }
 }
 
-/// How a machine is started.
+/// How it is started.
 pub struct Start<'a> {
     /// QEMU.
     pub program: &'a Path,
@@ -117,7 +117,7 @@ pub struct Start<'a> {
 }
 
 /// A QEMU; killed when it goes out of scope, and by the kernel if this process is killed.
-pub struct Machine {
+pub struct Process {
     child: Child,
     /// Its machine protocol.
     pub qmp: Qemu,
@@ -137,8 +137,8 @@ impl Drop for Starting {
     }
 }
 
-impl Machine {
-    /// Starts a machine whose vCPUs wait.
+impl Process {
+    /// Starts one whose vCPUs wait.
     ///
     /// # Errors
     /// If it does not start; with QEMU's last words.
@@ -353,7 +353,7 @@ impl Machine {
     }
 }
 
-impl Drop for Machine {
+impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

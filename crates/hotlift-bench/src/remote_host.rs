@@ -53,9 +53,9 @@ struct Wanted {
 
 /// Where `hotlift bench --serve` is.
 #[derive(Debug, Clone)]
-pub struct Far(String);
+pub struct RemoteHost(String);
 
-impl Far {
+impl RemoteHost {
     /// `tcp:HOST:PORT`.
     ///
     /// # Errors
@@ -119,7 +119,7 @@ impl Far {
         stream
             .map_err(ConversationError::Io)
             .and_then(say)
-            .map_err(BenchError::NoFar)
+            .map_err(BenchError::NoRemoteHost)
     }
 }
 

@@ -10,18 +10,18 @@ use hotlift_mem::{Backing, RamBlock};
 use super::cell::Cell;
 
 /// Memory that is given back when this is dropped.
-pub struct Warm(#[expect(dead_code, reason = "held")] Option<RamBlock>);
+pub struct HeldMemory(#[expect(dead_code, reason = "held")] Option<RamBlock>);
 
-impl Warm {
-    /// As much as the destination of `cell` will touch; none if it does so before it is migrated to, or is `far`.
-    pub fn hold(cell: &Cell, far: bool) -> Self {
+impl HeldMemory {
+    /// As much as the destination of `cell` will touch; none if it does so before it is migrated to, or is on another host.
+    pub fn for_destination(cell: &Cell, is_remote: bool) -> Self {
         let is_early = |options: hotlift::Options| options.mem_prealloc;
-        if far || cell.migration.options().is_ok_and(is_early) {
+        if is_remote || cell.migration.options().is_ok_and(is_early) {
             return Self(None);
         }
         // That both guests fit has been looked at, and the destination takes what is given back here.
         let block = usize::try_from(cell.guest.ram).ok().and_then(|bytes| {
-            let block = RamBlock::new("warm", bytes, Backing::Private).ok()?;
+            let block = RamBlock::new("held", bytes, Backing::Private).ok()?;
             block.populate(0, bytes).ok()?;
             Some(block)
         });

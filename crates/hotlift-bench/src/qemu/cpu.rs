@@ -1,0 +1,108 @@
+//! CPU time of QEMUs and relays, as the kernel has it.
+
+use std::time::Duration;
+
+use hotlift::figures::ThreadCpu;
+
+use crate::record::ThreadCounts;
+use crate::threads::{Sampler, process_cpu};
+
+/// Time that is not in any thread that was seen. QEMU's threads may end between two looks.
+const BETWEEN: &str = "(between samples)";
+
+/// A process's own clock has this resolution (USER_HZ); less of a rest is none.
+const RESOLUTION_S: f64 = 0.02;
+
+/// Watches the processes of both sides.
+pub struct Meter {
+    processes: Vec<u32>,
+    before: Vec<Duration>,
+    sampler: Sampler,
+}
+
+/// What the processes of a side have used.
+pub struct Used {
+    /// Each of their threads.
+    pub threads: Vec<ThreadCounts>,
+    /// All of them together, ended threads included.
+    pub cpu: Duration,
+}
+
+impl Meter {
+    /// Starts to watch `processes`: one of the source and one of the destination in turn.
+    pub fn start(processes: Vec<u32>) -> Self {
+        Self {
+            before: processes.iter().copied().map(process_cpu).collect(),
+            sampler: Sampler::start(&processes),
+            processes,
+        }
+    }
+
+    /// What source and destination have used.
+    pub fn finish(self) -> [Used; 2] {
+        let after = self.processes.iter().copied().map(process_cpu);
+        let used = after
+            .zip(&self.before)
+            .map(|(after, before)| after.saturating_sub(*before));
+        let used: Vec<Duration> = used.collect();
+        let threads = self.sampler.finish();
+        [0, 1].map(|side| Used {
+            threads: threads
+                .iter()
+                .skip(side)
+                .step_by(2)
+                .flatten()
+                .cloned()
+                .collect(),
+            cpu: used.iter().skip(side).step_by(2).sum(),
+        })
+    }
+}
+
+fn is_vcpu(name: &str) -> bool {
+    name.starts_with("CPU ")
+}
+
+/// Without the vCPUs, which do the guest's work.
+pub fn without_vcpus(mut threads: Vec<ThreadCounts>) -> Vec<ThreadCounts> {
+    threads.retain(|thread| !is_vcpu(&thread.name));
+    threads
+}
+
+/// CPU time by thread; what the process has used beside the threads that were seen is a line too.
+pub fn cpu_of(threads: &[ThreadCounts], process: Duration) -> Vec<ThreadCpu> {
+    let seen: f64 = threads.iter().map(|thread| thread.cpu_s).sum();
+    let rest = process.as_secs_f64() - seen;
+    let rest = (rest > RESOLUTION_S).then(|| ThreadCpu {
+        name: BETWEEN.to_owned(),
+        cpu_s: rest,
+    });
+    threads
+        .iter()
+        .filter(|thread| !is_vcpu(&thread.name))
+        .map(|thread| ThreadCpu {
+            name: thread.name.clone(),
+            cpu_s: thread.cpu_s,
+        })
+        .chain(rest)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_threads_and_the_rest_add_up_to_the_process_without_the_vcpus() {
+        let thread = |name: &str, cpu_s| ThreadCounts {
+            name: name.to_owned(),
+            cpu_s,
+            ..ThreadCounts::default()
+        };
+        let threads = [thread("mig/src/main", 0.5), thread("CPU 0/KVM", 1.0)];
+        let cpu = cpu_of(&threads, Duration::from_secs(2));
+        let sum: f64 = cpu.iter().map(|thread| thread.cpu_s).sum();
+        assert!((sum - 1.0).abs() < 1e-9, "{cpu:?}");
+        assert_eq!(cpu_of(&threads, Duration::from_millis(1500)).len(), 1);
+    }
+}

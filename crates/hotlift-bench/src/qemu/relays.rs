@@ -1,0 +1,234 @@
+//! Two relays between two QEMUs: `hotlift relay source` and `hotlift relay destination`, as processes beside them.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use hotlift::options::{OptionError, Role, option};
+use hotlift_console::error::ConsoleError;
+use hotlift_console::migration_args::MigrationArgs;
+use hotlift_console::pair::Place;
+use hotlift_console::signals::TICK;
+use serde::Deserialize;
+use tempfile::TempDir;
+
+use super::Stop;
+use crate::cell::Cell;
+use crate::error::BenchError;
+use crate::threads::has_ended;
+
+/// How long relays may take to end when both QEMUs have completed.
+const END: Duration = Duration::from_secs(10);
+
+/// A relay says where it listens in a line of this form.
+const LISTENS: &str = "listening on ";
+
+/// What two QEMUs are told where relays stand between them: to compress nothing.
+pub fn of_qemus(cell: &Cell) -> Result<Cell, Stop> {
+    let options = cell.migration.options().map_err(BenchError::from)?;
+    if !options.multifd() {
+        return Err(Stop::Lacks("a relay sends by multifd".to_owned()));
+    }
+    let plain = cell.migration.with("multifd-compression", "none");
+    Ok(Cell {
+        migration: plain.without_idle().map_err(BenchError::from)?,
+        ..cell.clone()
+    })
+}
+
+/// Both relays; killed when they go out of scope.
+pub struct Relays {
+    source: Relay,
+    destination: Relay,
+    folder: TempDir,
+}
+
+/// What a relay prints at its end, as far as it is asked for.
+#[derive(Debug, Deserialize)]
+struct Report {
+    sent_bytes: u64,
+}
+
+impl Relays {
+    /// Starts them for `cell`. The destination's QEMU has to listen on [`Relays::behind`] in `folder` by then.
+    ///
+    /// # Errors
+    /// If one does not start; with what it says.
+    pub fn start(cell: &Cell, place: &Place, folder: TempDir) -> Result<Self, BenchError> {
+        let host = place.address.as_deref().unwrap_or("127.0.0.1");
+        let channels = cell.migration.options()?.channels();
+        let mut plain = MigrationArgs::default();
+        plain = plain.with("multifd-channels", &channels.to_string());
+        let destination = Relay::start(
+            "destination",
+            &place.destination_prefix,
+            &format!("tcp:{host}:0"),
+            &Self::behind(&folder),
+            &plain,
+            folder.path(),
+        )?;
+        let source = Relay::start(
+            "source",
+            &place.source_prefix,
+            &Self::before(&folder),
+            &destination.address,
+            &of_relay(&cell.migration)?,
+            folder.path(),
+        )?;
+        Ok(Self {
+            source,
+            destination,
+            folder,
+        })
+    }
+
+    /// Where the destination's QEMU listens.
+    pub fn behind(folder: &TempDir) -> String {
+        format!("unix:{}", folder.path().join("destination").display())
+    }
+
+    fn before(folder: &TempDir) -> String {
+        format!("unix:{}", folder.path().join("source").display())
+    }
+
+    /// Where the source's QEMU migrates to.
+    pub fn uri(&self) -> String {
+        Self::before(&self.folder)
+    }
+
+    /// Their processes: the source's, then the destination's.
+    pub fn pids(&self) -> [u32; 2] {
+        [self.source.child.id(), self.destination.child.id()]
+    }
+
+    /// Waits until both have ended. What the kernel has counted for them can still be read.
+    pub fn await_end(&self) {
+        let deadline = Instant::now() + END;
+        while !self.pids().into_iter().all(has_ended) && Instant::now() < deadline {
+            std::thread::sleep(TICK / 10);
+        }
+    }
+
+    /// What they have said last on standard error, if anything.
+    pub fn said(&self) -> String {
+        let said = [&self.source, &self.destination].map(|relay| {
+            let line = last_line(self.folder.path(), relay.side)?;
+            Some(format!("relay {}: {line}", relay.side))
+        });
+        said.into_iter().flatten().collect::<Vec<_>>().join("; ")
+    }
+
+    /// Bytes that the source's relay has sent; to be asked for when it has ended.
+    ///
+    /// # Errors
+    /// If either failed; with what it says.
+    pub fn sent_bytes(mut self) -> Result<u64, BenchError> {
+        self.destination.report(self.folder.path())?;
+        Ok(self.source.report(self.folder.path())?.sent_bytes)
+    }
+}
+
+/// What of a cell's options a relay takes.
+fn of_relay(all: &MigrationArgs) -> Result<MigrationArgs, OptionError> {
+    let mut taken = MigrationArgs::default();
+    for (name, value) in all.given() {
+        let info = option(name)?;
+        let refusal = info.refusal(Role::Relay);
+        // The source's QEMU finds the zero pages.
+        let is_qemus = info.name == "zero-page-detection";
+        if !is_qemus && refusal.or(info.value_refusal(Role::Relay, value)).is_none() {
+            taken = taken.with(name, value);
+        }
+    }
+    Ok(taken)
+}
+
+/// A relay.
+struct Relay {
+    side: &'static str,
+    child: Child,
+    said: BufReader<ChildStdout>,
+    address: String,
+}
+
+impl Relay {
+    fn start(
+        side: &'static str,
+        prefix: &[String],
+        listen: &str,
+        connect: &str,
+        migration: &MigrationArgs,
+        folder: &Path,
+    ) -> Result<Self, BenchError> {
+        let failed = |source| ConsoleError::Process {
+            what: "hotlift relay",
+            source,
+        };
+        let errors = File::create(folder.join(side).with_extension("stderr")).map_err(failed)?;
+        // A relay is not to outlive a bench that is killed.
+        let tied = ["setpriv", "--pdeathsig", "KILL"].map(str::to_owned);
+        let words: Vec<String> = prefix.iter().cloned().chain(tied).collect();
+        let mut child = Command::new(&words[0])
+            .args(&words[1..])
+            .arg(std::env::current_exe().map_err(failed)?)
+            .args(["relay", side, "--json", "--quiet", "--listen", listen])
+            .args(["--connect", connect])
+            .args(migration.to_flags())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(errors)
+            .spawn()
+            .map_err(failed)?;
+        let said = child.stdout.take().map(BufReader::new);
+        let said = said.ok_or_else(|| failed(std::io::ErrorKind::BrokenPipe.into()))?;
+        let mut relay = Self {
+            side,
+            child,
+            said,
+            address: String::new(),
+        };
+        let mut line = String::new();
+        relay.said.read_line(&mut line).map_err(failed)?;
+        match line.trim_end().strip_prefix(LISTENS) {
+            Some(address) => relay.address = address.to_owned(),
+            None => return Err(relay.problem(folder)),
+        }
+        Ok(relay)
+    }
+
+    fn report(&mut self, folder: &Path) -> Result<Report, BenchError> {
+        let mut said = String::new();
+        // It has ended, or is not going to: then it is not waited for either.
+        let _ = self.child.kill();
+        let read = self.said.read_to_string(&mut said);
+        let line = said.lines().last().unwrap_or_default();
+        match (read, serde_json::from_str(line)) {
+            (Ok(_), Ok(report)) => Ok(report),
+            _ => Err(self.problem(folder)),
+        }
+    }
+
+    fn problem(&self, folder: &Path) -> BenchError {
+        let line = last_line(folder, self.side);
+        BenchError::Relay {
+            side: self.side,
+            problem: line.unwrap_or_else(|| "it ended without a word".to_owned()),
+        }
+    }
+}
+
+/// The last line that the relay of that side has said on standard error.
+fn last_line(folder: &Path, side: &str) -> Option<String> {
+    let said = std::fs::read_to_string(folder.join(side).with_extension("stderr")).ok()?;
+    let line = said.lines().rfind(|line| !line.trim().is_empty())?;
+    Some(line.to_owned())
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

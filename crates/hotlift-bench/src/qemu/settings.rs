@@ -1,0 +1,245 @@
+//! What a QEMU is told before a migration, and what none can be told.
+
+use hotlift::Options;
+use hotlift::options::{Kind, option};
+use hotlift_qmp::QmpError;
+use hotlift_vmm::workload::Workload;
+use serde_json::{Value, json};
+
+use super::Stop;
+use super::process::Process;
+use crate::cell::Cell;
+use crate::error::BenchError;
+
+/// Above any link: QEMU's default of 128 MiB/s would be the only thing measured.
+const UNLIMITED: u64 = 1_000_000_000_000;
+
+/// What no QEMU can be asked for.
+pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
+    let (vcpus, workload) = (cell.guest.vcpus, cell.guest.workload);
+    if vcpus > 1 && workload != Workload::Idle {
+        return Err(Stop::Lacks(format!(
+            "its guest that writes has one vCPU, not {vcpus}"
+        )));
+    }
+    let options = cell.migration.options().map_err(BenchError::from)?;
+    let method = options.method_name().to_owned();
+    for (name, value) in cell.migration.given() {
+        let ours = match name.as_str() {
+            "accel-path" | "multifd-normal-page-ratio" | "multifd-packet-size" => true,
+            // It takes what comes.
+            "max-channels" | "memory-limit" | "settle-timeout" => true,
+            "zero-page-detection" => !["none", "legacy", "multifd"].contains(&value.as_str()),
+            // These use their device wherever there is one.
+            "accelerator" => {
+                value == "required" && !["qpl", "qatzip", "uadk"].contains(&method.as_str())
+            }
+            // Nobody would say migrate-continue.
+            "pause-before-switchover" => value == "on",
+            _ => false,
+        };
+        if ours {
+            return Err(Stop::Lacks(format!("has no {name}={value}")));
+        }
+    }
+    Ok(())
+}
+
+/// Sets capabilities and parameters of one side.
+pub fn set(qemu: &mut Process, cell: &Cell, options: &Options) -> Result<(), Stop> {
+    qemu.qmp
+        .set_capabilities(&capabilities(cell, options)?)
+        .map_err(|error| lacks(&error))?;
+    let known = qemu.qmp.query_parameters()?;
+    let wanted = parameters(cell, options, &|name| known.contains_key(name))?;
+    qemu.qmp
+        .set_parameters(&wanted)
+        .map_err(|error| lacks(&error))
+}
+
+/// What is on or off: the ways of a migration, and all that was asked for beside. With the return path a QEMU's downtime
+/// ends as ours does, at the destination's word; without it, at the last byte that its source has written.
+fn capabilities(cell: &Cell, options: &Options) -> Result<Vec<(&'static str, bool)>, Stop> {
+    let mut wanted = vec![
+        ("multifd", options.multifd()),
+        ("compress", options.compress),
+        ("xbzrle", options.xbzrle),
+        ("auto-converge", options.auto_converge),
+        ("events", true),
+        (
+            "return-path",
+            options.return_path || !cell.migration.has("return-path"),
+        ),
+    ];
+    for (name, _) in cell.migration.given() {
+        let info = option(name).map_err(BenchError::from)?;
+        if info.kind == Kind::Capability && !wanted.iter().any(|(known, _)| *known == info.name) {
+            wanted.push((info.name, info.read_json(options) == json!(true)));
+        }
+    }
+    Ok(wanted)
+}
+
+/// Parameters: a bandwidth above QEMU's default, the method, and all that was asked for beside. Which this
+/// QEMU has is what it `knows`.
+fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> Result<Value, Stop> {
+    let bandwidth = match options.max_bandwidth {
+        0 => UNLIMITED,
+        limit => limit,
+    };
+    let mut wanted = json!({
+        "max-bandwidth": bandwidth,
+        "downtime-limit": u64::try_from(options.downtime_limit.as_millis()).unwrap_or(u64::MAX),
+    });
+    if options.multifd() {
+        let method = options.multifd_compression.name;
+        wanted["multifd-channels"] = options.channels().into();
+        wanted["multifd-compression"] = method.into();
+        if let Some(level) = options.level() {
+            wanted[format!("multifd-{method}-level")] = level.into();
+        }
+    }
+    let zero_pages = options.zero_page_detection_name();
+    if knows("zero-page-detection") {
+        wanted["zero-page-detection"] = zero_pages.into();
+    } else if zero_pages == "none" {
+        // QEMU before 9.0 looks for zero pages in the migration thread, and has no word for it.
+        return Err(Stop::Lacks("has no zero-page-detection=none".to_owned()));
+    }
+    if options.compress {
+        wanted["compress-level"] = options.compress_level.into();
+        wanted["compress-threads"] = options.compress_threads.into();
+        wanted["decompress-threads"] = options.decompress_threads.into();
+        if knows("compress-wait-thread") {
+            wanted["compress-wait-thread"] = options.compress_wait_thread.into();
+        } else if !options.compress_wait_thread {
+            // QEMU before 3.1 always waits.
+            return Err(Stop::Lacks("has no compress-wait-thread=off".to_owned()));
+        }
+    }
+    for (name, _) in cell.migration.given() {
+        let info = option(name).map_err(BenchError::from)?;
+        // Those of multifd stand above, or nothing uses them.
+        let is_done = info.name == "zero-page-detection" || info.name.starts_with("multifd-");
+        if info.kind == Kind::Parameter && !is_done && wanted.get(info.name).is_none() {
+            wanted[info.name] = info.read_json(options);
+        }
+    }
+    Ok(wanted)
+}
+
+/// A setting that is refused is one that this QEMU does not have: all are in range.
+fn lacks(error: &QmpError) -> Stop {
+    let words = hotlift_console::error::error_line(error);
+    match error {
+        QmpError::Command { .. } | QmpError::NoCapability { .. } => Stop::Lacks(words),
+        _ => Stop::Failed(words),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use hotlift_console::args::GuestArgs;
+    use hotlift_console::migration_args::MigrationArgs;
+
+    use super::*;
+
+    fn cell(flags: &[&str], options: &[(&str, &str)]) -> Cell {
+        #[derive(Parser)]
+        struct Line {
+            #[command(flatten)]
+            guest: GuestArgs,
+        }
+        let migration = options
+            .iter()
+            .fold(MigrationArgs::default(), |all, (name, value)| {
+                all.with(name, value)
+            });
+        Cell {
+            engine: crate::record::Engine::Qemu,
+            kind: hotlift_vmm::GuestKind::Threads,
+            guest: Line::parse_from([&"t"].into_iter().chain(flags)).guest,
+            migration,
+            link: None,
+        }
+    }
+
+    #[test]
+    fn every_option_that_names_a_row_goes_to_the_qemu_or_it_lacks_it() {
+        for info in hotlift::options::OPTIONS {
+            let value = match info.name {
+                "zero-page-detection" => "none",
+                "accel-path" => "dsa:/dev/dsa/wq0.0",
+                "max-cpu-throttle" => "99",
+                "accelerator" => "required",
+                _ if info.default == "off" => "on",
+                name => info.default.trim_end_matches(name),
+            };
+            let cell = cell(&["--workload=idle"], &[(info.name, value)]);
+            let Ok(options) = cell.migration.options() else {
+                continue;
+            };
+            let refused = refuse_what_is_ours(&cell).is_err();
+            let capabilities = capabilities(&cell, &options).ok().unwrap();
+            let parameters = parameters(&cell, &options, &|_| true).ok().unwrap();
+            let given = capabilities.contains(&(info.name, true))
+                || parameters.get(info.name).is_some()
+                // Of a method that is not the row's.
+                || info.name.ends_with("-level")
+                // Of the command line.
+                || info.name == "mem-prealloc";
+            assert!(refused || given, "{}: {parameters}", info.name);
+        }
+        let bandwidth = cell(&[], &[("avail-switchover-bandwidth", "1000")]);
+        let options = bandwidth.migration.options().unwrap();
+        let parameters = parameters(&bandwidth, &options, &|_| true).ok().unwrap();
+        assert_eq!(parameters["avail-switchover-bandwidth"], 1000, "bytes/s");
+    }
+
+    #[test]
+    fn a_qemus_downtime_ends_at_the_destinations_word_unless_that_is_not_wanted() {
+        let return_path = |given: &[(&str, &str)]| {
+            let cell = cell(&["--workload=idle"], given);
+            let options = cell.migration.options().unwrap();
+            let wanted = capabilities(&cell, &options).ok().unwrap();
+            let mut found = wanted.iter().filter(|(name, _)| *name == "return-path");
+            let (_, on) = *found.next().expect("it is set");
+            assert_eq!(found.next(), None, "set once");
+            on
+        };
+        assert!(return_path(&[]));
+        assert!(return_path(&[("return-path", "on")]));
+        assert!(!return_path(&[("return-path", "off")]));
+    }
+
+    #[test]
+    fn a_qemu_that_cannot_do_the_work_lacks_it() {
+        let none = cell(&[], &[("zero-page-detection", "none")]);
+        let options = none.migration.options().unwrap();
+        assert!(parameters(&none, &options, &|_| true).is_ok());
+        assert!(matches!(
+            parameters(&none, &options, &|_| false),
+            Err(Stop::Lacks(_))
+        ));
+        for (waits, lacks) in [("on", false), ("off", true)] {
+            let compress = cell(&[], &[("compress", "on"), ("compress-wait-thread", waits)]);
+            let options = compress.migration.options().unwrap();
+            let old = parameters(&compress, &options, &|_| false);
+            assert_eq!(matches!(old, Err(Stop::Lacks(_))), lacks, "{waits}");
+        }
+        let refused = |flags: &[&str], options: &[(&str, &str)]| {
+            matches!(
+                refuse_what_is_ours(&cell(flags, options)),
+                Err(Stop::Lacks(_))
+            )
+        };
+        assert!(refused(&["--workload=random", "--vcpus=2"], &[]));
+        assert!(!refused(&["--workload=idle", "--vcpus=2"], &[]));
+        assert!(refused(
+            &[],
+            &[("accelerator", "required"), ("multifd-packet-size", "1M")]
+        ));
+        assert!(refused(&[], &[("pause-before-switchover", "on")]));
+    }
+}

@@ -1,0 +1,360 @@
+//! What pictures are made of: bars in a table, lines in inline SVG.
+//!
+//! Colours are custom properties of the page, so that they follow light and dark. No colour stands alone: a bar has its
+//! name and value beside it, and a line its own marker, in the picture and in the legend. Words are HTML wherever that is
+//! possible: the browser wraps them, and knows how wide they are.
+
+use maud::{Markup, html};
+
+use super::group::short;
+use crate::stats::number;
+
+/// Colours of the style.
+const COLOURS: usize = 8;
+
+/// The colour with that number.
+fn colour(number: usize) -> String {
+    format!("var(--c{})", number % COLOURS)
+}
+
+/// A part of a bar.
+pub struct Part {
+    /// What it is, where one points at it.
+    pub name: String,
+    pub value: f64,
+    pub colour: usize,
+}
+
+/// A horizontal bar.
+pub struct Bar {
+    pub name: String,
+    pub parts: Vec<Part>,
+    /// Lowest and highest of the sum, of several runs.
+    pub spread: Option<(f64, f64)>,
+}
+
+impl Bar {
+    fn sum(&self) -> f64 {
+        self.parts.iter().map(|part| part.value).sum()
+    }
+}
+
+/// Bars with their names and values; `title` says what they are of, and in which unit.
+pub fn bars(title: &str, unit: &str, bars: &[Bar]) -> Markup {
+    let end = |bar: &Bar| {
+        bar.spread
+            .map_or(0.0, |(_, highest)| highest)
+            .max(bar.sum())
+    };
+    let most = bars.iter().map(end).fold(f64::MIN_POSITIVE, f64::max);
+    let share = |value: f64| format!("{:.2}%", value / most * 100.0);
+    html! {
+        table.bars {
+            caption { (title) }
+            @for bar in bars {
+                tr {
+                    th scope="row" { (bar.name) }
+                    td {
+                        div.track {
+                            @for part in &bar.parts {
+                                span.bar style={ "width:" (share(part.value)) ";background:" (colour(part.colour)) }
+                                    title={ (part.name) ": " (number(part.value)) " " (unit) } {}
+                            }
+                            @if let Some((lowest, highest)) = bar.spread.filter(|(lowest, highest)| lowest < highest) {
+                                span.spread style={ "left:" (share(lowest)) ";width:" (share(highest - lowest)) } {}
+                            }
+                        }
+                    }
+                    td { (number(bar.sum())) " " (unit) }
+                }
+            }
+        }
+    }
+}
+
+/// Which colours of bars mean what.
+pub fn legend(names: &[(&str, usize)]) -> Markup {
+    html! {
+        ul.legend {
+            @for (name, number) in names {
+                li { span.key style={ "background:" (colour(*number)) } {} (name) }
+            }
+        }
+    }
+}
+
+/// A line through points.
+pub struct Line {
+    pub name: String,
+    pub colour: usize,
+    pub dashed: bool,
+    pub points: Vec<(f64, f64)>,
+}
+
+/// How an axis is divided.
+pub struct Axis {
+    /// What it is of, and in which unit.
+    pub title: String,
+    /// Where it has marks, and what stands there. The first and the last are its ends.
+    pub ticks: Vec<(f64, String)>,
+    logarithmic: bool,
+}
+
+impl Axis {
+    /// From 0 (or below the lowest, if logarithmic) to above the highest, with marks at 1, 2 or 5 times powers of ten.
+    pub fn new(title: &str, values: impl Iterator<Item = f64>, logarithmic: bool) -> Self {
+        let values = values.filter(|value| value.is_finite() && *value > 0.0);
+        let ends = values.fold((f64::INFINITY, 1e-3_f64), |(least, most), value| {
+            (least.min(value), most.max(value))
+        });
+        let (least, most) = (ends.0.min(ends.1), ends.1);
+        let marks: Vec<f64> = match logarithmic {
+            true => {
+                let (low, high) = (least.log10().floor(), most.log10().ceil());
+                let decades = (0..).map(|i| low + f64::from(i));
+                let steps = |decade: f64| [1.0, 2.0, 5.0].map(|step| step * 10_f64.powf(decade));
+                let decades = decades.take_while(|decade| *decade <= high);
+                let all: Vec<f64> = decades.flat_map(steps).collect();
+                let from = all.iter().rposition(|mark| *mark <= least).unwrap_or(0);
+                let to = all.iter().position(|mark| *mark >= most);
+                all[from..=to.unwrap_or(all.len() - 1)].to_vec()
+            }
+            false => {
+                let step = nice_step(most / 5.0);
+                let marks = (0..).map(|i| f64::from(i) * step);
+                marks.take_while(|mark| *mark < most + step).collect()
+            }
+        };
+        Self {
+            title: title.to_owned(),
+            ticks: marks.into_iter().map(|mark| (mark, short(mark))).collect(),
+            logarithmic,
+        }
+    }
+
+    /// Where `value` is: 0 at the first mark, 1 at the last.
+    fn place(&self, value: f64) -> f64 {
+        let map = |value: f64| match self.logarithmic {
+            true => value.max(1e-9).ln(),
+            false => value,
+        };
+        let ends = self.ticks.first().zip(self.ticks.last());
+        let (from, to) = ends.map_or((0.0, 1.0), |(first, last)| (map(first.0), map(last.0)));
+        match to > from {
+            true => (map(value) - from) / (to - from),
+            false => 0.5,
+        }
+    }
+}
+
+/// 1, 2 or 5 times a power of ten, not below `least`.
+fn nice_step(least: f64) -> f64 {
+    let power = 10_f64.powf(least.max(1e-9).log10().floor());
+    let steps = [1.0, 2.0, 5.0, 10.0].map(|step| step * power);
+    steps
+        .into_iter()
+        .find(|step| *step >= least)
+        .unwrap_or(10.0 * power)
+}
+
+/// A picture of lines.
+pub struct Plot<'a> {
+    /// Unique in the page.
+    pub id: &'a str,
+    /// What it shows, for those who do not see it.
+    pub title: &'a str,
+    pub x: Axis,
+    pub y: Axis,
+    pub lines: &'a [Line],
+    /// Whether points have markers.
+    pub markers: bool,
+    /// Bands behind the lines, as of rounds: from, to, name.
+    pub bands: &'a [(f64, f64, String)],
+}
+
+/// The picture's own units are those of its text, of which a line is 16 high.
+const WIDTH: f64 = 640.0;
+const LEFT: f64 = 52.0;
+const RIGHT: f64 = WIDTH - 32.0;
+const TOP: f64 = 28.0;
+const BOTTOM: f64 = 300.0;
+
+/// Width of a character at most.
+const CHARACTER: f64 = 8.2;
+
+/// The picture, with a legend whose order is that of the lines' ends.
+pub fn lines(plot: &Plot<'_>) -> Markup {
+    let across = |x: f64| LEFT + plot.x.place(x) * (RIGHT - LEFT);
+    let up = |y: f64| BOTTOM - plot.y.place(y) * (BOTTOM - TOP);
+    let path = |line: &Line| {
+        let points = line.points.iter().enumerate();
+        let step = |(i, (x, y)): (usize, &(f64, f64))| {
+            format!(
+                "{}{:.1} {:.1}",
+                if i == 0 { 'M' } else { 'L' },
+                across(*x),
+                up(*y)
+            )
+        };
+        points.map(step).collect::<String>()
+    };
+    let words = |line: &Line| {
+        let values: Vec<String> = line.points.iter().map(|point| number(point.1)).collect();
+        format!("{}: {}", line.name, values.join(", "))
+    };
+    let description: Vec<String> = plot.lines.iter().map(words).collect();
+    let end = |line: &Line| line.points.last().map_or(0.0, |point| point.1);
+    let mut legend: Vec<&Line> = plot.lines.iter().collect();
+    legend.sort_by(|a, b| end(b).total_cmp(&end(a)));
+    html! {
+        div.plot {
+            svg.lines viewBox={ "0 0 " (WIDTH) " " (BOTTOM + 46.0) } role="img" aria-labelledby={ (plot.id) "-t " (plot.id) "-d" } {
+                title id={ (plot.id) "-t" } { (plot.title) }
+                desc id={ (plot.id) "-d" } { (description.join("; ")) }
+                @for (i, (from, to, name)) in plot.bands.iter().enumerate() {
+                    (band(across(*from), across(*to), name, i % 2 == 0))
+                }
+                @for (value, text) in &plot.y.ticks {
+                    path.grid d=(format!("M{LEFT} {:.1}H{RIGHT}", up(*value))) {}
+                    text.soft x=(LEFT - 8.0) y=(format!("{:.1}", up(*value) + 4.0)) text-anchor="end" { (text) }
+                }
+                text.soft x="0" y="14" { (plot.y.title) }
+                @for (value, text) in &plot.x.ticks {
+                    path.grid d=(format!("M{:.1} {BOTTOM}v5", across(*value))) {}
+                    text.soft x=(format!("{:.1}", across(*value))) y=(BOTTOM + 19.0) text-anchor="middle" { (text) }
+                }
+                text.soft x=(RIGHT) y=(BOTTOM + 39.0) text-anchor="end" { (plot.x.title) }
+                @for line in plot.lines {
+                    path.line d=(path(line)) fill="none" stroke=(colour(line.colour)) stroke-width="2.25"
+                        stroke-dasharray=[line.dashed.then_some("7 4")] {}
+                    @if plot.markers {
+                        @for point in &line.points {
+                            (marker(line, (across(point.0), up(point.1)), &format!("{}: {}", line.name, number(point.1))))
+                        }
+                    }
+                }
+            }
+            ul.legend {
+                @for line in legend {
+                    li {
+                        svg viewBox="0 0 36 14" aria-hidden="true" {
+                            path d="M0 7H36" stroke=(colour(line.colour)) stroke-width="2.25"
+                                stroke-dasharray=[line.dashed.then_some("7 4")] {}
+                            @if plot.markers { (marker(line, (18.0, 7.0), "")) }
+                        }
+                        (line.name)
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A circle, square, triangle or diamond; hollow on a dashed line.
+fn marker(line: &Line, (x, y): (f64, f64), title: &str) -> Markup {
+    let shape = match line.colour % 4 {
+        0 => format!(
+            "M{:.1} {y:.1}a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0",
+            x - 4.5
+        ),
+        1 => format!("M{:.1} {:.1}h9v9h-9z", x - 4.5, y - 4.5),
+        2 => format!("M{x:.1} {:.1}l5.5 9.5h-11z", y - 6.0),
+        _ => format!("M{x:.1} {:.1}l6 6l-6 6l-6 -6z", y - 6.0),
+    };
+    let colour = colour(line.colour);
+    let fill = if line.dashed { "var(--bg)" } else { &colour };
+    html! {
+        path.marker d=(shape) fill=(fill) stroke=(colour) stroke-width="1.5" { title { (title) } }
+    }
+}
+
+/// A band of the x axis; its name, where that fits.
+fn band(from: f64, to: f64, name: &str, dark: bool) -> Markup {
+    let width = (to - from).max(0.5);
+    let characters = u32::try_from(name.chars().count()).unwrap_or(u32::MAX);
+    html! {
+        rect.band x=(format!("{from:.1}")) y=(TOP) width=(format!("{width:.1}")) height=(BOTTOM - TOP)
+            fill=(colour(6)) opacity=(if dark { "0.12" } else { "0.03" }) {}
+        @if width > CHARACTER * f64::from(characters) {
+            text.soft x=(format!("{:.1}", f64::midpoint(from, to))) y=(TOP + 16.0) text-anchor="middle" { (name) }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_enclose_the_values() {
+        for (values, logarithmic) in [
+            (vec![0.3, 7.0], true),
+            (vec![3.0], false),
+            (vec![1000.0, 1000.0], true),
+            (vec![0.07, 12_345.0], true),
+            (vec![], true),
+        ] {
+            let axis = Axis::new("t", values.clone().into_iter(), logarithmic);
+            assert!(!axis.ticks.is_empty());
+            for value in values {
+                let place = axis.place(value);
+                assert!(
+                    (-1e-9..=1.0 + 1e-9).contains(&place),
+                    "{value} {:?}",
+                    axis.ticks
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn the_longest_bar_or_its_spread_takes_the_whole_track() {
+        let bar = |value, spread| Bar {
+            name: "a".to_owned(),
+            parts: vec![Part {
+                name: "p".to_owned(),
+                value,
+                colour: 0,
+            }],
+            spread,
+        };
+        let text = bars("t", "s", &[bar(5.0, Some((4.0, 10.0))), bar(2.5, None)]).into_string();
+        for words in [
+            "width:50.00%",
+            "left:40.00%;width:60.00%",
+            "width:25.00%",
+            "2.50 s",
+        ] {
+            assert!(text.contains(words), "no {words} in {text}");
+        }
+        assert!(
+            bars("t", "s", &[bar(0.0, None)])
+                .into_string()
+                .contains("width:0.00%")
+        );
+    }
+
+    #[test]
+    fn a_legend_stands_in_the_order_of_the_lines_ends() {
+        let line = |name: &str, end| Line {
+            name: name.to_owned(),
+            colour: 0,
+            dashed: false,
+            points: vec![(1.0, 1.0), (2.0, end)],
+        };
+        let all = [line("lower", 2.0), line("upper", 9.0)];
+        let axis = |values: [f64; 2]| Axis::new("s", values.into_iter(), false);
+        let text = lines(&Plot {
+            id: "p",
+            title: "t",
+            x: axis([1.0, 2.0]),
+            y: axis([1.0, 9.0]),
+            lines: &all,
+            markers: false,
+            bands: &[],
+        });
+        let text = text.into_string();
+        let legend = text.split("<ul").nth(1).expect("a legend");
+        assert!(legend.find("upper") < legend.find("lower"), "{legend}");
+    }
+}

@@ -1,0 +1,46 @@
+//! The columns of published tables, each with a figure of ours of the same definition.
+
+use serde::{Deserialize, Deserializer, de};
+
+use crate::figures;
+use crate::record::{Completed, Record};
+
+/// A column.
+#[derive(Debug, Clone, Copy)]
+pub struct Column {
+    /// Its head.
+    pub name: &'static str,
+    /// Our figure; NaN where it means nothing.
+    pub figure: fn(&Record, &Completed) -> f64,
+}
+
+const fn column(name: &'static str, figure: fn(&Record, &Completed) -> f64) -> Column {
+    Column { name, figure }
+}
+
+/// Every column.
+pub const ALL: &[Column] = &[
+    column("total ms", |_, run| run.source.total_ms),
+    column("down ms", |_, run| run.source.downtime_ms),
+    column("Mbit/s", |_, run| {
+        (figures::MBPS.of)(run).unwrap_or(f64::NAN)
+    }),
+    column("pages/s", |_, run| run.source.pages_per_second),
+    column("CPU % src", |_, run| run.source.side.cpu_percent),
+    column("CPU % dst", |_, run| run.destination.side.cpu_percent),
+    column("sent kB", |_, run| {
+        (figures::BYTES.of)(run).map_or(f64::NAN, |bytes| bytes / 1024.0)
+    }),
+    column("RAM kB", |record, _| {
+        record.row.guest.ram_bytes as f64 / 1024.0
+    }),
+];
+
+impl<'de> Deserialize<'de> for Column {
+    fn deserialize<D: Deserializer<'de>>(text: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(text)?;
+        let found = ALL.iter().find(|column| column.name == name);
+        let unknown = || de::Error::custom(format!("no column is called {name:?}"));
+        found.copied().ok_or_else(unknown)
+    }
+}

@@ -1,0 +1,208 @@
+//! A published table with ours beside it, and what differs.
+
+use std::fmt::{self, Display, Formatter};
+
+use hotlift_console::progress::bytes;
+
+use super::load::{Block, DEVICES, Published, Suite};
+use super::{counts, is_of, is_simulated, threads};
+use crate::record::{Record, Row};
+use crate::report;
+use crate::stats;
+use crate::table::{Grid, Labels, is_the_same_work, pairs, series};
+
+/// A published table with ours beside it.
+pub struct Sheet {
+    /// Who published it, where and when, and what it was measured on.
+    pub published: String,
+    /// What differs here, a line each.
+    pub differs: Vec<String>,
+    /// The tables, each with its caption.
+    pub tables: Vec<(String, Grid)>,
+}
+
+impl Display for Sheet {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "published: {}\nhere, what differs:", self.published)?;
+        for line in &self.differs {
+            writeln!(f, "- {line}")?;
+        }
+        for (caption, table) in &self.tables {
+            writeln!(f, "{caption}\n{table}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Suite {
+    /// The published table with ours beside it, and what differs.
+    pub fn sheet(&self, records: &[Record]) -> Sheet {
+        let columns = self.columns.iter().map(|column| column.name);
+        let mut shown = Grid::new(["", ""].into_iter().chain(columns), 1);
+        for (block, row) in self.rows() {
+            let mut name = format!("{}, {}", block.title, row.name);
+            let mut line = |who: String, figures: Vec<String>| {
+                let mut cells = vec![std::mem::take(&mut name), who];
+                cells.extend(figures);
+                shown.rows.push(cells);
+            };
+            let published = (0..self.columns.len()).map(|i| plain(row.published.get(i).copied()));
+            line("published".to_owned(), published.collect());
+            for (who, figures) in self.ours(block, row, records) {
+                line(who, figures);
+            }
+        }
+        let mut sheet = Sheet {
+            published: format!("{}; on {}", self.source, self.machine),
+            differs: self.differences(records),
+            tables: vec![("medians (lowest–highest)".to_owned(), shown)],
+        };
+        if !self.threads.is_empty() {
+            threads::add(&self.threads, records, &mut sheet);
+        }
+        if !self.kinds.is_empty() {
+            counts::add(self, records, &mut sheet);
+        }
+        sheet
+    }
+
+    /// Our lines below a published row: Hotlift, each QEMU, and the quotient of both, for each setting that the
+    /// row leaves open.
+    fn ours(
+        &self,
+        block: &Block,
+        published: &Published,
+        records: &[Record],
+    ) -> Vec<(String, Vec<String>)> {
+        let of = |record: &&Record| is_of(block, published, &record.row);
+        let runs: Vec<&Record> = records.iter().filter(of).collect();
+        let series = series(runs.iter().copied());
+        let rows: Vec<Row> = series.iter().map(|(row, _)| row.clone()).collect();
+        let labels = Labels::of(&rows);
+        let mut lines = Vec::new();
+        for (row, who) in &series {
+            let of = |run: &&Record| run.row == *row && run.who() == *who;
+            let mine: Vec<&Record> = runs.iter().copied().filter(of).collect();
+            let completed: Vec<_> = mine
+                .iter()
+                .filter_map(|run| Some((*run, run.completed()?)))
+                .collect();
+            let mut name = vec![who.clone()];
+            name.extend(is_simulated(row).then(|| "simulated device".to_owned()));
+            name.extend(labels.way(row));
+            let figures = match completed.is_empty() {
+                true => {
+                    let mut figures = vec!["not run".to_owned()];
+                    figures.resize(self.columns.len(), String::new());
+                    figures
+                }
+                false => self
+                    .columns
+                    .iter()
+                    .map(|column| {
+                        stats::text(completed.iter().map(|(run, one)| (column.figure)(run, one)))
+                    })
+                    .collect(),
+            };
+            lines.push((name.join(", "), figures));
+            let beside = |run: &&&Record| is_the_same_work(&run.row, row);
+            let (Some(ours), Some(theirs)) = (runs.iter().find(beside), mine.first()) else {
+                continue;
+            };
+            let pairs = pairs(runs.iter().copied(), &ours.row, (row, who));
+            if pairs.is_empty() {
+                continue;
+            }
+            let figures = self.columns.iter().map(|column| {
+                stats::text(
+                    pairs
+                        .iter()
+                        .map(|(a, b)| (column.figure)(ours, a) / (column.figure)(theirs, b)),
+                )
+            });
+            lines.push((format!("Hotlift / {who}"), figures.collect()));
+        }
+        lines
+    }
+
+    fn differences(&self, records: &[Record]) -> Vec<String> {
+        let mut lines = Vec::new();
+        if let Some(record) = records.first() {
+            let (machine, guest) = (&record.machine, &record.row.guest);
+            let fill = records.iter().find(|run| run.row.guest.fill != "zero");
+            lines.push(format!(
+                "{} with {} cores; both sides {}",
+                machine.cpu,
+                machine.cores,
+                match (&machine.destination, &record.row.link) {
+                    (Some(host), _) => format!("on two hosts ({host})"),
+                    (None, Some(link)) => format!("on it, over a link of {link}"),
+                    (None, None) => "on it, over loopback".to_owned(),
+                }
+            ));
+            lines.push(format!(
+                "a guest of {} instead of {} GiB, {} vCPU, filled with {}",
+                bytes(guest.ram_bytes),
+                self.ram_gib,
+                guest.vcpus,
+                report::fill(fill.map_or("zero", |run| &run.row.guest.fill))
+            ));
+            if let Some(channels) = records.iter().map(|run| run.row.channels).max()
+                && usize::from(channels) > machine.cores
+            {
+                lines.push(format!(
+                    "up to {channels} channels share {} cores with both sides: more of them gain nothing",
+                    machine.cores
+                ));
+            }
+        }
+        lines.extend(self.differs.iter().cloned());
+        let is_run = |(block, row): (&Block, &Published)| {
+            records.iter().any(|run| is_of(block, row, &run.row))
+        };
+        let missing: Vec<_> = self.rows().filter(|row| !is_run(*row)).collect();
+        if !records.is_empty() && !missing.is_empty() {
+            lines.push(match missing.iter().all(needs_device) {
+                true => "rows without a line of ours need an accelerator that this host does not have: see \
+                         'hotlift accel'"
+                    .to_owned(),
+                false => format!("{} rows were not run", missing.len()),
+            });
+        }
+        if records.iter().any(|run| is_simulated(&run.row)) {
+            lines.push(
+                "the DSA device is simulated: its figures say nothing of a real one".to_owned(),
+            );
+        }
+        lines
+    }
+}
+
+/// Whether a row can be run only where there is an accelerator.
+fn needs_device((block, row): &(&Block, &Published)) -> bool {
+    let mut options = block.options_of(row);
+    options.any(|(name, value)| (name, value) == ("accelerator", "required") || value == DEVICES)
+}
+
+/// A published figure as it was published, or "-".
+pub fn plain(figure: Option<f64>) -> String {
+    match figure.filter(|figure| figure.is_finite()) {
+        None => "-".to_owned(),
+        Some(figure) => format!("{figure}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{find, tests::cells};
+
+    #[test]
+    fn rows_that_were_not_run_are_counted_unless_all_need_a_device() {
+        let iaa = find("iaa").unwrap();
+        let cells = cells(iaa, &[]);
+        let mut record = crate::record::tests::example();
+        record.row = cells[0].row().unwrap();
+        let said = iaa.differences(&[record]).join("\n");
+        assert!(said.contains("rows were not run") && !said.contains("need an accelerator"));
+    }
+}

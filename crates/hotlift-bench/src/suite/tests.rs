@@ -1,0 +1,117 @@
+use clap::Parser;
+
+use super::*;
+use crate::record::tests::example;
+
+#[derive(Parser)]
+struct Line {
+    #[command(flatten)]
+    matrix: MatrixArgs,
+}
+
+#[derive(Parser)]
+struct Base {
+    #[command(flatten)]
+    guest: GuestArgs,
+}
+
+pub fn cells(suite: &Suite, flags: &[&str]) -> Vec<Cell> {
+    let line = Line::parse_from(["t", "--guest=threads"].iter().chain(flags));
+    let base = Base::parse_from(["t", "--ram=64M"]).guest;
+    suite.cells(&base, &line.matrix).unwrap()
+}
+
+#[test]
+fn every_suite_that_is_compiled_in_is_one() {
+    for text in FILES {
+        if let Err(error) = Suite::read(text) {
+            let line = text.lines().find(|line| line.starts_with("name"));
+            panic!("{line:?}: {}", hotlift_console::error::error_line(&error));
+        }
+    }
+}
+
+#[test]
+fn every_row_has_a_cell_that_is_found_again() {
+    for suite in SUITES.iter() {
+        let cells = cells(suite, &["--with=accel-path=dsa-model:"]);
+        let rows: Vec<Row> = cells.iter().map(|cell| cell.row().unwrap()).collect();
+        let mut found = 0;
+        for (block, row) in suite.rows() {
+            let cells = rows.iter().filter(|one| is_of(block, row, one)).count();
+            // Only what demands hardware may have none.
+            let mut options = block.options_of(row);
+            let demands = options.any(|option| option == ("accelerator", "required"));
+            assert!(
+                cells == 1 || demands && cells == 0,
+                "{}: {} {}: {cells}",
+                suite.name,
+                block.title,
+                row.name
+            );
+            found += cells;
+        }
+        assert_eq!(found, rows.len(), "{}", suite.name);
+    }
+}
+
+#[test]
+fn runs_of_different_work_have_tables_of_their_own() {
+    let cells = cells(find("dsa").unwrap(), &[]);
+    let run = |series: &str, change: fn(&mut Record)| -> Vec<Record> {
+        let of = |cell: &Cell| {
+            let mut record = example();
+            record.suite = "dsa".to_owned();
+            record.series = series.to_owned();
+            record.row = cell.row().unwrap();
+            change(&mut record);
+            record
+        };
+        cells.iter().map(of).collect()
+    };
+    let first = run("1", |_| ());
+    for (tables, change) in [
+        (1, (|_| ()) as fn(&mut Record)),
+        (2, |run| run.row.guest.ram_bytes *= 2),
+        (2, |run| run.row.guest.fill = "/data".to_owned()),
+        (2, |run| run.row.guest.kind = "kvm".to_owned()),
+        (2, |run| run.row.guest.vcpus = 2),
+        (2, |run| run.row.link = Some("1gbit".to_owned())),
+        (2, |run| run.machine.cpu = "another".to_owned()),
+    ] {
+        let all = [first.clone(), run("2", change)].concat();
+        let split = split(&all);
+        assert_eq!(split.len(), tables);
+        assert_eq!(split.concat().len(), all.len());
+    }
+}
+
+#[test]
+fn what_the_rows_of_a_suite_set_is_not_for_with() {
+    for (flag, refused) in [
+        ("--with=multifd-channels=4", true),
+        ("--with=zero-page-detection=none", true),
+        ("--with=multifd-compression=zstd", true),
+        ("--with=mem-prealloc=on", false),
+        ("--with=accel-path=dsa-model:", false),
+    ] {
+        let line = Line::parse_from(["t", "--guest=threads", flag]);
+        let base = Base::parse_from(["t", "--ram=64M"]).guest;
+        let cells = find("dsa").unwrap().cells(&base, &line.matrix);
+        assert_eq!(cells.is_err(), refused, "{flag}");
+    }
+}
+
+#[test]
+fn a_suite_without_runs_shows_what_was_published() {
+    for suite in SUITES.iter() {
+        let text = suite.sheet(&[]).to_string();
+        for (block, row) in suite.rows() {
+            assert!(
+                text.contains(&row.name) && text.contains(&block.title),
+                "{text}"
+            );
+        }
+    }
+    assert!(find("das").unwrap_err().contains("dsa, multithread"));
+}

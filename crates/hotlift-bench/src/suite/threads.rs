@@ -1,0 +1,226 @@
+//! CPU time by thread, published and ours, with zero pages found by the CPU and by DSA.
+
+use super::load::ThreadTable;
+use super::sheet::{Sheet, plain};
+use super::{has_zero_share, is_simulated};
+use crate::record::{Engine, Record};
+use crate::stats;
+use crate::table::Grid;
+
+/// The published thread that only DSA has.
+const COMPLETION: &str = "dsa_completion";
+
+/// The column that a device's is compared with.
+const BY_CPU: &str = "Hotlift, CPU";
+
+/// The device's column. A simulated device saves nothing, and a QEMU's CPU is no device's.
+const BY_DSA: &str = "Hotlift, DSA";
+
+/// A QEMU's column.
+pub const BY_QEMU: &str = "QEMU, CPU";
+
+/// A column of the table: the runs that it is of.
+struct Column<'a> {
+    name: &'static str,
+    runs: Vec<&'a Record>,
+}
+
+/// Adds the tables, and the line that says why a column is missing.
+pub fn add(tables: &[ThreadTable], records: &[Record], sheet: &mut Sheet) {
+    for published in tables {
+        let caption = format!("{}, CPU ms by thread", published.title);
+        sheet.tables.push((caption, table(published, records)));
+    }
+    let by_device = |run: &Record| run.row.options.contains_key("accel-path");
+    if !records.iter().any(by_device) {
+        sheet.differs.push(
+            "no DSA device here, so the CPU's column stands alone: see 'hotlift accel'; a simulated one is \
+             --with accel-path=dsa-model:"
+                .to_owned(),
+        );
+    }
+}
+
+fn table(published: &ThreadTable, records: &[Record]) -> Grid {
+    let columns = columns(published, records);
+    let names = columns.iter().map(|column| column.name);
+    let header = ["thread", "published, CPU", "published, DSA"];
+    let mut table = Grid::new(header.into_iter().chain(names), 0);
+    let mut add = |name: &str, cpu: String, dsa: String, ours: &dyn Fn(&Column<'_>) -> String| {
+        let mut row = vec![name.to_owned(), cpu, dsa];
+        row.extend(columns.iter().map(ours));
+        table.rows.push(row);
+    };
+    for row in &published.rows {
+        let ours = |column: &Column<'_>| column.text(|thread| thread == row.name);
+        add(&row.name, plain(row.cpu), plain(row.dsa), &ours);
+    }
+    let cpu: f64 = published.rows.iter().filter_map(|row| row.cpu).sum();
+    let dsa: f64 = published.rows.iter().filter_map(|row| row.dsa).sum();
+    add(
+        "sum of the rows",
+        format!("{cpu:.0}"),
+        format!("{dsa:.0}"),
+        &|column| column.text(is_counted),
+    );
+    let saving = |baseline: f64, with: f64| format!("{:.0} %", (1.0 - with / baseline) * 100.0);
+    let baseline = columns.iter().find(|column| column.name == BY_CPU);
+    let baseline = baseline.and_then(|column| column.median(is_counted));
+    let ours = |column: &Column<'_>| match (column.name, baseline, column.median(is_counted)) {
+        (BY_DSA, Some(baseline), Some(ours)) if baseline > 0.0 => saving(baseline, ours),
+        _ => String::new(),
+    };
+    add("saving", String::new(), saving(cpu, dsa), &ours);
+    add("not in the sum", plain(None), plain(None), &|column| {
+        column.text(|thread| !is_counted(thread))
+    });
+    table
+}
+
+fn columns<'a>(published: &ThreadTable, records: &'a [Record]) -> Vec<Column<'a>> {
+    let of = |name: &'static str, is: fn(&Record) -> bool| {
+        let runs: Vec<&Record> = records
+            .iter()
+            .filter(|run| has_zero_share(&run.row, published.zero_share))
+            .filter(|run| run.completed().is_some() && is(run))
+            .collect();
+        (!runs.is_empty()).then_some(Column { name, runs })
+    };
+    let columns = [
+        of(BY_CPU, |run| {
+            run.row.engine == Engine::Hotlift && !run.row.options.contains_key("accel-path")
+        }),
+        of(BY_DSA, |run| {
+            run.row.options.contains_key("accel-path") && !is_simulated(&run.row)
+        }),
+        of("Hotlift, simulated DSA", |run| is_simulated(&run.row)),
+        of(BY_QEMU, |run| run.row.engine == Engine::Qemu),
+    ];
+    columns.into_iter().flatten().collect()
+}
+
+impl Column<'_> {
+    /// CPU ms of the threads that `is` says, a number a run.
+    fn runtimes(&self, is: impl Fn(&str) -> bool) -> Vec<f64> {
+        let of = |run: &&Record| {
+            let threads = &run.completed()?.source.side.threads;
+            let mut found = threads
+                .iter()
+                .filter(|thread| is(&published_name(&thread.name)))
+                .peekable();
+            found.peek()?;
+            Some(found.map(|thread| thread.cpu_s * 1e3).sum::<f64>())
+        };
+        self.runs.iter().filter_map(of).collect()
+    }
+
+    fn text(&self, is: impl Fn(&str) -> bool) -> String {
+        stats::text(self.runtimes(is))
+    }
+
+    fn median(&self, is: impl Fn(&str) -> bool) -> Option<f64> {
+        stats::spread(self.runtimes(is)).map(|spread| spread.median)
+    }
+}
+
+/// A thread's name in the published table, where it has one.
+fn published_name(name: &str) -> String {
+    match name.strip_prefix("mig/src/send_") {
+        Some(number) => format!("multifdsend_{number}"),
+        None if name == "mig/src/main" => "live_migration".to_owned(),
+        None => name.to_owned(),
+    }
+}
+
+/// What the published totals add up; they differ by up to 6 ms from the sum of their own rows.
+fn is_counted(name: &str) -> bool {
+    name == "live_migration" || name == COMPLETION || name.starts_with("multifdsend_")
+}
+
+#[cfg(test)]
+mod tests {
+    use hotlift::figures::ThreadCpu;
+
+    use super::super::find;
+    use super::*;
+    use crate::record::tests::example;
+    use crate::record::{Completed, Outcome};
+
+    #[test]
+    fn the_published_totals_and_savings_come_out_of_the_published_threads() {
+        let text = find("dsa").unwrap().sheet(&[]).to_string();
+        for words in [
+            "41928",
+            "32574",
+            "22 %",
+            "11160",
+            "8706",
+            "22 %",
+            "no DSA device here",
+        ] {
+            assert!(text.contains(words), "no {words} in\n{text}");
+        }
+    }
+
+    #[test]
+    fn our_threads_stand_beside_theirs_and_add_up() {
+        let mut record = example();
+        record.row.method = "none".to_owned();
+        record.row.guest.zero_share = Some(0.5);
+        let thread = |name: &str, cpu_s| ThreadCpu {
+            name: name.to_owned(),
+            cpu_s,
+        };
+        let mut completed = Completed::default();
+        completed.source.side.threads = vec![
+            thread("mig/src/main", 0.010),
+            thread("mig/src/send_0", 0.250),
+            thread("mig/src/return", 0.001),
+        ];
+        record.outcome = Outcome::Completed(Box::new(completed.clone()));
+        let mut simulated = record.clone();
+        simulated.row.options = [("accel-path".to_owned(), "dsa-model:".to_owned())].into();
+        completed.source.side.threads[1].cpu_s = 0.120;
+        simulated.outcome = Outcome::Completed(Box::new(completed));
+        let text = find("dsa").unwrap().sheet(&[record, simulated]).to_string();
+        for words in ["Hotlift, simulated DSA", "260", "130"] {
+            assert!(text.contains(words), "no {words} in\n{text}");
+        }
+        assert!(!text.contains("no DSA device"), "{text}");
+    }
+
+    #[test]
+    fn only_a_device_saves_and_only_what_the_cpu_of_hotlift_takes() {
+        let run = |cpu_s, change: fn(&mut Record)| {
+            let mut record = example();
+            record.row.method = "none".to_owned();
+            record.row.guest.zero_share = Some(0.5);
+            let mut completed = Completed::default();
+            completed.source.side.threads = vec![ThreadCpu {
+                name: "mig/src/send_0".to_owned(),
+                cpu_s,
+            }];
+            record.outcome = Outcome::Completed(Box::new(completed));
+            change(&mut record);
+            record
+        };
+        let by = |path: &str| [("accel-path".to_owned(), path.to_owned())].into();
+        let qemu = run(0.050, |record| record.row.engine = Engine::Qemu);
+        let cpu = run(0.100, |_| ());
+        let mut dsa = run(0.030, |_| ());
+        dsa.row.options = by("dsa:/dev/dsa/wq0.0");
+        let mut simulated = run(0.020, |_| ());
+        simulated.row.options = by("dsa-model:");
+        let savings = |records: &[Record]| {
+            let table = table(&find("dsa").unwrap().threads[0], records);
+            let line = table.rows.iter().find(|row| row[0] == "saving");
+            let cells = line.expect("a line").iter();
+            let cells: Vec<_> = cells.filter(|cell| cell.ends_with('%')).cloned().collect();
+            cells.join(", ")
+        };
+        let all = [cpu.clone(), dsa.clone(), simulated, qemu.clone()];
+        assert_eq!(savings(&all), "22 %, 70 %");
+        assert_eq!(savings(&[cpu, qemu.clone()]), "22 %");
+        assert_eq!(savings(&[dsa, qemu]), "22 %");
+    }
+}
