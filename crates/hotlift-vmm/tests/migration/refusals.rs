@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use hotlift::{Control, Options};
 use hotlift_mem::{Backing, RamBlock};
+use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
+use hotlift_testkit::proxy::{Proxy, Socket};
 use hotlift_vmm::GuestSettings;
 
 use crate::census::{Census, alone};
 use crate::probe::{Probe, Quirks};
-use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
 use crate::rig::{self, Ended, Holder, settings};
 
 fn options() -> Options {
@@ -190,10 +191,10 @@ fn another_version_of_the_stream_is_refused_with_both_values() {
         let destination = rig::destination(kind, &settings(), Quirks::default());
         let (listener, address) = rig::listen();
         let action = Action::Flip { byte: 7, mask: 1 };
-        let proxy = Proxy::start(&address, Some(Fault { unit, action }));
-        let to = proxy.address();
+        let rule = Units::new(Some(Fault { unit, action }));
+        let (proxy, to) = Proxy::loopback(&address, rule).unwrap();
         let ended = rig::migrate(&source, &destination, listener, &to, &options());
-        assert!(proxy.finish().fired);
+        assert!(proxy.finish().into_log().fired);
         let (_, there) = ended.stayed(&source, &destination);
         assert!(there.contains("version"), "{there}");
         for word in words {
