@@ -22,4 +22,5 @@ mod manual;
 mod methods;
 mod qemu_commands;
 mod settle;
+mod terminal;
 mod unread;
