@@ -541,27 +541,30 @@ impl<'a> ZeroBatch<'a> {
     }
 
     /// Waits for the device and gives the verdict on each page, in order; the batch is empty then, and is
-    /// so at once if it was not submitted.
+    /// so at once if it was not submitted. A `verdict` that panics leaves an empty batch, too.
     pub fn wait(&mut self, mut verdict: impl FnMut(Verdict)) {
         if self.flight.is_some() {
             return;
         }
         let (mut hardware, mut software) = (0, 0);
-        let mut flight = match self.slot.wait() {
-            Landing::Done(flight) => flight,
+        // The batch is whole and empty before the first verdict: `verdict` may panic, and a batch without its flight
+        // would be waited for when it is dropped.
+        let flight = match self.slot.wait() {
+            Landing::Done(flight) => self.flight.insert(flight),
             Landing::Lost(pages) => {
+                self.flight = Some(Flight::new(self.room));
                 for _ in 0..pages {
                     verdict(Verdict::LookFrom(0));
                 }
                 let count = pages as u64;
                 self.finder.software.fetch_add(count, Ordering::Relaxed);
-                self.flight = Some(Flight::new(self.room));
                 return;
             }
         };
-        let submitted = flight.submitted();
+        let (pages, submitted) = (flight.pages.len(), flight.submitted());
+        flight.pages.clear();
         let service = &self.finder.devices[flight.device];
-        for at in 0..flight.pages.len() {
+        for at in 0..pages {
             let completion = if at < submitted {
                 flight.records[at].read()
             } else {
@@ -596,8 +599,6 @@ impl<'a> ZeroBatch<'a> {
         }
         self.finder.hardware.fetch_add(hardware, Ordering::Relaxed);
         self.finder.software.fetch_add(software, Ordering::Relaxed);
-        flight.pages.clear();
-        self.flight = Some(flight);
     }
 }
 

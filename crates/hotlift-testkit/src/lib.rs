@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`mod@alone`] | a test in a process of its own, and the memory of a process |
 //! | [`namespace`] | two hosts as network namespaces, and outages of their link |
-//! | [`proxy`] | a proxy that holds, delays, cuts, and turns RST into FIN |
+//! | [`proxy`] | a proxy that records, damages, holds, delays, cuts, and turns RST into FIN |
 //! | [`process`] | a process whose output is read, closed or left to fill |
 //! | [`program`] | what runs in a QEMU, and the proof that its memory is right |
 //! | [`machine`] | a guest in its process, QEMU or Hotlift's own, and what can be asked of it |

@@ -361,10 +361,16 @@ mod tests {
 
     #[test]
     fn a_full_pipe_holds_its_writer_until_it_is_read_on() {
-        let script = "echo first; read x < /dev/stdin; sleep 0.3; echo second; echo done >&2";
-        let mut process = shell(script, &[]);
+        let folder = tempfile::tempdir().unwrap();
+        let full = folder.path().join("full");
+        let script = format!(
+            "echo first; until [ -e {} ]; do sleep 0.01; done; echo second; echo done >&2",
+            full.display()
+        );
+        let mut process = shell(&script, &[]);
         process.wait_for("first", LONG).unwrap();
         process.spoil(Stream::Stdout, Output::Full);
+        std::fs::write(full, "").unwrap();
         let held = process.wait_for("done", Duration::from_secs(1));
         assert!(held.is_err(), "it wrote to a full pipe");
         process.read_on();

@@ -83,6 +83,32 @@ fn a_packet_carries_the_migrations_method_and_nothing_unknown() {
     assert_fault!(changed_field(8, 0x42), WireError::Unsupported { .. });
 }
 
+/// Numbers of QEMU's `migration/multifd.h` (`MULTIFD_FLAG_ZLIB` and so on); LZ4 is none of QEMU's.
+#[test]
+fn a_packet_names_its_method_by_the_bit_that_qemu_reads() {
+    for (name, bit) in [
+        ("none", 0),
+        ("zlib", 1 << 1),
+        ("zstd", 2 << 1),
+        ("qpl", 4 << 1),
+        ("uadk", 8 << 1),
+        ("qatzip", 16 << 1),
+        ("lz4", 1 << 7),
+    ] {
+        let method = Method::ALL.into_iter().find(|one| one.name() == name);
+        let method = method.unwrap_or_else(|| panic!("no {name}"));
+        let mut writer = PacketWriter::new(RULES.layout, method, false);
+        let fields = PacketFields {
+            block: "ram",
+            normal: &[0],
+            payload_len: 4096,
+            ..Default::default()
+        };
+        let header = writer.header(&fields).unwrap();
+        assert_eq!(header[8..12], be32(bit), "{name}");
+    }
+}
+
 #[test]
 fn every_page_of_a_packet_lies_in_its_block() {
     let offset_at = |entry: usize, offset: u64| {

@@ -1,8 +1,10 @@
-//! A destination takes the page records of older sources: XBZRLE deltas and `compress` pages.
+//! A destination takes the page records of older sources, XBZRLE deltas and `compress` pages, and refuses the channels of
+//! another version of Hotlift.
 
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use hotlift::guest::{DeviceState, Guest, GuestError};
@@ -13,9 +15,13 @@ use hotlift_mem::{Backing, DirtyBitmap, PAGE_SIZE, RamBlock};
 use hotlift_methods::legacy::xbzrle;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Configuration, MainEncoder};
+use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
 
 const PAGES: usize = 8;
 const MACHINE: &str = "older-1.0";
+
+/// Nothing here takes so long, on any machine.
+const DEADLINE: Duration = Duration::from_secs(60);
 
 /// RAM that waits for a migration.
 struct Waiting {
@@ -143,17 +149,30 @@ fn receive_records(
     records(&mut encoder, &mut stream);
     encoder.ram_eos(&mut stream).expect("encode");
     encoder.eof(&mut stream).expect("encode");
+    receive_bytes(options, &stream)
+}
 
+/// Sends these bytes on one connection to a new destination.
+fn receive_bytes(options: &Options, stream: &[u8]) -> (Waiting, Result<(), MigrationError>) {
     let guest = Waiting::new();
     let address: Address = "tcp:127.0.0.1:0".parse().expect("an address");
     let listener = address.listen().expect("it listens");
     let to = listener.address().expect("an address");
+    let (control, (done, ended)) = (Control::default(), channel());
     let outcome = std::thread::scope(|scope| {
-        let guest = &guest;
-        let receiving = scope.spawn(|| receive(guest, listener, options, &Control::default()));
+        let (guest, of_thread) = (&guest, &control);
+        let receiving = scope.spawn(move || {
+            let outcome = receive(guest, listener, options, of_thread);
+            let _ = done.send(());
+            outcome
+        });
         let source = to.connect(Duration::from_secs(10)).expect("connect");
         // A destination that has refused takes no more.
-        let _ = (&source).write_all(&stream);
+        let _ = (&source).write_all(stream);
+        // One that goes on waiting for a source would hold the test for ever.
+        if ended.recv_timeout(DEADLINE).is_err() {
+            control.cancel();
+        }
         receiving.join().expect("no panic")
     });
     (guest, outcome.map(drop))
@@ -267,4 +286,30 @@ fn a_record_that_does_not_decode_is_refused_with_its_page() {
             assert!(!guest.runs.load(Ordering::SeqCst));
         }
     }
+}
+
+#[test]
+fn a_channel_of_another_version_is_refused_with_both_values() {
+    let opening = InitialPacket {
+        uuid: [0; 16],
+        id: 0,
+        hello: Some(Hello {
+            channels: 1,
+            method: Method::None,
+            layout: PacketLayout::QEMU,
+            zero_page_detection: ZeroPageDetection::Multifd,
+        }),
+    };
+    let mut bytes = opening.encode();
+    // Between its magic and its checksum.
+    bytes[36..38].copy_from_slice(&255_u16.to_be_bytes());
+    let sum = crc32fast::hash(&bytes[32..60]);
+    bytes[60..].copy_from_slice(&sum.to_be_bytes());
+    let (guest, outcome) = receive_bytes(&Options::default(), &bytes);
+    let said = outcome.expect_err("another version").chain();
+    assert!(
+        said.contains("the source has 255, the destination has "),
+        "{said}"
+    );
+    assert!(!guest.runs.load(Ordering::SeqCst));
 }

@@ -3,10 +3,11 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
+use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
+use hotlift_testkit::proxy::{Proxy, Socket};
 use rustix::process::Signal;
 
 use crate::hotlift::{Hotlift, errors};
-use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
 
 /// Longer than it takes on a machine that does other things besides.
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -25,7 +26,7 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 const LAST_ROUND: [&str; 2] = ["End section #1", "device payload #1"];
 
 /// A migration between two processes that stands still before `name` on main.
-fn held_before(name: &str) -> (Hotlift, Proxy, Hotlift) {
+fn held_before(name: &str) -> (Hotlift, Proxy<Units>, Hotlift) {
     // A destination that has everything waits so long for the question of a source that is gone.
     let patience = ["--settle-timeout=1", "--handshake-timeout=10"];
     let incoming = ["guest", "run", "--ram=32M", "--incoming=tcp:127.0.0.1:0"];
@@ -38,8 +39,9 @@ fn held_before(name: &str) -> (Hotlift, Proxy, Hotlift) {
         name: name.to_owned(),
     };
     let action = Action::Hold;
-    let proxy = Proxy::start(&address, Some(Fault { unit, action }));
-    let uri = format!("--migrate-to={}", proxy.address());
+    let rule = Units::new(Some(Fault { unit, action }));
+    let (proxy, to) = Proxy::loopback(&address, rule).unwrap();
+    let uri = format!("--migrate-to={to}");
     let flags = [
         "guest",
         "run",
@@ -49,7 +51,7 @@ fn held_before(name: &str) -> (Hotlift, Proxy, Hotlift) {
         &uri,
     ];
     let source = Hotlift::start(&flags);
-    until("the last round does not come", || proxy.has_fired());
+    until("the last round does not come", || proxy.is_held());
     (source, proxy, destination)
 }
 
@@ -65,7 +67,7 @@ fn a_destination_killed_in_the_last_round_gives_the_guest_back() {
         let errors = errors(&said);
         assert_eq!(errors.len(), 1, "{name}: {errors:?}");
         assert!(errors[0].contains("migration failed"), "{name}: {errors:?}");
-        proxy.finish();
+        let _ = proxy.finish();
     }
 }
 
@@ -84,7 +86,7 @@ fn a_source_killed_in_the_last_round_makes_no_guest_of_a_part() {
             "{name}: {said:?}"
         );
         drop(source);
-        proxy.finish();
+        let _ = proxy.finish();
     }
 }
 

@@ -20,9 +20,7 @@ mod killed;
 mod lost_word;
 mod manual;
 mod methods;
-#[path = "../../../hotlift-vmm/tests/migration/proxy.rs"]
-#[allow(dead_code, reason = "its other users need the rest")]
-mod proxy;
 mod qemu_commands;
 mod settle;
+mod terminal;
 mod unread;

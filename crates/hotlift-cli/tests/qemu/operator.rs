@@ -194,12 +194,15 @@ fn a_save_that_is_ended_at_once_leaves_no_folder() {
         },
     );
     assert_eq!(count(), 1, "its folder");
-    // The second finds the first at its work.
+    // The second finds the first at its work, which is to wait for a QEMU that answers nothing.
+    here.signal(Signal::STOP);
     save.signal(Signal::INT);
     save.signal(Signal::TERM);
     let (status, said) = save.wait();
     assert_eq!(status.code(), Some(130), "{}", said.join("\n"));
+    assert!(errors(&said).is_empty(), "it waited: {}", said.join("\n"));
     assert_eq!(count(), 0, "left behind");
+    here.signal(Signal::CONT);
 }
 
 /// Starts `migrate` to a `serve` that starts a QEMU with `line`; what `migrate` says when it has failed.

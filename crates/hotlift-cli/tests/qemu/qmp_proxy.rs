@@ -1,28 +1,25 @@
-//! A man in the middle between a command and the QEMU that it starts: he falls silent on QMP, or holds back the end of the
-//! migration's stream.
+//! A proxy between a command and the QEMU that it starts: it falls silent on QMP, or holds back the end of the migration's
+//! stream.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::Shutdown;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::spawn;
 
-use crate::vm::{DEADLINE, until};
+use hotlift_testkit::proxy::{Flow, Proxy, Rule, Stop};
 
-/// What he does.
+use crate::vm::until;
+
+/// What it does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trick {
-    /// From the first question about the migration on that follows 'migrate-incoming', nothing passes on QMP.
+    /// From the first question about the migration on that follows 'migrate-incoming', nothing passes to QEMU on QMP.
     Silence,
     /// The description of the VM, behind EOF, does not pass until [`QmpProxy::release`].
     HoldDescription,
 }
-
-/// How the description of a VM begins (`qemu_savevm_state_complete_precopy_non_iterable`). Pages of the guest travel on
-/// other channels.
-const DESCRIPTION: &[u8] = b"\"page_size\"";
 
 /// What is put in QEMU's place: it moves QEMU's QMP socket, which is the last argument, and says where it was to be.
 const SCRIPT: &str = r#"
@@ -41,42 +38,56 @@ done
 exec "$@"
 "#;
 
-/// The man in the middle.
-pub struct QmpProxy(Arc<Shared>);
+/// A proxy, once it is there.
+type Slot<R> = Arc<Mutex<Option<Proxy<R>>>>;
 
-struct Shared {
-    folder: PathBuf,
-    trick: Trick,
-    state: Mutex<State>,
-    changed: Condvar,
+fn lock<R: Rule>(slot: &Slot<R>) -> MutexGuard<'_, Option<Proxy<R>>> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-#[derive(Default)]
-struct State {
-    is_incoming: bool,
-    holds: bool,
-    is_released: bool,
+/// The proxy of QEMU's QMP socket, and of the stream that QEMU is told to listen for.
+pub struct QmpProxy {
+    folder: PathBuf,
+    stream: Slot<Description>,
+    _qmp: Slot<Commands>,
 }
 
 impl QmpProxy {
     /// Waits for a QEMU that is started with [`QmpProxy::line`], in `folder`.
     pub fn start(folder: &Path, trick: Trick) -> Self {
         fs::write(folder.join("qemu.sh"), SCRIPT).expect("a script");
-        let shared = Arc::new(Shared {
-            folder: folder.to_owned(),
+        let (folder, stream, qmp) = (folder.to_owned(), Slot::default(), Slot::default());
+        let rule = Commands {
             trick,
-            state: Mutex::default(),
-            changed: Condvar::new(),
+            folder: folder.clone(),
+            stream: Arc::clone(&stream),
+            is_incoming: AtomicBool::new(false),
+        };
+        let (in_folder, slot) = (folder.clone(), Arc::clone(&qmp));
+        spawn(move || {
+            let wanted = until(
+                || "QEMU is not started".to_owned(),
+                || fs::read_to_string(in_folder.join("wanted")).ok(),
+            );
+            let real = in_folder.join("real.qmp");
+            until(
+                || "QEMU has no QMP socket".to_owned(),
+                || UnixStream::connect(&real).ok(),
+            );
+            let proxy = Proxy::unix_with(Path::new(&wanted), &real, rule);
+            *lock(&slot) = Some(proxy.expect("a socket"));
         });
-        let of_thread = Arc::clone(&shared);
-        spawn(move || of_thread.serve());
-        Self(shared)
+        Self {
+            folder,
+            stream,
+            _qmp: qmp,
+        }
     }
 
     /// What to start in place of the command line `qemu`.
     pub fn line(&self, qemu: &[String]) -> Vec<String> {
-        let script = self.0.folder.join("qemu.sh").display().to_string();
-        let folder = self.0.folder.display().to_string();
+        let script = self.folder.join("qemu.sh").display().to_string();
+        let folder = self.folder.display().to_string();
         let mut line = vec!["sh".to_owned(), script, folder];
         line.extend_from_slice(qemu);
         line
@@ -84,133 +95,93 @@ impl QmpProxy {
 
     /// Waits until the description is held back.
     pub fn wait_held(&self) {
-        let state = self.0.lock();
-        let held = self
-            .0
-            .changed
-            .wait_timeout_while(state, DEADLINE, |state| !state.holds)
-            .unwrap_or_else(PoisonError::into_inner);
-        assert!(held.0.holds, "no description of a VM has come");
+        until(
+            || "no description of a VM has come".to_owned(),
+            || lock(&self.stream).as_ref()?.is_held().then_some(()),
+        );
     }
 
     /// Lets it pass.
     pub fn release(&self) {
-        self.0.lock().is_released = true;
-        self.0.changed.notify_all();
+        let stream = lock(&self.stream);
+        stream.as_ref().expect("QEMU listens").release();
     }
 }
 
-impl Drop for QmpProxy {
-    fn drop(&mut self) {
-        self.release();
-    }
+/// On QMP, line by line.
+struct Commands {
+    trick: Trick,
+    folder: PathBuf,
+    stream: Slot<Description>,
+    is_incoming: AtomicBool,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+impl Rule for Commands {
+    type Direction = ();
 
-    fn serve(self: &Arc<Self>) {
-        let wanted = until(
-            || "QEMU is not started".to_owned(),
-            || fs::read_to_string(self.folder.join("wanted")).ok(),
-        );
-        let listener = UnixListener::bind(wanted).expect("a socket");
-        while let Ok((near, _)) = listener.accept() {
-            let far = until(
-                || "QEMU has no QMP socket".to_owned(),
-                || UnixStream::connect(self.folder.join("real.qmp")).ok(),
-            );
-            let back = (copy(&far), copy(&near));
-            spawn(move || pass(back.0, back.1));
-            let shared = Arc::clone(self);
-            spawn(move || shared.carry_questions(&near, far));
+    fn apply(&self, (): &mut (), came: &mut Vec<u8>, flow: &Flow<'_>) -> Result<(), Stop> {
+        if flow.is_back() {
+            return flow.pass_all(came);
         }
-    }
-
-    fn carry_questions(self: &Arc<Self>, near: &UnixStream, mut far: UnixStream) {
-        for line in BufReader::new(copy(near)).lines().map_while(Result::ok) {
-            let mut line = line;
+        while let Some(end) = came.iter().position(|&byte| byte == b'\n') {
+            let line: Vec<u8> = came.drain(..=end).collect();
+            let mut line = String::from_utf8(line).expect("JSON");
             if line.contains("migrate-incoming") {
-                self.lock().is_incoming = true;
+                self.is_incoming.store(true, Ordering::SeqCst);
                 if self.trick == Trick::HoldDescription {
                     line = self.redirect(&line);
                 }
             }
-            let silent = self.trick == Trick::Silence && self.lock().is_incoming;
+            let silent = self.trick == Trick::Silence && self.is_incoming.load(Ordering::SeqCst);
             if silent && line.contains("query-migrate\"") {
                 // Open, and silent.
-                let state = self.lock();
-                drop(self.changed.wait_while(state, |state| !state.is_released));
-                return;
+                flow.hold();
+                return Err(Stop::HalfCut);
             }
-            if writeln!(far, "{line}").is_err() {
-                return;
-            }
+            flow.pass(line.as_bytes())?;
         }
-        // QEMU serves one client at a time: the next waits for this.
-        let _ = far.shutdown(Shutdown::Both);
+        Ok(())
     }
+}
 
+impl Commands {
     /// Listens where QEMU is to listen, and lets it listen elsewhere.
-    fn redirect(self: &Arc<Self>, line: &str) -> String {
+    fn redirect(&self, line: &str) -> String {
         let (before, rest) = line.split_once("unix:").expect("a UNIX socket");
         let (path, after) = rest.split_once('"').expect("the end of a string");
         let real = self.folder.join("real.incoming");
-        let listener = UnixListener::bind(path).expect("a socket");
-        let (shared, to) = (Arc::clone(self), real.clone());
-        spawn(move || {
-            while let Ok((near, _)) = listener.accept() {
-                let far = UnixStream::connect(&to).expect("QEMU listens");
-                let back = (copy(&far), copy(&near));
-                spawn(move || pass(back.0, back.1));
-                let shared = Arc::clone(&shared);
-                spawn(move || shared.carry_stream(near, far));
-            }
-        });
+        let proxy = Proxy::unix_with(Path::new(path), &real, Description);
+        *lock(&self.stream) = Some(proxy.expect("a socket"));
         format!("{before}unix:{}\"{after}", real.display())
     }
+}
 
-    /// Passes the stream on, up to the description.
-    fn carry_stream(&self, mut near: UnixStream, mut far: UnixStream) {
-        let (mut seen, mut chunk) = (Vec::new(), vec![0; 256 << 10]);
-        while let Ok(length @ 1..) = near.read(&mut chunk) {
-            let known = seen.len();
-            seen.extend_from_slice(&chunk[..length]);
-            let mut found = seen.windows(DESCRIPTION.len());
-            let passed = match found.position(|words| words == DESCRIPTION) {
-                // Its first bytes may have gone already; that it is not whole is what matters.
-                Some(at) => {
-                    let held = at.max(known) - known;
-                    if far.write_all(&chunk[..held]).is_err() {
-                        return;
-                    }
-                    let mut state = self.lock();
-                    state.holds = true;
-                    self.changed.notify_all();
-                    drop(self.changed.wait_while(state, |state| !state.is_released));
-                    far.write_all(&chunk[held..length])
-                        .and_then(|()| std::io::copy(&mut near, &mut far).map(|_| ()))
-                }
-                None => far.write_all(&chunk[..length]),
-            };
-            if passed.is_err() {
-                return;
-            }
-            let kept = seen.len().min(DESCRIPTION.len());
-            seen.drain(..seen.len() - kept);
+/// On the migration's stream: the description of the VM is held.
+struct Description;
+
+/// How it begins (`qemu_savevm_state_complete_precopy_non_iterable`). Pages of the guest travel on other channels.
+const BEGINS: &[u8] = b"\"page_size\"";
+
+impl Rule for Description {
+    /// The last bytes that have passed, in which it may have begun.
+    type Direction = Vec<u8>;
+
+    fn apply(&self, passed: &mut Vec<u8>, came: &mut Vec<u8>, flow: &Flow<'_>) -> Result<(), Stop> {
+        if flow.is_back() {
+            return flow.pass_all(came);
         }
-        let _ = far.shutdown(Shutdown::Write);
+        let known = passed.len();
+        passed.extend_from_slice(came);
+        let mut found = passed.windows(BEGINS.len());
+        if let Some(at) = found.position(|bytes| bytes == BEGINS) {
+            // Its first bytes may have gone already; that it is not whole is what matters.
+            let rest = came.split_off(at.max(known) - known);
+            flow.pass(came)?;
+            flow.hold();
+            *came = rest;
+        }
+        let kept = passed.len().min(BEGINS.len() - 1);
+        passed.drain(..passed.len() - kept);
+        flow.pass_all(came)
     }
-}
-
-fn copy(stream: &UnixStream) -> UnixStream {
-    stream.try_clone().expect("a second descriptor")
-}
-
-fn pass(mut from: UnixStream, mut to: UnixStream) {
-    // Ends with either of them.
-    let _ = std::io::copy(&mut from, &mut to);
-    let _ = to.shutdown(Shutdown::Write);
 }

@@ -1,5 +1,6 @@
 //! A thread that panics leaves nobody waiting.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
 
@@ -9,7 +10,7 @@ use hotlift_idxd::portal::{Portal, Submitted};
 use hotlift_idxd::zero::{Device, ZeroFinder};
 
 use crate::rig::{
-    DEADLINE, Falters, PAGES, Then, check, device, in_time, listening, pages, submit,
+    DEADLINE, Falters, PAGES, SOON, Then, check, device, in_time, listening, pages, submit, with,
 };
 
 /// A queue that is told of a completion, says so, and panics when it may.
@@ -88,5 +89,30 @@ fn a_submission_that_panics_leaves_the_completion_thread_able_to_end() {
             });
             assert!(panicked.is_err());
         });
+    });
+}
+
+/// Takes a verdict and panics; the batch is used again, and dropped.
+fn takes_a_verdict_and_panics(finder: &ZeroFinder) {
+    let pages = pages();
+    let mut batch = finder.batch(PAGES);
+    submit(&mut batch, &pages, PAGES);
+    let taken = catch_unwind(AssertUnwindSafe(|| {
+        batch.wait(|_| panic!("as it was told to"));
+    }));
+    assert!(taken.is_err());
+    submit(&mut batch, &pages, PAGES);
+    check(&mut batch, &pages, PAGES);
+}
+
+#[test]
+fn a_verdict_that_panics_leaves_an_empty_batch_that_nobody_waits_for() {
+    in_time(|| {
+        with(&[Behaviour::default()], 128, |finder, _| {
+            takes_a_verdict_and_panics(finder);
+        });
+        // Nobody executes: the batch is lost.
+        let model = Arc::new(Model::new(Behaviour::default()));
+        listening(vec![device(&model, 128)], SOON, takes_a_verdict_and_panics);
     });
 }

@@ -10,11 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hotlift::Options;
+use hotlift_testkit::proxy::units::{Action, Fault, Log, Unit, Units};
+use hotlift_testkit::proxy::{Proxy, Socket};
 use hotlift_vmm::GuestKind;
 
 use crate::census::{Census, alone};
 use crate::probe::{Probe, Quirks, three_rounds};
-use crate::proxy::{Action, Fault, Log, Proxy, Socket, Unit};
 use crate::rig::{self, Ended, Holder, settings};
 
 /// How often a fault is tried whose unit did not come by: once one connection has brought the word of
@@ -91,10 +92,9 @@ impl Course {
     fn migrate(&mut self, fault: Option<&Fault>) -> (Ended, Log, Result<Holder, String>) {
         let destination = rig::destination(self.kind, &settings(), quirks());
         let (listener, address) = rig::listen();
-        let proxy = Proxy::start(&address, fault.cloned());
-        let to = proxy.address();
+        let (proxy, to) = Proxy::loopback(&address, Units::new(fault.cloned())).unwrap();
         let ended = rig::migrate(&self.source, &destination, listener, &to, &self.options);
-        let log = proxy.finish();
+        let log = proxy.finish().into_log();
         let holder = ended.holder(&self.source, &destination);
         match holder {
             Ok(Holder::Source) => {}
@@ -201,6 +201,7 @@ fn places(log: &Log, channels: u8) -> Vec<(Unit, usize)> {
         .filter(|(unit, _)| match unit.socket {
             Some(Socket::Channel(id)) => id == 0 || id == channels - 1,
             Some(Socket::Main) => true,
+            Some(Socket::Question) => false,
             // One packet of each round stands for all.
             None => unit.name.ends_with("#1"),
         })

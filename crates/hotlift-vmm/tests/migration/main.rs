@@ -14,7 +14,7 @@
 //! | `xbzrle` | pages as what has changed of them |
 //! | `refusals` | two ends that do not agree |
 //! | `packets` | sizes of packets, and zero pages that are sent as normal ones |
-//! | `probe`, `proxy`, `rig`, `census` | a guest that is watched, a man in the middle, both ends, leaks |
+//! | `probe`, `rig`, `census` | a guest that is watched, both ends, leaks |
 
 #![allow(
     clippy::print_stdout,
@@ -30,8 +30,6 @@ mod lost_page;
 mod matrix;
 mod packets;
 mod probe;
-#[allow(dead_code, reason = "the command's tests use the rest")]
-mod proxy;
 mod refusals;
 mod rig;
 mod steering;

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use hotlift::{Control, Options};
 use hotlift_mem::{Backing, RamBlock};
+use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
+use hotlift_testkit::proxy::{Proxy, Socket};
 use hotlift_vmm::GuestSettings;
 
 use crate::census::{Census, alone};
 use crate::probe::{Probe, Quirks};
-use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
 use crate::rig::{self, Ended, Holder, settings};
 
 fn options() -> Options {
@@ -171,17 +172,21 @@ fn options_that_differ_are_refused_with_both_values() {
 fn another_version_of_the_stream_is_refused_with_both_values() {
     let _alone = alone();
     let census = Census::take();
-    let unit = |socket, name: &str| Unit {
-        socket: Some(socket),
-        back: false,
+    let unit = |back, name: &str| Unit {
+        socket: Some(Socket::Main),
+        back,
         name: name.to_owned(),
     };
-    // QEMU's version; and ours, in the offer.
+    // QEMU's version; and ours, in the offer and in its answer.
     let cases = [
-        (unit(Socket::Main, "file header #1"), ["0x2", "0x3"]),
+        (unit(false, "file header #1"), ["0x2", "0x3"]),
         (
-            unit(Socket::Main, "PING #1"),
+            unit(false, "PING #1"),
             ["the source has 2", "the destination has 3"],
+        ),
+        (
+            unit(true, "HELLO #1"),
+            ["the source has 3", "the destination has 2"],
         ),
     ];
     let kind = rig::kinds()[0];
@@ -190,14 +195,15 @@ fn another_version_of_the_stream_is_refused_with_both_values() {
         let destination = rig::destination(kind, &settings(), Quirks::default());
         let (listener, address) = rig::listen();
         let action = Action::Flip { byte: 7, mask: 1 };
-        let proxy = Proxy::start(&address, Some(Fault { unit, action }));
-        let to = proxy.address();
+        let is_answer = unit.back;
+        let rule = Units::new(Some(Fault { unit, action }));
+        let (proxy, to) = Proxy::loopback(&address, rule).unwrap();
         let ended = rig::migrate(&source, &destination, listener, &to, &options());
-        assert!(proxy.finish().fired);
-        let (_, there) = ended.stayed(&source, &destination);
-        assert!(there.contains("version"), "{there}");
-        for word in words {
-            assert!(there.contains(word), "{there}");
+        assert!(proxy.finish().into_log().fired);
+        let (here, there) = ended.stayed(&source, &destination);
+        let reader = if is_answer { here } else { there };
+        for word in ["version"].iter().chain(&words) {
+            assert!(reader.contains(word), "{reader}");
         }
     }
     drop(source);

@@ -4,10 +4,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use hotlift::{Control, Options};
+use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
+use hotlift_testkit::proxy::{Proxy, Socket};
 
 use crate::census::alone;
 use crate::probe::Quirks;
-use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
 use crate::rig::{self, settings};
 
 /// Reports while the destination's answer is held back; a source that does not wait for it makes none.
@@ -36,17 +37,17 @@ fn the_guest_is_not_stopped_before_the_destination_has_what_was_sent() {
             },
             action: Action::Hold,
         };
-        let proxy = Proxy::start(&to, Some(answer));
+        let (proxy, to) = Proxy::loopback(&to, Units::new(Some(answer))).unwrap();
         let (reports, stopped) = (AtomicU32::new(0), AtomicU32::new(0));
         let ended = rig::run(
             &source,
             &destination,
             listener,
-            &proxy.address(),
+            &to,
             [&options, &options],
             &[Control::new(), Control::new()],
             &|_| {
-                if !proxy.has_fired() {
+                if !proxy.is_held() {
                     return;
                 }
                 let report = reports.fetch_add(1, Ordering::SeqCst);
@@ -61,6 +62,6 @@ fn the_guest_is_not_stopped_before_the_destination_has_what_was_sent() {
         ended.arrived(&source, &destination, "with an answer that came late");
         assert!(reports.into_inner() > REPORTS, "it did not wait");
         assert_eq!(stopped.into_inner(), 0, "it was stopped meanwhile");
-        proxy.finish();
+        let _ = proxy.finish();
     }
 }

@@ -6,11 +6,12 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use hotlift::{Address, Control, MigrationError, Options, Status};
+use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
+use hotlift_testkit::proxy::{Proxy, Socket};
 use hotlift_vmm::GuestSettings;
 
 use crate::census::{Census, alone};
 use crate::probe::{Obeys, Quirks};
-use crate::proxy::{Action, Fault, Proxy, Socket, Unit};
 use crate::rig::{self, settings};
 
 fn options() -> Options {
@@ -261,10 +262,10 @@ fn a_damaged_length_on_main_does_not_hang_a_long_round() {
             name: name.to_owned(),
         };
         let action = Action::Flip { byte, mask: 0x80 };
-        let proxy = Proxy::start(&address, Some(Fault { unit, action }));
-        let to = proxy.address();
+        let rule = Units::new(Some(Fault { unit, action }));
+        let (proxy, to) = Proxy::loopback(&address, rule).unwrap();
         let ended = rig::migrate(&source, &destination, listener, &to, &impatient());
-        assert!(proxy.finish().fired);
+        assert!(proxy.finish().into_log().fired);
         let errors = ended.stayed(&source, &destination);
         assert!(
             errors.0.contains("a record of the main channel"),
@@ -305,10 +306,10 @@ fn a_damaged_compressed_page_is_named_at_both_ends_and_the_guest_stays() {
             byte: 12,
             mask: 0x80,
         };
-        let proxy = Proxy::start(&address, Some(Fault { unit, action }));
-        let to = proxy.address();
+        let rule = Units::new(Some(Fault { unit, action }));
+        let (proxy, to) = Proxy::loopback(&address, rule).unwrap();
         let ended = rig::migrate(&source, &destination, listener, &to, &options);
-        assert!(proxy.finish().fired);
+        assert!(proxy.finish().into_log().fired);
         let errors = ended.stayed(&source, &destination);
         // A page that does not shrink is no stream: the section's checksum shows that.
         let named = |error: &str| {

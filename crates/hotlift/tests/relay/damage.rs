@@ -4,7 +4,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use hotlift::relay::RelaySettings;
+use hotlift::MigrationError;
+use hotlift::relay::{RelayReport, RelaySettings};
+use hotlift_testkit::proxy::bytes::{Bytes, Carried, Direction, Flip};
+use hotlift_testkit::proxy::{Proxy, Socket};
 use hotlift_wire::multifd::MAGIC;
 
 use super::destination::Guest;
@@ -12,7 +15,6 @@ use super::log::{Event, Log};
 use super::recording::Recording;
 use super::rig::{DEADLINE, Relay, destination, migrate, settings};
 use super::source::{Ending, play};
-use super::tap::{Carried, Flip, Lane, Tap};
 
 /// What has not ended by then waits for something that the damage has made away with.
 const STUCK: Duration = Duration::from_millis(1500);
@@ -20,24 +22,29 @@ const STUCK: Duration = Duration::from_millis(1500);
 /// Migrations at once: most of the time each waits.
 const BESIDE: usize = 12;
 
-/// Moves the small guest with `flip` between the relays. True if it arrived.
-fn damaged(between: &RelaySettings, flip: Option<Flip>, expected: &Guest) -> (bool, Carried) {
+const MAIN: Direction = Direction::Forth(Socket::Main);
+
+/// Of one channel in all.
+const CHANNEL: Direction = Direction::Forth(Socket::Channel(0));
+
+/// Moves the small guest with `flip` between the relays, of which none waits for longer than `patience`; how the first of
+/// them ended.
+fn damaged(
+    between: &RelaySettings,
+    flip: Option<Flip>,
+    patience: Duration,
+    expected: &Guest,
+) -> (Result<RelayReport, MigrationError>, Carried) {
     let recording = Recording::small();
     let log = Log::default();
     let (_folder, destination) = destination(&recording, 0, None, &log);
     let mut between = between.clone();
     let mut behind = settings(&[("multifd", "off")]);
-    // Undamaged, nothing is stuck: a machine that does other things may take its time.
-    let patience = if flip.is_some() {
-        between.outgoing.handshake_timeout = STUCK;
-        behind.outgoing.handshake_timeout = STUCK;
-        STUCK
-    } else {
-        DEADLINE
-    };
+    between.outgoing.handshake_timeout = patience;
+    behind.outgoing.handshake_timeout = patience;
     let second = Relay::start(&destination.address, &behind, true);
-    let tap = Tap::start(&second.address, flip);
-    let first = Relay::start(&tap.address, &between, false);
+    let (proxy, to_second) = Proxy::loopback(&second.address, Bytes::new(flip)).unwrap();
+    let first = Relay::start(&to_second, &between, false);
     let to_first = first.address.clone();
     thread::scope(|scope| {
         let arriving = scope.spawn(|| destination.run());
@@ -63,8 +70,17 @@ fn damaged(between: &RelaySettings, flip: Option<Flip>, expected: &Guest) -> (bo
             assert!(closed < at(Event::DestinationReadsEof), "{what}");
             assert!(arrived.guest == *expected, "{what}: another guest");
         }
-        (outcomes[0].is_ok(), tap.finish())
+        let [first, _] = outcomes;
+        (first, proxy.finish().into_carried())
     })
+}
+
+/// What passes between the relays where nothing is damaged. Nothing is stuck then: a machine that does other things may
+/// take its time.
+fn undamaged(between: &RelaySettings, expected: &Guest) -> Carried {
+    let (outcome, carried) = damaged(between, None, DEADLINE, expected);
+    outcome.unwrap();
+    carried
 }
 
 /// Damages `flips`, one a migration; how many of them were no harm.
@@ -74,7 +90,7 @@ fn damage_all(between: &RelaySettings, flips: &[Flip], expected: &Guest) -> usiz
         for _ in 0..BESIDE {
             scope.spawn(|| {
                 while let Some(flip) = flips.get(next.fetch_add(1, Ordering::SeqCst)) {
-                    if damaged(between, Some(*flip), expected).0 {
+                    if damaged(between, Some(*flip), STUCK, expected).0.is_ok() {
                         harmless.fetch_add(1, Ordering::SeqCst);
                     }
                 }
@@ -91,10 +107,10 @@ fn expected() -> Guest {
 }
 
 /// One flip a position, another bit each.
-fn at(lane: Lane, positions: impl Iterator<Item = usize>) -> Vec<Flip> {
+fn at(direction: Direction, positions: impl Iterator<Item = usize>) -> Vec<Flip> {
     positions
         .map(|at| Flip {
-            lane,
+            direction,
             at,
             mask: 1 << (at % 8),
         })
@@ -105,16 +121,15 @@ fn at(lane: Lane, positions: impl Iterator<Item = usize>) -> Vec<Flip> {
 fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
     let expected = expected();
     let between = settings(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
-    let (arrived, carried) = damaged(&between, None, &expected);
-    assert!(arrived, "it arrives undamaged");
-    let main = &carried[&Lane::Main];
+    let carried = undamaged(&between, &expected);
+    let main = &carried[&MAIN];
     // Of the text of the description a part is enough.
     let text = main.len() - main.iter().rev().position(|&byte| byte == 0).unwrap();
-    let mut flips = at(Lane::Main, (0..text).chain((text..main.len()).step_by(29)));
+    let mut flips = at(MAIN, (0..text).chain((text..main.len()).step_by(29)));
     // A command that becomes EOF is the worst that can happen.
     let commands = (0..text).filter(|&at| main[at] == 8);
     flips.extend(commands.map(|at| Flip {
-        lane: Lane::Main,
+        direction: MAIN,
         at,
         mask: 8,
     }));
@@ -126,15 +141,11 @@ fn no_flipped_byte_of_main_makes_another_guest_or_two_of_it() {
 fn no_flipped_byte_of_a_channel_or_an_answer_makes_another_guest() {
     let expected = expected();
     let between = settings(&[("multifd-compression", "zstd"), ("multifd-channels", "1")]);
-    let (arrived, carried) = damaged(&between, None, &expected);
-    assert!(arrived, "it arrives undamaged");
-    let channel = carried[&Lane::Channel(0)].len();
+    let carried = undamaged(&between, &expected);
+    let channel = carried[&CHANNEL].len();
     // The opening and the first header's fields, then some of everything.
-    let mut flips = at(
-        Lane::Channel(0),
-        (0..64 + 80).chain((144..channel).step_by(487)),
-    );
-    flips.extend(at(Lane::Back, 0..carried[&Lane::Back].len()));
+    let mut flips = at(CHANNEL, (0..64 + 80).chain((144..channel).step_by(487)));
+    flips.extend(at(Direction::Back, 0..carried[&Direction::Back].len()));
     let harmless = damage_all(&between, &flips, &expected);
     // Reserved bytes, the UUID that is all of one channel's, answers that nobody waits for.
     assert!(harmless * 2 < flips.len(), "{harmless} of {}", flips.len());
@@ -146,15 +157,14 @@ fn no_flipped_byte_of_a_channel_or_an_answer_makes_another_guest() {
 fn no_flipped_byte_of_a_header_of_forwarded_pages_makes_another_guest() {
     let expected = expected();
     let between = settings(&[("multifd-compression", "none"), ("multifd-channels", "1")]);
-    let (arrived, carried) = damaged(&between, None, &expected);
-    assert!(arrived, "it arrives undamaged");
-    let channel = &carried[&Lane::Channel(0)];
+    let carried = undamaged(&between, &expected);
+    let channel = &carried[&CHANNEL];
     let magic = MAGIC.to_be_bytes();
     let headers = (1..channel.len()).filter(|&at| channel[at..].starts_with(&magic));
     let headers: Vec<usize> = headers.collect();
     assert!(headers.len() > 2, "{} headers", headers.len());
     let fields = headers.iter().flat_map(|&header| header..header + 80);
-    let flips = at(Lane::Channel(0), (0..64).chain(fields));
+    let flips = at(CHANNEL, (0..64).chain(fields));
     let harmless = damage_all(&between, &flips, &expected);
     assert!(harmless * 2 < flips.len(), "{harmless} of {}", flips.len());
 }
@@ -163,10 +173,25 @@ fn no_flipped_byte_of_a_header_of_forwarded_pages_makes_another_guest() {
 fn no_flipped_byte_of_pages_on_main_makes_another_guest() {
     let expected = expected();
     let between = settings(&[("multifd", "off")]);
-    let (arrived, carried) = damaged(&between, None, &expected);
-    assert!(arrived, "it arrives undamaged");
-    let main = carried[&Lane::Main].len();
-    let flips = at(Lane::Main, (0..main).step_by(2741));
+    let carried = undamaged(&between, &expected);
+    let main = carried[&MAIN].len();
+    let flips = at(MAIN, (0..main).step_by(2741));
     let harmless = damage_all(&between, &flips, &expected);
     assert!(harmless * 10 < flips.len(), "{harmless} of {}", flips.len());
+}
+
+#[test]
+fn a_destination_of_another_version_is_refused_with_both_values() {
+    // The last byte of the version in HELLO, behind kind and length.
+    let flip = Flip {
+        direction: Direction::Back,
+        at: 7,
+        mask: 0x80,
+    };
+    let between = settings(&[("multifd", "off")]);
+    let (outcome, _) = damaged(&between, Some(flip), DEADLINE, &expected());
+    let said = outcome.unwrap_err().chain();
+    for words in ["version", "the source has 3", "the destination has 131"] {
+        assert!(said.contains(words), "{said}");
+    }
 }

@@ -12,8 +12,8 @@ use hotlift_testkit::alone::peak;
 use hotlift_wire::PAGE_SIZE;
 use hotlift_wire::main_channel::{Command, MainEncoder};
 use hotlift_wire::multifd::{
-    Hello, InitialPacket, MAGIC, Method, PacketFields, PacketLayout, PacketWriter,
-    ZeroPageDetection,
+    Hello, INITIAL_PACKET_LEN, InitialPacket, MAGIC, Method, PacketFields, PacketLayout,
+    PacketWriter, ZeroPageDetection,
 };
 use rustix::net::sockopt::set_socket_linger;
 
@@ -25,6 +25,10 @@ use super::rig::{Relay, destination, settings, until};
 /// would have half a GiB each.
 const SPARE: u64 = 96 << 20;
 
+/// Cases that say nothing more wait so long, beside each other: long enough for what they have said, and less than the 2 s
+/// in which a connection that is silent counts as one more channel.
+const SILENT: Duration = Duration::from_secs(1);
+
 /// Settings of a relay, which waits for long unless the case is that something does not come.
 fn way(case: &Case) -> RelaySettings {
     let mut way = settings(&[("multifd", "off")]);
@@ -34,7 +38,7 @@ fn way(case: &Case) -> RelaySettings {
         "have come",
     ];
     if is_waited_for.iter().any(|what| case.wanted.ends_with(what)) {
-        way.outgoing.handshake_timeout = Duration::from_millis(400);
+        way.outgoing.handshake_timeout = SILENT;
     }
     way
 }
@@ -201,6 +205,38 @@ fn packets_that_a_relay_has_no_room_for_are_refused() {
         &[&main, &channel],
         "multifd-packet-size differs: the source has 528384 bytes",
     )]);
+}
+
+/// The opening of a channel of a Hotlift that speaks version 255 of the protocol.
+fn opening_of_another_version() -> [u8; INITIAL_PACKET_LEN] {
+    let opening = InitialPacket {
+        uuid: UUID,
+        id: 0,
+        hello: Some(Hello {
+            channels: 1,
+            method: Method::None,
+            layout: PacketLayout::QEMU,
+            zero_page_detection: ZeroPageDetection::Multifd,
+        }),
+    };
+    let mut bytes = opening.encode();
+    // Between its magic and its checksum.
+    bytes[36..38].copy_from_slice(&255_u16.to_be_bytes());
+    let sum = crc32fast::hash(&bytes[32..60]);
+    bytes[60..].copy_from_slice(&sum.to_be_bytes());
+    bytes
+}
+
+#[test]
+fn a_channel_of_another_version_of_hotlift_is_refused_with_both_values() {
+    alone!();
+    let main = Recording::small_multifd(1).main;
+    let other = opening_of_another_version();
+    let wanted = "the source has 255, the destination has ";
+    assert_refused(&[
+        case("behind main", &[&main, &other], wanted),
+        case("before main", &[&other], wanted),
+    ]);
 }
 
 #[test]

@@ -11,5 +11,4 @@ mod options;
 mod recording;
 mod rig;
 mod source;
-mod tap;
 mod who_has_the_guest;

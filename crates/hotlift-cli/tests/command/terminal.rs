@@ -1,0 +1,95 @@
+//! What a command shows on a terminal.
+
+use std::fs::File;
+use std::io::Read;
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
+use rustix::termios::{Winsize, tcsetwinsize};
+
+/// A narrow one.
+const COLUMNS: u16 = 60;
+
+/// Takes the cursor back and empties the line.
+const CLEAR: &str = "\r\x1b[K";
+
+/// A command whose standard error is a terminal; killed when it goes out of scope.
+struct OnTerminal {
+    child: Child,
+    terminal: File,
+    said: Vec<u8>,
+}
+
+impl OnTerminal {
+    fn start(args: &[&str]) -> Self {
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+        let terminal = openpt(flags).unwrap();
+        grantpt(&terminal).unwrap();
+        unlockpt(&terminal).unwrap();
+        let of_command = ioctl_tiocgptpeer(&terminal, flags).unwrap();
+        let size = Winsize {
+            ws_row: 24,
+            ws_col: COLUMNS,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
+        tcsetwinsize(&of_command, size).unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_hotlift"))
+            .args(args)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(of_command)
+            .spawn()
+            .unwrap();
+        Self {
+            child,
+            terminal: terminal.into(),
+            said: Vec::new(),
+        }
+    }
+
+    /// Reads on; false once the command has closed the terminal.
+    fn read(&mut self) -> bool {
+        let mut bytes = [0; 4096];
+        // A terminal that nobody has open is an error of its reader.
+        let length = self.terminal.read(&mut bytes).unwrap_or(0);
+        self.said.extend_from_slice(&bytes[..length]);
+        length > 0
+    }
+
+    fn said(&self) -> String {
+        String::from_utf8_lossy(&self.said).into_owned()
+    }
+}
+
+impl Drop for OnTerminal {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn a_line_of_progress_is_cut_to_the_terminal_and_never_scrolls() {
+    // It does not end by itself.
+    let slow = ["--ram=64M", "--method=none", "--max-bandwidth=2M"];
+    let mut demo = OnTerminal::start(&[&["demo", "--guest=threads"][..], &slow].concat());
+    while demo.said().matches("round 1").count() < 3 {
+        assert!(demo.read(), "it has ended: {}", demo.said());
+    }
+    let pid = Pid::from_raw(demo.child.id().try_into().unwrap()).unwrap();
+    kill_process(pid, Signal::INT).unwrap();
+    while demo.read() {}
+    let said = demo.said();
+    let lines: Vec<_> = said
+        .split(CLEAR)
+        .filter(|line| line.contains("round "))
+        .collect();
+    assert!(lines.len() >= 3, "{said:?}");
+    for line in lines {
+        assert!(line.ends_with('…'), "all of it fits: {line:?}");
+        // The last column stays free: some terminals go on to the next line there.
+        assert_eq!(line.chars().count(), usize::from(COLUMNS) - 1, "{line:?}");
+    }
+}

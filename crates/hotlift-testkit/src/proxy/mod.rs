@@ -1,0 +1,747 @@
+//! A proxy that damages, holds, delays and cuts what it carries, over TCP or UNIX sockets.
+//!
+//! When bytes pass and how a connection ends is alike for all. What passes, a [`Rule`] says:
+//!
+//! | module | what |
+//! |---|---|
+//! | [`rule`] | what a rule sees and may do; the one that passes everything |
+//! | [`bytes`] | records every byte, and flips one that is named by its offset |
+//! | [`units`] | knows the stream between two Hotlifts, and damages, cuts or holds one of its records |
+
+pub mod bytes;
+pub mod rule;
+mod socket;
+pub mod units;
+
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use hotlift::Address;
+use rustix::event::{EventfdFlags, eventfd};
+use serde::{Deserialize, Serialize};
+
+pub use self::rule::{AsTheyCome, Flow, Rule, Socket, Stop};
+use self::socket::{Listener, Target, end, end_half, has_come, is_gone, write_all};
+use crate::error::KitError;
+use crate::namespace::{DESTINATION, Namespace, PROXY};
+
+/// A read of a proxy.
+const CHUNK: usize = 64 << 10;
+
+/// How a TCP connection ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ending {
+    /// In order: all was said.
+    Fin,
+    /// Reset.
+    Reset,
+}
+
+/// What a proxy passes on at the end of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Turns {
+    /// The same.
+    AsIs,
+    /// Always FIN: a RST becomes one.
+    AllToFin,
+    /// Always RST: a FIN becomes one, and takes away what was said the other way.
+    AllToReset,
+}
+
+/// Carries connections until it goes out of scope.
+pub struct Proxy<R: Rule = AsTheyCome> {
+    rule: Arc<R>,
+    core: Arc<Core>,
+    accepting: Option<JoinHandle<()>>,
+}
+
+/// What all threads of a proxy share.
+struct Core {
+    target: Target,
+    turns: Turns,
+    waits: Mutex<Waits>,
+    /// For `waits`.
+    changed: Condvar,
+    delay_ms: AtomicU64,
+    cut: Mutex<Option<Cut>>,
+    /// To be cut as soon as it is known to be that one.
+    on_sight: Mutex<Option<Socket>>,
+    connections: Mutex<Vec<Arc<Connection>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Readable from the end of the proxy on.
+    ends: OwnedFd,
+}
+
+/// Why threads stand still.
+#[derive(Default)]
+struct Waits {
+    /// Nothing is passed on before.
+    until: Option<Instant>,
+    /// A rule has asked for it.
+    is_held: bool,
+    is_released: bool,
+    has_ended: bool,
+}
+
+/// Connections are to be cut.
+#[derive(Clone, Copy)]
+struct Cut {
+    how: Ending,
+    /// After so many more bytes of the way back, all connections together.
+    after: u64,
+}
+
+struct Connection {
+    client: OwnedFd,
+    server: OwnedFd,
+    /// Set before its first byte passes, if that says it.
+    socket: OnceLock<Socket>,
+}
+
+impl Connection {
+    fn end(&self, how: Ending) {
+        for socket in [&self.client, &self.server] {
+            end(socket, how);
+        }
+    }
+
+    /// Whence a direction comes, and whither it goes.
+    fn sockets(&self, back: bool) -> (&OwnedFd, &OwnedFd) {
+        match back {
+            false => (&self.client, &self.server),
+            true => (&self.server, &self.client),
+        }
+    }
+}
+
+impl Proxy {
+    /// Listens on the UNIX socket `at` for connections that are to go `to` another.
+    ///
+    /// # Errors
+    /// If it cannot listen.
+    pub fn unix(at: &Path, to: &Path) -> Result<Self, KitError> {
+        Self::unix_with(at, to, AsTheyCome)
+    }
+
+    /// Listens at `port` of [`PROXY`] in `host` for connections that are to go to [`DESTINATION`].
+    ///
+    /// # Errors
+    /// If it cannot listen.
+    pub fn tcp(host: &Namespace, port: u16, turns: Turns) -> Result<Self, KitError> {
+        let listener = host.within(|| TcpListener::bind((PROXY, port)))?;
+        let listener = listener.map_err(KitError::system("listen"))?;
+        let target = Target::Tcp(DESTINATION.to_owned(), port, Some(host.again()?));
+        Self::start(Listener::Tcp(listener), target, turns, AsTheyCome)
+    }
+}
+
+impl<R: Rule> Proxy<R> {
+    /// As [`Proxy::unix`], with `rule`.
+    ///
+    /// # Errors
+    /// If it cannot listen.
+    pub fn unix_with(at: &Path, to: &Path, rule: R) -> Result<Self, KitError> {
+        let listener = UnixListener::bind(at).map_err(KitError::system("listen"))?;
+        let target = Target::Unix(to.to_owned());
+        Self::start(Listener::Unix(listener), target, Turns::AsIs, rule)
+    }
+
+    /// Listens on a port of this host's for connections that are to go `to` another; its address. A RST becomes a FIN.
+    ///
+    /// # Errors
+    /// If it cannot listen.
+    ///
+    /// # Panics
+    /// If `to` is no address of TCP.
+    pub fn loopback(to: &Address, rule: R) -> Result<(Self, Address), KitError> {
+        let Address::Tcp { host, port } = to else {
+            panic!("{to} is not of TCP");
+        };
+        let bound = TcpListener::bind("127.0.0.1:0").and_then(|listener| {
+            let address: SocketAddr = listener.local_addr()?;
+            Ok((listener, address))
+        });
+        let (listener, address) = bound.map_err(KitError::system("listen"))?;
+        let target = Target::Tcp(host.clone(), *port, None);
+        let this = Self::start(Listener::Tcp(listener), target, Turns::AllToFin, rule)?;
+        let address = Address::Tcp {
+            host: address.ip().to_string(),
+            port: address.port(),
+        };
+        Ok((this, address))
+    }
+
+    fn start(listener: Listener, target: Target, turns: Turns, rule: R) -> Result<Self, KitError> {
+        let ends = eventfd(0, EventfdFlags::CLOEXEC)
+            .map_err(|error| KitError::system("make an eventfd")(error.into()))?;
+        let core = Arc::new(Core {
+            target,
+            turns,
+            waits: Mutex::default(),
+            changed: Condvar::new(),
+            delay_ms: AtomicU64::new(0),
+            cut: Mutex::default(),
+            on_sight: Mutex::default(),
+            connections: Mutex::default(),
+            threads: Mutex::default(),
+            ends,
+        });
+        let rule = Arc::new(rule);
+        let (of_thread, its_rule) = (Arc::clone(&core), Arc::clone(&rule));
+        let accepting = spawn(move || accept(&of_thread, &its_rule, &listener))?;
+        Ok(Self {
+            rule,
+            core,
+            accepting: Some(accepting),
+        })
+    }
+
+    /// Passes nothing on for so long.
+    pub fn hold(&self, time: Duration) {
+        lock(&self.core.waits).until = Some(Instant::now() + time);
+        self.core.changed.notify_all();
+    }
+
+    /// Passes everything on so much later from now on, piece by piece.
+    pub fn delay(&self, time: Duration) {
+        let time = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        self.core.delay_ms.store(time, Ordering::SeqCst);
+    }
+
+    /// Ends the connections that there are, once `after` more bytes have gone the way back.
+    pub fn cut(&self, how: Ending, after: u64) {
+        if after == 0 {
+            self.core.end_all(how);
+        } else {
+            *lock(&self.core.cut) = Some(Cut { how, after });
+        }
+    }
+
+    /// Whether a connection of a migration has come.
+    #[must_use]
+    pub fn has(&self, socket: Socket) -> bool {
+        self.first(socket).is_some()
+    }
+
+    /// Cuts the first connection that is this one; false if none has come.
+    #[must_use]
+    pub fn cut_first(&self, socket: Socket) -> bool {
+        let found = self.first(socket);
+        if let Some(connection) = &found {
+            connection.end(Ending::Fin);
+        }
+        found.is_some()
+    }
+
+    /// Cuts the next connection that is this one, before anything of it passes.
+    pub fn cut_on_sight(&self, socket: Socket) {
+        *lock(&self.core.on_sight) = Some(socket);
+    }
+
+    /// True once that was done.
+    #[must_use]
+    pub fn has_cut_on_sight(&self) -> bool {
+        lock(&self.core.on_sight).is_none()
+    }
+
+    /// Whether the rule has held something.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        lock(&self.core.waits).is_held
+    }
+
+    /// Lets go on what the rule holds, now and later.
+    pub fn release(&self) {
+        lock(&self.core.waits).is_released = true;
+        self.core.changed.notify_all();
+    }
+
+    /// Ends when everything that has come was passed, and all that is open was closed; what the rule knows. Whoever has
+    /// not closed must read on until then.
+    ///
+    /// # Panics
+    /// If a thread of the proxy has.
+    #[must_use]
+    pub fn finish(mut self) -> R {
+        self.core.end();
+        assert!(self.join(), "a thread of the proxy has panicked");
+        self.core.end_all(Ending::Fin);
+        let rule = Arc::clone(&self.rule);
+        drop(self);
+        Arc::into_inner(rule).expect("no thread is left")
+    }
+
+    fn first(&self, socket: Socket) -> Option<Arc<Connection>> {
+        let connections = lock(&self.core.connections);
+        let mut found = connections
+            .iter()
+            .filter(|one| one.socket.get() == Some(&socket));
+        found.next().map(Arc::clone)
+    }
+
+    /// Waits for all threads; false if one has panicked.
+    fn join(&mut self) -> bool {
+        let accepting = self.accepting.take();
+        let accepted = accepting.is_none_or(|thread| thread.join().is_ok());
+        let threads: Vec<_> = lock(&self.core.threads).drain(..).collect();
+        let mut carried = true;
+        for thread in threads {
+            carried &= thread.join().is_ok();
+        }
+        accepted && carried
+    }
+}
+
+impl<R: Rule> Drop for Proxy<R> {
+    fn drop(&mut self) {
+        // Before what is held goes on: nothing more of it passes.
+        self.core.end_all(Ending::Reset);
+        self.core.end();
+        if let Some(accepting) = self.accepting.take() {
+            let _ = accepting.join();
+        }
+        self.core.end_all(Ending::Reset);
+        self.join();
+    }
+}
+
+fn accept<R: Rule>(core: &Arc<Core>, rule: &Arc<R>, listener: &Listener) {
+    while has_come(listener, &core.ends) && !core.has_ended() {
+        let Ok(client) = listener.accept() else {
+            continue;
+        };
+        // One who is gone refuses: the same is said by this end.
+        let Some(server) = core.target.connect() else {
+            end(&client, Ending::Reset);
+            continue;
+        };
+        let connection = Arc::new(Connection {
+            client,
+            server,
+            socket: OnceLock::new(),
+        });
+        lock(&core.connections).push(Arc::clone(&connection));
+        for back in [false, true] {
+            let (shared, rule) = (Arc::clone(core), Arc::clone(rule));
+            let carried = Arc::clone(&connection);
+            let carrying = spawn(move || carry(&shared, rule.as_ref(), &carried, back));
+            match carrying {
+                Ok(thread) => lock(&core.threads).push(thread),
+                Err(_) => connection.end(Ending::Reset),
+            }
+        }
+    }
+}
+
+/// Carries one direction of one connection.
+fn carry<R: Rule>(core: &Core, rule: &R, connection: &Connection, back: bool) {
+    let (from, to) = connection.sockets(back);
+    let flow = Flow {
+        core,
+        connection,
+        back,
+    };
+    let mut direction = R::Direction::default();
+    let (mut first, mut came, mut chunk) = (Vec::new(), Vec::new(), vec![0; CHUNK]);
+    let mut is_deaf = false;
+    while has_come(from, &core.ends) {
+        let read = rustix::io::read(from, chunk.as_mut_slice());
+        core.wait();
+        let ending = match read {
+            Ok(1..) if is_deaf => continue,
+            Ok(length @ 1..) => {
+                came.extend_from_slice(&chunk[..length]);
+                if !back && connection.socket.get().is_none() {
+                    let missing = Socket::KNOWN_BY - first.len();
+                    first.extend_from_slice(&chunk[..length.min(missing)]);
+                    match core.recognise(connection, &first) {
+                        Sight::Goes => {}
+                        Sight::Waits => continue,
+                        Sight::Cut => return,
+                    }
+                }
+                match rule.apply(&mut direction, &mut came, &flow) {
+                    Ok(()) => {}
+                    Err(Stop::HalfCut) => {
+                        end_half(to);
+                        is_deaf = true;
+                    }
+                    Err(Stop::Cut) => return connection.end(Ending::Fin),
+                    // As a direct connection would tell its writer.
+                    Err(Stop::Gone) => return end(from, Ending::Reset),
+                    Err(Stop::Ended) => return,
+                }
+                continue;
+            }
+            Ok(_) => Ending::Fin,
+            Err(_) => Ending::Reset,
+        };
+        if !is_deaf {
+            write_all(to, &came);
+        }
+        match (core.turns, ending) {
+            // One who is gone is told from one who has said all: the other end must see the same.
+            (Turns::AsIs, Ending::Fin) if is_gone(from) => connection.end(Ending::Fin),
+            (Turns::AsIs | Turns::AllToFin, Ending::Fin) | (Turns::AllToFin, Ending::Reset) => {
+                end_half(to);
+            }
+            (Turns::AsIs, Ending::Reset) | (Turns::AllToReset, _) => {
+                connection.end(Ending::Reset);
+            }
+        }
+        return;
+    }
+}
+
+/// What becomes of a connection by its first bytes.
+enum Sight {
+    Goes,
+    /// It may be the one that is to be cut.
+    Waits,
+    Cut,
+}
+
+impl Core {
+    /// Notes what a connection is that begins with `first`.
+    fn recognise(&self, connection: &Connection, first: &[u8]) -> Sight {
+        let mut on_sight = lock(&self.on_sight);
+        let Some(socket) = Socket::of(first) else {
+            return on_sight.map_or(Sight::Goes, |_| Sight::Waits);
+        };
+        let _ = connection.socket.set(socket);
+        if *on_sight != Some(socket) {
+            return Sight::Goes;
+        }
+        connection.end(Ending::Fin);
+        *on_sight = None;
+        Sight::Cut
+    }
+
+    /// Waits as long as things are held or delayed.
+    fn wait(&self) {
+        let delay = self.delay_ms.load(Ordering::SeqCst);
+        if delay > 0 {
+            thread::sleep(Duration::from_millis(delay));
+        }
+        let mut waits = lock(&self.waits);
+        while !waits.has_ended
+            && let Some(until) = waits.until
+            && let Some(left) = until.checked_duration_since(Instant::now())
+            && !left.is_zero()
+        {
+            let waited = self.changed.wait_timeout(waits, left);
+            waits = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Waits for the release of what a rule holds.
+    fn hold(&self) {
+        let mut waits = lock(&self.waits);
+        waits.is_held = true;
+        let stands = |waits: &mut Waits| !waits.is_released && !waits.has_ended;
+        drop(self.changed.wait_while(waits, stands));
+    }
+
+    fn end(&self) {
+        lock(&self.waits).has_ended = true;
+        self.changed.notify_all();
+        let _ = rustix::io::write(&self.ends, &1_u64.to_ne_bytes());
+    }
+
+    fn has_ended(&self) -> bool {
+        lock(&self.waits).has_ended
+    }
+
+    /// How many of `length` bytes of the way back still pass; the cut is made after them.
+    fn count(&self, length: usize) -> usize {
+        let mut cut = lock(&self.cut);
+        let Some(asked) = cut.as_mut() else {
+            return length;
+        };
+        let bytes = u64::try_from(length).unwrap_or(u64::MAX);
+        if asked.after >= bytes {
+            asked.after -= bytes;
+            return length;
+        }
+        let left = usize::try_from(asked.after).unwrap_or(0);
+        asked.after = 0;
+        left
+    }
+
+    /// Makes the cut if it is due; true if it was made.
+    fn is_due(&self) -> bool {
+        let mut cut = lock(&self.cut);
+        let due = cut.filter(|asked| asked.after == 0);
+        if let Some(asked) = due {
+            *cut = None;
+            drop(cut);
+            self.end_all(asked.how);
+        }
+        due.is_some()
+    }
+
+    fn end_all(&self, how: Ending) {
+        for connection in lock(&self.connections).drain(..) {
+            connection.end(how);
+        }
+    }
+}
+
+fn spawn(work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, KitError> {
+    let builder = thread::Builder::new().name("proxy".to_owned());
+    builder
+        .spawn(work)
+        .map_err(KitError::system("start a thread"))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{self, Read, Write};
+    use std::net::TcpStream;
+    use std::os::unix::net::UnixStream;
+
+    use super::bytes::{Bytes, Direction, Flip};
+    use super::*;
+
+    /// A multifd channel's first bytes, up to its number.
+    fn opening(number: u8) -> Vec<u8> {
+        let mut bytes = vec![0; Socket::KNOWN_BY];
+        bytes[..4].copy_from_slice(&hotlift_wire::multifd::MAGIC.to_be_bytes());
+        bytes[Socket::KNOWN_BY - 1] = number;
+        bytes
+    }
+
+    /// A listener on this host, and a proxy before it.
+    fn before<R: Rule>(rule: R) -> (TcpListener, Proxy<R>, TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let to = format!("tcp:{}", listener.local_addr().unwrap());
+        let (proxy, address) = Proxy::loopback(&to.parse().unwrap(), rule).unwrap();
+        let Address::Tcp { host, port } = address else {
+            unreachable!()
+        };
+        let client = TcpStream::connect((host, port)).unwrap();
+        let server = listener.accept().unwrap().0;
+        (listener, proxy, client, server)
+    }
+
+    fn pair(turns: Turns) -> Option<(crate::namespace::Link, Proxy, TcpStream, TcpStream)> {
+        if !rustix::process::geteuid().is_root() {
+            crate::skip!("root", "network namespaces need it");
+            return None;
+        }
+        let link = crate::namespace::Link::new(1500, 0).unwrap();
+        let host = &link.destination;
+        let listener = host.within(|| TcpListener::bind((DESTINATION, 7000)));
+        let listener = listener.unwrap().unwrap();
+        let proxy = Proxy::tcp(host, 7000, turns).unwrap();
+        let client = host.within(|| TcpStream::connect((PROXY, 7000)));
+        let client = client.unwrap().unwrap();
+        Some((link, proxy, client, listener.accept().unwrap().0))
+    }
+
+    #[test]
+    fn a_proxy_makes_fin_of_rst_and_rst_of_fin() {
+        for (turns, how, sees) in [
+            (Turns::AllToFin, Ending::Reset, Ending::Fin),
+            (Turns::AllToReset, Ending::Fin, Ending::Reset),
+            (Turns::AsIs, Ending::Reset, Ending::Reset),
+            (Turns::AsIs, Ending::Fin, Ending::Fin),
+        ] {
+            let Some((_link, _proxy, mut client, mut server)) = pair(turns) else {
+                return;
+            };
+            client.write_all(b"word").unwrap();
+            server.read_exact(&mut [0; 4]).unwrap();
+            match how {
+                Ending::Fin => client.shutdown(std::net::Shutdown::Write).unwrap(),
+                Ending::Reset => rustix::net::connect_unspec(&client).unwrap(),
+            }
+            server
+                .set_read_timeout(Some(Duration::from_secs(60)))
+                .unwrap();
+            let seen = match server.read(&mut [0; 4]) {
+                Ok(0) => Ending::Fin,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ending::Reset,
+                other => panic!("{turns:?} {how:?}: {other:?}"),
+            };
+            assert_eq!(seen, sees, "{turns:?} {how:?}");
+        }
+    }
+
+    #[test]
+    fn a_cut_comes_after_so_many_bytes_of_the_way_back() {
+        let Some((_link, proxy, mut client, mut server)) = pair(Turns::AsIs) else {
+            return;
+        };
+        proxy.cut(Ending::Fin, 6);
+        client.write_all(b"forth").unwrap();
+        server.read_exact(&mut [0; 5]).unwrap();
+        server.write_all(b"back, and more").unwrap();
+        let mut heard = Vec::new();
+        client
+            .set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
+        client.read_to_end(&mut heard).unwrap();
+        assert_eq!(heard, b"back, ");
+    }
+
+    #[test]
+    fn a_connection_is_known_by_its_first_bytes_and_cut_before_they_pass_or_after() {
+        let folder = tempfile::tempdir().unwrap();
+        let (at, to) = (folder.path().join("at"), folder.path().join("to"));
+        let listener = UnixListener::bind(&to).unwrap();
+        let proxy = Proxy::unix(&at, &to).unwrap();
+        let pair = || {
+            (
+                UnixStream::connect(&at).unwrap(),
+                listener.accept().unwrap().0,
+            )
+        };
+        let (mut client, mut server) = pair();
+        client.write_all(b"QEVM").unwrap();
+        server.read_exact(&mut [0; 4]).unwrap();
+        let channel = Socket::Channel(1);
+        assert!(proxy.has(Socket::Main) && !proxy.has(channel));
+        assert!(proxy.cut_first(Socket::Main) && !proxy.cut_first(channel));
+        assert_eq!(client.read(&mut [0; 4]).unwrap(), 0);
+        proxy.cut_on_sight(channel);
+        let (mut client, mut server) = pair();
+        client.write_all(&opening(0)).unwrap();
+        server.read_exact(&mut [0; Socket::KNOWN_BY]).unwrap();
+        assert!(!proxy.has_cut_on_sight(), "it was another");
+        let (mut client, mut server) = pair();
+        let opening = opening(1);
+        let (first, rest) = opening.split_at(4);
+        client.write_all(first).unwrap();
+        client.write_all(rest).unwrap();
+        assert_eq!(server.read(&mut [0; 4]).unwrap(), 0, "it passed");
+        assert!(proxy.has_cut_on_sight() && proxy.has(channel));
+    }
+
+    #[test]
+    fn who_is_gone_is_told_from_who_has_said_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let (at, to) = (folder.path().join("at"), folder.path().join("to"));
+        let listener = UnixListener::bind(&to).unwrap();
+        let _proxy = Proxy::unix(&at, &to).unwrap();
+        for gone in [false, true] {
+            let client = UnixStream::connect(&at).unwrap();
+            let mut server = listener.accept().unwrap().0;
+            let client = Some(client).filter(|_| !gone);
+            if let Some(client) = &client {
+                client.shutdown(std::net::Shutdown::Write).unwrap();
+            }
+            assert_eq!(server.read(&mut [0; 4]).unwrap(), 0);
+            assert_eq!(server.write(b"answer").is_ok(), !gone);
+            drop(client);
+        }
+    }
+
+    #[test]
+    fn a_byte_is_flipped_where_it_is_named_and_recorded_as_it_was() {
+        let at = Socket::KNOWN_BY + 2;
+        let direction = Direction::Forth(Socket::Channel(7));
+        let flip = Flip {
+            direction,
+            at,
+            mask: 0x81,
+        };
+        let (_listener, proxy, mut client, mut server) = before(Bytes::new(Some(flip)));
+        let mut said = opening(7);
+        said.extend([1, 2, 3, 4]);
+        client.write_all(&said).unwrap();
+        server.write_all(b"answer").unwrap();
+        drop(client);
+        let mut heard = Vec::new();
+        server.read_to_end(&mut heard).unwrap();
+        drop(server);
+        let carried = proxy.finish().into_carried();
+        assert_eq!(carried[&direction], said);
+        assert_eq!(carried[&Direction::Back], b"answer");
+        said[at] ^= 0x81;
+        assert_eq!(heard, said);
+    }
+
+    /// Does as it is told by what comes.
+    struct Told;
+
+    impl Rule for Told {
+        type Direction = ();
+
+        fn apply(&self, (): &mut (), came: &mut Vec<u8>, flow: &Flow<'_>) -> Result<(), Stop> {
+            match came.as_slice() {
+                b"keep" => Ok(()),
+                b"cut" => Err(Stop::Cut),
+                b"half" => Err(Stop::HalfCut),
+                b"hold" => {
+                    flow.hold();
+                    flow.pass_all(came)
+                }
+                _ => flow.pass_all(came),
+            }
+        }
+    }
+
+    #[test]
+    fn what_a_rule_cuts_ends_both_ways_and_what_it_half_cuts_one_way() {
+        for (word, goes_back) in [("half", true), ("cut", false)] {
+            let (_listener, _proxy, mut client, mut server) = before(Told);
+            client.write_all(word.as_bytes()).unwrap();
+            assert_eq!(server.read(&mut [0; 4]).unwrap(), 0, "{word}");
+            if goes_back {
+                client.write_all(b"this is dropped").unwrap();
+                server.write_all(b"back").unwrap();
+            }
+            drop(server);
+            let mut heard = Vec::new();
+            client.read_to_end(&mut heard).unwrap();
+            assert_eq!(heard.is_empty(), !goes_back, "{word}");
+        }
+    }
+
+    #[test]
+    fn what_a_rule_holds_passes_when_it_is_released_and_what_it_keeps_at_the_end() {
+        for (word, is_held) in [("hold", true), ("keep", false)] {
+            let (_listener, proxy, mut client, mut server) = before(Told);
+            client.write_all(word.as_bytes()).unwrap();
+            if is_held {
+                while !proxy.is_held() {
+                    thread::yield_now();
+                }
+                server.set_nonblocking(true).unwrap();
+                let nothing = server.read(&mut [0; 4]).unwrap_err();
+                assert_eq!(nothing.kind(), io::ErrorKind::WouldBlock);
+                server.set_nonblocking(false).unwrap();
+                proxy.release();
+            }
+            drop(client);
+            let mut heard = String::new();
+            server.read_to_string(&mut heard).unwrap();
+            assert_eq!(heard, word);
+        }
+    }
+
+    #[test]
+    fn a_proxy_that_goes_out_of_scope_ends_what_its_rule_holds() {
+        let (_listener, proxy, mut client, mut server) = before(Told);
+        client.write_all(b"hold").unwrap();
+        while !proxy.is_held() {
+            thread::yield_now();
+        }
+        drop(proxy);
+        // In order or not.
+        assert_eq!(server.read(&mut [0; 4]).unwrap_or(0), 0);
+    }
+}

@@ -1,0 +1,114 @@
+//! The sockets of a proxy: where it listens, where it connects to, and how it ends a connection.
+
+use std::io;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, Shutdown, shutdown};
+
+use super::Ending;
+use crate::namespace::Namespace;
+
+/// Where a proxy listens.
+pub(super) enum Listener {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    pub(super) fn accept(&self) -> io::Result<OwnedFd> {
+        match self {
+            Self::Unix(listener) => listener.accept().map(|(stream, _)| stream.into()),
+            Self::Tcp(listener) => listener.accept().map(|(stream, _)| of_tcp(stream)),
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(listener) => listener.as_fd(),
+            Self::Tcp(listener) => listener.as_fd(),
+        }
+    }
+}
+
+/// Where a proxy connects to.
+pub(super) enum Target {
+    Unix(PathBuf),
+    /// In another network than this process's, if one is named.
+    Tcp(String, u16, Option<Namespace>),
+}
+
+impl Target {
+    pub(super) fn connect(&self) -> Option<OwnedFd> {
+        match self {
+            Self::Unix(path) => UnixStream::connect(path).ok().map(OwnedFd::from),
+            Self::Tcp(host, port, namespace) => {
+                let connect = || TcpStream::connect((host.as_str(), *port));
+                let connected = match namespace {
+                    Some(namespace) => namespace.within(connect).ok()?,
+                    None => connect(),
+                };
+                connected.ok().map(of_tcp)
+            }
+        }
+    }
+}
+
+fn of_tcp(stream: TcpStream) -> OwnedFd {
+    let _ = stream.set_nodelay(true);
+    stream.into()
+}
+
+/// Ends a connection for its peer. It may have ended by itself.
+pub(super) fn end(socket: &OwnedFd, how: Ending) {
+    if how == Ending::Reset {
+        // Linux resets a connection that is dissolved so. A UNIX socket has no such thing.
+        let _ = rustix::net::connect_unspec(socket);
+    }
+    let _ = shutdown(socket, Shutdown::Both);
+}
+
+/// Says that nothing more comes, and goes on listening.
+pub(super) fn end_half(socket: &OwnedFd) {
+    let _ = shutdown(socket, Shutdown::Write);
+}
+
+/// Waits until `socket` has something to read, or an end; false once `ends` is readable and nothing is there.
+pub(super) fn has_come(socket: &impl AsFd, ends: &OwnedFd) -> bool {
+    let mut fds = [
+        PollFd::new(socket, PollFlags::IN),
+        PollFd::new(ends, PollFlags::IN),
+    ];
+    loop {
+        match poll(&mut fds, None) {
+            Ok(_) => return !fds[0].revents().is_empty(),
+            Err(Errno::INTR) => {}
+            Err(_) => return false,
+        }
+    }
+}
+
+/// Whether the other end of a socket that has no more to say is closed in both directions.
+pub(super) fn is_gone(socket: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
+    let polled = poll(&mut fds, Some(&Timespec::default()));
+    polled.is_ok() && fds[0].revents().contains(PollFlags::HUP)
+}
+
+/// False if the reader is gone.
+pub(super) fn write_all(to: &OwnedFd, mut bytes: &[u8]) -> bool {
+    while !bytes.is_empty() {
+        match rustix::net::send(to, bytes, SendFlags::NOSIGNAL) {
+            Ok(length) => bytes = &bytes[length..],
+            Err(Errno::INTR) => {}
+            Err(_) => return false,
+        }
+    }
+    true
+}
