@@ -7,8 +7,12 @@ use std::sync::{Mutex, PoisonError};
 use hotlift_wire::main_channel::{Command, DeviceLengths, MainDecoder, MainEvent, Step};
 use hotlift_wire::multifd::{HEADER_LEN, INITIAL_PACKET_LEN};
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::HEARD_LEN;
 
 use super::rule::{Flow, Rule, Socket, Stop};
+
+/// First bytes of the source's word that it knows the outcome.
+const HEARD: [u8; 4] = *b"HLOK";
 
 /// One thing on the wire.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -222,6 +226,10 @@ impl Splitter {
                     bytes.get(..length)?;
                     *payload = 0;
                     (format!("data payload of round {syncs}"), length)
+                } else if bytes.starts_with(&HEARD) {
+                    // Another thread says it than the one that sends the packets: before or behind the last SYNC.
+                    bytes.get(..HEARD_LEN)?;
+                    ("heard".to_owned(), HEARD_LEN)
                 } else {
                     let header = bytes.get(..HEADER_LEN)?;
                     let be32 = |at: usize| u32::from_be_bytes(*header[at..].first_chunk().unwrap());
