@@ -1,20 +1,24 @@
 //! Hotlift's save file. Its reader is not public, so its sources are taken in here.
 
-#[path = "../../crates/hotlift/src/relay/file/container.rs"]
+#[path = "../../crates/hotlift/src/ends/file/channels.rs"]
+#[allow(dead_code, reason = "pages are the engine's")]
+mod channels;
+#[path = "../../crates/hotlift/src/ends/file/container.rs"]
 #[allow(dead_code, reason = "the writer's half is for the engine")]
 mod container;
-#[path = "../../crates/hotlift/src/relay/file/error.rs"]
+#[path = "../../crates/hotlift/src/ends/file/error.rs"]
 #[allow(dead_code, reason = "most errors are the engine's")]
 mod error;
-#[path = "../../crates/hotlift/src/relay/file/read.rs"]
-mod read;
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
-use error::FileError;
+use channels::SavedChannels;
+pub use error::FileError;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::memory::bounded;
@@ -38,18 +42,23 @@ pub fn read(data: &[u8]) {
     file.write_all_at(&bytes, 0).expect("write the file");
     let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     bounded(MEMORY, || {
-        let Ok(mut reader) = read::ContainerReader::open(&path) else {
+        let Ok(saved) = SavedChannels::open(&path).map(Arc::new) else {
             return;
         };
-        let channels = 1 + u16::from(reader.info().channels);
         let mut handed_on = 0;
-        let read = reader.read_all(|channel, chunk| {
-            assert!(channel < channels && !chunk.is_empty());
-            handed_on += chunk.len();
-            Ok::<_, FileError>(())
-        });
+        let mut buffer = [0; 4 << 10];
+        // Main last: its end comes when all others were good.
+        for number in (1..=u16::from(saved.info().channels)).chain([0]) {
+            let channel = saved.channel(number);
+            while let Ok(true) = channel.wait_readable(Duration::ZERO) {
+                match channel.read_some(&mut buffer) {
+                    Ok(read @ 1..) => handed_on += read,
+                    _ => break,
+                }
+            }
+        }
         assert!(handed_on <= bytes.len(), "more than there is");
-        if read.is_ok() {
+        if saved.take_error().is_none() {
             assert!(first % 2 == 1 || handed_on < bytes.len());
         }
     });

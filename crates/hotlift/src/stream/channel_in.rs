@@ -8,6 +8,7 @@ use std::time::Duration;
 use hotlift_mem::GuestRun;
 use hotlift_mem::sock::{self, IoScratch};
 
+use crate::ends::file::FileChannel;
 use crate::transport;
 use crate::transport::Stream;
 
@@ -59,5 +60,34 @@ impl ChannelIn for Stream {
 
     fn socket(&self) -> Option<&Stream> {
         Some(self)
+    }
+}
+
+impl ChannelIn for FileChannel {
+    fn read_some(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        Self::read_some(self, buffer)
+    }
+
+    fn read_pages(&self, runs: &[GuestRun<'_>], _: &mut IoScratch) -> io::Result<()> {
+        runs.iter().try_for_each(|run| {
+            let mut left = *run;
+            self.read_pieces(run.len(), |piece| {
+                let (now, later) = left.split_at(piece.len());
+                now.copy_from(piece);
+                left = later;
+            })
+        })
+    }
+
+    fn wait_readable(&self, timeout: Duration) -> io::Result<bool> {
+        Self::wait_readable(self, timeout)
+    }
+
+    fn shut_down(&self) {
+        self.stop();
+    }
+
+    fn socket(&self) -> Option<&Stream> {
+        None
     }
 }

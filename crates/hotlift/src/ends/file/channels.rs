@@ -17,17 +17,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hotlift_mem::GuestRun;
-use hotlift_mem::sock::IoScratch;
-
-use crate::ends::file::FileError;
-use crate::ends::file::container;
-use crate::ends::file::container::{
-    CHUNK_HEADER_LEN, Chunk, FileInfo, HEAD_LEN, Next, TRAILER_LEN, Totals, damaged,
+use super::FileError;
+use super::container::{
+    self, CHUNK_HEADER_LEN, Chunk, FileInfo, HEAD_LEN, Next, TRAILER_LEN, Totals, damaged,
 };
-use crate::stream::channel_in::ChannelIn;
-use crate::transport::Stream;
-
 /// Most bytes that are held back until the trailer was checked: EOF and the VM description.
 const HELD_BACK_MAX: usize = 2 * hotlift_wire::limits::VM_DESCRIPTION;
 
@@ -348,10 +341,9 @@ impl FileChannel {
             }
         }
     }
-}
 
-impl ChannelIn for FileChannel {
-    fn read_some(&self, buffer: &mut [u8]) -> io::Result<usize> {
+    /// Reads what there is into `buffer`; 0 at the end of the channel.
+    pub(crate) fn read_some(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut current = self.current();
         self.load(&mut current, None)?;
         let unread = &current.bytes[current.read..];
@@ -361,36 +353,32 @@ impl ChannelIn for FileChannel {
         Ok(length)
     }
 
-    fn read_pages(&self, runs: &[GuestRun<'_>], _: &mut IoScratch) -> io::Result<()> {
+    /// Hands the next `length` bytes to `each`, in as many pieces as they lie in.
+    pub(crate) fn read_pieces(&self, length: usize, mut each: impl FnMut(&[u8])) -> io::Result<()> {
         let mut current = self.current();
-        for run in runs {
-            let mut left = *run;
-            while !left.is_empty() {
-                self.load(&mut current, None)?;
-                let unread = &current.bytes[current.read..];
-                if unread.is_empty() {
-                    return Err(io::ErrorKind::UnexpectedEof.into());
-                }
-                let length = unread.len().min(left.len());
-                let (now, later) = left.split_at(length);
-                now.copy_from(&unread[..length]);
-                current.read += length;
-                left = later;
+        let mut left = length;
+        while left > 0 {
+            self.load(&mut current, None)?;
+            let unread = &current.bytes[current.read..];
+            if unread.is_empty() {
+                return Err(io::ErrorKind::UnexpectedEof.into());
             }
+            let here = unread.len().min(left);
+            each(&unread[..here]);
+            current.read += here;
+            left -= here;
         }
         Ok(())
     }
 
-    fn wait_readable(&self, timeout: Duration) -> io::Result<bool> {
+    /// Waits until there is something to read, or the channel has ended; false if neither came within `timeout`.
+    pub(crate) fn wait_readable(&self, timeout: Duration) -> io::Result<bool> {
         let deadline = Instant::now() + timeout;
         self.load(&mut self.current(), Some(deadline))
     }
 
-    fn shut_down(&self) {
+    /// Ends the reading of all channels.
+    pub(crate) fn stop(&self) {
         self.saved.stop();
-    }
-
-    fn socket(&self) -> Option<&Stream> {
-        None
     }
 }

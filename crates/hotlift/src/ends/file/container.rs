@@ -14,7 +14,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::ends::file::FileError;
+use super::FileError;
 
 /// First bytes of a file. The line end shows a transfer as text.
 pub(crate) const MAGIC: [u8; 8] = *b"HLSAVE\r\n";

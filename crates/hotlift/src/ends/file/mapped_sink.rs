@@ -13,9 +13,9 @@ use hotlift_wire::main_channel::{
     Command, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, put_mapped_end,
 };
 
+use super::partial::PartialFile;
+use super::{FileError, check_ram};
 use crate::control::Control;
-use crate::ends::file::partial::PartialFile;
-use crate::ends::file::{FileError, check_ram};
 use crate::error::{Channel, MigrationError};
 use crate::options::Options;
 use crate::pacing::Pacer;

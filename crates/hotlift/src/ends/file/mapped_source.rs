@@ -14,7 +14,7 @@ use hotlift_wire::main_channel::{
 };
 use hotlift_wire::{WireError, limits};
 
-use crate::ends::file::{FileError, check_ram};
+use super::{FileError, check_ram};
 use crate::ends::stream_sink::machine_version;
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};

@@ -28,7 +28,7 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
-pub(crate) use channels::SavedChannels;
+pub(crate) use channels::{FileChannel, SavedChannels};
 pub use container::FileInfo;
 pub use error::FileError;
 pub(crate) use mapped_sink::MappedRamSink;

@@ -11,7 +11,7 @@ use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 use tempfile::TempPath;
 
-use crate::ends::file::FileError;
+use super::FileError;
 
 /// Slices that are handed to the kernel at once.
 const SLICES: usize = 16;

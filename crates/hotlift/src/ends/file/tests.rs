@@ -11,7 +11,6 @@ use tempfile::TempDir;
 
 use crate::ends::file::container::{CHUNK_HEADER_LEN, CHUNK_MAX, TRAILER_LEN};
 use crate::ends::file::{ContainerWriter, FileError, FileInfo, SavedChannels, inspect};
-use crate::stream::channel_in::ChannelIn;
 
 /// Somebody else: `nobody`, on every Linux.
 const STRANGER: u32 = 65534;

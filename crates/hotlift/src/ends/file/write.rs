@@ -3,12 +3,9 @@
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::ends::file::FileError;
-use crate::ends::file::container;
-use crate::ends::file::container::{
-    CHUNK_HEADER_LEN, CHUNK_MAX, Chunk, FileInfo, TRAILER_LEN, Totals,
-};
-use crate::ends::file::partial::PartialFile;
+use super::FileError;
+use super::container::{self, CHUNK_HEADER_LEN, CHUNK_MAX, Chunk, FileInfo, TRAILER_LEN, Totals};
+use super::partial::PartialFile;
 
 /// Space set aside for what is written after the source was told that its guest is safe: a VM
 /// description, 100 KB to some MB, and the trailer.
