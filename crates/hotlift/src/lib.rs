@@ -6,9 +6,9 @@
 //! | [`guest`] | what the engine needs of a virtual machine |
 //! | [`options`] | the one table of options, with QEMU's names |
 //! | [`transport`] | addresses and sockets |
-//! | [`migrate`], [`receive`] | the guest of this process to a stream, and back |
+//! | [`migrate()`], [`receive()`] | the guest of this process to a stream, and back |
 //! | [`relay`] | a QEMU's stream to another, or to a file, or out of one |
-//! | [`file`] | save files |
+//! | [`mod@file`] | save files |
 //! | [`control`] | state and cancel |
 //! | [`progress`], [`figures`] | what a migration tells while it runs, and what it cost |
 //! | [`error`] | why it ended before its time |
