@@ -61,13 +61,12 @@ pub(crate) fn run_threads(
             }
             spawn(scope, "relay/return".to_owned(), || {
                 let _ends = OnPanic(aborting);
-                let ended = session.sink.return_path(&|bytes| source.answer(bytes));
-                session.threads.book("relay/return");
-                if let Err(error) = ended
-                    && !session.giving.is_committed()
-                {
+                let failed = |error| {
                     session.fail(error);
-                }
+                };
+                let forward = |bytes: &[u8]| source.answer(bytes);
+                session.sink.return_path(&forward, &failed);
+                session.threads.book("relay/return");
             })?;
             if let Some(door) = door {
                 spawn(scope, "relay/door".to_owned(), || {

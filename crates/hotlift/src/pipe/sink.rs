@@ -92,12 +92,11 @@ pub(crate) trait Sink: Sync {
     /// [`MigrationError::InDoubt`] if there is no word of it.
     fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<(), MigrationError>;
 
-    /// Carries answers of the other side, with `forward` for those meant for the source, until the
-    /// connection ends. Runs in a thread of its own; a side that gives no answers returns at once.
-    ///
-    /// # Errors
-    /// What the other side said is wrong, or a connection that ended before `commit`.
-    fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError>;
+    /// Carries answers of the other side, with `forward` for those meant for the source, until the connection ends.
+    /// `failed` hears what the other side has said that is wrong, or that the connection ended before its time, and
+    /// hears it before anybody's wait for an answer ends. Runs in a thread of its own; a side that gives no answers
+    /// returns at once.
+    fn return_path(&self, forward: &dyn Fn(&[u8]), failed: &dyn Fn(MigrationError));
 
     /// A multifd channel that the other side has closed. Pages may still be on their way in the others.
     fn lost_channel(&self) -> Option<Channel> {

@@ -216,9 +216,7 @@ impl Sink for MappedRamSink {
         Ok(self.file.publish(length)?)
     }
 
-    fn return_path(&self, _: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
-        Ok(())
-    }
+    fn return_path(&self, _: &dyn Fn(&[u8]), _: &dyn Fn(MigrationError)) {}
 
     fn abort(&self) {
         self.file.give_up();

@@ -35,7 +35,7 @@ use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
 use crate::stream::return_path::{Answers, Messages, await_answers};
-use crate::transport::Address;
+use crate::transport::{Address, Stream};
 
 /// How long a destination may take to load the devices.
 const LOADING: Duration = Duration::from_secs(60);
@@ -237,6 +237,31 @@ impl<'a> StreamSink<'a> {
             other_side: OnceLock::new(),
             ram: OnceLock::new(),
         }
+    }
+
+    /// Takes answers until the connection ends.
+    fn listen(&self, main: &Stream, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
+        let mut messages = Messages::new(Channel::Main);
+        let lost = loop {
+            let read = messages.read(main, &self.answers, |message, bytes| match message {
+                ReturnMessage::Hello { .. } => Err(MigrationError::Protocol {
+                    channel: Channel::Main,
+                    got: "a second HELLO".to_owned(),
+                    doing: "listening to the destination",
+                }),
+                _ => {
+                    forward(bytes);
+                    Ok(())
+                }
+            });
+            match read {
+                Ok(true) => {}
+                Ok(false) => break MigrationError::main_closed(),
+                Err(error @ MigrationError::Connection { .. }) => break error,
+                Err(error) => return Err(error),
+            }
+        };
+        self.answers.ended(lost)
     }
 
     /// Waits for the answer to this relay's own PING.
@@ -558,32 +583,13 @@ impl Sink for StreamSink<'_> {
         }
     }
 
-    fn return_path(&self, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
-        let ChannelOut::Socket(main) = &self.link.transport else {
-            return Ok(());
-        };
+    fn return_path(&self, forward: &dyn Fn(&[u8]), failed: &dyn Fn(MigrationError)) {
         let _ends = Ends(&self.answers);
-        let mut messages = Messages::new(Channel::Main);
-        let lost = loop {
-            let read = messages.read(main, &self.answers, |message, bytes| match message {
-                ReturnMessage::Hello { .. } => Err(MigrationError::Protocol {
-                    channel: Channel::Main,
-                    got: "a second HELLO".to_owned(),
-                    doing: "listening to the destination",
-                }),
-                _ => {
-                    forward(bytes);
-                    Ok(())
-                }
-            });
-            match read {
-                Ok(true) => {}
-                Ok(false) => break MigrationError::main_closed(),
-                Err(error @ MigrationError::Connection { .. }) => break error,
-                Err(error) => return Err(error),
-            }
-        };
-        self.answers.ended(lost)
+        if let ChannelOut::Socket(main) = &self.link.transport
+            && let Err(error) = self.listen(main, forward)
+        {
+            failed(error);
+        }
     }
 
     fn lost_channel(&self) -> Option<Channel> {
