@@ -5,6 +5,7 @@
 mod accel;
 mod advise;
 mod callers;
+mod certs;
 mod demo;
 mod error;
 mod guest_run;
@@ -155,6 +156,20 @@ enum Command {
     ///   hotlift advise --pid 4242 --bandwidth 1gbit --dirty-rate 5000 --goal shortest-downtime
     #[command(verbatim_doc_comment)]
     Advise(advise::AdviseArgs),
+    /// Make and show the certificates by which hosts know each other
+    ///
+    /// On one host, and for a second one:
+    ///
+    ///   hotlift certs init
+    ///
+    ///   hotlift certs host a.example 192.0.2.1
+    ///
+    ///   hotlift certs host b.example 192.0.2.2 --out b
+    ///
+    /// The last one says how to copy folder b to its host. Certificates of QEMU, libvirt and
+    /// cert-manager need no change: see 'hotlift certs show --dir DIR'.
+    #[command(subcommand, verbatim_doc_comment)]
+    Certs(certs::CertsCommand),
 }
 
 #[derive(Subcommand)]
@@ -199,6 +214,7 @@ fn main() -> ExitCode {
         Command::Relay(command) => relay::run(&command),
         Command::Accel(args) => accel::run(&args),
         Command::Advise(args) => advise::run(&args),
+        Command::Certs(command) => certs::run(&command),
         Command::Manual(args) => manual::run(&args, &Cli::command()),
         Command::Methods => {
             output::result(&report::methods()).map_err(|source| ConsoleError::Output(source).into())
