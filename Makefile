@@ -16,8 +16,9 @@
 BUILD_PACKAGES = gcc libc6-dev binutils libisal2
 # The guest program is tried under Debian's QEMU, and the layout of ISA-L's structs against its header;
 # libFuzzer is C++; the report is shown by a browser (115 MB, 40 seconds to install); setcap gives a copy of the
-# command a capability; nftables loses packets.
-TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3 g++ chromium libcap2-bin iproute2 nftables
+# command a capability; nftables loses packets; OpenSSL is the other end of TLS.
+TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3 g++ chromium libcap2-bin iproute2 nftables \
+	openssl
 BENCH_PACKAGES = $(BUILD_PACKAGES) iproute2
 
 # Enough for each target's corpus and some new inputs.

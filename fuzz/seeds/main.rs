@@ -366,6 +366,50 @@ fn save_file() {
     put("save_file", "cut", &file[..file.len() - 40]);
 }
 
+/// Lists of records for the target to seal, and bytes as they are.
+fn tls_records() {
+    let list = |records: &[(u8, &[u8])]| {
+        let mut input = Vec::new();
+        for (kind, content) in records {
+            let length = u16::try_from(content.len()).expect("short");
+            input.push(*kind);
+            input.extend_from_slice(&length.to_be_bytes());
+            input.extend_from_slice(content);
+        }
+        input
+    };
+    // As the target counts types: alert, handshake, data.
+    let (alert, handshake, data) = (1, 2, 3);
+    let whole = list(&[
+        (data, b"data"),
+        (handshake, &[4, 0, 0, 2, 1]),
+        (handshake, &[1, 4, 0, 0, 0]),
+        (handshake, &[24, 0, 0, 1, 1]),
+        (data, &[]),
+        (data, &[7; 3000]),
+        (alert, &[1, 0]),
+    ]);
+    for first in [8, 9 + 16, 10 + 32, 12 + 64] {
+        put(
+            "tls_records",
+            &format!("listed-{first}"),
+            &[&[first], &whole[..]].concat(),
+        );
+    }
+    put(
+        "tls_records",
+        "refused",
+        &[&[8][..], &list(&[(alert, &[2, 48])])].concat(),
+    );
+    // Bytes as they are.
+    put(
+        "tls_records",
+        "of-nobody",
+        &[&[0, 23, 3, 3, 0, 17][..], &[0; 40]].concat(),
+    );
+    put("tls_records", "unsealed-alert", &[0, 21, 3, 3, 0, 2, 2, 40]);
+}
+
 fn main() {
     methods();
     records();
@@ -374,4 +418,5 @@ fn main() {
     channels();
     return_path();
     save_file();
+    tls_records();
 }

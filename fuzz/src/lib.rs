@@ -9,6 +9,7 @@
 //! | `return_path` | what a destination says |
 //! | `mapped_ram` | QEMU's `mapped-ram` file |
 //! | `save_file` | Hotlift's save file |
+//! | `tls_records` | what comes behind a TLS handshake |
 //! | `memory` | input at the end of memory, pages between canaries, a limit on what is allocated |
 
 pub mod channel;
@@ -19,3 +20,4 @@ pub mod methods;
 pub mod records;
 pub mod return_path;
 pub mod save_file;
+pub mod tls_records;

@@ -18,6 +18,8 @@ use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
 use hotlift_vmm::verify::VerifyError;
 
+use crate::certs::CertsError;
+
 /// In a line to type, what is not known here.
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
 
@@ -48,6 +50,8 @@ pub enum CommandError {
     Verify(#[from] VerifyError),
     #[error(transparent)]
     Accel(#[from] AccelError),
+    #[error(transparent)]
+    Certs(#[from] CertsError),
     #[error(transparent)]
     Bench(BenchError),
     #[error("relay failed")]
@@ -118,6 +122,7 @@ impl CommandError {
             Self::Relay(MigrationError::Transport(TransportError::Connect { .. })) => {
                 Some("start the QEMU or the relay that is to listen there first")
             }
+            Self::Certs(error) => error.advice(),
             Self::Qemu(QemuError::Busy { .. }) => {
                 Some("wait for the end of what is under way, or 'migrate_cancel' it")
             }
@@ -156,6 +161,7 @@ impl CommandError {
         match self {
             Self::Console(error) => error.is_usage(),
             Self::Advise(AdviseError::NoRam) => true,
+            Self::Certs(error) => error.is_usage(),
             _ => false,
         }
     }

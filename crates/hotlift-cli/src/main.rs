@@ -5,6 +5,7 @@
 mod accel;
 mod advise;
 mod callers;
+mod certs;
 mod control_args;
 mod demo;
 mod error;
@@ -157,6 +158,20 @@ enum Command {
     ///   hotlift advise --pid 4242 --bandwidth 1gbit --dirty-rate 5000 --goal shortest-downtime
     #[command(verbatim_doc_comment)]
     Advise(advise::AdviseArgs),
+    /// Make and show the certificates by which hosts know each other
+    ///
+    /// On one host, and for a second one:
+    ///
+    ///   hotlift certs init
+    ///
+    ///   hotlift certs host a.example 192.0.2.1
+    ///
+    ///   hotlift certs host b.example 192.0.2.2 --out b     then copy folder b to b.example:/etc/pki/hotlift
+    ///
+    /// Certificates that are there already, for QEMU and libvirt or from cert-manager, need no change: 'certs show --dir'
+    /// says what they are.
+    #[command(subcommand, verbatim_doc_comment)]
+    Certs(certs::CertsCommand),
 }
 
 #[derive(Subcommand)]
@@ -201,6 +216,7 @@ fn main() -> ExitCode {
         Command::Relay(command) => relay::run(&command),
         Command::Accel(args) => accel::run(&args),
         Command::Advise(args) => advise::run(&args),
+        Command::Certs(command) => certs::run(&command),
         Command::Manual(args) => manual::run(&args, &Cli::command()),
         Command::Methods => {
             output::result(&report::methods()).map_err(|source| ConsoleError::Output(source).into())

@@ -10,6 +10,7 @@ mod accel;
 mod accelerated;
 mod advise;
 mod bench;
+mod certs;
 mod demo;
 mod environment;
 mod guest_run;

@@ -1,0 +1,512 @@
+//! `hotlift certs`: a CA and hosts' certificates for TLS, and a look at those that are there.
+
+use std::fmt::Write as _;
+use std::fs::{self, DirBuilder, Permissions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use clap::{Args, Subcommand};
+use hotlift_console::error::ConsoleError;
+use hotlift_console::output::{self, complain};
+use hotlift_tls::{
+    Authority, AuthorityError, CA_DAYS, CredentialsError, FOLDERS, File, HOST_DAYS, Issued,
+    Listing, Role, find_folder,
+};
+use serde_json::{Value, json};
+
+use crate::error::CommandError;
+
+/// Files as QEMU and libvirt name them; only the CA's key is a name of ours.
+const CA: &str = "ca-cert.pem";
+const CA_KEY: &str = "ca-key.pem";
+const REVOKED: &str = "ca-crl.pem";
+
+/// Certificate and key of a role.
+const OWN: [(Role, &str, &str); 2] = [
+    (Role::Server, "server-cert.pem", "server-key.pem"),
+    (Role::Client, "client-cert.pem", "client-key.pem"),
+];
+
+/// Columns of a terminal.
+const WIDTH: usize = 80;
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// `hotlift certs`.
+#[derive(Debug, Subcommand)]
+pub enum CertsCommand {
+    /// Make a CA, which signs the certificates of your hosts
+    ///
+    /// Its key stays on this host and signs from here. Whoever has it can make certificates that all hosts take.
+    Init(InitArgs),
+    /// Make a host's certificates, one to accept connections and one to make them
+    ///
+    /// With --out they go to a folder for another host, together with the CA's certificate:
+    ///
+    ///   hotlift certs host b.example 192.0.2.2 --out b
+    ///
+    /// and the command says how to copy that.
+    #[command(verbatim_doc_comment)]
+    Host(HostArgs),
+    /// Show certificates: for whom, until when, and what is wrong with them
+    ///
+    /// Looks at folders as QEMU and libvirt lay them out, and at mounted TLS secrets of Kubernetes. Exit code 1 if there is
+    /// a problem.
+    Show(ShowArgs),
+    /// Make a host's certificates again, for the same names, with new keys
+    ///
+    /// Each file is replaced at once. In a crontab, on the host with the CA:
+    ///
+    ///   hotlift certs renew --within 30
+    #[command(verbatim_doc_comment)]
+    Renew(RenewArgs),
+}
+
+/// Flags of `certs init`.
+#[derive(Debug, Args)]
+pub struct InitArgs {
+    /// Folder of the CA
+    #[arg(long, value_name = "DIR", default_value = FOLDERS[0])]
+    dir: PathBuf,
+    /// Name of the CA [default: "Hotlift CA" and a number]
+    #[arg(long)]
+    name: Option<String>,
+    /// Days until it ends
+    #[arg(long, value_name = "N", default_value_t = CA_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
+    days: u32,
+    /// Replace a CA that is there; certificates that it has signed are of no use then
+    #[arg(long)]
+    force: bool,
+}
+
+/// Flags of `certs host`.
+#[derive(Debug, Args)]
+pub struct HostArgs {
+    /// DNS names and IP addresses by which the host is migrated to
+    #[arg(value_name = "NAME", required = true)]
+    names: Vec<String>,
+    /// Folder of the CA
+    #[arg(long, value_name = "DIR", default_value = FOLDERS[0])]
+    dir: PathBuf,
+    /// Folder for the certificates [default: the CA's, for the host that has it]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Days until they end
+    #[arg(long, value_name = "N", default_value_t = HOST_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
+    days: u32,
+    /// Replace certificates that are there
+    #[arg(long)]
+    force: bool,
+}
+
+/// Flags of `certs show`.
+#[derive(Debug, Args)]
+pub struct ShowArgs {
+    /// Folder to look at [default: /etc/pki/hotlift, or /etc/pki/qemu if that has none]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// Write JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Flags of `certs renew`.
+#[derive(Debug, Args)]
+pub struct RenewArgs {
+    /// Folder of the certificates
+    #[arg(long, value_name = "DIR", default_value = FOLDERS[0])]
+    dir: PathBuf,
+    /// Folder of the CA [default: that of the certificates]
+    #[arg(long, value_name = "DIR")]
+    ca: Option<PathBuf>,
+    /// Days until the new ones end
+    #[arg(long, value_name = "N", default_value_t = HOST_DAYS, value_parser = clap::value_parser!(u32).range(1..=36_500))]
+    days: u32,
+    /// Only those that end within so many days
+    #[arg(long, value_name = "DAYS", value_parser = clap::value_parser!(u32).range(0..=36_500))]
+    within: Option<u32>,
+}
+
+/// Why `hotlift certs` failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CertsError {
+    #[error("{} exists already: --force replaces it", path.display())]
+    Exists { path: PathBuf },
+    #[error("cannot read {}", path.display())]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot write {}", path.display())]
+    Write {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{} has no CA to sign with ({})", dir.display(), file)]
+    NoCa { dir: PathBuf, file: &'static str },
+    #[error(transparent)]
+    Authority(#[from] AuthorityError),
+    #[error(transparent)]
+    Credentials(#[from] CredentialsError),
+    #[error("{} has no certificate to renew", dir.display())]
+    NothingToRenew { dir: PathBuf },
+    #[error("{} has a problem", dir.display())]
+    Problem { dir: PathBuf },
+}
+
+impl CertsError {
+    /// What to do next.
+    pub fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::NoCa { .. } => Some(
+                "'hotlift certs init' makes a CA; its key stays on one host, where 'certs host' and 'certs renew' run",
+            ),
+            Self::NothingToRenew { .. } => Some("'hotlift certs host NAME' makes one"),
+            Self::Credentials(CredentialsError::NoFolder { .. }) => {
+                Some("'hotlift certs init', then 'hotlift certs host NAME', make them")
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether the command line is to blame.
+    pub fn is_usage(&self) -> bool {
+        matches!(
+            self,
+            Self::Authority(AuthorityError::BadName { .. } | AuthorityError::NoName)
+        )
+    }
+}
+
+/// Runs the command.
+pub fn run(command: &CertsCommand) -> Result<(), CommandError> {
+    match command {
+        CertsCommand::Init(args) => Ok(init(args)?),
+        CertsCommand::Host(args) => Ok(host(args)?),
+        CertsCommand::Show(args) => show(args),
+        CertsCommand::Renew(args) => Ok(renew(args)?),
+    }
+}
+
+fn init(args: &InitArgs) -> Result<(), CertsError> {
+    let files = [CA, CA_KEY].map(|name| args.dir.join(name));
+    refuse_existing(&files, args.force)?;
+    let name = args.name.clone().unwrap_or_else(|| {
+        // Two CAs of one name are hard to tell apart in a message.
+        format!("Hotlift CA {:08x}", fastrand::u32(..))
+    });
+    let ca = Authority::make(&name, args.days, SystemTime::now())?;
+    make_folder(&args.dir)?;
+    put(&files, &ca, args.force)?;
+    complain!(
+        "made a CA ({name}) in {}; its key, {CA_KEY}, is never copied to another host",
+        args.dir.display()
+    );
+    Ok(())
+}
+
+fn host(args: &HostArgs) -> Result<(), CertsError> {
+    let authority = authority(&args.dir)?;
+    let out = args.out.as_deref().unwrap_or(&args.dir);
+    let now = SystemTime::now();
+    let mut issued = Vec::new();
+    for (role, certificate, key) in OWN {
+        let files = [certificate, key].map(|name| out.join(name));
+        refuse_existing(&files, args.force)?;
+        issued.push((files, authority.issue(&args.names, role, args.days, now)?));
+    }
+    make_folder(out)?;
+    bring_ca(&args.dir, out, args.force)?;
+    for (files, issued) in &issued {
+        put(files, issued, args.force)?;
+    }
+    complain!(
+        "made the certificates of {} in {}",
+        args.names.join(", "),
+        out.display()
+    );
+    if let (Some(_), Some(name)) = (&args.out, args.names.first()) {
+        let (out, there) = (out.display(), FOLDERS[0]);
+        complain!(
+            "copy them:  tar cC {out} . | ssh root@{name} 'mkdir -p {there} && tar xC {there}'"
+        );
+    }
+    Ok(())
+}
+
+/// Copies what is public of the CA to a host's folder.
+fn bring_ca(from: &Path, to: &Path, force: bool) -> Result<(), CertsError> {
+    for name in [CA, REVOKED] {
+        let (source, target) = (from.join(name), to.join(name));
+        if !source.exists() || is_same(&source, &target) {
+            continue;
+        }
+        refuse_existing(std::slice::from_ref(&target), force)?;
+        write(&target, &read(&source)?, PUBLIC, force)?;
+    }
+    Ok(())
+}
+
+fn is_same(one: &Path, other: &Path) -> bool {
+    matches!((fs::read(one), fs::read(other)), (Ok(one), Ok(other)) if one == other)
+}
+
+fn renew(args: &RenewArgs) -> Result<(), CertsError> {
+    let now = SystemTime::now();
+    let listing = Listing::read(&args.dir, now);
+    let limit = args.within.map(|days| now + DAY * days);
+    let mut is_there = false;
+    let mut authority_of_all = None;
+    for (role, certificate, key) in OWN {
+        let is_it = |file: &&File| file.role == Some(role) && file.path.ends_with(certificate);
+        let Some(old) = listing.files.iter().find(is_it) else {
+            continue;
+        };
+        is_there = true;
+        if limit.is_some_and(|limit| old.identity.ends > limit) {
+            continue;
+        }
+        let authority = match &authority_of_all {
+            Some(authority) => authority,
+            None => authority_of_all.insert(authority(args.ca.as_ref().unwrap_or(&args.dir))?),
+        };
+        let names: Vec<_> = old.identity.names().collect();
+        let new = authority.issue(&names, role, args.days, now)?;
+        put(
+            &[certificate, key].map(|name| args.dir.join(name)),
+            &new,
+            true,
+        )?;
+        complain!("renewed {} for {}", old.path.display(), names.join(", "));
+    }
+    match is_there {
+        true => Ok(()),
+        false => Err(CertsError::NothingToRenew {
+            dir: args.dir.clone(),
+        }),
+    }
+}
+
+fn show(args: &ShowArgs) -> Result<(), CommandError> {
+    let dir = match &args.dir {
+        Some(dir) => dir.clone(),
+        None => find_folder().map_err(CertsError::from)?,
+    };
+    let now = SystemTime::now();
+    let listing = Listing::read(&dir, now);
+    let text = if args.json {
+        let text = serde_json::to_string_pretty(&as_json(&listing, now));
+        text.map_err(|error| ConsoleError::Output(error.into()))?
+    } else {
+        as_text(&listing, now)
+    };
+    output::result(&text).map_err(ConsoleError::Output)?;
+    match listing.is_usable() {
+        true => Ok(()),
+        false => Err(CertsError::Problem { dir }.into()),
+    }
+}
+
+fn authority(dir: &Path) -> Result<Authority, CertsError> {
+    for file in [CA, CA_KEY] {
+        if !dir.join(file).exists() {
+            return Err(CertsError::NoCa {
+                dir: dir.to_owned(),
+                file,
+            });
+        }
+    }
+    Ok(Authority::open(
+        &read(&dir.join(CA))?,
+        &read(&dir.join(CA_KEY))?,
+    )?)
+}
+
+fn read(path: &Path) -> Result<String, CertsError> {
+    fs::read_to_string(path).map_err(|source| CertsError::Read {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+fn refuse_existing(files: &[PathBuf], force: bool) -> Result<(), CertsError> {
+    match files.iter().find(|path| path.exists() && !force) {
+        Some(path) => Err(CertsError::Exists { path: path.clone() }),
+        None => Ok(()),
+    }
+}
+
+/// Makes a folder for this user alone; those above it are as ever.
+fn make_folder(dir: &Path) -> Result<(), CertsError> {
+    let failed = |source| CertsError::Write {
+        path: dir.to_owned(),
+        source,
+    };
+    if dir.is_dir() {
+        return Ok(());
+    }
+    if let Some(above) = dir.parent() {
+        fs::create_dir_all(above).map_err(failed)?;
+    }
+    DirBuilder::new().mode(0o700).create(dir).map_err(failed)
+}
+
+/// Modes of files: a certificate is shown to every peer, a key to nobody.
+const PUBLIC: u32 = 0o644;
+const SECRET: u32 = 0o600;
+
+/// Writes certificate and key. The key comes first: whoever reads in between has an old certificate with a new key, which he
+/// does not take (and tries again), and not a new one that is lost if this ends here.
+fn put(files: &[PathBuf; 2], issued: &Issued, force: bool) -> Result<(), CertsError> {
+    let [certificate, key] = files;
+    write(key, &issued.key, SECRET, force)?;
+    write(certificate, &issued.certificate, PUBLIC, force)
+}
+
+/// Writes a file all at once, so that nobody reads half of it.
+fn write(path: &Path, text: &str, mode: u32, force: bool) -> Result<(), CertsError> {
+    let failed = |source| CertsError::Write {
+        path: path.to_owned(),
+        source,
+    };
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
+    let mut file = tempfile::Builder::new()
+        .permissions(Permissions::from_mode(mode))
+        .tempfile_in(dir.unwrap_or(Path::new(".")))
+        .map_err(failed)?;
+    // The mode as it is given, whatever the umask is.
+    file.as_file()
+        .set_permissions(Permissions::from_mode(mode))
+        .map_err(failed)?;
+    file.write_all(text.as_bytes()).map_err(failed)?;
+    file.as_file().sync_all().map_err(failed)?;
+    let kept = match force {
+        true => file.persist(path),
+        false => file.persist_noclobber(path),
+    };
+    kept.map(|_| ()).map_err(|error| failed(error.error))
+}
+
+/// Days from `now` to `ends`; negative if that is over.
+fn days_left(ends: SystemTime, now: SystemTime) -> i64 {
+    let days = |time: Duration| i64::try_from(time.as_secs() / DAY.as_secs()).unwrap_or(i64::MAX);
+    match ends.duration_since(now) {
+        Ok(left) => days(left),
+        Err(error) => -days(error.duration()) - 1,
+    }
+}
+
+fn date(at: SystemTime) -> String {
+    humantime::format_rfc3339_seconds(at).to_string()
+}
+
+fn what(file: &File) -> &'static str {
+    match file.role {
+        None => "CA",
+        Some(role) => role.name(),
+    }
+}
+
+fn as_json(listing: &Listing, now: SystemTime) -> Value {
+    let files = listing.files.iter().map(|file| {
+        json!({
+            "file": file.path,
+            "for": what(file),
+            "subject": file.identity.subject,
+            "names": file.identity.names().collect::<Vec<_>>(),
+            "issuer": file.identity.issuer,
+            "begins": date(file.identity.begins),
+            "ends": date(file.identity.ends),
+            "days-left": days_left(file.identity.ends, now),
+            "problems": file.problems,
+        })
+    });
+    json!({
+        "folder": listing.dir,
+        "usable": listing.is_usable(),
+        "certificates": files.collect::<Vec<_>>(),
+        "problems": listing.problems,
+        "warnings": listing.warnings.iter().map(ToString::to_string).collect::<Vec<_>>(),
+    })
+}
+
+fn as_text(listing: &Listing, now: SystemTime) -> String {
+    let mut text = format!("{}\n", listing.dir.display());
+    for file in &listing.files {
+        let identity = &file.identity;
+        let name = file.path.file_name().unwrap_or_default().to_string_lossy();
+        paragraph(
+            &mut text,
+            "  ",
+            &format!("{name} ({}): {identity}", what(file)),
+        );
+        let days = days_left(identity.ends, now);
+        let ends = if days < 0 { "ended" } else { "ends" };
+        let mut line = format!("{ends} on {}", date(identity.ends));
+        // Writing to a String cannot fail.
+        let _ = match days {
+            0.. => write!(line, ", in {days} days"),
+            _ => Ok(()),
+        };
+        if file.role.is_some() {
+            let _ = write!(line, "; signed by {}", identity.issuer);
+        }
+        paragraph(&mut text, "    ", &line);
+        for problem in &file.problems {
+            paragraph(&mut text, "    ", &format!("problem: {problem}"));
+        }
+    }
+    for problem in &listing.problems {
+        paragraph(&mut text, "  ", &format!("problem: {problem}"));
+    }
+    for warning in &listing.warnings {
+        paragraph(&mut text, "  ", &format!("note: {warning}"));
+    }
+    text.push('\n');
+    let advice = match listing.is_usable() {
+        true => HOW_TO_USE,
+        false => HOW_TO_HAVE,
+    };
+    text.push_str(advice);
+    text
+}
+
+/// What to do with a folder in which all is well.
+const HOW_TO_USE: &str = "\
+Every host needs such a folder: the same CA, and certificates of its own.
+A host's server certificate must have the name or address that is migrated to.
+Another host's:  hotlift certs host NAME --out FOLDER  (where the CA's key is)";
+
+/// How to come to certificates.
+const HOW_TO_HAVE: &str = "\
+Certificates that are there already need no change:
+  libvirt, QEMU    /etc/pki/qemu, with ca-cert.pem, server-cert.pem, server-key.pem,
+                   client-cert.pem and client-key.pem
+  cert-manager     the folder where the secret is mounted, with ca.crt, tls.crt and
+                   tls.key; usages 'server auth' and 'client auth'
+Hotlift's own:     hotlift certs init, then hotlift certs host NAME";
+
+/// Appends `words` in lines of a terminal's width that begin with `indent`, the second and later ones with more.
+fn paragraph(text: &mut String, indent: &str, words: &str) {
+    let mut line = indent.to_owned();
+    let mut is_empty = true;
+    for word in words.split(' ') {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > WIDTH {
+            text.push_str(&line);
+            text.push('\n');
+            line = format!("{indent}  ");
+            is_empty = true;
+        }
+        if !is_empty {
+            line.push(' ');
+        }
+        line.push_str(word);
+        is_empty = false;
+    }
+    text.push_str(&line);
+    text.push('\n');
+}

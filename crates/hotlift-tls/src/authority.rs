@@ -1,0 +1,208 @@
+//! A small CA: what `hotlift certs` makes.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::time::{Duration, SystemTime};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair, KeyUsagePurpose, PKCS_ECDSA_P256_SHA256, SanType,
+};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, DnsName};
+use time::OffsetDateTime;
+
+use crate::credentials::Role;
+use crate::identity::{Identity, NotACertificate};
+
+/// Days for which a CA is made: ten years. To replace it every host needs new certificates; it is for a set of hosts that
+/// somebody looks after by hand.
+pub const CA_DAYS: u32 = 3650;
+
+/// Days for which a host's certificates are made: a year. A stolen key is of use for no longer than that, since this CA keeps
+/// no list of revoked certificates; `hotlift certs renew` is one line in a crontab.
+pub const HOST_DAYS: u32 = 365;
+
+/// How much earlier than now a certificate begins, for hosts whose clocks are behind.
+const EARLIER: Duration = Duration::from_secs(3600);
+
+/// Longest common name, in characters (X.520's `ub-common-name`, which GnuTLS and OpenSSL hold to).
+const MAX_COMMON_NAME: usize = 64;
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// Why there is no certificate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AuthorityError {
+    /// A name that no certificate can be for.
+    #[error("'{name}' is neither a DNS name nor an IP address")]
+    BadName {
+        /// The name.
+        name: String,
+    },
+    /// No name at all.
+    #[error("a host's certificate needs a name")]
+    NoName,
+    /// The CA's own certificate is none.
+    #[error("the CA's certificate cannot be read")]
+    NotACertificate(#[from] NotACertificate),
+    /// The certificate is of something else.
+    #[error("the certificate ({subject}) is not that of a CA")]
+    NotACa {
+        /// Its subject.
+        subject: String,
+    },
+    /// The CA's certificate and key.
+    #[error("the CA's certificate and key do not go together")]
+    Mismatch,
+    /// The CA has ended.
+    #[error("the CA has ended; make a new one")]
+    Ended,
+    /// rcgen refuses.
+    #[error("cannot make a certificate")]
+    Make(#[from] rcgen::Error),
+}
+
+/// A certificate with its key, both in PEM.
+pub struct Issued {
+    /// The certificate.
+    pub certificate: String,
+    /// Its private key, PKCS #8.
+    pub key: String,
+}
+
+impl fmt::Debug for Issued {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Issued")
+            .field("certificate", &self.certificate)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A CA with its key.
+pub struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    identity: Identity,
+}
+
+impl fmt::Debug for Authority {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Authority")
+            .field("identity", &self.identity)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Authority {
+    /// Makes a CA of this name for so many days. All keys are P-256: every TLS library has it, and it signs faster than
+    /// RSA, by which a handshake's time is mostly spent.
+    ///
+    /// # Errors
+    /// rcgen's.
+    pub fn make(name: &str, days: u32, now: SystemTime) -> Result<Issued, AuthorityError> {
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+        let mut params = params(name, now, now + DAY * days);
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![
+            KeyUsagePurpose::KeyCertSign,
+            KeyUsagePurpose::CrlSign,
+            KeyUsagePurpose::DigitalSignature,
+        ];
+        Ok(Issued {
+            certificate: params.self_signed(&key)?.pem(),
+            key: key.serialize_pem(),
+        })
+    }
+
+    /// A CA that was made before, here or by others.
+    ///
+    /// # Errors
+    /// If certificate and key are not those of a CA.
+    pub fn open(certificate: &str, key: &str) -> Result<Self, AuthorityError> {
+        let der = CertificateDer::from_pem_slice(certificate.as_bytes());
+        let der = der.map_err(|_| NotACertificate)?;
+        let identity = Identity::read(&der)?;
+        if !identity.is_ca {
+            return Err(AuthorityError::NotACa {
+                subject: identity.subject,
+            });
+        }
+        let key = KeyPair::from_pem(key)?;
+        // rcgen takes any key.
+        let (_, parsed) = x509_parser::parse_x509_certificate(&der).map_err(|_| NotACertificate)?;
+        if parsed.public_key().subject_public_key.data != key.public_key_raw() {
+            return Err(AuthorityError::Mismatch);
+        }
+        Ok(Self {
+            issuer: Issuer::from_ca_cert_der(&der, key)?,
+            identity,
+        })
+    }
+
+    /// Its own certificate.
+    #[must_use]
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// Makes a host's certificate for its `names`, the first of which becomes the common name. It ends with the CA at the
+    /// latest.
+    ///
+    /// # Errors
+    /// Names that are none, and a CA that has ended.
+    pub fn issue<T: AsRef<str>>(
+        &self,
+        names: &[T],
+        role: Role,
+        days: u32,
+        now: SystemTime,
+    ) -> Result<Issued, AuthorityError> {
+        let first = names.first().ok_or(AuthorityError::NoName)?.as_ref();
+        let ends = (now + DAY * days).min(self.identity.ends);
+        if ends <= now {
+            return Err(AuthorityError::Ended);
+        }
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+        let mut params = params(first, now, ends);
+        for name in names {
+            params.subject_alt_names.push(alternative(name.as_ref())?);
+        }
+        params.use_authority_key_identifier_extension = true;
+        // QEMU 10.0 refuses a certificate without the second one, which has no meaning for a key that only signs.
+        params.key_usages = vec![
+            KeyUsagePurpose::DigitalSignature,
+            KeyUsagePurpose::KeyEncipherment,
+        ];
+        params.extended_key_usages = vec![match role {
+            Role::Server => ExtendedKeyUsagePurpose::ServerAuth,
+            Role::Client => ExtendedKeyUsagePurpose::ClientAuth,
+        }];
+        Ok(Issued {
+            certificate: params.signed_by(&key, &self.issuer)?.pem(),
+            key: key.serialize_pem(),
+        })
+    }
+}
+
+fn params(name: &str, now: SystemTime, ends: SystemTime) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    let name: String = name.chars().take(MAX_COMMON_NAME).collect();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.not_before = OffsetDateTime::from(now - EARLIER);
+    params.not_after = OffsetDateTime::from(ends);
+    params
+}
+
+/// `name` as a subjectAltName. A wildcard is refused: one stolen key would be every host's.
+fn alternative(name: &str) -> Result<SanType, AuthorityError> {
+    let bad = || AuthorityError::BadName {
+        name: name.to_owned(),
+    };
+    if let Ok(address) = name.parse::<IpAddr>() {
+        return Ok(SanType::IpAddress(address));
+    }
+    DnsName::try_from(name).map_err(|_| bad())?;
+    Ok(SanType::DnsName(name.try_into().map_err(|_| bad())?))
+}

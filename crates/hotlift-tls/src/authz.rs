@@ -1,0 +1,174 @@
+//! Who of those that the CA has signed may connect: QEMU's `tls-authz`, as a list of patterns.
+
+use std::fmt;
+
+use crate::identity::Identity;
+
+/// A list of patterns that allows nobody, or not what was meant.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AuthzError {
+    /// No pattern at all.
+    #[error("the list of allowed names is empty: nobody could connect")]
+    Empty,
+    /// A pattern without a character.
+    #[error("pattern {number} of the list of allowed names is empty")]
+    EmptyPattern {
+        /// Which, counted from 1.
+        number: usize,
+    },
+}
+
+/// An allow-list. A certificate is on it if one pattern fits one of its names: a DNS name, an IP address or a URI of its
+/// subjectAltName, or its whole distinguished name.
+///
+/// In a pattern `*` stands for any characters, also none, and `?` for one. A pattern with `=` is for distinguished names
+/// (`CN=host-a,O=Example`); it is held against the name in both orders, since GnuTLS, OpenSSL and QEMU's manual differ in
+/// that. Case counts in those and does not in others, as DNS has it. The common name (CN) alone is no name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Authz {
+    patterns: Vec<String>,
+}
+
+impl Authz {
+    /// A list of `patterns`.
+    ///
+    /// # Errors
+    /// If it, or one of them, is empty.
+    pub fn new<T: AsRef<str>>(patterns: impl IntoIterator<Item = T>) -> Result<Self, AuthzError> {
+        let patterns: Vec<String> = patterns
+            .into_iter()
+            .map(|pattern| pattern.as_ref().trim().to_owned())
+            .collect();
+        if patterns.is_empty() {
+            return Err(AuthzError::Empty);
+        }
+        match patterns.iter().position(String::is_empty) {
+            Some(at) => Err(AuthzError::EmptyPattern { number: at + 1 }),
+            None => Ok(Self { patterns }),
+        }
+    }
+
+    /// Whether `identity` is on the list.
+    #[must_use]
+    pub fn allows(&self, identity: &Identity) -> bool {
+        self.patterns.iter().any(|pattern| {
+            if pattern.contains('=') {
+                return fits(pattern, &identity.subject)
+                    || fits(pattern, &identity.subject_reversed)
+                    || identity.uri.iter().any(|uri| fits(pattern, uri));
+            }
+            let pattern = pattern.to_ascii_lowercase();
+            identity
+                .names()
+                .any(|name| fits(&pattern, &name.to_ascii_lowercase()))
+        })
+    }
+}
+
+impl fmt::Display for Authz {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.patterns.join(" "))
+    }
+}
+
+/// Whether all of `text` is what `pattern` describes. Takes at most length times length steps: at a mismatch only the last
+/// star is tried again.
+fn fits(pattern: &str, text: &str) -> bool {
+    let pattern: Vec<char> = pattern.chars().collect();
+    let text: Vec<char> = text.chars().collect();
+    let (mut p, mut t) = (0, 0);
+    let mut star: Option<(usize, usize)> = None;
+    while t < text.len() {
+        match pattern.get(p) {
+            Some('*') => {
+                star = Some((p, t));
+                p += 1;
+            }
+            Some(&c) if c == '?' || c == text[t] => {
+                p += 1;
+                t += 1;
+            }
+            _ => {
+                let Some((at, taken)) = star else {
+                    return false;
+                };
+                star = Some((at, taken + 1));
+                (p, t) = (at + 1, taken + 1);
+            }
+        }
+    }
+    pattern[p..].iter().all(|&c| c == '*')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::SystemTime;
+
+    fn identity() -> Identity {
+        Identity {
+            subject: "O=Example,CN=host-a".to_owned(),
+            subject_reversed: "CN=host-a,O=Example".to_owned(),
+            issuer: "CN=CA".to_owned(),
+            dns: vec!["Host-A.example".to_owned()],
+            ip: vec!["192.0.2.1".parse().unwrap(), "2001:db8::1".parse().unwrap()],
+            uri: vec!["spiffe://example/host?x=1".to_owned()],
+            is_ca: false,
+            begins: SystemTime::UNIX_EPOCH,
+            ends: SystemTime::UNIX_EPOCH,
+        }
+    }
+
+    #[test]
+    fn a_pattern_is_for_a_whole_name_of_any_kind() {
+        for allowed in [
+            "host-a.example",
+            "HOST-?.*",
+            "*",
+            "192.0.2.*",
+            "2001:db8::1",
+            "CN=host-a,O=Example",
+            "O=Example,CN=host-a",
+            "CN=host-*",
+            "spiffe://example/*",
+            "spiffe://example/host?x=1",
+        ] {
+            let list = Authz::new([allowed]).unwrap();
+            assert!(list.allows(&identity()), "{allowed}");
+        }
+        for other in [
+            "host-a",
+            "host-a.example.org",
+            "a.example",
+            "cn=host-a,O=Example",
+            "CN=host-a",
+            "O=Example",
+            "192.0.2.10",
+            "host-a.exampl",
+            "?",
+        ] {
+            let list = Authz::new([other]).unwrap();
+            assert!(!list.allows(&identity()), "{other}");
+        }
+        assert!(
+            Authz::new(["x", "host-a.example"])
+                .unwrap()
+                .allows(&identity())
+        );
+    }
+
+    #[test]
+    fn an_empty_list_is_an_error_and_not_everybody() {
+        assert_eq!(Authz::new::<&str>([]), Err(AuthzError::Empty));
+        assert_eq!(
+            Authz::new(["a", " "]),
+            Err(AuthzError::EmptyPattern { number: 2 })
+        );
+    }
+
+    #[test]
+    fn many_stars_take_no_time() {
+        let pattern = "*a".repeat(200) + "b";
+        assert!(!fits(&pattern, &"a".repeat(2000)));
+    }
+}

@@ -1,0 +1,118 @@
+//! The exporter (RFC 8446, section 7.5): a secret that both ends of one connection know, and nobody else.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use aws_lc_rs::hmac;
+use rustls::crypto::tls13::OkmBlock;
+use rustls::{KeyLog, Tls13CipherSuite};
+
+/// Labels of the two values that a proof is made of. Labels that nobody has registered begin so (RFC 5705, section 4).
+const CONVERSATION: &str = "EXPORTER-hotlift-conversation";
+const DATA: &str = "EXPORTER-hotlift-data";
+
+/// Bytes of an exported value and of a proof.
+const LENGTH: usize = 32;
+
+/// Values that only the two ends of a connection can compute. Cheap to clone; of no use for reading what was sent.
+#[derive(Clone)]
+pub struct Exporter {
+    secret: Arc<OkmBlock>,
+    suite: &'static Tls13CipherSuite,
+}
+
+impl fmt::Debug for Exporter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Exporter").finish_non_exhaustive()
+    }
+}
+
+impl Exporter {
+    /// The value of `label` and `context`, the same at both ends. Labels of one's own begin with `EXPORTER`.
+    #[must_use]
+    pub fn export(&self, label: &str, context: &[u8]) -> [u8; LENGTH] {
+        let hash = self.suite.common.hash_provider;
+        let mut derived = [0; OkmBlock::MAX_LEN];
+        let derived = &mut derived[..hash.output_len()];
+        self.expand(&self.secret, label, hash.hash(&[]).as_ref(), derived);
+        let mut value = [0; LENGTH];
+        let of_context = hash.hash(context);
+        self.expand(
+            &OkmBlock::new(derived),
+            "exporter",
+            of_context.as_ref(),
+            &mut value,
+        );
+        value
+    }
+
+    /// What the maker of the connection `data` sends on it so that it is known to belong to this conversation: it cannot be
+    /// made without both connections' secrets, and fits no other connection.
+    #[must_use]
+    pub fn proof(&self, data: &Self) -> [u8; LENGTH] {
+        let mut proof = [0; LENGTH];
+        proof.copy_from_slice(hmac::sign(&self.key(), &data.export(DATA, &[])).as_ref());
+        proof
+    }
+
+    /// Whether `proof` is that of `data`. Takes the same time whatever is wrong with it.
+    #[must_use]
+    pub fn is_proven(&self, data: &Self, proof: &[u8]) -> bool {
+        hmac::verify(&self.key(), &data.export(DATA, &[]), proof).is_ok()
+    }
+
+    fn key(&self) -> hmac::Key {
+        hmac::Key::new(hmac::HMAC_SHA256, &self.export(CONVERSATION, &[]))
+    }
+
+    /// HKDF-Expand-Label (RFC 8446, section 7.1).
+    fn expand(&self, secret: &OkmBlock, label: &str, context: &[u8], to: &mut [u8]) {
+        let short = |length: usize| [u8::try_from(length).unwrap_or(u8::MAX)];
+        let length = u16::try_from(to.len()).unwrap_or(u16::MAX).to_be_bytes();
+        let info: [&[u8]; 6] = [
+            &length,
+            &short("tls13 ".len() + label.len()),
+            b"tls13 ",
+            label.as_bytes(),
+            &short(context.len()),
+            context,
+        ];
+        let expander = self.suite.hkdf_provider.expander_for_okm(secret);
+        // Only more than 255 blocks fail, and nothing here has more than two.
+        let _ = expander.expand_slice(&info, to);
+    }
+}
+
+/// Takes the exporter's secret out of a handshake: rustls's connection without buffers has no other way to it.
+#[derive(Default)]
+pub(crate) struct ExporterSecret(Mutex<Option<OkmBlock>>);
+
+impl ExporterSecret {
+    pub(crate) fn exporter(&self, suite: &'static Tls13CipherSuite) -> Option<Exporter> {
+        let mut secret = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let secret = Arc::new(secret.take()?);
+        Some(Exporter { secret, suite })
+    }
+}
+
+impl fmt::Debug for ExporterSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ExporterSecret").finish_non_exhaustive()
+    }
+}
+
+/// As NSS's key log calls it.
+const EXPORTER_SECRET: &str = "EXPORTER_SECRET";
+
+impl KeyLog for ExporterSecret {
+    fn log(&self, label: &str, _client_random: &[u8], secret: &[u8]) {
+        if self.will_log(label) && secret.len() <= OkmBlock::MAX_LEN {
+            let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            *kept = Some(OkmBlock::new(secret));
+        }
+    }
+
+    fn will_log(&self, label: &str) -> bool {
+        label == EXPORTER_SECRET
+    }
+}

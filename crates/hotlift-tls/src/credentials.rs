@@ -1,0 +1,497 @@
+//! A folder of certificates: CA, list of revoked ones, and this host's own.
+
+use std::fmt;
+use std::fs;
+use std::io::{self, Read};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use rustls::RootCertStore;
+use rustls::client::WebPkiServerVerifier;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+
+use crate::error::{CredentialsError, date};
+use crate::identity::Identity;
+use crate::provider::provider;
+
+/// Where certificates are looked for if no folder is given: Hotlift's own, then QEMU's, which libvirt fills.
+pub const FOLDERS: [&str; 2] = ["/etc/pki/hotlift", "/etc/pki/qemu"];
+
+/// How long before its end a certificate is warned of.
+pub const ENDS_SOON: Duration = Duration::from_secs(14 * 24 * 3600);
+
+/// Longest file that is read, in bytes. A bundle of all public CAs has 200 KiB.
+const MAX_FILE: u64 = 4 << 20;
+
+/// What a side of a connection is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Accepts connections: the destination of a migration.
+    Server,
+    /// Makes connections: the source.
+    Client,
+}
+
+impl Role {
+    pub(crate) const ALL: [Self; 2] = [Self::Server, Self::Client];
+
+    /// Its name in messages.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Server => "server",
+            Self::Client => "client",
+        }
+    }
+}
+
+/// Names of the files in a folder.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Layout {
+    pub(crate) ca: &'static str,
+    pub(crate) revoked: &'static str,
+    server: [&'static str; 2],
+    client: [&'static str; 2],
+}
+
+impl Layout {
+    /// QEMU's `tls-creds-x509`, which libvirt fills.
+    pub(crate) const QEMU: Self = Self {
+        ca: "ca-cert.pem",
+        revoked: "ca-crl.pem",
+        server: ["server-cert.pem", "server-key.pem"],
+        client: ["client-cert.pem", "client-key.pem"],
+    };
+
+    /// A TLS secret of Kubernetes, as cert-manager fills it: one certificate for both roles.
+    const SECRET: Self = Self {
+        ca: "ca.crt",
+        revoked: "ca.crl",
+        server: ["tls.crt", "tls.key"],
+        client: ["tls.crt", "tls.key"],
+    };
+
+    const ALL: [Self; 2] = [Self::QEMU, Self::SECRET];
+
+    /// That of `dir`, by its CA.
+    pub(crate) fn of(dir: &Path) -> Result<Self, CredentialsError> {
+        let is_there = |layout: &Self| dir.join(layout.ca).exists();
+        Self::ALL
+            .into_iter()
+            .find(is_there)
+            .ok_or_else(|| CredentialsError::NoCa {
+                dir: dir.to_owned(),
+                names: Self::ALL.map(|layout| layout.ca),
+            })
+    }
+
+    /// Certificate and key for a role.
+    pub(crate) fn pair(&self, role: Role) -> [&'static str; 2] {
+        match role {
+            Role::Server => self.server,
+            Role::Client => self.client,
+        }
+    }
+}
+
+/// The first of [`FOLDERS`] that has a CA.
+///
+/// # Errors
+/// If none has.
+pub fn find_folder() -> Result<PathBuf, CredentialsError> {
+    first_of(&FOLDERS.map(PathBuf::from))
+}
+
+fn first_of(folders: &[PathBuf]) -> Result<PathBuf, CredentialsError> {
+    let found = folders.iter().find(|dir| Layout::of(dir).is_ok());
+    found.cloned().ok_or_else(|| CredentialsError::NoFolder {
+        folders: folders.to_vec(),
+    })
+}
+
+/// Something to look after, though all works for now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Warning {
+    /// A certificate ends within [`ENDS_SOON`], or has ended.
+    Ends {
+        /// The file.
+        file: PathBuf,
+        /// When.
+        at: SystemTime,
+        /// It has.
+        is_over: bool,
+    },
+    /// Others may read a private key.
+    ///
+    /// No error: Kubernetes mounts secrets with mode 0644 into a container of which nobody else sees the files, QEMU takes such
+    /// keys, and a migration that is refused for it would be a worse surprise. Whoever can mend it is told.
+    KeyIsReadable {
+        /// The file.
+        file: PathBuf,
+        /// Its mode, such as 0644.
+        mode: u32,
+    },
+    /// The files have changed, and cannot be used as they are now. Those that were read before stay in use, also the list of
+    /// revoked certificates: a renewal writes two files, and there is a moment between them.
+    NotTakenUp {
+        /// Why.
+        problem: String,
+    },
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ends { file, at, is_over } => {
+                let ends = if *is_over { "ended" } else { "ends" };
+                write!(f, "{} {ends} on {}", file.display(), date(*at))
+            }
+            Self::KeyIsReadable { file, mode } => write!(
+                f,
+                "others may read the private key {} (mode {mode:04o}): chmod o= it",
+                file.display()
+            ),
+            Self::NotTakenUp { problem } => {
+                write!(f, "changed certificates are not in use: {problem}")
+            }
+        }
+    }
+}
+
+/// A certificate of this host's with its key.
+#[derive(Debug)]
+pub(crate) struct Own {
+    pub(crate) file: PathBuf,
+    pub(crate) identity: Identity,
+    pub(crate) key: Arc<SingleCertAndKey>,
+}
+
+/// What is in the files.
+pub(crate) struct Material {
+    dir: PathBuf,
+    layout: Layout,
+    pub(crate) server_verifier: Arc<WebPkiServerVerifier>,
+    pub(crate) client_verifier: Arc<dyn ClientCertVerifier>,
+    own: [Option<Own>; 2],
+    /// Every certificate in the files, with its file.
+    identities: Vec<(PathBuf, Identity)>,
+}
+
+impl Material {
+    /// The certificate for `role`.
+    pub(crate) fn own(&self, role: Role) -> Result<&Own, CredentialsError> {
+        let own = match role {
+            Role::Server => &self.own[0],
+            Role::Client => &self.own[1],
+        };
+        own.as_ref().ok_or_else(|| CredentialsError::NoCertificate {
+            file: self.dir.join(self.layout.pair(role)[0]),
+            role: role.name(),
+        })
+    }
+
+    pub(crate) fn read(dir: &Path) -> Result<Self, CredentialsError> {
+        let layout = Layout::of(dir)?;
+        let ca = dir.join(layout.ca);
+        let revoked = dir.join(layout.revoked);
+        let unusable = |file: &Path, problem: String| CredentialsError::Unusable {
+            file: file.to_owned(),
+            problem,
+        };
+        let mut roots = RootCertStore::empty();
+        let mut identities = Vec::new();
+        for certificate in certificates(&ca)? {
+            identities.push((ca.clone(), identity(&ca, &certificate)?));
+            let added = roots.add(certificate);
+            added.map_err(|error| unusable(&ca, error.to_string()))?;
+        }
+        let roots = Arc::new(roots);
+        let lists = match revoked.exists() {
+            true => pem::<CertificateRevocationListDer<'static>>(
+                &revoked,
+                "list of revoked certificates",
+            )?,
+            false => Vec::new(),
+        };
+        // A CA without a list revokes nothing, as for QEMU; a list that has ended is no list, as for GnuTLS.
+        let server_verifier =
+            WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), provider())
+                .with_crls(lists.clone())
+                .allow_unknown_revocation_status()
+                .enforce_revocation_expiration()
+                .build()
+                .map_err(|error| unusable(&revoked, error.to_string()))?;
+        let client_verifier = WebPkiClientVerifier::builder_with_provider(roots, provider())
+            .with_crls(lists)
+            .allow_unknown_revocation_status()
+            .enforce_revocation_expiration()
+            .build()
+            .map_err(|error| unusable(&revoked, error.to_string()))?;
+        let [server, client] = Role::ALL.map(|role| own(dir, layout.pair(role)));
+        let own = [server?, client?];
+        for own in own.iter().flatten() {
+            identities.push((own.file.clone(), own.identity.clone()));
+        }
+        identities.dedup();
+        Ok(Self {
+            dir: dir.to_owned(),
+            layout,
+            server_verifier,
+            client_verifier,
+            own,
+            identities,
+        })
+    }
+}
+
+impl fmt::Debug for Material {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Material")
+            .field("dir", &self.dir)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A folder of certificates. Each connection looks whether its files have changed, and takes the new ones then.
+#[derive(Debug)]
+pub struct Credentials {
+    dir: PathBuf,
+    loaded: Mutex<Loaded>,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    material: Arc<Material>,
+    stamps: Stamps,
+    /// Why the files as they are now are not in use.
+    problem: Option<String>,
+}
+
+impl Credentials {
+    /// Reads the folder. It must have a CA; a certificate for each role is asked for when there is a connection.
+    ///
+    /// # Errors
+    /// What cannot be used of what is there.
+    pub fn open(dir: &Path) -> Result<Self, CredentialsError> {
+        let stamps = Stamps::of(dir);
+        Ok(Self {
+            dir: dir.to_owned(),
+            loaded: Mutex::new(Loaded {
+                material: Arc::new(Material::read(dir)?),
+                stamps,
+                problem: None,
+            }),
+        })
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Whether there is a certificate for `role`.
+    ///
+    /// # Errors
+    /// [`CredentialsError::NoCertificate`] if not.
+    pub fn check(&self, role: Role) -> Result<(), CredentialsError> {
+        self.current().own(role).map(|_| ())
+    }
+
+    /// What is to be used for a connection that begins now.
+    pub(crate) fn current(&self) -> Arc<Material> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let stamps = Stamps::of(&self.dir);
+        if stamps != loaded.stamps {
+            match Material::read(&self.dir) {
+                Ok(material) => {
+                    *loaded = Loaded {
+                        material: Arc::new(material),
+                        stamps,
+                        problem: None,
+                    };
+                }
+                // The stamps stay: the next connection tries again.
+                Err(error) => loaded.problem = Some(words(&error)),
+            }
+        }
+        Arc::clone(&loaded.material)
+    }
+
+    /// What should be looked after, at the time `now`.
+    #[must_use]
+    pub fn warnings(&self, now: SystemTime) -> Vec<Warning> {
+        let material = self.current();
+        let mut warnings = Vec::new();
+        for (file, identity) in &material.identities {
+            warnings.extend(ends(file, identity.ends, now));
+        }
+        let keys = Role::ALL.map(|role| self.dir.join(material.layout.pair(role)[1]));
+        for key in keys {
+            warnings.extend(key_is_readable(&key));
+        }
+        warnings.dedup();
+        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        warnings.extend(
+            loaded
+                .problem
+                .clone()
+                .map(|problem| Warning::NotTakenUp { problem }),
+        );
+        warnings
+    }
+}
+
+/// A warning if `file`, whose end is `at`, has ended or will soon.
+fn ends(file: &Path, at: SystemTime, now: SystemTime) -> Option<Warning> {
+    (at < now + ENDS_SOON).then(|| Warning::Ends {
+        file: file.to_owned(),
+        at,
+        is_over: at < now,
+    })
+}
+
+fn key_is_readable(file: &Path) -> Option<Warning> {
+    let mode = fs::metadata(file).ok()?.permissions().mode() & 0o7777;
+    // A group is what libvirt gives QEMU the key by.
+    (mode & 0o007 != 0).then(|| Warning::KeyIsReadable {
+        file: file.to_owned(),
+        mode,
+    })
+}
+
+/// What tells that a file is another one than before. Kubernetes changes a link far above the file; so it is followed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Stamps(Vec<Option<[i128; 5]>>);
+
+impl Stamps {
+    fn of(dir: &Path) -> Self {
+        let names = Layout::ALL.into_iter().flat_map(|layout| {
+            let pairs = layout.server.into_iter().chain(layout.client);
+            pairs.chain([layout.ca, layout.revoked])
+        });
+        let stamp = |name: &str| {
+            let file = fs::metadata(dir.join(name)).ok()?;
+            let time = |seconds: i64, nanoseconds: i64| {
+                i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
+            };
+            Some([
+                file.dev().into(),
+                file.ino().into(),
+                file.size().into(),
+                time(file.mtime(), file.mtime_nsec()),
+                time(file.ctime(), file.ctime_nsec()),
+            ])
+        };
+        Self(names.map(stamp).collect())
+    }
+}
+
+/// The certificate and key of these names, or nothing if both are missing.
+fn own(dir: &Path, [certificate, key]: [&str; 2]) -> Result<Option<Own>, CredentialsError> {
+    let [file, key] = [certificate, key].map(|name| dir.join(name));
+    if !file.exists() && !key.exists() {
+        return Ok(None);
+    }
+    let chain = certificates(&file)?;
+    let identity = match chain.first() {
+        Some(first) => identity(&file, first)?,
+        None => return Ok(None),
+    };
+    let mut keys = pem::<PrivateKeyDer<'static>>(&key, "private key")?;
+    let certified = CertifiedKey::from_der(chain, keys.swap_remove(0), &provider());
+    let certified = certified.map_err(|source| CredentialsError::KeyMismatch {
+        certificate: file.clone(),
+        key,
+        source,
+    })?;
+    Ok(Some(Own {
+        file,
+        identity,
+        key: Arc::new(SingleCertAndKey::from(certified)),
+    }))
+}
+
+pub(crate) fn certificates(file: &Path) -> Result<Vec<CertificateDer<'static>>, CredentialsError> {
+    pem(file, "certificate")
+}
+
+fn identity(file: &Path, certificate: &CertificateDer<'_>) -> Result<Identity, CredentialsError> {
+    Identity::read(certificate).map_err(|source| CredentialsError::BadCertificate {
+        file: file.to_owned(),
+        source,
+    })
+}
+
+/// All of one kind in a file; at least one.
+fn pem<T: PemObject>(path: &Path, what: &'static str) -> Result<Vec<T>, CredentialsError> {
+    let text = contents(path)?;
+    let all: Result<Vec<T>, _> = T::pem_slice_iter(&text).collect();
+    match all {
+        Ok(all) if !all.is_empty() => Ok(all),
+        _ => Err(CredentialsError::NotPem {
+            file: path.to_owned(),
+            what,
+        }),
+    }
+}
+
+fn contents(path: &Path) -> Result<Vec<u8>, CredentialsError> {
+    let read = || -> io::Result<Vec<u8>> {
+        let mut text = Vec::new();
+        fs::File::open(path)?
+            .take(MAX_FILE + 1)
+            .read_to_end(&mut text)?;
+        Ok(text)
+    };
+    let text = read().map_err(|source| CredentialsError::Read {
+        file: path.to_owned(),
+        source,
+    })?;
+    if text.len() as u64 > MAX_FILE {
+        return Err(CredentialsError::TooLarge {
+            file: path.to_owned(),
+            limit: MAX_FILE,
+        });
+    }
+    Ok(text)
+}
+
+/// An error and its causes, in one line.
+pub(crate) fn words(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        line = format!("{line}: {error}");
+        cause = error.source();
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_folder_with_a_ca_is_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let folders = [dir.path().join("a"), dir.path().join("b")];
+        let error = first_of(&folders).unwrap_err().to_string();
+        for folder in &folders {
+            assert!(error.contains(&folder.display().to_string()), "{error}");
+        }
+        fs::create_dir_all(&folders[1]).unwrap();
+        fs::write(folders[1].join("ca.crt"), "").unwrap();
+        assert_eq!(first_of(&folders).unwrap(), folders[1]);
+        fs::create_dir_all(&folders[0]).unwrap();
+        fs::write(folders[0].join("ca-cert.pem"), "").unwrap();
+        assert_eq!(first_of(&folders).unwrap(), folders[0]);
+    }
+}

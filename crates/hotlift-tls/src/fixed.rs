@@ -1,0 +1,102 @@
+//! Both ends of a connection whose keys everybody knows: for tests and the fuzz target, which need records that no peer would
+//! send, and some thousand connections a second. Nothing of it is secret, and nothing else may use it.
+
+use std::sync::Arc;
+
+use aws_lc_rs::aead;
+
+use crate::cipher::Cipher;
+use crate::error::RecordError;
+use crate::link::{Keys, Link};
+use crate::reader::RecordReader;
+use crate::record::RECORD_PLAINTEXT;
+use crate::writer::RecordWriter;
+
+/// One end.
+#[derive(Debug)]
+pub struct End {
+    /// What the other end sends.
+    pub reader: RecordReader,
+    /// What this end sends.
+    pub writer: RecordWriter,
+}
+
+/// TLS 1.3's ciphers.
+static ALGORITHMS: [&aead::Algorithm; 3] = [
+    &aead::AES_128_GCM,
+    &aead::AES_256_GCM,
+    &aead::CHACHA20_POLY1305,
+];
+
+/// Client and server, with cipher 0, 1 or 2. Each key of theirs is for so many records.
+///
+/// # Panics
+/// If there is no such cipher.
+#[must_use]
+pub fn ends(cipher: usize, records_per_key: u64) -> [End; 2] {
+    let algorithm = ALGORITHMS[cipher];
+    [true, false].map(|is_client| {
+        let keys = FixedKeys {
+            algorithm,
+            is_client,
+            sent: 0,
+            received: 0,
+        };
+        let (sending, receiving) = (keys.make(is_client, 0), keys.make(!is_client, 0));
+        let link = Arc::new(Link::new(keys));
+        End {
+            reader: RecordReader::new(receiving.expect("a key"), Arc::clone(&link), is_client),
+            writer: RecordWriter::new(sending.expect("a key"), link, records_per_key),
+        }
+    })
+}
+
+/// A sealed record of any type with any content; behind a KeyUpdate, if it is time for one.
+///
+/// # Panics
+/// If it is longer than a record of ours.
+#[must_use]
+pub fn record(writer: &mut RecordWriter, kind: u8, content: &[u8]) -> Vec<u8> {
+    assert!(content.len() <= RECORD_PLAINTEXT, "more than a record");
+    let mut record = Vec::new();
+    writer
+        .send_record(&mut record, kind, content)
+        .expect("a Vec takes all");
+    record
+}
+
+/// Lets `writer` go on with the next key, as after a KeyUpdate that was made by hand.
+///
+/// # Panics
+/// Never.
+pub fn next_key(writer: &mut RecordWriter) {
+    writer.next_key().expect("a key");
+}
+
+struct FixedKeys {
+    algorithm: &'static aead::Algorithm,
+    is_client: bool,
+    sent: u8,
+    received: u8,
+}
+
+impl FixedKeys {
+    /// Number `number` of the keys for what client or server send.
+    fn make(&self, of_client: bool, number: u8) -> Result<Cipher, RecordError> {
+        let key = [number.wrapping_mul(2) | u8::from(of_client); 32];
+        let key = &key[..self.algorithm.key_len()];
+        Cipher::of(self.algorithm, key, [number; aead::NONCE_LEN], 0)
+    }
+}
+
+impl Keys for FixedKeys {
+    fn next_to_send(&mut self) -> Result<Cipher, RecordError> {
+        self.sent = self.sent.wrapping_add(1);
+        self.make(self.is_client, self.sent)
+    }
+
+    fn next_to_receive(&mut self) -> Result<Cipher, RecordError> {
+        self.received = self.received.wrapping_add(1);
+        self.make(!self.is_client, self.received)
+    }
+}

@@ -1,0 +1,191 @@
+//! The handshake, record by record: what follows it stays in the socket.
+
+use std::io::{Read, Write};
+
+use rustls::client::{ClientConnectionData, UnbufferedClientConnection};
+use rustls::kernel::KernelConnection;
+use rustls::server::{ServerConnectionData, UnbufferedServerConnection};
+use rustls::unbuffered::{ConnectionState, EncodeError, EncodeTlsData, UnbufferedStatus};
+use rustls::{CommonState, ExtractedSecrets};
+
+use crate::error::TlsError;
+use crate::link::Keys;
+use crate::record::{HEADER, MAX_CIPHERTEXT};
+use crate::sniff::is_tls;
+use crate::socket::BoundedSocket;
+
+/// rustls's two kinds of connections.
+pub(crate) trait Connection {
+    type Data;
+    type Keys: Keys + 'static;
+
+    fn process<'c, 'i>(&'c mut self, records: &'i mut [u8])
+    -> UnbufferedStatus<'c, 'i, Self::Data>;
+
+    fn common(&self) -> &CommonState;
+
+    fn into_secrets(self) -> Result<(ExtractedSecrets, Self::Keys), rustls::Error>;
+}
+
+impl Connection for UnbufferedClientConnection {
+    type Data = ClientConnectionData;
+    type Keys = KernelConnection<ClientConnectionData>;
+
+    fn process<'c, 'i>(
+        &'c mut self,
+        records: &'i mut [u8],
+    ) -> UnbufferedStatus<'c, 'i, Self::Data> {
+        self.process_tls_records(records)
+    }
+
+    fn common(&self) -> &CommonState {
+        self
+    }
+
+    fn into_secrets(self) -> Result<(ExtractedSecrets, Self::Keys), rustls::Error> {
+        self.dangerous_into_kernel_connection()
+    }
+}
+
+impl Connection for UnbufferedServerConnection {
+    type Data = ServerConnectionData;
+    type Keys = KernelConnection<ServerConnectionData>;
+
+    fn process<'c, 'i>(
+        &'c mut self,
+        records: &'i mut [u8],
+    ) -> UnbufferedStatus<'c, 'i, Self::Data> {
+        self.process_tls_records(records)
+    }
+
+    fn common(&self) -> &CommonState {
+        self
+    }
+
+    fn into_secrets(self) -> Result<(ExtractedSecrets, Self::Keys), rustls::Error> {
+        self.dangerous_into_kernel_connection()
+    }
+}
+
+/// What the caller has to do next.
+enum Next {
+    Again,
+    ReadRecord,
+    Done,
+    Failed(rustls::Error),
+}
+
+/// Drives `connection` until both sides have said Finished. Of what rustls refuses the other side is told, and
+/// [`TlsError::Handshake`] has it as it is.
+pub(crate) fn drive<C: Connection>(
+    connection: &mut C,
+    socket: &mut BoundedSocket<'_>,
+) -> Result<(), TlsError> {
+    // Records that rustls has not let go of: it joins messages that come in parts here.
+    let mut received = Vec::new();
+    let mut to_send = Vec::new();
+    let mut is_first = true;
+    loop {
+        let UnbufferedStatus { discard, state } = connection.process(&mut received);
+        let next = match state {
+            Ok(ConnectionState::EncodeTlsData(message)) => {
+                encode(message, &mut to_send);
+                Next::Again
+            }
+            Ok(ConnectionState::TransmitTlsData(state)) => {
+                // Sent before the next read.
+                state.done();
+                Next::Again
+            }
+            Ok(ConnectionState::BlockedHandshake) => Next::ReadRecord,
+            Ok(ConnectionState::WriteTraffic(_)) => Next::Done,
+            Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => {
+                return Err(TlsError::Closed);
+            }
+            Ok(state) => Next::Failed(rustls::Error::General(format!("unexpected {state:?}"))),
+            Err(error) => Next::Failed(error),
+        };
+        received.drain(..discard);
+        match next {
+            Next::Again => {}
+            // A server may have said its last word before the client has.
+            Next::Done if !connection.common().is_handshaking() => {
+                return write_all(socket, &mut to_send);
+            }
+            Next::Done | Next::ReadRecord => {
+                // A client sends this with what follows it (RFC 8446, appendix D.4). Alone it would have TCP hold that back
+                // until it is acknowledged, some 40 ms later, on a socket without TCP_NODELAY.
+                if to_send != CHANGE_CIPHER_SPEC {
+                    write_all(socket, &mut to_send)?;
+                }
+                read_record(socket, &mut received, is_first)?;
+                is_first = false;
+            }
+            Next::Failed(error) => {
+                say_why(connection, &mut to_send, socket);
+                return Err(TlsError::Handshake(error));
+            }
+        }
+    }
+}
+
+/// A record that means nothing, and is there for what stands between the hosts.
+const CHANGE_CIPHER_SPEC: [u8; 6] = [20, 3, 3, 0, 1, 1];
+
+fn write_all(socket: &mut BoundedSocket<'_>, to_send: &mut Vec<u8>) -> Result<(), TlsError> {
+    let sent = socket.write_all(to_send);
+    to_send.clear();
+    sent.map_err(|error| socket.explain(error))
+}
+
+fn encode<D>(mut message: EncodeTlsData<'_, D>, to_send: &mut Vec<u8>) {
+    let at = to_send.len();
+    if let Err(EncodeError::InsufficientSize(error)) = message.encode(&mut []) {
+        to_send.resize(at + error.required_size, 0);
+        // It has the room that it asked for.
+        let _ = message.encode(&mut to_send[at..]);
+    }
+}
+
+/// Appends the next record to `received`, and nothing of what follows it.
+fn read_record(
+    socket: &mut BoundedSocket<'_>,
+    received: &mut Vec<u8>,
+    is_first: bool,
+) -> Result<(), TlsError> {
+    let mut header = [0; HEADER];
+    read_exact(socket, &mut header)?;
+    let [kind, major, minor, high, low] = header;
+    let length = usize::from(u16::from_be_bytes([high, low]));
+    if is_first && !is_tls([kind, major, minor]) {
+        return Err(TlsError::PlaintextPeer);
+    }
+    if length > MAX_CIPHERTEXT {
+        return Err(TlsError::Handshake(rustls::Error::PeerSentOversizedRecord));
+    }
+    let at = received.len();
+    received.extend_from_slice(&header);
+    received.resize(at + HEADER + length, 0);
+    read_exact(socket, &mut received[at + HEADER..])
+}
+
+fn read_exact(socket: &mut BoundedSocket<'_>, to: &mut [u8]) -> Result<(), TlsError> {
+    let read = socket.read_exact(to);
+    read.map_err(|error| socket.explain(error))
+}
+
+/// Tells the other side what rustls has found; nobody may be there any more.
+fn say_why<C: Connection>(
+    connection: &mut C,
+    to_send: &mut Vec<u8>,
+    socket: &mut BoundedSocket<'_>,
+) {
+    // Asked for more than what it has to say, rustls would look for messages again that it has given up, and panic.
+    while connection.common().wants_write() {
+        match connection.process(&mut []).state {
+            Ok(ConnectionState::EncodeTlsData(message)) => encode(message, to_send),
+            _ => break,
+        }
+    }
+    let _ = socket.write_all(to_send);
+}

@@ -1,0 +1,149 @@
+//! Who a certificate says that its holder is.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::time::{Duration, SystemTime};
+
+use rustls::pki_types::CertificateDer;
+use x509_parser::extensions::GeneralName;
+use x509_parser::prelude::{FromDer, X509Certificate};
+use x509_parser::x509::X509Name;
+
+use crate::printable::escape;
+
+/// Names shown of a certificate at most; a certificate of a peer may have thousands.
+const SHOWN: usize = 8;
+
+/// What RFC 4514 wants behind a backslash in a value. A space is not among them: it ends nothing.
+const SPECIAL: [char; 7] = [',', '+', '"', '\\', '<', '>', ';'];
+
+/// Bytes that are no X.509 certificate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not an X.509 certificate")]
+pub struct NotACertificate;
+
+/// A certificate's names and times, as far as this crate or its user looks at them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    /// Subject, as RFC 4514 writes it but in the order of the certificate: `C=DE,O=Example,CN=host-a`. Empty if it has none.
+    pub subject: String,
+    /// The same in the opposite order. Tools print either.
+    pub subject_reversed: String,
+    /// Issuer, written as the subject.
+    pub issuer: String,
+    /// DNS names of the extension subjectAltName.
+    pub dns: Vec<String>,
+    /// IP addresses of that extension.
+    pub ip: Vec<IpAddr>,
+    /// URIs of that extension, SPIFFE identities among them.
+    pub uri: Vec<String>,
+    /// Whether it may sign certificates.
+    pub is_ca: bool,
+    /// First moment at which it is valid.
+    pub begins: SystemTime,
+    /// Last moment at which it is valid.
+    pub ends: SystemTime,
+}
+
+impl Identity {
+    /// Reads a certificate. Nothing is verified.
+    ///
+    /// # Errors
+    /// If the bytes are none.
+    pub fn read(certificate: &CertificateDer<'_>) -> Result<Self, NotACertificate> {
+        let (_, certificate) =
+            X509Certificate::from_der(certificate).map_err(|_| NotACertificate)?;
+        let mut identity = Self {
+            subject: name(certificate.subject(), false),
+            subject_reversed: name(certificate.subject(), true),
+            issuer: name(certificate.issuer(), false),
+            dns: Vec::new(),
+            ip: Vec::new(),
+            uri: Vec::new(),
+            is_ca: certificate.is_ca(),
+            begins: at(certificate.validity().not_before.timestamp()),
+            ends: at(certificate.validity().not_after.timestamp()),
+        };
+        let names = certificate
+            .subject_alternative_name()
+            .map_err(|_| NotACertificate)?;
+        for name in names.iter().flat_map(|names| &names.value.general_names) {
+            match name {
+                GeneralName::DNSName(name) => identity.dns.push(escaped(name)),
+                GeneralName::URI(name) => identity.uri.push(escaped(name)),
+                GeneralName::IPAddress(bytes) => identity.ip.extend(address(bytes)),
+                _ => {}
+            }
+        }
+        Ok(identity)
+    }
+
+    /// All names that a user may call it by: DNS names, addresses, URIs.
+    pub fn names(&self) -> impl Iterator<Item = String> + '_ {
+        let dns = self.dns.iter().cloned();
+        let ip = self.ip.iter().map(IpAddr::to_string);
+        dns.chain(ip).chain(self.uri.iter().cloned())
+    }
+}
+
+impl fmt::Display for Identity {
+    /// The subject, and some of its names.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut names: Vec<_> = self.names().take(SHOWN + 1).collect();
+        if names.len() > SHOWN {
+            names[SHOWN] = "…".to_owned();
+        }
+        match (self.subject.as_str(), names.as_slice()) {
+            ("", []) => f.write_str("without a name"),
+            ("", names) => f.write_str(&names.join(", ")),
+            (subject, []) => f.write_str(subject),
+            (subject, names) => write!(f, "{subject}: {}", names.join(", ")),
+        }
+    }
+}
+
+fn escaped(text: &str) -> String {
+    let mut out = String::new();
+    escape(text, &[], &mut out);
+    out
+}
+
+fn name(name: &X509Name<'_>, reversed: bool) -> String {
+    let mut parts: Vec<String> = name
+        .iter_rdn()
+        .map(|rdn| {
+            let attributes = rdn.iter().map(|attribute| {
+                let kind = x509_parser::objects::oid2abbrev(
+                    attribute.attr_type(),
+                    x509_parser::objects::oid_registry(),
+                );
+                let kind =
+                    kind.map_or_else(|_| attribute.attr_type().to_id_string(), str::to_owned);
+                let mut text = format!("{kind}=");
+                match attribute.as_str() {
+                    Ok(value) => escape(value, &SPECIAL, &mut text),
+                    Err(_) => text.push('?'),
+                }
+                text
+            });
+            attributes.collect::<Vec<_>>().join("+")
+        })
+        .collect();
+    if reversed {
+        parts.reverse();
+    }
+    parts.join(",")
+}
+
+fn address(bytes: &[u8]) -> Option<IpAddr> {
+    if let Ok(bytes) = <[u8; 4]>::try_from(bytes) {
+        return Some(Ipv4Addr::from(bytes).into());
+    }
+    let bytes = <[u8; 16]>::try_from(bytes).ok()?;
+    Some(Ipv6Addr::from(bytes).into())
+}
+
+/// Seconds since 1970. Times before it are 1970: such a certificate has ended.
+pub(crate) fn at(seconds: i64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or(0))
+}

@@ -1,0 +1,63 @@
+//! TLS 1.3 for the connections of a migration: certificates on both sides, and records that are sealed and opened by
+//! different threads.
+//!
+//! ```text
+//! Credentials   a folder of certificates, laid out as QEMU, libvirt and cert-manager do it; read again when it changes
+//!      │
+//!     Tls       with whom: host name, allow-list, profile (another Hotlift, or a QEMU)
+//!      │  connect, accept: a handshake within 10 s and 64 KiB of the peer's
+//!   Session     the peer's identity, the exporter, and one half for each direction
+//!    ├─ RecordWriter   plaintext ─▶ records of 16 KiB, several to a system call
+//!    └─ RecordReader   records ─▶ plaintext, decrypted where they were read
+//! ```
+//!
+//! rustls makes the handshake, and keeps the schedule of keys. The records are sealed here, since rustls has one object for
+//! both directions, and copies what it sends once more: a channel's thread must be able to send while another one is
+//! blocked in a read. Both halves share the schedule behind a lock that is taken at a KeyUpdate only, and a flag: the
+//! other side has asked for new keys.
+//!
+//! A connection costs at most [`CONNECTION_MEMORY`] of buffers: 32 KiB for the first direction that has much to say, one
+//! record for the other. Buffers grow with what is sent and received: a quiet connection has some 2 KiB.
+//!
+//! What is *not* here: which connections need TLS, how many strangers may be in a handshake at a time, and when an end
+//! without `close_notify` is nevertheless an end (QEMU's main channel). The engine knows.
+
+#![forbid(unsafe_code)]
+
+mod authority;
+mod authz;
+mod binding;
+mod cipher;
+mod credentials;
+mod error;
+#[doc(hidden)]
+pub mod fixed;
+mod handshake;
+mod identity;
+mod kernel;
+mod link;
+mod listing;
+mod printable;
+mod provider;
+mod reader;
+mod record;
+mod sniff;
+mod socket;
+mod tls;
+mod verify;
+mod writer;
+
+pub use authority::{Authority, AuthorityError, CA_DAYS, HOST_DAYS, Issued};
+pub use authz::{Authz, AuthzError};
+pub use binding::Exporter;
+pub use credentials::{Credentials, ENDS_SOON, FOLDERS, Role, Warning, find_folder};
+pub use error::{Alert, CredentialsError, Fault, RecordError, TlsError};
+pub use identity::{Identity, NotACertificate};
+pub use kernel::{NoKernelTls, probe_kernel_tls};
+pub use link::CONNECTION_MEMORY;
+pub use listing::{File, Listing};
+pub use reader::RecordReader;
+pub use record::{MAX_CIPHERTEXT, RECORD_PLAINTEXT, RECORDS_PER_KEY};
+pub use sniff::{SNIFFED, is_tls};
+pub use tls::{HANDSHAKE_BYTES, HANDSHAKE_TIMEOUT, Profile, Session, Settings, Tls};
+pub use writer::{Parts, Plaintext, RecordWriter};

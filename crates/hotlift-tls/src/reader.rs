@@ -1,0 +1,372 @@
+//! Records into plaintext.
+
+use std::io::{self, Read};
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::cipher::Cipher;
+use crate::error::{Alert, RecordError};
+use crate::link::{Link, SMALL_BUFFER};
+use crate::record::{
+    ALERT, APPLICATION_DATA, HANDSHAKE, HEADER, KEY_UPDATE, MAX_MESSAGE, MESSAGE_HEADER,
+    NEW_SESSION_TICKET, body_length,
+};
+
+/// Buffer of a direction in which little is said.
+const FIRST_BUFFER: usize = 2 << 10;
+
+/// Records without data that are taken in a row: tickets, new keys, empty ones. OpenSSL sends two tickets.
+const MAX_IDLE: u32 = 32;
+
+/// The direction from the other side to this one. Belongs to one thread at a time.
+///
+/// A read takes what the socket has, as much as the buffer holds: two records of 16 KiB, once there was that much. They are
+/// decrypted there, and what of it the caller copies out has been verified.
+#[derive(Debug)]
+pub struct RecordReader {
+    cipher: Cipher,
+    link: Arc<Link>,
+    buffer: Vec<u8>,
+    /// The most that it may have; none before there was a reason to ask.
+    limit: Option<usize>,
+    /// Plaintext in `buffer` that was not taken yet. Lies before `sealed`.
+    plaintext: Range<usize>,
+    /// Of `buffer`: read, and not opened yet.
+    sealed: Range<usize>,
+    message: Message,
+    /// Records without data since the last one with data.
+    idle: u32,
+    /// Tickets are for a client.
+    is_client: bool,
+    state: State,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Open,
+    /// The other side has said that nothing follows.
+    Closed,
+    Failed,
+}
+
+/// A handshake message, of which a record may bring a part.
+#[derive(Debug, Default)]
+struct Message {
+    header: [u8; MESSAGE_HEADER],
+    /// Bytes of the header that are there.
+    known: usize,
+    /// Bytes of the body that are still to come.
+    left: usize,
+}
+
+/// What a record held.
+enum Content {
+    /// Data at this place of the buffer.
+    Data(Range<usize>),
+    /// Something for this layer.
+    Ours,
+    Closed,
+}
+
+impl RecordReader {
+    pub(crate) fn new(cipher: Cipher, link: Arc<Link>, is_client: bool) -> Self {
+        Self {
+            cipher,
+            link,
+            buffer: Vec::new(),
+            limit: None,
+            plaintext: 0..0,
+            sealed: 0..0,
+            message: Message::default(),
+            idle: 0,
+            is_client,
+            state: State::Open,
+        }
+    }
+
+    /// Plaintext that has come and was not [consumed](Self::consume) yet; if there is none, what comes next. Empty once the
+    /// other side has said that nothing follows, and only then. Reads from `from` only if there is nothing to give.
+    ///
+    /// # Errors
+    /// See [`RecordError`]; [`RecordError::Truncated`] if `from` ends before the other side has said so. After an error of
+    /// the connection's (a timeout, say) it goes on where it was; after any other nothing is read any more.
+    pub fn plaintext(&mut self, from: &mut impl Read) -> Result<&[u8], RecordError> {
+        while self.plaintext.is_empty() && self.state != State::Closed {
+            let step = match self.state {
+                State::Failed => Err(RecordError::Failed),
+                _ => self.next_record(from),
+            };
+            match step {
+                Ok(Content::Data(place)) if place.is_empty() => self.count_idle()?,
+                Ok(Content::Data(place)) => {
+                    self.idle = 0;
+                    self.plaintext = place;
+                }
+                Ok(Content::Ours) => self.count_idle()?,
+                Ok(Content::Closed) => self.state = State::Closed,
+                Err(error @ RecordError::Io(_)) => return Err(error),
+                Err(error) => return Err(self.fail(error)),
+            }
+        }
+        Ok(&self.buffer[self.plaintext.clone()])
+    }
+
+    /// The first `n` bytes of [`Self::plaintext`] are done with.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn consume(&mut self, n: usize) {
+        assert!(n <= self.plaintext.len(), "plaintext that was not given");
+        self.plaintext.start += n;
+    }
+
+    /// Copies some plaintext to `to`; 0 at the end, or if `to` is empty.
+    ///
+    /// # Errors
+    /// As of [`Self::plaintext`].
+    pub fn read(&mut self, from: &mut impl Read, to: &mut [u8]) -> Result<usize, RecordError> {
+        if to.is_empty() {
+            return Ok(0);
+        }
+        let here = self.plaintext(from)?;
+        let n = here.len().min(to.len());
+        to[..n].copy_from_slice(&here[..n]);
+        self.consume(n);
+        Ok(n)
+    }
+
+    /// Fills `to`.
+    ///
+    /// # Errors
+    /// As of [`Self::plaintext`]; the end inside is an `UnexpectedEof` of [`RecordError::Io`].
+    pub fn read_exact(&mut self, from: &mut impl Read, to: &mut [u8]) -> Result<(), RecordError> {
+        let mut filled = 0;
+        while filled < to.len() {
+            match self.read(from, &mut to[filled..])? {
+                0 => return Err(RecordError::Io(io::ErrorKind::UnexpectedEof.into())),
+                n => filled += n,
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether [`Self::plaintext`] can answer without reading, so that nobody waits for a socket whose bytes are here already.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        let sealed = &self.buffer[self.sealed.clone()];
+        let is_whole = |header: &[u8; HEADER]| match body_length(*header) {
+            Ok(length) => sealed.len() >= HEADER + length,
+            Err(_) => true,
+        };
+        !self.plaintext.is_empty()
+            || self.state != State::Open
+            || sealed.first_chunk().is_some_and(is_whole)
+    }
+
+    /// Whether the other side has said that nothing follows. Its plaintext before that is taken first.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.state == State::Closed && self.plaintext.is_empty()
+    }
+
+    /// Bytes of memory of the buffer.
+    #[must_use]
+    pub fn memory(&self) -> usize {
+        self.buffer.capacity()
+    }
+
+    /// Takes the record that says that the server has accepted this side; data in it stays for the caller.
+    pub(crate) fn wait_for_first(&mut self, from: &mut impl Read) -> Result<(), RecordError> {
+        loop {
+            match self.next_record(from) {
+                Ok(Content::Data(place)) => {
+                    self.plaintext = place;
+                    return Ok(());
+                }
+                Ok(Content::Ours) => self.count_idle()?,
+                Ok(Content::Closed) => return Err(self.fail(RecordError::Truncated)),
+                Err(error) => return Err(self.fail(error)),
+            }
+        }
+    }
+
+    fn fail(&mut self, error: RecordError) -> RecordError {
+        self.state = State::Failed;
+        self.plaintext = 0..0;
+        error
+    }
+
+    fn count_idle(&mut self) -> Result<(), RecordError> {
+        self.idle += 1;
+        if self.idle > MAX_IDLE {
+            return Err(self.fail(RecordError::Idle { limit: MAX_IDLE }));
+        }
+        Ok(())
+    }
+
+    /// Opens the next record; reads until it is there.
+    fn next_record(&mut self, from: &mut impl Read) -> Result<Content, RecordError> {
+        let length = loop {
+            let wanted = match self.buffer[self.sealed.clone()].first_chunk::<HEADER>() {
+                Some(header) => HEADER + body_length(*header)?,
+                None => HEADER,
+            };
+            if wanted > HEADER && self.sealed.len() >= wanted {
+                break wanted;
+            }
+            self.read_more(from, wanted)?;
+        };
+        let start = self.sealed.start;
+        self.sealed.start += length;
+        let (kind, end) = self.cipher.open(&mut self.buffer[start..start + length])?;
+        let content = start + HEADER..start + HEADER + end;
+        if self.message.is_begun() && kind != HANDSHAKE {
+            return Err(RecordError::Unexpected {
+                what: "record",
+                kind,
+            });
+        }
+        match kind {
+            APPLICATION_DATA => Ok(Content::Data(content)),
+            HANDSHAKE if !content.is_empty() => self.messages(content).map(|()| Content::Ours),
+            ALERT => self.alert(content),
+            kind => Err(RecordError::Unexpected {
+                what: "record",
+                kind,
+            }),
+        }
+    }
+
+    /// Reads some bytes, so that a record of `wanted` bytes has room.
+    fn read_more(&mut self, from: &mut impl Read, wanted: usize) -> Result<(), RecordError> {
+        if self.sealed.is_empty() {
+            self.sealed = 0..0;
+        }
+        if self.sealed.start + wanted > self.buffer.len() {
+            self.buffer.copy_within(self.sealed.clone(), 0);
+            self.sealed = 0..self.sealed.len();
+            self.grow(wanted.max(FIRST_BUFFER));
+        }
+        let n = loop {
+            match from.read(&mut self.buffer[self.sealed.end..]) {
+                Ok(n) => break n,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(RecordError::Io(error)),
+            }
+        };
+        if n == 0 {
+            return Err(RecordError::Truncated);
+        }
+        self.sealed.end += n;
+        if self.sealed.end == self.buffer.len() {
+            // There may be more than it holds.
+            if self.buffer.len() < SMALL_BUFFER {
+                self.grow(SMALL_BUFFER);
+            } else {
+                let limit = *self.limit.get_or_insert_with(|| self.link.claim_bulk());
+                self.grow(limit);
+            }
+        }
+        Ok(())
+    }
+
+    fn grow(&mut self, length: usize) {
+        if length > self.buffer.len() {
+            self.buffer.reserve_exact(length - self.buffer.len());
+            self.buffer.resize(length, 0);
+        }
+    }
+
+    /// Takes handshake messages, or parts of them. Tickets are passed over, whatever they hold.
+    fn messages(&mut self, place: Range<usize>) -> Result<(), RecordError> {
+        let mut bytes = &self.buffer[place];
+        let mut new_keys = None;
+        while let Some((&first, rest)) = bytes.split_first() {
+            if new_keys.is_some() {
+                // What follows in this record would be under the old key.
+                return Err(RecordError::Unexpected {
+                    what: "message",
+                    kind: first,
+                });
+            }
+            let message = &mut self.message;
+            if message.known < MESSAGE_HEADER {
+                message.header[message.known] = first;
+                message.known += 1;
+                bytes = rest;
+                if message.known < MESSAGE_HEADER {
+                    continue;
+                }
+                message.left = message.check(self.is_client)?;
+            } else if message.kind() == KEY_UPDATE {
+                new_keys = Some(first);
+                message.left = 0;
+                bytes = rest;
+            } else {
+                let n = message.left.min(bytes.len());
+                message.left -= n;
+                bytes = &bytes[n..];
+            }
+            if message.left == 0 {
+                *message = Message::default();
+            }
+        }
+        match new_keys {
+            None => Ok(()),
+            Some(request @ (0 | 1)) => {
+                self.cipher = self.link.next_to_receive()?;
+                if request == 1 {
+                    self.link.want_update();
+                }
+                Ok(())
+            }
+            Some(_) => Err(RecordError::BadMessage {
+                kind: KEY_UPDATE,
+                length: 1,
+            }),
+        }
+    }
+
+    fn alert(&self, place: Range<usize>) -> Result<Content, RecordError> {
+        let &[_, number] = &self.buffer[place.clone()] else {
+            return Err(RecordError::BadMessage {
+                kind: ALERT,
+                length: place.len(),
+            });
+        };
+        match number {
+            0 => Ok(Content::Closed),
+            // user_canceled: close_notify follows.
+            90 => Ok(Content::Ours),
+            number => Err(RecordError::Alert {
+                alert: Alert::new(number),
+            }),
+        }
+    }
+}
+
+impl Message {
+    fn is_begun(&self) -> bool {
+        self.known > 0
+    }
+
+    fn kind(&self) -> u8 {
+        self.header[0]
+    }
+
+    /// Length of the body, if there may be such a message.
+    fn check(&self, is_client: bool) -> Result<usize, RecordError> {
+        let [kind, high, middle, low] = self.header;
+        let length = usize::from(high) << 16 | usize::from(middle) << 8 | usize::from(low);
+        match kind {
+            KEY_UPDATE if length == 1 => Ok(length),
+            NEW_SESSION_TICKET if is_client && length <= MAX_MESSAGE => Ok(length),
+            KEY_UPDATE => Err(RecordError::BadMessage { kind, length }),
+            NEW_SESSION_TICKET if is_client => Err(RecordError::BadMessage { kind, length }),
+            kind => Err(RecordError::Unexpected {
+                what: "message",
+                kind,
+            }),
+        }
+    }
+}

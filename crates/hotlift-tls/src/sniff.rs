@@ -1,0 +1,30 @@
+//! Telling a TLS connection from a plain one by its first bytes.
+
+use rustls::ContentType;
+
+/// Bytes that [`is_tls`] wants to see.
+pub const SNIFFED: usize = 3;
+
+/// Whether a connection that begins with `first` begins with TLS: a record of the handshake, or an alert of a peer that
+/// has met no TLS here. QEMU's stream begins with `QEVM`, its channels with `11 22 33 44`, a conversation with `{`: none of
+/// them is taken for TLS.
+#[must_use]
+pub fn is_tls(first: [u8; SNIFFED]) -> bool {
+    let [kind, major, minor] = first;
+    let kinds = [ContentType::Handshake, ContentType::Alert];
+    kinds.contains(&ContentType::from(kind)) && major == 3 && minor <= 4
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_bytes_tell_tls_from_all_else_that_is_spoken_here() {
+        assert!(is_tls([0x16, 3, 1]));
+        assert!(is_tls([0x15, 3, 3]));
+        for plain in [b"QEV", b"\x11\x22\x33", b"{\"v", b"\x08\x00\x0a", b"GET"] {
+            assert!(!is_tls(*plain), "{plain:?}");
+        }
+    }
+}

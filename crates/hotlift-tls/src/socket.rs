@@ -1,0 +1,106 @@
+//! A stranger's socket: what is read from it and how long it may take is bounded.
+
+use std::io::{self, Read, Write};
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+
+use crate::error::TlsError;
+
+/// More than the other side may send.
+#[derive(Debug, thiserror::Error)]
+#[error("more bytes than are taken")]
+struct TooMuch;
+
+/// A blocking socket, used so that nothing blocks beyond a deadline. The socket's own timeouts and flags are left alone:
+/// the engine sets them, and another thread may use it at the same time.
+pub(crate) struct BoundedSocket<'a> {
+    fd: BorrowedFd<'a>,
+    time: Duration,
+    deadline: Instant,
+    bytes: usize,
+    /// Of `bytes`, those that may still be read.
+    left: usize,
+}
+
+impl<'a> BoundedSocket<'a> {
+    pub(crate) fn new(fd: BorrowedFd<'a>, time: Duration, bytes: usize) -> Self {
+        Self {
+            fd,
+            time,
+            deadline: Instant::now() + time,
+            bytes,
+            left: bytes,
+        }
+    }
+
+    /// Why a read or write failed.
+    pub(crate) fn explain(&self, error: io::Error) -> TlsError {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::ConnectionReset
+            | io::ErrorKind::BrokenPipe => TlsError::Closed,
+            io::ErrorKind::TimedOut => TlsError::TimedOut { after: self.time },
+            _ if error.get_ref().is_some_and(|inner| inner.is::<TooMuch>()) => {
+                TlsError::TooMuch { limit: self.bytes }
+            }
+            _ => TlsError::Io(error),
+        }
+    }
+
+    fn wait(&self, flags: PollFlags) -> io::Result<()> {
+        loop {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
+            let mut fds = [PollFd::from_borrowed_fd(self.fd, flags)];
+            match poll(&mut fds, Some(&timeout)) {
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+impl Read for BoundedSocket<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        if self.left == 0 {
+            return Err(io::Error::other(TooMuch));
+        }
+        let length = to.len().min(self.left);
+        loop {
+            self.wait(PollFlags::IN)?;
+            match recv(self.fd, &mut to[..length], RecvFlags::DONTWAIT) {
+                Ok((_, n)) => {
+                    self.left -= n;
+                    return Ok(n);
+                }
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+impl Write for BoundedSocket<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        loop {
+            self.wait(PollFlags::OUT)?;
+            match send(self.fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(n) => return Ok(n),
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,312 @@
+//! Connections made and accepted.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rustls::client::{ClientConfig, Resumption, UnbufferedClientConnection};
+use rustls::pki_types::ServerName;
+use rustls::server::{NoServerSessionStorage, ServerConfig, UnbufferedServerConnection};
+use rustls::version::TLS13;
+use rustls::{CipherSuite, Error, PeerIncompatible};
+
+use crate::authz::Authz;
+use crate::binding::{Exporter, ExporterSecret};
+use crate::cipher::Cipher;
+use crate::credentials::{Credentials, Own, Role, Warning};
+use crate::error::{Alert, RecordError, TlsError};
+use crate::handshake::{Connection, drive};
+use crate::identity::Identity;
+use crate::link::Link;
+use crate::provider::provider;
+use crate::reader::RecordReader;
+use crate::record::RECORDS_PER_KEY;
+use crate::socket::BoundedSocket;
+use crate::verify::{Seen, Verifier, fault};
+use crate::writer::RecordWriter;
+
+/// How long a handshake may take, from the first byte to the last.
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Bytes taken of a peer before its handshake is done. A chain of certificates has some kilobytes.
+pub const HANDSHAKE_BYTES: usize = 64 << 10;
+
+/// The protocol's name in ALPN, by which two Hotlifts know each other.
+const ALPN: &str = "hotlift/1";
+
+/// Who is at the other end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Profile {
+    /// Another Hotlift: ALPN, and the server's first record says that it has accepted the client. A TLS 1.3 client is done
+    /// before the server has looked at its certificate; so it hears of a refusal while it connects, not in the middle of
+    /// what it sends.
+    Hotlift,
+    /// A QEMU with `tls-creds-x509`: no ALPN, and a refusal comes with the first read.
+    Qemu,
+}
+
+/// With whom, and how.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Who is at the other end.
+    pub profile: Profile,
+    /// QEMU's `tls-hostname`: the name that a server's certificate must have, if not that of its address.
+    pub hostname: Option<String>,
+    /// QEMU's `tls-authz`: who may be at the other end, besides having a certificate of the CA.
+    pub authz: Option<Arc<Authz>>,
+    /// How long a handshake may take.
+    pub handshake_timeout: Duration,
+    /// Records that this side sends under one key.
+    pub records_per_key: u64,
+}
+
+impl Settings {
+    /// What holds for all that is not said otherwise.
+    #[must_use]
+    pub fn new(profile: Profile) -> Self {
+        Self {
+            profile,
+            hostname: None,
+            authz: None,
+            handshake_timeout: HANDSHAKE_TIMEOUT,
+            records_per_key: RECORDS_PER_KEY,
+        }
+    }
+}
+
+/// TLS with certain credentials and settings, for any number of connections.
+#[derive(Debug)]
+pub struct Tls {
+    credentials: Arc<Credentials>,
+    settings: Settings,
+}
+
+/// A connection whose handshake is done. The halves go to the threads that read and write; both use the same socket.
+#[derive(Debug)]
+pub struct Session {
+    /// The other side's certificate, verified.
+    pub peer: Identity,
+    /// Name of the cipher, as `TLS13_AES_128_GCM_SHA256`.
+    pub cipher: String,
+    /// What only the two ends know.
+    pub exporter: Exporter,
+    /// What the other side sends.
+    pub reader: RecordReader,
+    /// What this side sends.
+    pub writer: RecordWriter,
+}
+
+impl Tls {
+    /// TLS with `credentials`, which connections of other settings may use, too.
+    #[must_use]
+    pub fn new(credentials: Arc<Credentials>, settings: Settings) -> Self {
+        Self {
+            credentials,
+            settings,
+        }
+    }
+
+    /// What should be looked after, though all works now.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<Warning> {
+        self.credentials.warnings(SystemTime::now())
+    }
+
+    /// Makes the connection `socket`, to an address with the host name or IP address `host`, a TLS one. The socket must be
+    /// a blocking one on which nothing was sent yet. It stays usable by system calls; after an error it should be closed.
+    ///
+    /// # Errors
+    /// See [`TlsError`].
+    pub fn connect(&self, socket: impl AsFd, host: Option<&str>) -> Result<Session, TlsError> {
+        let name = self.settings.hostname.as_deref().or(host);
+        let name = name
+            .filter(|name| !name.is_empty())
+            .ok_or(TlsError::NoHostname)?;
+        let server = ServerName::try_from(name.to_owned()).map_err(|_| TlsError::BadHostname {
+            name: name.to_owned(),
+        })?;
+        let material = self.credentials.current();
+        let own = material.own(Role::Client)?;
+        is_valid_now(own)?;
+
+        let handshake = Handshake::new(self);
+        let verifier = Verifier {
+            chain: Arc::clone(&material.server_verifier),
+            authz: self.settings.authz.clone(),
+            seen: handshake.seen.clone(),
+        };
+        let builder = ClientConfig::builder_with_provider(provider());
+        let mut config = builder
+            .with_protocol_versions(&[&TLS13])
+            .map_err(TlsError::Handshake)?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(verifier))
+            .with_client_cert_resolver(Arc::clone(&own.key) as _);
+        config.resumption = Resumption::disabled();
+        // The name would go in the clear, and no Hotlift or QEMU has several.
+        config.enable_sni = false;
+        config.enable_secret_extraction = true;
+        config.alpn_protocols = self.alpn();
+        config.key_log = Arc::clone(&handshake.secret) as _;
+        let connection = UnbufferedClientConnection::new(Arc::new(config), server);
+        handshake.run(
+            connection.map_err(TlsError::Handshake)?,
+            &socket,
+            Role::Server,
+        )
+    }
+
+    /// Takes `socket`, an accepted connection, for a TLS one. As [`Self::connect`] else.
+    ///
+    /// # Errors
+    /// See [`TlsError`].
+    pub fn accept(&self, socket: impl AsFd) -> Result<Session, TlsError> {
+        let material = self.credentials.current();
+        let own = material.own(Role::Server)?;
+        is_valid_now(own)?;
+
+        let handshake = Handshake::new(self);
+        let verifier = Verifier {
+            chain: Arc::clone(&material.client_verifier),
+            authz: self.settings.authz.clone(),
+            seen: handshake.seen.clone(),
+        };
+        let builder = ServerConfig::builder_with_provider(provider());
+        let mut config = builder
+            .with_protocol_versions(&[&TLS13])
+            .map_err(TlsError::Handshake)?
+            .with_client_cert_verifier(Arc::new(verifier))
+            .with_cert_resolver(Arc::clone(&own.key) as _);
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
+        // QEMU's clients begin their list with AES-256, which takes a sixth more time.
+        config.ignore_client_order = true;
+        config.enable_secret_extraction = true;
+        config.alpn_protocols = self.alpn();
+        config.key_log = Arc::clone(&handshake.secret) as _;
+        let connection = UnbufferedServerConnection::new(Arc::new(config));
+        handshake.run(
+            connection.map_err(TlsError::Handshake)?,
+            &socket,
+            Role::Client,
+        )
+    }
+
+    fn alpn(&self) -> Vec<Vec<u8>> {
+        match self.settings.profile {
+            Profile::Hotlift => vec![ALPN.as_bytes().to_vec()],
+            Profile::Qemu => Vec::new(),
+        }
+    }
+}
+
+/// A certificate that the other side cannot accept is not shown.
+fn is_valid_now(own: &Own) -> Result<(), TlsError> {
+    let now = SystemTime::now();
+    if own.identity.begins <= now && now <= own.identity.ends {
+        return Ok(());
+    }
+    Err(TlsError::OursNotValid {
+        file: own.file.clone(),
+        begins: own.identity.begins,
+        ends: own.identity.ends,
+    })
+}
+
+/// One handshake, and what it leaves behind.
+struct Handshake<'a> {
+    settings: &'a Settings,
+    seen: Seen,
+    secret: Arc<ExporterSecret>,
+}
+
+impl<'a> Handshake<'a> {
+    fn new(tls: &'a Tls) -> Self {
+        Self {
+            settings: &tls.settings,
+            seen: Seen::default(),
+            secret: Arc::default(),
+        }
+    }
+
+    /// With a peer that is the `peer` of the connection.
+    fn run(
+        &self,
+        mut connection: impl Connection,
+        socket: &impl AsFd,
+        peer: Role,
+    ) -> Result<Session, TlsError> {
+        let time = self.settings.handshake_timeout;
+        let socket = &mut BoundedSocket::new(socket.as_fd(), time, HANDSHAKE_BYTES);
+        drive(&mut connection, socket).map_err(|error| self.explain(error, peer))?;
+        let is_hotlift = connection.common().alpn_protocol() == Some(ALPN.as_bytes());
+        let suite = connection.common().negotiated_cipher_suite();
+        let suite = suite
+            .and_then(|suite| suite.tls13())
+            .ok_or(TlsError::Version)?;
+        let (secrets, keys) = connection.into_secrets().map_err(TlsError::Handshake)?;
+        let link = Arc::new(Link::new(keys));
+        let reading = Cipher::new(secrets.rx).map_err(TlsError::Record)?;
+        let writing = Cipher::new(secrets.tx).map_err(TlsError::Record)?;
+        let is_client = peer == Role::Server;
+        let mut reader = RecordReader::new(reading, Arc::clone(&link), is_client);
+        let mut writer = RecordWriter::new(writing, link, self.settings.records_per_key);
+        if self.settings.profile == Profile::Hotlift {
+            if !is_hotlift {
+                let _ = writer.alert(socket, Alert::NO_PROTOCOL);
+                return Err(TlsError::OtherProtocol { expected: ALPN });
+            }
+            let confirmed = match peer {
+                Role::Client => writer.send_nothing(socket),
+                Role::Server => reader.wait_for_first(socket),
+            };
+            confirmed.map_err(|error| match error {
+                RecordError::Io(error) => socket.explain(error),
+                RecordError::Truncated => TlsError::Closed,
+                RecordError::Alert { alert } => TlsError::Refused { alert },
+                error => TlsError::Record(error),
+            })?;
+        }
+        let cipher: CipherSuite = suite.common.suite;
+        Ok(Session {
+            peer: self.seen.take().ok_or(TlsError::NoCertificate)?,
+            cipher: format!("{cipher:?}"),
+            exporter: self.secret.exporter(suite).ok_or(TlsError::Version)?,
+            reader,
+            writer,
+        })
+    }
+
+    /// What rustls has found, in words that say whose it is.
+    fn explain(&self, error: TlsError, peer: Role) -> TlsError {
+        let error = match error {
+            TlsError::Handshake(error) => error,
+            error => return error,
+        };
+        match (error, self.seen.take()) {
+            (Error::InvalidCertificate(error), Some(identity)) => fault(
+                error,
+                &identity,
+                peer.name(),
+                self.settings.authz.as_deref(),
+            ),
+            (Error::NoCertificatesPresented, _) => TlsError::NoCertificate,
+            (Error::AlertReceived(alert), _) => TlsError::Refused {
+                alert: Alert(alert),
+            },
+            (Error::NoApplicationProtocol, _) => TlsError::OtherProtocol { expected: ALPN },
+            (
+                Error::PeerIncompatible(
+                    PeerIncompatible::SupportedVersionsExtensionRequired
+                    | PeerIncompatible::SignatureAlgorithmsExtensionRequired
+                    | PeerIncompatible::Tls12NotOffered
+                    | PeerIncompatible::Tls12NotOfferedOrEnabled
+                    | PeerIncompatible::ServerTlsVersionIsDisabledByOurConfig
+                    | PeerIncompatible::ServerDoesNotSupportTls12Or13,
+                ),
+                _,
+            ) => TlsError::Version,
+            (error, _) => TlsError::Handshake(error),
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! The other side's certificate: who it says that it is, whether the CA says so, too, and whether it is on the list.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
+
+use crate::authz::Authz;
+use crate::error::{Fault, TlsError};
+use crate::identity::{Identity, at};
+
+/// Who has shown a certificate in this handshake, whatever came of it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Seen(Arc<Mutex<Option<Identity>>>);
+
+impl Seen {
+    pub(crate) fn take(&self) -> Option<Identity> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn put(&self, identity: Identity) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(identity);
+    }
+}
+
+/// Verifies a certificate for one handshake: rustls does, and then the allow-list has its say.
+#[derive(Debug)]
+pub(crate) struct Verifier<V: ?Sized> {
+    pub(crate) chain: Arc<V>,
+    pub(crate) authz: Option<Arc<Authz>>,
+    pub(crate) seen: Seen,
+}
+
+impl<V: ?Sized> Verifier<V> {
+    fn look(&self, certificate: &CertificateDer<'_>) -> Result<Identity, Error> {
+        let identity = Identity::read(certificate)
+            .map_err(|_| Error::InvalidCertificate(CertificateError::BadEncoding))?;
+        self.seen.put(identity.clone());
+        Ok(identity)
+    }
+
+    fn authorise(&self, identity: &Identity) -> Result<(), Error> {
+        match &self.authz {
+            Some(list) if !list.allows(identity) => Err(Error::InvalidCertificate(
+                // The other side hears access_denied.
+                CertificateError::ApplicationVerificationFailure,
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl ServerCertVerifier for Verifier<WebPkiServerVerifier> {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        server_name: &ServerName<'_>,
+        ocsp_response: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let identity = self.look(end_entity)?;
+        let verified = self.chain.verify_server_cert(
+            end_entity,
+            intermediates,
+            server_name,
+            ocsp_response,
+            now,
+        );
+        let verified = verified.map_err(of_another_ca)?;
+        self.authorise(&identity)?;
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.chain.verify_tls12_signature(message, cert, dss)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.chain.verify_tls13_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.chain.supported_verify_schemes()
+    }
+}
+
+impl ClientCertVerifier for Verifier<dyn ClientCertVerifier> {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.chain.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let identity = self.look(end_entity)?;
+        let verified = self
+            .chain
+            .verify_client_cert(end_entity, intermediates, now);
+        let verified = verified.map_err(of_another_ca)?;
+        self.authorise(&identity)?;
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.chain.verify_tls12_signature(message, cert, dss)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.chain.verify_tls13_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.chain.supported_verify_schemes()
+    }
+}
+
+/// A CA that has the name of ours and another key is another CA, and the other side hears so.
+fn of_another_ca(error: Error) -> Error {
+    match error {
+        Error::InvalidCertificate(CertificateError::BadSignature) => {
+            Error::InvalidCertificate(CertificateError::UnknownIssuer)
+        }
+        error => error,
+    }
+}
+
+/// What rustls says of the certificate of `identity`, in our words. `side` is what the other side is: `server`, `client`.
+pub(crate) fn fault(
+    error: CertificateError,
+    identity: &Identity,
+    side: &'static str,
+    authz: Option<&Authz>,
+) -> TlsError {
+    let fault = match error {
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+            Fault::Ended { at: identity.ends }
+        }
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+            Fault::NotYetValid {
+                from: identity.begins,
+            }
+        }
+        CertificateError::UnknownIssuer => Fault::UnknownCa {
+            issuer: identity.issuer.clone(),
+        },
+        CertificateError::Revoked => Fault::Revoked,
+        CertificateError::ExpiredRevocationListContext { next_update, .. } => {
+            Fault::RevocationListEnded {
+                at: at(i64::try_from(next_update.as_secs()).unwrap_or(i64::MAX)),
+            }
+        }
+        CertificateError::NotValidForNameContext { expected, .. } => Fault::NameMismatch {
+            expected: expected.to_str().into_owned(),
+            has: identity.names().take(SHOWN_NAMES).collect(),
+        },
+        CertificateError::ApplicationVerificationFailure => Fault::NotAllowed {
+            list: authz.map(Authz::to_string).unwrap_or_default(),
+        },
+        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+            Fault::Purpose { needed: side }
+        }
+        error => Fault::Other(error),
+    };
+    TlsError::Theirs {
+        subject: identity.to_string(),
+        fault,
+    }
+}
+
+/// Names shown of a certificate that is not for the host.
+const SHOWN_NAMES: usize = 20;

@@ -1,0 +1,57 @@
+//! What a connection costs.
+
+use std::thread;
+
+use hotlift_tls::fixed::ends;
+use hotlift_tls::{CONNECTION_MEMORY, Parts, RECORDS_PER_KEY};
+
+use crate::support::{connected, hotlift};
+
+/// The promise of the crate.
+const LIMIT: usize = 64 << 10;
+
+#[test]
+fn buffers_of_both_directions_stay_within_the_limit_however_much_is_said() {
+    let [(client_socket, mut client), (server_socket, mut server)] =
+        <[_; 2]>::from(connected(&hotlift()));
+    assert!(
+        client.reader.memory() + client.writer.memory() < 4096,
+        "nothing was said yet"
+    );
+    let data = vec![7; 3 << 20];
+    thread::scope(|scope| {
+        for (mut socket, session) in [(&client_socket, &mut client), (&server_socket, &mut server)]
+        {
+            let (reader, writer) = (&mut session.reader, &mut session.writer);
+            let data = &data;
+            scope.spawn(move || writer.send(&mut socket, &mut Parts::new(&[data])).unwrap());
+            scope.spawn(move || {
+                let mut got = vec![0; data.len()];
+                reader.read_exact(&mut socket, &mut got).unwrap();
+                assert!(got == *data);
+            });
+        }
+    });
+    for session in [&client, &server] {
+        let memory = session.reader.memory() + session.writer.memory();
+        assert!(memory <= CONNECTION_MEMORY, "{memory}");
+        const { assert!(CONNECTION_MEMORY < LIMIT - (8 << 10)) };
+    }
+}
+
+#[test]
+fn a_direction_in_which_little_is_said_has_little_memory() {
+    let [mut client, mut server] = ends(0, RECORDS_PER_KEY);
+    for _ in 0..1000 {
+        let mut sent = Vec::new();
+        client
+            .writer
+            .send(&mut sent, &mut Parts::new(&[[1; 100]]))
+            .unwrap();
+        let mut from = &sent[..];
+        let n = server.reader.plaintext(&mut from).unwrap().len();
+        server.reader.consume(n);
+    }
+    assert!(client.writer.memory() < 1024, "{}", client.writer.memory());
+    assert!(server.reader.memory() <= 4096, "{}", server.reader.memory());
+}

@@ -1,0 +1,356 @@
+//! OpenSSL at the other end: `openssl s_client` and `openssl s_server` (Debian's package `openssl`).
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use hotlift_tls::{Parts, Profile, Session, Settings, TlsError};
+
+use crate::support::{Pki, failure, hotlift, tls};
+
+/// Whether there is an OpenSSL; notes it if not.
+fn is_missing() -> bool {
+    let is_there = Command::new("openssl").arg("version").output().is_ok();
+    if !is_there {
+        hotlift_testkit::skip!("openssl", "no command 'openssl'");
+    }
+    !is_there
+}
+
+/// An `openssl`, ended when it goes out of scope, and what it has said so far.
+struct OpenSsl(Child, String);
+
+impl OpenSsl {
+    fn start(arguments: &[&str], dir: &Path, role: &str) -> Self {
+        let file = |name: String| dir.join(name).to_str().unwrap().to_owned();
+        let child = Command::new("openssl")
+            .args(arguments)
+            .args(["-cert", &file(format!("{role}-cert.pem"))])
+            .args(["-key", &file(format!("{role}-key.pem"))])
+            .args(["-CAfile", &file("ca-cert.pem".to_owned())])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        Self(child, String::new())
+    }
+
+    fn say(&mut self, text: &str) {
+        self.0
+            .stdin
+            .as_mut()
+            .unwrap()
+            .write_all(text.as_bytes())
+            .unwrap();
+    }
+
+    /// Gives it a command, which must be a read of its own, and waits until it says `words` on standard error.
+    fn command(&mut self, letter: &str, words: &str) {
+        self.say(letter);
+        wait_for(words, self.0.stderr.as_mut().unwrap(), &mut self.1);
+        self.1.clear();
+    }
+
+    /// Waits until it says `words` on standard output.
+    fn wait_for(&mut self, words: &str) {
+        wait_for(words, self.0.stdout.as_mut().unwrap(), &mut self.1);
+    }
+
+    /// Its output to the end. The end of its input would be the end of all it does.
+    fn rest(mut self) -> String {
+        let mut said = std::mem::take(&mut self.1);
+        let out = self.0.stdout.as_mut().unwrap();
+        out.read_to_string(&mut said).unwrap();
+        let errors = self.0.stderr.as_mut().unwrap();
+        errors.read_to_string(&mut said).unwrap();
+        said
+    }
+}
+
+/// Reads `from` until it has said `words`, and adds that to `said`.
+fn wait_for(words: &str, from: &mut impl Read, said: &mut String) {
+    while !said.contains(words) {
+        let mut byte = [0];
+        from.read_exact(&mut byte).unwrap();
+        said.push(byte[0].into());
+    }
+}
+
+impl Drop for OpenSsl {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What our server makes of an `openssl s_client` with these arguments, and what that says; `talk` goes on with a session.
+fn s_client(
+    arguments: &[&str],
+    settings: Settings,
+    talk: impl FnOnce(Session, TcpStream, &mut OpenSsl),
+) -> (Option<TlsError>, String) {
+    let pki = Pki::new("CA");
+    let (ours, theirs) = (pki.host(&["b"]), pki.host(&["a"]));
+    let server = tls(&ours, settings);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let all = [
+        &[
+            "s_client",
+            "-connect",
+            &address,
+            "-verify_hostname",
+            "b",
+            "-verify_return_error",
+            // Its blocking read would wait behind the empty record that says that it is accepted.
+            "-nbio",
+        ][..],
+        arguments,
+    ];
+    let mut openssl = OpenSsl::start(&all.concat(), &theirs, "client");
+    let (socket, _) = listener.accept().unwrap();
+    let error = match server.accept(&socket) {
+        Ok(session) => {
+            talk(session, socket, &mut openssl);
+            None
+        }
+        Err(error) => {
+            drop(socket);
+            Some(error)
+        }
+    };
+    (error, openssl.rest())
+}
+
+fn line_of(session: &mut Session, socket: &mut TcpStream) -> String {
+    let mut line = Vec::new();
+    while line.last() != Some(&b'\n') {
+        let mut byte = [0];
+        session.reader.read_exact(socket, &mut byte).unwrap();
+        line.extend(byte);
+    }
+    String::from_utf8(line).unwrap()
+}
+
+#[test]
+fn a_client_of_openssl_talks_with_each_cipher_and_hears_the_end() {
+    if is_missing() {
+        return;
+    }
+    for cipher in [
+        "TLS_AES_128_GCM_SHA256",
+        "TLS_AES_256_GCM_SHA384",
+        "TLS_CHACHA20_POLY1305_SHA256",
+    ] {
+        let arguments = ["-alpn", "hotlift/1", "-ciphersuites", cipher];
+        let (error, said) = s_client(&arguments, hotlift(), |mut session, mut socket, openssl| {
+            assert_eq!(session.peer.dns, ["a"]);
+            openssl.say("a line\n");
+            assert_eq!(line_of(&mut session, &mut socket), "a line\n");
+            // More than a record.
+            let text = "0123456789".repeat(5000);
+            session
+                .writer
+                .send(&mut socket, &mut Parts::new(&[&text, "the end\n"]))
+                .unwrap();
+            session.writer.close(&mut socket).unwrap();
+        });
+        assert!(error.is_none(), "{error:?}: {said}");
+        assert!(said.contains(&"0123456789".repeat(5000)), "{said}");
+        assert!(said.contains("the end"), "{said}");
+        for words in [
+            cipher,
+            "TLSv1.3",
+            "ALPN protocol: hotlift/1",
+            "Verification: OK",
+            "Verified peername: b",
+        ] {
+            assert!(said.contains(words), "{words}: {said}");
+        }
+    }
+}
+
+#[test]
+fn there_are_no_tickets_and_no_early_data() {
+    if is_missing() {
+        return;
+    }
+    let (error, said) = s_client(
+        &["-alpn", "hotlift/1"],
+        hotlift(),
+        |mut session, mut socket, _| {
+            session.writer.close(&mut socket).unwrap();
+        },
+    );
+    assert!(error.is_none(), "{error:?}: {said}");
+    assert!(
+        !said.contains("New Session Ticket") && !said.contains("TLS session ticket:"),
+        "{said}"
+    );
+    assert!(said.contains("Early data was not sent"), "{said}");
+    assert!(said.contains("New, TLSv1.3"), "{said}");
+}
+
+#[test]
+fn older_versions_and_clients_without_certificate_are_refused() {
+    if is_missing() {
+        return;
+    }
+    for version in ["-tls1_2", "-tls1_1"] {
+        // Of its own accord OpenSSL does not speak the old ones any more.
+        let arguments = [version, "-alpn", "hotlift/1", "-cipher", "ALL:@SECLEVEL=0"];
+        let (error, said) = s_client(&arguments, hotlift(), |_, _, _| {});
+        assert!(
+            matches!(error, Some(TlsError::Version)),
+            "{error:?}: {said}"
+        );
+        assert!(
+            version == "-tls1_1" || said.contains("protocol version"),
+            "{said}"
+        );
+    }
+    let pki = Pki::new("CA");
+    let server = tls(&pki.host(&["b"]), hotlift());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let child = Command::new("openssl")
+        .args(["s_client", "-connect", &address, "-alpn", "hotlift/1"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (socket, _) = listener.accept().unwrap();
+    let said = failure(server.accept(&socket));
+    assert!(
+        said.starts_with("the other side has shown no certificate"),
+        "{said}"
+    );
+    drop(socket);
+    let said = OpenSsl(child, String::new()).rest();
+    assert!(said.contains("certificate required"), "{said}");
+}
+
+#[test]
+fn another_protocol_is_refused() {
+    if is_missing() {
+        return;
+    }
+    for arguments in [&["-alpn", "h2"][..], &[]] {
+        let (error, said) = s_client(arguments, hotlift(), |_, _, _| {});
+        assert!(
+            matches!(error, Some(TlsError::OtherProtocol { .. })),
+            "{error:?}: {said}"
+        );
+        assert!(said.contains("no application protocol"), "{said}");
+    }
+}
+
+#[test]
+fn openssls_own_new_keys_and_its_request_for_ours_are_followed() {
+    if is_missing() {
+        return;
+    }
+    let (error, said) = s_client(
+        &["-alpn", "hotlift/1", "-msg"],
+        hotlift(),
+        |mut session, mut socket, openssl| {
+            openssl.say("one\n");
+            assert_eq!(line_of(&mut session, &mut socket), "one\n");
+            // Commands of s_client: its own KeyUpdate, and one that asks for ours.
+            for (command, word) in [("k\n", "two\n"), ("K\n", "three\n")] {
+                openssl.command(command, "KEYUPDATE");
+                openssl.say(word);
+                assert_eq!(line_of(&mut session, &mut socket), word);
+            }
+            session
+                .writer
+                .send(&mut socket, &mut Parts::new(&["under new keys\n"]))
+                .unwrap();
+            session.writer.close(&mut socket).unwrap();
+        },
+    );
+    assert!(error.is_none(), "{error:?}: {said}");
+    assert!(said.contains("under new keys"), "{said}");
+    let received = said
+        .lines()
+        .filter(|line| line.starts_with("<<<") && line.contains("KeyUpdate"));
+    assert_eq!(received.count(), 1, "{said}");
+}
+
+/// An `openssl s_server` with these arguments, and its address.
+fn s_server(arguments: &[&str], dir: &Path) -> (OpenSsl, String) {
+    let all = [
+        &[
+            "s_server",
+            "-accept",
+            "127.0.0.1:0",
+            "-Verify",
+            "1",
+            "-verify_return_error",
+        ][..],
+        arguments,
+    ];
+    let mut openssl = OpenSsl::start(&all.concat(), dir, "server");
+    openssl.wait_for("ACCEPT ");
+    openssl.1.clear();
+    openssl.wait_for("\n");
+    let address = std::mem::take(&mut openssl.1).trim().to_owned();
+    (openssl, address)
+}
+
+#[test]
+fn a_server_of_openssl_is_talked_to_and_its_tickets_are_passed_over() {
+    if is_missing() {
+        return;
+    }
+    let pki = Pki::new("CA");
+    let (mut openssl, address) = s_server(&[], &pki.host(&["b", "127.0.0.1"]));
+    let client = tls(&pki.host(&["a"]), Settings::new(Profile::Qemu));
+    let mut socket = TcpStream::connect(&address).unwrap();
+    let mut session = client.connect(&socket, Some("127.0.0.1")).unwrap();
+    // Its tickets are before it.
+    openssl.say("from openssl\n");
+    assert_eq!(line_of(&mut session, &mut socket), "from openssl\n");
+    session
+        .writer
+        .send(&mut socket, &mut Parts::new(&["from hotlift\n"]))
+        .unwrap();
+    openssl.wait_for("from hotlift");
+    session.writer.close(&mut socket).unwrap();
+}
+
+#[test]
+fn a_server_with_older_versions_only_is_refused() {
+    if is_missing() {
+        return;
+    }
+    let pki = Pki::new("CA");
+    let (openssl, address) = s_server(&["-tls1_2"], &pki.host(&["b"]));
+    let client = tls(&pki.host(&["a"]), Settings::new(Profile::Qemu));
+    let socket = TcpStream::connect(&address).unwrap();
+    let said = failure(client.connect(&socket, Some("b")));
+    assert!(said.contains("does not speak TLS 1.3"), "{said}");
+    drop(openssl);
+}
+
+#[test]
+fn renegotiation_does_not_exist() {
+    if is_missing() {
+        return;
+    }
+    let (_, said) = s_client(
+        &["-alpn", "hotlift/1"],
+        hotlift(),
+        |mut session, mut socket, openssl| {
+            openssl.command("R\n", "RENEGOTIATING");
+            openssl.say("Q\n");
+            // It cannot, and closes.
+            let end = session.reader.plaintext(&mut socket);
+            assert!(end.is_ok_and(<[u8]>::is_empty));
+        },
+    );
+    assert!(said.contains("wrong ssl version"), "{said}");
+}

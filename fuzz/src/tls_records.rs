@@ -1,0 +1,123 @@
+//! What comes behind a TLS handshake: records of anybody, and sealed ones of a peer that says what it likes.
+
+use hotlift_tls::fixed::{End, ends, next_key, record};
+use hotlift_tls::{CONNECTION_MEMORY, RECORD_PLAINTEXT, RecordError};
+
+use crate::memory::bounded;
+
+/// The buffers of one end; the sealed records are made before.
+const MEMORY: usize = CONNECTION_MEMORY + (16 << 10);
+
+/// Handshake message after which the other side uses its next key, if it is all of a record.
+const KEY_UPDATES: [&[u8]; 2] = [&[24, 0, 0, 1, 0], &[24, 0, 0, 1, 1]];
+
+/// Reads records. The first byte chooses the cipher, who reads, and what the input is: bytes as they are, or for each record
+/// a type, a length and the content to be sealed.
+pub fn records(data: &[u8]) {
+    let Some((&first, data)) = data.split_first() else {
+        return;
+    };
+    let [client, server] = ends(usize::from(first % 3), 4);
+    let (mut reader, mut writer) = match first & 4 {
+        0 => (client, server),
+        _ => (server, client),
+    };
+    if first & 8 == 0 {
+        let read = read(&mut reader, data, first);
+        assert!(
+            read.is_err() && read.data == 0,
+            "records that nobody has sealed"
+        );
+        return;
+    }
+    let sealed = seal(&mut writer, data);
+    let whole = read(&mut reader, &sealed.bytes, first);
+    assert!(whole.data <= sealed.data, "more than was sent");
+    if !sealed.is_closed {
+        assert!(whole.is_err(), "an end that nobody has said");
+    }
+    // The same in pieces of another length.
+    let [client, server] = ends(usize::from(first % 3), 4);
+    let mut again = if first & 4 == 0 { client } else { server };
+    let again = read(&mut again, &sealed.bytes, first.wrapping_add(16));
+    assert_eq!(whole.data, again.data);
+    assert_eq!(whole.is_err(), again.is_err());
+}
+
+struct Sealed {
+    bytes: Vec<u8>,
+    /// Bytes of data in them.
+    data: usize,
+    is_closed: bool,
+}
+
+/// Seals the records that `data` lists.
+fn seal(writer: &mut End, mut data: &[u8]) -> Sealed {
+    let mut sealed = Sealed {
+        bytes: Vec::new(),
+        data: 0,
+        is_closed: false,
+    };
+    while let Some((&[kind, high, low], rest)) = data.split_first_chunk() {
+        let length = usize::from(u16::from_be_bytes([high, low]));
+        let length = length.min(rest.len()).min(RECORD_PLAINTEXT);
+        let (content, rest) = rest.split_at(length);
+        data = rest;
+        let kind = [20, 21, 22, 23, kind][usize::from(kind % 5)];
+        sealed
+            .bytes
+            .extend(record(&mut writer.writer, kind, content));
+        if kind == 23 {
+            sealed.data += length;
+        }
+        sealed.is_closed |= kind == 21 && length == 2 && content[1] == 0;
+        if kind == 22 && KEY_UPDATES.contains(&content) {
+            next_key(&mut writer.writer);
+        }
+    }
+    sealed
+}
+
+/// What a reader has made of records.
+struct Outcome {
+    data: usize,
+    error: Option<RecordError>,
+}
+
+impl Outcome {
+    fn is_err(&self) -> bool {
+        self.error.is_some()
+    }
+}
+
+/// Reads `bytes`, in pieces of a length that depends on `pieces`.
+fn read(end: &mut End, bytes: &[u8], pieces: u8) -> Outcome {
+    let piece = 1 + 777 * usize::from(pieces >> 4);
+    bounded(MEMORY, || {
+        let mut from = Pieces(bytes, piece);
+        let mut data = 0;
+        let error = loop {
+            match end.reader.plaintext(&mut from) {
+                Ok([]) => break None,
+                Ok(plaintext) => {
+                    let n = plaintext.len();
+                    data += n;
+                    end.reader.consume(n);
+                }
+                Err(error) => break Some(error),
+            }
+        };
+        assert!(end.reader.memory() <= CONNECTION_MEMORY);
+        Outcome { data, error }
+    })
+}
+
+/// Gives so many bytes at a time at most.
+struct Pieces<'a>(&'a [u8], usize);
+
+impl std::io::Read for Pieces<'_> {
+    fn read(&mut self, to: &mut [u8]) -> std::io::Result<usize> {
+        let n = to.len().min(self.1);
+        self.0.read(&mut to[..n])
+    }
+}
