@@ -127,6 +127,8 @@ impl Rule for Units {
         while let Some((name, length)) = splitter.next(&came[done..]) {
             let bytes = &mut came[done..done + length];
             done += length;
+            // Reports do not count it.
+            let is_counted = !flow.is_back() && !name.starts_with("heard");
             let unit = Unit {
                 socket: flow.socket().filter(|_| !name.starts_with("data")),
                 back: flow.is_back(),
@@ -145,7 +147,7 @@ impl Rule for Units {
                 }
                 Some(Action::Cut { byte } | Action::HalfCut { byte }) => byte.min(length),
             };
-            if !flow.is_back() {
+            if is_counted {
                 super::lock(&self.log).bytes += rest as u64;
             }
             let passed = flow.pass(&bytes[..rest]);

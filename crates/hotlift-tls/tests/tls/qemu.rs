@@ -62,7 +62,11 @@ fn outcome(qmp: &mut Qemu) -> String {
         if info.is_completed() || info.has_failed() {
             return info.status().to_owned();
         }
-        assert!(Instant::now() < deadline, "still in state {}", info.status());
+        assert!(
+            Instant::now() < deadline,
+            "still in state {}",
+            info.status()
+        );
         thread::sleep(Duration::from_millis(10));
     }
 }

@@ -35,6 +35,8 @@ pub(crate) struct Arrivals<'a> {
     pub is_hotlift: bool,
     /// When the first was accepted.
     pub since: Option<Instant>,
+    /// A main channel that ends before a multifd channel has come is no migration's.
+    pub needs_channels: bool,
 }
 
 impl<'a> Arrivals<'a> {
@@ -48,6 +50,7 @@ impl<'a> Arrivals<'a> {
             refused: None,
             is_hotlift: false,
             since: None,
+            needs_channels: false,
         }
     }
 
@@ -62,12 +65,19 @@ impl<'a> Arrivals<'a> {
         watched: bool,
         check: Check<'_>,
     ) -> Result<bool, MigrationError> {
+        let had_channels = !self.multifd.is_empty();
         let named = named(self.main.as_ref(), &self.multifd).filter(|_| watched);
         let streams: Vec<_> = named.map(|stream| (stream, PollFlags::RDHUP)).collect();
         let (arrivals, ended) = self
             .door
             .step(wait, &streams, None)
             .map_err(MigrationError::opening)?;
+        let mut ended = ended;
+        if ended && !had_channels && self.needs_channels {
+            // Before what has come is looked at: it may be the main channel of the next migration.
+            self.drop_main();
+            ended = false;
+        }
         for arrival in arrivals {
             self.since.get_or_insert(arrival.since);
             match arrival.kind {
@@ -104,7 +114,7 @@ impl<'a> Arrivals<'a> {
     }
 
     /// Drops a main channel that has come to nothing.
-    pub(crate) fn drop_main(&mut self) {
+    fn drop_main(&mut self) {
         self.control.turn_away("a main channel without a migration");
         (self.main, self.main_came, self.since) = (None, false, None);
     }

@@ -55,6 +55,8 @@ struct State {
     under_way: usize,
     /// The trailer was good.
     whole: bool,
+    /// The channels are open: their ends wait until everything is over, as a source's do. Before, an end is one.
+    opened: bool,
     /// Nobody reads any more.
     over: bool,
     error: Option<FileError>,
@@ -95,6 +97,7 @@ impl SavedChannels {
                 held_bytes: 0,
                 under_way: 0,
                 whole: false,
+                opened: false,
                 over: false,
                 error: None,
             }),
@@ -126,6 +129,11 @@ impl SavedChannels {
         }
     }
 
+    /// All channels have said what they are.
+    pub(crate) fn set_opened(&self) {
+        self.lock().opened = true;
+    }
+
     /// What was wrong with the file, if something was.
     pub(crate) fn take_error(&self) -> Option<FileError> {
         self.lock().error.take()
@@ -150,8 +158,17 @@ impl SavedChannels {
                 return Ok(Turn::End);
             }
             match self.turn(&mut state, channel)? {
-                Turn::Wait => {}
-                turn => return Ok(turn),
+                Some(Turn::Wait) => {}
+                Some(turn) => return Ok(turn),
+                None => {
+                    // Others take their places, and an end is seen, between any two headers.
+                    drop(state);
+                    state = self.lock();
+                    if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                        return Ok(Turn::Wait);
+                    }
+                    continue;
+                }
             }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
@@ -165,31 +182,30 @@ impl SavedChannels {
         }
     }
 
-    fn turn(&self, state: &mut State, channel: usize) -> Result<Turn, FileError> {
-        loop {
-            if let Some(place) = state.waiting[channel].pop_front() {
-                state.under_way += 1;
-                return Ok(Turn::Chunk(place));
-            }
-            if state.whole {
-                break;
-            }
+    /// What `channel` does next; `None`: a header was read, and it may look again.
+    fn turn(&self, state: &mut State, channel: usize) -> Result<Option<Turn>, FileError> {
+        if let Some(place) = state.waiting[channel].pop_front() {
+            state.under_way += 1;
+            return Ok(Some(Turn::Chunk(place)));
+        }
+        if !state.whole {
             self.read_header(state)?;
+            return Ok(None);
         }
         // The channels of a source stay open until everything is over.
-        if channel != 0 {
-            return Ok(Turn::Wait);
+        if channel != 0 && state.opened {
+            return Ok(Some(Turn::Wait));
         }
-        if state.held_back.is_empty() {
-            return Ok(Turn::End);
+        if channel != 0 || state.held_back.is_empty() {
+            return Ok(Some(Turn::End));
         }
         if state.under_way > 0 {
-            return Ok(Turn::Wait);
+            return Ok(Some(Turn::Wait));
         }
         self.check_the_rest(state)?;
         let place = state.held_back.pop_front();
         state.under_way += 1;
-        Ok(place.map_or(Turn::End, Turn::Chunk))
+        Ok(Some(place.map_or(Turn::End, Turn::Chunk)))
     }
 
     /// Reads the next chunk's header, or the trailer.
@@ -236,10 +252,11 @@ impl SavedChannels {
         Ok(())
     }
 
-    /// Checks the chunks that no channel has read: behind the last sync point there should be none.
+    /// Checks the chunks that no channel has read: what is held back, and behind the last sync point there should be no
+    /// other. At its first byte a guest may run.
     fn check_the_rest(&self, state: &mut State) -> Result<(), FileError> {
         let mut bytes = Vec::new();
-        for place in state.waiting.iter().flatten() {
+        for place in state.waiting.iter().flatten().chain(&state.held_back) {
             self.read_chunk(*place, &mut bytes)?;
         }
         Ok(())
@@ -248,7 +265,14 @@ impl SavedChannels {
     /// Reads a chunk that `next_place` has given out, and checks it.
     fn take_chunk(&self, place: Place, into: &mut Vec<u8>) -> Result<(), FileError> {
         let read = self.read_chunk(place, into);
-        self.lock().under_way -= 1;
+        if read.is_err() {
+            into.clear();
+        }
+        let mut state = self.lock();
+        // With the error in one step: the end is not let out in between.
+        state.over |= read.is_err();
+        state.under_way -= 1;
+        drop(state);
         self.changed.notify_all();
         read
     }

@@ -59,6 +59,7 @@ pub(crate) fn accept<'a>(
         options,
     };
     let mut arrivals = Arrivals::new(door, control);
+    arrivals.needs_channels = options.multifd();
     loop {
         match expected.step(&mut arrivals, control) {
             Ok(true) => break,
@@ -104,14 +105,8 @@ impl Expected<'_> {
         // A channel that has said what it is waits for the others; only its end is of interest.
         let ended = arrivals.step(TICK, true, &|packet, others| self.check(packet, others))?;
         let waits = self.options.multifd() && arrivals.multifd.is_empty();
-        match (ended, waits) {
-            (true, true) => arrivals.drop_main(),
-            (true, false) => {
-                return Err(MigrationError::Closed {
-                    channel: Channel::Main,
-                });
-            }
-            (false, _) => {}
+        if ended {
+            return Err(MigrationError::main_closed());
         }
         // The channels would be waited for in vain. (One that has gone already is turned away in the next step.)
         let main = arrivals.main.as_ref().map(|(main, _)| main);

@@ -83,7 +83,10 @@ impl Channels {
     }
 
     /// Those of a save file, whose openings are the first that is in them.
-    pub(crate) fn saved(file: &Arc<SavedChannels>) -> Result<Option<Self>, MigrationError> {
+    pub(crate) fn saved(
+        file: &Arc<SavedChannels>,
+        max_channels: u8,
+    ) -> Result<Option<Self>, MigrationError> {
         let open = |id| {
             let channel = file.channel(1 + u16::from(id));
             let mut opening = [0; INITIAL_PACKET_LEN];
@@ -95,10 +98,13 @@ impl Channels {
                 .read_exact(&mut opening)
                 .map_err(MigrationError::opening)?;
             let packet = InitialPacket::decode(&opening).map_err(wire)?;
+            check_number(&packet, max_channels)?;
             Ok((packet, channel))
         };
         let opened: Result<Vec<_>, MigrationError> = (0..file.info().channels).map(open).collect();
-        Self::of(opened?)
+        let opened = opened?;
+        file.set_opened();
+        Self::of(opened)
     }
 }
 

@@ -52,9 +52,10 @@ pub(crate) fn run_saved(
 ) -> Result<Relayed, MigrationError> {
     let (main, since) = (Box::new(file.channel(0)), Instant::now());
     let outcome = pass_on(main, Others::Saved(file), since, request);
-    match file.take_error() {
-        Some(error) => Err(error.into()),
-        None => outcome,
+    match (outcome, file.take_error()) {
+        // Who has the guest matters more.
+        (outcome @ (Ok(_) | Err(MigrationError::InDoubt)), _) | (outcome, None) => outcome,
+        (Err(_), Some(error)) => Err(error.into()),
     }
 }
 
@@ -109,7 +110,11 @@ fn pass_on(
     let channels = match (&mut others, input.socket()) {
         _ if multifd == Some(false) => None,
         (Others::Arriving(arrivals), Some(main)) => arrivals.channels(main, expected, &early)?,
-        (Others::Saved(file), _) => Channels::saved(file)?,
+        (Others::Saved(_), _) if setup.relay.is_none() => {
+            let reason = "the stream in the file is not a relay's".to_owned();
+            return Err(FileError::CannotBeSaved { reason }.into());
+        }
+        (Others::Saved(file), _) => Channels::saved(file, settings.outgoing.max_channels)?,
         (Others::Arriving(_), None) => unreachable!("who connects has a socket"),
     };
     if channels.is_none()
