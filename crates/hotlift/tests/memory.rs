@@ -55,6 +55,8 @@ fn relayed(
     };
     let listener = address.listen().unwrap();
     let outcome = std::thread::scope(|scope| {
+        // Dropped with what it has not accepted: their threads wait for the end of each connection.
+        let listener = listener;
         for bytes in &connections {
             let mut ours = UnixStream::connect(&socket).unwrap();
             scope.spawn(move || {
@@ -69,7 +71,9 @@ fn relayed(
             format: FileFormat::Hotlift,
         };
         let incoming = Incoming::Listener(&listener);
-        relay(incoming, &to, &settings, &Control::new(), Hooks::default())
+        let outcome = relay(incoming, &to, &settings, &Control::new(), Hooks::default());
+        drop(listener);
+        outcome
     });
     let outcome = outcome.map(|_| ()).map_err(|error| error.chain());
     (outcome, peak().saturating_sub(before))

@@ -164,9 +164,6 @@ impl SavedChannels {
                     // Others take their places, and an end is seen, between any two headers.
                     drop(state);
                     state = self.lock();
-                    if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
-                        return Ok(Turn::Wait);
-                    }
                     continue;
                 }
             }
