@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::Duration;
 
+pub use hotlift::error::error_line;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
 use hotlift_qmp::QmpError;
@@ -161,14 +162,3 @@ impl ConsoleError {
 
 /// Where a QEMU that was started says why it failed.
 pub const QEMUS_OWN_WORDS: &str = "its own words are on the terminal that it was started from";
-
-/// An error and its causes, in one line.
-pub fn error_line(error: &dyn std::error::Error) -> String {
-    let mut line = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        line = format!("{line}: {error}");
-        cause = error.source();
-    }
-    line
-}

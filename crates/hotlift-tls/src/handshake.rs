@@ -27,45 +27,33 @@ pub(crate) trait Connection {
     fn into_secrets(self) -> Result<(ExtractedSecrets, Self::Keys), rustls::Error>;
 }
 
-impl Connection for UnbufferedClientConnection {
-    type Data = ClientConnectionData;
-    type Keys = KernelConnection<ClientConnectionData>;
+/// rustls has no trait for what both can do.
+macro_rules! connection {
+    ($connection:ty, $data:ty) => {
+        impl Connection for $connection {
+            type Data = $data;
+            type Keys = KernelConnection<$data>;
 
-    fn process<'c, 'i>(
-        &'c mut self,
-        records: &'i mut [u8],
-    ) -> UnbufferedStatus<'c, 'i, Self::Data> {
-        self.process_tls_records(records)
-    }
+            fn process<'c, 'i>(
+                &'c mut self,
+                records: &'i mut [u8],
+            ) -> UnbufferedStatus<'c, 'i, Self::Data> {
+                self.process_tls_records(records)
+            }
 
-    fn common(&self) -> &CommonState {
-        self
-    }
+            fn common(&self) -> &CommonState {
+                self
+            }
 
-    fn into_secrets(self) -> Result<(ExtractedSecrets, Self::Keys), rustls::Error> {
-        self.dangerous_into_kernel_connection()
-    }
+            fn into_secrets(self) -> Result<(ExtractedSecrets, Self::Keys), rustls::Error> {
+                self.dangerous_into_kernel_connection()
+            }
+        }
+    };
 }
 
-impl Connection for UnbufferedServerConnection {
-    type Data = ServerConnectionData;
-    type Keys = KernelConnection<ServerConnectionData>;
-
-    fn process<'c, 'i>(
-        &'c mut self,
-        records: &'i mut [u8],
-    ) -> UnbufferedStatus<'c, 'i, Self::Data> {
-        self.process_tls_records(records)
-    }
-
-    fn common(&self) -> &CommonState {
-        self
-    }
-
-    fn into_secrets(self) -> Result<(ExtractedSecrets, Self::Keys), rustls::Error> {
-        self.dangerous_into_kernel_connection()
-    }
-}
+connection!(UnbufferedClientConnection, ClientConnectionData);
+connection!(UnbufferedServerConnection, ServerConnectionData);
 
 /// What the caller has to do next.
 enum Next {

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use hotlift::error::error_line;
 use hotlift::guest::DeviceState;
 use hotlift_mem::{Backing, DirtyBitmap, PAGE_SIZE, RamBlock};
 use hotlift_vmm::fill::{FillSettings, FillSource};
@@ -449,15 +450,6 @@ fn the_order_of_a_life_is_kept() {
 
 #[test]
 fn a_device_state_of_another_guest_is_refused_by_name() {
-    fn text(error: &dyn std::error::Error) -> String {
-        let mut text = error.to_string();
-        let mut source = error.source();
-        while let Some(error) = source {
-            text = format!("{text}: {error}");
-            source = error.source();
-        }
-        text
-    }
     for kind in kinds() {
         let source = started(kind, &settings(2, Workload::Random));
         source.pause().unwrap();
@@ -465,7 +457,11 @@ fn a_device_state_of_another_guest_is_refused_by_name() {
         let refused = |settings: &GuestSettings, devices: Vec<DeviceState>, why: &str| {
             let to = create(kind, settings).unwrap();
             let error = to.load_devices(devices).unwrap_err();
-            assert!(text(&error).contains(why), "{kind}: {}", text(&error));
+            assert!(
+                error_line(&error).contains(why),
+                "{kind}: {}",
+                error_line(&error)
+            );
             to.resume().unwrap_err();
         };
         let same = settings(2, Workload::Random);

@@ -290,14 +290,20 @@ impl MigrationError {
     /// The error and its causes as one line, outermost first.
     #[must_use]
     pub fn chain(&self) -> String {
-        let mut line = self.to_string();
-        let mut next = std::error::Error::source(self);
-        while let Some(cause) = next {
-            line = format!("{line}: {cause}");
-            next = cause.source();
-        }
-        line
+        error_line(self)
     }
+}
+
+/// An error and its causes in one line, outermost first.
+#[must_use]
+pub fn error_line(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        line = format!("{line}: {cause}");
+        next = cause.source();
+    }
+    line
 }
 
 /// A peer's words, without what could steer a terminal.

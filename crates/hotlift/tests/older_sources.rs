@@ -15,7 +15,10 @@ use hotlift_mem::{Backing, DirtyBitmap, PAGE_SIZE, RamBlock};
 use hotlift_methods::legacy::xbzrle;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Configuration, MainEncoder};
-use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout, ZeroPageDetection};
+
+#[path = "relay/recording.rs"]
+#[allow(dead_code, reason = "most of it is for relays")]
+mod recording;
 
 const PAGES: usize = 8;
 const MACHINE: &str = "older-1.0";
@@ -290,21 +293,7 @@ fn a_record_that_does_not_decode_is_refused_with_its_page() {
 
 #[test]
 fn a_channel_of_another_version_is_refused_with_both_values() {
-    let opening = InitialPacket {
-        uuid: [0; 16],
-        id: 0,
-        hello: Some(Hello {
-            channels: 1,
-            method: Method::None,
-            layout: PacketLayout::QEMU,
-            zero_page_detection: ZeroPageDetection::Multifd,
-        }),
-    };
-    let mut bytes = opening.encode();
-    // Between its magic and its checksum.
-    bytes[36..38].copy_from_slice(&255_u16.to_be_bytes());
-    let sum = crc32fast::hash(&bytes[32..60]);
-    bytes[60..].copy_from_slice(&sum.to_be_bytes());
+    let bytes = recording::opening_of_another_version();
     let (guest, outcome) = receive_bytes(&Options::default(), &bytes);
     let said = outcome.expect_err("another version").chain();
     assert!(

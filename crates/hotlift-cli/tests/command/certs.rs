@@ -156,29 +156,17 @@ fn renew_makes_new_keys_for_the_same_names_where_it_is_time() {
     };
     let key = || fs::read(host.join("server-key.pem")).unwrap();
     let (before, old_key) = (show(), key());
-    made(&[
-        "renew",
-        "--dir",
-        text(&host),
-        "--ca",
-        text(&ca),
-        "--within",
-        "10",
-    ]);
+    let renew = |within| {
+        let folders = ["--dir", text(&host), "--ca", text(&ca)];
+        made(&[&["renew"][..], &folders, &["--within", within]].concat());
+    };
+    renew("10");
     assert_eq!(
         (show(), key()),
         (before.clone(), old_key.clone()),
         "it is not time"
     );
-    made(&[
-        "renew",
-        "--dir",
-        text(&host),
-        "--ca",
-        text(&ca),
-        "--within",
-        "30",
-    ]);
+    renew("30");
     let after = show();
     assert_ne!(key(), old_key);
     for (new, old) in [1, 2].map(|at| (&after["certificates"][at], &before["certificates"][at])) {

@@ -110,15 +110,7 @@ pub fn connected(settings: &Settings) -> ((UnixStream, Session), (UnixStream, Se
 }
 
 /// An error with its causes, as it is shown.
-pub fn line(error: &dyn std::error::Error) -> String {
-    let mut line = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        line = format!("{line}: {error}");
-        cause = error.source();
-    }
-    line
-}
+pub use hotlift::error::error_line as line;
 
 /// What is wrong in the other side's words, and in ours.
 pub fn failure<T: std::fmt::Debug>(outcome: Result<T, TlsError>) -> String {

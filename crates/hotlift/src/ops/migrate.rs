@@ -37,7 +37,6 @@ use crate::precopy::reporter::Reporter;
 use crate::progress::OnProgress;
 use crate::stream::handshake;
 use crate::stream::multifd_send::{ChannelOpening, connect};
-use crate::stream::return_path::await_answers;
 use crate::threads::{OnPanic, caught, run_as, spawn};
 use crate::transport::Address;
 
@@ -447,7 +446,7 @@ impl Migration<'_> {
     fn await_pongs(&mut self, waiting_for: Option<&str>) -> Result<(), Ended> {
         let session = self.session;
         let limit = waiting_for.map(|what| (session.options.handshake_timeout, what));
-        await_answers(&session.answers, limit, TICK, || {
+        session.answers.await_answers(limit, TICK, || {
             self.check()?;
             if limit.is_none() {
                 self.reporter.tell(self.round, &self.estimator);

@@ -10,7 +10,7 @@ use crate::control::Control;
 use crate::ends::guest_sink::main_channel::MainReceiver;
 use crate::ends::guest_sink::session::Session;
 use crate::ends::guest_sink::{accept, channel, decompress_threads};
-use crate::error::{Channel, MigrationError};
+use crate::error::MigrationError;
 use crate::figures::{DestinationReport, SideFigures};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, attend, linger};
@@ -90,9 +90,7 @@ fn run(
     let (accepted, mut door) = accept::accept(door, guest.uuid(), method, options, control)?;
     let session = Session::new(guest, options, control.clone(), id, accepted);
     let refuse = || {
-        session.fail(MigrationError::Closed {
-            channel: Channel::Main,
-        });
+        session.fail(MigrationError::main_closed());
     };
     let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
     thread::scope(|scope| {

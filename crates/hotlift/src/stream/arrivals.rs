@@ -35,12 +35,14 @@ pub(crate) struct Arrivals<'a> {
     pub is_hotlift: bool,
     /// When the first was accepted.
     pub since: Option<Instant>,
-    /// A main channel that ends before a multifd channel has come is no migration's.
-    pub needs_channels: bool,
+    /// Multifd channels that there are to be; `None` if the source decides it.
+    channels: Option<u8>,
 }
 
 impl<'a> Arrivals<'a> {
-    pub(crate) fn new(door: Door<'a>, control: &Control) -> Self {
+    /// Those of a migration with so many multifd channels, if that is known: then connections that have said what they
+    /// are are watched.
+    pub(crate) fn new(door: Door<'a>, channels: Option<u8>, control: &Control) -> Self {
         Self {
             door,
             control: control.clone(),
@@ -50,33 +52,28 @@ impl<'a> Arrivals<'a> {
             refused: None,
             is_hotlift: false,
             since: None,
-            needs_channels: false,
+            channels,
         }
     }
 
-    /// Waits for up to `wait` for something to happen, and takes it in. True if a connection has ended, of those that
-    /// have said what they are: looked at only with `watched`.
+    /// Waits for up to `wait` for something to happen, and takes it in.
     ///
     /// # Errors
-    /// What `check` says of a channel; [`MigrationError::Mismatch`] for a Hotlift of another version.
-    pub(crate) fn step(
-        &mut self,
-        wait: Duration,
-        watched: bool,
-        check: Check<'_>,
-    ) -> Result<bool, MigrationError> {
-        let had_channels = !self.multifd.is_empty();
-        let named = named(self.main.as_ref(), &self.multifd).filter(|_| watched);
+    /// What `check` says of a channel; [`MigrationError::Mismatch`] for a Hotlift of another version;
+    /// [`MigrationError::Closed`] if a connection that is watched has ended.
+    pub(crate) fn step(&mut self, wait: Duration, check: Check<'_>) -> Result<(), MigrationError> {
+        let named = named(self.main.as_ref(), &self.multifd).filter(|_| self.channels.is_some());
         let streams: Vec<_> = named.map(|stream| (stream, PollFlags::RDHUP)).collect();
         let (arrivals, ended) = self
             .door
             .step(wait, &streams, None)
             .map_err(MigrationError::opening)?;
-        let mut ended = ended;
-        if ended && !had_channels && self.needs_channels {
+        if ended && self.waits_for_channels() {
             // Before what has come is looked at: it may be the main channel of the next migration.
-            self.drop_main();
-            ended = false;
+            self.control.turn_away("a main channel without a migration");
+            (self.main, self.main_came, self.since) = (None, false, None);
+        } else if ended {
+            return Err(MigrationError::main_closed());
         }
         for arrival in arrivals {
             self.since.get_or_insert(arrival.since);
@@ -110,13 +107,12 @@ impl<'a> Arrivals<'a> {
                 }
             }
         }
-        Ok(ended)
+        Ok(())
     }
 
-    /// Drops a main channel that has come to nothing.
-    fn drop_main(&mut self) {
-        self.control.turn_away("a main channel without a migration");
-        (self.main, self.main_came, self.since) = (None, false, None);
+    /// Whether there are to be multifd channels, and none has come.
+    pub(crate) fn waits_for_channels(&self) -> bool {
+        self.multifd.is_empty() && self.channels.is_some_and(|channels| channels > 0)
     }
 
     /// Tells a Hotlift, on whatever it has opened, why it is refused. A QEMU would not understand.

@@ -70,7 +70,8 @@ impl MainSend {
         let mut out = Vec::with_capacity(2 * GATHERED);
         Ok(Self {
             link,
-            encoder: MainEncoder::new(configuration, &mut out).map_err(wire)?,
+            encoder: MainEncoder::new(configuration, &mut out)
+                .map_err(MigrationError::main_wire)?,
             out,
             scratch: IoScratch::new(),
             crc: Some(crc32fast::Hasher::new()),
@@ -103,7 +104,9 @@ impl MainSend {
         flush: bool,
     ) -> Result<(), MigrationError> {
         if let Some(id) = section_id {
-            self.encoder.set_ram_id(id).map_err(wire)?;
+            self.encoder
+                .set_ram_id(id)
+                .map_err(MigrationError::main_wire)?;
         }
         self.record(|encoder, out| encoder.ram_start(blocks, flush, out))?;
         self.flush()
@@ -190,17 +193,19 @@ impl MainSend {
         self.open_section()?;
         let (encoder, out) = (&mut self.encoder, &mut self.out);
         for offset in pages.zero {
-            encoder.zero_page(pages.block, *offset, out).map_err(wire)?;
+            encoder
+                .zero_page(pages.block, *offset, out)
+                .map_err(MigrationError::main_wire)?;
         }
         let mut heads = Vec::with_capacity(pages.normal.len() + 1);
         let mut from = 0;
         for offset in pages.normal {
             let head = encoder.normal_page_head(pages.block, *offset, out);
-            head.map_err(wire)?;
+            head.map_err(MigrationError::main_wire)?;
             heads.push(from..out.len());
             from = out.len();
         }
-        encoder.ram_eos(out).map_err(wire)?;
+        encoder.ram_eos(out).map_err(MigrationError::main_wire)?;
         self.in_section = false;
         let out = std::mem::take(&mut self.out);
         let mut parts = Vec::with_capacity(2 * heads.len() + 1);
@@ -294,7 +299,7 @@ impl MainSend {
         &mut self,
         write: impl FnOnce(&mut MainEncoder, &mut Vec<u8>) -> Result<(), WireError>,
     ) -> Result<(), MigrationError> {
-        write(&mut self.encoder, &mut self.out).map_err(wire)
+        write(&mut self.encoder, &mut self.out).map_err(MigrationError::main_wire)
     }
 
     /// Writes what was gathered.
@@ -316,12 +321,5 @@ impl MainSend {
         transport.send(Channel::Main, parts, &mut self.scratch)?;
         self.link.counters.add_bytes(bytes);
         Ok(())
-    }
-}
-
-fn wire(source: WireError) -> MigrationError {
-    MigrationError::Wire {
-        channel: Channel::Main,
-        source,
     }
 }

@@ -88,25 +88,12 @@ struct Heard {
     /// SHUT is a word on what became of the guest; before, it only ends the migration.
     is_committed: bool,
     word: Option<Word>,
-    /// It has ended the migration before the commit.
-    gave_up: bool,
     /// Why it gave up, in its words.
     reason: Option<String>,
     /// No connection is left that could bring anything.
     ended: bool,
     /// The migration has ended elsewhere.
     aborted: bool,
-}
-
-/// How a wait for answers has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Waited {
-    /// All PINGs are answered.
-    Answered,
-    /// Not yet.
-    NotYet,
-    /// There will be no answer: the connections have ended, or the migration has.
-    Never,
 }
 
 /// What the destination has said: kept by the thread that listens, waited for by the main thread.
@@ -159,11 +146,6 @@ impl Answers {
         self.note(|heard| heard.aborted = true);
     }
 
-    /// No connection is left that could bring an answer.
-    pub(crate) fn end(&self) {
-        self.note(|heard| heard.ended = true);
-    }
-
     /// Takes a message; false if it is not for this side. `explained` says that its connection has brought a reason
     /// to give up.
     fn take(&self, message: &ReturnMessage<'_>, explained: bool) -> Result<bool, MigrationError> {
@@ -183,10 +165,7 @@ impl Answers {
             }
             // Only this side ends the guest's life at the source, so that a SHUT before that is a failure whatever its
             // value.
-            ReturnMessage::Shut(_) => {
-                heard.gave_up = true;
-                return Err(refusal(&heard));
-            }
+            ReturnMessage::Shut(_) => return Err(refusal(&heard)),
             ReturnMessage::ErrorText(text) => {
                 heard.reason.get_or_insert_with(|| printable(text));
             }
@@ -196,15 +175,40 @@ impl Answers {
         Ok(true)
     }
 
-    /// Waits for up to `patience` until every PING sent so far has been answered.
-    pub(crate) fn wait_answered(&self, patience: Duration) -> Waited {
-        let heard = self.wait_while(patience, |heard| {
-            !heard.unanswered.is_empty() && !heard.is_over()
-        });
-        match (heard.unanswered.is_empty(), heard.is_over()) {
-            (true, _) => Waited::Answered,
-            (false, true) => Waited::Never,
-            (false, false) => Waited::NotYet,
+    /// Waits until every PING sent so far has been answered. Every `tick` meanwhile `doing` is called, which may end the
+    /// wait; `limit` does, and says what was waited for.
+    ///
+    /// # Errors
+    /// What `doing` says; [`MigrationError::Timeout`]; [`MigrationError::Closed`] if there will be no answer.
+    pub(crate) fn await_answers<E: From<MigrationError>>(
+        &self,
+        limit: Option<(Duration, &str)>,
+        tick: Duration,
+        mut doing: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
+        let begun = Instant::now();
+        loop {
+            let heard = self.wait_while(tick, |heard| {
+                !heard.unanswered.is_empty() && !heard.is_over()
+            });
+            let (is_answered, is_over) = (heard.unanswered.is_empty(), heard.is_over());
+            drop(heard);
+            if is_answered {
+                return Ok(());
+            }
+            doing()?;
+            if is_over {
+                return Err(MigrationError::main_closed().into());
+            }
+            if let Some((timeout, waiting_for)) = limit
+                && begun.elapsed() > timeout
+            {
+                return Err(MigrationError::Timeout {
+                    waiting_for: waiting_for.to_owned(),
+                    waited: timeout,
+                }
+                .into());
+            }
         }
     }
 
@@ -250,7 +254,7 @@ impl Answers {
         let heard = self.lock();
         match heard.word {
             Some(Word::Runs) => Ok(()),
-            None if heard.reason.is_none() && !heard.gave_up => Err(lost),
+            None if heard.reason.is_none() => Err(lost),
             Some(Word::Never) | None => Err(refusal(&heard)),
         }
     }
@@ -273,43 +277,12 @@ fn refusal(heard: &Heard) -> MigrationError {
     }
 }
 
-/// Waits until every PING sent so far has been answered; `doing` is called again and again meanwhile, and may end the
-/// wait.
-///
-/// # Errors
-/// What `doing` says; [`MigrationError::Timeout`], with `waiting_for`, after `timeout`; [`MigrationError::Closed`] if there
-/// will be no answer.
-pub(crate) fn await_answers<E: From<MigrationError>>(
-    answers: &Answers,
-    limit: Option<(Duration, &str)>,
-    tick: Duration,
-    mut doing: impl FnMut() -> Result<(), E>,
-) -> Result<(), E> {
-    let begun = Instant::now();
-    loop {
-        match answers.wait_answered(tick) {
-            Waited::Answered => return Ok(()),
-            Waited::NotYet => doing()?,
-            Waited::Never => {
-                doing()?;
-                return Err(closed().into());
-            }
-        }
-        if let Some((timeout, waiting_for)) = limit
-            && begun.elapsed() > timeout
-        {
-            return Err(MigrationError::Timeout {
-                waiting_for: waiting_for.to_owned(),
-                waited: timeout,
-            }
-            .into());
-        }
-    }
-}
+/// Ends the waits for answers when nobody listens any more, however that came.
+pub(crate) struct EndsAnswers<'a>(pub &'a Answers);
 
-fn closed() -> MigrationError {
-    MigrationError::Closed {
-        channel: Channel::Main,
+impl Drop for EndsAnswers<'_> {
+    fn drop(&mut self) {
+        self.0.note(|heard| heard.ended = true);
     }
 }
 

@@ -12,13 +12,13 @@ use hotlift_testkit::alone::peak;
 use hotlift_wire::PAGE_SIZE;
 use hotlift_wire::main_channel::{Command, MainEncoder};
 use hotlift_wire::multifd::{
-    Hello, INITIAL_PACKET_LEN, InitialPacket, MAGIC, Method, PacketFields, PacketLayout,
-    PacketWriter, ZeroPageDetection,
+    Hello, InitialPacket, MAGIC, Method, PacketFields, PacketLayout, PacketWriter,
+    ZeroPageDetection,
 };
 use rustix::net::sockopt::set_socket_linger;
 
 use super::log::{Event, Log};
-use super::recording::{Recording, UUID, configuration, put_sync};
+use super::recording::{Recording, UUID, configuration, opening_of_another_version, put_sync};
 use super::rig::{Relay, destination, settings, until};
 
 /// Memory that a relay and what is around it here may take, whatever it is told. Bitmaps for 16 TiB
@@ -205,26 +205,6 @@ fn packets_that_a_relay_has_no_room_for_are_refused() {
         &[&main, &channel],
         "multifd-packet-size differs: the source has 528384 bytes",
     )]);
-}
-
-/// The opening of a channel of a Hotlift that speaks version 255 of the protocol.
-fn opening_of_another_version() -> [u8; INITIAL_PACKET_LEN] {
-    let opening = InitialPacket {
-        uuid: UUID,
-        id: 0,
-        hello: Some(Hello {
-            channels: 1,
-            method: Method::None,
-            layout: PacketLayout::QEMU,
-            zero_page_detection: ZeroPageDetection::Multifd,
-        }),
-    };
-    let mut bytes = opening.encode();
-    // Between its magic and its checksum.
-    bytes[36..38].copy_from_slice(&255_u16.to_be_bytes());
-    let sum = crc32fast::hash(&bytes[32..60]);
-    bytes[60..].copy_from_slice(&sum.to_be_bytes());
-    bytes
 }
 
 #[test]

@@ -6,7 +6,10 @@ use std::path::{Path, PathBuf};
 use hotlift_wire::main_channel::{
     Command, Configuration, DeviceLengths, MainDecoder, MainEncoder, MainEvent, Step, VmDescription,
 };
-use hotlift_wire::multifd::{InitialPacket, Method, PacketFields, PacketLayout, PacketWriter};
+use hotlift_wire::multifd::{
+    Hello, INITIAL_PACKET_LEN, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter,
+    ZeroPageDetection,
+};
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
 
 /// The UUID of every VM here.
@@ -249,4 +252,24 @@ fn small_end(
         main,
         channels,
     }
+}
+
+/// The opening of a channel of a Hotlift that speaks version 255 of the protocol.
+pub fn opening_of_another_version() -> [u8; INITIAL_PACKET_LEN] {
+    let opening = InitialPacket {
+        uuid: UUID,
+        id: 0,
+        hello: Some(Hello {
+            channels: 1,
+            method: Method::None,
+            layout: PacketLayout::QEMU,
+            zero_page_detection: ZeroPageDetection::Multifd,
+        }),
+    };
+    let mut bytes = opening.encode();
+    // Between its magic and its checksum.
+    bytes[36..38].copy_from_slice(&255_u16.to_be_bytes());
+    let sum = crc32fast::hash(&bytes[32..60]);
+    bytes[60..].copy_from_slice(&sum.to_be_bytes());
+    bytes
 }

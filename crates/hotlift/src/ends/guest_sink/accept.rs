@@ -58,8 +58,7 @@ pub(crate) fn accept<'a>(
         method,
         options,
     };
-    let mut arrivals = Arrivals::new(door, control);
-    arrivals.needs_channels = options.multifd();
+    let mut arrivals = Arrivals::new(door, Some(options.channels()), control);
     loop {
         match expected.step(&mut arrivals, control) {
             Ok(true) => break,
@@ -103,14 +102,10 @@ impl Expected<'_> {
             return Err(self.timed_out(arrivals));
         }
         // A channel that has said what it is waits for the others; only its end is of interest.
-        let ended = arrivals.step(TICK, true, &|packet, others| self.check(packet, others))?;
-        let waits = self.options.multifd() && arrivals.multifd.is_empty();
-        if ended {
-            return Err(MigrationError::main_closed());
-        }
+        arrivals.step(TICK, &|packet, others| self.check(packet, others))?;
         // The channels would be waited for in vain. (One that has gone already is turned away in the next step.)
         let main = arrivals.main.as_ref().map(|(main, _)| main);
-        if waits
+        if arrivals.waits_for_channels()
             && let Some(beginning) = main
                 .filter(|main| !main.is_hung_up())
                 .and_then(handshake::peek)

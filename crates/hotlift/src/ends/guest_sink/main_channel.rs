@@ -129,10 +129,14 @@ impl<'a> MainReceiver<'a> {
     }
 
     fn next_event(&mut self) -> Result<Next, MigrationError> {
-        match self.decoder.next(self.input.unread()).map_err(wire)? {
+        match self
+            .decoder
+            .next(self.input.unread())
+            .map_err(MigrationError::main_wire)?
+        {
             Step::Need(needed) => {
                 if !self.input.fill(needed, self.state.session)? {
-                    return Err(closed());
+                    return Err(MigrationError::main_closed());
                 }
                 Ok(Next::Go)
             }
@@ -154,14 +158,8 @@ impl Waiting for Session<'_> {
         // Another connection may have brought the source's word meanwhile.
         match self.taking.side() {
             DestinationSide::Loading | DestinationSide::Loaded => Ok(()),
-            _ => Err(closed()),
+            _ => Err(MigrationError::main_closed()),
         }
-    }
-}
-
-fn closed() -> MigrationError {
-    MigrationError::Closed {
-        channel: Channel::Main,
     }
 }
 
@@ -239,7 +237,7 @@ impl State<'_> {
             MainEvent::DevicePayload(payload) => {
                 self.device_bytes += payload.len();
                 if self.device_bytes > DEVICE_BYTES {
-                    return Err(wire(WireError::OverLimit {
+                    return Err(MigrationError::main_wire(WireError::OverLimit {
                         what: "length of all device payloads",
                         limit: DEVICE_BYTES as u64,
                         got: self.device_bytes as u64,
@@ -281,7 +279,7 @@ impl State<'_> {
                 }
             },
             Command::Ping(value) => {
-                input.check_crc(value).map_err(wire)?;
+                input.check_crc(value).map_err(MigrationError::main_wire)?;
                 // The one PING behind the end of RAM asks whether all is loaded.
                 if self.ram_complete {
                     self.load_devices()?;
@@ -312,7 +310,9 @@ impl State<'_> {
         }
         let mut bytes = Vec::new();
         for message in messages {
-            message.encode(&mut bytes).map_err(wire)?;
+            message
+                .encode(&mut bytes)
+                .map_err(MigrationError::main_wire)?;
         }
         (&self.session.accepted.main)
             .write_all(&bytes)
@@ -438,13 +438,6 @@ fn compare(what: &str, source_has: &str, destination_has: &str) -> Result<(), Mi
         source_has: format!("'{source_has}'"),
         destination_has: format!("'{destination_has}'"),
     })
-}
-
-fn wire(source: WireError) -> MigrationError {
-    MigrationError::Wire {
-        channel: Channel::Main,
-        source,
-    }
 }
 
 fn broken(source: std::io::Error) -> MigrationError {

@@ -13,8 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::control::Status;
 use crate::ends::guest_source::session::Session;
 use crate::error::{Channel, MigrationError};
-use crate::stream::return_path::Messages;
-use crate::threads::OnPanic;
+use crate::stream::return_path::{EndsAnswers, Messages};
 use crate::transport::Stream;
 
 /// How often a quiet destination is thought about.
@@ -33,7 +32,7 @@ struct Peer<'a> {
 
 /// Listens until every connection is closed.
 pub(crate) fn listen(session: &Session<'_>) {
-    let _ends = OnPanic(|| session.answers.end());
+    let _ends = EndsAnswers(&session.answers);
     let channel_of = |index: usize| match u8::try_from(index) {
         Ok(index) if index > 0 => Channel::Multifd(index - 1),
         Ok(_) => Channel::Main,
@@ -61,7 +60,6 @@ pub(crate) fn listen(session: &Session<'_>) {
         }
         watchdog.look(session);
     }
-    session.answers.end();
 }
 
 /// Ends what no other thread can: a migration thread that is blocked in a write when the migration is

@@ -34,7 +34,7 @@ use crate::stream::channel_out::ChannelOut;
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
-use crate::stream::return_path::{Answers, Messages, await_answers};
+use crate::stream::return_path::{Answers, EndsAnswers, Messages};
 use crate::transport::{Address, Stream};
 
 /// How long a destination may take to load the devices.
@@ -104,15 +104,6 @@ struct OtherSide {
     /// Every section of RAM is a barrier.
     flush_after_each_section: bool,
     zero_place: ZeroPlace,
-}
-
-/// Ends the waits for answers when nobody listens any more, however that came.
-struct Ends<'a>(&'a Answers);
-
-impl Drop for Ends<'_> {
-    fn drop(&mut self) {
-        self.0.end();
-    }
 }
 
 struct Ram {
@@ -266,15 +257,13 @@ impl<'a> StreamSink<'a> {
 
     /// Waits for the answer to this relay's own PING.
     fn await_answer(&self, timeout: Duration, waiting_for: &str) -> Result<(), MigrationError> {
-        await_answers(
-            &self.answers,
-            Some((timeout, waiting_for)),
-            TICK,
-            || match self.control.is_cancelled() {
-                true => Err(MigrationError::Cancelled),
-                false => Ok(()),
-            },
-        )
+        self.answers
+            .await_answers(Some((timeout, waiting_for)), TICK, || {
+                match self.control.is_cancelled() {
+                    true => Err(MigrationError::Cancelled),
+                    false => Ok(()),
+                }
+            })
     }
 
     /// What the other side says became of the guest: on main, as the answer to a question, or by whoever else
@@ -584,7 +573,7 @@ impl Sink for StreamSink<'_> {
     }
 
     fn return_path(&self, forward: &dyn Fn(&[u8]), failed: &dyn Fn(MigrationError)) {
-        let _ends = Ends(&self.answers);
+        let _ends = EndsAnswers(&self.answers);
         if let ChannelOut::Socket(main) = &self.link.transport
             && let Err(error) = self.listen(main, forward)
         {

@@ -113,7 +113,7 @@ impl<'a> Uncounted<'a> {
         let timeout = settings.outgoing.handshake_timeout;
         let door = Door::new(listener, settings.incoming_token, timeout, control);
         Self {
-            arrivals: Arrivals::new(door, control),
+            arrivals: Arrivals::new(door, None, control),
             timeout,
             max_channels: settings.outgoing.max_channels,
         }
@@ -218,7 +218,7 @@ impl<'a> Uncounted<'a> {
         call.check()?;
         let most = self.max_channels;
         let check = |packet: &InitialPacket, _: &[_]| check_number(packet, most);
-        self.arrivals.step(wait, false, &check).map(drop)
+        self.arrivals.step(wait, &check)
     }
 
     /// A further connection whose first bytes are nobody's business, within [`TICK`].
