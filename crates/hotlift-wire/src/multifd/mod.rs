@@ -65,6 +65,16 @@ impl Method {
         self as u32
     }
 
+    /// The bits of all methods.
+    const fn flags() -> u32 {
+        let (mut flags, mut method) = (0, 0);
+        while method < Self::ALL.len() {
+            flags |= Self::ALL[method].flag();
+            method += 1;
+        }
+        flags
+    }
+
     /// The method's byte in a [`Hello`]: its flag.
     pub const fn code(self) -> u8 {
         self as u8

@@ -16,8 +16,8 @@ use crate::reader::as_u64;
 use crate::{Reader, WireError};
 
 const FLAG_SYNC: u32 = 0x01;
-/// QEMU's bits of methods, and Hotlift's own.
-const FLAG_METHODS: u32 = 0x3e | Method::Lz4.flag();
+/// All bits that a method may have.
+const FLAG_METHODS: u32 = Method::flags();
 const FLAG_DEVICE_STATE: u32 = 0x40;
 
 const FLAGS: usize = 8;

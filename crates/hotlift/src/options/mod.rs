@@ -497,16 +497,15 @@ impl Options {
         self.handshake_timeout + self.settle_timeout
     }
 
-    /// Level of the chosen method, or of `compress`; `None` if it has no levels.
+    /// Level of `compress`, or of the chosen method, by its option `multifd-NAME-level`; `None` if it has no levels.
     #[must_use]
     pub fn level(&self) -> Option<u8> {
         if self.compress {
             return Some(self.compress_level);
         }
-        match self.multifd_compression.name {
-            "zlib" => Some(self.multifd_zlib_level),
-            "zstd" => Some(self.multifd_zstd_level),
-            "qatzip" => Some(self.multifd_qatzip_level),
+        let name = format!("multifd-{}-level", self.multifd_compression.name);
+        match option(&name).ok()?.read(self) {
+            Value::Number(level) => u8::try_from(level).ok(),
             _ => None,
         }
     }
