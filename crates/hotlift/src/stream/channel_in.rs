@@ -26,7 +26,7 @@ pub(crate) trait ChannelIn: Send + Sync {
     /// Ends every wait in here, now and later.
     fn shut_down(&self);
 
-    /// The socket, if it is one whose bytes are the channel's as they are.
+    /// The connection, if it is one.
     fn socket(&self) -> Option<&Stream>;
 
     /// Fills `buffer`. The channel's end inside is `UnexpectedEof`.

@@ -164,8 +164,12 @@ impl Answers {
                 heard.word = heard.word.or(word);
             }
             // Only this side ends the guest's life at the source, so that a SHUT before that is a failure whatever its
-            // value.
-            ReturnMessage::Shut(_) => return Err(refusal(&heard)),
+            // value. A refusal stands if the commit is under way on another thread.
+            ReturnMessage::Shut(value) => {
+                let word = Word::of_shut(value, explained, heard.accepted.is_some());
+                heard.word = heard.word.or(word.filter(|word| *word == Word::Never));
+                return Err(refusal(&heard));
+            }
             ReturnMessage::ErrorText(text) => {
                 heard.reason.get_or_insert_with(|| printable(text));
             }
@@ -294,4 +298,21 @@ pub(crate) fn encode(messages: &[ReturnMessage<'_>]) -> Vec<u8> {
         let _ = message.encode(&mut bytes);
     }
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_that_crosses_the_commit_is_heard_and_an_early_success_is_not() {
+        for (value, word) in [(1, Some(Word::Never)), (0, None)] {
+            let answers = Answers::default();
+            let shut = answers.take(&ReturnMessage::Shut(value), false);
+            assert!(shut.is_err(), "it fails a migration that is not committed");
+            answers.commit();
+            drop(EndsAnswers(&answers));
+            assert_eq!(answers.wait_word(Duration::ZERO), word);
+        }
+    }
 }

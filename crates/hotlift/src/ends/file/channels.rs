@@ -55,8 +55,6 @@ struct State {
     under_way: usize,
     /// The trailer was good.
     whole: bool,
-    /// The channels are open: their ends wait until everything is over, as a source's do. Before, an end is one.
-    opened: bool,
     /// Nobody reads any more.
     over: bool,
     error: Option<FileError>,
@@ -97,7 +95,6 @@ impl SavedChannels {
                 held_bytes: 0,
                 under_way: 0,
                 whole: false,
-                opened: false,
                 over: false,
                 error: None,
             }),
@@ -127,11 +124,6 @@ impl SavedChannels {
             number: number.into(),
             chunk: Mutex::default(),
         }
-    }
-
-    /// All channels have said what they are.
-    pub(crate) fn set_opened(&self) {
-        self.lock().opened = true;
     }
 
     /// What was wrong with the file, if something was.
@@ -188,10 +180,6 @@ impl SavedChannels {
         if !state.whole {
             self.read_header(state)?;
             return Ok(None);
-        }
-        // The channels of a source stay open until everything is over.
-        if channel != 0 && state.opened {
-            return Ok(Some(Turn::Wait));
         }
         if channel != 0 || state.held_back.is_empty() {
             return Ok(Some(Turn::End));

@@ -102,9 +102,7 @@ impl Channels {
             Ok((packet, channel))
         };
         let opened: Result<Vec<_>, MigrationError> = (0..file.info().channels).map(open).collect();
-        let opened = opened?;
-        file.set_opened();
-        Self::of(opened)
+        Self::of(opened?)
     }
 }
 

@@ -109,7 +109,7 @@ fn receive(
     .run(&mut Batches {
         session,
         id,
-        from_relay,
+        is_kept_open: from_relay && channel.socket().is_some(),
         synced: false,
         forwarder: None,
     })
@@ -118,7 +118,8 @@ fn receive(
 struct Batches<'a> {
     session: &'a Session<'a>,
     id: u8,
-    from_relay: bool,
+    /// By a relay: it closes its channels when everything is over.
+    is_kept_open: bool,
     /// The SYNC of the set-up has come, and with it everything that pages need.
     synced: bool,
     /// Passes uncompressed packets on where that may be done.
@@ -179,9 +180,8 @@ impl PageSink for Batches<'_> {
     }
 
     fn ended(&mut self) -> Result<(), MigrationError> {
-        // A relay closes its channels when everything is over: one that ends before was cut, and may be quiet for long
-        // before anybody writes to it.
-        if self.from_relay && !self.session.giving.is_committed() {
+        // One that ends before was cut, and main may be quiet for long before anybody waits for its SYNC.
+        if self.is_kept_open && !self.session.giving.is_committed() {
             return Err(MigrationError::Closed {
                 channel: Channel::Multifd(self.id),
             });
