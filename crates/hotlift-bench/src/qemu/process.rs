@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use hotlift_console::error::ConsoleError;
 use hotlift_console::events::Filling;
 use hotlift_console::signals::{Interrupt, TICK};
-use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use hotlift_qemu::launch::{self, NoAnswer};
+use hotlift_qmp::Qemu;
 use hotlift_vmm::fill::{FillSettings, write_fill};
 use hotlift_vmm::kvm;
 use hotlift_vmm::layout::Layout;
@@ -20,7 +21,7 @@ use tempfile::{NamedTempFile, TempDir};
 
 use crate::error::BenchError;
 
-/// How long a QEMU may take until it answers, and its guest until it writes.
+/// How long a guest may take until it writes.
 const START: Duration = Duration::from_secs(60);
 
 /// How long threads of a migration that is over may take to end.
@@ -118,22 +119,19 @@ pub struct Start<'a> {
 
 /// A QEMU; killed when it goes out of scope, and by the kernel if this process is killed.
 pub struct Process {
-    child: Child,
+    child: EndsWithOwner,
     /// Its machine protocol.
     pub qmp: Qemu,
     ram_bytes: u64,
     folder: TempDir,
 }
 
-/// Ended with its owner until it has another.
-struct Starting(Option<Child>);
+struct EndsWithOwner(Child);
 
-impl Drop for Starting {
+impl Drop for EndsWithOwner {
     fn drop(&mut self) {
-        if let Some(child) = &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 
@@ -158,19 +156,18 @@ impl Process {
         words.extend(["setpriv", "--pdeathsig", "KILL"].map(str::to_owned));
         words.push(start.program.display().to_string());
         words.extend(command_line(start, folder.path()).map_err(failed)?);
-        words.push("-qmp".to_owned());
-        words.push(format!("unix:{},server=on,wait=off", socket.display()));
         let (first, rest) = words.split_first().ok_or(ConsoleError::NoQemu)?;
         let child = Command::new(first)
             .args(rest)
+            .args(launch::qmp_arguments(&socket))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(said)
             .spawn()
             .map_err(failed)?;
-        let mut starting = Starting(Some(child));
-        let qmp = connect(&mut starting, &socket, folder.path(), start.interrupt)?;
-        let child = starting.0.take().ok_or(ConsoleError::NoQemu)?;
+        let mut child = EndsWithOwner(child);
+        let qmp = launch::connect(&mut child.0, &socket, start.interrupt)
+            .map_err(|error| explain(error, folder.path()))?;
         Ok(Self {
             child,
             qmp,
@@ -181,7 +178,7 @@ impl Process {
 
     /// Its process.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.child.0.id()
     }
 
     /// Writes `image` into RAM; its zero pages too if they are to be `touched`.
@@ -353,13 +350,6 @@ impl Process {
     }
 }
 
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 struct Memory {
     file: File,
     at: u64,
@@ -465,39 +455,15 @@ fn command_line(start: &Start<'_>, folder: &Path) -> io::Result<Vec<String>> {
     Ok(words)
 }
 
-fn connect(
-    starting: &mut Starting,
-    socket: &Path,
-    folder: &Path,
-    interrupt: &Interrupt,
-) -> Result<Qemu, BenchError> {
-    let address = QmpAddress::Unix(socket.to_owned());
-    let deadline = Instant::now() + START;
-    loop {
-        let error = match Qemu::connect(&address, TICK * 4) {
-            Ok(qmp) => return Ok(qmp),
-            Err(error) => error,
-        };
-        let ended = starting
-            .0
-            .as_mut()
-            .and_then(|child| child.try_wait().ok().flatten());
-        if let Some(status) = ended {
-            return Err(match last_line(folder) {
-                Some(problem) => ConsoleError::QemuCommand { problem }.into(),
-                None => ConsoleError::QemuEnded { status }.into(),
-            });
-        }
-        if interrupt.is_raised() {
-            return Err(ConsoleError::Interrupted.into());
-        }
-        let is_early = matches!(
-            error,
-            QmpError::Connect { .. } | QmpError::Timeout { .. } | QmpError::Closed { .. }
-        );
-        if !is_early || Instant::now() > deadline {
-            return Err(BenchError::qmp(error));
-        }
+/// In the words of a QEMU that has ended.
+fn explain(error: NoAnswer, folder: &Path) -> BenchError {
+    match error {
+        NoAnswer::Ended(status) => match last_line(folder) {
+            Some(problem) => ConsoleError::QemuCommand { problem }.into(),
+            None => ConsoleError::QemuEnded { status }.into(),
+        },
+        NoAnswer::Interrupted => ConsoleError::Interrupted.into(),
+        NoAnswer::Qmp(error) => BenchError::qmp(error),
     }
 }
 

@@ -5,11 +5,9 @@
 //! | `ram` | which pages are dirty, and which chunk is next |
 //! | `estimate` | how long the rest would take |
 //! | `auto_converge` | how much the guest is slowed down |
-//! | `reporter` | what is told of it |
 //!
 //! [`migrate`](crate::ops::migrate) goes through the rounds; sockets and QEMU are not known here.
 
 pub(crate) mod auto_converge;
 pub(crate) mod estimate;
 pub(crate) mod ram;
-pub(crate) mod reporter;

@@ -10,12 +10,14 @@
 //! | `main_pages` | pages as records of main: without multifd, and of `legacy` zero-page detection |
 //! | `compress_threads`, `xbzrle` | what such records are made of |
 //! | `return_path` | the thread that listens to the destination |
+//! | `reporter` | progress, put together of what the rounds know and what the channels count |
 
 pub(crate) mod channel;
 pub(crate) mod compress_threads;
 pub(crate) mod main_channel;
 pub(crate) mod main_pages;
 mod normal_share;
+pub(crate) mod reporter;
 pub(crate) mod return_path;
 pub(crate) mod session;
 pub(crate) mod xbzrle;
