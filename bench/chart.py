@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws kept runs of `hotlift bench --with-qemu` as one SVG: CPU per GiB of both ends, by method, QEMU beside Hotlift.
 
-    bench/chart.py bench/results/2026-11-22-suites/runs.jsonl > docs/cpu-per-gib.svg
+    bench/chart.py bench/results/2026-11-23-suites/runs.jsonl > docs/cpu-per-gib.svg
 """
 
 import json
