@@ -52,17 +52,38 @@ impl Authz {
     #[must_use]
     pub fn allows(&self, identity: &Identity) -> bool {
         self.patterns.iter().any(|pattern| {
+            if pattern.contains("://") {
+                return identity.uri.iter().any(|uri| fits(pattern, uri));
+            }
             if pattern.contains('=') {
-                return fits(pattern, &identity.subject)
-                    || fits(pattern, &identity.subject_reversed)
-                    || identity.uri.iter().any(|uri| fits(pattern, uri));
+                let (pattern, subjects) = (
+                    unescaped(pattern),
+                    [&identity.subject, &identity.subject_reversed],
+                );
+                return subjects
+                    .into_iter()
+                    .any(|subject| fits(&pattern, &unescaped(subject)));
             }
             let pattern = pattern.to_ascii_lowercase();
-            identity
-                .names()
-                .any(|name| fits(&pattern, &name.to_ascii_lowercase()))
+            // A name of one kind is not taken for one of the other: 192.0.2.* does not fit 192.0.2.example.org.
+            let is_ip = is_address(&pattern);
+            let any = pattern.chars().all(|c| c == '*');
+            let fits_dns = |name: &String| fits(&pattern, &name.to_ascii_lowercase());
+            (any || !is_ip) && identity.dns.iter().any(fits_dns)
+                || (any || is_ip) && identity.ip.iter().any(|ip| fits(&pattern, &ip.to_string()))
         })
     }
+}
+
+/// Whether a pattern is one of IP addresses: a colon is in no other name, and nobody's name has digits and dots alone.
+fn is_address(pattern: &str) -> bool {
+    let is_part = |c: char| c.is_ascii_digit() || ['.', '*', '?'].contains(&c);
+    pattern.contains(':') || pattern.chars().all(is_part)
+}
+
+/// A distinguished name in which a comma of a value is no comma, so that no star takes the backslash before it for itself.
+fn unescaped(name: &str) -> String {
+    name.replace("\\,", "\u{1}")
 }
 
 impl fmt::Display for Authz {
@@ -155,6 +176,23 @@ mod tests {
                 .unwrap()
                 .allows(&identity())
         );
+    }
+
+    #[test]
+    fn a_name_of_one_kind_is_not_taken_for_one_of_another() {
+        let identity = Identity {
+            subject: "CN=x\\,CN=admin".to_owned(),
+            subject_reversed: "CN=x\\,CN=admin".to_owned(),
+            dns: vec!["192.0.2.evil.example".to_owned()],
+            ip: Vec::new(),
+            uri: vec!["spiffe://other/x.rack1.example".to_owned()],
+            ..identity()
+        };
+        for pattern in ["192.0.2.*", "*.rack1.example", "*,CN=admin", "*=*://x"] {
+            let list = Authz::new([pattern]).unwrap();
+            assert!(!list.allows(&identity), "{pattern}");
+        }
+        assert!(Authz::new(["CN=x\\,CN=*"]).unwrap().allows(&identity));
     }
 
     #[test]

@@ -81,14 +81,19 @@ impl Layout {
 
     /// That of `dir`, by its CA.
     pub(crate) fn of(dir: &Path) -> Result<Self, CredentialsError> {
-        let is_there = |layout: &Self| dir.join(layout.ca).exists();
-        Self::ALL
-            .into_iter()
-            .find(is_there)
-            .ok_or_else(|| CredentialsError::NoCa {
-                dir: dir.to_owned(),
-                names: Self::ALL.map(|layout| layout.ca),
-            })
+        let is_there = |layout: &Self| is_there(&dir.join(layout.ca));
+        Self::ALL.into_iter().find(is_there).ok_or_else(|| {
+            match OTHERS.iter().find(|(file, _)| dir.join(file).exists()) {
+                Some(&(file, object)) => CredentialsError::OtherKind {
+                    file: dir.join(file),
+                    object,
+                },
+                None => CredentialsError::NoCa {
+                    dir: dir.to_owned(),
+                    names: Self::ALL.map(|layout| layout.ca),
+                },
+            }
+        })
     }
 
     /// Certificate and key for a role.
@@ -99,6 +104,13 @@ impl Layout {
         }
     }
 }
+
+/// What the folders of QEMU's other credentials hold. Neither is spoken: rustls has no pre-shared keys for TLS 1.3 without a
+/// session before, and anonymous TLS is open to whoever is in between.
+const OTHERS: [(&str, &str); 2] = [
+    ("keys.psk", "tls-creds-psk"),
+    ("dh-params.pem", "tls-creds-anon"),
+];
 
 /// The first of [`FOLDERS`] that has a CA.
 ///
@@ -180,6 +192,8 @@ pub(crate) struct Material {
     pub(crate) server_verifier: Arc<WebPkiServerVerifier>,
     pub(crate) client_verifier: Arc<dyn ClientCertVerifier>,
     own: [Option<Own>; 2],
+    /// There is a list of revoked certificates.
+    has_revoked: bool,
     /// Every certificate in the files, with its file.
     identities: Vec<(PathBuf, Identity)>,
 }
@@ -213,7 +227,8 @@ impl Material {
             added.map_err(|error| unusable(&ca, error.to_string()))?;
         }
         let roots = Arc::new(roots);
-        let lists = match revoked.exists() {
+        let has_revoked = is_there(&revoked);
+        let lists = match has_revoked {
             true => pem::<CertificateRevocationListDer<'static>>(
                 &revoked,
                 "list of revoked certificates",
@@ -246,8 +261,18 @@ impl Material {
             server_verifier,
             client_verifier,
             own,
+            has_revoked,
             identities,
         })
+    }
+}
+
+/// Whether there is a file of this name. One that this process may not look at is there: reading it says why it fails,
+/// where a list of revoked certificates or a CA that is passed over would let others in.
+fn is_there(path: &Path) -> bool {
+    match path.symlink_metadata() {
+        Ok(_) => true,
+        Err(error) => error.kind() != io::ErrorKind::NotFound,
     }
 }
 
@@ -311,6 +336,12 @@ impl Credentials {
         let stamps = Stamps::of(&self.dir);
         if stamps != loaded.stamps {
             match Material::read(&self.dir) {
+                // It may be on its way: a list is often replaced by a removal and a new file.
+                Ok(material) if loaded.material.has_revoked && !material.has_revoked => {
+                    let list = self.dir.join(material.layout.revoked);
+                    let problem = format!("{} is gone; a restart does without it", list.display());
+                    loaded.problem = Some(problem);
+                }
                 Ok(material) => {
                     *loaded = Loaded {
                         material: Arc::new(material),
@@ -478,6 +509,18 @@ pub(crate) fn words(error: &dyn std::error::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_for_keys_of_another_kind_is_refused_by_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        for (file, object) in OTHERS {
+            let path = dir.path().join(file);
+            fs::write(&path, "").unwrap();
+            let error = Layout::of(dir.path()).err().unwrap().to_string();
+            assert!(error.contains(file) && error.contains(object), "{error}");
+            fs::remove_file(path).unwrap();
+        }
+    }
 
     #[test]
     fn the_first_folder_with_a_ca_is_taken() {

@@ -27,6 +27,14 @@ pub enum CredentialsError {
         /// What it is called, in either layout.
         names: [&'static str; 2],
     },
+    /// A folder for credentials of QEMU that are not certificates.
+    #[error("{} is for {object}, which is not supported: use certificates, as for tls-creds-x509", file.display())]
+    OtherKind {
+        /// A file of them.
+        file: PathBuf,
+        /// QEMU's object.
+        object: &'static str,
+    },
     /// A certificate for what is to be done is missing.
     #[error("{} is missing: a TLS {role} needs it", file.display())]
     NoCertificate {

@@ -63,6 +63,9 @@ enum Next {
     Failed(rustls::Error),
 }
 
+/// A fatal alert, unexpected_message (RFC 8446, section 6), as a record.
+const NOT_TLS: [u8; 7] = [0x15, 0x03, 0x03, 0x00, 0x02, 0x02, 0x0a];
+
 /// Drives `connection` until both sides have said Finished. Of what rustls refuses the other side is told, and
 /// [`TlsError::Handshake`] has it as it is.
 pub(crate) fn drive<C: Connection>(
@@ -146,6 +149,8 @@ fn read_record(
     let [kind, major, minor, high, low] = header;
     let length = usize::from(u16::from_be_bytes([high, low]));
     if is_first && !is_tls([kind, major, minor]) {
+        // By this a peer without TLS knows what it has reached; it may be gone.
+        let _ = socket.write_all(&NOT_TLS);
         return Err(TlsError::PlaintextPeer);
     }
     if length > MAX_CIPHERTEXT {

@@ -46,6 +46,20 @@ pub struct Identity {
 }
 
 impl Identity {
+    /// Whether both are of one host: they have the same names. A certificate that was renewed is another one.
+    #[must_use]
+    pub fn is_of_the_host_of(&self, other: &Self) -> bool {
+        let names = |of: &Self| {
+            (
+                of.subject.clone(),
+                of.dns.clone(),
+                of.ip.clone(),
+                of.uri.clone(),
+            )
+        };
+        names(self) == names(other)
+    }
+
     /// Reads a certificate. Nothing is verified.
     ///
     /// # Errors

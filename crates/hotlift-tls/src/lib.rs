@@ -7,7 +7,7 @@
 //!     Tls       with whom: host name, allow-list, profile (another Hotlift, or a QEMU)
 //!      │  connect, accept: a handshake within 10 s and 64 KiB of the peer's
 //!   Session     the peer's identity, the exporter, and one half for each direction
-//!    ├─ RecordWriter   plaintext ─▶ records of 16 KiB, several to a system call
+//!    ├─ RecordWriter   plaintext ─▶ records of 14.5 KiB, three to a system call
 //!    └─ RecordReader   records ─▶ plaintext, decrypted where they were read
 //! ```
 //!
@@ -16,7 +16,7 @@
 //! blocked in a read. Both halves share the schedule behind a lock that is taken at a KeyUpdate only, and a flag: the
 //! other side has asked for new keys.
 //!
-//! A connection costs at most [`CONNECTION_MEMORY`] of buffers: 32 KiB for the first direction that has much to say, one
+//! A connection costs at most [`CONNECTION_MEMORY`] of buffers: 43.5 KiB for the first direction that has much to say, one
 //! record for the other. Buffers grow with what is sent and received: a quiet connection has some 2 KiB.
 //!
 //! What is *not* here: which connections need TLS, how many strangers may be in a handshake at a time, and when an end
@@ -37,6 +37,7 @@ mod identity;
 mod kernel;
 mod link;
 mod listing;
+mod measure;
 mod printable;
 mod provider;
 mod reader;
@@ -56,8 +57,9 @@ pub use identity::{Identity, NotACertificate};
 pub use kernel::{NoKernelTls, probe_kernel_tls};
 pub use link::CONNECTION_MEMORY;
 pub use listing::{File, Listing};
+pub use measure::measure_cipher;
 pub use reader::RecordReader;
 pub use record::{MAX_CIPHERTEXT, RECORD_PLAINTEXT, RECORDS_PER_KEY};
-pub use sniff::{SNIFFED, is_tls};
+pub use sniff::{ALERT_BEGINS, HANDSHAKE_BEGINS, SNIFFED, is_tls};
 pub use tls::{HANDSHAKE_BYTES, HANDSHAKE_TIMEOUT, Profile, Session, Settings, Tls};
 pub use writer::{Parts, Plaintext, RecordWriter};

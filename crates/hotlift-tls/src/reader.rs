@@ -20,7 +20,7 @@ const MAX_IDLE: u32 = 32;
 
 /// The direction from the other side to this one. Belongs to one thread at a time.
 ///
-/// A read takes what the socket has, as much as the buffer holds: two records of 16 KiB, once there was that much. They are
+/// A read takes what the socket has, as much as the buffer holds: three records of ours, once there was that much. They are
 /// decrypted there, and what of it the caller copies out has been verified.
 #[derive(Debug)]
 pub struct RecordReader {
@@ -46,6 +46,8 @@ enum State {
     Open,
     /// The other side has said that nothing follows.
     Closed,
+    /// The connection has ended, and the other side has not said so.
+    Cut,
     Failed,
 }
 
@@ -93,6 +95,7 @@ impl RecordReader {
     pub fn plaintext(&mut self, from: &mut impl Read) -> Result<&[u8], RecordError> {
         while self.plaintext.is_empty() && self.state != State::Closed {
             let step = match self.state {
+                State::Cut => Err(RecordError::Truncated),
                 State::Failed => Err(RecordError::Failed),
                 _ => self.next_record(from),
             };
@@ -191,7 +194,10 @@ impl RecordReader {
     }
 
     fn fail(&mut self, error: RecordError) -> RecordError {
-        self.state = State::Failed;
+        self.state = match error {
+            RecordError::Truncated => State::Cut,
+            _ => State::Failed,
+        };
         self.plaintext = 0..0;
         error
     }

@@ -16,8 +16,9 @@ pub(crate) const TAG: usize = 16;
 /// What a record has besides its plaintext: header, type, tag.
 pub(crate) const OVERHEAD: usize = HEADER + 1 + TAG;
 
-/// Plaintext in a record of ours, so that a sealed one is 16 KiB and two of them fill a buffer of 32.
-pub const RECORD_PLAINTEXT: usize = (16 << 10) - OVERHEAD;
+/// Plaintext in a record of ours: 14.5 KiB when sealed, of which three fit beside a record of 16 KiB for the other direction
+/// into the 64 KiB that a connection may take.
+pub const RECORD_PLAINTEXT: usize = (29 << 9) - OVERHEAD;
 
 /// Plaintext, type and padding of a record at most (`2^14 + 1`).
 pub(crate) const MAX_INNER: usize = (1 << 14) + 1;

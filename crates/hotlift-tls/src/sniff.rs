@@ -1,9 +1,13 @@
 //! Telling a TLS connection from a plain one by its first bytes.
 
-use rustls::ContentType;
-
 /// Bytes that [`is_tls`] wants to see.
 pub const SNIFFED: usize = 3;
+
+/// First bytes of a handshake: type and major version of the record.
+pub const HANDSHAKE_BEGINS: [u8; 2] = [0x16, 3];
+
+/// First bytes of an alert.
+pub const ALERT_BEGINS: [u8; 2] = [0x15, 3];
 
 /// Whether a connection that begins with `first` begins with TLS: a record of the handshake, or an alert of a peer that
 /// has met no TLS here. QEMU's stream begins with `QEVM`, its channels with `11 22 33 44`, a conversation with `{`: none of
@@ -11,8 +15,7 @@ pub const SNIFFED: usize = 3;
 #[must_use]
 pub fn is_tls(first: [u8; SNIFFED]) -> bool {
     let [kind, major, minor] = first;
-    let kinds = [ContentType::Handshake, ContentType::Alert];
-    kinds.contains(&ContentType::from(kind)) && major == 3 && minor <= 4
+    [HANDSHAKE_BEGINS, ALERT_BEGINS].contains(&[kind, major]) && minor <= 4
 }
 
 #[cfg(test)]

@@ -12,6 +12,9 @@ use crate::authz::Authz;
 use crate::error::{Fault, TlsError};
 use crate::identity::{Identity, at};
 
+/// Characters of a stranger's name that a message shows: it may have sixty thousand.
+const MAX_SHOWN: usize = 200;
+
 /// Who has shown a certificate in this handshake, whatever came of it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Seen(Arc<Mutex<Option<Identity>>>);
@@ -176,7 +179,7 @@ pub(crate) fn fault(
         error => Fault::Other(error),
     };
     TlsError::Theirs {
-        subject: identity.to_string(),
+        subject: identity.to_string().chars().take(MAX_SHOWN).collect(),
         fault,
     }
 }

@@ -99,7 +99,7 @@ impl Plaintext for &mut [IoSlice<'_>] {
 
 /// The direction from this side to the other. Belongs to one thread at a time.
 ///
-/// Its buffer holds records on their way into the socket, two of 16 KiB. A caller that has a buffer of its own to send from
+/// Its buffer holds records on their way into the socket, three at most. A caller that has a buffer of its own to send from
 /// takes [`Self::seal`] and adds what it gives to that buffer; the memory is the same either way. Bytes are copied once at
 /// most: to where they are encrypted.
 #[derive(Debug)]

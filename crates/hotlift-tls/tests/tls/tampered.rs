@@ -1,7 +1,7 @@
 //! Whatever happens to records on their way, the reader gives a beginning of what was sent, and then an error.
 
 use hotlift_tls::fixed::{ends, next_key, record};
-use hotlift_tls::{Parts, RECORDS_PER_KEY, RecordError};
+use hotlift_tls::{Parts, RECORD_PLAINTEXT, RECORDS_PER_KEY, RecordError};
 
 const HANDSHAKE: u8 = 22;
 const APPLICATION_DATA: u8 = 23;
@@ -18,7 +18,7 @@ impl Stream {
         let [_, mut server] = ends(cipher, RECORDS_PER_KEY);
         let mut records = Vec::new();
         let writer = &mut server.writer;
-        for length in [1, 300, 16_362, 2] {
+        for length in [1, 300, RECORD_PLAINTEXT, 2] {
             let data = vec![u8::try_from(length % 251).unwrap(); length];
             records.push((record(writer, APPLICATION_DATA, &data), data));
         }
