@@ -101,7 +101,7 @@ def advise(args, case, prefix, to):
         try:
             wait_for(guest, "pages with data")
             warm(args)
-            command = [*prefix, args.hotlift, "advise", "--json", "--pid", str(guest.pid), "--same-host", "--to", to,
+            command = [*prefix, args.hotlift, "advise", "--json", "--pid", str(guest.pid), "--same-host", "--insecure", "--to", to,
                        "--channels", str(args.channels), "--dirty-rate", str(case.rate), "--working-set", case.working_set,
                        "--ram", args.ram]
             command += ["--mem-prealloc"] if case.prealloc else []
@@ -114,7 +114,7 @@ def migrate(args, case, method, channels, prefix, to):
     """The record of one migration; None if it did not converge."""
     warm(args)
     with tempfile.TemporaryDirectory() as out:
-        command = [*prefix, args.hotlift, "bench", "--to", to, "--repeats", "1", "--out", out, "--method", method,
+        command = [*prefix, args.hotlift, "bench", "--insecure", "--to", to, "--repeats", "1", "--out", out, "--method", method,
                    "--channels", str(channels), "--time-limit", str(NEVER), *case.flags(args)]
         if case.prealloc:
             command += ["--with", "mem-prealloc=on"]
@@ -151,7 +151,7 @@ def run(args):
 def one_case(args, path, repeat, name, case):
     with network.Link(case.link, joined=case.link is not None) as link:
         address = f"{link.address}:{PORT}"
-        server = [*network.TIED, *link.prefixes[1], args.hotlift, "bench", "--serve", f"tcp:{address}"]
+        server = [*network.TIED, *link.prefixes[1], args.hotlift, "bench", "--insecure", "--serve", f"tcp:{address}"]
         with subprocess.Popen(server, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as other:
             try:
                 wait_for(other, "waiting for")

@@ -106,6 +106,7 @@ pub fn advise(request: &Request, step: &dyn Fn(&str)) -> Result<Advice, AdviseEr
                 to,
                 &sample,
                 request.most_channels(measure::cores()),
+                request.tls.as_deref(),
             )?)
         }
         None => None,

@@ -1,8 +1,10 @@
 //! What is asked.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use hotlift::Address;
+use hotlift::tls::Tls;
 use hotlift_qmp::{QmpAddress, Version};
 
 use crate::choose::Goal;
@@ -18,6 +20,10 @@ pub struct Request {
     pub goal: Goal,
     /// Where the other host waits to be measured; `None`: it is taken to be like this one.
     pub to: Option<Address>,
+    /// What is said to it goes over TLS.
+    pub tls: Option<Arc<Tls>>,
+    /// Names and values of the options that say so, for the command that is recommended.
+    pub security: Vec<(String, String)>,
     /// Bytes a second of the link to the other host; `None`: as it is measured, or no limit.
     pub bandwidth: Option<f64>,
     /// Both ends are on this host and share its cores, though the bandwidth is limited.

@@ -372,6 +372,9 @@ pub fn command(advice: &Advice, request: &Request) -> Option<String> {
     }
     // Nor does a relay slow a guest down: that is QEMU's to do, as the reasons say.
     command.push_str(&format!(" --downtime-limit {}", downtime_limit(best)));
+    for (name, value) in &request.security {
+        command.push_str(&format!(" {}", quoted(&format!("--{name}={value}"))));
+    }
     Some(command)
 }
 
@@ -563,6 +566,8 @@ mod tests {
             sample_bytes: 1 << 20,
             goal: Goal::Fastest,
             to: Some("tcp:[::1]:4444".parse().unwrap()),
+            tls: None,
+            security: vec![("tls-creds".to_owned(), "/etc/pki".to_owned())],
             bandwidth: None,
             same_host: false,
             cores: None,
@@ -582,7 +587,7 @@ mod tests {
         assert_eq!(
             command,
             "hotlift migrate --qmp 'unix:/run/the vm' --to 'tcp:[::1]:4444' --method zstd --level 3 --channels 2 \
-             --downtime-limit 300",
+             --downtime-limit 300 --tls-creds=/etc/pki",
             "no device looks for zero pages of a relay"
         );
         #[derive(clap::Parser)]

@@ -1,7 +1,6 @@
 //! Why a bench failed.
 
 use hotlift::options::OptionError;
-use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_host::accel::AccelError;
 use hotlift_qmp::QmpError;
@@ -18,7 +17,7 @@ pub enum BenchError {
     Accel(#[from] AccelError),
     /// The host of `--to`.
     #[error("cannot reach 'hotlift bench --serve'")]
-    NoRemoteHost(#[source] ConversationError),
+    NoRemoteHost(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// An option of `--with` in a suite.
     #[error("the rows of suite {suite} set {option} themselves: leave out --with {option}")]
     SuiteSets {

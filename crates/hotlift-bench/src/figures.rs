@@ -65,6 +65,12 @@ pub const DESTINATION_CPU: Figure = figure(
     |run| has_content(run).then_some(run.destination.side.core_s_per_gib),
     true,
 );
+/// CPU of both sides per GiB of pages with content.
+pub fn both_cpu(run: &Completed) -> Option<f64> {
+    let source = (SOURCE_CPU.of)(run)?;
+    Some(source + (DESTINATION_CPU.of)(run)?)
+}
+
 /// Source's CPU per GiB of all pages, where nearly none has content.
 pub const SOURCE_CPU_OF_ALL: Figure = figure(
     "core-s/GiB of all pages src",

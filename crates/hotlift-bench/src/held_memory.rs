@@ -12,7 +12,7 @@ use hotlift_mem::{Backing, RamBlock};
 
 use super::cell::Cell;
 
-/// Where a kernel that reports its free pages is known by.
+/// Exists where the kernel reports free pages to its host.
 const REPORTING: &str = "/sys/module/page_reporting";
 
 /// A pass over free pages follows what was freed by two seconds, and takes everything that is free by then

@@ -2,6 +2,7 @@
 //!
 //! | file | subject |
 //! |---|---|
+//! | `certificates` | certificates for runs over TLS |
 //! | `cell`, `matrix` | a setting, and every combination of what was asked for |
 //! | `runner`, `journal` | runs them in random order; keeps each as it ends |
 //! | `record` | what is kept: a line of JSON a run |
@@ -18,6 +19,7 @@
 
 mod built_in;
 mod cell;
+mod certificates;
 pub mod error;
 mod figures;
 mod held_memory;
@@ -46,11 +48,13 @@ use hotlift_console::output::{self, complain};
 use hotlift_console::output_file;
 use hotlift_console::pair::Place;
 use hotlift_console::progress::bytes;
+use hotlift_console::security::SecurityArgs;
 use hotlift_console::signals::Interrupt;
 use hotlift_vmm::layout::MAX_VCPUS;
 
 use crate::error::BenchError;
 use cell::Cell;
+use certificates::Certificates;
 use journal::Journal;
 use link::Link;
 use matrix::MatrixArgs;
@@ -132,6 +136,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 1, hide_short_help = true)]
     seed: u64,
     #[command(flatten)]
+    security: SecurityArgs,
+    #[command(flatten)]
     matrix: MatrixArgs,
 }
 
@@ -152,12 +158,16 @@ fn warn(text: impl std::fmt::Display) {
 pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     let interrupt = Interrupt::catch()?;
     if let Some(at) = &args.serve {
-        return remote_host::serve(at, &interrupt);
+        return remote_host::serve(at, &args.security, &interrupt);
     }
     if !args.kept.is_empty() {
         return show_kept(&args.kept, args.out.as_deref());
     }
-    let remote = args.to.as_ref().map(RemoteHost::new).transpose()?;
+    let remote = args
+        .to
+        .as_ref()
+        .map(|to| RemoteHost::new(to, &args.security));
+    let remote = remote.transpose()?;
     let qemu = args.with_qemu.as_deref().map(qemu::Program::find);
     let qemu = qemu.transpose()?;
     let suites: Vec<Option<&Suite>> = match &args.suite {
@@ -174,16 +184,25 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
     }
     let out = args.out.as_deref().unwrap_or(Path::new(OUT));
     let joined = args.link.as_ref().map(Link::set_up).transpose()?;
+    let mut cells = parts.iter().flat_map(|(_, cells)| cells);
+    let certificates = cells
+        .any(|cell| certificates::wants(&cell.migration))
+        .then(Certificates::make)
+        .transpose()?;
     let mut bench = Bench {
         suite: String::new(),
         seed: args.seed,
         repeats: args.repeats,
         limit: Duration::from_secs(args.time_limit),
-        place: joined
-            .as_ref()
-            .map_or_else(Place::default, |joined| joined.place()),
+        place: Place {
+            security: args.security.given_to_others(),
+            ..joined
+                .as_ref()
+                .map_or_else(Place::default, |joined| joined.place())
+        },
         remote,
         qemu,
+        certificates,
         journal: Journal::open(out)?,
         interrupt: &interrupt,
     };

@@ -150,6 +150,7 @@ impl Joined {
         Place {
             source_prefix: source.enter(),
             destination_prefix: destination.enter(),
+            security: Vec::new(),
             address: Some(ADDRESSES[1].to_owned()),
         }
     }

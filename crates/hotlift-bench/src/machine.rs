@@ -35,6 +35,7 @@ pub fn look(versions: BTreeMap<String, String>, destination: Option<String>) -> 
         versions,
         command: std::env::args().collect(),
         destination,
+        cipher: None,
     }
 }
 

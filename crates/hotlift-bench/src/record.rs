@@ -4,8 +4,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::time::Duration;
 
 use hotlift::figures::{DestinationReport, SourceReport};
+use hotlift::tls;
 use hotlift_console::error::ConsoleError;
 use hotlift_console::events::{Filling, Moment};
 use serde::{Deserialize, Serialize};
@@ -109,6 +111,37 @@ pub struct Machine {
     pub command: Vec<String>,
     /// The other host, if the destination was there.
     pub destination: Option<String>,
+    /// What TLS's cipher takes by itself, measured just before a run over TLS.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cipher: Option<CipherSpeed>,
+}
+
+/// CPU time that AES-128-GCM takes for memory that is in no cache, in core-seconds per GiB.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct CipherSpeed {
+    /// To encrypt.
+    pub seal: f64,
+    /// To decrypt.
+    pub open: f64,
+}
+
+impl CipherSpeed {
+    /// How much memory it is measured with: larger than the caches, which would show half the time.
+    const MEMORY: usize = 256 << 20;
+
+    /// Measures it; some tenths of a second. `None` if there is no memory for it.
+    pub fn measure() -> Option<Self> {
+        let mut memory = Vec::new();
+        memory.try_reserve_exact(Self::MEMORY).ok()?;
+        memory.resize(Self::MEMORY, 1_u8);
+        let (seal, open) = tls::measure_cipher(&mut memory).ok()?;
+        let of_a_gib =
+            |time: Duration| time.as_secs_f64() * f64::from(1 << 30) / Self::MEMORY as f64;
+        Some(Self {
+            seal: of_a_gib(seal),
+            open: of_a_gib(open),
+        })
+    }
 }
 
 /// What came of a run.
@@ -293,6 +326,7 @@ pub mod tests {
                 versions: BTreeMap::from([("hotlift".to_owned(), "0.1.0".to_owned())]),
                 command: vec!["hotlift".to_owned(), "bench".to_owned()],
                 destination: None,
+                cipher: None,
             },
             outcome: Outcome::Completed(Box::default()),
         }

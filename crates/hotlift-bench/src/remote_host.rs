@@ -9,18 +9,20 @@
 //! A connection is one run; when it ends, so does the guest there. Nothing of the other side's becomes a
 //! word of a command line unless it is a number in range or a value that the options' table takes.
 
-use std::io::{self, Write};
-use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift::tls::Tls;
+use hotlift::transport::{Acceptor, Stream};
 use hotlift::{Address, Options};
 use hotlift_console::conversation::{self, Conversation, ConversationError};
-use hotlift_console::error::ConsoleError;
+use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::events::{self, Event};
 use hotlift_console::pair::Destination;
+use hotlift_console::security::SecurityArgs;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_host::survey::{self, Request};
 use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
@@ -53,23 +55,30 @@ struct Wanted {
 
 /// Where `hotlift bench --serve` is.
 #[derive(Debug, Clone)]
-pub struct RemoteHost(String);
+pub struct RemoteHost {
+    address: Address,
+    tls: Option<Arc<Tls>>,
+}
 
 impl RemoteHost {
     /// `tcp:HOST:PORT`.
     ///
     /// # Errors
     /// If it is a UNIX socket.
-    pub fn new(address: &Address) -> Result<Self, BenchError> {
-        match address.to_string().strip_prefix("tcp:") {
-            Some(host) => Ok(Self(host.to_owned())),
-            None => Err(ConsoleError::OnlyTcp { flag: "--to" }.into()),
+    pub fn new(address: &Address, security: &SecurityArgs) -> Result<Self, BenchError> {
+        match address {
+            Address::Tcp { .. } => Ok(Self {
+                address: address.clone(),
+                tls: security.tls(address)?,
+            }),
+            Address::Unix { .. } => Err(ConsoleError::OnlyTcp { flag: "--to" }.into()),
         }
     }
 
     /// As records have it.
     pub fn name(&self) -> String {
-        self.0.clone()
+        let text = self.address.to_string();
+        text.strip_prefix("tcp:").unwrap_or(&text).to_owned()
     }
 
     /// Asks for the destination of `cell`. A host that says nothing for longer than `limit` is gone.
@@ -93,46 +102,41 @@ impl RemoteHost {
 
     fn ask(&self, cell: &Cell, interrupt: &Interrupt) -> Result<Conversation, BenchError> {
         let (connected, connection) = channel();
-        let host = self.0.clone();
+        let host = self.clone();
         // Neither a name that is looked up nor a host that is silent can be interrupted; a thread that waits for
         // them can be left behind.
-        thread::spawn(move || connected.send(connect(&host)));
-        let stream = loop {
+        thread::spawn(move || {
+            let tls = host.tls.as_deref();
+            connected.send(Conversation::connect(&host.address, "--to", tls))
+        });
+        let mut conversation = loop {
             match connection.recv_timeout(TICK) {
-                Ok(stream) => break stream,
+                Ok(Err(ConsoleError::NoServe { source })) => {
+                    return Err(BenchError::NoRemoteHost(source.into()));
+                }
+                Ok(conversation) => break conversation?,
                 Err(RecvTimeoutError::Timeout) if !interrupt.is_raised() => {}
                 Err(_) => return Err(ConsoleError::Interrupted.into()),
             }
         };
+        let given = cell.migration.given().iter();
+        let given = given.filter(|(name, _)| !is_of_tls(name));
         let wanted = Wanted {
             hotlift_bench: PROTOCOL,
             guest: cell.kind.name().to_owned(),
             ram: cell.guest.ram,
             vcpus: cell.guest.vcpus,
-            options: cell.migration.given().to_vec(),
+            options: given.cloned().collect(),
         };
-        let say = |stream| {
-            let mut conversation = Conversation::new(stream)?;
-            conversation.say(&wanted)?;
-            Ok(conversation)
-        };
-        stream
-            .map_err(ConversationError::Io)
-            .and_then(say)
-            .map_err(BenchError::NoRemoteHost)
+        let said = conversation.say(&wanted);
+        said.map_err(|error| BenchError::NoRemoteHost(error.into()))?;
+        Ok(conversation)
     }
 }
 
-/// The first of the host's addresses that answers.
-fn connect(host: &str) -> io::Result<TcpStream> {
-    let mut last = io::ErrorKind::NotFound.into();
-    for address in host.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, GREETING) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
+/// Whether an option says how this host goes about TLS, which is nothing to the other one.
+fn is_of_tls(name: &str) -> bool {
+    hotlift::options::option(name).is_ok_and(|option| option.group.is_of_tls())
 }
 
 /// The next message; `None` if none comes within `limit`, or before a signal.
@@ -154,61 +158,73 @@ fn hear<T: DeserializeOwned>(
 ///
 /// # Errors
 /// If nobody can be listened to.
-pub fn serve(at: &Address, interrupt: &Interrupt) -> Result<(), BenchError> {
-    let text = at.to_string();
-    let host = text
-        .strip_prefix("tcp:")
-        .ok_or(ConsoleError::OnlyTcp { flag: "--serve" })?;
-    // As tcp:: has it elsewhere, no host is every address.
-    let host = match host.strip_prefix(':') {
-        Some(port) => format!("[::]:{port}"),
-        None => host.to_owned(),
-    };
+pub fn serve(
+    at: &Address,
+    security: &SecurityArgs,
+    interrupt: &Interrupt,
+) -> Result<(), BenchError> {
     let failed = |source| ConsoleError::Process {
         what: "listener",
         source,
     };
-    let listener = TcpListener::bind(&host).map_err(failed)?;
-    listener.set_nonblocking(true).map_err(failed)?;
-    let address = listener.local_addr().map_err(failed)?;
+    let tls = security.tls(at)?;
+    let listener = at
+        .listen()
+        .map_err(|source| ConsoleError::Listen { source })?;
+    let Address::Tcp { port, .. } = listener.address().map_err(failed)? else {
+        return Err(ConsoleError::OnlyTcp { flag: "--serve" }.into());
+    };
     super::say(format!(
-        "waiting for 'hotlift bench --to tcp:HOST:{}'; Ctrl-C ends it",
-        address.port()
+        "waiting for 'hotlift bench --to tcp:HOST:{port}'; Ctrl-C ends it"
     ))?;
+    let mut acceptor = Acceptor::new(&listener, tls.clone()).map_err(failed)?;
     while !interrupt.is_raised() {
-        match listener.accept() {
-            Ok((stream, peer)) => {
-                let served = stream
-                    .set_nonblocking(false)
-                    .map_err(ConversationError::from)
-                    .and_then(|()| serve_one(stream, interrupt));
-                match served {
-                    // Who read this may have gone; the next run is served all the same.
-                    Ok(what) => {
-                        let _ = super::say(format!("{peer}: {what}"));
-                    }
-                    Err(error) => super::warn(format!("{peer}: {error}")),
+        let accepted = acceptor.take().map_err(failed)?;
+        if accepted.is_empty() {
+            thread::sleep(TICK);
+        }
+        for (stream, _) in accepted {
+            let stream = match stream {
+                Ok(stream) => stream,
+                Err(refused) => {
+                    super::warn(error_line(&refused));
+                    continue;
                 }
+            };
+            let peer = stream.peer_ip().map(|peer| peer.to_canonical().to_string());
+            let peer = peer.unwrap_or_default();
+            match serve_one(stream, security, tls.as_ref(), interrupt) {
+                // Who read this may have gone; the next run is served all the same.
+                Ok(what) => {
+                    let _ = super::say(format!("{peer}: {what}"));
+                }
+                Err(error) => super::warn(format!("{peer}: {error}")),
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                thread::sleep(TICK);
-            }
-            Err(error) => return Err(failed(error).into()),
         }
     }
     Ok(())
 }
 
 /// Serves one run, and says what it was.
-fn serve_one(stream: TcpStream, interrupt: &Interrupt) -> Result<String, ConversationError> {
-    let mut out = stream.try_clone()?;
-    let here = stream.local_addr()?.ip();
-    let mut conversation = Conversation::new(stream)?;
+fn serve_one(
+    stream: Stream,
+    security: &SecurityArgs,
+    tls: Option<&Arc<Tls>>,
+    interrupt: &Interrupt,
+) -> Result<String, ConversationError> {
+    let here = stream.local_ip();
+    let here = here.ok_or(ConversationError::Closed)?;
+    let mut conversation = Conversation::new(stream);
     let Some(message) = hear::<Value>(&mut conversation, GREETING, interrupt)? else {
         return Ok("said nothing".to_owned());
     };
     if let Some(request) = Request::read(&message) {
-        return survey::answer(&mut conversation, &request, here, 0, interrupt);
+        let at = survey::At {
+            here,
+            port: 0,
+            tls: tls.cloned(),
+        };
+        return survey::answer(&mut conversation, &request, at, interrupt);
     }
     let wanted = conversation::read::<Wanted>(message)?;
     let host = if here.is_ipv6() && here.to_canonical().is_ipv6() {
@@ -230,25 +246,30 @@ fn serve_one(stream: TcpStream, interrupt: &Interrupt) -> Result<String, Convers
         .args(["guest", "run", "--tell-events", "--quiet"])
         .arg(format!("--incoming=tcp:{host}:0"))
         .args(flags)
+        .args(
+            security
+                .given()
+                .iter()
+                .map(|(name, value)| format!("--{name}={value}")),
+        )
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()?;
     let events = child.stdout.take().map(events::read);
+    let speaker = conversation.speaker();
     thread::scope(|scope| {
         let (done, watch) = std::sync::mpsc::channel::<()>();
         let child = &mut child;
         // A source that has gone leaves a guest that would wait for it.
         scope.spawn(move || end_with(child, &mut conversation, &watch, interrupt));
         for event in events.into_iter().flatten() {
-            if let Ok(line) = serde_json::to_string(&event)
-                && writeln!(out, "{line}").is_err()
-            {
+            if speaker.say(&event).is_err() {
                 break;
             }
         }
         drop(done);
     });
-    let _ = out.shutdown(std::net::Shutdown::Both);
+    speaker.end();
     let _ = child.wait();
     Ok(format!("a run with {}", summary(&wanted)))
 }
@@ -301,6 +322,9 @@ fn flags(wanted: &Wanted) -> Result<Vec<String>, String> {
         options
             .set(name, value)
             .map_err(|error| error.to_string())?;
+        if info.group.is_of_tls() {
+            return Err(format!("{name} is each host's own"));
+        }
         flags.push(format!("--{}={value}", info.name));
     }
     options.check().map_err(|error| error.to_string())?;
@@ -319,6 +343,9 @@ fn summary(wanted: &Wanted) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+
     use super::*;
 
     fn wanted(options: &[(&str, &str)]) -> Wanted {
@@ -338,7 +365,7 @@ mod tests {
     fn a_silent_host_is_left_at_a_signal_and_an_endless_line_is_not_read_on() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let mut ours = Conversation::new(listener.accept().unwrap().0).unwrap();
+        let mut ours = Conversation::new(listener.accept().unwrap().0.into());
         let interrupt = Interrupt::catch().unwrap();
         interrupt.raise();
         let day = Duration::from_secs(86_400);

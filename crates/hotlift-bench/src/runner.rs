@@ -12,10 +12,11 @@ use hotlift_console::signals::Interrupt;
 
 use super::built_in;
 use super::cell::Cell;
+use super::certificates::{self, Certificates};
 use super::journal::Journal;
 use super::machine;
 use super::qemu::Program;
-use super::record::{Engine, Outcome, Record, Row};
+use super::record::{CipherSpeed, Engine, Machine, Outcome, Record, Row};
 use super::remote_host::RemoteHost;
 use super::table::Labels;
 use crate::error::BenchError;
@@ -36,6 +37,8 @@ pub struct Bench<'a> {
     pub remote: Option<RemoteHost>,
     /// The QEMU of cells that are QEMU's.
     pub qemu: Option<Program>,
+    /// Certificates for the cells that want them.
+    pub certificates: Option<Certificates>,
     /// Where runs are kept.
     pub journal: Journal,
     /// Signals.
@@ -96,7 +99,7 @@ impl Bench<'_> {
         Ok(records)
     }
 
-    fn machine(&self, cell: &Cell) -> super::record::Machine {
+    fn machine(&self, cell: &Cell) -> Machine {
         let mut versions =
             BTreeMap::from([("hotlift".to_owned(), env!("CARGO_PKG_VERSION").to_owned())]);
         if cell.engine != Engine::Hotlift
@@ -109,7 +112,11 @@ impl Bench<'_> {
         {
             versions.insert("method".to_owned(), options.library());
         }
-        machine::look(versions, self.remote.as_ref().map(RemoteHost::name))
+        let cipher = certificates::wants(&cell.migration).then(CipherSpeed::measure);
+        Machine {
+            cipher: cipher.flatten(),
+            ..machine::look(versions, self.remote.as_ref().map(RemoteHost::name))
+        }
     }
 
     fn run_cell(&self, cell: &Cell, tell: &mut dyn FnMut(&Moment)) -> Result<Outcome, BenchError> {
@@ -123,9 +130,17 @@ impl Bench<'_> {
                 ),
             });
         }
+        let certificates = self.certificates.as_ref();
+        let certificates = certificates.filter(|_| certificates::wants(&cell.migration));
+        if certificates.is_some() && self.remote.is_some() {
+            return Ok(Outcome::Skipped {
+                reason: "its certificates are for this host alone: leave them out, and give --tls DIR on both hosts"
+                    .to_owned(),
+            });
+        }
         match (cell.engine, &self.qemu) {
             (Engine::Hotlift, _) => built_in::run(
-                cell,
+                &certificates.map_or_else(|| cell.clone(), |some| some.fill_in(cell)),
                 &self.place,
                 self.remote.as_ref(),
                 self.limit,
@@ -133,7 +148,8 @@ impl Bench<'_> {
                 tell,
             ),
             (_, Some(program)) => {
-                Ok(program.run(cell, &self.place, self.limit, self.interrupt, tell))
+                let (place, limit) = (&self.place, self.limit);
+                Ok(program.run(cell, place, certificates, limit, self.interrupt, tell))
             }
             (_, None) => Ok(Outcome::Skipped {
                 reason: "no QEMU was given: use --with-qemu".to_owned(),

@@ -8,9 +8,11 @@ use clap::Args;
 use hotlift::Address;
 use hotlift::options::parse_size;
 use hotlift_advise::{Goal, Origin, Request};
+use hotlift_console::error::ConsoleError;
 use hotlift_console::output;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress;
+use hotlift_console::security::SecurityArgs;
 use hotlift_host::bandwidth;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_qmp::{QmpAddress, Version};
@@ -74,6 +76,8 @@ pub struct AdviseArgs {
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
     #[command(flatten)]
+    security: SecurityArgs,
+    #[command(flatten)]
     output: OutputArgs,
 }
 
@@ -122,17 +126,22 @@ fn version(text: &str) -> Result<Version, String> {
 }
 
 impl AdviseArgs {
-    fn request(&self) -> Request {
+    fn request(&self) -> Result<Request, ConsoleError> {
         let origin = match &self.origin {
             OriginArgs { pid: Some(pid), .. } => Origin::Process(*pid),
             OriginArgs { qmp: Some(qmp), .. } => Origin::Qmp(qmp.clone()),
             // One of the three is given.
             OriginArgs { file, .. } => Origin::File(file.clone().unwrap_or_default()),
         };
-        Request {
+        Ok(Request {
             origin,
             sample_bytes: self.sample,
             goal: self.goal,
+            tls: match &self.to {
+                Some(to) => self.security.tls(to)?,
+                None => None,
+            },
+            security: self.security.given_to_others(),
             to: self.to.clone(),
             bandwidth: self.bandwidth,
             same_host: self.same_host,
@@ -147,14 +156,14 @@ impl AdviseArgs {
             relays: self.relays,
             accelerators: !self.no_accelerators,
             seed: self.seed,
-        }
+        })
     }
 }
 
 /// Runs the command.
 pub fn run(args: &AdviseArgs) -> Result<(), CommandError> {
     let steps = Steps::new(args.output.quiet);
-    let advice = hotlift_advise::advise(&args.request(), &|step| steps.show(step))?;
+    let advice = hotlift_advise::advise(&args.request()?, &|step| steps.show(step))?;
     drop(steps);
     Ok(args.output.print(&advice, || advice.text())?)
 }

@@ -2,13 +2,15 @@
 //! nothing holds up nobody.
 
 use std::collections::VecDeque;
-use std::net::{IpAddr, TcpStream};
+use std::net::IpAddr;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::Listener;
-use hotlift::transport::Stream;
-use hotlift_console::conversation::{Conversation, ConversationError};
+use hotlift::tls::Tls;
+use hotlift::transport::Acceptor;
+use hotlift_console::conversation::Conversation;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
 use hotlift_console::signals::TICK;
@@ -26,7 +28,7 @@ const MOST: usize = 64;
 
 /// Who has connected to a listener.
 pub struct Callers<'a> {
-    listener: &'a Listener,
+    acceptor: Acceptor<'a>,
     waiting: VecDeque<Caller>,
     /// Why no connection could be taken, as it was last said.
     trouble: String,
@@ -34,8 +36,6 @@ pub struct Callers<'a> {
 
 struct Caller {
     conversation: Conversation,
-    /// The same connection.
-    stream: TcpStream,
     here: IpAddr,
     deadline: Instant,
 }
@@ -49,13 +49,20 @@ pub struct Call {
 }
 
 impl<'a> Callers<'a> {
-    /// Nobody yet.
-    pub fn new(listener: &'a Listener) -> Self {
-        Self {
-            listener,
+    /// Nobody yet. With `tls`, only who has a certificate is heard.
+    ///
+    /// # Errors
+    /// The system gives no file descriptors.
+    pub fn new(listener: &'a Listener, tls: Option<Arc<Tls>>) -> Result<Self, ConsoleError> {
+        let acceptor = Acceptor::new(listener, tls);
+        Ok(Self {
+            acceptor: acceptor.map_err(|source| ConsoleError::Process {
+                what: "listener",
+                source,
+            })?,
             waiting: VecDeque::new(),
             trouble: String::new(),
-        }
+        })
     }
 
     /// The next call, or `None` if there is none within a tick.
@@ -80,19 +87,7 @@ impl<'a> Callers<'a> {
             return self.take(index, opening);
         }
         if is_called {
-            match self.accept() {
-                Ok(Some(caller)) => self.waiting.push_back(caller),
-                Ok(None) => {}
-                // Of one connection, or for want of descriptors: neither is an end of the others.
-                Err(error) => {
-                    let trouble = error_line(&error);
-                    if trouble != self.trouble {
-                        complain!("hotlift: a connection was not taken: {trouble}");
-                        self.trouble = trouble;
-                    }
-                    thread::sleep(TICK);
-                }
-            }
+            self.accept();
         }
         let is_one_too_many = self.waiting.len() > MOST;
         is_one_too_many.then(|| self.take(0, Err(CommandError::Crowd { most: MOST })))?
@@ -100,14 +95,27 @@ impl<'a> Callers<'a> {
 
     /// Waits for a tick: whether somebody connects, and who of those that are here says something.
     fn wait(&self) -> (bool, Vec<bool>) {
-        let mut polled = vec![PollFd::new(self.listener, PollFlags::IN)];
+        let decrypted = self.waiting.iter().map(|it| it.conversation.has_received());
+        let decrypted: Vec<bool> = decrypted.collect();
+        let at_once = self.acceptor.is_ready() || decrypted.contains(&true);
         let callers = self.waiting.iter();
-        polled.extend(callers.map(|caller| PollFd::new(&caller.stream, PollFlags::IN)));
+        let callers = callers.map(|caller| PollFd::new(&caller.conversation, PollFlags::IN));
+        let mut polled: Vec<_> = callers.collect();
+        let called = self.acceptor.polled();
+        polled.extend(called.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         // Of a constant that is in range. A signal ends the tick early.
-        let tick = Timespec::try_from(TICK).ok();
+        let tick = Timespec::try_from(if at_once { Duration::ZERO } else { TICK }).ok();
         let _ = poll(&mut polled, tick.as_ref());
-        let mut ready = polled.iter().map(|one| !one.revents().is_empty());
-        (ready.next().unwrap_or_default(), ready.collect())
+        let ready = polled.iter().map(|one| !one.revents().is_empty());
+        let ready: Vec<bool> = ready.collect();
+        let (speaks, called) = ready.split_at(decrypted.len());
+        let speaks = speaks.iter().zip(decrypted);
+        (
+            self.acceptor.is_ready() || called.contains(&true),
+            speaks
+                .map(|(polled, decrypted)| *polled || decrypted)
+                .collect(),
+        )
     }
 
     fn take(&mut self, index: usize, opening: Result<Opening, CommandError>) -> Option<Call> {
@@ -119,15 +127,36 @@ impl<'a> Callers<'a> {
         })
     }
 
-    fn accept(&self) -> Result<Option<Caller>, ConversationError> {
-        let Some(Stream::Tcp(stream)) = self.listener.accept(Duration::ZERO)? else {
-            return Ok(None);
+    fn accept(&mut self) {
+        let accepted = match self.acceptor.take() {
+            Ok(accepted) => accepted,
+            // Of one connection, or for want of descriptors: neither is an end of the others.
+            Err(error) => {
+                self.complain(&error);
+                thread::sleep(TICK);
+                return;
+            }
         };
-        Ok(Some(Caller {
-            here: stream.local_addr()?.ip(),
-            conversation: Conversation::new(stream.try_clone()?)?,
-            stream,
-            deadline: Instant::now() + HELLO,
-        }))
+        for (stream, _) in accepted {
+            match stream.map(|stream| (stream.local_ip(), stream)) {
+                Ok((Some(here), stream)) => self.waiting.push_back(Caller {
+                    here,
+                    conversation: Conversation::new(stream),
+                    deadline: Instant::now() + HELLO,
+                }),
+                // It has gone.
+                Ok((None, _)) => {}
+                Err(refused) => self.complain(&refused),
+            }
+        }
+    }
+
+    /// Says why a connection was not taken, once as long as the reason stays.
+    fn complain(&mut self, error: &dyn std::error::Error) {
+        let trouble = error_line(error);
+        if trouble != self.trouble {
+            complain!("hotlift: a connection was not taken: {trouble}");
+            self.trouble = trouble;
+        }
     }
 }

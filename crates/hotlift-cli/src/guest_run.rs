@@ -12,6 +12,7 @@ use hotlift_console::events::{Check, Event, Filling, tell};
 use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::{Display, fallback_warning};
+use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
 use hotlift_monitor::{GuestMonitor, ShutdownRequest, Sockets};
 use hotlift_qmp::QmpAddress;
@@ -166,6 +167,8 @@ impl Session<'_> {
     }
 
     fn source(&self, uri: &Address) -> Result<(), CommandError> {
+        // What is wrong with the certificates is said before a guest runs.
+        security::tls(&self.options, uri)?;
         self.boot()?;
         if self.interrupt.sleep(Some(self.args.migrate_after)) {
             return Err(ConsoleError::Interrupted.into());
@@ -270,6 +273,7 @@ impl Session<'_> {
 
     fn destination(&self, uri: &Address) -> Result<(), CommandError> {
         let control = Control::new();
+        security::tls(&self.options, uri)?;
         hotlift::prepare(&*self.guest, &self.options)?;
         let listener = uri.listen()?;
         let address = listener.address().map_err(|source| ConsoleError::Process {

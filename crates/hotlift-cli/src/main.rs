@@ -71,6 +71,8 @@ enum Command {
     ///
     ///   hotlift migrate --qmp /run/vm.qmp --to tcp:HOST:4444 --method zstd --channels 4
     ///
+    /// Both hosts need certificates ('hotlift certs'), or --insecure.
+    ///
     /// Exit codes: 0 the destination has the guest, 1 failed and the guest stayed, 2 usage, 130 cancelled and the guest
     /// stayed, 3 nobody knows whether the destination runs the guest, and it is left paused here: 'hotlift settle'.
     #[command(verbatim_doc_comment)]
@@ -87,8 +89,8 @@ enum Command {
     ///
     /// One guest is received. A QEMU that was started runs on when this command ends, if it has the
     /// guest or may have it; if not, it is ended. What it says goes to standard error; if that is a
-    /// pipe, only for as long as this command runs. There is no authentication: use it on a network
-    /// that you trust.
+    /// pipe, only for as long as this command runs. Both hosts need certificates ('hotlift
+    /// certs'), or --insecure.
     ///
     /// Exit codes: 0 the guest is here, 1 failed and the guest is not here, 2 usage, 130 ended by a signal and the guest is
     /// not here, 3 nobody knows whether the guest runs here, and its QEMU is left as it is.
@@ -180,9 +182,11 @@ enum GuestCommand {
     ///
     /// In two shells, or on two hosts, with the same --guest, --ram and --vcpus:
     ///
-    ///   hotlift guest run --incoming tcp::4444
+    ///   hotlift guest run --incoming tcp:127.0.0.1:4444
     ///
-    ///   hotlift guest run --migrate-to tcp:HOST:4444
+    ///   hotlift guest run --migrate-to tcp:127.0.0.1:4444
+    ///
+    /// Two hosts need certificates ('hotlift certs'), or --insecure.
     ///
     /// If nobody knows whether the destination runs the guest, the process does not end: it keeps the guest paused, and
     /// prints the 'hotlift settle' to type. Exit codes: 0 the destination has the guest (or it was received and has run

@@ -11,6 +11,7 @@ use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
+use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qemu::QemuError;
 use hotlift_qemu::error::at_source;
@@ -50,11 +51,13 @@ pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
     let mut relay_settings = args.migration.relay_settings()?;
     let source = Source::connect(&args.qmp)?;
     relay_settings.uuid = Some(source.uuid()?.0);
-    let mut destination = Conversation::connect(&args.to, "--to")?;
+    let tls = security::tls(&relay_settings.outgoing, &args.to)?;
+    let mut destination = Conversation::connect(&args.to, "--to", tls.as_deref())?;
+    relay_settings.outgoing_tls = tls;
     let hello = hello(&source, &relay_settings)?;
     destination.say(&hello)?;
     let (address, token, destination_qemu) = ready(args, &mut destination, &interrupt)?;
-    relay_settings.outgoing_token = Some(token.0);
+    relay_settings.outgoing_pass = Some(destination.pass(token.0));
     let this = Move {
         args,
         interrupt: &interrupt,

@@ -148,7 +148,7 @@ mod tests {
     fn pair() -> (TcpStream, Conversation) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let ours = Conversation::new(listener.accept().unwrap().0).unwrap();
+        let ours = Conversation::new(listener.accept().unwrap().0.into());
         (theirs, ours)
     }
 
@@ -191,7 +191,7 @@ mod tests {
             reason: "why".to_owned(),
             guest: GuestThere::NotHere,
         };
-        let mut theirs = Conversation::new(theirs).unwrap();
+        let mut theirs = Conversation::new(theirs.into());
         ours.say(&failed).unwrap();
         assert_eq!(theirs.hear(LONG).unwrap(), Some(failed));
         drop(theirs);

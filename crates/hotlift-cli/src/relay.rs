@@ -1,6 +1,7 @@
 //! `hotlift relay`: passes QEMU's migrations on, between a QEMU and the relay of another host.
 
 use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::{Args, Subcommand, ValueEnum};
@@ -11,6 +12,7 @@ use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes, jobs};
+use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
 use hotlift_monitor::RelayMonitor;
 use hotlift_qmp::Uuid;
@@ -30,7 +32,8 @@ pub enum RelayCommand {
     ///
     ///   hotlift relay source --listen unix:/run/a.sock --connect tcp:HOST:4444 --method zstd
     ///
-    /// and in QEMU's monitor, with multifd on (any number of channels) or off:
+    /// Both hosts need certificates ('hotlift certs'), or --insecure. In QEMU's monitor, with multifd on (any number of
+    /// channels) or off:
     ///
     ///   migrate -d unix:/run/a.sock
     #[command(verbatim_doc_comment)]
@@ -43,7 +46,8 @@ pub enum RelayCommand {
     ///
     ///   hotlift relay destination --listen tcp::4444 --connect unix:/run/b.sock
     ///
-    /// and a QEMU that was started with '-incoming defer', in its monitor:
+    /// Both hosts need certificates ('hotlift certs'), or --insecure. A QEMU that was started with '-incoming defer', in
+    /// its monitor:
     ///
     ///   migrate_set_capability multifd on
     ///   migrate_incoming unix:/run/b.sock
@@ -69,6 +73,10 @@ pub struct RelayArgs {
     /// has it, or as the machine type has it]
     #[arg(long, value_name = "VALUE", value_enum, hide_short_help = true)]
     multifd_flush_after_each_section: Option<Switch>,
+    /// Encrypt the connections with the QEMU of this host, by the certificates in this folder: it has an object
+    /// tls-creds-x509, and its parameter tls-creds names that
+    #[arg(long, value_name = "DIR", help_heading = "TLS", hide_short_help = true)]
+    qemu_tls: Option<PathBuf>,
     /// Take one migration after another; one that fails is reported, and the next is waited for
     #[arg(long)]
     forever: bool,
@@ -95,6 +103,18 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     };
     let interrupt = Interrupt::catch()?;
     let mut settings = args.migration.relay_settings()?;
+    let (listen, connect) = (&args.listen, &args.connect);
+    let (of_relay, of_qemu) = match command {
+        RelayCommand::Source(_) => (connect, listen),
+        RelayCommand::Destination(_) => (listen, connect),
+    };
+    let options = &settings.outgoing;
+    let relay_tls = security::tls(options, of_relay)?;
+    let qemu_tls = security::qemu_tls(args.qemu_tls.as_deref(), options, of_qemu)?;
+    (settings.outgoing_tls, settings.incoming_tls) = match command {
+        RelayCommand::Source(_) => (relay_tls, qemu_tls),
+        RelayCommand::Destination(_) => (qemu_tls, relay_tls),
+    };
     settings.uuid = args.uuid.map(|uuid| uuid.0);
     settings.flush_after_each_section = args
         .multifd_flush_after_each_section

@@ -12,7 +12,7 @@ use hotlift::file::{self, FileError, FileInfo};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::migration_args::LimitArgs;
+use hotlift_console::migration_args::{LimitArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes};
@@ -51,7 +51,7 @@ pub struct RestoreArgs {
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
-    limits: LimitArgs,
+    limits: LimitArgs<role::Restore>,
     /// Command line of the QEMU to start; '-incoming defer' and a QMP socket are added
     #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
     command: Vec<OsString>,

@@ -10,13 +10,15 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::tls::Tls;
 use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_console::error::{ConsoleError, error_line};
-use hotlift_console::migration_args::LimitArgs;
+use hotlift_console::migration_args::{LimitArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::bytes;
+use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_host::survey::{self, Request};
 use hotlift_monitor::RelayMonitor;
@@ -64,7 +66,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     control: ControlArgs,
     #[command(flatten)]
-    limits: LimitArgs,
+    limits: LimitArgs<role::Receive>,
     /// Command line of the QEMU to start when a source has come; '-incoming defer' and a QMP socket
     /// are added
     #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
@@ -89,6 +91,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
         process::waiting(&args.command)?;
     }
     let mut held = args.qmp.as_ref().map(Destination::held).transpose()?;
+    let tls = security::tls(&args.limits.options(), &args.listen)?;
     let listener = args.listen.listen()?;
     let events = Events::new();
     let outgoing = RelaySettings::default().outgoing;
@@ -100,6 +103,7 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
         args,
         interrupt: &interrupt,
         host,
+        tls,
         monitor: &monitor,
     };
     let outcome = host.wait(&listener, &mut held);
@@ -117,6 +121,8 @@ struct Host<'a> {
     interrupt: &'a Interrupt,
     /// Address that data connections are taken at.
     host: &'a str,
+    /// For the conversation, and the pages.
+    tls: Option<Arc<Tls>>,
     monitor: &'a RelayMonitor,
 }
 
@@ -127,7 +133,7 @@ impl Host<'_> {
         listener: &Listener,
         held: &mut Option<Destination>,
     ) -> Result<(), CommandError> {
-        let mut callers = Callers::new(listener);
+        let mut callers = Callers::new(listener, self.tls.clone())?;
         let mut surveys = self.interrupt.branch();
         thread::scope(|scope| {
             let mut survey: Option<ScopedJoinHandle<'_, ()>> = None;
@@ -184,7 +190,12 @@ impl Host<'_> {
         here: IpAddr,
         ends: &Interrupt,
     ) {
-        match survey::answer(source, request, here, self.args.data_port, ends) {
+        let at = survey::At {
+            here,
+            port: self.args.data_port,
+            tls: self.tls.clone(),
+        };
+        match survey::answer(source, request, at, ends) {
             Ok(what) => complain!("{what}"),
             Err(error) => complain!("hotlift: a survey was not answered: {}", error_line(&error)),
         }
@@ -226,16 +237,22 @@ impl Host<'_> {
         mut destination: Destination,
     ) -> Result<(), CommandError> {
         let socket = destination.socket();
-        let (listener, port, settings) = match self.get_ready(hello, &mut destination, &socket) {
+        let token = relay::new_token().map_err(|source| ConsoleError::Process {
+            what: "random numbers",
+            source,
+        })?;
+        let ready = self.get_ready(hello, &mut destination, &socket);
+        let (listener, port, mut settings) = match ready {
             Ok(ready) => ready,
             Err(error) => {
                 refuse(source, &error);
                 return Err(error);
             }
         };
+        settings.incoming_pass = Some(source.pass(token));
         let ready = Answer::Ready {
             port,
-            token: Uuid(settings.incoming_token.unwrap_or_default()),
+            token: Uuid(token),
             qemu: destination.qemu().version(),
         };
         source.say(&ready)?;
@@ -258,11 +275,7 @@ impl Host<'_> {
     ) -> Result<(Listener, u16, RelaySettings), CommandError> {
         let limits = self.args.limits.options();
         let mut settings = incoming::relay_settings(destination, hello.channels, limits)?;
-        let token = relay::new_token().map_err(|source| ConsoleError::Process {
-            what: "random numbers",
-            source,
-        })?;
-        settings.incoming_token = Some(token);
+        settings.incoming_tls = self.tls.clone();
         incoming::listen(destination, hello.channels, &hello.alike, socket)?;
         let address = Address::Tcp {
             host: self.host.to_owned(),

@@ -107,7 +107,8 @@ fn not_taken(error: &clap::Error, typed: &str) -> Option<String> {
         "relay source" | "relay destination" => Role::Relay,
         "migrate" => Role::Migrate,
         "save" => Role::Save,
-        "serve" | "restore" => Role::Receive,
+        "serve" => Role::Receive,
+        "restore" => Role::Restore,
         _ => return None,
     };
     let instead = info.refusal(role)?;

@@ -1,11 +1,16 @@
-//! A conversation of two hosts: JSON, one line a message, over a TCP connection.
+//! A conversation of two hosts: JSON, one line a message, over a TCP connection, with or without TLS.
 
-use std::net::TcpStream;
+use std::io::{self, Write};
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hotlift::Address;
+use hotlift::relay::Pass;
+use hotlift::tls::{ALERT_BEGINS, Tls};
 use hotlift::transport::Stream;
-use hotlift_qmp::{Line, Lines, Socket, one_line};
+use hotlift_qmp::{Connection, Line, Lines, one_line};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -29,6 +34,9 @@ pub enum ConversationError {
     /// An end without a word.
     #[error("the other side closed the connection")]
     Closed,
+    /// An alert of TLS.
+    #[error("the other side speaks TLS only: give '--tls DIR'")]
+    SpeaksTls,
     /// A line without end.
     #[error("a message of more than {MAX_MESSAGE} bytes")]
     TooLong,
@@ -55,40 +63,116 @@ pub enum ConversationError {
     },
 }
 
+/// The connection of a conversation. Cheap to clone.
+#[derive(Debug, Clone)]
+struct Over(Arc<Stream>);
+
+impl Connection for Over {
+    fn set_write_timeout(&self, timeout: Duration) -> io::Result<()> {
+        self.0.set_write_timeout(timeout)
+    }
+
+    fn read(&self, buffer: &mut [u8], timeout: Duration) -> io::Result<usize> {
+        self.0.read_within(buffer, timeout)
+    }
+
+    fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+        (&*self.0).write(bytes)
+    }
+
+    fn resumes(&self) -> bool {
+        // A record of which a part was sent cannot be sent again.
+        self.0.is_plain()
+    }
+}
+
 /// One end of a conversation.
 #[derive(Debug)]
-pub struct Conversation(Lines);
+pub struct Conversation(Lines<Over>);
+
+/// Another handle on a conversation, to speak while this side waits for a message.
+#[derive(Debug)]
+pub struct Speaker(Lines<Over>);
+
+impl Speaker {
+    /// Says something.
+    pub fn say<T: Serialize>(&self, message: &T) -> Result<(), ConversationError> {
+        say(&self.0, message)
+    }
+
+    /// Ends the conversation.
+    pub fn end(&self) {
+        self.0.connection().0.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+fn say<T: Serialize>(lines: &Lines<Over>, message: &T) -> Result<(), ConversationError> {
+    let mut line = serde_json::to_vec(message).map_err(io::Error::from)?;
+    line.push(b'\n');
+    match lines.write(&line, Instant::now() + WRITE)? {
+        true => Ok(()),
+        false => Err(ConversationError::NotTaken),
+    }
+}
 
 impl Conversation {
     /// Over a connection that was made or accepted.
-    pub fn new(stream: TcpStream) -> Result<Self, ConversationError> {
-        stream.set_nodelay(true)?;
-        Ok(Self(Lines::new(Socket::Tcp(stream), MAX_MESSAGE)))
+    #[must_use]
+    pub fn new(stream: Stream) -> Self {
+        Self(Lines::new(Over(Arc::new(stream)), MAX_MESSAGE))
     }
 
     /// With `hotlift serve` at `to`, which was given with `flag`.
     ///
     /// # Errors
-    /// If nobody listens there.
-    pub fn connect(to: &Address, flag: &'static str) -> Result<Self, ConsoleError> {
+    /// If nobody listens there, or the handshake of `tls` fails.
+    pub fn connect(
+        to: &Address,
+        flag: &'static str,
+        tls: Option<&Tls>,
+    ) -> Result<Self, ConsoleError> {
         if !matches!(to, Address::Tcp { .. }) {
             return Err(ConsoleError::OnlyTcp { flag });
         }
-        match to.connect(CONNECT) {
-            Ok(Stream::Tcp(stream)) => Ok(Self::new(stream)?),
-            Ok(Stream::Unix(_)) => Err(ConsoleError::OnlyTcp { flag }),
-            Err(source) => Err(ConsoleError::NoServe { source }),
-        }
+        let stream = to.connect(CONNECT);
+        let stream = stream.map_err(|source| ConsoleError::NoServe { source })?;
+        Ok(Self::new(match tls {
+            Some(tls) => stream.secure(tls, Some(to.host()))?,
+            None => stream,
+        }))
+    }
+
+    /// Another handle on it.
+    #[must_use]
+    pub fn speaker(&self) -> Speaker {
+        Speaker(Lines::new(self.0.connection().clone(), MAX_MESSAGE))
+    }
+
+    /// What opens the connections that are announced in it by `token`.
+    #[must_use]
+    pub fn pass(&self, token: [u8; 16]) -> Pass {
+        Pass::new(token, self.stream().exporter().cloned())
+    }
+
+    /// The address of this host that it is held with.
+    #[must_use]
+    pub fn here(&self) -> Option<IpAddr> {
+        self.stream().local_ip()
+    }
+
+    /// Whether something was received that a poll does not show.
+    #[must_use]
+    pub fn has_received(&self) -> bool {
+        self.stream().has_plaintext()
+    }
+
+    fn stream(&self) -> &Stream {
+        &self.0.connection().0
     }
 
     /// Says something.
     pub fn say<T: Serialize>(&mut self, message: &T) -> Result<(), ConversationError> {
-        let mut line = serde_json::to_vec(message).map_err(std::io::Error::from)?;
-        line.push(b'\n');
-        match self.0.write(&line, Instant::now() + WRITE)? {
-            true => Ok(()),
-            false => Err(ConversationError::NotTaken),
-        }
+        say(&self.0, message)
     }
 
     /// The next message, or `None` if none comes within `timeout`.
@@ -97,13 +181,26 @@ impl Conversation {
         timeout: Duration,
     ) -> Result<Option<T>, ConversationError> {
         let line = match self.0.read(Instant::now() + timeout)? {
+            // An alert may end as a line does.
+            Line::Whole(line) if line.starts_with(&ALERT_BEGINS) => {
+                return Err(ConversationError::SpeaksTls);
+            }
             Line::Whole(line) => line,
             Line::Late => return Ok(None),
+            Line::Closed if self.0.begun().starts_with(&ALERT_BEGINS) => {
+                return Err(ConversationError::SpeaksTls);
+            }
             Line::Closed => return Err(ConversationError::Closed),
             Line::TooLong => return Err(ConversationError::TooLong),
         };
         let message = serde_json::from_slice(&line);
         message.map(Some).map_err(|error| garbage(&line, &error))
+    }
+}
+
+impl AsFd for Conversation {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream().as_fd()
     }
 }
 

@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::Duration;
 
+use hotlift::Address;
 pub use hotlift::error::error_line;
 use hotlift::options::OptionError;
+use hotlift::tls::{TlsError, TlsSetupError};
 use hotlift::transport::TransportError;
 use hotlift_qmp::QmpError;
 use hotlift_vmm::fill::FillError;
@@ -97,12 +99,34 @@ pub enum ConsoleError {
     /// A conversation that was begun.
     #[error("talking to 'hotlift serve' failed")]
     Conversation(#[from] ConversationError),
+    /// A listener.
+    #[error("cannot listen")]
+    Listen {
+        /// The system's reason.
+        #[source]
+        source: TransportError,
+    },
     /// Nobody listens.
     #[error("cannot reach 'hotlift serve'")]
     NoServe {
         /// The system's reason.
         #[source]
         source: TransportError,
+    },
+    /// TLS that cannot be had.
+    #[error("cannot use TLS")]
+    TlsSetup(#[source] Box<TlsSetupError>),
+    /// A handshake of a conversation.
+    #[error("the TLS handshake failed")]
+    Tls(#[source] Box<TlsError>),
+    /// A QEMU that is spoken with over a network.
+    #[error(
+        "{address} is open to other hosts, and QEMU's stream is safe on one host only: let QEMU use a UNIX socket or \
+         loopback, or give '--insecure'"
+    )]
+    InsecureQemu {
+        /// Where.
+        address: Address,
     },
     /// The address of a UNIX socket.
     #[error("{flag} takes tcp:HOST:PORT")]
@@ -125,6 +149,18 @@ pub enum ConsoleError {
     /// A signal.
     #[error("interrupted")]
     Interrupted,
+}
+
+impl From<TlsSetupError> for ConsoleError {
+    fn from(error: TlsSetupError) -> Self {
+        Self::TlsSetup(Box::new(error))
+    }
+}
+
+impl From<TlsError> for ConsoleError {
+    fn from(error: TlsError) -> Self {
+        Self::Tls(Box::new(error))
+    }
 }
 
 impl ConsoleError {

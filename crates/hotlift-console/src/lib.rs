@@ -8,6 +8,7 @@
 //! | `signals` | Ctrl-C and its like |
 //! | `pair`, `events` | two `guest run` processes, and what they tell |
 //! | `conversation` | JSON lines between two hosts |
+//! | `security` | TLS as a command's flags ask for it |
 //! | `error` | why a command failed, where several can fail so |
 
 #![forbid(unsafe_code)]
@@ -22,6 +23,7 @@ pub mod output_args;
 pub mod output_file;
 pub mod pair;
 pub mod progress;
+pub mod security;
 pub mod signals;
 pub mod table;
 pub mod width;

@@ -6,7 +6,7 @@ use std::ops::Deref;
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use hotlift::Options;
-use hotlift::options::{Group, OPTIONS, OptionError, OptionInfo, Role, option};
+use hotlift::options::{OPTIONS, OptionError, OptionInfo, Role, option};
 use hotlift::relay::{self, RelaySettings};
 
 /// The options given on the command line, in the order of the table.
@@ -39,7 +39,7 @@ macro_rules! roles {
     };
 }
 
-roles!(Pair, Guest, Relay, Migrate, Save, Receive);
+roles!(Pair, Guest, Relay, Migrate, Save, Receive, Restore);
 
 /// The options that a command of role `R` takes.
 #[derive(Debug, Clone)]
@@ -220,14 +220,18 @@ fn help(option: &OptionInfo, role: Role) -> String {
 
 /// The flag of an option. Short help has what is asked for every day.
 fn flag(option: &OptionInfo, role: Role) -> Arg {
-    let is_everyday = matches!(option.group, Group::Everyday(_));
     let arg = Arg::new(option.name)
         .long(option.name)
         .value_name("VALUE")
         .help(help(option, role))
         .help_heading(option.group.title())
-        // All that a Receive has.
-        .hide_short_help(!is_everyday && role != Role::Receive);
+        // Who only receives has no others.
+        .hide_short_help(!option.group.is_in_short_help() && !role.only_receives());
+    // What QEMU has no parameter for is typed as other commands' switches are.
+    let arg = match option.name {
+        "insecure" => arg.num_args(0..=1).default_missing_value("on"),
+        _ => arg,
+    };
     match option.alias {
         Some(alias) => arg.visible_alias(alias),
         None => arg,
@@ -250,19 +254,22 @@ fn refused(error: &OptionError) -> clap::Error {
 }
 
 /// What bounds a source, for commands whose other options the source or its file decides.
-#[derive(Debug, Clone, Default)]
-pub struct LimitArgs(Options);
+#[derive(Debug, Clone)]
+pub struct LimitArgs<R> {
+    options: Options,
+    role: PhantomData<R>,
+}
 
-impl LimitArgs {
+impl<R> LimitArgs<R> {
     /// All other options have their defaults.
     pub fn options(&self) -> Options {
-        self.0.clone()
+        self.options.clone()
     }
 }
 
-impl Args for LimitArgs {
+impl<R: HasRole> Args for LimitArgs<R> {
     fn augment_args(command: Command) -> Command {
-        RoleArgs::<role::Receive>::augment_args(command)
+        RoleArgs::<R>::augment_args(command)
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -270,10 +277,14 @@ impl Args for LimitArgs {
     }
 }
 
-impl FromArgMatches for LimitArgs {
+impl<R: HasRole> FromArgMatches for LimitArgs<R> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let limits = RoleArgs::<role::Receive>::from_arg_matches(matches)?;
-        limits.options().map(Self).map_err(|error| refused(&error))
+        let limits = RoleArgs::<R>::from_arg_matches(matches)?;
+        let options = limits.options().map_err(|error| refused(&error))?;
+        Ok(Self {
+            options,
+            role: PhantomData,
+        })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -319,9 +330,9 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
             given: taken
                 .filter_map(|option| Some((option.name.to_owned(), value(option.name)?)))
                 .collect(),
-            level: match R::ROLE {
-                Role::Receive => None,
-                _ => value(LEVEL),
+            level: match R::ROLE.only_receives() {
+                true => None,
+                false => value(LEVEL),
             },
         };
         for (name, value) in &given.given {
@@ -380,11 +391,10 @@ mod tests {
             let name = format!("--{} ", option.name);
             let is_taken = option.refusal(R::ROLE).is_none();
             assert_eq!(long.contains(&name), is_taken, "{:?}: {name}", R::ROLE);
-            let is_everyday =
-                matches!(option.group, Group::Everyday(_)) || R::ROLE == Role::Receive;
+            let is_shown = option.group.is_in_short_help() || R::ROLE.only_receives();
             assert_eq!(
                 short.contains(&name),
-                is_taken && is_everyday,
+                is_taken && is_shown,
                 "{:?}: {name}",
                 R::ROLE
             );
@@ -409,6 +419,7 @@ mod tests {
         shows_what_it_takes::<role::Migrate>();
         shows_what_it_takes::<role::Save>();
         shows_what_it_takes::<role::Receive>();
+        shows_what_it_takes::<role::Restore>();
     }
 
     #[test]
@@ -506,9 +517,9 @@ mod tests {
     #[test]
     fn limits_are_the_tables_and_are_checked_alike() {
         let parse = |flags: &[&str]| {
-            let command = LimitArgs::augment_args(Command::new("t"));
+            let command = LimitArgs::<role::Restore>::augment_args(Command::new("t"));
             let matches = command.try_get_matches_from(std::iter::once(&"t").chain(flags))?;
-            LimitArgs::from_arg_matches(&matches).map(|limits| limits.options())
+            LimitArgs::<role::Restore>::from_arg_matches(&matches).map(|limits| limits.options())
         };
         let options = parse(&["--max-channels=255", "--memory-limit", "1G"]).unwrap();
         assert_eq!((options.max_channels, options.memory_limit), (255, 1 << 30));

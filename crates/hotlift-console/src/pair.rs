@@ -45,6 +45,29 @@ pub struct Place {
     pub destination_prefix: Vec<String>,
     /// Where a destination of this host listens; 127.0.0.1 if nothing is given.
     pub address: Option<String>,
+    /// Names and values of options that say how both go about TLS.
+    pub security: Vec<(String, String)>,
+}
+
+impl Place {
+    /// Flags that say how a migration with `given` goes about TLS.
+    pub fn flags(&self, given: &MigrationArgs) -> Vec<String> {
+        let is_of_tls = |(name, _): &&(String, String)| name == "tls-creds";
+        match given.given().iter().find(is_of_tls) {
+            // The migration has its own certificates.
+            Some((_, creds)) if !creds.is_empty() => return Vec::new(),
+            // It is to go without, whatever the others do; addresses may be those of namespaces.
+            Some(_) => return vec!["--insecure=on".to_owned()],
+            None => {}
+        }
+        let flag = |(name, value): &(String, String)| format!("--{name}={value}");
+        let flags: Vec<_> = self.security.iter().map(flag).collect();
+        // Addresses that only namespaces of this host have.
+        match self.address.is_some() && flags.is_empty() {
+            true => vec!["--insecure=on".to_owned()],
+            false => flags,
+        }
+    }
 }
 
 /// What becomes of standard error.
@@ -241,6 +264,7 @@ impl Pair<'_> {
             .arg(role)
             .args(self.guest.to_flags(self.kind))
             .args(self.migration.to_flags())
+            .args(self.place.flags(self.migration))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             // Ctrl-C is for whoever has started it, and ends it then: one word on that is enough.

@@ -157,6 +157,7 @@ impl Schema {
                 QmpType::Uint8 | QmpType::Uint64 | QmpType::Size => "int".to_owned(),
                 QmpType::Bool => "boolean".to_owned(),
                 QmpType::Strings => self.name_of(Type::List("str")),
+                QmpType::String => "str".to_owned(),
                 QmpType::Enum(names) => {
                     self.enumeration(option.name, &names);
                     option.name.to_owned()

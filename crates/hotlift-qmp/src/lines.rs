@@ -17,30 +17,62 @@ pub enum Socket {
     Tcp(TcpStream),
 }
 
-impl Socket {
-    /// Bounds the next read and the next write. Zero would mean for ever.
-    fn set_timeout(&self, left: Duration) -> io::Result<()> {
-        let left = Some(left.max(Duration::from_millis(1)));
-        match self {
-            Self::Unix(stream) => {
-                stream.set_read_timeout(left)?;
-                stream.set_write_timeout(left)
-            }
-            Self::Tcp(stream) => {
-                stream.set_read_timeout(left)?;
-                stream.set_write_timeout(left)
-            }
-        }
-    }
+/// A connection that lines come over.
+pub trait Connection {
+    /// Bounds every write from now on; never zero.
+    ///
+    /// # Errors
+    /// The system's reason.
+    fn set_write_timeout(&self, timeout: Duration) -> io::Result<()>;
 
-    /// Bounds every write from now on.
-    pub(crate) fn set_write_timeout(&self, timeout: Duration) -> io::Result<()> {
+    /// Reads what there is, waiting for at least a byte for up to `timeout`, which is never zero.
+    ///
+    /// # Errors
+    /// The system's reason; `TimedOut` or `WouldBlock`.
+    fn read(&self, buffer: &mut [u8], timeout: Duration) -> io::Result<usize>;
+
+    /// Writes some of `bytes`.
+    ///
+    /// # Errors
+    /// The system's reason.
+    fn write(&self, bytes: &[u8]) -> io::Result<usize>;
+
+    /// Whether a write that was late may be gone on with. After one that may not be, nothing can be written.
+    fn resumes(&self) -> bool {
+        true
+    }
+}
+
+impl Connection for Socket {
+    fn set_write_timeout(&self, timeout: Duration) -> io::Result<()> {
         match self {
             Self::Unix(stream) => stream.set_write_timeout(Some(timeout)),
             Self::Tcp(stream) => stream.set_write_timeout(Some(timeout)),
         }
     }
 
+    fn read(&self, buffer: &mut [u8], timeout: Duration) -> io::Result<usize> {
+        match self {
+            Self::Unix(stream) => stream.set_read_timeout(Some(timeout))?,
+            Self::Tcp(stream) => stream.set_read_timeout(Some(timeout))?,
+        }
+        let mut socket = self;
+        Read::read(&mut socket, buffer)
+    }
+
+    fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+        let mut socket = self;
+        Write::write(&mut socket, bytes)
+    }
+}
+
+/// What is left until `deadline`; at least a millisecond, since zero means for ever.
+fn left(deadline: Instant) -> Duration {
+    let left = deadline.saturating_duration_since(Instant::now());
+    left.max(Duration::from_millis(1))
+}
+
+impl Socket {
     /// Another handle on the same connection.
     ///
     /// # Errors
@@ -101,26 +133,37 @@ pub enum Line {
     Late,
 }
 
-/// A socket and what was read of the next line.
+/// A connection and what was read of the next line.
 #[derive(Debug)]
-pub struct Lines {
-    socket: Socket,
+pub struct Lines<C = Socket> {
+    connection: C,
     limit: usize,
     buffer: Vec<u8>,
     /// Bytes of `buffer` that hold no end of line.
     searched: usize,
 }
 
-impl Lines {
+impl<C: Connection> Lines<C> {
     /// Lines of at most `limit` bytes (and what came with the last read).
     #[must_use]
-    pub fn new(socket: Socket, limit: usize) -> Self {
+    pub fn new(connection: C, limit: usize) -> Self {
         Self {
-            socket,
+            connection,
             limit,
             buffer: Vec::new(),
             searched: 0,
         }
+    }
+
+    /// What the lines come over.
+    pub fn connection(&self) -> &C {
+        &self.connection
+    }
+
+    /// What was read of a line that has not ended.
+    #[must_use]
+    pub fn begun(&self) -> &[u8] {
+        &self.buffer
     }
 
     /// The next line.
@@ -128,6 +171,8 @@ impl Lines {
     /// # Errors
     /// The system's reason; a connection that was reset is [`Line::Closed`].
     pub fn read(&mut self, deadline: Instant) -> io::Result<Line> {
+        // Somebody who says a byte at a time does not put the deadline off.
+        let mut is_over = false;
         loop {
             let fresh = &self.buffer[self.searched..];
             if let Some(end) = fresh.iter().position(|&byte| byte == b'\n') {
@@ -141,12 +186,16 @@ impl Lines {
             if self.searched > self.limit {
                 return Ok(Line::TooLong);
             }
+            if is_over {
+                return Ok(Line::Late);
+            }
             let mut chunk = [0; CHUNK];
-            self.socket
-                .set_timeout(deadline.saturating_duration_since(Instant::now()))?;
-            match (&self.socket).read(&mut chunk) {
+            match self.connection.read(&mut chunk, left(deadline)) {
                 Ok(0) => return Ok(Line::Closed),
-                Ok(length) => self.buffer.extend_from_slice(&chunk[..length]),
+                Ok(length) => {
+                    self.buffer.extend_from_slice(&chunk[..length]);
+                    is_over = Instant::now() >= deadline;
+                }
                 Err(error) if is_late(&error) => {
                     if Instant::now() >= deadline {
                         return Ok(Line::Late);
@@ -164,16 +213,15 @@ impl Lines {
     ///
     /// # Errors
     /// The system's reason.
-    pub fn write(&mut self, line: &[u8], deadline: Instant) -> io::Result<bool> {
-        let mut left = line;
-        while !left.is_empty() {
-            self.socket
-                .set_timeout(deadline.saturating_duration_since(Instant::now()))?;
-            match (&self.socket).write(left) {
+    pub fn write(&self, line: &[u8], deadline: Instant) -> io::Result<bool> {
+        let mut rest = line;
+        while !rest.is_empty() {
+            self.connection.set_write_timeout(left(deadline))?;
+            match self.connection.write(rest) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(length) => left = &left[length..],
+                Ok(length) => rest = &rest[length..],
                 Err(error) if is_late(&error) => {
-                    if Instant::now() >= deadline {
+                    if !self.connection.resumes() || Instant::now() >= deadline {
                         return Ok(false);
                     }
                 }

@@ -105,6 +105,9 @@ pub struct Net {
     pub proxy: Option<Turns>,
     /// The rate of the link from the switchover on, in kbit/s: the hand-over takes as long as that needs.
     pub slow: Option<u32>,
+    /// TLS between the two sides.
+    #[serde(default)]
+    pub tls: bool,
 }
 
 /// A process of the pair.
@@ -359,6 +362,7 @@ impl Case {
             orphan_retries: rng.u8(0..2),
             proxy: None,
             slow: None,
+            tls: false,
         };
         // Most hand-overs are spread over some hundred milliseconds.
         if rng.u8(0..4) > 0 {
@@ -382,6 +386,9 @@ impl Case {
         if faults.iter().any(needs_proxy) {
             net.proxy.get_or_insert(Turns::AsIs);
         }
+        // A message that is sealed cannot be told from others, and be lost.
+        let is_lost = |fault: &Fault| matches!(fault.moment, Moment::Lost(_));
+        net.tls = rng.bool() && !faults.iter().any(is_lost);
         Self {
             number,
             seed,

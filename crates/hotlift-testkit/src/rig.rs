@@ -65,6 +65,8 @@ pub struct Rig {
     host: &'static str,
     hotlift: PathBuf,
     folder: PathBuf,
+    /// Flags of each side.
+    security: Vec<String>,
 }
 
 impl Rig {
@@ -104,6 +106,7 @@ impl Rig {
         let builder = Builder {
             tools,
             case,
+            security: security(tools, case, &folder)?,
             folder,
             host,
         };
@@ -143,6 +146,7 @@ impl Rig {
                 let mut command = Command::new(&self.hotlift);
                 command
                     .args(arguments)
+                    .args(&self.security)
                     .env("TMPDIR", self.folder.join("tmp"));
                 let host = &self.link.source;
                 let started = Process::start("migrate", Some(host), command, &devices)?;
@@ -196,11 +200,36 @@ fn devices(case: &Case, party: Party) -> Vec<Stream> {
         .collect()
 }
 
+/// Flags by which a side encrypts, with certificates that are made for the case, or does not.
+fn security(tools: &Tools, case: &Case, folder: &Path) -> Result<Vec<String>, KitError> {
+    if !case.net.tls {
+        return Ok(vec!["--insecure=on".to_owned()]);
+    }
+    let folder = folder.join("pki");
+    for words in [["init", "--name=campaign"], ["host", "localhost"]] {
+        let mut made = Command::new(&tools.hotlift);
+        made.arg("certs").args(words).arg("--dir").arg(&folder);
+        let output = made
+            .output()
+            .map_err(KitError::system("run 'hotlift certs'"))?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            let said = std::io::Error::other(said);
+            return Err(KitError::system("make certificates")(said));
+        }
+    }
+    Ok(vec![
+        format!("--tls-creds={}", folder.display()),
+        "--tls-hostname=localhost".to_owned(),
+    ])
+}
+
 struct Builder<'a> {
     tools: &'a Tools,
     case: &'a Case,
     folder: PathBuf,
     host: &'static str,
+    security: Vec<String>,
 }
 
 impl Builder<'_> {
@@ -244,6 +273,7 @@ impl Builder<'_> {
             "--ram=64M".to_owned(),
             "--rate=200".to_owned(),
         ];
+        common.extend(self.security.clone());
         common.extend(match channels {
             0 => vec!["--multifd=off".to_owned()],
             channels => vec![
@@ -313,6 +343,7 @@ impl Builder<'_> {
             format!("--listen=tcp:{DESTINATION}:{PORT}"),
             format!("--data-port={DATA_PORT}"),
         ];
+        arguments.extend(self.security.clone());
         let (there, mut qmp) = if started {
             let folder = self.folder.join("there");
             let guest = &self.tools.guest;
@@ -362,13 +393,15 @@ impl Builder<'_> {
             qmp.migrate_incoming(&incoming, true)
         })?;
         let relay = |side: &str, listen: &str, connect: &str| {
-            [
+            let mut arguments = vec![
                 "relay".to_owned(),
                 side.to_owned(),
                 format!("--listen={listen}"),
                 format!("--connect={connect}"),
                 "--multifd-channels=2".to_owned(),
-            ]
+            ];
+            arguments.extend(self.security.clone());
+            arguments
         };
         let at = format!("tcp:{DESTINATION}:{PORT}");
         let destination = self.hotlift(
@@ -428,6 +461,7 @@ impl Builder<'_> {
             host: self.host,
             hotlift: self.tools.hotlift.clone(),
             folder: self.folder,
+            security: self.security,
         })
     }
 }

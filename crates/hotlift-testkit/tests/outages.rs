@@ -66,6 +66,7 @@ fn case(number: u64, guest: BuiltIn, vcpus: u8, faults: Vec<Fault>) -> Case {
             orphan_retries: 1,
             proxy: None,
             slow: Some(8000),
+            tls: false,
         },
         faults,
     }

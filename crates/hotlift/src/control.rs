@@ -83,6 +83,9 @@ pub enum MigrationEvent {
 /// Takes events, on the thread in which they happen; must not block for long.
 pub type Watcher = Box<dyn Fn(MigrationEvent) + Send + Sync>;
 
+/// Reasons to turn strangers away that are told apart: what they say of themselves is in some.
+const REASONS: usize = 64;
+
 /// A handle on one migration, shared by its threads and by whoever steers it. Clones are the same
 /// migration.
 #[derive(Clone, Default)]
@@ -104,7 +107,7 @@ struct Shared {
     too_late: AtomicBool,
     watcher: Option<Watcher>,
     /// Connections of strangers, by what was wrong with them.
-    turned_away: Mutex<BTreeMap<&'static str, u64>>,
+    turned_away: Mutex<BTreeMap<String, u64>>,
     stats: AcceleratorStats,
     /// Set by [`Control::proceed`].
     proceeds: Mutex<bool>,
@@ -192,12 +195,15 @@ impl Control {
 
     /// Connections that were none of the migration's, by why they were dropped.
     #[must_use]
-    pub fn turned_away(&self) -> BTreeMap<&'static str, u64> {
+    pub fn turned_away(&self) -> BTreeMap<String, u64> {
         lock(&self.0.turned_away).clone()
     }
 
-    pub(crate) fn turn_away(&self, why: &'static str) {
-        *lock(&self.0.turned_away).entry(why).or_default() += 1;
+    pub(crate) fn turn_away(&self, why: &str) {
+        let mut turned_away = lock(&self.0.turned_away);
+        let known = turned_away.len() < REASONS || turned_away.contains_key(why);
+        let why = if known { why } else { "for other reasons" };
+        *turned_away.entry(why.to_owned()).or_default() += 1;
     }
 
     /// Asks the migration to end; the guest goes on where it is. Too late once the source has

@@ -12,6 +12,7 @@ use hotlift_wire::multifd::Method;
 use crate::ends::file::FileError;
 use crate::guest::GuestError;
 use crate::options::OptionError;
+use crate::tls::{TlsError, TlsSetupError};
 use crate::transport::TransportError;
 
 /// Which connection of a migration.
@@ -47,6 +48,15 @@ pub enum MigrationError {
     /// An address is wrong or cannot be used.
     #[error("cannot reach the other side")]
     Transport(#[from] TransportError),
+    /// TLS was asked for, and cannot be had.
+    #[error("cannot use TLS")]
+    TlsSetup(#[from] TlsSetupError),
+    /// A connection was made, and is no TLS one, or not one to who it should be to.
+    #[error("the TLS handshake with the other side has failed")]
+    Tls(#[from] TlsError),
+    /// The other side takes TLS connections only.
+    #[error("the other side speaks TLS only: give '--tls DIR', or the parameter tls-creds")]
+    SpeaksTls,
     /// A connection broke.
     #[error("{channel} broke while {doing}")]
     Connection {

@@ -39,6 +39,7 @@ mod precopy;
 pub mod progress;
 mod stream;
 mod threads;
+pub mod tls;
 pub mod transport;
 
 pub use ends::file;

@@ -30,6 +30,7 @@ use hotlift_vmm::workload::Workload;
 use serde_json::Value;
 
 use super::cell::Cell;
+use super::certificates::Certificates;
 use super::held_memory::HeldMemory;
 use super::record::{Completed, Engine, Outcome};
 use crate::error::BenchError;
@@ -122,16 +123,17 @@ impl Program {
         is_from(&self.version, (8, 1))
     }
 
-    /// Runs `cell` once.
+    /// Runs `cell` once; over TLS with `certificates`.
     pub fn run(
         &self,
         cell: &Cell,
         place: &Place,
+        certificates: Option<&Certificates>,
         limit: Duration,
         interrupt: &Interrupt,
         tell: &mut dyn FnMut(&Moment),
     ) -> Outcome {
-        match self.migrate(cell, place, limit, interrupt, tell) {
+        match self.migrate(cell, place, certificates, limit, interrupt, tell) {
             Ok(completed) => Outcome::Completed(Box::new(completed)),
             Err(Stop::Lacks(reason)) => Outcome::Skipped {
                 reason: format!("QEMU {}: {reason}", self.version),
@@ -165,6 +167,7 @@ impl Program {
         &self,
         cell: &Cell,
         place: &Place,
+        certificates: Option<&Certificates>,
         limit: Duration,
         interrupt: &Interrupt,
         tell: &mut dyn FnMut(&Moment),
@@ -195,7 +198,11 @@ impl Program {
         let mut source = Process::start(&start(false, &place.source_prefix))?;
         let mut destination = Process::start(&start(true, &place.destination_prefix))?;
         // First, since a QEMU that lacks something is done then.
-        for qemu in [&mut source, &mut destination] {
+        let tls = certificates.filter(|_| !relayed);
+        for (qemu, endpoint) in [(&mut source, "client"), (&mut destination, "server")] {
+            if let Some(certificates) = tls {
+                settings::add_certificates(qemu, certificates, endpoint)?;
+            }
             settings::set(qemu, cell, &options)?;
         }
         source.fill(&image, &layout, cell.guest.zero_touched)?;
@@ -205,7 +212,11 @@ impl Program {
                     tempfile::tempdir().map_err(|error| Stop::Failed(error.to_string()))?;
                 let behind = Relays::behind(&folder);
                 destination.qmp.migrate_incoming(&behind, false)?;
-                let relays = Relays::start(asked, place, folder)?;
+                let relays = Relays::start(
+                    &certificates.map_or_else(|| asked.clone(), |some| some.fill_in(asked)),
+                    place,
+                    folder,
+                )?;
                 (relays.uri(), Some(relays))
             }
             false => {

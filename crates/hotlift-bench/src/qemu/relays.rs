@@ -16,6 +16,7 @@ use tempfile::TempDir;
 
 use super::Stop;
 use crate::cell::Cell;
+use crate::certificates;
 use crate::error::BenchError;
 use crate::threads::has_ended;
 
@@ -32,6 +33,7 @@ pub fn of_qemus(cell: &Cell) -> Result<Cell, Stop> {
         return Err(Stop::Lacks("a relay sends by multifd".to_owned()));
     }
     let plain = cell.migration.with("multifd-compression", "none");
+    let plain = plain.with(certificates::OPTION, "");
     Ok(Cell {
         migration: plain.without_idle().map_err(BenchError::from)?,
         ..cell.clone()
@@ -61,9 +63,13 @@ impl Relays {
         let channels = cell.migration.options()?.channels();
         let mut plain = MigrationArgs::default();
         plain = plain.with("multifd-channels", &channels.to_string());
+        let given = cell.migration.given().iter();
+        for (name, value) in given.filter(|(name, _)| name.starts_with("tls-")) {
+            plain = plain.with(name, value);
+        }
         let destination = Relay::start(
             "destination",
-            &place.destination_prefix,
+            place,
             &format!("tcp:{host}:0"),
             &Self::behind(&folder),
             &plain,
@@ -71,7 +77,7 @@ impl Relays {
         )?;
         let source = Relay::start(
             "source",
-            &place.source_prefix,
+            place,
             &Self::before(&folder),
             &destination.address,
             &of_relay(&cell.migration)?,
@@ -156,7 +162,7 @@ struct Relay {
 impl Relay {
     fn start(
         side: &'static str,
-        prefix: &[String],
+        place: &Place,
         listen: &str,
         connect: &str,
         migration: &MigrationArgs,
@@ -169,6 +175,10 @@ impl Relay {
         let errors = File::create(folder.join(side).with_extension("stderr")).map_err(failed)?;
         // A relay is not to outlive a bench that is killed.
         let tied = ["setpriv", "--pdeathsig", "KILL"].map(str::to_owned);
+        let prefix = match side {
+            "source" => &place.source_prefix,
+            _ => &place.destination_prefix,
+        };
         let words: Vec<String> = prefix.iter().cloned().chain(tied).collect();
         let mut child = Command::new(&words[0])
             .args(&words[1..])
@@ -176,6 +186,7 @@ impl Relay {
             .args(["relay", side, "--json", "--quiet", "--listen", listen])
             .args(["--connect", connect])
             .args(migration.to_flags())
+            .args(place.flags(migration))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(errors)

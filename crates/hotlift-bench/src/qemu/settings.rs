@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::Stop;
 use super::process::Process;
 use crate::cell::Cell;
+use crate::certificates::{self, Certificates};
 use crate::error::BenchError;
 
 /// Above any link: QEMU's default of 128 MiB/s would be the only thing measured.
@@ -27,8 +28,13 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
     for (name, value) in cell.migration.given() {
         let ours = match name.as_str() {
             "accel-path" | "multifd-normal-page-ratio" | "multifd-packet-size" => true,
+            // It has them as objects, with names.
+            "tls-creds" => !value.is_empty() && value != certificates::CERTIFICATES,
+            "tls-hostname" | "tls-authz" => !value.is_empty(),
             // It takes what comes.
             "max-channels" | "memory-limit" | "settle-timeout" => true,
+            // A QEMU encrypts nothing unless it is given certificates.
+            "insecure" => true,
             "zero-page-detection" => !["none", "legacy", "multifd"].contains(&value.as_str()),
             // These use their device wherever there is one.
             "accelerator" => {
@@ -43,6 +49,23 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
         }
     }
     Ok(())
+}
+
+/// Name of the object that holds the certificates.
+const CREDENTIALS: &str = "hotlift-bench";
+
+/// Gives the certificates to one side, a "client" or a "server" of TLS.
+pub fn add_certificates(
+    qemu: &mut Process,
+    certificates: &Certificates,
+    endpoint: &str,
+) -> Result<(), Stop> {
+    let object = json!({
+        "qom-type": "tls-creds-x509", "id": CREDENTIALS, "endpoint": endpoint,
+        "dir": certificates.folder(), "verify-peer": true,
+    });
+    let added = qemu.qmp.client().execute("object-add", &object);
+    added.map(|_| ()).map_err(|error| lacks(&error))
 }
 
 /// Sets capabilities and parameters of one side.
@@ -98,6 +121,10 @@ fn parameters(cell: &Cell, options: &Options, knows: &dyn Fn(&str) -> bool) -> R
         if let Some(level) = options.level() {
             wanted[format!("multifd-{method}-level")] = level.into();
         }
+    }
+    if certificates::wants(&cell.migration) {
+        wanted["tls-creds"] = CREDENTIALS.into();
+        wanted["tls-hostname"] = certificates::NAME.into();
     }
     let zero_pages = options.zero_page_detection_name();
     if knows("zero-page-detection") {

@@ -201,7 +201,7 @@ fn chapter(chapter: &Chapter<'_>) -> Markup {
 fn published(suite: &Suite, records: &[Record]) -> Markup {
     let sheet = suite.sheet(records);
     html! {
-        p { "Published: " (sheet.published) "." }
+        p { (sheet.heading) "." }
         @for (caption, table) in &sheet.tables {
             h3 { (caption) }
             (tables::of(table))

@@ -22,12 +22,22 @@ const fn column(name: &'static str, figure: fn(&Record, &Completed) -> f64) -> C
 pub const ALL: &[Column] = &[
     column("total ms", |_, run| run.source.total_ms),
     column("down ms", |_, run| run.source.downtime_ms),
+    column("setup ms", |_, run| run.source.setup_ms),
     column("Mbit/s", |_, run| {
         (figures::MBPS.of)(run).unwrap_or(f64::NAN)
     }),
     column("pages/s", |_, run| run.source.pages_per_second),
     column("CPU % src", |_, run| run.source.side.cpu_percent),
     column("CPU % dst", |_, run| run.destination.side.cpu_percent),
+    column(figures::SOURCE_CPU.name, |_, run| {
+        (figures::SOURCE_CPU.of)(run).unwrap_or(f64::NAN)
+    }),
+    column(figures::DESTINATION_CPU.name, |_, run| {
+        (figures::DESTINATION_CPU.of)(run).unwrap_or(f64::NAN)
+    }),
+    column("core-s/GiB", |_, run| {
+        figures::both_cpu(run).unwrap_or(f64::NAN)
+    }),
     column("sent kB", |_, run| {
         (figures::BYTES.of)(run).map_or(f64::NAN, |bytes| bytes / 1024.0)
     }),

@@ -1,4 +1,4 @@
-//! A published table as it stands in `suites/*.toml`, and what is checked when it is read.
+//! A table of runs, mostly a published one, as it stands in `suites/*.toml`, and what is checked when it is read.
 //!
 //! A table is blocks of rows that share most of their settings. Each row has the options that it was measured with, by
 //! their names in a migration, and the figures that were published, one for each column.
@@ -23,10 +23,11 @@ pub const DEVICES: &str = "devices";
 pub struct Suite {
     /// As typed.
     pub name: String,
-    /// Who published it, where and when.
+    /// Who published it, where and when; or what it shows.
     pub source: String,
-    /// What it was measured on.
-    pub machine: String,
+    /// What it was measured on, if it was published.
+    #[serde(default)]
+    pub machine: Option<String>,
     /// What differs here, apart from machine and size.
     pub differs: Vec<String>,
     /// GiB of RAM of the published guest.

@@ -7,7 +7,9 @@
 //! | `columns` | figures of ours with the definitions of theirs |
 //! | `sheet` | a table with ours beside it |
 //! | `threads`, `counts` | what two of them show of their threads |
+//! | `added_by_tls` | what rows with TLS take more than the same without |
 
+mod added_by_tls;
 mod columns;
 mod counts;
 mod load;
@@ -33,15 +35,16 @@ pub use load::Suite;
 use load::{Block, DEVICES, Published};
 
 /// The tables, in the order of `--suite all`.
-const FILES: [&str; 5] = [
+const FILES: [&str; 6] = [
     include_str!("../../suites/dsa.toml"),
     include_str!("../../suites/multithread.toml"),
     include_str!("../../suites/iaa.toml"),
     include_str!("../../suites/qat.toml"),
     include_str!("../../suites/legacy-rework.toml"),
+    include_str!("../../suites/tls.toml"),
 ];
 
-static SUITES: LazyLock<[Suite; 5]> = LazyLock::new(|| {
+static SUITES: LazyLock<[Suite; 6]> = LazyLock::new(|| {
     FILES.map(|text| Suite::read(text).expect("it is compiled in, and a test reads it"))
 });
 

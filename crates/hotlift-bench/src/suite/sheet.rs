@@ -5,7 +5,7 @@ use std::fmt::{self, Display, Formatter};
 use hotlift_console::progress::bytes;
 
 use super::load::{Block, DEVICES, Published, Suite};
-use super::{counts, is_of, is_simulated, threads};
+use super::{added_by_tls, counts, is_of, is_simulated, threads};
 use crate::record::{Record, Row};
 use crate::report;
 use crate::stats;
@@ -13,8 +13,8 @@ use crate::table::{Grid, Labels, is_the_same_work, pairs, series};
 
 /// A published table with ours beside it.
 pub struct Sheet {
-    /// Who published it, where and when, and what it was measured on.
-    pub published: String,
+    /// Who published it, where and when, and what it was measured on; or what it shows.
+    pub heading: String,
     /// What differs here, a line each.
     pub differs: Vec<String>,
     /// The tables, each with its caption.
@@ -23,7 +23,10 @@ pub struct Sheet {
 
 impl Display for Sheet {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f, "published: {}\nhere, what differs:", self.published)?;
+        writeln!(f, "{}", self.heading)?;
+        if !self.differs.is_empty() {
+            writeln!(f, "here:")?;
+        }
         for line in &self.differs {
             writeln!(f, "- {line}")?;
         }
@@ -46,20 +49,28 @@ impl Suite {
                 cells.extend(figures);
                 shown.rows.push(cells);
             };
-            let published = (0..self.columns.len()).map(|i| plain(row.published.get(i).copied()));
-            line("published".to_owned(), published.collect());
-            for (who, figures) in self.ours(block, row, records) {
+            let ours = self.ours(block, row, records);
+            if !row.published.is_empty() || ours.is_empty() {
+                let figure = |i| plain(row.published.get(i).copied());
+                let figures = (0..self.columns.len()).map(figure);
+                line("published".to_owned(), figures.collect());
+            }
+            for (who, figures) in ours {
                 line(who, figures);
             }
         }
         let mut sheet = Sheet {
-            published: format!("{}; on {}", self.source, self.machine),
+            heading: match &self.machine {
+                Some(machine) => format!("published: {}; on {machine}", self.source),
+                None => self.source.clone(),
+            },
             differs: self.differences(records),
             tables: vec![("medians (lowest–highest)".to_owned(), shown)],
         };
         if !self.threads.is_empty() {
             threads::add(&self.threads, records, &mut sheet);
         }
+        added_by_tls::add(records, &mut sheet);
         if !self.kinds.is_empty() {
             counts::add(self, records, &mut sheet);
         }
@@ -141,9 +152,12 @@ impl Suite {
                 }
             ));
             lines.push(format!(
-                "a guest of {} instead of {} GiB, {} vCPU, filled with {}",
+                "a guest of {}{}, {} vCPU, filled with {}",
                 bytes(guest.ram_bytes),
-                self.ram_gib,
+                match guest.ram_bytes == self.ram_gib << 30 {
+                    true => String::new(),
+                    false => format!(" instead of {} GiB", self.ram_gib),
+                },
                 guest.vcpus,
                 report::fill(fill.map_or("zero", |run| &run.row.guest.fill))
             ));

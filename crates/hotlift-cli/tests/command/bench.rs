@@ -358,6 +358,7 @@ fn the_other_suites_run_small() {
     for (suite, words) in [
         ("multithread", "original way"),
         ("legacy-rework", "page faults"),
+        ("tls", "AES-128-GCM alone"),
     ] {
         let suite = format!("--suite={suite}");
         let flags = [&*suite, "--repeats=1", "--rate=200"];
@@ -377,7 +378,7 @@ fn the_other_suites_run_small() {
         });
         count.unwrap_or_else(|| panic!("no number of cells in {said:#?}"))
     };
-    let each = ["dsa", "multithread", "iaa", "qat", "legacy-rework"].map(cells);
+    let each = ["dsa", "multithread", "iaa", "qat", "legacy-rework", "tls"].map(cells);
     assert!(each.iter().all(|count| *count > 0), "{each:?}");
     assert_eq!(cells("all"), each.iter().sum::<usize>());
 }

@@ -13,6 +13,7 @@
 //! | `operator` | the commands that steer QEMUs: migrate, serve, save, restore |
 //! | `watched` | `serve` over QMP |
 //! | `table` | docs/qemu-compatibility.md, of what all these say |
+//! | `tls` | QEMUs that have TLS, relays and commands that have it between them |
 //! | `postcopy` | what the relays carry untouched |
 //! | `files` | machines that go on from a file |
 
@@ -39,6 +40,7 @@ mod postcopy;
 mod qmp_proxy;
 mod route;
 mod table;
+mod tls;
 mod vm;
 mod watched;
 

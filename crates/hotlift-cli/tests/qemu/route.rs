@@ -1,6 +1,7 @@
 //! How a machine goes from one QEMU to another: what each QEMU is told, and what stands between them.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 use hotlift_qmp::MigrationInfo;
 use serde_json::{Value, json};
@@ -36,6 +37,8 @@ pub struct Side {
     pub capabilities: Vec<&'static str>,
     /// Parameters besides.
     pub parameters: Value,
+    /// Folder of its certificates, and which end of a connection it is: `client` or `server`.
+    pub tls: Option<(PathBuf, &'static str)>,
 }
 
 impl Side {
@@ -46,6 +49,7 @@ impl Side {
             zero_pages: None,
             capabilities: Vec::new(),
             parameters: LIVELY.clone(),
+            tls: None,
         }
     }
 
@@ -62,6 +66,11 @@ impl Side {
     /// Switches a capability on.
     pub fn with(mut self, capability: &'static str) -> Self {
         self.capabilities.push(capability);
+        self
+    }
+
+    pub fn tls(mut self, folder: &Path, endpoint: &'static str) -> Self {
+        self.tls = Some((folder.to_owned(), endpoint));
         self
     }
 
@@ -84,6 +93,18 @@ impl Side {
         }
         if let Some(mode) = self.zero_pages {
             parameters["zero-page-detection"] = mode.into();
+        }
+        if let Some((folder, endpoint)) = &self.tls {
+            let object = json!({
+                "qom-type": "tls-creds-x509",
+                "id": "tls0",
+                "dir": folder,
+                "endpoint": endpoint,
+            });
+            let added = vm.qmp.client().execute("object-add", &object);
+            added.expect("object-add");
+            parameters["tls-creds"] = "tls0".into();
+            parameters["tls-hostname"] = "localhost".into();
         }
         vm.qmp.set_parameters(&parameters).expect("parameters");
     }

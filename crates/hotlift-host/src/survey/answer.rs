@@ -1,15 +1,20 @@
 //! The side that answers: a sink for some connections, and a measurement of this host on what arrived.
 
-use std::io::{self, ErrorKind, Read};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::io::{self, ErrorKind};
+use std::net::IpAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift::Address;
+use hotlift::relay::Pass;
+use hotlift::tls::Tls;
+use hotlift::transport::{Acceptor, Stream};
 use hotlift_console::conversation::{Conversation, ConversationError};
+use hotlift_console::error::error_line;
 use hotlift_console::progress::{bytes, rounded};
 use hotlift_console::signals::{Interrupt, TICK};
-use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 
 use super::{Answer, COUNTED, Decoder, GREETING, Host, Request, TOKEN, WARM_UP, boot};
@@ -27,33 +32,50 @@ const RING: usize = 16 << 20;
 /// How long a connection may take until it has said its token.
 const SAY_TOKEN: Duration = Duration::from_secs(2);
 
-/// Answers a request: measures the link, and then this host. `here` is the address that the conversation is with, `port`
-/// where connections are taken; 0 is any that is free.
+/// Where the connections of a survey are taken.
+pub struct At {
+    /// The address that the conversation is with.
+    pub here: IpAddr,
+    /// The port; 0 is any that is free.
+    pub port: u16,
+    /// They are TLS ones.
+    pub tls: Option<Arc<Tls>>,
+}
+
+/// Answers a request: measures the link, and then this host.
 ///
 /// # Errors
 /// If the other side is not heard or reached any more.
 pub fn answer(
     conversation: &mut Conversation,
     request: &Result<Request, String>,
-    here: IpAddr,
-    port: u16,
+    at: At,
     interrupt: &Interrupt,
 ) -> Result<String, ConversationError> {
     let connections = match request {
         Ok(request) => usize::from(request.connections),
         Err(reason) => return refuse(conversation, reason),
     };
-    let listener = match TcpListener::bind(SocketAddr::new(here, port)) {
+    let address = Address::Tcp {
+        host: at.here.to_string(),
+        port: at.port,
+    };
+    let listener = match address.listen() {
         Ok(listener) => listener,
-        Err(error) => return refuse(conversation, &format!("it cannot listen: {error}")),
+        Err(error) => return refuse(conversation, &error_line(&error)),
+    };
+    let port = match listener.address()? {
+        Address::Tcp { port, .. } => port,
+        Address::Unix { .. } => 0,
     };
     let token: [u8; TOKEN] = fastrand::u128(..).to_be_bytes();
     conversation.say(&Answer::Ready {
-        port: listener.local_addr()?.port(),
+        port,
         token: token.map(|byte| format!("{byte:02x}")).concat(),
         boot: boot(),
     })?;
-    let streams = accept(&listener, connections, &token, interrupt)?;
+    let acceptor = Acceptor::new(&listener, at.tls)?;
+    let streams = accept(acceptor, connections, &conversation.pass(token), interrupt)?;
     // The port may be wanted for a migration.
     drop(listener);
     if streams.len() < connections {
@@ -88,39 +110,37 @@ pub fn refuse(conversation: &mut Conversation, reason: &str) -> Result<String, C
 
 /// The first `count` connections that say the token.
 fn accept(
-    listener: &TcpListener,
+    mut acceptor: Acceptor<'_>,
     count: usize,
-    token: &[u8],
+    pass: &Pass,
     interrupt: &Interrupt,
-) -> io::Result<Vec<TcpStream>> {
-    listener.set_nonblocking(true)?;
+) -> io::Result<Vec<Stream>> {
     let deadline = Instant::now() + GREETING;
     let mut streams = Vec::with_capacity(count);
     while streams.len() < count && Instant::now() < deadline && !interrupt.is_raised() {
-        match listener.accept() {
-            Ok((stream, _)) => {
-                if hear_token(&stream, interrupt).is_ok_and(|said| said == token) {
-                    streams.push(stream);
-                }
+        let accepted = acceptor.take()?;
+        if accepted.is_empty() {
+            thread::sleep(TICK);
+        }
+        // One whose handshake has failed is missed in the end.
+        for stream in accepted.into_iter().filter_map(|(stream, _)| stream.ok()) {
+            if hear_token(&stream, interrupt).is_ok_and(|said| said == pass.token_on(&stream)) {
+                streams.push(stream);
             }
-            Err(error) if error.kind() == ErrorKind::WouldBlock => thread::sleep(TICK),
-            Err(error) => return Err(error),
         }
     }
     Ok(streams)
 }
 
 /// What a connection says first.
-fn hear_token(mut stream: &TcpStream, interrupt: &Interrupt) -> io::Result<[u8; TOKEN]> {
+fn hear_token(stream: &Stream, interrupt: &Interrupt) -> io::Result<[u8; TOKEN]> {
     let deadline = Instant::now() + SAY_TOKEN;
     let (mut said, mut length) = ([0; TOKEN], 0);
-    stream.set_nonblocking(false)?;
-    stream.set_read_timeout(Some(TICK))?;
     while length < TOKEN {
-        match stream.read(&mut said[length..]) {
+        match stream.read_within(&mut said[length..], TICK) {
             Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
             Ok(count) => length += count,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(error) if error.kind() == ErrorKind::TimedOut => {}
             Err(error) => return Err(error),
         }
         if Instant::now() >= deadline || interrupt.is_raised() {
@@ -138,7 +158,7 @@ struct Burst {
 }
 
 /// Takes what comes, for a time.
-fn take(streams: &[TcpStream], interrupt: &Interrupt) -> Burst {
+fn take(streams: &[Stream], interrupt: &Interrupt) -> Burst {
     let (received, over) = (AtomicU64::new(0), AtomicBool::new(false));
     thread::scope(|scope| {
         let threads: Vec<_> = streams
@@ -177,30 +197,37 @@ fn take(streams: &[TcpStream], interrupt: &Interrupt) -> Burst {
     })
 }
 
+/// Fills `packet`, or what of it has come by the timeout.
+fn receive(stream: &Stream, packet: &mut [u8]) -> io::Result<usize> {
+    match stream.is_plain() {
+        true => Ok(recv(stream, packet, RecvFlags::WAITALL)?.1),
+        false => stream.read_within(packet, TICK),
+    }
+}
+
 /// Reads a connection until it ends or it is over, and keeps some of it.
-fn drain(
-    stream: &TcpStream,
-    keep: usize,
-    received: &AtomicU64,
-    over: &AtomicBool,
-) -> (Work, Vec<u8>) {
+fn drain(stream: &Stream, keep: usize, received: &AtomicU64, over: &AtomicBool) -> (Work, Vec<u8>) {
     let mut kept = Vec::with_capacity(keep);
     let mut buffer = vec![0; RING];
     let mut at = 0;
     let mut work = Work::NOTHING;
     timed(&mut work, || {
-        let _ = stream.set_read_timeout(Some(TICK));
+        let _ = stream.set_read_timeout(TICK);
         while !over.load(Ordering::Relaxed) {
             // Whole packets, as the engine receives them; what has come by the timeout counts all the same.
-            match recv(stream, &mut buffer[at..at + PACKET], RecvFlags::WAITALL) {
-                Ok((0, _)) => break,
-                Ok((count, _)) => {
+            match receive(stream, &mut buffer[at..at + PACKET]) {
+                Ok(0) => break,
+                Ok(count) => {
                     received.fetch_add(count as u64, Ordering::Relaxed);
                     let wanted = count.min(keep - kept.len());
                     kept.extend_from_slice(&buffer[at..at + wanted]);
                     at = (at + PACKET) % RING;
                 }
-                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                    ) => {}
                 Err(_) => break,
             }
         }

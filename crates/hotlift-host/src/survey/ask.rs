@@ -1,16 +1,17 @@
 //! The side that asks: opens the connections, fills the link, and checks what it is told.
 
-use std::io::{ErrorKind, Write};
-use std::net::TcpStream;
+use std::io::Write;
+use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::Address;
+use hotlift::relay::Pass;
+use hotlift::tls::Tls;
 use hotlift::transport::Stream;
 use hotlift_console::conversation::Conversation;
 use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::TICK;
 use hotlift_qmp::one_line;
 use serde::Serialize;
 
@@ -57,12 +58,17 @@ pub struct Far {
 ///
 /// # Errors
 /// If nobody answers as such a host does.
-pub fn ask(to: &Address, sample: &Sample, channels: u8) -> Result<Far, HostError> {
+pub fn ask(
+    to: &Address,
+    sample: &Sample,
+    channels: u8,
+    tls: Option<&Tls>,
+) -> Result<Far, HostError> {
     let Address::Tcp { host, .. } = to else {
         return Err(ConsoleError::OnlyTcp { flag: "--to" }.into());
     };
     let connections = channels.clamp(1, MOST_CONNECTIONS);
-    let mut other = Conversation::connect(to, "--to")?;
+    let mut other = Conversation::connect(to, "--to", tls)?;
     other.say(&Request {
         hotlift_survey: PROTOCOL,
         connections,
@@ -82,10 +88,10 @@ pub fn ask(to: &Address, sample: &Sample, channels: u8) -> Result<Far, HostError
         port,
     };
     let token = token_of(&token).ok_or(HostError::Strange { what: "its token" })?;
-    let (streams, round_trip) = connect(&port, connections, &token)?;
+    let (streams, round_trip) = connect(&port, connections, &other.pass(token), tls)?;
     let over_loopback = streams
         .iter()
-        .all(|stream| stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback()));
+        .all(|stream| stream.peer_ip().is_some_and(|peer| peer.is_loopback()));
     let (sent, received) = fill(&streams, sample, || {
         hear(&mut other, WARM_UP + COUNTED + GREETING)
     });
@@ -153,8 +159,9 @@ fn token_of(text: &str) -> Option<[u8; TOKEN]> {
 fn connect(
     to: &Address,
     connections: u8,
-    token: &[u8],
-) -> Result<(Vec<TcpStream>, f64), HostError> {
+    pass: &Pass,
+    tls: Option<&Tls>,
+) -> Result<(Vec<Stream>, f64), HostError> {
     let failed = |source| HostError::Connections {
         address: to.to_string(),
         source,
@@ -165,12 +172,14 @@ fn connect(
         let begun = Instant::now();
         let stream = to.connect(GREETING).map_err(failed)?;
         shortest = shortest.min(begun.elapsed().as_secs_f64());
-        let Stream::Tcp(stream) = stream else {
-            return Err(ConsoleError::OnlyTcp { flag: "--to" }.into());
+        let stream = match tls {
+            Some(tls) => stream
+                .secure(tls, Some(to.host()))
+                .map_err(ConsoleError::from)?,
+            None => stream,
         };
-        stream
-            .set_write_timeout(Some(TICK))
-            .and_then(|()| (&stream).write_all(token))
+        (&stream)
+            .write_all(&pass.token_on(&stream))
             .map_err(HostError::Survey)?;
         streams.push(stream);
     }
@@ -184,7 +193,7 @@ struct Sent {
 }
 
 /// Sends the sample over all connections, again and again, until `heard` has heard.
-fn fill<T>(streams: &[TcpStream], sample: &Sample, heard: impl FnOnce() -> T) -> (Sent, T) {
+fn fill<T>(streams: &[Stream], sample: &Sample, heard: impl FnOnce() -> T) -> (Sent, T) {
     let (sent, over) = (AtomicU64::new(0), AtomicBool::new(false));
     let zeros = [Packet::of_zeros()];
     let packets = match sample.packets.is_empty() {
@@ -207,6 +216,10 @@ fn fill<T>(streams: &[TcpStream], sample: &Sample, heard: impl FnOnce() -> T) ->
             .collect();
         let answer = heard();
         over.store(true, Ordering::Relaxed);
+        // Threads that are blocked in a write return.
+        for stream in streams {
+            stream.shutdown(Shutdown::Both);
+        }
         let works = threads.into_iter().filter_map(|thread| thread.join().ok());
         let cpu_s = works.map(|work| work.cpu).sum();
         let bytes = sent.load(Ordering::Relaxed);
@@ -216,7 +229,7 @@ fn fill<T>(streams: &[TcpStream], sample: &Sample, heard: impl FnOnce() -> T) ->
 
 /// Sends until it is over, or the other side has had enough.
 fn send<'a>(
-    stream: &TcpStream,
+    stream: &Stream,
     packets: impl Iterator<Item = &'a Packet>,
     sent: &AtomicU64,
     over: &AtomicBool,
@@ -224,21 +237,11 @@ fn send<'a>(
     let mut work = Work::NOTHING;
     timed(&mut work, || {
         for packet in packets {
-            let mut left = &packet.content[..];
-            while !left.is_empty() {
-                if over.load(Ordering::Relaxed) {
-                    return;
-                }
-                match (&*stream).write(left) {
-                    Ok(count) => {
-                        sent.fetch_add(count as u64, Ordering::Relaxed);
-                        left = &left[count..];
-                    }
-                    Err(error) => match error.kind() {
-                        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted => {}
-                        _ => return,
-                    },
-                }
+            let content = &packet.content[..];
+            // Before it is: the other side may have counted a part of it.
+            sent.fetch_add(content.len() as u64, Ordering::Relaxed);
+            if over.load(Ordering::Relaxed) || (&*stream).write_all(content).is_err() {
+                return;
             }
         }
     });

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::cost::Work;
-pub use answer::{answer, refuse};
+pub use answer::{At, answer, refuse};
 pub use ask::{Far, ask};
 
 /// Version of these messages. Another is refused: both commands come from one binary.

@@ -59,10 +59,9 @@ impl Commands for Fake {
             }
             "query-migrate-parameters" => {
                 let rows = OPTIONS.iter().filter(|row| row.kind != Kind::Capability);
-                let mut all: Map<String, Json> = rows
+                let all: Map<String, Json> = rows
                     .map(|row| (row.qmp_name().into_owned(), row.read_json(&options)))
                     .collect();
-                all.insert("tls-creds".to_owned(), json!(""));
                 return Ok(Json::Object(all));
             }
             "migrate-set-capabilities" => {

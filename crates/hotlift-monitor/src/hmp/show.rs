@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use hotlift::options::{OPTIONS, OUR_PREFIX};
+use hotlift::options::{OPTIONS, OUR_PREFIX, Values};
 use serde_json::Value as Json;
 
 /// How a member is written.
@@ -277,7 +277,10 @@ pub fn parameters(parameters: &Json) -> String {
             "bytes/s" => " bytes/second",
             _ => "",
         };
-        let _ = writeln!(text, "{name}: {}{unit}", plain(value));
+        let _ = match (row.values, value) {
+            (Values::Text(_), Json::String(string)) => writeln!(text, "{name}: '{string}'"),
+            _ => writeln!(text, "{name}: {}{unit}", plain(value)),
+        };
         shown.push(name);
     }
     for (name, value) in all

@@ -9,6 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::Connection;
 use crate::lines::Socket;
 
 /// Clients of one socket at a time. QEMU serves one; an operator, a manager and some watchers are a

@@ -9,6 +9,7 @@
 //! | [`units`] | knows the stream between two Hotlifts, and damages, cuts or holds one of its records |
 
 pub mod bytes;
+pub mod records;
 pub mod rule;
 mod socket;
 pub mod units;

@@ -8,6 +8,7 @@
 //! | `faults` | a flipped byte or a cut connection anywhere: exactly one side runs the guest |
 //! | `auto_converge` | a guest that is slowed down until it can be migrated |
 //! | `events` | what a monitor hears, in QEMU's order, on every way a migration may go |
+//! | `tls` | over TLS, and who is not let in |
 //! | `steering` | what is changed, continued or cancelled while it runs |
 //! | `switchover` | when the guest is stopped |
 //! | `ways_out` | cancel, a guest that fails, noise before the migration |
@@ -34,5 +35,6 @@ mod refusals;
 mod rig;
 mod steering;
 mod switchover;
+mod tls;
 mod ways_out;
 mod xbzrle;

@@ -1,11 +1,14 @@
 //! Which ends a relay joins, and how.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::control::Control;
 use crate::ends::file::FileFormat;
 use crate::options::{Options, ZeroPageDetection};
 use crate::pipe::hooks::Hooks;
+use crate::stream::pass::Pass;
+use crate::tls::Tls;
 use crate::transport::{Address, Listener};
 
 /// Where the stream comes from.
@@ -52,9 +55,14 @@ pub struct RelaySettings {
     pub flush_after_each_section: Option<bool>,
     /// What each incoming connection must begin with: given to the one source that may connect, over a
     /// conversation of its own. Not given: whoever speaks the format is taken in.
-    pub incoming_token: Option<[u8; 16]>,
+    pub incoming_pass: Option<Pass>,
     /// What each outgoing connection begins with, as the destination has asked for.
-    pub outgoing_token: Option<[u8; 16]>,
+    pub outgoing_pass: Option<Pass>,
+    /// The source's connections are TLS ones.
+    pub incoming_tls: Option<Arc<Tls>>,
+    /// The connections to the destination are TLS ones. (`tls-creds` of the options says nothing here: which of the two
+    /// sides is the other Hotlift, the caller knows.)
+    pub outgoing_tls: Option<Arc<Tls>>,
 }
 
 impl Default for RelaySettings {
@@ -68,8 +76,10 @@ impl Default for RelaySettings {
             zero_pages: None,
             uuid: None,
             flush_after_each_section: None,
-            incoming_token: None,
-            outgoing_token: None,
+            incoming_pass: None,
+            outgoing_pass: None,
+            incoming_tls: None,
+            outgoing_tls: None,
         }
     }
 }

@@ -1,12 +1,13 @@
 //! The source asks the destination what became of the guest, on a connection of its own.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::settle::{ANSWER_LEN, MigrationId, Outcome, heard, question, read_answer};
 
 use crate::handover::Word;
-use crate::transport::{Address, Stream};
+use crate::tls::Remote;
+use crate::transport::Stream;
 
 /// How long one attempt may take. Short, so that a network that is back is found soon: a SYN that was lost
 /// is sent again by the kernel after 1, 3, 7 … s, a new connection at once.
@@ -27,7 +28,7 @@ const FAREWELL: Duration = Duration::from_secs(1);
 /// to ask. Nothing calls this wait off: the guest may run.
 pub(crate) fn await_word(
     patience: Duration,
-    to_ask: Option<(&Address, MigrationId)>,
+    to_ask: Option<(&Remote, MigrationId)>,
     on_stream: &mut dyn FnMut(Duration) -> Option<Word>,
 ) -> Option<Word> {
     let committed = Instant::now();
@@ -42,13 +43,13 @@ pub(crate) fn await_word(
 
 /// Of a migration that ended before the commit: a destination that has loaded everything may wait for a source that
 /// may have committed, and need not after this.
-pub(crate) fn say_farewell(to: &Address, id: MigrationId) {
+pub(crate) fn say_farewell(to: &Remote, id: MigrationId) {
     ask_once(to, id, FAREWELL);
 }
 
 /// Asks `to` about `id` until it makes a statement, `other_word` brings one, or `patience` is over.
 pub(super) fn ask(
-    to: &Address,
+    to: &Remote,
     id: MigrationId,
     patience: Duration,
     other_word: &mut dyn FnMut() -> Option<Word>,
@@ -68,12 +69,19 @@ pub(super) fn ask(
 
 /// One question. What is no statement (no connection, no answer, "ask again", an answer that is damaged) is
 /// `None`.
-fn ask_once(to: &Address, id: MigrationId, patience: Duration) -> Option<Word> {
+fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Option<Word> {
     let stream = to.connect(patience).ok()?;
     stream.set_timeouts(patience).ok()?;
     (&stream).write_all(&question(id)).ok()?;
-    let mut answer = [0; ANSWER_LEN];
-    (&stream).read_exact(&mut answer).ok()?;
+    let deadline = Instant::now() + patience;
+    let (mut answer, mut length) = ([0; ANSWER_LEN], 0);
+    while length < ANSWER_LEN {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match stream.read_within(&mut answer[length..], left) {
+            Ok(read @ 1..) => length += read,
+            _ => return None,
+        }
+    }
     let word = match read_answer(&answer, id).ok()? {
         Outcome::Runs => Word::Runs,
         Outcome::Never => Word::Never,

@@ -1,6 +1,5 @@
 //! The destination answers for a migration: while it is under way, and until its source knows the outcome.
 
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::settle::{HEARD_LEN, heard};
@@ -8,7 +7,7 @@ use rustix::event::PollFlags;
 
 use crate::control::Control;
 use crate::stream::door::{Asked, Door};
-use crate::transport::{Stream, wait_readable};
+use crate::transport::Stream;
 
 /// Between two looks at what nothing wakes this for.
 const TICK: Duration = Duration::from_millis(100);
@@ -99,7 +98,7 @@ impl Lingering<'_> {
     /// Takes in what has come.
     fn read(&mut self, asked: &Asked<'_>) {
         let mut bytes = [0; READ];
-        while self.open && matches!(wait_readable(self.stream.as_fd(), Duration::ZERO), Ok(true)) {
+        while self.open && matches!(self.stream.wait_readable(Duration::ZERO), Ok(true)) {
             match self.stream.read_some(&mut bytes) {
                 Ok(read @ 1..) => self.note(&bytes[..read], asked),
                 _ => self.open = false,
@@ -124,7 +123,8 @@ mod tests {
     use crate::handover::Taking;
     use crate::handover::Word;
     use crate::handover::ask::ask;
-    use crate::transport::Address;
+    use crate::tls::Remote;
+    use crate::transport::{Acceptor, Address};
     use hotlift_wire::settle::MigrationId;
 
     #[test]
@@ -144,10 +144,16 @@ mod tests {
             refuse: &|| (),
         };
         let patience = CALLED_OFF / 2;
-        let mut door = Door::new(&listener, None, patience, &control);
+        let mut door = Door::new(
+            Acceptor::new(&listener, None).unwrap(),
+            None,
+            patience,
+            &control,
+        );
         std::thread::scope(|scope| {
             scope.spawn(|| linger(&mut door, &asked, &[], &[], CALLED_OFF * 6, &control));
-            let word = ask(&address, asked.id, patience, &mut || None);
+            let to = Remote::new(&address, None);
+            let word = ask(&to, asked.id, patience, &mut || None);
             assert_eq!(word, Some(Word::Runs));
         });
         assert!(!taking.may_be_asked(), "it was heard");

@@ -5,6 +5,10 @@
 //! at all, whatever the other did: a proxy makes each of another. A question is a connection of its own; it may
 //! be lost, and so may its answer. Time-outs are steps that may come at any moment, but for the two that are
 //! bounded by each other: a destination answers for as long as a source may ask.
+//!
+//! Who sits between the hosts cuts and delays, as every network may, and besides makes messages of its own and plays old
+//! ones again. With TLS that ends the connection. In the clear it makes two guests of one, and none: that is looked for,
+//! so that nobody believes the hand-over safe there.
 
 use std::io::Write;
 
@@ -41,6 +45,16 @@ enum Mutant {
     CancelEndsTheGuest,
 }
 
+/// Who can reach what goes from one host to the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Attacker {
+    None,
+    /// What it makes or repeats is taken for the other side's.
+    InTheClear,
+    /// What it makes or repeats is no record, and ends the connection.
+    OverTls,
+}
+
 struct HandOver {
     source: Role,
     /// Whether the destination is a relay, whose QEMU needs a step of its own until it runs.
@@ -48,6 +62,7 @@ struct HandOver {
     mutant: Mutant,
     /// Processes may be killed.
     kills: bool,
+    attacker: Attacker,
 }
 
 /// What can be on its way.
@@ -88,6 +103,8 @@ struct State {
     to_source: Vec<Message>,
     /// One question at a time.
     question: Option<Message>,
+    /// Messages that the attacker may still make.
+    forgeries: u8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -115,7 +132,13 @@ enum Step {
     DestinationStopsListening,
     KillSource,
     KillDestination,
+    ForgeToDestination(Message),
+    ForgeToSource(Message),
+    ForgeAnswer(Message),
 }
+
+/// Messages that an attacker makes: the hand-over has five.
+const FORGERIES: u8 = 2;
 
 const ANSWERS: [Outcome; 4] = [
     Outcome::Unknown,
@@ -182,6 +205,10 @@ impl Model for HandOver {
             to_destination: Vec::new(),
             to_source: Vec::new(),
             question: None,
+            forgeries: match self.attacker {
+                Attacker::None => 0,
+                Attacker::InTheClear | Attacker::OverTls => FORGERIES,
+            },
         }]
     }
 
@@ -211,6 +238,12 @@ impl Model for HandOver {
         ]);
         if self.kills {
             actions.extend([Step::KillSource, Step::KillDestination]);
+        }
+        if self.attacker != Attacker::None {
+            actions.extend([Message::AskLoaded, Message::Commit].map(Step::ForgeToDestination));
+            let answers = [Message::Pong, Message::Runs, Message::Refused];
+            actions.extend(answers.map(Step::ForgeToSource));
+            actions.extend([1, 2].map(|code| Step::ForgeAnswer(Message::Answer(code))));
         }
         actions.retain(|step| self.next_state(state, *step).is_some());
     }
@@ -420,6 +453,27 @@ impl Model for HandOver {
                 state.to_destination.clear();
                 state.to_source.clear();
             }
+            Step::ForgeToDestination(message) | Step::ForgeToSource(message)
+                if state.forgeries > 0 && !state.cut =>
+            {
+                state.forgeries -= 1;
+                match (self.attacker, step) {
+                    (Attacker::OverTls, _) => {
+                        state.cut = true;
+                        state.to_destination.clear();
+                        state.to_source.clear();
+                    }
+                    (_, Step::ForgeToSource(_)) => state.to_source.push(message),
+                    _ => state.to_destination.push(message),
+                }
+            }
+            Step::ForgeAnswer(answer) if state.forgeries > 0 && state.question.is_some() => {
+                state.forgeries -= 1;
+                state.question = match self.attacker {
+                    Attacker::OverTls => None,
+                    _ => Some(answer),
+                };
+            }
             _ => return None,
         }
         Some(state)
@@ -444,7 +498,16 @@ impl Model for HandOver {
                 |model: &Self, state: &State| {
                     let mut steps = Vec::new();
                     model.actions(state, &mut steps);
-                    let lasting = |step: &Step| !matches!(step, Step::Cut | Step::LoseQuestion);
+                    let lasting = |step: &Step| {
+                        let is_whim = matches!(step, Step::Cut | Step::LoseQuestion);
+                        let is_forgery = matches!(
+                            step,
+                            Step::ForgeToDestination(_)
+                                | Step::ForgeToSource(_)
+                                | Step::ForgeAnswer(_)
+                        );
+                        !is_whim && !is_forgery
+                    };
                     let over = !steps.iter().any(lasting);
                     let killed = !state.source_alive || !state.destination_alive;
                     // The one who was to make it run panicked: it stays with the source, paused, in doubt.
@@ -476,7 +539,7 @@ fn explore(model: HandOver) -> (Vec<&'static str>, usize) {
     (broken, checker.unique_state_count())
 }
 
-fn all(mutant: Mutant) -> impl Iterator<Item = HandOver> {
+fn all(mutant: Mutant, attacker: Attacker) -> impl Iterator<Item = HandOver> {
     let roles = [Role::Guest, Role::Relay];
     let pairs = roles
         .into_iter()
@@ -487,6 +550,7 @@ fn all(mutant: Mutant) -> impl Iterator<Item = HandOver> {
             destination,
             mutant,
             kills,
+            attacker,
         })
     })
 }
@@ -494,7 +558,7 @@ fn all(mutant: Mutant) -> impl Iterator<Item = HandOver> {
 #[test]
 fn in_every_order_of_events_one_guest_is_left() {
     let mut explored = 0;
-    for model in all(Mutant::None) {
+    for model in all(Mutant::None, Attacker::None) {
         let what = format!(
             "{:?} to {:?}, kills: {}",
             model.source, model.destination, model.kills
@@ -521,7 +585,20 @@ fn the_checker_finds_each_mutant() {
         Mutant::SilenceIsACommit,
         Mutant::CancelEndsTheGuest,
     ] {
-        let found = all(mutant).any(|model| !explore(model).0.is_empty());
+        let found = all(mutant, Attacker::None).any(|model| !explore(model).0.is_empty());
         assert!(found, "{mutant:?} passes");
     }
+}
+
+#[test]
+fn an_attacker_between_the_hosts_gets_nowhere_with_tls_and_makes_two_guests_without() {
+    for model in all(Mutant::None, Attacker::OverTls) {
+        let what = format!("{:?} to {:?}", model.source, model.destination);
+        let (broken, _) = explore(model);
+        assert!(broken.is_empty(), "{what}: {broken:?}");
+    }
+    let broken: Vec<_> = all(Mutant::None, Attacker::InTheClear)
+        .flat_map(|model| explore(model).0)
+        .collect();
+    assert!(broken.contains(&"never two guests"), "{broken:?}");
 }

@@ -38,6 +38,7 @@ use crate::progress::OnProgress;
 use crate::stream::handshake;
 use crate::stream::multifd_send::{ChannelOpening, connect};
 use crate::threads::{OnPanic, caught, run_as, spawn};
+use crate::tls::{self, Remote};
 use crate::transport::Address;
 
 /// How often cancelling is looked at where nothing wakes the thread.
@@ -61,15 +62,16 @@ pub fn migrate(
 ) -> Result<SourceReport, MigrationError> {
     let started = Instant::now();
     options.check()?;
+    let to = Remote::new(to, tls::of_options(options, to)?);
     run_as("mig/src/main", control, || {
-        run(guest, to, options, control, on_progress, started)
+        run(guest, &to, options, control, on_progress, started)
     })
 }
 
 /// The migration thread.
 fn run(
     guest: &dyn Guest,
-    to: &Address,
+    to: &Remote,
     options: &Options,
     control: &Control,
     on_progress: OnProgress<'_>,
@@ -191,7 +193,7 @@ struct Migration<'a> {
     /// The destination may know that it has everything.
     asked_whether_loaded: bool,
     /// Where the destination listens.
-    to: &'a Address,
+    to: &'a Remote,
 }
 
 impl Migration<'_> {

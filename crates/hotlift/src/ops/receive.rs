@@ -19,7 +19,8 @@ use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
 use crate::threads::{OnPanic, caught, run_as, spawn};
-use crate::transport::{Listener, Stream};
+use crate::tls;
+use crate::transport::{Acceptor, Listener, Stream};
 
 /// Threads that populate RAM at most: memory bandwidth is used up by then.
 const POPULATE_THREADS: usize = 8;
@@ -86,7 +87,10 @@ fn run(
 ) -> Result<DestinationReport, MigrationError> {
     let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
     let id = handshake::new_id().map_err(MigrationError::opening)?;
-    let door = Door::new(&listener, None, options.handshake_timeout, control);
+    let address = listener.address().map_err(MigrationError::opening)?;
+    let acceptor = Acceptor::new(&listener, tls::of_options(options, &address)?);
+    let acceptor = acceptor.map_err(MigrationError::opening)?;
+    let door = Door::new(acceptor, None, options.handshake_timeout, control);
     let (accepted, mut door) = accept::accept(door, guest.uuid(), method, options, control)?;
     let session = Session::new(guest, options, control.clone(), id, accepted);
     let refuse = || {

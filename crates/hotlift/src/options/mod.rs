@@ -13,6 +13,7 @@ use std::time::Duration;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::compress;
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MemoryLimit, MethodInfo};
+use hotlift_tls::RECORDS_PER_KEY;
 use hotlift_wire::multifd::PacketLayout;
 
 pub use qmp::{OLDER_NAMES, OUR_PREFIX, OlderName, QmpRefusal, QmpType, qmp_option};
@@ -101,6 +102,17 @@ pub struct Options {
     pub multifd_normal_page_ratio: u8,
     /// Pages of one packet, in bytes; a multiple of the page.
     pub multifd_packet_size: u32,
+    /// Folder with the certificates for TLS; empty for none.
+    pub tls_creds: String,
+    /// Name that the destination's certificate must have; empty for that of its address.
+    pub tls_hostname: String,
+    /// Who may be at the other end, besides having a certificate of the CA: patterns, with spaces between; empty for
+    /// anybody.
+    pub tls_authz: String,
+    /// Records that are sent under one TLS key. For tests: the default is what the cipher allows.
+    pub tls_records_per_key: u64,
+    /// No TLS with other hosts, even where certificates are found.
+    pub insecure: bool,
     /// Most multifd channels that a relay takes from a source, 1 to 255.
     pub max_channels: u8,
     /// Most bytes that a source can make its receiver take, besides 1 MiB for each channel.
@@ -151,6 +163,11 @@ impl Default for Options {
             announce_step: 100,
             multifd_normal_page_ratio: 0,
             multifd_packet_size: 512 << 10,
+            tls_creds: String::new(),
+            tls_hostname: String::new(),
+            tls_authz: String::new(),
+            tls_records_per_key: RECORDS_PER_KEY,
+            insecure: false,
             max_channels: 64,
             memory_limit: MEMORY_LIMIT,
             settle_timeout: Duration::from_secs(60),
@@ -366,6 +383,24 @@ impl Options {
                 } else {
                     "multifd=on"
                 },
+            });
+        }
+        if self.zero_copy_send && !self.tls_creds.is_empty() {
+            return Err(OptionError::Conflict {
+                option: "zero-copy-send=on".to_owned(),
+                needs: "no tls-creds: what is encrypted is a copy",
+            });
+        }
+        let given = [
+            ("tls-creds", &self.tls_creds),
+            ("tls-hostname", &self.tls_hostname),
+            ("tls-authz", &self.tls_authz),
+        ];
+        let given = given.into_iter().find(|(_, value)| !value.is_empty());
+        if let (true, Some((name, value))) = (self.insecure, given) {
+            return Err(OptionError::Conflict {
+                option: format!("{name}={value}"),
+                needs: "insecure=off",
             });
         }
         if self.max_cpu_throttle < self.cpu_throttle_initial {

@@ -50,6 +50,8 @@ pub enum QmpType {
     Enum(Vec<&'static str>),
     /// A list of strings.
     Strings,
+    /// Any string.
+    String,
 }
 
 impl std::fmt::Display for QmpType {
@@ -60,6 +62,7 @@ impl std::fmt::Display for QmpType {
             Self::Size => "size",
             Self::Bool => "bool",
             Self::Enum(_) => "enum",
+            Self::String => "string",
             Self::Strings => "['str']",
         })
     }
@@ -155,6 +158,7 @@ impl OptionInfo {
                 QmpType::Enum(self.values.names())
             }
             Values::AccelPath => QmpType::Strings,
+            Values::Text(_) => QmpType::String,
         }
     }
 
@@ -200,7 +204,7 @@ impl OptionInfo {
                 "off" | "no" | "false" | "n" => Ok(json!(false)),
                 _ => Err(self.expects("'on' or 'off'")),
             },
-            QmpType::Enum(_) => Ok(json!(text)),
+            QmpType::Enum(_) | QmpType::String => Ok(json!(text)),
             QmpType::Strings => Ok(text
                 .split([' ', ','])
                 .filter(|path| !path.is_empty())
@@ -264,6 +268,8 @@ impl OptionInfo {
                     got: got.to_owned(),
                 })
             }
+            QmpType::String if !json.is_string() => Err(self.not_a("string")),
+            QmpType::String => Ok(()),
             QmpType::Strings => {
                 let items = json.as_array().ok_or_else(|| self.not_a("array"))?;
                 match items.iter().position(|item| !item.is_string()) {

@@ -16,8 +16,10 @@ pub enum Role {
     Migrate,
     /// The same, into a file: `save`.
     Save,
-    /// A relay before a QEMU that waits for a guest: `serve` and `restore`.
+    /// A relay before a QEMU that waits for a guest: `serve`.
     Receive,
+    /// The same, out of a file: `restore`.
+    Restore,
 }
 
 impl Role {
@@ -29,7 +31,14 @@ impl Role {
         Self::Migrate,
         Self::Save,
         Self::Receive,
+        Self::Restore,
     ];
+
+    /// Whether the other side decides all but what bounds it.
+    #[must_use]
+    pub fn only_receives(self) -> bool {
+        matches!(self, Self::Receive | Self::Restore)
+    }
 }
 
 /// Where help shows an option.
@@ -49,15 +58,31 @@ pub enum Group {
     Throttle,
     /// The hand-over of the guest.
     Switchover,
+    /// Encryption.
+    Tls,
+    /// Who may be at the other end.
+    TlsNames,
     /// Announcements of the guest at its destination.
     Announce,
-    /// What bounds a peer. The only options of a [`Role::Receive`]: all else its source decides.
+    /// What bounds a peer. Besides TLS the only options of who [only receives](Role::only_receives).
     Limits,
     /// What changes nothing of a migration itself.
     Others,
 }
 
 impl Group {
+    /// Whether short help has it.
+    #[must_use]
+    pub fn is_in_short_help(self) -> bool {
+        matches!(self, Self::Everyday(_) | Self::Tls)
+    }
+
+    /// Whether its options say how a connection is encrypted.
+    #[must_use]
+    pub fn is_of_tls(self) -> bool {
+        matches!(self, Self::Tls | Self::TlsNames)
+    }
+
     /// As a heading.
     #[must_use]
     pub fn title(self) -> &'static str {
@@ -69,6 +94,7 @@ impl Group {
             Self::Devices => "Zero pages by devices",
             Self::Throttle => "Slowing the guest down",
             Self::Switchover => "Switchover",
+            Self::Tls | Self::TlsNames => "TLS",
             Self::Announce => "Announcing the guest",
             Self::Limits => "Limits",
             Self::Others => "Others",
@@ -86,9 +112,11 @@ impl Group {
             Self::Devices => (4, 0),
             Self::Throttle => (5, 0),
             Self::Switchover => (6, 0),
-            Self::Announce => (7, 0),
-            Self::Limits => (8, 0),
-            Self::Others => (9, 0),
+            Self::Tls => (7, 0),
+            Self::TlsNames => (7, 1),
+            Self::Announce => (8, 0),
+            Self::Limits => (9, 0),
+            Self::Others => (10, 0),
         }
     }
 }
@@ -171,10 +199,11 @@ impl OptionInfo {
     /// Why the option is not for `role`, and what to do instead; `None` if it is.
     #[must_use]
     pub fn refusal(&self, role: Role) -> Option<&'static str> {
-        if role == Role::Receive && self.group != Group::Limits {
-            return Some(SENDER_DECIDES);
+        let is_own = self.group == Group::Limits || self.group.is_of_tls();
+        match role.only_receives() && !is_own {
+            true => Some(SENDER_DECIDES),
+            false => self.row_of(role, None),
         }
-        self.row_of(role, None)
     }
 
     /// The same for one of its values, as it is typed.

@@ -46,6 +46,12 @@ const fn number(lowest: u64, highest: u64) -> Values {
     Values::Number { lowest, highest }
 }
 
+/// Commands that speak with no other host.
+const LOCAL: &[Role] = &[Role::Save, Role::Restore];
+
+/// Why they have no TLS.
+const NO_HOST: &str = "it speaks with no other host, and a save file is not encrypted";
+
 /// Commands whose guest is a QEMU's, in between.
 const RELAYS: &[Role] = &[Role::Relay, Role::Migrate, Role::Save];
 
@@ -419,6 +425,42 @@ pub static OPTIONS: &[OptionInfo] = &[
         access: number!(max_cpu_throttle),
     },
     OptionInfo {
+        name: "tls-creds",
+        alias: Some("tls"),
+        kind: Kind::Parameter,
+        values: Values::Text("a folder"),
+        default: "",
+        unit: "",
+        live: false,
+        group: Group::Tls,
+        not_for: &[NotFor::any(LOCAL, NO_HOST)],
+        defaults: &[],
+        with: None,
+        help: "Encrypt with the certificates in this folder, as 'hotlift certs' makes them; both sides need TLS",
+        access: plain!(Text, tls_creds),
+    },
+    OptionInfo {
+        name: "tls-hostname",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::Text("a host name or an IP address"),
+        default: "",
+        unit: "",
+        live: false,
+        group: Group::TlsNames,
+        not_for: &[
+            NotFor::any(LOCAL, NO_HOST),
+            NotFor::any(
+                &[Role::Receive],
+                "the side that connects looks for a name: give it to 'hotlift migrate'",
+            ),
+        ],
+        defaults: &[],
+        with: None,
+        help: "Name that the destination's certificate must have, if not that of its address",
+        access: plain!(Text, tls_hostname),
+    },
+    OptionInfo {
         name: "max-bandwidth",
         alias: None,
         kind: Kind::Parameter,
@@ -615,6 +657,21 @@ pub static OPTIONS: &[OptionInfo] = &[
         access: plain!(AccelPath, accel_path),
     },
     OptionInfo {
+        name: "insecure",
+        alias: None,
+        kind: Kind::Ours,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        group: Group::Tls,
+        not_for: &[NotFor::any(LOCAL, NO_HOST)],
+        defaults: &[],
+        with: None,
+        help: "Do not encrypt connections to other hosts: anyone on the network can read and change the guest",
+        access: plain!(Switch, insecure),
+    },
+    OptionInfo {
         name: "multifd-normal-page-ratio",
         alias: None,
         kind: Kind::Parameter,
@@ -661,6 +718,21 @@ pub static OPTIONS: &[OptionInfo] = &[
         with: Some(With::Xbzrle),
         help: "Memory that keeps pages as they were sent, with xbzrle",
         access: number!(xbzrle_cache_size),
+    },
+    OptionInfo {
+        name: "tls-authz",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::Text("patterns of names, with spaces between"),
+        default: "",
+        unit: "",
+        live: false,
+        group: Group::TlsNames,
+        not_for: &[NotFor::any(LOCAL, NO_HOST)],
+        defaults: &[],
+        with: None,
+        help: "Who may be at the other end, by the names in its certificate, as in '*.example.org 10.0.0.*'",
+        access: plain!(Text, tls_authz),
     },
     OptionInfo {
         name: "accelerator",

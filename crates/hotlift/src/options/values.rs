@@ -97,6 +97,8 @@ pub enum Values {
     Accelerator,
     /// Devices, as [`AccelPath`] has them, with spaces or commas between.
     AccelPath,
+    /// Any text; empty for none. The words say what it is.
+    Text(&'static str),
 }
 
 /// The value of an option, checked against its [`Values`].
@@ -114,6 +116,8 @@ pub enum Value {
     Accelerator(Accelerator),
     /// Of [`Values::AccelPath`].
     AccelPath(Vec<AccelPath>),
+    /// Of [`Values::Text`].
+    Text(String),
 }
 
 /// As it would be typed.
@@ -137,6 +141,7 @@ impl fmt::Display for Value {
                 let paths: Vec<_> = paths.iter().map(ToString::to_string).collect();
                 f.write_str(&paths.join(" "))
             }
+            Self::Text(text) => f.write_str(text),
         }
     }
 }
@@ -181,6 +186,7 @@ impl Values {
                 .map(AccelPath::parse)
                 .collect::<Option<_>>()
                 .map(Value::AccelPath),
+            Self::Text(_) => Some(Value::Text(text.to_owned())),
         }
     }
 }
@@ -198,7 +204,8 @@ impl Values {
             | Self::Size
             | Self::PowerOfTwo
             | Self::Pages { .. }
-            | Self::AccelPath => Vec::new(),
+            | Self::AccelPath
+            | Self::Text(_) => Vec::new(),
         }
     }
 }
@@ -220,6 +227,7 @@ impl fmt::Display for Values {
             Self::Switch | Self::Method | Self::ZeroPages | Self::Accelerator => {
                 write!(f, "one of {}", self.names().join(", "))
             }
+            Self::Text(what) => f.write_str(what),
             Self::AccelPath => write!(f, "dsa:/dev/dsa/wqN.M, several with spaces between"),
         }
     }

@@ -62,8 +62,8 @@ impl<'a> Arrivals<'a> {
     /// What `check` says of a channel; [`MigrationError::Mismatch`] for a Hotlift of another version;
     /// [`MigrationError::Closed`] if a connection that is watched has ended.
     pub(crate) fn step(&mut self, wait: Duration, check: Check<'_>) -> Result<(), MigrationError> {
-        let named = named(self.main.as_ref(), &self.multifd).filter(|_| self.channels.is_some());
-        let streams: Vec<_> = named.map(|stream| (stream, PollFlags::RDHUP)).collect();
+        let watched = named(self.main.as_ref(), &self.multifd).filter(|_| self.channels.is_some());
+        let streams: Vec<_> = watched.map(|stream| (stream, PollFlags::RDHUP)).collect();
         let (arrivals, ended) = self
             .door
             .step(wait, &streams, None)
@@ -76,6 +76,12 @@ impl<'a> Arrivals<'a> {
             return Err(MigrationError::main_closed());
         }
         for arrival in arrivals {
+            let is_another = |known: &Stream| !arrival.stream.is_with_the_host_of(known);
+            if named(self.main.as_ref(), &self.multifd).any(is_another) {
+                self.control
+                    .turn_away("a connection from another host than the others");
+                continue;
+            }
             self.since.get_or_insert(arrival.since);
             match arrival.kind {
                 // One of them was left by a migration that failed before.

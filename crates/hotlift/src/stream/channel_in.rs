@@ -2,14 +2,12 @@
 
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::AsFd;
 use std::time::Duration;
 
 use hotlift_mem::GuestRun;
-use hotlift_mem::sock::{self, IoScratch};
+use hotlift_mem::sock::IoScratch;
 
 use crate::ends::file::FileChannel;
-use crate::transport;
 use crate::transport::Stream;
 
 /// The incoming end of a channel. One thread reads it; any thread may end it.
@@ -47,11 +45,11 @@ impl ChannelIn for Stream {
     }
 
     fn read_pages(&self, runs: &[GuestRun<'_>], scratch: &mut IoScratch) -> io::Result<()> {
-        sock::recv(self.as_fd(), runs, scratch)
+        Stream::read_pages(self, runs, scratch)
     }
 
     fn wait_readable(&self, timeout: Duration) -> io::Result<bool> {
-        transport::wait_readable(self.as_fd(), timeout)
+        Stream::wait_readable(self, timeout)
     }
 
     fn shut_down(&self) {

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use hotlift_mem::GuestRun;
-use hotlift_mem::sock::{self, IoScratch, Splicer};
+use hotlift_mem::sock::{IoScratch, Splicer};
 
 use crate::ends::file::ContainerWriter;
 use crate::error::{Channel, MigrationError};
@@ -27,7 +27,8 @@ impl ChannelOut {
         scratch: &mut IoScratch,
     ) -> Result<(), MigrationError> {
         match self {
-            Self::Socket(stream) => sock::send_parts(stream.as_fd(), parts, scratch)
+            Self::Socket(stream) => stream
+                .send_parts(parts, scratch)
                 .map_err(|source| broken(channel, source)),
             Self::File(file) => {
                 let number = match channel {
@@ -67,7 +68,7 @@ pub(super) fn send_guest_memory(
 ) -> Result<(), MigrationError> {
     match splicer {
         Some(splicer) => splicer.send(stream.as_fd(), head, runs),
-        None => sock::send(stream.as_fd(), head, runs, scratch),
+        None => stream.send_guest_memory(head, runs, scratch),
     }
     .map_err(|source| broken(channel, source))
 }

@@ -4,9 +4,9 @@
 //! turns out to be none of a migration's is dropped and counted, whatever it says.
 
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use hotlift_tls::HANDSHAKE_BEGINS;
 use hotlift_wire::WireError;
 use hotlift_wire::multifd::{INITIAL_PACKET_LEN, InitialPacket, MAGIC};
 use hotlift_wire::settle::{
@@ -16,17 +16,16 @@ use hotlift_wire::settle::{
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::control::Control;
+use crate::error::error_line;
 use crate::handover::Taking;
-use crate::transport::{Listener, Stream};
+use crate::stream::pass::Pass;
+use crate::transport::{Acceptor, Listener, Stream};
 
 /// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
 const MAIN_MAGIC: [u8; 4] = *b"QEVM";
 
 /// Bytes of a main channel that say nothing yet of a VM: magic and version. A source sends more with them.
 const MAIN_HEAD: usize = 8;
-
-/// First bytes of a TLS handshake: type and major version of the record.
-const TLS_MAGIC: [u8; 2] = [0x16, 0x03];
 
 /// Why a connection was turned away that has ended by itself.
 pub(crate) const BROKEN: &str = "a connection that was reset";
@@ -95,10 +94,10 @@ pub(crate) struct Asked<'a> {
 
 /// Takes connections in and tells them apart.
 pub(crate) struct Door<'a> {
-    listener: &'a Listener,
+    acceptor: Acceptor<'a>,
     control: Control,
     /// What opens each connection of a migration that a conversation has announced.
-    token: Option<[u8; 16]>,
+    pass: Option<Pass>,
     /// How long a connection may take to say what it is.
     patience: Duration,
     callers: Vec<Caller>,
@@ -109,17 +108,17 @@ pub(crate) struct Door<'a> {
 }
 
 impl<'a> Door<'a> {
-    /// At `listener`.
+    /// For the connections of `acceptor`.
     pub(crate) fn new(
-        listener: &'a Listener,
-        token: Option<[u8; 16]>,
+        acceptor: Acceptor<'a>,
+        pass: Option<Pass>,
         patience: Duration,
         control: &Control,
     ) -> Self {
         Self {
-            listener,
+            acceptor,
             control: control.clone(),
-            token,
+            pass,
             patience,
             callers: Vec::new(),
             told: Vec::new(),
@@ -128,19 +127,43 @@ impl<'a> Door<'a> {
     }
 
     pub(crate) fn listener(&self) -> &'a Listener {
-        self.listener
+        self.acceptor.listener()
     }
 
     /// Whether somebody has connected within `time` and not said yet what it is.
     pub(crate) fn has_newcomer(&self, time: Duration) -> bool {
-        self.callers
-            .iter()
-            .any(|caller| caller.since.elapsed() < time)
+        let callers = self.callers.iter().map(|caller| caller.since);
+        let mut all = callers.chain(self.acceptor.under_way());
+        all.any(|since| since.elapsed() < time)
     }
 
-    /// Any connection, whatever its first bytes.
-    pub(crate) fn take_any(&mut self) -> Option<Stream> {
-        self.callers.pop().map(|caller| caller.stream)
+    /// A connection that was let in, whatever its first bytes; `None` if there is none within `wait`, less than a second.
+    ///
+    /// # Errors
+    /// The system's reason why nothing can be waited for, or nobody be accepted.
+    pub(crate) fn take_any(&mut self, wait: Duration) -> io::Result<Option<Stream>> {
+        self.drop_late();
+        let is_admitted = |caller: &Caller| caller.admitted;
+        if !self.callers.iter().any(is_admitted) {
+            let silent = self.callers.iter();
+            let silent = silent.map(|caller| PollFd::new(&caller.stream, PollFlags::IN));
+            let knocking = self.acceptor.polled();
+            let knocking = knocking.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            let wait = match self.acceptor.is_ready() {
+                true => Duration::ZERO,
+                false => wait,
+            };
+            poll_for(&mut silent.chain(knocking).collect::<Vec<_>>(), wait)?;
+            self.accept()?;
+            for index in (0..self.callers.len()).rev() {
+                if !self.callers[index].admitted {
+                    // It shows its pass, or is turned away.
+                    self.look(index, None, &mut Vec::new());
+                }
+            }
+        }
+        let index = self.callers.iter().position(is_admitted);
+        Ok(index.map(|index| self.callers.remove(index).stream))
     }
 
     /// Waits for up to `wait`, less than a second, for something to happen here or on `watched`; what has
@@ -164,37 +187,33 @@ impl<'a> Door<'a> {
                 .iter()
                 .map(|(stream, flags)| PollFd::new(*stream, *flags)),
         );
-        fds.push(PollFd::from_borrowed_fd(
-            self.listener.as_fd(),
-            PollFlags::IN,
-        ));
-        let returned = self.listener.has_returned();
-        let wait = Timespec {
-            tv_sec: 0,
-            tv_nsec: if returned {
-                0
-            } else {
-                wait.subsec_nanos().into()
-            },
-        };
-        match rustix::event::poll(&mut fds, Some(&wait)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
+        let knocking = self.acceptor.polled();
+        fds.extend(knocking.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        let returned = self.acceptor.is_ready();
+        let decrypted: Vec<bool> = self
+            .callers
+            .iter()
+            .map(|it| it.stream.has_plaintext())
+            .collect();
+        let at_once = returned || decrypted.contains(&true);
+        poll_for(&mut fds, if at_once { Duration::ZERO } else { wait })?;
         let happened: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
         let (callers, told) = (self.callers.len(), self.told.len());
-        let on_watched = happened[callers + told..][..watched.len()].contains(&true);
-        let knocks = returned || happened.last() == Some(&true);
+        let (on_watched, knocking) = happened[callers + told..].split_at(watched.len());
+        let (on_watched, knocks) = (on_watched.contains(&true), knocking.contains(&true));
         for index in (0..told).rev().filter(|index| happened[callers + index]) {
             self.hear(index, asked);
         }
         let mut arrivals = Vec::new();
         let mut partial = false;
-        for index in (0..callers).rev().filter(|index| happened[*index]) {
+        for index in (0..callers).rev() {
+            if !happened[index] && !decrypted[index] {
+                continue;
+            }
             partial |= !self.look(index, asked, &mut arrivals);
         }
-        if knocks {
+        if returned || knocks {
             self.accept()?;
         } else if partial {
             // What has come keeps the poll from waiting.
@@ -203,24 +222,27 @@ impl<'a> Door<'a> {
         Ok((arrivals, on_watched))
     }
 
+    /// Whoever has ended its handshake may say what it is.
     fn accept(&mut self) -> io::Result<()> {
-        // One that has gone before it was accepted is no reason to end anything.
-        let accepted = match self.listener.accept(Duration::ZERO) {
-            Err(error) if error.kind() != io::ErrorKind::ConnectionAborted => return Err(error),
-            accepted => accepted.unwrap_or(None),
-        };
-        if let Some(stream) = accepted {
-            if self.callers.len() >= WAITING {
-                self.callers.remove(0);
-                self.control.turn_away("more connections than may wait");
+        for (stream, since) in self.acceptor.take()? {
+            match stream {
+                Ok(stream) => self.let_in(stream, since),
+                Err(refused) => self.control.turn_away(&error_line(&refused)),
             }
-            self.callers.push(Caller {
-                stream,
-                since: Instant::now(),
-                admitted: self.token.is_none(),
-            });
         }
         Ok(())
+    }
+
+    fn let_in(&mut self, stream: Stream, since: Instant) {
+        if self.callers.len() >= WAITING {
+            self.callers.remove(0);
+            self.control.turn_away("more connections than may wait");
+        }
+        self.callers.push(Caller {
+            stream,
+            since,
+            admitted: self.pass.is_none(),
+        });
     }
 
     /// Drops whoever has been silent for too long.
@@ -248,9 +270,11 @@ impl<'a> Door<'a> {
             return false;
         }
         let admitted = self.callers[index].admitted;
+        let caller = &self.callers[index].stream;
+        let pass = self.pass.as_ref().map(|pass| pass.token_on(caller));
         if let Said::Token(token) = said
             && !admitted
-            && self.token == Some(token)
+            && pass == Some(token)
         {
             self.callers[index].admitted = true;
             let mut shown = [0; TOKEN_LEN];
@@ -354,7 +378,7 @@ impl Drop for Door<'_> {
         self.others
             .drain(..)
             .chain(callers)
-            .for_each(|stream| self.listener.put_back(stream));
+            .for_each(|stream| self.acceptor.listener().put_back(stream));
     }
 }
 
@@ -363,6 +387,18 @@ impl Arrival {
     pub(crate) fn take_opening(&self) -> bool {
         let mut opening = [0; INITIAL_PACKET_LEN];
         (&self.stream).read_exact(&mut opening).is_ok()
+    }
+}
+
+/// Waits for up to `wait`, less than a second.
+fn poll_for(fds: &mut [PollFd<'_>], wait: Duration) -> io::Result<()> {
+    let wait = Timespec {
+        tv_sec: 0,
+        tv_nsec: wait.subsec_nanos().into(),
+    };
+    match rustix::event::poll(fds, Some(&wait)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -381,7 +417,7 @@ fn said(stream: &Stream) -> Said {
         Said::Partial
     };
     let Some(magic) = bytes[..seen].first_chunk::<4>() else {
-        return match bytes[..seen].starts_with(&TLS_MAGIC) {
+        return match bytes[..seen].starts_with(&HANDSHAKE_BEGINS) {
             true => TLS,
             false => partial,
         };
@@ -406,11 +442,11 @@ fn said(stream: &Stream) -> Said {
             },
             _ => partial,
         },
-        _ if magic.starts_with(&TLS_MAGIC) => TLS,
+        _ if magic.starts_with(&HANDSHAKE_BEGINS) => TLS,
         _ => Said::Stranger("a connection that begins like no migration stream"),
     }
 }
 
 const TLS: Said = Said::Stranger(
-    "a TLS handshake, which cannot be looked into (switch tls-creds off between QEMU and the relay)",
+    "a TLS handshake: this side has no certificates for it (--tls DIR; --qemu-tls DIR if a QEMU connects)",
 );

@@ -6,13 +6,12 @@
 
 use std::io::Write;
 use std::net::Shutdown;
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
-use crate::transport::{Stream, wait_readable};
+use crate::transport::Stream;
 
 /// How long the source is waited for.
 const LINGER: Duration = Duration::from_secs(2);
@@ -45,7 +44,7 @@ pub(crate) fn close(streams: &[&Stream]) {
     let mut dropped = [0; 16 << 10];
     for stream in streams {
         while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-            let ready = wait_readable(stream.as_fd(), left);
+            let ready = stream.wait_readable(left);
             if !matches!(ready, Ok(true)) || !matches!(stream.read_some(&mut dropped), Ok(1..)) {
                 break;
             }

@@ -3,6 +3,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `door` | tells connections apart: channels, questions, strangers |
+//! | `pass` | what opens the connections that a conversation has announced |
 //! | `arrivals` | the connections of one migration, in any order |
 //! | `handshake` | what two Hotlifts say to each other first |
 //! | `multifd_recv` | a multifd channel that is read: packets, into a [`PageSink`](multifd_recv::PageSink) |
@@ -29,4 +30,5 @@ pub(crate) mod main_send;
 pub(crate) mod multifd_recv;
 pub(crate) mod multifd_send;
 mod packet_reader;
+pub(crate) mod pass;
 pub(crate) mod return_path;

@@ -180,7 +180,7 @@ impl<'a> MultifdReceiver<'a> {
         let is_whole = packets.has_nothing_ahead() || !has_content;
         if header.method() == Method::None
             && is_whole
-            && let Some(socket) = channel.socket()
+            && let Some(socket) = channel.socket().filter(|socket| socket.is_plain())
             && sink.forward(header, socket)?
         {
             if has_content {

@@ -32,7 +32,9 @@ use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::stream::channel_out::{ChannelOut, send_guest_memory};
 use crate::stream::codec::Encoder;
-use crate::transport::{Address, Stream};
+use crate::stream::pass::Pass;
+use crate::tls::Remote;
+use crate::transport::Stream;
 
 /// Headers without payload (zero pages only) are gathered up to this many bytes before they are written: a system call
 /// for each would cost more than the scan of its pages.
@@ -60,23 +62,31 @@ impl ChannelOpening {
     }
 }
 
+/// One connection to `to`, which begins with the token of `pass`, if there is one.
+pub(crate) fn connect_with(
+    pass: Option<&Pass>,
+    to: &Remote,
+    timeout: Duration,
+    control: &Control,
+) -> Result<Stream, MigrationError> {
+    let stream = to.connect_for(control, timeout)?;
+    if let Some(pass) = pass {
+        let shown = (&stream).write_all(&settle::token(pass.token_on(&stream)));
+        shown.map_err(MigrationError::opening)?;
+    }
+    Ok(stream)
+}
+
 /// Connects to `to`: main first, since receivers before QEMU 8.0 take the first connection for it, and then the
-/// channels, each opened. Every connection begins with `token`, if there is one.
+/// channels, each opened. Every connection begins with the token of `pass`, if there is one.
 pub(crate) fn connect(
-    to: &Address,
-    token: Option<[u8; 16]>,
+    to: &Remote,
+    pass: Option<&Pass>,
     opening: &ChannelOpening,
     timeout: Duration,
     control: &Control,
 ) -> Result<(Stream, Vec<ChannelOut>), MigrationError> {
-    let connect = || {
-        let stream = to.connect_for(control, timeout)?;
-        if let Some(token) = token {
-            let shown = (&stream).write_all(&settle::token(token));
-            shown.map_err(MigrationError::opening)?;
-        }
-        Ok::<_, MigrationError>(stream)
-    };
+    let connect = || connect_with(pass, to, timeout, control);
     let main = connect()?;
     let mut multifd = Vec::new();
     for id in 0..opening.hello.channels {
@@ -272,8 +282,10 @@ impl<'a> PacketSender<'a> {
         gathers: bool,
     ) -> Result<Self, MigrationError> {
         let encoder = Encoder::new(id, options, to_hotlift, &multifd.control)?;
+        let socket = multifd.channels[usize::from(id)].transport.socket();
+        let by_reference = encoder.is_none() && socket.is_some_and(Stream::is_plain);
         // A pipe may be refused (`pipe-user-pages-soft`); copying always works.
-        let splicer = (encoder.is_none() && options.zero_copy_send)
+        let splicer = (by_reference && options.zero_copy_send)
             .then(|| Splicer::new().ok())
             .flatten();
         let gathered = if gathers { GATHERED_HEADERS } else { 0 };
@@ -414,7 +426,8 @@ impl<'a> PacketForwarder<'a> {
     /// For the packets of incoming channel `channel`; `None` where pages do not go out to a socket as they came in.
     pub(crate) fn new(multifd: &'a MultifdSend, channel: u8) -> Option<Self> {
         let id = usize::from(channel).checked_rem(multifd.len())?;
-        if multifd.method != Method::None || multifd.channels[id].transport.socket().is_none() {
+        let socket = multifd.channels[id].transport.socket();
+        if multifd.method != Method::None || !socket.is_some_and(Stream::is_plain) {
             return None;
         }
         Some(Self {

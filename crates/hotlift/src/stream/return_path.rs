@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift_tls::ALERT_BEGINS;
 use hotlift_wire::handshake::{Accepted, Offer, VERSION};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
@@ -54,6 +55,10 @@ impl Messages {
                 source,
             })?;
         self.pending.extend_from_slice(&here[..read]);
+        // What was sent is no handshake.
+        if self.pending.starts_with(&ALERT_BEGINS) {
+            return Err(MigrationError::SpeaksTls);
+        }
         let mut taken = 0;
         loop {
             match ReturnMessage::decode(&self.pending[taken..]) {

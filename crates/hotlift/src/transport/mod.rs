@@ -4,23 +4,31 @@
 //! They are plain blocking sockets; a thread that is blocked in one is set free by
 //! [`Stream::shutdown`] from any other thread, which is how cancel and failure work.
 
+mod acceptor;
+mod handshakes;
+mod secured;
 mod tcp;
 mod unix;
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use hotlift_mem::GuestRun;
+use hotlift_mem::sock::{self, IoScratch};
+use hotlift_tls::{Exporter, Identity, Tls, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
+pub use acceptor::{Accepted, Acceptor, Refused};
 pub use unix::UnixSocketFile;
 
 use crate::control::Control;
 use crate::error::MigrationError;
+use secured::{GuestParts, Secured};
 
 /// Why an address could not be used.
 #[derive(Debug, thiserror::Error)]
@@ -131,6 +139,24 @@ impl std::fmt::Display for Address {
 }
 
 impl Address {
+    /// The name or IP address of the host; this one's for a socket's path.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        match self {
+            Self::Tcp { host, .. } if !host.is_empty() => host,
+            Self::Tcp { .. } | Self::Unix { .. } => "localhost",
+        }
+    }
+
+    /// Whether nothing that goes there leaves this host: a UNIX socket, and loopback.
+    #[must_use]
+    pub fn is_on_this_host(&self) -> bool {
+        match self {
+            Self::Unix { .. } => true,
+            Self::Tcp { host, .. } => is_this_host(host),
+        }
+    }
+
     /// Opens one connection, trying each address of the host for up to `timeout`.
     ///
     /// # Errors
@@ -264,9 +290,9 @@ impl Listener {
             Bound::Tcp(listener) => {
                 let (stream, _) = listener.accept()?;
                 tcp::prepare(&stream)?;
-                Stream::Tcp(stream)
+                stream.into()
             }
-            Bound::Unix(file) => Stream::Unix(file.listener().accept()?.0),
+            Bound::Unix(file) => file.listener().accept()?.0.into(),
         }))
     }
 }
@@ -277,6 +303,15 @@ impl AsFd for Listener {
             Bound::Tcp(listener) => listener.as_fd(),
             Bound::Unix(file) => file.listener().as_fd(),
         }
+    }
+}
+
+/// Whether `host` is loopback's address or name.
+fn is_this_host(host: &str) -> bool {
+    match host.parse::<IpAddr>() {
+        Ok(address) => address.to_canonical().is_loopback(),
+        // RFC 6761, section 6.3.
+        Err(_) => host == "localhost" || host.ends_with(".localhost"),
     }
 }
 
@@ -304,13 +339,35 @@ fn wait_for(fd: BorrowedFd<'_>, flags: PollFlags, timeout: Duration) -> io::Resu
     }
 }
 
-/// One connection.
+/// One connection; with TLS, once its handshake is done.
 #[derive(Debug)]
-pub enum Stream {
-    /// Over TCP.
+pub struct Stream {
+    socket: Socket,
+    tls: Option<Box<Secured>>,
+}
+
+#[derive(Debug)]
+enum Socket {
     Tcp(TcpStream),
-    /// Over a UNIX socket.
     Unix(UnixStream),
+}
+
+impl From<TcpStream> for Stream {
+    fn from(stream: TcpStream) -> Self {
+        Self {
+            socket: Socket::Tcp(stream),
+            tls: None,
+        }
+    }
+}
+
+impl From<UnixStream> for Stream {
+    fn from(stream: UnixStream) -> Self {
+        Self {
+            socket: Socket::Unix(stream),
+            tls: None,
+        }
+    }
 }
 
 impl Stream {
@@ -319,16 +376,175 @@ impl Stream {
     /// # Errors
     /// The system's reason.
     pub(crate) fn pair() -> io::Result<(Self, Self)> {
-        UnixStream::pair().map(|(one, other)| (Self::Unix(one), Self::Unix(other)))
+        UnixStream::pair().map(|(one, other)| (one.into(), other.into()))
+    }
+
+    /// Makes the connection, on which nothing was said yet, a TLS one, as the side that has made it. `host` is the name
+    /// that the other side is known by.
+    ///
+    /// # Errors
+    /// [`TlsError`]: whose fault, and what is wrong.
+    pub fn secure(mut self, tls: &Tls, host: Option<&str>) -> Result<Self, TlsError> {
+        let session = tls.connect(&self, host)?;
+        self.tls = Some(Box::new(Secured::new(session, tls.profile())));
+        Ok(self)
+    }
+
+    /// The same as the side that has accepted it.
+    ///
+    /// # Errors
+    /// [`TlsError`]: whose fault, and what is wrong.
+    pub fn accept_secured(mut self, tls: &Tls) -> Result<Self, TlsError> {
+        let session = tls.accept(&self)?;
+        self.tls = Some(Box::new(Secured::new(session, tls.profile())));
+        Ok(self)
+    }
+
+    /// Whether the socket's bytes are those that were sent, so that system calls may move them.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        self.tls.is_none()
+    }
+
+    /// The other side's certificate, of a TLS connection.
+    #[must_use]
+    pub fn peer(&self) -> Option<&Identity> {
+        self.tls.as_ref().map(|tls| &tls.peer)
+    }
+
+    /// Whether this connection and `other` are with one host, as far as certificates say.
+    pub(crate) fn is_with_the_host_of(&self, other: &Self) -> bool {
+        match (self.peer(), other.peer()) {
+            (Some(one), Some(other)) => one.is_of_the_host_of(other),
+            (None, None) => true,
+            _ => false,
+        }
+    }
+
+    /// Whom the connection is with, without a port.
+    pub(crate) fn peer_host(&self) -> String {
+        match &self.socket {
+            Socket::Tcp(stream) => match stream.peer_addr() {
+                Ok(peer) => peer.ip().to_canonical().to_string(),
+                Err(_) => "a host that has gone".to_owned(),
+            },
+            Socket::Unix(_) => "this host".to_owned(),
+        }
+    }
+
+    /// This end's address, of a TCP connection.
+    #[must_use]
+    pub fn local_ip(&self) -> Option<IpAddr> {
+        match &self.socket {
+            Socket::Tcp(stream) => stream.local_addr().ok().map(|local| local.ip()),
+            Socket::Unix(_) => None,
+        }
+    }
+
+    /// The other end's address, of a TCP connection.
+    #[must_use]
+    pub fn peer_ip(&self) -> Option<IpAddr> {
+        match &self.socket {
+            Socket::Tcp(stream) => stream.peer_addr().ok().map(|peer| peer.ip()),
+            Socket::Unix(_) => None,
+        }
+    }
+
+    /// What only the two ends of a TLS connection know.
+    #[must_use]
+    pub fn exporter(&self) -> Option<&Exporter> {
+        self.tls.as_ref().map(|tls| &tls.exporter)
     }
 
     /// Ends one or both directions; threads blocked in them return.
     pub fn shutdown(&self, how: Shutdown) {
+        if let (Some(tls), Shutdown::Write | Shutdown::Both) = (&self.tls, how) {
+            tls.close(self);
+        }
         // A socket that the peer has closed already answers ENOTCONN: it is as shut as asked for.
-        let _ = match self {
-            Self::Tcp(stream) => stream.shutdown(how),
-            Self::Unix(stream) => stream.shutdown(how),
+        let _ = match &self.socket {
+            Socket::Tcp(stream) => stream.shutdown(how),
+            Socket::Unix(stream) => stream.shutdown(how),
         };
+    }
+
+    /// Ends both directions without saying that nothing follows.
+    pub(crate) fn break_off(&self) {
+        let _ = match &self.socket {
+            Socket::Tcp(stream) => stream.shutdown(Shutdown::Both),
+            Socket::Unix(stream) => stream.shutdown(Shutdown::Both),
+        };
+    }
+
+    /// Waits until a read would come back at once; false if that was not so within `timeout`.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn wait_readable(&self, timeout: Duration) -> io::Result<bool> {
+        let Some(tls) = &self.tls else {
+            return wait_readable(self.as_fd(), timeout);
+        };
+        let begun = Instant::now();
+        loop {
+            let left = timeout.saturating_sub(begun.elapsed());
+            match tls.answers_at_once(self) {
+                Some(true) => return Ok(true),
+                Some(false) if left.is_zero() => return Ok(false),
+                Some(false) if wait_readable(self.as_fd(), left)? => {}
+                Some(false) => return Ok(false),
+                None => return wait_readable(self.as_fd(), left),
+            }
+        }
+    }
+
+    /// Reads what there is into `buffer`, waiting for at least a byte for up to `timeout`; 0 at end of stream.
+    ///
+    /// # Errors
+    /// The system's reason; `TimedOut`.
+    pub fn read_within(&self, buffer: &mut [u8], timeout: Duration) -> io::Result<usize> {
+        match self.wait_readable(timeout)? {
+            true => self.read_some(buffer),
+            false => Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+
+    /// Whether something has come that the socket does not show any more.
+    #[must_use]
+    pub fn has_plaintext(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.has_plaintext())
+    }
+
+    /// Sends `parts`, one after the other.
+    pub(crate) fn send_parts(&self, slices: &[&[u8]], scratch: &mut IoScratch) -> io::Result<()> {
+        match &self.tls {
+            Some(tls) => tls.send(&self.socket, &mut secured::parts(slices)),
+            None => sock::send_parts(self.as_fd(), slices, scratch),
+        }
+    }
+
+    /// Sends `head` and guest memory behind it.
+    pub(crate) fn send_guest_memory(
+        &self,
+        head: &[u8],
+        runs: &[GuestRun<'_>],
+        scratch: &mut IoScratch,
+    ) -> io::Result<()> {
+        match &self.tls {
+            Some(tls) => tls.send(&self.socket, &mut GuestParts::new(head, runs)),
+            None => sock::send(self.as_fd(), head, runs, scratch),
+        }
+    }
+
+    /// Fills `runs`. The end inside is `UnexpectedEof`.
+    pub(crate) fn read_pages(
+        &self,
+        runs: &[GuestRun<'_>],
+        scratch: &mut IoScratch,
+    ) -> io::Result<()> {
+        match &self.tls {
+            Some(tls) => tls.read_pages(&self.socket, runs),
+            None => sock::recv(self.as_fd(), runs, scratch),
+        }
     }
 
     /// True if the peer has closed the connection, whatever it has sent before.
@@ -345,10 +561,21 @@ impl Stream {
     ///
     /// # Errors
     /// The system's reason.
-    pub(crate) fn set_write_timeout(&self, timeout: Duration) -> io::Result<()> {
-        match self {
-            Self::Tcp(stream) => stream.set_write_timeout(Some(timeout)),
-            Self::Unix(stream) => stream.set_write_timeout(Some(timeout)),
+    pub fn set_write_timeout(&self, timeout: Duration) -> io::Result<()> {
+        match &self.socket {
+            Socket::Tcp(stream) => stream.set_write_timeout(Some(timeout)),
+            Socket::Unix(stream) => stream.set_write_timeout(Some(timeout)),
+        }
+    }
+
+    /// Limits how long a read may wait.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn set_read_timeout(&self, timeout: Duration) -> io::Result<()> {
+        match &self.socket {
+            Socket::Tcp(stream) => stream.set_read_timeout(Some(timeout)),
+            Socket::Unix(stream) => stream.set_read_timeout(Some(timeout)),
         }
     }
 
@@ -357,10 +584,7 @@ impl Stream {
     /// # Errors
     /// The system's reason.
     pub(crate) fn set_timeouts(&self, timeout: Duration) -> io::Result<()> {
-        match self {
-            Self::Tcp(stream) => stream.set_read_timeout(Some(timeout)),
-            Self::Unix(stream) => stream.set_read_timeout(Some(timeout)),
-        }?;
+        self.set_read_timeout(timeout)?;
         self.set_write_timeout(timeout)
     }
 
@@ -385,6 +609,9 @@ impl Stream {
     /// The system's reason.
     pub fn peek(&self, into: &mut [u8]) -> io::Result<Option<usize>> {
         use rustix::net::{RecvFlags, recv};
+        if let Some(tls) = &self.tls {
+            return tls.peek(self, into);
+        }
         let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         match rustix::io::retry_on_intr(|| recv(self.as_fd(), &mut *into, flags)) {
             Ok((_, length)) => Ok(Some(length.min(into.len()))),
@@ -396,27 +623,52 @@ impl Stream {
 
 impl AsFd for Stream {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Tcp(stream) => stream.as_fd(),
-            Self::Unix(stream) => stream.as_fd(),
+        match &self.socket {
+            Socket::Tcp(stream) => stream.as_fd(),
+            Socket::Unix(stream) => stream.as_fd(),
         }
+    }
+}
+
+impl Read for &Socket {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Socket::Tcp(stream) => (&*stream).read(buffer),
+            Socket::Unix(stream) => (&*stream).read(buffer),
+        }
+    }
+}
+
+impl Write for &Socket {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        match self {
+            Socket::Tcp(stream) => (&*stream).write(buffer),
+            Socket::Unix(stream) => (&*stream).write(buffer),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 
 impl Read for &Stream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Stream::Tcp(stream) => (&*stream).read(buffer),
-            Stream::Unix(stream) => (&*stream).read(buffer),
+        match &self.tls {
+            Some(tls) => tls.read(&self.socket, buffer),
+            None => (&self.socket).read(buffer),
         }
     }
 }
 
 impl Write for &Stream {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        match self {
-            Stream::Tcp(stream) => (&*stream).write(buffer),
-            Stream::Unix(stream) => (&*stream).write(buffer),
+        match &self.tls {
+            Some(tls) => {
+                tls.send(&self.socket, &mut secured::parts(&[buffer]))?;
+                Ok(buffer.len())
+            }
+            None => (&self.socket).write(buffer),
         }
     }
 

@@ -59,11 +59,14 @@ pub(super) fn connect(
 ) -> io::Result<Stream> {
     let host = if host.is_empty() { "localhost" } else { host };
     let mut failed = io::ErrorKind::AddrNotAvailable.into();
-    for address in (host, port).to_socket_addrs()? {
+    // Nobody else answers for this host, whatever a resolver says: connections to it go without TLS.
+    let stays = super::is_this_host(host);
+    let addresses = (host, port).to_socket_addrs()?;
+    for address in addresses.filter(|address| !stays || address.ip().to_canonical().is_loopback()) {
         match connect_to(&address, timeout, stopped) {
             Ok(stream) => {
                 prepare(&stream)?;
-                return Ok(Stream::Tcp(stream));
+                return Ok(stream.into());
             }
             Err(error) => failed = error,
         }
@@ -125,6 +128,9 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
+/// Connections that may wait to be accepted; Linux takes no more since 5.4 (net.core.somaxconn).
+const BACKLOG: i32 = 4096;
+
 pub(super) fn listen(host: &str, port: u16) -> io::Result<Bound> {
     // An empty host is all addresses of both families, where the kernel has IPv6.
     let listener = if host.is_empty() {
@@ -133,5 +139,7 @@ pub(super) fn listen(host: &str, port: u16) -> io::Result<Bound> {
         let addresses: Vec<_> = (host, port).to_socket_addrs()?.collect();
         TcpListener::bind(addresses.as_slice())?
     };
+    // The standard library's 128 are filled by strangers, and then a SYN is lost, and a source waits for seconds.
+    rustix::net::listen(&listener, BACKLOG)?;
     Ok(Bound::Tcp(listener))
 }

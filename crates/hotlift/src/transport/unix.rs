@@ -82,7 +82,7 @@ pub(super) fn connect(
         match try_connect(path) {
             Ok(stream) => {
                 stream.set_nonblocking(false)?;
-                return Ok(Stream::Unix(stream));
+                return Ok(stream.into());
             }
             Err(Errno::AGAIN) if stopped() => return Err(super::was_stopped()),
             Err(Errno::AGAIN) if begun.elapsed() < timeout => std::thread::sleep(RETRY),

@@ -5,7 +5,7 @@
 //! destination answers SHUT(0) on *every* socket once it runs the guest, and the source takes the
 //! first: one that is cut or garbled then does no harm. How a connection ended says nothing then.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hotlift_wire::return_path::ReturnMessage;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -103,13 +103,21 @@ fn readable(peers: &[Peer<'_>]) -> Vec<usize> {
         .iter()
         .map(|&index| PollFd::new(peers[index].stream, PollFlags::IN))
         .collect();
+    let decrypted = |index: &usize| peers[*index].stream.has_plaintext();
+    if open.iter().any(decrypted) {
+        return open.into_iter().filter(decrypted).collect();
+    }
     // Interrupted, or no memory for the call: to be tried again, by and by.
     if rustix::event::poll(&mut fds, Some(&TICK)).is_err() {
         return Vec::new();
     }
+    // A part of a record would block whoever reads it, and this thread has more to look after.
+    let answers = |stream: &Stream| {
+        stream.is_plain() || !matches!(stream.wait_readable(Duration::ZERO), Ok(false))
+    };
     open.iter()
         .zip(&fds)
-        .filter(|(_, fd)| !fd.revents().is_empty())
+        .filter(|(index, fd)| !fd.revents().is_empty() && answers(peers[**index].stream))
         .map(|(&index, _)| index)
         .collect()
 }

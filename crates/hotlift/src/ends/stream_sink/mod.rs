@@ -35,7 +35,8 @@ use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
-use crate::transport::{Address, Stream};
+use crate::tls::Remote;
+use crate::transport::Stream;
 
 /// How long a destination may take to load the devices.
 const LOADING: Duration = Duration::from_secs(60);
@@ -79,7 +80,7 @@ pub(crate) struct Seen {
 pub(crate) struct StreamSink<'a> {
     settings: &'a RelaySettings,
     /// Where the other side listens; `None` for a file.
-    to: Option<Address>,
+    to: Option<Remote>,
     /// The other side may know that it has loaded everything.
     asked_whether_loaded: AtomicBool,
     /// It has said what became of the guest.
@@ -131,11 +132,11 @@ pub(crate) fn open<'a>(
     let options = &settings.outgoing;
     let (main, multifd, to) = match request.outgoing {
         Outgoing::Address(address) => {
-            let (token, timeout) = (settings.outgoing_token, options.handshake_timeout);
-            let (main, multifd) =
-                multifd_send::connect(address, token, &channels, timeout, control)?;
+            let (pass, timeout) = (settings.outgoing_pass.as_ref(), options.handshake_timeout);
+            let to = Remote::new(address, settings.outgoing_tls.clone());
+            let (main, multifd) = multifd_send::connect(&to, pass, &channels, timeout, control)?;
             let main = ChannelOut::Socket(main);
-            (main, multifd, Some((*address).clone()))
+            (main, multifd, Some(to))
         }
         Outgoing::File {
             path,
@@ -198,7 +199,7 @@ impl<'a> StreamSink<'a> {
     fn new(
         main: ChannelOut,
         (multifd, hello): (Vec<ChannelOut>, &Hello),
-        to: Option<Address>,
+        to: Option<Remote>,
         settings: &'a RelaySettings,
         seen: Seen,
         memory: &MemoryLimit,

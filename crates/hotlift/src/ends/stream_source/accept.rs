@@ -19,7 +19,7 @@ use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::channel_in::ChannelIn;
 use crate::stream::door::{Arrival, Door, Kind};
 use crate::stream::main_recv::Waiting;
-use crate::transport::{Listener, Stream, wait_readable};
+use crate::transport::{Acceptor, Listener, Stream, wait_readable};
 
 /// How often a wait for connections looks whether it was called off.
 const TICK: Duration = Duration::from_millis(100);
@@ -107,14 +107,20 @@ impl Channels {
 }
 
 impl<'a> Uncounted<'a> {
-    pub(crate) fn new(listener: &'a Listener, settings: &RelaySettings, control: &Control) -> Self {
+    pub(crate) fn new(
+        listener: &'a Listener,
+        settings: &RelaySettings,
+        control: &Control,
+    ) -> Result<Self, MigrationError> {
         let timeout = settings.outgoing.handshake_timeout;
-        let door = Door::new(listener, settings.incoming_token, timeout, control);
-        Self {
+        let acceptor = Acceptor::new(listener, settings.incoming_tls.clone());
+        let acceptor = acceptor.map_err(MigrationError::opening)?;
+        let door = Door::new(acceptor, settings.incoming_pass.clone(), timeout, control);
+        Ok(Self {
             arrivals: Arrivals::new(door, None, control),
             timeout,
             max_channels: settings.outgoing.max_channels,
-        }
+        })
     }
 
     /// Waits for the main channel, and when it was accepted: for the first connection as long as it takes, then as long as
@@ -221,11 +227,8 @@ impl<'a> Uncounted<'a> {
 
     /// A further connection whose first bytes are nobody's business, within [`TICK`].
     pub(crate) fn another(&mut self) -> Result<Option<Stream>, MigrationError> {
-        if let Some(stream) = self.arrivals.door.take_any() {
-            return Ok(Some(stream));
-        }
-        let listener = self.arrivals.door.listener();
-        listener.accept(TICK).map_err(MigrationError::opening)
+        let another = self.arrivals.door.take_any(TICK);
+        another.map_err(MigrationError::opening)
     }
 
     /// True if another multifd channel of the VM waits to be accepted, behind the `count` that came: one
@@ -246,7 +249,8 @@ impl<'a> Uncounted<'a> {
             }
             self.arrivals.door.keep(arrivals);
             let listener = self.arrivals.door.listener();
-            if !matches!(wait_readable(listener.as_fd(), Duration::ZERO), Ok(true)) {
+            let is_quiet = !matches!(wait_readable(listener.as_fd(), Duration::ZERO), Ok(true));
+            if is_quiet && !self.arrivals.door.has_newcomer(NEWCOMER) {
                 return false;
             }
         }

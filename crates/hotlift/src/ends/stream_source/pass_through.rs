@@ -18,7 +18,9 @@ use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
 use crate::pipe::session::{Call, Relayed};
 use crate::stream::main_recv::Waiting;
+use crate::stream::multifd_send::connect_with;
 use crate::threads::spawn;
+use crate::tls::Remote;
 use crate::transport::Stream;
 
 /// Further connections at most: QEMU has one, the preempt channel of postcopy.
@@ -58,7 +60,9 @@ pub(crate) fn run(
         return Err(FileError::CannotBeSaved { reason: why }.into());
     };
     let timeout = settings.outgoing.handshake_timeout;
-    let first = to.connect_for(control, timeout)?;
+    let to = &Remote::new(to, settings.outgoing_tls.clone());
+    let connect = || connect_with(settings.outgoing_pass.as_ref(), to, timeout, control);
+    let first = connect()?;
     // Where EOF is in the stream is not known here.
     if let Some(on_commit) = hooks.on_commit {
         on_commit();
@@ -110,7 +114,7 @@ pub(crate) fn run(
                 // Somebody else's connection; the migration goes on without it.
                 Err(_) => thread::sleep(RETRY),
                 Ok(Some(_)) if extra.len() == EXTRA => {}
-                Ok(Some(stream)) => match to.connect_for(control, timeout) {
+                Ok(Some(stream)) => match connect() {
                     Err(_) => {}
                     Ok(other) => {
                         let pair = std::sync::Arc::new((stream, other));
@@ -203,7 +207,8 @@ fn copy(from: &Stream, to: &Stream, received: &Counters, sent: Option<&Counters>
             sent.add_bytes(read);
         }
     }
-    from.shutdown(Shutdown::Both);
-    to.shutdown(Shutdown::Both);
+    // A connection that was cut must not end as a whole one on the other side.
+    from.break_off();
+    to.break_off();
     copied
 }

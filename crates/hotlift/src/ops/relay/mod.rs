@@ -39,6 +39,7 @@ use serde::{Deserialize, Serialize};
 use crate::ends::settings::Request;
 pub use crate::ends::settings::{Incoming, Outgoing, RelaySettings};
 pub use crate::pipe::hooks::{Hooks, Ownership, RelayProgress, Taken};
+pub use crate::stream::pass::Pass;
 
 use crate::control::Control;
 use crate::ends::file::SavedVm;
@@ -118,7 +119,7 @@ pub fn relay(
     })
 }
 
-/// A token that nobody can guess, for [`RelaySettings::incoming_token`].
+/// A token that nobody can guess, for [`RelaySettings::incoming_pass`].
 ///
 /// # Errors
 /// The kernel gives no random bytes.

@@ -35,7 +35,7 @@ use crate::transport::Listener;
 
 /// Passes on what a source that connects to `listener` sends.
 pub(crate) fn run(listener: &Listener, request: Request<'_>) -> Result<Relayed, MigrationError> {
-    let mut arrivals = Uncounted::new(listener, request.settings, request.control);
+    let mut arrivals = Uncounted::new(listener, request.settings, request.control)?;
     let (main, since) = arrivals.main(&Call::early(request.control))?;
     pass_on(
         Box::new(main),

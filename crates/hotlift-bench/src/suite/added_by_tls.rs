@@ -1,0 +1,150 @@
+//! What runs over TLS take more than the same without, beside what the cipher takes by itself.
+
+use super::sheet::Sheet;
+use crate::certificates::{OPTION, wants_row};
+use crate::figures::{DESTINATION_CPU, SOURCE_CPU, both_cpu};
+use crate::record::{Completed, Record, Row};
+use crate::stats;
+use crate::table::{Grid, series};
+
+/// Runs of one row, each with that of the same turn without TLS.
+type Pairs<'a> = [(&'a Record, &'a Completed, &'a Completed)];
+
+/// A figure of such a pair; NaN where it means nothing.
+type Figure = fn(&Record, &Completed, &Completed) -> f64;
+
+/// The columns.
+const COLUMNS: &[(&str, Figure)] = &[
+    ("total ms", |_, with, without| {
+        with.source.total_ms - without.source.total_ms
+    }),
+    ("total, times", |_, with, without| {
+        with.source.total_ms / without.source.total_ms
+    }),
+    ("core-s/GiB, times", |_, with, without| {
+        of(both_cpu, with) / of(both_cpu, without)
+    }),
+    ("core-s/GiB src", |_, with, without| {
+        more(SOURCE_CPU.of, with, without)
+    }),
+    ("cipher src", |run, _, _| {
+        run.machine.cipher.map_or(f64::NAN, |cipher| cipher.seal)
+    }),
+    ("core-s/GiB dst", |_, with, without| {
+        more(DESTINATION_CPU.of, with, without)
+    }),
+    ("cipher dst", |run, _, _| {
+        run.machine.cipher.map_or(f64::NAN, |cipher| cipher.open)
+    }),
+];
+
+fn of(figure: fn(&Completed) -> Option<f64>, run: &Completed) -> f64 {
+    figure(run).unwrap_or(f64::NAN)
+}
+
+fn more(figure: fn(&Completed) -> Option<f64>, with: &Completed, without: &Completed) -> f64 {
+    of(figure, with) - of(figure, without)
+}
+
+/// Adds the table, if runs over TLS are among `records`.
+pub fn add(records: &[Record], sheet: &mut Sheet) {
+    let names = COLUMNS.iter().map(|(name, _)| *name);
+    let mut table = Grid::new(["", ""].into_iter().chain(names), 1);
+    for (row, who) in series(records)
+        .into_iter()
+        .filter(|(row, _)| wants_row(row))
+    {
+        let pairs = pairs(records, &row, &who);
+        if pairs.is_empty() {
+            continue;
+        }
+        let channels = format!("{}, {} channels", row.method_and_level(), row.channels);
+        let figures = COLUMNS.iter().map(|(_, figure)| text(&pairs, *figure));
+        table
+            .rows
+            .push([channels, who].into_iter().chain(figures).collect());
+    }
+    if !table.rows.is_empty() {
+        let caption = "TLS, more than without in the same turn; AES-128-GCM alone, over memory that is in no cache";
+        sheet.tables.push((caption.to_owned(), table));
+    }
+}
+
+fn text(pairs: &Pairs<'_>, figure: Figure) -> String {
+    stats::text(
+        pairs
+            .iter()
+            .map(|(run, with, without)| figure(run, with, without)),
+    )
+}
+
+/// Runs of `row`, each with that of the same repeat without TLS.
+fn pairs<'a>(
+    records: &'a [Record],
+    row: &Row,
+    who: &str,
+) -> Vec<(&'a Record, &'a Completed, &'a Completed)> {
+    let plain = |row: &Row| {
+        let mut row = row.clone();
+        row.options.insert(OPTION.to_owned(), String::new());
+        row
+    };
+    let without = plain(row);
+    let runs = records
+        .iter()
+        .filter(|run| run.row == *row && run.who() == who);
+    runs.filter_map(|run| {
+        let other = records.iter().find(|other| {
+            let same = other.repeat == run.repeat && other.series == run.series;
+            same && other.row == without && other.who() == who
+        })?;
+        Some((run, run.completed()?, other.completed()?))
+    })
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{find, tests::cells};
+    use crate::record::{CipherSpeed, Outcome, tests::example};
+
+    #[test]
+    fn what_tls_takes_stands_beside_what_its_cipher_takes() {
+        let suite = find("tls").unwrap();
+        let cells = cells(suite, &[]);
+        let records = [(0, 2.0), (1, 3.0)].map(|(cell, cpu)| {
+            let mut record = example();
+            record.row = cells[cell].row().unwrap();
+            record.machine.cipher = (cell == 1).then_some(CipherSpeed {
+                seal: 0.81,
+                open: 0.92,
+            });
+            if let Outcome::Completed(run) = &mut record.outcome {
+                run.source.total_ms = cpu * 1e3;
+                run.source.normal_pages = 1 << 18;
+                run.source.side.core_s_per_gib = cpu;
+                run.destination.side.core_s_per_gib = 2.0 * cpu;
+            }
+            record
+        });
+        let sheet = suite.sheet(&records);
+        let (_, table) = sheet.tables.last().unwrap();
+        let row = [
+            "none, 2 channels",
+            "Hotlift",
+            "1000",
+            "1.50",
+            "1.50",
+            "1.00",
+            "0.81",
+            "2.00",
+            "0.92",
+        ];
+        assert_eq!(table.rows, [row.map(str::to_owned)]);
+        assert_eq!(
+            suite.sheet(&records[..1]).tables.len(),
+            1,
+            "no TLS, no table"
+        );
+    }
+}

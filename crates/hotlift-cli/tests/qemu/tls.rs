@@ -1,0 +1,174 @@
+//! TLS between relays, of 'migrate' and 'serve', and of QEMUs that have it themselves.
+
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+
+use crate::guest::Guest;
+use crate::hotlift::{Hotlift, errors};
+use crate::need;
+use crate::route::{Multifd, RelayOptions, Route, Side, failed, relay};
+use crate::vm::{Accelerator, Machine, PC_7, Release, Vm};
+
+/// A CA and the certificates of this host, by the commands of the product.
+struct Certificates(TempDir);
+
+impl Certificates {
+    fn make() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dir = format!("--dir={}", folder.path().join("pki").display());
+        for arguments in [
+            &["certs", "init", &dir][..],
+            &["certs", "host", "localhost", "127.0.0.1", &dir],
+        ] {
+            let (status, said) = Hotlift::start(arguments).wait();
+            assert!(status.success(), "{}", said.join("\n"));
+        }
+        Self(folder)
+    }
+
+    fn dir(&self) -> PathBuf {
+        self.0.path().join("pki")
+    }
+}
+
+fn flag(name: &str, dir: &Path) -> String {
+    format!("--{name}={}", dir.display())
+}
+
+fn program() -> Machine {
+    Machine {
+        name: PC_7,
+        accelerator: Accelerator::Kvm,
+        guest: Guest::program(),
+    }
+}
+
+#[test]
+fn qemus_with_tls_of_their_own_move_through_relays() {
+    use Release::{V7, V10};
+    let certificates = Certificates::make();
+    let dir = certificates.dir();
+    for (from, to, here, there, multifd, live) in [
+        (V7, V10, true, true, Multifd::Channels(2), true),
+        (V10, V7, true, false, Multifd::Channels(2), false),
+        (V10, V10, false, true, Multifd::Channels(4), false),
+        (V10, V10, true, true, Multifd::Off, true),
+        (V7, V7, false, true, Multifd::Off, false),
+        (V7, V7, false, false, Multifd::Channels(2), true),
+    ] {
+        let side = |tls: bool, endpoint| match tls {
+            true => Side::new(multifd).tls(&dir, endpoint),
+            false => Side::new(multifd),
+        };
+        let mut relays = RelayOptions::new("zstd", Multifd::Channels(2), multifd);
+        relays.tell_uuid(multifd, Multifd::Channels(2));
+        relays.source.push(flag("tls", &dir));
+        relays.source.push("--tls-hostname=localhost".to_owned());
+        relays.source.extend(here.then(|| flag("qemu-tls", &dir)));
+        let destination = relays.destination.as_mut().expect("two relays");
+        destination.push(flag("tls", &dir));
+        destination.extend(there.then(|| flag("qemu-tls", &dir)));
+        let route = Route {
+            source: side(here, "client").with("return-path"),
+            destination: side(there, "server"),
+            relays: Some(relays),
+            live,
+        };
+        println!("{from:?} to {to:?}, TLS of QEMU {here} {there}, multifd {multifd}");
+        let vm = need!(Vm::running(from, &program()));
+        need!(route.take(vm, to));
+    }
+}
+
+#[test]
+fn who_does_not_belong_to_the_relays_is_refused_with_the_reason() {
+    let (ours, other) = (Certificates::make(), Certificates::make());
+    let mut here = need!(Vm::running(Release::V10, &program()));
+    let behind = here.uri("nobody");
+    for (source_flags, destination_flags, source_says, destination_says) in [
+        (
+            vec![flag("tls", &other.dir())],
+            vec![flag("tls", &ours.dir())],
+            "is signed by a CA that this side does not trust",
+            "",
+        ),
+        (
+            vec![],
+            vec![flag("tls", &ours.dir())],
+            "speaks TLS only",
+            "without TLS",
+        ),
+        (
+            vec![flag("tls", &ours.dir())],
+            vec![],
+            "may speak without TLS",
+            "a TLS handshake",
+        ),
+        (
+            vec![
+                flag("tls", &ours.dir()),
+                "--tls-hostname=b.example".to_owned(),
+            ],
+            vec![flag("tls", &ours.dir())],
+            "is not for 'b.example' but for",
+            "",
+        ),
+        (
+            vec![flag("tls", &ours.dir())],
+            vec![
+                flag("tls", &ours.dir()),
+                "--tls-authz=*.example.org".to_owned(),
+            ],
+            "does not accept",
+            "not on the list",
+        ),
+    ] {
+        let (destination, uri) = relay(
+            "destination",
+            "tcp:127.0.0.1:0",
+            &behind,
+            &destination_flags,
+        );
+        let (source, to) = relay("source", &here.uri("relay.sock"), &uri, &source_flags);
+        Side::new(Multifd::Channels(2)).apply(&mut here);
+        here.qmp.migrate(&to).expect("migrate");
+        let reason = failed("source", source);
+        assert!(reason.contains(source_says), "{reason}");
+        here.reaches("failed");
+        assert!(here.is_running(), "the guest stays");
+        destination.signal(rustix::process::Signal::INT);
+        let (_, said) = destination.wait();
+        assert!(said.join(" ").contains(destination_says), "{said:?}");
+    }
+}
+
+#[test]
+fn migrate_and_serve_speak_and_send_over_tls() {
+    let certificates = Certificates::make();
+    let tls = flag("tls", &certificates.dir());
+    let mut here = need!(Vm::running(Release::V10, &program()));
+    let there = need!(Vm::waiting(Release::V10, &program()));
+    let serve = |arguments: &[&str]| {
+        let qmp = format!("--qmp={}", there.free_qmp());
+        let all = [&["serve", "--listen=tcp:127.0.0.1:0", &qmp][..], arguments].concat();
+        let mut serve = Hotlift::start(&all);
+        let line = serve.wait_for("listening on ");
+        (serve, line.rsplit(' ').next().expect("a word").to_owned())
+    };
+    let (serve, to) = serve(&[&tls]);
+    let qmp = format!("--qmp={}", here.free_qmp());
+    let to = format!("--to={to}");
+    // Without TLS nothing begins.
+    let (status, said) = Hotlift::start(&["migrate", &qmp, &to, "--quiet"]).wait();
+    assert_eq!(status.code(), Some(1), "{said:?}");
+    assert!(errors(&said)[0].contains("speaks TLS only"), "{said:?}");
+    let before = here.count();
+    let (status, said) =
+        Hotlift::start(&["migrate", &qmp, &to, &tls, "--method=zstd", "--quiet"]).wait();
+    assert!(status.success(), "{said:?}");
+    let (status, said) = serve.wait();
+    assert!(status.success(), "{said:?}");
+    there.counts_on_from(before.expect("it counts"));
+    assert!(!here.is_running(), "the source runs, too");
+}

@@ -1,0 +1,375 @@
+//! TLS between two guests: whatever is sent arrives, and who does not belong gets nothing.
+
+use std::fs;
+use std::io::Write;
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use hotlift::tls::of_options;
+use hotlift::{Address, Control, MigrationError, Options, migrate, receive};
+use hotlift_testkit::proxy::Proxy;
+use hotlift_testkit::proxy::records::{Action, Fault, Log, Records};
+use hotlift_tls::{Authority, Issued, Role};
+use hotlift_vmm::GuestKind;
+use tempfile::TempDir;
+
+use crate::census::{Census, alone};
+use crate::probe::{Probe, Quirks, three_rounds};
+use crate::rig::{self, Ended, Holder, settings};
+
+/// A CA, and the folders of hosts.
+struct Pki {
+    folder: TempDir,
+    ca: Issued,
+    authority: Authority,
+}
+
+impl Pki {
+    fn new() -> Self {
+        let ca = Authority::make("CA", 10, SystemTime::now()).unwrap();
+        Self {
+            folder: tempfile::tempdir().unwrap(),
+            authority: Authority::open(&ca.certificate, &ca.key).unwrap(),
+            ca,
+        }
+    }
+
+    /// The folder of a host with this name.
+    fn host(&self, name: &str) -> PathBuf {
+        let folder = self.folder.path().join(name);
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("ca-cert.pem"), &self.ca.certificate).unwrap();
+        for role in [Role::Server, Role::Client] {
+            let issued = self.authority.issue(&[name], role, 5, SystemTime::now());
+            let issued = issued.unwrap();
+            let file = |what: &str| folder.join(format!("{}-{what}.pem", role.name()));
+            fs::write(file("cert"), issued.certificate).unwrap();
+            fs::write(file("key"), issued.key).unwrap();
+        }
+        folder
+    }
+}
+
+fn options(folder: &Path, set: &[(&str, &str)]) -> Options {
+    let mut options = Options::default();
+    options
+        .set("tls-creds", &folder.display().to_string())
+        .unwrap();
+    for (name, value) in set {
+        options.set(name, value).unwrap();
+    }
+    options
+}
+
+#[test]
+fn a_guest_arrives_over_tls_whatever_is_sent() {
+    let _alone = alone();
+    let census = Census::take();
+    let pki = Pki::new();
+    let [here, there] = ["127.0.0.1", "localhost"].map(|name| pki.host(name));
+    for set in [
+        &[("multifd-compression", "none")][..],
+        &[("multifd-compression", "zstd"), ("multifd-channels", "4")],
+        &[("multifd", "off")],
+        &[("compress", "on")],
+        &[("zero-page-detection", "legacy")],
+    ] {
+        for kind in rig::kinds() {
+            let source = rig::source(kind, &settings(), Quirks::default());
+            let destination = rig::destination(kind, &settings(), Quirks::default());
+            let (listener, to) = rig::listen();
+            let mut ours = options(&here, set);
+            ours.set("tls-hostname", "localhost").unwrap();
+            let theirs = options(&there, set);
+            let ended = rig::run(
+                &source,
+                &destination,
+                listener,
+                &to,
+                [&ours, &theirs],
+                &[Control::new(), Control::new()],
+                &|_| {},
+            );
+            ended.arrived(&source, &destination, &format!("{kind:?} {set:?}"));
+        }
+    }
+    census.expect_unchanged();
+}
+
+/// Migrates to a destination that lets nobody in: the source's error, and why the destination turned it away.
+fn turned_away(ours: &Options, theirs: &Options) -> (MigrationError, String) {
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let (listener, to) = rig::listen();
+    let control = Control::new();
+    let failed = thread::scope(|scope| {
+        let waiting = scope.spawn(|| receive(&destination, listener, theirs, &control));
+        let failed = migrate(&source, &to, ours, &Control::new(), &|_| {}).unwrap_err();
+        control.cancel();
+        assert!(matches!(
+            waiting.join().unwrap(),
+            Err(MigrationError::Cancelled)
+        ));
+        failed
+    });
+    assert!(source.runs() && !destination.runs());
+    let reasons: Vec<_> = control.turned_away().into_keys().collect();
+    (failed, reasons.join("; "))
+}
+
+#[test]
+fn who_does_not_belong_is_turned_away_with_the_reason_on_both_sides() {
+    let _alone = alone();
+    let (pki, other_pki) = (Pki::new(), Pki::new());
+    let [here, there] = ["a", "127.0.0.1"].map(|name| pki.host(name));
+    let stranger = other_pki.host("stranger");
+    let plain = Options::default();
+    let theirs = options(&there, &[]);
+    let picky = options(&there, &[("tls-authz", "b *.example.org")]);
+    for (ours, theirs, here_says, there_says) in [
+        (options(&stranger, &[]), &theirs, "CA", "CA"),
+        (
+            options(&here, &[]),
+            &picky,
+            "does not accept",
+            "not on the list",
+        ),
+        (plain.clone(), &theirs, "speaks TLS only", "without TLS"),
+        (options(&here, &[]), &plain, "TLS", "TLS"),
+        (
+            options(&here, &[("tls-hostname", "b")]),
+            &theirs,
+            "is not for 'b' but for 127.0.0.1",
+            "does not accept our certificate",
+        ),
+    ] {
+        let (failed, reasons) = turned_away(&ours, theirs);
+        let failed = failed.chain();
+        println!("{failed}\n    {reasons}");
+        assert!(failed.contains(here_says), "{failed}");
+        assert!(reasons.contains(there_says), "{reasons}");
+    }
+}
+
+#[test]
+fn a_folder_without_certificates_is_an_error_that_names_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = of_options(
+        &options(folder.path(), &[]),
+        &"tcp:127.0.0.1:0".parse().unwrap(),
+    )
+    .unwrap_err();
+    let error = MigrationError::from(error).chain();
+    assert!(error.contains("ca-cert.pem"), "{error}");
+}
+
+#[test]
+fn keys_that_change_every_hundred_records_lose_nothing() {
+    let _alone = alone();
+    let pki = Pki::new();
+    let host = pki.host("127.0.0.1");
+    let mut options = options(&host, &[("multifd-compression", "none")]);
+    options.tls_records_per_key = 100;
+    let kind = rig::kinds()[0];
+    let mut settings = settings();
+    settings.ram_bytes = 64 << 20;
+    let source = rig::source(kind, &settings, Quirks::default());
+    let destination = rig::destination(kind, &settings, Quirks::default());
+    let (listener, to) = rig::listen();
+    let (proxy, to) = Proxy::loopback(&to, Records::default()).unwrap();
+    let ended = rig::migrate(&source, &destination, listener, &to, &options);
+    let log = proxy.finish().into_log();
+    ended.arrived(&source, &destination, "keys");
+    assert!(log.forth > 1000, "a key for all of them: {log:?}");
+}
+
+/// A guest that goes through one fault after the other.
+struct Course {
+    options: Options,
+    source: Arc<Probe>,
+    to_destination: usize,
+    problems: Vec<String>,
+}
+
+impl Course {
+    fn new(options: Options) -> Self {
+        Self {
+            options,
+            source: Arc::new(rig::source(GuestKind::Threads, &settings(), quirks())),
+            to_destination: 0,
+            problems: Vec::new(),
+        }
+    }
+
+    /// A migration with `fault`; the guest is in `self.source` afterwards, wherever it was.
+    fn migrate(&mut self, fault: Option<Fault>) -> (Log, Result<Holder, String>) {
+        let destination = rig::destination(GuestKind::Threads, &settings(), quirks());
+        let (listener, address) = rig::listen();
+        let (proxy, to) = Proxy::loopback(&address, Records::new(fault)).unwrap();
+        let ended: Ended = rig::migrate(&self.source, &destination, listener, &to, &self.options);
+        let log = proxy.finish().into_log();
+        let holder = ended.holder(&self.source, &destination);
+        let holder = holder.map_err(|problem| format!("{problem}: {:?}", ended.errors()));
+        match holder {
+            Ok(Holder::Source) => {}
+            Ok(Holder::Destination) => self.source = Arc::new(destination),
+            Err(_) => {
+                self.source = Arc::new(rig::source(GuestKind::Threads, &settings(), quirks()));
+            }
+        }
+        (log, holder)
+    }
+
+    fn suffer(&mut self, fault: Fault) {
+        let (log, holder) = self.migrate(Some(fault));
+        match holder {
+            Ok(Holder::Destination) => self.to_destination += 1,
+            Ok(Holder::Source) if log.fired => {}
+            // The last records of a connection are not the same in every migration.
+            Ok(Holder::Source) => self.problems.push(format!("{fault:?}: no fault, no guest")),
+            Err(problem) => self.problems.push(format!("{fault:?}: {problem}")),
+        }
+    }
+}
+
+fn quirks() -> Quirks {
+    Quirks {
+        sync: Some(three_rounds()),
+        ..Quirks::default()
+    }
+}
+
+/// Faults of a migration: the first and the last [`EDGE`] records, and every [`STRIDE`]th between them.
+const EDGE: usize = 24;
+const STRIDE: usize = 16;
+
+#[test]
+fn whatever_is_done_to_a_record_leaves_one_guest() {
+    let _alone = alone();
+    let census = Census::take();
+    let pki = Pki::new();
+    let mut options = options(&pki.host("127.0.0.1"), &[("multifd-compression", "zstd")]);
+    options.handshake_timeout = Duration::from_secs(1);
+    options.settle_timeout = Duration::from_secs(2);
+    options.max_bandwidth = 0;
+    options.downtime_limit = Duration::ZERO;
+    let mut course = Course::new(options);
+    let (watched, holder) = course.migrate(None);
+    assert_eq!(holder, Ok(Holder::Destination));
+    let actions = [
+        Action::Cut,
+        Action::Truncate,
+        Action::Drop,
+        Action::Double,
+        Action::Swap,
+        Action::Flip(0),
+        Action::Flip(4),
+        Action::Flip(9),
+        Action::Flip(usize::MAX),
+    ];
+    let mut turn = 0;
+    for (back, records) in [(false, watched.forth), (true, watched.back)] {
+        let is_place = |number: &usize| {
+            *number < EDGE || records - number <= EDGE || number.is_multiple_of(STRIDE)
+        };
+        for number in (0..records).filter(is_place) {
+            // Each place gets some of them in turn, so that the course ends in time.
+            for _ in 0..2 {
+                let action = actions[turn % actions.len()];
+                turn += 1;
+                course.suffer(Fault {
+                    back,
+                    number,
+                    action,
+                });
+            }
+        }
+    }
+    eprintln!(
+        "{turn} faults in {watched:?}; the destination had the guest after {}",
+        course.to_destination
+    );
+    let problems = std::mem::take(&mut course.problems);
+    drop(course);
+    assert!(
+        problems.is_empty(),
+        "{} problems:\n{}",
+        problems.len(),
+        problems.join("\n")
+    );
+    census.expect_unchanged();
+}
+
+/// Connections of strangers in a migration.
+const STRANGERS: usize = 10_000;
+
+/// So many come at once. A connection that the listener's queue has no room for takes a second.
+const CROWD: usize = 16;
+
+#[test]
+fn strangers_that_never_finish_a_handshake_cost_a_migration_nothing() {
+    let _alone = alone();
+    let census = Census::take();
+    let pki = Pki::new();
+    // Slow enough that all of them come while it runs.
+    let mut ours = options(&pki.host("127.0.0.1"), &[("max-bandwidth", "1M")]);
+    ours.downtime_limit = Duration::ZERO;
+    let mut fast = ours.clone();
+    fast.set("max-bandwidth", "0").unwrap();
+    fast.downtime_limit = Duration::from_millis(300);
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let (listener, to) = rig::listen();
+    let Address::Tcp { port, .. } = to else {
+        panic!("{to}");
+    };
+    let (begun, over) = (AtomicBool::new(false), AtomicBool::new(false));
+    let controls = [Control::new(), Control::new()];
+    let come = || {
+        let mut came = 0;
+        while came < STRANGERS / CROWD && !over.load(Ordering::Relaxed) {
+            if !begun.load(Ordering::Relaxed) {
+                thread::yield_now();
+                continue;
+            }
+            // A record header that announces a ClientHello, and nothing behind it.
+            let hello = [0x16, 0x03, 0x01, 0x02, 0x00, 0x01];
+            let said = TcpStream::connect(("127.0.0.1", port))
+                .and_then(|mut stranger| stranger.write_all(&hello));
+            came += usize::from(said.is_ok());
+        }
+        came
+    };
+    let ended = thread::scope(|scope| {
+        let strangers: Vec<_> = (0..CROWD).map(|_| scope.spawn(come)).collect();
+        let all = scope.spawn(|| {
+            let came: usize = strangers.into_iter().map(|one| one.join().unwrap()).sum();
+            // The rest of the guest may go as fast as it can.
+            controls[0].change(&fast);
+            came
+        });
+        let ended = rig::run(
+            &source,
+            &destination,
+            listener,
+            &to,
+            [&ours, &ours],
+            &controls,
+            &|_| begun.store(true, Ordering::Relaxed),
+        );
+        over.store(true, Ordering::Relaxed);
+        assert_eq!(all.join().unwrap(), STRANGERS);
+        ended
+    });
+    ended.arrived(&source, &destination, "strangers");
+    let turned_away: u64 = controls[1].turned_away().into_values().sum();
+    assert!(turned_away > 0, "they were counted");
+    drop((source, destination));
+    census.expect_unchanged();
+}

@@ -1,0 +1,169 @@
+//! TLS as the options have it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use hotlift_tls::{ALERT_BEGINS, Exporter, Profile, Tls, TlsError, Warning, measure_cipher};
+use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, find_folder};
+
+use crate::control::Control;
+use crate::error::MigrationError;
+use crate::options::Options;
+use crate::transport::{Address, Stream};
+
+/// Why there is no TLS though it was asked for.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TlsSetupError {
+    /// The folder of `tls-creds`.
+    #[error("tls-creds")]
+    Credentials(#[from] CredentialsError),
+    /// The list of `tls-authz`.
+    #[error("tls-authz")]
+    Authz(#[from] AuthzError),
+    /// Other hosts are spoken with, and there are no certificates.
+    #[error(
+        "{address} is open to other hosts, and nothing encrypts it: give '--tls DIR' ('hotlift certs' makes one), or \
+         '--insecure'"
+    )]
+    Insecure {
+        /// What leads to other hosts.
+        address: Address,
+        /// Why no certificates were found where they are looked for.
+        #[source]
+        source: Box<CredentialsError>,
+    },
+}
+
+/// What the options `tls-creds`, `tls-hostname` and `tls-authz` ask for between two Hotlifts, to or from `address`.
+/// Without `tls-creds` a way that stays on this host has no TLS, and another one that of the folder where certificates
+/// are looked for; with `insecure` none.
+///
+/// # Errors
+/// [`TlsSetupError`]: which of them cannot be used, or that there are no certificates.
+pub fn of_options(options: &Options, address: &Address) -> Result<Option<Arc<Tls>>, TlsSetupError> {
+    let folder = match options.tls_creds.as_str() {
+        "" if address.is_on_this_host() || options.insecure => return Ok(None),
+        "" => find_folder().map_err(|source| TlsSetupError::Insecure {
+            address: address.clone(),
+            source: Box::new(source),
+        })?,
+        given => given.into(),
+    };
+    of_folder(&folder, Profile::Hotlift, options).map(Some)
+}
+
+/// TLS with the certificates of `folder`, and `tls-hostname` and `tls-authz` of the options.
+///
+/// # Errors
+/// [`TlsSetupError`]: which of them cannot be used.
+pub fn of_folder(
+    folder: &Path,
+    profile: Profile,
+    options: &Options,
+) -> Result<Arc<Tls>, TlsSetupError> {
+    let credentials = Credentials::open(folder)?;
+    let text = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
+    let authz = match text(&options.tls_authz) {
+        Some(patterns) => Some(Arc::new(Authz::new(patterns.split_whitespace())?)),
+        None => None,
+    };
+    let settings = Settings {
+        hostname: text(&options.tls_hostname),
+        authz,
+        records_per_key: options.tls_records_per_key,
+        ..Settings::new(profile)
+    };
+    Ok(Arc::new(Tls::new(Arc::new(credentials), settings)))
+}
+
+/// Where the other side listens, and how it is spoken to.
+#[derive(Debug, Clone)]
+pub(crate) struct Remote {
+    address: Address,
+    tls: Option<Arc<Tls>>,
+}
+
+impl Remote {
+    pub(crate) fn new(address: &Address, tls: Option<Arc<Tls>>) -> Self {
+        Self {
+            address: address.clone(),
+            tls,
+        }
+    }
+
+    /// A connection, unless `control` cancels it meanwhile.
+    pub(crate) fn connect_for(
+        &self,
+        control: &Control,
+        timeout: Duration,
+    ) -> Result<Stream, MigrationError> {
+        let stream = self.address.connect_for(control, timeout)?;
+        self.secure(stream, timeout)
+    }
+
+    /// A connection that nobody cancels; it is there, or has failed, within twice this time.
+    pub(crate) fn connect(&self, timeout: Duration) -> Result<Stream, MigrationError> {
+        let stream = self.address.connect(timeout)?;
+        self.secure(stream, timeout)
+    }
+
+    fn secure(&self, stream: Stream, timeout: Duration) -> Result<Stream, MigrationError> {
+        match &self.tls {
+            Some(tls) => Ok(stream.secure(&tls.within(timeout), Some(self.address.host()))?),
+            None => Ok(stream),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::fs;
+    use std::time::SystemTime;
+
+    use hotlift_tls::{Authority, Role};
+
+    use super::*;
+
+    /// TLS with the certificates of a CA of its own, for "localhost".
+    pub(crate) fn some_tls() -> Arc<Tls> {
+        let dir = tempfile::tempdir().unwrap();
+        let now = SystemTime::now();
+        let ca = Authority::make("a CA", 2, now).unwrap();
+        let authority = Authority::open(&ca.certificate, &ca.key).unwrap();
+        fs::write(dir.path().join("ca-cert.pem"), &ca.certificate).unwrap();
+        for role in [Role::Server, Role::Client] {
+            let issued = authority.issue(&["localhost"], role, 1, now).unwrap();
+            for (what, text) in [("cert", issued.certificate), ("key", issued.key)] {
+                let file = format!("{}-{what}.pem", role.name());
+                fs::write(dir.path().join(file), text).unwrap();
+            }
+        }
+        of_folder(dir.path(), Profile::Hotlift, &Options::default()).unwrap()
+    }
+
+    #[test]
+    fn nothing_goes_to_other_hosts_in_the_clear_unless_that_is_wanted() {
+        let of = |address: &str, insecure| {
+            let options = Options {
+                insecure,
+                ..Options::default()
+            };
+            of_options(&options, &address.parse().unwrap())
+        };
+        for address in ["tcp::1", "tcp:0.0.0.0:1", "tcp:[::]:1", "tcp:192.0.2.1:1"] {
+            // Whether this machine has certificates is not known here.
+            assert!(!matches!(of(address, false), Ok(None)), "{address}");
+            assert!(matches!(of(address, true), Ok(None)), "{address}");
+        }
+        for address in [
+            "tcp:127.0.0.1:1",
+            "tcp:[::1]:1",
+            "tcp:localhost:1",
+            "unix:/x",
+        ] {
+            assert!(matches!(of(address, false), Ok(None)), "{address}");
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Connections as they are accepted; with TLS, once their handshake is done.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::handshakes::Handshakes;
+use super::{Listener, Stream};
+use crate::tls::{Tls, TlsError};
+
+/// A connection that was not let in.
+#[derive(Debug, thiserror::Error)]
+#[error("a connection from {from}")]
+pub struct Refused {
+    /// Who has made it: an address without its port.
+    pub from: String,
+    /// Why its handshake has failed.
+    pub source: TlsError,
+}
+
+/// A connection, or why there is none, and when it was accepted.
+pub type Accepted = (Result<Stream, Refused>, Instant);
+
+/// Accepts the connections of a listener, without waiting.
+pub struct Acceptor<'a> {
+    listener: &'a Listener,
+    /// Every connection is a TLS one.
+    handshakes: Option<Handshakes>,
+}
+
+impl<'a> Acceptor<'a> {
+    /// With `tls`, of TLS connections only.
+    ///
+    /// # Errors
+    /// The system gives no file descriptors.
+    pub fn new(listener: &'a Listener, tls: Option<Arc<Tls>>) -> io::Result<Self> {
+        Ok(Self {
+            listener,
+            handshakes: tls.map(Handshakes::new).transpose()?,
+        })
+    }
+
+    /// Whose connections these are.
+    #[must_use]
+    pub fn listener(&self) -> &'a Listener {
+        self.listener
+    }
+
+    /// What to poll for reading: one of them is readable when [`Self::take`] has something to do.
+    pub fn polled(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        // Whoever there is no room for waits in the kernel's queue.
+        let listener = self.has_room().then(|| self.listener.as_fd());
+        let ended = self.handshakes.iter().map(|all| all.wake().as_fd());
+        listener.into_iter().chain(ended)
+    }
+
+    /// Whether [`Self::take`] has something to do that no poll shows.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.has_room() && self.listener.has_returned()
+    }
+
+    /// When the connections were accepted whose handshakes are under way.
+    pub(crate) fn under_way(&self) -> impl Iterator<Item = Instant> + '_ {
+        self.handshakes.iter().flat_map(Handshakes::since)
+    }
+
+    fn has_room(&self) -> bool {
+        self.handshakes.as_ref().is_none_or(Handshakes::has_room)
+    }
+
+    /// Takes what has come, without waiting.
+    ///
+    /// # Errors
+    /// The system's reason why no connection can be accepted.
+    pub fn take(&mut self) -> io::Result<Vec<Accepted>> {
+        let mut accepted = match &mut self.handshakes {
+            Some(handshakes) => handshakes.take_ended(),
+            None => Vec::new(),
+        };
+        // These are not lost if no other one can be accepted.
+        if !accepted.is_empty() || !self.has_room() {
+            return Ok(accepted);
+        }
+        let stream = match self.listener.accept(Duration::ZERO) {
+            // One that has gone before it was accepted is no reason to end anything.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => None,
+            stream => stream?,
+        };
+        let since = Instant::now();
+        match (stream, &mut self.handshakes) {
+            // One that was put back has had its handshake.
+            (Some(stream), Some(handshakes)) if stream.is_plain() => {
+                handshakes.begin(stream, since)?;
+            }
+            (Some(stream), _) => accepted.push((Ok(stream), since)),
+            (None, _) => {}
+        }
+        Ok(accepted)
+    }
+}

@@ -1,0 +1,281 @@
+//! The TLS of a connection, between whoever reads and writes it and its socket.
+//!
+//! Reads and writes belong to different threads, and each direction has a lock of its own: a thread that waits for bytes
+//! does not keep another from sending.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use hotlift_mem::GuestRun;
+use hotlift_tls::{
+    Exporter, Identity, Parts, Plaintext, Profile, RecordError, RecordReader, RecordWriter, Session,
+};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+
+/// Both directions of a connection whose handshake is done.
+#[derive(Debug)]
+pub(super) struct Secured {
+    reader: Mutex<Reading>,
+    writer: Mutex<RecordWriter>,
+    /// Whether an end without `close_notify` is one, as a QEMU's is. What the stream says until then tells whether
+    /// something is missing.
+    ends_anyhow: bool,
+    /// The other side's certificate, verified.
+    pub peer: Identity,
+    pub exporter: Exporter,
+}
+
+/// The direction from the other side.
+#[derive(Debug)]
+struct Reading {
+    records: RecordReader,
+    /// What [`Secured::answers_at_once`] has met, for the next read.
+    error: Option<RecordError>,
+}
+
+impl Reading {
+    /// As [`RecordReader::plaintext`].
+    fn plaintext(&mut self, from: &mut impl Read) -> Result<&[u8], RecordError> {
+        match self.error.take() {
+            Some(error) => Err(error),
+            None => self.records.plaintext(from),
+        }
+    }
+}
+
+impl Secured {
+    pub(super) fn new(session: Session, profile: Profile) -> Self {
+        Self {
+            ends_anyhow: profile == Profile::Qemu,
+            reader: Mutex::new(Reading {
+                records: session.reader,
+                error: None,
+            }),
+            writer: Mutex::new(session.writer),
+            peer: session.peer,
+            exporter: session.exporter,
+        }
+    }
+
+    fn reader(&self) -> MutexGuard<'_, Reading> {
+        self.reader.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads what there is, waiting for at least a byte; 0 once the other side has said that nothing follows.
+    pub(super) fn read(&self, mut from: impl Read, into: &mut [u8]) -> io::Result<usize> {
+        let mut reader = self.reader();
+        let plaintext = match reader.plaintext(&mut from) {
+            Err(RecordError::Truncated) if self.ends_anyhow => return Ok(0),
+            plaintext => plaintext.map_err(io_error)?,
+        };
+        let length = plaintext.len().min(into.len());
+        into[..length].copy_from_slice(&plaintext[..length]);
+        reader.records.consume(length);
+        Ok(length)
+    }
+
+    /// Whether a read would come back at once: with bytes, the end or an error. A part of a record, which nobody may ever
+    /// complete, is not enough. `None` if a thread reads just now.
+    pub(super) fn answers_at_once(&self, socket: impl AsFd) -> Option<bool> {
+        let mut reader = self.reader.try_lock().ok()?;
+        if reader.error.is_some() {
+            return Some(true);
+        }
+        match reader.records.plaintext(&mut AtOnce(socket.as_fd())) {
+            Ok(_) => Some(true),
+            Err(RecordError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => Some(false),
+            Err(error) => {
+                reader.error = Some(error);
+                Some(true)
+            }
+        }
+    }
+
+    /// Fills `runs`; each byte is decrypted where it was read, and copied to its place.
+    pub(super) fn read_pages(&self, mut from: impl Read, runs: &[GuestRun<'_>]) -> io::Result<()> {
+        let mut reader = self.reader();
+        for run in runs {
+            let mut left = *run;
+            while !left.is_empty() {
+                let plaintext = reader.plaintext(&mut from).map_err(io_error)?;
+                if plaintext.is_empty() {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                let length = plaintext.len().min(left.len());
+                let (now, later) = left.split_at(length);
+                now.copy_from(&plaintext[..length]);
+                reader.records.consume(length);
+                left = later;
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at what has come without taking it and without waiting; `None` if nothing has.
+    pub(super) fn peek(&self, socket: impl AsFd, into: &mut [u8]) -> io::Result<Option<usize>> {
+        let mut reader = self.reader();
+        match reader.plaintext(&mut AtOnce(socket.as_fd())) {
+            Ok(plaintext) => {
+                let length = plaintext.len().min(into.len());
+                into[..length].copy_from_slice(&plaintext[..length]);
+                Ok(Some(length))
+            }
+            Err(RecordError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            Err(RecordError::Truncated) if self.ends_anyhow => Ok(Some(0)),
+            Err(error) => Err(io_error(error)),
+        }
+    }
+
+    /// Whether something was read that nobody has taken: the socket does not show it.
+    pub(super) fn has_plaintext(&self) -> bool {
+        // A thread that reads just now takes it.
+        self.reader
+            .try_lock()
+            .is_ok_and(|reader| reader.error.is_some() || reader.records.is_ready())
+    }
+
+    /// Sends all of `from`.
+    pub(super) fn send(&self, mut to: impl Write, from: &mut impl Plaintext) -> io::Result<()> {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        writer.send(&mut to, from).map_err(io_error)
+    }
+
+    /// Says that nothing follows, if that can be said at once: a thread that is blocked in a write, or a socket that is
+    /// full, has more to say than that.
+    pub(super) fn close(&self, socket: impl AsFd) {
+        if let Ok(mut writer) = self.writer.try_lock() {
+            let _ = writer.close(&mut AtOnce(socket.as_fd()));
+        }
+    }
+}
+
+/// The bytes of a packet that lie in guest memory, behind its header.
+pub(crate) struct GuestParts<'p, 'm> {
+    head: &'p [u8],
+    runs: &'p [GuestRun<'m>],
+    /// What is left of the first run.
+    first: Option<GuestRun<'m>>,
+    remaining: usize,
+}
+
+impl<'p, 'm> GuestParts<'p, 'm> {
+    pub(crate) fn new(head: &'p [u8], runs: &'p [GuestRun<'m>]) -> Self {
+        let remaining = head.len() + runs.iter().map(GuestRun::len).sum::<usize>();
+        Self {
+            head,
+            runs,
+            first: None,
+            remaining,
+        }
+    }
+}
+
+impl Plaintext for GuestParts<'_, '_> {
+    fn remaining(&self) -> usize {
+        self.remaining
+    }
+
+    fn take(&mut self, to: &mut [u8]) {
+        let head = self.head.len().min(to.len());
+        to[..head].copy_from_slice(&self.head[..head]);
+        self.head = &self.head[head..];
+        self.remaining -= head;
+        let mut to = &mut to[head..];
+        while !to.is_empty() {
+            let run = match self.first.take() {
+                Some(run) => run,
+                None => match self.runs.split_first() {
+                    Some((run, rest)) => {
+                        self.runs = rest;
+                        *run
+                    }
+                    None => return,
+                },
+            };
+            let length = run.len().min(to.len());
+            let (now, later) = run.split_at(length);
+            let (here, rest) = to.split_at_mut(length);
+            now.copy_to(here);
+            to = rest;
+            self.remaining -= length;
+            self.first = Some(later).filter(|later| !later.is_empty());
+        }
+    }
+}
+
+/// A socket that is not waited for.
+struct AtOnce<'a>(BorrowedFd<'a>);
+
+impl Read for AtOnce<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        match rustix::io::retry_on_intr(|| recv(self.0, &mut *to, RecvFlags::DONTWAIT)) {
+            Ok((_, length)) => Ok(length),
+            Err(Errno::AGAIN) => Err(io::ErrorKind::WouldBlock.into()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+impl Write for AtOnce<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        Ok(rustix::io::retry_on_intr(|| send(self.0, bytes, flags))?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Slices, one after the other.
+pub(super) fn parts<'a, 'p>(parts: &'a [&'p [u8]]) -> Parts<'a, &'p [u8]> {
+    Parts::new(parts)
+}
+
+fn io_error(error: RecordError) -> io::Error {
+    match error {
+        RecordError::Io(error) => error,
+        error => io::Error::other(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+    use std::time::Duration;
+
+    use crate::tls::tests::some_tls;
+    use crate::transport::Stream;
+
+    use super::*;
+
+    #[test]
+    fn half_a_record_is_nothing_to_read_and_blocks_nobody() {
+        let tls = some_tls();
+        let (here, there) = UnixStream::pair().unwrap();
+        let beside = there.try_clone().unwrap();
+        let (here, there) = thread::scope(|scope| {
+            let there = scope.spawn(|| Stream::from(there).accept_secured(&tls).unwrap());
+            let here = Stream::from(here).secure(&tls, Some("localhost"));
+            (here.unwrap(), there.join().unwrap())
+        });
+        (&there).write_all(b"whole").unwrap();
+        let mut bytes = [0; 8];
+        let long = Duration::from_secs(10);
+        assert_eq!(here.read_within(&mut bytes, long).unwrap(), 5);
+        // The header of a record of which nothing else comes.
+        (&beside).write_all(&[23, 3, 3, 1, 0, 9, 9]).unwrap();
+        let short = Duration::from_millis(20);
+        assert!(!here.wait_readable(short).unwrap());
+        let late = here.read_within(&mut bytes, short).unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        // Its end is a cut, to whoever looks and to whoever reads.
+        drop((there, beside));
+        assert!(here.wait_readable(long).unwrap());
+        assert!(here.read_within(&mut bytes, long).is_err());
+        assert!(here.read_within(&mut bytes, long).is_err());
+    }
+}
