@@ -167,7 +167,9 @@ pub fn migrate(
         let mut outcomes: Vec<Result<_, _>> = Vec::new();
         for relay in relays {
             // One that failed may never have reached the next, which waits for as long as it takes.
-            if outcomes.iter().any(Result::is_err) && relay.control.status() == Status::Setup {
+            // (On a machine with much else to do its thread may not even have begun.)
+            let is_waiting = matches!(relay.control.status(), Status::None | Status::Setup);
+            if outcomes.iter().any(Result::is_err) && is_waiting {
                 relay.control.cancel();
             }
             outcomes.push(relay.outcome(&what));
