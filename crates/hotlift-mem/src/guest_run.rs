@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::ptr;
 
-use crate::{RamBlock, zero};
+use crate::{RamBlock, stream_copy, zero};
 
 /// Contiguous bytes of a [`RamBlock`], borrowed from it.
 ///
@@ -94,6 +94,17 @@ impl<'a> GuestRun<'a> {
         // SAFETY: both sides are valid for `len` bytes, and do not overlap since nobody holds a
         // reference to guest memory. Readers meanwhile copy, and allow for torn bytes.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), self.ptr, self.len) }
+    }
+
+    /// The same past the caches, for pages that nobody reads soon.
+    ///
+    /// # Panics
+    ///
+    /// If `from` is not exactly as long as the run.
+    pub fn stream_from(&self, from: &[u8]) {
+        assert_eq!(from.len(), self.len, "copy into a guest run");
+        // SAFETY: as in `copy_from`.
+        unsafe { stream_copy::copy(from.as_ptr(), self.ptr, self.len) }
     }
 
     /// Sets every byte to zero.

@@ -9,6 +9,7 @@
 //! | `numa` | it lies on a node, near some device |
 //! | `zero` | it is looked at: all zero? |
 //! | `guest_run` | it is copied, out or in |
+//! | `stream_copy` | it is written past the caches, where nobody reads it soon |
 //! | `sock`, `splice` | it goes to a socket, or comes from one, uncopied |
 //! | `forward` | it goes from socket to socket, uncopied |
 //!
@@ -34,6 +35,7 @@ mod populate;
 mod ram_block;
 pub mod sock;
 mod splice;
+mod stream_copy;
 mod untouched;
 pub mod zero;
 

@@ -542,7 +542,7 @@ impl Stream {
         scratch: &mut IoScratch,
     ) -> io::Result<()> {
         match &self.tls {
-            Some(tls) => tls.read_pages(&self.socket, runs),
+            Some(tls) => tls.read_pages(self, runs),
             None => sock::recv(self.as_fd(), runs, scratch),
         }
     }
