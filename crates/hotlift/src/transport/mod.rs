@@ -412,6 +412,11 @@ impl Stream {
         self.tls.as_ref().map(|tls| &tls.peer)
     }
 
+    /// Whether a QEMU with TLS is at the other end.
+    pub(crate) fn is_of_a_qemu(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.is_of_a_qemu())
+    }
+
     /// Whether this connection and `other` are with one host, as far as certificates say.
     pub(crate) fn is_with_the_host_of(&self, other: &Self) -> bool {
         match (self.peer(), other.peer()) {

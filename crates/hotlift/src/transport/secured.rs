@@ -59,6 +59,10 @@ impl Secured {
         }
     }
 
+    pub(super) fn is_of_a_qemu(&self) -> bool {
+        self.ends_anyhow
+    }
+
     fn reader(&self) -> MutexGuard<'_, Reading> {
         self.reader.lock().unwrap_or_else(PoisonError::into_inner)
     }

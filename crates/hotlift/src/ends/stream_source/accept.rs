@@ -32,6 +32,10 @@ const SETTLE: Duration = Duration::from_millis(50);
 /// 200 ms at the earliest.
 const SETTLE_TCP: Duration = Duration::from_secs(1);
 
+/// How long after its main channel, and after each other one, a QEMU with TLS may connect a further one: it begins with
+/// them when main's handshake is done, each in a thread.
+const CHANNELS_OF_QEMU: Duration = Duration::from_millis(300);
+
 /// How long a connection that has said nothing may turn out to be a channel of a source that does not say how
 /// many it has. The opening of a channel is sent as soon as it is made.
 const NEWCOMER: Duration = Duration::from_secs(2);
@@ -129,6 +133,7 @@ impl<'a> Uncounted<'a> {
         let mut deadline = None;
         loop {
             if let Some(main) = self.arrivals.main.take() {
+                self.let_channels_in(&main.0, call)?;
                 return Ok(main);
             }
             self.step(TICK, call)?;
@@ -145,6 +150,24 @@ impl<'a> Uncounted<'a> {
                 });
             }
         }
+    }
+
+    /// Serves the handshakes of a QEMU's channels for a time: a QEMU 7.2 says nothing more on `main` until it has had them, and
+    /// whoever reads main waits for that.
+    fn let_channels_in(&mut self, main: &Stream, call: &Call<'_>) -> Result<(), MigrationError> {
+        if !main.is_of_a_qemu() {
+            return Ok(());
+        }
+        let mut quiet_since = Instant::now();
+        let mut before = 0;
+        while quiet_since.elapsed() < CHANNELS_OF_QEMU {
+            self.step(SETTLE / 5, call)?;
+            let now = self.arrivals.multifd.len();
+            if now != before || self.arrivals.door.has_newcomer(NEWCOMER) {
+                (quiet_since, before) = (Instant::now(), now);
+            }
+        }
+        Ok(())
     }
 
     /// The multifd channels, once the source has written the first multifd flush on main. `expected` is false
