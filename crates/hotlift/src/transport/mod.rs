@@ -346,6 +346,21 @@ pub struct Stream {
     tls: Option<Box<Secured>>,
 }
 
+/// A host at the other end of connections, as far as certificates say. All without TLS are of one.
+#[derive(Debug, Clone)]
+pub(crate) struct Host(Option<Identity>);
+
+impl Host {
+    /// Whether `stream` is a connection with it.
+    pub(crate) fn is_at_the_end_of(&self, stream: &Stream) -> bool {
+        match (&self.0, stream.peer()) {
+            (Some(host), Some(peer)) => host.is_of_the_host_of(peer),
+            (None, None) => true,
+            _ => false,
+        }
+    }
+}
+
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpStream),
@@ -417,13 +432,9 @@ impl Stream {
         self.tls.as_ref().is_some_and(|tls| tls.is_of_a_qemu())
     }
 
-    /// Whether this connection and `other` are with one host, as far as certificates say.
-    pub(crate) fn is_with_the_host_of(&self, other: &Self) -> bool {
-        match (self.peer(), other.peer()) {
-            (Some(one), Some(other)) => one.is_of_the_host_of(other),
-            (None, None) => true,
-            _ => false,
-        }
+    /// The host that the connection is with.
+    pub(crate) fn host(&self) -> Host {
+        Host(self.peer().cloned())
     }
 
     /// Whom the connection is with, without a port.

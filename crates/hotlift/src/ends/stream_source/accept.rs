@@ -248,10 +248,11 @@ impl<'a> Uncounted<'a> {
         self.arrivals.step(wait, &check)
     }
 
-    /// A further connection whose first bytes are nobody's business, within [`TICK`].
+    /// A further connection of the source's host whose first bytes are nobody's business, within [`TICK`].
     pub(crate) fn another(&mut self) -> Result<Option<Stream>, MigrationError> {
         let another = self.arrivals.door.take_any(TICK);
-        another.map_err(MigrationError::opening)
+        let another = another.map_err(MigrationError::opening)?;
+        Ok(another.filter(|stream| self.arrivals.admits(stream)))
     }
 
     /// True if another multifd channel of the VM waits to be accepted, behind the `count` that came: one
@@ -263,7 +264,9 @@ impl<'a> Uncounted<'a> {
             };
             let is_late = |arrival: &Arrival| match arrival.kind {
                 Kind::Channel(packet) => {
-                    usize::from(packet.id) == count && uuid.is_none_or(|uuid| uuid == packet.uuid)
+                    usize::from(packet.id) == count
+                        && uuid.is_none_or(|uuid| uuid == packet.uuid)
+                        && self.arrivals.is_of_their_host(&arrival.stream)
                 }
                 Kind::Main | Kind::OtherVersion(_) => false,
             };
