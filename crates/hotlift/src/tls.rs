@@ -72,6 +72,7 @@ pub fn of_folder(
     let settings = Settings {
         hostname: text(&options.tls_hostname),
         authz,
+        handshake_timeout: options.handshake_timeout,
         records_per_key: options.tls_records_per_key,
         ..Settings::new(profile)
     };

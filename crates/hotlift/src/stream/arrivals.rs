@@ -135,6 +135,23 @@ impl<'a> Arrivals<'a> {
         host.is_none_or(|host| host.is_at_the_end_of(stream))
     }
 
+    /// Names those of `channels` multifd channels that have not come.
+    pub(crate) fn missing(&self, channels: u8) -> String {
+        let has_come = |id: &u8| self.multifd.iter().any(|(packet, _)| packet.id == *id);
+        let missing: Vec<_> = (0..channels)
+            .filter(|id| !has_come(id))
+            .map(|id| id.to_string())
+            .collect();
+        match missing.split_last() {
+            None => "no multifd channel".to_owned(),
+            Some((id, [])) => format!("multifd channel {id} of {channels}"),
+            Some((last, others)) => {
+                let others = others.join(", ");
+                format!("multifd channels {others} and {last} of {channels}")
+            }
+        }
+    }
+
     /// Whether there are to be multifd channels, and none has come.
     pub(crate) fn waits_for_channels(&self) -> bool {
         self.multifd.is_empty() && self.channels.is_some_and(|channels| channels > 0)

@@ -201,10 +201,7 @@ impl<'a> Uncounted<'a> {
             }
             if Instant::now() > deadline {
                 return Err(MigrationError::Timeout {
-                    waiting_for: format!(
-                        "the rest of the source's multifd channels ({} have come)",
-                        self.arrivals.multifd.len()
-                    ),
+                    waiting_for: self.missing(),
                     waited: self.timeout,
                 });
             }
@@ -231,6 +228,22 @@ impl<'a> Uncounted<'a> {
                     .max();
                 settled && highest.map_or(!expected, |highest| usize::from(highest) < count)
             }
+        }
+    }
+
+    /// What is waited for when the time is over.
+    fn missing(&self) -> String {
+        let packets = self.arrivals.multifd.iter().map(|(packet, _)| packet);
+        let said = packets.clone().find_map(|packet| packet.hello);
+        // A QEMU does not say how many it has; those below the highest it must have.
+        let highest = packets.map(|packet| packet.id).max();
+        let channels = said.map_or(highest.map_or(0, |id| id.saturating_add(1)), |hello| {
+            hello.channels
+        });
+        let come = self.arrivals.multifd.len();
+        match come < usize::from(channels) {
+            true => format!("{} of the source", self.arrivals.missing(channels)),
+            false => format!("the rest of the source's multifd channels ({come} have come)"),
         }
     }
 
