@@ -335,6 +335,29 @@ fn a_channel_that_never_comes_is_named_by_both_sides() {
 }
 
 #[test]
+fn a_cancel_is_heard_in_the_handshake_of_a_late_channel() {
+    let _alone = alone();
+    let pki = Pki::new();
+    let mut options = options(&pki.host("127.0.0.1"), &[("multifd-channels", "2")]);
+    // So that it is not the handshake's time that ends it.
+    options.handshake_timeout = 2 * BOUND;
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let (ended, _) = with_a_late_channel([&source, &destination], [&options, &options], &|_,
+                                                                                          [
+        here,
+        _,
+    ]| {
+        here.cancel();
+        Late::NeverComes
+    });
+    ended.stayed(&source, &destination);
+    let cancelled = matches!(ended.source, Err(MigrationError::Cancelled));
+    assert!(cancelled, "{:?}", ended.errors());
+}
+
+#[test]
 fn a_refusal_over_tls_is_heard_while_channels_are_connected() {
     let _alone = alone();
     let pki = Pki::new();

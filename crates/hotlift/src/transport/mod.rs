@@ -399,8 +399,18 @@ impl Stream {
     ///
     /// # Errors
     /// [`TlsError`]: whose fault, and what is wrong.
-    pub fn secure(mut self, tls: &Tls, host: Option<&str>) -> Result<Self, TlsError> {
-        let session = tls.connect(&self, host)?;
+    pub fn secure(self, tls: &Tls, host: Option<&str>) -> Result<Self, TlsError> {
+        self.secure_unless(tls, host, &|| false)
+    }
+
+    /// The same, which fails within a second once `stopped`.
+    pub(crate) fn secure_unless(
+        mut self,
+        tls: &Tls,
+        host: Option<&str>,
+        stopped: &dyn Fn() -> bool,
+    ) -> Result<Self, TlsError> {
+        let session = tls.connect_unless(&self, host, stopped)?;
         self.tls = Some(Box::new(Secured::new(session, tls.profile())));
         Ok(self)
     }
