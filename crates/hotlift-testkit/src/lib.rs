@@ -5,6 +5,7 @@
 //! | [`mod@alone`] | a test in a process of its own, and the memory of a process |
 //! | [`namespace`] | two hosts as network namespaces, and outages of their link |
 //! | [`proxy`] | a proxy that records, damages, holds, delays, cuts, and turns RST into FIN |
+//! | [`pki`] | a CA, and the certificates of hosts |
 //! | [`process`] | a process whose output is read, closed or left to fill |
 //! | [`program`] | what runs in a QEMU, and the proof that its memory is right |
 //! | [`machine`] | a guest in its process, QEMU or Hotlift's own, and what can be asked of it |
@@ -25,6 +26,7 @@ pub mod drive;
 pub mod error;
 pub mod machine;
 pub mod namespace;
+pub mod pki;
 pub mod process;
 pub mod program;
 pub mod proxy;

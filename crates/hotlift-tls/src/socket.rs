@@ -15,6 +15,14 @@ use crate::error::TlsError;
 #[error("more bytes than are taken")]
 struct TooMuch;
 
+/// How often a wait looks whether it was called off.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Who waits has no use of the connection any more.
+#[derive(Debug, thiserror::Error)]
+#[error("it was called off")]
+struct CalledOff;
+
 /// A blocking socket, used so that nothing blocks beyond a deadline. The socket's own timeouts and flags are left alone:
 /// the engine sets them, and another thread may use it at the same time.
 pub(crate) struct BoundedSocket<'a> {
@@ -24,16 +32,24 @@ pub(crate) struct BoundedSocket<'a> {
     bytes: usize,
     /// Of `bytes`, those that may still be read.
     left: usize,
+    is_called_off: &'a dyn Fn() -> bool,
 }
 
 impl<'a> BoundedSocket<'a> {
-    pub(crate) fn new(fd: BorrowedFd<'a>, time: Duration, bytes: usize) -> Self {
+    /// Reads and writes fail once `is_called_off`.
+    pub(crate) fn new(
+        fd: BorrowedFd<'a>,
+        time: Duration,
+        bytes: usize,
+        is_called_off: &'a dyn Fn() -> bool,
+    ) -> Self {
         Self {
             fd,
             time,
             deadline: Instant::now() + time,
             bytes,
             left: bytes,
+            is_called_off,
         }
     }
 
@@ -57,7 +73,10 @@ impl<'a> BoundedSocket<'a> {
             if left.is_zero() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
+            if (self.is_called_off)() {
+                return Err(io::Error::other(CalledOff));
+            }
+            let timeout = Timespec::try_from(left.min(TICK)).map_err(io::Error::other)?;
             let mut fds = [PollFd::from_borrowed_fd(self.fd, flags)];
             match poll(&mut fds, Some(&timeout)) {
                 Ok(0) | Err(Errno::INTR) => {}

@@ -140,6 +140,19 @@ impl Tls {
     /// # Errors
     /// See [`TlsError`].
     pub fn connect(&self, socket: impl AsFd, host: Option<&str>) -> Result<Session, TlsError> {
+        self.connect_unless(socket, host, &|| false)
+    }
+
+    /// The same, which fails within a fraction of a second once `is_called_off`.
+    ///
+    /// # Errors
+    /// See [`TlsError`].
+    pub fn connect_unless(
+        &self,
+        socket: impl AsFd,
+        host: Option<&str>,
+        is_called_off: &dyn Fn() -> bool,
+    ) -> Result<Session, TlsError> {
         let name = self.settings.hostname.as_deref().or(host);
         let name = name
             .filter(|name| !name.is_empty())
@@ -175,6 +188,7 @@ impl Tls {
             connection.map_err(TlsError::Handshake)?,
             &socket,
             Role::Server,
+            is_called_off,
         )
     }
 
@@ -211,6 +225,7 @@ impl Tls {
             connection.map_err(TlsError::Handshake)?,
             &socket,
             Role::Client,
+            &|| false,
         )
     }
 
@@ -257,9 +272,10 @@ impl<'a> Handshake<'a> {
         mut connection: impl Connection,
         socket: &impl AsFd,
         peer: Role,
+        is_called_off: &dyn Fn() -> bool,
     ) -> Result<Session, TlsError> {
         let time = self.settings.handshake_timeout;
-        let socket = &mut BoundedSocket::new(socket.as_fd(), time, HANDSHAKE_BYTES);
+        let socket = &mut BoundedSocket::new(socket.as_fd(), time, HANDSHAKE_BYTES, is_called_off);
         drive(&mut connection, socket).map_err(|error| self.explain(error, peer))?;
         let is_hotlift = connection.common().alpn_protocol() == Some(ALPN.as_bytes());
         let suite = connection.common().negotiated_cipher_suite();

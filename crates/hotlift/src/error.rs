@@ -54,6 +54,15 @@ pub enum MigrationError {
     /// A connection was made, and is no TLS one, or not one to who it should be to.
     #[error("the TLS handshake with the other side has failed")]
     Tls(#[from] TlsError),
+    /// A connection could not be made, though others of the migration were.
+    #[error("{channel} could not be opened")]
+    Opening {
+        /// Which connection.
+        channel: Channel,
+        /// Why.
+        #[source]
+        source: Box<MigrationError>,
+    },
     /// The other side takes TLS connections only.
     #[error("the other side speaks TLS only: give '--tls DIR', or the parameter tls-creds")]
     SpeaksTls,

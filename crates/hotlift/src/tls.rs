@@ -72,6 +72,7 @@ pub fn of_folder(
     let settings = Settings {
         hostname: text(&options.tls_hostname),
         authz,
+        handshake_timeout: options.handshake_timeout,
         records_per_key: options.tls_records_per_key,
         ..Settings::new(profile)
     };
@@ -100,18 +101,28 @@ impl Remote {
         timeout: Duration,
     ) -> Result<Stream, MigrationError> {
         let stream = self.address.connect_for(control, timeout)?;
-        self.secure(stream, timeout)
+        let secured = self.secure(stream, timeout, &|| control.is_cancelled());
+        match control.is_cancelled() {
+            true => Err(MigrationError::Cancelled),
+            false => secured,
+        }
     }
 
     /// A connection that nobody cancels; it is there, or has failed, within twice this time.
     pub(crate) fn connect(&self, timeout: Duration) -> Result<Stream, MigrationError> {
         let stream = self.address.connect(timeout)?;
-        self.secure(stream, timeout)
+        self.secure(stream, timeout, &|| false)
     }
 
-    fn secure(&self, stream: Stream, timeout: Duration) -> Result<Stream, MigrationError> {
+    fn secure(
+        &self,
+        stream: Stream,
+        timeout: Duration,
+        stopped: &dyn Fn() -> bool,
+    ) -> Result<Stream, MigrationError> {
+        let host = Some(self.address.host());
         match &self.tls {
-            Some(tls) => Ok(stream.secure(&tls.within(timeout), Some(self.address.host()))?),
+            Some(tls) => Ok(stream.secure_unless(&tls.within(timeout), host, stopped)?),
             None => Ok(stream),
         }
     }

@@ -121,6 +121,8 @@ pub struct Relays {
     destination: Option<Hotlift>,
     /// Where the source QEMU is to send to.
     uri: String,
+    /// Where the source's relay sends to.
+    between: String,
 }
 
 /// What is between two relays, and how the second speaks to the destination QEMU.
@@ -201,6 +203,7 @@ impl Relays {
             source: here,
             destination,
             uri,
+            between: to,
         }
     }
 
@@ -209,8 +212,19 @@ impl Relays {
         &self.uri
     }
 
+    /// Where the source's relay sends to.
+    pub fn between(&self) -> &str {
+        &self.between
+    }
+
     /// Waits until all have ended well, and returns their reports, source first.
     pub fn finish(self) -> Vec<Value> {
+        let reports = self.finish_and_tell().into_iter();
+        reports.map(|(report, _)| report).collect()
+    }
+
+    /// The same, with all that each has said.
+    pub fn finish_and_tell(self) -> Vec<(Value, String)> {
         let relays = [
             ("source", Some(self.source)),
             ("destination", self.destination),
@@ -224,7 +238,8 @@ impl Relays {
             assert!(status.success(), "relay {side}: {status}\n{said}");
             let line = said.lines().rev().find(|line| line.starts_with('{'));
             let line = line.unwrap_or_else(|| panic!("relay {side} reports nothing:\n{said}"));
-            serde_json::from_str(line).expect("a report")
+            let report = serde_json::from_str(line).expect("a report");
+            (report, said)
         });
         reports.collect()
     }

@@ -11,28 +11,35 @@ use crate::route::{Multifd, RelayOptions, Route, Side, failed, relay};
 use crate::vm::{Accelerator, Machine, PC_7, Release, Vm};
 
 /// A CA and the certificates of this host, by the commands of the product.
-struct Certificates(TempDir);
+pub struct Certificates(TempDir);
 
 impl Certificates {
-    fn make() -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
-        let dir = format!("--dir={}", folder.path().join("pki").display());
-        for arguments in [
-            &["certs", "init", &dir][..],
-            &["certs", "host", "localhost", "127.0.0.1", &dir],
-        ] {
-            let (status, said) = Hotlift::start(arguments).wait();
-            assert!(status.success(), "{}", said.join("\n"));
-        }
-        Self(folder)
+    pub fn make() -> Self {
+        let this = Self(tempfile::tempdir().expect("a folder"));
+        this.certs(&["init"]);
+        this.certs(&["host", "localhost", "127.0.0.1"]);
+        this
     }
 
-    fn dir(&self) -> PathBuf {
+    pub fn dir(&self) -> PathBuf {
         self.0.path().join("pki")
+    }
+
+    /// The folder of another host with this name.
+    pub fn of_another_host(&self, name: &str) -> PathBuf {
+        let folder = self.0.path().join(name);
+        self.certs(&["host", name, &flag("out", &folder)]);
+        folder
+    }
+
+    fn certs(&self, arguments: &[&str]) {
+        let dir = flag("dir", &self.dir());
+        let (status, said) = Hotlift::start(&[&["certs"], arguments, &[&dir]].concat()).wait();
+        assert!(status.success(), "{}", said.join("\n"));
     }
 }
 
-fn flag(name: &str, dir: &Path) -> String {
+pub fn flag(name: &str, dir: &Path) -> String {
     format!("--{name}={}", dir.display())
 }
 

@@ -23,7 +23,7 @@ use crate::probe::{Probe, Quirks};
 
 /// Far beyond what any of these migrations takes. One that lasts longer is cancelled and counts as
 /// hung.
-const BOUND: Duration = Duration::from_secs(60);
+pub const BOUND: Duration = Duration::from_secs(60);
 
 /// The guests that this machine can run; says which it cannot.
 pub fn kinds() -> Vec<GuestKind> {

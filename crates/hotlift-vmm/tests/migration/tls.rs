@@ -1,58 +1,27 @@
 //! TLS between two guests: whatever is sent arrives, and who does not belong gets nothing.
 
-use std::fs;
 use std::io::Write;
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant};
 
 use hotlift::tls::of_options;
+use hotlift::transport::Stream;
 use hotlift::{Address, Control, MigrationError, Options, migrate, receive};
-use hotlift_testkit::proxy::Proxy;
+use hotlift_testkit::pki::Pki;
 use hotlift_testkit::proxy::records::{Action, Fault, Log, Records};
-use hotlift_tls::{Authority, Issued, Role};
+use hotlift_testkit::proxy::{Flow, Proxy, Rule, Stop};
 use hotlift_vmm::GuestKind;
-use tempfile::TempDir;
+use hotlift_wire::multifd::{
+    Hello, INITIAL_PACKET_LEN, InitialPacket, Method, PacketLayout, ZeroPageDetection,
+};
 
 use crate::census::{Census, alone};
 use crate::probe::{Probe, Quirks, three_rounds};
-use crate::rig::{self, Ended, Holder, settings};
-
-/// A CA, and the folders of hosts.
-struct Pki {
-    folder: TempDir,
-    ca: Issued,
-    authority: Authority,
-}
-
-impl Pki {
-    fn new() -> Self {
-        let ca = Authority::make("CA", 10, SystemTime::now()).unwrap();
-        Self {
-            folder: tempfile::tempdir().unwrap(),
-            authority: Authority::open(&ca.certificate, &ca.key).unwrap(),
-            ca,
-        }
-    }
-
-    /// The folder of a host with this name.
-    fn host(&self, name: &str) -> PathBuf {
-        let folder = self.folder.path().join(name);
-        fs::create_dir(&folder).unwrap();
-        fs::write(folder.join("ca-cert.pem"), &self.ca.certificate).unwrap();
-        for role in [Role::Server, Role::Client] {
-            let issued = self.authority.issue(&[name], role, 5, SystemTime::now());
-            let issued = issued.unwrap();
-            let file = |what: &str| folder.join(format!("{}-{what}.pem", role.name()));
-            fs::write(file("cert"), issued.certificate).unwrap();
-            fs::write(file("key"), issued.key).unwrap();
-        }
-        folder
-    }
-}
+use crate::rig::{self, BOUND, Ended, Holder, settings};
 
 fn options(folder: &Path, set: &[(&str, &str)]) -> Options {
     let mut options = Options::default();
@@ -186,6 +155,237 @@ fn keys_that_change_every_hundred_records_lose_nothing() {
     let log = proxy.finish().into_log();
     ended.arrived(&source, &destination, "keys");
     assert!(log.forth > 1000, "a key for all of them: {log:?}");
+}
+
+/// Length of the record in which a channel says what it is: header, type and tag besides (RFC 8446, section 5.2).
+const OPENING_RECORD: usize = 5 + INITIAL_PACKET_LEN + 1 + 16;
+
+/// Connections that a source makes before that of channel 1.
+const BEFORE_CHANNEL_1: usize = 2;
+
+/// Holds channel 1 from its first byte on, once channel 0 is open.
+#[derive(Default)]
+struct HoldsChannel1 {
+    connections: AtomicUsize,
+    /// Both connections before channel 1 have gone on with all that is sent on them until then.
+    is_channel_0_open: AtomicBool,
+}
+
+impl Rule for HoldsChannel1 {
+    /// Connections before this one, of its first direction.
+    type Direction = Option<usize>;
+
+    fn apply(
+        &self,
+        before: &mut Option<usize>,
+        came: &mut Vec<u8>,
+        flow: &Flow<'_>,
+    ) -> Result<(), Stop> {
+        if flow.is_back() {
+            return flow.pass_all(came);
+        }
+        let count = || self.connections.fetch_add(1, Ordering::SeqCst);
+        let before = *before.get_or_insert_with(count);
+        if before == BEFORE_CHANNEL_1 {
+            while !self.is_channel_0_open.load(Ordering::SeqCst) {
+                thread::yield_now();
+            }
+            flow.hold();
+        }
+        let is_opening = came.len() == OPENING_RECORD;
+        flow.pass_all(came)?;
+        if is_opening && before + 1 == BEFORE_CHANNEL_1 {
+            self.is_channel_0_open.store(true, Ordering::SeqCst);
+        }
+        Ok(())
+    }
+}
+
+/// Whoever connects to `to` as channel 1 with the certificate of `folder`.
+fn channel_1_of(folder: &Path, to: &Address) -> Stream {
+    let tls = of_options(&options(folder, &[]), to).unwrap().unwrap();
+    let stream = to.connect(Duration::from_secs(10)).unwrap();
+    let stream = stream.secure(&tls, Some(to.host())).unwrap();
+    let opening = InitialPacket {
+        uuid: settings().uuid,
+        id: 1,
+        hello: Some(Hello {
+            channels: 2,
+            method: Method::None,
+            layout: PacketLayout::QEMU,
+            zero_page_detection: ZeroPageDetection::Multifd,
+        }),
+    };
+    (&stream).write_all(&opening.encode()).unwrap();
+    stream
+}
+
+/// Waits until `control` has turned somebody away for a reason with these words.
+fn until_turned_away(control: &Control, words: &str) {
+    let deadline = Instant::now() + BOUND;
+    while !control.turned_away().keys().any(|why| why.contains(words)) {
+        assert!(Instant::now() < deadline, "{:?}", control.turned_away());
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A migration whose channel 1 is held until `meanwhile`, which gets the destination's address and both controls, is over,
+/// and longer if that says so; the destination's control.
+fn with_a_late_channel(
+    [source, destination]: [&Probe; 2],
+    [ours, theirs]: [&Options; 2],
+    meanwhile: &(dyn Fn(&Address, &[Control; 2]) -> Late + Sync),
+) -> (Ended, Control) {
+    let (listener, address) = rig::listen();
+    let (proxy, to) = Proxy::loopback(&address, HoldsChannel1::default()).unwrap();
+    let controls = [Control::new(), Control::new()];
+    let ended = thread::scope(|scope| {
+        scope.spawn(|| {
+            let deadline = Instant::now() + BOUND;
+            while !proxy.is_held() {
+                assert!(Instant::now() < deadline, "channel 1 has not come");
+                thread::sleep(Duration::from_millis(2));
+            }
+            if meanwhile(&address, &controls) == Late::Comes {
+                proxy.release();
+            }
+        });
+        let both = [ours, theirs];
+        rig::run(source, destination, listener, &to, both, &controls, &|_| {})
+    });
+    let [_, there] = controls;
+    (ended, there)
+}
+
+/// What becomes of a late channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Late {
+    Comes,
+    NeverComes,
+}
+
+#[test]
+fn a_late_channel_is_waited_for_and_nobody_takes_its_place() {
+    let _alone = alone();
+    let census = Census::take();
+    let pki = Pki::new();
+    let [here, there, other] = ["a", "127.0.0.1", "b"].map(|name| pki.host(name));
+    let ours = options(&here, &[("multifd-channels", "2")]);
+    let theirs = options(&there, &[("multifd-channels", "2"), ("tls-authz", "a b")]);
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let (ended, control) = with_a_late_channel([&source, &destination], [&ours, &theirs], &|to,
+                                                                                            [
+        _,
+        control,
+    ]| {
+        let others = channel_1_of(&other, to);
+        until_turned_away(control, "another host");
+        let plain = to.connect(BOUND).unwrap();
+        (&plain).write_all(b"QEVM\0\0\0\x03\x07").unwrap();
+        until_turned_away(control, "without TLS");
+        drop((others, plain));
+        Late::Comes
+    });
+    ended.arrived(&source, &destination, "a late channel");
+    let turned_away = control.turned_away();
+    assert_eq!(turned_away.values().sum::<u64>(), 2, "{turned_away:?}");
+    drop((source, destination));
+    census.expect_unchanged();
+}
+
+#[test]
+fn a_channel_that_never_comes_is_named_by_both_sides() {
+    let _alone = alone();
+    let census = Census::take();
+    let pki = Pki::new();
+    let [here, there, other] = ["a", "127.0.0.1", "b"].map(|name| pki.host(name));
+    let patience = Duration::from_secs(1);
+    let set = &[("multifd-channels", "2")];
+    let mut all = [options(&here, set), options(&there, set)];
+    for options in &mut all {
+        options.handshake_timeout = patience;
+    }
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    for somebody_else_has_it in [false, true] {
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let others = Mutex::new(None);
+        let (ended, _) = with_a_late_channel(
+            [&source, &destination],
+            [&all[0], &all[1]],
+            &|to, [_, control]| {
+                if somebody_else_has_it {
+                    *others.lock().unwrap() = Some(channel_1_of(&other, to));
+                    until_turned_away(control, "another host");
+                }
+                Late::NeverComes
+            },
+        );
+        let (here, there) = ended.stayed(&source, &destination);
+        println!("{here}\n    {there}");
+        for said in [here, there] {
+            assert!(said.contains("multifd channel 1"), "{said}");
+        }
+        assert!(ended.took >= patience, "{:?}", ended.took);
+    }
+    drop(source);
+    census.expect_unchanged();
+}
+
+#[test]
+fn a_cancel_is_heard_in_the_handshake_of_a_late_channel() {
+    let _alone = alone();
+    let pki = Pki::new();
+    let mut options = options(&pki.host("127.0.0.1"), &[("multifd-channels", "2")]);
+    // So that it is not the handshake's time that ends it.
+    options.handshake_timeout = 2 * BOUND;
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let (ended, _) = with_a_late_channel([&source, &destination], [&options, &options], &|_,
+                                                                                          [
+        here,
+        _,
+    ]| {
+        here.cancel();
+        Late::NeverComes
+    });
+    ended.stayed(&source, &destination);
+    let cancelled = matches!(ended.source, Err(MigrationError::Cancelled));
+    assert!(cancelled, "{:?}", ended.errors());
+}
+
+#[test]
+fn a_refusal_over_tls_is_heard_while_channels_are_connected() {
+    let _alone = alone();
+    let pki = Pki::new();
+    let host = pki.host("127.0.0.1");
+    let ours = options(&host, &[("multifd-channels", "8")]);
+    let kind = rig::kinds()[0];
+    let source = rig::source(kind, &settings(), Quirks::default());
+    for (name, value) in [("multifd-compression", "zstd"), ("multifd-channels", "2")] {
+        let mut theirs = ours.clone();
+        theirs.set(name, value).unwrap();
+        let destination = rig::destination(kind, &settings(), Quirks::default());
+        let (listener, to) = rig::listen();
+        let controls = [Control::new(), Control::new()];
+        let both = [&ours, &theirs];
+        let ended = rig::run(
+            &source,
+            &destination,
+            listener,
+            &to,
+            both,
+            &controls,
+            &|_| {},
+        );
+        let (here, there) = ended.stayed(&source, &destination);
+        for said in [here, there] {
+            assert!(said.contains(name) && said.contains(value), "{said}");
+        }
+    }
 }
 
 /// A guest that goes through one fault after the other.

@@ -14,7 +14,7 @@ use crate::control::Control;
 use crate::error::{Channel, MigrationError};
 use crate::stream::door::{BROKEN, Door, Kind};
 use crate::stream::graceful_close;
-use crate::transport::Stream;
+use crate::transport::{Host, Stream};
 
 /// Whether a multifd channel with this opening may join those that have come.
 pub(crate) type Check<'a> =
@@ -35,6 +35,8 @@ pub(crate) struct Arrivals<'a> {
     pub is_hotlift: bool,
     /// When the first was accepted.
     pub since: Option<Instant>,
+    /// Whose they are: the first that has said what it is decides, also when main is taken.
+    host: Option<Host>,
     /// Multifd channels that there are to be; `None` if the source decides it.
     channels: Option<u8>,
 }
@@ -52,6 +54,7 @@ impl<'a> Arrivals<'a> {
             refused: None,
             is_hotlift: false,
             since: None,
+            host: None,
             channels,
         }
     }
@@ -72,14 +75,12 @@ impl<'a> Arrivals<'a> {
             // Before what has come is looked at: it may be the main channel of the next migration.
             self.control.turn_away("a main channel without a migration");
             (self.main, self.main_came, self.since) = (None, false, None);
+            self.host = None;
         } else if ended {
             return Err(MigrationError::main_closed());
         }
         for arrival in arrivals {
-            let is_another = |known: &Stream| !arrival.stream.is_with_the_host_of(known);
-            if named(self.main.as_ref(), &self.multifd).any(is_another) {
-                self.control
-                    .turn_away("a connection from another host than the others");
+            if !self.admits(&arrival.stream) {
                 continue;
             }
             self.since.get_or_insert(arrival.since);
@@ -88,6 +89,7 @@ impl<'a> Arrivals<'a> {
                 Kind::Main if self.main_came => self.control.turn_away("a second main channel"),
                 Kind::Main => {
                     self.main_came = true;
+                    self.host.get_or_insert_with(|| arrival.stream.host());
                     self.main = Some((arrival.stream, arrival.since));
                 }
                 Kind::OtherVersion(version) => {
@@ -109,11 +111,45 @@ impl<'a> Arrivals<'a> {
                         self.refused = Some(arrival.stream);
                         return Err(error);
                     }
+                    self.host.get_or_insert_with(|| arrival.stream.host());
                     self.multifd.push((packet, arrival.stream));
                 }
             }
         }
         Ok(())
+    }
+
+    /// Whether `stream` is of the host that the others are of. If not, it is to be dropped, and counts as turned away.
+    pub(crate) fn admits(&self, stream: &Stream) -> bool {
+        let is_theirs = self.is_of_their_host(stream);
+        if !is_theirs {
+            self.control
+                .turn_away("a connection from another host than the others");
+        }
+        is_theirs
+    }
+
+    /// Whether `stream` may be one of the migration, by the host that it is of.
+    pub(crate) fn is_of_their_host(&self, stream: &Stream) -> bool {
+        let host = self.host.as_ref();
+        host.is_none_or(|host| host.is_at_the_end_of(stream))
+    }
+
+    /// Names those of `channels` multifd channels that have not come.
+    pub(crate) fn missing(&self, channels: u8) -> String {
+        let has_come = |id: &u8| self.multifd.iter().any(|(packet, _)| packet.id == *id);
+        let missing: Vec<_> = (0..channels)
+            .filter(|id| !has_come(id))
+            .map(|id| id.to_string())
+            .collect();
+        match missing.split_last() {
+            None => "no multifd channel".to_owned(),
+            Some((id, [])) => format!("multifd channel {id} of {channels}"),
+            Some((last, others)) => {
+                let others = others.join(", ");
+                format!("multifd channels {others} and {last} of {channels}")
+            }
+        }
     }
 
     /// Whether there are to be multifd channels, and none has come.

@@ -213,6 +213,8 @@ impl<'a> Door<'a> {
             }
             partial |= !self.look(index, asked, &mut arrivals);
         }
+        // As they have come: the first of a migration says whose the others must be.
+        arrivals.reverse();
         if returned || knocks {
             self.accept()?;
         } else if partial {

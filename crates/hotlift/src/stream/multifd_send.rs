@@ -16,7 +16,7 @@ use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::{Forwarder, IoScratch, Splicer};
 use hotlift_mem::{GuestRun, PAGE_SIZE};
@@ -33,12 +33,16 @@ use crate::pacing::Pacer;
 use crate::stream::channel_out::{ChannelOut, send_guest_memory};
 use crate::stream::codec::Encoder;
 use crate::stream::pass::Pass;
+use crate::stream::return_path::{Answers, Messages};
 use crate::tls::Remote;
 use crate::transport::Stream;
 
 /// Headers without payload (zero pages only) are gathered up to this many bytes before they are written: a system call
 /// for each would cost more than the scan of its pages.
 const GATHERED_HEADERS: usize = 48 << 10;
+
+/// How long the destination's reason may be behind the end of a connection that it does not take.
+const REASON_WAIT: Duration = Duration::from_millis(200);
 
 /// What the first packet of each channel says.
 #[derive(Debug, Clone, Copy)]
@@ -90,11 +94,43 @@ pub(crate) fn connect(
     let main = connect()?;
     let mut multifd = Vec::new();
     for id in 0..opening.hello.channels {
-        let channel = ChannelOut::Socket(connect()?);
-        opening.send(&channel, id)?;
-        multifd.push(channel);
+        let opened = connect().and_then(|stream| {
+            let channel = ChannelOut::Socket(stream);
+            opening.send(&channel, id).map(|()| channel)
+        });
+        match opened {
+            Ok(channel) => multifd.push(channel),
+            Err(MigrationError::Cancelled) => return Err(MigrationError::Cancelled),
+            Err(error) => {
+                let opened = multifd.iter().filter_map(ChannelOut::socket);
+                let reason = reason_on(std::iter::once(&main).chain(opened));
+                return Err(reason.unwrap_or_else(|| MigrationError::Opening {
+                    channel: Channel::Multifd(id),
+                    source: Box::new(error),
+                }));
+            }
+        }
     }
     Ok((main, multifd))
+}
+
+/// Why the destination gives up, if it has said so on one of `streams`. A Hotlift that refuses a channel by its first
+/// packet takes no further one.
+fn reason_on<'s>(streams: impl Iterator<Item = &'s Stream>) -> Option<MigrationError> {
+    let deadline = Instant::now() + REASON_WAIT;
+    let left = || deadline.saturating_duration_since(Instant::now());
+    for stream in streams {
+        let (answers, mut messages) = (Answers::default(), Messages::new(Channel::Main));
+        // Looked at also when the time is over: one that is silent may have come before one that is not.
+        while matches!(stream.wait_readable(left()), Ok(true)) {
+            match messages.read(stream, &answers, |_, _| Ok(())) {
+                Err(reason @ MigrationError::Destination { .. }) => return Some(reason),
+                Ok(true) if !left().is_zero() => {}
+                Ok(_) | Err(_) => break,
+            }
+        }
+    }
+    None
 }
 
 /// All multifd channels of one migration.

@@ -346,6 +346,21 @@ pub struct Stream {
     tls: Option<Box<Secured>>,
 }
 
+/// A host at the other end of connections, as far as certificates say. All without TLS are of one.
+#[derive(Debug, Clone)]
+pub(crate) struct Host(Option<Identity>);
+
+impl Host {
+    /// Whether `stream` is a connection with it.
+    pub(crate) fn is_at_the_end_of(&self, stream: &Stream) -> bool {
+        match (&self.0, stream.peer()) {
+            (Some(host), Some(peer)) => host.is_of_the_host_of(peer),
+            (None, None) => true,
+            _ => false,
+        }
+    }
+}
+
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpStream),
@@ -384,8 +399,18 @@ impl Stream {
     ///
     /// # Errors
     /// [`TlsError`]: whose fault, and what is wrong.
-    pub fn secure(mut self, tls: &Tls, host: Option<&str>) -> Result<Self, TlsError> {
-        let session = tls.connect(&self, host)?;
+    pub fn secure(self, tls: &Tls, host: Option<&str>) -> Result<Self, TlsError> {
+        self.secure_unless(tls, host, &|| false)
+    }
+
+    /// The same, which fails within a second once `stopped`.
+    pub(crate) fn secure_unless(
+        mut self,
+        tls: &Tls,
+        host: Option<&str>,
+        stopped: &dyn Fn() -> bool,
+    ) -> Result<Self, TlsError> {
+        let session = tls.connect_unless(&self, host, stopped)?;
         self.tls = Some(Box::new(Secured::new(session, tls.profile())));
         Ok(self)
     }
@@ -417,13 +442,9 @@ impl Stream {
         self.tls.as_ref().is_some_and(|tls| tls.is_of_a_qemu())
     }
 
-    /// Whether this connection and `other` are with one host, as far as certificates say.
-    pub(crate) fn is_with_the_host_of(&self, other: &Self) -> bool {
-        match (self.peer(), other.peer()) {
-            (Some(one), Some(other)) => one.is_of_the_host_of(other),
-            (None, None) => true,
-            _ => false,
-        }
+    /// The host that the connection is with.
+    pub(crate) fn host(&self) -> Host {
+        Host(self.peer().cloned())
     }
 
     /// Whom the connection is with, without a port.

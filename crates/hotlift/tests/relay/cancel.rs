@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use hotlift::relay::{Ownership, RelaySettings};
 use hotlift::{Address, MigrationError, Status};
-use hotlift_wire::main_channel::{Command, MainEncoder, MainEvent};
+use hotlift_wire::main_channel::{MainEncoder, MainEvent};
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
 
 use super::destination::{Failure, Moment};
@@ -197,12 +197,7 @@ fn while_the_destination_takes_nothing() {
 
 #[test]
 fn while_a_stream_that_is_passed_through_is_not_taken() {
-    let recording = Recording::small();
-    let mut main = recording.main.clone();
-    let at = recording.position(|event| matches!(event, MainEvent::SectionStart { .. }));
-    let mut advise = Vec::new();
-    Command::PostcopyAdvise { page_sizes: None }.encode(&mut advise);
-    main.splice(at..at, advise);
+    let main = Recording::small().with_postcopy_advise().main;
     let folder = tempfile::tempdir().unwrap();
     let address = Address::Unix {
         path: folder.path().join("socket"),

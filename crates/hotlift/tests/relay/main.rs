@@ -11,4 +11,5 @@ mod options;
 mod recording;
 mod rig;
 mod source;
+mod tls;
 mod who_has_the_guest;

@@ -79,6 +79,15 @@ impl Recording {
         self
     }
 
+    /// The same from a source with the capability `postcopy-ram`.
+    pub fn with_postcopy_advise(mut self) -> Self {
+        let at = self.position(|event| matches!(event, MainEvent::SectionStart { .. }));
+        let mut advise = Vec::new();
+        Command::PostcopyAdvise { page_sizes: None }.encode(&mut advise);
+        self.main.splice(at..at, advise);
+        self
+    }
+
     pub fn has_return_path(&self) -> bool {
         let wanted = MainEvent::Command(Command::OpenReturnPath);
         self.events().iter().any(|(_, event)| *event == wanted)

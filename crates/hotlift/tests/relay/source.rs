@@ -40,8 +40,19 @@ pub fn play(recording: &Recording, to: &Address, ending: Ending, log: &Log) -> T
     // Other channels than main only once main is there, as before QEMU 8.0.
     let main = connect();
     let channels: Vec<Stream> = recording.channels.iter().map(|_| connect()).collect();
+    play_on(recording, (main, 0), &channels, ending, log)
+}
+
+/// The same on connections that were made before; so many bytes were sent on main.
+pub fn play_on(
+    recording: &Recording,
+    (main, said): (Stream, usize),
+    channels: &[Stream],
+    ending: Ending,
+    log: &Log,
+) -> Told {
     let close = || {
-        for stream in std::iter::once(&main).chain(&channels) {
+        for stream in std::iter::once(&main).chain(channels) {
             stream.shutdown(Shutdown::Both);
         }
     };
@@ -68,7 +79,7 @@ pub fn play(recording: &Recording, to: &Address, ending: Ending, log: &Log) -> T
                 Ending::CancelsAt(length) | Ending::FallsSilentAt(length) => length,
                 _ => recording.main.len(),
             };
-            let sent = out.write_all(&recording.main[..length]);
+            let sent = out.write_all(&recording.main[said..length]);
             let lets_go = ending == Ending::LetsGo && !recording.has_return_path();
             if sent.is_ok() && (lets_go || matches!(ending, Ending::CancelsAt(_))) {
                 if lets_go {

@@ -180,16 +180,14 @@ impl Expected<'_> {
 
     fn timed_out(&self, arrivals: &Arrivals<'_>) -> MigrationError {
         let wanted = self.options.channels();
-        let arrived = arrivals.multifd.len();
-        let main = match arrivals.main {
-            Some(_) => "has",
-            None => "has not",
+        let is_complete = arrivals.multifd.len() == usize::from(wanted);
+        let missing = match (&arrivals.main, is_complete) {
+            // A source writes to it when all channels are connected.
+            (None, true) => "the main channel".to_owned(),
+            (None | Some(_), _) => arrivals.missing(wanted),
         };
         MigrationError::Timeout {
-            waiting_for: format!(
-                "the rest of the connections (the main channel {main} arrived, {arrived} of \
-                 {wanted} multifd channels have; is multifd-channels {wanted} on the source too?)"
-            ),
+            waiting_for: format!("{missing} (is multifd-channels {wanted} on the source, too?)"),
             waited: self.options.handshake_timeout,
         }
     }

@@ -201,10 +201,7 @@ impl<'a> Uncounted<'a> {
             }
             if Instant::now() > deadline {
                 return Err(MigrationError::Timeout {
-                    waiting_for: format!(
-                        "the rest of the source's multifd channels ({} have come)",
-                        self.arrivals.multifd.len()
-                    ),
+                    waiting_for: self.missing(),
                     waited: self.timeout,
                 });
             }
@@ -234,6 +231,22 @@ impl<'a> Uncounted<'a> {
         }
     }
 
+    /// What is waited for when the time is over.
+    fn missing(&self) -> String {
+        let packets = self.arrivals.multifd.iter().map(|(packet, _)| packet);
+        let said = packets.clone().find_map(|packet| packet.hello);
+        // A QEMU does not say how many it has; those below the highest it must have.
+        let highest = packets.map(|packet| packet.id).max();
+        let channels = said.map_or(highest.map_or(0, |id| id.saturating_add(1)), |hello| {
+            hello.channels
+        });
+        let come = self.arrivals.multifd.len();
+        match come < usize::from(channels) {
+            true => format!("{} of the source", self.arrivals.missing(channels)),
+            false => format!("the rest of the source's multifd channels ({come} have come)"),
+        }
+    }
+
     fn take_channels(&mut self, main: &Stream) -> Result<Option<Channels>, MigrationError> {
         let mut arrived = std::mem::take(&mut self.arrivals.multifd);
         drop_stale(&mut arrived, main)?;
@@ -248,10 +261,11 @@ impl<'a> Uncounted<'a> {
         self.arrivals.step(wait, &check)
     }
 
-    /// A further connection whose first bytes are nobody's business, within [`TICK`].
+    /// A further connection of the source's host whose first bytes are nobody's business, within [`TICK`].
     pub(crate) fn another(&mut self) -> Result<Option<Stream>, MigrationError> {
         let another = self.arrivals.door.take_any(TICK);
-        another.map_err(MigrationError::opening)
+        let another = another.map_err(MigrationError::opening)?;
+        Ok(another.filter(|stream| self.arrivals.admits(stream)))
     }
 
     /// True if another multifd channel of the VM waits to be accepted, behind the `count` that came: one
@@ -263,7 +277,9 @@ impl<'a> Uncounted<'a> {
             };
             let is_late = |arrival: &Arrival| match arrival.kind {
                 Kind::Channel(packet) => {
-                    usize::from(packet.id) == count && uuid.is_none_or(|uuid| uuid == packet.uuid)
+                    usize::from(packet.id) == count
+                        && uuid.is_none_or(|uuid| uuid == packet.uuid)
+                        && self.arrivals.is_of_their_host(&arrival.stream)
                 }
                 Kind::Main | Kind::OtherVersion(_) => false,
             };

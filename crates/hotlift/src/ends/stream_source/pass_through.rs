@@ -113,7 +113,9 @@ pub(crate) fn run(
                 Ok(None) => {}
                 // Somebody else's connection; the migration goes on without it.
                 Err(_) => thread::sleep(RETRY),
-                Ok(Some(_)) if extra.len() == EXTRA => {}
+                Ok(Some(_)) if extra.len() == EXTRA => {
+                    control.turn_away("more connections than a stream that is passed through has");
+                }
                 Ok(Some(stream)) => match connect() {
                     Err(_) => {}
                     Ok(other) => {

@@ -1,0 +1,61 @@
+//! A CA, and the certificates of hosts.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+use hotlift_tls::{Authority, Issued, Role};
+use tempfile::TempDir;
+
+/// How long a host's certificate is valid, in days.
+const DAYS: u32 = 5;
+
+/// A CA, and the folders of hosts, which go with it.
+pub struct Pki {
+    folder: TempDir,
+    ca: Issued,
+    authority: Authority,
+}
+
+impl Pki {
+    /// A CA of its own.
+    ///
+    /// # Panics
+    /// If it cannot be made.
+    #[must_use]
+    pub fn new() -> Self {
+        let ca = Authority::make("CA", 2 * DAYS, SystemTime::now()).expect("a CA");
+        Self {
+            folder: tempfile::tempdir().expect("a folder"),
+            authority: Authority::open(&ca.certificate, &ca.key).expect("it was just made"),
+            ca,
+        }
+    }
+
+    /// A folder for `tls-creds` with certificates, as server and as client, of a host with this name.
+    ///
+    /// # Panics
+    /// If it cannot be made, or there is one with this name.
+    #[must_use]
+    pub fn host(&self, name: &str) -> PathBuf {
+        let folder = self.folder.path().join(name);
+        fs::create_dir(&folder).expect("a name of its own");
+        fs::write(folder.join("ca-cert.pem"), &self.ca.certificate).expect("a file");
+        for role in [Role::Server, Role::Client] {
+            let issued = self
+                .authority
+                .issue(&[name], role, DAYS, SystemTime::now())
+                .expect("a certificate");
+            let file = |what: &str| folder.join(format!("{}-{what}.pem", role.name()));
+            fs::write(file("cert"), issued.certificate).expect("a file");
+            fs::write(file("key"), issued.key).expect("a file");
+        }
+        folder
+    }
+}
+
+impl Default for Pki {
+    fn default() -> Self {
+        Self::new()
+    }
+}

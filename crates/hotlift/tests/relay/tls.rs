@@ -1,0 +1,135 @@
+//! TLS on the way to a relay: all connections of a migration are of one host of the CA.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+
+use hotlift::tls::{Profile, Tls, of_folder};
+use hotlift::transport::Stream;
+use hotlift::{Address, Options};
+use hotlift_testkit::alone;
+use hotlift_testkit::pki::Pki;
+use hotlift_wire::return_path::ReturnMessage;
+
+use super::log::Log;
+use super::recording::Recording;
+use super::rig::{DEADLINE, Relay, destination, settings, until};
+use super::source::{Ending, play_on};
+
+/// Why whoever is of another host is not let in.
+const ANOTHER: &str = "a connection from another host than the others";
+
+/// TLS with the certificates of `folder`; the hosts "a" and "b" may be at the other end, and the relay's.
+fn tls(folder: &Path, profile: Profile) -> Arc<Tls> {
+    let mut options = Options::default();
+    options.set("tls-authz", "a b localhost").unwrap();
+    of_folder(folder, profile, &options).unwrap()
+}
+
+/// A connection to a relay with the certificate of `folder`.
+fn connect(to: &Address, folder: &Path, profile: Profile) -> Stream {
+    let stream = to.connect(DEADLINE).unwrap();
+    stream
+        .secure(&tls(folder, profile), Some("localhost"))
+        .unwrap()
+}
+
+fn until_turned_away(relay: &Relay, words: &str, count: u64) {
+    until(words, || {
+        let all = relay.control.turned_away();
+        let matching = all.iter().filter(|(why, _)| why.contains(words));
+        matching.map(|(_, count)| count).sum::<u64>() == count
+    });
+}
+
+#[test]
+fn a_channel_of_another_host_does_not_join_a_qemus_migration() {
+    alone!();
+    let pki = Pki::new();
+    let [here, ours, other] = ["localhost", "a", "b"].map(|name| pki.host(name));
+    let recording = Recording::small_multifd(2);
+    let log = Log::default();
+    let (_folder, destination) = destination(&recording, 0, None, &log);
+    let mut way = settings(&[("multifd", "off")]);
+    way.incoming_tls = Some(tls(&here, Profile::Qemu));
+    let relay = Relay::start(&destination.address, &way, true);
+    let to = relay.address.clone();
+    let connect = |folder| connect(&to, folder, Profile::Qemu);
+    let open_as_b = |id: usize| {
+        let channel = connect(&other);
+        (&channel).write_all(&recording.channels[id]).unwrap();
+        channel
+    };
+    thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        // A QEMU writes some of main before it connects its channels.
+        let main = connect(&ours);
+        let said = recording.boundaries()[2];
+        (&main).write_all(&recording.main[..said]).unwrap();
+        let _before = open_as_b(0);
+        until_turned_away(&relay, ANOTHER, 1);
+        let first = connect(&ours);
+        let _between = open_as_b(1);
+        until_turned_away(&relay, ANOTHER, 2);
+        let channels = [first, connect(&ours)];
+        play_on(&recording, (main, said), &channels, Ending::LetsGo, &log);
+        relay.outcome("with its own channels").unwrap();
+        let arrived = arriving.join().unwrap();
+        assert_eq!(arrived.ended, Ok(()));
+        assert!(arrived.eof, "the guest has arrived");
+    });
+}
+
+#[test]
+fn a_connection_of_another_host_or_without_tls_is_not_passed_through() {
+    alone!();
+    let pki = Pki::new();
+    let [here, ours, other] = ["localhost", "a", "b"].map(|name| pki.host(name));
+    let folder = tempfile::tempdir().unwrap();
+    let address = Address::Unix {
+        path: folder.path().join("socket"),
+    };
+    let listener = address.listen().unwrap();
+    let mut way = settings(&[("multifd", "off")]);
+    way.incoming_tls = Some(tls(&here, Profile::Hotlift));
+    let relay = Relay::start(&address, &way, true);
+    let to = relay.address.clone();
+    let connect = |folder| connect(&to, folder, Profile::Hotlift);
+    let accept = || listener.accept(DEADLINE).unwrap().unwrap();
+    let expect = |mut from: &Stream, bytes: &[u8]| {
+        let mut come = vec![0; bytes.len()];
+        from.read_exact(&mut come).unwrap();
+        assert_eq!(come, bytes);
+    };
+    let main = connect(&ours);
+    let stream = Recording::small().with_postcopy_advise().main;
+    (&main).write_all(&stream).unwrap();
+    let main_there = accept();
+    expect(&main_there, &stream);
+
+    let of_another = connect(&other);
+    (&of_another).write_all(b"a page of b's").unwrap();
+    until_turned_away(&relay, ANOTHER, 1);
+    let plain = to.connect(DEADLINE).unwrap();
+    (&plain).write_all(b"a page without TLS").unwrap();
+    until_turned_away(&relay, "without TLS", 1);
+    // The next that comes there is ours.
+    let extra = connect(&ours);
+    (&extra).write_all(b"a page").unwrap();
+    let extra_there = accept();
+    expect(&extra_there, b"a page");
+
+    // The destination ends first, as in postcopy.
+    let mut shut = Vec::new();
+    ReturnMessage::Shut(0).encode(&mut shut).unwrap();
+    (&main_there).write_all(&shut).unwrap();
+    expect(&main, &shut);
+    extra_there.shutdown(Shutdown::Both);
+    main.shutdown(Shutdown::Write);
+    assert_eq!(main_there.read_some(&mut [0]).unwrap(), 0);
+    main_there.shutdown(Shutdown::Both);
+    let report = relay.outcome("passed through").unwrap();
+    assert!(report.passed_through.is_some());
+}
