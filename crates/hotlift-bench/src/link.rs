@@ -70,6 +70,11 @@ impl Link {
         self.text.clone()
     }
 
+    /// Its rate.
+    pub fn bytes_per_second(&self) -> f64 {
+        self.bits_per_second as f64 / 8.0
+    }
+
     /// Makes it. Needs root.
     ///
     /// # Errors

@@ -18,13 +18,12 @@ use std::time::{Duration, Instant};
 use hotlift::tls::Tls;
 use hotlift::transport::{Acceptor, Stream};
 use hotlift::{Address, Options};
-use hotlift_console::conversation::{self, Conversation, ConversationError};
+use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::events::{self, Event};
 use hotlift_console::pair::Destination;
 use hotlift_console::security::SecurityArgs;
 use hotlift_console::signals::{Interrupt, TICK};
-use hotlift_host::survey::{self, Request};
 use hotlift_vmm::layout::{MAX_RAM, MAX_VCPUS, MIN_RAM};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -177,7 +176,7 @@ pub fn serve(
     super::say(format!(
         "waiting for 'hotlift bench --to tcp:HOST:{port}'; Ctrl-C ends it"
     ))?;
-    let mut acceptor = Acceptor::new(&listener, tls.clone()).map_err(failed)?;
+    let mut acceptor = Acceptor::new(&listener, tls).map_err(failed)?;
     while !interrupt.is_raised() {
         let accepted = acceptor.take().map_err(failed)?;
         if accepted.is_empty() {
@@ -193,7 +192,7 @@ pub fn serve(
             };
             let peer = stream.peer_ip().map(|peer| peer.to_canonical().to_string());
             let peer = peer.unwrap_or_default();
-            match serve_one(stream, security, tls.as_ref(), interrupt) {
+            match serve_one(stream, security, interrupt) {
                 // Who read this may have gone; the next run is served all the same.
                 Ok(what) => {
                     let _ = super::say(format!("{peer}: {what}"));
@@ -209,24 +208,14 @@ pub fn serve(
 fn serve_one(
     stream: Stream,
     security: &SecurityArgs,
-    tls: Option<&Arc<Tls>>,
     interrupt: &Interrupt,
 ) -> Result<String, ConversationError> {
     let here = stream.local_ip();
     let here = here.ok_or(ConversationError::Closed)?;
     let mut conversation = Conversation::new(stream);
-    let Some(message) = hear::<Value>(&mut conversation, GREETING, interrupt)? else {
+    let Some(wanted) = hear::<Wanted>(&mut conversation, GREETING, interrupt)? else {
         return Ok("said nothing".to_owned());
     };
-    if let Some(request) = Request::read(&message) {
-        let at = survey::At {
-            here,
-            port: 0,
-            tls: tls.cloned(),
-        };
-        return survey::answer(&mut conversation, &request, at, interrupt);
-    }
-    let wanted = conversation::read::<Wanted>(message)?;
     let host = if here.is_ipv6() && here.to_canonical().is_ipv6() {
         format!("[{here}]")
     } else {

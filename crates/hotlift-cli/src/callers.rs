@@ -2,7 +2,6 @@
 //! nothing holds up nobody.
 
 use std::collections::VecDeque;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,7 +16,7 @@ use hotlift_console::signals::TICK;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::error::CommandError;
-use crate::peer::Opening;
+use crate::peer::Hello;
 
 /// How long one who has connected may take to say what he wants.
 const HELLO: Duration = Duration::from_secs(10);
@@ -36,16 +35,13 @@ pub struct Callers<'a> {
 
 struct Caller {
     conversation: Conversation,
-    here: IpAddr,
     deadline: Instant,
 }
 
 /// One who has said what he wants, or will not.
 pub struct Call {
     pub conversation: Conversation,
-    /// The address that he has connected to.
-    pub here: IpAddr,
-    pub opening: Result<Opening, CommandError>,
+    pub hello: Result<Hello, CommandError>,
 }
 
 impl<'a> Callers<'a> {
@@ -71,20 +67,20 @@ impl<'a> Callers<'a> {
         let now = Instant::now();
         let heard = (0..self.waiting.len()).find_map(|index| {
             let caller = &mut self.waiting[index];
-            let opening = match speaks[index] {
-                true => Opening::hear(&mut caller.conversation, Duration::ZERO),
+            let hello = match speaks[index] {
+                true => Hello::hear(&mut caller.conversation, Duration::ZERO),
                 false => Ok(None),
             };
-            let opening = match opening {
-                Ok(Some(opening)) => Ok(opening),
+            let hello = match hello {
+                Ok(Some(hello)) => Ok(hello),
                 Ok(None) if now < caller.deadline => return None,
                 Ok(None) => Err(ConsoleError::Silent { waited: HELLO }.into()),
                 Err(error) => Err(error.into()),
             };
-            Some((index, opening))
+            Some((index, hello))
         });
-        if let Some((index, opening)) = heard {
-            return self.take(index, opening);
+        if let Some((index, hello)) = heard {
+            return self.take(index, hello);
         }
         if is_called {
             self.accept();
@@ -118,12 +114,11 @@ impl<'a> Callers<'a> {
         )
     }
 
-    fn take(&mut self, index: usize, opening: Result<Opening, CommandError>) -> Option<Call> {
+    fn take(&mut self, index: usize, hello: Result<Hello, CommandError>) -> Option<Call> {
         let caller = self.waiting.remove(index)?;
         Some(Call {
             conversation: caller.conversation,
-            here: caller.here,
-            opening,
+            hello,
         })
     }
 
@@ -138,14 +133,11 @@ impl<'a> Callers<'a> {
             }
         };
         for (stream, _) in accepted {
-            match stream.map(|stream| (stream.local_ip(), stream)) {
-                Ok((Some(here), stream)) => self.waiting.push_back(Caller {
-                    here,
+            match stream {
+                Ok(stream) => self.waiting.push_back(Caller {
                     conversation: Conversation::new(stream),
                     deadline: Instant::now() + HELLO,
                 }),
-                // It has gone.
-                Ok((None, _)) => {}
                 Err(refused) => self.complain(&refused),
             }
         }

@@ -6,11 +6,11 @@ use hotlift::MigrationError;
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
-use hotlift_advise::AdviseError;
 use hotlift_bench::error::BenchError;
 use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
 use hotlift_host::accel::AccelError;
+use hotlift_host::error::HostError;
 use hotlift_monitor::MonitorError;
 use hotlift_qemu::QemuError;
 use hotlift_vmm::CreateError;
@@ -36,8 +36,8 @@ pub fn settle(qmp: &str) -> String {
 pub enum CommandError {
     #[error(transparent)]
     Console(#[from] ConsoleError),
-    #[error("cannot advise")]
-    Advise(#[source] AdviseError),
+    #[error("cannot measure the methods")]
+    Measure(#[source] HostError),
     #[error("cannot make the guest")]
     Create(#[from] CreateError),
     #[error("bad address")]
@@ -66,8 +66,6 @@ pub enum CommandError {
     Restore { reasons: String },
     #[error("more than {most} have connected, and it has said nothing for longest")]
     Crowd { most: usize },
-    #[error("another survey is under way")]
-    Surveying,
     #[error("this QEMU has no guest to settle: {problem}")]
     NothingToSettle { problem: String },
     #[error("the guest was taken to be at the destination, and its paused copy here was ended")]
@@ -160,7 +158,6 @@ impl CommandError {
     pub fn is_usage(&self) -> bool {
         match self {
             Self::Console(error) => error.is_usage(),
-            Self::Advise(AdviseError::NoRam) => true,
             Self::Certs(error) => error.is_usage(),
             _ => false,
         }
@@ -182,12 +179,11 @@ macro_rules! console_errors {
 
 console_errors!(OptionError, LayoutError, FillError, ConversationError);
 
-impl From<AdviseError> for CommandError {
-    fn from(error: AdviseError) -> Self {
+impl From<HostError> for CommandError {
+    fn from(error: HostError) -> Self {
         match error {
-            AdviseError::Console(error) => Self::Console(error),
-            AdviseError::Accel(error) => Self::Accel(error),
-            error => Self::Advise(error),
+            HostError::Console(error) => Self::Console(error),
+            error => Self::Measure(error),
         }
     }
 }

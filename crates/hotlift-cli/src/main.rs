@@ -12,6 +12,7 @@ mod error;
 mod guard;
 mod guest_run;
 mod manual;
+mod methods;
 mod migrate;
 mod peer;
 mod relay;
@@ -27,7 +28,6 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
-use hotlift_console::error::ConsoleError;
 use hotlift_console::output::{self, complain};
 use hotlift_methods::environment;
 
@@ -141,23 +141,27 @@ enum Command {
     /// Write the manual pages and the shells' completions of this command
     #[command(hide = true)]
     Manual(manual::ManualArgs),
-    /// List the page compression methods, and which library does each on this host
-    Methods,
+    /// List the page compression methods, and which library does each on this host; measure them on your memory
+    ///
+    /// With a file, a process or a QEMU, every method runs on a sample of that memory, on all cores at
+    /// once: its ratio, rate and CPU time. Nothing is changed; pages of a process are read through
+    /// /proc/PID/mem.
+    ///
+    ///   hotlift methods --measure /srv/memory.img     an image, or a folder of files
+    ///
+    ///   hotlift methods --qmp /run/vm.qmp
+    #[command(verbatim_doc_comment)]
+    Methods(methods::MethodsArgs),
     /// List the accelerators of this host, and what is missing to use them
     ///
     /// Looks at devices, work queues, drivers, permissions and the vendors' libraries, and says what
     /// an operator runs for each thing that is missing. Nothing is changed, and no queue is opened but
     /// by the vendors' own libraries, to see whether they work.
     Accel(accel::AccelArgs),
-    /// Sample memory, measure this host, and say which method, level and channels to migrate it with
+    /// Say what to set on this host: the published rules for its accelerators, or method auto
     ///
-    /// Every method is measured on this host's CPU (and its accelerators) with pages of the memory that is to
-    /// move; total time, downtime and CPU are predicted from that, for a host like this one at the other end.
-    /// Nothing is changed: pages are read through /proc/PID/mem.
-    ///
-    ///   hotlift advise --qmp /run/vm.qmp --bandwidth 10gbit
-    ///
-    ///   hotlift advise --pid 4242 --bandwidth 1gbit --dirty-rate 5000 --goal shortest-downtime
+    /// Method auto finds out the rest while a migration runs. What a fixed method does with your memory:
+    /// 'hotlift methods --measure'.
     #[command(verbatim_doc_comment)]
     Advise(advise::AdviseArgs),
     /// Make and show the certificates by which hosts know each other
@@ -222,9 +226,7 @@ fn main() -> ExitCode {
         Command::Advise(args) => advise::run(&args),
         Command::Certs(command) => certs::run(&command),
         Command::Manual(args) => manual::run(&args, &Cli::command()),
-        Command::Methods => {
-            output::result(&report::methods()).map_err(|source| ConsoleError::Output(source).into())
-        }
+        Command::Methods(args) => methods::run(&args),
     };
     let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -17,7 +17,6 @@ use std::time::Duration;
 
 use hotlift::relay::RelayReport;
 use hotlift_console::conversation::{Conversation, ConversationError, read};
-use hotlift_host::survey::Request;
 use hotlift_qemu::source::GuestThere;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::{Uuid, Version};
@@ -43,15 +42,6 @@ pub struct Hello {
     pub channels: u8,
     /// State of those capabilities of the source's QEMU that both sides must have alike.
     pub alike: Vec<(String, bool)>,
-}
-
-/// What somebody who has connected wants.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Opening {
-    /// To move a guest here.
-    Migration(Hello),
-    /// To know what this host and the link to it can do, or why that cannot be answered.
-    Survey(Result<Request, String>),
 }
 
 /// What the destination says.
@@ -108,7 +98,7 @@ pub enum SourceMessage {
     },
 }
 
-impl Opening {
+impl Hello {
     /// The first message of somebody who has connected.
     ///
     /// # Errors
@@ -120,9 +110,6 @@ impl Opening {
         let Some(value) = conversation.hear::<serde_json::Value>(timeout)? else {
             return Ok(None);
         };
-        if let Some(request) = Request::read(&value) {
-            return Ok(Some(Self::Survey(request)));
-        }
         // The version first: what else a hello of another version has is not known.
         match value
             .get("hotlift-control")
@@ -132,7 +119,7 @@ impl Opening {
                 theirs,
                 ours: PROTOCOL,
             }),
-            _ => read(value).map(|hello| Some(Self::Migration(hello))),
+            _ => read(value).map(Some),
         }
     }
 }
@@ -179,14 +166,11 @@ mod tests {
         let (start, end) = line.split_at(10);
         (&theirs).write_all(start).unwrap();
         assert_eq!(
-            Opening::hear(&mut ours, Duration::from_millis(10)).unwrap(),
+            Hello::hear(&mut ours, Duration::from_millis(10)).unwrap(),
             None
         );
         (&theirs).write_all(end).unwrap();
-        assert_eq!(
-            Opening::hear(&mut ours, LONG).unwrap(),
-            Some(Opening::Migration(hello()))
-        );
+        assert_eq!(Hello::hear(&mut ours, LONG).unwrap(), Some(hello()));
         let failed = Answer::Failed {
             reason: "why".to_owned(),
             guest: GuestThere::NotHere,
@@ -205,7 +189,7 @@ mod tests {
     fn another_version_is_named_even_if_nothing_else_is_understood() {
         let (theirs, mut ours) = pair();
         (&theirs).write_all(b"{\"hotlift-control\": 7}\n").unwrap();
-        let error = Opening::hear(&mut ours, LONG).unwrap_err().to_string();
+        let error = Hello::hear(&mut ours, LONG).unwrap_err().to_string();
         assert!(error.contains("version 7"), "{error}");
     }
 
@@ -223,7 +207,7 @@ mod tests {
         ] {
             let (theirs, mut ours) = pair();
             writeln!(&theirs, "{bad}").unwrap();
-            let error = Opening::hear(&mut ours, LONG).unwrap_err();
+            let error = Hello::hear(&mut ours, LONG).unwrap_err();
             assert!(
                 matches!(error, ConversationError::Garbage { .. }),
                 "{error}"
@@ -245,7 +229,7 @@ mod tests {
             while (&theirs).write_all(&chunk).is_ok() {}
         });
         assert!(matches!(
-            Opening::hear(&mut ours, LONG),
+            Hello::hear(&mut ours, LONG),
             Err(ConversationError::TooLong)
         ));
         drop(ours);

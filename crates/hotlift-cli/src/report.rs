@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use comfy_table::{ContentArrangement, Table};
+use comfy_table::Table;
 use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
 use hotlift::options::{Group, OPTIONS};
 use hotlift::{Options, Status};
@@ -13,13 +13,9 @@ use hotlift_console::output_file;
 use hotlift_console::pair::destination_side;
 use hotlift_console::table::{align, align_with_words, new_table};
 use hotlift_console::width;
-use hotlift_methods::{METHODS, Unit};
 use hotlift_vmm::{GuestKind, GuestSettings};
 use serde::ser::Error;
 use serde::{Serialize, Serializer};
-
-/// Columns that a table may take where it can be made narrower.
-const TERMINAL_WIDTH: u16 = 100;
 
 /// State of a migration that a signal has ended.
 const INTERRUPTED: &str = "interrupted";
@@ -408,53 +404,6 @@ pub fn done_by(jobs: &JobFigures) -> String {
             format!("{devices}; then the CPU: {}", of_the_one.unwrap_or(why))
         }
     }
-}
-
-/// The table of methods, and a line on each.
-pub fn methods() -> String {
-    let columns =
-        width::columns(rustix::stdio::stdout()).and_then(|columns| columns.try_into().ok());
-    let width = columns.map_or(TERMINAL_WIDTH, |columns: u16| columns.min(TERMINAL_WIDTH));
-    let mut table = new_table(&[
-        "method",
-        "unit",
-        "levels",
-        "hardware",
-        "software here",
-        "at the other end",
-    ]);
-    table
-        .set_content_arrangement(ContentArrangement::Dynamic)
-        .set_width(width);
-    for method in METHODS {
-        let levels = method.levels.as_ref().map_or("-".to_owned(), |levels| {
-            format!(
-                "{}-{} ({})",
-                levels.start(),
-                levels.end(),
-                method.default_level
-            )
-        });
-        let unit = match (method.stateful, method.unit) {
-            (true, _) => "channel",
-            (false, Unit::Packet) => "packet",
-            (false, Unit::Page) => "page",
-        };
-        table.add_row([
-            method.name.to_owned(),
-            unit.to_owned(),
-            levels,
-            method.hardware.map_or("-", |one| one.device).to_owned(),
-            (method.library)(),
-            method.interoperates_with.to_owned(),
-        ]);
-    }
-    let mut text = table.to_string();
-    for method in METHODS {
-        text.push_str(&format!("\n{:8}{}", method.name, method.summary));
-    }
-    text.push_str("\n\nWhat the hardware lacks here: hotlift accel");
-    text
 }
 
 /// Writes all runs as a JSON array.

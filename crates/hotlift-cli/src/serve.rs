@@ -1,8 +1,6 @@
 //! `hotlift serve`: waits on the destination host for `hotlift migrate`, and gets a QEMU ready.
 
 use std::ffi::OsString;
-use std::io::ErrorKind;
-use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
@@ -11,7 +9,6 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::tls::Tls;
-use hotlift::transport::TransportError;
 use hotlift::{Address, Control, Listener, MigrationError};
 use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_console::error::{ConsoleError, error_line};
@@ -20,7 +17,6 @@ use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::bytes;
 use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
-use hotlift_host::survey::{self, Request};
 use hotlift_monitor::RelayMonitor;
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::process::{self, Custody};
@@ -32,10 +28,7 @@ use hotlift_qmp::{QmpAddress, Uuid, one_line};
 use crate::callers::Callers;
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::peer::{Answer, Hello, Opening, SourceMessage};
-
-/// How long the port for the pages may be in use still: by a survey that is cut short.
-const PORT: Duration = Duration::from_secs(5);
+use crate::peer::{Answer, Hello, SourceMessage};
 
 /// How long a source whose connections have ended may take to say why.
 const REASON: Duration = Duration::from_secs(2);
@@ -134,70 +127,28 @@ impl Host<'_> {
         held: &mut Option<Destination>,
     ) -> Result<(), CommandError> {
         let mut callers = Callers::new(listener, self.tls.clone())?;
-        let mut surveys = self.interrupt.branch();
-        thread::scope(|scope| {
-            let mut survey: Option<ScopedJoinHandle<'_, ()>> = None;
-            loop {
-                if self.interrupt.is_raised() {
-                    return Err(ConsoleError::Interrupted.into());
-                }
-                let Some(call) = callers.next() else {
-                    continue;
-                };
-                let (mut source, here) = (call.conversation, call.here);
-                let sent_away = match call.opening {
-                    Ok(Opening::Migration(hello)) => {
-                        // A survey takes seconds, the CPU and the port for the pages.
-                        surveys.raise();
-                        match self.receive(&mut source, &hello, held) {
-                            Visit::Over(outcome) => return outcome,
-                            Visit::SentAway(error) => {
-                                surveys = self.interrupt.branch();
-                                error
-                            }
-                        }
-                    }
-                    Ok(Opening::Survey(request)) => {
-                        if survey.as_ref().is_none_or(ScopedJoinHandle::is_finished) {
-                            let ends = surveys.clone();
-                            survey = Some(scope.spawn(move || {
-                                self.answer(&mut source, &request, here, &ends);
-                            }));
-                            continue;
-                        }
-                        let error = CommandError::Surveying;
-                        let _ = survey::refuse(&mut source, &error_line(&error));
-                        error
-                    }
-                    Err(error) => {
-                        refuse(&mut source, &error);
-                        error
-                    }
-                };
-                complain!(
-                    "hotlift: a source was sent away: {}",
-                    error_line(&sent_away)
-                );
+        loop {
+            if self.interrupt.is_raised() {
+                return Err(ConsoleError::Interrupted.into());
             }
-        })
-    }
-
-    /// Answers a survey.
-    fn answer(
-        &self,
-        source: &mut Conversation,
-        request: &Result<Request, String>,
-        here: IpAddr,
-        ends: &Interrupt,
-    ) {
-        let at = survey::At {
-            here,
-            port: self.args.data_port,
-            tls: self.tls.clone(),
-        };
-        match survey::answer(source, request, at, ends) {
-            Ok(what) => complain!("{what}"),
-            Err(error) => complain!("hotlift: a survey was not answered: {}", error_line(&error)),
+            let Some(call) = callers.next() else {
+                continue;
+            };
+            let mut source = call.conversation;
+            let sent_away = match call.hello {
+                Ok(hello) => match self.receive(&mut source, &hello, held) {
+                    Visit::Over(outcome) => return outcome,
+                    Visit::SentAway(error) => error,
+                },
+                Err(error) => {
+                    refuse(&mut source, &error);
+                    error
+                }
+            };
+            complain!(
+                "hotlift: a source was sent away: {}",
+                error_line(&sent_away)
+            );
         }
     }
 
@@ -281,13 +232,7 @@ impl Host<'_> {
             host: self.host.to_owned(),
             port: self.args.data_port,
         };
-        let deadline = Instant::now() + PORT;
-        let listener = loop {
-            match address.listen() {
-                Err(error) if is_in_use(&error) && Instant::now() < deadline => thread::sleep(TICK),
-                listening => break listening?,
-            }
-        };
+        let listener = address.listen()?;
         match address_of(&listener)? {
             Address::Tcp { port, .. } => Ok((listener, port, settings)),
             Address::Unix { .. } => Err(ConsoleError::OnlyTcp { flag: "--listen" }.into()),
@@ -508,10 +453,6 @@ fn not_known(source: &mut Conversation, destination: Destination, reasons: Strin
 fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
     let reason = error_line(error);
     let _ = source.say(&Answer::Refused { reason });
-}
-
-fn is_in_use(error: &TransportError) -> bool {
-    matches!(error, TransportError::Listen { source, .. } if source.kind() == ErrorKind::AddrInUse)
 }
 
 fn address_of(listener: &Listener) -> Result<Address, ConsoleError> {

@@ -1,7 +1,6 @@
 //! A conversation of two hosts: JSON, one line a message, over a TCP connection, with or without TLS.
 
 use std::io::{self, Write};
-use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -152,12 +151,6 @@ impl Conversation {
     #[must_use]
     pub fn pass(&self, token: [u8; 16]) -> Pass {
         Pass::new(token, self.stream().exporter().cloned())
-    }
-
-    /// The address of this host that it is held with.
-    #[must_use]
-    pub fn here(&self) -> Option<IpAddr> {
-        self.stream().local_ip()
     }
 
     /// Whether something was received that a poll does not show.

@@ -27,12 +27,24 @@ impl OutputArgs {
         figures: &impl Serialize,
         table: impl FnOnce() -> String,
     ) -> Result<(), ConsoleError> {
-        let text = if self.json {
-            let line = serde_json::to_string(figures);
-            line.map_err(|error| ConsoleError::Output(error.into()))?
-        } else {
-            table()
-        };
-        output::result(&text).map_err(ConsoleError::Output)
+        print(self.json, figures, table)
     }
+}
+
+/// Prints the figures as a line of JSON, or what `text` makes of them.
+///
+/// # Errors
+/// If nobody reads them: the pipe is closed, or the disk is full.
+pub fn print(
+    json: bool,
+    figures: &impl Serialize,
+    text: impl FnOnce() -> String,
+) -> Result<(), ConsoleError> {
+    let text = if json {
+        let line = serde_json::to_string(figures);
+        line.map_err(|error| ConsoleError::Output(error.into()))?
+    } else {
+        text()
+    };
+    output::result(&text).map_err(ConsoleError::Output)
 }

@@ -80,8 +80,6 @@ pub struct Interrupt {
     raised: Arc<AtomicBool>,
     /// By SIGINT or SIGTERM.
     ordered: Arc<AtomicBool>,
-    /// Raised with that one, too.
-    parent: Option<Arc<AtomicBool>>,
 }
 
 /// Ends a watch when it goes out of scope.
@@ -104,7 +102,6 @@ impl Interrupt {
         let this = Self {
             raised: Arc::default(),
             ordered: Arc::default(),
-            parent: None,
         };
         let mut orders = Signals::new([SIGINT, SIGTERM]).map_err(failed)?;
         let (raised, ordered) = (Arc::clone(&this.raised), Arc::clone(&this.ordered));
@@ -128,17 +125,7 @@ impl Interrupt {
 
     /// True after a signal.
     pub fn is_raised(&self) -> bool {
-        let is_raised = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
-        is_raised(&self.raised) || self.parent.as_deref().is_some_and(is_raised)
-    }
-
-    /// One that is raised with this one, and can be raised alone.
-    pub fn branch(&self) -> Self {
-        Self {
-            raised: Arc::default(),
-            ordered: Arc::clone(&self.ordered),
-            parent: Some(Arc::clone(&self.raised)),
-        }
+        self.raised.load(Ordering::Relaxed)
     }
 
     /// True after a SIGINT or SIGTERM: somebody wants the process to end, whatever is lost.

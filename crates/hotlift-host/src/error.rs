@@ -1,10 +1,8 @@
-//! Why a host, its memory or another host could not be measured.
+//! Why memory could not be sampled, or methods not be measured.
 
 use std::io;
 use std::path::PathBuf;
 
-use hotlift::transport::TransportError;
-use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::ConsoleError;
 use hotlift_mem::MemError;
 use hotlift_methods::MethodError;
@@ -50,7 +48,7 @@ pub enum HostError {
         #[source]
         source: io::Error,
     },
-    /// An image or a folder.
+    /// An image, a folder, or a socket.
     #[error("cannot read {}", path.display())]
     Read {
         /// Which.
@@ -83,37 +81,25 @@ pub enum HostError {
         #[source]
         source: MethodError,
     },
-    /// An answer that is none.
-    #[error("the other host answers no survey: {what} is not what a hotlift of this version says")]
-    Strange {
-        /// Which.
-        what: &'static str,
-    },
-    /// The port of the survey.
-    #[error(
-        "cannot connect to {address}, where the other host takes a survey: let the port through, or give 'hotlift serve' \
-         one that is let through by --data-port"
-    )]
-    Connections {
-        /// Where.
+    /// A QMP socket that is no UNIX socket, or whose process is not known.
+    #[error("the QMP socket {address} tells no process: give --pid with QEMU's process id")]
+    NoPeer {
+        /// The socket.
         address: String,
-        /// Why.
-        #[source]
-        source: TransportError,
     },
-    /// Its connections.
-    #[error("the other host ended a connection of its survey")]
-    Survey(#[source] io::Error),
-    /// Sockets of this host.
-    #[error("cannot measure a connection to this host itself")]
-    Loopback(#[source] io::Error),
+    /// A QMP socket that a manager has made.
+    #[error(
+        "the QMP socket {address} was made by '{name}' (process {pid}), which is no QEMU: give --pid with QEMU's process id"
+    )]
+    OtherPeer {
+        /// The socket.
+        address: String,
+        /// The process's name.
+        name: String,
+        /// Its id.
+        pid: u32,
+    },
     /// A panic.
     #[error("a thread that measures has ended early: this is a mistake in hotlift")]
     Thread,
-}
-
-impl From<ConversationError> for HostError {
-    fn from(error: ConversationError) -> Self {
-        ConsoleError::from(error).into()
-    }
 }

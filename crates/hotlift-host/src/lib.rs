@@ -3,19 +3,17 @@
 //! | file | subject |
 //! |---|---|
 //! | `accel` | accelerators, and what is missing to use them |
-//! | `memory`, `sample` | memory of a process, an image, a folder; pages drawn from it at random |
-//! | `measure`, `loopback`, `cost` | methods, zero pages and sockets on this host; the units of what they take |
-//! | `survey` | the same of another host, and the link to it |
-//! | `bandwidth` | a link's rate as it is typed |
+//! | `rules` | published rules for choosing among them |
+//! | `memory`, `qemu` | memory of a process, of the QEMU behind a QMP socket, of an image, of a folder |
+//! | `sample` | pages drawn from it at random |
+//! | `measure` | every method on such pages |
 
 #![forbid(unsafe_code)]
 
 pub mod accel;
-pub mod bandwidth;
-pub mod cost;
 pub mod error;
-pub mod loopback;
 pub mod measure;
 pub mod memory;
+pub mod qemu;
+pub mod rules;
 pub mod sample;
-pub mod survey;

@@ -1,4 +1,4 @@
-//! What this host does with the sample: each method both ways, zero pages, memory, a connection to itself.
+//! What the methods make of a sample on this host: ratio, rate and CPU of each, both ways.
 //!
 //! As many threads as there are cores work at once, as channels do: two cores may be halves of one, and other work
 //! takes its part. The methods take turns packet by packet, another one first each time, so that a machine whose
@@ -8,20 +8,16 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::{Backing, GuestRun, PAGE_SIZE, RamBlock, thread_cpu_time, zero};
-use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MethodInfo, RunsOn};
-use hotlift_qmp::Version;
+use hotlift_mem::{Backing, GuestRun, RamBlock, thread_cpu_time};
+use hotlift_methods::{Accelerator, Decode, Encode, EncoderSettings, METHODS, MethodInfo, RunsOn};
 use serde::Serialize;
 
-use super::error::HostError;
-use super::loopback::{self, Loopback};
-use super::sample::{PACKET, Packet, Sample};
-use super::survey::{Decoder, Host};
-use crate::cost::{Codec, Costs, GIB, Work};
+use crate::error::HostError;
+use crate::sample::{PACKET, Packet, Sample};
 
 /// Levels that are measured where a method has levels: its fastest, and those that trade CPU for bytes at a rate that
-/// some link could ask for (bench/results/2026-11-22-codecs.txt).
-const LEVELS: &[(&str, &[u8])] = &[("zlib", &[1]), ("zstd", &[1, 3, 6]), ("qatzip", &[1])];
+/// some link could ask for (bench/results/2026-11-22-codecs.txt). Of the others it is the default.
+const LEVELS: &[(&str, &[u8])] = &[("zstd", &[1, 3, 6])];
 
 /// How long the methods are measured at most. All of them meet the same packets: ratios of different ones could not be
 /// compared. 64 MiB take a core of a Cascade Lake Xeon 5 seconds.
@@ -30,188 +26,54 @@ const BUDGET: Duration = Duration::from_secs(10);
 /// Threads that measure, at most.
 const MOST_THREADS: usize = 16;
 
-/// Memory that is scanned: more than a core's caches hold.
-const STRETCH: usize = 64 << 20;
-
-/// Seconds of work that tell what share of its core a thread gets; less may be a single time slice of somebody else's.
-const LEAST_TO_TELL: f64 = 0.2;
-
-/// Packets of zeros that each thread gives to each method.
-const ZERO_PACKETS: usize = 2;
+const GIB: f64 = (1_u64 << 30) as f64;
 
 /// A method at a level on this host.
 #[derive(Debug, Clone, Serialize)]
-pub struct Candidate {
+pub struct Measured {
     /// The method's name.
     pub method: &'static str,
     /// Its level; `null` if it has none.
     pub level: Option<u8>,
-    /// What ran: a library, or a device.
-    pub runs_on: String,
+    /// A library, or a device.
+    pub done_by: String,
     /// On an accelerator.
     pub on_device: bool,
-    /// Bytes of the sample that it was measured with.
+    /// Bytes of pages that it was measured with.
     pub measured_bytes: usize,
-    /// Seconds of a core for a GiB both ways, and the ratio.
-    pub costs: Costs,
+    /// Bytes of the pages over bytes of the payload.
+    pub ratio: f64,
+    /// With the private copy of the pages.
+    pub compress: Cost,
+    /// Into memory that exists.
+    pub decompress: Cost,
 }
 
-impl Candidate {
-    /// A QEMU of this version has the method too, as its `multifd-compression`.
-    pub fn is_known_to(&self, qemu: Version) -> bool {
-        let since = match self.method {
-            "none" => (4, 0),
-            "zlib" | "zstd" => (5, 0),
-            "qpl" | "uadk" => (9, 1),
-            "qatzip" => (9, 2),
-            _ => return false,
-        };
-        (qemu.major, qemu.minor) >= since
-    }
-
-    /// As in "zstd 1".
-    pub fn name(&self) -> String {
-        match self.level {
-            Some(level) => format!("{} {level}", self.method),
-            None => self.method.to_owned(),
-        }
-    }
+/// What one direction of a method takes, by bytes of pages with content.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Cost {
+    /// MB (10^6 bytes) a second of one thread, while as many as there are cores do the same. Without a device a thread is
+    /// taken to be held up by its own work only.
+    pub mb_per_s: f64,
+    /// Seconds of a core for a GiB.
+    pub core_s_per_gib: f64,
 }
 
-/// All that was measured. Costs are seconds of a core for a GiB.
-#[derive(Debug, Clone, Serialize)]
-pub struct Measured {
-    /// Cores that this process may use.
-    pub cores: usize,
-    /// How many of them its threads got while all of them measured.
-    pub cores_free: f64,
-    /// Finding zero pages.
-    pub zero_scan: f64,
-    /// Seeing that pages with content are not zero.
-    pub look: f64,
-    /// Sockets of this host.
-    #[serde(flatten)]
-    pub loopback: Loopback,
-    /// The methods, in the order of the table.
-    pub candidates: Vec<Candidate>,
+/// Threads that measure on a sample at once.
+#[must_use]
+pub fn threads(sample: &Sample) -> usize {
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    cores.min(MOST_THREADS).min(sample.packets.len())
 }
 
-impl Measured {
-    /// Takes what another host says of decoding for what this one found; methods that it does not name stay.
-    pub fn decoded_by(&mut self, host: &Host) {
-        for candidate in &mut self.candidates {
-            let mut theirs = host.decoders.iter();
-            let is_same = |decoder: &&Decoder| {
-                decoder.method == candidate.method && decoder.level == candidate.level
-            };
-            if let Some(decoder) = theirs.find(is_same) {
-                candidate.costs.content.decode = decoder.decode;
-            }
-        }
-    }
-}
-
-/// Cores that this process may use.
-pub fn cores() -> usize {
-    thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// Measures everything.
-pub fn measure(sample: &Sample, accelerators: bool) -> Result<Measured, HostError> {
-    let cores = cores();
-    let loopback = loopback::measure(&sample.packets)?;
-    let (candidates, cores_free) = methods(sample, cores, accelerators)?;
-    Ok(Measured {
-        cores,
-        cores_free,
-        zero_scan: zero_scan()?,
-        look: look(sample),
-        loopback,
-        candidates,
-    })
-}
-
-/// What is tried: method none costs nothing by itself and is not in it.
-fn settings() -> Vec<(&'static MethodInfo, Option<u8>)> {
-    METHODS
-        .iter()
-        .skip(1)
-        .flat_map(|method| {
-            let levels = LEVELS.iter().find(|(name, _)| *name == method.name);
-            let levels: Vec<Option<u8>> = match (levels, &method.levels) {
-                (Some((_, levels)), _) => levels.iter().copied().map(Some).collect(),
-                (None, Some(_)) => vec![Some(method.default_level)],
-                (None, None) => vec![None],
-            };
-            levels.into_iter().map(move |level| (method, level))
-        })
-        .collect()
-}
-
-/// Sums of one method on one thread.
-#[derive(Debug, Clone, Default)]
-struct Sums {
-    content: Passed,
-    zeros: Passed,
-    runs_on: RunsOn,
-}
-
-/// What went through a method, and what it took.
-#[derive(Debug, Clone, Copy, Default)]
-struct Passed {
-    pages: usize,
-    payload: usize,
-    encode: Work,
-    decode: Work,
-}
-
-impl Passed {
-    fn and(self, other: Self) -> Self {
-        Self {
-            pages: self.pages + other.pages,
-            payload: self.payload + other.payload,
-            encode: self.encode.then(other.encode),
-            decode: self.decode.then(other.decode),
-        }
-    }
-
-    fn codec(self) -> Codec {
-        let gib = self.pages.max(1) as f64 / GIB;
-        let a_gib = |work: Work| Work {
-            cpu: work.cpu / gib,
-            thread: work.thread / gib,
-        };
-        Codec {
-            encode: a_gib(self.encode),
-            decode: a_gib(self.decode),
-            ratio: self.pages as f64 / self.payload.max(1) as f64,
-        }
-    }
-}
-
-fn methods(
-    sample: &Sample,
-    cores: usize,
-    accelerators: bool,
-) -> Result<(Vec<Candidate>, f64), HostError> {
+/// Measures every method on the sample's pages with content, in the order of the table; nothing if there are none.
+/// Method `none` has no work to do, and is not measured.
+///
+/// # Errors
+/// If a method fails, or memory is refused.
+pub fn measure(sample: &Sample, accelerators: bool) -> Result<Vec<Measured>, HostError> {
     let settings = settings();
-    let none = Candidate {
-        method: METHODS[0].name,
-        level: None,
-        runs_on: (METHODS[0].library)(),
-        on_device: false,
-        measured_bytes: sample.content(),
-        costs: Costs {
-            as_they_are: true,
-            content: Codec::NONE,
-            zeros: Codec::NONE,
-        },
-    };
-    let mut candidates = vec![none];
-    let threads = cores.min(MOST_THREADS).min(sample.packets.len());
-    if threads == 0 {
-        return Ok((candidates, cores_free(cores)));
-    }
+    let threads = threads(sample);
     let barrier = Barrier::new(threads);
     let of_threads = thread::scope(|scope| {
         let handles: Vec<_> = (0..threads)
@@ -226,76 +88,108 @@ fn methods(
             .map(|sums| sums.unwrap_or(Err(HostError::Thread)))
             .collect::<Result<Vec<_>, _>>()
     })?;
-    let mut got = Work::NOTHING;
-    for (i, (method, level)) in settings.into_iter().enumerate() {
-        let sums = of_threads.iter().map(|sums| &sums[i]);
-        let all =
-            |of: fn(&Sums) -> Passed| sums.clone().map(of).fold(Passed::default(), Passed::and);
-        let (content, zeros) = (all(|sums| sums.content), all(|sums| sums.zeros));
-        let runs_on = sums.clone().next().map(|sums| sums.runs_on.clone());
-        let on_device = matches!(runs_on, Some(RunsOn::Hardware(_)));
-        if !on_device {
-            got = got.then(content.encode).then(content.decode);
+    let of_all = |number: usize| {
+        let mut sums = of_threads.iter().map(|sums| &sums[number]);
+        let first = sums.next()?.clone();
+        Some(sums.fold(first, Sums::add))
+    };
+    let measured = settings.iter().enumerate();
+    Ok(measured
+        .filter_map(|(number, &(method, level))| Some(of_all(number)?.measured(method, level)))
+        .collect())
+}
+
+/// What is measured.
+fn settings() -> Vec<(&'static MethodInfo, Option<u8>)> {
+    let mut settings = Vec::new();
+    for method in METHODS.iter().filter(|method| method.name != "none") {
+        let levels = LEVELS.iter().find(|(name, _)| *name == method.name);
+        match (levels, &method.levels) {
+            (Some((_, levels)), _) => {
+                settings.extend(levels.iter().map(|&level| (method, Some(level))));
+            }
+            (None, Some(_)) => settings.push((method, Some(method.default_level))),
+            (None, None) => settings.push((method, None)),
         }
-        // Without a device a thread is held up by its own work only; what else runs is counted in the cores.
-        let codec = |passed: Passed| match on_device {
-            true => passed.codec(),
-            false => passed.codec().by_cpu_alone(),
-        };
-        candidates.push(Candidate {
+    }
+    settings
+}
+
+/// Seconds of work.
+#[derive(Debug, Clone, Copy, Default)]
+struct Work {
+    /// Of a core.
+    cpu: f64,
+    /// That the thread was held up: `cpu`, waiting for a device, and for a core that others have.
+    thread: f64,
+}
+
+impl Work {
+    fn and(self, other: Self) -> Self {
+        Self {
+            cpu: self.cpu + other.cpu,
+            thread: self.thread + other.thread,
+        }
+    }
+
+    /// Runs `work` and books its time.
+    fn time<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        let (cpu, wall) = (thread_cpu_time(), Instant::now());
+        let result = work();
+        *self = self.and(Self {
+            cpu: (thread_cpu_time().saturating_sub(cpu)).as_secs_f64(),
+            thread: wall.elapsed().as_secs_f64(),
+        });
+        result
+    }
+
+    fn cost(self, bytes: usize, on_device: bool) -> Cost {
+        let held_up = if on_device { self.thread } else { self.cpu };
+        Cost {
+            mb_per_s: bytes as f64 / 1e6 / held_up.max(f64::MIN_POSITIVE),
+            core_s_per_gib: self.cpu / (bytes.max(1) as f64 / GIB),
+        }
+    }
+}
+
+/// Sums of one method.
+#[derive(Debug, Clone, Default)]
+struct Sums {
+    bytes: usize,
+    payload: usize,
+    encode: Work,
+    decode: Work,
+    runs_on: RunsOn,
+}
+
+impl Sums {
+    fn add(mut self, other: &Self) -> Self {
+        self.bytes += other.bytes;
+        self.payload += other.payload;
+        self.encode = self.encode.and(other.encode);
+        self.decode = self.decode.and(other.decode);
+        self
+    }
+
+    fn measured(self, method: &'static MethodInfo, level: Option<u8>) -> Measured {
+        let on_device = matches!(self.runs_on, RunsOn::Hardware(_));
+        Measured {
             method: method.name,
             level,
-            runs_on: match runs_on {
-                Some(RunsOn::Hardware(device)) => device.to_string(),
-                _ => (method.library)(),
+            done_by: match self.runs_on {
+                RunsOn::Hardware(device) => device.to_string(),
+                RunsOn::Software | RunsOn::Fallback(_) => (method.library)(),
             },
             on_device,
-            measured_bytes: content.pages,
-            costs: Costs {
-                as_they_are: false,
-                content: codec(content),
-                zeros: codec(zeros),
-            },
-        });
+            measured_bytes: self.bytes,
+            ratio: self.bytes as f64 / self.payload.max(1) as f64,
+            compress: self.encode.cost(self.bytes, on_device),
+            decompress: self.decode.cost(self.bytes, on_device),
+        }
     }
-    if got.thread < LEAST_TO_TELL {
-        return Ok((candidates, cores_free(cores)));
-    }
-    let share = got.cpu / got.thread;
-    Ok((candidates, cores as f64 * share.min(1.0)))
 }
 
-/// What threads that do nothing else get of the cores.
-fn cores_free(cores: usize) -> f64 {
-    let threads = cores.clamp(1, MOST_THREADS);
-    let shares = thread::scope(|scope| {
-        let spin = || {
-            let mut work = Work::NOTHING;
-            let begun = Instant::now();
-            timed(&mut work, || {
-                while begun.elapsed().as_secs_f64() < LEAST_TO_TELL {
-                    std::hint::spin_loop();
-                }
-            });
-            work.cpu / work.thread
-        };
-        let spinning: Vec<_> = (0..threads).map(|_| scope.spawn(spin)).collect();
-        let shares = spinning.into_iter().filter_map(|thread| thread.join().ok());
-        shares.sum::<f64>() / threads as f64
-    });
-    cores as f64 * shares.min(1.0)
-}
-
-/// Runs `work` and books its time.
-pub fn timed<T>(to: &mut Work, work: impl FnOnce() -> T) -> T {
-    let (cpu, wall) = (thread_cpu_time(), Instant::now());
-    let result = work();
-    to.cpu += (thread_cpu_time().saturating_sub(cpu)).as_secs_f64();
-    to.thread += wall.elapsed().as_secs_f64();
-    result
-}
-
-/// All methods over one thread's packets, and then over zero pages.
+/// All methods over one thread's packets.
 fn one_thread<'a>(
     packets: impl Iterator<Item = &'a Packet>,
     settings: &[(&'static MethodInfo, Option<u8>)],
@@ -307,64 +201,57 @@ fn one_thread<'a>(
     } else {
         Accelerator::Off
     };
-    let made = make(settings, accelerator);
+    let codecs = settings
+        .iter()
+        .map(|setting| Codec::new(setting, accelerator));
+    let codecs = codecs.collect::<Result<Vec<_>, _>>();
     let target = RamBlock::new("target", PACKET, Backing::Private).map_err(HostError::Memory);
     // Whoever fails must not leave the others waiting.
     barrier.wait();
-    let (mut codecs, target) = (made?, target?);
-    let mut sums = vec![Sums::default(); settings.len()];
+    let (mut codecs, mut buffers) = (codecs?, Buffers::new(target?));
     let begun = Instant::now();
-    let mut private = vec![0; PACKET];
-    let mut payload = Vec::with_capacity(2 * PACKET);
-    let mut pass = |packet: &Packet, i: usize, (encoder, decoder): &mut BothWays| {
-        let mut passed = Passed::default();
-        let failed = |source| HostError::Method {
-            method: settings[i].0.name,
-            source,
-        };
-        let pages = &mut private[..packet.content.len()];
-        timed(&mut passed.encode, || {
-            pages.copy_from_slice(&packet.content);
-            encoder.encode(pages, &mut payload)
-        })
-        .map_err(failed)?;
-        // Where the pages lay: some methods decode neighbours faster.
-        let runs = packet.runs.iter().map(|&(at, len)| target.run(at, len));
-        let runs: Vec<GuestRun<'_>> = runs.collect::<Result<_, _>>()?;
-        timed(&mut passed.decode, || decoder.decode(&payload, &runs)).map_err(failed)?;
-        passed.pages = pages.len();
-        passed.payload = payload.len();
-        Ok::<_, HostError>(passed)
-    };
     for (turn, packet) in packets.enumerate() {
         if turn > 0 && begun.elapsed() > BUDGET {
             break;
         }
-        for i in 0..codecs.len() {
-            let i = (i + turn) % codecs.len();
-            sums[i].content = sums[i].content.and(pass(packet, i, &mut codecs[i])?);
-            sums[i].runs_on = codecs[i].0.runs_on();
+        for number in 0..codecs.len() {
+            let number = (number + turn) % codecs.len();
+            codecs[number].pass(packet, &mut buffers)?;
         }
     }
-    let zeros = Packet::of_zeros();
-    for _ in 0..ZERO_PACKETS {
-        for (i, codec) in codecs.iter_mut().enumerate() {
-            sums[i].zeros = sums[i].zeros.and(pass(&zeros, i, codec)?);
-        }
-    }
-    Ok(sums)
+    Ok(codecs.into_iter().map(|codec| codec.sums).collect())
 }
 
-type BothWays = (
-    Box<dyn hotlift_methods::Encode>,
-    Box<dyn hotlift_methods::Decode>,
-);
+/// Both halves of a method, and what they have done.
+struct Codec {
+    method: &'static str,
+    encoder: Box<dyn Encode>,
+    decoder: Box<dyn Decode>,
+    sums: Sums,
+}
 
-fn make(
-    settings: &[(&'static MethodInfo, Option<u8>)],
-    accelerator: Accelerator,
-) -> Result<Vec<BothWays>, HostError> {
-    let both = |&(method, level): &(&'static MethodInfo, Option<u8>)| {
+/// What a packet passes. All methods of a thread have the same, so that it is in the cache as it is for a channel.
+struct Buffers {
+    private: Vec<u8>,
+    payload: Vec<u8>,
+    target: RamBlock,
+}
+
+impl Buffers {
+    fn new(target: RamBlock) -> Self {
+        Self {
+            private: vec![0; PACKET],
+            payload: Vec::with_capacity(2 * PACKET),
+            target,
+        }
+    }
+}
+
+impl Codec {
+    fn new(
+        &(method, level): &(&'static MethodInfo, Option<u8>),
+        accelerator: Accelerator,
+    ) -> Result<Self, HostError> {
         let settings = EncoderSettings {
             level: level.unwrap_or(method.default_level),
             accelerator,
@@ -375,34 +262,36 @@ fn make(
             method: method.name,
             source,
         };
-        let encoder = (method.encoder)(&settings).map_err(failed)?;
-        Ok((encoder, (method.decoder)(accelerator).map_err(failed)?))
-    };
-    settings.iter().map(both).collect()
-}
+        Ok(Self {
+            method: method.name,
+            encoder: (method.encoder)(&settings).map_err(failed)?,
+            decoder: (method.decoder)(accelerator).map_err(failed)?,
+            sums: Sums::default(),
+        })
+    }
 
-/// Seconds of a core for a GiB of zero pages.
-fn zero_scan() -> Result<f64, HostError> {
-    let block = RamBlock::new("stretch", STRETCH, Backing::Private)?;
-    block.zero(0, STRETCH)?;
-    let mut scan = Work::NOTHING;
-    let zeros = timed(&mut scan, || {
-        (0..block.pages())
-            .filter(|page| block.page_is_zero(*page))
-            .count()
-    });
-    std::hint::black_box(zeros);
-    Ok(scan.cpu / (STRETCH as f64 / GIB))
-}
-
-/// Seconds of a core to see that the pages of a GiB are not zero. Most pages say so in their first bytes, so this is
-/// the way to memory.
-fn look(sample: &Sample) -> f64 {
-    let mut look = Work::NOTHING;
-    let pages = sample.packets.iter().flat_map(Packet::pages);
-    let zeros = timed(&mut look, || {
-        pages.filter(|page| zero::is_zero(*page)).count()
-    });
-    std::hint::black_box(zeros);
-    look.cpu / (sample.content().max(PAGE_SIZE) as f64 / GIB)
+    /// Compresses a packet, and decompresses it.
+    fn pass(&mut self, packet: &Packet, buffers: &mut Buffers) -> Result<(), HostError> {
+        let method = self.method;
+        let failed = |source| HostError::Method { method, source };
+        let pages = &mut buffers.private[..packet.content.len()];
+        let payload = &mut buffers.payload;
+        let encoder = &mut self.encoder;
+        let encoded = self.sums.encode.time(|| {
+            pages.copy_from_slice(&packet.content);
+            encoder.encode(pages, payload)
+        });
+        encoded.map_err(failed)?;
+        // Where the pages lay: some methods decode neighbours faster.
+        let target = &buffers.target;
+        let runs = packet.runs.iter().map(|&(at, len)| target.run(at, len));
+        let runs: Vec<GuestRun<'_>> = runs.collect::<Result<_, _>>()?;
+        let decoder = &mut self.decoder;
+        let decoded = self.sums.decode.time(|| decoder.decode(payload, &runs));
+        decoded.map_err(failed)?;
+        self.sums.bytes += packet.content.len();
+        self.sums.payload += payload.len();
+        self.sums.runs_on = self.encoder.runs_on();
+        Ok(())
+    }
 }

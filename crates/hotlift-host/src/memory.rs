@@ -1,4 +1,4 @@
-//! Memory to sample: of a process, of a QEMU behind a QMP socket, an image, a folder.
+//! Memory to sample: of a process, an image, a folder.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};

@@ -13,12 +13,8 @@ pub const PACKET_PAGES: usize = 128;
 /// Bytes of a packet's pages.
 pub const PACKET: usize = PACKET_PAGES * PAGE_SIZE;
 
-/// Packets looked at for each one that is read: memory that was never touched costs no reading.
+/// Packets looked at, at most, for each one that is wanted: of memory that is mostly zero as much content is found.
 const LOOKS: u64 = 16;
-
-/// Packets looked at for zero pages for each one that the methods are measured on. Zero pages lie together: the shares of
-/// 128 packets of a guest of the bench were off by a tenth.
-const LOOKED_AT: u64 = 4;
 
 /// Memory that can be sampled.
 pub trait Memory {
@@ -44,22 +40,6 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// Pages that all have content.
-    pub fn full(content: Vec<u8>) -> Self {
-        let runs = vec![(0, content.len())];
-        Self { content, runs }
-    }
-
-    /// Zero pages for which nobody has looked.
-    pub fn of_zeros() -> Self {
-        Self::full(vec![0; PACKET])
-    }
-
-    /// Its pages.
-    pub fn pages(&self) -> impl Iterator<Item = &[u8; PAGE_SIZE]> {
-        self.content.as_chunks().0.iter()
-    }
-
     fn push(&mut self, at: usize, page: &[u8; PAGE_SIZE]) {
         self.content.extend_from_slice(page);
         match self.runs.last_mut() {
@@ -75,7 +55,7 @@ pub struct Sample {
     /// What it was drawn from.
     pub memory: String,
     /// Bytes of the whole of it.
-    pub ram_bytes: u64,
+    pub memory_bytes: u64,
     /// Pages looked at.
     pub pages: usize,
     /// Of them: never touched.
@@ -88,50 +68,50 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// Draws packets until the methods have `limit` bytes to be measured on, and `LOOKED_AT` times as many were looked
-    /// at for zero pages, or there are no more.
+    /// Draws packets until there are `limit` bytes of pages with content, up to the end of a packet, or there are no more.
+    ///
+    /// # Errors
+    /// If the memory cannot be read.
     pub fn draw(memory: &dyn Memory, limit: u64, seed: u64) -> Result<Self, HostError> {
         let mut sample = Self {
             memory: memory.name().to_owned(),
-            ram_bytes: memory.bytes(),
+            memory_bytes: memory.bytes(),
             ..Self::default()
         };
         let packets = memory.bytes().div_ceil(PACKET as u64);
         let enough = limit.div_ceil(PACKET as u64).max(1);
-        let mut read = 0;
+        let mut content = 0;
         for packet in order(packets, enough.saturating_mul(LOOKS), seed) {
             let mut pages = Vec::with_capacity(PACKET);
             let Some(untouched) = memory.read(packet, &mut pages)? else {
                 continue;
             };
-            let content = read < enough;
-            read += u64::from(sample.keep(&pages, &untouched, content));
-            if read == enough.saturating_mul(LOOKED_AT) {
+            content += sample.keep(&pages, &untouched) as u64;
+            if content >= limit {
                 break;
             }
         }
         Ok(sample)
     }
 
-    /// Counts a packet's pages, and keeps those with `content`; says whether any of its pages was touched.
-    fn keep(&mut self, pages: &[u8], untouched: &Untouched, content: bool) -> bool {
+    /// Counts a packet's pages, and keeps those with content; returns the bytes of these.
+    fn keep(&mut self, pages: &[u8], untouched: &Untouched) -> usize {
         let mut packet = Packet::default();
-        let mut touched = false;
         for (i, page) in pages.as_chunks::<PAGE_SIZE>().0.iter().enumerate() {
             self.pages += 1;
-            touched |= !untouched[i];
             if untouched[i] {
                 self.untouched += 1;
             } else if zero::is_zero(page) {
                 self.zero += 1;
-            } else if content {
+            } else {
                 packet.push(i * PAGE_SIZE, page);
             }
         }
-        if !packet.content.is_empty() {
+        let content = packet.content.len();
+        if content > 0 {
             self.packets.push(packet);
         }
-        touched
+        content
     }
 
     /// Share of the pages looked at.
@@ -211,7 +191,7 @@ mod tests {
 
     #[test]
     fn shares_are_those_of_the_memory_and_the_limit_is_kept() {
-        let sample = Sample::draw(&Striped, 4 * PACKET as u64, 1).unwrap();
+        let sample = Sample::draw(&Striped, 2 * PACKET as u64, 1).unwrap();
         assert_eq!(sample.packets.len(), 4);
         assert!((sample.share(sample.untouched) - 0.25).abs() < 1e-9);
         assert!((sample.share(sample.zero) - 0.25).abs() < 1e-9);

@@ -1,6 +1,7 @@
 //! Runs put together: repeats of one row, rows that differ in how they migrate alone.
 
 use crate::figures::{self, Figure};
+use crate::link::Link;
 use crate::record::{Completed, Engine, Outcome, Record, Row};
 use crate::stats::Spread;
 use crate::table::{Labels, channels, series, zero_share};
@@ -139,8 +140,8 @@ pub fn cpu<'a>(mut runs: impl Iterator<Item = &'a Completed>) -> ([Figure; 2], &
 /// The link's rate in bytes a second; `None` without limit.
 pub fn rate(row: &Row) -> Option<f64> {
     let link = row.link.as_deref().and_then(|link| {
-        let rate = link.split(',').next()?;
-        hotlift_host::bandwidth::parse(rate).ok()
+        let link: Link = link.parse().ok()?;
+        Some(link.bytes_per_second())
     });
     match (link, row.max_bandwidth) {
         (link, 0) => link,

@@ -10,14 +10,14 @@ use tempfile::TempDir;
 use crate::hotlift::Hotlift;
 
 /// Capabilities of a process that has CAP_SYS_RAWIO and nothing else.
-const RAW_IO: u64 = 1 << 17;
+pub const RAW_IO: u64 = 1 << 17;
 
 /// A host's /sys, /dev and /proc, in a folder.
-struct Host(TempDir);
+pub struct Host(TempDir);
 
 impl Host {
     /// A host without accelerators, seen by an ordinary user; the tests' own user is another one.
-    fn new() -> Self {
+    pub fn new() -> Self {
         let host = Self(tempfile::tempdir().expect("a folder"));
         host.process(0);
         host.put("proc/cpuinfo", "flags : fpu enqcmd movdir64b waitpkg");
@@ -34,13 +34,13 @@ impl Host {
         host
     }
 
-    fn process(&self, capabilities: u64) {
+    pub fn process(&self, capabilities: u64) {
         let ids = "Uid:\t424242\t424242\t424242\t424242\nGid:\t424243\t424243\t424243\t424243";
         let status = format!("{ids}\nGroups:\t424243\nCapEff:\t{capabilities:016x}");
         self.put("proc/self/status", &status);
     }
 
-    fn put(&self, file: &str, text: &str) {
+    pub fn put(&self, file: &str, text: &str) {
         let path = self.0.path().join(file);
         fs::create_dir_all(path.parent().expect("a folder")).expect("make the folder");
         fs::write(path, format!("{text}\n")).expect("write");
@@ -67,7 +67,7 @@ impl Host {
     }
 
     /// A device of idxd with one shared queue of type user, all of it on, and a node for everybody.
-    fn idxd(&self, name: &str) {
+    pub fn idxd(&self, name: &str) {
         let number = &name[3..];
         let device = format!("sys/bus/dsa/devices/{name}");
         for (file, text) in [
@@ -95,7 +95,7 @@ impl Host {
         self.node(&format!("dev/{}/wq{number}.0", &name[..3]), 0o666);
     }
 
-    fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         self.0.path()
     }
 

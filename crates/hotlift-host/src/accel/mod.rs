@@ -38,7 +38,7 @@ pub enum AccelError {
     Idxd(#[from] SysfsError),
 }
 
-/// What the rules of choosing look at.
+/// What the [rules](crate::rules) of choosing look at.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Devices {
     /// IAA devices.
@@ -155,12 +155,12 @@ impl Accelerator {
     }
 }
 
-/// The devices that can be used.
+/// The devices that can be used, of the host whose `/sys`, `/dev` and `/proc` are in `root`.
 ///
 /// # Errors
 /// If the host cannot be looked at.
-pub fn devices() -> Result<Devices, AccelError> {
-    let host = Host::new(Path::new("/"))?;
+pub fn devices(root: &Path) -> Result<Devices, AccelError> {
+    let host = Host::new(root)?;
     let idxd = hotlift_idxd::devices(host.root())?;
     // A queue is named after its device: iax1/wq1.0.
     let usable = |accelerator: &Accelerator| -> usize {
