@@ -10,7 +10,7 @@ use crate::workload::nth;
 const SHORTEST: u64 = (64 << 10) / PAGE_SIZE as u64;
 
 /// Doublings from the shortest run to the longest, which is below 16 MiB.
-const OCTAVES: u64 = 8;
+const OCTAVES: usize = 8;
 
 /// Words of the text: as many as a few megabytes of prose have, and each at least once in a packet of 512 KiB.
 const WORDS: u64 = 1 << 12;
@@ -95,9 +95,9 @@ fn word(random: &mut Numbers, rank: u64) -> String {
 }
 
 /// A length of each octave, in any order: logarithms of lengths are spread evenly.
-fn lengths(random: &mut Numbers) -> [u64; OCTAVES as usize] {
+fn lengths(random: &mut Numbers) -> [u64; OCTAVES] {
     let mut octave = SHORTEST;
-    let mut lengths = [(); OCTAVES as usize].map(|()| {
+    let mut lengths = [(); OCTAVES].map(|()| {
         let length = octave + random.below(octave);
         octave *= 2;
         length
