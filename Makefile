@@ -10,6 +10,8 @@
 # make bench-suites  the full run of a machine by 'hotlift bench': the published tables, beside QEMU, by bandwidth
 #                (root; three quarters of an hour)
 # make bench-relay   measures QEMU to QEMU over limited links, straight and through relays (root; three quarters of an hour)
+# make bench-auto    measures method auto beside the fixed ones: links that change, fills, neighbours, writing guests,
+#                relays (root; seven hours, with REPEATS=1 a fifth of that)
 
 # A C compiler and binutils build the codecs and the guest program; ISA-L is the fastest deflate, and is
 # opened at run time.
@@ -36,7 +38,7 @@ CAMPAIGN_OUT = bench/results/$(shell date -u +%F)-campaign
 # Raw result of the matrix of QEMUs. What has moved by it is not moved again, so that a run that was ended goes on.
 MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
 
-.PHONY: demo build test fmt lint unit campaign campaign-short qemu-matrix fuzz bench bench-suites bench-relay
+.PHONY: demo build test fmt lint unit campaign campaign-short qemu-matrix fuzz bench bench-suites bench-relay bench-auto
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
 # mix if there is none.
@@ -138,4 +140,14 @@ bench-relay: build
 	-$(RELAYS) --link 1gbit --method none,zlib,zstd
 	-$(RELAYS) --method none --with downtime-limit=10
 	-$(RELAYS) --method none --with downtime-limit=10 --workload random --rate 1000 --working-set 64M
+	target/release/hotlift bench --kept $(OUT)/runs.jsonl
+
+# Without an image of a Linux guest the rows of it are left out.
+bench-auto: RESULTS = auto
+bench-auto: REPEATS = 5
+bench-auto: build
+	@scripts/install-packages $(BENCH_PACKAGES) qemu-system-x86 python3
+	-$(BENCH),$$(scripts/linux-guest-ram || echo generated) --suite auto --repeats $(REPEATS)
+	-$(RELAYS) --link 200mbit --method none,lz4,zlib,zstd,auto
+	-$(RELAYS) --link 1gbit --method none,lz4,zlib,zstd,auto
 	target/release/hotlift bench --kept $(OUT)/runs.jsonl

@@ -1,6 +1,7 @@
 //! A cell of the matrix: one setting that is to be run.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use hotlift::options::OptionError;
 use hotlift_console::args::GuestArgs;
@@ -8,6 +9,7 @@ use hotlift_console::migration_args::MigrationArgs;
 use hotlift_vmm::GuestKind;
 use hotlift_vmm::workload::Workload;
 
+use super::link::Link;
 use super::record::{Engine, GuestRow, Row};
 
 /// What a guest process needs beside its RAM: program, buffers, a batch of pages a channel.
@@ -37,8 +39,10 @@ pub struct Cell {
     pub guest: GuestArgs,
     /// How it is migrated.
     pub migration: MigrationArgs,
-    /// Limit of the link, as typed.
-    pub link: Option<String>,
+    /// Limit of the link.
+    pub link: Option<Link>,
+    /// From so long after the request to migrate on a busy thread takes a core.
+    pub neighbour: Option<Duration>,
 }
 
 impl Cell {
@@ -54,10 +58,9 @@ impl Cell {
             (Engine::Qemu | Engine::Relay, GuestKind::Threads) => "tcg",
             (_, kind) => kind.name(),
         };
-        let fill = match &self.guest.fill {
-            _ if self.guest.zero_share() >= Some(1.0) => "zero".to_owned(),
-            Some(folder) => folder.display().to_string(),
-            None => "generated".to_owned(),
+        let fill = match self.guest.zero_share() >= Some(1.0) {
+            true => "zero".to_owned(),
+            false => self.guest.fill.to_string(),
         };
         let others = self.migration.given().iter();
         let others = others.filter(|(name, _)| !IN_THE_ROW.contains(&name.as_str()));
@@ -68,7 +71,10 @@ impl Cell {
             channels: options.channels(),
             zero_page_detection: options.zero_page_detection_name(),
             max_bandwidth: options.max_bandwidth,
-            link: self.link.clone(),
+            link: self.link.as_ref().map(Link::text),
+            neighbour: self
+                .neighbour
+                .map(|at| humantime::format_duration(at).to_string()),
             guest: GuestRow {
                 kind: kind.to_owned(),
                 vcpus: guest.vcpus,
@@ -128,8 +134,27 @@ pub fn with_method(
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
+    use clap::Parser;
+
     use super::*;
+
+    /// A cell to change something of.
+    pub fn example() -> Cell {
+        #[derive(Parser)]
+        struct Line {
+            #[command(flatten)]
+            guest: GuestArgs,
+        }
+        Cell {
+            engine: Engine::Hotlift,
+            kind: GuestKind::Threads,
+            guest: Line::parse_from(["t"]).guest,
+            migration: MigrationArgs::default(),
+            link: None,
+            neighbour: None,
+        }
+    }
 
     #[test]
     fn a_level_goes_to_the_method_that_has_levels_and_to_no_other() {

@@ -18,13 +18,15 @@ pub enum BenchError {
     /// The host of `--to`.
     #[error("cannot reach 'hotlift bench --serve'")]
     NoRemoteHost(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// An option of `--with` in a suite.
-    #[error("the rows of suite {suite} set {option} themselves: leave out --with {option}")]
+    /// A flag for what the rows of a suite say.
+    #[error("the rows of suite {suite} set {option} themselves: leave out {flag}")]
     SuiteSets {
         /// The suite's name.
         suite: String,
-        /// The option's name.
+        /// What they set.
         option: &'static str,
+        /// The flag, as it is typed.
+        flag: String,
     },
     /// A relay between two QEMUs.
     #[error("relay {side}: {problem}")]

@@ -8,21 +8,26 @@
 //! | `record` | what is kept: a line of JSON a run |
 //! | `built_in`, `remote_host` | a run of the built-in guest, on this host or to another |
 //! | `qemu` | the same work by a real QEMU, alone and with relays between |
-//! | `link` | limits that are real, by network namespaces |
+//! | `link`, `joined` | limits that are real, by network namespaces |
+//! | `during` | what changes while a run goes on: a link's rate, a neighbour that takes a core |
 //! | `threads`, `machine`, `held_memory` | what the kernel counts; what this machine is; memory for the next run |
 //! | `figures`, `stats`, `table` | what is shown of a run; medians and quotients, as tables |
 //! | `report` | the same as one HTML file |
-//! | `suite` | the published tables |
+//! | `suite` | the published tables, and tables of our own |
+//! | `best_fixed` | what chooses its method by itself, beside the best of the others |
 //! | `error` | why a bench failed |
 
 #![forbid(unsafe_code)]
 
+mod best_fixed;
 mod built_in;
 mod cell;
 mod certificates;
+mod during;
 pub mod error;
 mod figures;
 mod held_memory;
+mod joined;
 mod journal;
 mod link;
 mod machine;
@@ -42,11 +47,10 @@ use std::time::Duration;
 
 use clap::Args;
 use hotlift::Address;
-use hotlift_console::args::{GuestArgs, GuestChoice, RamBackend, ram, size};
+use hotlift_console::args::{Fill, GuestArgs, GuestChoice, RamBackend, ram, size};
 use hotlift_console::error::ConsoleError;
 use hotlift_console::output::{self, complain};
 use hotlift_console::output_file;
-use hotlift_console::pair::Place;
 use hotlift_console::progress::bytes;
 use hotlift_console::security::SecurityArgs;
 use hotlift_console::signals::Interrupt;
@@ -55,6 +59,7 @@ use hotlift_vmm::layout::MAX_VCPUS;
 use crate::error::BenchError;
 use cell::Cell;
 use certificates::Certificates;
+use joined::Joined;
 use journal::Journal;
 use link::Link;
 use matrix::MatrixArgs;
@@ -72,10 +77,13 @@ const RAM: u64 = 1 << 30;
 /// Flags of `bench`.
 #[derive(Debug, Args)]
 pub struct BenchArgs {
-    /// Reproduce a published table instead of the matrix, or all of them
+    /// Reproduce a published table instead of the matrix, or all of them; or run a table of our own
     #[arg(long, value_name = "NAME", value_parser = suite::choose, conflicts_with_all = ["methods",
           "levels", "channels", "zero_pages", "bandwidths", "workloads", "zero_shares", "zero_touched"])]
     suite: Option<Choice>,
+    /// Run only those cells whose line of --dry-run has this text; repeatable
+    #[arg(long, value_name = "TEXT", hide_short_help = true)]
+    only: Vec<String>,
     /// Run each cell so often
     #[arg(long, value_name = "N", default_value_t = 3,
           value_parser = clap::value_parser!(u32).range(1..))]
@@ -103,9 +111,13 @@ pub struct BenchArgs {
     /// repeatable
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     kept: Vec<PathBuf>,
-    /// Limit the link on this machine by network namespaces (root), as in 1gbit or 200mbit,2ms
-    #[arg(long, value_name = "RATE[,DELAY]", conflicts_with = "to")]
+    /// Limit the link on this machine by network namespaces (root), as in 1gbit or 200mbit,2ms; with other
+    /// rates at a time after the request to migrate, as in 10gbit,500mbit@1s
+    #[arg(long, value_name = "RATE[,DELAY][,RATE@TIME]", conflicts_with = "to")]
     link: Option<Link>,
+    /// Have a busy thread take a core so long after the request to migrate
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, hide_short_help = true)]
+    neighbour: Option<Duration>,
     /// End a run that takes longer
     #[arg(long, value_name = "SECONDS", default_value_t = 600, hide_short_help = true,
           value_parser = clap::value_parser!(u64).range(1..))]
@@ -183,10 +195,11 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
         return dry_run(args, &all, remote.is_none());
     }
     let out = args.out.as_deref().unwrap_or(Path::new(OUT));
-    let joined = args.link.as_ref().map(Link::set_up).transpose()?;
-    let mut cells = parts.iter().flat_map(|(_, cells)| cells);
-    let certificates = cells
-        .any(|cell| certificates::wants(&cell.migration))
+    let any = |wants: fn(&Cell) -> bool| parts.iter().any(|(_, cells)| cells.iter().any(wants));
+    let joined = any(|cell| cell.link.is_some())
+        .then(Joined::make)
+        .transpose()?;
+    let certificates = any(|cell| certificates::wants(&cell.migration))
         .then(Certificates::make)
         .transpose()?;
     let mut bench = Bench {
@@ -194,12 +207,8 @@ pub fn run(args: &BenchArgs) -> Result<(), BenchError> {
         seed: args.seed,
         repeats: args.repeats,
         limit: Duration::from_secs(args.time_limit),
-        place: Place {
-            security: args.security.given_to_others(),
-            ..joined
-                .as_ref()
-                .map_or_else(Place::default, |joined| joined.place())
-        },
+        security: args.security.given_to_others(),
+        joined,
         remote,
         qemu,
         certificates,
@@ -248,14 +257,41 @@ fn cells(
         Some(suite) => suite.cells(&base, &args.matrix)?,
         None => args.matrix.cells(&base)?,
     };
+    if args.link.is_some()
+        && let Some(suite) = suite
+        && cells.iter().any(|cell| cell.link.is_some())
+    {
+        return Err(suite.sets_itself("--link", "link"));
+    }
     for cell in &mut cells {
         cell.guest.check()?;
-        cell.link = args.link.as_ref().map(Link::text);
+        cell.link = cell.link.take().or_else(|| args.link.clone());
+        cell.neighbour = cell.neighbour.or(args.neighbour);
     }
-    match beside_qemu {
-        true => Ok(matrix::beside_qemu(cells, args.relays)?),
-        false => Ok(cells),
+    if beside_qemu {
+        cells = matrix::beside_qemu(cells, args.relays)?;
     }
+    only(&args.only, cells)
+}
+
+/// Those of `cells` whose line has one of `texts`; all if there are none.
+fn only(texts: &[String], mut cells: Vec<Cell>) -> Result<Vec<Cell>, BenchError> {
+    if !texts.is_empty() {
+        let lines = lines(&cells)?;
+        let mut is_wanted = lines
+            .iter()
+            .map(|line| texts.iter().any(|text| line.contains(text.as_str())));
+        cells.retain(|_| is_wanted.next().unwrap_or(false));
+    }
+    Ok(cells)
+}
+
+/// What tells each cell from the others.
+fn lines(cells: &[Cell]) -> Result<Vec<String>, BenchError> {
+    let rows = cells.iter().map(Cell::row).collect::<Result<Vec<_>, _>>()?;
+    let labels = table::Labels::of(&rows);
+    let line = |row: &record::Row| labels.text(row, row.who());
+    Ok(rows.iter().map(line).collect())
 }
 
 /// The guest that every cell changes something of.
@@ -280,7 +316,7 @@ fn base(args: &BenchArgs, suite: Option<&Suite>) -> Result<GuestArgs, BenchError
         workload: hotlift_vmm::workload::Workload::Idle,
         rate: args.rate,
         working_set: args.working_set,
-        fill: None,
+        fill: Fill::Generated,
         zero_share: None,
         zero_touched: args.zero_touched,
         seed: args.seed,
@@ -288,14 +324,8 @@ fn base(args: &BenchArgs, suite: Option<&Suite>) -> Result<GuestArgs, BenchError
 }
 
 fn dry_run(args: &BenchArgs, cells: &[Cell], here: bool) -> Result<(), BenchError> {
-    let rows = cells.iter().map(Cell::row).collect::<Result<Vec<_>, _>>()?;
-    let labels = table::Labels::of(&rows);
-    for (cell, row) in cells.iter().zip(&rows) {
-        say(format!(
-            "{}: {}",
-            labels.text(row, row.who()),
-            bytes(cell.memory(here))
-        ))?;
+    for (cell, line) in cells.iter().zip(lines(cells)?) {
+        say(format!("{line}: {}", bytes(cell.memory(here))))?;
     }
     let most = cells.iter().map(|cell| cell.memory(here)).max();
     say(format!(

@@ -1,10 +1,8 @@
 //! The matrix: every combination of what was listed for each axis.
 
-use std::path::{Path, PathBuf};
-
 use clap::Args;
 use hotlift::options::{OptionError, Role, option};
-use hotlift_console::args::{GuestArgs, GuestChoice, share};
+use hotlift_console::args::{Fill, GuestArgs, GuestChoice, share};
 use hotlift_console::migration_args::MigrationArgs;
 use hotlift_vmm::GuestKind;
 use hotlift_vmm::workload::Workload;
@@ -65,14 +63,15 @@ pub struct MatrixArgs {
         default_value = "idle"
     )]
     workloads: Vec<Workload>,
-    /// Folders or memory images that RAM is filled with; "generated" is a generated mix
+    /// Folders or memory images that RAM is filled with; "generated" is a mix as of a server, "mixed" text and
+    /// random bytes in turn
     #[arg(
         long = "fill",
         value_name = "PATHS",
         value_delimiter = ',',
         default_value = "generated"
     )]
-    fills: Vec<PathBuf>,
+    fills: Vec<Fill>,
     /// Shares of pages that stay zero, 0 to 1 [default: 0.25; of an image those that it has]
     #[arg(
         long = "zero-share",
@@ -131,6 +130,7 @@ impl MatrixArgs {
                     guest: guest.clone(),
                     migration: migration.clone(),
                     link: None,
+                    neighbour: None,
                 };
                 add_new(&mut cells, cell)?;
             }
@@ -178,8 +178,13 @@ impl MatrixArgs {
     }
 
     /// The first of the fills, as a suite takes it.
-    pub fn fill(&self) -> Option<PathBuf> {
-        self.fills.first().cloned().filter(|fill| is_a_path(fill))
+    pub fn fill(&self) -> Fill {
+        self.fills.first().cloned().unwrap_or(Fill::Generated)
+    }
+
+    /// The first of the fills that is a file.
+    pub fn image(&self) -> Option<Fill> {
+        self.fills.iter().find(|fill| fill.is_file()).cloned()
     }
 
     /// The first of the guests.
@@ -194,7 +199,7 @@ impl MatrixArgs {
             guest.workload = *workload;
         });
         guests = each(&guests, &self.fills, |guest, fill| {
-            guest.fill = Some(fill.clone()).filter(|fill| is_a_path(fill));
+            guest.fill = fill.clone();
         });
         match self.zero_shares.as_slice() {
             [] => guests,
@@ -230,12 +235,8 @@ impl MatrixArgs {
     }
 }
 
-fn is_a_path(fill: &Path) -> bool {
-    fill.as_os_str() != "generated"
-}
-
 /// `bases`, each once with each of `values`.
-fn each<T: Clone, V>(bases: &[T], values: &[V], set: impl Fn(&mut T, &V)) -> Vec<T> {
+pub fn each<T: Clone, V>(bases: &[T], values: &[V], set: impl Fn(&mut T, &V)) -> Vec<T> {
     let mut all = Vec::new();
     for base in bases {
         for value in values {

@@ -12,6 +12,8 @@ use hotlift_console::error::ConsoleError;
 use hotlift_console::events::{Filling, Moment};
 use serde::{Deserialize, Serialize};
 
+use super::link::Link;
+
 /// One run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
@@ -51,6 +53,9 @@ pub struct Row {
     pub max_bandwidth: u64,
     /// Limit of the link itself, as typed ("1gbit"); `None` if nothing was limited.
     pub link: Option<String>,
+    /// From when on a busy thread took a core, after the request to migrate ("2s").
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub neighbour: Option<String>,
     /// The guest.
     pub guest: GuestRow,
     /// Every other option that was given, by name, as typed.
@@ -258,6 +263,22 @@ impl Row {
         self.engine != Engine::Qemu
     }
 
+    /// Whether `other` is of the same guest in the same circumstances: they differ in how they migrate. A QEMU's guest is
+    /// of another kind than Hotlift's, and that alone makes no other work.
+    pub fn stands_beside(&self, other: &Self) -> bool {
+        fn wire(row: &Row) -> (&Option<String>, u64, &Option<String>) {
+            (&row.link, row.max_bandwidth, &row.neighbour)
+        }
+        let mut guest = other.guest.clone();
+        guest.kind.clone_from(&self.guest.kind);
+        wire(self) == wire(other) && self.guest == guest
+    }
+
+    /// The link, if it was limited.
+    pub fn link(&self) -> Option<Link> {
+        self.link.as_ref()?.parse().ok()
+    }
+
     /// "zstd 1", "none".
     pub fn method_and_level(&self) -> String {
         match self.level {
@@ -304,6 +325,7 @@ pub mod tests {
                 zero_page_detection: "multifd".to_owned(),
                 max_bandwidth: 0,
                 link: None,
+                neighbour: None,
                 guest: GuestRow {
                     kind: "kvm".to_owned(),
                     vcpus: 1,

@@ -13,6 +13,8 @@ use hotlift_console::signals::Interrupt;
 use super::built_in;
 use super::cell::Cell;
 use super::certificates::{self, Certificates};
+use super::during::During;
+use super::joined::Joined;
 use super::journal::Journal;
 use super::machine;
 use super::qemu::Program;
@@ -31,8 +33,10 @@ pub struct Bench<'a> {
     pub repeats: u32,
     /// How long a run may take.
     pub limit: Duration,
-    /// Where the two sides are.
-    pub place: Place,
+    /// Names and values of options that say how both sides go about TLS.
+    pub security: Vec<(String, String)>,
+    /// The two namespaces of cells with a link.
+    pub joined: Option<Joined>,
     /// The other host, if the destination is there.
     pub remote: Option<RemoteHost>,
     /// The QEMU of cells that are QEMU's.
@@ -60,16 +64,18 @@ impl Bench<'_> {
         let mut said: BTreeMap<usize, String> = BTreeMap::new();
         let mut records = Vec::new();
         for repeat in 1..=self.repeats {
-            let mut order: Vec<usize> = (0..cells.len()).collect();
-            // A drift of the machine then favours no cell.
-            random.shuffle(&mut order);
-            for index in order {
+            for index in order(&rows, &mut random) {
                 let label = labels.text(&rows[index], rows[index].who());
                 display.begin(index, &label);
                 let time = now();
                 let machine = self.machine(&cells[index]);
                 let started = Instant::now();
-                let outcome = self.run_cell(&cells[index], &mut |moment| display.moment(moment))?;
+                let mut during = self.prepare(&cells[index])?;
+                let outcome = self.run_cell(&cells[index], &mut |moment| {
+                    during.begin(Duration::from_secs_f64(moment.elapsed_ms.max(0.0) / 1e3));
+                    display.moment(moment);
+                })?;
+                drop(during);
                 if self.interrupt.is_raised() {
                     display.clear();
                     return Ok(records);
@@ -119,6 +125,24 @@ impl Bench<'_> {
         }
     }
 
+    /// Shapes the link of `cell` as it begins.
+    fn prepare(&self, cell: &Cell) -> Result<During, BenchError> {
+        let ends = self.joined.as_ref().map(Joined::ends);
+        if let (Some(ends), Some(link)) = (&ends, &cell.link) {
+            ends.shape(link)?;
+        }
+        Ok(During::of(cell, ends))
+    }
+
+    /// Where the two sides of `cell` are.
+    fn place(&self, cell: &Cell) -> Place {
+        let joined = self.joined.as_ref().filter(|_| cell.link.is_some());
+        Place {
+            security: self.security.clone(),
+            ..joined.map_or_else(Place::default, Joined::place)
+        }
+    }
+
     fn run_cell(&self, cell: &Cell, tell: &mut dyn FnMut(&Moment)) -> Result<Outcome, BenchError> {
         let (needed, free) = (cell.memory(self.remote.is_none()), machine::available());
         if needed > free {
@@ -138,24 +162,49 @@ impl Bench<'_> {
                     .to_owned(),
             });
         }
+        if cell.link.is_some() && self.remote.is_some() {
+            return Ok(Outcome::Skipped {
+                reason: "its link is made on one host: leave out --to".to_owned(),
+            });
+        }
+        let place = &self.place(cell);
         match (cell.engine, &self.qemu) {
             (Engine::Hotlift, _) => built_in::run(
                 &certificates.map_or_else(|| cell.clone(), |some| some.fill_in(cell)),
-                &self.place,
+                place,
                 self.remote.as_ref(),
                 self.limit,
                 self.interrupt,
                 tell,
             ),
             (_, Some(program)) => {
-                let (place, limit) = (&self.place, self.limit);
-                Ok(program.run(cell, place, certificates, limit, self.interrupt, tell))
+                Ok(program.run(cell, place, certificates, self.limit, self.interrupt, tell))
             }
             (_, None) => Ok(Outcome::Skipped {
                 reason: "no QEMU was given: use --with-qemu".to_owned(),
             }),
         }
     }
+}
+
+/// In which order `rows` run in a turn. Rows of the same guest over the same link follow each other, since they are
+/// compared: a drift of the machine is then the same for all of them, and as their order is random, favours none.
+fn order(rows: &[Row], random: &mut fastrand::Rng) -> Vec<usize> {
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    for (i, row) in rows.iter().enumerate() {
+        match groups
+            .iter_mut()
+            .find(|group| rows[group[0]].stands_beside(row))
+        {
+            Some(group) => group.push(i),
+            None => groups.push(vec![i]),
+        }
+    }
+    random.shuffle(&mut groups);
+    for group in &mut groups {
+        random.shuffle(group);
+    }
+    groups.concat()
 }
 
 /// UTC, as RFC 3339 has it.
@@ -281,7 +330,31 @@ fn mean_of(times: &[Duration]) -> Option<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::record::tests::example;
     use super::*;
+
+    #[test]
+    fn rows_that_are_compared_follow_each_other_in_a_random_order() {
+        let row = |rate: u64, method: usize| Row {
+            link: Some(format!("{rate}gbit")),
+            method: method.to_string(),
+            ..example().row
+        };
+        let rows: Vec<Row> = (0..4)
+            .flat_map(|method| [1, 2, 3].map(|rate| row(rate, method)))
+            .collect();
+        let mut random = fastrand::Rng::with_seed(1);
+        let orders = [(); 2].map(|()| order(&rows, &mut random));
+        assert_ne!(orders[0], orders[1]);
+        for order in orders {
+            for group in order.chunks(4) {
+                assert!(group.iter().all(|i| rows[*i].link == rows[group[0]].link));
+            }
+            let mut all = order;
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..12));
+        }
+    }
 
     #[test]
     fn the_time_left_is_that_of_the_runs_left_by_what_each_cell_took() {

@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 use std::fmt::{self, Display, Formatter};
 
-use hotlift_console::progress::bytes;
+use hotlift_console::progress::{bytes, rounded};
 use hotlift_console::table::{align, align_with_words};
 use hotlift_console::width;
 
 use super::figures::{self, Figure};
 use super::record::{Completed, Engine, GuestRow, Outcome, Record, Row, whos};
+use super::report::{neighbour, rate};
 
 /// A table for the terminal and for the report.
 pub struct Grid {
@@ -119,6 +120,13 @@ impl Labels {
         options
     }
 
+    /// In which circumstances it migrates, and what, as far as that is not the same everywhere.
+    pub fn circumstances(&self, row: &Row) -> String {
+        let mut words = self.words(row, About::Wire, true);
+        words.extend(self.work(row));
+        words.join(", ")
+    }
+
     /// What migrates, as far as that is not the same everywhere.
     pub fn work(&self, row: &Row) -> Vec<String> {
         self.words(row, About::Work, true)
@@ -167,6 +175,7 @@ fn parts(row: &Row) -> Vec<(About, Option<String>)> {
         (About::Way, Some(guest.kind.clone())),
         (About::Wire, Some(bandwidth)),
         (About::Wire, Some(link.unwrap_or_default())),
+        (About::Wire, Some(neighbour(row).unwrap_or_default())),
         (About::Work, Some(format!("{} vCPU", guest.vcpus))),
         (About::Work, Some(bytes(guest.ram_bytes))),
         (About::Work, Some(guest.fill.clone())),
@@ -285,8 +294,10 @@ fn rows<'a>(records: impl IntoIterator<Item = &'a Record>) -> Vec<Row> {
             guest.zero_share.map(f64::to_bits),
             guest.zero_touched,
             (guest.rate, guest.working_set),
-            row.link.clone(),
-            row.max_bandwidth.wrapping_sub(1),
+            // A wire without limit is the fastest, whichever way it is said.
+            rate(row).map_or(u64::MAX, rounded),
+            (row.link.clone(), row.neighbour.clone()),
+            row.max_bandwidth,
         );
         let way = (
             row.method != "none",

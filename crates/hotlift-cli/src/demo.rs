@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use hotlift::Options;
 use hotlift::options::OptionError;
-use hotlift_console::args::GuestArgs;
+use hotlift_console::args::{Fill, GuestArgs};
 use hotlift_console::error::ConsoleError;
 use hotlift_console::events::Filling;
 use hotlift_console::migration_args::{MigrationArgs, RoleArgs, role};
@@ -120,12 +120,8 @@ fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionEr
 fn heading(args: &DemoArgs, kind: GuestKind, filling: Option<Filling>) -> String {
     let guest = &args.guest;
     let settings = guest.settings();
-    let fill = guest
-        .fill
-        .as_ref()
-        .map_or("a generated mix".to_owned(), |folder| {
-            folder.display().to_string()
-        });
+    let fill = guest.fill.to_string();
+    let fill = Fill::words(&fill);
     format!(
         "{kind} guest, {vcpus} vCPU, {ram} of RAM filled with {fill}{zero}, \
          workload {workload} at {rate} pages/s in {working_set}",

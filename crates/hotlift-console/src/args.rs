@@ -1,6 +1,8 @@
 //! Flags that describe a built-in guest and what its memory holds.
 
-use std::path::{Path, PathBuf};
+use std::ffi::OsString;
+use std::fmt::{self, Display, Formatter};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -45,9 +47,9 @@ pub struct GuestArgs {
     #[arg(long, value_name = "SIZE", value_parser = size, hide_short_help = true)]
     pub working_set: Option<u64>,
     /// Fill RAM with this file, page by page as of a memory image, or with the files of this folder; .zst
-    /// files are unpacked [default: a generated mix]
-    #[arg(long, value_name = "PATH")]
-    pub fill: Option<PathBuf>,
+    /// files are unpacked. "generated" is a mix as of a server, "mixed" text and random bytes in turn
+    #[arg(long, value_name = "PATH", default_value = "generated")]
+    pub fill: Fill,
     /// Share of pages that stay zero, 0 to 1 [default: 0.25; of a file those that it has]
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub zero_share: Option<f64>,
@@ -57,6 +59,56 @@ pub struct GuestArgs {
     /// Start of all random numbers
     #[arg(long, value_name = "N", default_value_t = 1, hide_short_help = true)]
     pub seed: u64,
+}
+
+/// `--fill`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fill {
+    /// "generated": [`FillSource::Generated`].
+    Generated,
+    /// "mixed": [`FillSource::Mixed`].
+    Mixed,
+    /// A folder or a file; one with the name of another fill is `./NAME`.
+    Path(PathBuf),
+}
+
+impl From<OsString> for Fill {
+    fn from(text: OsString) -> Self {
+        match text.to_str() {
+            Some("generated") => Self::Generated,
+            Some("mixed") => Self::Mixed,
+            _ => Self::Path(text.into()),
+        }
+    }
+}
+
+/// As it is typed.
+impl Display for Fill {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Generated => f.write_str("generated"),
+            Self::Mixed => f.write_str("mixed"),
+            Self::Path(path) => path.display().fmt(f),
+        }
+    }
+}
+
+impl Fill {
+    /// Whether it is a file, page by page, unless a share of zero pages is given.
+    #[must_use]
+    pub fn is_file(&self) -> bool {
+        matches!(self, Self::Path(path) if path.is_file())
+    }
+
+    /// In words, from what [`Display`] writes.
+    #[must_use]
+    pub fn words(text: &str) -> &str {
+        match text {
+            "generated" => "a generated mix",
+            "mixed" => "text and random bytes in turn",
+            path => path,
+        }
+    }
 }
 
 /// `--guest`.
@@ -95,7 +147,7 @@ impl GuestArgs {
     /// # Errors
     /// The path that cannot be looked at.
     pub fn check_fill(&self) -> Result<(), ConsoleError> {
-        let Some(path) = &self.fill else {
+        let Fill::Path(path) = &self.fill else {
             return Ok(());
         };
         match std::fs::metadata(path) {
@@ -144,16 +196,17 @@ impl GuestArgs {
 
     /// Share of pages that stay zero beside those of the fill; `None` if that is a file, whose own are meant.
     pub fn zero_share(&self) -> Option<f64> {
-        let is_image = self.fill.as_deref().is_some_and(Path::is_file);
-        self.zero_share.or((!is_image).then_some(ZERO_SHARE))
+        self.zero_share
+            .or((!self.fill.is_file()).then_some(ZERO_SHARE))
     }
 
     /// What RAM holds before the start.
     pub fn fill_settings(&self) -> FillSettings {
         let source = match (&self.fill, self.zero_share()) {
-            (None, _) => FillSource::Generated,
-            (Some(file), None) => FillSource::Image(file.clone()),
-            (Some(path), Some(_)) => FillSource::Folder(path.clone()),
+            (Fill::Generated, _) => FillSource::Generated,
+            (Fill::Mixed, _) => FillSource::Mixed,
+            (Fill::Path(file), None) => FillSource::Image(file.clone()),
+            (Fill::Path(path), Some(_)) => FillSource::Folder(path.clone()),
         };
         FillSettings {
             source,
@@ -177,13 +230,9 @@ impl GuestArgs {
             format!("--workload={}", self.workload.name()),
             format!("--rate={}", self.rate),
             format!("--seed={}", self.seed),
+            format!("--fill={}", self.fill),
         ];
         flags.extend(self.working_set.map(|size| format!("--working-set={size}")));
-        flags.extend(
-            self.fill
-                .iter()
-                .map(|dir| format!("--fill={}", dir.display())),
-        );
         flags.extend(self.zero_share.map(|share| format!("--zero-share={share}")));
         flags.extend(self.zero_touched.then(|| "--zero-touched".to_owned()));
         flags

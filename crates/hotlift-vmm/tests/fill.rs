@@ -118,6 +118,56 @@ fn a_generated_fill_compresses_as_a_server_does() {
     assert!((200..400).contains(&percent), "ratio {percent} %");
 }
 
+/// Pages of text and of what does not compress, told apart by their ratios.
+#[test]
+fn a_mixed_fill_is_half_text_and_half_incompressible_in_runs() {
+    let settings = FillSettings {
+        source: FillSource::Mixed,
+        ..generated(0.0)
+    };
+    // As large as runs of all lengths are, several times over.
+    let layout = Layout::new(256 << 20, 1, Some(64 << 10)).unwrap();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    write_fill(file.path(), &layout, &settings).unwrap();
+    let bytes = fs::read(file.path()).unwrap();
+    let is_text = |page: &&[u8]| page.iter().all(u8::is_ascii);
+    let pages: Vec<&[u8]> = bytes.chunks(PAGE_SIZE).skip(16).collect();
+    let (text, noise): (Vec<&[u8]>, Vec<&[u8]>) = pages.iter().partition(|page| is_text(page));
+    let percent = text.len() * 100 / pages.len();
+    assert!((40..=60).contains(&percent), "{percent} % of text");
+    // By packets, as they are sent.
+    let ratio = |pages: &[&[u8]]| {
+        let packed = |packet: &[&[u8]]| {
+            zstd::encode_all(packet.concat().as_slice(), 1)
+                .unwrap()
+                .len()
+        };
+        pages.len() * PAGE_SIZE * 100 / pages.chunks(128).map(packed).sum::<usize>()
+    };
+    let (text, noise) = (ratio(&text[..4096]), ratio(&noise[..4096]));
+    assert!((250..=350).contains(&text), "ratio of text {text} %");
+    assert!(noise <= 100, "ratio of the rest {noise} %");
+    let runs: Vec<usize> = pages
+        .chunk_by(|a, b| is_text(a) == is_text(b))
+        .map(<[_]>::len)
+        .collect();
+    let of =
+        |lengths: std::ops::Range<usize>| runs.iter().filter(|run| lengths.contains(run)).count();
+    let (short, middle, long) = (of(16..64), of(64..512), of(512..4096));
+    assert!(short.min(middle).min(long) > runs.len() / 6, "{runs:?}");
+    assert!(
+        runs[..runs.len() - 1]
+            .iter()
+            .all(|run| (16..4096).contains(run))
+    );
+    let other = tempfile::NamedTempFile::new().unwrap();
+    write_fill(other.path(), &layout, &settings).unwrap();
+    assert!(
+        bytes == fs::read(other.path()).unwrap(),
+        "a seed fills the same"
+    );
+}
+
 /// An image of so many pages: each fourth is zero, and the others say which they are.
 fn image(pages: usize) -> Vec<u8> {
     (0..pages)

@@ -189,6 +189,7 @@ mod tests {
             guest: Line::parse_from([&"t"].into_iter().chain(flags)).guest,
             migration,
             link: None,
+            neighbour: None,
         }
     }
 

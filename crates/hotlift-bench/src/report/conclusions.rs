@@ -8,6 +8,7 @@ use super::Chapter;
 use super::group::{Series, rate_text};
 use super::pictures::{Crossover, seconds};
 use super::tables;
+use crate::best_fixed;
 use crate::record::{Completed, Engine, Record};
 use crate::stats;
 use crate::table::{Grid, pairs};
@@ -29,6 +30,9 @@ pub fn of(
                 li { "Fastest, by wire: " (fastest(crossover)) "." }
             } @else if let Some(fastest) = fastest_of_one(chapters) {
                 li { "Fastest: " (fastest) "." }
+            }
+            @for chapter in chapters {
+                @for line in best_fixed::conclusions(chapter.records) { li { (line) "." } }
             }
             li { (completed(records)) "." }
         }

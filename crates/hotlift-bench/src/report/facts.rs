@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
+use hotlift_console::args::Fill;
 use hotlift_console::progress::bytes;
 use maud::{Markup, html};
 
-use super::group::fill;
 use super::tables::details;
 use crate::record::{Completed, Record};
 use crate::stats;
@@ -90,7 +90,10 @@ fn memory(record: &Record) -> String {
     };
     let counted = record.completed().and_then(|run| run.filled);
     let zero = counted.map_or_else(|| zero_share(guest), |filled| filled.text());
-    format!("filled with {}, {zero} ({touched})", fill(&guest.fill))
+    format!(
+        "filled with {}, {zero} ({touched})",
+        Fill::words(&guest.fill)
+    )
 }
 
 /// What the figures mean.

@@ -1,7 +1,8 @@
 //! Runs put together: repeats of one row, rows that differ in how they migrate alone.
 
+use hotlift_console::args::Fill;
+
 use crate::figures::{self, Figure};
-use crate::link::Link;
 use crate::record::{Completed, Engine, Outcome, Record, Row};
 use crate::stats::Spread;
 use crate::table::{Labels, channels, series, zero_share};
@@ -104,6 +105,14 @@ impl<'a> Condition<'a> {
         self.series.first().and_then(|series| rate(&series.row))
     }
 
+    /// Whether nothing changes on the way: neither the link's rate, nor who takes the cores.
+    pub fn is_steady(&self) -> bool {
+        self.series.first().is_some_and(|series| {
+            let link = series.row.link();
+            series.row.neighbour.is_none() && link.is_none_or(|link| link.changes().is_empty())
+        })
+    }
+
     /// CPU of source and destination per GiB, and of which GiB.
     pub fn cpu(&self) -> ([Figure; 2], &'static str) {
         cpu(self.series.iter().flat_map(Series::completed))
@@ -118,7 +127,7 @@ impl<'a> Condition<'a> {
                 link: a.link.clone(),
                 ..b
             };
-            is_the_same_work(&a, &b)
+            a.stands_beside(&b)
         })
     }
 }
@@ -139,14 +148,25 @@ pub fn cpu<'a>(mut runs: impl Iterator<Item = &'a Completed>) -> ([Figure; 2], &
 
 /// The link's rate in bytes a second; `None` without limit.
 pub fn rate(row: &Row) -> Option<f64> {
-    let link = row.link.as_deref().and_then(|link| {
-        let link: Link = link.parse().ok()?;
-        Some(link.bytes_per_second())
-    });
+    let link = row.link().and_then(|link| Some(link.rate()? as f64 / 8.0));
     match (link, row.max_bandwidth) {
         (link, 0) => link,
         (link, limit) => Some(link.map_or(limit as f64, |link| link.min(limit as f64))),
     }
+}
+
+/// "1 Gbit/s", "10 Gbit/s, 500 Mbit/s from 1s", and who takes a core.
+pub fn wire_text(row: &Row) -> String {
+    let link = row.link().filter(|link| !link.changes().is_empty());
+    let mut words = vec![link.map_or_else(|| rate_text(rate(row)), |link| link.words())];
+    words.extend(neighbour(row));
+    words.join("; ")
+}
+
+/// "a neighbour takes a core from 2s".
+pub fn neighbour(row: &Row) -> Option<String> {
+    let at = row.neighbour.as_ref()?;
+    Some(format!("a neighbour takes a core from {at}"))
 }
 
 /// "1 Gbit/s", or "no limit".
@@ -187,24 +207,9 @@ pub fn guest(row: &Row) -> String {
         guest.kind,
         guest.vcpus,
         hotlift_console::progress::bytes(guest.ram_bytes),
-        fill(&guest.fill),
+        Fill::words(&guest.fill),
         zero_share(guest),
     )
-}
-
-/// What RAM was filled with, in words.
-pub fn fill(fill: &str) -> &str {
-    match fill {
-        "generated" => "a generated mix",
-        folder => folder,
-    }
-}
-
-/// A QEMU's guest is of another kind than Hotlift's, and that alone makes no other work.
-fn is_the_same_work(a: &Row, b: &Row) -> bool {
-    let mut guest = b.guest.clone();
-    guest.kind.clone_from(&a.guest.kind);
-    (&a.link, a.max_bandwidth, &a.guest) == (&b.link, b.max_bandwidth, &guest)
 }
 
 /// Records of one chapter, by wire and guest.
@@ -218,13 +223,13 @@ pub fn conditions(records: &[Record]) -> Vec<Condition<'_>> {
         let row = &series.row;
         let same = |condition: &&mut Condition<'_>| {
             let first = condition.series.first();
-            first.is_some_and(|other| is_the_same_work(&other.row, row))
+            first.is_some_and(|other| other.row.stands_beside(row))
         };
         if let Some(condition) = all.iter_mut().find(same) {
             condition.series.push(series);
             continue;
         }
-        let mut title = vec![format!("Wire: {}", rate_text(rate(row)))];
+        let mut title = vec![format!("Wire: {}", wire_text(row))];
         title.extend(labels.work(row));
         let mut note = vec![guest(row)];
         note.extend(labels.common_way(row));

@@ -2,6 +2,7 @@
 //!
 //! | file | subject |
 //! |---|---|
+//! | `choices` | which methods were chosen, over time |
 //! | `conclusions` | what the runs come to, and what was not possible |
 //! | `facts` | what ran where, and what the figures are |
 //! | `group` | runs put together: repeats, and rows of the same work |
@@ -18,6 +19,7 @@
 //! Pictures are drawn here and not by a chart crate: those bring fonts and a raster, and their words are SVG, which
 //! does not wrap in a narrow window.
 
+mod choices;
 mod conclusions;
 mod facts;
 mod group;
@@ -29,8 +31,8 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::record::Record;
 use super::suite::{self, Suite};
-pub use group::fill;
 use group::{Condition, Series, conditions};
+pub use group::{neighbour, rate, rate_text};
 
 /// A page that runs nothing, and fetches nothing.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'";
@@ -170,6 +172,7 @@ fn machine(records: &[Record], number: usize) -> Markup {
                 }
             }
         }
+        (choices::of(&chapters, &format!("m{number}-choices")))
         @if let Some(timeline) = pictures::timeline(records, &format!("m{number}-timeline")) {
             section { h2 { "One migration, round by round" } (timeline) }
         }

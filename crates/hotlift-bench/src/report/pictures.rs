@@ -6,6 +6,7 @@ use maud::{Markup, html};
 use super::group::{self, Condition, Series, cpu, rate_text};
 use super::plot::{Axis, Bar, Line, Part, Plot, bars, legend, lines};
 use super::tables;
+use crate::best_fixed::AUTO;
 use crate::figures::{self, Figure};
 use crate::record::{Engine, Record};
 use crate::table::Grid;
@@ -92,6 +93,8 @@ pub struct Way<'a> {
     method: &'a str,
     /// Who ran it.
     pub engine: Engine,
+    /// It chooses its method by itself: what the others are there for.
+    is_auto: bool,
     /// By rate, in bytes a second; without a limit where that is `None`.
     pub points: Vec<(Option<f64>, &'a Series<'a>)>,
 }
@@ -108,7 +111,8 @@ pub struct Crossover<'a> {
 /// For each guest that was migrated over several wires, the one over the most of them first.
 pub fn crossovers<'a>(conditions: &'a [Condition<'a>]) -> Vec<Crossover<'a>> {
     let mut guests: Vec<Vec<&Condition<'_>>> = Vec::new();
-    for condition in conditions {
+    // Where something changes on the way there is no rate to draw it at.
+    for condition in conditions.iter().filter(|condition| condition.is_steady()) {
         let same = |guest: &&mut Vec<&Condition<'_>>| guest[0].has_the_guest_of(condition);
         match guests.iter_mut().find(same) {
             Some(guest) => guest.push(condition),
@@ -136,12 +140,15 @@ fn crossover<'a>(guest: &[&'a Condition<'a>]) -> Crossover<'a> {
                         _ => series.name[series.who.len()..].trim_start(),
                     },
                     engine: series.row.engine,
+                    is_auto: series.row.method == AUTO,
                     points: vec![point],
                 }),
             }
         }
     }
     ways.retain(|way| way.points.len() > 1);
+    // The last line is drawn on top of the others.
+    ways.sort_by_key(|way| way.is_auto);
     let mut rates: Vec<_> = guest.iter().map(|condition| condition.rate()).collect();
     rates.dedup();
     Crossover {
@@ -197,6 +204,7 @@ impl Crossover<'_> {
                         .position(|method| *method == way.method)
                         .unwrap_or(0),
                     dashed: way.engine == Engine::Qemu,
+                    bold: way.is_auto,
                     points: points
                         .filter_map(|(rate, series)| Some((place(*rate), of(series)?)))
                         .collect(),
@@ -209,6 +217,7 @@ impl Crossover<'_> {
                 title: &format!("{title}, against the wire's rate"),
                 x: x(),
                 y: Axis::new(title, values.map(|point| point.1), true),
+                areas: &[],
                 lines: &all,
                 markers: true,
                 bands: &[],
@@ -342,6 +351,7 @@ pub fn timeline(records: &[Record], id: &str) -> Option<Markup> {
         name: name.to_owned(),
         colour,
         dashed: false,
+        bold: false,
         points: moments
             .iter()
             .map(|moment| (moment.elapsed_ms / 1e3, mib(figure(moment))))
@@ -355,7 +365,7 @@ pub fn timeline(records: &[Record], id: &str) -> Option<Markup> {
         "{}, {}, wire: {}; {}; {} rounds, {:.2} s, downtime {:.0} ms",
         record.row.method_and_level(),
         crate::table::channels(&record.row),
-        rate_text(group::rate(&record.row)),
+        group::wire_text(&record.row),
         group::guest(&record.row),
         run.source.rounds,
         run.source.total_ms / 1e3,
@@ -367,6 +377,7 @@ pub fn timeline(records: &[Record], id: &str) -> Option<Markup> {
         title: &format!("Pages left and bytes sent over time: {title}"),
         x: Axis::new("s since the request", std::iter::once(end), false),
         y: Axis::new("MiB", values.map(|point| point.1), false),
+        areas: &[],
         lines: &curves,
         markers: false,
         bands: &rounds(&moments, end),

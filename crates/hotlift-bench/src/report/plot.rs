@@ -88,7 +88,17 @@ pub struct Line {
     pub name: String,
     pub colour: usize,
     pub dashed: bool,
+    /// The one that the others are there for.
+    pub bold: bool,
     pub points: Vec<(f64, f64)>,
+}
+
+/// What lies between two lines over the same places.
+pub struct Area {
+    pub name: String,
+    pub colour: usize,
+    /// Place, lower and upper end.
+    pub points: Vec<(f64, f64, f64)>,
 }
 
 /// How an axis is divided.
@@ -165,6 +175,8 @@ pub struct Plot<'a> {
     pub title: &'a str,
     pub x: Axis,
     pub y: Axis,
+    /// Below the lines.
+    pub areas: &'a [Area],
     pub lines: &'a [Line],
     /// Whether points have markers.
     pub markers: bool,
@@ -198,6 +210,13 @@ pub fn lines(plot: &Plot<'_>) -> Markup {
         };
         points.map(step).collect::<String>()
     };
+    let outline = |area: &Area| {
+        let lower = area.points.iter().map(|(x, low, _)| (*x, *low));
+        let upper = area.points.iter().rev().map(|(x, _, high)| (*x, *high));
+        let corner = |(x, y)| format!("{:.1} {:.1}", across(x), up(y));
+        let corners: Vec<String> = lower.chain(upper).map(corner).collect();
+        format!("M{}z", corners.join("L"))
+    };
     let words = |line: &Line| {
         let values: Vec<String> = line.points.iter().map(|point| number(point.1)).collect();
         format!("{}: {}", line.name, values.join(", "))
@@ -224,8 +243,11 @@ pub fn lines(plot: &Plot<'_>) -> Markup {
                     text.soft x=(format!("{:.1}", across(*value))) y=(BOTTOM + 19.0) text-anchor="middle" { (text) }
                 }
                 text.soft x=(RIGHT) y=(BOTTOM + 39.0) text-anchor="end" { (plot.x.title) }
+                @for area in plot.areas {
+                    path.area d=(outline(area)) fill=(colour(area.colour)) { title { (area.name) } }
+                }
                 @for line in plot.lines {
-                    path.line d=(path(line)) fill="none" stroke=(colour(line.colour)) stroke-width="2.25"
+                    path.line d=(path(line)) fill="none" stroke=(colour(line.colour)) stroke-width=(width(line))
                         stroke-dasharray=[line.dashed.then_some("7 4")] {}
                     @if plot.markers {
                         @for point in &line.points {
@@ -238,15 +260,26 @@ pub fn lines(plot: &Plot<'_>) -> Markup {
                 @for line in legend {
                     li {
                         svg viewBox="0 0 36 14" aria-hidden="true" {
-                            path d="M0 7H36" stroke=(colour(line.colour)) stroke-width="2.25"
+                            path d="M0 7H36" stroke=(colour(line.colour)) stroke-width=(width(line))
                                 stroke-dasharray=[line.dashed.then_some("7 4")] {}
                             @if plot.markers { (marker(line, (18.0, 7.0), "")) }
                         }
                         (line.name)
                     }
                 }
+                // As they lie: the highest first.
+                @for area in plot.areas.iter().rev() {
+                    li { span.key style={ "background:" (colour(area.colour)) } {} (area.name) }
+                }
             }
         }
+    }
+}
+
+fn width(line: &Line) -> &'static str {
+    match line.bold {
+        true => "4.5",
+        false => "2.25",
     }
 }
 
@@ -340,6 +373,7 @@ mod tests {
             name: name.to_owned(),
             colour: 0,
             dashed: false,
+            bold: false,
             points: vec![(1.0, 1.0), (2.0, end)],
         };
         let all = [line("lower", 2.0), line("upper", 9.0)];
@@ -349,6 +383,7 @@ mod tests {
             title: "t",
             x: axis([1.0, 2.0]),
             y: axis([1.0, 9.0]),
+            areas: &[],
             lines: &all,
             markers: false,
             bands: &[],

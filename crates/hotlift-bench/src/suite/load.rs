@@ -11,6 +11,7 @@ use hotlift_vmm::workload::Workload;
 use serde::{Deserialize, Deserializer, de};
 
 use super::columns::Column;
+use super::sweep::Sweep;
 use crate::cell::with_method;
 use hotlift_console::migration_args::MigrationArgs;
 
@@ -35,8 +36,14 @@ pub struct Suite {
     /// What is shown of each run.
     pub columns: Vec<Column>,
     /// The table.
-    #[serde(rename = "block")]
+    #[serde(default, rename = "block")]
     pub blocks: Vec<Block>,
+    /// Or every combination of some lists.
+    #[serde(default, rename = "sweep")]
+    pub sweeps: Vec<Sweep>,
+    /// Whether it is left out of `--suite all`, since it takes hours.
+    #[serde(default)]
+    pub by_name_alone: bool,
     /// Published CPU time of each thread, in tables of their own.
     #[serde(default)]
     pub threads: Vec<ThreadTable>,
@@ -167,6 +174,12 @@ impl Suite {
     /// If it is none; with the row that is wrong.
     pub fn read(text: &str) -> Result<Self, SuiteError> {
         let suite: Self = toml::from_str(text)?;
+        for sweep in &suite.sweeps {
+            sweep.check().map_err(|source| SuiteError::Option {
+                row: sweep.title.clone(),
+                source,
+            })?;
+        }
         for (block, row) in suite.rows() {
             let name = || format!("{}, {}", block.title, row.name);
             let (figures, columns) = (row.published.len(), suite.columns.len());
@@ -220,11 +233,11 @@ fn check_options(block: &Block, row: &Published) -> Result<(), OptionError> {
     Ok(())
 }
 
-fn idle() -> Workload {
+pub fn idle() -> Workload {
     Workload::Idle
 }
 
-fn workload<'de, D: Deserializer<'de>>(text: D) -> Result<Workload, D::Error> {
+pub fn workload<'de, D: Deserializer<'de>>(text: D) -> Result<Workload, D::Error> {
     String::deserialize(text)?
         .parse()
         .map_err(de::Error::custom)

@@ -1,4 +1,4 @@
-//! The published tables, row by row, with our own figures beside theirs.
+//! The published tables, row by row, with our own figures beside theirs; and tables of our own.
 //!
 //! | file | subject |
 //! |---|---|
@@ -7,6 +7,7 @@
 //! | `columns` | figures of ours with the definitions of theirs |
 //! | `sheet` | a table with ours beside it |
 //! | `threads`, `counts` | what two of them show of their threads |
+//! | `sweep` | rows that are every combination of some lists |
 //! | `added_by_tls` | what rows with TLS take more than the same without |
 
 mod added_by_tls;
@@ -14,6 +15,7 @@ mod columns;
 mod counts;
 mod load;
 mod sheet;
+mod sweep;
 #[cfg(test)]
 mod tests;
 mod threads;
@@ -35,16 +37,17 @@ pub use load::Suite;
 use load::{Block, DEVICES, Published};
 
 /// The tables, in the order of `--suite all`.
-const FILES: [&str; 6] = [
+const FILES: [&str; 7] = [
     include_str!("../../suites/dsa.toml"),
     include_str!("../../suites/multithread.toml"),
     include_str!("../../suites/iaa.toml"),
     include_str!("../../suites/qat.toml"),
     include_str!("../../suites/legacy-rework.toml"),
     include_str!("../../suites/tls.toml"),
+    include_str!("../../suites/auto.toml"),
 ];
 
-static SUITES: LazyLock<[Suite; 6]> = LazyLock::new(|| {
+static SUITES: LazyLock<[Suite; 7]> = LazyLock::new(|| {
     FILES.map(|text| Suite::read(text).expect("it is compiled in, and a test reads it"))
 });
 
@@ -52,13 +55,15 @@ static SUITES: LazyLock<[Suite; 6]> = LazyLock::new(|| {
 #[derive(Debug, Clone)]
 pub struct Choice(pub Vec<&'static Suite>);
 
-/// The suite with this name, or all of them.
+/// The suite with this name, or all of them but those that are run by name alone.
 ///
 /// # Errors
 /// If there is none; with those that there are.
 pub fn choose(name: &str) -> Result<Choice, String> {
     match name {
-        "all" => Ok(Choice(SUITES.iter().collect())),
+        "all" => Ok(Choice(
+            SUITES.iter().filter(|suite| !suite.by_name_alone).collect(),
+        )),
         name => find(name)
             .map(|suite| Choice(vec![suite]))
             .map_err(|error| format!("{error}, all")),
@@ -155,13 +160,10 @@ impl Suite {
     /// If `--with` asks for what does not go together.
     pub fn cells(&self, base: &GuestArgs, matrix: &MatrixArgs) -> Result<Vec<Cell>, BenchError> {
         if let Some(option) = matrix.with_names().find(|name| self.sets(name)) {
-            return Err(BenchError::SuiteSets {
-                suite: self.name.clone(),
-                option,
-            });
+            return Err(self.sets_itself(&format!("--with {option}"), option));
         }
         let mut cells = Vec::new();
-        let mut left_out: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
+        let mut left_out: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for (block, row) in self.rows() {
             let guest = GuestArgs {
                 guest: matrix.guest(),
@@ -176,7 +178,7 @@ impl Suite {
                 Ok(None) => continue,
                 Err(why) => {
                     let why = why.to_string();
-                    left_out.entry(why).or_default().insert(&block.title);
+                    left_out.entry(why).or_default().insert(block.title.clone());
                     continue;
                 }
             };
@@ -189,8 +191,16 @@ impl Suite {
                     guest: guest.clone(),
                     migration,
                     link: None,
+                    neighbour: None,
                 };
                 add_new(&mut cells, cell)?;
+            }
+        }
+        for sweep in &self.sweeps {
+            let (all, missing) = sweep.cells(base, matrix)?;
+            cells.extend(all);
+            for (what, why) in missing {
+                left_out.entry(why).or_default().insert(what);
             }
         }
         for (why, titles) in left_out {
@@ -198,6 +208,15 @@ impl Suite {
             warn(format!("not run: {}: {why}", titles.join("; ")));
         }
         Ok(cells)
+    }
+
+    /// The error that `flag` is for `option`, which its rows set.
+    pub fn sets_itself(&self, flag: &str, option: &'static str) -> BenchError {
+        BenchError::SuiteSets {
+            suite: self.name.clone(),
+            option,
+            flag: flag.to_owned(),
+        }
     }
 
     /// Whether its rows set this option themselves. Whose devices they name is the host's.
@@ -209,6 +228,7 @@ impl Suite {
             || self
                 .rows()
                 .any(|(block, row)| block.options_of(row).any(is))
+            || self.sweeps.iter().any(|sweep| sweep.options().any(is))
     }
 }
 

@@ -2,12 +2,13 @@
 
 use std::fmt::{self, Display, Formatter};
 
+use hotlift_console::args::Fill;
 use hotlift_console::progress::bytes;
 
 use super::load::{Block, DEVICES, Published, Suite};
 use super::{added_by_tls, counts, is_of, is_simulated, threads};
+use crate::best_fixed;
 use crate::record::{Record, Row};
-use crate::report;
 use crate::stats;
 use crate::table::{Grid, Labels, is_the_same_work, pairs, series};
 
@@ -15,6 +16,8 @@ use crate::table::{Grid, Labels, is_the_same_work, pairs, series};
 pub struct Sheet {
     /// Who published it, where and when, and what it was measured on; or what it shows.
     pub heading: String,
+    /// What it comes to, a line each; nothing of a published table.
+    pub conclusions: Vec<String>,
     /// What differs here, a line each.
     pub differs: Vec<String>,
     /// The tables, each with its caption.
@@ -24,6 +27,9 @@ pub struct Sheet {
 impl Display for Sheet {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.heading)?;
+        for line in &self.conclusions {
+            writeln!(f, "{line}")?;
+        }
         if !self.differs.is_empty() {
             writeln!(f, "here:")?;
         }
@@ -65,8 +71,14 @@ impl Suite {
                 None => self.source.clone(),
             },
             differs: self.differences(records),
+            conclusions: best_fixed::conclusions(records),
             tables: vec![("medians (lowest–highest)".to_owned(), shown)],
         };
+        if !self.sweeps.is_empty() {
+            let caption = "total seconds, medians; schedule: that of fixed methods which is the best afterwards, where link or \
+                           cores change on the way";
+            sheet.tables = vec![(caption.to_owned(), best_fixed::table(records))];
+        }
         if !self.threads.is_empty() {
             threads::add(&self.threads, records, &mut sheet);
         }
@@ -146,21 +158,25 @@ impl Suite {
                 machine.cpu,
                 machine.cores,
                 match (&machine.destination, &record.row.link) {
+                    (None, Some(_)) if !self.sweeps.is_empty() =>
+                        "on it, over the link that a row names".to_owned(),
                     (Some(host), _) => format!("on two hosts ({host})"),
                     (None, Some(link)) => format!("on it, over a link of {link}"),
                     (None, None) => "on it, over loopback".to_owned(),
                 }
             ));
-            lines.push(format!(
-                "a guest of {}{}, {} vCPU, filled with {}",
-                bytes(guest.ram_bytes),
-                match guest.ram_bytes == self.ram_gib << 30 {
-                    true => String::new(),
-                    false => format!(" instead of {} GiB", self.ram_gib),
-                },
-                guest.vcpus,
-                report::fill(fill.map_or("zero", |run| &run.row.guest.fill))
-            ));
+            if self.sweeps.is_empty() {
+                lines.push(format!(
+                    "a guest of {}{}, {} vCPU, filled with {}",
+                    bytes(guest.ram_bytes),
+                    match guest.ram_bytes == self.ram_gib << 30 {
+                        true => String::new(),
+                        false => format!(" instead of {} GiB", self.ram_gib),
+                    },
+                    guest.vcpus,
+                    Fill::words(fill.map_or("zero", |run| &run.row.guest.fill))
+                ));
+            }
             if let Some(channels) = records.iter().map(|run| run.row.channels).max()
                 && usize::from(channels) > machine.cores
             {

@@ -33,7 +33,8 @@ fn every_suite_that_is_compiled_in_is_one() {
 
 #[test]
 fn every_row_has_a_cell_that_is_found_again() {
-    for suite in SUITES.iter() {
+    let published = SUITES.iter().filter(|suite| suite.sweeps.is_empty());
+    for suite in published {
         let cells = cells(suite, &["--with=accel-path=dsa-model:"]);
         let rows: Vec<Row> = cells.iter().map(|cell| cell.row().unwrap()).collect();
         let mut found = 0;

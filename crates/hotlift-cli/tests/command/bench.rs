@@ -426,6 +426,25 @@ fn a_link_is_no_faster_than_it_was_made() {
     let source = &run["outcome"]["completed"]["source"];
     // The bucket and the queue may hold a tenth of so short a migration.
     assert!(number(&source["throughput_mbps"]) < 260.0, "{source}");
+    let flags = [
+        "--method=none,zstd",
+        "--repeats=1",
+        "--fill=mixed",
+        "--link=100mbit,1gbit@200ms",
+        "--neighbour=100ms",
+        "--only=none",
+    ];
+    let (status, said) = bench(folder.path(), &flags).wait();
+    assert!(status.success(), "{said:#?}");
+    let runs = kept(folder.path());
+    assert_eq!(runs.len(), 2, "zstd was not asked for");
+    assert_eq!(runs[1]["outcome"]["completed"]["verified"], true);
+    let row = &runs[1]["row"];
+    assert_eq!(row["link"], "100mbit,1gbit@200ms");
+    assert_eq!(
+        [&row["neighbour"], &row["guest"]["fill"]],
+        ["100ms", "mixed"]
+    );
     let (status, said) = bench(folder.path(), &["--method=none", "--link=1gbit,2ms"]).wait();
     if said.iter().any(|line| line.contains("no netem")) {
         hotlift_testkit::skip!("netem", "the kernel has none");

@@ -2,7 +2,7 @@
 
 use hotlift_mem::PAGE_SIZE;
 
-use crate::bytes::{low_u8, low_u32, reduce, to_usize};
+use crate::bytes::{low_u8, low_u32, reduce, to_u64, to_usize};
 use crate::workload::nth;
 
 /// Words of the text pages, the common ones first.
@@ -65,33 +65,46 @@ const CODE: [u8; 32] = [
 
 /// Writes page `number` of the mix under `seed`: 35 % text, 30 % code, 25 % heap, 10 % random.
 pub(super) fn page(seed: u64, number: u64, page: &mut [u8; PAGE_SIZE]) {
-    let mut random = Numbers {
-        start: nth(seed, number),
-        count: 0,
-    };
+    let mut random = Numbers::new(nth(seed, number));
     match random.below(100) {
         0..35 => text(&mut random, page),
         35..65 => code(&mut random, page),
         65..90 => heap(&mut random, page),
-        _ => page
-            .chunks_exact_mut(8)
-            .for_each(|to| to.copy_from_slice(&random.next().to_le_bytes())),
+        _ => random.fill(page),
     }
 }
 
-struct Numbers {
+/// Random numbers, all of which one decides.
+pub(super) struct Numbers {
     start: u64,
     count: u64,
 }
 
 impl Numbers {
+    /// Those that follow from `start`.
+    pub fn new(start: u64) -> Self {
+        Self { start, count: 0 }
+    }
+
     fn next(&mut self) -> u64 {
         self.count += 1;
         nth(self.start, self.count)
     }
 
-    fn below(&mut self, bound: u64) -> u64 {
+    /// One of `0..bound`.
+    pub fn below(&mut self, bound: u64) -> u64 {
         reduce(self.next(), bound)
+    }
+
+    /// The same of lengths and places.
+    pub fn below_len(&mut self, bound: usize) -> usize {
+        to_usize(self.below(to_u64(bound)))
+    }
+
+    /// Makes a page of nothing but random bits.
+    pub fn fill(&mut self, page: &mut [u8; PAGE_SIZE]) {
+        page.chunks_exact_mut(8)
+            .for_each(|to| to.copy_from_slice(&self.next().to_le_bytes()));
     }
 }
 
@@ -139,7 +152,7 @@ fn code(random: &mut Numbers, page: &mut [u8; PAGE_SIZE]) {
 }
 
 /// Writes as much of `bytes` at `at` as there is room for; returns where it ends.
-fn put(page: &mut [u8; PAGE_SIZE], at: usize, bytes: &[u8]) -> usize {
+pub(super) fn put(page: &mut [u8; PAGE_SIZE], at: usize, bytes: &[u8]) -> usize {
     let room = &mut page[at..];
     let len = bytes.len().min(room.len());
     room[..len].copy_from_slice(&bytes[..len]);

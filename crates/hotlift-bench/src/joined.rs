@@ -1,0 +1,260 @@
+//! A real limit on one machine: source and destination in two network namespaces, joined by a veth pair
+//! with a token bucket at each end.
+
+use std::io::Read;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use hotlift_console::error::ConsoleError;
+use hotlift_console::pair::Place;
+
+use crate::error::BenchError;
+use crate::link::Link;
+
+/// RFC 5737: addresses for examples, that no route leads to.
+const ADDRESSES: [&str; 2] = ["192.0.2.1", "192.0.2.2"];
+
+/// tc-tbf(8): the bucket must hold what the rate carries in one timer tick (HZ=100), and some more; and
+/// a packet of 64 KiB before segmentation.
+const BURST: Duration = Duration::from_millis(12);
+const LEAST_BURST: u64 = 128 << 10;
+
+/// Longest queue before the bucket, as a switch's port has it.
+const QUEUE: &str = "20ms";
+
+/// TCP's congestion control on both ends, whatever the host uses elsewhere: with BBR 256 MiB over 5 Gbit/s took 440 to
+/// 760 ms, and up to three times the CPU; with Reno 440. Reno is in every kernel and allowed in every namespace, and with
+/// delays as short as these CUBIC, Linux' default, sends as Reno does (RFC 9438, 4.3).
+const CONGESTION_CONTROL: &str = "echo reno >/proc/sys/net/ipv4/tcp_congestion_control";
+
+/// The two namespaces; they have no name, and end with the processes that hold them.
+#[derive(Debug)]
+pub struct Joined {
+    holders: [Holder; 2],
+}
+
+impl Joined {
+    /// Makes them, without a limit. Needs root.
+    ///
+    /// # Errors
+    /// If they cannot be made.
+    pub fn make() -> Result<Self, BenchError> {
+        let holders = [Holder::start()?, Holder::start()?];
+        let [first, second] = &holders;
+        let (first, second) = (first.pid(), second.pid());
+        run(&words(&format!(
+            "ip link add name veth netns {first} type veth peer name veth netns {second}"
+        )))?;
+        for (holder, address) in holders.iter().zip(ADDRESSES) {
+            for command in [
+                "ip link set lo up",
+                &format!("ip address add {address}/24 dev veth"),
+                "ip link set veth up",
+            ] {
+                holder.end().run(command)?;
+            }
+            holder.end().run_words(&["sh", "-c", CONGESTION_CONTROL])?;
+        }
+        Ok(Self { holders })
+    }
+
+    /// Where source and destination are to be started.
+    pub fn place(&self) -> Place {
+        let [source, destination] = &self.holders;
+        Place {
+            source_prefix: source.end().enter,
+            destination_prefix: destination.end().enter,
+            security: Vec::new(),
+            address: Some(ADDRESSES[1].to_owned()),
+        }
+    }
+
+    /// Its two ends.
+    pub fn ends(&self) -> Ends {
+        Ends(self.holders.each_ref().map(Holder::end))
+    }
+}
+
+/// The ends of a link, which are shaped.
+#[derive(Debug, Clone)]
+pub struct Ends([End; 2]);
+
+impl Ends {
+    /// Makes them as `link` begins, whatever they were before.
+    ///
+    /// # Errors
+    /// If it cannot be made; of a delay if this kernel has no netem.
+    pub fn shape(&self, link: &Link) -> Result<(), BenchError> {
+        for end in &self.0 {
+            // There is none before the first time, and of what is shaped anew no packet is left.
+            let _ = end.run("tc qdisc del dev veth root");
+            let Some(rate) = link.rate() else { continue };
+            end.run(&bucket("add", rate))?;
+            if let Some(delay) = link.delay() {
+                let delay = format!("{}us", delay.as_micros());
+                let netem =
+                    format!("tc qdisc add dev veth parent 1: handle 10: netem delay {delay}");
+                end.run(&netem).map_err(|error| BenchError::Link {
+                    problem: format!(
+                        "the delay of {delay} cannot be made, for this kernel has no netem \
+                         (CONFIG_NET_SCH_NETEM): leave it out; {}",
+                        error.line()
+                    ),
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives them another rate, in bits a second. What is queued goes on.
+    ///
+    /// # Errors
+    /// If they do not take it.
+    pub fn change(&self, rate: u64) -> Result<(), BenchError> {
+        self.0
+            .iter()
+            .try_for_each(|end| end.run(&bucket("change", rate)))
+    }
+}
+
+/// The command that adds or changes a token bucket.
+fn bucket(verb: &str, rate: u64) -> String {
+    let burst = u128::from(rate / 8) * BURST.as_millis() / 1000;
+    let burst = u64::try_from(burst).unwrap_or(u64::MAX).max(LEAST_BURST);
+    format!(
+        "tc qdisc {verb} dev veth root handle 1: tbf rate {rate}bit burst {burst} latency {QUEUE}"
+    )
+}
+
+/// A namespace, by the words that enter it.
+#[derive(Debug, Clone)]
+struct End {
+    enter: Vec<String>,
+}
+
+impl End {
+    fn run(&self, command: &str) -> Result<(), BenchError> {
+        self.run_words(&words(command))
+    }
+
+    fn run_words(&self, words: &[&str]) -> Result<(), BenchError> {
+        let enter = self.enter.iter().map(String::as_str);
+        let all: Vec<&str> = enter.chain(words.iter().copied()).collect();
+        run(&all)
+    }
+}
+
+fn words(command: &str) -> Vec<&str> {
+    command.split(' ').collect()
+}
+
+/// A process that lives in a network namespace of its own, and thereby keeps it.
+#[derive(Debug)]
+struct Holder(Child);
+
+impl Holder {
+    fn start() -> Result<Self, BenchError> {
+        let failed = |source| ConsoleError::Process {
+            what: "setpriv … unshare --net",
+            source,
+        };
+        // It ends with this process however that ends. The word comes from within: the namespace stands.
+        let child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", "unshare", "--net", "sh", "-c"])
+            .arg("echo stands; exec sleep infinity")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(failed)?;
+        let mut holder = Self(child);
+        let mut word = [0; 6];
+        let stands = holder
+            .0
+            .stdout
+            .take()
+            .is_some_and(|mut stdout| stdout.read_exact(&mut word).is_ok());
+        if !stands {
+            return Err(BenchError::Link {
+                problem: "no network namespace can be made: --link needs root".to_owned(),
+            });
+        }
+        Ok(holder)
+    }
+
+    fn pid(&self) -> String {
+        self.0.id().to_string()
+    }
+
+    fn end(&self) -> End {
+        End {
+            enter: vec![
+                "nsenter".to_owned(),
+                format!("--net=/proc/{}/ns/net", self.pid()),
+            ],
+        }
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn run(words: &[&str]) -> Result<(), BenchError> {
+    let problem = |why: &str| BenchError::Link {
+        problem: format!("'{}' failed: {}", words.join(" "), why.trim()),
+    };
+    let (first, rest) = words.split_first().ok_or_else(|| problem("no words"))?;
+    let output = Command::new(first)
+        .args(rest)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| problem(&error.to_string()))?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(problem(
+            &String::from_utf8_lossy(&output.stderr).replace('\n', " "),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_ends_have_the_rate_that_they_were_given_last() {
+        let Ok(joined) = Joined::make() else {
+            hotlift_testkit::skip!("root", "network namespaces need it");
+            return;
+        };
+        let ends = joined.ends();
+        let reno = [
+            "grep",
+            "-q",
+            "reno",
+            "/proc/sys/net/ipv4/tcp_congestion_control",
+        ];
+        assert!(ends.0.iter().all(|end| end.run_words(&reno).is_ok()));
+        let has = |what: &str| {
+            ends.0.iter().all(|end| {
+                let (first, rest) = end.enter.split_first().unwrap();
+                let show = ["tc", "qdisc", "show", "dev", "veth"];
+                let output = Command::new(first).args(rest).args(show).output().unwrap();
+                String::from_utf8_lossy(&output.stdout).contains(what)
+            })
+        };
+        ends.shape(&"10gbit,500mbit@1s".parse().unwrap()).unwrap();
+        assert!(has("tbf") && has("rate 10Gbit"));
+        ends.change(500_000_000).unwrap();
+        assert!(has("rate 500Mbit"));
+        // The next run begins anew.
+        ends.shape(&"2.5gbit".parse().unwrap()).unwrap();
+        assert!(has("rate 2500Mbit"));
+        ends.shape(&"unlimited".parse().unwrap()).unwrap();
+        assert!(!has("tbf"));
+    }
+}

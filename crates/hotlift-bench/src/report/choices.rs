@@ -1,0 +1,272 @@
+//! Which methods a migration chose, as its report says: what went by which, over time.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use maud::{Markup, html};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use super::Chapter;
+use super::group::{Condition, Series};
+use super::plot::{Area, Axis, Line, Plot, lines};
+use super::tables;
+use crate::record::{Completed, Row};
+use crate::table::Grid;
+
+/// Most migrations that are drawn.
+const MOST: usize = 24;
+
+/// The part of a run's report that says what was chosen when.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+struct Slice {
+    /// Its end, in ms since the request to migrate.
+    ms: f64,
+    /// What the link carried, in bytes a second.
+    link_bytes_per_s: f64,
+    /// Share of each method, 0 to 1.
+    shares: BTreeMap<String, f64>,
+}
+
+/// What a method has done in a run, as its report says.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+struct Used {
+    name: String,
+    #[serde(default)]
+    level: Option<u8>,
+    packets: u64,
+    pages: u64,
+    bytes_in: u64,
+    bytes_out: u64,
+    core_seconds: f64,
+}
+
+/// A list of the source's report; empty if it has none. By name: not every engine reports it.
+fn list<T: DeserializeOwned>(run: &Completed, name: &str) -> Vec<T> {
+    let report = serde_json::to_value(&run.source).unwrap_or_default();
+    let list = report.get(name).cloned().unwrap_or_default();
+    serde_json::from_value(list).unwrap_or_default()
+}
+
+/// A picture of the run in the middle of each row that chose: those first in which something changes on the way.
+pub fn of(chapters: &[Chapter<'_>], id: &str) -> Markup {
+    let conditions = chapters.iter().flat_map(|chapter| &chapter.conditions);
+    let all =
+        conditions.flat_map(|condition| condition.series.iter().map(move |one| (condition, one)));
+    let mut drawn: Vec<_> = all
+        .filter_map(|(condition, series)| {
+            let run = series.typical()?;
+            let slices: Vec<Slice> = list(run, "timeline");
+            (slices.len() > 1).then_some((condition, series, run, slices))
+        })
+        .collect();
+    drawn.sort_by_key(|(condition, ..)| condition.is_steady());
+    let left_out = drawn.len().saturating_sub(MOST);
+    html! {
+        @if !drawn.is_empty() {
+            section {
+                h2 { "What was chosen" }
+                p { "What went by which method, under the rate that the link had." }
+                @for (i, (condition, series, run, slices)) in drawn.iter().take(MOST).enumerate() {
+                    @let picture = picture(condition, series, run, slices, &format!("{id}{i}"));
+                    @match condition.is_steady() {
+                        false => { (picture) }
+                        true => { (tables::details(&format!("{}. {}", series.name, condition.title), &picture)) }
+                    }
+                }
+                @if left_out > 0 { p.soft { (left_out) " rows more are in runs.jsonl." } }
+            }
+        }
+    }
+}
+
+fn picture(
+    condition: &Condition<'_>,
+    series: &Series<'_>,
+    run: &Completed,
+    slices: &[Slice],
+    id: &str,
+) -> Markup {
+    let title = format!("{}. {}", series.name, condition.title);
+    html! {
+        figure {
+            figcaption { (title) "; " (condition.note) }
+            (stack(&series.row, slices, run.source.total_ms, id, &title))
+        }
+        (tables::of(&used(&list(run, "methods"))))
+    }
+}
+
+/// Rates of all methods on top of each other, and the rate of the link as it was made.
+fn stack(row: &Row, slices: &[Slice], total_ms: f64, id: &str, title: &str) -> Markup {
+    let mbit = |bytes: f64| bytes * 8.0 / 1e6;
+    let names: BTreeSet<&str> = slices
+        .iter()
+        .flat_map(|slice| slice.shares.keys().map(String::as_str))
+        .collect();
+    let starts = std::iter::once(0.0).chain(slices.iter().map(|slice| slice.ms / 1e3));
+    let spans: Vec<(f64, f64, &Slice)> = starts
+        .zip(slices)
+        .map(|(start, slice)| (start, slice.ms / 1e3, slice))
+        .collect();
+    let area = |(i, name): (usize, &&str)| {
+        let below = |slice: &Slice, number: usize| {
+            let shares = names
+                .iter()
+                .take(number)
+                .filter_map(|name| slice.shares.get(*name));
+            mbit(slice.link_bytes_per_s * shares.sum::<f64>())
+        };
+        // A share is that of its whole slice.
+        let points = spans.iter().flat_map(|(start, end, slice)| {
+            let (low, high) = (below(slice, i), below(slice, i + 1));
+            [(*start, low, high), (*end, low, high)]
+        });
+        Area {
+            name: (*name).to_owned(),
+            colour: i,
+            points: points.collect(),
+        }
+    };
+    let areas: Vec<Area> = names.iter().enumerate().map(area).collect();
+    let end = spans
+        .iter()
+        .fold(total_ms / 1e3, |end, span| end.max(span.1));
+    let link = link(row, end);
+    let carried = slices.iter().map(|slice| mbit(slice.link_bytes_per_s));
+    let made = link
+        .iter()
+        .flat_map(|line| line.points.iter().map(|point| point.1));
+    lines(&Plot {
+        id,
+        title: &format!("What went by which method over time: {title}"),
+        x: Axis::new("s since the request", std::iter::once(end), false),
+        y: Axis::new("Mbit/s", carried.chain(made), false),
+        areas: &areas,
+        lines: link.as_slice(),
+        markers: false,
+        bands: &[],
+    })
+}
+
+/// The rate that the link was made with, in Mbit/s; `None` without a limit.
+fn link(row: &Row, end: f64) -> Option<Line> {
+    let link = row.link()?;
+    let mut rate = link.rate()? as f64 / 1e6;
+    let mut points = vec![(0.0, rate)];
+    for (at, bits) in link.changes() {
+        let at = at.as_secs_f64().min(end);
+        points.push((at, rate));
+        if at < end {
+            rate = *bits as f64 / 1e6;
+            points.push((at, rate));
+        }
+    }
+    points.push((end, rate));
+    Some(Line {
+        name: "the link's rate".to_owned(),
+        colour: 6,
+        dashed: true,
+        bold: false,
+        points,
+    })
+}
+
+/// What each method has done.
+fn used(methods: &[Used]) -> Grid {
+    let header = ["method", "packets", "% of pages", "ratio", "core-s/GiB src"];
+    let mut table = Grid::new(header, 0);
+    let pages: u64 = methods.iter().map(|method| method.pages).sum();
+    let gib = f64::from(1 << 30);
+    let text = |quotient: f64, digits: usize| match quotient.is_finite() {
+        true => format!("{quotient:.digits$}"),
+        false => "-".to_owned(),
+    };
+    for method in methods {
+        let level = method
+            .level
+            .map_or(String::new(), |level| format!(" {level}"));
+        table.rows.push(vec![
+            format!("{}{level}", method.name),
+            method.packets.to_string(),
+            text(method.pages as f64 * 100.0 / pages as f64, 1),
+            text(method.bytes_in as f64 / method.bytes_out as f64, 2),
+            text(method.core_seconds * gib / method.bytes_in as f64, 2),
+        ]);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::tests::example;
+
+    fn slice(ms: f64, rate: f64, shares: &[(&str, f64)]) -> Slice {
+        let shares = shares
+            .iter()
+            .map(|(name, share)| ((*name).to_owned(), *share));
+        Slice {
+            ms,
+            link_bytes_per_s: rate,
+            shares: shares.collect(),
+        }
+    }
+
+    /// To be looked at: `HOTLIFT_KEEP_REPORT` says where it is put.
+    #[test]
+    fn methods_lie_on_top_of_each_other_under_the_links_rate() {
+        let mut row = example().row;
+        row.link = Some("1gbit,200mbit@2s,1gbit@60s".to_owned());
+        let slices = [
+            slice(1000.0, 1.2e8, &[("none", 0.75), ("zstd 1", 0.25)]),
+            slice(2000.0, 1.1e8, &[("none", 0.5), ("zstd 1", 0.5)]),
+            slice(2500.0, 8e7, &[("zstd 1", 1.0)]),
+            slice(5000.0, 2.4e7, &[("zstd 1", 0.1), ("zstd 3", 0.9)]),
+        ];
+        let picture = stack(&row, &slices, 5000.0, "p", "t").into_string();
+        assert_eq!(picture.matches("class=\"area\"").count(), 3, "{picture}");
+        assert_eq!(picture.matches("class=\"line\"").count(), 1);
+        for name in ["none", "zstd 1", "zstd 3", "the link"] {
+            assert!(picture.contains(name), "{name}");
+        }
+        assert!(!picture.contains("NaN") && !picture.contains("inf"));
+        // The change that it does not live to see is not drawn.
+        let line = link(&row, 5.0).unwrap();
+        assert_eq!(
+            line.points,
+            [
+                (0.0, 1000.0),
+                (2.0, 1000.0),
+                (2.0, 200.0),
+                (5.0, 200.0),
+                (5.0, 200.0)
+            ]
+        );
+        row.link = None;
+        assert!(link(&row, 5.0).is_none());
+        if let Some(keep) = std::env::var_os("HOTLIFT_KEEP_REPORT") {
+            let style = include_str!("style.css");
+            let page = format!(
+                "<!DOCTYPE html><meta charset=utf-8><style>{style}</style><main>{picture}</main>"
+            );
+            std::fs::write(std::path::Path::new(&keep).join("choices.html"), page).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_report_is_read_by_its_names() {
+        let text =
+            r#"{ "ms": 100.0, "link_bytes_per_s": 1e8, "shares": { "none": 0.4, "zstd 3": 0.6 } }"#;
+        let read: Slice = serde_json::from_str(text).unwrap();
+        assert_eq!(read, slice(100.0, 1e8, &[("none", 0.4), ("zstd 3", 0.6)]));
+        let text = r#"[{ "name": "zstd", "level": 3, "packets": 4, "pages": 512, "bytes_in": 2097152, "bytes_out": 1048576,
+            "core_seconds": 0.01 }]"#;
+        let methods: Vec<Used> = serde_json::from_str(text).unwrap();
+        assert_eq!(
+            used(&methods).rows[0],
+            ["zstd 3", "4", "100.0", "2.00", "5.12"]
+        );
+        // An engine that does not report it.
+        assert!(list::<Slice>(&Completed::default(), "timeline").is_empty());
+    }
+}

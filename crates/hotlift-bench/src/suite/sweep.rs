@@ -1,0 +1,279 @@
+//! Rows that are every combination of some lists: of guests, links and methods.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use hotlift::Options;
+use hotlift::options::{OptionError, parse_size};
+use hotlift_console::args::{Fill, GuestArgs};
+use hotlift_console::migration_args::MigrationArgs;
+use hotlift_vmm::workload::Workload;
+use serde::{Deserialize, Deserializer, de};
+
+use super::load;
+use crate::best_fixed::AUTO;
+use crate::cell::{Cell, with_method};
+use crate::error::BenchError;
+use crate::link::Link;
+use crate::matrix::{MatrixArgs, add_new, each};
+use crate::record::Engine;
+
+/// A sweep.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Sweep {
+    /// What it is about.
+    pub title: String,
+    /// What RAM holds.
+    fills: Vec<Content>,
+    /// Bytes of RAM.
+    #[serde(deserialize_with = "sizes")]
+    ram: Vec<u64>,
+    /// Where the guest writes; nowhere if nothing is said.
+    #[serde(default = "load::idle", deserialize_with = "load::workload")]
+    workload: Workload,
+    /// Pages that it writes a second.
+    #[serde(default)]
+    rates: Vec<u64>,
+    /// Bytes that it writes to.
+    #[serde(default, deserialize_with = "maybe_size")]
+    working_set: Option<u64>,
+    /// As `--link` takes them.
+    #[serde(deserialize_with = "links")]
+    links: Vec<Link>,
+    /// When a busy thread takes a core.
+    #[serde(default, deserialize_with = "maybe_time")]
+    neighbour: Option<Duration>,
+    /// Page compression methods, each with its level if it is not the default one.
+    #[serde(deserialize_with = "methods")]
+    methods: Vec<(String, Option<u8>)>,
+    /// Options of all rows.
+    options: BTreeMap<String, String>,
+}
+
+/// What cannot be tried here, each with the reason.
+pub type LeftOut = Vec<(String, String)>;
+
+/// What RAM holds.
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Content {
+    from: From,
+    /// Share of pages that stay zero, 0 to 1; those of an image are its own.
+    zero_share: Option<f64>,
+}
+
+/// Where its bytes come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum From {
+    /// The first value of `--fill`.
+    Given,
+    /// Text and random bytes in turn.
+    Mixed,
+    /// The first value of `--fill` that is a memory image.
+    Image,
+}
+
+impl Sweep {
+    /// Whether its options and methods are some. Method "auto" may not be there: its rows are left out then.
+    ///
+    /// # Errors
+    /// What no migration has.
+    pub fn check(&self) -> Result<(), OptionError> {
+        let mut options = Options::default();
+        for (name, value) in self.options() {
+            options.set(name, value)?;
+        }
+        for (method, level) in self.methods.iter().filter(|(method, _)| method != AUTO) {
+            with_method(&MigrationArgs::default(), method, *level)?;
+        }
+        Ok(())
+    }
+
+    /// The options of all its rows.
+    pub fn options(&self) -> impl Iterator<Item = (&str, &str)> {
+        let all = self.options.iter();
+        all.map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
+    /// A cell for every combination that can be tried here, for a guest like `base`; and what is left out, and why.
+    ///
+    /// # Errors
+    /// If `--with` asks for what does not go together.
+    pub fn cells(
+        &self,
+        base: &GuestArgs,
+        matrix: &MatrixArgs,
+    ) -> Result<(Vec<Cell>, LeftOut), BenchError> {
+        let mut left_out = LeftOut::new();
+        let mut migrations = Vec::new();
+        for (method, level) in &self.methods {
+            let with = |all: MigrationArgs, (name, value)| all.with(name, value);
+            let common = self.options().fold(MigrationArgs::default(), with);
+            match with_method(&common, method, *level) {
+                Ok(migration) => migrations.push(migration),
+                Err(why) => left_out.push((format!("method {method}"), why.to_string())),
+            }
+        }
+        let mut cells = Vec::new();
+        for guest in self.guests(base, matrix, &mut left_out) {
+            let kind = guest.kind();
+            for link in &self.links {
+                for migration in matrix.with_each(migrations.clone(), &["accel-path"])? {
+                    let cell = Cell {
+                        engine: Engine::Hotlift,
+                        kind,
+                        guest: guest.clone(),
+                        migration,
+                        link: Some(link.clone()),
+                        neighbour: self.neighbour,
+                    };
+                    add_new(&mut cells, cell)?;
+                }
+            }
+        }
+        Ok((cells, left_out))
+    }
+
+    fn guests(
+        &self,
+        base: &GuestArgs,
+        matrix: &MatrixArgs,
+        left_out: &mut LeftOut,
+    ) -> Vec<GuestArgs> {
+        let mut guests = Vec::new();
+        for content in &self.fills {
+            let fill = match content.from {
+                From::Given => Some(matrix.fill()),
+                From::Mixed => Some(Fill::Mixed),
+                From::Image => matrix.image(),
+            };
+            match fill {
+                Some(fill) => guests.push(GuestArgs {
+                    guest: matrix.guest(),
+                    fill,
+                    zero_share: content.zero_share,
+                    workload: self.workload,
+                    working_set: self.working_set.or(base.working_set),
+                    ..base.clone()
+                }),
+                None => left_out.push((
+                    format!("{}, a memory image", self.title),
+                    "no value of --fill is one: scripts/linux-guest-ram makes one".to_owned(),
+                )),
+            }
+        }
+        guests = each(&guests, &self.ram, |guest, ram| guest.ram = *ram);
+        match self.rates.as_slice() {
+            [] => guests,
+            rates => each(&guests, rates, |guest, rate| guest.rate = *rate),
+        }
+    }
+}
+
+/// "512M".
+fn size<E: de::Error>(text: &str) -> Result<u64, E> {
+    parse_size(text).ok_or_else(|| de::Error::custom(format!("{text:?} is no size")))
+}
+
+fn sizes<'de, D: Deserializer<'de>>(text: D) -> Result<Vec<u64>, D::Error> {
+    let texts = Vec::<String>::deserialize(text)?;
+    texts.iter().map(|text| size(text)).collect()
+}
+
+fn maybe_size<'de, D: Deserializer<'de>>(text: D) -> Result<Option<u64>, D::Error> {
+    size(&String::deserialize(text)?).map(Some)
+}
+
+fn maybe_time<'de, D: Deserializer<'de>>(text: D) -> Result<Option<Duration>, D::Error> {
+    let time = humantime::parse_duration(&String::deserialize(text)?);
+    time.map(Some).map_err(de::Error::custom)
+}
+
+fn links<'de, D: Deserializer<'de>>(text: D) -> Result<Vec<Link>, D::Error> {
+    let texts = Vec::<String>::deserialize(text)?;
+    let link = |text: &String| {
+        text.parse()
+            .map_err(|error| de::Error::custom(format!("{text:?}: {error}")))
+    };
+    texts.iter().map(link).collect()
+}
+
+/// "none", "zstd 3".
+fn methods<'de, D: Deserializer<'de>>(text: D) -> Result<Vec<(String, Option<u8>)>, D::Error> {
+    let method = |text: String| match text.split_once(' ') {
+        None => Ok((text, None)),
+        Some((name, level)) => {
+            let level = level.parse().map_err(de::Error::custom)?;
+            Ok((name.to_owned(), Some(level)))
+        }
+    };
+    Vec::<String>::deserialize(text)?
+        .into_iter()
+        .map(method)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{find, tests::cells};
+    use super::*;
+
+    #[test]
+    fn every_combination_is_a_cell_and_what_is_not_here_is_left_out() {
+        let suite = find("auto").unwrap();
+        let image = tempfile::NamedTempFile::new().unwrap();
+        let path = format!("--fill=generated,{}", image.path().display());
+        let (without, with) = (cells(suite, &[]), cells(suite, &[&path]));
+        let of_image = |cell: &&Cell| cell.guest.fill.is_file();
+        assert_eq!(without.iter().filter(of_image).count(), 0);
+        assert!(with.iter().filter(of_image).count() > 10);
+        assert_eq!(
+            with.len() - without.len(),
+            with.iter().filter(of_image).count()
+        );
+        // Each of them stands in the same circumstances with each method.
+        let rows: Vec<_> = with.iter().map(|cell| cell.row().unwrap()).collect();
+        let beside = rows.iter().filter(|row| row.stands_beside(&rows[0]));
+        let methods: Vec<_> = beside.map(crate::record::Row::method_and_level).collect();
+        assert!(
+            methods.contains(&"zstd 3".to_owned()) && methods.len() >= 5,
+            "{methods:?}"
+        );
+        assert_eq!(rows.len() % methods.len(), 0);
+    }
+
+    #[test]
+    fn a_wrong_value_is_refused() {
+        let good = r#"
+title = "a sweep"
+fills = [{ from = "mixed", zero-share = 0.0 }]
+ram = ["512M"]
+links = ["1gbit,200mbit@1s"]
+neighbour = "2s"
+methods = ["none", "zstd 3", "auto"]
+options = { multifd-channels = "2" }
+"#;
+        let read = |text: &str| {
+            let sweep: Sweep = toml::from_str(text).map_err(|error| error.to_string())?;
+            sweep.check().map_err(|error| error.to_string())
+        };
+        assert_eq!(read(good), Ok(()));
+        for (value, other) in [
+            ("512M", "512X"),
+            ("@1s", "@soon"),
+            ("\"2s\"", "\"2\""),
+            ("zstd 3", "zstd three"),
+            ("zstd 3", "zstd 99"),
+            ("zstd 3", "zsdt"),
+            ("mixed", "mixt"),
+            ("multifd-channels", "multifd-chanels"),
+        ] {
+            assert!(
+                good.contains(value) && read(&good.replace(value, other)).is_err(),
+                "{other}"
+            );
+        }
+    }
+}
