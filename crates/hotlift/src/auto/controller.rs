@@ -29,7 +29,7 @@ use crate::auto::candidates::Candidate;
 use crate::auto::costs::{Average, Class, Costs};
 use crate::figures::to_f64;
 
-// The constants below were chosen in the simulation beside this file: twice or half of each delivers about the same.
+// Constants without another origin were chosen in the simulation beside this file.
 
 /// Between two moves of the price.
 const WINDOW: Duration = Duration::from_millis(20);
