@@ -1,0 +1,235 @@
+//! What things really cost in a simulated migration, and the most that could be delivered.
+
+use super::model::Scenario;
+use crate::auto::candidates::Candidate;
+use crate::figures::to_f64;
+
+/// Numbers that look random, the same each time (splitmix64).
+#[derive(Debug, Clone)]
+pub(super) struct Random(pub u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// 0 to 1.
+    pub(super) fn unit(&mut self) -> f64 {
+        to_f64(self.next() >> 11) / to_f64(1 << 53)
+    }
+
+    /// 1, give or take.
+    pub(super) fn around(&mut self, most: f64) -> f64 {
+        1.0 + most * (2.0 * self.unit() - 1.0)
+    }
+
+    /// Between the two, each order of magnitude as likely.
+    pub(super) fn between(&mut self, least: f64, most: f64) -> f64 {
+        least * (most / least).powf(self.unit())
+    }
+
+    pub(super) fn index(&mut self, len: usize) -> usize {
+        let len = u64::try_from(len).unwrap_or(u64::MAX);
+        usize::try_from(self.next() % len).unwrap_or(0)
+    }
+}
+
+/// Kinds of content.
+pub(super) const KINDS: usize = 13;
+
+/// Of each kind, the share that lz4 leaves, and how much better, or worse, than usual zstd does on it.
+const CONTENTS: [(f64, f64); KINDS] = [
+    (0.63, 1.0),
+    (0.52, 0.85),
+    (0.55, 1.1),
+    (0.17, 0.95),
+    (0.71, 1.0),
+    (0.53, 1.0),
+    (0.48, 1.2),
+    (0.36, 0.95),
+    (0.94, 4.0),
+    (0.49, 1.15),
+    (0.23, 1.05),
+    (0.99, 15.0),
+    (1.0, 0.0),
+];
+
+/// Content of Silesia.
+pub(super) const MIX: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
+pub(super) const TEXT: &[usize] = &[0, 6, 9];
+pub(super) const HOPELESS: &[usize] = &[12];
+/// Half of it does not shrink.
+pub(super) const HALF: &[usize] = &[3, 12, 7, 12];
+
+/// Costs of one pair of hosts.
+#[derive(Debug, Clone)]
+pub(super) struct Truth {
+    /// By candidate: CPU time over the guess, of encoding and of decoding.
+    factors: Vec<[f64; 2]>,
+    send: f64,
+    receive: f64,
+    candidates: Vec<Candidate>,
+}
+
+impl Truth {
+    pub(super) fn new(candidates: &[Candidate], seed: u64) -> Self {
+        let mut random = Random(seed);
+        let host = random.between(0.5, 2.0);
+        let far_host = host * random.between(0.8, 1.25);
+        let factors = candidates
+            .iter()
+            .map(|_| {
+                [
+                    host * random.between(0.8, 1.25),
+                    far_host * random.between(0.8, 1.25),
+                ]
+            })
+            .collect();
+        Self {
+            factors,
+            send: random.between(0.15, 0.3),
+            receive: random.between(0.15, 0.3),
+            candidates: candidates.to_vec(),
+        }
+    }
+
+    fn is_raw(&self, candidate: usize) -> bool {
+        self.candidates[candidate].method.flag() == 0
+    }
+
+    /// What a fast codec leaves of the content.
+    pub(super) fn sample(&self, kind: usize) -> f64 {
+        CONTENTS[kind].0
+    }
+
+    /// The share of the content that the candidate leaves.
+    pub(super) fn left(&self, kind: usize, candidate: usize) -> f64 {
+        let (fast, better) = CONTENTS[kind];
+        let guess = self.candidates[candidate].guess().left(fast);
+        match self.candidates[candidate].method.flag() {
+            0 => 1.0,
+            0x04 => guess.powf(better).min(1.0),
+            _ => guess,
+        }
+    }
+
+    /// CPU time to encode a byte.
+    pub(super) fn encode(&self, kind: usize, candidate: usize) -> f64 {
+        self.candidates[candidate].guess().encode(CONTENTS[kind].0) * self.factors[candidate][0]
+    }
+
+    /// CPU time to send a byte.
+    pub(super) fn send(&self) -> f64 {
+        self.send
+    }
+
+    /// CPU time of the destination for a byte of pages: what does not shrink is hardly decoded.
+    pub(super) fn decode(&self, kind: usize, candidate: usize) -> f64 {
+        let left = self.left(kind, candidate);
+        let decode = match self.is_raw(candidate) || left > 0.99 {
+            true => 0.1,
+            false => self.candidates[candidate].guess().decode * self.factors[candidate][1],
+        };
+        decode + left * self.receive
+    }
+}
+
+/// Time that a byte of pages takes of each resource at least, in ns, if there is nothing else.
+#[derive(Debug, Clone, Copy)]
+struct Times([f64; 4]);
+
+/// Source's threads, the destination's, the wire, all threads of a shared host.
+fn times(scenario: &Scenario, kind: usize, candidate: usize) -> Times {
+    let truth = &scenario.truth;
+    let left = truth.left(kind, candidate);
+    let near = truth.encode(kind, candidate) + left * truth.send();
+    let far = truth.decode(kind, candidate);
+    let threads = to_f64(u64::try_from(scenario.channels).unwrap_or(1));
+    let cores = scenario.cores[0].1;
+    let (far_cores, both) = match scenario.far_cores {
+        Some(far_cores) => (far_cores, 0.0),
+        None => (cores, (near + far) / cores),
+    };
+    Times([
+        near / threads.min(cores),
+        far / threads.min(far_cores),
+        left / scenario.rate[0].1,
+        both,
+    ])
+}
+
+/// Bytes a ns of pages of that many bytes of each kind that a candidate delivers at most.
+pub(super) fn most_of(scenario: &Scenario, candidate: usize, kinds: &[f64; KINDS]) -> f64 {
+    let mut sums = [0.0; 4];
+    for (kind, bytes) in kinds.iter().enumerate() {
+        let Times(times) = times(scenario, kind, candidate);
+        for (sum, time) in sums.iter_mut().zip(times) {
+            *sum += time * bytes;
+        }
+    }
+    kinds.iter().sum::<f64>() / sums.into_iter().fold(0.0, f64::max)
+}
+
+/// Bytes a ns of pages that the best mix of candidates, chosen by content, delivers: the optimum of the linear
+/// programme, by its dual: the prices of the resources, 1 together, at which the cheapest mix costs most.
+pub(super) fn most(scenario: &Scenario, kinds: &[f64; KINDS]) -> f64 {
+    let candidates = 0..scenario.candidates.len();
+    let table: Vec<(f64, Vec<Times>)> = kinds
+        .iter()
+        .enumerate()
+        .filter(|(_, bytes)| **bytes > 0.0)
+        .map(|(kind, bytes)| {
+            let row = candidates
+                .clone()
+                .map(|candidate| times(scenario, kind, candidate));
+            (*bytes, row.collect())
+        })
+        .collect();
+    let cost = |prices: [f64; 4]| -> f64 {
+        let cheapest = |(bytes, row): &(f64, Vec<Times>)| {
+            let all = row.iter().map(|Times(times)| -> f64 {
+                times
+                    .iter()
+                    .zip(prices)
+                    .map(|(time, price)| time * price)
+                    .sum()
+            });
+            bytes * all.fold(f64::INFINITY, f64::min)
+        };
+        table.iter().map(cheapest).sum()
+    };
+    let wire = |near: f64, far: f64, both: f64| {
+        highest(|share| {
+            let rest = 1.0 - share;
+            cost([rest * near, rest * far, share, rest * both])
+        })
+    };
+    let dearest = match scenario.far_cores {
+        Some(_) => highest(|far| wire(1.0 - far, far, 0.0)),
+        None => highest(|both| {
+            let rest = 1.0 - both;
+            highest(|far| wire(rest * (1.0 - far), rest * far, both))
+        }),
+    };
+    kinds.iter().sum::<f64>() / dearest
+}
+
+/// The highest value of a concave function between 0 and 1.
+fn highest(function: impl Fn(f64) -> f64) -> f64 {
+    let (mut low, mut high) = (0.0, 1.0);
+    for _ in 0..16 {
+        let third = (high - low) / 3.0;
+        if function(low + third) < function(high - third) {
+            low += third;
+        } else {
+            high -= third;
+        }
+    }
+    function(f64::midpoint(low, high))
+        .max(function(0.0))
+        .max(function(1.0))
+}
