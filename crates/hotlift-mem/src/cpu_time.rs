@@ -1,5 +1,7 @@
 //! What a thread has cost so far.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
@@ -14,9 +16,57 @@ pub fn thread_cpu_time() -> Duration {
     )
 }
 
+/// How long a thread was ready to run and had no CPU.
+#[derive(Debug)]
+pub struct RunQueue(Option<File>);
+
+impl RunQueue {
+    /// That of the calling thread; nothing where the kernel does not tell (`CONFIG_SCHED_INFO`).
+    #[must_use]
+    pub fn of_this_thread() -> Self {
+        Self(File::open("/proc/thread-self/schedstat").ok())
+    }
+
+    /// Since the thread's start.
+    #[must_use]
+    pub fn waited(&self) -> Duration {
+        let mut text = [0; 64];
+        let read = self
+            .0
+            .as_ref()
+            .and_then(|file| file.read_at(&mut text, 0).ok());
+        // Three numbers: ns on a CPU, ns in the queue, slices.
+        let text = str::from_utf8(&text[..read.unwrap_or(0)]).unwrap_or_default();
+        let nanos = text.split_ascii_whitespace().nth(1);
+        Duration::from_nanos(nanos.and_then(|nanos| nanos.parse().ok()).unwrap_or(0))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thread_whose_cpu_is_taken_has_waited_for_it() {
+        use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+        let all = sched_getaffinity(None).expect("affinity");
+        let first = (0..CpuSet::MAX_CPU).find(|cpu| all.is_set(*cpu));
+        let mut one = CpuSet::new();
+        one.set(first.expect("a CPU"));
+        let on_one_cpu = || {
+            sched_setaffinity(None, &one).expect("affinity");
+            let queue = RunQueue::of_this_thread();
+            // Each has the CPU for a part of the other's time.
+            while thread_cpu_time() < Duration::from_millis(50) {}
+            queue.waited()
+        };
+        let [a, b] = std::thread::scope(|scope| {
+            [scope.spawn(on_one_cpu), scope.spawn(on_one_cpu)]
+                .map(|thread| thread.join().expect("thread"))
+        });
+        assert!(a.max(b) > Duration::ZERO, "{a:?} {b:?}");
+    }
 
     #[test]
     fn cpu_time_grows_with_the_work_of_this_thread_alone() {

@@ -36,10 +36,11 @@ mod ram_block;
 pub mod sock;
 mod splice;
 mod stream_copy;
+mod tcp_info;
 mod untouched;
 pub mod zero;
 
-pub use cpu_time::thread_cpu_time;
+pub use cpu_time::{RunQueue, thread_cpu_time};
 pub use dirty_bitmap::DirtyBitmap;
 pub use error::MemError;
 pub use guest_run::GuestRun;

@@ -10,6 +10,7 @@ use libc::{c_int, iovec, msghdr};
 use crate::GuestRun;
 pub use crate::forward::Forwarder;
 pub use crate::splice::Splicer;
+pub use crate::tcp_info::{TcpSending, unacknowledged};
 
 /// Most segments that one system call takes (`IOV_MAX`, the same on every Linux).
 pub(crate) const IOV_MAX: usize = 1024;

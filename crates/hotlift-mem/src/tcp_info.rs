@@ -1,0 +1,140 @@
+//! What the kernel knows of a TCP connection that sends: what waits, and for whom.
+
+use std::io;
+use std::mem;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr;
+use std::time::Duration;
+
+/// What a TCP socket that sends has done since it was made (`TCP_INFO`, Linux 4.10 and later).
+///
+/// Times are counted in the kernel's ticks of 1 to 10 ms: exact on average, coarse over a few of them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TcpSending {
+    /// Bytes that the other side has acknowledged.
+    pub acknowledged: u64,
+    /// The shortest round-trip time of late.
+    pub min_rtt: Duration,
+    /// Time in which it had something to send, or to be acknowledged.
+    pub busy: Duration,
+    /// Of which the other side had no room: its process does not read.
+    pub receiver_limited: Duration,
+}
+
+/// The kernel's `struct tcp_info` up to `tcpi_rwnd_limited`; what is not read has no name.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct TcpInfo {
+    before: [u64; 15],
+    bytes_acked: u64,
+    bytes_received: u64,
+    segments: [u32; 2],
+    not_sent: u32,
+    min_rtt: u32,
+    data_segments: [u32; 2],
+    delivery_rate: u64,
+    busy_time: u64,
+    rwnd_limited: u64,
+}
+
+const _: () = {
+    assert!(mem::offset_of!(TcpInfo, bytes_acked) == 120);
+    assert!(mem::offset_of!(TcpInfo, min_rtt) == 148);
+    assert!(mem::offset_of!(TcpInfo, busy_time) == 168);
+    assert!(mem::size_of::<TcpInfo>() == 184);
+};
+
+impl TcpSending {
+    /// Asks the kernel.
+    ///
+    /// # Errors
+    /// The system's reason: a socket that is not TCP; `Unsupported` for a kernel that tells less.
+    pub fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        let mut info = TcpInfo::default();
+        let mut length = libc::socklen_t::try_from(mem::size_of::<TcpInfo>()).unwrap_or(0);
+        let given = length;
+        // SAFETY: the kernel writes at most `length` bytes of plain numbers to `info`, and both outlive the call.
+        let answer = unsafe {
+            libc::getsockopt(
+                fd.as_raw_fd(),
+                libc::IPPROTO_TCP,
+                libc::TCP_INFO,
+                ptr::from_mut(&mut info).cast(),
+                &raw mut length,
+            )
+        };
+        if answer != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        if length < given {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        Ok(Self {
+            acknowledged: info.bytes_acked,
+            min_rtt: Duration::from_micros(info.min_rtt.into()),
+            busy: Duration::from_micros(info.busy_time),
+            receiver_limited: Duration::from_micros(info.rwnd_limited),
+        })
+    }
+}
+
+/// Bytes that were written to a TCP socket and that the other side has not acknowledged (`SIOCOUTQ`).
+///
+/// # Errors
+/// The system's reason.
+pub fn unacknowledged(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: SIOCOUTQ, which has TIOCOUTQ's number, writes an int, which outlives the call.
+    let answer = unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    match answer {
+        0 => Ok(bytes.try_into().unwrap_or(0)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_receiver_that_does_not_read_is_told_from_a_wire_that_is_full() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut receiver, _) = listener.accept().unwrap();
+        let fresh = TcpSending::of(sender.as_fd()).unwrap();
+        assert_eq!(fresh.acknowledged, 0);
+        assert_eq!(unacknowledged(sender.as_fd()).unwrap(), 0);
+
+        // Until nothing more fits: then it is the receiver that everything waits for.
+        sender.set_nonblocking(true).unwrap();
+        let mut written = 0;
+        let limited = loop {
+            written += sender.write(&[0; 1 << 16]).unwrap_or(0);
+            let now = TcpSending::of(sender.as_fd()).unwrap();
+            if now.receiver_limited > Duration::ZERO {
+                break now;
+            }
+        };
+        assert!(unacknowledged(sender.as_fd()).unwrap() > 0);
+        assert!(limited.busy >= limited.receiver_limited);
+
+        sender.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut all = Vec::new();
+        receiver.read_to_end(&mut all).unwrap();
+        assert_eq!(all.len(), written);
+        // The end of the stream counts as a byte.
+        while TcpSending::of(sender.as_fd()).unwrap().acknowledged < written as u64 {}
+        assert!(unacknowledged(sender.as_fd()).unwrap() <= 1);
+    }
+
+    #[test]
+    fn another_kind_of_socket_is_an_error() {
+        let (unix, _other) = UnixStream::pair().unwrap();
+        TcpSending::of(unix.as_fd()).unwrap_err();
+    }
+}
