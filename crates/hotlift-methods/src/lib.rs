@@ -61,8 +61,9 @@ mod zstd;
 
 pub use accelerator::{Accelerator, EncoderSettings, Hardware, Jobs, RunsOn};
 pub use error::MethodError;
+pub use lz4::left_of;
 pub use memory::{MemoryLimit, OverMemoryLimit};
-pub use table::{METHODS, MethodInfo, Unit, method};
+pub use table::{AUTO, METHODS, MethodInfo, Unit, method, selection};
 pub use zstd::WINDOW_LOG_MAX as ZSTD_WINDOW_LOG_MAX;
 
 use hotlift_mem::GuestRun;
@@ -80,6 +81,17 @@ pub trait Encode: Send {
     /// [`MethodError::UnevenInput`] if `pages` is empty or no multiple of the page size,
     /// [`MethodError::Library`] if the library fails. The channel cannot go on after an error.
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError>;
+
+    /// Compresses the next packets at another level, which may be below those of
+    /// [`MethodInfo::levels`]. A method whose packets cannot differ in it takes no notice.
+    ///
+    /// # Errors
+    ///
+    /// [`MethodError::Library`] if the library has no such level.
+    fn set_level(&mut self, level: i8) -> Result<(), MethodError> {
+        let _ = level;
+        Ok(())
+    }
 
     /// What was done so far, and by what.
     fn jobs(&self) -> Jobs {

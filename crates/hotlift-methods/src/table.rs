@@ -57,6 +57,14 @@ pub struct MethodInfo {
     pub summary: &'static str,
 }
 
+impl MethodInfo {
+    /// Whether it is [`AUTO`].
+    #[must_use]
+    pub fn is_auto(&self) -> bool {
+        self.flag == AUTO.flag
+    }
+}
+
 /// Every method, in the order of their wire bits.
 pub static METHODS: &[MethodInfo] = &[
     MethodInfo {
@@ -158,6 +166,43 @@ pub static METHODS: &[MethodInfo] = &[
         summary: "LZ4 blocks, for links too fast for zstd; between Hotlifts only",
     },
 ];
+
+/// No method, but the choice of one for each packet, between two Hotlifts: in the place of a method where
+/// one is selected. Whoever sends chooses, and has the methods' encoders.
+pub static AUTO: MethodInfo = MethodInfo {
+    name: "auto",
+    // Beyond the flags that a packet has.
+    flag: 1 << 31,
+    levels: None,
+    default_level: 0,
+    unit: Unit::Packet,
+    stateful: false,
+    hardware: None,
+    interoperates_with: "Hotlift only",
+    encoder: |_| Err(no_method()),
+    decoder: |_| Err(no_method()),
+    library: || {
+        let parts = ["lz4", "zstd"].into_iter().filter_map(method);
+        parts
+            .map(|part| (part.library)())
+            .collect::<Vec<_>>()
+            .join(", ")
+    },
+    summary: "each packet by the method that link and cores can do best now",
+};
+
+fn no_method() -> MethodError {
+    MethodError::Unavailable {
+        method: AUTO.name,
+        library: "the choice by packet",
+        reason: "it has no format of its own".to_owned(),
+    }
+}
+
+/// What can be selected by that name: a method, or [`AUTO`].
+pub fn selection(name: &str) -> Option<&'static MethodInfo> {
+    method(name).or_else(|| (name == AUTO.name).then_some(&AUTO))
+}
 
 /// The method of that name.
 pub fn method(name: &str) -> Option<&'static MethodInfo> {

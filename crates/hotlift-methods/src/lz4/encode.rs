@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 use lz4_sys::{LZ4_compress_fast, LZ4_compressBound};
 
-use super::{HEAD, LIBRARY, NAME};
+use super::{LIBRARY, NAME};
 use crate::{Encode, MethodError, table};
 
 /// Bytes that the library jumps where it finds no match; 1 is its default. On nine Silesia files (Xeon
@@ -38,28 +38,56 @@ impl Encode for Encoder {
         };
         let too_large = |_| failed(format!("packet of {} bytes is too large", pages.len()));
         let len = c_int::try_from(pages.len()).map_err(too_large)?;
-        // SAFETY: a pure function of the size; 0 if that is too large.
-        let bound = unsafe { LZ4_compressBound(len) };
         out.clear();
-        out.reserve(HEAD + usize::try_from(bound).unwrap_or(0));
         out.extend_from_slice(&len.to_be_bytes());
-        // SAFETY: the source is a slice, and the destination as long as was reserved. The library
-        // keeps its table on the stack.
-        let written = unsafe {
-            LZ4_compress_fast(
-                pages.as_ptr().cast(),
-                out.spare_capacity_mut().as_mut_ptr().cast(),
-                len,
-                bound,
-                ACCELERATION,
-            )
-        };
-        if written <= 0 {
-            return Err(failed(format!("code {written}")));
-        }
-        let written = usize::try_from(written.min(bound)).unwrap_or(0);
-        // SAFETY: the library has written that many bytes of what was reserved.
-        unsafe { out.set_len(HEAD + written) };
-        Ok(())
+        append_block(pages, len, out).map_err(|code| failed(format!("code {code}")))
     }
+}
+
+/// The share of `sample` that is left of it, as packets are compressed: above 1 for noise. 1 for an empty sample, and one
+/// that the library does not take.
+///
+/// What it writes goes to `room`, whose capacity is kept. 16 KiB take 5 us if they are noise, and up to 30 us.
+pub fn left_of(sample: &[u8], room: &mut Vec<u8>) -> f64 {
+    let Some(len) = c_int::try_from(sample.len()).ok().filter(|len| *len > 0) else {
+        return 1.0;
+    };
+    room.clear();
+    match append_block(sample, len, room) {
+        Ok(()) => share(room.len(), sample.len()),
+        Err(_) => 1.0,
+    }
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "samples stay far below 2^53 bytes"
+)]
+fn share(part: usize, of: usize) -> f64 {
+    part as f64 / of as f64
+}
+
+/// Appends the block of `pages`, which are `len` bytes; the library's code if it fails.
+fn append_block(pages: &[u8], len: c_int, out: &mut Vec<u8>) -> Result<(), c_int> {
+    // SAFETY: a pure function of the size; 0 if that is too large.
+    let bound = unsafe { LZ4_compressBound(len) };
+    out.reserve(usize::try_from(bound).unwrap_or(0));
+    // SAFETY: the source is a slice of `len` bytes, and the destination as long as was reserved. The library
+    // keeps its table on the stack.
+    let written = unsafe {
+        LZ4_compress_fast(
+            pages.as_ptr().cast(),
+            out.spare_capacity_mut().as_mut_ptr().cast(),
+            len,
+            bound,
+            ACCELERATION,
+        )
+    };
+    if written <= 0 {
+        return Err(written);
+    }
+    let written = usize::try_from(written.min(bound)).unwrap_or(0);
+    // SAFETY: the library has written that many bytes of what was reserved.
+    unsafe { out.set_len(out.len() + written) };
+    Ok(())
 }

@@ -14,6 +14,8 @@
 mod decode;
 mod encode;
 
+pub use encode::left_of;
+
 use crate::{Accelerator, Decode, Encode, EncoderSettings, MethodError};
 
 const NAME: &str = "lz4";

@@ -55,15 +55,7 @@ impl Encoder {
             context,
             framing: framing(level),
         };
-        // SAFETY: the context is live and owned.
-        let set = unsafe {
-            ZSTD_CCtx_setParameter(
-                context.as_ptr(),
-                ZSTD_cParameter::ZSTD_c_compressionLevel,
-                i32::from(level),
-            )
-        };
-        check(set).map_err(|reason| failed("set the level", reason))?;
+        encoder.use_level(level.into())?;
         if encoder.framing == Framing::Open
             && let Some(window_log) = smaller_window(level, settings.window_max)
         {
@@ -78,6 +70,19 @@ impl Encoder {
             check(set).map_err(|reason| failed("limit the window", reason))?;
         }
         Ok(encoder)
+    }
+
+    fn use_level(&self, level: i32) -> Result<(), MethodError> {
+        // SAFETY: the context is live and owned.
+        let set = unsafe {
+            ZSTD_CCtx_setParameter(
+                self.context.as_ptr(),
+                ZSTD_cParameter::ZSTD_c_compressionLevel,
+                level,
+            )
+        };
+        check(set).map_err(|reason| failed("set the level", reason))?;
+        Ok(())
     }
 
     fn closed_frame(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), &'static str> {
@@ -148,6 +153,13 @@ impl Encode for Encoder {
             Framing::Open => self.flush_into_frame(pages, out),
         }
         .map_err(|reason| failed("compress a packet", reason))
+    }
+
+    /// Levels begin at -7; libzstd takes the nearest that it has. Packets whose levels differ are frames of
+    /// their own.
+    fn set_level(&mut self, level: i8) -> Result<(), MethodError> {
+        self.framing = Framing::Closed;
+        self.use_level(level.into())
     }
 }
 
