@@ -69,12 +69,13 @@ pub fn of_folder(
         Some(patterns) => Some(Arc::new(Authz::new(patterns.split_whitespace())?)),
         None => None,
     };
+    let usual = Settings::new(profile);
     let settings = Settings {
         hostname: text(&options.tls_hostname),
         authz,
-        handshake_timeout: options.handshake_timeout,
+        handshake_timeout: usual.handshake_timeout.min(options.handshake_timeout),
         records_per_key: options.tls_records_per_key,
-        ..Settings::new(profile)
+        ..usual
     };
     Ok(Arc::new(Tls::new(Arc::new(credentials), settings)))
 }
