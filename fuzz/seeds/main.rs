@@ -292,7 +292,7 @@ fn channels() {
     for (name, layout) in [("of-hotlift", PacketLayout::QEMU), ("large", layout)] {
         let hello = Some(Hello {
             channels: 2,
-            method: Method::Lz4,
+            method: Some(Method::Lz4),
             layout,
             zero_page_detection: ZeroPageDetection::Multifd,
         });

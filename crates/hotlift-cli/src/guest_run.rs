@@ -14,6 +14,7 @@ use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::progress::{Display, fallback_warning};
 use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
+use hotlift_methods::AUTO;
 use hotlift_monitor::{GuestMonitor, ShutdownRequest, Sockets};
 use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::{Commands, Events};
@@ -121,7 +122,12 @@ pub fn run(args: &GuestRunArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let kind = args.guest.kind();
     let guest: Arc<dyn BuiltinGuest> = hotlift_vmm::create(kind, &args.guest.settings())?.into();
-    let mut options = args.migration.complete().options()?;
+    let mut migration = args.migration.complete();
+    // With a monitor a parameter that was not given is as QEMU has it.
+    if !args.control.is_given() && !migration.has("multifd-compression") {
+        migration = migration.with("multifd-compression", AUTO.name);
+    }
+    let mut options = migration.options()?;
     options.handshake_timeout = args.handshake_timeout;
     let session = Session {
         args,
@@ -187,7 +193,7 @@ impl Session<'_> {
         match outcome {
             Ok(sent) => {
                 self.tell(&Event::Sent {
-                    report: sent.clone(),
+                    report: Box::new(sent.clone()),
                 });
                 let mut run = self.new_run();
                 run.sent(sent);

@@ -1,7 +1,7 @@
 //! What a migration through relays came to: the tables and the JSON.
 
 use comfy_table::Table;
-use hotlift::figures::{JobFigures, SideFigures};
+use hotlift::figures::{JobFigures, SideFigures, shares_of};
 use hotlift::relay::RelayReport;
 use hotlift_console::progress::bytes;
 use hotlift_console::table::{align, new_table};
@@ -112,7 +112,13 @@ fn qemu_rows(row: &mut impl FnMut(&str, String), info: &MigrationInfo) {
 
 fn relay_rows(row: &mut impl FnMut(&str, String), report: &RelayReport) {
     row("sent by the relay", bytes(report.sent_bytes));
-    row("method", report.method.clone());
+    row(
+        "method",
+        match report.methods.is_empty() {
+            true => report.method.clone(),
+            false => format!("{}: {}", report.method, shares_of(&report.methods)),
+        },
+    );
     row("ratio", format!("{:.2}", report.ratio));
     row(
         "throughput",

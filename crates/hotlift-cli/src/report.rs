@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use comfy_table::Table;
-use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport};
+use hotlift::figures::{DestinationReport, JobFigures, SideFigures, SourceReport, shares_of};
 use hotlift::options::{Group, OPTIONS};
 use hotlift::{Options, Status};
 use hotlift_console::error::ConsoleError;
@@ -206,6 +206,7 @@ pub fn results(runs: &[Run]) -> String {
     let rows: Vec<_> = runs.iter().map(row).collect();
     let mut lines = ways(runs);
     lines.push(width::fitted(RESULTS, &rows, align));
+    lines.extend(runs.iter().filter_map(shares));
     lines.extend(runs.iter().filter_map(throttled));
     lines.join("\n")
 }
@@ -269,6 +270,12 @@ fn ways(runs: &[Run]) -> Vec<String> {
         }
     }
     lines
+}
+
+/// What went by which method, where each packet has its own.
+fn shares(run: &Run) -> Option<String> {
+    let methods = &run.figures.methods;
+    (!methods.is_empty()).then(|| format!("{}: {}", run.name(), shares_of(methods)))
 }
 
 /// What auto-converge did, where it was on.

@@ -32,7 +32,7 @@ pub enum Event {
     /// The source's migration has completed.
     Sent {
         /// Its figures.
-        report: SourceReport,
+        report: Box<SourceReport>,
     },
     /// The destination runs the guest.
     Received {

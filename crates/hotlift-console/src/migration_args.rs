@@ -77,6 +77,7 @@ impl<R: HasRole> RoleArgs<R> {
             .has("zero-page-detection")
             .then_some(outgoing.zero_page_detection);
         Ok(RelaySettings {
+            auto_is_zstd: self.has("multifd-compression"),
             outgoing,
             zero_pages,
             ..RelaySettings::default()

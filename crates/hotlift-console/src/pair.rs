@@ -186,7 +186,7 @@ impl Pair<'_> {
                         moved.filled = Some(filling);
                         tell(&Tale::Filled);
                     }
-                    Event::Sent { report } => moved.source = Some(report),
+                    Event::Sent { report } => moved.source = Some(*report),
                     Event::Failed { error } => moved.failed(&error),
                     _ => {}
                 }

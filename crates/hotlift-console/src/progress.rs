@@ -195,7 +195,7 @@ fn line(label: &str, progress: &Progress) -> Line {
     let remark = progress.stall_reason();
     let text = format!(
         "{label} {status}{stalled}: round {round}, {remaining} of {total} to go, {left} left in this round, \
-         {rate}/s on the wire, {pages:.0} pages/s, guest dirties {dirty:.0} pages/s{throttled}",
+         {rate}/s on the wire, {pages:.0} pages/s, guest dirties {dirty:.0} pages/s{throttled}{methods}",
         status = progress.status.name(),
         stalled = stalled(remark.is_some()),
         round = progress.round,
@@ -205,6 +205,10 @@ fn line(label: &str, progress: &Progress) -> Line {
         pages = progress.pages_per_second,
         dirty = progress.dirty_pages_per_second,
         throttled = throttled(progress.throttle_percent.into()),
+        methods = progress
+            .methods
+            .as_ref()
+            .map_or(String::new(), |methods| format!("; {methods}")),
     );
     Line {
         text,
@@ -298,6 +302,7 @@ mod tests {
             auto_converge: false,
             bandwidth_limited: false,
             xbzrle: None,
+            methods: None,
             stalled: false,
         }
     }

@@ -98,8 +98,8 @@ struct Migration {
 }
 
 enum Outcome {
-    Sent(SourceReport),
-    Received(DestinationReport),
+    Sent(Box<SourceReport>),
+    Received(Box<DestinationReport>),
     Failed(String),
     Cancelled,
 }
@@ -301,10 +301,11 @@ impl GuestMonitor {
         self.run(&mut state, control, move |machine, control| {
             let note = |progress: &Progress| {
                 if let Some(migration) = &mut machine.lock().migration {
-                    migration.progress = *progress;
+                    migration.progress = progress.clone();
                 }
             };
-            hotlift::migrate(&machine.guest, &to, &options, control, &note).map(Outcome::Sent)
+            hotlift::migrate(&machine.guest, &to, &options, control, &note)
+                .map(|report| Outcome::Sent(Box::new(report)))
         })?;
         Ok(json!({}))
     }
@@ -374,7 +375,7 @@ impl GuestMonitor {
                     .shutdown
                     .make(Err(MonitorError::Incoming { reason }));
             }
-            received.map(Outcome::Received)
+            received.map(|report| Outcome::Received(Box::new(report)))
         });
         state.may_come_in = running.is_err();
         running.map(|()| at)
@@ -472,7 +473,7 @@ impl GuestMonitor {
         let is_outgoing = migration.listens_at.is_none() && migration.is_running();
         let has_figures = [Status::Active, Status::PreSwitchover, Status::Device];
         if is_outgoing && has_figures.contains(&status) {
-            let (progress, elapsed) = (*progress, migration.started.elapsed());
+            let (progress, elapsed) = (progress.clone(), migration.started.elapsed());
             let (jobs, compression) = (migration.control.jobs(), migration.compression);
             // The engine waits for this lock while the guest stands still, and /proc is slow.
             drop(state);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use hotlift::figures::{
-    ByteFigures, DestinationReport, JobFigures, SourceReport, ThreadCpu, XbzrleFigures,
+    ByteFigures, DestinationReport, JobFigures, SourceReport, ThreadCpu, XbzrleFigures, shares_of,
 };
 use hotlift::progress::Progress;
 use hotlift::relay::{RelayProgress, RelayReport};
@@ -131,6 +131,7 @@ pub fn not_begun(total_bytes: u64) -> Progress {
         auto_converge: false,
         bandwidth_limited: false,
         xbzrle: None,
+        methods: None,
         stalled: false,
     }
 }
@@ -166,6 +167,7 @@ pub fn source_under_way(
         setup_time: Some(ms(progress.setup.unwrap_or_default())),
         expected_downtime: Some(ms(progress.expected_downtime.unwrap_or_default())),
         cpu_throttle_percentage: (throttle > 0).then_some(throttle),
+        methods: progress.methods.as_ref().map(ToString::to_string),
         round: Some(progress.round),
         time_left: progress.time_left.map(ms),
         stall_reason: progress.stall_reason(),
@@ -202,6 +204,7 @@ pub fn source_completed(
         total_time: Some(rounded(report.total_ms)),
         setup_time: Some(rounded(report.setup_ms)),
         downtime: Some(rounded(report.downtime_ms)),
+        methods: (!report.methods.is_empty()).then(|| shares_of(&report.methods)),
         round: Some(report.rounds),
         jobs: accelerator_jobs(&report.side.jobs),
         zero_page_jobs: accelerator_jobs(&report.side.zero_jobs),

@@ -44,6 +44,8 @@ objects! {
             "x-hotlift-time-left" time_left: u64,
             /// Why the migration does not converge, in words for an operator.
             "x-hotlift-stall-reason" stall_reason: String,
+            /// What packets go as, where each has its own method, and why, in words for an operator.
+            "x-hotlift-methods" methods: String,
             /// What has done the work of the method, where an accelerator may have.
             "x-hotlift-jobs" jobs: AcceleratorJobs,
             /// What has looked for zero pages, where devices were to.

@@ -31,6 +31,8 @@ bitflags! {
         const MULTIFD = 1;
         /// The stream is a QEMU's, passed on: its devices come as one package, in QEMU's own format.
         const RELAYED = 1 << 1;
+        /// Each multifd packet says its method, and another one may have another.
+        const METHOD_BY_PACKET = 1 << 2;
     }
 }
 

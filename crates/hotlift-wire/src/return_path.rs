@@ -1,10 +1,11 @@
 //! The return path: what the destination says to the source, on the main channel's socket.
 //!
-//! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`); 0x4801 and
-//! 0x4802 are Hotlift's and go only to a peer that is one, since QEMU ends the migration at a type
+//! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`); 0x4801 to
+//! 0x4803 are Hotlift's and go only to a peer that is one, since QEMU ends the migration at a type
 //! it does not know.
 
 use crate::handshake::{Accepted, Features, VERSION};
+use crate::multifd::Method;
 use crate::reader::{as_u64, put_counted_string};
 use crate::settle::MigrationId;
 use crate::{Reader, WireError, limits};
@@ -18,6 +19,10 @@ const RESUME_ACK: u16 = 6;
 const SWITCHOVER_ACK: u16 = 7;
 const ERROR_TEXT: u16 = 0x4801;
 const HELLO: u16 = 0x4802;
+const LOAD: u16 = 0x4803;
+
+/// Bytes of LOAD's payload: time, time at work, and for each method pages and time; CRC-32 of all.
+const LOAD_LEN: usize = 16 + 16 * Method::ALL.len() + 4;
 
 /// Bytes of HELLO's payload: version, features, migration, CRC-32 of all. A source that had the wrong name could not
 /// ask.
@@ -67,6 +72,29 @@ pub enum ReturnMessage<'a> {
         /// The rest, which only a destination of [`VERSION`] says in a known way.
         accepted: Option<Accepted>,
     },
+    /// Hotlift: what the destination's channel threads have done so far. Only to a source whose packets each have their
+    /// own method.
+    Load(Load),
+}
+
+/// What the channel threads of a destination have done since the migration began.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Time, summed over the threads, in ns.
+    pub elapsed: u64,
+    /// Of which they did not wait for the source, in ns.
+    pub busy: u64,
+    /// By method, in the order of [`Method::ALL`].
+    pub methods: [MethodLoad; Method::ALL.len()],
+}
+
+/// What packets of one method have cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MethodLoad {
+    /// Pages with content.
+    pub pages: u64,
+    /// CPU time of reading and decoding them, in ns.
+    pub nanos: u64,
 }
 
 impl<'a> ReturnMessage<'a> {
@@ -122,6 +150,7 @@ impl<'a> ReturnMessage<'a> {
             Self::SwitchoverAck => SWITCHOVER_ACK,
             Self::ErrorText(_) => ERROR_TEXT,
             Self::Hello { .. } => HELLO,
+            Self::Load(_) => LOAD,
         }
     }
 
@@ -139,6 +168,15 @@ impl<'a> ReturnMessage<'a> {
                     let crc = crc32fast::hash(&out[start..]);
                     out.extend_from_slice(&crc.to_be_bytes());
                 }
+            }
+            Self::Load(load) => {
+                let start = out.len();
+                let rows = load.methods.iter().flat_map(|row| [row.pages, row.nanos]);
+                for value in [load.elapsed, load.busy].into_iter().chain(rows) {
+                    out.extend_from_slice(&value.to_be_bytes());
+                }
+                let crc = crc32fast::hash(&out[start..]);
+                out.extend_from_slice(&crc.to_be_bytes());
             }
             Self::ReqPagesId {
                 start,
@@ -200,6 +238,27 @@ impl<'a> ReturnMessage<'a> {
             },
             RESUME_ACK => Self::ResumeAck(reader.be32("RESUME_ACK")?),
             SWITCHOVER_ACK => Self::SwitchoverAck,
+            LOAD => {
+                let mut load = Load {
+                    elapsed: reader.be64("LOAD").map_err(short)?,
+                    busy: reader.be64("LOAD").map_err(short)?,
+                    ..Load::default()
+                };
+                for row in &mut load.methods {
+                    row.pages = reader.be64("LOAD").map_err(short)?;
+                    row.nanos = reader.be64("LOAD").map_err(short)?;
+                }
+                let expected = reader.be32("LOAD").map_err(short)?;
+                let got = crc32fast::hash(&payload[..LOAD_LEN - 4]);
+                if expected != got {
+                    return Err(WireError::Checksum {
+                        what: "LOAD",
+                        expected,
+                        got,
+                    });
+                }
+                Self::Load(load)
+            }
             ERROR_TEXT => Self::ErrorText(reader.text(payload.len(), "ERROR_TEXT")?),
             HELLO => {
                 let version = reader.be32("HELLO")?;
@@ -240,6 +299,7 @@ fn check_length(kind: u16, length: usize) -> Result<(), WireError> {
         REQ_PAGES => ("length of REQ_PAGES", 12),
         RESUME_ACK => ("length of RESUME_ACK", 4),
         SWITCHOVER_ACK => ("length of SWITCHOVER_ACK", 0),
+        LOAD => ("length of LOAD", LOAD_LEN),
         HELLO if length >= HELLO_VERSION_LEN => return Ok(()),
         HELLO => ("length of HELLO", HELLO_LEN),
         REQ_PAGES_ID | RECV_BITMAP => return Ok(()),

@@ -264,7 +264,7 @@ fn a_hello_with_any_byte_changed_is_an_error() {
         id: 1,
         hello: Some(Hello {
             channels: 4,
-            method: Method::Zstd,
+            method: Some(Method::Zstd),
             layout: PacketLayout::QEMU,
             zero_page_detection: ZeroPageDetection::Multifd,
         }),
@@ -297,7 +297,7 @@ fn opening() -> [u8; INITIAL_PACKET_LEN] {
         id: 0,
         hello: Some(Hello {
             channels: 1,
-            method: Method::None,
+            method: Some(Method::None),
             layout: PacketLayout::QEMU,
             zero_page_detection: ZeroPageDetection::None,
         }),

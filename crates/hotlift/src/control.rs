@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::accelerator_stats::AcceleratorStats;
+use crate::cpu_limit::CpuBudget;
 use crate::figures::JobFigures;
 use crate::options::Options;
 use crate::pacing::Pacer;
@@ -124,6 +125,8 @@ struct Live {
     changed: Option<Options>,
     /// Paces this migration.
     pacer: Option<Arc<Pacer>>,
+    /// Limits its CPU time.
+    cpu: Option<Arc<CpuBudget>>,
 }
 
 impl Control {
@@ -229,6 +232,9 @@ impl Control {
         if let Some(pacer) = &live.pacer {
             pacer.set_rate(options.max_bandwidth);
         }
+        if let Some(cpu) = &live.cpu {
+            cpu.set_limit(options.cpu_limit.into());
+        }
         drop(live);
         self.wake();
     }
@@ -249,6 +255,16 @@ impl Control {
         let pacer = Arc::new(Pacer::new(rate));
         live.pacer = Some(Arc::clone(&pacer));
         pacer
+    }
+
+    /// The budget of CPU time of this side's channel threads, which follows [`Control::change`].
+    pub(crate) fn cpu_budget(&self, options: &Options) -> Arc<CpuBudget> {
+        let mut live = lock(&self.0.live);
+        let limit = live.changed.as_ref().unwrap_or(options).cpu_limit;
+        let budget = live
+            .cpu
+            .get_or_insert_with(|| Arc::new(CpuBudget::new(limit.into())));
+        Arc::clone(budget)
     }
 
     /// Waits up to `time` for [`Control::proceed`]; true if it has been called since the state is

@@ -2,6 +2,7 @@
 //!
 //! The result table, the JSON and the progress display all read these structs.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -107,6 +108,61 @@ pub struct XbzrleFigures {
     pub overflows: u64,
 }
 
+/// What went by one method of those that `auto` chooses from.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct MethodFigures {
+    /// The method's name.
+    pub name: String,
+    /// Its level; `None` for a method without levels.
+    pub level: Option<i8>,
+    /// Packets that were sent so.
+    pub packets: u64,
+    /// Pages in them that have content.
+    pub pages: u64,
+    /// Bytes of these pages.
+    pub bytes_in: u64,
+    /// Bytes of their payloads.
+    pub bytes_out: u64,
+    /// CPU time of encoding and sending them at the source, in seconds.
+    pub core_seconds: f64,
+}
+
+/// A moment of a migration whose packets each have their own method.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct MethodMoment {
+    /// End of the moment, in milliseconds since the request to migrate.
+    pub ms: f64,
+    /// Bytes that the wire delivered, a second.
+    pub link_bytes_per_s: f64,
+    /// By method and level, the share of the pages with content that went so, 0 to 1.
+    pub shares: BTreeMap<String, f64>,
+}
+
+/// How the pages with content were shared among methods, in words: "62 % zstd 3, 38 % none"; the largest share first.
+#[must_use]
+pub fn shares_of(methods: &[MethodFigures]) -> String {
+    let all: u64 = methods.iter().map(|one| one.pages).sum();
+    let mut methods: Vec<_> = methods.iter().collect();
+    methods.sort_by_key(|one| std::cmp::Reverse(one.pages));
+    // Less than half a percent says nothing.
+    let shares = methods.iter().filter_map(|one| {
+        let percent = ratio(to_f64(one.pages) * 100.0, to_f64(all));
+        (percent >= 0.5).then(|| format!("{percent:.0} % {}", one.label()))
+    });
+    shares.collect::<Vec<_>>().join(", ")
+}
+
+impl MethodFigures {
+    /// As people read it: "zstd 3".
+    #[must_use]
+    pub fn label(&self) -> String {
+        match self.level {
+            Some(level) => format!("{} {level}", self.name),
+            None => self.name.clone(),
+        }
+    }
+}
+
 /// What a migration cost one side.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SideFigures {
@@ -186,6 +242,15 @@ pub struct SourceReport {
     /// What XBZRLE has done, if it was on.
     #[serde(default)]
     pub xbzrle: Option<XbzrleFigures>,
+    /// What went by which method, where each packet has its own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub methods: Vec<MethodFigures>,
+    /// Packets of them that went as something else than what was thought best, to learn what it costs.
+    #[serde(default)]
+    pub explored_packets: u64,
+    /// The same as `methods`, by time.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub timeline: Vec<MethodMoment>,
     /// Cost on this side.
     pub side: SideFigures,
 }
@@ -215,6 +280,9 @@ pub(crate) struct Measured {
     pub throttle_percent: u8,
     pub throttle_refused: bool,
     pub xbzrle: Option<XbzrleFigures>,
+    pub methods: Vec<MethodFigures>,
+    pub explored_packets: u64,
+    pub timeline: Vec<MethodMoment>,
     pub threads: Vec<ThreadCpu>,
     pub jobs: JobFigures,
     pub zero_jobs: JobFigures,
@@ -247,6 +315,9 @@ impl From<Measured> for SourceReport {
             throttle_percent: measured.throttle_percent,
             throttle_refused: measured.throttle_refused,
             xbzrle: measured.xbzrle,
+            methods: measured.methods,
+            explored_packets: measured.explored_packets,
+            timeline: measured.timeline,
             side: SideFigures {
                 zero_jobs: measured.zero_jobs,
                 ..SideFigures::new(
@@ -369,6 +440,9 @@ mod tests {
             throttle_percent: 0,
             throttle_refused: false,
             xbzrle: None,
+            methods: Vec::new(),
+            explored_packets: 0,
+            timeline: Vec::new(),
             counts: Counts {
                 normal_pages: 1 << 18,
                 zero_pages: 5,

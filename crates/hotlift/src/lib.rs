@@ -24,9 +24,9 @@
 #![forbid(unsafe_code)]
 
 mod accelerator_stats;
-#[expect(dead_code, reason = "no channel asks it yet")]
 mod auto;
 pub mod control;
+mod cpu_limit;
 mod ends;
 pub mod error;
 mod failure;

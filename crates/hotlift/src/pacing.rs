@@ -10,6 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::control::{Control, Status};
+use crate::figures::to_f64;
 
 /// Credit that unused time may build up: a few packets at usual rates.
 const BURST: Duration = Duration::from_millis(20);
@@ -64,14 +65,36 @@ impl Pacer {
     }
 
     /// Books `bytes` and waits until they may be written. Returns early when `control` stops. What opens
-    /// a migration is not paced, as QEMU does not: at a low rate it would time out.
-    pub(crate) fn wait(&self, bytes: usize, control: &Control) {
+    /// a migration is not paced, as QEMU does not: at a low rate it would time out. How long that was.
+    pub(crate) fn wait(&self, bytes: usize, control: &Control) -> Duration {
         if control.status() == Status::Setup {
-            return;
+            return Duration::ZERO;
         }
         let changes = self.changes.load(Ordering::Acquire);
-        if let Some(until) = self.book(bytes, Instant::now()) {
-            control.sleep_while(until, || self.changes.load(Ordering::Acquire) == changes);
+        let now = Instant::now();
+        let Some(until) = self.book(bytes, now) else {
+            return Duration::ZERO;
+        };
+        control.sleep_while(until, || self.changes.load(Ordering::Acquire) == changes);
+        now.elapsed()
+    }
+
+    /// Whether there is a limit.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.rate.load(Ordering::Relaxed) > 0
+    }
+
+    /// Whether less was sent of late than the limit allows.
+    pub(crate) fn is_behind(&self) -> bool {
+        let booked = *self.lock_booked();
+        booked.is_none_or(|until| until < Instant::now())
+    }
+
+    /// Time that a byte takes at the limit, in ns; 0 without one.
+    pub(crate) fn nanos_per_byte(&self) -> f64 {
+        match self.rate.load(Ordering::Relaxed) {
+            0 => 0.0,
+            rate => 1e9 / to_f64(rate),
         }
     }
 

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+pub use crate::auto::MethodsNow;
 use crate::control::Status;
 use crate::figures::{ByteFigures, XbzrleFigures};
 
 /// A moment of a migration, as its source sees it.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Progress {
     /// State of the migration.
     pub status: Status,
@@ -51,6 +52,8 @@ pub struct Progress {
     pub bandwidth_limited: bool,
     /// What XBZRLE has done, if it is on.
     pub xbzrle: Option<XbzrleFigures>,
+    /// How packets went of late, where each has its own method.
+    pub methods: Option<MethodsNow>,
     /// True if several rounds have left as much as they found: at this rate it does not end.
     pub stalled: bool,
 }

@@ -11,7 +11,6 @@ use hotlift_vmm::workload::Workload;
 use serde::{Deserialize, Deserializer, de};
 
 use super::load;
-use crate::best_fixed::AUTO;
 use crate::cell::{Cell, with_method};
 use crate::error::BenchError;
 use crate::link::Link;
@@ -76,7 +75,7 @@ enum From {
 }
 
 impl Sweep {
-    /// Whether its options and methods are some. Method "auto" may not be there: its rows are left out then.
+    /// Whether its options and methods are some.
     ///
     /// # Errors
     /// What no migration has.
@@ -85,7 +84,7 @@ impl Sweep {
         for (name, value) in self.options() {
             options.set(name, value)?;
         }
-        for (method, level) in self.methods.iter().filter(|(method, _)| method != AUTO) {
+        for (method, level) in &self.methods {
             with_method(&MigrationArgs::default(), method, *level)?;
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! `hotlift demo`, as a user runs it.
 
 use crate::hotlift::{Hotlift, errors};
-use hotlift_methods::METHODS;
+use hotlift_methods::{AUTO, METHODS};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -46,7 +46,11 @@ fn without_flags_every_method_migrates_and_the_figures_are_kept() {
     assert!(status.success(), "{}", said.join("\n"));
     let runs = runs(&json);
     let methods: Vec<_> = runs.iter().map(|run| run["method"].clone()).collect();
-    let known: Vec<_> = METHODS.iter().map(|method| method.name).collect();
+    let known: Vec<_> = METHODS
+        .iter()
+        .chain([&AUTO])
+        .map(|method| method.name)
+        .collect();
     assert_eq!(methods, known);
     for run in &runs {
         for key in KEYS {

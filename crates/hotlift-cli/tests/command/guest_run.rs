@@ -140,7 +140,7 @@ fn settings_that_differ_are_refused_with_both_values_on_both_sides() {
         (&["--channels=3"][..], ["multifd-channels", "2", "3"]),
         (
             &["--method=zstd"][..],
-            ["multifd-compression", "none", "zstd"],
+            ["multifd-compression", "auto", "zstd"],
         ),
         (&["--ram=32M"][..], ["'pc.ram'", "67108864", "33554432"]),
         (

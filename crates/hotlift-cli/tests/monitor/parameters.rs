@@ -37,6 +37,8 @@ const OTHERS: &[(&str, &str, bool)] = &[
     ("xbzrle-cache-size", "8192", false),
     ("x-hotlift-insecure", "true", false),
     ("x-hotlift-accelerator", "\"off\"", false),
+    ("x-hotlift-goal", "\"least-cpu\"", true),
+    ("x-hotlift-cpu-limit", "\"0.5\"", true),
     ("x-hotlift-mem-prealloc", "true", false),
     ("x-hotlift-max-channels", "65", false),
     ("x-hotlift-memory-limit", "1048576", false),

@@ -168,7 +168,7 @@ impl Stream {
         let mut packets = self.channels.iter().flat_map(|(_, packets)| packets);
         let hello = Hello {
             channels: u8::try_from(self.channels.len()).expect("two channels"),
-            method,
+            method: Some(method),
             layout: PacketLayout::QEMU,
             zero_page_detection: match packets.any(|packet| !packet.zero.is_empty()) {
                 true => ZeroPageDetection::Multifd,

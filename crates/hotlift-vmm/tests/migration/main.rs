@@ -23,6 +23,7 @@
     reason = "a test says what it does"
 )]
 
+mod auto;
 mod auto_converge;
 mod census;
 mod events;

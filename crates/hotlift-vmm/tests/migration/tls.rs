@@ -211,7 +211,7 @@ fn channel_1_of(folder: &Path, to: &Address) -> Stream {
         id: 1,
         hello: Some(Hello {
             channels: 2,
-            method: Method::None,
+            method: Some(Method::None),
             layout: PacketLayout::QEMU,
             zero_page_detection: ZeroPageDetection::Multifd,
         }),

@@ -4,7 +4,7 @@
 //! ```text
 //!  0 magic  4 version  8 uuid (16)  24 channel id  25 zero (7)  32 Hello or zero (32)
 //!
-//! 32 "HLFT"  36 be16 version  38 channels  39 method  40 be32 packet pages  44 be32 page size
+//! 32 "HLFT"  36 be16 version  38 channels  39 method or 0xff  40 be32 packet pages  44 be32 page size
 //! 48 zero page detection  49 zero (11)  60 be32 CRC-32 of bytes 32 to 59
 //! ```
 
@@ -16,6 +16,8 @@ pub const INITIAL_PACKET_LEN: usize = 64;
 
 const HELLO: usize = 32;
 const HELLO_CRC: usize = 60;
+/// In the place of a method's code: no method has all bits.
+const BY_PACKET: u8 = 0xff;
 const HELLO_MAGIC: [u8; 4] = *b"HLFT";
 
 /// What a channel says before its first packet.
@@ -36,8 +38,8 @@ pub struct InitialPacket {
 pub struct Hello {
     /// Multifd channels of the migration, at least 1.
     pub channels: u8,
-    /// The migration's compression method.
-    pub method: Method,
+    /// The migration's compression method; `None` if each packet says its own.
+    pub method: Option<Method>,
     /// Size of its packets.
     pub layout: PacketLayout,
     /// Who looks for zero pages.
@@ -116,7 +118,7 @@ impl Hello {
         packet[32..36].copy_from_slice(&HELLO_MAGIC);
         packet[36..38].copy_from_slice(&u16::from(handshake::VERSION).to_be_bytes());
         packet[38] = self.channels;
-        packet[39] = self.method.code();
+        packet[39] = self.method.map_or(BY_PACKET, Method::code);
         packet[40..44].copy_from_slice(&wire(self.layout.pages()));
         packet[44..48].copy_from_slice(&wire(self.layout.page_size()));
         packet[48] = self.zero_page_detection as u8;
@@ -149,11 +151,13 @@ impl Hello {
                 what: "channel count of a Hotlift hello",
             });
         }
-        let code = u32::from(reader.u8("method of a Hotlift hello")?);
-        let method = Method::from_flag(code).ok_or(WireError::Unknown {
-            what: "method of a Hotlift hello",
-            got: u64::from(code),
-        })?;
+        let method = match reader.u8("method of a Hotlift hello")? {
+            BY_PACKET => None,
+            code => Some(Method::from_flag(code.into()).ok_or(WireError::Unknown {
+                what: "method of a Hotlift hello",
+                got: u64::from(code),
+            })?),
+        };
         // Both are bounded by the layout; a 32-bit value that usize cannot hold is far beyond it.
         let wire = |value: u32| usize::try_from(value).unwrap_or(usize::MAX);
         let pages = wire(reader.be32("packet pages of a Hotlift hello")?);

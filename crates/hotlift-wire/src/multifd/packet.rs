@@ -73,6 +73,11 @@ impl PacketWriter {
         }
     }
 
+    /// The method of the next packets.
+    pub fn set_method(&mut self, method: Method) {
+        self.method = method;
+    }
+
     /// The header for `fields`, valid until the next call. Nothing is allocated.
     ///
     /// Unused offsets and the rest of the name are zero, as QEMU 9.0 and later send them. A packet

@@ -83,8 +83,8 @@ impl Candidate {
     }
 
     /// Towards who reads zstd alone.
-    pub(crate) fn of_zstd() -> impl Iterator<Item = Self> {
-        ZSTD.iter().map(|(level, _)| zstd(*level))
+    pub(crate) fn of_zstd() -> Vec<Self> {
+        ZSTD.iter().map(|(level, _)| zstd(*level)).collect()
     }
 
     /// What it may cost.
@@ -99,14 +99,6 @@ impl Candidate {
             // A device's, whose CPU time is that of handing pages over.
             Method::Qpl | Method::Uadk | Method::Qatzip => guess([0.5, 0.5], 0.5, 1.5),
             Method::Zlib => guess([1.0, 4.0], 2.5, 1.55),
-        }
-    }
-
-    /// As people read it: "zstd 3".
-    pub(crate) fn name(&self) -> String {
-        match self.method {
-            Method::Zstd | Method::Zlib => format!("{} {}", self.method.name(), self.level),
-            method => method.name().to_owned(),
         }
     }
 }

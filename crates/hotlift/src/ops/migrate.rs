@@ -16,8 +16,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::handshake::Offer;
-use hotlift_wire::multifd::{Hello, Method, PacketLayout};
+use hotlift_wire::multifd::{Hello, PacketLayout};
 
+use crate::auto::{Auto, RAW};
 use crate::control::{Control, MigrationEvent, Status};
 use crate::ends::guest_source::channel::ChannelSender;
 use crate::ends::guest_source::main_channel::MainSender;
@@ -30,7 +31,7 @@ use crate::error::MigrationError;
 use crate::figures::{ByteFigures, Counts, JobFigures, Measured, SourceReport};
 use crate::guest::{Guest, GuestError};
 use crate::handover::{Word, await_word, say_farewell, say_heard};
-use crate::options::Options;
+use crate::options::{Goal, Options};
 use crate::pipe::gate::Job;
 use crate::precopy::auto_converge::AutoConverge;
 use crate::precopy::estimate::Estimator;
@@ -43,6 +44,10 @@ use crate::transport::Address;
 
 /// How often cancelling is looked at where nothing wakes the thread.
 const TICK: Duration = reporter::INTERVAL;
+
+/// Rounds at most that a migration of the shortest downtime adds where it could switch over: each is to halve the rest,
+/// and 2^8 is more than lies between a limit of seconds and a thread's wake-up.
+const SHORTENING_ROUNDS: u64 = 8;
 
 /// How long a failed migration waits for the destination's reason.
 const REASON_WAIT: Duration = Duration::from_secs(2);
@@ -77,14 +82,13 @@ fn run(
     on_progress: OnProgress<'_>,
     started: Instant,
 ) -> Result<SourceReport, MigrationError> {
-    let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
     let xbzrle = Xbzrle::new(guest, options)?;
     let devices = zero_devices::open(guest, options, control)?;
     let opening = ChannelOpening {
         uuid: guest.uuid(),
         hello: Hello {
             channels: options.channels(),
-            method,
+            method: options.packet_method(),
             layout: options.packet_layout(),
             zero_page_detection: options.zero_page_detection,
         },
@@ -220,6 +224,9 @@ impl Migration<'_> {
             throttle_percent: self.auto_converge.highest(),
             throttle_refused: self.auto_converge.is_refused(),
             xbzrle: self.xbzrle.as_ref().map(Xbzrle::figures),
+            methods: self.reporter.methods(),
+            explored_packets: self.session.multifd.auto().map_or(0, Auto::explored),
+            timeline: self.reporter.timeline(),
             threads: Vec::new(),
             jobs: JobFigures::default(),
             zero_jobs: JobFigures::default(),
@@ -237,8 +244,12 @@ impl Migration<'_> {
         );
         self.await_pongs(Some(&waiting_for))?;
         let is_hotlift = self.session.answers.opened(offer)?;
-        if !is_hotlift && !self.session.method.is_qemus() {
-            return Err(MigrationError::not_qemus(self.session.method).into());
+        match self.session.multifd.method() {
+            Some(method) if !is_hotlift && !method.is_qemus() => {
+                return Err(MigrationError::not_qemus(method).into());
+            }
+            Some(_) => {}
+            None => self.session.multifd.reader_is(is_hotlift, &[RAW]),
         }
         if !is_hotlift && self.session.options.packet_layout() != PacketLayout::QEMU {
             return Err(MigrationError::Mismatch {
@@ -273,6 +284,8 @@ impl Migration<'_> {
     /// Rounds while the guest runs, until the rest fits the downtime limit.
     fn rounds(&mut self) -> Result<(), Ended> {
         let mut synced_at = Instant::now();
+        // Pages that were left when they first fitted, and then each time.
+        let (mut fitted, mut first_fit) = (None, None);
         loop {
             self.send_round()?;
             let newly_dirty = self.sync()?;
@@ -290,12 +303,18 @@ impl Migration<'_> {
             if self.reporter.is_due() {
                 self.reporter.tell(self.round, &self.estimator);
             }
-            if self
-                .estimator
-                .time_for(pending)
-                .is_some_and(|time| time <= live.downtime_limit)
-            {
-                return Ok(());
+            let fits = |time| time <= live.downtime_limit;
+            if self.estimator.time_for(pending).is_some_and(fits) {
+                let before = fitted.replace(pending);
+                let rests = |before| pending > before / 2;
+                // It has fitted in each of those rounds.
+                let tries = self.round - *first_fit.get_or_insert(self.round);
+                let goes_on = live.goal == Goal::ShortestDowntime
+                    && !before.is_some_and(rests)
+                    && tries < SHORTENING_ROUNDS;
+                if !goes_on {
+                    return Ok(());
+                }
             }
         }
     }

@@ -4,7 +4,6 @@
 use std::thread;
 
 use hotlift_mem::RamBlock;
-use hotlift_wire::multifd::Method;
 
 use crate::control::Control;
 use crate::ends::guest_sink::main_channel::MainReceiver;
@@ -85,13 +84,12 @@ fn run(
     options: &Options,
     control: &Control,
 ) -> Result<DestinationReport, MigrationError> {
-    let method = Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None);
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     let address = listener.address().map_err(MigrationError::opening)?;
     let acceptor = Acceptor::new(&listener, tls::of_options(options, &address)?);
     let acceptor = acceptor.map_err(MigrationError::opening)?;
     let door = Door::new(acceptor, None, options.handshake_timeout, control);
-    let (accepted, mut door) = accept::accept(door, guest.uuid(), method, options, control)?;
+    let (accepted, mut door) = accept::accept(door, guest.uuid(), options, control)?;
     let session = Session::new(guest, options, control.clone(), id, accepted);
     let refuse = || {
         session.fail(MigrationError::main_closed());

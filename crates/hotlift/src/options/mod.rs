@@ -14,13 +14,14 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::compress;
 use hotlift_methods::{Accelerator, EncoderSettings, METHODS, MemoryLimit, MethodInfo};
 use hotlift_tls::RECORDS_PER_KEY;
-use hotlift_wire::multifd::PacketLayout;
+use hotlift_wire::multifd::{Method, PacketLayout};
 
 pub use qmp::{OLDER_NAMES, OUR_PREFIX, OlderName, QmpRefusal, QmpType, qmp_option};
 pub use roles::{Group, NotFor, Role, RoleDefault, With};
 pub use table::OPTIONS;
 pub use values::{
-    ACCELERATOR, AccelPath, Value, Values, ZERO_PAGE_DETECTION, ZeroPageDetection, parse_size,
+    ACCELERATOR, AccelPath, GOAL, Goal, Value, Values, ZERO_PAGE_DETECTION, ZeroPageDetection,
+    parse_size,
 };
 
 /// The options of one migration, resolved and in range.
@@ -54,6 +55,10 @@ pub struct Options {
     pub accelerator: Accelerator,
     /// Limit over all sockets, in bytes a second; 0 is unlimited.
     pub max_bandwidth: u64,
+    /// Limit over this side's channel threads, in thousandths of a core; 0 is unlimited.
+    pub cpu_limit: u32,
+    /// What the migration is to be good at, where it may choose.
+    pub goal: Goal,
     /// How long the guest may stand still, 0 to 2,000,000 ms.
     pub downtime_limit: Duration,
     /// Where zero pages are looked for.
@@ -139,6 +144,8 @@ impl Default for Options {
             compress_wait_thread: true,
             accelerator: Accelerator::Auto,
             max_bandwidth: 128 << 20,
+            cpu_limit: 0,
+            goal: Goal::Fastest,
             downtime_limit: Duration::from_millis(300),
             zero_page_detection: ZeroPageDetection::Multifd,
             zero_page_devices: false,
@@ -353,7 +360,8 @@ impl Options {
                 needs: "compress=off: a page is sent as a change or compressed, not both",
             });
         }
-        if !self.multifd() && method.flag != 0 {
+        // What chooses for packets has nothing to do without them.
+        if !self.multifd() && method.flag != 0 && !method.is_auto() {
             return Err(OptionError::Conflict {
                 option: format!("multifd-compression={}", method.name),
                 needs: if self.compress {
@@ -375,11 +383,12 @@ impl Options {
                 },
             });
         }
-        if self.zero_copy_send && (method.flag != 0 || !self.multifd()) {
+        let packs = method.flag != 0 && !method.is_auto();
+        if self.zero_copy_send && (packs || !self.multifd()) {
             return Err(OptionError::Conflict {
                 option: "zero-copy-send=on".to_owned(),
                 needs: if self.multifd() {
-                    "multifd-compression=none: what is compressed is a copy"
+                    "multifd-compression=none or auto: what is compressed is a copy"
                 } else {
                     "multifd=on"
                 },
@@ -464,6 +473,12 @@ impl Options {
         } else {
             (self.multifd_compression.library)()
         }
+    }
+
+    /// The method that all multifd packets have; `None` if each has its own.
+    pub(crate) fn packet_method(&self) -> Option<Method> {
+        let method = self.multifd_compression;
+        (!method.is_auto()).then(|| Method::from_flag(method.flag).unwrap_or(Method::None))
     }
 
     /// Pages that are gathered into a packet.

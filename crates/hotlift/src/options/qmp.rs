@@ -154,11 +154,11 @@ impl OptionInfo {
             Values::Number { .. } => QmpType::Uint64,
             Values::Size | Values::PowerOfTwo | Values::Pages { .. } => QmpType::Size,
             Values::Switch => QmpType::Bool,
-            Values::Method | Values::ZeroPages | Values::Accelerator => {
+            Values::Method | Values::ZeroPages | Values::Accelerator | Values::Goal => {
                 QmpType::Enum(self.values.names())
             }
             Values::AccelPath => QmpType::Strings,
-            Values::Text(_) => QmpType::String,
+            Values::Text(_) | Values::Cores => QmpType::String,
         }
     }
 

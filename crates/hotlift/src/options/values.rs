@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use hotlift_idxd::model::Behaviour;
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::{Accelerator, METHODS, MethodInfo, method};
+use hotlift_methods::{AUTO, Accelerator, METHODS, MethodInfo, selection};
 pub use hotlift_wire::multifd::ZeroPageDetection;
 
 /// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread (zero pages
@@ -25,6 +25,39 @@ pub const ACCELERATOR: &[(&str, Accelerator)] = &[
     ("off", Accelerator::Off),
     ("required", Accelerator::Required),
 ];
+
+/// What a migration is to be good at: `goal`, an option of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Goal {
+    /// To end soon.
+    Fastest,
+    /// To take little CPU time of both hosts.
+    LeastCpu,
+    /// To let the guest stand still for as short as its writes allow, below `downtime-limit`.
+    ShortestDowntime,
+}
+
+/// All choices of `goal`.
+pub const GOAL: &[(&str, Goal)] = &[
+    ("fastest", Goal::Fastest),
+    ("least-cpu", Goal::LeastCpu),
+    ("shortest-downtime", Goal::ShortestDowntime),
+];
+
+/// Thousandths of a core of the largest `cpu-limit`: 1024 cores.
+const MOST_CORES: u32 = 1_024_000;
+
+/// Thousandths of what is typed as cores: "0.5", "4".
+fn parse_cores(text: &str) -> Option<u32> {
+    let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    if !digits(whole) || !digits(fraction) || whole.len() > 4 || fraction.len() > 3 {
+        return None;
+    }
+    let thousandths = format!("{fraction:0<3}").parse::<u32>().ok()?;
+    let cores = whole.parse::<u32>().ok()? * 1000 + thousandths;
+    (cores <= MOST_CORES).then_some(cores)
+}
 
 /// A device of `accel-path`.
 #[derive(Debug, Clone, PartialEq)]
@@ -89,12 +122,16 @@ pub enum Values {
     },
     /// `on` or `off`.
     Switch,
-    /// A name of a method of [`METHODS`].
+    /// A name of a method of [`METHODS`], or [`AUTO`]'s.
     Method,
     /// A name of [`ZERO_PAGE_DETECTION`].
     ZeroPages,
     /// A name of [`ACCELERATOR`].
     Accelerator,
+    /// A name of [`GOAL`].
+    Goal,
+    /// Cores, with up to three decimals.
+    Cores,
     /// Devices, as [`AccelPath`] has them, with spaces or commas between.
     AccelPath,
     /// Any text; empty for none. The words say what it is.
@@ -114,6 +151,10 @@ pub enum Value {
     ZeroPages(ZeroPageDetection, bool),
     /// Of [`Values::Accelerator`].
     Accelerator(Accelerator),
+    /// Of [`Values::Goal`].
+    Goal(Goal),
+    /// Of [`Values::Cores`]: thousandths of a core.
+    Cores(u32),
     /// Of [`Values::AccelPath`].
     AccelPath(Vec<AccelPath>),
     /// Of [`Values::Text`].
@@ -137,6 +178,11 @@ impl fmt::Display for Value {
                 let row = ACCELERATOR.iter().find(|(_, one)| one == choice);
                 f.write_str(row.map_or("", |(name, _)| name))
             }
+            Self::Goal(goal) => {
+                let row = GOAL.iter().find(|(_, one)| one == goal);
+                f.write_str(row.map_or("", |(name, _)| name))
+            }
+            Self::Cores(thousandths) => write!(f, "{}", f64::from(*thousandths) / 1000.0),
             Self::AccelPath(paths) => {
                 let paths: Vec<_> = paths.iter().map(ToString::to_string).collect();
                 f.write_str(&paths.join(" "))
@@ -171,7 +217,7 @@ impl Values {
                 "off" => Some(Value::Switch(false)),
                 _ => None,
             },
-            Self::Method => method(text).map(Value::Method),
+            Self::Method => selection(text).map(Value::Method),
             Self::ZeroPages => ZERO_PAGE_DETECTION
                 .iter()
                 .find(|(name, ..)| *name == text)
@@ -180,6 +226,11 @@ impl Values {
                 .iter()
                 .find(|(name, _)| *name == text)
                 .map(|(_, choice)| Value::Accelerator(*choice)),
+            Self::Goal => GOAL
+                .iter()
+                .find(|(name, _)| *name == text)
+                .map(|(_, goal)| Value::Goal(*goal)),
+            Self::Cores => parse_cores(text).map(Value::Cores),
             Self::AccelPath => text
                 .split([' ', ','])
                 .filter(|path| !path.is_empty())
@@ -197,13 +248,19 @@ impl Values {
     pub fn names(self) -> Vec<&'static str> {
         match self {
             Self::Switch => vec!["on", "off"],
-            Self::Method => METHODS.iter().map(|method| method.name).collect(),
+            Self::Method => METHODS
+                .iter()
+                .chain([&AUTO])
+                .map(|method| method.name)
+                .collect(),
             Self::ZeroPages => ZERO_PAGE_DETECTION.iter().map(|(n, ..)| *n).collect(),
             Self::Accelerator => ACCELERATOR.iter().map(|(n, _)| *n).collect(),
+            Self::Goal => GOAL.iter().map(|(n, _)| *n).collect(),
             Self::Number { .. }
             | Self::Size
             | Self::PowerOfTwo
             | Self::Pages { .. }
+            | Self::Cores
             | Self::AccelPath
             | Self::Text(_) => Vec::new(),
         }
@@ -224,7 +281,12 @@ impl fmt::Display for Values {
                     "a multiple of {PAGE_SIZE} between {lowest} and {highest}"
                 )
             }
-            Self::Switch | Self::Method | Self::ZeroPages | Self::Accelerator => {
+            Self::Cores => write!(
+                f,
+                "cores between 0 and {}, as in 0.5 or 4",
+                MOST_CORES / 1000
+            ),
+            Self::Switch | Self::Method | Self::ZeroPages | Self::Accelerator | Self::Goal => {
                 write!(f, "one of {}", self.names().join(", "))
             }
             Self::Text(what) => f.write_str(what),

@@ -1,16 +1,17 @@
 //! What the threads of one relayed migration share, and how any of them ends it.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use hotlift_methods::{Accelerator, MemoryLimit};
 use hotlift_wire::settle::MigrationId;
 
 use crate::control::{Control, Status};
+use crate::cpu_limit::CpuBudget;
 use crate::ends::settings::Request;
 use crate::error::{Channel, MigrationError};
-use crate::figures::{Counters, Counts, ThreadCpu, ThreadTimes};
+use crate::figures::{Counters, Counts, MethodFigures, ThreadCpu, ThreadTimes};
 use crate::handover::{Giving, Taking, Verdict, Word};
 use crate::pipe::barrier::Barrier;
 use crate::pipe::batch::Batch;
@@ -18,6 +19,7 @@ use crate::pipe::flow::Flow;
 use crate::pipe::hooks::Hooks;
 use crate::pipe::sink::Sink;
 use crate::stream::door::Asked;
+use crate::stream::load::ReceiverLoad;
 use crate::stream::main_recv::Waiting;
 
 /// Whether a wait is to go on.
@@ -55,8 +57,12 @@ pub(crate) struct Session<'a> {
     pub accelerator: Accelerator,
     /// What the source can make this relay take.
     pub memory: MemoryLimit,
+    /// CPU time that the channels of both sides may take together.
+    pub cpu: Arc<CpuBudget>,
     pub flow: Flow<Batch>,
     pub barrier: Barrier,
+    /// What the incoming channels do, for a source that wants to know.
+    pub load: ReceiverLoad,
     pub sink: &'a dyn Sink,
     /// One an incoming multifd channel, and the last for main.
     pub received: Vec<Counters>,
@@ -90,9 +96,11 @@ impl<'a> Session<'a> {
             control: request.control.clone(),
             accelerator: request.settings.outgoing.accelerator,
             memory,
+            cpu: request.control.cpu_budget(&request.settings.outgoing),
             // One in the hands of each thread, and one between each pair of them.
             flow: Flow::new((0..2 * channels.max(1) + 2 * sink.workers()).map(|_| Batch::new())),
             barrier: Barrier::new(channels),
+            load: ReceiverLoad::default(),
             sink,
             received,
             pages: Counters::default(),
@@ -219,6 +227,7 @@ impl<'a> Session<'a> {
             barriers: self.barriers.load(Ordering::Relaxed),
             machine: machine.to_owned(),
             method: self.sink.method(),
+            methods: self.sink.methods(),
             passed_through: None,
             threads: self.threads.read(),
         }
@@ -238,6 +247,7 @@ pub(crate) struct Relayed {
     pub barriers: u64,
     pub machine: String,
     pub method: &'static str,
+    pub methods: Vec<MethodFigures>,
     pub passed_through: Option<String>,
     pub threads: Vec<ThreadCpu>,
 }

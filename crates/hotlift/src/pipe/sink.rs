@@ -14,6 +14,7 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, Configuration};
 
 use crate::error::{Channel, MigrationError};
+use crate::figures::MethodFigures;
 use crate::pipe::batch::Batch;
 use crate::pipe::hooks::Taken;
 use crate::transport::Stream;
@@ -122,6 +123,11 @@ pub(crate) trait Sink: Sync {
 
     /// Name of the page compression method, for the report.
     fn method(&self) -> &'static str;
+
+    /// What went by which method, where each packet has its own.
+    fn methods(&self) -> Vec<MethodFigures> {
+        Vec::new()
+    }
 }
 
 /// One worker's half of a sink.

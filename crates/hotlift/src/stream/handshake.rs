@@ -27,10 +27,13 @@ pub(crate) fn new_id() -> std::io::Result<MigrationId> {
 
 /// Of a guest's own migration with these options.
 pub(crate) fn features(options: &Options) -> Features {
-    match options.multifd() {
-        true => Features::MULTIFD,
-        false => Features::empty(),
-    }
+    let mut features = Features::empty();
+    features.set(Features::MULTIFD, options.multifd());
+    features.set(
+        Features::METHOD_BY_PACKET,
+        options.multifd() && options.packet_method().is_none(),
+    );
+    features
 }
 
 /// What a main channel begins with, of which nothing was taken yet.
@@ -75,6 +78,8 @@ pub(crate) fn answer(
     features: Features,
     id: MigrationId,
 ) -> [ReturnMessage<'static>; 2] {
+    // Every stream of this version is read packet by packet.
+    let features = features | Features::METHOD_BY_PACKET;
     let hello = ReturnMessage::Hello {
         version: VERSION.into(),
         accepted: Some(Accepted { features, id }),

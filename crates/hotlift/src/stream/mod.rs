@@ -25,6 +25,7 @@ pub(crate) mod counted_buffer;
 pub(crate) mod door;
 pub(crate) mod graceful_close;
 pub(crate) mod handshake;
+pub(crate) mod load;
 pub(crate) mod main_recv;
 pub(crate) mod main_send;
 pub(crate) mod multifd_recv;

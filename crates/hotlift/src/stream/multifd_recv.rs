@@ -10,11 +10,13 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
 
 use crate::control::Control;
+use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::stream::channel_in::ChannelIn;
 use crate::stream::codec::Decoder;
 use crate::stream::counted_buffer::CountedBuffer;
+use crate::stream::load::{ChannelLoad, ReceiverLoad};
 use crate::stream::packet_reader::PacketReader;
 use crate::transport::Stream;
 
@@ -52,6 +54,9 @@ pub(crate) trait PageSink {
         Ok(false)
     }
 
+    /// Tells the source `message`, which is a message of the return path.
+    fn tell(&mut self, message: &[u8]);
+
     /// The channel has reached its sync point.
     fn sync(&mut self) -> Result<ReadOn, MigrationError>;
 
@@ -66,12 +71,31 @@ pub(crate) struct ChannelRules {
     pub id: u8,
     /// Size of its packets.
     pub layout: PacketLayout,
-    /// The method of all packets with content; `None` for that of the first.
-    pub method: Option<&'static MethodInfo>,
+    /// Which methods its packets may have.
+    pub methods: Methods,
     /// Whether packets without a checksum are refused.
     pub checksum_required: bool,
     /// Whether its method may use an accelerator.
     pub accelerator: Accelerator,
+}
+
+/// What bounds the reading of a migration's channels.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ChannelLimits<'a> {
+    /// Compressed payloads, and what their decoders need.
+    pub memory: &'a MemoryLimit,
+    pub cpu: &'a CpuBudget,
+}
+
+/// Which methods the packets of a channel may have.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Methods {
+    /// This one alone.
+    One(&'static MethodInfo),
+    /// That of the first packet with content, as QEMU has it.
+    First,
+    /// Each its own.
+    Each,
 }
 
 /// Reads one channel.
@@ -80,10 +104,15 @@ pub(crate) struct MultifdReceiver<'a> {
     channel: &'a dyn ChannelIn,
     packets: PacketReader<'a>,
     rules: PacketRules,
+    /// The first packet's method is that of all.
+    first_decides: bool,
     blocks: &'a [RamBlockEntry],
     header: PacketHeader,
     payload: Payload<'a>,
     counters: &'a Counters,
+    /// Of a source that wants to know it.
+    load: Option<ChannelLoad<'a>>,
+    cpu: CpuShare<'a>,
 }
 
 /// What reads the pages of a packet.
@@ -92,31 +121,36 @@ struct Payload<'a> {
     control: &'a Control,
     accelerator: Accelerator,
     memory: &'a MemoryLimit,
-    /// Made with the channel, or when the first packet says its method; `None` for method none.
-    decoder: Option<Decoder>,
+    /// By method, each made with the channel or when a packet first needs it.
+    decoders: Vec<(Method, Decoder)>,
     buffer: CountedBuffer,
 }
 
 impl<'a> MultifdReceiver<'a> {
-    /// A reader of `channel` whose compressed payloads, and what their decoder needs, take no more than `memory` has.
+    /// A reader of `channel`.
     pub(crate) fn new(
         rules: ChannelRules,
         channel: &'a dyn ChannelIn,
         blocks: &'a [RamBlockEntry],
-        memory: &'a MemoryLimit,
+        limits: ChannelLimits<'a>,
         counters: &'a Counters,
         control: &'a Control,
     ) -> Result<Self, MigrationError> {
+        let memory = limits.memory;
         let mut payload = Payload {
             id: rules.id,
             control,
             accelerator: rules.accelerator,
             memory,
-            decoder: None,
+            decoders: Vec::new(),
             buffer: CountedBuffer::new(memory),
         };
-        if let Some(method) = rules.method {
-            payload.make_decoder(method)?;
+        let method = match rules.methods {
+            Methods::One(info) => Method::from_flag(info.flag),
+            Methods::First | Methods::Each => None,
+        };
+        if let Some(method) = method {
+            payload.decoder(method)?;
         }
         Ok(Self {
             id: rules.id,
@@ -124,14 +158,25 @@ impl<'a> MultifdReceiver<'a> {
             packets: PacketReader::new(channel, rules.layout.header_len()),
             rules: PacketRules {
                 layout: rules.layout,
-                method: rules.method.and_then(|info| Method::from_flag(info.flag)),
+                method,
                 checksum_required: rules.checksum_required,
             },
+            first_decides: matches!(rules.methods, Methods::First),
             blocks,
             header: PacketHeader::new(rules.layout),
             payload,
             counters,
+            load: None,
+            cpu: CpuShare::new(limits.cpu),
         })
+    }
+
+    /// The source is told what the channels do. For the thread that reads.
+    pub(crate) fn telling(self, load: &'a ReceiverLoad) -> Self {
+        Self {
+            load: Some(ChannelLoad::new(load)),
+            ..self
+        }
     }
 
     /// Reads until the channel ends, or need not be read on.
@@ -155,6 +200,14 @@ impl<'a> MultifdReceiver<'a> {
             if has_pages && self.pages(sink)? == ReadOn::No {
                 return Ok(());
             }
+            self.cpu.spend(self.payload.control);
+            let pages = self.header.normal().len();
+            if pages > 0
+                && let Some(load) = &mut self.load
+                && let Some(message) = load.settled(self.header.method(), pages)
+            {
+                sink.tell(&message);
+            }
             if self.header.sync() && sink.sync()? == ReadOn::No {
                 return Ok(());
             }
@@ -169,11 +222,14 @@ impl<'a> MultifdReceiver<'a> {
             payload,
             channel,
             blocks,
+            first_decides,
             ..
         } = self;
         let has_content = !header.normal().is_empty();
         if has_content {
-            rules.method.get_or_insert(header.method());
+            if *first_decides {
+                rules.method.get_or_insert(header.method());
+            }
             self.counters.add_bytes(header.payload_len());
         }
         // Pages of which a part was read ahead are in this process already.
@@ -207,15 +263,9 @@ impl Payload<'_> {
             let read = packets.pages(pages);
             return read.map_err(|source| broken(id, "reading pages", source));
         }
-        if self.decoder.is_none() {
-            let flag = header.method().flag();
-            let known = METHODS.iter().find(|info| info.flag == flag);
-            self.make_decoder(known.ok_or_else(|| MigrationError::Protocol {
-                channel: Channel::Multifd(id),
-                got: format!("method {}", header.method().name()),
-                doing: "reading pages (this build has no decoder for it)",
-            })?)?;
-        }
+        let Some(index) = self.decoder(header.method())? else {
+            return Ok(());
+        };
         let length = header.payload_len();
         let grown = self.buffer.grow_to(length);
         grown.map_err(|source| MigrationError::memory(Channel::Multifd(id), source))?;
@@ -229,15 +279,26 @@ impl Payload<'_> {
                 channel: Channel::Multifd(id),
                 source,
             })?;
-        match &mut self.decoder {
-            Some(decoder) => decoder.decode(header.packet_num(), block, bytes, pages),
-            None => Ok(()),
-        }
+        let decoder = &mut self.decoders[index].1;
+        decoder.decode(header.packet_num(), block, bytes, pages)
     }
 
-    fn make_decoder(&mut self, method: &MethodInfo) -> Result<(), MigrationError> {
-        self.decoder = Decoder::new(self.id, method, self.accelerator, self.memory, self.control)?;
-        Ok(())
+    /// Where the decoder of `method` is; `None` for method none.
+    fn decoder(&mut self, method: Method) -> Result<Option<usize>, MigrationError> {
+        let known = self.decoders.iter().position(|(one, _)| *one == method);
+        if method == Method::None || known.is_some() {
+            return Ok(known);
+        }
+        let info = METHODS.iter().find(|info| info.flag == method.flag());
+        let info = info.ok_or_else(|| MigrationError::Protocol {
+            channel: Channel::Multifd(self.id),
+            got: format!("method {}", method.name()),
+            doing: "reading pages (this build has no decoder for it)",
+        })?;
+        let decoder = Decoder::new(self.id, info, self.accelerator, self.memory, self.control)?;
+        self.decoders
+            .extend(decoder.map(|decoder| (method, decoder)));
+        Ok(self.decoders.len().checked_sub(1))
     }
 }
 

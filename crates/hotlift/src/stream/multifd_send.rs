@@ -4,6 +4,7 @@
 //! method none     header + pages straight from guest memory, or from the batch, to the socket
 //! other methods   private pages -> encode -> header + payload to the socket
 //! forwarded       header, and the pages from socket to socket
+//! auto            each packet as one of these, by what link and cores can do now
 //! ```
 //!
 //! Guest memory is copied before it is encoded, since a codec that sees its input change may write a stream that does
@@ -19,13 +20,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::{Forwarder, IoScratch, Splicer};
-use hotlift_mem::{GuestRun, PAGE_SIZE};
+use hotlift_mem::{GuestRun, PAGE_SIZE, thread_cpu_time};
 use hotlift_wire::multifd::{
     Hello, InitialPacket, Method, PacketFields, PacketLayout, PacketWriter,
 };
 use hotlift_wire::settle;
 
+use crate::auto::{Auto, AutoEncoder, Candidate};
 use crate::control::Control;
+use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts};
 use crate::options::Options;
@@ -138,10 +141,14 @@ fn reason_on<'s>(streams: impl Iterator<Item = &'s Stream>) -> Option<MigrationE
 pub(crate) struct MultifdSend {
     channels: Vec<OutChannel>,
     layout: PacketLayout,
-    method: Method,
+    /// `None` if each packet has its own.
+    method: Option<Method>,
+    /// Chooses it then.
+    auto: Option<Auto>,
     /// QEMU's `packet_num`: over all channels, SYNC packets included.
     packet_num: AtomicU64,
     pacer: Arc<Pacer>,
+    cpu: Arc<CpuBudget>,
     control: Control,
 }
 
@@ -162,11 +169,43 @@ pub(crate) enum Pages<'p, 'm> {
     Private(&'p [u8]),
 }
 
+impl Pages<'_, '_> {
+    /// Copies so many of them, evenly spread, behind what `into` has.
+    pub(crate) fn sample(&self, pages: usize, into: &mut Vec<u8>) {
+        let length = match self {
+            Self::Guest(runs) => runs.iter().map(GuestRun::len).sum(),
+            Self::Private(bytes) => bytes.len(),
+        };
+        let all = length / PAGE_SIZE;
+        let step = all.div_ceil(pages.max(1)).max(1);
+        for page in (0..all).skip(step / 2).step_by(step) {
+            let offset = page * PAGE_SIZE;
+            match self {
+                Self::Private(bytes) => into.extend_from_slice(&bytes[offset..offset + PAGE_SIZE]),
+                Self::Guest(runs) => {
+                    let mut before = 0;
+                    for run in *runs {
+                        if offset < before + run.len() {
+                            let here = run.split_at(offset - before).1.split_at(PAGE_SIZE).0;
+                            let filled = into.len();
+                            into.resize(filled + PAGE_SIZE, 0);
+                            here.copy_to(&mut into[filled..]);
+                            break;
+                        }
+                        before += run.len();
+                    }
+                }
+            }
+        }
+    }
+}
+
 impl MultifdSend {
     /// The channels, which have been opened so.
     pub(crate) fn new(
         channels: Vec<ChannelOut>,
         hello: &Hello,
+        options: &Options,
         pacer: &Arc<Pacer>,
         control: &Control,
     ) -> Self {
@@ -182,8 +221,10 @@ impl MultifdSend {
                 .collect(),
             layout: hello.layout,
             method: hello.method,
+            auto: Auto::of(options),
             packet_num: AtomicU64::new(0),
             pacer: Arc::clone(pacer),
+            cpu: control.cpu_budget(options),
             control: control.clone(),
         }
     }
@@ -197,9 +238,24 @@ impl MultifdSend {
         self.channels.is_empty()
     }
 
-    /// The method of their packets.
-    pub(crate) fn method(&self) -> Method {
+    /// The method of their packets; `None` if each has its own.
+    pub(crate) fn method(&self) -> Option<Method> {
         self.method
+    }
+
+    /// What chooses the method of each packet, if that is so.
+    pub(crate) fn auto(&self) -> Option<&Auto> {
+        self.auto.as_ref()
+    }
+
+    /// Whether the reader of the channels is a Hotlift, which reads each packet by its own method; `others` is what anybody
+    /// else reads.
+    pub(crate) fn reader_is(&self, is_hotlift: bool, others: &[Candidate]) {
+        if let Some(auto) = &self.auto
+            && !is_hotlift
+        {
+            auto.choose_among(others.to_vec());
+        }
     }
 
     /// A channel whose connection the other side has closed.
@@ -213,6 +269,11 @@ impl MultifdSend {
         self.channels
             .iter()
             .filter_map(|channel| channel.transport.socket())
+    }
+
+    /// Time for a byte that `max-bandwidth` allows, in ns; 0 without a limit.
+    pub(crate) fn paced_nanos_per_byte(&self) -> f64 {
+        self.pacer.nanos_per_byte()
     }
 
     /// Pages and bytes sent so far.
@@ -244,7 +305,7 @@ impl MultifdSend {
     }
 
     fn writer(&self) -> PacketWriter {
-        PacketWriter::new(self.layout, self.method, true)
+        PacketWriter::new(self.layout, self.method.unwrap_or(Method::None), true)
     }
 
     fn sync_fields(&self) -> PacketFields<'static> {
@@ -272,19 +333,29 @@ impl MultifdSend {
         })
     }
 
-    /// Writes `bytes` bytes to a channel, paced, counted, and one thread at a time.
+    /// Writes `bytes` bytes to a channel, paced, counted, and one thread at a time; how long the pace has held them back.
     fn write(
         &self,
         id: u8,
         bytes: usize,
         write: impl FnOnce(&ChannelOut) -> Result<(), MigrationError>,
-    ) -> Result<(), MigrationError> {
+    ) -> Result<Duration, MigrationError> {
         let channel = &self.channels[usize::from(id)];
-        self.pacer.wait(bytes, &self.control);
+        let held_back = self.pacer.wait(bytes, &self.control);
         let _turn = lock(&channel.turn);
         write(&channel.transport)?;
         channel.counters.add_bytes(bytes);
-        Ok(())
+        Ok(held_back)
+    }
+
+    /// Bytes that wait to be sent on a channel; `None` if nobody knows.
+    fn queued(&self, id: u8, auto: &Auto) -> Option<u32> {
+        if self.pacer.is_limited() {
+            // It has no queue: a channel that is due waits with the packet in its hands.
+            return self.pacer.is_behind().then_some(0);
+        }
+        let socket = self.channels[usize::from(id)].transport.socket()?;
+        Some(auto.waiting(socket.unacknowledged()?))
     }
 }
 
@@ -293,8 +364,8 @@ pub(crate) struct PacketSender<'a> {
     multifd: &'a MultifdSend,
     id: u8,
     writer: PacketWriter,
-    /// `None` for method none.
-    encoder: Option<Encoder>,
+    coding: Coding<'a>,
+    cpu: CpuShare<'a>,
     /// Private copy of the packet's pages.
     copy: Vec<u8>,
     payload: Vec<u8>,
@@ -307,6 +378,16 @@ pub(crate) struct PacketSender<'a> {
     splicer: Option<Splicer>,
 }
 
+/// How a thread writes the pages of its packets.
+enum Coding<'a> {
+    /// As they are.
+    Raw,
+    /// All by one method.
+    One(Encoder),
+    /// Each packet as was decided for it.
+    Auto(AutoEncoder<'a>),
+}
+
 impl<'a> PacketSender<'a> {
     /// For packets to channel `id`. With `gathers`, packets without content wait for one that has some, or for
     /// [`PacketSender::sync`].
@@ -317,9 +398,16 @@ impl<'a> PacketSender<'a> {
         to_hotlift: bool,
         gathers: bool,
     ) -> Result<Self, MigrationError> {
-        let encoder = Encoder::new(id, options, to_hotlift, &multifd.control)?;
+        let coding = match &multifd.auto {
+            Some(auto) => Coding::Auto(AutoEncoder::new(auto, id, options.accelerator)),
+            None => match Encoder::new(id, options, to_hotlift, &multifd.control)? {
+                Some(encoder) => Coding::One(encoder),
+                None => Coding::Raw,
+            },
+        };
         let socket = multifd.channels[usize::from(id)].transport.socket();
-        let by_reference = encoder.is_none() && socket.is_some_and(Stream::is_plain);
+        let by_reference =
+            !matches!(coding, Coding::One(_)) && socket.is_some_and(Stream::is_plain);
         // A pipe may be refused (`pipe-user-pages-soft`); copying always works.
         let splicer = (by_reference && options.zero_copy_send)
             .then(|| Splicer::new().ok())
@@ -329,7 +417,8 @@ impl<'a> PacketSender<'a> {
             multifd,
             id,
             writer: multifd.writer(),
-            encoder,
+            coding,
+            cpu: CpuShare::new(&multifd.cpu),
             copy: Vec::new(),
             payload: Vec::new(),
             headers: Vec::with_capacity(gathered + multifd.layout.header_len()),
@@ -350,26 +439,57 @@ impl<'a> PacketSender<'a> {
         let multifd = self.multifd;
         let channel = &multifd.channels[usize::from(self.id)];
         let packet_num = multifd.next_packet();
-        let mut payload = Pages::Private(&[]);
-        let mut payload_len = normal.len() * PAGE_SIZE;
+        let bytes_in = normal.len() * PAGE_SIZE;
+        let mut decided = match &mut self.coding {
+            Coding::Auto(auto) if bytes_in > 0 => {
+                let queued = multifd.queued(self.id, auto.shared());
+                Some(auto.decide(pages, queued))
+            }
+
+            _ => None,
+        };
+        let method = match (&self.coding, &decided) {
+            (Coding::Auto(auto), Some(decided)) => auto.method(decided),
+            (Coding::Auto(_), None) => Method::None,
+            _ => multifd.method.unwrap_or(Method::None),
+        };
+        let mut payload = match pages {
+            Pages::Guest(runs)
+                if method != Method::None || channel.transport.socket().is_none() =>
+            {
+                copy(runs, bytes_in, &mut self.copy);
+                Pages::Private(&self.copy[..bytes_in])
+            }
+            as_they_are => as_they_are,
+        };
+        let mut payload_len = bytes_in;
         let mut payload_crc = 0;
-        if !normal.is_empty() {
-            payload = match pages {
-                Pages::Guest(runs)
-                    if self.encoder.is_some() || channel.transport.socket().is_none() =>
-                {
-                    copy(runs, payload_len, &mut self.copy);
-                    Pages::Private(&self.copy[..payload_len])
+        let mut sent_as = multifd.auto.as_ref().map(Auto::method_of_none);
+        if let Pages::Private(private) = payload
+            && method != Method::None
+            && bytes_in > 0
+        {
+            self.payload.clear();
+            let out = &mut self.payload;
+            let is_encoded = match (&mut self.coding, &mut decided) {
+                (Coding::One(encoder), _) => {
+                    encoder.encode(packet_num, block, private, out)?;
+                    true
                 }
-                as_they_are => as_they_are,
+                (Coding::Auto(auto), Some(decided)) => {
+                    auto.encode(decided, packet_num, block, private, out)?
+                }
+                (Coding::Raw | Coding::Auto(_), _) => false,
             };
-            if let (Some(encoder), Pages::Private(private)) = (&mut self.encoder, payload) {
-                self.payload.clear();
-                encoder.encode(packet_num, block, private, &mut self.payload)?;
+            if is_encoded {
+                sent_as = sent_as.map(|_| method);
                 payload_crc = crc32fast::hash(&self.payload);
                 payload_len = self.payload.len();
                 payload = Pages::Private(&self.payload);
             }
+        }
+        if let Some(method) = sent_as {
+            self.writer.set_method(method);
         }
         let fields = PacketFields {
             sync: false,
@@ -383,7 +503,8 @@ impl<'a> PacketSender<'a> {
         let header = multifd.frame(&mut self.writer, self.id, &fields)?;
         self.headers.extend_from_slice(header);
         if payload_len > 0 || self.headers.len() >= self.gathered {
-            write(
+            let before = decided.map(|_| thread_cpu_time());
+            let held_back = write(
                 multifd,
                 self.id,
                 &mut self.headers,
@@ -392,6 +513,17 @@ impl<'a> PacketSender<'a> {
                 self.splicer.as_mut(),
                 &mut self.scratch,
             )?;
+            if let (Coding::Auto(auto), Some(decided), Some(before)) =
+                (&mut self.coding, decided, before)
+            {
+                let send = thread_cpu_time().saturating_sub(before);
+                let bytes = (bytes_in, payload_len);
+                auto.sent(&decided, bytes, send, held_back, multifd);
+            }
+        }
+        let slept = self.cpu.spend(&multifd.control);
+        if let Coding::Auto(auto) = &mut self.coding {
+            auto.slept(slept);
         }
         channel.counters.add_pages(normal.len(), zero.len());
         Ok(())
@@ -400,6 +532,9 @@ impl<'a> PacketSender<'a> {
     /// Sends a SYNC packet: everything before it on this channel belongs before the barrier.
     pub(crate) fn sync(&mut self) -> Result<(), MigrationError> {
         let multifd = self.multifd;
+        if let Coding::Auto(auto) = &mut self.coding {
+            auto.pause();
+        }
         let fields = multifd.sync_fields();
         let header = multifd.frame(&mut self.writer, self.id, &fields)?;
         self.headers.extend_from_slice(header);
@@ -411,11 +546,12 @@ impl<'a> PacketSender<'a> {
             Pages::Private(&[]),
             None,
             &mut self.scratch,
-        )
+        )?;
+        Ok(())
     }
 }
 
-/// Writes the gathered headers and the last one's payload.
+/// Writes the gathered headers and the last one's payload; how long the pace has held them back.
 fn write(
     multifd: &MultifdSend,
     id: u8,
@@ -424,9 +560,9 @@ fn write(
     payload: Pages<'_, '_>,
     splicer: Option<&mut Splicer>,
     scratch: &mut IoScratch,
-) -> Result<(), MigrationError> {
+) -> Result<Duration, MigrationError> {
     let channel = Channel::Multifd(id);
-    multifd.write(id, headers.len() + payload_len, |transport| {
+    let held_back = multifd.write(id, headers.len() + payload_len, |transport| {
         match (payload, transport) {
             (Pages::Guest(runs), ChannelOut::Socket(stream)) => {
                 send_guest_memory(stream, channel, headers, runs, splicer, scratch)
@@ -436,7 +572,7 @@ fn write(
         }
     })?;
     headers.clear();
-    Ok(())
+    Ok(held_back)
 }
 
 fn copy(runs: &[GuestRun<'_>], length: usize, into: &mut Vec<u8>) {
@@ -463,7 +599,7 @@ impl<'a> PacketForwarder<'a> {
     pub(crate) fn new(multifd: &'a MultifdSend, channel: u8) -> Option<Self> {
         let id = usize::from(channel).checked_rem(multifd.len())?;
         let socket = multifd.channels[id].transport.socket();
-        if multifd.method != Method::None || !socket.is_some_and(Stream::is_plain) {
+        if multifd.method != Some(Method::None) || !socket.is_some_and(Stream::is_plain) {
             return None;
         }
         Some(Self {
@@ -495,7 +631,7 @@ impl<'a> PacketForwarder<'a> {
         let header = self.multifd.frame(&mut self.writer, self.id, &fields)?;
         let bytes = header.len() + length;
         let forwarder = &mut self.forwarder;
-        self.multifd.write(self.id, bytes, |transport| {
+        let written = self.multifd.write(self.id, bytes, |transport| {
             let Some(to) = transport.socket() else {
                 return Ok(());
             };
@@ -506,7 +642,8 @@ impl<'a> PacketForwarder<'a> {
                     doing: "forwarding pages",
                     source,
                 })
-        })
+        });
+        written.map(|_| ())
     }
 }
 

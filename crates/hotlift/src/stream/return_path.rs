@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift_methods::AUTO;
 use hotlift_tls::ALERT_BEGINS;
-use hotlift_wire::handshake::{Accepted, Offer, VERSION};
+use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{WireError, limits};
@@ -227,7 +228,18 @@ impl Answers {
     /// [`MigrationError::Mismatch`] if it reads another stream than was offered.
     pub(crate) fn opened(&self, offer: Offer) -> Result<bool, MigrationError> {
         match self.lock().accepted {
-            Some(accepted) => handshake::check(offer, accepted.features).map(|()| true),
+            Some(accepted) => {
+                handshake::check(offer, accepted.features)?;
+                let by_packet = Features::METHOD_BY_PACKET;
+                if offer.features.contains(by_packet) && !accepted.features.contains(by_packet) {
+                    return Err(MigrationError::Mismatch {
+                        what: "multifd-compression".to_owned(),
+                        source_has: AUTO.name.to_owned(),
+                        destination_has: "no method by packet: it is an older hotlift".to_owned(),
+                    });
+                }
+                Ok(true)
+            }
             None => Ok(false),
         }
     }

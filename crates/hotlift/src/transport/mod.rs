@@ -19,7 +19,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::GuestRun;
-use hotlift_mem::sock::{self, IoScratch};
+use hotlift_mem::sock::{self, IoScratch, TcpSending};
 use hotlift_tls::{Exporter, Identity, Tls, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -570,6 +570,22 @@ impl Stream {
         match &self.tls {
             Some(tls) => tls.read_pages(self, runs),
             None => sock::recv(self.as_fd(), runs, scratch),
+        }
+    }
+
+    /// What the kernel knows of what was sent; `None` for a socket that is not TCP.
+    pub(crate) fn tcp_sending(&self) -> Option<TcpSending> {
+        match &self.socket {
+            Socket::Tcp(stream) => TcpSending::of(stream.as_fd()).ok(),
+            Socket::Unix(_) => None,
+        }
+    }
+
+    /// Bytes that were written and not acknowledged; `None` for a socket that is not TCP.
+    pub(crate) fn unacknowledged(&self) -> Option<u32> {
+        match &self.socket {
+            Socket::Tcp(stream) => sock::unacknowledged(stream.as_fd()).ok(),
+            Socket::Unix(_) => None,
         }
     }
 

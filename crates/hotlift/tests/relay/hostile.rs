@@ -195,7 +195,7 @@ fn packets_that_a_relay_has_no_room_for_are_refused() {
         id: 0,
         hello: Some(Hello {
             channels: 1,
-            method: Method::None,
+            method: Some(Method::None),
             layout: PacketLayout::new(PAGE_SIZE, 129).unwrap(),
             zero_page_detection: ZeroPageDetection::Multifd,
         }),

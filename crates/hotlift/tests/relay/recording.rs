@@ -270,7 +270,7 @@ pub fn opening_of_another_version() -> [u8; INITIAL_PACKET_LEN] {
         id: 0,
         hello: Some(Hello {
             channels: 1,
-            method: Method::None,
+            method: Some(Method::None),
             layout: PacketLayout::QEMU,
             zero_page_detection: ZeroPageDetection::Multifd,
         }),

@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::AUTO;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::multifd::{Hello, InitialPacket, Method, PacketLayout};
 
@@ -15,6 +16,7 @@ use crate::options::{MAX_PACKET_SIZE, Options};
 use crate::stream::arrivals::{Arrivals, stray};
 use crate::stream::door::Door;
 use crate::stream::handshake::{self, Beginning};
+use crate::stream::multifd_recv::Methods;
 use crate::transport::Stream;
 
 /// How often a wait for connections looks whether it was called off.
@@ -33,6 +35,10 @@ pub(crate) struct Accepted {
     pub is_hotlift: bool,
     /// Size of its packets.
     pub layout: PacketLayout,
+    /// Their methods.
+    pub methods: Methods,
+    /// The source chooses the method of each packet.
+    pub method_by_packet: bool,
     /// When the first of them was accepted.
     pub since: Instant,
 }
@@ -40,7 +46,6 @@ pub(crate) struct Accepted {
 /// What the channels of the migration must be like.
 struct Expected<'a> {
     uuid: [u8; 16],
-    method: Method,
     options: &'a Options,
 }
 
@@ -49,15 +54,10 @@ struct Expected<'a> {
 pub(crate) fn accept<'a>(
     door: Door<'a>,
     uuid: [u8; 16],
-    method: Method,
     options: &Options,
     control: &Control,
 ) -> Result<(Accepted, Door<'a>), MigrationError> {
-    let expected = Expected {
-        uuid,
-        method,
-        options,
-    };
+    let expected = Expected { uuid, options };
     let mut arrivals = Arrivals::new(door, Some(options.channels()), control);
     loop {
         match expected.step(&mut arrivals, control) {
@@ -86,6 +86,12 @@ pub(crate) fn accept<'a>(
         multifd: multifd.into_iter().map(|(_, stream)| stream).collect(),
         is_hotlift: hello.is_some(),
         layout: hello.map_or(PacketLayout::QEMU, |hello| hello.layout),
+        method_by_packet: hello.is_some_and(|hello| hello.method.is_none()),
+        methods: match (options.multifd_compression, hello) {
+            (one, _) if !one.is_auto() => Methods::One(one),
+            (_, Some(_)) => Methods::Each,
+            (_, None) => Methods::First,
+        },
         since: first.unwrap_or(since),
     };
     Ok((accepted, door))
@@ -149,7 +155,7 @@ impl Expected<'_> {
             return Err(stray(packet, "a channel of another source"));
         }
         if let Some(hello) = &packet.hello {
-            check_hello(hello, self.method, self.options)?;
+            check_hello(hello, self.options)?;
             if first
                 .flatten()
                 .is_some_and(|first| first.layout != hello.layout)
@@ -194,7 +200,7 @@ impl Expected<'_> {
 }
 
 /// Compares what the wire cannot say later.
-fn check_hello(hello: &Hello, method: Method, options: &Options) -> Result<(), MigrationError> {
+fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
     let differs = |what: &str, source_has: String, destination_has: String| {
         Err(MigrationError::Mismatch {
             what: what.to_owned(),
@@ -210,11 +216,13 @@ fn check_hello(hello: &Hello, method: Method, options: &Options) -> Result<(), M
             options.channels().to_string(),
         );
     }
-    if hello.method != method {
+    // One that takes each packet as it comes reads every method.
+    let takes = options.multifd_compression;
+    if !takes.is_auto() && hello.method.map(Method::flag) != Some(takes.flag) {
         return differs(
             "multifd-compression",
-            hello.method.name().to_owned(),
-            method.name().to_owned(),
+            hello.method.map_or(AUTO.name, Method::name).to_owned(),
+            takes.name.to_owned(),
         );
     }
     let layout = hello.layout;
@@ -244,11 +252,11 @@ mod tests {
         let checked = |page_size, pages| {
             let hello = Hello {
                 channels: options.channels(),
-                method: Method::None,
+                method: Some(Method::None),
                 layout: PacketLayout::new(page_size, pages).unwrap(),
                 zero_page_detection: ZeroPageDetection::Multifd,
             };
-            check_hello(&hello, Method::None, &options)
+            check_hello(&hello, &options)
         };
         for pages in [1, 127, 128, 129, 2048] {
             checked(PAGE_SIZE, pages).unwrap();

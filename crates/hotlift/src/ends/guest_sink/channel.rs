@@ -9,7 +9,7 @@ use hotlift_wire::multifd::PacketHeader;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::handover::DestinationSide;
-use crate::stream::multifd_recv::{ChannelRules, MultifdReceiver, PageSink, ReadOn};
+use crate::stream::multifd_recv::{ChannelLimits, ChannelRules, MultifdReceiver, PageSink, ReadOn};
 
 /// Reads channel `id` until it ends, or the guest is taken over.
 pub(crate) fn receive(session: &Session<'_>, id: u8) -> Result<(), MigrationError> {
@@ -17,20 +17,26 @@ pub(crate) fn receive(session: &Session<'_>, id: u8) -> Result<(), MigrationErro
     let rules = ChannelRules {
         id,
         layout: session.accepted.layout,
-        method: Some(options.multifd_compression),
+        methods: session.accepted.methods,
         checksum_required: session.is_hotlift(),
         accelerator: options.accelerator,
     };
     let index = usize::from(id);
-    MultifdReceiver::new(
+    let mut receiver = MultifdReceiver::new(
         rules,
         &session.accepted.multifd[index],
         &session.blocks,
-        &session.memory,
+        ChannelLimits {
+            memory: &session.memory,
+            cpu: &session.cpu,
+        },
         &session.counters[index],
         &session.control,
-    )?
-    .run(&mut GuestRam {
+    )?;
+    if session.accepted.method_by_packet {
+        receiver = receiver.telling(&session.load);
+    }
+    receiver.run(&mut GuestRam {
         session,
         id,
         runs: Vec::with_capacity(rules.layout.pages()),
@@ -73,6 +79,11 @@ impl PageSink for GuestRam<'_> {
         session.counters[usize::from(self.id)]
             .add_pages(header.normal().len(), header.zero().len());
         Ok(ReadOn::Yes)
+    }
+
+    fn tell(&mut self, message: &[u8]) {
+        // Who has gone is noticed where it is read from.
+        let _ = self.session.answer(message);
     }
 
     fn sync(&mut self) -> Result<ReadOn, MigrationError> {

@@ -1,8 +1,6 @@
 //! The main channel on the destination: checks what the source is, keeps the barrier's other side,
 //! loads devices, and learns that the guest is this side's.
 
-use std::io::Write;
-
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::{compress::Inflater, xbzrle};
 use hotlift_wire::handshake::Offer;
@@ -314,9 +312,7 @@ impl State<'_> {
                 .encode(&mut bytes)
                 .map_err(MigrationError::main_wire)?;
         }
-        (&self.session.accepted.main)
-            .write_all(&bytes)
-            .map_err(broken)
+        self.session.answer(&bytes).map_err(broken)
     }
 
     /// Compares the source's RAM blocks with this guest's: same names in the same order, same

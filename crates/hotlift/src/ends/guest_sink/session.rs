@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::DirtyBitmap;
@@ -12,6 +13,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
 use crate::control::{Control, MigrationEvent, Status};
+use crate::cpu_limit::CpuBudget;
 use crate::ends::guest_sink::accept::Accepted;
 use crate::ends::guest_sink::announce;
 use crate::ends::guest_sink::decompress_threads::DecompressThreads;
@@ -23,6 +25,7 @@ use crate::handover::{DestinationSide, Taking};
 use crate::options::{CHANNEL_MEMORY, Options};
 use crate::pipe::barrier::Barrier;
 use crate::stream::door::Asked;
+use crate::stream::load::ReceiverLoad;
 use crate::threads::OnPanic;
 use crate::transport::Stream;
 
@@ -33,12 +36,18 @@ pub(crate) struct Session<'a> {
     pub control: Control,
     /// What the source can make this side take.
     pub memory: MemoryLimit,
+    /// CPU time that its channels may take.
+    pub cpu: Arc<CpuBudget>,
     pub accepted: Accepted,
     /// The guest's RAM blocks, as packets name them.
     pub blocks: Vec<RamBlockEntry>,
     /// Pages that hold something: received, or not known to be fresh.
     pub written: Vec<DirtyBitmap>,
     pub barrier: Barrier,
+    /// What the channels do, for a source that wants to know.
+    pub load: ReceiverLoad,
+    /// Keeps answers of different threads apart.
+    answering: Mutex<()>,
     pub counters: Vec<Counters>,
     /// What this side calls the migration.
     pub id: MigrationId,
@@ -79,11 +88,14 @@ impl<'a> Session<'a> {
         Self {
             guest,
             options,
+            cpu: control.cpu_budget(options),
             control,
             memory,
             blocks,
             written,
             barrier: Barrier::new(channels),
+            load: ReceiverLoad::default(),
+            answering: Mutex::default(),
             counters: Counters::of_side(channels),
             is_hotlift: AtomicBool::new(accepted.is_hotlift),
             accepted,
@@ -93,6 +105,15 @@ impl<'a> Session<'a> {
             threads: ThreadTimes::default(),
             failure: Failure::default(),
         }
+    }
+
+    /// Says `bytes` to the source on main, whole messages of the return path.
+    pub(crate) fn answer(&self, bytes: &[u8]) -> std::io::Result<()> {
+        let _one = self
+            .answering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        (&self.accepted.main).write_all(bytes)
     }
 
     /// What questions are about; `refuse` ends the migration.

@@ -4,9 +4,10 @@ use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 
+use crate::auto::{Auto, Timeline};
 use crate::ends::guest_source::session::Session;
 use crate::ends::guest_source::xbzrle::Xbzrle;
-use crate::figures::{Counts, XbzrleFigures, to_f64};
+use crate::figures::{Counts, MethodFigures, MethodMoment, XbzrleFigures, to_f64};
 use crate::precopy::auto_converge::AutoConverge;
 use crate::precopy::estimate::Estimator;
 use crate::progress::{OnProgress, Progress};
@@ -28,6 +29,8 @@ pub(crate) struct Reporter<'a> {
     throttle_percent: u8,
     throttle_refused: bool,
     xbzrle: Option<XbzrleFigures>,
+    /// Where each packet has its own method.
+    timeline: Option<Timeline>,
 }
 
 impl<'a> Reporter<'a> {
@@ -45,7 +48,20 @@ impl<'a> Reporter<'a> {
             throttle_percent: 0,
             throttle_refused: false,
             xbzrle: None,
+            timeline: session.multifd.auto().map(|_| Timeline::new()),
         }
+    }
+
+    /// What went by which method, where each packet has its own.
+    pub(crate) fn methods(&self) -> Vec<MethodFigures> {
+        let auto = self.session.multifd.auto();
+        auto.map(Auto::figures).unwrap_or_default()
+    }
+
+    /// The same by time.
+    pub(crate) fn timeline(&self) -> Vec<MethodMoment> {
+        let timeline = self.timeline.as_ref();
+        timeline.map(Timeline::moments).unwrap_or_default()
     }
 
     /// From now on pages may be sent.
@@ -96,6 +112,12 @@ impl<'a> Reporter<'a> {
         let time_left = (pages_per_second > 0.0)
             .then(|| Duration::try_from_secs_f64(to_f64(remaining_pages) / pages_per_second).ok())
             .flatten();
+        let elapsed = self.started.elapsed();
+        let auto = self.session.multifd.auto().zip(self.timeline.as_mut());
+        if let Some((auto, _)) = &auto {
+            auto.set_goal(live.goal);
+        }
+        let methods = auto.map(|(auto, timeline)| timeline.look(auto, elapsed));
         (self.on_progress)(&Progress {
             status: self.session.control.status(),
             round,
@@ -105,7 +127,7 @@ impl<'a> Reporter<'a> {
             bytes_per_second,
             pages_per_second,
             dirty_pages_per_second: estimator.dirty_pages_per_second(),
-            elapsed: self.started.elapsed(),
+            elapsed,
             time_left,
             setup: self.setup,
             expected_downtime: estimator.expected_downtime(),
@@ -119,6 +141,7 @@ impl<'a> Reporter<'a> {
             bandwidth_limited: live.max_bandwidth > 0
                 && bytes_per_second >= to_f64(live.max_bandwidth) * AT_THE_LIMIT,
             xbzrle: self.xbzrle,
+            methods,
             stalled: estimator.is_stalled(),
         });
         self.last = (now, counts);

@@ -128,6 +128,10 @@ impl Peer<'_> {
         let channel = self.channel;
         let answers = &session.answers;
         let is_open = self.messages.read(self.stream, answers, |message, _| {
+            if let (ReturnMessage::Load(load), Some(auto)) = (&message, session.multifd.auto()) {
+                auto.destination(load);
+                return Ok(());
+            }
             if session.giving.is_committed() {
                 // The word may still come behind it.
                 return Ok(());

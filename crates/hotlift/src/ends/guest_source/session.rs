@@ -4,7 +4,7 @@ use std::net::Shutdown;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use hotlift_wire::multifd::{Hello, Method};
+use hotlift_wire::multifd::Hello;
 
 use crate::control::Control;
 use crate::ends::guest_source::compress_threads::CompressThreads;
@@ -28,8 +28,6 @@ pub(crate) struct Session<'a> {
     pub guest: &'a dyn Guest,
     pub options: &'a Options,
     pub control: Control,
-    /// The wire's number of `options.multifd_compression`.
-    pub method: Method,
     pub main: Arc<MainLink>,
     pub multifd: MultifdSend,
     /// Devices that look for zero pages.
@@ -58,11 +56,10 @@ impl<'a> Session<'a> {
         zero_devices: Option<ZeroDevices>,
     ) -> Self {
         let pacer = control.pacer(options);
-        let multifd = MultifdSend::new(multifd, hello, &pacer, &control);
+        let multifd = MultifdSend::new(multifd, hello, options, &pacer, &control);
         Self {
             guest,
             options,
-            method: hello.method,
             main: Arc::new(MainLink {
                 transport: ChannelOut::Socket(main),
                 counters: Counters::default(),

@@ -16,16 +16,17 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
-use hotlift_wire::multifd::{Hello, Method, PacketLayout, ZeroPageDetection};
+use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
 
+use crate::auto::{Auto, Candidate, RAW};
 use crate::control::Control;
 use crate::ends::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
 use crate::ends::page_set::PageSet;
 use crate::ends::settings::{Outgoing, RelaySettings, Request};
 use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWriter};
 use crate::error::{Channel, MigrationError};
-use crate::figures::Counters;
+use crate::figures::{Counters, MethodFigures};
 use crate::handover::{Word, await_word, say_farewell, say_heard};
 use crate::options::Options;
 use crate::pipe::hooks::Taken;
@@ -189,7 +190,7 @@ fn hello_of(settings: &RelaySettings) -> Hello {
     let options = &settings.outgoing;
     Hello {
         channels: options.channels(),
-        method: Method::from_flag(options.multifd_compression.flag).unwrap_or(Method::None),
+        method: options.packet_method(),
         layout: PacketLayout::QEMU,
         zero_page_detection: settings.zero_pages.unwrap_or(ZeroPageDetection::Multifd),
     }
@@ -206,7 +207,7 @@ impl<'a> StreamSink<'a> {
         control: &Control,
     ) -> Self {
         let pacer = control.pacer(&settings.outgoing);
-        let multifd = MultifdSend::new(multifd, hello, &pacer, control);
+        let multifd = MultifdSend::new(multifd, hello, &settings.outgoing, &pacer, control);
         let link = Arc::new(MainLink {
             transport: main,
             counters: Counters::default(),
@@ -241,6 +242,12 @@ impl<'a> StreamSink<'a> {
                     got: "a second HELLO".to_owned(),
                     doing: "listening to the destination",
                 }),
+                ReturnMessage::Load(load) => {
+                    if let Some(auto) = self.multifd.auto() {
+                        auto.destination(&load);
+                    }
+                    Ok(())
+                }
                 _ => {
                     forward(bytes);
                     Ok(())
@@ -305,10 +312,10 @@ impl<'a> StreamSink<'a> {
 
     /// What a relay that listens there is told of the stream.
     fn offer(&self) -> Offer {
-        Offer::new(match self.multifd.is_empty() {
-            true => Features::RELAYED,
-            false => Features::RELAYED | Features::MULTIFD,
-        })
+        let mut features = Features::RELAYED;
+        features.set(Features::MULTIFD, !self.multifd.is_empty());
+        features.set(Features::METHOD_BY_PACKET, self.multifd.auto().is_some());
+        Offer::new(features)
     }
 
     fn lock_main(&self) -> MutexGuard<'_, MainSend> {
@@ -458,8 +465,15 @@ impl Sink for StreamSink<'_> {
             }
         };
         if !is_relay {
-            if !self.multifd.method().is_qemus() {
-                return Err(MigrationError::not_qemus(self.multifd.method()));
+            match self.multifd.method() {
+                Some(method) if !method.is_qemus() => {
+                    return Err(MigrationError::not_qemus(method));
+                }
+                Some(_) => {}
+                None if self.settings.auto_is_zstd => {
+                    self.multifd.reader_is(false, &Candidate::of_zstd());
+                }
+                None => self.multifd.reader_is(false, &[RAW]),
             }
             out.drop_checksum();
         }
@@ -613,6 +627,11 @@ impl Sink for StreamSink<'_> {
 
     fn method(&self) -> &'static str {
         self.settings.outgoing.method_name()
+    }
+
+    fn methods(&self) -> Vec<MethodFigures> {
+        let auto = self.multifd.auto();
+        auto.map(Auto::figures).unwrap_or_default()
     }
 }
 

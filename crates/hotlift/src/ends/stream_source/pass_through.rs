@@ -151,8 +151,10 @@ pub(crate) fn run(
         outcome?;
         let (there, back) = (there?, back?);
         // A destination that speaks at all ends with SHUT(0) if it has the guest.
-        let refused = !back.last.is_empty() && back.last != SHUT_0;
-        if there.is_whole && !refused {
+        let says_so = back.last == SHUT_0;
+        let refused = !back.last.is_empty() && !says_so;
+        // A source that has heard it may close with something unread, which ends its direction by a reset.
+        if (back.is_whole && says_so) || (there.is_whole && !refused) {
             Ok(())
         } else {
             Err(MigrationError::main_closed())
@@ -167,6 +169,7 @@ pub(crate) fn run(
         barriers: 0,
         machine: String::new(),
         method: "none",
+        methods: Vec::new(),
         passed_through: Some(why),
         threads: threads.read(),
     })

@@ -10,8 +10,9 @@ use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Session;
 use crate::pipe::sink::ForwardPackets;
 use crate::pipe::source::Source;
-use crate::stream::channel_in::ChannelIn;
-use crate::stream::multifd_recv::{ChannelRules, MultifdReceiver, PageSink, ReadOn};
+use crate::stream::multifd_recv::{
+    ChannelLimits, ChannelRules, Methods, MultifdReceiver, PageSink, ReadOn,
+};
 use crate::stream::return_path::encode;
 use crate::transport::Stream;
 
@@ -40,8 +41,7 @@ impl Source for Streams<'_> {
     fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
         // Ids count from 0 to 254.
         let id = u8::try_from(reader).unwrap_or(u8::MAX);
-        let (channel, from_relay) = (&*self.upstream.multifd[reader], self.upstream.is_relay);
-        receive(session, self.blocks, channel, id, from_relay)
+        receive(session, self.blocks, self.upstream, id)
     }
 
     fn answer(&self, bytes: &[u8]) {
@@ -87,27 +87,40 @@ impl Source for Streams<'_> {
 fn receive(
     session: &Session<'_>,
     blocks: &[RamBlockEntry],
-    channel: &dyn ChannelIn,
+    upstream: &Upstream,
     id: u8,
-    from_relay: bool,
 ) -> Result<(), MigrationError> {
+    let (channel, from_relay) = (&*upstream.multifd[usize::from(id)], upstream.is_relay);
+    // One that chooses the method of each packet wants to know, and a file cannot be told.
+    let tells = upstream.method_by_packet && channel.socket().is_some();
     let rules = ChannelRules {
         id,
         layout: PacketLayout::QEMU,
-        method: None,
+        // A relay may send each packet by another.
+        methods: match from_relay {
+            true => Methods::Each,
+            false => Methods::First,
+        },
         checksum_required: from_relay,
         accelerator: session.accelerator,
     };
-    MultifdReceiver::new(
+    let mut receiver = MultifdReceiver::new(
         rules,
         channel,
         blocks,
-        &session.memory,
+        ChannelLimits {
+            memory: &session.memory,
+            cpu: &session.cpu,
+        },
         &session.received[usize::from(id)],
         &session.control,
-    )?
-    .run(&mut Batches {
+    )?;
+    if tells {
+        receiver = receiver.telling(&session.load);
+    }
+    receiver.run(&mut Batches {
         session,
+        upstream,
         id,
         is_kept_open: from_relay && channel.socket().is_some(),
         synced: false,
@@ -117,6 +130,7 @@ fn receive(
 
 struct Batches<'a> {
     session: &'a Session<'a>,
+    upstream: &'a Upstream,
     id: u8,
     /// By a relay: it closes its channels when everything is over.
     is_kept_open: bool,
@@ -172,6 +186,10 @@ impl PageSink for Batches<'_> {
             .pages
             .add_pages(header.normal().len(), header.zero().len());
         Ok(true)
+    }
+
+    fn tell(&mut self, message: &[u8]) {
+        self.upstream.answer(message);
     }
 
     fn sync(&mut self) -> Result<ReadOn, MigrationError> {

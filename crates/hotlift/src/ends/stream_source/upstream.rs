@@ -19,6 +19,8 @@ pub(crate) struct Upstream {
     pub multifd: Vec<Box<dyn ChannelIn>>,
     /// The source is a relay.
     pub is_relay: bool,
+    /// It chooses the method of each packet.
+    pub method_by_packet: bool,
     /// The source takes answers.
     pub return_path: bool,
     /// Keeps answers of different threads apart.
@@ -29,7 +31,7 @@ impl Upstream {
     pub(crate) fn new(
         main: Box<dyn ChannelIn>,
         multifd: Vec<Box<dyn ChannelIn>>,
-        is_relay: bool,
+        (is_relay, method_by_packet): (bool, bool),
         return_path: bool,
     ) -> Self {
         // A socket that refuses the time-out is one that has gone.
@@ -38,6 +40,7 @@ impl Upstream {
             main,
             multifd,
             is_relay,
+            method_by_packet,
             return_path,
             answering: Mutex::new(()),
         }

@@ -44,7 +44,7 @@ pub use crate::stream::pass::Pass;
 use crate::control::Control;
 use crate::ends::file::SavedVm;
 use crate::error::MigrationError;
-use crate::figures::{SideFigures, ratio, to_f64};
+use crate::figures::{MethodFigures, SideFigures, ratio, to_f64};
 use crate::options::{OPTIONS, OptionError, Options, Role};
 use crate::pipe::session::Relayed;
 use crate::threads::run_as;
@@ -77,6 +77,9 @@ pub struct RelayReport {
     pub machine: String,
     /// Page compression method of the outgoing side.
     pub method: String,
+    /// What went by which method, where each packet has its own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub methods: Vec<MethodFigures>,
     /// Why the stream was passed through byte for byte; `None` for one that was relayed page by page.
     pub passed_through: Option<String>,
     /// Cost of this relay.
@@ -159,6 +162,7 @@ fn report(relayed: Relayed, control: &Control) -> RelayReport {
         barriers,
         machine,
         method,
+        methods,
         passed_through,
         threads,
     } = relayed;
@@ -173,6 +177,7 @@ fn report(relayed: Relayed, control: &Control) -> RelayReport {
         throughput_mbps: ratio(to_f64(sent_bytes) * 8.0 / 1e6, total.as_secs_f64()),
         machine,
         method: method.to_owned(),
+        methods,
         passed_through,
         side: SideFigures::new(threads, total, pages.normal_pages, control.jobs()),
     }

@@ -158,7 +158,9 @@ fn pass_on(
         on_main.add_bytes(input.everything().len());
     }
     let read_ahead = input.detach(setup.relay.is_some());
-    let upstream = Upstream::new(main, multifd, setup.relay.is_some(), setup.return_path);
+    let by_packet = hello.is_some_and(|hello| hello.method.is_none());
+    let who = (setup.relay.is_some(), by_packet);
+    let upstream = Upstream::new(main, multifd, who, setup.return_path);
     let session = Session::new(request, memory, &*sink, received, since, id);
     let input = MainInput::attach(
         read_ahead,

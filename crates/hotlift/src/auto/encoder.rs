@@ -1,0 +1,218 @@
+//! One channel's half of method `auto`: looks at a packet, asks what to send it as, and encodes it.
+
+use std::time::{Duration, Instant};
+
+use hotlift_mem::{PAGE_SIZE, RunQueue, thread_cpu_time};
+use hotlift_methods::{Accelerator, Encode, EncoderSettings, METHODS, MethodError, left_of};
+use hotlift_wire::multifd::Method;
+
+use crate::auto::channels::{Auto, Sent};
+use crate::auto::controller::{Choice, Look};
+use crate::auto::costs::Class;
+use crate::error::{Channel, MigrationError};
+use crate::stream::multifd_send::{MultifdSend, Pages};
+
+/// Pages of a packet that are looked at: evenly spread, each compressed for itself would cost more and say less.
+const SAMPLE_PAGES: usize = 4;
+
+/// Time off the CPU that is looked into: below, telling the wire from the run queue costs more than it says.
+const WORTH_A_LOOK: Duration = Duration::from_micros(100);
+
+/// Bytes that may wait in a channel's socket before a write blocks, as `transport/tcp.rs` has it.
+const QUEUE: f64 = (256 << 10) as f64;
+
+/// What was decided for a packet.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Decided {
+    candidate: usize,
+    look: Look,
+    /// CPU time of encoding.
+    encode: Option<Duration>,
+}
+
+/// One channel's half.
+pub(crate) struct AutoEncoder<'a> {
+    auto: &'a Auto,
+    id: u8,
+    accelerator: Accelerator,
+    /// Those that were needed so far.
+    encoders: Vec<(Method, Box<dyn Encode>)>,
+    sample: Vec<u8>,
+    room: Vec<u8>,
+    queue: RunQueue,
+    /// The end of the packet before, in this round.
+    before: Option<Mark>,
+    /// Time in which `cpu-limit` has held back what follows the packet before.
+    slept: Duration,
+}
+
+/// A moment of the thread.
+#[derive(Debug, Clone, Copy)]
+struct Mark {
+    at: Instant,
+    /// CPU time until then.
+    cpu: Duration,
+    /// Time in the run queue, when it was last looked at.
+    queued: Duration,
+}
+
+impl<'a> AutoEncoder<'a> {
+    /// That of channel `id`, for the thread that calls.
+    pub(crate) fn new(auto: &'a Auto, id: u8, accelerator: Accelerator) -> Self {
+        Self {
+            auto,
+            id,
+            accelerator,
+            encoders: Vec::new(),
+            sample: Vec::with_capacity(SAMPLE_PAGES * PAGE_SIZE),
+            room: Vec::new(),
+            queue: RunQueue::of_this_thread(),
+            before: None,
+            slept: Duration::ZERO,
+        }
+    }
+
+    /// What all channels share.
+    pub(crate) fn shared(&self) -> &'a Auto {
+        self.auto
+    }
+
+    /// Decides what to send a packet of these pages as, with so many bytes before it in the channel's queue; `None`: nobody
+    /// knows.
+    pub(crate) fn decide(&mut self, pages: Pages<'_, '_>, queued: Option<u32>) -> Decided {
+        if self.before.is_none() {
+            self.before = Some(Mark {
+                at: Instant::now(),
+                cpu: thread_cpu_time(),
+                queued: self.queue.waited(),
+            });
+        }
+        let queued = queued.map_or(0.5, |bytes| f64::from(bytes) / QUEUE);
+        let mut look = Look {
+            class: None,
+            queued,
+        };
+        loop {
+            match self.auto.choose(look) {
+                Choice::Send(candidate) => {
+                    return Decided {
+                        candidate,
+                        look,
+                        encode: None,
+                    };
+                }
+                Choice::LookFirst => look.class = Some(self.class_of(pages)),
+            }
+        }
+    }
+
+    fn class_of(&mut self, pages: Pages<'_, '_>) -> Class {
+        self.sample.clear();
+        pages.sample(SAMPLE_PAGES, &mut self.sample);
+        Class::of(left_of(&self.sample, &mut self.room))
+    }
+
+    /// What the packet's payload is written as.
+    pub(crate) fn method(&self, decided: &Decided) -> Method {
+        self.auto.candidate(decided.candidate).method
+    }
+
+    /// Compresses the packet `number` to `out` as was decided; false if it is to be sent as it is, since it does not shrink.
+    pub(crate) fn encode(
+        &mut self,
+        decided: &mut Decided,
+        number: u64,
+        block: &str,
+        pages: &[u8],
+        out: &mut Vec<u8>,
+    ) -> Result<bool, MigrationError> {
+        let candidate = self.auto.candidate(decided.candidate);
+        let before = thread_cpu_time();
+        let done = self
+            .encoder(candidate.method)
+            .and_then(|encoder| encoder.set_level(candidate.level).map(|()| encoder))
+            .and_then(|encoder| encoder.encode(pages, out));
+        done.map_err(|source| MigrationError::Method {
+            channel: Channel::Multifd(self.id),
+            packet: number,
+            block: block.to_owned(),
+            source,
+        })?;
+        decided.encode = Some(thread_cpu_time().saturating_sub(before));
+        let shrinks = out.len() < pages.len() || self.auto.raw().is_none();
+        Ok(shrinks)
+    }
+
+    fn encoder(&mut self, method: Method) -> Result<&mut dyn Encode, MethodError> {
+        let index = match self.encoders.iter().position(|(one, _)| *one == method) {
+            Some(index) => index,
+            None => {
+                let info = METHODS.iter().find(|info| info.flag == method.flag());
+                let info = info.unwrap_or(&METHODS[0]);
+                let settings = EncoderSettings {
+                    accelerator: self.accelerator,
+                    ..EncoderSettings::software(info.default_level)
+                };
+                self.encoders.push((method, (info.encoder)(&settings)?));
+                self.encoders.len() - 1
+            }
+        };
+        Ok(self.encoders[index].1.as_mut())
+    }
+
+    /// The packet is written, which took so much CPU time; `paced` of the time it was held back by `max-bandwidth`.
+    pub(crate) fn sent(
+        &mut self,
+        decided: &Decided,
+        (bytes_in, bytes_out): (usize, usize),
+        send: Duration,
+        paced: Duration,
+        multifd: &MultifdSend,
+    ) {
+        let Some(before) = self.before else {
+            return;
+        };
+        let mut now = Mark {
+            at: Instant::now(),
+            cpu: thread_cpu_time(),
+            queued: before.queued,
+        };
+        let elapsed = now.at - before.at;
+        let mut off = elapsed.saturating_sub(now.cpu - before.cpu);
+        if off > WORTH_A_LOOK && off > elapsed / 8 {
+            now.queued = self.queue.waited();
+            off = off.saturating_sub(now.queued.saturating_sub(before.queued));
+        } else {
+            off = Duration::ZERO;
+        }
+        self.before = Some(now);
+        self.auto.sent(
+            &Sent {
+                candidate: decided.candidate,
+                look: decided.look,
+                encode: decided.encode,
+                pages: bytes_in / PAGE_SIZE,
+                bytes_in,
+                bytes_out,
+                send,
+                elapsed,
+                paced: paced.min(off),
+                blocked: off.saturating_sub(paced).saturating_sub(self.slept),
+            },
+            multifd.sockets(),
+            multifd.paced_nanos_per_byte(),
+        );
+        self.slept = Duration::ZERO;
+    }
+
+    /// The thread was held back by `cpu-limit` for that long: it waited for nobody.
+    pub(crate) fn slept(&mut self, time: Duration) {
+        self.slept = time;
+    }
+
+    /// What follows is not the packets' time: the round is over.
+    pub(crate) fn pause(&mut self) {
+        self.before = None;
+        self.slept = Duration::ZERO;
+    }
+}

@@ -1,0 +1,133 @@
+//! What the sockets say of the wire: how long it takes for a byte, and whether it is what senders wait for.
+
+use std::time::{Duration, Instant};
+
+use hotlift_mem::sock::TcpSending;
+
+use crate::figures::{ratio, to_f64};
+use crate::transport::Stream;
+
+/// Between two looks at the sockets.
+const INTERVAL: Duration = Duration::from_millis(10);
+
+/// Time in s after which the kernel's ticks are enough to go by.
+const CERTAIN: f64 = 0.05;
+
+/// What is left of a look's weight at the next one: the kernel counts in ticks of up to 10 ms, so that a single look is
+/// coarse. Half of the weight is in the last 70 ms.
+const KEPT: f64 = 0.9;
+
+/// What was seen, older looks with less weight.
+#[derive(Debug, Default)]
+struct Seen {
+    /// In s: time that went by, summed over the sockets; time in which they sent or waited; the part of it in which the
+    /// wire was what they waited for.
+    elapsed: f64,
+    busy: f64,
+    on_wire: f64,
+    /// Time that went by in which no socket had anything to send or to be acknowledged.
+    idle: f64,
+    /// Bytes that were delivered.
+    bytes: f64,
+}
+
+/// Watches the sockets of all channels.
+#[derive(Debug, Default)]
+pub(crate) struct LinkMeter {
+    last: Option<(Instant, Vec<TcpSending>)>,
+    seen: Seen,
+    /// Time that was seen in all, in s.
+    watched: f64,
+    tells: bool,
+}
+
+impl LinkMeter {
+    /// Looks at the sockets, if the last look was long enough ago; whether it has looked.
+    pub(crate) fn look<'s>(
+        &mut self,
+        sockets: impl Iterator<Item = &'s Stream>,
+        now: Instant,
+    ) -> bool {
+        let since = self.last.as_ref().map(|(at, _)| now.duration_since(*at));
+        if since.is_some_and(|since| since < INTERVAL) {
+            return false;
+        }
+        let states: Option<Vec<_>> = sockets.map(Stream::tcp_sending).collect();
+        self.tells = states.as_ref().is_some_and(|states| !states.is_empty());
+        let Some(states) = states else {
+            return true;
+        };
+        if let (Some(since), Some((_, before))) = (since, &self.last) {
+            let sum = |of: fn(&TcpSending) -> f64| -> f64 {
+                let pairs = states.iter().zip(before);
+                pairs.map(|(now, before)| of(now) - of(before)).sum()
+            };
+            let busy = sum(|state| state.busy.as_secs_f64());
+            let elsewhere = sum(|state| state.receiver_limited.as_secs_f64());
+            let seen = &mut self.seen;
+            for value in [
+                &mut seen.elapsed,
+                &mut seen.busy,
+                &mut seen.on_wire,
+                &mut seen.idle,
+                &mut seen.bytes,
+            ] {
+                *value *= KEPT;
+            }
+            self.watched += since.as_secs_f64();
+            seen.elapsed += since.as_secs_f64() * to_f64(states.len() as u64);
+            seen.busy += busy;
+            // The kernel counts by socket: as if each were idle when it happens to be.
+            let each = states.iter().zip(before);
+            let each = each.map(|(now, before)| (now.busy - before.busy).as_secs_f64());
+            let idle = each.map(|busy| (1.0 - busy / since.as_secs_f64()).clamp(0.0, 1.0));
+            seen.idle += since.as_secs_f64() * idle.product::<f64>();
+            seen.on_wire += (busy - elsewhere).max(0.0);
+            seen.bytes += sum(|state| to_f64(state.acknowledged));
+        }
+        self.last = Some((now, states));
+        true
+    }
+
+    /// The share, 0 to 1, of what a channel waits that is for the wire, and not for the destination; `None` where
+    /// the sockets do not tell.
+    pub(crate) fn share_of_wire(&self) -> Option<f64> {
+        // A destination that has just begun to read is told from the wire only after some ticks.
+        let certainty = (self.watched / CERTAIN).min(1.0);
+        self.tells
+            .then(|| ratio(self.seen.on_wire, self.seen.busy).min(1.0) * certainty)
+    }
+
+    /// The share of the time, 0 to 1, in which no channel had anything on the wire; 0 where the sockets do not tell.
+    pub(crate) fn idle(&self) -> f64 {
+        let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
+        let time = self.seen.elapsed / to_f64(sockets.max(1) as u64);
+        match time > 0.0 {
+            true => (self.seen.idle / time).clamp(0.0, 1.0),
+            false => 0.0,
+        }
+    }
+
+    /// Time that the wire takes for a byte, in ns; 0 while it is not known.
+    pub(crate) fn nanos_per_byte(&self) -> f64 {
+        // All sockets share the wire: each has it for its part of the time.
+        let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
+        ratio(self.seen.on_wire, self.seen.bytes) * 1e9 / to_f64(sockets.max(1) as u64)
+    }
+
+    /// Bytes of a channel that are on their way to the other side and back, where none wait.
+    pub(crate) fn bytes_on_the_way(&self) -> f64 {
+        let states = self.last.iter().flat_map(|(_, states)| states);
+        let trip = states
+            .map(|state| state.min_rtt.as_secs_f64())
+            .fold(0.0, f64::max);
+        let seconds_per_byte = ratio(self.seen.on_wire, self.seen.bytes);
+        ratio(trip, seconds_per_byte)
+    }
+
+    /// Bytes a second that were delivered of late.
+    pub(crate) fn bytes_per_second(&self) -> f64 {
+        let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
+        ratio(self.seen.bytes, self.seen.elapsed) * to_f64(sockets as u64)
+    }
+}

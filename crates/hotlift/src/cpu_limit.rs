@@ -1,0 +1,148 @@
+//! `cpu-limit`: one budget of CPU time that all channel threads of a side draw from.
+//!
+//! A thread books what it has used after each packet, and sleeps until the schedule has reached it. So the limit holds on
+//! average, whatever a packet costs; the schedule may lag behind the clock by at most [`BURST`], so that time in which
+//! nothing was to be done is not made up for.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hotlift_mem::thread_cpu_time;
+
+use crate::control::Control;
+
+/// Credit that unused time may build up: a few packets, and 2 % of a second.
+const BURST: Duration = Duration::from_millis(20);
+
+/// The budget of all threads together.
+#[derive(Debug)]
+pub(crate) struct CpuBudget {
+    /// Thousandths of a core; 0 is unlimited.
+    limit: AtomicU64,
+    /// When the time booked so far will have passed at `limit`.
+    booked_until: Mutex<Option<Instant>>,
+}
+
+impl CpuBudget {
+    pub(crate) fn new(thousandths: u64) -> Self {
+        Self {
+            limit: AtomicU64::new(thousandths),
+            booked_until: Mutex::new(None),
+        }
+    }
+
+    /// Changes the limit from the next packet on; 0 is unlimited.
+    pub(crate) fn set_limit(&self, thousandths: u64) {
+        if self.limit.swap(thousandths, Ordering::Relaxed) != thousandths {
+            *self.lock_booked() = None;
+        }
+    }
+
+    fn is_limited(&self) -> bool {
+        self.limit.load(Ordering::Relaxed) > 0
+    }
+
+    fn lock_booked(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.booked_until
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Until when a thread has to sleep that has used `cpu` more, if it is `now`; `None` if it need not.
+    fn book(&self, cpu: Duration, now: Instant) -> Option<Instant> {
+        let mut booked_until = self.lock_booked();
+        let limit = self.limit.load(Ordering::Relaxed);
+        if limit == 0 {
+            return None;
+        }
+        let earliest = now.checked_sub(BURST).unwrap_or(now);
+        let start = booked_until.map_or(now, |booked| booked.max(earliest));
+        let nanos = cpu.as_nanos() * 1000 / u128::from(limit);
+        let cost = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
+        *booked_until = start.checked_add(cost);
+        booked_until.filter(|until| *until > now)
+    }
+}
+
+/// One thread's part of a budget.
+#[derive(Debug)]
+pub(crate) struct CpuShare<'a> {
+    budget: &'a CpuBudget,
+    /// CPU time that was booked.
+    booked: Option<Duration>,
+}
+
+impl<'a> CpuShare<'a> {
+    /// That of the thread which calls [`CpuShare::spend`].
+    pub(crate) fn new(budget: &'a CpuBudget) -> Self {
+        Self {
+            budget,
+            booked: None,
+        }
+    }
+
+    /// Books what the thread has used since the last time, and sleeps if that is too much; for how long.
+    pub(crate) fn spend(&mut self, control: &Control) -> Duration {
+        if !self.budget.is_limited() {
+            self.booked = None;
+            return Duration::ZERO;
+        }
+        let used = thread_cpu_time();
+        let Some(before) = self.booked.replace(used) else {
+            return Duration::ZERO;
+        };
+        let now = Instant::now();
+        let Some(until) = self.budget.book(used.saturating_sub(before), now) else {
+            return Duration::ZERO;
+        };
+        control.sleep_while(until, || self.budget.is_limited());
+        now.elapsed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_together_use_what_the_limit_allows_over_any_second() {
+        let budget = CpuBudget::new(500);
+        let start = Instant::now();
+        let mut threads = [start; 3];
+        let mut used = Vec::new();
+        for step in 0..3000_u64 {
+            // The one that is free first works next; some packets cost more, and now and then it idles.
+            let Some(thread) = threads.iter_mut().min() else {
+                continue;
+            };
+            *thread += Duration::from_millis(u64::from(step % 100 == 0) * 50);
+            let cpu = Duration::from_micros(200 + step % 7 * 900);
+            let now = *thread + cpu;
+            used.push((now, cpu));
+            *thread = budget.book(cpu, now).unwrap_or(now);
+        }
+        let second = Duration::from_secs(1);
+        for (end, _) in used.iter().filter(|(at, _)| *at > start + second) {
+            let within = used
+                .iter()
+                .filter(|(at, _)| *at > *end - second && at <= end);
+            let cpu: Duration = within.map(|(_, cpu)| *cpu).sum();
+            assert!(cpu <= Duration::from_millis(525), "{cpu:?} before {end:?}");
+        }
+        let all: Duration = used.iter().map(|(_, cpu)| *cpu).sum();
+        let lasted = threads.into_iter().max().unwrap() - start;
+        assert!(all > lasted.mul_f64(0.4), "{all:?} of {lasted:?}");
+    }
+
+    #[test]
+    fn a_limit_that_is_lifted_holds_nobody_back() {
+        let budget = CpuBudget::new(1);
+        let now = Instant::now();
+        assert!(budget.book(Duration::from_secs(1), now).is_some());
+        budget.set_limit(0);
+        assert_eq!(budget.book(Duration::from_secs(1), now), None);
+        let mut share = CpuShare::new(&budget);
+        assert_eq!(share.spend(&Control::new()), Duration::ZERO);
+    }
+}
