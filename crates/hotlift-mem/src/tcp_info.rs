@@ -11,7 +11,7 @@ use std::time::Duration;
 /// Times are counted in the kernel's ticks of 1 to 10 ms: exact on average, coarse over a few of them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TcpSending {
-    /// Bytes that the other side has acknowledged.
+    /// Bytes that the other side has acknowledged, with one for the SYN and one for the FIN.
     pub acknowledged: u64,
     /// The shortest round-trip time of late.
     pub min_rtt: Duration,
@@ -107,7 +107,8 @@ mod tests {
         let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut receiver, _) = listener.accept().unwrap();
         let fresh = TcpSending::of(sender.as_fd()).unwrap();
-        assert_eq!(fresh.acknowledged, 0);
+        // The SYN counts.
+        assert_eq!(fresh.acknowledged, 1);
         assert_eq!(unacknowledged(sender.as_fd()).unwrap(), 0);
 
         // Until nothing more fits: then it is the receiver that everything waits for.
@@ -127,8 +128,9 @@ mod tests {
         let mut all = Vec::new();
         receiver.read_to_end(&mut all).unwrap();
         assert_eq!(all.len(), written);
-        // The end of the stream counts as a byte.
-        while TcpSending::of(sender.as_fd()).unwrap().acknowledged < written as u64 {}
+        // The FIN counts, too.
+        let all = fresh.acknowledged + written as u64;
+        while TcpSending::of(sender.as_fd()).unwrap().acknowledged < all {}
         assert!(unacknowledged(sender.as_fd()).unwrap() <= 1);
     }
 
