@@ -92,6 +92,18 @@ fn every_method_is_taken_by_who_takes_each_packet_as_it_comes() {
 }
 
 #[test]
+fn a_destination_that_was_told_of_no_method_takes_the_choice_by_packet() {
+    let _alone = alone();
+    let kind = rig::kinds()[0];
+    let there = options(&[("multifd-compression", "none")]);
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let here = options(&[("max-bandwidth", "8M")]);
+    let ended = migrate(&source, &destination, &here, &there);
+    ended.arrived(&source, &destination, "");
+}
+
+#[test]
 fn who_takes_one_method_alone_refuses_the_choice_by_packet_by_name() {
     let _alone = alone();
     let kind = rig::kinds()[0];

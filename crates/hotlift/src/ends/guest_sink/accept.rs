@@ -88,6 +88,7 @@ pub(crate) fn accept<'a>(
         layout: hello.map_or(PacketLayout::QEMU, |hello| hello.layout),
         method_by_packet: hello.is_some_and(|hello| hello.method.is_none()),
         methods: match (options.multifd_compression, hello) {
+            (_, Some(hello)) if hello.method.is_none() => Methods::Each,
             (one, _) if !one.is_auto() => Methods::One(one),
             (_, Some(_)) => Methods::Each,
             (_, None) => Methods::First,
@@ -216,9 +217,14 @@ fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
             options.channels().to_string(),
         );
     }
-    // One that takes each packet as it comes reads every method.
+    // One that takes each packet as it comes reads every method. So does, where each has its own, one that was told of no
+    // method: none is what a monitor begins with.
     let takes = options.multifd_compression;
-    if !takes.is_auto() && hello.method.map(Method::flag) != Some(takes.flag) {
+    let fits = match hello.method {
+        Some(method) => takes.is_auto() || method.flag() == takes.flag,
+        None => takes.is_auto() || takes.flag == 0,
+    };
+    if !fits {
         return differs(
             "multifd-compression",
             hello.method.map_or(AUTO.name, Method::name).to_owned(),
