@@ -4,13 +4,13 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use hotlift::options::Goal;
-use hotlift::{Address, Control, Options};
+use hotlift::{Control, Options};
 use hotlift_methods::METHODS;
 use hotlift_vmm::GuestSettings;
 
 use crate::census::alone;
 use crate::probe::Quirks;
-use crate::rig::{self, Ended, Holder, settings};
+use crate::rig::{self, Holder, settings};
 
 fn options(given: &[(&str, &str)]) -> Options {
     let mut options = Options {
@@ -86,7 +86,7 @@ fn every_method_is_taken_by_who_takes_each_packet_as_it_comes() {
         let here = options(&[("multifd-compression", method.name)]);
         let source = rig::source(kind, &settings(), Quirks::default());
         let destination = rig::destination(kind, &settings(), Quirks::default());
-        let ended = migrate(&source, &destination, &here, &there);
+        let ended = rig::between(&source, &destination, [&here, &there]);
         ended.arrived(&source, &destination, method.name);
     }
 }
@@ -99,7 +99,7 @@ fn a_destination_that_was_told_of_no_method_takes_the_choice_by_packet() {
     let source = rig::source(kind, &settings(), Quirks::default());
     let destination = rig::destination(kind, &settings(), Quirks::default());
     let here = options(&[("max-bandwidth", "8M")]);
-    let ended = migrate(&source, &destination, &here, &there);
+    let ended = rig::between(&source, &destination, [&here, &there]);
     ended.arrived(&source, &destination, "");
 }
 
@@ -110,7 +110,7 @@ fn who_takes_one_method_alone_refuses_the_choice_by_packet_by_name() {
     let there = options(&[("multifd-compression", "zstd")]);
     let source = rig::source(kind, &settings(), Quirks::default());
     let destination = rig::destination(kind, &settings(), Quirks::default());
-    let ended = migrate(&source, &destination, &options(&[]), &there);
+    let ended = rig::between(&source, &destination, [&options(&[]), &there]);
     assert_eq!(ended.holder(&source, &destination), Ok(Holder::Source));
     let (here, there) = ended.errors();
     for word in ["multifd-compression", "auto", "zstd"] {
@@ -134,7 +134,7 @@ fn channels_take_no_more_cpu_time_than_their_limit_on_either_side() {
         ]);
         let source = rig::source(kind, &larger(), Quirks::default());
         let destination = rig::destination(kind, &larger(), Quirks::default());
-        let ended = migrate(&source, &destination, &options, &options);
+        let ended = rig::between(&source, &destination, [&options, &options]);
         let (sent, received) = ended.arrived(&source, &destination, method);
         for (side, names) in [
             (&sent.side, "mig/src/send_"),
@@ -172,29 +172,10 @@ fn who_wants_the_shortest_downtime_goes_on_while_the_rest_shrinks() {
         };
         let source = rig::source(kind, &guest, Quirks::default());
         let destination = rig::destination(kind, &guest, Quirks::default());
-        let ended = migrate(&source, &destination, &options, &options);
+        let ended = rig::between(&source, &destination, [&options, &options]);
         let (sent, _) = ended.arrived(&source, &destination, "");
         sent.rounds
     });
     assert_eq!(rounds[0], 2, "it fits after the first round");
     assert!((3..=11).contains(&rounds[1]), "{rounds:?}");
-}
-
-fn migrate(
-    source: &crate::probe::Probe,
-    destination: &crate::probe::Probe,
-    here: &Options,
-    there: &Options,
-) -> Ended {
-    let (listener, to): (_, Address) = rig::listen();
-    let controls = [Control::new(), Control::new()];
-    rig::run(
-        source,
-        destination,
-        listener,
-        &to,
-        [here, there],
-        &controls,
-        &|_| {},
-    )
 }

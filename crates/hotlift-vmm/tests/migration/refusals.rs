@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use hotlift::{Control, Options};
+use hotlift::Options;
 use hotlift_mem::{Backing, RamBlock};
 use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
 use hotlift_testkit::proxy::{Proxy, Socket};
@@ -35,20 +35,6 @@ fn expect_refusal(what: &str, ended: &Ended, source: &Probe, destination: &Probe
         assert!(there.contains(word), "{what}: {word} is not in: {there}");
         assert!(here.contains(word), "{what}: {word} is not in: {here}");
     }
-}
-
-fn migrate(source: &Probe, destination: &Probe, here: &Options, there: &Options) -> Ended {
-    let (listener, to) = rig::listen();
-    let controls = [Control::new(), Control::new()];
-    rig::run(
-        source,
-        destination,
-        listener,
-        &to,
-        [here, there],
-        &controls,
-        &|_| {},
-    )
 }
 
 #[test]
@@ -112,7 +98,7 @@ fn a_guest_that_differs_is_refused_with_both_values() {
         for (what, settings_there, quirks_there, words) in cases {
             let source = rig::source(kind, &settings(), Quirks::default());
             let destination = rig::destination(kind, &settings_there, quirks_there);
-            let ended = migrate(&source, &destination, &options(), &options());
+            let ended = rig::between(&source, &destination, [&options(), &options()]);
             expect_refusal(what, &ended, &source, &destination, &words);
         }
     }
@@ -148,7 +134,7 @@ fn options_that_differ_are_refused_with_both_values() {
         let mut there = options();
         there.set(name, value).unwrap();
         let destination = rig::destination(kind, &settings(), Quirks::default());
-        let ended = migrate(&source, &destination, &options(), &there);
+        let ended = rig::between(&source, &destination, [&options(), &there]);
         expect_refusal(
             &format!("{name}={value}"),
             &ended,
@@ -160,7 +146,7 @@ fn options_that_differ_are_refused_with_both_values() {
     let mut here = options();
     here.set("multifd", "off").unwrap();
     let destination = rig::destination(kind, &settings(), Quirks::default());
-    let ended = migrate(&source, &destination, &here, &options());
+    let ended = rig::between(&source, &destination, [&here, &options()]);
     let words = "multifd differs: the source has off, the destination has on";
     expect_refusal("multifd=off here", &ended, &source, &destination, &[words]);
     drop(destination);

@@ -140,6 +140,21 @@ pub fn migrate(
     )
 }
 
+/// One migration over a port of the system's choice; `options` are the source's and the destination's.
+pub fn between(source: &Probe, destination: &Probe, options: [&Options; 2]) -> Ended {
+    let (listener, to) = listen();
+    let controls = [Control::new(), Control::new()];
+    run(
+        source,
+        destination,
+        listener,
+        &to,
+        options,
+        &controls,
+        &|_| {},
+    )
+}
+
 /// One migration; `options` and `controls` are the source's and the destination's.
 pub fn run(
     source: &Probe,

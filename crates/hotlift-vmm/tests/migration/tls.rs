@@ -369,18 +369,7 @@ fn a_refusal_over_tls_is_heard_while_channels_are_connected() {
         let mut theirs = ours.clone();
         theirs.set(name, value).unwrap();
         let destination = rig::destination(kind, &settings(), Quirks::default());
-        let (listener, to) = rig::listen();
-        let controls = [Control::new(), Control::new()];
-        let both = [&ours, &theirs];
-        let ended = rig::run(
-            &source,
-            &destination,
-            listener,
-            &to,
-            both,
-            &controls,
-            &|_| {},
-        );
+        let ended = rig::between(&source, &destination, [&ours, &theirs]);
         let (here, there) = ended.stayed(&source, &destination);
         for said in [here, there] {
             assert!(said.contains(name) && said.contains(value), "{said}");
