@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::accelerator_stats::AcceleratorStats;
+use crate::auto::Auto;
 use crate::cpu_limit::CpuBudget;
 use crate::figures::JobFigures;
 use crate::options::Options;
@@ -127,6 +128,8 @@ struct Live {
     pacer: Option<Arc<Pacer>>,
     /// Limits its CPU time.
     cpu: Option<Arc<CpuBudget>>,
+    /// Chooses the method of its packets.
+    auto: Option<Arc<Auto>>,
 }
 
 impl Control {
@@ -235,6 +238,9 @@ impl Control {
         if let Some(cpu) = &live.cpu {
             cpu.set_limit(options.cpu_limit.into());
         }
+        if let Some(auto) = &live.auto {
+            auto.set_goal(options.goal);
+        }
         drop(live);
         self.wake();
     }
@@ -265,6 +271,14 @@ impl Control {
             .cpu
             .get_or_insert_with(|| Arc::new(CpuBudget::new(limit.into())));
         Arc::clone(budget)
+    }
+
+    /// What chooses the method of each packet, where that is to be, by a goal that follows [`Control::change`].
+    pub(crate) fn auto(&self, options: &Options) -> Option<Arc<Auto>> {
+        let mut live = lock(&self.0.live);
+        let goal = live.changed.as_ref().unwrap_or(options).goal;
+        live.auto = Auto::of(options, goal).map(Arc::new);
+        live.auto.clone()
     }
 
     /// Waits up to `time` for [`Control::proceed`]; true if it has been called since the state is

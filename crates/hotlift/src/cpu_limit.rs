@@ -1,41 +1,37 @@
 //! `cpu-limit`: one budget of CPU time that all channel threads of a side draw from.
 //!
 //! A thread books what it has used after each packet, and sleeps until the schedule has reached it. So the limit holds on
-//! average, whatever a packet costs; the schedule may lag behind the clock by at most [`BURST`], so that time in which
-//! nothing was to be done is not made up for.
+//! average, whatever a packet costs.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::thread_cpu_time;
 
 use crate::control::Control;
-
-/// Credit that unused time may build up: a few packets, and 2 % of a second.
-const BURST: Duration = Duration::from_millis(20);
+use crate::schedule::{Schedule, nanos_over};
 
 /// The budget of all threads together.
 #[derive(Debug)]
 pub(crate) struct CpuBudget {
     /// Thousandths of a core; 0 is unlimited.
     limit: AtomicU64,
-    /// When the time booked so far will have passed at `limit`.
-    booked_until: Mutex<Option<Instant>>,
+    /// The CPU time booked so far, at `limit`.
+    schedule: Schedule,
 }
 
 impl CpuBudget {
     pub(crate) fn new(thousandths: u64) -> Self {
         Self {
             limit: AtomicU64::new(thousandths),
-            booked_until: Mutex::new(None),
+            schedule: Schedule::default(),
         }
     }
 
     /// Changes the limit from the next packet on; 0 is unlimited.
     pub(crate) fn set_limit(&self, thousandths: u64) {
         if self.limit.swap(thousandths, Ordering::Relaxed) != thousandths {
-            *self.lock_booked() = None;
+            *self.schedule.lock() = None;
         }
     }
 
@@ -43,25 +39,14 @@ impl CpuBudget {
         self.limit.load(Ordering::Relaxed) > 0
     }
 
-    fn lock_booked(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.booked_until
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Until when a thread has to sleep that has used `cpu` more, if it is `now`; `None` if it need not.
     fn book(&self, cpu: Duration, now: Instant) -> Option<Instant> {
-        let mut booked_until = self.lock_booked();
-        let limit = self.limit.load(Ordering::Relaxed);
-        if limit == 0 {
-            return None;
-        }
-        let earliest = now.checked_sub(BURST).unwrap_or(now);
-        let start = booked_until.map_or(now, |booked| booked.max(earliest));
-        let nanos = cpu.as_nanos() * 1000 / u128::from(limit);
-        let cost = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
-        *booked_until = start.checked_add(cost);
-        booked_until.filter(|until| *until > now)
+        let time = || match self.limit.load(Ordering::Relaxed) {
+            0 => None,
+            limit => Some(nanos_over(cpu.as_nanos() * 1000, limit)),
+        };
+        let end = self.schedule.book(time, now)?.end;
+        (end > now).then_some(end)
     }
 }
 

@@ -39,6 +39,7 @@ mod pacing;
 mod pipe;
 mod precopy;
 pub mod progress;
+mod schedule;
 mod stream;
 mod threads;
 pub mod tls;

@@ -1,27 +1,23 @@
 //! `max-bandwidth`: one budget that all channels of a migration draw from.
 //!
-//! Each writer books its bytes before it writes and waits until the schedule has reached them. The
-//! schedule may lag behind the clock by at most [`BURST`], so that an idle phase is not made up for
-//! by a flood. QEMU counts bytes in windows of 100 ms and sleeps at their ends; booking each packet
-//! keeps the same average without a stop-and-go that a shallow switch buffer would drop.
+//! Each writer books its bytes before it writes and waits until the schedule has reached them. QEMU counts bytes in
+//! windows of 100 ms and sleeps at their ends; booking each packet keeps the same average without a stop-and-go that a
+//! shallow switch buffer would drop.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::control::{Control, Status};
 use crate::figures::to_f64;
-
-/// Credit that unused time may build up: a few packets at usual rates.
-const BURST: Duration = Duration::from_millis(20);
+use crate::schedule::{Schedule, nanos_over};
 
 /// The budget of all channels together.
 #[derive(Debug)]
 pub(crate) struct Pacer {
     /// Bytes a second; 0 is unlimited.
     rate: AtomicU64,
-    /// When the bytes booked so far will have passed at `rate`.
-    booked_until: Mutex<Option<Instant>>,
+    /// The bytes booked so far, at `rate`.
+    schedule: Schedule,
     /// Changes of the rate so far.
     changes: AtomicU64,
     /// Whether the rate is to change no more.
@@ -32,7 +28,7 @@ impl Pacer {
     pub(crate) fn new(bytes_per_second: u64) -> Self {
         Self {
             rate: AtomicU64::new(bytes_per_second),
-            booked_until: Mutex::new(None),
+            schedule: Schedule::default(),
             changes: AtomicU64::new(0),
             lifted: AtomicBool::new(false),
         }
@@ -50,18 +46,12 @@ impl Pacer {
     }
 
     fn change(&self, bytes_per_second: u64, for_good: bool) {
-        let mut booked_until = self.lock_booked();
+        let mut booked_until = self.schedule.lock();
         if !self.lifted.fetch_or(for_good, Ordering::Relaxed) {
             self.rate.store(bytes_per_second, Ordering::Relaxed);
             *booked_until = None;
             self.changes.fetch_add(1, Ordering::Release);
         }
-    }
-
-    fn lock_booked(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.booked_until
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Books `bytes` and waits until they may be written. Returns early when `control` stops. What opens
@@ -86,7 +76,7 @@ impl Pacer {
 
     /// Whether less was sent of late than the limit allows.
     pub(crate) fn is_behind(&self) -> bool {
-        let booked = *self.lock_booked();
+        let booked = *self.schedule.lock();
         booked.is_none_or(|until| until < Instant::now())
     }
 
@@ -104,16 +94,11 @@ impl Pacer {
         if self.rate.load(Ordering::Relaxed) == 0 {
             return None;
         }
-        let mut booked_until = self.lock_booked();
-        let rate = self.rate.load(Ordering::Relaxed);
-        if rate == 0 {
-            return None;
-        }
-        let earliest = now.checked_sub(BURST).unwrap_or(now);
-        let start = booked_until.map_or(now, |booked| booked.max(earliest));
-        let nanos = (bytes as u128 * 1_000_000_000) / u128::from(rate);
-        let cost = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
-        *booked_until = start.checked_add(cost);
+        let time = || match self.rate.load(Ordering::Relaxed) {
+            0 => None,
+            rate => Some(nanos_over(bytes as u128 * 1_000_000_000, rate)),
+        };
+        let start = self.schedule.book(time, now)?.start;
         (start > now).then_some(start)
     }
 }
@@ -122,6 +107,7 @@ impl Pacer {
 mod tests {
     use super::*;
     use crate::options::Options;
+    use crate::schedule::BURST;
 
     #[test]
     fn booked_bytes_never_exceed_the_rate_by_more_than_the_burst() {
@@ -184,7 +170,7 @@ mod tests {
         pacer.wait(1 << 20, &control);
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| pacer.wait(1, &control));
-            while pacer.lock_booked().is_none() {
+            while pacer.schedule.lock().is_none() {
                 std::thread::yield_now();
             }
             control.change(&Options {

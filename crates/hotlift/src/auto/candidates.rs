@@ -61,44 +61,38 @@ const LZ4: Candidate = Candidate {
     level: 0,
 };
 
-/// zstd's levels that are candidates, and the guess of each. Levels between them cost and save what their neighbours
-/// do; above 9 each takes twice the time of the one before for 1 % of the bytes.
-const ZSTD: [(i8, Guess); 9] = [
-    (-7, guess([0.15, 1.9], 0.7, 1.05)),
-    (-4, guess([0.15, 2.2], 0.8, 1.2)),
-    (-1, guess([0.2, 2.6], 0.9, 1.38)),
-    (1, guess([0.3, 3.3], 1.2, 1.62)),
-    (2, guess([0.35, 4.2], 1.3, 1.68)),
-    (3, guess([0.5, 6.5], 1.5, 1.76)),
-    (5, guess([1.5, 13.0], 1.6, 1.85)),
-    (7, guess([2.5, 20.0], 1.6, 1.9)),
-    (9, guess([4.0, 33.0], 1.6, 1.95)),
+/// All candidates, and the guess of each. zstd's levels between those here cost and save what their neighbours do; above 9
+/// each takes twice the time of the one before for 1 % of the bytes.
+const TABLE: [(Candidate, Guess); 11] = [
+    (RAW, guess([0.0, 0.0], 0.3, 0.0)),
+    (LZ4, guess([0.1, 1.6], 0.5, 1.0)),
+    (zstd(-7), guess([0.15, 1.9], 0.7, 1.05)),
+    (zstd(-4), guess([0.15, 2.2], 0.8, 1.2)),
+    (zstd(-1), guess([0.2, 2.6], 0.9, 1.38)),
+    (zstd(1), guess([0.3, 3.3], 1.2, 1.62)),
+    (zstd(2), guess([0.35, 4.2], 1.3, 1.68)),
+    (zstd(3), guess([0.5, 6.5], 1.5, 1.76)),
+    (zstd(5), guess([1.5, 13.0], 1.6, 1.85)),
+    (zstd(7), guess([2.5, 20.0], 1.6, 1.9)),
+    (zstd(9), guess([4.0, 33.0], 1.6, 1.95)),
 ];
 
 impl Candidate {
-    /// Between two Hotlifts, in software: all of them.
+    /// Between two Hotlifts: all of them.
     pub(crate) fn of_hotlifts() -> Vec<Self> {
-        let fast = [RAW, LZ4].into_iter();
-        fast.chain(Self::of_zstd()).collect()
+        TABLE.iter().map(|(one, _)| *one).collect()
     }
 
     /// Towards who reads zstd alone.
     pub(crate) fn of_zstd() -> Vec<Self> {
-        ZSTD.iter().map(|(level, _)| zstd(*level)).collect()
+        let mut all = Self::of_hotlifts();
+        all.retain(|one| one.method == Method::Zstd);
+        all
     }
 
     /// What it may cost.
     pub(crate) fn guess(&self) -> Guess {
-        match self.method {
-            Method::None => guess([0.0, 0.0], 0.3, 0.0),
-            Method::Lz4 => guess([0.1, 1.6], 0.5, 1.0),
-            Method::Zstd => {
-                let row = ZSTD.iter().find(|(level, _)| *level == self.level);
-                row.map_or(ZSTD[3].1, |(_, guess)| *guess)
-            }
-            // A device's, whose CPU time is that of handing pages over.
-            Method::Qpl | Method::Uadk | Method::Qatzip => guess([0.5, 0.5], 0.5, 1.5),
-            Method::Zlib => guess([1.0, 4.0], 2.5, 1.55),
-        }
+        let row = TABLE.iter().find(|(one, _)| one == self);
+        row.map_or(TABLE[0].1, |(_, guess)| *guess)
     }
 }

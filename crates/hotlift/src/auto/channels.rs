@@ -35,6 +35,8 @@ pub(crate) struct Auto {
 #[derive(Debug)]
 struct Choices {
     candidates: Vec<Candidate>,
+    /// The one that sends pages as they are, if there is one.
+    raw: Option<usize>,
     controller: Mutex<Controller>,
     tallies: Vec<Tally>,
 }
@@ -82,10 +84,10 @@ pub(crate) struct Sent {
 }
 
 impl Auto {
-    /// Of a migration with these options, if it is to choose: between two Hotlifts.
-    pub(crate) fn of(options: &Options) -> Option<Self> {
+    /// Of a migration with these options, if it is to choose.
+    pub(crate) fn of(options: &Options, goal: options::Goal) -> Option<Self> {
         let is_auto = options.multifd() && options.multifd_compression.is_auto();
-        is_auto.then(|| Self::new(of_option(options.goal)))
+        is_auto.then(|| Self::new(of_option(goal)))
     }
 
     fn new(goal: Goal) -> Self {
@@ -109,6 +111,7 @@ impl Auto {
         let now = self.begun.elapsed();
         Choices {
             controller: Mutex::new(Controller::new(&candidates, self.goal, now)),
+            raw: candidates.iter().position(|one| *one == RAW),
             tallies: candidates.iter().map(|_| Tally::default()).collect(),
             candidates,
         }
@@ -134,8 +137,7 @@ impl Auto {
 
     /// The candidate that sends pages as they are, if there is one.
     pub(crate) fn raw(&self) -> Option<usize> {
-        let candidates = &self.choices().candidates;
-        candidates.iter().position(|one| *one == RAW)
+        self.choices().raw
     }
 
     /// The method of packets without content.
@@ -178,7 +180,7 @@ impl Auto {
         let cpu = sent.encode.unwrap_or_default() + sent.send;
         let cpu = u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
         tally.cpu_nanos.fetch_add(cpu, Ordering::Relaxed);
-        let seen = self.look_at_link(sockets, paced);
+        let seen = self.look_at_link(sent, sockets, paced);
         let blocked = nanos(sent.blocked);
         let spent = Spent {
             look: sent.look,
@@ -201,20 +203,26 @@ impl Auto {
         controller.spent(spent, now);
     }
 
-    fn look_at_link<'s>(&self, sockets: impl Iterator<Item = &'s Stream>, paced: f64) -> LinkNow {
+    fn look_at_link<'s>(
+        &self,
+        sent: &Sent,
+        sockets: impl Iterator<Item = &'s Stream>,
+        paced: f64,
+    ) -> LinkNow {
         let mut link = lock(&self.link);
-        if link.look(sockets, Instant::now()) {
-            self.on_the_way
-                .store(whole(link.bytes_on_the_way()), Ordering::Relaxed);
-            let share = link.share_of_wire().unwrap_or(1.0);
-            self.share_of_wire
-                .store(whole(share * 1000.0), Ordering::Relaxed);
-        }
+        link.sent(sent.elapsed, sent.blocked);
+        let is_new = link.look(sockets, Instant::now());
         let free = LinkNow {
             share_of_wire: link.share_of_wire().unwrap_or(1.0),
             nanos_per_byte: link.nanos_per_byte(),
             idle: link.idle(),
         };
+        if is_new {
+            self.on_the_way
+                .store(whole(link.bytes_on_the_way()), Ordering::Relaxed);
+            self.share_of_wire
+                .store(whole(free.share_of_wire * 1000.0), Ordering::Relaxed);
+        }
         if paced > free.nanos_per_byte {
             let used = link.bytes_per_second() * paced / 1e9;
             return LinkNow {
@@ -230,6 +238,11 @@ impl Auto {
     pub(crate) fn destination(&self, load: &Load) {
         let mut last = lock(&self.destination);
         let since = |now: u64, before: u64| to_f64(now.saturating_sub(before));
+        let elapsed = since(load.elapsed, last.elapsed);
+        if elapsed > 0.0 {
+            let busy = since(load.busy, last.busy) / elapsed;
+            lock(&self.link).starved((1.0 - busy).max(0.0));
+        }
         let mut controller = self.controller();
         let rows = load.methods.iter().zip(&last.methods);
         for (method, (now, before)) in Method::ALL.into_iter().zip(rows) {

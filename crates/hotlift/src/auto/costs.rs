@@ -56,7 +56,7 @@ impl Class {
 }
 
 /// What a candidate costs for a byte of pages.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Cost {
     /// CPU time at the source, without sending, in ns.
     pub encode: f64,
@@ -120,6 +120,9 @@ pub(crate) struct Costs {
     send: Average,
     /// CPU time of the destination for a byte of pages, in ns, by candidate.
     decode: Vec<Average>,
+    /// What follows from all that, by candidate, by class. Worked out anew for each question, it took half of what a packet
+    /// that goes as it is costs beside its bytes.
+    known: Vec<[Cost; CLASSES]>,
 }
 
 impl Costs {
@@ -131,7 +134,7 @@ impl Costs {
                 .position(|other| other.method == this.method);
             first.unwrap_or(0)
         });
-        Self {
+        let mut costs = Self {
             guesses: candidates.iter().map(Candidate::guess).collect(),
             kin: kin.collect(),
             cells: vec![Default::default(); len],
@@ -139,7 +142,14 @@ impl Costs {
             corrections: vec![Average::default(); len],
             send: Average::default(),
             decode: vec![Average::default(); len],
+            known: vec![[Cost::default(); CLASSES]; len],
+        };
+        for candidate in 0..len {
+            for class in Class::all() {
+                costs.work_out(candidate, class);
+            }
         }
+        costs
     }
 
     /// Number of candidates.
@@ -163,6 +173,14 @@ impl Costs {
         let before = content.or(power);
         content.add_over(power, CONTENT_MEMORY);
         cell.beyond.add(power - before);
+        for class in Class::all() {
+            self.work_out(candidate, class);
+        }
+        for other in 0..self.len() {
+            if self.kin[other] == self.kin[candidate] {
+                self.work_out(other, class);
+            }
+        }
     }
 
     /// Sending took `ns` of CPU time for each byte on the wire.
@@ -177,17 +195,21 @@ impl Costs {
 
     /// What `candidate` costs for content of that class.
     pub(crate) fn of(&self, candidate: usize, class: Class) -> Cost {
+        self.known[candidate][class.0]
+    }
+
+    fn work_out(&mut self, candidate: usize, class: Class) {
         let (guess, cell) = (&self.guesses[candidate], &self.cells[candidate][class.0]);
         let typical = class.typical();
         let correction = self.corrections[candidate].or(1.0);
         let content = self.contents[self.kin[candidate]][class.0].or(1.0);
         let power = content + cell.beyond.over(0.0, DOUBT_OF_LEVELS);
-        Cost {
+        self.known[candidate][class.0] = Cost {
             encode: cell
                 .encode
                 .over(guess.encode(typical) * correction, DOUBT_OF_CLASSES),
             left: guess.left(typical).powf(power.max(0.0)),
-        }
+        };
     }
 
     /// Whether it is hardly known what `candidate` costs for content of that class.

@@ -3,23 +3,23 @@
 use std::time::{Duration, Instant};
 
 use hotlift_mem::{PAGE_SIZE, RunQueue, thread_cpu_time};
-use hotlift_methods::{Accelerator, Encode, EncoderSettings, METHODS, MethodError, left_of};
+use hotlift_methods::{Accelerator, EncoderSettings, left_of};
 use hotlift_wire::multifd::Method;
 
 use crate::auto::channels::{Auto, Sent};
 use crate::auto::controller::{Choice, Look};
 use crate::auto::costs::Class;
-use crate::error::{Channel, MigrationError};
+use crate::control::Control;
+use crate::error::MigrationError;
+use crate::stream::codec::{ByMethod, Encoder};
 use crate::stream::multifd_send::{MultifdSend, Pages};
+use crate::transport::UNSENT;
 
 /// Pages of a packet that are looked at: evenly spread, each compressed for itself would cost more and say less.
 const SAMPLE_PAGES: usize = 4;
 
 /// Time off the CPU that is looked into: below, telling the wire from the run queue costs more than it says.
 const WORTH_A_LOOK: Duration = Duration::from_micros(100);
-
-/// Bytes that may wait in a channel's socket before a write blocks, as `transport/tcp.rs` has it.
-const QUEUE: f64 = (256 << 10) as f64;
 
 /// What was decided for a packet.
 #[derive(Debug, Clone, Copy)]
@@ -35,8 +35,9 @@ pub(crate) struct AutoEncoder<'a> {
     auto: &'a Auto,
     id: u8,
     accelerator: Accelerator,
+    control: &'a Control,
     /// Those that were needed so far.
-    encoders: Vec<(Method, Box<dyn Encode>)>,
+    encoders: ByMethod<Encoder>,
     sample: Vec<u8>,
     room: Vec<u8>,
     queue: RunQueue,
@@ -58,12 +59,18 @@ struct Mark {
 
 impl<'a> AutoEncoder<'a> {
     /// That of channel `id`, for the thread that calls.
-    pub(crate) fn new(auto: &'a Auto, id: u8, accelerator: Accelerator) -> Self {
+    pub(crate) fn new(
+        auto: &'a Auto,
+        id: u8,
+        accelerator: Accelerator,
+        control: &'a Control,
+    ) -> Self {
         Self {
             auto,
             id,
             accelerator,
-            encoders: Vec::new(),
+            control,
+            encoders: ByMethod::new(id),
             sample: Vec::with_capacity(SAMPLE_PAGES * PAGE_SIZE),
             room: Vec::new(),
             queue: RunQueue::of_this_thread(),
@@ -87,7 +94,7 @@ impl<'a> AutoEncoder<'a> {
                 queued: self.queue.waited(),
             });
         }
-        let queued = queued.map_or(0.5, |bytes| f64::from(bytes) / QUEUE);
+        let queued = queued.map_or(0.5, |bytes| f64::from(bytes) / f64::from(UNSENT));
         let mut look = Look {
             class: None,
             queued,
@@ -128,36 +135,18 @@ impl<'a> AutoEncoder<'a> {
     ) -> Result<bool, MigrationError> {
         let candidate = self.auto.candidate(decided.candidate);
         let before = thread_cpu_time();
-        let done = self
-            .encoder(candidate.method)
-            .and_then(|encoder| encoder.set_level(candidate.level).map(|()| encoder))
-            .and_then(|encoder| encoder.encode(pages, out));
-        done.map_err(|source| MigrationError::Method {
-            channel: Channel::Multifd(self.id),
-            packet: number,
-            block: block.to_owned(),
-            source,
+        let encoder = self.encoders.get(candidate.method, |info| {
+            let settings = EncoderSettings {
+                accelerator: self.accelerator,
+                ..EncoderSettings::software(info.default_level)
+            };
+            Encoder::of(info, self.id, &settings, self.control)
         })?;
+        encoder.set_level(candidate.level, number, block)?;
+        encoder.encode(number, block, pages, out)?;
         decided.encode = Some(thread_cpu_time().saturating_sub(before));
         let shrinks = out.len() < pages.len() || self.auto.raw().is_none();
         Ok(shrinks)
-    }
-
-    fn encoder(&mut self, method: Method) -> Result<&mut dyn Encode, MethodError> {
-        let index = match self.encoders.iter().position(|(one, _)| *one == method) {
-            Some(index) => index,
-            None => {
-                let info = METHODS.iter().find(|info| info.flag == method.flag());
-                let info = info.unwrap_or(&METHODS[0]);
-                let settings = EncoderSettings {
-                    accelerator: self.accelerator,
-                    ..EncoderSettings::software(info.default_level)
-                };
-                self.encoders.push((method, (info.encoder)(&settings)?));
-                self.encoders.len() - 1
-            }
-        };
-        Ok(self.encoders[index].1.as_mut())
     }
 
     /// The packet is written, which took so much CPU time; `paced` of the time it was held back by `max-bandwidth`.

@@ -29,6 +29,9 @@ struct Seen {
     idle: f64,
     /// Bytes that were delivered.
     bytes: f64,
+    /// Of the threads that send, in s: time that went by, and time in which their sockets had no room.
+    threads: f64,
+    blocked: f64,
 }
 
 /// Watches the sockets of all channels.
@@ -39,9 +42,22 @@ pub(crate) struct LinkMeter {
     /// Time that was seen in all, in s.
     watched: f64,
     tells: bool,
+    /// Share of the time in which the destination's threads have had nothing to read, as it says.
+    starved: Option<f64>,
 }
 
 impl LinkMeter {
+    /// A thread's time went by, of which its socket had no room for `blocked`.
+    pub(crate) fn sent(&mut self, elapsed: Duration, blocked: Duration) {
+        self.seen.threads += elapsed.as_secs_f64();
+        self.seen.blocked += blocked.as_secs_f64();
+    }
+
+    /// The destination's threads have had nothing to read for that share of the time, 0 to 1.
+    pub(crate) fn starved(&mut self, share: f64) {
+        self.starved = Some(share);
+    }
+
     /// Looks at the sockets, if the last look was long enough ago; whether it has looked.
     pub(crate) fn look<'s>(
         &mut self,
@@ -71,6 +87,8 @@ impl LinkMeter {
                 &mut seen.on_wire,
                 &mut seen.idle,
                 &mut seen.bytes,
+                &mut seen.threads,
+                &mut seen.blocked,
             ] {
                 *value *= KEPT;
             }
@@ -91,11 +109,21 @@ impl LinkMeter {
 
     /// The share, 0 to 1, of what a channel waits that is for the wire, and not for the destination; `None` where
     /// the sockets do not tell.
+    ///
+    /// The kernel counts a destination as the limit only while its buffer is full: without a limit of the link that was a third
+    /// of what senders waited, and the rest was its threads' time, too. So where the destination tells, the wire is waited for no
+    /// longer than both ends have nothing to do: the destination nothing to read, and the socket something to deliver.
     pub(crate) fn share_of_wire(&self) -> Option<f64> {
+        let seen = &self.seen;
         // A destination that has just begun to read is told from the wire only after some ticks.
         let certainty = (self.watched / CERTAIN).min(1.0);
-        self.tells
-            .then(|| ratio(self.seen.on_wire, self.seen.busy).min(1.0) * certainty)
+        let by_kernel = ratio(seen.on_wire, seen.busy).min(1.0);
+        let by_both = self.starved.map_or(1.0, |starved| {
+            let empty = 1.0 - ratio(seen.busy, seen.elapsed).min(1.0);
+            let blocked = ratio(seen.blocked, seen.threads);
+            ratio((starved - empty).max(0.0), blocked).min(1.0)
+        });
+        self.tells.then_some(by_kernel.min(by_both) * certainty)
     }
 
     /// The share of the time, 0 to 1, in which no channel had anything on the wire; 0 where the sockets do not tell.

@@ -248,8 +248,8 @@ impl Migration<'_> {
             Some(method) if !is_hotlift && !method.is_qemus() => {
                 return Err(MigrationError::not_qemus(method).into());
             }
-            Some(_) => {}
-            None => self.session.multifd.reader_is(is_hotlift, &[RAW]),
+            None if !is_hotlift => self.session.multifd.reader_takes(&[RAW]),
+            Some(_) | None => {}
         }
         if !is_hotlift && self.session.options.packet_layout() != PacketLayout::QEMU {
             return Err(MigrationError::Mismatch {

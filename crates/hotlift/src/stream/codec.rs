@@ -2,8 +2,10 @@
 
 use hotlift_mem::GuestRun;
 use hotlift_methods::{
-    Accelerator, Decode, Encode, Jobs, MemoryLimit, MethodError, MethodInfo, RunsOn,
+    Accelerator, Decode, Encode, EncoderSettings, Jobs, METHODS, MemoryLimit, MethodError,
+    MethodInfo, RunsOn,
 };
+use hotlift_wire::multifd::Method;
 
 use crate::accelerator_stats::ChannelStats;
 use crate::control::Control;
@@ -14,6 +16,47 @@ use crate::options::Options;
 pub(crate) struct Encoder {
     encoder: Box<dyn Encode>,
     side: Side,
+}
+
+/// A channel's halves by method, each made when it is first needed.
+pub(crate) struct ByMethod<C> {
+    id: u8,
+    made: Vec<(Method, C)>,
+}
+
+impl<C> ByMethod<C> {
+    /// Those of channel `id`; none is made yet.
+    pub(crate) fn new(id: u8) -> Self {
+        Self {
+            id,
+            made: Vec::new(),
+        }
+    }
+
+    /// The half for `method`, which `make` makes.
+    ///
+    /// # Errors
+    /// [`MigrationError::Protocol`] for a method that this build lacks; what `make` says.
+    pub(crate) fn get(
+        &mut self,
+        method: Method,
+        make: impl FnOnce(&'static MethodInfo) -> Result<C, MigrationError>,
+    ) -> Result<&mut C, MigrationError> {
+        let index = match self.made.iter().position(|(one, _)| *one == method) {
+            Some(index) => index,
+            None => {
+                let info = METHODS.iter().find(|info| info.flag == method.flag());
+                let info = info.ok_or_else(|| MigrationError::Protocol {
+                    channel: Channel::Multifd(self.id),
+                    got: format!("method {}", method.name()),
+                    doing: "reading pages (this build has no decoder for it)",
+                })?;
+                self.made.push((method, make(info)?));
+                self.made.len() - 1
+            }
+        };
+        Ok(&mut self.made[index].1)
+    }
 }
 
 /// The receiving half.
@@ -40,11 +83,32 @@ impl Encoder {
         if method.flag == 0 {
             return Ok(None);
         }
+        let settings = options.encoder_settings(to_hotlift);
+        Self::of(method, id, &settings, control).map(Some)
+    }
+
+    /// The half of channel `id` for `method`.
+    pub(crate) fn of(
+        method: &MethodInfo,
+        id: u8,
+        settings: &EncoderSettings,
+        control: &Control,
+    ) -> Result<Self, MigrationError> {
         let mut side = Side::new(id, control);
-        let encoder = (method.encoder)(&options.encoder_settings(to_hotlift))
-            .map_err(|source| side.not_made(source))?;
+        let encoder = (method.encoder)(settings).map_err(|source| side.not_made(source))?;
         side.tell(encoder.jobs(), encoder.runs_on());
-        Ok(Some(Self { encoder, side }))
+        Ok(Self { encoder, side })
+    }
+
+    /// Compresses the pages of packet `number`, and those after it, at this level.
+    pub(crate) fn set_level(
+        &mut self,
+        level: i8,
+        number: u64,
+        block: &str,
+    ) -> Result<(), MigrationError> {
+        let set = self.encoder.set_level(level);
+        set.map_err(|source| self.side.failed(number, block, source))
     }
 
     /// Compresses the pages of packet `number` to `out`, in place of what that holds.
@@ -62,22 +126,19 @@ impl Encoder {
 }
 
 impl Decoder {
-    /// The half of channel `id`, whose payloads take no more than `memory` has; `None` for method none.
-    pub(crate) fn new(
-        id: u8,
+    /// The half of channel `id` for `method`, whose payloads take no more than `memory` has.
+    pub(crate) fn of(
         method: &MethodInfo,
+        id: u8,
         accelerator: Accelerator,
         memory: &MemoryLimit,
         control: &Control,
-    ) -> Result<Option<Self>, MigrationError> {
-        if method.flag == 0 {
-            return Ok(None);
-        }
+    ) -> Result<Self, MigrationError> {
         let mut side = Side::new(id, control);
         let mut decoder = (method.decoder)(accelerator).map_err(|source| side.not_made(source))?;
         decoder.limit_memory(memory);
         side.tell(decoder.jobs(), decoder.runs_on());
-        Ok(Some(Self { decoder, side }))
+        Ok(Self { decoder, side })
     }
 
     /// Decompresses the payload of packet `number` into `pages`.

@@ -10,8 +10,12 @@ use hotlift_wire::return_path::{Load, MethodLoad, ReturnMessage};
 
 use crate::stream::return_path::encode;
 
+/// Between two looks of a thread at what it has done. The first comes early: it tells a source whether it has to wait for
+/// the wire at all.
+const INTERVAL: Duration = Duration::from_millis(20);
+
 /// Between two messages: the source is to follow a host that gets busy within a second.
-const INTERVAL: Duration = Duration::from_millis(100);
+const BETWEEN_MESSAGES: Duration = Duration::from_millis(50);
 
 /// The sums of all channels.
 #[derive(Debug, Default)]
@@ -26,7 +30,7 @@ impl ReceiverLoad {
     /// What to tell the source, if it is time to.
     fn due(&self) -> Option<Vec<u8>> {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.is_some_and(|told| told.elapsed() < INTERVAL) {
+        if told.is_some_and(|told| told.elapsed() < BETWEEN_MESSAGES) {
             return None;
         }
         *told = Some(Instant::now());

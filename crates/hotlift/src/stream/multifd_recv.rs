@@ -5,7 +5,7 @@
 use std::io;
 
 use hotlift_mem::GuestRun;
-use hotlift_methods::{Accelerator, METHODS, MemoryLimit, MethodInfo};
+use hotlift_methods::{Accelerator, MemoryLimit, MethodInfo};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{Method, PacketHeader, PacketLayout, PacketRules};
 
@@ -14,7 +14,7 @@ use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::stream::channel_in::ChannelIn;
-use crate::stream::codec::Decoder;
+use crate::stream::codec::{ByMethod, Decoder};
 use crate::stream::counted_buffer::CountedBuffer;
 use crate::stream::load::{ChannelLoad, ReceiverLoad};
 use crate::stream::packet_reader::PacketReader;
@@ -118,12 +118,25 @@ pub(crate) struct MultifdReceiver<'a> {
 /// What reads the pages of a packet.
 struct Payload<'a> {
     id: u8,
-    control: &'a Control,
+    decoders: Decoders<'a>,
+    buffer: CountedBuffer,
+}
+
+/// The channel's decoders, each made with the channel or when a packet first needs it.
+struct Decoders<'a> {
+    id: u8,
     accelerator: Accelerator,
     memory: &'a MemoryLimit,
-    /// By method, each made with the channel or when a packet first needs it.
-    decoders: Vec<(Method, Decoder)>,
-    buffer: CountedBuffer,
+    control: &'a Control,
+    made: ByMethod<Decoder>,
+}
+
+impl Decoders<'_> {
+    fn get(&mut self, method: Method) -> Result<&mut Decoder, MigrationError> {
+        self.made.get(method, |info| {
+            Decoder::of(info, self.id, self.accelerator, self.memory, self.control)
+        })
+    }
 }
 
 impl<'a> MultifdReceiver<'a> {
@@ -139,18 +152,21 @@ impl<'a> MultifdReceiver<'a> {
         let memory = limits.memory;
         let mut payload = Payload {
             id: rules.id,
-            control,
-            accelerator: rules.accelerator,
-            memory,
-            decoders: Vec::new(),
+            decoders: Decoders {
+                id: rules.id,
+                accelerator: rules.accelerator,
+                memory,
+                control,
+                made: ByMethod::new(rules.id),
+            },
             buffer: CountedBuffer::new(memory),
         };
         let method = match rules.methods {
             Methods::One(info) => Method::from_flag(info.flag),
             Methods::First | Methods::Each => None,
         };
-        if let Some(method) = method {
-            payload.decoder(method)?;
+        if let Some(method) = method.filter(|method| *method != Method::None) {
+            payload.decoders.get(method)?;
         }
         Ok(Self {
             id: rules.id,
@@ -200,7 +216,7 @@ impl<'a> MultifdReceiver<'a> {
             if has_pages && self.pages(sink)? == ReadOn::No {
                 return Ok(());
             }
-            self.cpu.spend(self.payload.control);
+            self.cpu.spend(self.payload.decoders.control);
             let pages = self.header.normal().len();
             if pages > 0
                 && let Some(load) = &mut self.load
@@ -263,9 +279,7 @@ impl Payload<'_> {
             let read = packets.pages(pages);
             return read.map_err(|source| broken(id, "reading pages", source));
         }
-        let Some(index) = self.decoder(header.method())? else {
-            return Ok(());
-        };
+        let decoder = self.decoders.get(header.method())?;
         let length = header.payload_len();
         let grown = self.buffer.grow_to(length);
         grown.map_err(|source| MigrationError::memory(Channel::Multifd(id), source))?;
@@ -279,26 +293,7 @@ impl Payload<'_> {
                 channel: Channel::Multifd(id),
                 source,
             })?;
-        let decoder = &mut self.decoders[index].1;
         decoder.decode(header.packet_num(), block, bytes, pages)
-    }
-
-    /// Where the decoder of `method` is; `None` for method none.
-    fn decoder(&mut self, method: Method) -> Result<Option<usize>, MigrationError> {
-        let known = self.decoders.iter().position(|(one, _)| *one == method);
-        if method == Method::None || known.is_some() {
-            return Ok(known);
-        }
-        let info = METHODS.iter().find(|info| info.flag == method.flag());
-        let info = info.ok_or_else(|| MigrationError::Protocol {
-            channel: Channel::Multifd(self.id),
-            got: format!("method {}", method.name()),
-            doing: "reading pages (this build has no decoder for it)",
-        })?;
-        let decoder = Decoder::new(self.id, info, self.accelerator, self.memory, self.control)?;
-        self.decoders
-            .extend(decoder.map(|decoder| (method, decoder)));
-        Ok(self.decoders.len().checked_sub(1))
     }
 }
 

@@ -144,7 +144,7 @@ pub(crate) struct MultifdSend {
     /// `None` if each packet has its own.
     method: Option<Method>,
     /// Chooses it then.
-    auto: Option<Auto>,
+    auto: Option<Arc<Auto>>,
     /// QEMU's `packet_num`: over all channels, SYNC packets included.
     packet_num: AtomicU64,
     pacer: Arc<Pacer>,
@@ -221,7 +221,7 @@ impl MultifdSend {
                 .collect(),
             layout: hello.layout,
             method: hello.method,
-            auto: Auto::of(options),
+            auto: control.auto(options),
             packet_num: AtomicU64::new(0),
             pacer: Arc::clone(pacer),
             cpu: control.cpu_budget(options),
@@ -245,16 +245,13 @@ impl MultifdSend {
 
     /// What chooses the method of each packet, if that is so.
     pub(crate) fn auto(&self) -> Option<&Auto> {
-        self.auto.as_ref()
+        self.auto.as_deref()
     }
 
-    /// Whether the reader of the channels is a Hotlift, which reads each packet by its own method; `others` is what anybody
-    /// else reads.
-    pub(crate) fn reader_is(&self, is_hotlift: bool, others: &[Candidate]) {
-        if let Some(auto) = &self.auto
-            && !is_hotlift
-        {
-            auto.choose_among(others.to_vec());
+    /// Whoever reads the channels is no Hotlift, which reads each packet by its own method: it reads these alone.
+    pub(crate) fn reader_takes(&self, candidates: &[Candidate]) {
+        if let Some(auto) = &self.auto {
+            auto.choose_among(candidates.to_vec());
         }
     }
 
@@ -399,7 +396,12 @@ impl<'a> PacketSender<'a> {
         gathers: bool,
     ) -> Result<Self, MigrationError> {
         let coding = match &multifd.auto {
-            Some(auto) => Coding::Auto(AutoEncoder::new(auto, id, options.accelerator)),
+            Some(auto) => Coding::Auto(AutoEncoder::new(
+                auto,
+                id,
+                options.accelerator,
+                &multifd.control,
+            )),
             None => match Encoder::new(id, options, to_hotlift, &multifd.control)? {
                 Some(encoder) => Coding::One(encoder),
                 None => Coding::Raw,
@@ -464,7 +466,7 @@ impl<'a> PacketSender<'a> {
         };
         let mut payload_len = bytes_in;
         let mut payload_crc = 0;
-        let mut sent_as = multifd.auto.as_ref().map(Auto::method_of_none);
+        let mut sent_as = multifd.auto().map(Auto::method_of_none);
         if let Pages::Private(private) = payload
             && method != Method::None
             && bytes_in > 0

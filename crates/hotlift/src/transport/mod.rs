@@ -24,6 +24,7 @@ use hotlift_tls::{Exporter, Identity, Tls, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 pub use acceptor::{Accepted, Acceptor, Refused};
+pub(crate) use tcp::UNSENT;
 pub use unix::UnixSocketFile;
 
 use crate::control::Control;

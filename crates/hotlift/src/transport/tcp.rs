@@ -23,7 +23,7 @@ const KEEPALIVE_PROBES: u32 = 3;
 
 /// Bytes that may wait in a socket for their turn: half a packet of method none. 64 KiB made the source
 /// wake up more often and cost it a fifth more; both measured with method none over loopback.
-const UNSENT: u32 = 256 << 10;
+pub(crate) const UNSENT: u32 = 256 << 10;
 
 /// TCP over IPv4 or IPv6.
 pub(super) struct Tcp;

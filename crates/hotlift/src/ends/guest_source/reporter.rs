@@ -114,9 +114,6 @@ impl<'a> Reporter<'a> {
             .flatten();
         let elapsed = self.started.elapsed();
         let auto = self.session.multifd.auto().zip(self.timeline.as_mut());
-        if let Some((auto, _)) = &auto {
-            auto.set_goal(live.goal);
-        }
         let methods = auto.map(|(auto, timeline)| timeline.look(auto, elapsed));
         (self.on_progress)(&Progress {
             status: self.session.control.status(),

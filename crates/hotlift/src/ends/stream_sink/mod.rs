@@ -471,9 +471,9 @@ impl Sink for StreamSink<'_> {
                 }
                 Some(_) => {}
                 None if self.settings.auto_is_zstd => {
-                    self.multifd.reader_is(false, &Candidate::of_zstd());
+                    self.multifd.reader_takes(&Candidate::of_zstd());
                 }
-                None => self.multifd.reader_is(false, &[RAW]),
+                None => self.multifd.reader_takes(&[RAW]),
             }
             out.drop_checksum();
         }

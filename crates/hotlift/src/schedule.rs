@@ -1,0 +1,41 @@
+//! What a limit allows, one thing after the other: who books takes its time, and waits until the schedule has reached it.
+
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Credit that unused time may build up, so that an idle phase is not made up for by a flood: a few packets at usual rates, and
+/// 2 % of a second.
+pub(crate) const BURST: Duration = Duration::from_millis(20);
+
+/// When all that was booked so far will be over; `None` before the first.
+#[derive(Debug, Default)]
+pub(crate) struct Schedule(Mutex<Option<Instant>>);
+
+impl Schedule {
+    /// The end of what is booked, while nobody books.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Books what takes as long as `time` says while nobody else books; `None`: nothing. When it begins and ends, if it is `now`.
+    pub(crate) fn book(
+        &self,
+        time: impl FnOnce() -> Option<Duration>,
+        now: Instant,
+    ) -> Option<Range<Instant>> {
+        let mut until = self.lock();
+        let time = time()?;
+        let earliest = now.checked_sub(BURST).unwrap_or(now);
+        let start = until.map_or(now, |until| until.max(earliest));
+        let end = start.checked_add(time);
+        *until = end;
+        Some(start..end.unwrap_or(start))
+    }
+}
+
+/// So many ns over a rate, which is not 0.
+pub(crate) fn nanos_over(nanos: u128, rate: u64) -> Duration {
+    let nanos = nanos / u128::from(rate);
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
