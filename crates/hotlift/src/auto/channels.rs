@@ -44,8 +44,8 @@ struct Choices {
 /// The link, as it was of late.
 #[derive(Debug, Clone, Copy)]
 struct LinkNow {
-    /// Of what channels wait, the share that is for the wire and not for the destination.
-    share_of_wire: f64,
+    /// See [`LinkMeter::waits_for`].
+    waits_for: [f64; 2],
     /// Time that the wire takes for a byte, in ns; 0 while it is not known.
     nanos_per_byte: f64,
     /// Share of the time in which no channel had anything on the wire.
@@ -181,13 +181,13 @@ impl Auto {
         let cpu = u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
         tally.cpu_nanos.fetch_add(cpu, Ordering::Relaxed);
         let seen = self.look_at_link(sent, sockets, paced);
-        let blocked = nanos(sent.blocked);
+        let [for_wire, for_destination] = seen.waits_for;
         let spent = Spent {
             look: sent.look,
             candidate: sent.candidate,
             elapsed: nanos(sent.elapsed),
-            waited: nanos(sent.paced) + blocked * seen.share_of_wire,
-            held: blocked * (1.0 - seen.share_of_wire),
+            waited: nanos(sent.paced) + nanos(sent.blocked) * for_wire,
+            held: nanos(sent.blocked) * for_destination,
             idle: nanos(sent.elapsed) * seen.idle,
         };
         let per_byte = |time: Duration, bytes: u64| nanos(time) / to_f64(bytes.max(1));
@@ -213,7 +213,7 @@ impl Auto {
         link.sent(sent.elapsed, sent.blocked);
         let is_new = link.look(sockets, Instant::now());
         let free = LinkNow {
-            share_of_wire: link.share_of_wire().unwrap_or(1.0),
+            waits_for: link.waits_for(),
             nanos_per_byte: link.nanos_per_byte(),
             idle: link.idle(),
         };
@@ -221,7 +221,7 @@ impl Auto {
             self.on_the_way
                 .store(whole(link.bytes_on_the_way()), Ordering::Relaxed);
             self.share_of_wire
-                .store(whole(free.share_of_wire * 1000.0), Ordering::Relaxed);
+                .store(whole(free.waits_for[0] * 1000.0), Ordering::Relaxed);
         }
         if paced > free.nanos_per_byte {
             let used = link.bytes_per_second() * paced / 1e9;

@@ -52,7 +52,7 @@ const THRIFT: f64 = 0.01;
 const FAINT: f64 = 0.05;
 
 /// How much higher the price is for a packet behind a full queue, and lower behind an empty one, in powers of e.
-const QUEUE: f64 = 1.0;
+const QUEUE: f64 = 0.7;
 
 /// Half the width by which packets' prices differ besides, in powers of e.
 const SPREAD: f64 = 0.1;
@@ -64,11 +64,16 @@ const QUEUE_PER_PACKET: f64 = 0.5;
 /// 512 MiB took half as long again without a limit of the link.
 const FIRST_PRICE: f64 = 0.5;
 
+/// When threads begin to wait for the wire, the price is at once the cores' time that a byte takes on it. For so long: the first
+/// figures are coarse.
+const LEARNING: Duration = Duration::from_millis(60);
+
 /// Prices that are thought about, in ns of CPU time a byte: below, no CPU sends a byte in less; above, links of 1 Mbit/s.
 const PRICES: [f64; 2] = [0.01, 8000.0];
 
-/// Prices of the destination's CPU time over the source's. It is never for nothing: somebody else may need it.
-const FAR_PRICES: [f64; 2] = [0.2, 150.0];
+/// Prices of the destination's CPU time over the source's. It is worth as much at least: somebody else may need it. At a fifth,
+/// zstd's fast levels went where lz4 takes a third of the time to decode.
+const FAR_PRICES: [f64; 2] = [1.0, 150.0];
 
 /// How far that price moves in a window, in powers of e.
 const FAR_SPEED: f64 = 0.2;
@@ -230,8 +235,8 @@ pub(crate) struct Controller {
     same: u64,
     /// Time that a thread takes from packet to packet, in ns.
     pace: Average,
-    /// Whether the price has been learnt at all.
-    has_price: bool,
+    /// Time in which threads were seen to wait for the wire, up to [`LEARNING`].
+    waited: Duration,
 }
 
 impl Controller {
@@ -255,7 +260,7 @@ impl Controller {
             explored: 0,
             same: 0,
             pace: Average::default(),
-            has_price: false,
+            waited: Duration::ZERO,
         }
     }
 
@@ -458,9 +463,9 @@ impl Controller {
         } else {
             self.price()
         };
-        if !self.has_price && self.wire > 0.0 && evidence.waited > WAITING * evidence.elapsed {
+        if self.waited < LEARNING && evidence.waited > WAITING * evidence.elapsed {
             // From packets as they are to the best ones in steps would take 100 ms.
-            self.has_price = true;
+            self.waited += since;
             self.price = self.price.max(fair.ln());
         }
         let up = evidence.too_cheap;

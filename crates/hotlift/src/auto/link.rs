@@ -1,5 +1,6 @@
 //! What the sockets say of the wire: how long it takes for a byte, and whether it is what senders wait for.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::TcpSending;
@@ -10,12 +11,20 @@ use crate::transport::Stream;
 /// Between two looks at the sockets.
 const INTERVAL: Duration = Duration::from_millis(10);
 
-/// Time in s after which the kernel's ticks are enough to go by.
-const CERTAIN: f64 = 0.05;
+/// Time in s after which the kernel's ticks are enough to tell a destination that has just begun to read from the wire.
+const CERTAIN: f64 = 0.03;
 
 /// What is left of a look's weight at the next one: the kernel counts in ticks of up to 10 ms, so that a single look is
 /// coarse. Half of the weight is in the last 70 ms.
 const KEPT: f64 = 0.9;
+
+/// What the wire can do is the median of the last so many rates, each over so long: a link that gets slower is noticed within
+/// half a second.
+const RATE_OVER: Duration = Duration::from_millis(50);
+const RATES: usize = 10;
+
+/// Weight of what the destination said last: its words come every 50 ms, and count in the kernel's ticks.
+const NEW_WORD: f64 = 0.3;
 
 /// What was seen, older looks with less weight.
 #[derive(Debug, Default)]
@@ -44,6 +53,9 @@ pub(crate) struct LinkMeter {
     tells: bool,
     /// Share of the time in which the destination's threads have had nothing to read, as it says.
     starved: Option<f64>,
+    /// Bytes a second of the last whiles, the newest at the end, and bytes and time in s of the one that has begun.
+    rates: VecDeque<f64>,
+    rate: (f64, f64),
 }
 
 impl LinkMeter {
@@ -55,7 +67,8 @@ impl LinkMeter {
 
     /// The destination's threads have had nothing to read for that share of the time, 0 to 1.
     pub(crate) fn starved(&mut self, share: f64) {
-        self.starved = Some(share);
+        let before = self.starved.unwrap_or(share);
+        self.starved = Some(before + (share - before) * NEW_WORD);
     }
 
     /// Looks at the sockets, if the last look was long enough ago; whether it has looked.
@@ -101,38 +114,66 @@ impl LinkMeter {
             let idle = each.map(|busy| (1.0 - busy / since.as_secs_f64()).clamp(0.0, 1.0));
             seen.idle += since.as_secs_f64() * idle.product::<f64>();
             seen.on_wire += (busy - elsewhere).max(0.0);
-            seen.bytes += sum(|state| to_f64(state.acknowledged));
+            let bytes = sum(|state| to_f64(state.acknowledged));
+            seen.bytes += bytes;
+            self.delivered(bytes, since);
         }
         self.last = Some((now, states));
         true
     }
 
-    /// The share, 0 to 1, of what a channel waits that is for the wire, and not for the destination; `None` where
-    /// the sockets do not tell.
+    /// The shares, 0 to 1, of what a channel waits that are for the wire, and for the destination: all for the wire where the
+    /// sockets do not tell, and neither before they could.
     ///
     /// The kernel counts a destination as the limit only while its buffer is full: without a limit of the link that was a third
     /// of what senders waited, and the rest was its threads' time, too. So where the destination tells, the wire is waited for no
     /// longer than both ends have nothing to do: the destination nothing to read, and the socket something to deliver.
-    pub(crate) fn share_of_wire(&self) -> Option<f64> {
+    pub(crate) fn waits_for(&self) -> [f64; 2] {
+        if !self.tells {
+            return [1.0, 0.0];
+        }
+        if self.watched < CERTAIN {
+            return [0.0, 0.0];
+        }
         let seen = &self.seen;
-        // A destination that has just begun to read is told from the wire only after some ticks.
-        let certainty = (self.watched / CERTAIN).min(1.0);
         let by_kernel = ratio(seen.on_wire, seen.busy).min(1.0);
         let by_both = self.starved.map_or(1.0, |starved| {
             let empty = 1.0 - ratio(seen.busy, seen.elapsed).min(1.0);
             let blocked = ratio(seen.blocked, seen.threads);
             ratio((starved - empty).max(0.0), blocked).min(1.0)
         });
-        self.tells.then_some(by_kernel.min(by_both) * certainty)
+        [by_kernel.min(by_both), 1.0 - by_kernel]
+    }
+
+    fn delivered(&mut self, bytes: f64, since: Duration) {
+        self.rate.0 += bytes;
+        self.rate.1 += since.as_secs_f64();
+        if self.rate.1 >= RATE_OVER.as_secs_f64() {
+            self.rates.push_back(self.rate.0 / self.rate.1);
+            self.rate = (0.0, 0.0);
+            if self.rates.len() > RATES {
+                self.rates.pop_front();
+            }
+        }
     }
 
     /// The share of the time, 0 to 1, in which no channel had anything on the wire; 0 where the sockets do not tell.
+    ///
+    /// Sockets are idle in turns, which the kernel's sums do not show: as if each were idle when it happens to be, a full wire
+    /// was idle for 7 % of the time. So it is idle at most for what it delivers less than it could of late.
     pub(crate) fn idle(&self) -> f64 {
         let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
         let time = self.seen.elapsed / to_f64(sockets.max(1) as u64);
-        match time > 0.0 {
-            true => (self.seen.idle / time).clamp(0.0, 1.0),
-            false => 0.0,
+        let by_kernel = ratio(self.seen.idle, time).clamp(0.0, 1.0);
+        // The median, since the highest are bursts that a shaper let pass: 15 % more than its rate, for 100 ms.
+        let mut rates: Vec<f64> = self.rates.iter().copied().collect();
+        rates.sort_by(f64::total_cmp);
+        let most = rates.get(rates.len() / 2).copied().unwrap_or(0.0);
+        let unused = 1.0 - ratio(self.bytes_per_second(), most).min(1.0);
+        if most > 0.0 {
+            by_kernel.min(unused)
+        } else {
+            by_kernel
         }
     }
 
