@@ -193,22 +193,25 @@ fn line(label: &str, progress: &Progress) -> Line {
             format!("{:.1} s", left.as_secs_f64())
         });
     let remark = progress.stall_reason();
+    // What goes by which method, and why, is to be seen on 80 columns.
+    let (of, ends, methods) = match &progress.methods {
+        Some(methods) => (String::new(), "left", format!("; {methods}; ")),
+        None => {
+            let of = format!(" of {}", bytes(progress.total_bytes));
+            (of, "left in this round", ", ".to_owned())
+        }
+    };
     let text = format!(
-        "{label} {status}{stalled}: round {round}, {remaining} of {total} to go, {left} left in this round, \
-         {rate}/s on the wire, {pages:.0} pages/s, guest dirties {dirty:.0} pages/s{throttled}{methods}",
+        "{label} {status}{stalled}: round {round}, {remaining}{of} to go, {left} {ends}{methods}\
+         {rate}/s on the wire, {pages:.0} pages/s, guest dirties {dirty:.0} pages/s{throttled}",
         status = progress.status.name(),
         stalled = stalled(remark.is_some()),
         round = progress.round,
         remaining = bytes(progress.remaining_bytes),
-        total = bytes(progress.total_bytes),
         rate = bytes(rounded(progress.bytes_per_second)),
         pages = progress.pages_per_second,
         dirty = progress.dirty_pages_per_second,
         throttled = throttled(progress.throttle_percent.into()),
-        methods = progress
-            .methods
-            .as_ref()
-            .map_or(String::new(), |methods| format!("; {methods}")),
     );
     Line {
         text,
@@ -330,6 +333,19 @@ mod tests {
         // What matters is there on the narrowest terminal.
         let narrow = width::cut(&stalled.text, 79);
         for words in ["not converging", "round 7", "512.0 MiB of 1.0 GiB to go"] {
+            assert!(narrow.contains(words), "{narrow}");
+        }
+    }
+
+    #[test]
+    fn what_goes_by_which_method_is_seen_on_80_columns() {
+        let mut progress = moment();
+        progress.methods = Some(hotlift::progress::MethodsNow {
+            link_is_the_limit: true,
+            shares: vec![("zstd 3".to_owned(), 0.62), ("none".to_owned(), 0.38)],
+        });
+        let narrow = width::cut(&line("auto", &progress).text, 79);
+        for words in ["round 7", "4.4 s left", "link is the limit: 62 %"] {
             assert!(narrow.contains(words), "{narrow}");
         }
     }

@@ -126,7 +126,10 @@ impl Options {
     fn parse() -> Result<Self> {
         let folder = std::env::var_os("HOTLIFT_CORPUS");
         let mut options = Self {
-            folder: folder.map_or_else(|| "/work/shared/silesia".into(), PathBuf::from),
+            folder: folder.map_or_else(
+                || concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/silesia").into(),
+                PathBuf::from,
+            ),
             only: String::new(),
             passes: 5,
             levels: false,

@@ -347,3 +347,22 @@ fn a_relay_refuses_at_once_what_only_a_guests_own_migration_can_do() {
         }
     }
 }
+
+#[test]
+fn auto_uses_the_devices_that_there_are() {
+    let library = simulated();
+    let library = library.to_str().expect("a path");
+    let variables: Vec<_> = accelerated().map(|(_, named)| (named, library)).collect();
+    let slow = ["--max-bandwidth=8M", "--rate=0", "--workload=idle"];
+    let moved = |flags: &[&str]| {
+        let flags: Vec<&str> = slow.iter().chain(flags).copied().collect();
+        demo("auto", &variables, &flags)
+    };
+    let (run, said) = moved(&[]);
+    let devices = run["source"]["jobs"]["devices"].to_string();
+    for device in METHODS.iter().filter_map(|method| method.hardware) {
+        assert!(devices.contains(device.device), "{devices}: {said}");
+    }
+    let (run, _) = moved(&["--accelerator=off"]);
+    assert_eq!(count(&run, "source", "hardware"), 0);
+}

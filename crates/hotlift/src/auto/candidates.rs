@@ -1,13 +1,23 @@
 //! What a packet can be sent as.
 
+use hotlift_methods::{Accelerator, Hardware, METHODS};
 use hotlift_wire::multifd::Method;
 
 /// A method, and its level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Candidate {
     pub method: Method,
-    /// 0 for a method without levels.
+    /// 0 for a method that goes at its default, or has no levels.
     pub level: i8,
+}
+
+/// Who reads the channels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reader {
+    /// A Hotlift, which reads each packet by its own method.
+    Hotlift,
+    /// A QEMU, which reads one method.
+    Qemu(Method),
 }
 
 /// What a candidate may cost, until this migration knows: as nine Silesia files in packets of 512 KiB took it on an AMD
@@ -57,6 +67,10 @@ const fn zstd(level: i8) -> Candidate {
     }
 }
 
+const fn device(method: Method) -> Candidate {
+    Candidate { method, level: 0 }
+}
+
 /// Pages as they are.
 pub(crate) const RAW: Candidate = Candidate {
     method: Method::None,
@@ -70,7 +84,7 @@ const LZ4: Candidate = Candidate {
 
 /// All candidates, and the guess of each. zstd's levels between those here cost and save what their neighbours do; above 9
 /// each takes twice the time of the one before for 1 % of the bytes.
-const TABLE: [(Candidate, Guess); 11] = [
+const TABLE: [(Candidate, Guess); 14] = [
     (RAW, guess([0.0, 0.0], 0.3, 0.0)),
     (LZ4, guess([0.3, 2.0], 0.4, 1.0)),
     (zstd(-7), guess([0.3, 2.4], 0.8, 1.12)),
@@ -82,21 +96,46 @@ const TABLE: [(Candidate, Guess); 11] = [
     (zstd(5), guess([8.0, 11.0], 1.5, 1.78)),
     (zstd(7), guess([12.0, 17.7], 1.5, 1.82)),
     (zstd(9), guess([15.0, 21.2], 1.5, 1.84)),
+    // Of devices nobody knows beforehand how long they take: as lz4, so that they are tried.
+    (device(Method::Qpl), guess([1.0, 2.0], 1.7, 1.2)),
+    (device(Method::Uadk), guess([1.0, 2.0], 1.7, 1.2)),
+    (device(Method::Qatzip), guess([1.0, 2.0], 1.7, 1.5)),
 ];
 
 impl Candidate {
-    /// Between two Hotlifts. Without zstd's levels below 1: of no class of content is one of them ever best. From lz4 to
-    /// level 1 a ns of CPU time at both ends saves as many bytes as to any of them, or more; tried beside it, they took 5 %
-    /// of the time at 2.5 Gbit/s.
-    pub(crate) fn of_hotlifts() -> Vec<Self> {
-        let all = TABLE.iter().map(|(one, _)| *one);
-        all.filter(|one| one.level >= 0).collect()
+    /// What can be sent to that reader.
+    pub(crate) fn all_for(reader: Reader, accelerator: Accelerator) -> Vec<Self> {
+        match reader {
+            Reader::Hotlift => Self::of_hotlifts(accelerator),
+            Reader::Qemu(Method::None) => vec![RAW],
+            Reader::Qemu(method) => {
+                let all = TABLE.iter().map(|(one, _)| *one);
+                all.filter(|one| one.method == method).collect()
+            }
+        }
     }
 
-    /// Towards who reads zstd alone.
-    pub(crate) fn of_zstd() -> Vec<Self> {
+    /// Between two Hotlifts: what the CPU does, and each accelerator that this host has and that may run. Without zstd's
+    /// levels below 1: of no class of content is one of them ever best. From lz4 to level 1 a ns of CPU time at both ends
+    /// saves as many bytes as to any of them, or more; tried beside it, they took 5 % of the time at 2.5 Gbit/s.
+    pub(crate) fn of_hotlifts(accelerator: Accelerator) -> Vec<Self> {
         let all = TABLE.iter().map(|(one, _)| *one);
-        all.filter(|one| one.method == Method::Zstd).collect()
+        all.filter(|one| match one.hardware() {
+            Some(hardware) => accelerator != Accelerator::Off && (hardware.probe)().is_ok(),
+            None => one.level >= 0,
+        })
+        .collect()
+    }
+
+    /// The accelerator of its method, if that has one.
+    fn hardware(&self) -> Option<&'static Hardware> {
+        let info = METHODS.iter().find(|info| info.flag == self.method.flag());
+        info.and_then(|info| info.hardware)
+    }
+
+    /// Whether an accelerator does it.
+    pub(crate) fn is_on_a_device(&self) -> bool {
+        self.hardware().is_some()
     }
 
     /// What it may cost.

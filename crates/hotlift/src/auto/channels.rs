@@ -5,21 +5,29 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::Accelerator;
 use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::Load;
 
-use crate::auto::candidates::{Candidate, RAW};
+use crate::auto::candidates::{Candidate, RAW, Reader};
 use crate::auto::controller::{Choice, Controller, Goal, Look, Scarce, Spent};
 use crate::auto::link::LinkMeter;
 use crate::figures::{MethodFigures, to_f64};
 use crate::options::{self, Options};
 use crate::transport::Stream;
 
+/// Pages of a method over which a destination's word on it says something: those of one packet.
+const ENOUGH_PAGES: f64 = 128.0;
+
+/// What a destination says at most that a byte takes, in ns; more is an error, or a lie.
+const MOST_NANOS_PER_BYTE: f64 = 1000.0;
+
 /// Method `auto` of one migration.
 #[derive(Debug)]
 pub(crate) struct Auto {
     begun: Instant,
-    goal: Goal,
+    goal: Mutex<Goal>,
+    accelerator: Accelerator,
     link: Mutex<LinkMeter>,
     /// See [`LinkMeter::bytes_on_the_way`].
     on_the_way: AtomicU32,
@@ -27,7 +35,7 @@ pub(crate) struct Auto {
     share_of_wire: AtomicU32,
     /// What the destination said last.
     destination: Mutex<Load>,
-    /// What there is to choose from: known when the other side has said what it reads.
+    /// What there is to choose from: known when the other side has said who it is.
     choices: OnceLock<Choices>,
 }
 
@@ -62,13 +70,21 @@ struct Tally {
     cpu_nanos: AtomicU64,
 }
 
+/// What encoding a packet took.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Took {
+    pub cpu: Duration,
+    /// Of the thread: with an accelerator also the time that it waited for that.
+    pub thread: Duration,
+}
+
 /// One packet that is on its way, and what the thread did from the end of the one before.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sent {
     pub candidate: usize,
     pub look: Look,
-    /// CPU time of encoding, if it was.
-    pub encode: Option<Duration>,
+    /// What encoding took, if it was encoded.
+    pub encode: Option<Took>,
     pub pages: usize,
     /// Bytes of its pages.
     pub bytes_in: usize,
@@ -87,13 +103,14 @@ impl Auto {
     /// Of a migration with these options, if it is to choose.
     pub(crate) fn of(options: &Options, goal: options::Goal) -> Option<Self> {
         let is_auto = options.multifd() && options.multifd_compression.is_auto();
-        is_auto.then(|| Self::new(of_option(goal)))
+        is_auto.then(|| Self::new(of_option(goal), options.accelerator))
     }
 
-    fn new(goal: Goal) -> Self {
+    fn new(goal: Goal, accelerator: Accelerator) -> Self {
         Self {
             begun: Instant::now(),
-            goal,
+            goal: Mutex::new(goal),
+            accelerator,
             link: Mutex::default(),
             on_the_way: AtomicU32::new(0),
             share_of_wire: AtomicU32::new(0),
@@ -102,15 +119,16 @@ impl Auto {
         }
     }
 
-    /// The other side reads these alone. To be said before the first packet; another Hotlift reads all.
-    pub(crate) fn choose_among(&self, candidates: Vec<Candidate>) {
-        let _ = self.choices.set(self.among(candidates));
+    /// Who reads the channels: to be said before the first packet. What is said first holds.
+    pub(crate) fn reader_is(&self, reader: Reader) {
+        self.choices
+            .get_or_init(|| self.among(Candidate::all_for(reader, self.accelerator)));
     }
 
     fn among(&self, candidates: Vec<Candidate>) -> Choices {
         let now = self.begun.elapsed();
         Choices {
-            controller: Mutex::new(Controller::new(&candidates, self.goal, now)),
+            controller: Mutex::new(Controller::new(&candidates, *lock(&self.goal), now)),
             raw: candidates.iter().position(|one| *one == RAW),
             tallies: candidates.iter().map(|_| Tally::default()).collect(),
             candidates,
@@ -118,8 +136,8 @@ impl Auto {
     }
 
     fn choices(&self) -> &Choices {
-        self.choices
-            .get_or_init(|| self.among(Candidate::of_hotlifts()))
+        // Without a word on who reads, pages as they are.
+        self.choices.get_or_init(|| self.among(vec![RAW]))
     }
 
     fn controller(&self) -> MutexGuard<'_, Controller> {
@@ -128,7 +146,11 @@ impl Auto {
 
     /// From now on the migration is to be good at this.
     pub(crate) fn set_goal(&self, goal: options::Goal) {
-        self.controller().set_goal(of_option(goal));
+        let goal = of_option(goal);
+        *lock(&self.goal) = goal;
+        if self.choices.get().is_some() {
+            self.controller().set_goal(goal);
+        }
     }
 
     pub(crate) fn candidate(&self, index: usize) -> Candidate {
@@ -140,12 +162,19 @@ impl Auto {
         self.choices().raw
     }
 
-    /// The method of packets without content.
-    pub(crate) fn method_of_none(&self) -> Method {
+    /// The method of packets that are not encoded: without content, or with pages as they are.
+    pub(crate) fn unencoded_method(&self) -> Method {
         match self.raw() {
             Some(_) => Method::None,
             None => self.candidate(0).method,
         }
+    }
+
+    /// There was nothing to send for a while: that time is neither the wire's nor the threads'.
+    pub(crate) fn resumed(&self) {
+        lock(&self.link).resumed();
+        let now = self.begun.elapsed();
+        self.controller().resumed(now);
     }
 
     pub(crate) fn choose(&self, look: Look) -> Choice {
@@ -177,7 +206,7 @@ impl Auto {
         tally.pages.fetch_add(sent.pages as u64, Ordering::Relaxed);
         tally.bytes_in.fetch_add(bytes_in, Ordering::Relaxed);
         tally.bytes_out.fetch_add(bytes_out, Ordering::Relaxed);
-        let cpu = sent.encode.unwrap_or_default() + sent.send;
+        let cpu = sent.encode.map_or(Duration::ZERO, |took| took.cpu) + sent.send;
         let cpu = u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX);
         tally.cpu_nanos.fetch_add(cpu, Ordering::Relaxed);
         let seen = self.look_at_link(sent, sockets, paced);
@@ -198,7 +227,7 @@ impl Auto {
         costs.sent(per_byte(sent.send, bytes_out));
         if let (Some(class), Some(took)) = (sent.look.class, sent.encode) {
             let left = to_f64(bytes_out) / to_f64(bytes_in.max(1));
-            costs.encoded(sent.candidate, class, per_byte(took, bytes_in), left);
+            costs.encoded(sent.candidate, class, per_byte(took.thread, bytes_in), left);
         }
         controller.spent(spent, now);
     }
@@ -243,19 +272,24 @@ impl Auto {
             let busy = since(load.busy, last.busy) / elapsed;
             lock(&self.link).starved((1.0 - busy).max(0.0));
         }
+        (last.elapsed, last.busy) = (load.elapsed, load.busy);
+        if self.choices.get().is_none() {
+            return;
+        }
         let mut controller = self.controller();
-        let rows = load.methods.iter().zip(&last.methods);
+        let rows = load.methods.iter().zip(&mut last.methods);
         for (method, (now, before)) in Method::ALL.into_iter().zip(rows) {
-            let bytes = since(now.pages, before.pages) * to_f64(PAGE_SIZE as u64);
-            if bytes > 0.0 {
-                let per_byte = since(now.nanos, before.nanos) / bytes;
+            let pages = since(now.pages, before.pages);
+            if pages >= ENOUGH_PAGES {
+                let bytes = pages * to_f64(PAGE_SIZE as u64);
+                let per_byte = (since(now.nanos, before.nanos) / bytes).min(MOST_NANOS_PER_BYTE);
+                *before = *now;
                 let candidates = self.choices().candidates.iter().enumerate();
                 for (index, _) in candidates.filter(|(_, one)| one.method == method) {
                     controller.costs().decoded(index, per_byte);
                 }
             }
         }
-        *last = *load;
     }
 
     /// What is scarce at present.
@@ -275,7 +309,9 @@ impl Auto {
 
     /// What went by which method so far; candidates that were never used are left out.
     pub(crate) fn figures(&self) -> Vec<MethodFigures> {
-        let choices = self.choices();
+        let Some(choices) = self.choices.get() else {
+            return Vec::new();
+        };
         let rows = choices.candidates.iter().zip(&choices.tallies);
         rows.filter_map(|(candidate, tally)| {
             let read = |count: &AtomicU64| count.load(Ordering::Relaxed);

@@ -68,6 +68,9 @@ const FIRST_PRICE: f64 = 0.5;
 /// figures are coarse.
 const LEARNING: Duration = Duration::from_millis(60);
 
+/// Channels by default.
+const USUAL_THREADS: f64 = 2.0;
+
 /// Prices that are thought about, in ns of CPU time a byte: below, no CPU sends a byte in less; above, links of 1 Mbit/s.
 const PRICES: [f64; 2] = [0.01, 8000.0];
 
@@ -81,7 +84,7 @@ const FAR_SPEED: f64 = 0.2;
 /// Share of the time that threads may wait for the destination, or for the wire, and it does not count as scarce.
 const WAITING: f64 = 0.02;
 
-/// One packet in so many tries a candidate that was only guessed, if the guess comes close to the best.
+/// One packet in so many tries a candidate that was only guessed: an accelerator, or what by its guess comes close to the best.
 const EXPLORING: u64 = 16;
 
 /// How close: what the guess says it costs, over the best.
@@ -202,9 +205,12 @@ impl Evidence {
         }
     }
 
-    /// Threads that there are, 1 or more.
+    /// Threads that there are, 1 or more; before the first window, what is usual.
     fn threads(&self) -> f64 {
-        (self.elapsed / self.time).max(1.0)
+        match self.time > 0.0 {
+            true => (self.elapsed / self.time).max(1.0),
+            false => USUAL_THREADS,
+        }
     }
 }
 
@@ -272,6 +278,13 @@ impl Controller {
     /// What has been measured.
     pub(crate) fn costs(&mut self) -> &mut Costs {
         &mut self.costs
+    }
+
+    /// The time until now was nobody's: there was nothing to send.
+    pub(crate) fn resumed(&mut self, now: Duration) {
+        if self.packets == 0 {
+            self.moved = now;
+        }
     }
 
     /// The wire takes `ns` for a byte while it has some.
@@ -400,16 +413,23 @@ impl Controller {
             .unwrap_or(0)
     }
 
-    /// A candidate that was hardly tried and may be nearly as good, and keeps no core from a wire that is too fast for it.
+    /// A candidate that was hardly tried, is an accelerator or may be nearly as good, and keeps no core from a wire that is too
+    /// fast for it.
     fn untried(&self, class: Class, worth: Worth, best: usize) -> Option<usize> {
         let most = self.total(best, class, worth) * CLOSE;
         let longest = self.wire * self.evidence.threads() * TOO_SLOW;
+        let is_raw = Some(best) == self.raw;
         (0..self.costs.len())
             .filter(|candidate| *candidate != best && self.costs.is_guess(*candidate, class))
             .filter(|candidate| self.costs.of(*candidate, class).encode <= longest)
             .map(|candidate| (candidate, self.total(candidate, class, worth)))
-            .filter(|(_, total)| *total <= most)
-            .min_by(|a, b| a.1.total_cmp(&b.1))
+            .filter(|(candidate, total)| {
+                *total <= most || !is_raw && self.costs.is_unknown_device(*candidate)
+            })
+            .min_by(|a, b| {
+                let last = |candidate| !self.costs.is_unknown_device(candidate);
+                last(a.0).cmp(&last(b.0)).then(a.1.total_cmp(&b.1))
+            })
             .map(|(candidate, _)| candidate)
     }
 

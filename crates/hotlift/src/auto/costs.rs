@@ -58,7 +58,7 @@ impl Class {
 /// What a candidate costs for a byte of pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Cost {
-    /// CPU time at the source, without sending, in ns.
+    /// Time of a thread at the source, without sending, in ns: CPU time, or what an accelerator takes.
     pub encode: f64,
     /// Bytes that go over the wire.
     pub left: f64,
@@ -110,6 +110,8 @@ pub(crate) struct Costs {
     guesses: Vec<Guess>,
     /// Of each candidate, the first with the same method.
     kin: Vec<usize>,
+    /// Those that an accelerator does.
+    on_devices: Vec<bool>,
     /// By candidate, by class.
     cells: Vec<[Cell; CLASSES]>,
     /// How far a method shrinks a class's content now, at whatever level: power of what was guessed; by kin, by class.
@@ -137,6 +139,7 @@ impl Costs {
         let mut costs = Self {
             guesses: candidates.iter().map(Candidate::guess).collect(),
             kin: kin.collect(),
+            on_devices: candidates.iter().map(Candidate::is_on_a_device).collect(),
             cells: vec![Default::default(); len],
             contents: vec![Default::default(); len],
             corrections: vec![Average::default(); len],
@@ -157,7 +160,7 @@ impl Costs {
         self.cells.len()
     }
 
-    /// A packet of that class took `encode` ns of CPU time for each of its bytes, and `left` of them were left.
+    /// A packet of that class took a thread `encode` ns for each of its bytes, and `left` of them were left.
     pub(crate) fn encoded(&mut self, candidate: usize, class: Class, encode: f64, left: f64) {
         let guess = &self.guesses[candidate];
         let typical = class.typical();
@@ -217,6 +220,11 @@ impl Costs {
         let content = &self.contents[self.kin[candidate]][class.0];
         self.guesses[candidate].encode(class.typical()) > 0.0
             && (self.corrections[candidate].packets < TRIES || content.packets < CONTENT_TRIES)
+    }
+
+    /// Whether an accelerator does it that was never tried: no guess says what it takes.
+    pub(crate) fn is_unknown_device(&self, candidate: usize) -> bool {
+        self.on_devices[candidate] && self.corrections[candidate].packets == 0.0
     }
 
     /// CPU time to send a byte, in ns.

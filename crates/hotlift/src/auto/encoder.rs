@@ -6,7 +6,7 @@ use hotlift_mem::{PAGE_SIZE, RunQueue, thread_cpu_time};
 use hotlift_methods::{Accelerator, EncoderSettings, left_of};
 use hotlift_wire::multifd::Method;
 
-use crate::auto::channels::{Auto, Sent};
+use crate::auto::channels::{Auto, Sent, Took};
 use crate::auto::controller::{Choice, Look};
 use crate::auto::costs::Class;
 use crate::control::Control;
@@ -26,8 +26,8 @@ const WORTH_A_LOOK: Duration = Duration::from_micros(100);
 pub(crate) struct Decided {
     candidate: usize,
     look: Look,
-    /// CPU time of encoding.
-    encode: Option<Duration>,
+    /// What encoding took.
+    encode: Option<Took>,
 }
 
 /// One channel's half.
@@ -45,6 +45,10 @@ pub(crate) struct AutoEncoder<'a> {
     before: Option<Mark>,
     /// Time in which `cpu-limit` has held back what follows the packet before.
     slept: Duration,
+    /// Time in which `max-bandwidth` has held back what went without content since then.
+    paced: Duration,
+    /// Time off the CPU that was not looked into since the run queue was.
+    unseen: Duration,
 }
 
 /// A moment of the thread.
@@ -76,6 +80,8 @@ impl<'a> AutoEncoder<'a> {
             queue: RunQueue::of_this_thread(),
             before: None,
             slept: Duration::ZERO,
+            paced: Duration::ZERO,
+            unseen: Duration::ZERO,
         }
     }
 
@@ -88,11 +94,8 @@ impl<'a> AutoEncoder<'a> {
     /// knows.
     pub(crate) fn decide(&mut self, pages: Pages<'_, '_>, queued: Option<u32>) -> Decided {
         if self.before.is_none() {
-            self.before = Some(Mark {
-                at: Instant::now(),
-                cpu: thread_cpu_time(),
-                queued: self.queue.waited(),
-            });
+            self.begin();
+            self.auto.resumed();
         }
         let queued = queued.map_or(0.5, |bytes| f64::from(bytes) / f64::from(UNSENT));
         let mut look = Look {
@@ -111,6 +114,16 @@ impl<'a> AutoEncoder<'a> {
                 Choice::LookFirst => look.class = Some(self.class_of(pages)),
             }
         }
+    }
+
+    /// What went by until now is no packet's time.
+    pub(crate) fn begin(&mut self) {
+        self.pause();
+        self.before = Some(Mark {
+            at: Instant::now(),
+            cpu: thread_cpu_time(),
+            queued: self.queue.waited(),
+        });
     }
 
     fn class_of(&mut self, pages: Pages<'_, '_>) -> Class {
@@ -134,7 +147,6 @@ impl<'a> AutoEncoder<'a> {
         out: &mut Vec<u8>,
     ) -> Result<bool, MigrationError> {
         let candidate = self.auto.candidate(decided.candidate);
-        let before = thread_cpu_time();
         let encoder = self.encoders.get(candidate.method, |info| {
             let settings = EncoderSettings {
                 accelerator: self.accelerator,
@@ -142,9 +154,15 @@ impl<'a> AutoEncoder<'a> {
             };
             Encoder::of(info, self.id, &settings, self.control)
         })?;
+        let (began, before) = (Instant::now(), thread_cpu_time());
         encoder.set_level(candidate.level, number, block)?;
         encoder.encode(number, block, pages, out)?;
-        decided.encode = Some(thread_cpu_time().saturating_sub(before));
+        let cpu = thread_cpu_time().saturating_sub(before);
+        let thread = match candidate.is_on_a_device() {
+            true => began.elapsed(),
+            false => cpu,
+        };
+        decided.encode = Some(Took { cpu, thread });
         let shrinks = out.len() < pages.len() || self.auto.raw().is_none();
         Ok(shrinks)
     }
@@ -167,14 +185,22 @@ impl<'a> AutoEncoder<'a> {
             queued: before.queued,
         };
         let elapsed = now.at - before.at;
-        let mut off = elapsed.saturating_sub(now.cpu - before.cpu);
+        let mut off = elapsed.saturating_sub(now.cpu.saturating_sub(before.cpu));
         if off > WORTH_A_LOOK && off > elapsed / 8 {
             now.queued = self.queue.waited();
-            off = off.saturating_sub(now.queued.saturating_sub(before.queued));
+            let queued = now.queued.saturating_sub(before.queued);
+            let unseen = std::mem::take(&mut self.unseen);
+            off = (off + unseen).saturating_sub(queued).min(off);
         } else {
+            self.unseen += off;
             off = Duration::ZERO;
         }
+        let paced = paced + std::mem::take(&mut self.paced);
         self.before = Some(now);
+        let on_device = decided
+            .encode
+            .map_or(Duration::ZERO, |took| took.thread.saturating_sub(took.cpu));
+        let elsewhere = paced + self.slept + on_device;
         self.auto.sent(
             &Sent {
                 candidate: decided.candidate,
@@ -186,7 +212,7 @@ impl<'a> AutoEncoder<'a> {
                 send,
                 elapsed,
                 paced: paced.min(off),
-                blocked: off.saturating_sub(paced).saturating_sub(self.slept),
+                blocked: off.saturating_sub(elsewhere),
             },
             multifd.sockets(),
             multifd.paced_nanos_per_byte(),
@@ -196,12 +222,18 @@ impl<'a> AutoEncoder<'a> {
 
     /// The thread was held back by `cpu-limit` for that long: it waited for nobody.
     pub(crate) fn slept(&mut self, time: Duration) {
-        self.slept = time;
+        self.slept += time;
+    }
+
+    /// What went without content was held back by `max-bandwidth` for that long.
+    pub(crate) fn paced(&mut self, time: Duration) {
+        self.paced += time;
     }
 
     /// What follows is not the packets' time: the round is over.
     pub(crate) fn pause(&mut self) {
         self.before = None;
-        self.slept = Duration::ZERO;
+        (self.slept, self.paced) = (Duration::ZERO, Duration::ZERO);
+        self.unseen = Duration::ZERO;
     }
 }

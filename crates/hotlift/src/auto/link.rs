@@ -56,6 +56,8 @@ pub(crate) struct LinkMeter {
     /// Bytes a second of the last whiles, the newest at the end, and bytes and time in s of the one that has begun.
     rates: VecDeque<f64>,
     rate: (f64, f64),
+    /// See [`LinkMeter::idle`].
+    idle: f64,
 }
 
 impl LinkMeter {
@@ -71,6 +73,11 @@ impl LinkMeter {
         self.starved = Some(before + (share - before) * NEW_WORD);
     }
 
+    /// There was nothing to send until now.
+    pub(crate) fn resumed(&mut self) {
+        self.last = None;
+    }
+
     /// Looks at the sockets, if the last look was long enough ago; whether it has looked.
     pub(crate) fn look<'s>(
         &mut self,
@@ -84,6 +91,7 @@ impl LinkMeter {
         let states: Option<Vec<_>> = sockets.map(Stream::tcp_sending).collect();
         self.tells = states.as_ref().is_some_and(|states| !states.is_empty());
         let Some(states) = states else {
+            self.last = Some((now, Vec::new()));
             return true;
         };
         if let (Some(since), Some((_, before))) = (since, &self.last) {
@@ -110,13 +118,14 @@ impl LinkMeter {
             seen.busy += busy;
             // The kernel counts by socket: as if each were idle when it happens to be.
             let each = states.iter().zip(before);
-            let each = each.map(|(now, before)| (now.busy - before.busy).as_secs_f64());
+            let each = each.map(|(now, before)| now.busy.saturating_sub(before.busy).as_secs_f64());
             let idle = each.map(|busy| (1.0 - busy / since.as_secs_f64()).clamp(0.0, 1.0));
             seen.idle += since.as_secs_f64() * idle.product::<f64>();
             seen.on_wire += (busy - elsewhere).max(0.0);
             let bytes = sum(|state| to_f64(state.acknowledged));
             seen.bytes += bytes;
             self.delivered(bytes, since);
+            self.idle = self.idle_of(states.len());
         }
         self.last = Some((now, states));
         true
@@ -162,19 +171,20 @@ impl LinkMeter {
     /// Sockets are idle in turns, which the kernel's sums do not show: as if each were idle when it happens to be, a full wire
     /// was idle for 7 % of the time. So it is idle at most for what it delivers less than it could of late.
     pub(crate) fn idle(&self) -> f64 {
-        let sockets = self.last.as_ref().map_or(0, |(_, states)| states.len());
+        self.idle
+    }
+
+    fn idle_of(&self, sockets: usize) -> f64 {
         let time = self.seen.elapsed / to_f64(sockets.max(1) as u64);
         let by_kernel = ratio(self.seen.idle, time).clamp(0.0, 1.0);
         // The median, since the highest are bursts that a shaper let pass: 15 % more than its rate, for 100 ms.
         let mut rates: Vec<f64> = self.rates.iter().copied().collect();
         rates.sort_by(f64::total_cmp);
-        let most = rates.get(rates.len() / 2).copied().unwrap_or(0.0);
-        let unused = 1.0 - ratio(self.bytes_per_second(), most).min(1.0);
-        if most > 0.0 {
-            by_kernel.min(unused)
-        } else {
-            by_kernel
-        }
+        let Some(usual) = rates.get(rates.len() / 2) else {
+            return by_kernel;
+        };
+        let delivers = ratio(self.seen.bytes, self.seen.elapsed) * to_f64(sockets as u64);
+        by_kernel.min(1.0 - ratio(delivers, *usual).min(1.0))
     }
 
     /// Time that the wire takes for a byte, in ns; 0 while it is not known.

@@ -26,7 +26,7 @@ mod link;
 mod simulation;
 mod timeline;
 
-pub(crate) use candidates::{Candidate, RAW};
+pub(crate) use candidates::Reader;
 pub(crate) use channels::Auto;
 pub(crate) use encoder::AutoEncoder;
 pub use timeline::MethodsNow;

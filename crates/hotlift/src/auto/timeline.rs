@@ -26,7 +26,7 @@ pub struct MethodsNow {
 impl std::fmt::Display for MethodsNow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let limit = match self.link_is_the_limit {
-            true => "the link is",
+            true => "link is",
             false => "CPUs are",
         };
         write!(f, "{limit} the limit")?;
@@ -154,10 +154,7 @@ mod tests {
             link_is_the_limit: true,
             shares: vec![("zstd 3".to_owned(), 0.7), ("none".to_owned(), 0.3)],
         };
-        assert_eq!(
-            now.to_string(),
-            "the link is the limit: 70 % zstd 3, 30 % none"
-        );
+        assert_eq!(now.to_string(), "link is the limit: 70 % zstd 3, 30 % none");
     }
 
     #[test]

@@ -16,9 +16,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::handshake::Offer;
-use hotlift_wire::multifd::{Hello, PacketLayout};
+use hotlift_wire::multifd::{Hello, Method, PacketLayout};
 
-use crate::auto::{Auto, RAW};
+use crate::auto::{Auto, Reader};
 use crate::control::{Control, MigrationEvent, Status};
 use crate::ends::guest_source::channel::ChannelSender;
 use crate::ends::guest_source::main_channel::MainSender;
@@ -244,12 +244,14 @@ impl Migration<'_> {
         );
         self.await_pongs(Some(&waiting_for))?;
         let is_hotlift = self.session.answers.opened(offer)?;
-        match self.session.multifd.method() {
-            Some(method) if !is_hotlift && !method.is_qemus() => {
-                return Err(MigrationError::not_qemus(method).into());
-            }
-            None if !is_hotlift => self.session.multifd.reader_takes(&[RAW]),
-            Some(_) | None => {}
+        let multifd = &self.session.multifd;
+        multifd.reader_is(match is_hotlift {
+            true => Reader::Hotlift,
+            false => Reader::Qemu(Method::None),
+        });
+        let method = multifd.method().filter(|method| !method.is_qemus());
+        if let Some(method) = method.filter(|_| !is_hotlift) {
+            return Err(MigrationError::not_qemus(method).into());
         }
         if !is_hotlift && self.session.options.packet_layout() != PacketLayout::QEMU {
             return Err(MigrationError::Mismatch {

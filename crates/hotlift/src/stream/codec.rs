@@ -49,7 +49,7 @@ impl<C> ByMethod<C> {
                 let info = info.ok_or_else(|| MigrationError::Protocol {
                     channel: Channel::Multifd(self.id),
                     got: format!("method {}", method.name()),
-                    doing: "reading pages (this build has no decoder for it)",
+                    doing: "coding pages (this build does not know it)",
                 })?;
                 self.made.push((method, make(info)?));
                 self.made.len() - 1

@@ -54,47 +54,85 @@ impl ReceiverLoad {
 pub(crate) struct ChannelLoad<'a> {
     all: &'a ReceiverLoad,
     queue: RunQueue,
-    /// CPU time up to the last packet.
+    /// CPU time when the packet began.
     cpu: Duration,
-    /// When this while began, with the thread's CPU time and its time in the run queue until then.
-    began: (Instant, Duration, Duration),
+    /// This while, once there was something to read in this round.
+    since: Option<Since>,
+}
+
+/// The beginning of a while.
+#[derive(Clone, Copy)]
+struct Since {
+    at: Instant,
+    /// The thread's CPU time until then, and its time in the run queue.
+    cpu: Duration,
+    queued: Duration,
+    /// Time that `cpu-limit` has taken since then.
+    slept: Duration,
 }
 
 impl<'a> ChannelLoad<'a> {
     /// That of the calling thread.
     pub(crate) fn new(all: &'a ReceiverLoad) -> Self {
-        let queue = RunQueue::of_this_thread();
-        let cpu = thread_cpu_time();
         Self {
             all,
-            cpu,
-            began: (Instant::now(), cpu, queue.waited()),
-            queue,
+            queue: RunQueue::of_this_thread(),
+            cpu: Duration::ZERO,
+            since: None,
         }
     }
 
-    /// A packet of so many pages has been settled. What is to be told to the source now.
-    pub(crate) fn settled(&mut self, method: Method, pages: usize) -> Option<Vec<u8>> {
+    /// A packet has come.
+    pub(crate) fn begins(&mut self) {
+        self.cpu = thread_cpu_time();
+        if self.since.is_none() {
+            self.since = Some(self.now(self.cpu));
+        }
+    }
+
+    fn now(&self, cpu: Duration) -> Since {
+        Since {
+            at: Instant::now(),
+            cpu,
+            queued: self.queue.waited(),
+            slept: Duration::ZERO,
+        }
+    }
+
+    /// What follows is not the packets' time: the source has come to the end of its round.
+    pub(crate) fn pause(&mut self) {
+        self.since = None;
+    }
+
+    /// A packet of so many pages has been settled, and `cpu-limit` has held the thread back for `slept`. What is to be told
+    /// to the source now.
+    pub(crate) fn settled(
+        &mut self,
+        method: Method,
+        pages: usize,
+        slept: Duration,
+    ) -> Option<Vec<u8>> {
         let cpu = thread_cpu_time();
         let index = Method::ALL.iter().position(|one| *one == method);
         let (all_pages, all_nanos) = &self.all.methods[index.unwrap_or(0)];
         all_pages.fetch_add(pages as u64, Ordering::Relaxed);
         all_nanos.fetch_add(nanos(cpu.saturating_sub(self.cpu)), Ordering::Relaxed);
-        self.cpu = cpu;
-        let (began, cpu_before, queued_before) = self.began;
-        let elapsed = began.elapsed();
+        let since = self.since.as_mut()?;
+        since.slept += slept;
+        let (since, elapsed) = (*since, since.at.elapsed());
         if elapsed < INTERVAL {
             return None;
         }
-        let queued = self.queue.waited();
-        let busy = cpu.saturating_sub(cpu_before) + queued.saturating_sub(queued_before);
+        let now = self.now(cpu);
+        let queued = now.queued.saturating_sub(since.queued);
+        let busy = cpu.saturating_sub(since.cpu) + queued + since.slept;
         self.all
             .elapsed
             .fetch_add(nanos(elapsed), Ordering::Relaxed);
         self.all
             .busy
             .fetch_add(nanos(busy.min(elapsed)), Ordering::Relaxed);
-        self.began = (Instant::now(), cpu, queued);
+        self.since = Some(now);
         self.all.due()
     }
 }

@@ -154,7 +154,11 @@ impl<'a> MultifdReceiver<'a> {
             id: rules.id,
             decoders: Decoders {
                 id: rules.id,
-                accelerator: rules.accelerator,
+                accelerator: match (rules.methods, rules.accelerator) {
+                    // Which devices the source has is not this side's to require.
+                    (Methods::Each, Accelerator::Required) => Accelerator::Auto,
+                    (_, accelerator) => accelerator,
+                },
                 memory,
                 control,
                 made: ByMethod::new(rules.id),
@@ -212,20 +216,29 @@ impl<'a> MultifdReceiver<'a> {
                     channel: Channel::Multifd(id),
                     source,
                 })?;
+            let has_content = !self.header.normal().is_empty();
+            if has_content && let Some(load) = &mut self.load {
+                load.begins();
+            }
             let has_pages = !self.header.normal().is_empty() || !self.header.zero().is_empty();
             if has_pages && self.pages(sink)? == ReadOn::No {
                 return Ok(());
             }
-            self.cpu.spend(self.payload.decoders.control);
+            let slept = self.cpu.spend(self.payload.decoders.control);
             let pages = self.header.normal().len();
-            if pages > 0
+            if has_content
                 && let Some(load) = &mut self.load
-                && let Some(message) = load.settled(self.header.method(), pages)
+                && let Some(message) = load.settled(self.header.method(), pages, slept)
             {
                 sink.tell(&message);
             }
-            if self.header.sync() && sink.sync()? == ReadOn::No {
-                return Ok(());
+            if self.header.sync() {
+                if let Some(load) = &mut self.load {
+                    load.pause();
+                }
+                if sink.sync()? == ReadOn::No {
+                    return Ok(());
+                }
             }
         }
     }

@@ -26,7 +26,7 @@ use hotlift_wire::multifd::{
 };
 use hotlift_wire::settle;
 
-use crate::auto::{Auto, AutoEncoder, Candidate};
+use crate::auto::{Auto, AutoEncoder, Reader};
 use crate::control::Control;
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
@@ -248,10 +248,10 @@ impl MultifdSend {
         self.auto.as_deref()
     }
 
-    /// Whoever reads the channels is no Hotlift, which reads each packet by its own method: it reads these alone.
-    pub(crate) fn reader_takes(&self, candidates: &[Candidate]) {
+    /// Who reads the channels: to be said before the first packet.
+    pub(crate) fn reader_is(&self, reader: Reader) {
         if let Some(auto) = &self.auto {
-            auto.choose_among(candidates.to_vec());
+            auto.reader_is(reader);
         }
     }
 
@@ -430,6 +430,13 @@ impl<'a> PacketSender<'a> {
         })
     }
 
+    /// What follows comes after a wait for something to send.
+    pub(crate) fn begin(&mut self) {
+        if let Coding::Auto(auto) = &mut self.coding {
+            auto.begin();
+        }
+    }
+
     /// Sends a packet of pages of RAM block `block`.
     pub(crate) fn send(
         &mut self,
@@ -447,7 +454,6 @@ impl<'a> PacketSender<'a> {
                 let queued = multifd.queued(self.id, auto.shared());
                 Some(auto.decide(pages, queued))
             }
-
             _ => None,
         };
         let method = match (&self.coding, &decided) {
@@ -466,7 +472,7 @@ impl<'a> PacketSender<'a> {
         };
         let mut payload_len = bytes_in;
         let mut payload_crc = 0;
-        let mut sent_as = multifd.auto().map(Auto::method_of_none);
+        let mut sent_as = multifd.auto().map(Auto::unencoded_method);
         if let Pages::Private(private) = payload
             && method != Method::None
             && bytes_in > 0
@@ -521,6 +527,8 @@ impl<'a> PacketSender<'a> {
                 let send = thread_cpu_time().saturating_sub(before);
                 let bytes = (bytes_in, payload_len);
                 auto.sent(&decided, bytes, send, held_back, multifd);
+            } else if let Coding::Auto(auto) = &mut self.coding {
+                auto.paced(held_back);
             }
         }
         let slept = self.cpu.spend(&multifd.control);

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
-use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
+use hotlift_wire::multifd::{Hello, Method, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
 
-use crate::auto::{Auto, Candidate, RAW};
+use crate::auto::{Auto, Reader};
 use crate::control::Control;
 use crate::ends::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
 use crate::ends::page_set::PageSet;
@@ -464,16 +464,15 @@ impl Sink for StreamSink<'_> {
                 self.answers.opened(offer)?
             }
         };
+        self.multifd.reader_is(match self.settings.auto_is_zstd {
+            _ if is_relay => Reader::Hotlift,
+            true => Reader::Qemu(Method::Zstd),
+            false => Reader::Qemu(Method::None),
+        });
         if !is_relay {
-            match self.multifd.method() {
-                Some(method) if !method.is_qemus() => {
-                    return Err(MigrationError::not_qemus(method));
-                }
-                Some(_) => {}
-                None if self.settings.auto_is_zstd => {
-                    self.multifd.reader_takes(&Candidate::of_zstd());
-                }
-                None => self.multifd.reader_takes(&[RAW]),
+            let method = self.multifd.method();
+            if let Some(method) = method.filter(|method| !method.is_qemus()) {
+                return Err(MigrationError::not_qemus(method));
             }
             out.drop_checksum();
         }

@@ -50,6 +50,7 @@ impl WritePages for ChannelWriter<'_, '_> {
         }
         let block = self.sink.block_name(batch.block);
         let pages = Pages::Private(batch.pages());
+        self.packets.begin();
         self.packets.send(block, &batch.normal, &batch.zero, pages)
     }
 }
