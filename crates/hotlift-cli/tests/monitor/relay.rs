@@ -44,6 +44,9 @@ fn a_relay_is_watched_paced_and_cancelled_and_says_what_it_has_not() {
     let incoming = json!({ "uri": format!("unix:{}", path("out")), "exit-on-error": false });
     destination.tell("migrate-incoming", &incoming);
     let mut source = Machine::start(Program::Qemu, &[]);
+    // All of this machine fits into sockets and the relay: at full speed it may be through before it is cancelled.
+    let slowly = json!({ "max-bandwidth": 10_000 });
+    source.tell("migrate-set-parameters", &slowly);
     source.tell("migrate", &json!({ "uri": format!("unix:{}", path("in")) }));
     let start = std::time::Instant::now();
     let reaches = |qmp: &mut Client, status: &str| {
