@@ -13,7 +13,7 @@ use hotlift_console::output::{self, complain};
 use hotlift_console::pair::{Errors, Pair, Place, Tale};
 use hotlift_console::progress;
 use hotlift_console::signals::Interrupt;
-use hotlift_methods::{AUTO, METHODS};
+use hotlift_methods::selections;
 use hotlift_vmm::GuestKind;
 
 use crate::error::CommandError;
@@ -105,7 +105,7 @@ fn settings(given: &RoleArgs<role::Pair>) -> Result<Vec<MigrationArgs>, OptionEr
     if given.has("multifd-compression") || given.has_level() || !all.options()?.multifd() {
         return Ok(vec![all]);
     }
-    let each = METHODS.iter().chain([&AUTO]).map(|method| {
+    let each = selections().map(|method| {
         let one = all.with("multifd-compression", method.name);
         match one.options() {
             // That its accelerator is not here is said when its turn comes.

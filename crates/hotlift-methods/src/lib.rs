@@ -63,7 +63,7 @@ pub use accelerator::{Accelerator, EncoderSettings, Hardware, Jobs, RunsOn};
 pub use error::MethodError;
 pub use lz4::left_of;
 pub use memory::{MemoryLimit, OverMemoryLimit};
-pub use table::{AUTO, METHODS, MethodInfo, Unit, method, selection};
+pub use table::{AUTO, METHODS, MethodInfo, Unit, method, selection, selections};
 pub use zstd::WINDOW_LOG_MAX as ZSTD_WINDOW_LOG_MAX;
 
 use hotlift_mem::GuestRun;

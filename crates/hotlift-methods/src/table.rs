@@ -199,9 +199,14 @@ fn no_method() -> MethodError {
     }
 }
 
-/// What can be selected by that name: a method, or [`AUTO`].
+/// What can be selected: each method, and [`AUTO`].
+pub fn selections() -> impl Iterator<Item = &'static MethodInfo> {
+    METHODS.iter().chain([&AUTO])
+}
+
+/// What can be selected by that name.
 pub fn selection(name: &str) -> Option<&'static MethodInfo> {
-    method(name).or_else(|| (name == AUTO.name).then_some(&AUTO))
+    selections().find(|method| method.name == name)
 }
 
 /// The method of that name.

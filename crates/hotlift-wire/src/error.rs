@@ -185,3 +185,17 @@ pub enum WireError {
         source: serde_json::Error,
     },
 }
+
+impl WireError {
+    /// Refuses bytes, `what`, whose CRC-32 is not the one that was sent with them.
+    pub(crate) fn check_crc(what: &'static str, expected: u32, got: u32) -> Result<(), Self> {
+        if expected == got {
+            return Ok(());
+        }
+        Err(Self::Checksum {
+            what,
+            expected,
+            got,
+        })
+    }
+}

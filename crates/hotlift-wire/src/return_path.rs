@@ -250,13 +250,7 @@ impl<'a> ReturnMessage<'a> {
                 }
                 let expected = reader.be32("LOAD").map_err(short)?;
                 let got = crc32fast::hash(&payload[..LOAD_LEN - 4]);
-                if expected != got {
-                    return Err(WireError::Checksum {
-                        what: "LOAD",
-                        expected,
-                        got,
-                    });
-                }
+                WireError::check_crc("LOAD", expected, got)?;
                 Self::Load(load)
             }
             ERROR_TEXT => Self::ErrorText(reader.text(payload.len(), "ERROR_TEXT")?),
@@ -272,13 +266,7 @@ impl<'a> ReturnMessage<'a> {
                 let id = MigrationId(*reader.array("HELLO").map_err(short)?);
                 let expected = reader.be32("HELLO").map_err(short)?;
                 let got = crc32fast::hash(&payload[..HELLO_LEN - 4]);
-                if expected != got {
-                    return Err(WireError::Checksum {
-                        what: "HELLO",
-                        expected,
-                        got,
-                    });
-                }
+                WireError::check_crc("HELLO", expected, got)?;
                 Self::Hello {
                     version,
                     accepted: Some(Accepted { features, id }),

@@ -156,13 +156,7 @@ fn opened<'a>(
     let end = bytes.len() - 4;
     let expected = Reader::new(&bytes[end..]).be32(what)?;
     let got = crc32fast::hash(&bytes[..end]);
-    if expected != got {
-        return Err(WireError::Checksum {
-            what,
-            expected,
-            got,
-        });
-    }
+    WireError::check_crc(what, expected, got)?;
     let mut reader = Reader::new(&bytes[..end]);
     let begins = reader.be32(what)?;
     if begins != u32::from_be_bytes(magic) {

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::accelerator_stats::AcceleratorStats;
@@ -12,6 +12,7 @@ use crate::cpu_limit::CpuBudget;
 use crate::figures::JobFigures;
 use crate::options::Options;
 use crate::pacing::Pacer;
+use crate::threads::lock;
 
 /// State of a migration; QEMU's names (`MigrationStatus`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -331,8 +332,4 @@ impl Control {
                 .0;
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,8 +1,10 @@
 //! What a limit allows, one thing after the other: who books takes its time, and waits until the schedule has reached it.
 
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+
+use crate::threads::lock;
 
 /// Credit that unused time may build up, so that an idle phase is not made up for by a flood: a few packets at usual rates, and
 /// 2 % of a second.
@@ -15,7 +17,7 @@ pub(crate) struct Schedule(Mutex<Option<Instant>>);
 impl Schedule {
     /// The end of what is booked, while nobody books.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Books what takes as long as `time` says while nobody else books; `None`: nothing. When it begins and ends, if it is `now`.

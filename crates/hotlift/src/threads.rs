@@ -3,10 +3,16 @@
 //! A migration runs inside the process that holds the guest. A panic that went on would end both.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use crate::control::{Control, Status};
 use crate::error::MigrationError;
+
+/// A lock whose holder cannot have left anything half done.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A thread that was started.
 pub(crate) struct Running<'scope, T>(thread::ScopedJoinHandle<'scope, Option<T>>);

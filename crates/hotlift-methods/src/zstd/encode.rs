@@ -59,29 +59,26 @@ impl Encoder {
         if encoder.framing == Framing::Open
             && let Some(window_log) = smaller_window(level, settings.window_max)
         {
-            // SAFETY: the context is live and owned.
-            let set = unsafe {
-                ZSTD_CCtx_setParameter(
-                    encoder.context.as_ptr(),
-                    ZSTD_cParameter::ZSTD_c_windowLog,
-                    window_log,
-                )
-            };
-            check(set).map_err(|reason| failed("limit the window", reason))?;
+            let window = ZSTD_cParameter::ZSTD_c_windowLog;
+            encoder.set(window, window_log, "limit the window")?;
         }
         Ok(encoder)
     }
 
     fn use_level(&self, level: i32) -> Result<(), MethodError> {
+        let parameter = ZSTD_cParameter::ZSTD_c_compressionLevel;
+        self.set(parameter, level, "set the level")
+    }
+
+    fn set(
+        &self,
+        parameter: ZSTD_cParameter,
+        value: i32,
+        doing: &'static str,
+    ) -> Result<(), MethodError> {
         // SAFETY: the context is live and owned.
-        let set = unsafe {
-            ZSTD_CCtx_setParameter(
-                self.context.as_ptr(),
-                ZSTD_cParameter::ZSTD_c_compressionLevel,
-                level,
-            )
-        };
-        check(set).map_err(|reason| failed("set the level", reason))?;
+        let set = unsafe { ZSTD_CCtx_setParameter(self.context.as_ptr(), parameter, value) };
+        check(set).map_err(|reason| failed(doing, reason))?;
         Ok(())
     }
 

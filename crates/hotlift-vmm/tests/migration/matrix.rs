@@ -7,7 +7,7 @@ use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::options::ZERO_PAGE_DETECTION;
 use hotlift::{Address, Listener, Options};
 use hotlift_mem::Backing;
-use hotlift_methods::{AUTO, METHODS};
+use hotlift_methods::selections;
 use hotlift_vmm::workload::Workload;
 use hotlift_vmm::{GuestKind, GuestSettings};
 
@@ -30,7 +30,7 @@ fn every_combination_arrives_whole_and_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     let mut number = 0;
     for kind in rig::kinds() {
-        for method in METHODS.iter().chain([&AUTO]) {
+        for method in selections() {
             for channels in [1, 2, 4] {
                 for (mode, _, devices) in ZERO_PAGE_DETECTION {
                     number += 1;

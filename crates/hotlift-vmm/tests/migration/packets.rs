@@ -7,7 +7,7 @@ use std::thread;
 
 use hotlift::options::ZERO_PAGE_DETECTION;
 use hotlift::{Address, Options};
-use hotlift_methods::{AUTO, METHODS};
+use hotlift_methods::selections;
 use hotlift_vmm::GuestSettings;
 
 use crate::census::alone;
@@ -33,7 +33,7 @@ fn packets_of_any_size_arrive_whole_in_every_method() {
         ram_bytes: 16 << 20,
         ..settings()
     };
-    for method in METHODS.iter().chain([&AUTO]) {
+    for method in selections() {
         for (size, detection) in [
             ("4K", "multifd"),
             ("28K", "dsa-accel"),

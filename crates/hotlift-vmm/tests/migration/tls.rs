@@ -50,19 +50,10 @@ fn a_guest_arrives_over_tls_whatever_is_sent() {
         for kind in rig::kinds() {
             let source = rig::source(kind, &settings(), Quirks::default());
             let destination = rig::destination(kind, &settings(), Quirks::default());
-            let (listener, to) = rig::listen();
             let mut ours = options(&here, set);
             ours.set("tls-hostname", "localhost").unwrap();
             let theirs = options(&there, set);
-            let ended = rig::run(
-                &source,
-                &destination,
-                listener,
-                &to,
-                [&ours, &theirs],
-                &[Control::new(), Control::new()],
-                &|_| {},
-            );
+            let ended = rig::between(&source, &destination, [&ours, &theirs]);
             ended.arrived(&source, &destination, &format!("{kind:?} {set:?}"));
         }
     }

@@ -133,13 +133,7 @@ impl Hello {
 
         let expected = Reader::new(&packet[HELLO_CRC..]).be32("Hotlift hello")?;
         let got = crc32fast::hash(&packet[HELLO..HELLO_CRC]);
-        if expected != got {
-            return Err(WireError::Checksum {
-                what: "Hotlift hello",
-                expected,
-                got,
-            });
-        }
+        WireError::check_crc("Hotlift hello", expected, got)?;
 
         let version = reader.be16("Hotlift hello version")?;
         if version != u16::from(handshake::VERSION) {

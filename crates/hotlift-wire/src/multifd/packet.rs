@@ -300,14 +300,7 @@ impl PacketHeader {
             return Ok(());
         };
         let got = crc32fast::hash(payload);
-        if got == expected {
-            return Ok(());
-        }
-        Err(WireError::Checksum {
-            what: "multifd payload",
-            expected,
-            got,
-        })
+        WireError::check_crc("multifd payload", expected, got)
     }
 }
 
@@ -332,14 +325,8 @@ fn read_checksum(header: &[u8], required: bool) -> Result<Option<u32>, WireError
     hasher.update(&[0; CHECK_END - CHECK_SUMS]);
     hasher.update(&header[CHECK_END..]);
     let got = hasher.finalize();
-    if got == expected {
-        return Ok(Some(payload));
-    }
-    Err(WireError::Checksum {
-        what: "multifd packet header",
-        expected,
-        got,
-    })
+    WireError::check_crc("multifd packet header", expected, got)?;
+    Ok(Some(payload))
 }
 
 /// The packet's method. Packets without pages carry arbitrary method bits: QEMU 7.2 sends empty

@@ -1,7 +1,7 @@
 //! What all channels of one migration share: the controller, what it has been told of the link, and figures.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
@@ -14,6 +14,7 @@ use crate::auto::controller::{Choice, Controller, Goal, Look, Scarce, Spent};
 use crate::auto::link::LinkMeter;
 use crate::figures::{MethodFigures, to_f64};
 use crate::options::{self, Options};
+use crate::threads::lock;
 use crate::transport::Stream;
 
 /// Pages of a method over which a destination's word on it says something: those of one packet.
@@ -350,8 +351,4 @@ fn whole(figure: f64) -> u32 {
 
 fn nanos(time: Duration) -> f64 {
     time.as_secs_f64() * 1e9
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -244,15 +244,10 @@ impl Migration<'_> {
         );
         self.await_pongs(Some(&waiting_for))?;
         let is_hotlift = self.session.answers.opened(offer)?;
-        let multifd = &self.session.multifd;
-        multifd.reader_is(match is_hotlift {
+        self.session.multifd.reader_is(match is_hotlift {
             true => Reader::Hotlift,
             false => Reader::Qemu(Method::None),
-        });
-        let method = multifd.method().filter(|method| !method.is_qemus());
-        if let Some(method) = method.filter(|_| !is_hotlift) {
-            return Err(MigrationError::not_qemus(method).into());
-        }
+        })?;
         if !is_hotlift && self.session.options.packet_layout() != PacketLayout::QEMU {
             return Err(MigrationError::Mismatch {
                 what: "multifd-packet-size".to_owned(),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use hotlift_idxd::model::Behaviour;
 use hotlift_mem::PAGE_SIZE;
-use hotlift_methods::{AUTO, Accelerator, METHODS, MethodInfo, selection};
+use hotlift_methods::{Accelerator, MethodInfo, selection, selections};
 pub use hotlift_wire::multifd::ZeroPageDetection;
 
 /// All modes of `zero-page-detection`, by QEMU's names: nowhere, in the migration thread (zero pages
@@ -43,6 +43,18 @@ pub const GOAL: &[(&str, Goal)] = &[
     ("least-cpu", Goal::LeastCpu),
     ("shortest-downtime", Goal::ShortestDowntime),
 ];
+
+/// The choice of that name in a table of them.
+fn named_in<T: Copy>(table: &[(&str, T)], name: &str) -> Option<T> {
+    let row = table.iter().find(|(one, _)| *one == name);
+    row.map(|(_, choice)| *choice)
+}
+
+/// The name of a choice in a table of them.
+fn name_in<T: PartialEq>(table: &[(&'static str, T)], choice: &T) -> &'static str {
+    let row = table.iter().find(|(_, one)| one == choice);
+    row.map_or("", |(name, _)| name)
+}
 
 /// Thousandths of a core of the largest `cpu-limit`: 1024 cores.
 const MOST_CORES: u32 = 1_024_000;
@@ -122,7 +134,7 @@ pub enum Values {
     },
     /// `on` or `off`.
     Switch,
-    /// A name of a method of [`METHODS`], or [`AUTO`]'s.
+    /// A name of one of [`selections`].
     Method,
     /// A name of [`ZERO_PAGE_DETECTION`].
     ZeroPages,
@@ -174,14 +186,8 @@ impl fmt::Display for Value {
                     .find(|(_, one, on_devices)| (one, on_devices) == (mode, devices));
                 f.write_str(row.map_or("", |(name, ..)| name))
             }
-            Self::Accelerator(choice) => {
-                let row = ACCELERATOR.iter().find(|(_, one)| one == choice);
-                f.write_str(row.map_or("", |(name, _)| name))
-            }
-            Self::Goal(goal) => {
-                let row = GOAL.iter().find(|(_, one)| one == goal);
-                f.write_str(row.map_or("", |(name, _)| name))
-            }
+            Self::Accelerator(choice) => f.write_str(name_in(ACCELERATOR, choice)),
+            Self::Goal(goal) => f.write_str(name_in(GOAL, goal)),
             Self::Cores(thousandths) => write!(f, "{}", f64::from(*thousandths) / 1000.0),
             Self::AccelPath(paths) => {
                 let paths: Vec<_> = paths.iter().map(ToString::to_string).collect();
@@ -222,14 +228,8 @@ impl Values {
                 .iter()
                 .find(|(name, ..)| *name == text)
                 .map(|(_, mode, devices)| Value::ZeroPages(*mode, *devices)),
-            Self::Accelerator => ACCELERATOR
-                .iter()
-                .find(|(name, _)| *name == text)
-                .map(|(_, choice)| Value::Accelerator(*choice)),
-            Self::Goal => GOAL
-                .iter()
-                .find(|(name, _)| *name == text)
-                .map(|(_, goal)| Value::Goal(*goal)),
+            Self::Accelerator => named_in(ACCELERATOR, text).map(Value::Accelerator),
+            Self::Goal => named_in(GOAL, text).map(Value::Goal),
             Self::Cores => parse_cores(text).map(Value::Cores),
             Self::AccelPath => text
                 .split([' ', ','])
@@ -248,11 +248,7 @@ impl Values {
     pub fn names(self) -> Vec<&'static str> {
         match self {
             Self::Switch => vec!["on", "off"],
-            Self::Method => METHODS
-                .iter()
-                .chain([&AUTO])
-                .map(|method| method.name)
-                .collect(),
+            Self::Method => selections().map(|method| method.name).collect(),
             Self::ZeroPages => ZERO_PAGE_DETECTION.iter().map(|(n, ..)| *n).collect(),
             Self::Accelerator => ACCELERATOR.iter().map(|(n, _)| *n).collect(),
             Self::Goal => GOAL.iter().map(|(n, _)| *n).collect(),

@@ -1,7 +1,7 @@
 //! What the channel threads of a destination do: told to a source that chooses the method of each packet.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::{RunQueue, thread_cpu_time};
@@ -9,6 +9,7 @@ use hotlift_wire::multifd::Method;
 use hotlift_wire::return_path::{Load, MethodLoad, ReturnMessage};
 
 use crate::stream::return_path::encode;
+use crate::threads::lock;
 
 /// Between two looks of a thread at what it has done. The first comes early: it tells a source whether it has to wait for
 /// the wire at all.
@@ -29,7 +30,7 @@ pub(crate) struct ReceiverLoad {
 impl ReceiverLoad {
     /// What to tell the source, if it is time to.
     fn due(&self) -> Option<Vec<u8>> {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = lock(&self.told);
         if told.is_some_and(|told| told.elapsed() < BETWEEN_MESSAGES) {
             return None;
         }

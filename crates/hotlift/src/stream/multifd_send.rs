@@ -16,7 +16,7 @@ use std::io::Write;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::{Forwarder, IoScratch, Splicer};
@@ -37,6 +37,7 @@ use crate::stream::channel_out::{ChannelOut, send_guest_memory};
 use crate::stream::codec::Encoder;
 use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
+use crate::threads::lock;
 use crate::tls::Remote;
 use crate::transport::Stream;
 
@@ -238,21 +239,24 @@ impl MultifdSend {
         self.channels.is_empty()
     }
 
-    /// The method of their packets; `None` if each has its own.
-    pub(crate) fn method(&self) -> Option<Method> {
-        self.method
-    }
-
     /// What chooses the method of each packet, if that is so.
     pub(crate) fn auto(&self) -> Option<&Auto> {
         self.auto.as_deref()
     }
 
     /// Who reads the channels: to be said before the first packet.
-    pub(crate) fn reader_is(&self, reader: Reader) {
+    ///
+    /// # Errors
+    /// [`MigrationError::Mismatch`] if it cannot read their method.
+    pub(crate) fn reader_is(&self, reader: Reader) -> Result<(), MigrationError> {
+        let only_ours = self.method.filter(|method| !method.is_qemus());
+        if let (Reader::Qemu(_), Some(method)) = (reader, only_ours) {
+            return Err(MigrationError::not_qemus(method));
+        }
         if let Some(auto) = &self.auto {
             auto.reader_is(reader);
         }
+        Ok(())
     }
 
     /// A channel whose connection the other side has closed.
@@ -655,9 +659,4 @@ impl<'a> PacketForwarder<'a> {
         });
         written.map(|_| ())
     }
-}
-
-/// A lock whose holder cannot have left anything half done.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::DirtyBitmap;
@@ -26,7 +26,7 @@ use crate::options::{CHANNEL_MEMORY, Options};
 use crate::pipe::barrier::Barrier;
 use crate::stream::door::Asked;
 use crate::stream::load::ReceiverLoad;
-use crate::threads::OnPanic;
+use crate::threads::{OnPanic, lock};
 use crate::transport::Stream;
 
 /// One incoming migration.
@@ -109,10 +109,7 @@ impl<'a> Session<'a> {
 
     /// Says `bytes` to the source on main, whole messages of the return path.
     pub(crate) fn answer(&self, bytes: &[u8]) -> std::io::Result<()> {
-        let _one = self
-            .answering
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let _one = lock(&self.answering);
         (&self.accepted.main).write_all(bytes)
     }
 

@@ -468,12 +468,8 @@ impl Sink for StreamSink<'_> {
             _ if is_relay => Reader::Hotlift,
             true => Reader::Qemu(Method::Zstd),
             false => Reader::Qemu(Method::None),
-        });
+        })?;
         if !is_relay {
-            let method = self.multifd.method();
-            if let Some(method) = method.filter(|method| !method.is_qemus()) {
-                return Err(MigrationError::not_qemus(method));
-            }
             out.drop_checksum();
         }
         let other_side = self.learn(&opening.configuration.machine, is_relay);
