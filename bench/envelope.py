@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Draws kept runs of `hotlift bench --suite auto` as one SVG: total time over wire rate, one line a method, auto below.
+
+    bench/envelope.py bench/results/2026-11-24-auto/runs.jsonl > docs/auto.svg
+"""
+
+import json
+import math
+import sys
+from statistics import median
+
+from chart import text
+
+# In the order of the legend; readable on white and on GitHub's dark background.
+METHODS = {"none": "#8a8f98", "lz4": "#3b82c4", "zstd 1": "#7c5cbf", "auto": "#d9480f"}
+RATES = {"200mbit": 0.2, "500mbit": 0.5, "1gbit": 1, "2.5gbit": 2.5, "5gbit": 5, "10gbit": 10}
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 64, 96, 66, 48
+SECONDS = (0.3, 20)
+
+
+def main():
+    times = {}
+    for path in sys.argv[1:]:
+        for run in map(json.loads, open(path)):
+            row = run["row"]
+            method = row["method"] + (f" {row['level']}" if row.get("level") else "")
+            if is_of_the_picture(row) and method in METHODS and "completed" in run["outcome"]:
+                seconds = run["outcome"]["completed"]["source"]["total_ms"] / 1e3
+                times.setdefault((method, row["link"]), []).append(seconds)
+    if not times:
+        raise SystemExit(f"no run of 512 MiB, 90 % Silesia, in {sys.argv[1:]}")
+    print(draw(times))
+
+
+def is_of_the_picture(row):
+    guest = row["guest"]
+    fills = (guest["ram_bytes"], guest["workload"], guest["zero_share"]) == (512 << 20, "idle", 0.1)
+    return fills and "silesia" in guest["fill"] and row["link"] in RATES
+
+
+def x_of(rate):
+    low, high = math.log(0.2), math.log(10)
+    return LEFT + (WIDTH - LEFT - RIGHT) * (math.log(rate) - low) / (high - low)
+
+
+def y_of(seconds):
+    low, high = map(math.log, SECONDS)
+    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (math.log(seconds) - low) / (high - low)
+
+
+def draw(times):
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'font-family="system-ui, sans-serif" font-size="13">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>',
+        text(16, 26, "Seconds to migrate 512 MiB, 90 % Silesia, by the rate of the wire", 15, "600"),
+        text(16, 46, "both ends on two cores; medians; both axes are logarithmic", 12),
+    ]
+    for seconds in (0.5, 1, 2, 5, 10, 20):
+        y = y_of(seconds)
+        out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.0f}" y2="{y:.0f}" stroke="#e3e5e8"/>')
+        out.append(text(LEFT - 8, y + 4, f"{seconds:g} s", 12, anchor="end"))
+    for rate in RATES.values():
+        out.append(text(x_of(rate), HEIGHT - BOTTOM + 20, f"{rate:g}", 12, anchor="middle"))
+    out.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "Gbit/s", 12, anchor="middle"))
+    ends = []
+    for method, colour in METHODS.items():
+        points = [(x_of(rate), y_of(median(times[method, link]))) for link, rate in RATES.items() if (method, link) in times]
+        width = 3.5 if method == "auto" else 2
+        line = " ".join(f"{x:.0f},{y:.0f}" for x, y in points)
+        out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+        ends.append([points[-1][1], method, colour])
+    # The names at the right must not lie on each other.
+    ends.sort()
+    for before, after in zip(ends, ends[1:]):
+        after[0] = max(after[0], before[0] + 16)
+    for y, method, colour in ends:
+        out.append(f'<circle cx="{WIDTH - RIGHT + 14}" cy="{y:.0f}" r="4" fill="{colour}"/>')
+        out.append(text(WIDTH - RIGHT + 24, y + 4, method, 13, "600" if method == "auto" else "400"))
+    return "\n".join([*out, "</svg>"])
+
+
+if __name__ == "__main__":
+    main()
