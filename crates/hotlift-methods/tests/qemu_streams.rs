@@ -180,3 +180,36 @@ fn qemus_zstd_reader_takes_every_level() {
         );
     }
 }
+
+#[test]
+fn qemu_reads_packets_of_one_channel_whose_levels_differ() {
+    for (name, levels) in [
+        ("zlib", [1, 9, 4, 1, 6, 4, 2, 9]),
+        ("zstd", [1, 9, -7, 1, 5, -1, 3, 9]),
+    ] {
+        let info = method(name).expect(name);
+        let mut encoder = (info.encoder)(&EncoderSettings::software(1)).expect(name);
+        let (mut zlib, mut zstd) = (ZlibReader::new(), ZstdReader::new());
+        let mut ours = decoder(name);
+        let mut payload = Vec::new();
+        for (packet, (n, level)) in PACKETS.into_iter().zip(levels).enumerate() {
+            let pages = related("text", n, packet % 3);
+            let what = format!("{name} {level}, packet {packet}");
+            encoder.set_level(level).expect(&what);
+            encoder.encode(&pages, &mut payload).expect(&what);
+            let theirs = match name {
+                "zlib" => zlib.packet(&payload, n),
+                _ => zstd.packet(&payload, n),
+            };
+            let theirs = theirs.unwrap_or_else(|error| panic!("{what}: {error}"));
+            assert!(theirs == pages, "{what}: QEMU's pages differ");
+            read(&mut *ours, &payload, &pages, Layout::Whole, &what);
+        }
+    }
+    let info = method("zlib").expect("zlib");
+    let mut encoder = (info.encoder)(&EncoderSettings::software(1)).expect("zlib");
+    assert!(matches!(
+        encoder.set_level(10),
+        Err(MethodError::Level { .. })
+    ));
+}

@@ -69,14 +69,22 @@ pub fn library_for(level: u8) -> Library {
 /// [`MethodError::Unavailable`] if the library is missing.
 pub fn encoder_by(library: Library, level: u8) -> Result<Box<dyn Encode>, MethodError> {
     table::check_level(NAME, &LEVELS, level)?;
+    if library == Library::Isal {
+        table::check_level(NAME, &(1..=2), level)?;
+    }
+    Ok(Box::new(Encoder {
+        by_level: vec![(level, compressor(library, level)?)],
+        current: 0,
+        header: Some(header(level)),
+    }))
+}
+
+fn compressor(library: Library, level: u8) -> Result<Box<dyn Compress>, MethodError> {
     match library {
-        Library::Isal => {
-            table::check_level(NAME, &(1..=2), level)?;
-            Ok(Encoder::boxed(isal::Deflate::new()?, level))
-        }
+        Library::Isal => Ok(Box::new(isal::Deflate::new()?)),
         // zlib-rs' level 1, which is zlib-ng's, gives 20 % less than zlib's; level 2 gives 3 % more.
-        Library::ZlibRs if level == 1 => Ok(Encoder::boxed(portable::Portable::new(2), level)),
-        Library::ZlibRs => Ok(Encoder::boxed(portable::Portable::new(level), level)),
+        Library::ZlibRs if level == 1 => Ok(Box::new(portable::Portable::new(2))),
+        Library::ZlibRs => Ok(Box::new(portable::Portable::new(level))),
     }
 }
 
@@ -97,29 +105,37 @@ pub(crate) fn library() -> String {
 }
 
 /// A channel's compressor: the header once, then packet after packet.
-struct Encoder<C> {
-    compress: C,
+struct Encoder {
+    /// Those of the levels that were asked for. Since no packet looks into the one before, they write one stream in turns.
+    by_level: Vec<(u8, Box<dyn Compress>)>,
+    /// The place of the one in use.
+    current: usize,
     /// The header, until it is written.
     header: Option<[u8; 2]>,
 }
 
-impl<C: Compress + 'static> Encoder<C> {
-    fn boxed(compress: C, level: u8) -> Box<dyn Encode> {
-        Box::new(Self {
-            compress,
-            header: Some(header(level)),
-        })
-    }
-}
-
-impl<C: Compress> Encode for Encoder<C> {
+impl Encode for Encoder {
     fn encode(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), MethodError> {
         table::check_whole_pages(NAME, pages)?;
         out.clear();
         if let Some(header) = self.header.take() {
             out.extend_from_slice(&header);
         }
-        self.compress.packet(pages, out)
+        self.by_level[self.current].1.packet(pages, out)
+    }
+
+    fn set_level(&mut self, level: i8) -> Result<(), MethodError> {
+        // Below 0 there is none.
+        let level = u8::try_from(level).unwrap_or(u8::MAX);
+        if let Some(made) = self.by_level.iter().position(|(one, _)| *one == level) {
+            self.current = made;
+            return Ok(());
+        }
+        table::check_level(NAME, &LEVELS, level)?;
+        let made = compressor(library_for(level), level)?;
+        self.by_level.push((level, made));
+        self.current = self.by_level.len() - 1;
+        Ok(())
     }
 }
 
