@@ -338,32 +338,60 @@ fn return_path() {
     put("return_path", "all", &out);
 }
 
-/// The checksums are mended by the target.
-fn save_file() {
-    let json = br#"{"machine":"pc-i440fx-10.0","uuid":"00000000000000000000000000000000","channels":1,"method":"zstd","begun":1,"hotlift":"0.1.0"}"#;
-    let mut file = vec![1];
-    file.extend_from_slice(b"HLSAVE\r\n\0\0\0\x01");
-    file.extend_from_slice(&u32::try_from(json.len()).expect("short").to_be_bytes());
-    file.extend_from_slice(json);
-    file.extend_from_slice(&[0; 4]);
-    let mut bytes = 0_u64;
-    let chunks: [(u8, u8, &[u8]); 3] =
-        [(0, 0, b"main"), (1, 0, b"channel one"), (0, 1, b"the end")];
-    for (number, (channel, held_back, content)) in (0_u64..).zip(chunks) {
-        file.extend_from_slice(b"HLch");
-        file.extend_from_slice(&[0, channel, 0, held_back]);
-        file.extend_from_slice(&number.to_be_bytes());
-        file.extend_from_slice(&u32::try_from(content.len()).expect("short").to_be_bytes());
-        file.extend_from_slice(&[0; 8]);
-        file.extend_from_slice(content);
-        bytes += content.len() as u64;
+/// A VM of 64 pages, four of which have content, as QEMU saves it.
+fn mapped_ram_vm(path: &std::path::Path) {
+    let configuration = Configuration {
+        machine: "pc-i440fx-10.0".to_owned(),
+        capabilities: vec![MAPPED_RAM.to_owned()],
+        ..Configuration::default()
+    };
+    let mut start = FILE_HEADER.to_vec();
+    configuration.encode(&mut start).expect("a configuration");
+    let entries = [RamBlockEntry::new("pc.ram", 64 * 4096)];
+    let layout = MappedLayout::new(2, &entries, start.len() as u64).expect("a layout");
+    let file = std::fs::File::create(path).expect("a file");
+    let write = |bytes: &[u8], at| {
+        std::os::unix::fs::FileExt::write_all_at(&file, bytes, at).expect("written");
+    };
+    write(&start, 0);
+    for (position, piece) in &layout.pieces {
+        write(piece, *position);
     }
-    file.extend_from_slice(b"HLen\0\0\0\0");
-    file.extend_from_slice(&3_u64.to_be_bytes());
-    file.extend_from_slice(&bytes.to_be_bytes());
-    file.extend_from_slice(&[0; 8]);
-    put("save_file", "whole", &file);
-    put("save_file", "cut", &file[..file.len() - 40]);
+    let place = &layout.blocks[0];
+    write(&[0b11, 0, 0b101, 0, 0, 0, 0, 0], place.bitmap_offset);
+    for page in [0_u8, 1, 16, 18] {
+        write(&[page + 1; 4096], place.pages_offset + u64::from(page) * 4096);
+    }
+    let mut end = Vec::new();
+    put_mapped_end(2, &mut end);
+    end.extend_from_slice(b"\x04device\0\x06\0\0\0\x02{}");
+    write(&end, layout.end);
+}
+
+/// A whole file as `hotlift save` writes it, of a VM with some pages; and one that was cut.
+fn save_file() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let [from, to] = ["qemu", "vm"].map(|name| folder.path().join(name));
+    mapped_ram_vm(&from);
+    let settings = hotlift::relay::RelaySettings::default();
+    let saved = hotlift::relay::relay(
+        hotlift::relay::Incoming::File {
+            path: &from,
+            offset: 0,
+        },
+        &hotlift::relay::Outgoing::File {
+            path: &to,
+            format: hotlift::file::FileFormat::Hotlift,
+        },
+        &settings,
+        &hotlift::Control::new(),
+        hotlift::relay::Hooks::default(),
+    );
+    saved.expect("it is saved");
+    let whole = std::fs::read(&to).expect("the file");
+    let marked = [&[1], &whole[..]].concat();
+    put("save_file", "whole", &marked);
+    put("save_file", "cut", &marked[..marked.len() - 40]);
 }
 
 /// Lists of records for the target to seal, and bytes as they are.

@@ -1,5 +1,6 @@
 //! Why the command failed: one line for the operator, what to do next, and the exit code.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use hotlift::MigrationError;
@@ -62,6 +63,18 @@ pub enum CommandError {
         "it is not known whether the guest runs here: {reasons}; its QEMU was left as it is ({qemu})"
     )]
     NotKnown { reasons: String, qemu: String },
+    #[error(
+        "{reasons}; it stands still where it needs one of the others, until they come: hotlift restore --lazy --resume {} \
+         --qmp ADDRESS ({qemu})",
+        file.display()
+    )]
+    PagesMissing {
+        reasons: String,
+        file: PathBuf,
+        qemu: String,
+    },
+    #[error("the save file cannot be used: {reason}")]
+    Show { reason: String },
     #[error("the guest was not restored: {reasons}")]
     Restore { reasons: String },
     #[error("more than {most} have connected, and it has said nothing for longest")]
@@ -143,6 +156,7 @@ impl CommandError {
             | Self::Relay(MigrationError::InDoubt)
             | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
             | Self::NotKnown { .. }
+            | Self::PagesMissing { .. }
             | Self::EndedCopy => ExitCode::from(3),
             // The guest is where it was to go.
             Self::Qemu(QemuError::MovedAnyway { .. }) => ExitCode::SUCCESS,

@@ -19,9 +19,11 @@ mod relay;
 mod relay_report;
 mod report;
 mod restore;
+mod restore_lazily;
 mod save;
 mod serve;
 mod settle;
+mod show;
 mod usage;
 
 use std::path::Path;
@@ -115,16 +117,25 @@ enum Command {
     /// Restore a guest from a file into a QEMU
     ///
     /// Takes files of 'hotlift save' and QEMU's own mapped-ram files. A file that is cut short or
-    /// damaged is refused before the guest runs.
+    /// damaged is refused before the guest runs; with --lazy no damaged page reaches it.
     ///
     ///   hotlift restore vm.save -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
     ///   hotlift restore vm.save --qmp /run/vm.qmp
     ///
+    /// With --lazy (files of 'hotlift save', QEMU 7.2 and later) the guest runs after some
+    /// milliseconds, and gets its pages as it asks for them. If this command ends too early, the
+    /// guest waits for the others: --lazy --resume brings them.
+    ///
     /// A QEMU that was started runs on when this command ends; if it did not get the guest, it is
     /// ended. Exit codes as of 'serve'.
     #[command(verbatim_doc_comment)]
     Restore(restore::RestoreArgs),
+    /// Say what is in a save file: machine, RAM, devices, size by method
+    ///
+    ///   hotlift show vm.save --verify
+    #[command(verbatim_doc_comment)]
+    Show(show::ShowArgs),
     /// Say where a guest goes on that a migration has left paused (exit code 3)
     ///
     /// Nobody could know whether the destination runs it, so that it was kept, whole. Look there first. Refused of a guest
@@ -216,6 +227,7 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Save(args) => save::run(&args),
         Command::Restore(args) => restore::run(&args),
+        Command::Show(args) => show::run(&args),
         Command::Settle(args) => settle::run(&args),
         Command::Guard(args) => {
             guard::run(&args);

@@ -24,6 +24,7 @@ use hotlift_qmp::QmpAddress;
 
 use crate::error::CommandError;
 use crate::relay_report::relay_table;
+use crate::restore_lazily;
 
 /// What a stream of QEMU begins with (`QEMU_VM_FILE_MAGIC`).
 const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
@@ -48,8 +49,20 @@ pub struct RestoreArgs {
         visible_alias = "channels"
     )]
     multifd_channels: u8,
+    /// Let the guest run at once: pages follow as it asks for them, the others behind
+    #[arg(long, conflicts_with = "multifd_channels")]
+    lazy: bool,
+    /// Go on with a lazy restore that was interrupted: QEMU runs the guest, and waits for pages
+    #[arg(long, requires_all = ["lazy", "qmp"])]
+    pub(crate) resume: bool,
+    /// With --lazy: limit of what the guest has not asked for; 0 is unlimited [default: 0]
+    #[arg(long, value_name = "BYTES/S", requires = "lazy")]
+    pub(crate) max_bandwidth: Option<String>,
+    /// With --lazy: CPU time for what the guest has not asked for, in cores; 0 is unlimited [default: 0]
+    #[arg(long, value_name = "CORES", requires = "lazy")]
+    pub(crate) cpu_limit: Option<String>,
     #[command(flatten)]
-    output: OutputArgs,
+    pub(crate) output: OutputArgs,
     #[command(flatten)]
     limits: LimitArgs<role::Restore>,
     /// Command line of the QEMU to start; '-incoming defer' and a QMP socket are added
@@ -57,11 +70,29 @@ pub struct RestoreArgs {
     command: Vec<OsString>,
 }
 
+impl RestoreArgs {
+    /// The file.
+    pub(crate) fn file(&self) -> &Path {
+        &self.file
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let info = info(args)?;
+    let Some(id) = info
+        .as_ref()
+        .map(|info| info.id)
+        .or((!args.lazy).then_some(0))
+    else {
+        let reasons = "--lazy needs a file of 'hotlift save', and this one is QEMU's: restore it without --lazy";
+        return Err(CommandError::Restore {
+            reasons: reasons.to_owned(),
+        });
+    };
     let mut destination = match &args.qmp {
+        Some(address) if args.resume => Destination::recovering(address, id)?,
         Some(address) => Destination::held(address)?,
         None => Destination::start(&args.command, &interrupt)?,
     };
@@ -72,6 +103,14 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
             ..Vm::default()
         };
         saved.fits(&destination.vm()?)?;
+    }
+    if args.lazy {
+        let options = restore_lazily::options(args, args.limits.options())?;
+        let socket = destination.socket_for(id);
+        if !args.resume {
+            incoming::listen_for_pages(&mut destination, &socket)?;
+        }
+        return restore_lazily::run(args, destination, &socket, &options, &interrupt);
     }
     let socket = destination.socket();
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
@@ -95,7 +134,7 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
 }
 
 /// The relay has failed: says why, and whether the guest runs all the same.
-fn failed(
+pub(crate) fn failed(
     error: &MigrationError,
     destination: Destination,
     settle_timeout: Duration,
@@ -128,7 +167,7 @@ fn failed(
 }
 
 /// Says that the guest is here, and leaves its QEMU to itself.
-fn say_taken(running: Option<bool>, destination: Destination) {
+pub(crate) fn say_taken(running: Option<bool>, destination: Destination) {
     let state = match running {
         Some(true) => "runs",
         Some(false) => "is paused",
@@ -138,7 +177,7 @@ fn say_taken(running: Option<bool>, destination: Destination) {
 }
 
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.
-fn not_known(destination: Destination, reasons: String) -> CommandError {
+pub(crate) fn not_known(destination: Destination, reasons: String) -> CommandError {
     CommandError::NotKnown {
         reasons,
         qemu: destination.leave_alone(),

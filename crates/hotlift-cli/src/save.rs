@@ -42,7 +42,7 @@ pub struct SaveArgs {
 /// `--format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
-    /// Hotlift's own: compressed by the chosen method, with a checksum over every byte
+    /// Hotlift's own: compressed by the chosen method, with checksums; 'restore --lazy' reads it
     Hotlift,
     /// QEMU's mapped-ram file: uncompressed, and QEMU 9.0 or later loads it by itself
     MappedRam,

@@ -71,13 +71,20 @@ impl<R: HasRole> RoleArgs<R> {
 
     /// The settings of a relay: zero pages as both ends can have them unless that was given.
     pub fn relay_settings(&self) -> Result<RelaySettings, OptionError> {
-        let outgoing = self.complete().options()?;
+        let all = self.complete();
+        // Who asks for auto beside a QEMU has one that reads what it sends.
+        let asked = self.has("multifd-compression") && !self.has("qemu-reads");
+        let all = if asked {
+            all.with("qemu-reads", "zstd")
+        } else {
+            all
+        };
+        let outgoing = all.options()?;
         relay::check(&outgoing)?;
         let zero_pages = self
             .has("zero-page-detection")
             .then_some(outgoing.zero_page_detection);
         Ok(RelaySettings {
-            auto_is_zstd: self.has("multifd-compression"),
             outgoing,
             zero_pages,
             ..RelaySettings::default()
@@ -410,6 +417,28 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn a_relay_that_was_asked_for_auto_sends_zstd_to_a_qemu_unless_it_reads_something_else() {
+        let reads = |given: &[&str]| {
+            let command = RoleArgs::<role::Relay>::augment_args(Command::new("t"));
+            let matches = command
+                .try_get_matches_from([&["t"], given].concat())
+                .unwrap();
+            let args = RoleArgs::<role::Relay>::from_arg_matches(&matches).unwrap();
+            args.relay_settings()
+                .map(|settings| settings.outgoing.qemu_reads.name)
+        };
+        assert_eq!(reads(&[]).unwrap(), "none");
+        assert_eq!(reads(&["--method=auto"]).unwrap(), "zstd");
+        assert_eq!(
+            reads(&["--method=auto", "--qemu-reads=zlib"]).unwrap(),
+            "zlib"
+        );
+        assert_eq!(reads(&["--qemu-reads=zlib"]).unwrap(), "zlib");
+        let refused = reads(&["--qemu-reads=lz4"]).unwrap_err().to_string();
+        assert!(refused.contains("qemu-reads=lz4"), "{refused}");
     }
 
     #[test]

@@ -30,6 +30,9 @@ const ASK_AGAIN: Duration = Duration::from_secs(3);
 /// How long a QEMU whose stream has broken before its end may take to say why.
 const REASON: Duration = Duration::from_secs(5);
 
+/// What the name of a socket begins with that pages come by as they are asked for.
+const LAZY: &str = "lazy-";
+
 /// A QEMU that waits with `-incoming defer`.
 pub struct Destination {
     qemu: Mutex<Qemu>,
@@ -82,6 +85,49 @@ impl Destination {
         let folder = OwnFolder::private()?;
         let (process, qemu) = Started::start(command, folder.path(), interrupt)?;
         Self::waiting(qemu, Some(process), folder)
+    }
+
+    /// One that runs its guest, and waits for pages of it (`postcopy-paused`) from the file `file`, on a new socket from
+    /// now on. Its settings are put back when it has them.
+    ///
+    /// # Errors
+    /// If it does not answer, does not wait for pages, or waits for those of another file.
+    pub fn recovering(address: &QmpAddress, file: u64) -> Result<Self, QemuError> {
+        let mut qemu = Qemu::connect(address, CONNECT).map_err(at_destination)?;
+        let state = qemu.query_status().map_err(at_destination)?;
+        let migration = qemu.query_migrate().map_err(at_destination)?;
+        if migration.status() != "postcopy-paused" {
+            return Err(QemuError::NotPaused {
+                status: state.status,
+                migration: migration.status().to_owned(),
+            });
+        }
+        let listened = qemu.client().execute("query-migrate", &Value::Null);
+        let listened = listened.map_err(at_destination)?["socket-address"].to_string();
+        let name = Self::name_for(file);
+        if listened.contains(LAZY) && !listened.contains(&name) {
+            return Err(QemuError::OtherFile);
+        }
+        let folder = OwnFolder::private()?;
+        let uri = format!("unix:{}", folder.path().join(name).display());
+        qemu.migrate_recover(&uri).map_err(at_destination)?;
+        Ok(Self {
+            qemu: Mutex::new(qemu),
+            process: None,
+            custody: Custody::default(),
+            changed: Some(Changed::turned_on("postcopy-ram")),
+            folder,
+            ask_again_at: Mutex::default(),
+        })
+    }
+
+    /// A socket for pages of the file `file`, by which one that waits for more of them is known again.
+    pub fn socket_for(&self, file: u64) -> PathBuf {
+        self.folder.path().join(Self::name_for(file))
+    }
+
+    fn name_for(file: u64) -> String {
+        format!("{LAZY}{file:016x}")
     }
 
     fn waiting(
@@ -184,6 +230,12 @@ impl Destination {
             }
             std::thread::sleep(TICK);
         }
+    }
+
+    /// Whether it says that its guest waits for pages that nobody sends.
+    pub fn waits_for_pages(&self) -> bool {
+        let status = self.qemu().query_migrate();
+        status.is_ok_and(|info| info.status() == "postcopy-paused")
     }
 
     /// Asks once.

@@ -32,6 +32,20 @@ pub enum QemuError {
         /// QEMU's name of the state of its migration.
         migration: String,
     },
+    /// It has no guest that waits for pages.
+    #[error(
+        "QEMU has no guest that waits for pages: it is in state '{status}', and its migration in state \
+         '{migration}', not 'postcopy-paused'"
+    )]
+    NotPaused {
+        /// QEMU's name of its state.
+        status: String,
+        /// QEMU's name of the state of its migration.
+        migration: String,
+    },
+    /// It waits for pages of another file.
+    #[error("the guest of this QEMU waits for pages of another file than this one")]
+    OtherFile,
     /// A QEMU that was started here, with what it has said.
     #[error("QEMU ended before it could be asked for anything ({status}): {errors}")]
     Ended {

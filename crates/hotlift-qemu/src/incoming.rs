@@ -29,6 +29,15 @@ pub fn listen(
     destination.listen(&capabilities, &parameters, socket)
 }
 
+/// Lets QEMU listen on `socket` for a VM whose pages it asks for.
+///
+/// # Errors
+/// If QEMU refuses: its RAM is of a kind that it cannot wait for pages in, or the host does not let it.
+pub fn listen_for_pages(destination: &mut Destination, socket: &Path) -> Result<(), QemuError> {
+    let (capabilities, parameters) = settings::for_lazy_restore();
+    destination.listen(&capabilities, &parameters, socket)
+}
+
 /// Settings of the relay that such a QEMU is given its stream by, whose source is held to the limits in `limits`.
 ///
 /// # Errors

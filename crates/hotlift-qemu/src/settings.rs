@@ -46,7 +46,25 @@ pub fn for_relay(channels: u8) -> (Vec<(&'static str, bool)>, Map<String, Value>
     (capabilities, parameters)
 }
 
+/// What a restore asks of a QEMU that is to run its guest before it has the pages.
+#[must_use]
+pub fn for_lazy_restore() -> (Vec<(&'static str, bool)>, Map<String, Value>) {
+    let (mut capabilities, parameters) = for_relay(0);
+    capabilities.retain(|(name, _)| *name != "postcopy-ram");
+    capabilities.push(("postcopy-ram", true));
+    (capabilities, parameters)
+}
+
 impl Changed {
+    /// One capability was off, and is on.
+    #[must_use]
+    pub fn turned_on(capability: &str) -> Self {
+        Self {
+            capabilities: vec![(capability.to_owned(), false)],
+            parameters: Map::new(),
+        }
+    }
+
     /// Changes what differs. If QEMU refuses, what was changed is put back.
     ///
     /// # Errors

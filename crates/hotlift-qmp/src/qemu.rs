@@ -191,6 +191,14 @@ impl Qemu {
         self.tell("migrate-incoming", &arguments)
     }
 
+    /// `migrate-recover`: a QEMU whose postcopy was interrupted listens on `uri` for the rest.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn migrate_recover(&mut self, uri: &str) -> Result<(), QmpError> {
+        self.tell("migrate-recover", &json!({ "uri": uri }))
+    }
+
     /// `migrate_cancel`: succeeds even if nothing is under way.
     ///
     /// # Errors

@@ -231,6 +231,13 @@ pub enum MigrationError {
         #[source]
         source: Box<MigrationError>,
     },
+    /// The destination runs the guest, and has not all of its pages.
+    #[error("the guest runs, and not all of its pages are there")]
+    PagesMissing {
+        /// Why no more came.
+        #[source]
+        source: Box<MigrationError>,
+    },
     /// The destination had everything and was told to run the guest, and then no word came back.
     /// The guest stands still here: letting it run could make two of it.
     #[error(

@@ -9,6 +9,7 @@
 //! | [`migrate()`], [`receive()`] | the guest of this process to a stream, and back |
 //! | [`relay`] | a QEMU's stream to another, or to a file, or out of one |
 //! | [`mod@file`] | save files |
+//! | [`lazy`] | a save file to a QEMU that runs its guest at once |
 //! | [`control`] | state and cancel |
 //! | [`progress`], [`figures`] | what a migration tells while it runs, and what it cost |
 //! | [`error`] | why it ended before its time |
@@ -46,6 +47,7 @@ pub mod tls;
 pub mod transport;
 
 pub use ends::file;
+pub use ops::lazy;
 pub use ops::migrate::migrate;
 pub use ops::receive::{prepare, receive};
 pub use ops::relay;

@@ -374,59 +374,17 @@ fn a_damaged_mapped_ram_file_never_ends_in_a_panic_or_a_rest() {
     }
 }
 
-/// The save file without the last chunk of channel 1, with the numbers and checksums of a whole one.
-fn without_last_chunk_of_a_channel(whole: &[u8]) -> Vec<u8> {
-    let be = |bytes: &[u8]| {
-        bytes
-            .iter()
-            .fold(0, |sum, byte| sum << 8 | usize::from(*byte))
+/// What a save has written for the case that it ends before the file has its name: nobody reads it.
+fn unread(whole: &[u8]) -> std::ops::Range<usize> {
+    let foot = whole.len() - 16;
+    let length = u32::from_be_bytes(whole[foot..foot + 4].try_into().expect("four bytes"));
+    let json = &whole[foot - length as usize..foot];
+    let contents: serde_json::Value = serde_json::from_slice(json).expect("JSON");
+    let number = |part: &str, name: &str| {
+        let number = contents[part][name].as_u64().expect("a number");
+        usize::try_from(number).expect("small")
     };
-    let seal = |mut bytes: Vec<u8>| {
-        bytes.extend(crc32fast::hash(&bytes).to_be_bytes());
-        bytes
-    };
-    let header = 16 + be(&whole[12..16]) + 4;
-    let (mut chunks, mut at) = (Vec::new(), header);
-    while whole[at..].starts_with(b"HLch") {
-        let end = at + 28 + be(&whole[at + 16..at + 20]);
-        chunks.push(&whole[at..end]);
-        at = end;
-    }
-    let last = chunks.iter().rposition(|chunk| be(&chunk[4..6]) == 1);
-    chunks.remove(last.expect("a chunk of channel 1"));
-    let (mut bytes, mut headers) = (whole[..header].to_vec(), crc32fast::Hasher::new());
-    for (number, chunk) in chunks.iter().enumerate() {
-        let number = (number as u64).to_be_bytes();
-        let head = seal([&chunk[..8], &number, &chunk[16..24]].concat());
-        headers.update(&head);
-        bytes.extend(head);
-        bytes.extend(&chunk[28..]);
-    }
-    let length: usize = chunks.iter().map(|chunk| chunk.len() - 28).sum();
-    let counts = [chunks.len() as u64, length as u64].map(u64::to_be_bytes);
-    let sum = headers.finalize().to_be_bytes();
-    bytes.extend(seal(
-        [b"HLen\0\0\0\0", &counts[0][..], &counts[1], &sum].concat(),
-    ));
-    bytes
-}
-
-#[test]
-fn a_save_file_whose_channel_ends_before_its_sync_is_refused() {
-    let (outer, inner) = (folder(), folder());
-    let (qemu, path) = (outer.path().join("qemu"), inner.path().join("ours"));
-    small("pc-i440fx-10.0").write(&qemu, 0);
-    carry((&qemu, 0), &path, FileFormat::Hotlift, &settings("zstd", 2)).expect("saved");
-    let whole = fs::read(&path).expect("the file");
-    fs::write(&path, without_last_chunk_of_a_channel(&whole)).expect("write");
-    let to = inner.path().join("to");
-    let refused = carry((&path, 0), &to, FileFormat::MappedRam, &settings("none", 2));
-    let words = refused.expect_err("a round has no end").chain();
-    assert!(
-        words.contains("the end of a multifd channel before its SYNC"),
-        "{words}"
-    );
-    assert_eq!(fs::read_dir(inner.path()).expect("a folder").count(), 1);
+    number("checks", "position") + number("checks", "length")..number("state", "position")
 }
 
 #[test]
@@ -437,7 +395,11 @@ fn a_damaged_save_file_is_refused_wherever_the_damage_is() {
     carry((&qemu, 0), &path, FileFormat::Hotlift, &settings("zstd", 2)).expect("saved");
     let whole = fs::read(&path).expect("the file");
     let places = (0..whole.len()).step_by(whole.len() / 60);
+    let unread = unread(&whole);
     for at in places.chain(whole.len() - 40..whole.len()) {
+        if unread.contains(&at) {
+            continue;
+        }
         let mut bytes = whole.clone();
         bytes[at] ^= 0x40;
         fs::write(&path, bytes).expect("write");

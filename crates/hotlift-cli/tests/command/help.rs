@@ -70,7 +70,9 @@ fn every_option_that_is_not_a_commands_is_refused_with_what_to_do_instead() {
             let Some(instead) = option.refusal(*role) else {
                 continue;
             };
-            if command == &["restore"] && option.name == "multifd-channels" {
+            // Flags of its own, which say what they are for there.
+            let own = ["multifd-channels", "max-bandwidth", "cpu-limit"];
+            if command == &["restore"] && own.contains(&option.name) {
                 continue;
             }
             let flag = format!("--{}={}", option.name, option.default);

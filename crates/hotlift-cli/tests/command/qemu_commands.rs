@@ -192,7 +192,7 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
                 "--multifd=off",
                 "--compress=on",
             ],
-            "compress=on needs format hotlift",
+            "compress=on needs a stream",
         ),
         (
             &[

@@ -38,6 +38,7 @@ const OTHERS: &[(&str, &str, bool)] = &[
     ("x-hotlift-insecure", "true", false),
     ("x-hotlift-accelerator", "\"off\"", false),
     ("x-hotlift-goal", "\"least-cpu\"", true),
+    ("x-hotlift-qemu-reads", "\"zlib\"", false),
     ("x-hotlift-cpu-limit", "\"0.5\"", true),
     ("x-hotlift-mem-prealloc", "true", false),
     ("x-hotlift-max-channels", "65", false),

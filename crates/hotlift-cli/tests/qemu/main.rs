@@ -16,6 +16,7 @@
 //! | `tls` | QEMUs that have TLS, relays and commands that have it between them |
 //! | `postcopy` | what the relays carry untouched |
 //! | `files` | machines that go on from a file |
+//! | `lazy` | guests that run before they have their pages |
 
 #![allow(
     clippy::print_stdout,
@@ -33,6 +34,7 @@ mod guest;
 #[path = "../command/hotlift.rs"]
 #[allow(dead_code, reason = "its other users need the rest")]
 mod hotlift;
+mod lazy;
 mod linux_moves;
 mod matrix;
 mod operator;

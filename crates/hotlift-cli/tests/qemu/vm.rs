@@ -211,7 +211,10 @@ impl Vm {
         let start = Instant::now();
         let mut said = Vec::new();
         while start.elapsed() < DEADLINE {
-            let event = self.qmp.wait_event(DEADLINE).expect("the monitor is there");
+            let event = self
+                .qmp
+                .wait_event(DEADLINE)
+                .unwrap_or_else(|error| panic!("{error}: {}", self.stderr()));
             let event = event.unwrap_or_else(|| panic!("{}", self.explain("no event")));
             if event.name == "MIGRATION" {
                 said.push(event.data["status"].as_str().unwrap_or_default().to_owned());

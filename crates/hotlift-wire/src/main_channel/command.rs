@@ -6,7 +6,12 @@ use crate::{Reader, WireError};
 const OPEN_RETURN_PATH: u16 = 1;
 pub(super) const PING: u16 = 2;
 const POSTCOPY_ADVISE: u16 = 3;
+pub(super) const POSTCOPY_LISTEN: u16 = 4;
+pub(super) const POSTCOPY_RUN: u16 = 5;
+pub(super) const POSTCOPY_RAM_DISCARD: u16 = 6;
 pub(super) const PACKAGED: u16 = 7;
+pub(super) const POSTCOPY_RESUME: u16 = 9;
+pub(super) const RECV_BITMAP: u16 = 10;
 const SWITCHOVER_START: u16 = 11;
 
 /// A command of a precopy stream (`MIG_CMD_*`).
@@ -88,13 +93,13 @@ impl Command {
                 })
             }
             SWITCHOVER_START => fixed(0).map(|()| Self::SwitchoverStart),
-            4 => unsupported("command POSTCOPY_LISTEN"),
-            5 => unsupported("command POSTCOPY_RUN"),
-            6 => unsupported("command POSTCOPY_RAM_DISCARD"),
+            POSTCOPY_LISTEN => unsupported("command POSTCOPY_LISTEN"),
+            POSTCOPY_RUN => unsupported("command POSTCOPY_RUN"),
+            POSTCOPY_RAM_DISCARD => unsupported("command POSTCOPY_RAM_DISCARD"),
             PACKAGED => unsupported("command PACKAGED"),
             8 => unsupported("command ENABLE_COLO"),
-            9 => unsupported("command POSTCOPY_RESUME"),
-            10 => unsupported("command RECV_BITMAP"),
+            POSTCOPY_RESUME => unsupported("command POSTCOPY_RESUME"),
+            RECV_BITMAP => unsupported("command RECV_BITMAP"),
             _ => Err(WireError::Unknown {
                 what: "command",
                 got: u64::from(id),

@@ -26,6 +26,7 @@ mod description;
 mod device_state;
 mod encode;
 mod mapped_ram;
+pub mod postcopy;
 mod ram;
 mod section;
 

@@ -5,7 +5,7 @@
 //! | `guest_source` | the guest of this process, which runs: its channels' threads read its memory |
 //! | `guest_sink` | the guest of this process, which is to run: its channels' threads write its memory |
 //! | `stream_source` | a stream that somebody else sends, taken apart into batches |
-//! | `stream_sink` | a stream to somebody else, or into a save file, out of batches |
+//! | `stream_sink` | a stream to somebody else, out of batches |
 //! | `file` | save files, and QEMU's `mapped-ram` files |
 //!
 //! `settings` chooses among those of a relay; `page_set` is what two of them keep of pages.

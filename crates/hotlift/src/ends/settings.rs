@@ -44,9 +44,6 @@ pub enum Outgoing<'a> {
 pub struct RelaySettings {
     /// Multifd channels, method, level and bandwidth of the outgoing side.
     pub outgoing: Options,
-    /// Towards a QEMU method `auto` is zstd, each packet at a level of its own, which the QEMU must be set to read. Not so:
-    /// pages as they are.
-    pub auto_is_zstd: bool,
     /// How zero pages are sent: in packets (`Multifd`), as records of main (`Legacy`), or as they
     /// came, without looking for them (`None`). Not given: looked for where the source has not, and
     /// sent as the other side can read them.
@@ -76,7 +73,6 @@ impl Default for RelaySettings {
                 max_bandwidth: 0,
                 ..Options::default()
             },
-            auto_is_zstd: false,
             zero_pages: None,
             uuid: None,
             flush_after_each_section: None,

@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_wire::handshake::Offer;
-use hotlift_wire::multifd::{Hello, Method, PacketLayout};
+use hotlift_wire::multifd::{Hello, PacketLayout};
 
 use crate::auto::{Auto, Reader};
 use crate::control::{Control, MigrationEvent, Status};
@@ -246,7 +246,7 @@ impl Migration<'_> {
         let is_hotlift = self.session.answers.opened(offer)?;
         self.session.multifd.reader_is(match is_hotlift {
             true => Reader::Hotlift,
-            false => Reader::Qemu(Method::None),
+            false => Reader::Qemu(self.session.options.qemu_reads()),
         })?;
         if !is_hotlift && self.session.options.packet_layout() != PacketLayout::QEMU {
             return Err(MigrationError::Mismatch {

@@ -4,9 +4,11 @@
 //! |---|---|---|
 //! | `migrate` | the guest of this process | a stream |
 //! | `receive` | a stream | the guest of this process |
-//! | `relay/pass_on` | a stream, or a save file | a stream (relay), or a file (save) |
-//! | `relay/restore` | a `mapped-ram` file | a stream |
+//! | `relay/pass_on` | a stream | a stream (relay), or a file (save) |
+//! | `relay/restore` | a file, all of it | a stream |
+//! | `lazy` | a save file, as the guest asks for its pages | a stream |
 
+pub mod lazy;
 pub(crate) mod migrate;
 pub(crate) mod receive;
 pub mod relay;

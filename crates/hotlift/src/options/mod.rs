@@ -53,6 +53,8 @@ pub struct Options {
     pub compress_wait_thread: bool,
     /// Whether the method's accelerator is used.
     pub accelerator: Accelerator,
+    /// What method `auto` sends to a QEMU, which reads one method: that one, each packet at a level of its own.
+    pub qemu_reads: &'static MethodInfo,
     /// Limit over all sockets, in bytes a second; 0 is unlimited.
     pub max_bandwidth: u64,
     /// Limit over this side's channel threads, in thousandths of a core; 0 is unlimited.
@@ -143,6 +145,7 @@ impl Default for Options {
             decompress_threads: 2,
             compress_wait_thread: true,
             accelerator: Accelerator::Auto,
+            qemu_reads: &METHODS[0],
             max_bandwidth: 128 << 20,
             cpu_limit: 0,
             goal: Goal::Fastest,
@@ -373,6 +376,12 @@ impl Options {
                 },
             });
         }
+        if !Method::from_flag(self.qemu_reads.flag).is_some_and(Method::is_qemus) {
+            return Err(OptionError::Conflict {
+                option: format!("qemu-reads={}", self.qemu_reads.name),
+                needs: "a QEMU that knows it, and none does: zstd or zlib",
+            });
+        }
         if self.zero_page_devices && (self.accel_path.is_empty() || !self.multifd()) {
             return Err(OptionError::Conflict {
                 option: "zero-page-detection=dsa-accel".to_owned(),
@@ -479,6 +488,11 @@ impl Options {
     pub(crate) fn packet_method(&self) -> Option<Method> {
         let method = self.multifd_compression;
         (!method.is_auto()).then(|| Method::from_flag(method.flag).unwrap_or(Method::None))
+    }
+
+    /// What method `auto` sends to a QEMU.
+    pub(crate) fn qemu_reads(&self) -> Method {
+        Method::from_flag(self.qemu_reads.flag).unwrap_or(Method::None)
     }
 
     /// Pages that are gathered into a packet.

@@ -770,6 +770,28 @@ pub static OPTIONS: &[OptionInfo] = &[
         access: plain!(Goal, goal),
     },
     OptionInfo {
+        name: "qemu-reads",
+        alias: None,
+        kind: Kind::Ours,
+        values: Values::Method,
+        default: "none",
+        unit: "",
+        live: false,
+        group: Group::Channels,
+        not_for: &[NotFor::any(
+            &[Role::Save],
+            "no QEMU reads a save file; 'hotlift restore' does",
+        )],
+        defaults: &[RoleDefault {
+            roles: &[Role::Relay, Role::Migrate],
+            value: None,
+            words: "zstd where method auto is given, else none",
+        }],
+        with: None,
+        help: "What method auto sends to a QEMU, as that is set; zlib and zstd at each packet's own level",
+        access: plain!(Method, qemu_reads),
+    },
+    OptionInfo {
         name: "cpu-limit",
         alias: None,
         kind: Kind::Ours,

@@ -29,7 +29,7 @@ pub(crate) struct Opening {
 }
 
 /// The RAM of the VM.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct RamLayout {
     /// The source's id of the section `ram`, which its other ids are distinct from.
     pub section_id: u32,

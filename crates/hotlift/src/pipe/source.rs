@@ -3,7 +3,7 @@
 //! | file | the source is |
 //! |---|---|
 //! | `receive` | a stream's multifd channels, each with a thread |
-//! | `file/mapped_source` | a `mapped-ram` file |
+//! | `file/source` | a file, read from any place |
 //!
 //! Its threads fill batches, and stand still at the session's barrier where the main thread wants them to. What is no
 //! page is the main thread's: `main_reader` and `device_state` read it from a stream, `restore` from a file.

@@ -1,6 +1,6 @@
 //! A multifd channel's half of its method, with the names that its errors carry.
 
-use hotlift_mem::GuestRun;
+use hotlift_mem::{GuestRun, PAGE_SIZE};
 use hotlift_methods::{
     Accelerator, Decode, Encode, EncoderSettings, Jobs, METHODS, MemoryLimit, MethodError,
     MethodInfo, RunsOn,
@@ -100,6 +100,15 @@ impl Encoder {
         Ok(Self { encoder, side })
     }
 
+    /// From now on each packet can be decoded without the others, by a [`Decoder`] that has been given
+    /// [`Decoder::read_header`]: what only the first packet of a channel has is written, and dropped. `level` is that of
+    /// the settings.
+    pub(crate) fn write_alone(&mut self, level: u8) -> Result<(), MigrationError> {
+        // A level that is set anew ends the frame that zstd keeps open over packets from level 4 on.
+        self.set_level(i8::try_from(level).unwrap_or(i8::MAX), 0, "")?;
+        self.encode(0, "", &[0; PAGE_SIZE], &mut Vec::new())
+    }
+
     /// Compresses the pages of packet `number`, and those after it, at this level.
     pub(crate) fn set_level(
         &mut self,
@@ -139,6 +148,17 @@ impl Decoder {
         decoder.limit_memory(memory);
         side.tell(decoder.jobs(), decoder.runs_on());
         Ok(Self { decoder, side })
+    }
+
+    /// Takes the header that [`Encoder::write_alone`] has dropped, as any encoder of this method writes it.
+    pub(crate) fn read_header(&mut self, method: &MethodInfo) -> Result<(), MigrationError> {
+        let settings = EncoderSettings::software(method.default_level);
+        let mut packet = Vec::new();
+        let encoded = (method.encoder)(&settings)
+            .and_then(|mut encoder| encoder.encode(&[0; PAGE_SIZE], &mut packet));
+        encoded.map_err(|source| self.side.not_made(source))?;
+        let mut page = [0; PAGE_SIZE];
+        self.decode(0, "", &packet, &[GuestRun::of_buffer(&mut page)])
     }
 
     /// Decompresses the payload of packet `number` into `pages`.

@@ -68,8 +68,8 @@ struct Since {
     /// The thread's CPU time until then, and its time in the run queue.
     cpu: Duration,
     queued: Duration,
-    /// Time that `cpu-limit` has taken since then.
-    slept: Duration,
+    /// Time that `cpu-limit`, or what takes the pages, has held it back since then.
+    held: Duration,
 }
 
 impl<'a> ChannelLoad<'a> {
@@ -96,7 +96,7 @@ impl<'a> ChannelLoad<'a> {
             at: Instant::now(),
             cpu,
             queued: self.queue.waited(),
-            slept: Duration::ZERO,
+            held: Duration::ZERO,
         }
     }
 
@@ -105,13 +105,13 @@ impl<'a> ChannelLoad<'a> {
         self.since = None;
     }
 
-    /// A packet of so many pages has been settled, and `cpu-limit` has held the thread back for `slept`. What is to be told
-    /// to the source now.
+    /// A packet of so many pages has been settled; for `held` the thread has waited for something else than the source. What
+    /// is to be told to that now.
     pub(crate) fn settled(
         &mut self,
         method: Method,
         pages: usize,
-        slept: Duration,
+        held: Duration,
     ) -> Option<Vec<u8>> {
         let cpu = thread_cpu_time();
         let index = Method::ALL.iter().position(|one| *one == method);
@@ -119,14 +119,14 @@ impl<'a> ChannelLoad<'a> {
         all_pages.fetch_add(pages as u64, Ordering::Relaxed);
         all_nanos.fetch_add(nanos(cpu.saturating_sub(self.cpu)), Ordering::Relaxed);
         let since = self.since.as_mut()?;
-        since.slept += slept;
+        since.held += held;
         let (since, elapsed) = (*since, since.at.elapsed());
         if elapsed < INTERVAL {
             return None;
         }
         let now = self.now(cpu);
         let queued = now.queued.saturating_sub(since.queued);
-        let busy = cpu.saturating_sub(since.cpu) + queued + since.slept;
+        let busy = cpu.saturating_sub(since.cpu) + queued + since.held;
         self.all
             .elapsed
             .fetch_add(nanos(elapsed), Ordering::Relaxed);

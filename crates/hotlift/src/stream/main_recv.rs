@@ -8,7 +8,6 @@ use hotlift_wire::{WireError, limits};
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
-use crate::stream::channel_in::ChannelIn;
 use crate::stream::counted_buffer::CountedBuffer;
 use crate::transport::Stream;
 
@@ -40,7 +39,7 @@ pub(crate) enum Silence {
 
 /// A buffered reader that can give back all it has read so far.
 pub(crate) struct MainInput<'a> {
-    channel: &'a dyn ChannelIn,
+    channel: &'a Stream,
     counters: &'a Counters,
     buffer: CountedBuffer,
     /// The part of `buffer` that was read and not yet taken.
@@ -62,7 +61,7 @@ pub(crate) struct ReadAhead {
 impl<'a> MainInput<'a> {
     /// A reader whose buffer, beyond its own choice, takes no more than `memory` has.
     pub(crate) fn new(
-        channel: &'a dyn ChannelIn,
+        channel: &'a Stream,
         counters: &'a Counters,
         silence: Silence,
         memory: &MemoryLimit,
@@ -84,9 +83,9 @@ impl<'a> MainInput<'a> {
         self
     }
 
-    /// The socket, for answers; a save file takes none.
-    pub(crate) fn socket(&self) -> Option<&'a Stream> {
-        self.channel.socket()
+    /// The socket, for answers.
+    pub(crate) fn socket(&self) -> &'a Stream {
+        self.channel
     }
 
     /// Bytes read and not taken.
@@ -135,11 +134,7 @@ impl<'a> MainInput<'a> {
     }
 
     /// Goes on where another reader was detached.
-    pub(crate) fn attach(
-        ahead: ReadAhead,
-        channel: &'a dyn ChannelIn,
-        counters: &'a Counters,
-    ) -> Self {
+    pub(crate) fn attach(ahead: ReadAhead, channel: &'a Stream, counters: &'a Counters) -> Self {
         Self {
             channel,
             counters,

@@ -12,7 +12,8 @@ use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
 use crate::guest::DeviceState;
 use crate::pacing::Pacer;
-use crate::stream::channel_out::ChannelOut;
+use crate::stream::channel_out::send;
+use crate::transport::Stream;
 
 /// Records are gathered up to this many bytes before they are written.
 const GATHERED: usize = 64 << 10;
@@ -20,7 +21,7 @@ const GATHERED: usize = 64 << 10;
 /// The connection of the main channel.
 #[derive(Debug)]
 pub(crate) struct MainLink {
-    pub transport: ChannelOut,
+    pub transport: Stream,
     pub counters: Counters,
     pub pacer: Arc<Pacer>,
     pub control: Control,
@@ -78,6 +79,23 @@ impl MainSend {
             in_section: false,
             completing: false,
         })
+    }
+
+    /// Goes on where another connection has ended, in the midst of RAM: nothing of what opened the stream is sent.
+    pub(crate) fn resume(
+        link: Arc<MainLink>,
+        configuration: &Configuration,
+        section_id: u32,
+        blocks: &[RamBlockEntry],
+    ) -> Result<Self, MigrationError> {
+        let mut main = Self::new(link, configuration)?;
+        main.record(|encoder, out| {
+            encoder.set_ram_id(section_id)?;
+            encoder.ram_start(blocks, false, out)
+        })?;
+        main.out.clear();
+        main.crc = None;
+        Ok(main)
     }
 
     /// The other side does not ask for a checksum.
@@ -318,7 +336,7 @@ impl MainSend {
         let bytes = parts.iter().map(|part| part.len()).sum();
         self.link.pacer.wait(bytes, &self.link.control);
         let transport = &self.link.transport;
-        transport.send(Channel::Main, parts, &mut self.scratch)?;
+        send(transport, Channel::Main, parts, &mut self.scratch)?;
         self.link.counters.add_bytes(bytes);
         Ok(())
     }

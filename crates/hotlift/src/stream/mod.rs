@@ -12,14 +12,13 @@
 //! | `main_recv` | the bytes of the main channel that is read |
 //! | `main_send` | the main channel that is written: stream setup, sections of RAM, device state, end |
 //! | `return_path` | the destination's messages |
+//! | `channel_out` | bytes of a channel to its socket |
 //! | `graceful_close` | the destination's reason, and the end of its connections |
-//! | `channel_in`, `channel_out` | the ends of a channel: a socket, or a save file |
 //! | `codec` | a multifd channel's half of its method |
 //! | `counted_buffer` | buffers whose size the peer chooses |
 
 pub(crate) mod arrivals;
-pub(crate) mod channel_in;
-pub(crate) mod channel_out;
+mod channel_out;
 pub(crate) mod codec;
 pub(crate) mod counted_buffer;
 pub(crate) mod door;

@@ -3,6 +3,7 @@
 //! With method none the pages go from the socket straight to their place; other methods decode into it.
 
 use std::io;
+use std::time::Duration;
 
 use hotlift_mem::GuestRun;
 use hotlift_methods::{Accelerator, MemoryLimit, MethodInfo};
@@ -13,7 +14,6 @@ use crate::control::Control;
 use crate::cpu_limit::{CpuBudget, CpuShare};
 use crate::error::{Channel, MigrationError};
 use crate::figures::Counters;
-use crate::stream::channel_in::ChannelIn;
 use crate::stream::codec::{ByMethod, Decoder};
 use crate::stream::counted_buffer::CountedBuffer;
 use crate::stream::load::{ChannelLoad, ReceiverLoad};
@@ -52,6 +52,11 @@ pub(crate) trait PageSink {
     fn forward(&mut self, header: &PacketHeader, from: &Stream) -> Result<bool, MigrationError> {
         let _ = (header, from);
         Ok(false)
+    }
+
+    /// How long pages have waited for room since this was asked last: the source is not what was waited for.
+    fn held_back(&mut self) -> Duration {
+        Duration::ZERO
     }
 
     /// Tells the source `message`, which is a message of the return path.
@@ -101,7 +106,7 @@ pub(crate) enum Methods {
 /// Reads one channel.
 pub(crate) struct MultifdReceiver<'a> {
     id: u8,
-    channel: &'a dyn ChannelIn,
+    channel: &'a Stream,
     packets: PacketReader<'a>,
     rules: PacketRules,
     /// The first packet's method is that of all.
@@ -143,7 +148,7 @@ impl<'a> MultifdReceiver<'a> {
     /// A reader of `channel`.
     pub(crate) fn new(
         rules: ChannelRules,
-        channel: &'a dyn ChannelIn,
+        channel: &'a Stream,
         blocks: &'a [RamBlockEntry],
         limits: ChannelLimits<'a>,
         counters: &'a Counters,
@@ -224,7 +229,7 @@ impl<'a> MultifdReceiver<'a> {
             if has_pages && self.pages(sink)? == ReadOn::No {
                 return Ok(());
             }
-            let slept = self.cpu.spend(self.payload.decoders.control);
+            let slept = self.cpu.spend(self.payload.decoders.control) + sink.held_back();
             let pages = self.header.normal().len();
             if has_content
                 && let Some(load) = &mut self.load
@@ -265,8 +270,8 @@ impl<'a> MultifdReceiver<'a> {
         let is_whole = packets.has_nothing_ahead() || !has_content;
         if header.method() == Method::None
             && is_whole
-            && let Some(socket) = channel.socket().filter(|socket| socket.is_plain())
-            && sink.forward(header, socket)?
+            && channel.is_plain()
+            && sink.forward(header, channel)?
         {
             if has_content {
                 packets.payload_was_taken();

@@ -33,7 +33,7 @@ use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts};
 use crate::options::Options;
 use crate::pacing::Pacer;
-use crate::stream::channel_out::{ChannelOut, send_guest_memory};
+use crate::stream::channel_out::{send, send_guest_memory};
 use crate::stream::codec::Encoder;
 use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
@@ -59,14 +59,19 @@ pub(crate) struct ChannelOpening {
 
 impl ChannelOpening {
     /// Says which channel this is.
-    pub(crate) fn send(&self, transport: &ChannelOut, id: u8) -> Result<(), MigrationError> {
+    pub(crate) fn send(&self, transport: &Stream, id: u8) -> Result<(), MigrationError> {
         let packet = InitialPacket {
             uuid: self.uuid,
             id,
             hello: Some(self.hello),
         };
         let parts: [&[u8]; 1] = [&packet.encode()];
-        transport.send(Channel::Multifd(id), &parts, &mut IoScratch::new())
+        send(
+            transport,
+            Channel::Multifd(id),
+            &parts,
+            &mut IoScratch::new(),
+        )
     }
 }
 
@@ -93,21 +98,17 @@ pub(crate) fn connect(
     opening: &ChannelOpening,
     timeout: Duration,
     control: &Control,
-) -> Result<(Stream, Vec<ChannelOut>), MigrationError> {
+) -> Result<(Stream, Vec<Stream>), MigrationError> {
     let connect = || connect_with(pass, to, timeout, control);
     let main = connect()?;
     let mut multifd = Vec::new();
     for id in 0..opening.hello.channels {
-        let opened = connect().and_then(|stream| {
-            let channel = ChannelOut::Socket(stream);
-            opening.send(&channel, id).map(|()| channel)
-        });
+        let opened = connect().and_then(|stream| opening.send(&stream, id).map(|()| stream));
         match opened {
             Ok(channel) => multifd.push(channel),
             Err(MigrationError::Cancelled) => return Err(MigrationError::Cancelled),
             Err(error) => {
-                let opened = multifd.iter().filter_map(ChannelOut::socket);
-                let reason = reason_on(std::iter::once(&main).chain(opened));
+                let reason = reason_on(std::iter::once(&main).chain(&multifd));
                 return Err(reason.unwrap_or_else(|| MigrationError::Opening {
                     channel: Channel::Multifd(id),
                     source: Box::new(error),
@@ -155,7 +156,7 @@ pub(crate) struct MultifdSend {
 
 #[derive(Debug)]
 struct OutChannel {
-    transport: ChannelOut,
+    transport: Stream,
     /// Who writes to it: its worker, or a thread that forwards packets.
     turn: Mutex<()>,
     counters: Counters,
@@ -204,7 +205,7 @@ impl Pages<'_, '_> {
 impl MultifdSend {
     /// The channels, which have been opened so.
     pub(crate) fn new(
-        channels: Vec<ChannelOut>,
+        channels: Vec<Stream>,
         hello: &Hello,
         options: &Options,
         pacer: &Arc<Pacer>,
@@ -267,9 +268,7 @@ impl MultifdSend {
 
     /// Their sockets.
     pub(crate) fn sockets(&self) -> impl Iterator<Item = &Stream> {
-        self.channels
-            .iter()
-            .filter_map(|channel| channel.transport.socket())
+        self.channels.iter().map(|channel| &channel.transport)
     }
 
     /// Time for a byte that `max-bandwidth` allows, in ns; 0 without a limit.
@@ -288,7 +287,7 @@ impl MultifdSend {
     /// Ends all of them, in both directions.
     pub(crate) fn shut_down(&self) {
         for channel in &self.channels {
-            channel.transport.shut_down(Shutdown::Both);
+            channel.transport.shutdown(Shutdown::Both);
         }
     }
 
@@ -299,7 +298,7 @@ impl MultifdSend {
         for id in (0..=u8::MAX).take(self.len()) {
             let header = self.frame(&mut writer, id, &self.sync_fields())?;
             self.write(id, header.len(), |transport| {
-                transport.send(Channel::Multifd(id), &[header], &mut scratch)
+                send(transport, Channel::Multifd(id), &[header], &mut scratch)
             })?;
         }
         Ok(())
@@ -339,7 +338,7 @@ impl MultifdSend {
         &self,
         id: u8,
         bytes: usize,
-        write: impl FnOnce(&ChannelOut) -> Result<(), MigrationError>,
+        write: impl FnOnce(&Stream) -> Result<(), MigrationError>,
     ) -> Result<Duration, MigrationError> {
         let channel = &self.channels[usize::from(id)];
         let held_back = self.pacer.wait(bytes, &self.control);
@@ -355,7 +354,7 @@ impl MultifdSend {
             // It has no queue: a channel that is due waits with the packet in its hands.
             return self.pacer.is_behind().then_some(0);
         }
-        let socket = self.channels[usize::from(id)].transport.socket()?;
+        let socket = &self.channels[usize::from(id)].transport;
         Some(auto.waiting(socket.unacknowledged()?))
     }
 }
@@ -411,9 +410,8 @@ impl<'a> PacketSender<'a> {
                 None => Coding::Raw,
             },
         };
-        let socket = multifd.channels[usize::from(id)].transport.socket();
-        let by_reference =
-            !matches!(coding, Coding::One(_)) && socket.is_some_and(Stream::is_plain);
+        let socket = &multifd.channels[usize::from(id)].transport;
+        let by_reference = !matches!(coding, Coding::One(_)) && socket.is_plain();
         // A pipe may be refused (`pipe-user-pages-soft`); copying always works.
         let splicer = (by_reference && options.zero_copy_send)
             .then(|| Splicer::new().ok())
@@ -466,9 +464,7 @@ impl<'a> PacketSender<'a> {
             _ => multifd.method.unwrap_or(Method::None),
         };
         let mut payload = match pages {
-            Pages::Guest(runs)
-                if method != Method::None || channel.transport.socket().is_none() =>
-            {
+            Pages::Guest(runs) if method != Method::None => {
                 copy(runs, bytes_in, &mut self.copy);
                 Pages::Private(&self.copy[..bytes_in])
             }
@@ -576,14 +572,11 @@ fn write(
     scratch: &mut IoScratch,
 ) -> Result<Duration, MigrationError> {
     let channel = Channel::Multifd(id);
-    let held_back = multifd.write(id, headers.len() + payload_len, |transport| {
-        match (payload, transport) {
-            (Pages::Guest(runs), ChannelOut::Socket(stream)) => {
-                send_guest_memory(stream, channel, headers, runs, splicer, scratch)
-            }
-            (Pages::Private(bytes), _) => transport.send(channel, &[headers, bytes], scratch),
-            (Pages::Guest(_), ChannelOut::File(_)) => unreachable!("it was copied"),
+    let held_back = multifd.write(id, headers.len() + payload_len, |transport| match payload {
+        Pages::Guest(runs) => {
+            send_guest_memory(transport, channel, headers, runs, splicer, scratch)
         }
+        Pages::Private(bytes) => send(transport, channel, &[headers, bytes], scratch),
     })?;
     headers.clear();
     Ok(held_back)
@@ -612,8 +605,8 @@ impl<'a> PacketForwarder<'a> {
     /// For the packets of incoming channel `channel`; `None` where pages do not go out to a socket as they came in.
     pub(crate) fn new(multifd: &'a MultifdSend, channel: u8) -> Option<Self> {
         let id = usize::from(channel).checked_rem(multifd.len())?;
-        let socket = multifd.channels[id].transport.socket();
-        if multifd.method != Some(Method::None) || !socket.is_some_and(Stream::is_plain) {
+        let socket = &multifd.channels[id].transport;
+        if multifd.method != Some(Method::None) || !socket.is_plain() {
             return None;
         }
         Some(Self {
@@ -646,11 +639,8 @@ impl<'a> PacketForwarder<'a> {
         let bytes = header.len() + length;
         let forwarder = &mut self.forwarder;
         let written = self.multifd.write(self.id, bytes, |transport| {
-            let Some(to) = transport.socket() else {
-                return Ok(());
-            };
             forwarder
-                .forward(from.as_fd(), to.as_fd(), header, length)
+                .forward(from.as_fd(), transport.as_fd(), header, length)
                 .map_err(|source| MigrationError::Connection {
                     channel: Channel::Multifd(self.id),
                     doing: "forwarding pages",

@@ -4,18 +4,18 @@
 //! than one header is read at once. After a payload exactly one header is read, so that the next
 //! payload can go from the socket straight to guest memory.
 
-use std::io;
+use std::io::{self, Read};
 
 use hotlift_mem::GuestRun;
 use hotlift_mem::sock::IoScratch;
 
-use crate::stream::channel_in::ChannelIn;
+use crate::transport::Stream;
 
 /// Headers read at once at most.
 const READ_AHEAD_HEADERS: usize = 48;
 
 pub(super) struct PacketReader<'a> {
-    channel: &'a dyn ChannelIn,
+    channel: &'a Stream,
     header_len: usize,
     buffer: Vec<u8>,
     /// The part of `buffer` that was read and not yet taken.
@@ -25,7 +25,7 @@ pub(super) struct PacketReader<'a> {
 }
 
 impl<'a> PacketReader<'a> {
-    pub(super) fn new(channel: &'a dyn ChannelIn, header_len: usize) -> Self {
+    pub(super) fn new(channel: &'a Stream, header_len: usize) -> Self {
         Self {
             channel,
             header_len,
@@ -100,6 +100,7 @@ impl<'a> PacketReader<'a> {
         let (first, rest) = payload.split_at_mut(buffered);
         first.copy_from_slice(&self.buffer[self.unread.start..self.unread.start + buffered]);
         self.unread.start += buffered;
-        self.channel.read_exact(rest)
+        let mut channel = self.channel;
+        channel.read_exact(rest)
     }
 }

@@ -22,6 +22,8 @@ pub(crate) struct Messages {
     channel: Channel,
     /// Bytes of a message that is not complete.
     pending: Vec<u8>,
+    /// There may be whole messages in `pending`.
+    has_more: bool,
     /// It has brought a reason why the destination gives up.
     explained: bool,
 }
@@ -31,8 +33,15 @@ impl Messages {
         Self {
             channel,
             pending: Vec::with_capacity(2 * limits::RETURN_PATH_PAYLOAD),
+            has_more: false,
             explained: false,
         }
+    }
+
+    /// These bytes of the connection have been read, and nothing of them was taken.
+    pub(crate) fn begin_with(&mut self, bytes: Vec<u8>) {
+        self.has_more = !bytes.is_empty();
+        self.pending = bytes;
     }
 
     /// Waits for bytes, and takes every message that is complete into `answers`. What is not for this side goes to
@@ -47,15 +56,20 @@ impl Messages {
         answers: &Answers,
         mut others: impl FnMut(ReturnMessage<'_>, &[u8]) -> Result<(), MigrationError>,
     ) -> Result<bool, MigrationError> {
-        let mut here = [0; limits::RETURN_PATH_PAYLOAD];
-        let read = stream
-            .read_some(&mut here)
-            .map_err(|source| MigrationError::Connection {
-                channel: self.channel,
-                doing: "listening to the destination",
-                source,
-            })?;
-        self.pending.extend_from_slice(&here[..read]);
+        let mut is_open = true;
+        if !std::mem::take(&mut self.has_more) {
+            let mut here = [0; limits::RETURN_PATH_PAYLOAD];
+            let read =
+                stream
+                    .read_some(&mut here)
+                    .map_err(|source| MigrationError::Connection {
+                        channel: self.channel,
+                        doing: "listening to the destination",
+                        source,
+                    })?;
+            self.pending.extend_from_slice(&here[..read]);
+            is_open = read > 0;
+        }
         // What was sent is no handshake.
         if self.pending.starts_with(&ALERT_BEGINS) {
             return Err(MigrationError::SpeaksTls);
@@ -81,7 +95,7 @@ impl Messages {
             }
         }
         self.pending.drain(..taken);
-        Ok(read > 0)
+        Ok(is_open)
     }
 }
 

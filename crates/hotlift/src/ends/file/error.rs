@@ -45,7 +45,7 @@ pub enum FileError {
     #[error(
         "the save file has version {version}, and this hotlift reads version {} (restore it with the \
          hotlift that wrote it)",
-        super::container::VERSION
+        super::layout::VERSION
     )]
     Version {
         /// The version that it has.

@@ -2,41 +2,50 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `container` | the save file's layout, as bytes and values |
-//! | `write` | writes it, from all worker threads at once |
-//! | `channels` | reads it, each channel by itself, checking every chunk |
+//! | `layout` | the save file's layout, as bytes and values |
+//! | `index` | where each page is |
+//! | `block_sink` | writes it, from all worker threads at once |
+//! | `block_file`, `block_reader` | an open one: its parts; its pages, from any place |
+//! | `describe` | what is in one, for people |
 //! | `mapped_sink` | writes QEMU's `mapped-ram` file |
-//! | `mapped_source` | reads it |
+//! | `mapped_file` | an open one |
+//! | `source` | all pages of either, for an eager restore |
 //! | `partial` | a file that gets its name when it is whole |
 //!
-//! A save file is the record of a relay's stream, and its channels are read as a relay's connections are, so that
-//! restoring it is a migration like any other, with the same checks. A `mapped-ram` file has no order: it is another kind
-//! of source. Either way the guest does not run before the whole file was read and found good.
+//! Restored eagerly, the guest does not run before the whole file was read and found good. Restored lazily, it runs at once,
+//! and no page reaches it that is not what was written.
 
-mod channels;
-mod container;
+mod block_file;
+mod block_reader;
+mod block_sink;
+mod describe;
 mod error;
+mod index;
+mod layout;
+mod mapped_file;
 mod mapped_sink;
-mod mapped_source;
 mod partial;
+mod source;
 #[cfg(test)]
 mod tests;
-mod write;
 
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
-use std::sync::Arc;
 
-pub(crate) use channels::{FileChannel, SavedChannels};
-pub use container::FileInfo;
+pub(crate) use block_file::BlockFile;
+pub(crate) use block_reader::Blocks;
+pub(crate) use block_sink::BlockSink;
+pub use describe::{Description, RamDescription, describe};
 pub use error::FileError;
+pub(crate) use layout::Entry;
+pub use layout::{FileInfo, Share};
 pub(crate) use mapped_sink::MappedRamSink;
-pub(crate) use write::ContainerWriter;
+pub(crate) use source::{FileSource, Places, SavedStream};
 
 use crate::options::{OptionError, Options};
 use hotlift_wire::WireError;
-pub(crate) use mapped_source::MappedSource;
+use mapped_file::MappedFile;
 
 /// Most RAM of a VM in a `mapped-ram` file, in bytes: 16 TiB, of which the bitmaps, all in memory, are
 /// 512 MiB. The largest hosts have that.
@@ -45,7 +54,7 @@ const RAM_MAX: u64 = 16 << 40;
 fn check_ram(bytes: u64) -> Result<(), WireError> {
     if bytes > RAM_MAX {
         return Err(WireError::OverLimit {
-            what: "RAM of a VM in a mapped-ram file",
+            what: "RAM of a VM in a file",
             limit: RAM_MAX,
             got: bytes,
         });
@@ -56,7 +65,7 @@ fn check_ram(bytes: u64) -> Result<(), WireError> {
 /// How a VM is kept in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileFormat {
-    /// Hotlift's own: compressed by the options' method, every byte covered by a checksum.
+    /// Hotlift's own: compressed by the options' method, all that is read of it covered by checksums.
     Hotlift,
     /// QEMU's (capability `mapped-ram`, from 9.0 on): pages uncompressed at fixed places, which QEMU
     /// loads by itself. It has no checksums.
@@ -71,7 +80,12 @@ impl FileFormat {
     pub fn check(self, options: &Options) -> Result<(), OptionError> {
         let method = options.multifd_compression;
         let asked = match self {
-            Self::MappedRam if options.compress => "compress=on".to_owned(),
+            _ if options.compress => {
+                return Err(OptionError::Conflict {
+                    option: "compress=on".to_owned(),
+                    needs: "a stream: in a file multifd-compression says how pages are compressed",
+                });
+            }
             Self::MappedRam if method.flag != 0 => format!("multifd-compression={}", method.name),
             Self::Hotlift | Self::MappedRam => return Ok(()),
         };
@@ -82,20 +96,20 @@ impl FileFormat {
     }
 }
 
-/// What a save file of Hotlift's own format says of itself; its chunks are not looked at.
+/// What a save file of Hotlift's own format says of itself; its pages are not looked at.
 ///
 /// # Errors
 /// [`FileError`] for a file that cannot be read, is of another format, or has a damaged header.
 pub fn inspect(path: &Path) -> Result<FileInfo, FileError> {
-    Ok(SavedChannels::open(path)?.info().clone())
+    Ok(BlockFile::open(path)?.info().clone())
 }
 
 /// A file that was opened and whose first bytes are good.
 pub(crate) enum SavedVm {
     /// Of Hotlift's own format.
-    Container(Arc<SavedChannels>),
+    Blocks(Box<FileSource<BlockFile>>),
     /// Of QEMU's.
-    MappedRam(Box<MappedSource>),
+    MappedRam(Box<FileSource<MappedFile>>),
 }
 
 impl SavedVm {
@@ -114,9 +128,11 @@ impl SavedVm {
             }
             Err(source) => return Err(failed(source)),
         }
-        if offset == 0 && first == container::MAGIC {
-            return Ok(Self::Container(Arc::new(SavedChannels::open(path)?)));
+        if offset == 0 && first == layout::MAGIC {
+            let file = FileSource::new(BlockFile::open(path)?);
+            return Ok(Self::Blocks(Box::new(file)));
         }
-        Ok(Self::MappedRam(Box::new(MappedSource::open(path, offset)?)))
+        let file = FileSource::new(MappedFile::open(path, offset)?);
+        Ok(Self::MappedRam(Box::new(file)))
     }
 }

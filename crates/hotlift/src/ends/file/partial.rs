@@ -113,6 +113,7 @@ impl PartialFile {
         self.file
             .sync_data()
             .and_then(|()| self.give_random_name(&mut self.lock()))
+            .and_then(|()| self.folder_file.sync_all())
             .map_err(|source| self.failed(source))
     }
 

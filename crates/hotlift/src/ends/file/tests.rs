@@ -4,19 +4,29 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
-use std::time::Duration;
 
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::main_channel::Configuration;
 use tempfile::TempDir;
 
-use crate::ends::file::container::{CHUNK_HEADER_LEN, CHUNK_MAX, TRAILER_LEN};
-use crate::ends::file::{ContainerWriter, FileError, FileInfo, SavedChannels, inspect};
+use crate::control::Control;
+use crate::ends::file::layout::FOOT_LEN;
+use crate::ends::file::partial::PartialFile;
+use crate::ends::file::{BlockFile, BlockSink, Blocks, FileError, Places, inspect};
+use crate::error::MigrationError;
+use crate::options::Options;
+use crate::pipe::batch::Batch;
+use crate::pipe::sink::{Opening, RamLayout, Sink, WritePages};
 
 /// Somebody else: `nobody`, on every Linux.
 const STRANGER: u32 = 65534;
 
-/// The bytes of the channels, main first.
-type Handed = [Vec<u8>; 3];
+/// Pages of the RAM block that is saved here, beside a second one of 3.
+const PAGES: usize = 700;
+
+const DEVICES: &[u8] = b"\x04devices";
+const END: &[u8] = b"\0description";
 
 /// A folder in memory where there is one: most files here live for a moment.
 fn folder() -> TempDir {
@@ -28,235 +38,295 @@ fn folder() -> TempDir {
     .unwrap()
 }
 
-fn info() -> FileInfo {
-    FileInfo {
-        machine: "pc-i440fx-10.0".to_owned(),
-        uuid: "0".repeat(32),
-        channels: 2,
-        method: "zstd".to_owned(),
-        begun: 1_800_000_000,
-        hotlift: "0.1.0".to_owned(),
-    }
+/// A page whose bytes tell it from others; all zero for 0.
+fn page(content: u8) -> [u8; PAGE_SIZE] {
+    let mut page = [content; PAGE_SIZE];
+    let noise = page.iter_mut().step_by(3).zip((0..=u8::MAX).cycle());
+    noise.for_each(|(byte, noise)| {
+        *byte = if content == 0 {
+            0
+        } else {
+            noise.wrapping_mul(content)
+        }
+    });
+    page
 }
 
-const CHUNKS: [(u16, &[&[u8]]); 5] = [
-    (1, &[b"opening 0"]),
-    (2, &[b"opening 1"]),
-    (0, &[b"QEVM", b"", b" and so on"]),
-    (2, &[b"header", &[7; 300]]),
-    (0, &[b"devices"]),
-];
-const END: &[u8] = b"\0description";
-
-fn write(path: &Path) {
-    let file = ContainerWriter::create(path, &info()).unwrap();
-    for (channel, parts) in CHUNKS {
-        file.append(channel, false, parts).unwrap();
-    }
-    file.sync().unwrap();
-    file.append(0, true, &[END]).unwrap();
-    file.finish().unwrap();
+fn sink(path: &Path, name: &str) -> BlockSink {
+    let options = Options {
+        multifd_compression: hotlift_methods::selection(name).unwrap(),
+        ..Options::default()
+    };
+    sink_with(path, &options)
 }
 
-/// All chunks, in the file's order.
-fn chunks() -> Vec<(u16, Vec<u8>)> {
-    let chunks = CHUNKS.iter();
-    chunks
-        .map(|(channel, parts)| (*channel, parts.concat()))
-        .chain([(0, END.to_vec())])
-        .collect()
+fn sink_with(path: &Path, options: &Options) -> BlockSink {
+    let opening = Opening {
+        configuration: Configuration {
+            machine: "pc-i440fx-10.0".to_owned(),
+            ..Configuration::default()
+        },
+        uuid: [7; 16],
+    };
+    let control = Control::default();
+    let sink = BlockSink::create(path, options, &opening, &options.memory(0), &control).unwrap();
+    sink.open(&opening).unwrap();
+    let entries = [("ram", PAGES), ("rom", 3)];
+    sink.ram_start(&RamLayout {
+        section_id: 3,
+        blocks: entries
+            .map(|(name, pages)| RamBlockEntry::new(name, (pages * PAGE_SIZE) as u64))
+            .into(),
+    })
+    .unwrap();
+    sink
 }
 
-fn expected() -> Handed {
-    let mut expected = Handed::default();
-    for (channel, bytes) in chunks() {
-        expected[usize::from(channel)].extend(bytes);
+fn finish(sink: &BlockSink) -> Result<(), MigrationError> {
+    sink.ram_end()?;
+    sink.devices(DEVICES)?;
+    sink.await_loaded()?;
+    sink.commit(END, None)
+}
+
+/// Writes pages of RAM block `block`, all in one batch.
+fn put(writer: &mut dyn WritePages, block: usize, pages: &[(usize, u8)]) {
+    let mut batch = Batch::new();
+    batch.start(block);
+    for (number, content) in pages {
+        batch.push((number * PAGE_SIZE) as u64, &page(*content));
     }
+    writer.write(&mut batch).unwrap();
+}
+
+/// What the pages of a RAM block have.
+fn read(file: &BlockFile, block: usize) -> Result<Vec<u8>, MigrationError> {
+    let (options, control) = (Options::default(), Control::default());
+    let memory = options.memory(0);
+    let mut blocks = Blocks::new(file.seed(), &memory, &control);
+    let mut contents = Vec::new();
+    for number in 0..file.pages(block) {
+        let Some(entry) = file.entry(block, number)? else {
+            contents.push(0);
+            continue;
+        };
+        blocks.load(entry, (block, number as u64), |into, at| {
+            file.read_at(into, at)
+        })?;
+        let got = blocks.page(entry.place);
+        assert!(*got == page(got[1]), "page {number}");
+        contents.push(got[1]);
+    }
+    Ok(contents)
+}
+
+/// Saves a VM, some of whose pages are written again; what its pages have in the end.
+fn save(path: &Path, name: &str) -> Vec<u8> {
+    let sink = sink(path, name);
+    let mut writer = sink.page_writer(0).unwrap();
+    let mut expected = vec![0; PAGES];
+    for (first, step, content) in [(0, 1, 5), (3, 2, 6), (512, 1, 9), (40, 7, 0)] {
+        let numbers: Vec<usize> = (first..PAGES.min(first + 120)).step_by(step).collect();
+        let pages: Vec<(usize, u8)> = numbers.iter().map(|number| (*number, content)).collect();
+        put(&mut *writer, 0, &pages);
+        numbers
+            .iter()
+            .for_each(|number| expected[*number] = content);
+    }
+    put(&mut *writer, 1, &[(2, 77)]);
+    drop(writer);
+    finish(&sink).unwrap();
     expected
 }
 
-/// Reads a file, main last; with what was handed on before an error, if there was one.
-fn read(path: &Path) -> (Handed, Result<(), FileError>) {
-    let mut handed = Handed::default();
-    let saved = match SavedChannels::open(path) {
-        Ok(saved) => Arc::new(saved),
-        Err(error) => return (handed, Err(error)),
-    };
-    let mut buffer = [0; 1000];
-    for number in [1, 2, 0] {
-        let channel = saved.channel(number);
-        while let Ok(true) = channel.wait_readable(Duration::ZERO) {
-            match channel.read_some(&mut buffer) {
-                Ok(read @ 1..) => handed[usize::from(number)].extend(&buffer[..read]),
-                _ => break,
+#[test]
+fn every_page_has_what_was_written_last_by_every_method() {
+    let folder = folder();
+    for name in [
+        "none", "zlib", "zstd", "lz4", "qpl", "uadk", "qatzip", "auto",
+    ] {
+        let path = folder.path().join(name);
+        let expected = save(&path, name);
+        let file = BlockFile::open(&path).unwrap();
+        assert!(read(&file, 0).unwrap() == expected, "{name}");
+        assert_eq!(read(&file, 1).unwrap(), [0, 0, 77]);
+        let stream = file.stream();
+        assert_eq!(stream.devices(), (DEVICES, END));
+        assert_eq!((stream.ram.section_id, stream.uuid), (3, Some([7; 16])));
+        let [first, last] = [0, 512].map(|number| file.entry(0, number).unwrap().unwrap());
+        assert!(
+            first.position < file.contents().written_last
+                && last.position > file.contents().written_last
+        );
+        let pages: u64 = file.contents().shares.iter().map(|share| share.pages).sum();
+        assert_eq!(pages, 120 + 60 + 120 + 1);
+    }
+}
+
+#[test]
+fn every_level_of_every_method_is_read_back() {
+    let folder = folder();
+    for info in hotlift_methods::METHODS {
+        let Some(levels) = info.levels.clone() else {
+            continue;
+        };
+        for level in levels {
+            let path = folder.path().join(format!("{}-{level}", info.name));
+            let options = Options {
+                multifd_compression: info,
+                multifd_zlib_level: level,
+                multifd_zstd_level: level,
+                multifd_qatzip_level: level,
+                ..Options::default()
+            };
+            let sink = sink_with(&path, &options);
+            let mut writer = sink.page_writer(0).unwrap();
+            for round in 1..5 {
+                let pages: Vec<_> = (0..40).map(|page| (page * 3 % 50, round)).collect();
+                put(&mut *writer, 0, &pages);
             }
-        }
-    }
-    (handed, saved.take_error().map_or(Ok(()), Err))
-}
-
-/// Asserts that a changed file is refused, and that nothing of its end was handed on.
-fn assert_refused(path: &Path, bytes: &[u8], what: &str) {
-    fs::write(path, bytes).unwrap();
-    let (handed, outcome) = read(path);
-    assert!(outcome.is_err(), "{what}: taken for whole");
-    let expected = expected();
-    let mut all = handed.iter().zip(&expected);
-    assert!(
-        all.all(|(handed, expected)| expected.starts_with(handed))
-            && handed[0].len() <= expected[0].len() - END.len(),
-        "{what}: {handed:?} was handed on"
-    );
-}
-
-#[test]
-fn what_was_written_comes_back_in_order_under_its_name_alone() {
-    let folder = folder();
-    let path = folder.path().join("vm");
-    write(&path);
-    let (handed, outcome) = read(&path);
-    outcome.unwrap();
-    assert_eq!(handed, expected());
-    assert_eq!(inspect(&path).unwrap(), info());
-    let names: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
-    assert_eq!(names.len(), 1, "the partial file is gone");
-    let about = fs::metadata(&path).unwrap();
-    assert_eq!(
-        about.mode() & 0o777,
-        0o600,
-        "a guest's memory is its owner's"
-    );
-    // 512 bytes each; what was set aside for the end is MiBs.
-    assert!(about.blocks() < 256, "{} blocks are kept", about.blocks());
-}
-
-#[test]
-fn every_damaged_byte_is_refused() {
-    let folder = folder();
-    let path = folder.path().join("vm");
-    write(&path);
-    let whole = fs::read(&path).unwrap();
-    for at in 0..whole.len() {
-        // One bit, a different one from byte to byte, and all.
-        for mask in [1 << (at % 8), 0xff] {
-            let mut bytes = whole.clone();
-            bytes[at] ^= mask;
-            assert_refused(&path, &bytes, &format!("byte {at}, bits {mask:#04x}"));
+            drop(writer);
+            finish(&sink).unwrap();
+            let file = BlockFile::open(&path).unwrap();
+            let got = read(&file, 0).unwrap();
+            assert_eq!(got[3], 4, "{} {level}", info.name);
         }
     }
 }
 
 #[test]
-fn every_truncation_and_every_addition_is_refused() {
+fn a_delta_applies_to_what_the_page_has_now() {
     let folder = folder();
     let path = folder.path().join("vm");
-    write(&path);
-    let whole = fs::read(&path).unwrap();
-    for length in 0..whole.len() {
-        assert_refused(&path, &whole[..length], &format!("{length} bytes"));
+    let sink = sink(&path, "zstd");
+    let mut writer = sink.page_writer(0).unwrap();
+    put(&mut *writer, 0, &[(1, 7), (2, 8)]);
+    // One byte stays, and one is new.
+    let delta = [0x01, 0x01, 0xee];
+    sink.delta(0, PAGE_SIZE as u64, &delta).unwrap();
+    sink.delta(0, 5 * PAGE_SIZE as u64, &delta).unwrap();
+    assert!(sink.delta(0, 2 * PAGE_SIZE as u64, &[0, 0]).is_err());
+    drop(writer);
+    finish(&sink).unwrap();
+    let file = BlockFile::open(&path).unwrap();
+    let (options, control) = (Options::default(), Control::default());
+    let memory = options.memory(0);
+    let mut blocks = Blocks::new(file.seed(), &memory, &control);
+    for (number, mut expected) in [(1, page(7)), (2, page(8)), (5, page(0))] {
+        if number != 2 {
+            expected[1] = 0xee;
+        }
+        let entry = file.entry(0, number).unwrap().unwrap();
+        let read = |into: &mut [u8], at| file.read_at(into, at);
+        blocks.load(entry, (0, number as u64), read).unwrap();
+        assert!(*blocks.page(entry.place) == expected, "page {number}");
     }
-    assert_refused(&path, &[&whole[..], &[0]].concat(), "a byte more");
-    assert_refused(&path, &[&whole[..], &whole[..]].concat(), "twice");
 }
 
-/// Byte ranges of header, chunks and trailer.
-fn ranges(whole: &[u8]) -> Vec<std::ops::Range<usize>> {
-    let chunks = chunks();
-    let body: usize = chunks
-        .iter()
-        .map(|(_, bytes)| CHUNK_HEADER_LEN + bytes.len())
-        .sum();
-    let mut at = whole.len() - TRAILER_LEN - body;
-    let mut ranges = Vec::new();
-    ranges.push(0..at);
-    for (_, bytes) in &chunks {
-        ranges.push(at..at + CHUNK_HEADER_LEN + bytes.len());
-        at += CHUNK_HEADER_LEN + bytes.len();
+/// Reads all that is in a file.
+fn read_all(path: &Path) -> Result<(), MigrationError> {
+    let file = BlockFile::open(path)?;
+    for block in 0..file.blocks() {
+        read(&file, block)?;
     }
-    ranges.push(at..whole.len());
-    ranges
+    Ok(())
 }
 
 #[test]
-fn chunks_moved_doubled_or_left_out_are_refused() {
+fn every_damaged_byte_is_refused_and_every_end_but_the_file_s() {
     let folder = folder();
     let path = folder.path().join("vm");
-    write(&path);
+    let sink = sink(&path, "zstd");
+    let mut writer = sink.page_writer(0).unwrap();
+    put(&mut *writer, 0, &[(0, 1), (1, 2), (17, 3)]);
+    drop(writer);
+    finish(&sink).unwrap();
+    read_all(&path).unwrap();
     let whole = fs::read(&path).unwrap();
-    let ranges = ranges(&whole);
-    let put_together = |order: &[usize]| -> Vec<u8> {
-        order
-            .iter()
-            .flat_map(|&part| whole[ranges[part].clone()].to_vec())
-            .collect()
+    // What was written for the case that the process ends before the file has its name: nobody reads it.
+    let contents = BlockFile::open(&path).unwrap().contents().clone();
+    let end_of_checks = contents.checks.position + contents.checks.length;
+    let unread = end_of_checks..contents.state.position;
+    // Where the index says nothing of pages, it is one run of zeros: some of it does for all.
+    let places = (0..whole.len())
+        .filter(|at| whole[*at] != 0 || at % 13 == 0)
+        .filter(|at| !unread.contains(&(*at as u64)));
+    for at in places {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1 << (at % 8);
+        fs::write(&path, bytes).unwrap();
+        assert!(read_all(&path).is_err(), "byte {at}");
+    }
+    let ends = (0..whole.len()).step_by(97);
+    for end in ends.chain(whole.len() - 2 * FOOT_LEN..whole.len()) {
+        fs::write(&path, &whole[..end]).unwrap();
+        assert!(read_all(&path).is_err(), "{end} bytes");
+    }
+    fs::write(&path, [&whole[..], b"\0"].concat()).unwrap();
+    assert!(read_all(&path).is_err(), "a byte more");
+}
+
+#[test]
+fn a_block_of_another_file_in_the_same_place_is_refused() {
+    let folder = folder();
+    let [path, other] = ["vm", "other"].map(|name| folder.path().join(name));
+    save(&path, "none");
+    save(&other, "none");
+    let block_of = |path: &Path| {
+        let file = BlockFile::open(path).unwrap();
+        let entry = file.entry(0, 0).unwrap().unwrap();
+        let at = usize::try_from(entry.position).unwrap();
+        (fs::read(path).unwrap(), at..at + entry.length)
     };
-    let all: Vec<usize> = (0..ranges.len()).collect();
-    assert_eq!(put_together(&all), whole);
-    for a in 1..all.len() - 1 {
-        let mut without = all.clone();
-        without.remove(a);
-        assert_refused(&path, &put_together(&without), &format!("without {a}"));
-        let mut doubled = all.clone();
-        doubled.insert(a, a);
-        assert_refused(&path, &put_together(&doubled), &format!("{a} twice"));
-        for b in a + 1..all.len() - 1 {
-            let mut swapped = all.clone();
-            swapped.swap(a, b);
-            assert_refused(
-                &path,
-                &put_together(&swapped),
-                &format!("{a} and {b} swapped"),
-            );
-        }
-    }
-}
-
-#[test]
-fn a_chunk_of_another_file_is_refused_by_the_trailer() {
-    let folder = folder();
-    let (path, other) = (folder.path().join("vm"), folder.path().join("other"));
-    write(&path);
-    let file = ContainerWriter::create(&other, &info()).unwrap();
-    for (channel, parts) in CHUNKS {
-        // As long as the other's, with another content.
-        let bytes = parts.concat().to_ascii_uppercase();
-        file.append(channel, false, &[&bytes]).unwrap();
-    }
-    file.append(0, true, &[END]).unwrap();
-    file.finish().unwrap();
-    let (mut bytes, other) = (fs::read(&path).unwrap(), fs::read(&other).unwrap());
-    let devices = ranges(&bytes)[5].clone();
-    bytes[devices.clone()].copy_from_slice(&other[devices]);
+    let [(mut bytes, here), (foreign, there)] = [&path, &other].map(|path| block_of(path));
+    bytes[here].copy_from_slice(&foreign[there]);
     fs::write(&path, bytes).unwrap();
-    let (handed, outcome) = read(&path);
+    let error = read_all(&path).unwrap_err();
     assert!(matches!(
-        outcome,
-        Err(FileError::Damaged {
-            what: "the trailer",
-            ..
-        })
+        error,
+        MigrationError::File(FileError::Damaged { .. })
     ));
-    assert!(!handed[0].ends_with(END), "the guest would run");
 }
 
 #[test]
-fn a_file_that_was_not_finished_leaves_nothing() {
+fn a_save_that_is_given_up_leaves_nothing() {
     let folder = folder();
     let path = folder.path().join("vm");
     fs::write(&path, "what was there before").unwrap();
     for abort in [true, false] {
-        let file = ContainerWriter::create(&path, &info()).unwrap();
-        file.append(0, false, &[b"QEVM"]).unwrap();
+        let sink = sink(&path, "zstd");
+        put(&mut *sink.page_writer(0).unwrap(), 0, &[(1, 1)]);
         if abort {
-            file.abort();
-            assert!(file.append(0, false, &[b"more"]).is_err());
-            assert!(file.finish().is_err());
+            sink.abort();
+            assert!(finish(&sink).is_err());
         }
-        drop(file);
-        let names = fs::read_dir(folder.path()).unwrap().count();
-        assert_eq!(names, 1);
+        drop(sink);
+        assert_eq!(names(folder.path()), ["vm"]);
         assert_eq!(fs::read(&path).unwrap(), b"what was there before");
     }
+}
+
+#[test]
+fn pages_that_the_vm_does_not_have_are_refused() {
+    let folder = folder();
+    let sink = sink(&folder.path().join("vm"), "none");
+    let mut batch = Batch::new();
+    batch.start(0);
+    batch.push((PAGES * PAGE_SIZE) as u64, &page(1));
+    assert!(sink.page_writer(0).unwrap().write(&mut batch).is_err());
+}
+
+/// A file of a few bytes, which is not whole.
+fn begin(path: &Path, content: &[u8]) -> Result<PartialFile, FileError> {
+    let file = PartialFile::create(path)?;
+    file.write_at(&[content], 0)?;
+    Ok(file)
+}
+
+fn write(path: &Path) {
+    let file = begin(path, END).unwrap();
+    file.sync().unwrap();
+    file.publish(END.len() as u64).unwrap();
 }
 
 /// Names in a folder.
@@ -273,15 +343,13 @@ fn names(folder: &Path) -> Vec<String> {
 fn nothing_has_a_name_while_it_is_written_and_the_last_of_two_writers_has_it() {
     let folder = folder();
     let path = folder.path().join("vm");
-    let [one, other] = [(); 2].map(|()| ContainerWriter::create(&path, &info()).unwrap());
-    one.append(0, true, &[b"one"]).unwrap();
-    other.append(0, true, &[b"other"]).unwrap();
+    let [one, other] = [&b"one"[..], b"other"].map(|content| begin(&path, content).unwrap());
     // A process that is killed here leaves nothing.
     assert_eq!(names(folder.path()), [""; 0]);
-    other.finish().unwrap();
-    assert_eq!(read(&path).0[0], b"other");
-    one.finish().unwrap();
-    assert_eq!(read(&path).0[0], b"one");
+    other.publish(5).unwrap();
+    assert_eq!(fs::read(&path).unwrap(), b"other");
+    one.publish(3).unwrap();
+    assert_eq!(fs::read(&path).unwrap(), b"one");
     assert_eq!(names(folder.path()), ["vm"]);
 }
 
@@ -292,7 +360,7 @@ fn save_beside(put: impl FnOnce(&Path, &Path)) -> (TempDir, fs::Metadata) {
     fs::write(&victim, "of somebody").unwrap();
     put(&folder.path().join("vm.partial"), &victim);
     write(&folder.path().join("vm"));
-    assert_eq!(read(&folder.path().join("vm")).0, expected());
+    assert_eq!(fs::read(folder.path().join("vm")).unwrap(), END);
     assert_eq!(fs::read(&victim).unwrap(), b"of somebody");
     assert_eq!(names(folder.path()), ["victim", "vm", "vm.partial"]);
     let about = fs::symlink_metadata(folder.path().join("vm")).unwrap();
@@ -329,14 +397,13 @@ fn assert_not_replaced(path: &Path, is: &str, put: impl Fn()) {
         assert!(error.contains(is), "{error}");
         assert!(error.contains(&path.display().to_string()), "{error}");
     };
-    let file = ContainerWriter::create(path, &info()).unwrap();
-    file.append(0, true, &[END]).unwrap();
+    let file = begin(path, END).unwrap();
     file.sync().unwrap();
     put();
     let before = names(path.parent().unwrap());
     assert_eq!(before.len(), 3, "{before:?}");
-    refused(file.finish());
-    refused(ContainerWriter::create(path, &info()).map(|_| ()));
+    refused(file.publish(1));
+    refused(PartialFile::create(path).map(|_| ()));
     drop(file);
     assert_eq!(names(path.parent().unwrap()), ["other", "vm"]);
 }
@@ -402,13 +469,16 @@ fn a_full_disk_is_told_before_the_end_and_leaves_nothing() {
     let Some(disk) = Disk::new() else { return };
     let path = disk.0.path().join("vm");
     fs::write(&path, "what was there before").unwrap();
-    let file = ContainerWriter::create(&path, &info()).unwrap();
-    file.append(0, false, &[&vec![1; 256 << 10]]).unwrap();
+    let sink = sink(&path, "none");
+    put(&mut *sink.page_writer(0).unwrap(), 0, &[(1, 1)]);
     // There is no room for the 4 MiB that are set aside.
-    assert!(matches!(file.sync(), Err(FileError::Write { .. })));
-    assert!(file.append(0, false, &[&vec![1; 1 << 20]]).is_err());
-    file.abort();
-    drop(file);
+    let error = finish(&sink).unwrap_err();
+    assert!(matches!(
+        error,
+        MigrationError::File(FileError::Write { .. })
+    ));
+    sink.abort();
+    drop(sink);
     assert_eq!(names(disk.0.path()), ["vm"]);
     assert_eq!(fs::read(&path).unwrap(), b"what was there before");
 }
@@ -420,61 +490,10 @@ fn a_folder_that_cannot_be_written_to_is_told_at_once_by_name() {
         return;
     }
     let path = disk.0.path().join("vm");
-    let error = ContainerWriter::create(&path, &info()).unwrap_err();
+    let error = PartialFile::create(&path).unwrap_err();
     assert!(error.to_string().contains(&path.display().to_string()));
     let nowhere = disk.0.path().join("nowhere/vm");
-    assert!(ContainerWriter::create(&nowhere, &info()).is_err());
-}
-
-#[test]
-fn threads_write_beside_each_other_and_each_channel_keeps_its_order() {
-    const EACH: u16 = 300;
-    let folder = folder();
-    let path = folder.path().join("vm");
-    let file = ContainerWriter::create(&path, &info()).unwrap();
-    std::thread::scope(|scope| {
-        for channel in 0..=2_u16 {
-            let file = &file;
-            scope.spawn(move || {
-                for number in 0..EACH {
-                    let rest = vec![channel.to_be_bytes()[1]; usize::from(number) * 7];
-                    let parts: [&[u8]; 2] = [&number.to_be_bytes(), &rest];
-                    file.append(channel, false, &parts).unwrap();
-                }
-            });
-        }
-    });
-    file.finish().unwrap();
-    let (handed, outcome) = read(&path);
-    outcome.unwrap();
-    for (channel, bytes) in handed.iter().enumerate() {
-        let mut rest = bytes.as_slice();
-        for number in 0..EACH {
-            let (first, behind) = rest.split_at(2);
-            assert_eq!(first, number.to_be_bytes());
-            let (same, behind) = behind.split_at(usize::from(number) * 7);
-            assert!(same.iter().all(|byte| usize::from(*byte) == channel));
-            rest = behind;
-        }
-        assert!(rest.is_empty());
-    }
-}
-
-#[test]
-fn what_is_too_long_for_a_chunk_comes_back_in_several() {
-    let folder = folder();
-    let path = folder.path().join("vm");
-    let file = ContainerWriter::create(&path, &info()).unwrap();
-    let long: Vec<u8> = (0..=u8::MAX).cycle().take(2 * CHUNK_MAX + 77).collect();
-    file.append(0, false, &[&long]).unwrap();
-    // More parts than the kernel takes at once.
-    let parts: Vec<&[u8]> = long[..100_000].chunks(33).collect();
-    file.append(1, false, &parts).unwrap();
-    file.finish().unwrap();
-    let (handed, outcome) = read(&path);
-    outcome.unwrap();
-    assert!(handed[0] == long);
-    assert!(handed[1] == long[..100_000]);
+    assert!(PartialFile::create(&nowhere).is_err());
 }
 
 #[test]
@@ -486,7 +505,7 @@ fn other_files_are_told_apart() {
     assert!(matches!(inspect(&path), Err(FileError::NotASave)));
     fs::write(
         &path,
-        [&super::container::MAGIC[..], &[0, 0, 0, 1, 0, 0, 0, 0]].concat(),
+        [&super::layout::MAGIC[..], &[0, 0, 0, 1, 0, 0, 0, 0]].concat(),
     )
     .unwrap();
     assert!(matches!(

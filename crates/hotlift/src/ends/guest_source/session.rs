@@ -17,7 +17,6 @@ use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::gate::Gate;
 use crate::precopy::ram::RamState;
-use crate::stream::channel_out::ChannelOut;
 use crate::stream::main_send::MainLink;
 use crate::stream::multifd_send::MultifdSend;
 use crate::stream::return_path::Answers;
@@ -52,7 +51,7 @@ impl<'a> Session<'a> {
         options: &'a Options,
         control: Control,
         hello: &Hello,
-        (main, multifd): (Stream, Vec<ChannelOut>),
+        (main, multifd): (Stream, Vec<Stream>),
         zero_devices: Option<ZeroDevices>,
     ) -> Self {
         let pacer = control.pacer(options);
@@ -61,7 +60,7 @@ impl<'a> Session<'a> {
             guest,
             options,
             main: Arc::new(MainLink {
-                transport: ChannelOut::Socket(main),
+                transport: main,
                 counters: Counters::default(),
                 pacer: Arc::clone(&pacer),
                 control: control.clone(),
@@ -129,7 +128,7 @@ impl<'a> Session<'a> {
         self.compress.end();
         self.ram.abandon();
         self.multifd.shut_down();
-        self.main.transport.shut_down(Shutdown::Write);
+        self.main.transport.shutdown(Shutdown::Write);
     }
 
     /// Tells what devices have found, or the CPU in their place.
@@ -173,7 +172,6 @@ impl<'a> Session<'a> {
 
     /// All connections, the main channel first.
     pub(crate) fn streams(&self) -> impl Iterator<Item = &Stream> {
-        let main = self.main.transport.socket();
-        main.into_iter().chain(self.multifd.sockets())
+        std::iter::once(&self.main.transport).chain(self.multifd.sockets())
     }
 }

@@ -1,5 +1,4 @@
-//! The outgoing side as streams: a main channel and N multifd channels, or main alone; over sockets, or
-//! kept in a save file.
+//! The outgoing side as streams: a main channel and N multifd channels, or main alone.
 //!
 //! | file | what goes out |
 //! |---|---|
@@ -8,30 +7,27 @@
 mod page_writers;
 
 use std::net::Shutdown;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
-use hotlift_wire::multifd::{Hello, Method, PacketLayout, ZeroPageDetection};
+use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::auto::{Auto, Reader};
 use crate::control::Control;
-use crate::ends::file::{ContainerWriter, FileFormat, FileInfo, MappedRamSink};
+use crate::ends::file::{BlockSink, FileFormat, MappedRamSink};
 use crate::ends::page_set::PageSet;
 use crate::ends::settings::{Outgoing, RelaySettings, Request};
 use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWriter};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, MethodFigures};
 use crate::handover::{Word, await_word, say_farewell, say_heard};
-use crate::options::Options;
 use crate::pipe::hooks::Taken;
 use crate::pipe::sink::{ForwardPackets, HasTaken, Opening, RamLayout, Sink, WritePages};
-use crate::stream::channel_out::ChannelOut;
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
@@ -80,8 +76,8 @@ pub(crate) struct Seen {
 
 pub(crate) struct StreamSink<'a> {
     settings: &'a RelaySettings,
-    /// Where the other side listens; `None` for a file.
-    to: Option<Remote>,
+    /// Where the other side listens.
+    to: Remote,
     /// The other side may know that it has loaded everything.
     asked_whether_loaded: AtomicBool,
     /// It has said what became of the guest.
@@ -136,15 +132,14 @@ pub(crate) fn open<'a>(
             let (pass, timeout) = (settings.outgoing_pass.as_ref(), options.handshake_timeout);
             let to = Remote::new(address, settings.outgoing_tls.clone());
             let (main, multifd) = multifd_send::connect(&to, pass, &channels, timeout, control)?;
-            let main = ChannelOut::Socket(main);
-            (main, multifd, Some(to))
+            (main, multifd, to)
         }
         Outgoing::File {
             path,
             format: FileFormat::Hotlift,
         } => {
-            let (main, multifd) = record(path, options, opening, &channels)?;
-            (main, multifd, None)
+            let sink = BlockSink::create(path, options, opening, memory, control)?;
+            return Ok(Box::new(sink));
         }
         Outgoing::File {
             path,
@@ -157,32 +152,6 @@ pub(crate) fn open<'a>(
     let multifd = (multifd, &channels.hello);
     let sink = StreamSink::new(main, multifd, to, settings, seen, memory, control);
     Ok(Box::new(sink))
-}
-
-/// Main and channels, all into one save file.
-fn record(
-    path: &Path,
-    options: &Options,
-    opening: &Opening,
-    channels: &ChannelOpening,
-) -> Result<(ChannelOut, Vec<ChannelOut>), MigrationError> {
-    let begun = SystemTime::now().duration_since(UNIX_EPOCH);
-    let info = FileInfo {
-        machine: opening.configuration.machine.clone(),
-        uuid: opening.uuid.map(|byte| format!("{byte:02x}")).concat(),
-        channels: channels.hello.channels,
-        method: options.method_name().to_owned(),
-        begun: begun.map_or(0, |since| since.as_secs()),
-        hotlift: env!("CARGO_PKG_VERSION").to_owned(),
-    };
-    let file = Arc::new(ContainerWriter::create(path, &info)?);
-    let mut multifd = Vec::new();
-    for id in 0..channels.hello.channels {
-        let channel = ChannelOut::File(Arc::clone(&file));
-        channels.send(&channel, id)?;
-        multifd.push(channel);
-    }
-    Ok((ChannelOut::File(file), multifd))
 }
 
 /// What a relay has to know of the channels.
@@ -198,9 +167,9 @@ fn hello_of(settings: &RelaySettings) -> Hello {
 
 impl<'a> StreamSink<'a> {
     fn new(
-        main: ChannelOut,
-        (multifd, hello): (Vec<ChannelOut>, &Hello),
-        to: Option<Remote>,
+        main: Stream,
+        (multifd, hello): (Vec<Stream>, &Hello),
+        to: Remote,
         settings: &'a RelaySettings,
         seen: Seen,
         memory: &MemoryLimit,
@@ -279,7 +248,7 @@ impl<'a> StreamSink<'a> {
     fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<Word> {
         let patience = self.settings.outgoing.settle_timeout;
         let on_stream = &mut |wait| self.answers.wait_word(wait);
-        let to_ask = self.to.as_ref().zip(self.answers.id());
+        let to_ask = self.answers.id().map(|id| (&self.to, id));
         let Some(has_taken) = has_taken.filter(|_| to_ask.is_none()) else {
             return await_word(patience, to_ask, on_stream);
         };
@@ -300,14 +269,6 @@ impl<'a> StreamSink<'a> {
             }
         }
         None
-    }
-
-    /// The file that everything goes into, if it does.
-    fn file(&self) -> Option<&ContainerWriter> {
-        match &self.link.transport {
-            ChannelOut::Socket(_) => None,
-            ChannelOut::File(file) => Some(file),
-        }
     }
 
     /// What a relay that listens there is told of the stream.
@@ -455,19 +416,12 @@ impl Sink for StreamSink<'_> {
         let offer = self.offer();
         self.answers.ask(offer.ping());
         out.command(Command::Ping(offer.ping()))?;
-        let is_relay = match self.file() {
-            // It is played back to a relay.
-            Some(_) => true,
-            None => {
-                let timeout = self.settings.outgoing.handshake_timeout;
-                self.await_answer(timeout, OPENED)?;
-                self.answers.opened(offer)?
-            }
-        };
-        self.multifd.reader_is(match self.settings.auto_is_zstd {
-            _ if is_relay => Reader::Hotlift,
-            true => Reader::Qemu(Method::Zstd),
-            false => Reader::Qemu(Method::None),
+        let timeout = self.settings.outgoing.handshake_timeout;
+        self.await_answer(timeout, OPENED)?;
+        let is_relay = self.answers.opened(offer)?;
+        self.multifd.reader_is(match is_relay {
+            true => Reader::Hotlift,
+            false => Reader::Qemu(self.settings.outgoing.qemu_reads()),
         })?;
         if !is_relay {
             out.drop_checksum();
@@ -547,33 +501,26 @@ impl Sink for StreamSink<'_> {
         let mut ping = Vec::new();
         Command::Ping(value).encode(&mut ping);
         main.raw(&ping)?;
-        match self.file() {
-            Some(file) => Ok(file.sync()?),
-            None => self.await_answer(
-                LOADING,
-                "the destination's word that it has loaded the guest",
-            ),
-        }
+        self.await_answer(
+            LOADING,
+            "the destination's word that it has loaded the guest",
+        )
     }
 
     fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<(), MigrationError> {
-        if let Some(file) = self.file() {
-            file.append(0, true, &[end])?;
-            return Ok(file.finish()?);
-        }
         self.answers.commit();
         // A connection that is lost now may have relayed EOF.
         let _ = self.lock_main().raw(end);
         if end.len() == 1 && self.answers.id().is_none() {
             // Without a VM description, which a QEMU may wait for; not beyond the end of the stream.
-            self.link.transport.shut_down(Shutdown::Write);
+            self.link.transport.shutdown(Shutdown::Write);
         }
         let word = self.await_word(has_taken);
         if word.is_some()
-            && let (Some(id), ChannelOut::Socket(main)) = (self.answers.id(), &self.link.transport)
+            && let Some(id) = self.answers.id()
         {
             self.is_settled.store(true, Ordering::Release);
-            say_heard(main, id);
+            say_heard(&self.link.transport, id);
         }
         match word {
             Some(Word::Runs) => Ok(()),
@@ -584,9 +531,7 @@ impl Sink for StreamSink<'_> {
 
     fn return_path(&self, forward: &dyn Fn(&[u8]), failed: &dyn Fn(MigrationError)) {
         let _ends = EndsAnswers(&self.answers);
-        if let ChannelOut::Socket(main) = &self.link.transport
-            && let Err(error) = self.listen(main, forward)
-        {
+        if let Err(error) = self.listen(&self.link.transport, forward) {
             failed(error);
         }
     }
@@ -598,7 +543,7 @@ impl Sink for StreamSink<'_> {
     fn abort(&self) {
         self.answers.abort();
         self.multifd.shut_down();
-        self.link.transport.shut_down(Shutdown::Write);
+        self.link.transport.shutdown(Shutdown::Write);
     }
 
     fn closing_reason(&self) -> Option<String> {
@@ -607,12 +552,12 @@ impl Sink for StreamSink<'_> {
 
     fn close(&self) {
         self.abort();
-        self.link.transport.shut_down(Shutdown::Both);
+        self.link.transport.shutdown(Shutdown::Both);
         if self.asked_whether_loaded.load(Ordering::Acquire)
             && !self.is_settled.load(Ordering::Acquire)
-            && let (Some(id), Some(to)) = (self.answers.id(), &self.to)
+            && let Some(id) = self.answers.id()
         {
-            say_farewell(to, id);
+            say_farewell(&self.to, id);
         }
     }
 

@@ -5,18 +5,15 @@
 //! the channels are those that have connected. A relay says the number in each channel's opening.
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hotlift_wire::multifd::{Hello, INITIAL_PACKET_LEN, InitialPacket};
+use hotlift_wire::multifd::{Hello, InitialPacket};
 
 use crate::control::Control;
-use crate::ends::file::SavedChannels;
 use crate::ends::settings::RelaySettings;
-use crate::error::{Channel, MigrationError};
+use crate::error::MigrationError;
 use crate::pipe::session::Call;
 use crate::stream::arrivals::{Arrivals, stray};
-use crate::stream::channel_in::ChannelIn;
 use crate::stream::door::{Arrival, Door, Kind};
 use crate::stream::main_recv::Waiting;
 use crate::transport::{Acceptor, Listener, Stream, wait_readable};
@@ -54,7 +51,7 @@ pub(crate) struct Uncounted<'a> {
 /// The multifd channels of a source.
 pub(crate) struct Channels {
     /// By channel id.
-    pub channels: Vec<Box<dyn ChannelIn>>,
+    pub channels: Vec<Stream>,
     pub uuid: [u8; 16],
     /// What a relay has said of itself.
     pub hello: Option<Hello>,
@@ -62,9 +59,7 @@ pub(crate) struct Channels {
 
 impl Channels {
     /// Puts the channels that have come into their order; `None` if there are none.
-    fn of<C: ChannelIn + 'static>(
-        mut arrived: Vec<(InitialPacket, C)>,
-    ) -> Result<Option<Self>, MigrationError> {
+    fn of(mut arrived: Vec<(InitialPacket, Stream)>) -> Result<Option<Self>, MigrationError> {
         arrived.sort_by_key(|(packet, _)| packet.id);
         let Some((first, _)) = arrived.first() else {
             return Ok(None);
@@ -78,35 +73,10 @@ impl Channels {
         }
         let channels = arrived.into_iter();
         Ok(Some(Self {
-            channels: channels
-                .map(|(_, channel)| Box::new(channel) as _)
-                .collect(),
+            channels: channels.map(|(_, channel)| channel).collect(),
             uuid,
             hello,
         }))
-    }
-
-    /// Those of a save file, whose openings are the first that is in them.
-    pub(crate) fn saved(
-        file: &Arc<SavedChannels>,
-        max_channels: u8,
-    ) -> Result<Option<Self>, MigrationError> {
-        let open = |id| {
-            let channel = file.channel(1 + u16::from(id));
-            let mut opening = [0; INITIAL_PACKET_LEN];
-            let wire = |source| MigrationError::Wire {
-                channel: Channel::Multifd(id),
-                source,
-            };
-            channel
-                .read_exact(&mut opening)
-                .map_err(MigrationError::opening)?;
-            let packet = InitialPacket::decode(&opening).map_err(wire)?;
-            check_number(&packet, max_channels)?;
-            Ok((packet, channel))
-        };
-        let opened: Result<Vec<_>, MigrationError> = (0..file.info().channels).map(open).collect();
-        Self::of(opened?)
     }
 }
 

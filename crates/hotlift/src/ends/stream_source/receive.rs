@@ -1,5 +1,7 @@
 //! Where an incoming multifd channel's pages go in a relay: into batches, or to the other side unread.
 
+use std::time::{Duration, Instant};
+
 use hotlift_mem::GuestRun;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{PacketHeader, PacketLayout};
@@ -7,6 +9,7 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
+use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
 use crate::pipe::sink::ForwardPackets;
 use crate::pipe::source::Source;
@@ -90,9 +93,7 @@ fn receive(
     upstream: &Upstream,
     id: u8,
 ) -> Result<(), MigrationError> {
-    let (channel, from_relay) = (&*upstream.multifd[usize::from(id)], upstream.is_relay);
-    // One that chooses the method of each packet wants to know, and a file cannot be told.
-    let tells = upstream.method_by_packet && channel.socket().is_some();
+    let (channel, from_relay) = (&upstream.multifd[usize::from(id)], upstream.is_relay);
     let rules = ChannelRules {
         id,
         layout: PacketLayout::QEMU,
@@ -115,15 +116,17 @@ fn receive(
         &session.received[usize::from(id)],
         &session.control,
     )?;
-    if tells {
+    // One that chooses the method of each packet wants to know.
+    if upstream.method_by_packet {
         receiver = receiver.telling(&session.load);
     }
     receiver.run(&mut Batches {
         session,
         upstream,
         id,
-        is_kept_open: from_relay && channel.socket().is_some(),
+        is_kept_open: from_relay,
         synced: false,
+        held_back: Duration::ZERO,
         forwarder: None,
     })
 }
@@ -136,11 +139,24 @@ struct Batches<'a> {
     is_kept_open: bool,
     /// The SYNC of the set-up has come, and with it everything that pages need.
     synced: bool,
+    /// Time in which all batches were with the other side, until the thread asked last.
+    held_back: Duration,
     /// Passes uncompressed packets on where that may be done.
     forwarder: Option<Box<dyn ForwardPackets + 'a>>,
 }
 
 impl Batches<'_> {
+    /// A free batch; `None` if the relay ends.
+    fn free_batch(&mut self) -> Option<Batch> {
+        if let Some(batch) = self.session.flow.try_take() {
+            return Some(batch);
+        }
+        let since = Instant::now();
+        let batch = self.session.flow.take();
+        self.held_back += since.elapsed();
+        batch
+    }
+
     fn check_set_up(&self) -> Result<(), MigrationError> {
         if self.synced {
             return Ok(());
@@ -160,7 +176,7 @@ impl PageSink for Batches<'_> {
         read: impl FnOnce(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
     ) -> Result<ReadOn, MigrationError> {
         self.check_set_up()?;
-        let Some(mut batch) = self.session.flow.take() else {
+        let Some(mut batch) = self.free_batch() else {
             return Ok(ReadOn::No);
         };
         batch.start(header.block());
@@ -186,6 +202,10 @@ impl PageSink for Batches<'_> {
             .pages
             .add_pages(header.normal().len(), header.zero().len());
         Ok(true)
+    }
+
+    fn held_back(&mut self) -> Duration {
+        std::mem::take(&mut self.held_back)
     }
 
     fn tell(&mut self, message: &[u8]) {

@@ -78,11 +78,8 @@ pub(crate) fn other_devices(
 }
 
 /// Answers a Hotlift's offer; one that is no relay, or of another version, is told so.
-fn greet(main: Option<&Stream>, offer: Offer, id: MigrationId) -> Result<(), MigrationError> {
+fn greet(mut main: &Stream, offer: Offer, id: MigrationId) -> Result<(), MigrationError> {
     let takes = Features::RELAYED | (offer.features & Features::MULTIFD);
-    let Some(mut main) = main else {
-        return handshake::check(offer, takes);
-    };
     main.write_all(&encode(&handshake::answer(offer, takes, id)))
         .map_err(|source| MigrationError::Connection {
             channel: Channel::Main,

@@ -1,11 +1,11 @@
 //! The source's channels, as what answers go to, and what is closed in the end.
 
 use std::io::Write;
+use std::net::Shutdown;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Channel, MigrationError};
-use crate::stream::channel_in::ChannelIn;
 use crate::stream::graceful_close;
 use crate::transport::Stream;
 
@@ -14,9 +14,9 @@ const ANSWERING: Duration = Duration::from_secs(5);
 
 /// The source's channels.
 pub(crate) struct Upstream {
-    pub main: Box<dyn ChannelIn>,
+    pub main: Stream,
     /// By channel id.
-    pub multifd: Vec<Box<dyn ChannelIn>>,
+    pub multifd: Vec<Stream>,
     /// The source is a relay.
     pub is_relay: bool,
     /// It chooses the method of each packet.
@@ -29,13 +29,13 @@ pub(crate) struct Upstream {
 
 impl Upstream {
     pub(crate) fn new(
-        main: Box<dyn ChannelIn>,
-        multifd: Vec<Box<dyn ChannelIn>>,
+        main: Stream,
+        multifd: Vec<Stream>,
         (is_relay, method_by_packet): (bool, bool),
         return_path: bool,
     ) -> Self {
         // A socket that refuses the time-out is one that has gone.
-        let _ = main.socket().map(|main| main.set_write_timeout(ANSWERING));
+        let _ = main.set_write_timeout(ANSWERING);
         Self {
             main,
             multifd,
@@ -57,16 +57,17 @@ impl Upstream {
     /// # Errors
     /// [`MigrationError::Connection`] if the source has gone, or reads nothing.
     pub(crate) fn answer_surely(&self, bytes: &[u8]) -> Result<(), MigrationError> {
-        let Some(mut main) = self.main.socket().filter(|_| self.return_path) else {
+        if !self.return_path {
             return Ok(());
-        };
+        }
+        let mut main = &self.main;
         let _one = self
             .answering
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         main.write_all(bytes).map_err(|source| {
             // A part of a message may be on its way: nothing can follow it.
-            self.main.shut_down();
+            self.main.shutdown(Shutdown::Both);
             MigrationError::Connection {
                 channel: Channel::Main,
                 doing: "answering the source",
@@ -77,26 +78,28 @@ impl Upstream {
 
     /// Whether the source has closed its main channel.
     pub(crate) fn is_closed(&self) -> bool {
-        self.main.socket().is_some_and(Stream::is_hung_up)
+        self.main.is_hung_up()
     }
 
     /// Frees the threads that read multifd channels.
     pub(crate) fn shut_channels(&self) {
-        self.multifd.iter().for_each(|channel| channel.shut_down());
+        for channel in &self.multifd {
+            channel.shutdown(Shutdown::Both);
+        }
     }
 
     pub(crate) fn shut_down(&self) {
-        self.main.shut_down();
+        self.main.shutdown(Shutdown::Both);
         self.shut_channels();
     }
 
     /// Closes all connections, main so that what was said on it last arrives.
     pub(crate) fn close(&self) {
         self.shut_channels();
-        match self.main.socket().filter(|_| self.return_path) {
-            Some(main) => graceful_close::close(&[main]),
+        match self.return_path {
+            true => graceful_close::close(&[&self.main]),
             // It hears nothing, and what it writes on must not look taken.
-            None => self.shut_down(),
+            false => self.shut_down(),
         }
     }
 }

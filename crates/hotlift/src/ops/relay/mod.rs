@@ -2,11 +2,11 @@
 //! and spreads them over channels, or the other way round.
 //!
 //! ```text
-//! stream_source   packets, records of main -> batches        out of connections, or of a save file (ends/file)
-//! file            a mapped-ram file -> batches
+//! stream_source   packets, records of main -> batches
+//! file            a save file, or a mapped-ram file -> batches
 //! pipe            a fixed number of batches between readers and writers
-//! stream_sink     batches -> packets, sync points, device state    to connections, or into a save file
-//! file            batches -> a mapped-ram file
+//! stream_sink     batches -> packets, sync points, device state
+//! file            batches -> a save file, or a mapped-ram file
 //! ```
 //!
 //! Both sides are QEMU's stream: main and multifd channels in any method, or main alone. What the
@@ -114,8 +114,8 @@ pub fn relay(
         let relayed = match incoming {
             Incoming::Listener(listener) => pass_on::run(listener, request),
             Incoming::File { path, offset } => match SavedVm::open(path, offset)? {
-                SavedVm::Container(file) => pass_on::run_saved(&file, request),
-                SavedVm::MappedRam(file) => restore::run(&file, request),
+                SavedVm::Blocks(file) => restore::run(&*file, request),
+                SavedVm::MappedRam(file) => restore::run(&*file, request),
             },
         }?;
         Ok(report(relayed, control))

@@ -1,14 +1,12 @@
 //! One migration through the relay, start to end: connections, threads, and how they end.
 
 use std::cell::RefCell;
-use std::sync::Arc;
 use std::time::Instant;
 
 use hotlift_wire::handshake::Features;
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
 use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 
-use crate::ends::file::{FileError, SavedChannels};
 use crate::ends::settings::Request;
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::Seen;
@@ -26,49 +24,23 @@ use crate::options::{CHANNEL_MEMORY, Options};
 use crate::pipe::run::run_threads;
 use crate::pipe::session::{Call, Relayed, Session};
 use crate::pipe::sink::Opening;
-use crate::stream::channel_in::ChannelIn;
 use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
 use crate::stream::main_recv::{MainInput, Silence};
-use crate::transport::Listener;
+use crate::transport::{Listener, Stream};
 
 /// Passes on what a source that connects to `listener` sends.
 pub(crate) fn run(listener: &Listener, request: Request<'_>) -> Result<Relayed, MigrationError> {
     let mut arrivals = Uncounted::new(listener, request.settings, request.control)?;
     let (main, since) = arrivals.main(&Call::early(request.control))?;
-    pass_on(
-        Box::new(main),
-        Others::Arriving(Box::new(arrivals)),
-        since,
-        request,
-    )
-}
-
-/// Passes on what is in a save file.
-pub(crate) fn run_saved(
-    file: &Arc<SavedChannels>,
-    request: Request<'_>,
-) -> Result<Relayed, MigrationError> {
-    let (main, since) = (Box::new(file.channel(0)), Instant::now());
-    let outcome = pass_on(main, Others::Saved(file), since, request);
-    match (outcome, file.take_error()) {
-        // Who has the guest matters more.
-        (outcome @ (Ok(_) | Err(MigrationError::InDoubt)), _) | (outcome, None) => outcome,
-        (Err(_), Some(error)) => Err(error.into()),
-    }
-}
-
-/// Where the multifd channels of a source come from.
-enum Others<'a> {
-    Arriving(Box<Uncounted<'a>>),
-    Saved(&'a Arc<SavedChannels>),
+    pass_on(main, arrivals, since, request)
 }
 
 /// One migration, start to end.
 fn pass_on(
-    main: Box<dyn ChannelIn>,
-    mut others: Others<'_>,
+    main: Stream,
+    mut arrivals: Uncounted<'_>,
     since: Instant,
     request: Request<'_>,
 ) -> Result<Relayed, MigrationError> {
@@ -89,39 +61,30 @@ fn pass_on(
         Some(_) => Silence::Unlimited,
         None => Silence::Always(settings.outgoing.handshake_timeout),
     };
-    let mut input = MainInput::new(&*main, &unbooked, silence, &memory).keep_everything();
+    let mut input = MainInput::new(&main, &unbooked, silence, &memory).keep_everything();
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
     let stream_setup = read_setup(&mut input, &mut decoder, id, &early)?;
-    let pass_through = |others, input: &MainInput<'_>, why| {
+    let pass_through = |arrivals, input: &MainInput<'_>, why| {
         let first = (input.socket(), input.everything());
-        let (Others::Arriving(arrivals), (Some(source), bytes)) = (others, first) else {
-            return Err(FileError::CannotBeSaved { reason: why }.into());
-        };
-        pass_through::run(*arrivals, (source, bytes), request, since, why)
+        pass_through::run(arrivals, first, request, since, why)
     };
     let setup = match stream_setup {
         StreamSetup::PageByPage(setup) => setup,
-        StreamSetup::PassThrough(why) => return pass_through(others, &input, why),
+        StreamSetup::PassThrough(why) => return pass_through(arrivals, &input, why),
     };
     let multifd = setup
         .relay
         .map(|features| features.contains(Features::MULTIFD));
     let expected = setup.flush || multifd == Some(true);
-    let channels = match (&mut others, input.socket()) {
-        _ if multifd == Some(false) => None,
-        (Others::Arriving(arrivals), Some(main)) => arrivals.channels(main, expected, &early)?,
-        (Others::Saved(_), _) if setup.relay.is_none() => {
-            let reason = "the stream in the file is not a relay's".to_owned();
-            return Err(FileError::CannotBeSaved { reason }.into());
-        }
-        (Others::Saved(file), _) => Channels::saved(file, settings.outgoing.max_channels)?,
-        (Others::Arriving(_), None) => unreachable!("who connects has a socket"),
+    let channels = match multifd {
+        Some(false) => None,
+        _ => arrivals.channels(input.socket(), expected, &early)?,
     };
     if channels.is_none()
         && setup.relay.is_none()
         && let Some(why) = other_devices(&mut input, &mut decoder, &early)?
     {
-        return pass_through(others, &input, why);
+        return pass_through(arrivals, &input, why);
     }
     let said = channels.as_ref().map(|channels| channels.uuid);
     let opening = Opening {
@@ -134,7 +97,7 @@ fn pass_on(
     };
     let hello = channels.as_ref().and_then(|channels| channels.hello);
     if let Some(error) = hello.and_then(unfit) {
-        refuse(&*main, &error);
+        graceful_close::refuse(&[&main], &error);
         return Err(error);
     }
     let seen = Seen {
@@ -146,7 +109,7 @@ fn pass_on(
         Ok(sink) => sink,
         Err(error) => {
             if setup.relay.is_some() {
-                refuse(&*main, &error);
+                graceful_close::refuse(&[&main], &error);
             }
             return Err(error);
         }
@@ -164,7 +127,7 @@ fn pass_on(
     let session = Session::new(request, memory, &*sink, received, since, id);
     let input = MainInput::attach(
         read_ahead,
-        &*upstream.main,
+        &upstream.main,
         &session.received[upstream.multifd.len()],
     );
     let mut reader = MainReader::new(&session, &upstream, &setup, input, decoder);
@@ -172,10 +135,9 @@ fn pass_on(
     // A relay says how many channels it has, and asks; a QEMU does neither.
     let mut door = None;
     let mut uncounted = None;
-    match others {
-        Others::Arriving(arrivals) if upstream.is_relay => door = Some(arrivals.into_door()),
-        Others::Arriving(arrivals) => uncounted = Some(arrivals),
-        Others::Saved(_) => {}
+    match upstream.is_relay {
+        true => door = Some(arrivals.into_door()),
+        false => uncounted = Some(arrivals),
     }
     let uncounted = RefCell::new(uncounted);
     let late_channel = || {
@@ -206,20 +168,13 @@ fn unfit(hello: Hello) -> Option<MigrationError> {
     })
 }
 
-/// Tells a source that is a Hotlift why it is refused.
-fn refuse(main: &dyn ChannelIn, error: &MigrationError) {
-    if let Some(main) = main.socket() {
-        graceful_close::refuse(&[main], error);
-    }
-}
-
 /// Stays until a source that is a relay knows what became of the guest, and closes all connections.
 fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, options: &Options) {
-    if let (Some(mut door), Some(main)) = (door, upstream.main.socket()) {
+    if let Some(mut door) = door {
         let patience = options.time_for_questions();
         // It has ended by now.
         let asked = session.asked(&|| ());
-        let main = [main];
+        let main = [&upstream.main];
         linger(&mut door, &asked, &main, &[], patience, &session.control);
     }
     upstream.close();

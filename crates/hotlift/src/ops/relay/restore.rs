@@ -1,12 +1,10 @@
-//! A VM out of a `mapped-ram` file, start to end.
-//!
-//! Nothing in such a file has an order: its threads read the pages, each once, from their places straight into batches.
-//! The guest runs nowhere before all of them were read.
+//! A VM out of a file, start to end: its threads read the pages, each once, from their places into batches. The guest runs
+//! nowhere before all of them were read.
 
 use std::time::Instant;
 
 use crate::control::Status;
-use crate::ends::file::MappedSource;
+use crate::ends::file::{FileSource, Places, SavedStream};
 use crate::ends::settings::Request;
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::Seen;
@@ -16,47 +14,58 @@ use crate::figures::Counters;
 use crate::pipe::hooks::Hooks;
 use crate::pipe::run::run_threads;
 use crate::pipe::session::{Relayed, Session};
-use crate::pipe::sink::{Opening, RamLayout};
+use crate::pipe::sink::Opening;
+use crate::pipe::source::Source;
 use crate::stream::handshake;
 use crate::stream::main_recv::Waiting;
 
 /// Passes the VM in `file` on.
-pub(crate) fn run(file: &MappedSource, request: Request<'_>) -> Result<Relayed, MigrationError> {
+pub(crate) fn run<P: Places>(
+    file: &FileSource<P>,
+    request: Request<'_>,
+) -> Result<Relayed, MigrationError> {
     let Request {
         settings, hooks, ..
     } = request;
     let since = Instant::now();
     let memory = settings.outgoing.memory(0);
-    let configuration = file.configuration().clone();
+    let stream = file.stream();
+    let configuration = stream.configuration.clone();
+    let said = configuration.uuid.or(stream.uuid);
     let opening = Opening {
-        uuid: settings.uuid.or(configuration.uuid).unwrap_or_default(),
+        uuid: settings.uuid.or(said).unwrap_or_default(),
         configuration,
     };
     let seen = Seen {
-        flush_after_each_section: Some(!file.flushes()),
+        flush_after_each_section: Some(!stream.flushes()),
         zeros_were_looked_for: true,
     };
     let sink = stream_sink::open(request, seen, &opening, &memory)?;
-    let received = Counters::of_side(file.threads());
+    let received = Counters::of_side(file.readers());
     let id = handshake::new_id().map_err(MigrationError::opening)?;
     let session = Session::new(request, memory, &*sink, received, since, id);
-    let ram = file.ram();
-    let mut pass_on = || pass_on(&session, file, &opening, &ram, hooks);
-    run_threads(&session, file, &ram.blocks, hooks, &mut pass_on, None)?;
+    let mut pass_on = || pass_on(&session, stream, &opening, hooks);
+    run_threads(
+        &session,
+        file,
+        &stream.ram.blocks,
+        hooks,
+        &mut pass_on,
+        None,
+    )?;
     Ok(session.relayed(&opening.configuration.machine))
 }
 
 /// What the main thread does.
 fn pass_on(
     session: &Session<'_>,
-    file: &MappedSource,
+    stream: &SavedStream,
     opening: &Opening,
-    ram: &RamLayout,
     hooks: Hooks<'_>,
 ) -> Result<(), MigrationError> {
     session.sink.open(opening)?;
     session.meet_readers()?;
-    session.sink.ram_start(ram)?;
+    session.sink.ram_start(&stream.ram)?;
     session.barrier.pass();
     session.control.set_status(Status::Active);
 
@@ -64,14 +73,14 @@ fn pass_on(
     if !session.flow.drain() {
         return Err(MigrationError::Cancelled);
     }
-    for command in file.commands() {
+    for command in &stream.commands {
         session.sink.command(*command)?;
     }
     session.sink.ram_end()?;
     session.barrier.pass();
     session.control.set_status(Status::Device);
 
-    let (devices, end) = file.device_state();
+    let (devices, end) = stream.devices();
     session.sink.devices(devices)?;
     session.sink.await_loaded()?;
     session.call().check()?;

@@ -1,0 +1,165 @@
+//! `hotlift restore --lazy`: the guest runs first, and its pages follow.
+
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use comfy_table::Table;
+use hotlift::lazy::{self, Hooks, LazyProgress, LazyReport};
+use hotlift::{Address, Control, MigrationError, Options};
+use hotlift_console::error::error_line;
+use hotlift_console::output::complain;
+use hotlift_console::progress::{Display, bytes};
+use hotlift_console::signals::Interrupt;
+use hotlift_console::table::{align, new_table};
+use hotlift_qemu::destination::{Destination, Statement};
+
+use crate::error::CommandError;
+use crate::restore::{RestoreArgs, failed, not_known, say_taken};
+
+/// How long a QEMU whose connection was lost may take to say what it makes of it.
+const WORD: Duration = Duration::from_secs(5);
+
+/// Brings a guest its pages, those that it asks for first. QEMU listens on `socket`.
+pub fn run(
+    args: &RestoreArgs,
+    destination: Destination,
+    socket: &Path,
+    options: &Options,
+    interrupt: &Interrupt,
+) -> Result<(), CommandError> {
+    let settle_timeout = options.settle_timeout;
+    let report = match restore(args, &destination, options, socket, interrupt) {
+        Ok(report) => report,
+        Err(error) if args.resume || matches!(error, MigrationError::PagesMissing { .. }) => {
+            interrupt.forget();
+            return after_start(&error, args, destination);
+        }
+        Err(error) => return failed(&error, destination, settle_timeout, interrupt),
+    };
+    interrupt.forget();
+    let running = match destination.wait_for_statement(settle_timeout, || interrupt.is_raised()) {
+        Statement::Here { running } => running,
+        Statement::Never { reason } => return Err(CommandError::NotTaken { reason }),
+        Statement::Unknown { reason, .. } => return Err(not_known(destination, reason)),
+    };
+    say_taken(running, destination);
+    Ok(args.output.print(&report, || table(&report).to_string())?)
+}
+
+/// The guest may run: what QEMU says of it.
+fn after_start(
+    error: &MigrationError,
+    args: &RestoreArgs,
+    destination: Destination,
+) -> Result<(), CommandError> {
+    match destination.wait_for_statement(WORD, || destination.waits_for_pages()) {
+        Statement::Here { running } => {
+            complain!("hotlift: not all went well: {}", error.chain());
+            say_taken(running, destination);
+            Ok(())
+        }
+        // The devices did not load: no guest has run.
+        Statement::Never { reason } if !args.resume => Err(CommandError::Restore {
+            reasons: format!("{}; QEMU: {reason}", error.chain()),
+        }),
+        Statement::Never { reason } => Err(CommandError::NotTaken { reason }),
+        Statement::Unknown { .. } => Err(CommandError::PagesMissing {
+            reasons: error.chain(),
+            file: args.file().to_owned(),
+            qemu: destination.leave_alone(),
+        }),
+    }
+}
+
+fn restore(
+    args: &RestoreArgs,
+    destination: &Destination,
+    options: &Options,
+    socket: &Path,
+    interrupt: &Interrupt,
+) -> Result<LazyReport, MigrationError> {
+    let control = Control::new();
+    let display = Mutex::new(Display::new("restore", args.output.quiet, &control));
+    let told = AtomicBool::new(false);
+    let show = |progress: &LazyProgress| {
+        if interrupt.is_raised() && !told.swap(true, Ordering::Relaxed) {
+            complain!(
+                "the guest runs, and its pages follow to the end; once more leaves it waiting for them"
+            );
+        }
+        if let Ok(display) = display.lock() {
+            display.show_line(0, || {
+                let LazyProgress { pages, requested } = progress;
+                let sent = bytes(pages * 4096);
+                format!("the guest runs: {sent} of its pages are there, {requested} were asked for")
+                    .into()
+            });
+        }
+    };
+    let on_commit = || destination.custody().give_up();
+    let on_running = |after: Duration| {
+        let ms = after.as_secs_f64() * 1e3;
+        match args.resume {
+            false => complain!("the guest runs after {ms:.1} ms; its pages follow"),
+            true => complain!("the guest goes on; the rest of its pages follows"),
+        }
+    };
+    let hooks = Hooks {
+        on_progress: Some(&show),
+        on_commit: Some(&on_commit),
+        on_running: Some(&on_running),
+    };
+    let to = Address::Unix {
+        path: socket.to_owned(),
+    };
+    let restored = interrupt.cancelling(&control, || {
+        lazy::restore(args.file(), &to, args.resume, options, &control, hooks)
+    });
+    if let Ok(display) = display.lock() {
+        display.finish();
+    }
+    restored
+}
+
+fn table(report: &LazyReport) -> Table {
+    let [half, hundredth, longest] = report.request_us;
+    let mut table = new_table(&["lazy restore", ""]);
+    for (name, value) in [
+        (
+            "guest runs",
+            format!("{:.1} ms after the connection", report.running_ms),
+        ),
+        ("has all pages", format!("{:.0} ms", report.total_ms)),
+        ("pages with content", report.normal_pages.to_string()),
+        ("sent", bytes(report.sent_bytes)),
+        ("pages asked for", report.requests.to_string()),
+        (
+            "request to page",
+            format!("p50 {half:.0} us, p99 {hundredth:.0} us, longest {longest:.0} us"),
+        ),
+    ] {
+        table.add_row([name.to_owned(), value]);
+    }
+    align(&mut table);
+    table
+}
+
+/// The options of a lazy restore: what was given of `--max-bandwidth` and `--cpu-limit`.
+pub fn options(args: &RestoreArgs, mut options: Options) -> Result<Options, CommandError> {
+    options.max_bandwidth = 0;
+    let given = [
+        ("max-bandwidth", &args.max_bandwidth),
+        ("cpu-limit", &args.cpu_limit),
+    ];
+    for (name, value) in given {
+        if let Some(value) = value {
+            let set = options.set(name, value);
+            set.map_err(|error| CommandError::Restore {
+                reasons: error_line(&error),
+            })?;
+        }
+    }
+    Ok(options)
+}

@@ -1,0 +1,181 @@
+//! Guests that run before they have their pages.
+
+use std::path::Path;
+
+use hotlift::file::FileFormat;
+use hotlift::lazy::{Hooks, LazyReport, restore};
+use hotlift::{Address, Control, MigrationError, Options};
+use rustix::process::Signal;
+
+use crate::files::{altered, goes_on, machine, save, settings};
+use crate::hotlift::Hotlift;
+use crate::need;
+use crate::operator::succeeds;
+use crate::route::{Multifd, Side};
+use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, folder};
+
+/// Has a machine listen for the VM in the file `from`, and restores it.
+fn restore_lazily(
+    from: &Path,
+    release: Release,
+    machine: &Machine,
+) -> Option<(Vm, Result<LazyReport, MigrationError>)> {
+    let mut vm = Vm::waiting(release, machine)?;
+    Side::new(Multifd::Off).with("postcopy-ram").apply(&mut vm);
+    let uri = vm.uri("incoming");
+    vm.qmp.migrate_incoming(&uri, true).expect("it listens");
+    let address: Address = uri.parse().expect("a URI");
+    let options = Options {
+        max_bandwidth: 0,
+        ..Options::default()
+    };
+    let control = Control::default();
+    let report = restore(from, &address, false, &options, &control, Hooks::default());
+    Some((vm, report))
+}
+
+#[test]
+fn a_guest_runs_before_it_has_its_pages_and_gets_them_all() {
+    let folder = folder();
+    let file = folder.path().join("vm");
+    use Accelerator::{Kvm, Tcg};
+    use Release::{V7, V10};
+    for (from, to, name, accelerator, method) in [
+        (V10, V10, PC_10, Kvm, "zstd"),
+        (V7, V7, PC_7, Kvm, "zlib"),
+        (V7, V10, PC_7, Kvm, "none"),
+        (V10, V10, PC_10, Tcg, "lz4"),
+    ] {
+        println!("{from:?} {method} -> {to:?}");
+        let machine = machine(name, accelerator);
+        let mut here = need!(Vm::running(from, &machine));
+        let before = here.count().expect("the guest counts");
+        let settings = settings(method, Multifd::Channels(2));
+        let source = Side::new(Multifd::Off);
+        save(&mut here, source, &file, FileFormat::Hotlift, &settings);
+        let before = before.max(here.count().expect("the guest has counted"));
+        // The file can be used again, and again.
+        for _ in 0..2 {
+            let (mut there, report) = need!(restore_lazily(&file, to, &machine));
+            let report = report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
+            assert!(
+                report.normal_pages > 1000 && report.requests > 0,
+                "{report:?}"
+            );
+            goes_on(&mut there, before);
+        }
+    }
+}
+
+/// A guest in a file, and the number of writes that it has made at least.
+fn saved(files: &Path, machine: &Machine) -> Option<(String, u64)> {
+    saved_as(files, "vm.save", machine)
+}
+
+fn saved_as(files: &Path, name: &str, machine: &Machine) -> Option<(String, u64)> {
+    let here = Vm::running(Release::V10, machine)?;
+    let file = files.join(name).display().to_string();
+    let save = ["save", "--qmp", &here.free_qmp(), &file, "--method=zstd"];
+    succeeds(Hotlift::start(&save));
+    let count = here.count().expect("the guest has counted");
+    Some((file, count))
+}
+
+#[test]
+fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
+    let files = folder();
+    for release in [Release::V10, Release::V7] {
+        let machine = machine(PC_7, Accelerator::Kvm);
+        let (file, before) = need!(saved(files.path(), &machine));
+        let mut there = need!(Vm::waiting(release, &machine));
+        let qmp = there.free_qmp();
+        // So slow that the end is far away.
+        let slowly = ["--max-bandwidth=1M", "--cpu-limit=0.5"];
+        let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
+        let mut restore = Hotlift::start(&[&lazy[..], &slowly].concat());
+        restore.wait_for("the guest runs after");
+        // QEMU ends if the connection does between its last word and the guest's first step.
+        there.counts_on_from(before);
+        restore.signal(Signal::KILL);
+        let _ = restore.wait();
+        there.says("postcopy-paused");
+
+        // Once more, and then to the end.
+        let resume = [&lazy[..], &["--resume"]].concat();
+        let mut again = Hotlift::start(&[&resume[..], &slowly].concat());
+        again.wait_for("the guest goes on");
+        again.signal(Signal::KILL);
+        let _ = again.wait();
+        there.says("postcopy-paused");
+        let said = succeeds(Hotlift::start(&resume));
+        assert!(said.contains("has all pages"), "{said:?}");
+        goes_on(&mut there, before);
+        let refused = Hotlift::start(&resume).wait();
+        assert_eq!(refused.0.code(), Some(1), "{:?}", refused.1);
+    }
+}
+
+#[test]
+fn a_page_that_is_damaged_stops_the_guest_until_a_good_file_is_there() {
+    let files = folder();
+    let machine = machine(PC_10, Accelerator::Kvm);
+    let (file, before) = need!(saved(files.path(), &machine));
+    let shown = succeeds(Hotlift::start(&["show", &file, "--verify"]));
+    assert!(shown.contains("all good"), "{shown:?}");
+    let whole = std::fs::read(&file).expect("the file");
+    std::fs::write(&file, altered(&whole).0).expect("a damaged file");
+    let (status, said) = Hotlift::start(&["show", &file, "--verify"]).wait();
+    assert_eq!(status.code(), Some(1), "{said:?}");
+
+    let mut there = need!(Vm::waiting(Release::V10, &machine));
+    let qmp = there.free_qmp();
+    let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
+    let (status, said) = Hotlift::start(&lazy).wait();
+    assert_eq!(status.code(), Some(3), "{said:?}");
+    let words = said.join("\n");
+    assert!(words.contains("a block of pages at byte"), "{words}");
+    there.says("postcopy-paused");
+
+    // Another VM's pages are no help.
+    let [other, resume] = ["other.save", "vm.save"].map(|name| {
+        let file = files.path().join(name).display().to_string();
+        ["restore", "--lazy", "--resume", "--qmp", &qmp, &file].map(str::to_owned)
+    });
+    std::fs::write(&file, &whole).expect("the good file");
+    let _ = need!(saved_as(files.path(), "other.save", &machine));
+    let arguments: Vec<&str> = other.iter().map(String::as_str).collect();
+    let (status, said) = Hotlift::start(&arguments).wait();
+    assert_eq!(status.code(), Some(1), "{said:?}");
+    assert!(
+        said.join("\n").contains("pages of another file"),
+        "{said:?}"
+    );
+
+    let arguments: Vec<&str> = resume.iter().map(String::as_str).collect();
+    succeeds(Hotlift::start(&arguments));
+    goes_on(&mut there, before);
+}
+
+#[test]
+fn a_file_that_cannot_be_restored_lazily_is_refused_before_the_guest_runs() {
+    let files = folder();
+    let machine = machine(PC_10, Accelerator::Kvm);
+    let (file, _) = need!(saved(files.path(), &machine));
+    let whole = std::fs::read(&file).expect("the file");
+    let cut = files.path().join("cut");
+    std::fs::write(&cut, &whole[..whole.len() - 1]).expect("a file");
+    let mapped = files.path().join("mapped");
+    std::fs::write(&mapped, b"QEVM\0\0\0\x03 and so on").expect("a file");
+    for (file, reason) in [
+        (&cut, "cut short"),
+        (&mapped, "--lazy needs a file of 'hotlift save'"),
+    ] {
+        let there = need!(Vm::waiting(Release::V10, &machine));
+        let file = file.display().to_string();
+        let (status, said) =
+            Hotlift::start(&["restore", "--lazy", &file, "--qmp", &there.free_qmp()]).wait();
+        assert_eq!(status.code(), Some(1), "{said:?}");
+        assert!(said.join("\n").contains(reason), "{said:?}");
+        assert_eq!(there.count(), None, "the guest has run");
+    }
+}

@@ -1,0 +1,324 @@
+//! A save file that is open: its parts, and where its pages are.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::main_channel::{
+    Command, DeviceLengths, MainDecoder, MainEvent, SectionKind, Step,
+};
+use hotlift_wire::{WireError, limits};
+
+use super::block_reader::Blocks;
+use super::index::{CHUNK_LEN, Index};
+use super::layout::{self, Contents, Entry, FOOT_LEN, FileInfo, HEAD_LEN, Part, crc_of, damaged};
+use super::source::{Places, SavedStream};
+use super::{FileError, check_ram};
+use crate::error::MigrationError;
+use crate::pipe::batch::Batch;
+use crate::pipe::session::Session;
+
+/// A file whose parts but the pages were found good.
+pub(crate) struct BlockFile {
+    file: File,
+    path: PathBuf,
+    length: u64,
+    info: FileInfo,
+    /// CRC of the header.
+    seed: u32,
+    contents: Contents,
+    stream: SavedStream,
+    index: Index,
+    /// CRCs of the index's chunks.
+    checks: Vec<u8>,
+}
+
+impl BlockFile {
+    /// Opens the file, and reads everything but the index and the pages.
+    pub(crate) fn open(path: &Path) -> Result<Self, FileError> {
+        let raw = RawFile::open(path)?;
+        let mut head = [0; HEAD_LEN];
+        raw.read_exact(&mut head, 0)?;
+        let mut rest = vec![0; layout::info_len(&head)? + 4];
+        raw.read_exact(&mut rest, HEAD_LEN as u64)?;
+        let (info, seed) = layout::read_info(&head, &rest)?;
+        if info.base.is_some() {
+            let reason = "it builds on another file, which this version does not read".to_owned();
+            return Err(FileError::CannotBeSaved { reason });
+        }
+        let contents = raw.contents(seed)?;
+        let most = limits::DEVICE_SECTIONS + limits::VM_DESCRIPTION;
+        let state = raw.part("the VM's state", contents.state, most, seed)?;
+        let at = contents.state.position;
+        let mut stream = read_state(state, contents.eof).map_err(|source| FileError::Stream {
+            position: at,
+            source,
+        })?;
+        stream.uuid = info.uuid_bytes();
+        let lengths = stream.ram.blocks.iter().map(|block| block.used_length);
+        let ram = lengths.fold(0, u64::saturating_add);
+        check_ram(ram).map_err(|source| FileError::Stream {
+            position: at,
+            source,
+        })?;
+        // Before memory is taken for it: a file that says it has much RAM has an index that is as long.
+        let chunks = Index::chunks_of(&stream.ram.blocks);
+        let index_end = contents.index.checked_add(chunks * CHUNK_LEN as u64);
+        let fits = index_end.is_some_and(|end| end <= contents.checks.position);
+        if contents.checks.length != chunks * 4 || !fits {
+            return Err(damaged("the index", contents.index));
+        }
+        let checks = raw.part("the checks of the index", contents.checks, usize::MAX, seed)?;
+        let index = Index::new(&stream.ram.blocks);
+        Ok(Self {
+            file: raw.file,
+            path: raw.path,
+            length: raw.length,
+            info,
+            seed,
+            contents,
+            stream,
+            index,
+            checks,
+        })
+    }
+
+    /// What the file says of itself.
+    pub(crate) fn info(&self) -> &FileInfo {
+        &self.info
+    }
+
+    /// Bytes of the file.
+    pub(crate) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// CRC of the header, which all others start with.
+    pub(crate) fn seed(&self) -> u32 {
+        self.seed
+    }
+
+    /// Where everything is.
+    pub(crate) fn contents(&self) -> &Contents {
+        &self.contents
+    }
+
+    /// Pages of a RAM block.
+    pub(crate) fn pages(&self, block: usize) -> usize {
+        self.index.pages(block)
+    }
+
+    /// Number of RAM blocks.
+    pub(crate) fn blocks(&self) -> usize {
+        self.index.blocks()
+    }
+
+    /// Where a page is; `None`: it is zero.
+    ///
+    /// # Errors
+    /// [`FileError::Damaged`] for a part of the index that is not what was written, or a page that the VM does not have.
+    pub(crate) fn entry(&self, block: usize, page: usize) -> Result<Option<Entry>, FileError> {
+        let place = self.index.place(block, page);
+        let place = place.ok_or(damaged("the index", self.contents.index))?;
+        let chunk = place.0;
+        if !self.index.has(chunk) {
+            let mut bytes = [0; CHUNK_LEN];
+            let position = self.contents.index + (chunk * CHUNK_LEN) as u64;
+            self.read_exact(&mut bytes, position)?;
+            let crc = crc_of(self.seed, &[&bytes]).to_be_bytes();
+            if self.checks[4 * chunk..][..4] != crc {
+                return Err(damaged("the index", position));
+            }
+            self.index.fill(chunk, &bytes);
+        }
+        Ok(self.index.get(place))
+    }
+
+    /// Reads what there is from `position` on, up to the length of `into`; how much that was.
+    pub(crate) fn read_at(&self, into: &mut [u8], position: u64) -> Result<usize, FileError> {
+        read_some(&self.file, into, position).map_err(|source| read_failed(&self.path, source))
+    }
+
+    fn read_exact(&self, into: &mut [u8], position: u64) -> Result<(), FileError> {
+        let wanted = into.len();
+        match self.read_at(into, position)? {
+            read if read < wanted => Err(FileError::Truncated { position }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Places for BlockFile {
+    type Reader<'r> = Blocks<'r>;
+
+    fn stream(&self) -> &SavedStream {
+        &self.stream
+    }
+
+    fn reader<'r>(&'r self, session: &'r Session<'_>) -> Result<Blocks<'r>, MigrationError> {
+        Ok(Blocks::new(self.seed, &session.memory, &session.control))
+    }
+
+    fn fill(
+        &self,
+        reader: &mut Blocks<'_>,
+        batch: &mut Batch,
+        block: usize,
+        pages: Range<usize>,
+    ) -> Result<usize, MigrationError> {
+        let mut wanted = Vec::with_capacity(pages.len());
+        for page in pages {
+            match self.entry(block, page)? {
+                Some(entry) => wanted.push((entry, page as u64)),
+                None => batch.zero.push((page * PAGE_SIZE) as u64),
+            }
+        }
+        // Pages that the guest wrote in between are in other blocks: each block is decoded once all the same.
+        wanted.sort_unstable_by_key(|(entry, _)| (entry.position, entry.place));
+        let mut bytes = 0;
+        for run in wanted.chunk_by(|(a, _), (b, _)| a.position == b.position) {
+            bytes += run[0].0.length;
+            for (entry, page) in run {
+                let read = |into: &mut [u8], position| self.read_at(into, position);
+                reader.load(*entry, (block, *page), read)?;
+                batch.push(page * PAGE_SIZE as u64, reader.page(entry.place));
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// A file of which nothing is known.
+struct RawFile {
+    file: File,
+    path: PathBuf,
+    length: u64,
+}
+
+impl RawFile {
+    fn open(path: &Path) -> Result<Self, FileError> {
+        let failed = |source| read_failed(path, source);
+        let file = File::open(path).map_err(failed)?;
+        let length = file.metadata().map_err(failed)?.len();
+        Ok(Self {
+            file,
+            path: path.to_owned(),
+            length,
+        })
+    }
+
+    fn read_exact(&self, into: &mut [u8], position: u64) -> Result<(), FileError> {
+        let wanted = into.len();
+        match read_some(&self.file, into, position) {
+            Ok(read) if read < wanted => Err(FileError::Truncated { position }),
+            Ok(_) => Ok(()),
+            Err(source) => Err(read_failed(&self.path, source)),
+        }
+    }
+
+    fn contents(&self, seed: u32) -> Result<Contents, FileError> {
+        let at = self.length.saturating_sub(FOOT_LEN as u64);
+        let mut foot = [0; FOOT_LEN];
+        self.read_exact(&mut foot, at)?;
+        let length = Contents::length(&foot, at)?;
+        let start = at - length as u64;
+        let mut json = vec![0; length];
+        self.read_exact(&mut json, start)?;
+        Contents::decode(&json, &foot, seed, start)
+    }
+
+    /// A part that takes no more than `most` bytes.
+    fn part(
+        &self,
+        what: &'static str,
+        part: Part,
+        most: usize,
+        seed: u32,
+    ) -> Result<Vec<u8>, FileError> {
+        let position = part.position;
+        let is_inside = position
+            .checked_add(part.length)
+            .is_some_and(|end| end <= self.length);
+        let length = usize::try_from(part.length).ok();
+        let length = length
+            .filter(|length| is_inside && *length <= most)
+            .ok_or(damaged("the table of contents", position))?;
+        let mut bytes = vec![0; length];
+        self.read_exact(&mut bytes, position)?;
+        if crc_of(seed, &[&bytes]) != part.crc {
+            return Err(damaged(what, position));
+        }
+        Ok(bytes)
+    }
+}
+
+/// Takes the main channel apart that a file has.
+fn read_state(mut state: Vec<u8>, eof: u64) -> Result<SavedStream, WireError> {
+    let eof = usize::try_from(eof).unwrap_or(usize::MAX);
+    let whole = WireError::Truncated {
+        what: "main channel",
+        needed: 1,
+    };
+    if eof >= state.len() {
+        return Err(whole);
+    }
+    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
+    let mut stream = SavedStream::default();
+    let (mut at, mut is_last) = (0, false);
+    loop {
+        let (event, consumed) = match decoder.next(&state[at..])? {
+            Step::Need(_) => return Err(whole),
+            Step::Event { event, consumed } => (event, consumed),
+        };
+        match event {
+            MainEvent::Configuration(configuration) => stream.configuration = configuration,
+            MainEvent::Command(command @ Command::SwitchoverStart) => stream.commands.push(command),
+            MainEvent::SectionStart { kind, id, .. } => {
+                stream.ram.section_id = id;
+                is_last = kind == SectionKind::End;
+            }
+            MainEvent::RamBlocks(blocks) => stream.ram.blocks = blocks,
+            MainEvent::SectionFooter if is_last => {
+                at += consumed;
+                break;
+            }
+            MainEvent::Header | MainEvent::RamEos | MainEvent::SectionFooter => {}
+            _ => {
+                return Err(WireError::OutOfOrder {
+                    got: "a record",
+                    expected: "a main channel without pages",
+                });
+            }
+        }
+        at += consumed;
+    }
+    if at > eof || stream.ram.blocks.is_empty() {
+        return Err(whole);
+    }
+    stream.eof = eof - at;
+    stream.device_state = state.split_off(at);
+    Ok(stream)
+}
+
+fn read_some(file: &File, into: &mut [u8], position: u64) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < into.len() {
+        match file.read_at(&mut into[filled..], position + filled as u64) {
+            Ok(0) => break,
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}
+
+fn read_failed(path: &Path, source: io::Error) -> FileError {
+    FileError::Read {
+        path: path.to_owned(),
+        source,
+    }
+}

@@ -1,0 +1,450 @@
+//! Writes a VM as a save file: compressed blocks of neighbouring pages from all threads at once, and an index behind them.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::legacy::xbzrle;
+use hotlift_methods::{MemoryLimit, MethodInfo, method};
+use hotlift_wire::main_channel::{Command, EOF_WITHOUT_DESCRIPTION, MainEncoder};
+use hotlift_wire::multifd::Method;
+
+use super::block_reader::Blocks;
+use super::index::{CHUNK_LEN, Index};
+use super::layout::{self, BLOCK_HEAD_LEN, BlockHead, Contents, Entry, FileInfo, Part, Share};
+use super::partial::PartialFile;
+use super::{FileError, check_ram};
+use crate::control::Control;
+use crate::error::{Channel, MigrationError};
+use crate::options::Options;
+use crate::pacing::Pacer;
+use crate::pipe::batch::Batch;
+use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
+use crate::stream::codec::Encoder;
+use crate::stream::handshake;
+use crate::threads::lock;
+
+/// Space set aside for what is written after the source was told that its guest is safe: EOF, a VM description of 100 KB to
+/// some MB, and the table of contents.
+const END: u64 = 4 << 20;
+
+/// What auto is in a file, which has no link that gets faster or slower: what leaves the least for its time.
+const AUTO: &str = "zstd";
+
+/// A file on its way.
+pub(crate) struct BlockSink {
+    file: PartialFile,
+    /// CRC of the header.
+    seed: u32,
+    /// Where the next block goes.
+    position: AtomicU64,
+    /// The stream without its pages, as long as it grows.
+    stream: Mutex<Stream>,
+    ram: OnceLock<Ram>,
+    /// Where the first block was written whose page was there already.
+    written_last: AtomicU64,
+    shares: Mutex<BTreeMap<&'static str, Share>>,
+    contents: Mutex<Contents>,
+    method: &'static MethodInfo,
+    options: Options,
+    pacer: Arc<Pacer>,
+    control: Control,
+    memory: MemoryLimit,
+    sent_bytes: AtomicU64,
+}
+
+/// The main channel of the file.
+struct Stream {
+    encoder: Option<MainEncoder>,
+    bytes: Vec<u8>,
+}
+
+struct Ram {
+    layout: RamLayout,
+    index: Index,
+}
+
+impl BlockSink {
+    /// Begins the file that will be called `path`, written by as many threads as the options have multifd channels.
+    pub(crate) fn create(
+        path: &Path,
+        options: &Options,
+        opening: &Opening,
+        memory: &MemoryLimit,
+        control: &Control,
+    ) -> Result<Self, MigrationError> {
+        let chosen = options.multifd_compression;
+        let method = match chosen.is_auto() {
+            true => method(AUTO).unwrap_or(chosen),
+            false => chosen,
+        };
+        let id = handshake::new_id().map_err(MigrationError::opening)?.0;
+        let begun = SystemTime::now().duration_since(UNIX_EPOCH);
+        let info = FileInfo {
+            machine: opening.configuration.machine.clone(),
+            uuid: opening.uuid.map(|byte| format!("{byte:02x}")).concat(),
+            method: method.name.to_owned(),
+            begun: begun.map_or(0, |since| since.as_secs()),
+            hotlift: env!("CARGO_PKG_VERSION").to_owned(),
+            id: id.iter().fold(0, |id, byte| id << 8 | u64::from(*byte)),
+            base: None,
+        };
+        let (header, seed) = layout::header(&info)?;
+        let file = PartialFile::create(path)?;
+        file.write_at(&[&header], 0)?;
+        Ok(Self {
+            file,
+            seed,
+            position: AtomicU64::new(header.len() as u64),
+            stream: Mutex::new(Stream {
+                encoder: None,
+                bytes: Vec::new(),
+            }),
+            ram: OnceLock::new(),
+            written_last: AtomicU64::new(u64::MAX),
+            shares: Mutex::default(),
+            contents: Mutex::default(),
+            method,
+            options: Options {
+                multifd_compression: method,
+                ..options.clone()
+            },
+            pacer: control.pacer(options),
+            control: control.clone(),
+            memory: memory.clone(),
+            sent_bytes: AtomicU64::new(header.len() as u64),
+        })
+    }
+
+    fn ram(&self) -> &Ram {
+        match self.ram.get() {
+            Some(ram) => ram,
+            None => unreachable!("`ram_start` comes first"),
+        }
+    }
+
+    /// The place of `length` bytes behind everything.
+    fn reserve(&self, length: usize) -> Result<u64, MigrationError> {
+        let position = self.position.fetch_add(length as u64, Ordering::Relaxed);
+        if position > Entry::LAST_POSITION {
+            let reason = format!("the file is longer than {} bytes", Entry::LAST_POSITION);
+            return Err(FileError::CannotBeSaved { reason }.into());
+        }
+        self.sent_bytes.fetch_add(length as u64, Ordering::Relaxed);
+        Ok(position)
+    }
+
+    /// Writes a part behind everything.
+    fn append(&self, bytes: &[u8]) -> Result<Part, MigrationError> {
+        let position = self.reserve(bytes.len())?;
+        self.file.write_at(&[bytes], position)?;
+        Ok(Part {
+            position,
+            length: bytes.len() as u64,
+            crc: layout::crc_of(self.seed, &[bytes]),
+        })
+    }
+
+    /// Writes a block with that payload, and has the index name its pages.
+    fn put(&self, head: &BlockHead, payload: &[u8]) -> Result<(), MigrationError> {
+        let length = BLOCK_HEAD_LEN + payload.len();
+        self.pacer.wait(length, &self.control);
+        let position = self.reserve(length)?;
+        let bytes = head.encode(self.seed, position, payload);
+        self.file.write_at(&[&bytes, payload], position)?;
+        let mut was_there = false;
+        for (place, page) in head.pages().enumerate() {
+            let entry = Entry {
+                position,
+                length,
+                place,
+            };
+            let before = self.set(head.ram_block, page, Some(entry))?;
+            was_there |= before.is_some();
+        }
+        if was_there {
+            self.written_last.fetch_min(position, Ordering::Relaxed);
+        }
+        let mut shares = lock(&self.shares);
+        let name = head.method.name();
+        let share = shares.entry(name).or_insert_with(|| Share {
+            method: name.to_owned(),
+            blocks: 0,
+            pages: 0,
+            bytes: 0,
+        });
+        share.blocks += 1;
+        share.pages += head.len() as u64;
+        share.bytes += length as u64;
+        Ok(())
+    }
+
+    fn set(
+        &self,
+        block: usize,
+        page: u64,
+        entry: Option<Entry>,
+    ) -> Result<Option<Entry>, MigrationError> {
+        let ram = self.ram();
+        let page = usize::try_from(page).unwrap_or(usize::MAX);
+        match ram.index.place(block, page) {
+            Some(place) => Ok(ram.index.set(place, entry)),
+            None => Err(MigrationError::Protocol {
+                channel: Channel::Main,
+                got: format!("page {page} of RAM block {block}"),
+                doing: "writing pages",
+            }),
+        }
+    }
+
+    /// Adds to the file's main channel.
+    fn record(
+        &self,
+        write: impl FnOnce(&mut MainEncoder, &mut Vec<u8>) -> Result<(), hotlift_wire::WireError>,
+    ) -> Result<(), MigrationError> {
+        let mut stream = lock(&self.stream);
+        let Stream { encoder, bytes } = &mut *stream;
+        match encoder {
+            Some(encoder) => write(encoder, bytes).map_err(MigrationError::main_wire),
+            None => unreachable!("`open` comes first"),
+        }
+    }
+
+    /// Writes the index and its checks.
+    fn write_index(&self) -> Result<(), MigrationError> {
+        let index = &self.ram().index;
+        let position = self.position.load(Ordering::Relaxed);
+        let mut checks = Vec::with_capacity(4 * index.chunks());
+        let mut at = position;
+        for chunk in 0..index.chunks() {
+            // What was never written reads as zeros, and takes no space.
+            let bytes = index.bytes(chunk);
+            let crc = match &bytes {
+                Some(bytes) => {
+                    self.file.write_at(&[bytes], at)?;
+                    layout::crc_of(self.seed, &[bytes])
+                }
+                None => layout::crc_of(self.seed, &[&[0; CHUNK_LEN]]),
+            };
+            checks.extend_from_slice(&crc.to_be_bytes());
+            at += CHUNK_LEN as u64;
+        }
+        self.position.store(at, Ordering::Relaxed);
+        let mut contents = lock(&self.contents);
+        contents.index = position;
+        contents.checks = self.append(&checks)?;
+        contents.written_last = self.written_last.load(Ordering::Relaxed);
+        contents.shares = lock(&self.shares).values().cloned().collect();
+        Ok(())
+    }
+}
+
+impl BlockSink {
+    /// Writes the state, which ends with `end`, and the contents: a whole file.
+    fn write_end(&self, end: &[u8]) -> Result<(), MigrationError> {
+        let devices = lock(&self.stream).bytes.clone();
+        let state = [&devices, end].concat();
+        let mut contents = lock(&self.contents);
+        contents.eof = devices.len() as u64;
+        contents.state = self.append(&state)?;
+        self.append(&contents.encode(self.seed)?).map(|_| ())
+    }
+}
+
+impl Sink for BlockSink {
+    fn workers(&self) -> usize {
+        usize::from(self.options.channels()).max(1)
+    }
+
+    fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
+        let id = u8::try_from(worker).unwrap_or(u8::MAX);
+        let mut encoder = Encoder::new(id, &self.options, true, &self.control)?;
+        if let Some(encoder) = &mut encoder {
+            encoder.write_alone(self.options.encoder_settings(true).level)?;
+        }
+        Ok(Box::new(Writer {
+            sink: self,
+            encoder,
+            payload: Vec::new(),
+            is_checked: false,
+        }))
+    }
+
+    fn open(&self, opening: &Opening) -> Result<(), MigrationError> {
+        let mut stream = lock(&self.stream);
+        let encoder = MainEncoder::new(&opening.configuration, &mut stream.bytes);
+        stream.encoder = Some(encoder.map_err(MigrationError::main_wire)?);
+        Ok(())
+    }
+
+    /// Nobody answers a PING in a file.
+    fn command(&self, command: Command) -> Result<(), MigrationError> {
+        match command {
+            Command::SwitchoverStart => {
+                self.record(|encoder, bytes| encoder.command(command, bytes))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn ram_start(&self, ram: &RamLayout) -> Result<(), MigrationError> {
+        let lengths = ram.blocks.iter().map(|block| block.used_length);
+        let ram_bytes = lengths.fold(0, u64::saturating_add);
+        check_ram(ram_bytes).map_err(MigrationError::main_wire)?;
+        // The chunks themselves take no more than the pages that come.
+        let table = Index::chunks_of(&ram.blocks).saturating_mul(24);
+        let table = self
+            .memory
+            .take(usize::try_from(table).unwrap_or(usize::MAX));
+        table.map_err(|source| MigrationError::memory(Channel::Main, source))?;
+        self.record(|encoder, bytes| {
+            encoder.set_ram_id(ram.section_id)?;
+            encoder.ram_start(&ram.blocks, false, bytes)
+        })?;
+        let _ = self.ram.set(Ram {
+            layout: ram.clone(),
+            index: Index::new(&ram.blocks),
+        });
+        Ok(())
+    }
+
+    /// The index names what came last.
+    fn barrier(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError> {
+        let ram = self.ram();
+        let number = offset / PAGE_SIZE as u64;
+        let known = usize::try_from(number)
+            .ok()
+            .and_then(|page| ram.index.place(block, page));
+        let mut page = [0; PAGE_SIZE];
+        if let Some(entry) = known.and_then(|place| ram.index.get(place)) {
+            let read = |into: &mut [u8], position| {
+                let read = self.file.file().read_at(into, position);
+                read.map_err(|source| self.file.failed(source))
+            };
+            let mut blocks = Blocks::new(self.seed, &self.memory, &self.control);
+            blocks.load(entry, (block, number), read)?;
+            page = *blocks.page(entry.place);
+        }
+        let name = &ram.layout.blocks[block].name;
+        xbzrle::apply(delta, &mut page).map_err(|source| MigrationError::Page {
+            block: name.clone(),
+            offset: usize::try_from(offset).unwrap_or(usize::MAX),
+            source,
+        })?;
+        match BlockHead::of(block, std::iter::once(number)) {
+            Some((head, _)) => self.put(&head, &page),
+            None => Ok(()),
+        }
+    }
+
+    fn ram_end(&self) -> Result<(), MigrationError> {
+        self.record(|encoder, bytes| {
+            encoder.ram_end(bytes)?;
+            encoder.ram_eos(bytes)
+        })
+    }
+
+    fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
+        lock(&self.stream).bytes.extend_from_slice(sections);
+        Ok(())
+    }
+
+    /// The file could be restored from here on, but for its name.
+    fn await_loaded(&self) -> Result<(), MigrationError> {
+        self.write_index()?;
+        self.write_end(&EOF_WITHOUT_DESCRIPTION)?;
+        let position = self.position.load(Ordering::Relaxed);
+        let state = lock(&self.stream).bytes.len() as u64;
+        self.file.reserve(position, state + END)?;
+        Ok(self.file.sync()?)
+    }
+
+    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<(), MigrationError> {
+        // Behind what was written before, which stays whole until the file has its name.
+        self.write_end(end)?;
+        let length = self.position.load(Ordering::Relaxed);
+        Ok(self.file.publish(length)?)
+    }
+
+    fn return_path(&self, _: &dyn Fn(&[u8]), _: &dyn Fn(MigrationError)) {}
+
+    fn abort(&self) {
+        self.file.give_up();
+    }
+
+    fn sent_bytes(&self) -> u64 {
+        self.sent_bytes.load(Ordering::Relaxed)
+    }
+
+    fn method(&self) -> &'static str {
+        self.method.name
+    }
+}
+
+struct Writer<'a> {
+    sink: &'a BlockSink,
+    encoder: Option<Encoder>,
+    payload: Vec<u8>,
+    /// What the encoder has made was read back once.
+    is_checked: bool,
+}
+
+impl Writer<'_> {
+    /// Decodes the first block as a reader of the file will: the source gives its guest up for what is in there.
+    fn check(&mut self, head: &BlockHead, pages: &[u8]) -> Result<(), MigrationError> {
+        let (memory, control) = (&self.sink.memory, &self.sink.control);
+        let mut blocks = Blocks::new(self.sink.seed, memory, control);
+        self.is_checked = blocks.decode_payload(head, &self.payload)? == pages;
+        if !self.is_checked {
+            let reason = format!(
+                "method {} does not decode to what went in",
+                self.sink.method.name
+            );
+            return Err(FileError::CannotBeSaved { reason }.into());
+        }
+        Ok(())
+    }
+
+    fn block(&mut self, mut head: BlockHead, pages: &[u8]) -> Result<(), MigrationError> {
+        if let Some(encoder) = &mut self.encoder {
+            let name = &self.sink.ram().layout.blocks[head.ram_block].name;
+            encoder.encode(head.first, name, pages, &mut self.payload)?;
+            if self.payload.len() < pages.len() {
+                let flag = self.sink.method.flag;
+                head.method = Method::from_flag(flag).unwrap_or(Method::None);
+                if !self.is_checked {
+                    self.check(&head, pages)?;
+                }
+                return self.sink.put(&head, &self.payload);
+            }
+        }
+        self.sink.put(&head, pages)
+    }
+}
+
+impl WritePages for Writer<'_> {
+    fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        // Zero pages take no space, whether the source has looked for them or not.
+        batch.find_zero_pages();
+        let mut pages = batch.pages();
+        let mut rest = batch.normal.as_slice();
+        let number = |offset: &u64| *offset / PAGE_SIZE as u64;
+        while let Some((head, count)) = BlockHead::of(batch.block, rest.iter().map(number)) {
+            let (here, behind) = pages.split_at(count * PAGE_SIZE);
+            self.block(head, here)?;
+            (pages, rest) = (behind, &rest[count..]);
+        }
+        for offset in &batch.zero {
+            self.sink.set(batch.block, number(offset), None)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,216 @@
+//! Reads a `mapped-ram` file of QEMU.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::main_channel::{
+    Command, MAPPED_RAM, MappedBlock, MappedEvent, MappedRamDecoder, MappedStep,
+    complete_device_state,
+};
+use hotlift_wire::{WireError, limits};
+
+use super::source::{Places, SavedStream};
+use super::{FileError, check_ram};
+use crate::error::MigrationError;
+use crate::pipe::batch::Batch;
+use crate::pipe::session::Session;
+
+/// A file whose stream was walked and found good.
+pub(crate) struct MappedFile {
+    file: File,
+    path: PathBuf,
+    stream: SavedStream,
+    blocks: Vec<Block>,
+}
+
+struct Block {
+    place: MappedBlock,
+    /// A bit a page: 1 if it is in the file.
+    bitmap: Vec<u64>,
+}
+
+impl Block {
+    fn is_in_file(&self, page: usize) -> bool {
+        self.bitmap[page / 64] >> (page % 64) & 1 == 1
+    }
+}
+
+impl MappedFile {
+    /// Walks the stream that starts at byte `offset` of the file, over the pages to its last byte.
+    pub(crate) fn open(path: &Path, offset: u64) -> Result<Self, FileError> {
+        let failed = |source| FileError::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let file = File::open(path).map_err(failed)?;
+        let length = file.metadata().map_err(failed)?.len();
+        let mut source = Self {
+            file,
+            path: path.to_owned(),
+            stream: SavedStream::default(),
+            blocks: Vec::new(),
+        };
+        let devices_at = source.walk(offset, length)?;
+        source.read_device_state(devices_at, length)?;
+        Ok(source)
+    }
+
+    /// Reads everything before the devices; returns where they are.
+    fn walk(&mut self, offset: u64, length: u64) -> Result<u64, FileError> {
+        let mut decoder = MappedRamDecoder::new(offset, length);
+        let mut input = vec![0; limits::MAPPED_RAM_RECORD];
+        loop {
+            let position = decoder.position();
+            let available = self.read_some(&mut input, position)?;
+            let step = decoder.next(&input[..available]);
+            let event = match step {
+                Ok(MappedStep::Event(event)) => event,
+                Ok(MappedStep::Need(_)) => return Err(FileError::Truncated { position }),
+                Err(WireError::Mismatch {
+                    what: "stream magic",
+                    ..
+                }) => return Err(FileError::NotASave),
+                Err(source) => return Err(FileError::Stream { position, source }),
+            };
+            match event {
+                MappedEvent::Configuration(mut configuration) => {
+                    configuration.capabilities.retain(|name| name != MAPPED_RAM);
+                    self.stream.configuration = configuration;
+                }
+                // Nobody reads the answers.
+                MappedEvent::Command(Command::OpenReturnPath | Command::Ping(_)) => {}
+                MappedEvent::Command(Command::PostcopyAdvise { .. }) => {
+                    let source = WireError::Unsupported {
+                        what: "postcopy in a file",
+                    };
+                    return Err(FileError::Stream { position, source });
+                }
+                MappedEvent::Command(command) => self.stream.commands.push(command),
+                MappedEvent::RamStart { section_id } => self.stream.ram.section_id = section_id,
+                MappedEvent::Block(place) => {
+                    let bitmap = self.read_bitmap(&place)?;
+                    self.stream.ram.blocks.push(place.entry.clone());
+                    self.blocks.push(Block { place, bitmap });
+                }
+                MappedEvent::Header | MappedEvent::RamEos => {}
+                MappedEvent::RamEnd => return Ok(decoder.position()),
+            }
+        }
+    }
+
+    /// Reads a block's bitmap. The decoder has seen that it lies in the file, with its pages; but a
+    /// sparse file can have any length.
+    fn read_bitmap(&self, place: &MappedBlock) -> Result<Vec<u64>, FileError> {
+        let before: u64 = self
+            .blocks
+            .iter()
+            .map(|block| block.place.entry.used_length)
+            .sum();
+        check_ram(before.saturating_add(place.entry.used_length)).map_err(|source| {
+            FileError::Stream {
+                position: place.bitmap_offset,
+                source,
+            }
+        })?;
+        let length = usize::try_from(place.bitmap_len()).unwrap_or(usize::MAX);
+        let mut bytes = vec![0; length];
+        self.read_exact(&mut bytes, place.bitmap_offset)?;
+        let words = bytes.as_chunks::<8>().0;
+        Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
+    }
+
+    /// Reads devices, EOF and VM description, to the file's last byte.
+    fn read_device_state(&mut self, position: u64, length: u64) -> Result<(), FileError> {
+        let bytes = length - position;
+        let limit = limits::DEVICE_SECTIONS + limits::VM_DESCRIPTION;
+        let fitting = usize::try_from(bytes).ok().filter(|bytes| *bytes <= limit);
+        let fitting = fitting.ok_or(FileError::Stream {
+            position,
+            source: WireError::OverLimit {
+                what: "length of all device sections",
+                limit: limit as u64,
+                got: bytes,
+            },
+        })?;
+        let mut device_state = vec![0; fitting];
+        self.read_exact(&mut device_state, position)?;
+        // The only sign that the devices are whole; a file of a machine that writes no description
+        // (suppress-vmdesc) cannot be told from one that was cut short.
+        self.stream.eof = complete_device_state(&device_state, &mut 0, &mut Vec::new())
+            .ok_or(FileError::Truncated { position })?;
+        self.stream.device_state = device_state;
+        Ok(())
+    }
+
+    fn read_some(&self, into: &mut [u8], position: u64) -> Result<usize, FileError> {
+        let mut filled = 0;
+        while filled < into.len() {
+            match self
+                .file
+                .read_at(&mut into[filled..], position + filled as u64)
+            {
+                Ok(0) => break,
+                Ok(read) => filled += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => return Err(self.failed(source)),
+            }
+        }
+        Ok(filled)
+    }
+
+    fn read_exact(&self, into: &mut [u8], position: u64) -> Result<(), FileError> {
+        let wanted = into.len();
+        if self.read_some(into, position)? < wanted {
+            return Err(FileError::Truncated { position });
+        }
+        Ok(())
+    }
+
+    fn failed(&self, source: io::Error) -> FileError {
+        FileError::Read {
+            path: self.path.clone(),
+            source,
+        }
+    }
+}
+
+impl Places for MappedFile {
+    type Reader<'r> = ();
+
+    fn stream(&self) -> &SavedStream {
+        &self.stream
+    }
+
+    fn reader<'r>(&'r self, _: &'r Session<'_>) -> Result<(), MigrationError> {
+        Ok(())
+    }
+
+    /// Neighbours in the file are read at once.
+    fn fill(
+        &self,
+        (): &mut (),
+        batch: &mut Batch,
+        block: usize,
+        pages: Range<usize>,
+    ) -> Result<usize, MigrationError> {
+        let block = &self.blocks[block];
+        for page in pages {
+            let offset = (page * PAGE_SIZE) as u64;
+            match block.is_in_file(page) {
+                true => batch.normal.push(offset),
+                false => batch.zero.push(offset),
+            }
+        }
+        let (normal, mut room) = batch.normal_mut();
+        for run in normal.chunk_by(|a, b| *b == *a + PAGE_SIZE as u64) {
+            let (into, rest) = room.split_at_mut(run.len() * PAGE_SIZE);
+            self.read_exact(into, block.place.pages_offset + run[0])?;
+            room = rest;
+        }
+        Ok(batch.pages().len())
+    }
+}

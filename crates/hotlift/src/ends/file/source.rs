@@ -1,0 +1,140 @@
+//! Reads all pages of a file, in no order but the file's: each thread takes a share of RAM after the other.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::main_channel::{Command, Configuration};
+
+use crate::ends::stream_sink::machine_version;
+use crate::error::MigrationError;
+use crate::pipe::batch::{BATCH_PAGES, Batch};
+use crate::pipe::session::Session;
+use crate::pipe::sink::RamLayout;
+use crate::pipe::source::Source;
+
+/// Pages that a thread takes at a time: 4 MiB.
+const SHARE: usize = 1024;
+
+/// Threads that read at once; one alone keeps a disk busy, and two a page cache.
+const THREADS: usize = 4;
+
+/// What a file has of a VM besides the pages.
+#[derive(Debug, Default)]
+pub(crate) struct SavedStream {
+    /// The source's machine and capabilities.
+    pub configuration: Configuration,
+    /// The VM's UUID, where the configuration does not say it.
+    pub uuid: Option<[u8; 16]>,
+    /// Commands between the RAM blocks and the devices.
+    pub commands: Vec<Command>,
+    /// The RAM of the VM.
+    pub ram: RamLayout,
+    /// Device sections, EOF, VM description.
+    pub device_state: Vec<u8>,
+    /// Where EOF is in `device_state`.
+    pub eof: usize,
+}
+
+impl SavedStream {
+    /// The device sections; EOF and the VM description.
+    pub(crate) fn devices(&self) -> (&[u8], &[u8]) {
+        self.device_state.split_at(self.eof)
+    }
+
+    /// Whether multifd flushes are records of their own, as this machine's QEMU makes and expects them.
+    pub(crate) fn flushes(&self) -> bool {
+        machine_version(&self.configuration.machine).is_none_or(|version| version > (8, 0))
+    }
+}
+
+/// A file that says where each page is.
+pub(crate) trait Places: Sync {
+    /// What one thread needs for its reading.
+    type Reader<'r>
+    where
+        Self: 'r;
+
+    fn stream(&self) -> &SavedStream;
+
+    fn reader<'r>(&'r self, session: &'r Session<'_>) -> Result<Self::Reader<'r>, MigrationError>;
+
+    /// Puts `pages` of a RAM block into an empty batch; the bytes of the file that were read for them.
+    fn fill(
+        &self,
+        reader: &mut Self::Reader<'_>,
+        batch: &mut Batch,
+        block: usize,
+        pages: Range<usize>,
+    ) -> Result<usize, MigrationError>;
+}
+
+/// Such a file, as where the pages come from.
+pub(crate) struct FileSource<P> {
+    file: P,
+    threads: usize,
+    /// Shares of RAM that threads have taken.
+    cursor: AtomicUsize,
+}
+
+impl<P: Places> FileSource<P> {
+    pub(crate) fn new(file: P) -> Self {
+        let threads = thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            file,
+            threads: threads.min(THREADS),
+            cursor: AtomicUsize::new(0),
+        }
+    }
+
+    pub(crate) fn stream(&self) -> &SavedStream {
+        self.file.stream()
+    }
+
+    /// The next pages that no thread has taken.
+    fn next_share(&self) -> Option<(usize, Range<usize>)> {
+        let mut share = self.cursor.fetch_add(1, Ordering::Relaxed);
+        let blocks = self.stream().ram.blocks.iter().enumerate();
+        for (index, block) in blocks {
+            let pages = usize::try_from(block.used_length).unwrap_or(usize::MAX) / PAGE_SIZE;
+            let shares = pages.div_ceil(SHARE);
+            if share < shares {
+                return Some((index, share * SHARE..pages.min((share + 1) * SHARE)));
+            }
+            share -= shares;
+        }
+        None
+    }
+}
+
+impl<P: Places> Source for FileSource<P> {
+    fn readers(&self) -> usize {
+        self.threads
+    }
+
+    fn thread_name(&self, reader: usize) -> String {
+        format!("relay/file_{reader}")
+    }
+
+    fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
+        if !session.barrier.channel_arrives() {
+            return Ok(());
+        }
+        let mut places = self.file.reader(session)?;
+        while let Some((block, share)) = self.next_share() {
+            for start in share.clone().step_by(BATCH_PAGES) {
+                let Some(mut batch) = session.flow.take() else {
+                    return Ok(());
+                };
+                batch.start(block);
+                let pages = start..share.end.min(start + BATCH_PAGES);
+                let read = self.file.fill(&mut places, &mut batch, block, pages)?;
+                session.received[reader].add_bytes(read);
+                session.flow.submit(batch);
+            }
+        }
+        session.barrier.channel_arrives();
+        Ok(())
+    }
+}
