@@ -360,7 +360,10 @@ fn mapped_ram_vm(path: &std::path::Path) {
     let place = &layout.blocks[0];
     write(&[0b11, 0, 0b101, 0, 0, 0, 0, 0], place.bitmap_offset);
     for page in [0_u8, 1, 16, 18] {
-        write(&[page + 1; 4096], place.pages_offset + u64::from(page) * 4096);
+        write(
+            &[page + 1; 4096],
+            place.pages_offset + u64::from(page) * 4096,
+        );
     }
     let mut end = Vec::new();
     put_mapped_end(2, &mut end);

@@ -44,11 +44,15 @@ fn mend(bytes: &mut [u8]) -> Option<()> {
     };
     let end = 16 + be32(bytes, 12)?.min(bytes.len());
     let seed = crc32fast::hash(bytes.get(..end)?);
-    bytes.get_mut(end..end + 4)?.copy_from_slice(&seed.to_be_bytes());
+    bytes
+        .get_mut(end..end + 4)?
+        .copy_from_slice(&seed.to_be_bytes());
     let foot = bytes.len().checked_sub(16)?;
     let start = foot.checked_sub(be32(bytes, foot)?)?;
     let mut crc = crc32fast::Hasher::new_with_initial(seed);
     crc.update(bytes.get(start..foot)?);
-    bytes.get_mut(foot + 4..foot + 8)?.copy_from_slice(&crc.finalize().to_be_bytes());
+    bytes
+        .get_mut(foot + 4..foot + 8)?
+        .copy_from_slice(&crc.finalize().to_be_bytes());
     Some(())
 }

@@ -1,15 +1,18 @@
 //! `cpu-limit`: one budget of CPU time that all channel threads of a side draw from.
 //!
 //! A thread books what it has used after each packet, and sleeps until the schedule has reached it. So the limit holds on
-//! average, whatever a packet costs.
+//! average, whatever a packet costs. And no more threads than the limit has cores encode or decode at once: with many
+//! channels all of them would take their time in the same moment.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::thread_cpu_time;
 
 use crate::control::Control;
 use crate::schedule::{Schedule, nanos_over};
+use crate::threads::lock;
 
 /// The budget of all threads together.
 #[derive(Debug)]
@@ -18,6 +21,24 @@ pub(crate) struct CpuBudget {
     limit: AtomicU64,
     /// The CPU time booked so far, at `limit`.
     schedule: Schedule,
+    /// Threads that encode or decode.
+    at_work: Mutex<u64>,
+    changed: Condvar,
+}
+
+/// A thread that encodes or decodes, for as long as this lives.
+#[derive(Debug)]
+pub(crate) struct AtWork<'a> {
+    budget: &'a CpuBudget,
+    /// For how long it had to wait.
+    pub waited: Duration,
+}
+
+impl Drop for AtWork<'_> {
+    fn drop(&mut self) {
+        *lock(&self.budget.at_work) -= 1;
+        self.budget.changed.notify_one();
+    }
 }
 
 impl CpuBudget {
@@ -25,13 +46,37 @@ impl CpuBudget {
         Self {
             limit: AtomicU64::new(thousandths),
             schedule: Schedule::default(),
+            at_work: Mutex::new(0),
+            changed: Condvar::new(),
         }
+    }
+
+    /// Waits until one of the limit's cores has nothing to encode or decode; `None` without a limit.
+    pub(crate) fn at_work(&self) -> Option<AtWork<'_>> {
+        let threads = || match self.limit.load(Ordering::Relaxed) {
+            0 => u64::MAX,
+            limit => limit.div_ceil(1000),
+        };
+        if threads() == u64::MAX {
+            return None;
+        }
+        let since = Instant::now();
+        let mut at_work = self
+            .changed
+            .wait_while(lock(&self.at_work), |at_work| *at_work >= threads())
+            .unwrap_or_else(PoisonError::into_inner);
+        *at_work += 1;
+        Some(AtWork {
+            budget: self,
+            waited: since.elapsed(),
+        })
     }
 
     /// Changes the limit from the next packet on; 0 is unlimited.
     pub(crate) fn set_limit(&self, thousandths: u64) {
         if self.limit.swap(thousandths, Ordering::Relaxed) != thousandths {
             *self.schedule.lock() = None;
+            self.changed.notify_all();
         }
     }
 
@@ -89,6 +134,36 @@ impl<'a> CpuShare<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_more_threads_than_the_limit_has_cores_are_at_work() {
+        for (limit, most) in [(500, 1), (1000, 1), (1001, 2)] {
+            let budget = CpuBudget::new(limit);
+            let (now, seen) = (AtomicU64::new(0), AtomicU64::new(0));
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| {
+                        for _ in 0..200 {
+                            let at_work = budget.at_work();
+                            seen.fetch_max(
+                                now.fetch_add(1, Ordering::Relaxed) + 1,
+                                Ordering::Relaxed,
+                            );
+                            std::thread::yield_now();
+                            now.fetch_sub(1, Ordering::Relaxed);
+                            drop(at_work);
+                        }
+                    });
+                }
+            });
+            let seen = seen.into_inner();
+            assert!(
+                seen <= most,
+                "{seen} threads with {limit} thousandths of a core"
+            );
+        }
+        assert!(CpuBudget::new(0).at_work().is_none());
+    }
 
     #[test]
     fn threads_together_use_what_the_limit_allows_over_any_second() {

@@ -122,6 +122,7 @@ pub(crate) struct MultifdReceiver<'a> {
 
 /// What reads the pages of a packet.
 struct Payload<'a> {
+    cpu: &'a CpuBudget,
     id: u8,
     decoders: Decoders<'a>,
     buffer: CountedBuffer,
@@ -156,6 +157,7 @@ impl<'a> MultifdReceiver<'a> {
     ) -> Result<Self, MigrationError> {
         let memory = limits.memory;
         let mut payload = Payload {
+            cpu: limits.cpu,
             id: rules.id,
             decoders: Decoders {
                 id: rules.id,
@@ -311,6 +313,7 @@ impl Payload<'_> {
                 channel: Channel::Multifd(id),
                 source,
             })?;
+        let _at_work = self.cpu.at_work();
         decoder.decode(header.packet_num(), block, bytes, pages)
     }
 }

@@ -479,6 +479,10 @@ impl<'a> PacketSender<'a> {
         {
             self.payload.clear();
             let out = &mut self.payload;
+            let at_work = multifd.cpu.at_work();
+            if let (Coding::Auto(auto), Some(at_work)) = (&mut self.coding, &at_work) {
+                auto.slept(at_work.waited);
+            }
             let is_encoded = match (&mut self.coding, &mut decided) {
                 (Coding::One(encoder), _) => {
                     encoder.encode(packet_num, block, private, out)?;
