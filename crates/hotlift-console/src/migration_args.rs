@@ -421,23 +421,21 @@ mod tests {
 
     #[test]
     fn a_relay_that_was_asked_for_auto_sends_zstd_to_a_qemu_unless_it_reads_something_else() {
-        let reads = |given: &[&str]| {
+        let parsed = |given: &[&str]| {
             let command = RoleArgs::<role::Relay>::augment_args(Command::new("t"));
-            let matches = command
-                .try_get_matches_from([&["t"], given].concat())
-                .unwrap();
-            let args = RoleArgs::<role::Relay>::from_arg_matches(&matches).unwrap();
-            args.relay_settings()
-                .map(|settings| settings.outgoing.qemu_reads.name)
+            let matches = command.try_get_matches_from([&["t"], given].concat());
+            RoleArgs::<role::Relay>::from_arg_matches(&matches.unwrap())
         };
-        assert_eq!(reads(&[]).unwrap(), "none");
-        assert_eq!(reads(&["--method=auto"]).unwrap(), "zstd");
-        assert_eq!(
-            reads(&["--method=auto", "--qemu-reads=zlib"]).unwrap(),
-            "zlib"
-        );
-        assert_eq!(reads(&["--qemu-reads=zlib"]).unwrap(), "zlib");
-        let refused = reads(&["--qemu-reads=lz4"]).unwrap_err().to_string();
+        for (given, reads) in [
+            (&[][..], "none"),
+            (&["--method=auto"], "zstd"),
+            (&["--method=auto", "--qemu-reads=zlib"], "zlib"),
+            (&["--qemu-reads=zlib"], "zlib"),
+        ] {
+            let settings = parsed(given).unwrap().relay_settings().unwrap();
+            assert_eq!(settings.outgoing.qemu_reads.name, reads, "{given:?}");
+        }
+        let refused = parsed(&["--qemu-reads=lz4"]).unwrap_err().to_string();
         assert!(refused.contains("qemu-reads=lz4"), "{refused}");
     }
 
