@@ -121,16 +121,26 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         Ok(report) => report,
         Err(error) => return failed(&error, destination, settle_timeout, &interrupt),
     };
-    interrupt.forget();
-    let running = match destination.wait_for_statement(settle_timeout, || interrupt.is_raised()) {
-        Statement::Here { running } => running,
-        Statement::Never { reason } => return Err(CommandError::NotTaken { reason }),
-        Statement::Unknown { reason, .. } => return Err(not_known(destination, reason)),
-    };
-    // What became of the guest is said whoever reads the figures.
-    say_taken(running, destination);
+    taken(destination, settle_timeout, &interrupt)?;
     let table = || relay_table("restore", &report);
     Ok(args.output.print(&report, table)?)
+}
+
+/// Everything was sent: waits until QEMU says that it has the guest, and says so, whoever reads the figures.
+pub(crate) fn taken(
+    destination: Destination,
+    settle_timeout: Duration,
+    interrupt: &Interrupt,
+) -> Result<(), CommandError> {
+    interrupt.forget();
+    match destination.wait_for_statement(settle_timeout, || interrupt.is_raised()) {
+        Statement::Here { running } => {
+            say_taken(running, destination);
+            Ok(())
+        }
+        Statement::Never { reason } => Err(CommandError::NotTaken { reason }),
+        Statement::Unknown { reason, .. } => Err(not_known(destination, reason)),
+    }
 }
 
 /// The relay has failed: says why, and whether the guest runs all the same.
@@ -177,7 +187,7 @@ pub(crate) fn say_taken(running: Option<bool>, destination: Destination) {
 }
 
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.
-pub(crate) fn not_known(destination: Destination, reasons: String) -> CommandError {
+fn not_known(destination: Destination, reasons: String) -> CommandError {
     CommandError::NotKnown {
         reasons,
         qemu: destination.leave_alone(),

@@ -16,7 +16,7 @@ use hotlift_console::table::{align, new_table};
 use hotlift_qemu::destination::{Destination, Statement};
 
 use crate::error::CommandError;
-use crate::restore::{RestoreArgs, failed, not_known, say_taken};
+use crate::restore::{RestoreArgs, failed, say_taken, taken};
 
 /// How long a QEMU whose connection was lost may take to say what it makes of it.
 const WORD: Duration = Duration::from_secs(5);
@@ -38,13 +38,7 @@ pub fn run(
         }
         Err(error) => return failed(&error, destination, settle_timeout, interrupt),
     };
-    interrupt.forget();
-    let running = match destination.wait_for_statement(settle_timeout, || interrupt.is_raised()) {
-        Statement::Here { running } => running,
-        Statement::Never { reason } => return Err(CommandError::NotTaken { reason }),
-        Statement::Unknown { reason, .. } => return Err(not_known(destination, reason)),
-    };
-    say_taken(running, destination);
+    taken(destination, settle_timeout, interrupt)?;
     Ok(args.output.print(&report, || table(&report).to_string())?)
 }
 

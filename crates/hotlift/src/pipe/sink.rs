@@ -97,7 +97,9 @@ pub(crate) trait Sink: Sync {
     /// `failed` hears what the other side has said that is wrong, or that the connection ended before its time, and
     /// hears it before anybody's wait for an answer ends. Runs in a thread of its own; a side that gives no answers
     /// returns at once.
-    fn return_path(&self, forward: &dyn Fn(&[u8]), failed: &dyn Fn(MigrationError));
+    fn return_path(&self, forward: &dyn Fn(&[u8]), failed: &dyn Fn(MigrationError)) {
+        let _ = (forward, failed);
+    }
 
     /// A multifd channel that the other side has closed. Pages may still be on their way in the others.
     fn lost_channel(&self) -> Option<Channel> {

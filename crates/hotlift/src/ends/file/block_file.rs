@@ -1,10 +1,7 @@
 //! A save file that is open: its parts, and where its pages are.
 
-use std::fs::File;
-use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{
@@ -15,6 +12,7 @@ use hotlift_wire::{WireError, limits};
 use super::block_reader::Blocks;
 use super::index::{CHUNK_LEN, Index};
 use super::layout::{self, Contents, Entry, FOOT_LEN, FileInfo, HEAD_LEN, Part, crc_of, damaged};
+use super::place_reader::PlaceReader;
 use super::source::{Places, SavedStream};
 use super::{FileError, check_ram};
 use crate::error::MigrationError;
@@ -23,9 +21,7 @@ use crate::pipe::session::Session;
 
 /// A file whose parts but the pages were found good.
 pub(crate) struct BlockFile {
-    file: File,
-    path: PathBuf,
-    length: u64,
+    file: PlaceReader,
     info: FileInfo,
     /// CRC of the header.
     seed: u32,
@@ -39,19 +35,19 @@ pub(crate) struct BlockFile {
 impl BlockFile {
     /// Opens the file, and reads everything but the index and the pages.
     pub(crate) fn open(path: &Path) -> Result<Self, FileError> {
-        let raw = RawFile::open(path)?;
+        let file = PlaceReader::open(path)?;
         let mut head = [0; HEAD_LEN];
-        raw.read_exact(&mut head, 0)?;
+        file.read_exact(&mut head, 0)?;
         let mut rest = vec![0; layout::info_len(&head)? + 4];
-        raw.read_exact(&mut rest, HEAD_LEN as u64)?;
+        file.read_exact(&mut rest, HEAD_LEN as u64)?;
         let (info, seed) = layout::read_info(&head, &rest)?;
         if info.base.is_some() {
             let reason = "it builds on another file, which this version does not read".to_owned();
             return Err(FileError::CannotBeSaved { reason });
         }
-        let contents = raw.contents(seed)?;
+        let contents = read_contents(&file, seed)?;
         let most = limits::DEVICE_SECTIONS + limits::VM_DESCRIPTION;
-        let state = raw.part("the VM's state", contents.state, most, seed)?;
+        let state = read_part(&file, "the VM's state", contents.state, most, seed)?;
         let at = contents.state.position;
         let mut stream = read_state(state, contents.eof).map_err(|source| FileError::Stream {
             position: at,
@@ -71,12 +67,16 @@ impl BlockFile {
         if contents.checks.length != chunks * 4 || !fits {
             return Err(damaged("the index", contents.index));
         }
-        let checks = raw.part("the checks of the index", contents.checks, usize::MAX, seed)?;
+        let checks = read_part(
+            &file,
+            "the checks of the index",
+            contents.checks,
+            usize::MAX,
+            seed,
+        )?;
         let index = Index::new(&stream.ram.blocks);
         Ok(Self {
-            file: raw.file,
-            path: raw.path,
-            length: raw.length,
+            file,
             info,
             seed,
             contents,
@@ -93,7 +93,7 @@ impl BlockFile {
 
     /// Bytes of the file.
     pub(crate) fn length(&self) -> u64 {
-        self.length
+        self.file.length()
     }
 
     /// CRC of the header, which all others start with.
@@ -127,7 +127,7 @@ impl BlockFile {
         if !self.index.has(chunk) {
             let mut bytes = [0; CHUNK_LEN];
             let position = self.contents.index + (chunk * CHUNK_LEN) as u64;
-            self.read_exact(&mut bytes, position)?;
+            self.file.read_exact(&mut bytes, position)?;
             let crc = crc_of(self.seed, &[&bytes]).to_be_bytes();
             if self.checks[4 * chunk..][..4] != crc {
                 return Err(damaged("the index", position));
@@ -139,15 +139,7 @@ impl BlockFile {
 
     /// Reads what there is from `position` on, up to the length of `into`; how much that was.
     pub(crate) fn read_at(&self, into: &mut [u8], position: u64) -> Result<usize, FileError> {
-        read_some(&self.file, into, position).map_err(|source| read_failed(&self.path, source))
-    }
-
-    fn read_exact(&self, into: &mut [u8], position: u64) -> Result<(), FileError> {
-        let wanted = into.len();
-        match self.read_at(into, position)? {
-            read if read < wanted => Err(FileError::Truncated { position }),
-            _ => Ok(()),
-        }
+        self.file.read_some(into, position)
     }
 }
 
@@ -191,68 +183,39 @@ impl Places for BlockFile {
     }
 }
 
-/// A file of which nothing is known.
-struct RawFile {
-    file: File,
-    path: PathBuf,
-    length: u64,
+fn read_contents(file: &PlaceReader, seed: u32) -> Result<Contents, FileError> {
+    let at = file.length().saturating_sub(FOOT_LEN as u64);
+    let mut foot = [0; FOOT_LEN];
+    file.read_exact(&mut foot, at)?;
+    let length = Contents::length(&foot, at)?;
+    let start = at - length as u64;
+    let mut json = vec![0; length];
+    file.read_exact(&mut json, start)?;
+    Contents::decode(&json, &foot, seed, start)
 }
 
-impl RawFile {
-    fn open(path: &Path) -> Result<Self, FileError> {
-        let failed = |source| read_failed(path, source);
-        let file = File::open(path).map_err(failed)?;
-        let length = file.metadata().map_err(failed)?.len();
-        Ok(Self {
-            file,
-            path: path.to_owned(),
-            length,
-        })
+/// A part that takes no more than `most` bytes.
+fn read_part(
+    file: &PlaceReader,
+    what: &'static str,
+    part: Part,
+    most: usize,
+    seed: u32,
+) -> Result<Vec<u8>, FileError> {
+    let position = part.position;
+    let is_inside = position
+        .checked_add(part.length)
+        .is_some_and(|end| end <= file.length());
+    let length = usize::try_from(part.length).ok();
+    let length = length
+        .filter(|length| is_inside && *length <= most)
+        .ok_or(damaged("the table of contents", position))?;
+    let mut bytes = vec![0; length];
+    file.read_exact(&mut bytes, position)?;
+    if crc_of(seed, &[&bytes]) != part.crc {
+        return Err(damaged(what, position));
     }
-
-    fn read_exact(&self, into: &mut [u8], position: u64) -> Result<(), FileError> {
-        let wanted = into.len();
-        match read_some(&self.file, into, position) {
-            Ok(read) if read < wanted => Err(FileError::Truncated { position }),
-            Ok(_) => Ok(()),
-            Err(source) => Err(read_failed(&self.path, source)),
-        }
-    }
-
-    fn contents(&self, seed: u32) -> Result<Contents, FileError> {
-        let at = self.length.saturating_sub(FOOT_LEN as u64);
-        let mut foot = [0; FOOT_LEN];
-        self.read_exact(&mut foot, at)?;
-        let length = Contents::length(&foot, at)?;
-        let start = at - length as u64;
-        let mut json = vec![0; length];
-        self.read_exact(&mut json, start)?;
-        Contents::decode(&json, &foot, seed, start)
-    }
-
-    /// A part that takes no more than `most` bytes.
-    fn part(
-        &self,
-        what: &'static str,
-        part: Part,
-        most: usize,
-        seed: u32,
-    ) -> Result<Vec<u8>, FileError> {
-        let position = part.position;
-        let is_inside = position
-            .checked_add(part.length)
-            .is_some_and(|end| end <= self.length);
-        let length = usize::try_from(part.length).ok();
-        let length = length
-            .filter(|length| is_inside && *length <= most)
-            .ok_or(damaged("the table of contents", position))?;
-        let mut bytes = vec![0; length];
-        self.read_exact(&mut bytes, position)?;
-        if crc_of(seed, &[&bytes]) != part.crc {
-            return Err(damaged(what, position));
-        }
-        Ok(bytes)
-    }
+    Ok(bytes)
 }
 
 /// Takes the main channel apart that a file has.
@@ -301,24 +264,4 @@ fn read_state(mut state: Vec<u8>, eof: u64) -> Result<SavedStream, WireError> {
     stream.eof = eof - at;
     stream.device_state = state.split_off(at);
     Ok(stream)
-}
-
-fn read_some(file: &File, into: &mut [u8], position: u64) -> io::Result<usize> {
-    let mut filled = 0;
-    while filled < into.len() {
-        match file.read_at(&mut into[filled..], position + filled as u64) {
-            Ok(0) => break,
-            Ok(read) => filled += read,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(filled)
-}
-
-fn read_failed(path: &Path, source: io::Error) -> FileError {
-    FileError::Read {
-        path: path.to_owned(),
-        source,
-    }
 }

@@ -219,6 +219,7 @@ impl BlockSink {
         let index = &self.ram().index;
         let position = self.position.load(Ordering::Relaxed);
         let mut checks = Vec::with_capacity(4 * index.chunks());
+        let of_zeros = layout::crc_of(self.seed, &[&[0; CHUNK_LEN]]);
         let mut at = position;
         for chunk in 0..index.chunks() {
             // What was never written reads as zeros, and takes no space.
@@ -228,7 +229,7 @@ impl BlockSink {
                     self.file.write_at(&[bytes], at)?;
                     layout::crc_of(self.seed, &[bytes])
                 }
-                None => layout::crc_of(self.seed, &[&[0; CHUNK_LEN]]),
+                None => of_zeros,
             };
             checks.extend_from_slice(&crc.to_be_bytes());
             at += CHUNK_LEN as u64;
@@ -241,9 +242,7 @@ impl BlockSink {
         contents.shares = lock(&self.shares).values().cloned().collect();
         Ok(())
     }
-}
 
-impl BlockSink {
     /// Writes the state, which ends with `end`, and the contents: a whole file.
     fn write_end(&self, end: &[u8]) -> Result<(), MigrationError> {
         let devices = lock(&self.stream).bytes.clone();
@@ -373,8 +372,6 @@ impl Sink for BlockSink {
         let length = self.position.load(Ordering::Relaxed);
         Ok(self.file.publish(length)?)
     }
-
-    fn return_path(&self, _: &dyn Fn(&[u8]), _: &dyn Fn(MigrationError)) {}
 
     fn abort(&self) {
         self.file.give_up();

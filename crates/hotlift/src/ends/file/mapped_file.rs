@@ -1,10 +1,7 @@
 //! Reads a `mapped-ram` file of QEMU.
 
-use std::fs::File;
-use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{
@@ -13,6 +10,7 @@ use hotlift_wire::main_channel::{
 };
 use hotlift_wire::{WireError, limits};
 
+use super::place_reader::PlaceReader;
 use super::source::{Places, SavedStream};
 use super::{FileError, check_ram};
 use crate::error::MigrationError;
@@ -21,8 +19,7 @@ use crate::pipe::session::Session;
 
 /// A file whose stream was walked and found good.
 pub(crate) struct MappedFile {
-    file: File,
-    path: PathBuf,
+    file: PlaceReader,
     stream: SavedStream,
     blocks: Vec<Block>,
 }
@@ -42,15 +39,10 @@ impl Block {
 impl MappedFile {
     /// Walks the stream that starts at byte `offset` of the file, over the pages to its last byte.
     pub(crate) fn open(path: &Path, offset: u64) -> Result<Self, FileError> {
-        let failed = |source| FileError::Read {
-            path: path.to_owned(),
-            source,
-        };
-        let file = File::open(path).map_err(failed)?;
-        let length = file.metadata().map_err(failed)?.len();
+        let file = PlaceReader::open(path)?;
+        let length = file.length();
         let mut source = Self {
             file,
-            path: path.to_owned(),
             stream: SavedStream::default(),
             blocks: Vec::new(),
         };
@@ -65,7 +57,7 @@ impl MappedFile {
         let mut input = vec![0; limits::MAPPED_RAM_RECORD];
         loop {
             let position = decoder.position();
-            let available = self.read_some(&mut input, position)?;
+            let available = self.file.read_some(&mut input, position)?;
             let step = decoder.next(&input[..available]);
             let event = match step {
                 Ok(MappedStep::Event(event)) => event,
@@ -118,7 +110,7 @@ impl MappedFile {
         })?;
         let length = usize::try_from(place.bitmap_len()).unwrap_or(usize::MAX);
         let mut bytes = vec![0; length];
-        self.read_exact(&mut bytes, place.bitmap_offset)?;
+        self.file.read_exact(&mut bytes, place.bitmap_offset)?;
         let words = bytes.as_chunks::<8>().0;
         Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
     }
@@ -137,44 +129,13 @@ impl MappedFile {
             },
         })?;
         let mut device_state = vec![0; fitting];
-        self.read_exact(&mut device_state, position)?;
+        self.file.read_exact(&mut device_state, position)?;
         // The only sign that the devices are whole; a file of a machine that writes no description
         // (suppress-vmdesc) cannot be told from one that was cut short.
         self.stream.eof = complete_device_state(&device_state, &mut 0, &mut Vec::new())
             .ok_or(FileError::Truncated { position })?;
         self.stream.device_state = device_state;
         Ok(())
-    }
-
-    fn read_some(&self, into: &mut [u8], position: u64) -> Result<usize, FileError> {
-        let mut filled = 0;
-        while filled < into.len() {
-            match self
-                .file
-                .read_at(&mut into[filled..], position + filled as u64)
-            {
-                Ok(0) => break,
-                Ok(read) => filled += read,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => return Err(self.failed(source)),
-            }
-        }
-        Ok(filled)
-    }
-
-    fn read_exact(&self, into: &mut [u8], position: u64) -> Result<(), FileError> {
-        let wanted = into.len();
-        if self.read_some(into, position)? < wanted {
-            return Err(FileError::Truncated { position });
-        }
-        Ok(())
-    }
-
-    fn failed(&self, source: io::Error) -> FileError {
-        FileError::Read {
-            path: self.path.clone(),
-            source,
-        }
     }
 }
 
@@ -208,7 +169,8 @@ impl Places for MappedFile {
         let (normal, mut room) = batch.normal_mut();
         for run in normal.chunk_by(|a, b| *b == *a + PAGE_SIZE as u64) {
             let (into, rest) = room.split_at_mut(run.len() * PAGE_SIZE);
-            self.read_exact(into, block.place.pages_offset + run[0])?;
+            self.file
+                .read_exact(into, block.place.pages_offset + run[0])?;
             room = rest;
         }
         Ok(batch.pages().len())

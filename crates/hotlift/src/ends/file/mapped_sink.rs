@@ -216,8 +216,6 @@ impl Sink for MappedRamSink {
         Ok(self.file.publish(length)?)
     }
 
-    fn return_path(&self, _: &dyn Fn(&[u8]), _: &dyn Fn(MigrationError)) {}
-
     fn abort(&self) {
         self.file.give_up();
     }

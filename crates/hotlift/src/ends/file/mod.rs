@@ -10,6 +10,7 @@
 //! | `mapped_sink` | writes QEMU's `mapped-ram` file |
 //! | `mapped_file` | an open one |
 //! | `source` | all pages of either, for an eager restore |
+//! | `place_reader` | a file that is read from any place |
 //! | `partial` | a file that gets its name when it is whole |
 //!
 //! Restored eagerly, the guest does not run before the whole file was read and found good. Restored lazily, it runs at once,
@@ -25,6 +26,7 @@ mod layout;
 mod mapped_file;
 mod mapped_sink;
 mod partial;
+mod place_reader;
 mod source;
 #[cfg(test)]
 mod tests;
@@ -41,7 +43,7 @@ pub use error::FileError;
 pub(crate) use layout::Entry;
 pub use layout::{FileInfo, Share};
 pub(crate) use mapped_sink::MappedRamSink;
-pub(crate) use source::{FileSource, Places, SavedStream};
+pub(crate) use source::{FileSource, Places, SavedStream, Shares};
 
 use crate::options::{OptionError, Options};
 use hotlift_wire::WireError;

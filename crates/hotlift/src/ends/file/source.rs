@@ -70,12 +70,46 @@ pub(crate) trait Places: Sync {
     ) -> Result<usize, MigrationError>;
 }
 
+/// Shares of RAM that threads take, one after the other.
+pub(crate) struct Shares {
+    /// Pages of each.
+    pages: usize,
+    /// How many were taken.
+    taken: AtomicUsize,
+}
+
+impl Shares {
+    /// Of so many pages each.
+    pub(crate) fn of(pages: usize) -> Self {
+        Self {
+            pages,
+            taken: AtomicUsize::new(0),
+        }
+    }
+
+    /// The next pages that no thread has taken, and their RAM block, where the blocks have so many pages.
+    pub(crate) fn next(
+        &self,
+        blocks: impl Iterator<Item = usize>,
+    ) -> Option<(usize, Range<usize>)> {
+        let mut share = self.taken.fetch_add(1, Ordering::Relaxed);
+        for (block, pages) in blocks.enumerate() {
+            let shares = pages.div_ceil(self.pages);
+            if share < shares {
+                let first = share * self.pages;
+                return Some((block, first..pages.min(first + self.pages)));
+            }
+            share -= shares;
+        }
+        None
+    }
+}
+
 /// Such a file, as where the pages come from.
 pub(crate) struct FileSource<P> {
     file: P,
     threads: usize,
-    /// Shares of RAM that threads have taken.
-    cursor: AtomicUsize,
+    shares: Shares,
 }
 
 impl<P: Places> FileSource<P> {
@@ -84,7 +118,7 @@ impl<P: Places> FileSource<P> {
         Self {
             file,
             threads: threads.min(THREADS),
-            cursor: AtomicUsize::new(0),
+            shares: Shares::of(SHARE),
         }
     }
 
@@ -94,17 +128,11 @@ impl<P: Places> FileSource<P> {
 
     /// The next pages that no thread has taken.
     fn next_share(&self) -> Option<(usize, Range<usize>)> {
-        let mut share = self.cursor.fetch_add(1, Ordering::Relaxed);
-        let blocks = self.stream().ram.blocks.iter().enumerate();
-        for (index, block) in blocks {
-            let pages = usize::try_from(block.used_length).unwrap_or(usize::MAX) / PAGE_SIZE;
-            let shares = pages.div_ceil(SHARE);
-            if share < shares {
-                return Some((index, share * SHARE..pages.min((share + 1) * SHARE)));
-            }
-            share -= shares;
-        }
-        None
+        let blocks = self.stream().ram.blocks.iter();
+        self.shares.next(
+            blocks
+                .map(|block| usize::try_from(block.used_length).unwrap_or(usize::MAX) / PAGE_SIZE),
+        )
     }
 }
 

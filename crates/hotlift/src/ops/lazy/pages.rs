@@ -1,12 +1,12 @@
 //! Sends each page once, to whoever asks for it first: a request, or the background.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 
 use crate::cpu_limit::CpuShare;
-use crate::ends::file::{BlockFile, Blocks, Entry};
+use crate::ends::file::{BlockFile, Blocks, Entry, Shares};
 use crate::error::MigrationError;
 use crate::ops::lazy::Shared;
 use crate::ops::lazy::requests::Request;
@@ -24,8 +24,8 @@ pub(super) struct Sender {
     asked: Vec<DirtyBitmap>,
     normal: AtomicU64,
     zero: AtomicU64,
-    /// Shares of RAM that the background has taken.
-    cursor: AtomicUsize,
+    /// What the background has taken.
+    shares: Shares,
     /// What the guest has written last, the latest at the end; `None` before the first thread has looked for it.
     written_last: Mutex<Option<Vec<(usize, usize)>>>,
 }
@@ -43,7 +43,7 @@ impl Sender {
             asked: bitmaps(),
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
-            cursor: AtomicUsize::new(0),
+            shares: Shares::of(SHARE),
             written_last: Mutex::new(None),
         }
     }
@@ -73,16 +73,7 @@ impl Sender {
 
     /// The next pages that no thread has taken, and their RAM block.
     fn next_share(&self) -> Option<(usize, std::ops::Range<usize>)> {
-        let mut share = self.cursor.fetch_add(1, Ordering::Relaxed);
-        self.sent.iter().enumerate().find_map(|(block, sent)| {
-            let pages = sent.pages();
-            let shares = pages.div_ceil(SHARE);
-            if share < shares {
-                return Some((block, share * SHARE..pages.min((share + 1) * SHARE)));
-            }
-            share -= shares;
-            None
-        })
+        self.shares.next(self.sent.iter().map(DirtyBitmap::pages))
     }
 }
 
