@@ -1,5 +1,6 @@
 //! The main channel.
 
+use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{
     DeviceLengths, DeviceStateEvent, DeviceStateStep, MainDecoder, MainEvent, Step, VmDescription,
     complete_device_state, next_device_state,
@@ -33,8 +34,8 @@ pub fn read(data: &[u8]) {
         }
     };
     at_the_end(data, |data| {
-        let mut whole = MainDecoder::new(lengths.clone());
-        let mut trickling = MainDecoder::new(lengths);
+        let mut whole = MainDecoder::new(lengths.clone()).taking_postcopy();
+        let mut trickling = MainDecoder::new(lengths).taking_postcopy();
         bounded(memory(data), || both(&mut whole, &mut trickling, data));
     });
 }
@@ -83,6 +84,15 @@ fn check(event: &MainEvent<'_>, decoder: &MainDecoder) {
                 "a page outside its block"
             );
             assert!(offset.is_multiple_of(PAGE_SIZE as u64));
+        }
+        MainEvent::Postcopy(PostcopyCommand::Discard { block, ranges }) => {
+            for (start, length) in ranges.iter() {
+                let end = start.checked_add(length).expect("a range");
+                assert!(end <= blocks[*block].used_length, "outside its block");
+            }
+        }
+        MainEvent::Postcopy(PostcopyCommand::Packaged(length)) => {
+            assert!(*length <= limits::DEVICE_SECTIONS);
         }
         MainEvent::RamBlocks(list) => {
             assert_eq!(list, blocks);

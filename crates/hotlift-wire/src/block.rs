@@ -30,6 +30,21 @@ impl RamBlockEntry {
         self.check_pages(&[offset], page_size)
     }
 
+    /// Checks that `length` bytes from `start` are whole pages of the block.
+    pub(crate) fn check_range(&self, start: u64, length: u64) -> Result<(), WireError> {
+        let end = start.checked_add(length);
+        let pages = (start | length).is_multiple_of(as_u64(crate::PAGE_SIZE));
+        if pages && end.is_some_and(|end| end <= self.used_length) {
+            return Ok(());
+        }
+        Err(WireError::BadRange {
+            block: self.name.clone(),
+            start,
+            length,
+            block_length: self.used_length,
+        })
+    }
+
     /// [`RamBlockEntry::check_page`] for a packet's pages.
     pub(crate) fn check_pages(&self, offsets: &[u64], page_size: usize) -> Result<(), WireError> {
         let page_size = as_u64(page_size);

@@ -156,6 +156,20 @@ pub enum WireError {
         /// Length of the block in bytes.
         block_length: u64,
     },
+    /// A range of bytes is not whole pages of its RAM block.
+    #[error(
+        "{length:#x} bytes from {start:#x} are no pages of RAM block {block:?} of length {block_length:#x}"
+    )]
+    BadRange {
+        /// Name of the block.
+        block: String,
+        /// Byte offset of the range in the block.
+        start: u64,
+        /// Length of the range in bytes.
+        length: u64,
+        /// Length of the block in bytes.
+        block_length: u64,
+    },
     /// Bitmap and pages of a RAM block in a `mapped-ram` file do not follow its header in this order,
     /// are not aligned, or do not end in the file.
     #[error(

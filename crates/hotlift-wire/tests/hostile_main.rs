@@ -358,6 +358,48 @@ fn a_command_has_its_length_and_belongs_to_precopy() {
 }
 
 #[test]
+fn a_decoder_of_postcopy_takes_its_commands_and_goes_on_after_a_reconnect() {
+    let started = || after(&between_sections()).taking_postcopy();
+    for id in [4, 5, 9] {
+        let bytes = [8, 0, id, 0, 0];
+        let mut decoder = started();
+        let step = decoder.next(&bytes).unwrap();
+        assert!(matches!(
+            step,
+            Step::Event {
+                event: MainEvent::Postcopy(_),
+                consumed: 5
+            }
+        ));
+    }
+    assert_fault!(
+        fault(started(), &[8, 0, 8, 0, 0]),
+        WireError::Unsupported { .. }
+    );
+    // Before the list of blocks there is nothing to discard.
+    let (_, out) = start();
+    let early = after(&[&out[..], b"\x08\0\x01\0\0"].concat()).taking_postcopy();
+    let discard = b"\x08\0\x06\0\x04\0\x01a\0";
+    assert_fault!(fault(early, discard), WireError::UnknownBlock { .. });
+
+    // A page that continues a block belongs to its connection.
+    let page = record(8, &[b"\x01b", &[1_u8; 4096][..]].concat());
+    let continued = record(0x22, b"\0");
+    let part = [&b"\x02\0\0\0\0"[..], &page, &continued].concat();
+    let mut decoder = started();
+    let mut position = 0;
+    while let Step::Event { consumed, .. } = decoder.next(&part[position..]).unwrap() {
+        position += consumed;
+    }
+    assert_eq!(position, part.len());
+    let part = [&b"\x02\0\0\0\0"[..], &continued].concat();
+    assert_fault!(
+        fault(decoder.reconnected(), &part),
+        WireError::NoCurrentBlock
+    );
+}
+
+#[test]
 fn a_configuration_is_bounded() {
     let begin = || MainDecoder::new(DeviceLengths::LengthPrefixed);
     let configured = |rest: &[u8]| [b"QEVM\0\0\0\x03\x07", rest].concat();

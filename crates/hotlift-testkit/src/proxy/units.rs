@@ -262,7 +262,7 @@ fn record_name(event: &MainEvent<'_>) -> String {
         MainEvent::Header => "file header",
         MainEvent::Configuration(_) => "configuration",
         MainEvent::Command(Command::Ping(_)) => "PING",
-        MainEvent::Command(_) => "command",
+        MainEvent::Command(_) | MainEvent::Postcopy(_) => "command",
         MainEvent::SectionStart { kind, .. } => return format!("{kind:?} section"),
         MainEvent::RamBlocks(_) => "list of RAM blocks",
         MainEvent::RamPage { .. } => "page",

@@ -3,6 +3,7 @@
 use super::command::Command;
 use super::configuration::{self, Configuration, MACHINE_PAGE_BITS};
 use super::description::{DeviceLengths, LENGTH_CHECK};
+use super::postcopy::PostcopyCommand;
 use super::ram::{self, PageContent, RAM_VERSION, RamRecord, RamRecords};
 use super::section::{self, SectionHeader, SectionKind};
 use crate::block::RamBlockEntry;
@@ -34,6 +35,8 @@ pub enum MainEvent<'a> {
     Configuration(Configuration),
     /// A command.
     Command(Command),
+    /// A command of postcopy; only of a decoder that [takes them](MainDecoder::taking_postcopy).
+    Postcopy(PostcopyCommand<'a>),
     /// A section begins. `idstr`, instance and version of PART and END are those of their START.
     SectionStart {
         /// Which kind.
@@ -96,7 +99,7 @@ enum Payload {
 enum Ram {
     Awaited,
     Open { id: u32, instance_id: u32 },
-    Ended,
+    Ended { id: u32, instance_id: u32 },
 }
 
 #[derive(Debug)]
@@ -116,6 +119,7 @@ pub struct MainDecoder {
     state: State,
     lengths: DeviceLengths,
     with_addresses: bool,
+    takes_postcopy: bool,
     ram: Ram,
     records: RamRecords,
     sections: Vec<KnownSection>,
@@ -131,10 +135,30 @@ impl MainDecoder {
             state: State::FileHeader,
             lengths,
             with_addresses: false,
+            takes_postcopy: false,
             ram: Ram::Awaited,
             records: RamRecords::default(),
             sections: Vec::new(),
         }
+    }
+
+    /// Reads the commands of postcopy too, which are else refused. In what order they come is not checked here.
+    #[must_use]
+    pub fn taking_postcopy(mut self) -> Self {
+        self.takes_postcopy = true;
+        self
+    }
+
+    /// Goes on at the start of a new connection of the same stream: without a header, in no section, with no block
+    /// named.
+    #[must_use]
+    pub fn reconnected(mut self) -> Self {
+        self.state = State::Between;
+        self.records = RamRecords::new(self.records.blocks);
+        if let Ram::Ended { id, instance_id } = self.ram {
+            self.ram = Ram::Open { id, instance_id };
+        }
+        self
     }
 
     /// The RAM blocks; empty before [`MainEvent::RamBlocks`].
@@ -268,10 +292,19 @@ impl MainDecoder {
             section::END => self.read_ram_again(SectionKind::End, reader),
             section::FULL => self.read_device_start(reader),
             section::COMMAND => {
-                let command = Command::decode(reader)?;
-                Ok((MainEvent::Command(command), State::Between))
+                let postcopy = match self.takes_postcopy {
+                    true => PostcopyCommand::decode(reader, &self.records)?,
+                    false => None,
+                };
+                let event = match postcopy {
+                    Some(command) => MainEvent::Postcopy(command),
+                    None => MainEvent::Command(Command::decode(reader)?),
+                };
+                Ok((event, State::Between))
             }
-            section::EOF if self.ram == Ram::Ended => Ok((MainEvent::Eof, State::Description)),
+            section::EOF if matches!(self.ram, Ram::Ended { .. }) => {
+                Ok((MainEvent::Eof, State::Description))
+            }
             section::EOF => Err(WireError::OutOfOrder {
                 got: "EOF",
                 expected: "the END section of ram",
@@ -324,7 +357,7 @@ impl MainDecoder {
             _ => return Err(WireError::UnknownSectionId { id: got }),
         };
         if kind == SectionKind::End {
-            self.ram = Ram::Ended;
+            self.ram = Ram::Ended { id, instance_id };
         }
         let header = SectionHeader {
             id,

@@ -16,7 +16,11 @@
 //! A `mapped-ram` file has another `ram` section, which [`MappedRamDecoder`] reads and
 //! [`MappedLayout`] writes.
 //!
-//! Of QEMU's format this leaves out postcopy, COLO, RDMA and iterable devices other than
+//! With postcopy [`PostcopyCommand`](postcopy::PostcopyCommand)s come between: DISCARD behind the PARTs of precopy, then
+//! PACKAGED with the devices, then the PARTs of pages that are asked for; END and EOF close it. The decoder reads
+//! them if [asked to](MainDecoder::taking_postcopy).
+//!
+//! Of QEMU's format this leaves out COLO, RDMA and iterable devices other than
 //! `ram`; each ends in an error that names it.
 
 mod command;

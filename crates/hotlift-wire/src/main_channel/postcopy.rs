@@ -1,17 +1,210 @@
 //! What a source of postcopy says: the destination runs the guest before it has the pages, and asks for them.
 
 use super::command::{
-    POSTCOPY_LISTEN, POSTCOPY_RAM_DISCARD, POSTCOPY_RESUME, POSTCOPY_RUN, RECV_BITMAP,
+    PACKAGED, POSTCOPY_LISTEN, POSTCOPY_RAM_DISCARD, POSTCOPY_RESUME, POSTCOPY_RUN, RECV_BITMAP,
 };
+use super::ram::{PageContent, RamRecord, RamRecords};
 use super::section::COMMAND;
 use crate::reader::put_counted_string;
-use crate::{Reader, WireError};
+use crate::{RamBlockEntry, Reader, WireError, block, limits};
 
 /// Behind a bitmap, to show that it has its length (QEMU: `RAMBLOCK_RECV_BITMAP_ENDING`).
 const BITMAP_ENDS: u64 = 0x0123_4567_89ab_cdef;
 
 /// Version of the ranges that are discarded.
 const DISCARD_VERSION: u8 = 0;
+
+/// A command of postcopy, read by a [`MainDecoder`](super::MainDecoder) that takes them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PostcopyCommand<'a> {
+    /// The destination is to have nothing in these ranges.
+    Discard {
+        /// Index into the list of RAM blocks.
+        block: usize,
+        /// Page-aligned, and inside the block.
+        ranges: Ranges<'a>,
+    },
+    /// So many bytes follow that are to be read whole before the first is parsed: commands and device sections. They
+    /// are read by the same decoder, or passed over by the caller.
+    Packaged(usize),
+    /// From now on pages come as they are asked for.
+    Listen,
+    /// The guest may run.
+    Run,
+    /// A postcopy that was interrupted goes on.
+    Resume,
+    /// The source asks which pages of this RAM block, an index into the list, have come.
+    RecvBitmap(usize),
+}
+
+/// Ranges of a RAM block: be64 start, be64 length each, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ranges<'a>(&'a [[u8; RANGE]]);
+
+/// Bytes of a range.
+const RANGE: usize = 16;
+
+impl Ranges<'_> {
+    /// Start and length of each.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.0.iter().map(|range| {
+            let (start, length) = range.split_at(RANGE / 2);
+            let be64 = |bytes: &[u8]| {
+                bytes
+                    .iter()
+                    .fold(0, |value, &byte| value << 8 | u64::from(byte))
+            };
+            (be64(start), be64(length))
+        })
+    }
+}
+
+impl<'a> PostcopyCommand<'a> {
+    /// Reads a command behind its section type byte; `None` for one that precopy has, which is left unread.
+    pub(super) fn decode(
+        reader: &mut Reader<'a>,
+        records: &RamRecords,
+    ) -> Result<Option<Self>, WireError> {
+        const LENGTH: &str = "length of a postcopy command";
+        let mut ahead = reader.clone();
+        let id = ahead.be16("command")?;
+        let without_payload = match id {
+            POSTCOPY_LISTEN => Some(Self::Listen),
+            POSTCOPY_RUN => Some(Self::Run),
+            POSTCOPY_RESUME => Some(Self::Resume),
+            POSTCOPY_RAM_DISCARD | PACKAGED | RECV_BITMAP => None,
+            _ => return Ok(None),
+        };
+        let length = usize::from(ahead.be16(LENGTH)?);
+        let mut payload = Reader::new(ahead.take(length, "postcopy command")?);
+        let whole = |error| match error {
+            // The payload is there; more bytes would not be its.
+            WireError::Truncated { needed, .. } => WireError::Mismatch {
+                what: LENGTH,
+                expected: (length + needed) as u64,
+                got: length as u64,
+            },
+            other => other,
+        };
+        let command = match without_payload {
+            Some(command) => command,
+            None => Self::decode_payload(id, &mut payload, records).map_err(whole)?,
+        };
+        payload.finish("postcopy command")?;
+        *reader = ahead;
+        Ok(Some(command))
+    }
+
+    fn decode_payload(
+        id: u16,
+        payload: &mut Reader<'a>,
+        records: &RamRecords,
+    ) -> Result<Self, WireError> {
+        let find = |name: &str| block::find(&records.blocks, name.as_bytes(), 0);
+        match id {
+            PACKAGED => Ok(Self::Packaged(
+                payload.length(limits::DEVICE_SECTIONS, "length of PACKAGED")?,
+            )),
+            RECV_BITMAP => Ok(Self::RecvBitmap(find(
+                payload.counted_string("block of RECV_BITMAP")?,
+            )?)),
+            _ => {
+                let version = payload.u8("version of RAM_DISCARD")?;
+                check_byte(version, DISCARD_VERSION, "version of RAM_DISCARD")?;
+                let block = find(payload.counted_string("block of RAM_DISCARD")?)?;
+                check_byte(
+                    payload.u8("end of a block's name")?,
+                    0,
+                    "end of a block's name",
+                )?;
+                let (ranges, rest) = payload
+                    .take(payload.remaining(), "ranges of RAM_DISCARD")?
+                    .as_chunks();
+                if !rest.is_empty() {
+                    return Err(WireError::Trailing {
+                        what: "ranges of RAM_DISCARD",
+                        extra: rest.len(),
+                    });
+                }
+                let ranges = Ranges(ranges);
+                for (start, length) in ranges.iter() {
+                    records.blocks[block].check_range(start, length)?;
+                }
+                Ok(Self::Discard { block, ranges })
+            }
+        }
+    }
+}
+
+fn check_byte(got: u8, expected: u8, what: &'static str) -> Result<(), WireError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(WireError::Mismatch {
+        what,
+        expected: u64::from(expected),
+        got: u64::from(got),
+    })
+}
+
+/// What a preempt channel brings: page records without a section around them.
+#[derive(Debug)]
+pub struct PreemptDecoder(RamRecords);
+
+/// A record of a preempt channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PreemptRecord<'a> {
+    /// A page that was asked for.
+    Page {
+        /// Index into the list of RAM blocks.
+        block: usize,
+        /// Byte offset in the block: page-aligned, the whole page inside.
+        offset: u64,
+        /// Its bytes; `None` if all are zero.
+        content: Option<&'a [u8; crate::PAGE_SIZE]>,
+    },
+    /// No more will come (QEMU 7.2; later ones just close).
+    Eos,
+}
+
+impl PreemptDecoder {
+    /// Of a migration of these RAM blocks.
+    #[must_use]
+    pub fn new(blocks: Vec<RamBlockEntry>) -> Self {
+        Self(RamRecords::new(blocks))
+    }
+
+    /// Reads the record at the start of `input`: what it is, and its length in bytes.
+    ///
+    /// # Errors
+    /// [`WireError::Truncated`] as long as it is not whole, and every other [`WireError`] for good.
+    pub fn next<'a>(&mut self, input: &'a [u8]) -> Result<(PreemptRecord<'a>, usize), WireError> {
+        let mut reader = Reader::new(input);
+        let unsupported = |what| Err(WireError::Unsupported { what });
+        let record = match self.0.read(&mut reader)? {
+            RamRecord::Eos => PreemptRecord::Eos,
+            RamRecord::MultifdFlush => {
+                return unsupported("a multifd flush on the preempt channel");
+            }
+            RamRecord::Page {
+                block,
+                offset,
+                content,
+            } => PreemptRecord::Page {
+                block,
+                offset,
+                content: match content {
+                    PageContent::Zero => None,
+                    PageContent::Normal(bytes) => Some(bytes),
+                    PageContent::Xbzrle(_) | PageContent::Compressed(_) => {
+                        return unsupported("a compressed page on the preempt channel");
+                    }
+                },
+            },
+        };
+        Ok((record, reader.position()))
+    }
+}
 
 fn put_head(id: u16, length: usize, out: &mut Vec<u8>) {
     out.push(COMMAND);
@@ -74,6 +267,17 @@ pub fn bitmap_len(pages: usize) -> usize {
     pages.div_ceil(64) * 8
 }
 
+/// Appends what follows the message with the bitmap of a RAM block of `pages` pages, of which `received` tells those
+/// that have come by words of 64 pages.
+pub fn put_bitmap(pages: usize, received: impl Fn(usize) -> u64, out: &mut Vec<u8>) {
+    let length = bitmap_len(pages);
+    out.extend_from_slice(&(length as u64).to_be_bytes());
+    for word in 0..length / 8 {
+        out.extend_from_slice(&received(word).to_le_bytes());
+    }
+    out.extend_from_slice(&BITMAP_ENDS.to_be_bytes());
+}
+
 /// Reads what follows the message with the bitmap of a RAM block of `pages` pages: a bit a page, the lowest first.
 ///
 /// # Errors
@@ -128,10 +332,130 @@ mod tests {
         assert!(put_discard("", 0, 0, &mut out).is_err());
     }
 
+    /// A command, read with blocks `a` of two pages and `b` of one.
+    fn decode(bytes: &[u8]) -> Result<Option<PostcopyCommand<'_>>, WireError> {
+        let blocks = [("a", 2), ("b", 1)];
+        let blocks = blocks.map(|(name, pages)| RamBlockEntry::new(name, pages * 4096));
+        let mut reader = Reader::new(&bytes[1..]);
+        let command = PostcopyCommand::decode(&mut reader, &RamRecords::new(blocks.to_vec()));
+        if matches!(command, Ok(Some(_))) {
+            assert_eq!(reader.remaining(), 0);
+        }
+        command
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let mut out = Vec::new();
+        put_discard("b", 0, 4096, &mut out).unwrap();
+        let Ok(Some(PostcopyCommand::Discard { block: 1, ranges })) = decode(&out) else {
+            panic!("no discard");
+        };
+        assert_eq!(ranges.iter().collect::<Vec<_>>(), [(0, 4096)]);
+        let written = |put: fn(&mut Vec<u8>), command| {
+            let mut out = Vec::new();
+            put(&mut out);
+            assert_eq!(decode(&out).unwrap(), Some(command));
+        };
+        written(put_listen, PostcopyCommand::Listen);
+        written(put_run, PostcopyCommand::Run);
+        written(put_resume, PostcopyCommand::Resume);
+        written(
+            |out| put_bitmap_request("a", out).unwrap(),
+            PostcopyCommand::RecvBitmap(0),
+        );
+        written(
+            |out| crate::main_channel::put_packaged_head(300, out).unwrap(),
+            PostcopyCommand::Packaged(300),
+        );
+        let ping = b"\x08\0\x02\0\x04\0\0\0\x01";
+        assert_eq!(decode(ping).unwrap(), None, "one of precopy");
+    }
+
+    #[test]
+    fn a_command_discards_pages_of_its_block_only_and_has_its_length() {
+        let discard = |name: &str, start, length| {
+            let mut out = Vec::new();
+            put_discard(name, start, length, &mut out).unwrap();
+            out
+        };
+        for (start, length) in [
+            (0, 3 * 4096),
+            (4096, 2 * 4096),
+            (1, 4096),
+            (0, 4095),
+            (u64::MAX - 4095, 4096),
+            (4096, u64::MAX - 4095),
+        ] {
+            let bytes = discard("a", start, length);
+            assert!(
+                matches!(decode(&bytes), Err(WireError::BadRange { .. })),
+                "{start:#x} {length:#x}"
+            );
+        }
+        let bytes = discard("c", 0, 0);
+        assert!(matches!(
+            decode(&bytes),
+            Err(WireError::UnknownBlock { .. })
+        ));
+        assert!(decode(&discard("a", 8192, 0)).unwrap().is_some(), "nothing");
+        for bytes in [
+            &b"\x08\0\x04\0\x01\0"[..],
+            b"\x08\0\x06\0\x00",
+            b"\x08\0\x06\0\x03\0\x01a",
+            b"\x08\0\x06\0\x04\x01\x01a\0",
+            b"\x08\0\x06\0\x04\0\x01a\x01",
+            b"\x08\0\x06\0\x05\0\x01a\0\0",
+            b"\x08\0\x07\0\x03\0\0\0",
+            b"\x08\0\x07\0\x04\xff\xff\xff\xff",
+            b"\x08\0\x0a\0\x00",
+            b"\x08\0\x0a\0\x03\x01aa",
+        ] {
+            let error = decode(bytes).unwrap_err();
+            assert!(!matches!(error, WireError::Truncated { .. }), "{bytes:?}");
+        }
+        let cut = b"\x08\0\x07\0\x04\0";
+        assert!(matches!(decode(cut), Err(WireError::Truncated { .. })));
+    }
+
+    #[test]
+    fn a_preempt_channel_has_whole_and_zero_pages_of_the_blocks() {
+        let blocks = vec![RamBlockEntry::new("a", 2 * 4096)];
+        let mut decoder = PreemptDecoder::new(blocks);
+        let continued = 0x1022_u64.to_be_bytes();
+        assert!(decoder.next(&[&continued[..], b"\0"].concat()).is_err());
+        let page = [&8_u64.to_be_bytes()[..], b"\x01a", &[7; 4096]].concat();
+        assert!(matches!(
+            decoder.next(&page[..page.len() - 1]),
+            Err(WireError::Truncated { needed: 1, .. })
+        ));
+        let whole = PreemptRecord::Page {
+            block: 0,
+            offset: 0,
+            content: Some(&[7; 4096]),
+        };
+        assert_eq!(decoder.next(&page).unwrap(), (whole, page.len()));
+        let zero = PreemptRecord::Page {
+            block: 0,
+            offset: 4096,
+            content: None,
+        };
+        let bytes = [&continued[..], b"\0"].concat();
+        assert_eq!(decoder.next(&bytes).unwrap(), (zero, 9));
+        let eos = 0x10_u64.to_be_bytes();
+        assert_eq!(decoder.next(&eos).unwrap(), (PreemptRecord::Eos, 8));
+        for flags in [0x200_u64, 0x4, 0x80] {
+            assert!(decoder.next(&flags.to_be_bytes()).is_err());
+        }
+        let compressed = [&0x120_u64.to_be_bytes()[..], b"\0\0\0\x01x"].concat();
+        assert!(decoder.next(&compressed).is_err());
+    }
+
     #[test]
     fn a_bitmap_has_its_length_and_its_end() {
         let bits = [0xaa; 16];
-        let bytes = [&16_u64.to_be_bytes()[..], &bits, &BITMAP_ENDS.to_be_bytes()].concat();
+        let mut bytes = Vec::new();
+        put_bitmap(65, |_| 0xaaaa_aaaa_aaaa_aaaa, &mut bytes);
         let read = |bytes: &[u8], pages| {
             let mut reader = Reader::new(bytes);
             read_bitmap(&mut reader, pages).map(<[u8]>::to_vec)
