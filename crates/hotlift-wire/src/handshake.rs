@@ -20,6 +20,10 @@ use crate::settle::MigrationId;
 /// Version of what two Hotlifts say to each other.
 pub const VERSION: u8 = 3;
 
+/// A PING's value by which a relay says, before its source switches to postcopy, that the source has a preempt channel: a QEMU
+/// that has been told of one (capability `postcopy-preempt`) waits for it. Its answer is not awaited.
+pub const PREEMPT: u32 = PREFIX << 16 | 0xff01;
+
 /// "HL", in the upper half of the first PING's value. QEMU counts its PINGs from 1.
 const PREFIX: u32 = 0x484c;
 

@@ -1,5 +1,5 @@
-//! Postcopy: the relays do not understand it, and carry it untouched. The guest is switched over with
-//! most of its pages still at the source, and fetches each that it touches through the relays.
+//! Postcopy through relays. The guest is switched over with most of its pages still at the source, and fetches each that it
+//! touches; the others follow compressed.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -41,6 +41,11 @@ impl Way {
             side = side.with("postcopy-preempt");
         }
         side
+    }
+
+    /// QEMU 7.2 waits for its second connection before it reads the first.
+    fn is_passed_through(&self) -> bool {
+        self.preempt && self.release == Release::V7
     }
 
     fn relays(&self) -> RelayOptions {
@@ -99,12 +104,22 @@ impl Way {
         assert!(!here.is_running(), "the source runs, too");
         let ended = relays.finish_and_tell();
         for (report, _) in &ended {
-            let why = report["passed_through"].as_str().expect("a reason");
-            assert!(why.contains("postcopy"), "{report}");
+            if self.is_passed_through() {
+                let why = report["passed_through"].as_str().expect("a reason");
+                assert!(why.contains("postcopy"), "{report}");
+            } else {
+                assert!(report["passed_through"].is_null(), "{report}");
+                assert!(report["normal_pages"].as_u64() > Some(1000), "{report}");
+            }
         }
         if self.tls.is_some() {
             let (_, said) = ended.last().expect("two relays");
-            for why in ["without TLS", "another host"] {
+            let other = match self.is_passed_through() {
+                true => "another host",
+                // It takes none: requested pages come on main from the source's relay.
+                false => "like no migration stream",
+            };
+            for why in ["without TLS", other] {
                 assert!(said.contains(why), "{said}");
             }
         }

@@ -3,7 +3,7 @@
 use super::command::{
     PACKAGED, POSTCOPY_LISTEN, POSTCOPY_RAM_DISCARD, POSTCOPY_RESUME, POSTCOPY_RUN, RECV_BITMAP,
 };
-use super::ram::{PageContent, RamRecord, RamRecords};
+use super::ram::{self, PageContent, RamRecord, RamRecords};
 use super::section::COMMAND;
 use crate::reader::put_counted_string;
 use crate::{RamBlockEntry, Reader, WireError, block, limits};
@@ -204,6 +204,29 @@ impl PreemptDecoder {
         };
         Ok((record, reader.position()))
     }
+}
+
+/// A record of a preempt channel: the page of RAM block `block` at byte `offset`; zero without content.
+///
+/// # Errors
+/// A block name that is not 1 to 255 bytes.
+pub fn put_preempt_page(
+    block: &str,
+    offset: u64,
+    content: Option<&[u8; crate::PAGE_SIZE]>,
+    out: &mut Vec<u8>,
+) -> Result<(), WireError> {
+    let kind = match content {
+        Some(_) => ram::PAGE,
+        None => ram::ZERO,
+    };
+    out.extend_from_slice(&(offset | kind).to_be_bytes());
+    put_counted_string(out, block, "name of a RAM block")?;
+    match content {
+        Some(content) => out.extend_from_slice(content),
+        None => out.push(0),
+    }
+    Ok(())
 }
 
 fn put_head(id: u16, length: usize, out: &mut Vec<u8>) {

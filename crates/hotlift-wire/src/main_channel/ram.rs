@@ -10,9 +10,9 @@ use crate::{PAGE_SIZE, Reader, WireError, limits};
 /// Version of the `ram` sections; QEMU refuses any other.
 pub(super) const RAM_VERSION: u32 = 4;
 
-const ZERO: u64 = 0x002;
+pub(super) const ZERO: u64 = 0x002;
 pub(super) const MEM_SIZE: u64 = 0x004;
-const PAGE: u64 = 0x008;
+pub(super) const PAGE: u64 = 0x008;
 const EOS: u64 = 0x010;
 const CONTINUE: u64 = 0x020;
 const XBZRLE: u64 = 0x040;

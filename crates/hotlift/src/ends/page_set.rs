@@ -50,6 +50,13 @@ impl PageSet {
         Ok(bitmap.set(page % PART))
     }
 
+    /// Whether the page at byte `offset` is in.
+    pub(crate) fn contains(&self, offset: u64) -> bool {
+        let page = usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE;
+        let part = self.parts.get(page / PART).and_then(OnceLock::get);
+        part.is_some_and(|part| part.test(page % PART))
+    }
+
     /// Takes out every page: their byte offsets, in order.
     pub(crate) fn take(&self) -> impl Iterator<Item = u64> {
         let made = (0_u64..).zip(&self.parts);
@@ -87,6 +94,8 @@ mod tests {
         assert!(pages.iter().all(|&page| set.insert(page).unwrap()));
         assert!(!pages.iter().any(|&page| set.insert(page).unwrap()));
         assert!(!set.insert(4 * gib).unwrap(), "behind the block");
+        assert!(pages.iter().all(|&page| set.contains(page)));
+        assert!(!set.contains(4096) && !set.contains(4 * gib));
         let mut sorted = pages.to_vec();
         sorted.sort_unstable();
         assert_eq!(set.take().collect::<Vec<_>>(), sorted);

@@ -4,6 +4,7 @@ use std::thread;
 
 use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::RamBlockEntry;
+use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
 use crate::handover::{Verdict, attend};
@@ -64,7 +65,9 @@ pub(crate) fn run_threads(
                 let failed = |error| {
                     session.fail(error);
                 };
-                let forward = |bytes: &[u8]| source.answer(bytes);
+                let forward = |message: &ReturnMessage<'_>, bytes: &[u8]| {
+                    source.answer(message, bytes);
+                };
                 session.sink.return_path(&forward, &failed);
                 session.threads.book("relay/return");
             })?;
@@ -93,18 +96,27 @@ pub(crate) fn run_threads(
         {
             session.giving.failure.explain(reason);
         }
+        let may_run_there = session.may_run_there();
         if let Some(reason) = session.giving.failure.text()
             && session.giving.verdict() != Some(Verdict::Doubt)
+            && !may_run_there
         {
             source.refuse(&reason);
         }
         session.sink.close();
+        if may_run_there && session.giving.failure.is_set() {
+            // Both QEMUs wait for each other then, and can be brought together again.
+            source.shut_down();
+        }
         source.over();
     });
     session.threads.book("relay/main");
     let is_offered = session.giving.is_offered();
     match session.giving.failure.take() {
         None => Ok(()),
+        Some(error) if session.may_run_there() => Err(MigrationError::PagesMissing {
+            source: Box::new(error),
+        }),
         Some(error @ MigrationError::Destination { .. }) => Err(error),
         Some(_) if session.giving.is_committed() => Err(MigrationError::InDoubt),
         Some(error) if is_offered && source.releases_guest() => Err(MigrationError::Released {

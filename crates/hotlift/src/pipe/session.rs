@@ -1,6 +1,6 @@
 //! What the threads of one relayed migration share, and how any of them ends it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -42,7 +42,9 @@ impl Waiting for Call<'_> {
     fn check(&self) -> Result<(), MigrationError> {
         let giving = self.session.map(|session| &session.giving);
         let failed = giving.is_some_and(|giving| giving.failure.is_set());
-        let too_late = giving.is_some_and(Giving::is_offered);
+        let session = self.session;
+        let too_late =
+            giving.is_some_and(Giving::is_offered) || session.is_some_and(Session::may_run_there);
         if failed || (self.control.is_cancelled() && !too_late) {
             return Err(MigrationError::Cancelled);
         }
@@ -77,6 +79,8 @@ pub(crate) struct Session<'a> {
     pub taking: Taking,
     /// The hand-over to the other side.
     pub giving: Giving,
+    /// With postcopy: the guest may run on the other side, and not all of its pages are there.
+    may_run_there: AtomicBool,
     /// The other side has the guest.
     moved_at: OnceLock<Instant>,
 }
@@ -110,6 +114,7 @@ impl<'a> Session<'a> {
             id,
             taking: Taking::new(1),
             giving: Giving::default(),
+            may_run_there: AtomicBool::new(false),
             moved_at: OnceLock::new(),
         }
     }
@@ -186,10 +191,29 @@ impl<'a> Session<'a> {
             return false;
         }
         self.control.set_too_late(true);
-        if let Some(on_commit) = hooks.on_commit {
+        if let Some(on_commit) = hooks.on_commit
+            && !self.may_run_there()
+        {
             on_commit();
         }
         true
+    }
+
+    /// Postcopy begins: the other side may run the guest from the next byte on, and no cancel is heard. What fails from
+    /// here on leaves it without some of its pages, until its source and it are brought together again.
+    pub(crate) fn switch_over(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
+        self.call().check()?;
+        self.control.set_too_late(true);
+        if let Some(on_commit) = hooks.on_commit {
+            on_commit();
+        }
+        self.may_run_there.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether [`Session::switch_over`] has come.
+    pub(crate) fn may_run_there(&self) -> bool {
+        self.may_run_there.load(Ordering::Acquire)
     }
 
     /// What became of the guest, by the other side's word or for want of one.

@@ -6,12 +6,17 @@
 //! open  command*  ram_start  (section_end | barrier | delta | command)*  ram_end  devices  await_loaded  commit
 //! ```
 //!
+//! With postcopy, behind a barrier, those of [`Postcopy`] come between: `begin`, commands, `package`; then pages, `ram_end`
+//! and `commit`.
+//!
 //! Worker threads meanwhile write batches, each by a [`WritePages`] of its own. Before `barrier`,
 //! `delta` and `ram_end` the caller has seen to it that all workers are idle: every page of the
 //! interval before has been written.
 
+use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, Configuration};
+use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
@@ -75,6 +80,11 @@ pub(crate) trait Sink: Sync {
     /// An XBZRLE delta to a page whose present content has been written, and a barrier after it.
     fn delta(&self, block: usize, offset: u64, delta: &[u8]) -> Result<(), MigrationError>;
 
+    /// What it can do in postcopy; `None` if the other side runs no guest.
+    fn postcopy(&self) -> Option<&dyn Postcopy> {
+        None
+    }
+
     /// RAM has ended: all pages are written.
     fn ram_end(&self) -> Result<(), MigrationError>;
 
@@ -93,11 +103,12 @@ pub(crate) trait Sink: Sync {
     /// [`MigrationError::InDoubt`] if there is no word of it.
     fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<(), MigrationError>;
 
-    /// Carries answers of the other side, with `forward` for those meant for the source, until the connection ends.
+    /// Carries answers of the other side, with `forward` for those meant for the source (the message and its bytes), until
+    /// the connection ends.
     /// `failed` hears what the other side has said that is wrong, or that the connection ended before its time, and
     /// hears it before anybody's wait for an answer ends. Runs in a thread of its own; a side that gives no answers
     /// returns at once.
-    fn return_path(&self, forward: &dyn Fn(&[u8]), failed: &dyn Fn(MigrationError)) {
+    fn return_path(&self, forward: Forward<'_>, failed: &dyn Fn(MigrationError)) {
         let _ = (forward, failed);
     }
 
@@ -131,6 +142,33 @@ pub(crate) trait Sink: Sync {
         Vec::new()
     }
 }
+
+/// What an outgoing side does in postcopy: the guest runs there, and asks for the pages that it needs.
+pub(crate) trait Postcopy: Sync {
+    /// From now on every page is written once at most, in any order, and no barrier is needed.
+    fn begin(&self);
+
+    /// The source sends the pages that were asked for on a connection of their own, and so this side is to: a QEMU waits
+    /// for it.
+    fn preempt(&self) -> Result<(), MigrationError>;
+
+    /// A command of the source, byte for byte.
+    fn command(&self, bytes: &[u8]) -> Result<(), MigrationError>;
+
+    /// The devices, and the word that the guest may run.
+    fn package(&self, bytes: &[u8]) -> Result<(), MigrationError>;
+
+    /// A page that the guest waits for: before all that others write.
+    fn page(
+        &self,
+        block: usize,
+        offset: u64,
+        content: Option<&[u8; PAGE_SIZE]>,
+    ) -> Result<(), MigrationError>;
+}
+
+/// Takes an answer that is meant for a source, and its bytes.
+pub(crate) type Forward<'a> = &'a dyn Fn(&ReturnMessage<'_>, &[u8]);
 
 /// One worker's half of a sink.
 pub(crate) trait WritePages {

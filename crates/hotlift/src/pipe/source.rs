@@ -8,6 +8,8 @@
 //! Its threads fill batches, and stand still at the session's barrier where the main thread wants them to. What is no
 //! page is the main thread's: `main_reader` and `device_state` read it from a stream, `restore` from a file.
 
+use hotlift_wire::return_path::ReturnMessage;
+
 use crate::error::MigrationError;
 use crate::pipe::session::Session;
 
@@ -25,9 +27,9 @@ pub(crate) trait Source: Sync {
     /// What is wrong with the pages, or with what they come from.
     fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError>;
 
-    /// Takes answers of the other side that are meant for a source.
-    fn answer(&self, bytes: &[u8]) {
-        let _ = bytes;
+    /// Takes an answer of the other side that is meant for a source, and its bytes.
+    fn answer(&self, message: &ReturnMessage<'_>, bytes: &[u8]) {
+        let _ = (message, bytes);
     }
 
     /// Whether the source has gone too early: one that takes answers stays until it has had the last.

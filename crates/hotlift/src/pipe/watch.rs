@@ -60,7 +60,10 @@ impl Watch {
         let mut failed_at = None;
         let mut lost_at = None;
         while !self.rest() {
-            if session.control.is_cancelled() && !session.giving.is_offered() {
+            if session.control.is_cancelled()
+                && !session.giving.is_offered()
+                && !session.may_run_there()
+            {
                 session.fail(MigrationError::Cancelled);
             }
             if !session.giving.is_offered() && source.has_gone() {

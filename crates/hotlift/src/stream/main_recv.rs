@@ -146,6 +146,11 @@ impl<'a> MainInput<'a> {
         }
     }
 
+    /// Whether there is something to read.
+    pub(crate) fn is_readable(&self) -> Result<bool, MigrationError> {
+        self.channel.wait_readable(Duration::ZERO).map_err(broken)
+    }
+
     /// Reads at least `needed` more bytes; false if the source closed the stream before.
     pub(crate) fn fill(
         &mut self,

@@ -208,6 +208,12 @@ impl MainSend {
 
     /// A section with these pages, which go to the socket from where they are.
     pub(crate) fn pages(&mut self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
+        self.pace(pages.content.len());
+        self.pages_at_once(pages)
+    }
+
+    /// The same, whatever the limit on bandwidth.
+    pub(crate) fn pages_at_once(&mut self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
         self.open_section()?;
         let (encoder, out) = (&mut self.encoder, &mut self.out);
         for offset in pages.zero {
@@ -232,7 +238,7 @@ impl MainSend {
             parts.push(page);
         }
         parts.push(&out[from..]);
-        let written = self.write(&parts);
+        let written = self.put(&parts);
         self.out = out;
         self.out.clear();
         written
@@ -330,11 +336,19 @@ impl MainSend {
     }
 
     fn write(&mut self, parts: &[&[u8]]) -> Result<(), MigrationError> {
+        self.pace(parts.iter().map(|part| part.len()).sum());
+        self.put(parts)
+    }
+
+    fn pace(&self, bytes: usize) {
+        self.link.pacer.wait(bytes, &self.link.control);
+    }
+
+    fn put(&mut self, parts: &[&[u8]]) -> Result<(), MigrationError> {
         if let Some(crc) = &mut self.crc {
             parts.iter().for_each(|part| crc.update(part));
         }
         let bytes = parts.iter().map(|part| part.len()).sum();
-        self.link.pacer.wait(bytes, &self.link.control);
         let transport = &self.link.transport;
         send(transport, Channel::Main, parts, &mut self.scratch)?;
         self.link.counters.add_bytes(bytes);

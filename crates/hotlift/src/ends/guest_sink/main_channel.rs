@@ -254,6 +254,7 @@ impl State<'_> {
                 }
                 return Ok(Next::Committed);
             }
+            MainEvent::Postcopy(_) => return Err(protocol("a command of postcopy")),
             MainEvent::Header | MainEvent::SectionFooter | MainEvent::VmDescription(_) => {}
         }
         Ok(Next::Go)

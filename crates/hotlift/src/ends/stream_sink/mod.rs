@@ -3,12 +3,14 @@
 //! | file | what goes out |
 //! |---|---|
 //! | `page_writers` | pages: where zero pages go, and to which channel the others |
+//! | `postcopy` | pages of a guest that runs there already |
 
 mod page_writers;
+mod postcopy;
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
@@ -23,11 +25,15 @@ use crate::ends::file::{BlockSink, FileFormat, MappedRamSink};
 use crate::ends::page_set::PageSet;
 use crate::ends::settings::{Outgoing, RelaySettings, Request};
 use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWriter};
+use crate::ends::stream_sink::postcopy::{Background, PreemptOut};
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, MethodFigures};
 use crate::handover::{Word, await_word, say_farewell, say_heard};
+use crate::ops::lazy::turns::{Turn, Turns};
 use crate::pipe::hooks::Taken;
-use crate::pipe::sink::{ForwardPackets, HasTaken, Opening, RamLayout, Sink, WritePages};
+use crate::pipe::sink::{
+    Forward, ForwardPackets, HasTaken, Opening, Postcopy, RamLayout, Sink, WritePages,
+};
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
@@ -90,7 +96,11 @@ pub(crate) struct StreamSink<'a> {
     /// The source has sent zero pages as such: it looks for them.
     finds_zeros: AtomicBool,
     answers: Answers,
-    out: OnceLock<Mutex<MainSend>>,
+    out: OnceLock<Turns<MainSend>>,
+    /// Postcopy has begun.
+    switched: AtomicBool,
+    /// Where a QEMU takes the pages that its guest waits for, if not on main.
+    preempt: OnceLock<PreemptOut>,
     other_side: OnceLock<OtherSide>,
     ram: OnceLock<Ram>,
 }
@@ -196,13 +206,15 @@ impl<'a> StreamSink<'a> {
             multifd,
             answers: Answers::default(),
             out: OnceLock::new(),
+            switched: AtomicBool::new(false),
+            preempt: OnceLock::new(),
             other_side: OnceLock::new(),
             ram: OnceLock::new(),
         }
     }
 
     /// Takes answers until the connection ends.
-    fn listen(&self, main: &Stream, forward: &dyn Fn(&[u8])) -> Result<(), MigrationError> {
+    fn listen(&self, main: &Stream, forward: Forward<'_>) -> Result<(), MigrationError> {
         let mut messages = Messages::new(Channel::Main);
         let lost = loop {
             let read = messages.read(main, &self.answers, |message, bytes| match message {
@@ -218,7 +230,7 @@ impl<'a> StreamSink<'a> {
                     Ok(())
                 }
                 _ => {
-                    forward(bytes);
+                    forward(&message, bytes);
                     Ok(())
                 }
             });
@@ -279,12 +291,15 @@ impl<'a> StreamSink<'a> {
         Offer::new(features)
     }
 
-    fn lock_main(&self) -> MutexGuard<'_, MainSend> {
+    fn main(&self) -> &Turns<MainSend> {
         match self.out.get() {
-            // A holder that panicked has ended the migration.
-            Some(out) => out.lock().unwrap_or_else(PoisonError::into_inner),
+            Some(out) => out,
             None => unreachable!("`open` comes first"),
         }
+    }
+
+    fn lock_main(&self) -> Turn<'_, MainSend> {
+        self.main().take()
     }
 
     fn other_side(&self) -> OtherSide {
@@ -308,6 +323,8 @@ impl<'a> StreamSink<'a> {
     fn looks_for_zeros(&self) -> bool {
         match self.settings.zero_pages {
             Some(mode) => mode != ZeroPageDetection::None,
+            // In postcopy a QEMU with multifd looks for none (10.1 and newer).
+            None if self.is_switched() => !self.seen.zeros_were_looked_for,
             None => !self.finds_zeros.load(Ordering::Relaxed),
         }
     }
@@ -399,11 +416,14 @@ impl Sink for StreamSink<'_> {
     }
 
     fn page_writer(&self, worker: usize) -> Result<Box<dyn WritePages + '_>, MigrationError> {
-        if self.multifd.is_empty() {
-            return Ok(Box::new(MainWriter::new(self)?));
-        }
-        let id = u8::try_from(worker).unwrap_or(u8::MAX);
-        Ok(Box::new(ChannelWriter::new(self, id)?))
+        let before: Box<dyn WritePages + '_> = match self.multifd.is_empty() {
+            true => Box::new(MainWriter::new(self)?),
+            false => {
+                let id = u8::try_from(worker).unwrap_or(u8::MAX);
+                Box::new(ChannelWriter::new(self, id)?)
+            }
+        };
+        Ok(Box::new(Background::new(self, before)))
     }
 
     fn forwarder(&self, channel: u8) -> Option<Box<dyn ForwardPackets + '_>> {
@@ -428,7 +448,7 @@ impl Sink for StreamSink<'_> {
         }
         let other_side = self.learn(&opening.configuration.machine, is_relay);
         let _ = self.other_side.set(other_side);
-        let _ = self.out.set(Mutex::new(out));
+        let _ = self.out.set(Turns::new(out));
         Ok(())
     }
 
@@ -461,7 +481,7 @@ impl Sink for StreamSink<'_> {
 
     fn barrier(&self) -> Result<(), MigrationError> {
         // Records of one stream are in order by themselves.
-        if self.multifd.is_empty() {
+        if self.pages_on_main() {
             return Ok(());
         }
         self.sync_point()
@@ -479,7 +499,14 @@ impl Sink for StreamSink<'_> {
 
     fn ram_end(&self) -> Result<(), MigrationError> {
         self.lock_main().complete();
-        self.sync_point()
+        match self.pages_on_main() {
+            true => self.zero_section(false),
+            false => self.sync_point(),
+        }
+    }
+
+    fn postcopy(&self) -> Option<&dyn Postcopy> {
+        Some(self)
     }
 
     fn devices(&self, sections: &[u8]) -> Result<(), MigrationError> {
@@ -529,7 +556,7 @@ impl Sink for StreamSink<'_> {
         }
     }
 
-    fn return_path(&self, forward: &dyn Fn(&[u8]), failed: &dyn Fn(MigrationError)) {
+    fn return_path(&self, forward: Forward<'_>, failed: &dyn Fn(MigrationError)) {
         let _ends = EndsAnswers(&self.answers);
         if let Err(error) = self.listen(&self.link.transport, forward) {
             failed(error);
@@ -543,6 +570,7 @@ impl Sink for StreamSink<'_> {
     fn abort(&self) {
         self.answers.abort();
         self.multifd.shut_down();
+        self.shut_preempt();
         self.link.transport.shutdown(Shutdown::Write);
     }
 

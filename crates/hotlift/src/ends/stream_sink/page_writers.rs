@@ -37,6 +37,8 @@ impl WritePages for ChannelWriter<'_, '_> {
             batch.find_zero_pages();
         }
         let in_packet = match self.sink.zero_place() {
+            // In postcopy none is kept for a later section: somebody may wait for it.
+            _ if self.sink.is_switched() => batch.zero.len(),
             ZeroPlace::Packets => batch.zero.len(),
             ZeroPlace::Main => 0,
             ZeroPlace::AsTheyCame if batch.from_main => 0,

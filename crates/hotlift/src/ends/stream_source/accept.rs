@@ -231,9 +231,30 @@ impl<'a> Uncounted<'a> {
         self.arrivals.step(wait, &check)
     }
 
-    /// A further connection of the source's host whose first bytes are nobody's business, within [`TICK`].
+    /// A further connection of the source's host whose first bytes are nobody's business, if one has come.
     pub(crate) fn another(&mut self) -> Result<Option<Stream>, MigrationError> {
-        let another = self.arrivals.door.take_any(TICK);
+        self.another_within(Duration::ZERO)
+    }
+
+    /// The same, and a connection whose handshake is under way is waited for.
+    pub(crate) fn another_for_sure(&mut self) -> Result<Option<Stream>, MigrationError> {
+        loop {
+            let another = self.another_within(Duration::ZERO)?;
+            if another.is_some() || !self.arrivals.door.has_newcomer(NEWCOMER) {
+                return Ok(another);
+            }
+            if let Some(another) = self.another_within(SETTLE / 5)? {
+                return Ok(Some(another));
+            }
+        }
+    }
+
+    /// The same, within `wait`.
+    pub(crate) fn another_within(
+        &mut self,
+        wait: Duration,
+    ) -> Result<Option<Stream>, MigrationError> {
+        let another = self.arrivals.door.take_any(wait);
         let another = another.map_err(MigrationError::opening)?;
         Ok(another.filter(|stream| self.arrivals.admits(stream)))
     }

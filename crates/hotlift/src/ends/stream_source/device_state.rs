@@ -29,7 +29,7 @@ const SILENCE: Duration = Duration::from_secs(30);
 /// Bytes of QEMU's format: the section type behind the last section (`QEMU_VM_EOF`), a footer's first
 /// byte (`QEMU_VM_SECTION_FOOTER`, with the section's id behind it), a description's
 /// (`QEMU_VM_VMDESCRIPTION`).
-const EOF: u8 = 0x00;
+pub(crate) const EOF: u8 = 0x00;
 const FOOTER: u8 = 0x7e;
 const DESCRIPTION_MARK: u8 = 0x06;
 
@@ -255,7 +255,8 @@ pub(crate) fn from_relay(
     }
 }
 
-fn read_package(
+/// Reads the `length` bytes of a package.
+pub(crate) fn read_package(
     session: &Session<'_>,
     input: &mut MainInput<'_>,
     length: usize,
@@ -330,7 +331,8 @@ fn too_much(source: OverMemoryLimit) -> MigrationError {
     MigrationError::memory(Channel::Main, source)
 }
 
-fn unexpected(got: &str) -> MigrationError {
+/// What a relay's stream has in a wrong place.
+pub(crate) fn unexpected(got: &str) -> MigrationError {
     MigrationError::Protocol {
         channel: Channel::Main,
         got: got.to_owned(),

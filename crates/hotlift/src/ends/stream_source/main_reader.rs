@@ -1,17 +1,21 @@
 //! The incoming main channel: sync points between rounds, and what else is not a page.
 
-use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, SectionKind, Step};
+use hotlift_wire::handshake::PREEMPT;
+use hotlift_wire::main_channel::postcopy::PostcopyCommand;
+use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, PageContent, SectionKind, Step};
+use hotlift_wire::return_path::ReturnMessage;
 
 use crate::control::Status;
-use crate::ends::stream_source::device_state;
+use crate::ends::stream_source::device_state::{self, EOF};
 use crate::ends::stream_source::main_pages::MainPages;
 use crate::ends::stream_source::setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
 use crate::pipe::hooks::Hooks;
-use crate::pipe::session::Session;
-use crate::pipe::sink::Opening;
-use crate::stream::main_recv::{MainInput, event_name};
+use crate::pipe::session::{Call, Session};
+use crate::pipe::sink::{Opening, Postcopy};
+use crate::stream::main_recv::{MainInput, Waiting, event_name};
+use crate::stream::return_path::encode;
 
 /// The main thread's own state.
 pub(crate) struct MainReader<'a> {
@@ -22,6 +26,8 @@ pub(crate) struct MainReader<'a> {
     decoder: MainDecoder,
     pages: MainPages<'a>,
     section: SectionKind,
+    /// Postcopy has begun: each page comes once, and nothing is a sync point.
+    switched: bool,
 }
 
 /// What an event leaves to be done once its bytes have been taken.
@@ -30,6 +36,12 @@ enum Then {
     SyncPoint,
     SectionEnd,
     Command(Command),
+    /// Ranges that the other side is to have nothing in, as the command's bytes.
+    Discard(Vec<u8>),
+    /// So many bytes follow, with the devices and the word that the guest may run.
+    Package(usize),
+    /// A relay's source has a preempt channel.
+    Preempt,
     RamEnded,
 }
 
@@ -50,6 +62,7 @@ impl<'a> MainReader<'a> {
             decoder,
             pages: MainPages::new(session, &setup.ram, upstream.multifd.is_empty()),
             section: SectionKind::Start,
+            switched: false,
         }
     }
 
@@ -58,15 +71,19 @@ impl<'a> MainReader<'a> {
         &mut self,
         opening: &Opening,
         hooks: Hooks<'_>,
-        late_channel: &dyn Fn() -> bool,
+        further: &dyn Further,
     ) -> Result<(), MigrationError> {
         self.open(opening)?;
-        while !self.next()? {}
+        while !self.next(hooks, further)? {}
+        if self.switched {
+            return self.end_of_postcopy(hooks);
+        }
         if self.upstream.is_relay {
             device_state::from_relay(self.session, self.upstream, &mut self.input, hooks)
         } else {
             let input = &mut self.input;
-            device_state::from_qemu(self.session, self.upstream, input, hooks, late_channel)
+            let late_channel = || further.late_channel();
+            device_state::from_qemu(self.session, self.upstream, input, hooks, &late_channel)
         }
     }
 
@@ -85,7 +102,7 @@ impl<'a> MainReader<'a> {
     }
 
     /// Handles the next event; true behind the END section of `ram`.
-    fn next(&mut self) -> Result<bool, MigrationError> {
+    fn next(&mut self, hooks: Hooks<'_>, further: &dyn Further) -> Result<bool, MigrationError> {
         let step = self
             .decoder
             .next(self.input.unread())
@@ -93,7 +110,15 @@ impl<'a> MainReader<'a> {
         let (event, consumed) = match step {
             Step::Event { event, consumed } => (event, consumed),
             Step::Need(needed) => {
-                if !self.input.fill(needed, &self.session.call())? {
+                // A page that was gathered may be waited for; without postcopy nobody does.
+                if self.switched && !self.input.is_readable()? {
+                    self.pages.submit();
+                }
+                let looking = Looking {
+                    call: self.session.call(),
+                    further: Some(further).filter(|_| self.setup.postcopy),
+                };
+                if !self.input.fill(needed, &looking)? {
                     return Err(MigrationError::main_closed());
                 }
                 return Ok(false);
@@ -112,11 +137,31 @@ impl<'a> MainReader<'a> {
                 offset,
                 content,
             } => {
-                self.pages.add(block, offset, content)?;
+                let asked = self.switched && self.upstream.demand.take(block, offset)?;
+                match (asked, content) {
+                    (true, PageContent::Normal(page)) => {
+                        postcopy(self.session)?.page(block, offset, Some(page))?;
+                        self.session.pages.add_pages(1, 0);
+                    }
+                    (true, PageContent::Zero) => {
+                        postcopy(self.session)?.page(block, offset, None)?;
+                        self.session.pages.add_pages(0, 1);
+                    }
+                    (_, content) => self.pages.add(block, offset, content)?,
+                }
                 Then::Nothing
+            }
+            MainEvent::Postcopy(PostcopyCommand::Discard { .. }) if self.setup.postcopy => {
+                Then::Discard(self.input.unread()[..consumed].to_vec())
+            }
+            MainEvent::Postcopy(PostcopyCommand::Packaged(length))
+                if self.setup.postcopy && !self.session.may_run_there() =>
+            {
+                Then::Package(length)
             }
             MainEvent::MultifdFlush => Then::SyncPoint,
             MainEvent::RamEos => Then::SectionEnd,
+            MainEvent::Command(Command::Ping(PREEMPT)) if self.upstream.is_relay => Then::Preempt,
             MainEvent::Command(command) => Then::Command(command),
             MainEvent::SectionFooter if self.section == SectionKind::End => Then::RamEnded,
             MainEvent::SectionFooter => Then::Nothing,
@@ -133,6 +178,15 @@ impl<'a> MainReader<'a> {
             Then::Nothing => {}
             Then::SyncPoint => self.barrier()?,
             Then::SectionEnd => self.section_end()?,
+            Then::Preempt => postcopy(self.session)?.preempt()?,
+            Then::Discard(bytes) => {
+                self.switch(further)?;
+                postcopy(self.session)?.command(&bytes)?;
+            }
+            Then::Package(length) => {
+                self.switch(further)?;
+                self.package(length, hooks)?;
+            }
             Then::Command(command) => self.session.sink.command(command)?,
             Then::RamEnded => return Ok(true),
         }
@@ -141,8 +195,10 @@ impl<'a> MainReader<'a> {
 
     /// EOS. With machine types up to 8.0 and multifd it is a sync point, too.
     fn section_end(&mut self) -> Result<(), MigrationError> {
-        let is_sync_point = !self.upstream.multifd.is_empty() && !self.setup.flush;
         let is_last = self.section == SectionKind::End;
+        let is_sync_point = !self.upstream.multifd.is_empty()
+            && !self.setup.flush
+            && (!self.switched || (is_last && self.upstream.is_relay));
         match (is_sync_point, is_last) {
             (true, false) => self.barrier()?,
             // The source may rest now; its pages need not.
@@ -155,6 +211,10 @@ impl<'a> MainReader<'a> {
                 // are left.
                 if is_sync_point {
                     self.session.meet_readers()?;
+                }
+                if self.upstream.preempt.is_here() {
+                    // Some may still be on their way there.
+                    self.upstream.demand.wait_until_met(&self.session.call())?;
                 }
                 self.pages.settle()?;
                 self.session.sink.ram_end()?;
@@ -177,4 +237,96 @@ impl<'a> MainReader<'a> {
         self.session.barrier.pass();
         Ok(())
     }
+
+    /// Postcopy begins, unless it has: everything of precopy is on the other side before.
+    fn switch(&mut self, further: &dyn Further) -> Result<(), MigrationError> {
+        if self.switched {
+            return Ok(());
+        }
+        // The source has made its last sync point, and sends no packets behind it.
+        self.pages.settle()?;
+        self.session.sink.barrier()?;
+        self.pages.barrier_passed();
+        let postcopy = postcopy(self.session)?;
+        // The source has made that connection before it has sent this.
+        if further.preempt_for_sure() {
+            postcopy.preempt()?;
+        }
+        postcopy.begin();
+        self.switched = true;
+        Ok(())
+    }
+
+    /// Has the other side run the guest. The package goes out as one, so that a source that is lost on the way leaves no
+    /// part of it there.
+    fn package(&mut self, length: usize, hooks: Hooks<'_>) -> Result<(), MigrationError> {
+        let bytes = device_state::read_package(self.session, &mut self.input, length)?;
+        self.session.control.set_status(Status::Device);
+        self.session.switch_over(hooks)?;
+        postcopy(self.session)?.package(&bytes)
+    }
+
+    /// All pages are on the other side: the end of the stream, and its word that it has them.
+    fn end_of_postcopy(&mut self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
+        let session = self.session;
+        if self.input.unread().is_empty() && !self.input.fill(1, &session.call())? {
+            return Err(MigrationError::main_closed());
+        }
+        if self.input.unread()[0] != EOF || !session.may_run_there() {
+            return Err(device_state::unexpected("something else than EOF"));
+        }
+        self.input.take(1);
+        if self.upstream.is_relay && !(session.taking.loaded() && session.taking.commit()) {
+            return Err(device_state::unexpected("EOF behind a failure"));
+        }
+        if !session.commit(hooks) {
+            return Err(MigrationError::Cancelled);
+        }
+        let outcome = device_state::hand_over(session, &[EOF], hooks);
+        match outcome {
+            Ok(()) => {
+                session.taking.taken();
+                self.upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
+            }
+            Err(_) => {
+                session.taking.unsure();
+            }
+        }
+        outcome
+    }
+}
+
+/// What else may connect while main is read.
+pub(crate) trait Further {
+    /// Takes a preempt channel in, if one has come.
+    fn preempt(&self);
+
+    /// The same, if it may be on its way; whether there is one.
+    fn preempt_for_sure(&self) -> bool;
+
+    /// Whether a multifd channel has come too late to be counted.
+    fn late_channel(&self) -> bool;
+}
+
+/// A wait for main that looks for a preempt channel: over TLS the source waits for its handshake.
+struct Looking<'a> {
+    call: Call<'a>,
+    further: Option<&'a dyn Further>,
+}
+
+impl Waiting for Looking<'_> {
+    fn check(&self) -> Result<(), MigrationError> {
+        if let Some(further) = self.further {
+            further.preempt();
+        }
+        self.call.check()
+    }
+}
+
+fn postcopy<'s>(session: &'s Session<'_>) -> Result<&'s dyn Postcopy, MigrationError> {
+    session.sink.postcopy().ok_or(MigrationError::Protocol {
+        channel: Channel::Main,
+        got: "postcopy".to_owned(),
+        doing: "saving a guest",
+    })
 }

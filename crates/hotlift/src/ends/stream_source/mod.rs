@@ -7,6 +7,8 @@
 //! | `setup` | what the stream says before its first page, and whether it can be taken apart |
 //! | `receive` | a multifd channel's packets into batches, or to the other side unread |
 //! | `main_reader`, `main_pages` | the main channel: sync points; pages into batches |
+//! | `postcopy` | what a guest waits for that runs on the other side already |
+//! | `preempt` | the connection that a QEMU may send such pages on |
 //! | `device_state` | what is behind RAM, and who has the guest |
 //! | `pass_through` | a stream that cannot be taken apart, byte for byte |
 
@@ -15,6 +17,8 @@ pub(crate) mod device_state;
 mod main_pages;
 pub(crate) mod main_reader;
 pub(crate) mod pass_through;
+pub(crate) mod postcopy;
+pub(crate) mod preempt;
 pub(crate) mod receive;
 pub(crate) mod setup;
 pub(crate) mod upstream;

@@ -6,6 +6,7 @@
 
 use std::io::Write;
 use std::net::Shutdown;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -26,6 +27,9 @@ use crate::transport::Stream;
 /// Further connections at most: QEMU has one, the preempt channel of postcopy.
 const EXTRA: usize = 4;
 
+/// Between two looks for further connections, and at what has ended.
+const LOOK: Duration = Duration::from_millis(100);
+
 /// After a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
 
@@ -35,10 +39,12 @@ const SHUT_0: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
 /// Bytes copied at once.
 const COPY: usize = 256 << 10;
 
-/// Passes the stream of `source` on, whose first bytes were read, because of `why`. Its source connected at `since`.
+/// Passes the stream of `source` on, whose first bytes were read, because of `why`. Its source connected at `since`, and has
+/// made a preempt channel, if there is one, before it said more.
 pub(crate) fn run(
     mut arrivals: Uncounted<'_>,
     (source, first_bytes): (&Stream, &[u8]),
+    preempt: Option<Stream>,
     request: Request<'_>,
     since: Instant,
     why: String,
@@ -63,6 +69,11 @@ pub(crate) fn run(
     let to = &Remote::new(to, settings.outgoing_tls.clone());
     let connect = || connect_with(settings.outgoing_pass.as_ref(), to, timeout, control);
     let first = connect()?;
+    // Before the first byte: a QEMU 7.2 reads none before it has that connection, too.
+    let mut extra = Vec::new();
+    if let Some(stream) = preempt {
+        extra.push(Arc::new((stream, connect()?)));
+    }
     // Where EOF is in the stream is not known here.
     if let Some(on_commit) = hooks.on_commit {
         on_commit();
@@ -100,7 +111,9 @@ pub(crate) fn run(
             copied
         })?;
         // The preempt channel of postcopy comes late, and may say nothing for long.
-        let mut extra = Vec::new();
+        for pair in &extra {
+            carry(scope, pair, counters)?;
+        }
         let call = Call::early(control);
         let outcome = loop {
             if let Err(error) = call.check() {
@@ -109,7 +122,7 @@ pub(crate) fn run(
             if ended.load(Ordering::Acquire) == 2 {
                 break Ok(());
             }
-            match arrivals.another() {
+            match arrivals.another_within(LOOK) {
                 Ok(None) => {}
                 // Somebody else's connection; the migration goes on without it.
                 Err(_) => thread::sleep(RETRY),
@@ -119,21 +132,8 @@ pub(crate) fn run(
                 Ok(Some(stream)) => match connect() {
                     Err(_) => {}
                     Ok(other) => {
-                        let pair = std::sync::Arc::new((stream, other));
-                        for (name, back) in [("relay/extra", false), ("relay/extra_r", true)] {
-                            let ends = std::sync::Arc::clone(&pair);
-                            spawn(scope, name.to_owned(), move || {
-                                let (a, b) = if back {
-                                    (&ends.1, &ends.0)
-                                } else {
-                                    (&ends.0, &ends.1)
-                                };
-                                let count = if back { None } else { Some(&counters.1) };
-                                let unread = Counters::default();
-                                let received = if back { &unread } else { &counters.0 };
-                                copy(a, b, received, count);
-                            })?;
-                        }
+                        let pair = Arc::new((stream, other));
+                        carry(scope, &pair, counters)?;
                         extra.push(pair);
                     }
                 },
@@ -173,6 +173,23 @@ pub(crate) fn run(
         passed_through: Some(why),
         threads: threads.read(),
     })
+}
+
+/// Copies between the two ends of a further connection, both ways.
+fn carry<'scope, 'env>(
+    scope: &'scope thread::Scope<'scope, 'env>,
+    pair: &Arc<(Stream, Stream)>,
+    counters: &'env (Counters, Counters),
+) -> Result<(), MigrationError> {
+    for (name, back) in [("relay/extra", false), ("relay/extra_r", true)] {
+        let ends = Arc::clone(pair);
+        spawn(scope, name.to_owned(), move || match back {
+            // Answers are in neither figure.
+            true => copy(&ends.1, &ends.0, &Counters::default(), None),
+            false => copy(&ends.0, &ends.1, &counters.0, Some(&counters.1)),
+        })?;
+    }
+    Ok(())
 }
 
 /// What became of one direction.

@@ -7,6 +7,8 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::multifd::{PacketHeader, PacketLayout};
 use hotlift_wire::return_path::ReturnMessage;
 
+use crate::ends::stream_source::preempt;
+use crate::ends::stream_source::setup::Setup;
 use crate::ends::stream_source::upstream::Upstream;
 use crate::error::{Channel, MigrationError};
 use crate::pipe::batch::Batch;
@@ -23,31 +25,45 @@ use crate::transport::Stream;
 pub(crate) struct Streams<'a> {
     upstream: &'a Upstream,
     blocks: &'a [RamBlockEntry],
+    /// A QEMU may make a preempt channel.
+    may_preempt: bool,
 }
 
 impl<'a> Streams<'a> {
-    /// Those of a source with these RAM blocks.
-    pub(crate) fn new(upstream: &'a Upstream, blocks: &'a [RamBlockEntry]) -> Self {
-        Self { upstream, blocks }
+    /// Those of a source.
+    pub(crate) fn new(upstream: &'a Upstream, setup: &'a Setup) -> Self {
+        Self {
+            upstream,
+            blocks: &setup.ram.blocks,
+            may_preempt: setup.postcopy && !upstream.is_relay,
+        }
     }
 }
 
 impl Source for Streams<'_> {
     fn readers(&self) -> usize {
-        self.upstream.multifd.len()
+        self.upstream.multifd.len() + usize::from(self.may_preempt)
     }
 
     fn thread_name(&self, reader: usize) -> String {
-        format!("relay/recv_{reader}")
+        match reader < self.upstream.multifd.len() {
+            true => format!("relay/recv_{reader}"),
+            false => "relay/preempt".to_owned(),
+        }
     }
 
     fn read(&self, session: &Session<'_>, reader: usize) -> Result<(), MigrationError> {
+        if reader >= self.upstream.multifd.len() {
+            return preempt::receive(session, self.blocks, self.upstream);
+        }
         // Ids count from 0 to 254.
         let id = u8::try_from(reader).unwrap_or(u8::MAX);
         receive(session, self.blocks, self.upstream, id)
     }
 
-    fn answer(&self, bytes: &[u8]) {
+    fn answer(&self, message: &ReturnMessage<'_>, bytes: &[u8]) {
+        // Before the source can send the page.
+        self.upstream.demand.note(message);
         self.upstream.answer(bytes);
     }
 

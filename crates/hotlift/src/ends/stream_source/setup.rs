@@ -2,6 +2,7 @@
 
 use std::io::Write;
 
+use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{
     Command, Configuration, MainDecoder, MainEvent, SectionKind, Step,
@@ -34,6 +35,8 @@ pub(crate) struct Setup {
     /// What a relay has said of its stream; `None` of a QEMU.
     pub relay: Option<Features>,
     pub return_path: bool,
+    /// The guest may be switched over before its pages are there.
+    pub postcopy: bool,
 }
 
 /// How the stream begins.
@@ -90,11 +93,12 @@ fn greet(mut main: &Stream, offer: Offer, id: MigrationId) -> Result<(), Migrati
 }
 
 /// Reads up to the last record of the START section of `ram`. A relay is told that the migration is called `id`
-/// here.
+/// here. `into_stream`: somebody takes the guest who can run it.
 pub(crate) fn read_setup(
     input: &mut MainInput<'_>,
     decoder: &mut MainDecoder,
     id: MigrationId,
+    into_stream: bool,
     call: &Call<'_>,
 ) -> Result<StreamSetup, MigrationError> {
     let mut configuration = None;
@@ -136,10 +140,16 @@ pub(crate) fn read_setup(
         match event {
             MainEvent::Configuration(said) => configuration = Some(said),
             MainEvent::Command(Command::OpenReturnPath) => return_path = true,
-            MainEvent::Command(Command::PostcopyAdvise { .. }) => {
-                return Ok(StreamSetup::PassThrough(
-                    "postcopy may follow (capability postcopy-ram)".to_owned(),
-                ));
+            MainEvent::Command(Command::PostcopyAdvise { page_sizes })
+                if page_sizes != Some((PAGE_SIZE as u64, PAGE_SIZE as u64)) =>
+            {
+                return Ok(StreamSetup::PassThrough(format!(
+                    "postcopy may follow (capability postcopy-ram), {}",
+                    match page_sizes {
+                        Some(_) => "with pages that are not of 4 KiB",
+                        None => "of bitmaps alone",
+                    }
+                )));
             }
             MainEvent::Command(Command::Ping(ping))
                 if relay.is_none()
@@ -148,6 +158,11 @@ pub(crate) fn read_setup(
             {
                 relay = Some(said.features);
                 offer = Some(said);
+            }
+            MainEvent::Command(Command::PostcopyAdvise { .. }) if !into_stream => {
+                return Ok(StreamSetup::PassThrough(
+                    "postcopy may follow (capability postcopy-ram)".to_owned(),
+                ));
             }
             MainEvent::Command(_) if commands.len() == limits::SETUP_COMMANDS => {
                 return Err(MigrationError::main_wire(WireError::OverLimit {
@@ -185,7 +200,9 @@ pub(crate) fn read_setup(
         let (true, Some(configuration), Some(blocks)) = (ended, &configuration, &ram) else {
             continue;
         };
+        let is_advice = |command: &Command| matches!(command, Command::PostcopyAdvise { .. });
         return Ok(StreamSetup::PageByPage(Box::new(Setup {
+            postcopy: commands.iter().any(is_advice),
             configuration: configuration.clone(),
             commands,
             ram: RamLayout {

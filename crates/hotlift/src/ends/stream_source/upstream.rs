@@ -5,6 +5,8 @@ use std::net::Shutdown;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::ends::stream_source::postcopy::Demand;
+use crate::ends::stream_source::preempt::Preempt;
 use crate::error::{Channel, MigrationError};
 use crate::stream::graceful_close;
 use crate::transport::Stream;
@@ -23,6 +25,10 @@ pub(crate) struct Upstream {
     pub method_by_packet: bool,
     /// The source takes answers.
     pub return_path: bool,
+    /// What the other side has asked for in postcopy.
+    pub demand: Demand,
+    /// Where a QEMU may send that.
+    pub preempt: Preempt,
     /// Keeps answers of different threads apart.
     answering: Mutex<()>,
 }
@@ -33,6 +39,7 @@ impl Upstream {
         multifd: Vec<Stream>,
         (is_relay, method_by_packet): (bool, bool),
         return_path: bool,
+        demand: Demand,
     ) -> Self {
         // A socket that refuses the time-out is one that has gone.
         let _ = main.set_write_timeout(ANSWERING);
@@ -42,6 +49,8 @@ impl Upstream {
             is_relay,
             method_by_packet,
             return_path,
+            demand,
+            preempt: Preempt::default(),
             answering: Mutex::new(()),
         }
     }
@@ -81,8 +90,9 @@ impl Upstream {
         self.main.is_hung_up()
     }
 
-    /// Frees the threads that read multifd channels.
+    /// Frees the threads that read multifd channels, or a preempt channel.
     pub(crate) fn shut_channels(&self) {
+        self.preempt.end();
         for channel in &self.multifd {
             channel.shutdown(Shutdown::Both);
         }

@@ -20,7 +20,7 @@
 
 mod pages;
 mod requests;
-mod turns;
+pub(crate) mod turns;
 
 use std::io::Write;
 use std::path::Path;

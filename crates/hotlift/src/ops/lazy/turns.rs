@@ -6,7 +6,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use crate::threads::lock;
 
 /// Something that one thread at a time has.
-pub(super) struct Turns<T> {
+pub(crate) struct Turns<T> {
     state: Mutex<State<T>>,
     changed: Condvar,
 }
@@ -19,13 +19,13 @@ struct State<T> {
 }
 
 /// A turn; it is over when this is dropped.
-pub(super) struct Turn<'a, T> {
+pub(crate) struct Turn<'a, T> {
     turns: &'a Turns<T>,
     held: Option<T>,
 }
 
 impl<T> Turns<T> {
-    pub(super) fn new(it: T) -> Self {
+    pub(crate) fn new(it: T) -> Self {
         Self {
             state: Mutex::new(State {
                 free: Some(it),
@@ -36,19 +36,19 @@ impl<T> Turns<T> {
     }
 
     /// The next turn.
-    pub(super) fn take(&self) -> Turn<'_, T> {
+    pub(crate) fn take(&self) -> Turn<'_, T> {
         let state = lock(&self.state);
         self.wait(state, |_| false)
     }
 
     /// The next turn that nobody urgent waits for.
-    pub(super) fn take_after_urgent(&self) -> Turn<'_, T> {
+    pub(crate) fn take_after_urgent(&self) -> Turn<'_, T> {
         let state = lock(&self.state);
         self.wait(state, |state| state.urgent > 0)
     }
 
     /// The next turn, before all others.
-    pub(super) fn take_urgently(&self) -> Turn<'_, T> {
+    pub(crate) fn take_urgently(&self) -> Turn<'_, T> {
         let mut state = lock(&self.state);
         state.urgent += 1;
         let turn = self.wait(state, |_| false);

@@ -7,12 +7,13 @@ use hotlift_wire::handshake::Features;
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
 use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 
-use crate::ends::settings::Request;
+use crate::ends::settings::{Outgoing, Request};
 use crate::ends::stream_sink;
-use crate::ends::stream_sink::Seen;
+use crate::ends::stream_sink::{Seen, machine_version};
 use crate::ends::stream_source::accept::{Channels, Uncounted};
-use crate::ends::stream_source::main_reader::MainReader;
+use crate::ends::stream_source::main_reader::{Further, MainReader};
 use crate::ends::stream_source::pass_through;
+use crate::ends::stream_source::postcopy::Demand;
 use crate::ends::stream_source::receive::Streams;
 use crate::ends::stream_source::setup::{StreamSetup, other_devices, read_setup};
 use crate::ends::stream_source::upstream::Upstream;
@@ -62,16 +63,25 @@ fn pass_on(
         None => Silence::Always(settings.outgoing.handshake_timeout),
     };
     let mut input = MainInput::new(&main, &unbooked, silence, &memory).keep_everything();
-    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
-    let stream_setup = read_setup(&mut input, &mut decoder, id, &early)?;
-    let pass_through = |arrivals, input: &MainInput<'_>, why| {
+    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed).taking_postcopy();
+    let into_stream = matches!(request.outgoing, Outgoing::Address(_));
+    let stream_setup = read_setup(&mut input, &mut decoder, id, into_stream, &early)?;
+    let pass_through = |arrivals, input: &MainInput<'_>, preempt, why| {
         let first = (input.socket(), input.everything());
-        pass_through::run(arrivals, first, request, since, why)
+        pass_through::run(arrivals, first, preempt, request, since, why)
     };
     let setup = match stream_setup {
         StreamSetup::PageByPage(setup) => setup,
-        StreamSetup::PassThrough(why) => return pass_through(arrivals, &input, why),
+        StreamSetup::PassThrough(why) => return pass_through(arrivals, &input, None, why),
     };
+    if setup.postcopy
+        && setup.relay.is_none()
+        && machine_version(&setup.configuration.machine).is_some_and(|version| version <= (7, 2))
+        && let preempt @ Some(_) = arrivals.another_for_sure()?
+    {
+        let why = "postcopy may follow, with a preempt channel from the beginning (machine types up to 7.2)";
+        return pass_through(arrivals, &input, preempt, why.to_owned());
+    }
     let multifd = setup
         .relay
         .map(|features| features.contains(Features::MULTIFD));
@@ -84,7 +94,7 @@ fn pass_on(
         && setup.relay.is_none()
         && let Some(why) = other_devices(&mut input, &mut decoder, &early)?
     {
-        return pass_through(arrivals, &input, why);
+        return pass_through(arrivals, &input, None, why);
     }
     let said = channels.as_ref().map(|channels| channels.uuid);
     let opening = Opening {
@@ -123,7 +133,8 @@ fn pass_on(
     let read_ahead = input.detach(setup.relay.is_some());
     let by_packet = hello.is_some_and(|hello| hello.method.is_none());
     let who = (setup.relay.is_some(), by_packet);
-    let upstream = Upstream::new(main, multifd, who, setup.return_path);
+    let demand = Demand::new(&setup.ram.blocks, &memory);
+    let upstream = Upstream::new(main, multifd, who, setup.return_path, demand);
     let session = Session::new(request, memory, &*sink, received, since, id);
     let input = MainInput::attach(
         read_ahead,
@@ -131,7 +142,6 @@ fn pass_on(
         &session.received[upstream.multifd.len()],
     );
     let mut reader = MainReader::new(&session, &upstream, &setup, input, decoder);
-    let count = upstream.multifd.len();
     // A relay says how many channels it has, and asks; a QEMU does neither.
     let mut door = None;
     let mut uncounted = None;
@@ -139,23 +149,67 @@ fn pass_on(
         true => door = Some(arrivals.into_door()),
         false => uncounted = Some(arrivals),
     }
-    let uncounted = RefCell::new(uncounted);
-    let late_channel = || {
-        let mut arrivals = uncounted.borrow_mut();
-        let arrivals = arrivals.as_mut();
-        arrivals.is_some_and(|arrivals| arrivals.late_channel(said, count))
+    let further = Connections {
+        arrivals: RefCell::new(uncounted),
+        upstream: &upstream,
+        uuid: said,
+        postcopy: setup.postcopy,
     };
     let outcome = run_threads(
         &session,
-        &Streams::new(&upstream, &setup.ram.blocks),
+        &Streams::new(&upstream, &setup),
         &setup.ram.blocks,
         hooks,
-        &mut || reader.run(&opening, hooks, &late_channel),
+        &mut || reader.run(&opening, hooks, &further),
         door.as_mut(),
     );
     wind_up(&session, &upstream, door, &settings.outgoing);
     outcome?;
     Ok(session.relayed(&setup.configuration.machine))
+}
+
+/// What may connect to a relay while it reads a QEMU's main channel.
+struct Connections<'a, 'l> {
+    /// `None` of a relay, which says how many it has.
+    arrivals: RefCell<Option<Uncounted<'l>>>,
+    upstream: &'a Upstream,
+    uuid: Option<[u8; 16]>,
+    postcopy: bool,
+}
+
+impl<'l> Connections<'_, 'l> {
+    fn take(
+        &self,
+        look: impl FnOnce(&mut Uncounted<'l>) -> Result<Option<Stream>, MigrationError>,
+    ) {
+        let preempt = &self.upstream.preempt;
+        if let Some(arrivals) = self.arrivals.borrow_mut().as_mut()
+            && self.postcopy
+            && !preempt.is_here()
+            // Nobody can be accepted: the source will say what it misses.
+            && let Ok(Some(stream)) = look(arrivals)
+        {
+            preempt.put(stream);
+        }
+    }
+}
+
+impl Further for Connections<'_, '_> {
+    fn preempt(&self) {
+        self.take(Uncounted::another);
+    }
+
+    fn preempt_for_sure(&self) -> bool {
+        self.take(Uncounted::another_for_sure);
+        self.upstream.preempt.is_here()
+    }
+
+    fn late_channel(&self) -> bool {
+        let mut arrivals = self.arrivals.borrow_mut();
+        let count = self.upstream.multifd.len();
+        let arrivals = arrivals.as_mut();
+        arrivals.is_some_and(|arrivals| arrivals.late_channel(self.uuid, count))
+    }
 }
 
 /// Why a relay cannot take the packets of a Hotlift that has said this of them.

@@ -1,0 +1,173 @@
+//! Pages of a guest that runs on the other side already.
+//!
+//! A QEMU takes them as records of main alone, uncompressed. Another relay takes those that were asked for on main, and
+//! the background in the packets of its channels, compressed as before.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_mem::zero::is_zero;
+use hotlift_wire::handshake::PREEMPT;
+use hotlift_wire::main_channel::postcopy::put_preempt_page;
+use hotlift_wire::main_channel::{Command, put_packaged_head};
+
+use crate::ends::stream_sink::StreamSink;
+use crate::error::{Channel, MigrationError};
+use crate::pipe::batch::{BATCH_PAGES, Batch};
+use crate::pipe::sink::{Postcopy, WritePages};
+use crate::stream::main_send::PageRecords;
+use crate::stream::multifd_send::connect_with;
+use crate::threads::lock;
+use crate::transport::Stream;
+
+/// Pages of the background that are written at once: what somebody waits for comes behind 64 KiB at most.
+const TURN: usize = 16;
+
+/// The connection on which a QEMU takes nothing but pages that its guest waits for.
+pub(super) struct PreemptOut {
+    stream: Stream,
+    /// One record at a time.
+    writing: Mutex<()>,
+}
+
+impl StreamSink<'_> {
+    /// Whether postcopy has begun.
+    pub(super) fn is_switched(&self) -> bool {
+        self.switched.load(Ordering::Acquire)
+    }
+
+    /// Whether all pages are records of main, which are in order by themselves.
+    pub(super) fn pages_on_main(&self) -> bool {
+        self.multifd.is_empty() || (self.is_switched() && !self.other_side().is_relay)
+    }
+}
+
+impl StreamSink<'_> {
+    /// A page on the preempt channel.
+    fn page_alone(
+        &self,
+        channel: &PreemptOut,
+        block: usize,
+        offset: u64,
+        content: Option<&[u8; PAGE_SIZE]>,
+    ) -> Result<(), MigrationError> {
+        let mut record = Vec::with_capacity(PAGE_SIZE + 256);
+        put_preempt_page(self.block_name(block), offset, content, &mut record)
+            .map_err(MigrationError::main_wire)?;
+        let _one = lock(&channel.writing);
+        (&channel.stream)
+            .write_all(&record)
+            .map_err(|source| MigrationError::Connection {
+                channel: Channel::Main,
+                doing: "sending a page that the guest waits for",
+                source,
+            })?;
+        self.link.counters.add_bytes(record.len());
+        Ok(())
+    }
+
+    /// Ends the preempt channel, and every wait for it.
+    pub(super) fn shut_preempt(&self) {
+        if let Some(channel) = self.preempt.get() {
+            channel.stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Postcopy for StreamSink<'_> {
+    fn begin(&self) {
+        self.switched.store(true, Ordering::Release);
+    }
+
+    fn preempt(&self) -> Result<(), MigrationError> {
+        if self.other_side().is_relay {
+            return self.lock_main().command(Command::Ping(PREEMPT));
+        }
+        let timeout = self.settings.outgoing.handshake_timeout;
+        let pass = self.settings.outgoing_pass.as_ref();
+        let stream = connect_with(pass, &self.to, timeout, &self.control)?;
+        let _ = self.preempt.set(PreemptOut {
+            stream,
+            writing: Mutex::default(),
+        });
+        Ok(())
+    }
+
+    fn command(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        self.lock_main().raw(bytes)
+    }
+
+    fn package(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        let mut package = Vec::with_capacity(bytes.len() + 16);
+        put_packaged_head(bytes.len(), &mut package).map_err(MigrationError::main_wire)?;
+        package.extend_from_slice(bytes);
+        self.lock_main().raw(&package)
+    }
+
+    fn page(
+        &self,
+        block: usize,
+        offset: u64,
+        content: Option<&[u8; PAGE_SIZE]>,
+    ) -> Result<(), MigrationError> {
+        let content = content.filter(|page| !is_zero(*page));
+        if let Some(channel) = self.preempt.get() {
+            return self.page_alone(channel, block, offset, content);
+        }
+        let (zero, normal): (&[_], &[_]) = match content {
+            Some(_) => (&[], &[offset]),
+            None => (&[offset], &[]),
+        };
+        self.main().take_urgently().pages_at_once(PageRecords {
+            block,
+            zero,
+            normal,
+            content: content.map_or(&[], |page| page),
+        })
+    }
+}
+
+/// Writes batches: before the switch as always, behind it as the other side takes them.
+pub(super) struct Background<'s, 'a> {
+    sink: &'s StreamSink<'a>,
+    before: Box<dyn WritePages + 's>,
+}
+
+impl<'s, 'a> Background<'s, 'a> {
+    pub(super) fn new(sink: &'s StreamSink<'a>, before: Box<dyn WritePages + 's>) -> Self {
+        Self { sink, before }
+    }
+}
+
+impl WritePages for Background<'_, '_> {
+    fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        if !self.sink.is_switched() || !self.sink.pages_on_main() {
+            return self.before.write(batch);
+        }
+        if self.sink.looks_for_zeros() {
+            batch.find_zero_pages();
+        }
+        let block = batch.block;
+        for zero in batch.zero.chunks(BATCH_PAGES) {
+            self.sink.main().take_after_urgent().pages(PageRecords {
+                block,
+                zero,
+                normal: &[],
+                content: &[],
+            })?;
+        }
+        let contents = batch.pages().chunks(TURN * PAGE_SIZE);
+        for (normal, content) in batch.normal.chunks(TURN).zip(contents) {
+            self.sink.main().take_after_urgent().pages(PageRecords {
+                block,
+                zero: &[],
+                normal,
+                content,
+            })?;
+        }
+        Ok(())
+    }
+}

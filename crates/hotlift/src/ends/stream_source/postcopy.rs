@@ -1,0 +1,168 @@
+//! Postcopy on its way through: what the guest on the other side waits for.
+//!
+//! Behind the switch a source's main channel has pages that were asked for between many that were not. The relay hears
+//! the requests, so that it can tell them apart: the former go on at once and alone, the latter into batches as before.
+
+use std::collections::HashSet;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_methods::MemoryLimit;
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::return_path::ReturnMessage;
+
+use crate::ends::page_set::PageSet;
+use crate::error::MigrationError;
+use crate::stream::main_recv::Waiting;
+use crate::threads::lock;
+
+/// Pages that are waited for at once, at most: a QEMU has one for each thread that may touch RAM. Others go on with the
+/// rest.
+const WAITING: usize = 1 << 16;
+
+/// How often a wait looks whether it was called off.
+const TICK: Duration = Duration::from_millis(100);
+
+/// What the other side has asked for, and what was sent to it.
+pub(crate) struct Demand {
+    names: Vec<String>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    /// RAM block that the next request without a name means.
+    block: Option<usize>,
+    /// RAM block and byte offset of what was asked for, and has not been sent.
+    waiting: HashSet<(usize, u64)>,
+    /// What was sent since the switch, by RAM block.
+    sent: Vec<PageSet>,
+}
+
+impl Demand {
+    /// Of a guest with these RAM blocks. What it asks for takes its memory from `memory`.
+    pub(crate) fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit) -> Self {
+        let sets = blocks
+            .iter()
+            .map(|block| PageSet::new(block.used_length, memory));
+        Self {
+            names: blocks.iter().map(|block| block.name.clone()).collect(),
+            state: Mutex::new(State {
+                block: None,
+                waiting: HashSet::new(),
+                sent: sets.collect(),
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Takes note of a request on its way to the source. Any other message, and what is no page of the guest's, is nothing
+    /// to it: the source judges that.
+    pub(crate) fn note(&self, message: &ReturnMessage<'_>) {
+        let mut state = lock(&self.state);
+        let (start, length) = match *message {
+            ReturnMessage::ReqPagesId {
+                start,
+                length,
+                block,
+            } => {
+                state.block = self.names.iter().position(|name| name == block);
+                (start, length)
+            }
+            ReturnMessage::ReqPages { start, length } => (start, length),
+            _ => return,
+        };
+        let Some(block) = state.block else { return };
+        let pages = u64::from(length).div_ceil(PAGE_SIZE as u64);
+        for page in 0..pages {
+            let offset = start.saturating_add(page * PAGE_SIZE as u64);
+            if state.waiting.len() < WAITING && !state.sent[block].contains(offset) {
+                state.waiting.insert((block, offset));
+            }
+        }
+    }
+
+    /// A page has come from the source: whether it was asked for.
+    ///
+    /// # Errors
+    /// If there is no memory to keep that it was sent.
+    pub(crate) fn take(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
+        let mut state = lock(&self.state);
+        state.sent[block].insert(offset)?;
+        let asked = state.waiting.remove(&(block, offset));
+        if asked && state.waiting.is_empty() {
+            self.changed.notify_all();
+        }
+        Ok(asked)
+    }
+
+    /// Waits until everything that was asked for has come.
+    pub(crate) fn wait_until_met(&self, waiting: &dyn Waiting) -> Result<(), MigrationError> {
+        let mut state = lock(&self.state);
+        while !state.waiting.is_empty() {
+            waiting.check()?;
+            (state, _) = self
+                .changed
+                .wait_timeout(state, TICK)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Never;
+
+    impl Waiting for Never {
+        fn check(&self) -> Result<(), MigrationError> {
+            Err(MigrationError::Cancelled)
+        }
+    }
+
+    fn demand() -> Demand {
+        let block = |name: &str, pages: u64| RamBlockEntry::new(name, pages * 4096);
+        let memory = MemoryLimit::new(1 << 20);
+        Demand::new(&[block("pc.ram", 16), block("vga", 4)], &memory)
+    }
+
+    #[test]
+    fn a_page_is_asked_for_by_the_block_that_was_named_last() {
+        let demand = demand();
+        let (start, length) = (4096, 8192);
+        demand.note(&ReturnMessage::ReqPages { start, length });
+        assert!(!demand.take(0, 4096).unwrap(), "no block was named");
+        demand.note(&ReturnMessage::ReqPagesId {
+            start: 0,
+            length: 4096,
+            block: "vga",
+        });
+        demand.note(&ReturnMessage::ReqPages { start, length });
+        assert!(demand.wait_until_met(&Never).is_err());
+        for offset in [0, 4096, 8192] {
+            assert!(demand.take(1, offset).unwrap());
+            assert!(!demand.take(0, offset).unwrap());
+        }
+        demand.wait_until_met(&Never).unwrap();
+    }
+
+    #[test]
+    fn a_page_that_is_on_its_way_is_not_waited_for() {
+        let demand = demand();
+        assert!(!demand.take(0, 0).unwrap());
+        demand.note(&ReturnMessage::ReqPagesId {
+            start: 0,
+            length: 4096,
+            block: "pc.ram",
+        });
+        demand.wait_until_met(&Never).unwrap();
+        demand.note(&ReturnMessage::ReqPages {
+            start: u64::MAX - 4095,
+            length: u32::MAX,
+        });
+        assert!(lock(&demand.state).waiting.len() <= WAITING);
+    }
+}
