@@ -141,6 +141,10 @@ impl CommandError {
                 Some("start a new QEMU with '-incoming defer'")
             }
             Self::NotTaken { .. } => Some(QEMUS_OWN_WORDS),
+            Self::Relay(MigrationError::PagesMissing { .. }) => Some(
+                "start both relays again; once both QEMUs say 'postcopy-paused': 'migrate-recover' at the destination, then \
+                 'migrate' with resume=true at the source",
+            ),
             Self::NothingToSettle { .. } => Some(
                 "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
             ),
@@ -153,7 +157,7 @@ impl CommandError {
     pub fn exit_code(&self) -> ExitCode {
         match self {
             Self::Migration(MigrationError::InDoubt)
-            | Self::Relay(MigrationError::InDoubt)
+            | Self::Relay(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
             | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
             | Self::NotKnown { .. }
             | Self::PagesMissing { .. }

@@ -59,8 +59,8 @@ impl Way {
         options
     }
 
-    /// Moves a guest, and proves that it has arrived. `None`: it cannot be tested here.
-    fn take(&self) -> Option<()> {
+    /// A guest on its way: it runs there, and most of its pages are here. `None`: it cannot be tested here.
+    fn begin(&self) -> Option<Moving> {
         println!("{self:?}");
         let machine = Machine {
             name: match self.release {
@@ -96,6 +96,20 @@ impl Way {
         there.says("postcopy-active");
         // It goes on there while its pages are here.
         there.counts_on_from(before);
+        Some(Moving {
+            here,
+            there,
+            relays,
+        })
+    }
+
+    /// Moves a guest, and proves that it has arrived. `None`: it cannot be tested here.
+    fn take(&self) -> Option<()> {
+        let Moving {
+            mut here,
+            mut there,
+            relays,
+        } = self.begin()?;
         here.qmp
             .set_parameters(&json!({ "max-bandwidth": FAST, "max-postcopy-bandwidth": FAST }))
             .expect("parameters");
@@ -123,11 +137,22 @@ impl Way {
                 assert!(said.contains(why), "{said}");
             }
         }
-        let proven = there.prove();
-        there.qmp.cont().expect("cont");
-        there.counts_on_from(proven);
+        proven_and_goes_on(&mut there);
         Some(())
     }
+}
+
+/// A guest in postcopy.
+struct Moving {
+    here: Vm,
+    there: Vm,
+    relays: Relays,
+}
+
+fn proven_and_goes_on(there: &mut Vm) {
+    let proven = there.prove();
+    there.qmp.cont().expect("cont");
+    there.counts_on_from(proven);
 }
 
 /// Connects to the relay at `to`, with the certificate in `folder` or without TLS, as the connection on which requested
@@ -165,6 +190,49 @@ fn a_guest_in_postcopy_fetches_its_pages_through_the_relays() {
             tls: None,
         };
         need!(way.take());
+    }
+}
+
+#[test]
+fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_new_ones() {
+    for (release, preempt, killed) in [
+        (Release::V10, false, "source"),
+        (Release::V10, true, "destination"),
+        (Release::V7, false, "destination"),
+    ] {
+        println!("{killed}");
+        let way = Way {
+            release,
+            preempt,
+            tls: None,
+        };
+        let Moving {
+            mut here,
+            mut there,
+            relays,
+        } = need!(way.begin());
+        let said = relays.kill(killed);
+        assert!(said.contains("not all of its pages are there"), "{said}");
+        here.says("postcopy-paused");
+        there.says("postcopy-paused");
+        assert!(!here.is_running(), "the source runs, too");
+
+        let again = there.uri("again");
+        let recover = json!({ "uri": again });
+        let taken = there.qmp.client().execute("migrate-recover", &recover);
+        taken.expect("migrate-recover");
+        let relays = Relays::start(&here, &again, &way.relays());
+        here.qmp
+            .set_parameters(&json!({ "max-bandwidth": FAST, "max-postcopy-bandwidth": FAST }))
+            .expect("parameters");
+        let resume = json!({ "uri": relays.uri(), "resume": true });
+        let resumed = here.qmp.client().execute("migrate", &resume);
+        resumed.expect("migrate");
+        here.reaches("completed");
+        there.reaches("completed");
+        assert!(!here.is_running(), "the source runs, too");
+        relays.finish();
+        proven_and_goes_on(&mut there);
     }
 }
 

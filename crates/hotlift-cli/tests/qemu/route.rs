@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use hotlift_qmp::MigrationInfo;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::hotlift::{Hotlift, errors};
@@ -215,6 +216,18 @@ impl Relays {
     /// Where the source's relay sends to.
     pub fn between(&self) -> &str {
         &self.between
+    }
+
+    /// Kills the relay of `side`, and waits until the other has ended; what that has said.
+    pub fn kill(self, side: &str) -> String {
+        let destination = self.destination.expect("two relays");
+        let (killed, other) = match side {
+            "source" => (self.source, destination),
+            _ => (destination, self.source),
+        };
+        killed.signal(Signal::KILL);
+        let _ = killed.wait();
+        other.wait().1.join("\n")
     }
 
     /// Waits until all have ended well, and returns their reports, source first.

@@ -24,6 +24,9 @@ use crate::transport::{Acceptor, Listener, Stream};
 /// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
 const MAIN_MAGIC: [u8; 4] = *b"QEVM";
 
+/// The same of a postcopy that was interrupted and goes on: the command RECV_BITMAP.
+pub(crate) const RESUMED_MAGIC: [u8; 3] = [0x08, 0x00, 0x0a];
+
 /// Bytes of a main channel that say nothing yet of a VM: magic and version. A source sends more with them.
 const MAIN_HEAD: usize = 8;
 
@@ -427,6 +430,7 @@ fn said(stream: &Stream) -> Said {
     match *magic {
         MAIN_MAGIC if seen > MAIN_HEAD => Said::Main,
         MAIN_MAGIC => partial,
+        _ if magic.starts_with(&RESUMED_MAGIC) => Said::Main,
         TOKEN_MAGIC => match bytes[..seen].first_chunk().and_then(read_token) {
             Some(token) => Said::Token(token),
             None => partial,

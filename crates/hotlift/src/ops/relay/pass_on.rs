@@ -25,7 +25,7 @@ use crate::options::{CHANNEL_MEMORY, Options};
 use crate::pipe::run::run_threads;
 use crate::pipe::session::{Call, Relayed, Session};
 use crate::pipe::sink::Opening;
-use crate::stream::door::Door;
+use crate::stream::door::{Door, RESUMED_MAGIC};
 use crate::stream::graceful_close;
 use crate::stream::handshake;
 use crate::stream::main_recv::{MainInput, Silence};
@@ -65,11 +65,18 @@ fn pass_on(
     let mut input = MainInput::new(&main, &unbooked, silence, &memory).keep_everything();
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed).taking_postcopy();
     let into_stream = matches!(request.outgoing, Outgoing::Address(_));
-    let stream_setup = read_setup(&mut input, &mut decoder, id, into_stream, &early)?;
     let pass_through = |arrivals, input: &MainInput<'_>, preempt, why| {
         let first = (input.socket(), input.everything());
         pass_through::run(arrivals, first, preempt, request, since, why)
     };
+    if !input.fill(RESUMED_MAGIC.len(), &early)? {
+        return Err(MigrationError::main_closed());
+    }
+    if input.unread().starts_with(&RESUMED_MAGIC) {
+        let why = "a postcopy that was interrupted goes on".to_owned();
+        return pass_through(arrivals, &input, None, why);
+    }
+    let stream_setup = read_setup(&mut input, &mut decoder, id, into_stream, &early)?;
     let setup = match stream_setup {
         StreamSetup::PageByPage(setup) => setup,
         StreamSetup::PassThrough(why) => return pass_through(arrivals, &input, None, why),
