@@ -10,7 +10,7 @@ use hotlift::transport::Stream;
 use hotlift_testkit::alone;
 use hotlift_testkit::alone::peak;
 use hotlift_wire::PAGE_SIZE;
-use hotlift_wire::main_channel::{Command, MainEncoder};
+use hotlift_wire::main_channel::{Command, MainEncoder, MainEvent, SectionKind, postcopy};
 use hotlift_wire::multifd::{
     Hello, InitialPacket, MAGIC, Method, PacketFields, PacketLayout, PacketWriter,
     ZeroPageDetection,
@@ -183,6 +183,60 @@ fn noise_is_refused_and_nothing_waits_for_its_end() {
     for case in &mut cases {
         case.ends = true;
     }
+    assert_refused(&cases);
+}
+
+#[test]
+fn commands_of_postcopy_are_refused_where_no_source_has_them() {
+    alone!();
+    let small = Recording::small();
+    let ram = small.position(|event| matches!(event, MainEvent::SectionStart { .. }));
+    let last = small.position(
+        |event| matches!(event, MainEvent::SectionStart { kind, .. } if *kind == SectionKind::End),
+    );
+    let advise = |pages: (u64, u64)| {
+        let mut bytes = Vec::new();
+        let page_sizes = Some(pages);
+        Command::PostcopyAdvise { page_sizes }.encode(&mut bytes);
+        bytes
+    };
+    let page = PAGE_SIZE as u64;
+    let stream = |advise: &[u8], before_the_end: &[u8]| {
+        let main = &small.main;
+        [&main[..ram], advise, &main[ram..last], before_the_end].concat()
+    };
+    let discard = |start: u64, length: u64| {
+        let mut bytes = Vec::new();
+        postcopy::put_discard("pc.ram", start, length, &mut bytes).unwrap();
+        bytes
+    };
+    let mut listen = Vec::new();
+    postcopy::put_listen(&mut listen);
+    let advised = advise((page, page));
+    let package = |length: u32| [&b"\x08\0\x07\0\x04"[..], &length.to_be_bytes()].concat();
+    let cases = [
+        ("not announced", stream(&[], &discard(0, page)), "Postcopy"),
+        ("LISTEN alone", stream(&advised, &listen), "Postcopy"),
+        (
+            "behind a block",
+            stream(&advised, &discard(47 * page, 2 * page)),
+            "are no pages of RAM block \"pc.ram\"",
+        ),
+        (
+            "half a page",
+            stream(&advised, &discard(0, page / 2)),
+            "are no pages of RAM block \"pc.ram\"",
+        ),
+        (
+            "a package of 4 GiB",
+            stream(&advised, &package(u32::MAX)),
+            "length of PACKAGED",
+        ),
+    ];
+    let cases: Vec<Case> = cases
+        .iter()
+        .map(|(name, main, wanted)| case(name, &[main], wanted))
+        .collect();
     assert_refused(&cases);
 }
 
