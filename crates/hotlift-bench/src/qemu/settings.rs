@@ -41,8 +41,8 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
             "accelerator" => {
                 value == "required" && !["qpl", "qatzip", "uadk"].contains(&method.as_str())
             }
-            // Nobody would say migrate-continue.
-            "pause-before-switchover" => value == "on",
+            // Nobody would say migrate-continue, or migrate-start-postcopy.
+            "pause-before-switchover" | "postcopy-ram" => value == "on",
             _ => false,
         };
         if ours {

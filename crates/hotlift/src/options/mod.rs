@@ -91,6 +91,8 @@ pub struct Options {
     pub max_cpu_throttle: u8,
     /// Whether the source waits for [`Control::proceed`](crate::Control::proceed) once its guest is stopped.
     pub pause_before_switchover: bool,
+    /// Whether the guest may run at the destination before all its pages are there.
+    pub postcopy_ram: bool,
     /// Whether a monitor tells each state as an event. The engine does not read it.
     pub events: bool,
     /// The engine does not read it: the destination always answers.
@@ -164,6 +166,7 @@ impl Default for Options {
             cpu_throttle_tailslow: false,
             max_cpu_throttle: 99,
             pause_before_switchover: false,
+            postcopy_ram: false,
             events: false,
             return_path: false,
             avail_switchover_bandwidth: 0,

@@ -134,6 +134,27 @@ pub static OPTIONS: &[OptionInfo] = &[
         access: plain!(Switch, compress),
     },
     OptionInfo {
+        name: "postcopy-ram",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        group: Group::Switchover,
+        not_for: &[
+            NotFor::any(
+                &[Role::Pair],
+                "it needs a monitor that says when to switch; 'hotlift guest run' has one",
+            ),
+            NotFor::any(RELAYS, "the QEMUs agree on it; set it there"),
+        ],
+        defaults: &[],
+        with: None,
+        help: "Let the guest run at the destination before all its pages are there; both sides must agree",
+        access: plain!(Switch, postcopy_ram),
+    },
+    OptionInfo {
         name: "return-path",
         alias: None,
         kind: Kind::Capability,

@@ -69,6 +69,7 @@ fn what_is_its_qemus_to_do_is_refused_by_name() {
         ("cpu-throttle-tailslow", "on", "source's QEMU"),
         ("max-cpu-throttle", "98", "source's QEMU"),
         ("pause-before-switchover", "on", "source's QEMU"),
+        ("postcopy-ram", "on", "QEMUs agree on it"),
         ("avail-switchover-bandwidth", "1073741824", "source's QEMU"),
         ("announce-rounds", "7", "destination's QEMU"),
         ("announce-initial", "51", "destination's QEMU"),
