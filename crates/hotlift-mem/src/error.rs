@@ -69,6 +69,28 @@ pub enum MemError {
         /// Words given.
         got: usize,
     },
+    /// This process gets no userfaultfd, or none that works.
+    #[error(
+        "cannot bring pages as they are touched: userfaultfd needs read and write access to /dev/userfaultfd, root, or \
+         vm.unprivileged_userfaultfd=1"
+    )]
+    NoUserfault {
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The RAM block's kind of memory can have no missing pages.
+    #[error(
+        "pages of RAM block {block} cannot be brought as they are touched: it is neither anonymous memory nor a memfd \
+         or tmpfs file mapped shared, or has huge pages (hugetlbfs)"
+    )]
+    NotLazy {
+        /// Name of the RAM block.
+        block: String,
+        /// The kernel's answer, where it was asked.
+        #[source]
+        source: Option<io::Error>,
+    },
     /// The kernel refused a call on the RAM block's memory.
     #[error("cannot {action} RAM block {block} ({len:#x} bytes)")]
     Kernel {

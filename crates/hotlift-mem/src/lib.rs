@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `ram_block` | the mapping a page lives in, and its name on the wire |
 //! | `populate` | its memory is allocated before it arrives |
+//! | `userfault` | it is brought when the guest touches it |
 //! | `dirty_bitmap` | it is marked, and taken to be sent |
 //! | `untouched` | the kernel says that it was never written: no need to look |
 //! | `numa` | it lies on a node, near some device |
@@ -38,6 +39,7 @@ mod splice;
 mod stream_copy;
 mod tcp_info;
 mod untouched;
+mod userfault;
 pub mod zero;
 
 pub use cpu_time::{RunQueue, thread_cpu_time};
@@ -45,6 +47,7 @@ pub use dirty_bitmap::DirtyBitmap;
 pub use error::MemError;
 pub use guest_run::GuestRun;
 pub use ram_block::{Backing, RamBlock, ram_blocks_of};
+pub use userfault::{Fault, MissingPages, Placed, UserfaultSupport, probe_userfault};
 
 /// Bytes of a guest page, the unit of dirty logging and of the stream (QEMU's target page on x86
 /// and most others).

@@ -277,9 +277,54 @@ impl RamBlock {
         })
     }
 
-    /// Allocates the memory of `len` bytes from `offset` on (whole pages) and changes none of it.
-    /// Several threads may populate parts of one block at once.
-    pub fn populate(&self, offset: usize, len: usize) -> Result<(), MemError> {
+    /// Whether pages that were there can be taken away, so that they read as zero or are missing.
+    pub(crate) fn can_be_emptied(&self) -> bool {
+        // What is taken from a private mapping of a file comes back as the file has it.
+        self.untouched_is_zero || self.backing == Backing::Shared
+    }
+
+    /// Takes the memory of `len` bytes from `offset` on (whole pages) away: they are zero when they are read next, and
+    /// missing to a userfaultfd. Of shared memory they are taken away from all who share it.
+    ///
+    /// # Errors
+    /// [`MemError::NotLazy`] for a private mapping of a file; [`MemError::Kernel`].
+    pub fn discard(&self, offset: usize, len: usize) -> Result<(), MemError> {
+        self.check_pages(offset, len)?;
+        let run = self.run(offset, len)?;
+        if !self.can_be_emptied() {
+            return Err(MemError::NotLazy {
+                block: self.name.clone(),
+                source: None,
+            });
+        }
+        let advice = match self.backing {
+            Backing::Private => Advice::LinuxDontNeed,
+            Backing::Shared => Advice::LinuxRemove,
+        };
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: the range is mapped; that its bytes become zero is what the caller asks for, as if the guest wrote it.
+        unsafe { madvise(run.as_ptr().cast(), len, advice) }.map_err(|source| MemError::Kernel {
+            action: "discard a part of",
+            block: self.name.clone(),
+            len,
+            source: source.into(),
+        })
+    }
+
+    /// Has the kernel back the block by transparent huge pages, or not.
+    pub(crate) fn advise_huge_pages(&self, huge: bool) {
+        let advice = match huge {
+            true => Advice::LinuxHugepage,
+            false => Advice::LinuxNoHugepage,
+        };
+        // A kernel without them refuses, and has none.
+        // SAFETY: the range is mapped, and no byte of it changes.
+        let _ = unsafe { madvise(self.host_addr().cast(), self.len, advice) };
+    }
+
+    fn check_pages(&self, offset: usize, len: usize) -> Result<(), MemError> {
         for value in [offset, len] {
             if !value.is_multiple_of(PAGE_SIZE) {
                 return Err(MemError::Unaligned {
@@ -289,6 +334,13 @@ impl RamBlock {
                 });
             }
         }
+        Ok(())
+    }
+
+    /// Allocates the memory of `len` bytes from `offset` on (whole pages) and changes none of it.
+    /// Several threads may populate parts of one block at once.
+    pub fn populate(&self, offset: usize, len: usize) -> Result<(), MemError> {
+        self.check_pages(offset, len)?;
         populate::populate(self.run(offset, len)?).map_err(|source| MemError::Kernel {
             action: "populate",
             block: self.name.clone(),
