@@ -141,7 +141,7 @@ fn range(block: &RamBlock, offset: usize, len: usize) -> Result<sys::uffdio_rang
 }
 
 /// A page that somebody waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fault {
     /// Index of its RAM block, in the list that was registered.
     pub block: usize,

@@ -393,10 +393,8 @@ fn a_decoder_of_postcopy_takes_its_commands_and_goes_on_after_a_reconnect() {
     }
     assert_eq!(position, part.len());
     let part = [&b"\x02\0\0\0\0"[..], &continued].concat();
-    assert_fault!(
-        fault(decoder.reconnected(), &part),
-        WireError::NoCurrentBlock
-    );
+    decoder.reconnect();
+    assert_fault!(fault(decoder, &part), WireError::NoCurrentBlock);
 }
 
 #[test]

@@ -13,6 +13,7 @@ use crate::figures::JobFigures;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::threads::lock;
+use crate::transport::Listener;
 
 /// State of a migration; QEMU's names (`MigrationStatus`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,6 +29,12 @@ pub enum Status {
     PreSwitchover,
     /// The guest stands still; the rest of its state is on its way.
     Device,
+    /// The guest runs at the destination, and gets its pages as it asks for them.
+    PostcopyActive,
+    /// The same, and the connection is lost.
+    PostcopyPaused,
+    /// Another connection takes the place of the one that was lost.
+    PostcopyRecover,
     /// The guest runs on the destination.
     Completed,
     /// It failed; the guest is given back to the source.
@@ -40,12 +47,15 @@ pub enum Status {
 
 impl Status {
     /// All states.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 12] = [
         Self::None,
         Self::Setup,
         Self::Active,
         Self::PreSwitchover,
         Self::Device,
+        Self::PostcopyActive,
+        Self::PostcopyPaused,
+        Self::PostcopyRecover,
         Self::Completed,
         Self::Failed,
         Self::Cancelling,
@@ -61,6 +71,9 @@ impl Status {
             Self::Active => "active",
             Self::PreSwitchover => "pre-switchover",
             Self::Device => "device",
+            Self::PostcopyActive => "postcopy-active",
+            Self::PostcopyPaused => "postcopy-paused",
+            Self::PostcopyRecover => "postcopy-recover",
             Self::Completed => "completed",
             Self::Failed => "failed",
             Self::Cancelling => "cancelling",
@@ -115,6 +128,8 @@ struct Shared {
     /// Set by [`Control::proceed`].
     proceeds: Mutex<bool>,
     live: Mutex<Live>,
+    /// Set by [`Control::recover`], until it is taken.
+    recovery: Mutex<Option<Listener>>,
     /// Set once by whatever ends the migration before its time.
     stopped: Mutex<bool>,
     wake: Condvar,
@@ -225,6 +240,34 @@ impl Control {
         if self.status() == Status::PreSwitchover {
             *lock(&self.0.proceeds) = true;
             self.wake();
+        }
+    }
+
+    /// Has a destination that waits in [`Status::PostcopyPaused`] go on with a source that connects to `listener`
+    /// (`migrate-recover`).
+    ///
+    /// # Errors
+    /// `listener` itself in any other state.
+    pub fn recover(&self, listener: Listener) -> Result<(), Listener> {
+        if self.status() != Status::PostcopyPaused {
+            return Err(listener);
+        }
+        *lock(&self.0.recovery) = Some(listener);
+        self.wake();
+        Ok(())
+    }
+
+    /// Waits for [`Control::recover`]; `None` once the migration is stopped.
+    pub(crate) fn await_recovery(&self) -> Option<Listener> {
+        /// Nothing but a call or the end of the migration ends the wait.
+        const ROUND: Duration = Duration::from_secs(60);
+        loop {
+            let until = Instant::now() + ROUND;
+            self.sleep_while(until, || lock(&self.0.recovery).is_none());
+            match lock(&self.0.recovery).take() {
+                None if !self.is_stopped() => {}
+                listener => return listener,
+            }
         }
     }
 

@@ -264,8 +264,24 @@ pub struct DestinationReport {
     pub normal_pages: u64,
     /// Pages received as zero.
     pub zero_pages: u64,
+    /// Of a guest that ran before all its pages were there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub postcopy: Option<PostcopyFigures>,
     /// Cost on this side.
     pub side: SideFigures,
+}
+
+/// How a guest fared that ran before all its pages were there.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct PostcopyFigures {
+    /// From the first connection until all pages were there, in milliseconds.
+    pub complete_ms: f64,
+    /// Pages that came while it ran.
+    pub pages: u64,
+    /// Pages that it touched before they came.
+    pub requests: u64,
+    /// How long it waited for such a page, in microseconds: the median, one in a hundred, and the longest.
+    pub wait_us: [f64; 3],
 }
 
 /// What a source has measured when its migration has completed.

@@ -60,6 +60,10 @@ pub(crate) fn run_as<T: Send>(
     let outcome = thread::scope(|scope| spawn(scope, name.to_owned(), work)?.join())
         .and_then(|outcome| outcome);
     control.set_status(match &outcome {
+        // The guest runs, and waits.
+        Err(MigrationError::PagesMissing { .. }) if control.status() == Status::PostcopyPaused => {
+            Status::PostcopyPaused
+        }
         Ok(_) => Status::Completed,
         Err(MigrationError::Cancelled) => {
             control.set_status(Status::Cancelling);

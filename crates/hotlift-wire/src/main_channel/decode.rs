@@ -151,14 +151,12 @@ impl MainDecoder {
 
     /// Goes on at the start of a new connection of the same stream: without a header, in no section, with no block
     /// named.
-    #[must_use]
-    pub fn reconnected(mut self) -> Self {
+    pub fn reconnect(&mut self) {
         self.state = State::Between;
-        self.records = RamRecords::new(self.records.blocks);
+        self.records.forget_current();
         if let Ram::Ended { id, instance_id } = self.ram {
             self.ram = Ram::Open { id, instance_id };
         }
-        self
     }
 
     /// The RAM blocks; empty before [`MainEvent::RamBlocks`].

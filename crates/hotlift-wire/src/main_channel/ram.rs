@@ -191,6 +191,11 @@ impl RamRecords {
         }
     }
 
+    /// The next record names its block.
+    pub(super) fn forget_current(&mut self) {
+        self.current = None;
+    }
+
     /// Reads one record. Nothing changes unless the whole record is there and good.
     pub(super) fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Result<RamRecord<'a>, WireError> {
         let first = reader.be64("RAM record")?;

@@ -30,8 +30,9 @@ const POPULATE_THREADS: usize = 8;
 /// so at once.
 ///
 /// # Errors
-/// Any [`MigrationError`]. The guest then does not run here; its RAM and devices are to be thrown
-/// away.
+/// [`MigrationError::PagesMissing`] of a guest that runs here, and waits for pages that will not come: somebody has
+/// cancelled while its source was lost. After any other [`MigrationError`] the guest does not run here; its RAM and devices
+/// are to be thrown away.
 pub fn receive(
     guest: &dyn Guest,
     listener: Listener,
@@ -151,6 +152,7 @@ fn run(
         total_ms: total.as_secs_f64() * 1e3,
         normal_pages: counts.normal_pages,
         zero_pages: counts.zero_pages,
+        postcopy: session.postcopy.get().cloned(),
         side: SideFigures::new(
             session.threads.read(),
             total,

@@ -83,6 +83,11 @@ impl<'a> MainInput<'a> {
         self
     }
 
+    /// From here on the source may be silent between records, and within them for `limit`.
+    pub(crate) fn be_patient(&mut self, limit: Duration) {
+        self.silence = Silence::WithinRecords(limit);
+    }
+
     /// The socket, for answers.
     pub(crate) fn socket(&self) -> &'a Stream {
         self.channel

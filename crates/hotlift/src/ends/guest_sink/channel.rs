@@ -57,16 +57,22 @@ impl PageSink for GuestRam<'_> {
         read: impl FnOnce(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
     ) -> Result<ReadOn, MigrationError> {
         let session = self.session;
-        let (ram, written) = (
-            &session.guest.ram()[header.block()],
-            &session.written[header.block()],
-        );
+        if session.is_listening() {
+            return Err(MigrationError::Protocol {
+                channel: Channel::Multifd(self.id),
+                got: "pages".to_owned(),
+                doing: "bringing pages to a guest that runs",
+            });
+        }
+        let block = header.block();
+        let (ram, written) = (&session.guest.ram()[block], &session.written[block]);
         if !header.normal().is_empty() {
             self.runs.clear();
             for run in header.normal().chunk_by(|a, b| a + PAGE_SIZE as u64 == *b) {
                 let offset = usize::try_from(run[0]).unwrap_or(usize::MAX);
                 self.runs.push(ram.run(offset, run.len() * PAGE_SIZE)?);
                 written.set_range(offset / PAGE_SIZE, run.len());
+                session.note_received(block, offset / PAGE_SIZE, run.len());
             }
             read(&mut self.runs)?;
         }
@@ -75,6 +81,7 @@ impl PageSink for GuestRam<'_> {
             if written.test(offset / PAGE_SIZE) {
                 ram.zero(offset, PAGE_SIZE)?;
             }
+            session.note_received(block, offset / PAGE_SIZE, 1);
         }
         session.counters[usize::from(self.id)]
             .add_pages(header.normal().len(), header.zero().len());

@@ -4,6 +4,7 @@
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::legacy::{compress::Inflater, xbzrle};
 use hotlift_wire::handshake::Offer;
+use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{
     Command, DeviceLengths, MainDecoder, MainEvent, PageContent, SectionKind, Step,
 };
@@ -13,6 +14,7 @@ use hotlift_wire::{RamBlockEntry, WireError};
 use crate::control::Status;
 use crate::ends::guest_sink::decompress_threads;
 use crate::ends::guest_sink::decompress_threads::{HandOver, failed};
+use crate::ends::guest_sink::postcopy::{self, Stage};
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::guest::DeviceState;
@@ -29,6 +31,8 @@ enum Next {
     Go,
     /// The source has released the guest.
     Committed,
+    /// A package of so many bytes follows.
+    Package(usize),
 }
 
 pub(crate) struct MainReceiver<'a> {
@@ -57,13 +61,19 @@ struct State<'a> {
     threads: Option<HandOver<'a>>,
     /// Made for the first compressed page, without.
     inflater: Option<Inflater>,
+    /// How far it has come towards postcopy.
+    stage: Stage,
 }
 
 impl<'a> MainReceiver<'a> {
     pub(crate) fn new(session: &'a Session<'a>) -> Self {
+        let decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
         Self {
             session,
-            decoder: MainDecoder::new(DeviceLengths::LengthPrefixed),
+            decoder: match session.options.postcopy_ram {
+                true => decoder.taking_postcopy(),
+                false => decoder,
+            },
             input: MainInput::new(
                 &session.accepted.main,
                 session.main_counters(),
@@ -83,6 +93,7 @@ impl<'a> MainReceiver<'a> {
                 device_bytes: 0,
                 threads: HandOver::new(session),
                 inflater: None,
+                stage: Stage::default(),
             },
         }
     }
@@ -92,6 +103,15 @@ impl<'a> MainReceiver<'a> {
         loop {
             match self.next_event() {
                 Ok(Next::Go) => {}
+                Ok(Next::Package(length)) => {
+                    let package = self.package(length)?;
+                    return postcopy::run(
+                        self.session,
+                        &mut self.decoder,
+                        &mut self.input,
+                        &package,
+                    );
+                }
                 Ok(Next::Committed) => {
                     self.session.take_over()?;
                     return if self.session.is_decided_to_run() {
@@ -124,6 +144,21 @@ impl<'a> MainReceiver<'a> {
     /// What was read of the connection and not taken.
     pub(crate) fn read_ahead(&self) -> &[u8] {
         self.input.unread()
+    }
+
+    /// Reads a package to its end. It takes memory as it comes, not as its length says.
+    fn package(&mut self, length: usize) -> Result<Vec<u8>, MigrationError> {
+        let mut package = Vec::new();
+        while package.len() < length {
+            if self.input.unread().is_empty() && !self.input.fill(1, self.state.session)? {
+                return Err(MigrationError::main_closed());
+            }
+            let more = self.input.unread();
+            let taken = more.len().min(length - package.len());
+            package.extend_from_slice(&more[..taken]);
+            self.input.take(taken);
+        }
+        Ok(package)
     }
 
     fn next_event(&mut self) -> Result<Next, MigrationError> {
@@ -254,7 +289,7 @@ impl State<'_> {
                 }
                 return Ok(Next::Committed);
             }
-            MainEvent::Postcopy(_) => return Err(protocol("a command of postcopy")),
+            MainEvent::Postcopy(command) => return self.postcopy(command),
             MainEvent::Header | MainEvent::SectionFooter | MainEvent::VmDescription(_) => {}
         }
         Ok(Next::Go)
@@ -286,11 +321,59 @@ impl State<'_> {
                 self.answer(&[ReturnMessage::Pong(value)])?;
             }
             Command::SwitchoverStart => {}
-            other @ Command::PostcopyAdvise { .. } => {
-                return Err(protocol(&format!("{other:?}")));
-            }
+            Command::PostcopyAdvise { page_sizes } => self.advise(page_sizes)?,
         }
         Ok(())
+    }
+
+    /// Postcopy may follow: nothing that RAM holds now is the source's.
+    fn advise(&mut self, page_sizes: Option<(u64, u64)>) -> Result<(), MigrationError> {
+        let session = self.session;
+        let differs = |what: &str, source_has: &str, destination_has: &str| {
+            Err(MigrationError::Mismatch {
+                what: what.to_owned(),
+                source_has: source_has.to_owned(),
+                destination_has: destination_has.to_owned(),
+            })
+        };
+        let page = PAGE_SIZE as u64;
+        match page_sizes {
+            _ if !session.options.postcopy_ram => differs("postcopy-ram", "on", "off"),
+            _ if self.section.is_some() || self.stage != Stage::Precopy => Err(protocol(
+                "POSTCOPY_ADVISE behind the RAM blocks, or a second",
+            )),
+            Some((host, target)) if (host, target) != (page, page) => differs(
+                "the size of pages (all of the host's, and the guest's)",
+                &format!("{host:#x}, {target:#x}"),
+                &format!("{page:#x}, {page:#x}"),
+            ),
+            None => differs("postcopy-ram", "off, and postcopy of bitmaps alone", "on"),
+            Some(_) => {
+                self.stage = Stage::Advised;
+                postcopy::empty_ram(session)
+            }
+        }
+    }
+
+    /// A command of postcopy that is not in a package.
+    fn postcopy(&mut self, command: PostcopyCommand<'_>) -> Result<Next, MigrationError> {
+        let loading = self.session.taking.side() == DestinationSide::Loading;
+        match command {
+            PostcopyCommand::Discard { block, ranges }
+                if self.stage != Stage::Precopy && !self.ram_complete =>
+            {
+                self.stage = Stage::Discarding;
+                postcopy::discard(self.session, block, ranges)?;
+                Ok(Next::Go)
+            }
+            // QEMU hangs without a DISCARD before: no source is tried that does without.
+            PostcopyCommand::Packaged(length)
+                if self.stage == Stage::Discarding && !self.ram_complete && loading =>
+            {
+                Ok(Next::Package(length))
+            }
+            other => Err(protocol(&format!("{other:?}"))),
+        }
     }
 
     /// Answers the offer of a Hotlift, also of one that is refused, so that it can read why.
@@ -354,6 +437,7 @@ impl State<'_> {
         if let Some(threads) = &mut self.threads {
             threads.wait_for(block, offset)?;
         }
+        session.note_received(block, offset / PAGE_SIZE, 1);
         match content {
             PageContent::Zero => {
                 if self.session.written[block].test(offset / PAGE_SIZE) {

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::DirtyBitmap;
@@ -19,7 +19,7 @@ use crate::ends::guest_sink::announce;
 use crate::ends::guest_sink::decompress_threads::DecompressThreads;
 use crate::error::{Channel, MigrationError};
 use crate::failure::Failure;
-use crate::figures::{Counters, Counts, ThreadTimes};
+use crate::figures::{Counters, Counts, PostcopyFigures, ThreadTimes};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, Taking};
 use crate::options::{CHANNEL_MEMORY, Options};
@@ -43,6 +43,12 @@ pub(crate) struct Session<'a> {
     pub blocks: Vec<RamBlockEntry>,
     /// Pages that hold something: received, or not known to be fresh.
     pub written: Vec<DirtyBitmap>,
+    /// With `postcopy-ram`: pages that have come, also those that are zero.
+    pub received: Vec<DirtyBitmap>,
+    /// Pages come as they are asked for.
+    listening: AtomicBool,
+    /// What the guest's waits for pages came to.
+    pub postcopy: OnceLock<PostcopyFigures>,
     pub barrier: Barrier,
     /// What the channels do, for a source that wants to know.
     pub load: ReceiverLoad,
@@ -76,6 +82,13 @@ impl<'a> Session<'a> {
         if !guest.ram_is_fresh() {
             written.iter().for_each(DirtyBitmap::set_all);
         }
+        let received = match options.postcopy_ram {
+            true => written
+                .iter()
+                .map(|one| DirtyBitmap::new(one.pages()))
+                .collect(),
+            false => Vec::new(),
+        };
         let memory = options.memory(channels);
         // Larger packets than QEMU's have larger payloads.
         let larger = accepted.layout.max_payload().saturating_sub(CHANNEL_MEMORY);
@@ -93,6 +106,9 @@ impl<'a> Session<'a> {
             memory,
             blocks,
             written,
+            received,
+            listening: AtomicBool::new(false),
+            postcopy: OnceLock::new(),
             barrier: Barrier::new(channels),
             load: ReceiverLoad::default(),
             answering: Mutex::default(),
@@ -155,13 +171,9 @@ impl<'a> Session<'a> {
             };
         }
         let _unsure = OnPanic(|| self.taking.unsure());
-        if let Err(error) = self.guest.resume() {
-            self.fail(error.into());
-            self.taking.refused();
+        if !self.run_guest(Status::Completed) {
             return Ok(());
         }
-        self.control.tell(MigrationEvent::Resumed);
-        self.control.set_status(Status::Completed);
         // On every socket, so that one that is cut or garbled leaves the source no doubt.
         let mut running = Vec::new();
         if ReturnMessage::Shut(0).encode(&mut running).is_ok() {
@@ -172,6 +184,34 @@ impl<'a> Session<'a> {
         self.taking.taken();
         announce::start(self.guest, self.options);
         Ok(())
+    }
+
+    /// Makes the guest run, in a migration whose state is `status` from here on; false if it cannot.
+    pub(crate) fn run_guest(&self, status: Status) -> bool {
+        if let Err(error) = self.guest.resume() {
+            self.fail(error.into());
+            self.taking.refused();
+            return false;
+        }
+        self.control.tell(MigrationEvent::Resumed);
+        self.control.set_status(status);
+        true
+    }
+
+    /// These pages have come.
+    pub(crate) fn note_received(&self, block: usize, first: usize, pages: usize) {
+        if let Some(received) = self.received.get(block) {
+            received.set_range(first, pages);
+        }
+    }
+
+    /// From here on multifd channels bring no pages.
+    pub(crate) fn set_listening(&self) {
+        self.listening.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_listening(&self) -> bool {
+        self.listening.load(Ordering::Acquire)
     }
 
     /// Waits until the guest runs here, or cannot any more; true if it runs.

@@ -1,0 +1,84 @@
+//! What is said to the source of a postcopy, over whichever connection there is.
+
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex};
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::return_path::ReturnMessage;
+
+use crate::ends::guest_sink::session::Session;
+use crate::threads::lock;
+use crate::transport::Stream;
+
+/// The return path.
+pub(super) struct Link<'a> {
+    session: &'a Session<'a>,
+    now: Mutex<Now>,
+}
+
+#[derive(Default)]
+struct Now {
+    /// In the place of the main channel that was lost.
+    recovered: Option<Arc<Stream>>,
+    /// Nothing can be said.
+    is_lost: bool,
+    /// RAM block of the last request on this connection.
+    named: Option<usize>,
+}
+
+impl<'a> Link<'a> {
+    pub(super) fn new(session: &'a Session<'a>) -> Self {
+        Self {
+            session,
+            now: Mutex::default(),
+        }
+    }
+
+    /// The connection is gone: what is said from here on is not heard.
+    pub(super) fn lose(&self) {
+        let mut now = lock(&self.now);
+        now.is_lost = true;
+        now.recovered = None;
+    }
+
+    /// From here on `stream` is the connection.
+    pub(super) fn recover(&self, stream: Arc<Stream>) {
+        *lock(&self.now) = Now {
+            recovered: Some(stream),
+            ..Now::default()
+        };
+    }
+
+    /// Says `bytes`, whole messages.
+    pub(super) fn say(&self, bytes: &[u8]) -> io::Result<()> {
+        self.write(&lock(&self.now), bytes)
+    }
+
+    fn write(&self, now: &Now, bytes: &[u8]) -> io::Result<()> {
+        match &now.recovered {
+            _ if now.is_lost => Err(io::ErrorKind::NotConnected.into()),
+            Some(stream) => (&**stream).write_all(bytes),
+            None => self.session.answer(bytes),
+        }
+    }
+
+    /// Asks for a page. Whether it was heard shows when the page comes.
+    pub(super) fn ask_for(&self, block: usize, page: usize) {
+        let mut now = lock(&self.now);
+        let start = (page * PAGE_SIZE) as u64;
+        let length = u32::try_from(PAGE_SIZE).unwrap_or(u32::MAX);
+        let message = match now.named == Some(block) {
+            true => ReturnMessage::ReqPages { start, length },
+            false => ReturnMessage::ReqPagesId {
+                start,
+                length,
+                block: &self.session.blocks[block].name,
+            },
+        };
+        let mut bytes = Vec::new();
+        // Names of RAM blocks have the length that the stream takes.
+        if message.encode(&mut bytes).is_ok() && self.write(&now, &bytes).is_ok() {
+            now.named = Some(block);
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! A guest that runs here before all its pages are there.
+//!
+//! ```text
+//! ADVISE    RAM is emptied                        pages of precopy, as ever
+//! DISCARD   what the source has changed since is missing again
+//! PACKAGED  {LISTEN devices PING RUN}             the guest runs
+//!           pages as they are asked for, each once
+//! END, EOF  what never came is zero               SHUT(0)
+//! ```
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `lazy_ram` | which pages have come, who waits for which, and for how long |
+//! | `package` | what is in PACKAGED |
+//! | `link` | what is said to the source, over whichever connection there is |
+//! | `run` | the threads: devices and RUN on `mig/dst/main`, pages on `mig/dst/listen`, faults on `mig/dst/fault` |
+//! | `recovery` | another connection in the place of one that was lost |
+//!
+//! RUN is this side's commit: up to there every failure leaves the guest with the source, and it never runs here. From
+//! there on it is here for good, and what fails leaves it without pages that it waits for.
+
+mod lazy_ram;
+mod link;
+mod package;
+mod recovery;
+mod run;
+
+pub(crate) use lazy_ram::LazyRam;
+pub(crate) use run::run;
+
+use hotlift_mem::{DirtyBitmap, PAGE_SIZE, RamBlock};
+use hotlift_wire::main_channel::postcopy::Ranges;
+
+use crate::ends::guest_sink::session::Session;
+use crate::error::MigrationError;
+
+/// How far the source has come, by its commands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Stage {
+    /// Nothing was said of postcopy.
+    #[default]
+    Precopy,
+    /// It may follow.
+    Advised,
+    /// Pages have been taken back.
+    Discarding,
+}
+
+/// Takes everything away that guest RAM may hold: from here on what is there has come from this source.
+pub(crate) fn empty_ram(session: &Session<'_>) -> Result<(), MigrationError> {
+    for (block, written) in session.guest.ram().iter().zip(&session.written) {
+        if !session.guest.ram_is_fresh() {
+            block.discard(0, block.len())?;
+        }
+        written.clear_range(0, written.pages());
+    }
+    Ok(())
+}
+
+/// Takes pages back that have come.
+pub(crate) fn discard(
+    session: &Session<'_>,
+    block: usize,
+    ranges: Ranges<'_>,
+) -> Result<(), MigrationError> {
+    let ram: &RamBlock = &session.guest.ram()[block];
+    for (start, length) in ranges.iter() {
+        let offset = usize::try_from(start).unwrap_or(usize::MAX);
+        let len = usize::try_from(length).unwrap_or(usize::MAX);
+        ram.discard(offset, len)?;
+        let mut bitmaps = vec![&session.written[block]];
+        bitmaps.extend(session.received.get(block));
+        for bitmap in bitmaps {
+            bitmap.clear_range(offset / PAGE_SIZE, len / PAGE_SIZE);
+        }
+    }
+    Ok(())
+}
+
+/// Empties whatever lies between pages that hold something: a transparent huge page may have filled it.
+fn empty_gaps(ram: &RamBlock, written: &DirtyBitmap) -> Result<(), MigrationError> {
+    let mut gap = None;
+    for page in 0..=written.pages() {
+        let is_gap = page < written.pages() && !written.test(page);
+        match (gap, is_gap) {
+            (None, true) => gap = Some(page),
+            (Some(first), false) => {
+                ram.discard(first * PAGE_SIZE, (page - first) * PAGE_SIZE)?;
+                gap = None;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,250 @@
+//! The threads of a postcopy, from PACKAGED to the end.
+
+use std::thread;
+
+use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, PageContent, SectionKind, Step};
+use hotlift_wire::return_path::ReturnMessage;
+
+use super::LazyRam;
+use super::link::Link;
+use super::package::Package;
+use crate::control::Status;
+use crate::ends::guest_sink::announce;
+use crate::ends::guest_sink::session::Session;
+use crate::error::{Channel, MigrationError};
+use crate::handover::DestinationSide;
+use crate::stream::main_recv::{MainInput, Waiting, event_name};
+use crate::stream::return_path::encode;
+use crate::threads::{OnPanic, caught, spawn};
+use crate::transport::Stream;
+
+/// What the threads share.
+pub(super) struct Incoming<'a> {
+    pub(super) session: &'a Session<'a>,
+    pub(super) lazy: LazyRam<'a>,
+    pub(super) link: Link<'a>,
+}
+
+/// Runs the guest of `package`, which has come whole, and brings it its pages; returns when it has all of them.
+///
+/// # Errors
+/// [`MigrationError::PagesMissing`] if the guest runs here, and somebody has called the rest off. Any other leaves it with
+/// the source.
+pub(crate) fn run<'a>(
+    session: &'a Session<'a>,
+    decoder: &mut MainDecoder,
+    input: &mut MainInput<'_>,
+    package: &[u8],
+) -> Result<(), MigrationError> {
+    let package = Package::read(decoder, package)?;
+    let incoming = Incoming {
+        session,
+        lazy: LazyRam::new(session)?,
+        link: Link::new(session),
+    };
+    session.set_listening();
+    let outcome = incoming.run(decoder, input, package);
+    match session.taking.side() {
+        DestinationSide::Taken => {
+            let waits = incoming.lazy.figures(session.accepted.since.elapsed());
+            let _ = session.postcopy.set(waits);
+            // The guest goes on to wait for what it has not.
+            outcome.map_err(|source| MigrationError::PagesMissing {
+                source: Box::new(source),
+            })
+        }
+        _ => {
+            incoming.lazy.end();
+            outcome.and(Err(MigrationError::Cancelled))
+        }
+    }
+}
+
+impl Incoming<'_> {
+    fn run(
+        &self,
+        decoder: &mut MainDecoder,
+        input: &mut MainInput<'_>,
+        package: Package,
+    ) -> Result<(), MigrationError> {
+        let session = self.session;
+        let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
+        thread::scope(|scope| {
+            let failed = |error| {
+                session.fail(error);
+                // Whoever loads the devices may wait for a page.
+                if session.taking.side() == DestinationSide::Never {
+                    self.lazy.end();
+                }
+            };
+            let panicked = move || failed(MigrationError::panicked_here());
+            let faults = spawn(scope, "mig/dst/fault".to_owned(), move || {
+                let _ends = OnPanic(panicked);
+                let ask = |fault: hotlift_mem::Fault| self.link.ask_for(fault.block, fault.page);
+                let outcome = self.lazy.tell_faults(&stopped, ask);
+                session.threads.book("mig/dst/fault");
+                outcome.unwrap_or_else(failed);
+            });
+            let pages = faults.and_then(|_| {
+                spawn(scope, "mig/dst/listen".to_owned(), move || {
+                    let _ends = OnPanic(panicked);
+                    let outcome = self.listen(decoder, input);
+                    session.threads.book("mig/dst/listen");
+                    outcome.map_err(|error| {
+                        failed(error);
+                        MigrationError::Cancelled
+                    })
+                })
+            });
+            let loaded = caught(|| self.load(package));
+            if let Err(error) = loaded {
+                failed(error);
+            }
+            let outcome = pages.and_then(|pages| pages.join()).and_then(|all| all);
+            let outcome = outcome.and_then(|()| self.complete());
+            drop(stop);
+            outcome
+        })
+    }
+
+    /// Loads the devices, and makes the guest run.
+    fn load(&self, package: Package) -> Result<(), MigrationError> {
+        let session = self.session;
+        session.guest.load_devices(package.devices)?;
+        let pongs: Vec<_> = package.pings.into_iter().map(ReturnMessage::Pong).collect();
+        // A source that does not hear it finds the connection broken.
+        let _ = self.link.say(&encode(&pongs));
+        if !(session.taking.loaded() && session.taking.commit()) {
+            return Err(MigrationError::Cancelled);
+        }
+        session.control.set_too_late(true);
+        let _unsure = OnPanic(|| session.taking.unsure());
+        if session.run_guest(Status::PostcopyActive) {
+            session.taking.taken();
+            announce::start(session.guest, session.options);
+        }
+        Ok(())
+    }
+
+    /// Takes pages until all have come, over one connection after the other.
+    fn listen(
+        &self,
+        decoder: &mut MainDecoder,
+        input: &mut MainInput<'_>,
+    ) -> Result<(), MigrationError> {
+        let mut outcome = self.pages(decoder, input);
+        while let Err(lost) = outcome {
+            self.link.lose();
+            // A guest that does not run yet never will. One that is being started does.
+            self.session.taking.abandon();
+            if !self.session.taking.wait_for_decision(|| false) {
+                return Err(lost);
+            }
+            self.session
+                .accepted
+                .main
+                .shutdown(std::net::Shutdown::Both);
+            self.session.control.set_status(Status::PostcopyPaused);
+            outcome = match self.await_recovery() {
+                Some(stream) => self.go_on(decoder, stream?),
+                None => return Err(lost),
+            };
+        }
+        Ok(())
+    }
+
+    /// Takes pages until all have come, over one connection.
+    pub(super) fn pages(
+        &self,
+        decoder: &mut MainDecoder,
+        input: &mut MainInput<'_>,
+    ) -> Result<(), MigrationError> {
+        loop {
+            let next = decoder.next(input.unread());
+            match next.map_err(MigrationError::main_wire)? {
+                Step::Need(needed) => {
+                    if !input.fill(needed, self)? {
+                        return Err(MigrationError::main_closed());
+                    }
+                }
+                Step::Event { event, consumed } => {
+                    let is_end = event == MainEvent::Eof;
+                    if !is_end {
+                        self.take(event)?;
+                    }
+                    input.take(consumed);
+                    if is_end {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    fn take(&self, event: MainEvent<'_>) -> Result<(), MigrationError> {
+        match event {
+            MainEvent::RamPage {
+                block,
+                offset,
+                content,
+            } => {
+                let bytes = match content {
+                    PageContent::Zero => None,
+                    PageContent::Normal(bytes) => Some(bytes),
+                    _ => return Err(out_of_place("a compressed page")),
+                };
+                self.lazy.place(block, offset, bytes)?;
+                let counters = self.session.main_counters();
+                counters.add_pages(bytes.is_some().into(), bytes.is_none().into());
+                Ok(())
+            }
+            MainEvent::Command(Command::Ping(value)) => {
+                // Who does not hear it is lost, which is noticed where it is read from.
+                let _ = self.link.say(&encode(&[ReturnMessage::Pong(value)]));
+                Ok(())
+            }
+            MainEvent::SectionStart {
+                kind: SectionKind::Part | SectionKind::End,
+                ..
+            }
+            | MainEvent::RamEos
+            | MainEvent::SectionFooter => Ok(()),
+            other => Err(out_of_place(&event_name(&other))),
+        }
+    }
+
+    /// The guest runs, and has everything.
+    fn complete(&self) -> Result<(), MigrationError> {
+        let session = self.session;
+        if session.taking.side() != DestinationSide::Taken {
+            return Err(MigrationError::Cancelled);
+        }
+        self.lazy.end();
+        session.control.set_status(Status::Completed);
+        let _ = self.link.say(&encode(&[ReturnMessage::Shut(0)]));
+        // It ended the stream of a guest that it knew to run.
+        session.taking.note_heard();
+        Ok(())
+    }
+}
+
+impl Waiting for Incoming<'_> {
+    fn check(&self) -> Result<(), MigrationError> {
+        let session = self.session;
+        if session.failure.is_set() || session.control.is_cancelled() {
+            session.taking.abandon();
+        }
+        match session.taking.side() {
+            DestinationSide::Never => Err(MigrationError::Cancelled),
+            _ => Ok(()),
+        }
+    }
+}
+
+pub(super) fn out_of_place(got: &str) -> MigrationError {
+    MigrationError::Protocol {
+        channel: Channel::Main,
+        got: got.to_owned(),
+        doing: "bringing pages to a guest that runs",
+    }
+}
