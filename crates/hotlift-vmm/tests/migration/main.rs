@@ -13,6 +13,7 @@
 //! | `switchover` | when the guest is stopped |
 //! | `ways_out` | cancel, a guest that fails, noise before the migration |
 //! | `xbzrle` | pages as what has changed of them |
+//! | `postcopy` | a guest that runs before its pages are there, and what its source may do wrong |
 //! | `refusals` | two ends that do not agree |
 //! | `packets` | sizes of packets, and zero pages that are sent as normal ones |
 //! | `probe`, `rig`, `census` | a guest that is watched, both ends, leaks |
@@ -31,6 +32,7 @@ mod faults;
 mod lost_page;
 mod matrix;
 mod packets;
+mod postcopy;
 mod probe;
 mod refusals;
 mod rig;

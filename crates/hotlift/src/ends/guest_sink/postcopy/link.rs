@@ -22,6 +22,8 @@ struct Now {
     recovered: Option<Arc<Stream>>,
     /// Nothing can be said.
     is_lost: bool,
+    /// The source wants to know what there is before it hears what is missing.
+    is_asked: bool,
     /// RAM block of the last request on this connection.
     named: Option<usize>,
 }
@@ -41,12 +43,18 @@ impl<'a> Link<'a> {
         now.recovered = None;
     }
 
-    /// From here on `stream` is the connection.
+    /// From here on `stream` is the connection. No page is asked for before [`Link::go_on`].
     pub(super) fn recover(&self, stream: Arc<Stream>) {
         *lock(&self.now) = Now {
             recovered: Some(stream),
+            is_asked: true,
             ..Now::default()
         };
+    }
+
+    /// The source goes on: whatever is still waited for is to be asked for again.
+    pub(super) fn go_on(&self) {
+        lock(&self.now).is_asked = false;
     }
 
     /// Says `bytes`, whole messages.
@@ -65,6 +73,9 @@ impl<'a> Link<'a> {
     /// Asks for a page. Whether it was heard shows when the page comes.
     pub(super) fn ask_for(&self, block: usize, page: usize) {
         let mut now = lock(&self.now);
+        if now.is_asked {
+            return;
+        }
         let start = (page * PAGE_SIZE) as u64;
         let length = u32::try_from(PAGE_SIZE).unwrap_or(u32::MAX);
         let message = match now.named == Some(block) {

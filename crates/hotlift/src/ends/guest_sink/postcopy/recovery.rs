@@ -95,6 +95,7 @@ impl Incoming<'_> {
         }
         session.control.set_status(Status::PostcopyActive);
         self.say(&encode(&[ReturnMessage::ResumeAck(1)]))?;
+        self.link.go_on();
         for Fault { block, page } in self.lazy.open() {
             self.link.ask_for(block, page);
         }

@@ -48,10 +48,8 @@ pub(crate) fn run<'a>(
         DestinationSide::Taken => {
             let waits = incoming.lazy.figures(session.accepted.since.elapsed());
             let _ = session.postcopy.set(waits);
-            // The guest goes on to wait for what it has not.
-            outcome.map_err(|source| MigrationError::PagesMissing {
-                source: Box::new(source),
-            })
+            // A guest that lacks pages goes on to wait for them.
+            outcome
         }
         _ => {
             incoming.lazy.end();
@@ -71,7 +69,12 @@ impl Incoming<'_> {
         let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
         thread::scope(|scope| {
             let failed = |error| {
-                session.fail(error);
+                session.fail(match session.taking.side() {
+                    DestinationSide::Taken => MigrationError::PagesMissing {
+                        source: Box::new(error),
+                    },
+                    _ => error,
+                });
                 // Whoever loads the devices may wait for a page.
                 if session.taking.side() == DestinationSide::Never {
                     self.lazy.end();

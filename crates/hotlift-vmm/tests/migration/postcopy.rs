@@ -1,0 +1,733 @@
+//! A guest that runs at its destination before its pages are there, from a save file and from a source that says what a
+//! test wants.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift::file::FileFormat;
+use hotlift::guest::Guest;
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelaySettings, relay};
+use hotlift::{Address, Control, MigrationError, MigrationEvent, Options, Status};
+use hotlift_mem::{Backing, MemError, PAGE_SIZE, probe_userfault};
+use hotlift_vmm::GuestSettings;
+use hotlift_wire::main_channel::{
+    Command, Configuration, FILE_HEADER, MAPPED_RAM, MainEncoder, MappedLayout, postcopy,
+    put_mapped_end, put_packaged_head,
+};
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::{RamBlockEntry, Reader};
+
+use crate::probe::{Obeys, Probe, Quirks};
+use crate::rig::{BOUND, destination, kinds, listen, settings, source};
+
+/// Whether this host can have missing pages; says if it cannot.
+fn has_userfault() -> bool {
+    match probe_userfault() {
+        Ok(_) => true,
+        Err(error) => {
+            hotlift_testkit::skip!("userfaultfd", "{error}");
+            false
+        }
+    }
+}
+
+fn options() -> Options {
+    Options {
+        multifd: Some(false),
+        postcopy_ram: true,
+        // What hangs in an error of a test's is noticed soon.
+        handshake_timeout: Duration::from_secs(20),
+        ..Options::default()
+    }
+}
+
+fn blocks(guest: &dyn Guest) -> Vec<RamBlockEntry> {
+    let blocks = guest.ram().iter();
+    blocks
+        .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
+        .collect()
+}
+
+/// All pages of a guest.
+fn pages(guest: &dyn Guest) -> Vec<(usize, usize)> {
+    let blocks = guest.ram().iter().enumerate();
+    blocks
+        .flat_map(|(block, ram)| (0..ram.pages()).map(move |page| (block, page)))
+        .collect()
+}
+
+/// Pages of a guest that hold something.
+fn filled(guest: &dyn Guest) -> Vec<(usize, usize)> {
+    let mut all = pages(guest);
+    all.retain(|(block, page)| !guest.ram()[*block].page_is_zero(*page));
+    all
+}
+
+fn content(guest: &dyn Guest, block: usize, page: usize) -> [u8; PAGE_SIZE] {
+    let mut bytes = [0; PAGE_SIZE];
+    let ram = &guest.ram()[block];
+    ram.read(page * PAGE_SIZE, &mut bytes).unwrap();
+    bytes
+}
+
+/// FULL sections of a paused guest's devices.
+fn devices(guest: &dyn Guest) -> Vec<u8> {
+    let configuration = Configuration {
+        machine: guest.machine().to_owned(),
+        ..Configuration::default()
+    };
+    let mut skipped = Vec::new();
+    let mut encoder = MainEncoder::new(&configuration, &mut skipped).unwrap();
+    let ram = blocks(guest);
+    encoder.ram_start(&ram, false, &mut skipped).unwrap();
+    encoder.ram_end(&mut skipped).unwrap();
+    encoder.ram_eos(&mut skipped).unwrap();
+    let mut out = Vec::new();
+    for device in guest.save_devices().unwrap() {
+        let (id, version) = (device.instance_id, device.version_id);
+        encoder
+            .device(&device.idstr, id, version, &device.payload, &mut out)
+            .unwrap();
+    }
+    out
+}
+
+/// A save file of a paused guest, by way of a file in QEMU's format.
+fn save(guest: &dyn Guest, folder: &Path) -> std::path::PathBuf {
+    let path = folder.join("mapped");
+    let file = File::create(&path).unwrap();
+    let configuration = Configuration {
+        machine: guest.machine().to_owned(),
+        capabilities: vec![MAPPED_RAM.to_owned()],
+        ..Configuration::default()
+    };
+    let mut start = FILE_HEADER.to_vec();
+    configuration.encode(&mut start).unwrap();
+    file.write_all_at(&start, 0).unwrap();
+    let layout = MappedLayout::new(0, &blocks(guest), start.len() as u64).unwrap();
+    for (position, piece) in &layout.pieces {
+        file.write_all_at(piece, *position).unwrap();
+    }
+    for (place, ram) in layout.blocks.iter().zip(guest.ram()) {
+        let mut bitmap = vec![0_u8; usize::try_from(place.bitmap_len()).unwrap()];
+        for page in (0..ram.pages()).filter(|page| !ram.page_is_zero(*page)) {
+            bitmap[page / 8] |= 1 << (page % 8);
+            let mut bytes = [0; PAGE_SIZE];
+            ram.read(page * PAGE_SIZE, &mut bytes).unwrap();
+            let position = place.pages_offset + (page * PAGE_SIZE) as u64;
+            file.write_all_at(&bytes, position).unwrap();
+        }
+        file.write_all_at(&bitmap, place.bitmap_offset).unwrap();
+    }
+    let mut end = Vec::new();
+    put_mapped_end(0, &mut end);
+    end.extend(devices(guest));
+    end.extend(b"\0\x06\0\0\0\x02{}");
+    file.write_all_at(&end, layout.end).unwrap();
+    let saved = folder.join("saved");
+    let outgoing = Outgoing::File {
+        path: &saved,
+        format: FileFormat::Hotlift,
+    };
+    let from = Incoming::File {
+        path: &path,
+        offset: 0,
+    };
+    let settings = RelaySettings {
+        outgoing: Options {
+            multifd_compression: hotlift_methods::method("zstd").unwrap(),
+            max_bandwidth: 0,
+            ..Options::default()
+        },
+        ..RelaySettings::default()
+    };
+    let control = Control::default();
+    relay(from, &outgoing, &settings, &control, Hooks::default()).unwrap();
+    saved
+}
+
+/// A control, and what was heard of it.
+fn watched() -> (Control, Arc<Mutex<Vec<MigrationEvent>>>) {
+    let events = Arc::new(Mutex::new(Vec::new()));
+    let heard = Arc::clone(&events);
+    let control = Control::watched(Box::new(move |event| heard.lock().unwrap().push(event)));
+    (control, events)
+}
+
+/// Waits for a state of a migration.
+fn reaches(control: &Control, status: Status) {
+    let begun = Instant::now();
+    while control.status() != status {
+        assert!(begun.elapsed() < BOUND, "{:?}", control.status());
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A source that says what it is told to.
+struct Script<'a> {
+    guest: &'a Probe,
+    stream: TcpStream,
+}
+
+impl<'a> Script<'a> {
+    fn connect(guest: &'a Probe, to: &Address) -> Self {
+        let to = to.to_string();
+        let stream = TcpStream::connect(to.trim_start_matches("tcp:")).unwrap();
+        Self { guest, stream }
+    }
+
+    fn say(&self, bytes: &[u8]) {
+        // A destination that has had enough may be gone.
+        let _ = (&self.stream).write_all(bytes);
+    }
+
+    /// Up to the RAM blocks.
+    fn opening(&self, advise: bool) -> Vec<u8> {
+        let configuration = Configuration {
+            machine: self.guest.machine().to_owned(),
+            ..Configuration::default()
+        };
+        let mut out = Vec::new();
+        let mut encoder = MainEncoder::new(&configuration, &mut out).unwrap();
+        let page = PAGE_SIZE as u64;
+        let advice = Command::PostcopyAdvise {
+            page_sizes: Some((page, page)),
+        };
+        encoder.command(Command::OpenReturnPath, &mut out).unwrap();
+        if advise {
+            encoder.command(advice, &mut out).unwrap();
+        }
+        let blocks = blocks(self.guest);
+        encoder.ram_start(&blocks, false, &mut out).unwrap();
+        out
+    }
+
+    fn discards(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        for block in self.guest.ram() {
+            postcopy::put_discard(block.name(), 0, block.len() as u64, &mut out).unwrap();
+        }
+        out
+    }
+
+    /// LISTEN, devices, a PING, RUN, with their length before them.
+    fn package(&self) -> Vec<u8> {
+        let mut package = Vec::new();
+        postcopy::put_listen(&mut package);
+        package.extend(devices(self.guest));
+        Command::Ping(3).encode(&mut package);
+        postcopy::put_run(&mut package);
+        packaged(&package)
+    }
+
+    /// Everything up to the moment when the guest runs.
+    fn start(&self) {
+        let parts = [self.opening(true), self.discards(), self.package()];
+        self.say(&parts.concat());
+    }
+
+    /// A section with one half of the pages that are not zero.
+    fn half(&self) -> Vec<u8> {
+        let all = filled(self.guest);
+        self.part(&all[..all.len() / 2])
+    }
+
+    /// A section with these pages; zero pages are left out.
+    fn part(&self, pages: &[(usize, usize)]) -> Vec<u8> {
+        let mut out = vec![2, 0, 0, 0, 0];
+        for (block, page) in pages {
+            let bytes = content(self.guest, *block, *page);
+            if bytes != [0; PAGE_SIZE] {
+                out.extend(record(self.guest.ram()[*block].name(), *page, &bytes));
+            }
+        }
+        out.extend(EOS);
+        out
+    }
+
+    fn end(&self) {
+        self.say(&[&[3, 0, 0, 0, 0][..], &EOS, &[0]].concat());
+    }
+
+    /// Reads the return path up to SHUT; its value, and how many pages were asked for.
+    fn shut(&self) -> (u32, usize) {
+        let mut requests = 0;
+        loop {
+            match self.message() {
+                Message::Shut(value) => return (value, requests),
+                Message::Request => requests += 1,
+                Message::Other => {}
+            }
+        }
+    }
+
+    fn message(&self) -> Message {
+        let mut bytes = vec![0; 4];
+        let mut stream = &self.stream;
+        stream.read_exact(&mut bytes).expect("a message");
+        let length = usize::from(u16::from_be_bytes([bytes[2], bytes[3]]));
+        bytes.resize(4 + length, 0);
+        stream.read_exact(&mut bytes[4..]).expect("a message");
+        match ReturnMessage::decode(&bytes).unwrap().0 {
+            ReturnMessage::Shut(value) => Message::Shut(value),
+            ReturnMessage::ReqPages { .. } | ReturnMessage::ReqPagesId { .. } => Message::Request,
+            _ => Message::Other,
+        }
+    }
+
+    /// Asks which pages have come, and goes on; those that have not.
+    fn resume(&self) -> Vec<(usize, usize)> {
+        let mut missing = Vec::new();
+        for (index, block) in self.guest.ram().iter().enumerate() {
+            let mut request = Vec::new();
+            postcopy::put_bitmap_request(block.name(), &mut request).unwrap();
+            self.say(&request);
+            assert!(matches!(self.message(), Message::Other));
+            let mut bitmap = vec![0; 16 + postcopy::bitmap_len(block.pages())];
+            (&self.stream).read_exact(&mut bitmap).unwrap();
+            let mut reader = Reader::new(&bitmap);
+            let bits = postcopy::read_bitmap(&mut reader, block.pages()).unwrap();
+            let has_not_come = |page: &usize| bits[page / 8] >> (page % 8) & 1 == 0;
+            missing.extend(
+                (0..block.pages())
+                    .filter(has_not_come)
+                    .map(|page| (index, page)),
+            );
+        }
+        let mut go_on = Vec::new();
+        postcopy::put_resume(&mut go_on);
+        self.say(&go_on);
+        assert!(matches!(self.message(), Message::Other), "no RESUME_ACK");
+        missing
+    }
+}
+
+/// RAM_SAVE_FLAG_EOS and a footer.
+const EOS: [u8; 13] = [0, 0, 0, 0, 0, 0, 0, 0x10, 0x7e, 0, 0, 0, 0];
+
+enum Message {
+    Shut(u32),
+    Request,
+    Other,
+}
+
+fn record(block: &str, page: usize, bytes: &[u8]) -> Vec<u8> {
+    let head = (page * PAGE_SIZE) as u64 | 8;
+    let length = [u8::try_from(block.len()).unwrap()];
+    [&head.to_be_bytes()[..], &length, block.as_bytes(), bytes].concat()
+}
+
+fn packaged(package: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    put_packaged_head(package.len(), &mut out).unwrap();
+    out.extend(package);
+    out
+}
+
+/// A guest that stands still, and the settings of one to be migrated into.
+fn paused(kind: hotlift_vmm::GuestKind, settings: &GuestSettings) -> Probe {
+    let from = source(kind, settings, Quirks::default());
+    from.let_write(50).unwrap();
+    from.pause().unwrap();
+    from
+}
+
+#[test]
+fn a_guest_runs_from_a_save_file_before_its_pages_are_there() {
+    if !has_userfault() {
+        return;
+    }
+    for kind in kinds() {
+        for backing in [Backing::Private, Backing::Shared] {
+            let settings = GuestSettings {
+                backing,
+                ..settings()
+            };
+            let from = paused(kind, &settings);
+            let folder = tempfile::tempdir().unwrap();
+            let saved = save(&from, folder.path());
+            let to = destination(kind, &settings, Quirks::default());
+            let (listener, address) = listen();
+            let (control, events) = watched();
+            let options = options();
+            let (sent, received) = thread::scope(|scope| {
+                let there = scope.spawn(|| hotlift::receive(&to, listener, &options, &control));
+                let hooks = hotlift::lazy::Hooks::default();
+                let here = Control::new();
+                let sent = hotlift::lazy::restore(&saved, &address, false, &options, &here, hooks);
+                (sent, there.join().unwrap())
+            });
+            let what = format!("{kind:?} {backing:?}");
+            let told = |error: MigrationError| format!("{what}: {}", error.chain());
+            let (sent, received) = (sent.map_err(told).unwrap(), received.map_err(told).unwrap());
+            let figures = received.postcopy.expect("a postcopy");
+            assert_eq!(figures.pages, sent.normal_pages + sent.zero_pages, "{what}");
+            println!(
+                "{what}: {figures:?}, running after {} ms",
+                received.total_ms
+            );
+            to.let_write(50).unwrap();
+            to.check().unwrap_or_else(|error| panic!("{what}: {error}"));
+            let expected = [
+                MigrationEvent::Status(Status::Setup),
+                MigrationEvent::Status(Status::Active),
+                MigrationEvent::Resumed,
+                MigrationEvent::Status(Status::PostcopyActive),
+                MigrationEvent::Status(Status::Completed),
+            ];
+            assert_eq!(*events.lock().unwrap(), expected, "{what}");
+        }
+    }
+}
+
+#[test]
+fn what_came_before_the_switch_stays_unless_it_was_discarded() {
+    if !has_userfault() {
+        return;
+    }
+    for kind in kinds() {
+        let from = paused(kind, &settings());
+        let to = destination(kind, &settings(), Quirks::default());
+        let (listener, address) = listen();
+        let (options, control) = (options(), Control::new());
+        thread::scope(|scope| {
+            let there = scope.spawn(|| hotlift::receive(&to, listener, &options, &control));
+            let script = Script::connect(&from, &address);
+            script.say(&script.opening(true));
+            // Every second run of 16 pages comes before; of each, the first half is out of date.
+            let all = pages(&from);
+            let (early, late): (Vec<_>, Vec<_>) = all
+                .iter()
+                .copied()
+                .partition(|(_, page)| page / 16 % 2 == 0);
+            let (stale, good): (Vec<_>, Vec<_>) =
+                early.iter().copied().partition(|(_, page)| page % 16 < 8);
+            let mut part = vec![2, 0, 0, 0, 0];
+            for (block, page) in &early {
+                let mut bytes = content(&from, *block, *page);
+                if page % 16 < 8 {
+                    bytes[9] ^= 0xff;
+                }
+                part.extend(record(from.ram()[*block].name(), *page, &bytes));
+            }
+            part.extend(EOS);
+            script.say(&part);
+            let mut discards = Vec::new();
+            for (block, page) in all.iter().filter(|page| !good.contains(page)) {
+                let start = (page * PAGE_SIZE) as u64;
+                let name = from.ram()[*block].name();
+                postcopy::put_discard(name, start, PAGE_SIZE as u64, &mut discards).unwrap();
+            }
+            script.say(&discards);
+            script.say(&script.package());
+            script.say(&script.part(&[stale, late].concat()));
+            script.end();
+            assert_eq!(script.shut().0, 0);
+            script.stream.shutdown(Shutdown::Both).unwrap();
+            there.join().unwrap().unwrap();
+        });
+        to.let_write(50).unwrap();
+        to.check().unwrap();
+    }
+}
+
+/// Sends what `script` says, and hangs up; how the destination ends, which must not have run the guest.
+fn refused(options: &Options, quirks: Quirks, script: &dyn Fn(&Script<'_>)) -> MigrationError {
+    let kind = hotlift_vmm::GuestKind::Threads;
+    let from = paused(kind, &settings());
+    let to = destination(kind, &settings(), quirks);
+    let (listener, address) = listen();
+    let (control, events) = watched();
+    let error = thread::scope(|scope| {
+        let there = scope.spawn(|| hotlift::receive(&to, listener, options, &control));
+        let source = Script::connect(&from, &address);
+        script(&source);
+        source.stream.shutdown(Shutdown::Write).unwrap();
+        there.join().unwrap().expect_err("it must be refused")
+    });
+    assert!(!to.runs(), "{}", error.chain());
+    assert!(!events.lock().unwrap().contains(&MigrationEvent::Resumed));
+    assert_eq!(control.status(), Status::Failed);
+    error
+}
+
+#[test]
+fn a_source_that_vanishes_before_run_keeps_its_guest() {
+    if !has_userfault() {
+        return;
+    }
+    let until = |parts: usize, cut: usize| {
+        refused(&options(), Quirks::default(), &|script| {
+            let all = [script.opening(true), script.discards(), script.package()];
+            let bytes = all[..parts].concat();
+            script.say(&bytes[..bytes.len() - cut]);
+        })
+    };
+    for (parts, cut) in [(1, 0), (2, 0), (3, 1), (3, 300)] {
+        let error = until(parts, cut);
+        assert!(
+            matches!(error, MigrationError::Closed { .. }),
+            "{parts} {error}"
+        );
+    }
+}
+
+#[test]
+fn a_guest_that_cannot_load_or_run_stays_with_its_source() {
+    if !has_userfault() {
+        return;
+    }
+    for (load, resume) in [(Obeys::No, Obeys::Yes), (Obeys::Yes, Obeys::No)] {
+        let quirks = Quirks {
+            load,
+            resume,
+            ..Quirks::default()
+        };
+        let error = refused(&options(), quirks, &|script| {
+            script.start();
+            // Until the destination has made up its mind.
+            let mut rest = Vec::new();
+            let _ = (&script.stream).read_to_end(&mut rest);
+        });
+        assert!(error.chain().contains("told not to"), "{}", error.chain());
+    }
+}
+
+#[test]
+fn commands_out_of_place_end_it_before_the_guest_runs() {
+    if !has_userfault() {
+        return;
+    }
+    let command = |put: fn(&mut Vec<u8>)| {
+        let mut out = Vec::new();
+        put(&mut out);
+        out
+    };
+    let (listen, run) = (command(postcopy::put_listen), command(postcopy::put_run));
+    let resume = command(postcopy::put_resume);
+    let outside = {
+        let mut out = Vec::new();
+        let name = "ram".repeat(3);
+        postcopy::put_discard(&name, 0, PAGE_SIZE as u64, &mut out).unwrap();
+        out
+    };
+    let huge = b"\x08\0\x07\0\x04\xff\xff\xff\xff".to_vec();
+    type Bytes<'a> = &'a dyn Fn(&Script<'_>) -> Vec<u8>;
+    let ready = |script: &Script<'_>| [script.opening(true), script.discards()].concat();
+    let behind = |more: &[u8]| {
+        let more = more.to_vec();
+        move |script: &Script<'_>| [ready(script), more.clone()].concat()
+    };
+    let beyond = |script: &Script<'_>| {
+        let mut out = script.opening(true);
+        let ram = &script.guest.ram()[0];
+        postcopy::put_discard(ram.name(), ram.len() as u64, PAGE_SIZE as u64, &mut out).unwrap();
+        out
+    };
+    let cases: &[(&str, Bytes<'_>)] = &[
+        ("without ADVISE", &|script| {
+            [script.opening(false), script.discards()].concat()
+        }),
+        ("a package without ADVISE", &|script| {
+            [script.opening(false), script.package()].concat()
+        }),
+        ("a package without DISCARD", &|script| {
+            [script.opening(true), script.package()].concat()
+        }),
+        ("a range beyond the block", &beyond),
+        ("an unknown block", &behind(&outside)),
+        ("a package of 4 GiB", &behind(&huge)),
+        ("LISTEN alone", &behind(&listen)),
+        ("RUN alone", &behind(&run)),
+        ("RESUME", &behind(&resume)),
+        ("an empty package", &behind(&packaged(&[]))),
+        ("RUN without LISTEN", &behind(&packaged(&run))),
+        ("LISTEN without RUN", &behind(&packaged(&listen))),
+        (
+            "LISTEN twice",
+            &behind(&packaged(&[&listen[..], &listen, &run].concat())),
+        ),
+        (
+            "RUN twice",
+            &behind(&packaged(&[&listen[..], &run, &run].concat())),
+        ),
+        (
+            "half a command",
+            &behind(&packaged(&[&listen[..], &run[..3]].concat())),
+        ),
+        (
+            "a package in a package",
+            &behind(&packaged(&[&listen[..], &packaged(&run)].concat())),
+        ),
+    ];
+    for (what, bytes) in cases {
+        let error = refused(&options(), Quirks::default(), &|script| {
+            script.say(&bytes(script));
+        });
+        let named = matches!(
+            error,
+            MigrationError::Protocol { .. } | MigrationError::Wire { .. }
+        );
+        assert!(named, "{what}: {}", error.chain());
+    }
+}
+
+#[test]
+fn a_destination_without_postcopy_ram_says_so() {
+    let options = Options {
+        postcopy_ram: false,
+        ..options()
+    };
+    let error = refused(&options, Quirks::default(), &|script| script.start());
+    let words = error.chain();
+    assert!(words.contains("postcopy-ram"), "{words}");
+}
+
+#[test]
+fn a_guest_whose_memory_can_have_no_missing_pages_is_refused() {
+    if !has_userfault() {
+        return;
+    }
+    // Nobody may have two: the first one's pages are registered already.
+    let taken = destination(
+        hotlift_vmm::GuestKind::Threads,
+        &settings(),
+        Quirks::default(),
+    );
+    let ram = taken.ram().to_vec();
+    let missing = hotlift_mem::MissingPages::register(&ram).unwrap();
+    let quirks = Quirks {
+        ram: Some(ram),
+        ..Quirks::default()
+    };
+    let error = refused(&options(), quirks, &|script| script.start());
+    let is_named = matches!(&error, MigrationError::Memory(MemError::NotLazy { .. }));
+    assert!(is_named, "{}", error.chain());
+    missing.end();
+}
+
+/// Starts a guest, breaks the connection by `broken`, and brings it the rest over another.
+fn recovers(broken: &dyn Fn(&Script<'_>)) {
+    if !has_userfault() {
+        return;
+    }
+    for kind in kinds() {
+        let from = paused(kind, &settings());
+        let to = destination(kind, &settings(), Quirks::default());
+        let (listener, address) = listen();
+        let (control, events) = watched();
+        let options = options();
+        thread::scope(|scope| {
+            let there = scope.spawn(|| hotlift::receive(&to, listener, &options, &control));
+            let script = Script::connect(&from, &address);
+            script.start();
+            reaches(&control, Status::PostcopyActive);
+            let (again, _) = listen();
+            control.recover(again).expect_err("nothing is lost");
+            broken(&script);
+            reaches(&control, Status::PostcopyPaused);
+            assert!(to.runs());
+            drop(script);
+            // The first that connects again says nothing of use; the second is cut short.
+            for attempt in 0..3 {
+                let (listener, address) = listen();
+                control.recover(listener).expect("it waits");
+                let script = Script::connect(&from, &address);
+                match attempt {
+                    0 => script.say(b"\x08\0\x05\0\0"),
+                    1 => {
+                        script.resume();
+                    }
+                    _ => {
+                        let missing = script.resume();
+                        assert!(missing.len() < pages(&from).len(), "some had come");
+                        script.say(&script.part(&missing));
+                        script.end();
+                        assert_eq!(script.shut().0, 0);
+                        break;
+                    }
+                }
+                script.stream.shutdown(Shutdown::Write).unwrap();
+                // Until the destination has given it up.
+                let mut rest = Vec::new();
+                let _ = (&script.stream).read_to_end(&mut rest);
+                reaches(&control, Status::PostcopyPaused);
+            }
+            there.join().unwrap().unwrap();
+        });
+        to.let_write(50).unwrap();
+        to.check().unwrap();
+        let resumed = events.lock().unwrap();
+        let resumed = resumed
+            .iter()
+            .filter(|event| **event == MigrationEvent::Resumed);
+        assert_eq!(resumed.count(), 1, "it ran all the time");
+    }
+}
+
+#[test]
+fn a_source_that_vanishes_after_run_is_recovered_from() {
+    recovers(&|script| {
+        let part = script.half();
+        script.say(&part[..part.len() - 2000]);
+        script.stream.shutdown(Shutdown::Write).unwrap();
+    });
+}
+
+#[test]
+fn a_page_that_comes_twice_pauses_the_migration_and_not_the_guest() {
+    recovers(&|script| {
+        let (block, page) = filled(script.guest)[0];
+        let one = script.part(&[(block, page)]);
+        let mut other = content(script.guest, block, page);
+        other[5] ^= 1;
+        let other = record(script.guest.ram()[block].name(), page, &other);
+        script.say(&[&one[..], &[2, 0, 0, 0, 0], &other].concat());
+    });
+}
+
+#[test]
+fn pages_outside_the_blocks_pause_the_migration_and_not_the_guest() {
+    for beyond in [0, 1, 1 << 40] {
+        recovers(&|script| {
+            script.say(&script.half());
+            let ram = &script.guest.ram()[0];
+            let page = record(ram.name(), ram.pages() + beyond, &[1; PAGE_SIZE]);
+            script.say(&[&[2, 0, 0, 0, 0][..], &page].concat());
+        });
+    }
+}
+
+#[test]
+fn who_calls_off_a_guest_that_waits_for_pages_is_told_that_they_are_missing() {
+    if !has_userfault() {
+        return;
+    }
+    let kind = hotlift_vmm::GuestKind::Threads;
+    let from = paused(kind, &settings());
+    // Its threads wait for pages for as long as this process lives.
+    let to = Box::leak(Box::new(destination(kind, &settings(), Quirks::default())));
+    let (listener, address) = listen();
+    let (options, control) = (options(), Control::new());
+    let error = thread::scope(|scope| {
+        let there = scope.spawn(|| hotlift::receive(to, listener, &options, &control));
+        let script = Script::connect(&from, &address);
+        script.start();
+        reaches(&control, Status::PostcopyActive);
+        drop(script);
+        reaches(&control, Status::PostcopyPaused);
+        control.cancel();
+        there.join().unwrap().unwrap_err()
+    });
+    assert!(
+        matches!(error, MigrationError::PagesMissing { .. }),
+        "{error}"
+    );
+    assert_eq!(control.status(), Status::PostcopyPaused);
+}
