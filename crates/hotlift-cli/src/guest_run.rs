@@ -310,6 +310,14 @@ impl Session<'_> {
             "the guest runs here after {:.0} ms, {} normal and {} zero pages, CPU {:.2} s",
             received.total_ms, received.normal_pages, received.zero_pages, received.side.cpu_s
         ));
+        if let Some(lazy) = &received.postcopy {
+            let [median, one_in_100, longest] = lazy.wait_us;
+            self.say(&format!(
+                "all pages were there after {:.0} ms; it waited for {} of them, {median:.0} us (p50), \
+                 {one_in_100:.0} us (p99), {longest:.0} us at most",
+                lazy.complete_ms, lazy.requests
+            ));
+        }
         self.tell(&Event::Received {
             report: received.clone(),
         });

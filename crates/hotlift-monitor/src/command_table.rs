@@ -54,6 +54,7 @@ pub static COMMANDS: &[CommandInfo] = &[
         None,
     ),
     command("migrate-pause", &[], None),
+    command("migrate-recover", &[needed("uri", Type::Str)], None),
     command(
         "migrate-set-capabilities",
         &[needed(

@@ -381,6 +381,29 @@ impl GuestMonitor {
         running.map(|()| at)
     }
 
+    /// Listens once more, for a source that has the pages which the guest waits for.
+    fn recover(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        let control = {
+            let state = self.0.lock();
+            let incoming = state.running().filter(|one| one.listens_at.is_some());
+            let paused = incoming.filter(|one| one.control.status() == Status::PostcopyPaused);
+            let migration = paused.ok_or_else(refusal::not_paused)?;
+            migration.control.clone()
+        };
+        let address = address::of_arguments(arguments)?;
+        // Without the lock: a name may take its time.
+        let listening = address.listen().map_err(MigrationError::from);
+        let listener = listening.map_err(|error| Refusal::generic(error.chain()))?;
+        let at = listener.address().ok();
+        control
+            .recover(listener)
+            .map_err(|_| refusal::not_paused())?;
+        if let Some(migration) = &mut self.0.lock().migration {
+            migration.listens_at = at.or(migration.listens_at.take());
+        }
+        Ok(json!({}))
+    }
+
     fn cancel(&self) -> Value {
         let mut state = self.0.lock();
         let outgoing = state.running().filter(|one| one.listens_at.is_none());
@@ -518,6 +541,7 @@ impl Commands for GuestMonitor {
                 let exit = given.get("exit-on-error") != Some(&Value::Bool(false));
                 self.receive(&address, exit).map(|_| json!({}))
             }
+            "migrate-recover" => self.recover(given),
             "migrate_cancel" => Ok(self.cancel()),
             "migrate-continue" => self.proceed(given),
             "migrate-pause" => Err(refusal::no_postcopy()),
@@ -733,6 +757,9 @@ mod tests {
         let info = ask("query-migrate", Value::Null).unwrap();
         assert_eq!(info["status"], "setup");
         assert_eq!(info["socket-address"], json!([address::to_qapi(&at)]));
+        let refused = ask("migrate-recover", json!({ "uri": "tcp:127.0.0.1:0" }));
+        let why = "Migrate recover can only be run when postcopy is paused.";
+        assert_eq!(refused.unwrap_err().desc, why);
         monitor.end(false);
     }
 }

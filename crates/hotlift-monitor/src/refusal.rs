@@ -19,6 +19,11 @@ pub fn no_postcopy() -> Refusal {
     )
 }
 
+/// `migrate-recover`.
+pub fn not_paused() -> Refusal {
+    Refusal::generic("Migrate recover can only be run when postcopy is paused.")
+}
+
 /// Why a migration failed (`error-desc`): as QEMU says it, where tools look for its words.
 pub fn error_desc(error: &MigrationError) -> String {
     let MigrationError::Transport(TransportError::Connect { uri, source }) = error else {

@@ -22,6 +22,7 @@ const OF_OTHERS: &[(&str, &str)] = &[
     ("migrate-incoming", "a relay listens from its start"),
     ("migrate-continue", "the source's QEMU waits, and is told"),
     ("migrate-pause", "the source's QEMU has postcopy"),
+    ("migrate-recover", "the destination's QEMU has postcopy"),
     (
         "migrate-set-capabilities",
         "they are flags of the command, and both QEMUs' own",

@@ -26,6 +26,7 @@ fn idle_script() -> Vec<(&'static str, Value)> {
         "query-migrationthreads",
         "migrate_cancel",
         "migrate-pause",
+        "migrate-recover",
         "migrate-continue",
         "migrate-set-capabilities",
         "migrate",

@@ -54,6 +54,8 @@ fn the_human_monitor_prints_what_qemu_prints() {
         "migrate_continue foo",
         "migrate_continue pre-switchover",
         "migrate_pause",
+        "migrate_recover",
+        "migrate_recover tcp:127.0.0.1:0",
         "migrate_cancel",
         "migrate_incoming tcp:127.0.0.1:0",
         "migrate_set_capability multifd",

@@ -36,7 +36,9 @@ pub fn complete(line: &str) -> (usize, Vec<String>) {
             .collect(),
         (Some("migrate_continue"), 1) => vec!["pre-switchover".to_owned()],
         (Some("migrate"), _) => ["tcp:", "unix:", "-d"].map(str::to_owned).to_vec(),
-        (Some("migrate_incoming"), 1) => ["tcp:", "unix:"].map(str::to_owned).to_vec(),
+        (Some("migrate_incoming" | "migrate_recover"), 1) => {
+            ["tcp:", "unix:"].map(str::to_owned).to_vec()
+        }
         _ => Vec::new(),
     };
     let word = &line[start..];

@@ -73,6 +73,7 @@ fn run_words(commands: &dyn Commands, mut words: Words<'_>) -> Result<Answer, Co
         }
         // A process that people talk to does not end because one URI was wrong.
         "migrate_incoming" => json!({"uri": arguments.word()?, "exit-on-error": false}),
+        "migrate_recover" => json!({"uri": arguments.word()?}),
         "migrate_continue" => {
             let state = arguments.word()?;
             arguments.end()?;

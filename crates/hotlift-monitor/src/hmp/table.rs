@@ -73,6 +73,13 @@ pub static COMMANDS: &[HmpCommand] = &[
         qmp: "migrate-pause",
     },
     HmpCommand {
+        names: &["migrate_recover"],
+        arguments: "uri",
+        flags: "",
+        help: "wait at uri for the source of a guest that lost it in postcopy",
+        qmp: "migrate-recover",
+    },
+    HmpCommand {
         names: &["migrate_set_capability"],
         arguments: "capability on|off",
         flags: "",

@@ -135,6 +135,11 @@ fn every_command_reaches_qmp_with_its_arguments() {
         ),
         ("migrate_cancel", "migrate_cancel", json!(null)),
         ("migrate_pause", "migrate-pause", json!(null)),
+        (
+            "migrate_recover tcp::4445",
+            "migrate-recover",
+            json!({"uri": "tcp::4445"}),
+        ),
         ("stop", "stop", json!(null)),
         ("s", "stop", json!(null)),
         ("cont", "cont", json!(null)),
