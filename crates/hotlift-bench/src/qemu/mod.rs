@@ -283,6 +283,7 @@ impl Program {
                 // QEMU's destination counts nothing.
                 normal_pages: normal,
                 zero_pages: report.zero_pages,
+                postcopy: None,
                 side: side(&destination_used, normal),
             },
             source: SourceReport {
