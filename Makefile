@@ -3,8 +3,8 @@
 # make test    installs what the tests need, and runs all of them
 # make campaign  runs 2,000 random faults on real migrations and counts what came of them (root; an hour; goes on
 #                where it was ended)
-# make qemu-matrix  moves virtual machines between QEMU 7.2 and 10.0 in every combination of settings, where 'make test'
-#                moves some of them (hours)
+# make qemu-matrix  moves virtual machines between QEMU 7.2, 10.0 and 11.1 in every combination of settings, where
+#                'make test' moves some of them (hours)
 # make fuzz    runs each fuzz target for five minutes, two at a time (three quarters of an hour)
 # make bench   measures beside QEMU 10.0, and 'compress' beside 7.2 (root; 20 minutes)
 # make bench-suites  the full run of a machine by 'hotlift bench': the published tables, beside QEMU, by bandwidth
@@ -69,9 +69,10 @@ test:
 	@# What cannot be fetched is said by the tests that need it: "skip: KEY: REASON".
 	@scripts/linux-guest >/dev/null; \
 	HOTLIFT_QEMU10=$$(scripts/qemu-10.0); \
+	HOTLIFT_QEMU11=$$(scripts/qemu-11); \
 	HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries); \
 	HOTLIFT_QEMU_QMP=$$(scripts/qemu-qmp); \
-	export HOTLIFT_QEMU10 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; \
+	export HOTLIFT_QEMU10 HOTLIFT_QEMU11 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; \
 	$(MAKE) --no-print-directory fmt lint unit campaign-short
 	scripts/fuzz $(TEST_FUZZ_SECONDS)
 
@@ -103,7 +104,7 @@ campaign-short:
 qemu-matrix:
 	@scripts/install-packages $(TEST_PACKAGES)
 	@mkdir -p $(MATRIX_OUT)
-	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) HOTLIFT_MATRIX_RESULT=$(abspath $(MATRIX_OUT)/combinations.txt) \
+	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) HOTLIFT_QEMU11=$$(scripts/qemu-11) HOTLIFT_MATRIX_RESULT=$(abspath $(MATRIX_OUT)/combinations.txt) \
 		cargo test --locked --package hotlift-cli --test qemu -- --ignored --exact --nocapture \
 		matrix::machines_move_through_relays_in_every_combination_of_settings
 

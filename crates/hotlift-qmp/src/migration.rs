@@ -274,6 +274,14 @@ mod tests {
     }
 
     #[test]
+    fn what_cleans_up_after_a_failure_or_waits_for_devices_has_not_ended() {
+        for status in ["failing", "postcopy-device", "postcopy-recover-setup"] {
+            let info: MigrationInfo = serde_json::from_value(json!({ "status": status })).unwrap();
+            assert!(info.is_running() && !info.has_failed() && !info.is_completed());
+        }
+    }
+
+    #[test]
     fn unknown_members_are_passed_over_and_negative_numbers_are_no_failure() {
         let info: MigrationInfo = serde_json::from_value(json!({
             "status": "active", "expected-downtime": -1, "total-time": 7, "x-new": {},

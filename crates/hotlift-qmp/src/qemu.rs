@@ -216,7 +216,7 @@ impl Qemu {
     }
 
     /// `query-migrationthreads`: names of the threads that an outgoing migration still has; `None` from
-    /// a QEMU before 8.0, which does not know the command.
+    /// a QEMU before 8.0 or of 11.1, which do not know the command.
     ///
     /// # Errors
     /// As [`Client::execute`].

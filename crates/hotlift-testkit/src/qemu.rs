@@ -19,8 +19,12 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Of every [`machine`]; multifd channels carry it.
 pub const UUID: &str = "486f746c-6966-7420-6265-736964652051";
 
-/// Machine that both releases have.
+/// Machine that all releases have.
 pub const PC_7: &str = "pc-i440fx-7.2";
+/// Machine of QEMU 10.0: barriers by round, SWITCHOVER_START, zero pages in packets.
+pub const PC_10: &str = "pc-i440fx-10.0";
+/// Machine of QEMU 11.1.
+pub const PC_11: &str = "pc-i440fx-11.1";
 
 /// QMP socket of the test alone, in a QEMU's folder.
 pub const QMP: &str = "test.qmp";
@@ -34,6 +38,9 @@ pub enum Release {
     /// bookworm-backports', unpacked by `scripts/qemu-10.0`.
     #[serde(rename = "10.0")]
     V10,
+    /// forky's, unpacked by `scripts/qemu-11`.
+    #[serde(rename = "11.1")]
+    V11,
 }
 
 impl Release {
@@ -43,6 +50,17 @@ impl Release {
         match self {
             Self::V7 => "7.2",
             Self::V10 => "10.0",
+            Self::V11 => "11.1",
+        }
+    }
+
+    /// Its newest machine.
+    #[must_use]
+    pub fn machine(self) -> &'static str {
+        match self {
+            Self::V7 => PC_7,
+            Self::V10 => PC_10,
+            Self::V11 => PC_11,
         }
     }
 
@@ -59,11 +77,8 @@ impl Release {
                 };
                 IS_V7.get_or_init(is_v7).then_some(found)
             }
-            Self::V10 => {
-                let folder = set("HOTLIFT_QEMU10");
-                let folder = folder.unwrap_or_else(|| cache().join("qemu-10.0/bin"));
-                Some(folder.join(PROGRAM)).filter(|program| program.exists())
-            }
+            Self::V10 => fetched("HOTLIFT_QEMU10", "qemu-10.0"),
+            Self::V11 => fetched("HOTLIFT_QEMU11", "qemu-11"),
         }
     }
 
@@ -84,6 +99,7 @@ impl Release {
         match self {
             Self::V7 => ("qemu-7.2", "PATH has no qemu-system-x86_64 of version 7.2"),
             Self::V10 => ("qemu-10.0", "scripts/qemu-10.0 fetches it"),
+            Self::V11 => ("qemu-11.1", "scripts/qemu-11 fetches it"),
         }
     }
 }
@@ -98,6 +114,12 @@ pub fn installed() -> Option<PathBuf> {
         skip!("qemu", "no {PROGRAM} in PATH (package qemu-system-x86)");
     }
     found
+}
+
+/// One that a script has fetched: in the folder that `variable` names, or in the cache.
+fn fetched(variable: &str, name: &str) -> Option<PathBuf> {
+    let folder = set(variable).unwrap_or_else(|| cache().join(name).join("bin"));
+    Some(folder.join(PROGRAM)).filter(|program| program.exists())
 }
 
 fn find_installed() -> Option<PathBuf> {

@@ -5,24 +5,26 @@ use serde_json::json;
 use crate::guest::Guest;
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Route, Side};
-use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm};
+use crate::vm::{Accelerator, Machine, PC_7, Release, Vm};
 
 const CHANNELS: Multifd = Multifd::Channels(2);
 
-/// QEMU and its machine, its `multifd-compression`, and the method between relays.
-pub const COMPRESSED_BY_QEMU: [(Release, &str, &str, &str); 4] = [
-    (Release::V10, PC_10, "zlib", "zstd"),
-    (Release::V10, PC_10, "zstd", "none"),
-    (Release::V7, PC_7, "zlib", "zlib"),
-    (Release::V7, PC_7, "zstd", "zstd"),
+/// QEMU, its `multifd-compression`, and the method between relays.
+pub const COMPRESSED_BY_QEMU: [(Release, &str, &str); 5] = [
+    (Release::V10, "zlib", "zstd"),
+    (Release::V10, "zstd", "none"),
+    (Release::V7, "zlib", "zlib"),
+    (Release::V7, "zstd", "zstd"),
+    (Release::V11, "zstd", "zlib"),
 ];
 
-/// QEMU and its machine, its `multifd-compression`, and whether two relays are in between or one.
-pub const COMPRESSED_FOR_QEMU: [(Release, &str, &str, bool); 4] = [
-    (Release::V10, PC_10, "zlib", false),
-    (Release::V10, PC_10, "zstd", true),
-    (Release::V7, PC_7, "zlib", true),
-    (Release::V7, PC_7, "zstd", false),
+/// QEMU, its `multifd-compression`, and whether two relays are in between or one.
+pub const COMPRESSED_FOR_QEMU: [(Release, &str, bool); 5] = [
+    (Release::V10, "zlib", false),
+    (Release::V10, "zstd", true),
+    (Release::V7, "zlib", true),
+    (Release::V7, "zstd", false),
+    (Release::V11, "zstd", false),
 ];
 
 /// Capabilities of a 7.2 source without multifd.
@@ -43,7 +45,7 @@ fn machine(name: &'static str) -> Machine {
 
 #[test]
 fn pages_that_qemu_has_compressed_are_read_and_compressed_anew() {
-    for (from, name, theirs, ours) in COMPRESSED_BY_QEMU {
+    for (from, theirs, ours) in COMPRESSED_BY_QEMU {
         println!("{from:?} {theirs} -> {ours}");
         let route = Route {
             source: Side::new(CHANNELS).method(theirs).with("return-path"),
@@ -51,7 +53,7 @@ fn pages_that_qemu_has_compressed_are_read_and_compressed_anew() {
             relays: Some(RelayOptions::new(ours, CHANNELS, CHANNELS)),
             live: true,
         };
-        let moved = need!(route.take(need!(Vm::running(from, &machine(name))), from));
+        let moved = need!(route.take(need!(Vm::running(from, &machine(from.machine()))), from));
         let reports = moved.reports.expect("reports");
         let read = reports[0]["received_bytes"].as_u64().expect("a number");
         let pages = reports[0]["normal_pages"].as_u64().expect("a number");
@@ -61,7 +63,7 @@ fn pages_that_qemu_has_compressed_are_read_and_compressed_anew() {
 
 #[test]
 fn qemu_reads_pages_that_a_relay_has_compressed_for_it() {
-    for (to, name, method, two) in COMPRESSED_FOR_QEMU {
+    for (to, method, two) in COMPRESSED_FOR_QEMU {
         println!("{method} -> {to:?}, two relays: {two}");
         let mut relays = RelayOptions::alone(method, CHANNELS);
         if two {
@@ -75,7 +77,7 @@ fn qemu_reads_pages_that_a_relay_has_compressed_for_it() {
             relays: Some(relays),
             live: true,
         };
-        let moved = need!(route.take(need!(Vm::running(to, &machine(name))), to));
+        let moved = need!(route.take(need!(Vm::running(to, &machine(to.machine()))), to));
         let reports = moved.reports.expect("reports");
         assert_eq!(reports.last().expect("a report")["method"], method);
     }

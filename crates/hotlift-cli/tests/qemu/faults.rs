@@ -469,12 +469,10 @@ fn whoever_is_killed_the_guest_runs_on_one_side_or_dies_with_its_qemu() {
 }
 
 #[test]
-fn whoever_is_killed_between_older_qemus_the_guest_runs_on_one_side() {
-    killed_in(
-        Release::V7,
-        Release::V7,
-        &[Phase::FirstRound, Phase::Switchover],
-    );
+fn whoever_is_killed_between_older_or_newer_qemus_the_guest_runs_on_one_side() {
+    for release in [Release::V7, Release::V11] {
+        killed_in(release, release, &[Phase::FirstRound, Phase::Switchover]);
+    }
 }
 
 /// The channel that is cut stands for all.

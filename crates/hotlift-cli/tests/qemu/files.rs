@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::guest::Guest;
 use crate::need;
 use crate::route::{Multifd, Side, differ};
-use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, folder, until};
+use crate::vm::{Accelerator, Machine, PC_7, PC_10, PC_11, Release, Vm, folder, until};
 
 pub fn machine(name: &'static str, accelerator: Accelerator) -> Machine {
     Machine {
@@ -136,21 +136,14 @@ fn a_running_machine_goes_on_from_its_file() {
     let file = folder.path().join("vm");
     use Accelerator::{Kvm, Tcg};
     use Multifd::{Channels, Off};
-    use Release::{V7, V10};
+    use Release::{V7, V10, V11};
+    let (two, four) = (Channels(2), Channels(4));
     for (from, to, name, accelerator, saved_from, channels, method, restored_to) in [
-        (
-            V10,
-            V10,
-            PC_10,
-            Kvm,
-            Channels(4),
-            Channels(2),
-            "zstd",
-            Channels(2),
-        ),
-        (V7, V10, PC_7, Kvm, Off, Channels(2), "zlib", Channels(1)),
+        (V10, V10, PC_10, Kvm, four, two, "zstd", two),
+        (V7, V10, PC_7, Kvm, Off, two, "zlib", Channels(1)),
         (V10, V7, PC_7, Kvm, Off, Off, "none", Off),
         (V10, V10, PC_10, Tcg, Channels(1), Channels(3), "none", Off),
+        (V11, V11, PC_11, Kvm, four, two, "zstd", two),
     ] {
         println!("{from:?} {saved_from} -> {channels} {method} -> {to:?} {restored_to}");
         let machine = machine(name, accelerator);
@@ -190,13 +183,16 @@ fn a_running_machine_goes_on_from_its_file() {
 fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
     let folder = folder();
     let file = folder.path().join("vm");
-    for (from, name, multifd, live) in [
-        (Release::V10, PC_10, Multifd::Channels(4), true),
-        (Release::V10, PC_10, Multifd::Off, false),
-        (Release::V7, PC_7, Multifd::Channels(2), false),
-        (Release::V7, PC_7, Multifd::Off, true),
+    use Multifd::{Channels, Off};
+    use Release::{V7, V10, V11};
+    for (from, to, name, multifd, live) in [
+        (V10, V10, PC_10, Channels(4), true),
+        (V10, V10, PC_10, Off, false),
+        (V7, V10, PC_7, Channels(2), false),
+        (V7, V10, PC_7, Off, true),
+        (V11, V11, PC_11, Channels(2), true),
     ] {
-        println!("{from:?} {multifd} live: {live}");
+        println!("{from:?} -> {to:?} {multifd} live: {live}");
         let machine = machine(name, Accelerator::Kvm);
         let mut here = need!(Vm::running(from, &machine));
         let before = match live {
@@ -211,8 +207,8 @@ fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
             FileFormat::MappedRam,
             &settings,
         );
-        for loaded_with in [Multifd::Off, Multifd::Channels(2)] {
-            let mut there = need!(Vm::waiting(Release::V10, &machine));
+        for loaded_with in [Off, Channels(2)] {
+            let mut there = need!(Vm::waiting(to, &machine));
             Side::new(loaded_with).with("mapped-ram").apply(&mut there);
             let uri = format!("file:{}", file.display());
             there.qmp.migrate_incoming(&uri, true).expect("it loads");
@@ -230,26 +226,17 @@ fn qemu_loads_the_mapped_ram_file_that_is_written_here() {
 fn a_mapped_ram_file_of_qemu_is_read_to_its_last_page() {
     let folder = folder();
     let file = folder.path().join("vm");
-    for (name, multifd, to, restored_to, live) in [
-        (
-            PC_10,
-            Multifd::Off,
-            Release::V10,
-            Multifd::Channels(2),
-            false,
-        ),
-        (
-            PC_10,
-            Multifd::Channels(4),
-            Release::V10,
-            Multifd::Off,
-            true,
-        ),
-        (PC_7, Multifd::Off, Release::V7, Multifd::Channels(2), false),
+    use Multifd::{Channels, Off};
+    use Release::{V7, V10, V11};
+    for (from, name, multifd, to, restored_to, live) in [
+        (V10, PC_10, Off, V10, Channels(2), false),
+        (V10, PC_10, Channels(4), V10, Off, true),
+        (V10, PC_7, Off, V7, Channels(2), false),
+        (V11, PC_11, Channels(2), V11, Channels(2), true),
     ] {
-        println!("{name} {multifd} -> {to:?} {restored_to} live: {live}");
+        println!("{from:?} {name} {multifd} -> {to:?} {restored_to} live: {live}");
         let machine = machine(name, Accelerator::Kvm);
-        let mut here = need!(Vm::running(Release::V10, &machine));
+        let mut here = need!(Vm::running(from, &machine));
         let before = match live {
             true => here.count().expect("the guest counts"),
             false => here.prove(),

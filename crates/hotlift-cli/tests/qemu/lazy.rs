@@ -12,7 +12,7 @@ use crate::hotlift::Hotlift;
 use crate::need;
 use crate::operator::succeeds;
 use crate::route::{Multifd, Side};
-use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, folder};
+use crate::vm::{Accelerator, Machine, PC_7, PC_10, PC_11, Release, Vm, folder};
 
 /// Has a machine listen for the VM in the file `from`, and restores it.
 fn restore_lazily(
@@ -39,12 +39,15 @@ fn a_guest_runs_before_it_has_its_pages_and_gets_them_all() {
     let folder = folder();
     let file = folder.path().join("vm");
     use Accelerator::{Kvm, Tcg};
-    use Release::{V7, V10};
+    use Release::{V7, V10, V11};
     for (from, to, name, accelerator, method) in [
         (V10, V10, PC_10, Kvm, "zstd"),
         (V7, V7, PC_7, Kvm, "zlib"),
         (V7, V10, PC_7, Kvm, "none"),
         (V10, V10, PC_10, Tcg, "lz4"),
+        (V11, V11, PC_11, Kvm, "zstd"),
+        (V7, V11, PC_7, Kvm, "none"),
+        (V11, V10, PC_10, Kvm, "zlib"),
     ] {
         println!("{from:?} {method} -> {to:?}");
         let machine = machine(name, accelerator);
@@ -84,7 +87,7 @@ fn saved_as(files: &Path, name: &str, machine: &Machine) -> Option<(String, u64)
 #[test]
 fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
     let files = folder();
-    for release in [Release::V10, Release::V7] {
+    for release in [Release::V10, Release::V7, Release::V11] {
         let machine = machine(PC_7, Accelerator::Kvm);
         let (file, before) = need!(saved(files.path(), &machine));
         let mut there = need!(Vm::waiting(release, &machine));

@@ -11,7 +11,8 @@ use crate::guest::Guest;
 use crate::hotlift::{Hotlift, errors};
 use crate::need;
 use crate::vm::{
-    Accelerator, DEADLINE, Machine, PC_7, PC_10, Release, Vm, command_line, count_in, folder, until,
+    Accelerator, DEADLINE, Machine, PC_7, PC_10, PC_11, Release, Vm, command_line, count_in,
+    folder, until,
 };
 
 pub fn machine(name: &'static str) -> Machine {
@@ -50,11 +51,12 @@ pub fn has_moved(here: &mut Vm, there: &mut Vm) {
 
 #[test]
 fn migrate_takes_a_guest_to_the_qemu_that_serve_holds() {
-    use Release::{V7, V10};
+    use Release::{V7, V10, V11};
     for (from, to, name, options) in [
         (V10, V10, PC_10, ["--method=zstd", "--channels=4"]),
         (V7, V10, PC_7, ["--method=none", "--multifd=off"]),
         (V10, V7, PC_7, ["--method=zlib", "--channels=1"]),
+        (V11, V11, PC_11, ["--method=zstd", "--channels=2"]),
     ] {
         println!("{from:?} -> {to:?} {options:?}");
         let mut here = need!(Vm::running(from, &machine(name)));

@@ -12,7 +12,7 @@ use crate::guest::Guest;
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Relays, Side};
 use crate::tls::{Certificates, flag};
-use crate::vm::{Accelerator, DEADLINE, Machine, PC_7, PC_10, Release, Vm};
+use crate::vm::{Accelerator, DEADLINE, Machine, Release, Vm};
 
 /// So slow that precopy is far from its end when the guest is switched over, and postcopy from its own
 /// until it is let go: of 64 MiB each sends 1 a second. What the guest asks for comes at once, but half
@@ -63,10 +63,7 @@ impl Way {
     fn begin(&self) -> Option<Moving> {
         println!("{self:?}");
         let machine = Machine {
-            name: match self.release {
-                Release::V7 => PC_7,
-                Release::V10 => PC_10,
-            },
+            name: self.release.machine(),
             accelerator: Accelerator::Kvm,
             guest: Guest::program(),
         };
@@ -183,9 +180,10 @@ fn is_turned_away(to: &str, folder: Option<&Path>) {
 
 #[test]
 fn a_guest_in_postcopy_fetches_its_pages_through_the_relays() {
-    for preempt in [false, true] {
+    use Release::{V10, V11};
+    for (release, preempt) in [(V10, false), (V10, true), (V11, true)] {
         let way = Way {
-            release: Release::V10,
+            release,
             preempt,
             tls: None,
         };

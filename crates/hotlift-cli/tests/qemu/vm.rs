@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_qmp::{MigrationInfo, Qemu};
 use hotlift_testkit::qemu::{self, Launched};
-pub use hotlift_testkit::qemu::{PC_7, Release, UUID};
+pub use hotlift_testkit::qemu::{PC_7, PC_10, PC_11, Release, UUID};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -60,9 +60,6 @@ pub struct Machine {
     pub accelerator: Accelerator,
     pub guest: Arc<Guest>,
 }
-
-/// Machine of QEMU 10.0: barriers by round, SWITCHOVER_START, zero pages in packets.
-pub const PC_10: &str = "pc-i440fx-10.0";
 
 /// A running QEMU.
 pub struct Vm {
