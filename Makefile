@@ -12,6 +12,8 @@
 # make bench-relay   measures QEMU to QEMU over limited links, straight and through relays (root; three quarters of an hour)
 # make bench-auto    measures method auto beside the fixed ones: links that change, fills, neighbours, writing guests,
 #                relays (root; seven hours, with REPEATS=1 a fifth of that)
+# make bench-restore  measures how soon a saved VM runs, beside QEMU's mapped-ram, exec:zstd and a raw file (root; an
+#                hour; RAM=512M and REPEATS=1 for less)
 
 # A C compiler and binutils build the codecs and the guest program; ISA-L is the fastest deflate, and is
 # opened at run time.
@@ -38,7 +40,8 @@ CAMPAIGN_OUT = bench/results/$(shell date -u +%F)-campaign
 # Raw result of the matrix of QEMUs. What has moved by it is not moved again, so that a run that was ended goes on.
 MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
 
-.PHONY: demo build test fmt lint unit campaign campaign-short qemu-matrix fuzz bench bench-suites bench-relay bench-auto
+.PHONY: demo build test fmt lint unit campaign campaign-short qemu-matrix fuzz bench bench-suites bench-relay bench-auto \
+	bench-restore
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
 # mix if there is none.
@@ -152,3 +155,15 @@ bench-auto: build
 	-$(RELAYS) --link 200mbit --method none,lz4,zlib,zstd,auto
 	-$(RELAYS) --link 1gbit --method none,lz4,zlib,zstd,auto
 	target/release/hotlift bench --kept $(OUT)/runs.jsonl
+
+# RAM sizes; the saved VMs of one take 2.7 times as much on the disk.
+RAM = 512M,2G,8G
+bench-restore: RESULTS = restore
+bench-restore: REPEATS = 10
+bench-restore: FILES = .cache/bench-restore
+bench-restore: build
+	@scripts/install-packages $(BENCH_PACKAGES) python3 zstd
+	@mkdir -p $(FILES)
+	-bench/restore.py --ram $(RAM) --repeats $(REPEATS) $(if $(filter generated,$(FILL)),,--fill $(FILL)) \
+		--qemu $(QEMU) --newer-qemu $$(scripts/qemu-11)/qemu-system-x86_64 --files $(FILES) --out $(OUT)
+	bench/restore.py --table $(OUT)/runs.jsonl

@@ -7,7 +7,8 @@
 import json
 import sys
 from statistics import median
-from xml.sax.saxutils import escape
+
+from picture import WIDTH, frame, text
 
 METHODS = ("none", "zstd", "zlib")
 SIDES = ("qemu", "hotlift")
@@ -15,7 +16,7 @@ NAMES = {"qemu": "QEMU 10.0", "hotlift": "Hotlift"}
 # Source and destination; readable on white and on GitHub's dark background.
 COLOURS = {("qemu", "source"): "#8a8f98", ("qemu", "destination"): "#b9bdc4",
            ("hotlift", "source"): "#d9480f", ("hotlift", "destination"): "#f59f5b"}
-WIDTH, LEFT, RIGHT, BAR, GAP, GROUP, TOP = 760, 150, 150, 20, 4, 26, 66
+LEFT, RIGHT, BAR, GAP, GROUP, TOP = 150, 150, 20, 4, 26, 66
 
 
 def main():
@@ -41,13 +42,7 @@ def has_content(row):
 def draw(bars):
     # Each method has its own scale: zlib needs forty times what none does.
     height = TOP + len(METHODS) * (2 * (BAR + GAP) + GROUP) + 34
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'font-family="system-ui, sans-serif" font-size="13">',
-        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-        text(16, 26, "CPU seconds per GiB of non-zero pages, source + destination", 15, "600"),
-        text(16, 46, "2 GiB, 90 % Silesia, 2 channels over loopback; medians; each method on its own scale", 12),
-    ]
+    out = []
     y = TOP
     for method in METHODS:
         of_method = [bar for bar in bars if bar[0] == method]
@@ -66,13 +61,8 @@ def draw(bars):
             y += BAR + GAP
         y += GROUP
     out.append(text(16, height - 14, "Dark: source. Light: destination.", 12))
-    out.append("</svg>")
-    return "\n".join(out)
-
-
-def text(x, y, words, size, weight="400", anchor="start"):
-    return (f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" '
-            f'text-anchor="{anchor}" fill="#1f2328">{escape(words)}</text>')
+    return frame(height, "CPU seconds per GiB of non-zero pages, source + destination",
+                 "2 GiB, 90 % Silesia, 2 channels over loopback; medians; each method on its own scale", out)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ import math
 import sys
 from statistics import median
 
-from chart import text
+from picture import WIDTH, curves, frame, level, text
 
 # In the order of the legend; readable on white and on GitHub's dark background.
 METHODS = {"none": "#8a8f98", "lz4": "#3b82c4", "zstd 1": "#7c5cbf", "auto": "#d9480f"}
 RATES = {"200mbit": 0.2, "500mbit": 0.5, "1gbit": 1, "2.5gbit": 2.5, "5gbit": 5, "10gbit": 10}
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 64, 96, 66, 48
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 64, 96, 66, 48
 SECONDS = (0.3, 20)
 
 
@@ -49,35 +49,15 @@ def y_of(seconds):
 
 
 def draw(times):
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'font-family="system-ui, sans-serif" font-size="13">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>',
-        text(16, 26, "Seconds to migrate 512 MiB, 90 % Silesia, by the rate of the wire", 15, "600"),
-        text(16, 46, "both ends on two cores; medians; both axes are logarithmic", 12),
-    ]
-    for seconds in (0.5, 1, 2, 5, 10, 20):
-        y = y_of(seconds)
-        out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.0f}" y2="{y:.0f}" stroke="#e3e5e8"/>')
-        out.append(text(LEFT - 8, y + 4, f"{seconds:g} s", 12, anchor="end"))
+    out = [level(LEFT, WIDTH - RIGHT, y_of(seconds), f"{seconds:g} s") for seconds in (0.5, 1, 2, 5, 10, 20)]
     for rate in RATES.values():
         out.append(text(x_of(rate), HEIGHT - BOTTOM + 20, f"{rate:g}", 12, anchor="middle"))
     out.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "Gbit/s", 12, anchor="middle"))
-    ends = []
-    for method, colour in METHODS.items():
-        points = [(x_of(rate), y_of(median(times[method, link]))) for link, rate in RATES.items() if (method, link) in times]
-        width = 3.5 if method == "auto" else 2
-        line = " ".join(f"{x:.0f},{y:.0f}" for x, y in points)
-        out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
-        ends.append([points[-1][1], method, colour])
-    # The names at the right must not lie on each other.
-    ends.sort()
-    for before, after in zip(ends, ends[1:]):
-        after[0] = max(after[0], before[0] + 16)
-    for y, method, colour in ends:
-        out.append(f'<circle cx="{WIDTH - RIGHT + 14}" cy="{y:.0f}" r="4" fill="{colour}"/>')
-        out.append(text(WIDTH - RIGHT + 24, y + 4, method, 13, "600" if method == "auto" else "400"))
-    return "\n".join([*out, "</svg>"])
+    points = lambda method: [(x_of(rate), y_of(median(times[method, link])))
+                             for link, rate in RATES.items() if (method, link) in times]
+    out += curves({method: (colour, points(method)) for method, colour in METHODS.items()}, WIDTH - RIGHT, "auto")
+    return frame(HEIGHT, "Seconds to migrate 512 MiB, 90 % Silesia, by the rate of the wire",
+                 "both ends on two cores; medians; both axes are logarithmic", out)
 
 
 if __name__ == "__main__":
