@@ -11,6 +11,7 @@ use hotlift_methods::legacy::compress::Deflater;
 use hotlift_methods::legacy::xbzrle;
 use hotlift_methods::{EncoderSettings, METHODS};
 use hotlift_wire::RamBlockEntry;
+use hotlift_wire::file_ranges::{self, Answer, Open, Refusal, Reply};
 use hotlift_wire::handshake::{Accepted, Features, VERSION};
 use hotlift_wire::main_channel::{
     Command, Configuration, FILE_HEADER, MAPPED_RAM, MainEncoder, MappedLayout, put_mapped_end,
@@ -338,6 +339,41 @@ fn return_path() {
     put("return_path", "all", &out);
 }
 
+fn file_ranges() {
+    let mut out = Vec::new();
+    let open = Open {
+        version: file_ranges::VERSION,
+        visitor: 7,
+        name: "vm.save",
+    };
+    open.encode(&mut out).expect("a message");
+    put("file_ranges", "open", &out);
+    let replies = [
+        Reply::Opened {
+            length: 1 << 30,
+            id: 7,
+        },
+        Reply::Refused {
+            why: Refusal::Busy,
+            text: "later",
+        },
+    ];
+    for (i, reply) in replies.iter().enumerate() {
+        out.clear();
+        reply.encode(&mut out);
+        put("file_ranges", &format!("reply-{i}"), &out);
+    }
+    let read = file_ranges::Read {
+        position: 4096,
+        length: 4096,
+    };
+    put("file_ranges", "read", &read.encode());
+    out.clear();
+    let failed = Answer::Failed("an I/O error").encode(&mut out);
+    failed.expect("a message");
+    put("file_ranges", "failed", &out);
+}
+
 /// A VM of 64 pages, four of which have content, as QEMU saves it.
 fn mapped_ram_vm(path: &std::path::Path) {
     let configuration = Configuration {
@@ -448,6 +484,7 @@ fn main() {
     mapped_ram();
     channels();
     return_path();
+    file_ranges();
     save_file();
     tls_records();
 }

@@ -9,6 +9,7 @@
 //!   return path       ◀─ PONG, SHUT (main's other direction) ──   return_path
 //!   PING and HELLO    ── which Hotlift is this? ──────────────▶   handshake
 //!   a question        ◀─ what became of the guest? ───────────▶   settle
+//!   a save file       ◀─ ranges of its bytes ─────────────────▶   file_ranges
 //! ```
 //!
 //! Integers are big-endian and unsigned. Everything that comes from a peer goes through one
@@ -19,6 +20,7 @@
 
 mod block;
 mod error;
+pub mod file_ranges;
 pub mod handshake;
 pub mod limits;
 pub mod main_channel;

@@ -65,3 +65,12 @@ pub const DEVICE_SECTIONS: usize = 256 << 20;
 /// Most bytes that a record of a `mapped-ram` file before its devices has: a configuration with as
 /// many capabilities as are accepted.
 pub const MAPPED_RAM_RECORD: usize = 16 << 10;
+
+/// Longest name of a save file that is handed out, in bytes: the longest of a file system.
+pub const FILE_NAME: usize = 255;
+
+/// Longest text of a file server's refusal, in bytes.
+pub const FILE_TEXT: usize = 1000;
+
+/// Most bytes of a save file that one read asks for. A server holds so many for each of its connections.
+pub const FILE_READ: usize = 1 << 20;
