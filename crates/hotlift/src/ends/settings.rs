@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::control::Control;
-use crate::ends::file::FileFormat;
+use crate::ends::file::{FileFormat, RemoteFile};
 use crate::options::{Options, ZeroPageDetection};
 use crate::pipe::hooks::Hooks;
 use crate::stream::pass::Pass;
@@ -23,6 +23,8 @@ pub enum Incoming<'a> {
         /// Byte where its content starts, as in QEMU's `file:PATH,offset=N`; 0 for Hotlift's own.
         offset: u64,
     },
+    /// A VM that was saved, in a file that a server hands out.
+    Remote(&'a RemoteFile),
 }
 
 /// Where it goes.

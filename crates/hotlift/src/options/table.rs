@@ -47,7 +47,7 @@ const fn number(lowest: u64, highest: u64) -> Values {
 }
 
 /// Commands that speak with no other host.
-const LOCAL: &[Role] = &[Role::Save, Role::Restore];
+const LOCAL: &[Role] = &[Role::Save];
 
 /// Why they have no TLS.
 const NO_HOST: &str = "it speaks with no other host, and a save file is not encrypted";

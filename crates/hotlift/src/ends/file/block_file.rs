@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::time::Duration;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{
@@ -12,12 +13,19 @@ use hotlift_wire::{WireError, limits};
 use super::block_reader::Blocks;
 use super::index::{CHUNK_LEN, Index};
 use super::layout::{self, Contents, Entry, FOOT_LEN, FileInfo, HEAD_LEN, Part, crc_of, damaged};
+use super::location::Location;
 use super::place_reader::PlaceReader;
+use super::remote::RemoteReader;
 use super::source::{Places, SavedStream};
 use super::{FileError, check_ram};
+use crate::control::Control;
 use crate::error::MigrationError;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
+
+/// Chunks of the index that one read of another host's file brings: 256 KiB, of 128 MiB of RAM. A look through all of 8 GiB
+/// takes 64 round trips.
+const CHUNKS_AHEAD: usize = 64;
 
 /// A file whose parts but the pages were found good.
 pub(crate) struct BlockFile {
@@ -35,17 +43,16 @@ pub(crate) struct BlockFile {
 impl BlockFile {
     /// Opens the file, and reads everything but the index and the pages.
     pub(crate) fn open(path: &Path) -> Result<Self, FileError> {
-        let file = PlaceReader::open(path)?;
-        let mut head = [0; HEAD_LEN];
-        file.read_exact(&mut head, 0)?;
-        let mut rest = vec![0; layout::info_len(&head)? + 4];
-        file.read_exact(&mut rest, HEAD_LEN as u64)?;
-        let (info, seed) = layout::read_info(&head, &rest)?;
-        if info.base.is_some() {
-            let reason = "it builds on another file, which this version does not read".to_owned();
-            return Err(FileError::CannotBeSaved { reason });
-        }
-        let contents = read_contents(&file, seed)?;
+        Self::read(PlaceReader::open(path)?)
+    }
+
+    /// The same wherever it is. A cancel of `control` ends the wait for a server.
+    pub(crate) fn open_at(location: &Location, control: &Control) -> Result<Self, FileError> {
+        Self::read(PlaceReader::open_at(location, control)?)
+    }
+
+    fn read(file: PlaceReader) -> Result<Self, FileError> {
+        let (info, seed, contents) = read_ends(&file)?;
         let most = limits::DEVICE_SECTIONS + limits::VM_DESCRIPTION;
         let state = read_part(&file, "the VM's state", contents.state, most, seed)?;
         let at = contents.state.position;
@@ -96,6 +103,34 @@ impl BlockFile {
         self.file.length()
     }
 
+    /// What reads it, if it is on another host.
+    pub(crate) fn remote(&self) -> Option<&RemoteReader> {
+        self.file.remote()
+    }
+
+    /// A server that is lost is tried again for so long.
+    pub(crate) fn persist(&self, patience: Duration) {
+        self.file.persist(patience);
+    }
+
+    /// Has `reader` read the blocks of these pages that are not zero in few steps, if each step costs a round trip.
+    pub(crate) fn read_ahead(
+        &self,
+        reader: &mut Blocks<'_>,
+        pages: impl Iterator<Item = (usize, usize)>,
+    ) -> Result<(), FileError> {
+        let Some(remote) = self.remote() else {
+            return Ok(());
+        };
+        let entry = |(block, page)| match self.entry(block, page) {
+            // What is wrong with the index is met when the page is read.
+            Err(error) if !error.is_final() => None,
+            entry => entry.transpose(),
+        };
+        let entries = pages.filter_map(entry).collect::<Result<Vec<_>, _>>()?;
+        reader.ahead.fill(remote, entries.into_iter())
+    }
+
     /// CRC of the header, which all others start with.
     pub(crate) fn seed(&self) -> u32 {
         self.seed
@@ -125,16 +160,30 @@ impl BlockFile {
         let place = place.ok_or(damaged("the index", self.contents.index))?;
         let chunk = place.0;
         if !self.index.has(chunk) {
-            let mut bytes = [0; CHUNK_LEN];
-            let position = self.contents.index + (chunk * CHUNK_LEN) as u64;
-            self.file.read_exact(&mut bytes, position)?;
-            let crc = crc_of(self.seed, &[&bytes]).to_be_bytes();
-            if self.checks[4 * chunk..][..4] != crc {
-                return Err(damaged("the index", position));
-            }
-            self.index.fill(chunk, &bytes);
+            self.read_index(chunk)?;
         }
         Ok(self.index.get(place))
+    }
+
+    /// Reads a chunk of the index; of a file on another host those behind it, too.
+    fn read_index(&self, first: usize) -> Result<(), FileError> {
+        let most = self.remote().map_or(1, |_| CHUNKS_AHEAD);
+        let last = self.index.chunks().min(first + most);
+        let count = (first..last).take_while(|chunk| !self.index.has(*chunk));
+        let mut bytes = vec![[0; CHUNK_LEN]; count.count().max(1)];
+        let position = |chunk: usize| self.contents.index + (chunk * CHUNK_LEN) as u64;
+        self.file
+            .read_exact(bytes.as_flattened_mut(), position(first))?;
+        for (chunk, bytes) in (first..).zip(&bytes) {
+            let crc = crc_of(self.seed, &[bytes]).to_be_bytes();
+            match self.checks[4 * chunk..][..4] == crc {
+                true => self.index.fill(chunk, bytes),
+                false if chunk == first => return Err(damaged("the index", position(chunk))),
+                // Whoever needs it finds out.
+                false => break,
+            }
+        }
+        Ok(())
     }
 
     /// Reads what there is from `position` on, up to the length of `into`; how much that was.
@@ -168,6 +217,10 @@ impl Places for BlockFile {
                 None => batch.zero.push((page * PAGE_SIZE) as u64),
             }
         }
+        if let Some(remote) = self.remote() {
+            let entries = wanted.iter().map(|(entry, _)| *entry);
+            reader.ahead.fill(remote, entries)?;
+        }
         // Pages that the guest wrote in between are in other blocks: each block is decoded once all the same.
         wanted.sort_unstable_by_key(|(entry, _)| (entry.position, entry.place));
         let mut bytes = 0;
@@ -181,6 +234,21 @@ impl Places for BlockFile {
         }
         Ok(bytes)
     }
+}
+
+/// What the file says of itself, the CRC of that, and where everything is: a file that has these is whole.
+pub(super) fn read_ends(file: &PlaceReader) -> Result<(FileInfo, u32, Contents), FileError> {
+    let mut head = [0; HEAD_LEN];
+    file.read_exact(&mut head, 0)?;
+    let mut rest = vec![0; layout::info_len(&head)? + 4];
+    file.read_exact(&mut rest, HEAD_LEN as u64)?;
+    let (info, seed) = layout::read_info(&head, &rest)?;
+    if info.base.is_some() {
+        let reason = "it builds on another file, which this version does not read".to_owned();
+        return Err(FileError::CannotBeSaved { reason });
+    }
+    let contents = read_contents(file, seed)?;
+    Ok((info, seed, contents))
 }
 
 fn read_contents(file: &PlaceReader, seed: u32) -> Result<Contents, FileError> {

@@ -5,6 +5,7 @@ use hotlift_methods::{Accelerator, METHODS, MemoryLimit};
 use hotlift_wire::multifd::Method;
 
 use super::FileError;
+use super::ahead::Ahead;
 use super::layout::{BlockHead, Entry, damaged};
 use crate::control::Control;
 use crate::error::MigrationError;
@@ -20,6 +21,8 @@ pub(crate) struct Blocks<'a> {
     /// Where the block is, and what it says of itself.
     block: Option<(u64, BlockHead)>,
     pages: Vec<u8>,
+    /// Blocks that will be read soon.
+    pub(super) ahead: Ahead,
 }
 
 impl<'a> Blocks<'a> {
@@ -33,6 +36,7 @@ impl<'a> Blocks<'a> {
             bytes: Vec::new(),
             block: None,
             pages: Vec::new(),
+            ahead: Ahead::default(),
         }
     }
 
@@ -76,7 +80,10 @@ impl<'a> Blocks<'a> {
             self.block = None;
             // The last one may lie at the end of the file, and its length is rounded up.
             self.bytes.resize(entry.length, 0);
-            let got = read(&mut self.bytes, position)?;
+            let got = match self.ahead.copy(&mut self.bytes, position) {
+                Some(got) => got,
+                None => read(&mut self.bytes, position)?,
+            };
             let bytes = std::mem::take(&mut self.bytes);
             let decoded = self.decode(bytes.get(..got).unwrap_or(&bytes), position);
             self.bytes = bytes;

@@ -1,13 +1,12 @@
 //! What is in a save file: read without a VM.
 
-use std::path::Path;
-
 use hotlift_wire::main_channel::VmDescription;
 use serde::Serialize;
 
 use super::block_file::BlockFile;
 use super::block_reader::Blocks;
 use super::layout::{FileInfo, Share};
+use super::location::Location;
 use super::source::Places;
 use crate::control::Control;
 use crate::error::MigrationError;
@@ -51,17 +50,17 @@ impl Description {
     }
 }
 
-/// Reads what is in the save file at `path`; with `verify` every page, too.
+/// Reads what is in a save file; with `verify` every page, too.
 ///
 /// # Errors
 /// [`MigrationError::File`] for a file that cannot be read, is of another format, or is not what was written. What a cancel
 /// of `control` says.
 pub fn describe(
-    path: &Path,
+    at: impl Into<Location>,
     verify: bool,
     control: &Control,
 ) -> Result<Description, MigrationError> {
-    let file = BlockFile::open(path)?;
+    let file = BlockFile::open_at(&at.into(), control)?;
     let memory = Options::default().memory(0);
     let mut blocks = Blocks::new(file.seed(), &memory, control);
     let mut verified = 0;
@@ -83,6 +82,11 @@ pub fn describe(
                 return Err(MigrationError::Cancelled);
             }
             entries.sort_unstable_by_key(|(entry, _)| entry.position);
+            if verify {
+                let pages = entries.iter().map(|(_, page)| *page);
+                let pages = pages.filter_map(|page| usize::try_from(page).ok());
+                file.read_ahead(&mut blocks, pages.map(|page| (index, page)))?;
+            }
             let runs = entries.chunk_by(|(a, _), (b, _)| a.position == b.position);
             for run in runs.filter(|_| verify) {
                 for (entry, page) in run {

@@ -1,9 +1,13 @@
 //! Why a file could not be written, or is not to be trusted.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use hotlift_wire::WireError;
+
+use super::location::RemoteFile;
+use crate::error::MigrationError;
 
 /// A file that a VM was to be saved in or restored from cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -87,4 +91,94 @@ pub enum FileError {
         /// What is in the way.
         reason: String,
     },
+    /// Its server cannot be reached, or was lost.
+    #[error("cannot read {file}")]
+    Server {
+        /// The file.
+        file: String,
+        /// Why.
+        #[source]
+        source: Box<ServerError>,
+    },
+    /// Its server was lost, and tried again for as long as that may take.
+    #[error("the server of {file} was lost, and did not come back within {waited:?}")]
+    Lost {
+        /// The file.
+        file: String,
+        /// How long it was tried.
+        waited: Duration,
+        /// What the last attempt has met.
+        #[source]
+        source: Box<ServerError>,
+    },
+    /// Its server does not hand it out.
+    #[error("the server refuses {file}: {reason}")]
+    Refused {
+        /// The file.
+        file: String,
+        /// The server's words.
+        reason: String,
+    },
+    /// Its server could not read a part of it.
+    #[error("the server of {file} cannot read it at byte {position}: {reason}")]
+    Unread {
+        /// The file.
+        file: String,
+        /// Where the part begins.
+        position: u64,
+        /// The server's words.
+        reason: String,
+    },
+    /// Its server has another file of that name by now.
+    #[error("the server has another file under the name of {file} than the one that was opened")]
+    OtherFile {
+        /// The name.
+        file: String,
+    },
+}
+
+impl FileError {
+    /// The system did not let the file at `path` be read.
+    pub(super) fn read(path: &Path, source: io::Error) -> Self {
+        Self::Read {
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    pub(super) fn server(file: &RemoteFile, source: ServerError) -> Self {
+        Self::Server {
+            file: file.to_string(),
+            source: Box::new(source),
+        }
+    }
+
+    /// Whether no other part of the file can be read either.
+    pub(crate) fn is_final(&self) -> bool {
+        matches!(
+            self,
+            Self::Server { .. } | Self::Lost { .. } | Self::Refused { .. } | Self::OtherFile { .. }
+        )
+    }
+}
+
+/// What came between a file's reader and its server.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServerError {
+    /// There is no connection.
+    #[error("no connection with its server")]
+    Connect(#[source] Box<MigrationError>),
+    /// The connection broke.
+    #[error("the connection with its server broke")]
+    Connection(#[source] io::Error),
+    /// The other side has closed it.
+    #[error("its server closed the connection")]
+    Closed,
+    /// All places are taken.
+    #[error("its server has no place for another connection")]
+    Busy,
+    /// The other side says something else than a file server does.
+    #[error("what listens there is no file server")]
+    Protocol(#[source] WireError),
 }

@@ -10,12 +10,16 @@
 //! | `mapped_sink` | writes QEMU's `mapped-ram` file |
 //! | `mapped_file` | an open one |
 //! | `source` | all pages of either, for an eager restore |
+//! | `location` | where a file is: a path, or a name at a server |
 //! | `place_reader` | a file that is read from any place |
+//! | `remote`, `ahead` | the same on another host: connections, what is tried again, few large reads for many small ones |
+//! | `server` | hands the files of a folder out |
 //! | `partial` | a file that gets its name when it is whole |
 //!
 //! Restored eagerly, the guest does not run before the whole file was read and found good. Restored lazily, it runs at once,
 //! and no page reaches it that is not what was written.
 
+mod ahead;
 mod block_file;
 mod block_reader;
 mod block_sink;
@@ -23,10 +27,13 @@ mod describe;
 mod error;
 mod index;
 mod layout;
+mod location;
 mod mapped_file;
 mod mapped_sink;
 mod partial;
 mod place_reader;
+mod remote;
+mod server;
 mod source;
 #[cfg(test)]
 mod tests;
@@ -39,12 +46,16 @@ pub(crate) use block_file::BlockFile;
 pub(crate) use block_reader::Blocks;
 pub(crate) use block_sink::BlockSink;
 pub use describe::{Description, RamDescription, describe};
-pub use error::FileError;
+pub use error::{FileError, ServerError};
 pub(crate) use layout::Entry;
 pub use layout::{FileInfo, Share};
+pub use location::{Location, RemoteFile};
 pub(crate) use mapped_sink::MappedRamSink;
+pub(crate) use remote::RemoteReader;
+pub use server::{ServerEvent, Visit, serve};
 pub(crate) use source::{FileSource, Places, SavedStream, Shares};
 
+use crate::control::Control;
 use crate::options::{OptionError, Options};
 use hotlift_wire::WireError;
 use mapped_file::MappedFile;
@@ -98,12 +109,13 @@ impl FileFormat {
     }
 }
 
-/// What a save file of Hotlift's own format says of itself; its pages are not looked at.
+/// What a save file of Hotlift's own format says of itself; its pages are not looked at. A cancel of `control` ends the wait
+/// for a server.
 ///
 /// # Errors
 /// [`FileError`] for a file that cannot be read, is of another format, or has a damaged header.
-pub fn inspect(path: &Path) -> Result<FileInfo, FileError> {
-    Ok(BlockFile::open(path)?.info().clone())
+pub fn inspect(at: impl Into<Location>, control: &Control) -> Result<FileInfo, FileError> {
+    Ok(BlockFile::open_at(&at.into(), control)?.info().clone())
 }
 
 /// A file that was opened and whose first bytes are good.
@@ -136,5 +148,11 @@ impl SavedVm {
         }
         let file = FileSource::new(MappedFile::open(path, offset)?);
         Ok(Self::MappedRam(Box::new(file)))
+    }
+
+    /// The same of a file that a server hands out: none but Hotlift's own are.
+    pub(crate) fn open_remote(file: &RemoteFile, control: &Control) -> Result<Self, FileError> {
+        let file = BlockFile::open_at(&Location::Server(file.clone()), control)?;
+        Ok(Self::Blocks(Box::new(FileSource::new(file))))
     }
 }

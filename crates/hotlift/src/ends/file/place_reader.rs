@@ -4,28 +4,55 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hotlift_wire::limits::FILE_READ;
 
 use super::FileError;
+use super::location::Location;
+use super::remote::{Range, RemoteReader};
+use crate::control::Control;
 
 /// A file that is open, and its name for errors.
 pub(crate) struct PlaceReader {
-    file: File,
-    path: PathBuf,
+    bytes: Bytes,
     length: u64,
+}
+
+/// What has the bytes.
+enum Bytes {
+    Local { file: File, path: PathBuf },
+    Remote(Box<RemoteReader>),
 }
 
 impl PlaceReader {
     pub(crate) fn open(path: &Path) -> Result<Self, FileError> {
-        let failed = |source| FileError::Read {
-            path: path.to_owned(),
-            source,
-        };
-        let file = File::open(path).map_err(failed)?;
-        let length = file.metadata().map_err(failed)?.len();
+        let file = File::open(path);
+        Self::of(file.map_err(|source| FileError::read(path, source))?, path)
+    }
+
+    /// A file that is open already.
+    pub(crate) fn of(file: File, path: &Path) -> Result<Self, FileError> {
+        let metadata = file.metadata();
+        let length = metadata
+            .map_err(|source| FileError::read(path, source))?
+            .len();
+        let path = path.to_owned();
         Ok(Self {
-            file,
-            path: path.to_owned(),
+            bytes: Bytes::Local { file, path },
             length,
+        })
+    }
+
+    /// The same wherever it is. A cancel of `control` ends the wait for a server.
+    pub(crate) fn open_at(location: &Location, control: &Control) -> Result<Self, FileError> {
+        let file = match location {
+            Location::Path(path) => return Self::open(path),
+            Location::Server(file) => RemoteReader::open(file, control)?,
+        };
+        Ok(Self {
+            length: file.length(),
+            bytes: Bytes::Remote(Box::new(file)),
         })
     }
 
@@ -34,26 +61,35 @@ impl PlaceReader {
         self.length
     }
 
+    /// The other host's reader, if it is on another host.
+    pub(crate) fn remote(&self) -> Option<&RemoteReader> {
+        match &self.bytes {
+            Bytes::Local { .. } => None,
+            Bytes::Remote(file) => Some(file),
+        }
+    }
+
+    /// A server that is lost is tried again for so long.
+    pub(crate) fn persist(&self, patience: Duration) {
+        if let Some(file) = self.remote() {
+            file.persist(patience);
+        }
+    }
+
     /// Reads what there is from `position` on, up to the length of `into`; how much that was.
     pub(crate) fn read_some(&self, into: &mut [u8], position: u64) -> Result<usize, FileError> {
-        let mut filled = 0;
-        while filled < into.len() {
-            match self
-                .file
-                .read_at(&mut into[filled..], position + filled as u64)
-            {
-                Ok(0) => break,
-                Ok(read) => filled += read,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => {
-                    return Err(FileError::Read {
-                        path: self.path.clone(),
-                        source,
-                    });
-                }
+        match &self.bytes {
+            Bytes::Local { file, path } => {
+                read_local(file, into, position).map_err(|source| FileError::read(path, source))
+            }
+            Bytes::Remote(file) => {
+                let pieces = into.chunks_mut(FILE_READ);
+                let starts = (position..).step_by(FILE_READ);
+                let mut ranges: Vec<_> = starts.zip(pieces).map(Range::new).collect();
+                file.read(&mut ranges)?;
+                Ok(ranges.iter().map(|range| range.got).sum())
             }
         }
-        Ok(filled)
     }
 
     /// Fills `into` from `position` on.
@@ -66,4 +102,17 @@ impl PlaceReader {
         }
         Ok(())
     }
+}
+
+fn read_local(file: &File, into: &mut [u8], position: u64) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < into.len() {
+        match file.read_at(&mut into[filled..], position + filled as u64) {
+            Ok(0) => break,
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
 }

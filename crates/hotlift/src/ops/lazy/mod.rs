@@ -23,7 +23,6 @@ mod requests;
 pub(crate) mod turns;
 
 use std::io::Write;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
@@ -36,7 +35,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use serde::{Deserialize, Serialize};
 
 use crate::control::{Control, Status};
-use crate::ends::file::{BlockFile, Places, SavedStream};
+use crate::ends::file::{BlockFile, Location, Places, RemoteReader, SavedStream};
 use crate::error::{Channel, MigrationError};
 use crate::failure::Failure;
 use crate::figures::Counters;
@@ -57,6 +56,9 @@ const LOADING: Duration = Duration::from_secs(60);
 
 /// How long QEMU may take to say that it has everything, once the last page is sent.
 const LAST_WORD: Duration = Duration::from_secs(60);
+
+/// How long a lost server of the file is tried again. The guest waits beyond that, for somebody who resumes the restore.
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Between two looks whether a wait was called off.
 const TICK: Duration = Duration::from_millis(100);
@@ -89,6 +91,8 @@ pub struct LazyProgress {
     pub pages: u64,
     /// Of which it has asked for.
     pub requested: u64,
+    /// The file's server is lost, and tried again.
+    pub is_lost: bool,
 }
 
 /// What one lazy restore came to.
@@ -143,6 +147,9 @@ impl Shared<'_> {
         self.over.store(true, Ordering::Release);
         self.requests.abandon();
         self.sleeps.stop();
+        if let Some(remote) = self.file.remote() {
+            remote.give_up();
+        }
         self.answers.abort();
         self.link.transport.shutdown(std::net::Shutdown::Both);
     }
@@ -152,14 +159,14 @@ impl Shared<'_> {
     }
 }
 
-/// Restores the VM in the save file at `path` into the QEMU that listens at `to` with capability `postcopy-ram`.
+/// Restores the VM in a save file into the QEMU that listens at `to` with capability `postcopy-ram`.
 /// `max-bandwidth` and `cpu-limit` of the options hold for what the guest has not asked for. With `resume` that QEMU has the
 /// guest already, with a part of its pages, and waits for the others (`migrate-recover`).
 ///
 /// # Errors
 /// [`MigrationError::PagesMissing`] once the guest may run; any other before.
 pub fn restore(
-    path: &Path,
+    from: impl Into<Location>,
     to: &Address,
     resume: bool,
     options: &Options,
@@ -167,8 +174,10 @@ pub fn restore(
     hooks: Hooks<'_>,
 ) -> Result<LazyReport, MigrationError> {
     options.check()?;
+    let from = from.into();
     run_as("lazy/main", control, || {
-        let file = BlockFile::open(path)?;
+        let file = BlockFile::open_at(&from, control)?;
+        file.persist(PATIENCE);
         let begun = Instant::now();
         let to = Remote::new(to, None);
         let connection = to.connect_for(control, options.handshake_timeout)?;
@@ -478,6 +487,7 @@ impl Restore<'_> {
             on_progress(&LazyProgress {
                 pages: self.shared.sender.counts().0,
                 requested: self.shared.requests.served(),
+                is_lost: self.shared.file.remote().is_some_and(RemoteReader::is_lost),
             });
         }
     }

@@ -16,6 +16,12 @@ use crate::threads::lock;
 /// Pages that a thread of the background takes at a time: 1 MiB.
 const SHARE: usize = 256;
 
+/// The same of a file on another host, where each share costs a round trip: 4 MiB.
+const FAR_SHARE: usize = 1024;
+
+/// The same of what the guest wrote last: one page each of so many blocks.
+const WRITTEN: usize = 32;
+
 /// Which pages are sent.
 pub(super) struct Sender {
     /// A bit a page of each RAM block: it was sent, or is on its way.
@@ -43,7 +49,7 @@ impl Sender {
             asked: bitmaps(),
             normal: AtomicU64::new(0),
             zero: AtomicU64::new(0),
-            shares: Shares::of(SHARE),
+            shares: Shares::of(file.remote().map_or(SHARE, |_| FAR_SHARE)),
             written_last: Mutex::new(None),
         }
     }
@@ -146,6 +152,7 @@ impl Shared<'_> {
     /// Keeps what is wrong with a part of the file: the guest waits for the pages in there, and gets all others.
     fn unless_damaged(&self, outcome: Result<(), MigrationError>) -> Result<(), MigrationError> {
         match outcome {
+            Err(MigrationError::File(error)) if error.is_final() => Err(error.into()),
             Err(error @ (MigrationError::File(_) | MigrationError::Method { .. })) => {
                 self.damaged.keep(error);
                 Ok(())
@@ -201,44 +208,45 @@ impl Shared<'_> {
         let mut cpu = CpuShare::new(&budget);
         // A block that could not be used is not tried again for each of its pages.
         let mut unusable = None;
-        let mut send = |block: usize, page: usize| -> Result<(), MigrationError> {
-            if self.is_over() || self.sender.sent[block].test(page) {
-                return Ok(());
-            }
-            let Some(entry) = self.file.entry(block, page)? else {
-                return Ok(());
+        let mut send =
+            |blocks: &mut Blocks<'_>, block: usize, page: usize| -> Result<(), MigrationError> {
+                if self.is_over() || self.sender.sent[block].test(page) {
+                    return Ok(());
+                }
+                let Some(entry) = self.file.entry(block, page)? else {
+                    return Ok(());
+                };
+                if unusable == Some(entry.position) {
+                    return Ok(());
+                }
+                unusable = Some(entry.position);
+                self.load(blocks, entry, block, page)?;
+                unusable = None;
+                // Claimed only now that they can be written: who asks for a page that is claimed waits for that.
+                let mut main = self.main.take_after_urgent();
+                self.pick(blocks, entry, block, &mut picked)?;
+                write(&mut main, block, &[], &picked.offsets, &picked.content)?;
+                drop(main);
+                self.pace.wait(picked.content.len(), &self.sleeps);
+                cpu.spend(&self.sleeps);
+                Ok(())
             };
-            if unusable == Some(entry.position) {
-                return Ok(());
-            }
-            unusable = Some(entry.position);
-            self.load(&mut blocks, entry, block, page)?;
-            unusable = None;
-            // Claimed only now that they can be written: who asks for a page that is claimed waits for that.
-            let mut main = self.main.take_after_urgent();
-            self.pick(&blocks, entry, block, &mut picked)?;
-            write(&mut main, block, &[], &picked.offsets, &picked.content)?;
-            drop(main);
-            self.pace.wait(picked.content.len(), &self.sleeps);
-            cpu.spend(&self.sleeps);
-            Ok(())
-        };
-        while let Some((block, page)) = self.next_written_last()? {
-            self.unless_damaged(send(block, page))?;
-        }
-        while let Some((block, pages)) = self.sender.next_share() {
+        while let Some(share) = self.next_share()? {
             if self.is_over() {
                 break;
             }
-            for page in pages {
-                self.unless_damaged(send(block, page))?;
+            let missing = share.iter().copied();
+            let missing = missing.filter(|(block, page)| !self.sender.sent[*block].test(*page));
+            self.file.read_ahead(&mut blocks, missing)?;
+            for (block, page) in share {
+                self.unless_damaged(send(&mut blocks, block, page))?;
             }
         }
         Ok(())
     }
 
-    /// The next page that the guest wrote last, before others know of it.
-    fn next_written_last(&self) -> Result<Option<(usize, usize)>, MigrationError> {
+    /// The next pages that no thread has taken: what the guest wrote last, before others know of it, and then all.
+    fn next_share(&self) -> Result<Option<Vec<(usize, usize)>>, MigrationError> {
         let mut known = lock(&self.sender.written_last);
         if known.is_none() {
             let from = self.file.contents().written_last;
@@ -257,7 +265,14 @@ impl Shared<'_> {
             let places = pages.into_iter().map(|(_, block, page)| (block, page));
             *known = Some(places.collect());
         }
-        Ok(known.as_mut().and_then(Vec::pop))
+        if let Some(written) = known.as_mut().filter(|written| !written.is_empty()) {
+            let mut last = written.split_off(written.len().saturating_sub(WRITTEN));
+            last.reverse();
+            return Ok(Some(last));
+        }
+        drop(known);
+        let share = self.sender.next_share();
+        Ok(share.map(|(block, pages)| pages.map(|page| (block, page)).collect()))
     }
 }
 

@@ -113,10 +113,10 @@ pub fn relay(
     run_as("relay/main", control, || {
         let relayed = match incoming {
             Incoming::Listener(listener) => pass_on::run(listener, request),
-            Incoming::File { path, offset } => match SavedVm::open(path, offset)? {
-                SavedVm::Blocks(file) => restore::run(&*file, request),
-                SavedVm::MappedRam(file) => restore::run(&*file, request),
-            },
+            Incoming::File { path, offset } => {
+                restore::from(&SavedVm::open(path, offset)?, request)
+            }
+            Incoming::Remote(file) => restore::from(&SavedVm::open_remote(file, control)?, request),
         }?;
         Ok(report(relayed, control))
     })

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use crate::control::Status;
-use crate::ends::file::{FileSource, Places, SavedStream};
+use crate::ends::file::{FileSource, Places, SavedStream, SavedVm};
 use crate::ends::settings::Request;
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::Seen;
@@ -19,11 +19,16 @@ use crate::pipe::source::Source;
 use crate::stream::handshake;
 use crate::stream::main_recv::Waiting;
 
+/// Passes the VM in `file` on, whichever format it has.
+pub(crate) fn from(file: &SavedVm, request: Request<'_>) -> Result<Relayed, MigrationError> {
+    match file {
+        SavedVm::Blocks(file) => run(file, request),
+        SavedVm::MappedRam(file) => run(file, request),
+    }
+}
+
 /// Passes the VM in `file` on.
-pub(crate) fn run<P: Places>(
-    file: &FileSource<P>,
-    request: Request<'_>,
-) -> Result<Relayed, MigrationError> {
+fn run<P: Places>(file: &FileSource<P>, request: Request<'_>) -> Result<Relayed, MigrationError> {
     let Request {
         settings, hooks, ..
     } = request;

@@ -1,0 +1,400 @@
+//! Hands the save files of a folder out to other hosts: ranges of their bytes, to whoever is let in.
+//!
+//! What is in a file is covered by its own checksums, up to whoever restores it; so nothing is decoded here. A thread a
+//! connection: there are few, and each waits for its client nearly always.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read as _, Write as _};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift_mem::sock::IoScratch;
+use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VERSION};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags, openat};
+use rustix::io::Errno;
+
+use super::block_file::read_ends;
+use super::error::{FileError, ServerError};
+use super::place_reader::PlaceReader;
+use super::remote::receive;
+use crate::control::Control;
+use crate::error::{MigrationError, error_line};
+use crate::threads::{lock, spawn};
+use crate::tls::Tls;
+use crate::transport::{Acceptor, Listener, Stream};
+
+/// Connections that read at once. A restore has as many as threads, five at most.
+const MOST: usize = 256;
+
+/// As many more are told that there is no place; others are closed without a word.
+const MOST_AT_ALL: usize = 2 * MOST;
+
+/// How long one who has connected may take to say which file.
+const OPENING: Duration = Duration::from_secs(10);
+
+/// How long a client may leave an answer unread. Between two reads it may take as long as it likes; one that is gone is
+/// found by the kernel (keepalive).
+const UNREAD: Duration = Duration::from_secs(60);
+
+/// How often the server looks whether it is to end.
+const TICK: Duration = Duration::from_millis(50);
+
+/// What somebody reads of a file, over all connections that he has at once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Visit {
+    /// Who: an address without its port.
+    pub host: String,
+    /// Name of the file.
+    pub name: String,
+    /// Bytes that were read.
+    pub bytes: u64,
+    /// Since the first connection.
+    pub time: Duration,
+}
+
+/// What happens at a server.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ServerEvent {
+    /// Somebody begins to read.
+    Begun(Visit),
+    /// He has closed all of his connections.
+    Ended(Visit),
+    /// Somebody was not let in, or does not get the file that he wants.
+    Refused {
+        /// Who: an address without its port.
+        host: String,
+        /// Why.
+        reason: String,
+    },
+    /// No connection can be taken just now.
+    Trouble(io::Error),
+}
+
+/// Hands out the save files in `folder` to all who connect to `listener`, until `control` is cancelled. Only files that are
+/// whole, directly in the folder, whose names do not begin with a dot; no link is followed.
+///
+/// # Errors
+/// [`MigrationError::File`] for a folder that cannot be read; [`MigrationError::Connection`] if the system gives no file
+/// descriptors.
+pub fn serve(
+    listener: &Listener,
+    tls: Option<Arc<Tls>>,
+    folder: &Path,
+    control: &Control,
+    on_event: &(dyn Fn(ServerEvent) + Sync),
+) -> Result<(), MigrationError> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(folder, flags, Mode::empty());
+    let server = Server {
+        folder: opened.map_err(|errno| FileError::read(folder, errno.into()))?,
+        path: folder.to_owned(),
+        on_event,
+        guests: Mutex::default(),
+    };
+    let mut acceptor = Acceptor::new(listener, tls).map_err(MigrationError::opening)?;
+    thread::scope(|scope| {
+        while !control.is_cancelled() {
+            let accepted = match wait_for(&acceptor).and_then(|()| acceptor.take()) {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    on_event(ServerEvent::Trouble(error));
+                    control.sleep_while(Instant::now() + TICK, || true);
+                    continue;
+                }
+            };
+            for (stream, _) in accepted {
+                match stream {
+                    Ok(stream) => server.begin(scope, stream),
+                    Err(refused) => {
+                        let reason = error_line(&refused.source);
+                        on_event(ServerEvent::Refused {
+                            host: refused.from,
+                            reason,
+                        });
+                    }
+                }
+            }
+        }
+        server.end();
+    });
+    Ok(())
+}
+
+fn wait_for(acceptor: &Acceptor<'_>) -> io::Result<()> {
+    let polled = acceptor.polled();
+    let mut polled: Vec<_> = polled
+        .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+        .collect();
+    let tick = match acceptor.is_ready() {
+        true => Duration::ZERO,
+        false => TICK,
+    };
+    let tick = Timespec::try_from(tick).map_err(io::Error::other)?;
+    match poll(&mut polled, Some(&tick)) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+struct Server<'a> {
+    folder: OwnedFd,
+    path: PathBuf,
+    on_event: &'a (dyn Fn(ServerEvent) + Sync),
+    guests: Mutex<Guests>,
+}
+
+/// Who is here.
+#[derive(Default)]
+struct Guests {
+    /// By number.
+    connections: HashMap<u64, Arc<Stream>>,
+    next: u64,
+    visits: HashMap<(String, String, u64), Visiting>,
+}
+
+struct Visiting {
+    connections: usize,
+    bytes: u64,
+    since: Instant,
+}
+
+/// A connection that is counted until this is dropped.
+struct Place<'a> {
+    guests: &'a Mutex<Guests>,
+    number: u64,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        lock(self.guests).connections.remove(&self.number);
+    }
+}
+
+/// A file that is handed out.
+struct Handed {
+    file: PlaceReader,
+    id: u64,
+}
+
+impl Server<'_> {
+    /// Serves a connection in a thread of its own.
+    fn begin<'scope>(&'scope self, scope: &'scope thread::Scope<'scope, '_>, stream: Stream) {
+        let stream = Arc::new(stream);
+        let (place, is_full) = {
+            let mut guests = lock(&self.guests);
+            let there = guests.connections.len();
+            if there >= MOST_AT_ALL {
+                return;
+            }
+            let number = guests.next;
+            guests.next += 1;
+            guests.connections.insert(number, Arc::clone(&stream));
+            let guests = &self.guests;
+            (Place { guests, number }, there >= MOST)
+        };
+        let serving = spawn(scope, "files/serve".to_owned(), move || {
+            let _place = place;
+            self.serve(&stream, is_full);
+            stream.shutdown(Shutdown::Both);
+        });
+        if let Err(MigrationError::Thread { source, .. }) = serving {
+            (self.on_event)(ServerEvent::Trouble(source));
+        }
+    }
+
+    /// Closes all connections.
+    fn end(&self) {
+        for stream in lock(&self.guests).connections.values() {
+            stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn serve(&self, stream: &Stream, is_full: bool) {
+        let host = stream.peer_host();
+        let refused = |reason: String| {
+            (self.on_event)(ServerEvent::Refused {
+                host: host.clone(),
+                reason,
+            });
+        };
+        let mut bytes = Vec::new();
+        let deadline = Instant::now() + OPENING;
+        let opening = receive(stream, Some(deadline), &mut bytes, |bytes| {
+            let (open, length) = Open::decode(bytes)?;
+            Ok(((open.version, open.visitor, open.name.to_owned()), length))
+        });
+        let (version, visitor, name) = match opening {
+            Ok(opening) => opening,
+            // One who has changed his mind.
+            Err(ServerError::Closed) if bytes.is_empty() => return,
+            Err(error) => return refused(error_line(&error)),
+        };
+        let outcome = match version {
+            VERSION if is_full => Err((Refusal::Busy, "all places are taken".to_owned())),
+            VERSION => self
+                .open(&name)
+                .map_err(|reason| (Refusal::NotThere, reason)),
+            _ => Err((
+                Refusal::Version,
+                format!("it speaks version {VERSION} of this protocol, and not {version}"),
+            )),
+        };
+        let mut reply = Vec::new();
+        let _ = stream.set_write_timeout(UNREAD);
+        let file = match outcome {
+            Ok(file) => file,
+            Err((why, reason)) => {
+                let text = &reason;
+                Reply::Refused { why, text }.encode(&mut reply);
+                // Whether it is heard or not.
+                let _ = { stream }.write_all(&reply);
+                return refused(format!("{}: {reason}", name.escape_debug()));
+            }
+        };
+        let opened = Reply::Opened {
+            length: file.file.length(),
+            id: file.id,
+        };
+        opened.encode(&mut reply);
+        if { stream }.write_all(&reply).is_ok() {
+            let key = (host, name, visitor);
+            self.arrives(&key);
+            let _leaves = Leaves {
+                server: self,
+                key: &key,
+            };
+            let count = |bytes| self.count(&key, bytes);
+            // However it ends, the client knows better what became of its reads.
+            let _ = hand_out(stream, &file.file, count);
+        }
+    }
+
+    /// The save file of that name.
+    fn open(&self, name: &str) -> Result<Handed, String> {
+        let not_there = || "there is no save file of that name".to_owned();
+        if name.starts_with('.') || name.contains(['/', '\0']) {
+            return Err(not_there());
+        }
+        // One that is a pipe must not be waited for.
+        let flags =
+            OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let file = match openat(&self.folder, name, flags, Mode::empty()) {
+            Ok(file) => File::from(file),
+            Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Err(not_there()),
+            Err(errno) => return Err(format!("it cannot be opened: {errno}")),
+        };
+        if !file.metadata().is_ok_and(|about| about.is_file()) {
+            return Err(not_there());
+        }
+        let read = PlaceReader::of(file, &self.path.join(name)).and_then(|file| {
+            let (info, ..) = read_ends(&file)?;
+            Ok(Handed { file, id: info.id })
+        });
+        read.map_err(|error| match error {
+            FileError::Read { source, .. } => format!("it cannot be read: {source}"),
+            error => error_line(&error),
+        })
+    }
+
+    fn arrives(&self, key: &(String, String, u64)) {
+        let mut guests = lock(&self.guests);
+        let visiting = guests.visits.entry(key.clone()).or_insert(Visiting {
+            connections: 0,
+            bytes: 0,
+            since: Instant::now(),
+        });
+        visiting.connections += 1;
+        if visiting.connections == 1 {
+            let visit = visiting.visit(key);
+            drop(guests);
+            (self.on_event)(ServerEvent::Begun(visit));
+        }
+    }
+
+    fn count(&self, key: &(String, String, u64), bytes: usize) {
+        if let Some(visiting) = lock(&self.guests).visits.get_mut(key) {
+            visiting.bytes += bytes as u64;
+        }
+    }
+
+    fn leaves(&self, key: &(String, String, u64)) {
+        let mut guests = lock(&self.guests);
+        let Some(visiting) = guests.visits.get_mut(key) else {
+            return;
+        };
+        visiting.connections -= 1;
+        if visiting.connections == 0 {
+            let visit = visiting.visit(key);
+            guests.visits.remove(key);
+            drop(guests);
+            (self.on_event)(ServerEvent::Ended(visit));
+        }
+    }
+}
+
+impl Visiting {
+    fn visit(&self, (host, name, _): &(String, String, u64)) -> Visit {
+        Visit {
+            host: host.clone(),
+            name: name.clone(),
+            bytes: self.bytes,
+            time: self.since.elapsed(),
+        }
+    }
+}
+
+/// Says at the end that a connection of a visit is gone.
+struct Leaves<'a> {
+    server: &'a Server<'a>,
+    key: &'a (String, String, u64),
+}
+
+impl Drop for Leaves<'_> {
+    fn drop(&mut self) {
+        self.server.leaves(self.key);
+    }
+}
+
+/// Answers reads, one after the other, until the client has no more.
+fn hand_out(
+    stream: &Stream,
+    file: &PlaceReader,
+    mut count: impl FnMut(usize),
+) -> Result<(), ServerError> {
+    let mut from = stream;
+    let mut scratch = IoScratch::new();
+    let (mut head, mut bytes) = (Vec::new(), Vec::new());
+    loop {
+        let mut request = [0; READ_LEN];
+        from.read_exact(&mut request)
+            .map_err(ServerError::Connection)?;
+        let read = Read::decode(&request).map_err(ServerError::Protocol)?;
+        if bytes.len() < read.length {
+            bytes.resize(read.length, 0);
+        }
+        head.clear();
+        let mut content: &[u8] = &[];
+        let answer = match file.read_some(&mut bytes[..read.length], read.position) {
+            Ok(length) => {
+                content = &bytes[..length];
+                Answer::Bytes(length).encode(&mut head)
+            }
+            Err(FileError::Read { source, .. }) => {
+                Answer::Failed(&source.to_string()).encode(&mut head)
+            }
+            Err(_) => Answer::Failed("it cannot be read").encode(&mut head),
+        };
+        answer.map_err(ServerError::Protocol)?;
+        stream
+            .send_parts(&[&head, content], &mut scratch)
+            .map_err(ServerError::Connection)?;
+        count(content.len());
+    }
+}

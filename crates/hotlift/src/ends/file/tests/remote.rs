@@ -1,0 +1,357 @@
+//! Files that a server hands out: they read as on its own disk, whatever becomes of the connections.
+
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::Shutdown;
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use hotlift_testkit::proxy::{Ending, Proxy};
+use hotlift_wire::file_ranges::{Open, Reply, VERSION};
+
+use super::{folder, read, save};
+use crate::control::Control;
+use crate::ends::file::error::ServerError;
+use crate::ends::file::{
+    BlockFile, FileError, Location, RemoteFile, ServerEvent, describe, inspect, serve,
+};
+use crate::error::{MigrationError, error_line};
+use crate::threads::lock;
+use crate::tls::Tls;
+use crate::tls::tests::some_tls;
+use crate::transport::Address;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A server of a folder, which ends when this goes out of scope.
+struct Serving {
+    address: Address,
+    control: Control,
+    thread: Option<JoinHandle<()>>,
+    said: Arc<Mutex<Vec<String>>>,
+}
+
+impl Serving {
+    fn start(folder: &Path, at: &Address, tls: Option<Arc<Tls>>) -> Self {
+        let listener = at.listen().unwrap();
+        let address = listener.address().unwrap();
+        let control = Control::new();
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let (folder, ends, says) = (folder.to_owned(), control.clone(), Arc::clone(&said));
+        let thread = thread::spawn(move || {
+            let on_event = |event| {
+                lock(&says).push(match event {
+                    ServerEvent::Begun(visit) => format!("{} begins", visit.name),
+                    ServerEvent::Ended(visit) => format!("{} ends: {}", visit.name, visit.bytes),
+                    ServerEvent::Refused { reason, .. } => format!("refused: {reason}"),
+                    event => format!("{event:?}"),
+                });
+            };
+            serve(&listener, tls, &folder, &ends, &on_event).unwrap();
+        });
+        Self {
+            address,
+            control,
+            thread: Some(thread),
+            said,
+        }
+    }
+
+    fn unix(folder: &Path) -> Self {
+        let path = folder.join("socket");
+        Self::start(folder, &Address::Unix { path }, None)
+    }
+
+    /// A file of it.
+    fn file(&self, name: &str) -> RemoteFile {
+        RemoteFile {
+            address: self.address.clone(),
+            name: name.to_owned(),
+            tls: None,
+        }
+    }
+
+    /// Ends it, and says what has happened there.
+    fn end(mut self) -> Vec<String> {
+        self.join();
+        lock(&self.said).clone()
+    }
+
+    fn join(&mut self) {
+        self.control.cancel();
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+fn open(file: &RemoteFile) -> Result<BlockFile, FileError> {
+    BlockFile::open_at(&Location::Server(file.clone()), &Control::new())
+}
+
+/// Why a file is not opened.
+fn refusal(file: &RemoteFile) -> FileError {
+    match open(file) {
+        Ok(_) => panic!("{file} is handed out"),
+        Err(error) => error,
+    }
+}
+
+#[test]
+fn a_file_reads_over_every_transport_as_on_its_own_disk() {
+    let folder = folder();
+    let expected = save(&folder.path().join("vm"), "zstd");
+    let tcp = || "tcp:127.0.0.1:0".parse().unwrap();
+    let socket = folder.path().join("s");
+    for (at, tls) in [
+        (Address::Unix { path: socket }, None),
+        (tcp(), None),
+        (tcp(), Some(some_tls())),
+    ] {
+        let serving = Serving::start(folder.path(), &at, tls.clone());
+        let mut remote = serving.file("vm");
+        if let Address::Tcp { host, .. } = &mut remote.address {
+            "localhost".clone_into(host);
+        }
+        remote.tls = tls;
+        let location = Location::Server(remote.clone());
+        let control = Control::new();
+        let info = inspect(&location, &control).unwrap();
+        assert_eq!(
+            info.machine,
+            inspect(&folder.path().join("vm"), &control)
+                .unwrap()
+                .machine
+        );
+        let here = describe(&folder.path().join("vm"), true, &control).unwrap();
+        assert_eq!(describe(&location, true, &control).unwrap(), here);
+        let file = open(&remote).unwrap();
+        // Several threads read at once, each over a connection of its own.
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| assert_eq!(read(&file, 0).unwrap(), expected));
+            }
+        });
+        drop(file);
+        let said = serving.end();
+        assert!(said.iter().all(|line| line.starts_with("vm ")), "{said:?}");
+        let count = |word: &str| said.iter().filter(|line| line.contains(word)).count();
+        assert_eq!((count("begins"), count("ends")), (3, 3), "{said:?}");
+    }
+}
+
+#[test]
+fn what_is_no_save_file_directly_in_the_folder_is_not_handed_out() {
+    let outside = folder();
+    save(&outside.path().join("vm"), "none");
+    let folder = folder();
+    let inside = |name: &str| folder.path().join(name);
+    save(&inside("vm"), "none");
+    let whole = fs::read(inside("vm")).unwrap();
+    fs::write(inside("cut"), &whole[..whole.len() - 1]).unwrap();
+    fs::write(inside("text"), "no save file, but long enough to be one").unwrap();
+    fs::write(inside("empty"), "").unwrap();
+    fs::copy(inside("vm"), inside(".hidden")).unwrap();
+    fs::create_dir(inside("folder")).unwrap();
+    fs::copy(inside("vm"), inside("folder").join("vm")).unwrap();
+    symlink(outside.path().join("vm"), inside("link")).unwrap();
+    symlink("vm", inside("inner")).unwrap();
+    let made = Command::new("mkfifo").arg(inside("fifo")).status();
+    assert!(made.unwrap().success());
+    let serving = Serving::unix(folder.path());
+    for name in [
+        "..",
+        ".",
+        ".hidden",
+        "folder",
+        "folder/vm",
+        "../vm",
+        "link",
+        "inner",
+        "fifo",
+        "none",
+        "/vm",
+        "socket",
+        "v\0m",
+    ] {
+        let error = refusal(&serving.file(name));
+        let is_refused =
+            matches!(&error, FileError::Refused { reason, .. } if reason.contains("no save file"));
+        assert!(is_refused, "{name}: {error}");
+    }
+    for (name, reason) in [
+        ("cut", "cut short"),
+        ("empty", "cut short"),
+        ("text", "neither a save file"),
+    ] {
+        let error = refusal(&serving.file(name)).to_string();
+        assert!(error.contains(reason), "{name}: {error}");
+    }
+    open(&serving.file("vm")).unwrap();
+}
+
+#[test]
+fn strangers_are_told_so_and_take_nothing_from_others() {
+    let folder = folder();
+    save(&folder.path().join("vm"), "none");
+    let tls = some_tls();
+    let at = "tcp:127.0.0.1:0".parse().unwrap();
+    let serving = Serving::start(folder.path(), &at, Some(tls));
+    // Without TLS where there is some.
+    let error = error_line(&refusal(&serving.file("vm")));
+    assert!(error.contains("speaks TLS only"), "{error}");
+    // A host of another CA.
+    let mut other = serving.file("vm");
+    other.tls = Some(some_tls());
+    let error = error_line(&refusal(&other));
+    assert!(error.contains("signed by a CA"), "{error}");
+    drop(serving);
+
+    let serving = Serving::unix(folder.path());
+    let mut open_none = Vec::new();
+    let question = Open {
+        version: VERSION,
+        visitor: 1,
+        name: "vm",
+    };
+    question.encode(&mut open_none).unwrap();
+    let mut newer = b"HLFO".to_vec();
+    newer.extend_from_slice(&9_u32.to_be_bytes());
+    let too_much = [&open_none[..], &[0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0, 0, 0]].concat();
+    for words in [&b"GET / HTTP/1.1\r\n\r\n"[..], &newer, &too_much, b"HLFO"] {
+        let stream = serving.address.connect(LONG).unwrap();
+        stream.set_read_timeout(LONG).unwrap();
+        (&stream).write_all(words).unwrap();
+        if words.len() < 8 {
+            stream.shutdown(Shutdown::Write);
+        }
+        let mut answer = Vec::new();
+        // It may end by a reset: what was said was not read to its end.
+        let _ = (&stream).read_to_end(&mut answer);
+        if words == newer {
+            let (reply, _) = Reply::decode(&answer).unwrap();
+            assert!(matches!(reply, Reply::Refused { text, .. } if text.contains("version")));
+        }
+    }
+    open(&serving.file("vm")).unwrap();
+
+    // And what is no file server.
+    let socket = folder.path().join("other");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let answering = thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        (&stream).write_all(b"{\"QMP\": {}}\r\n").unwrap();
+    });
+    let other = RemoteFile {
+        address: Address::Unix { path: socket },
+        ..serving.file("vm")
+    };
+    let error = error_line(&refusal(&other));
+    assert!(error.contains("no file server"), "{error}");
+    answering.join().unwrap();
+}
+
+#[test]
+fn a_lost_server_is_waited_for_and_the_same_file_read_on() {
+    let folder = folder();
+    let expected = save(&folder.path().join("vm"), "zstd");
+    let serving = Serving::unix(folder.path());
+    let file = open(&serving.file("vm")).unwrap();
+    file.persist(LONG);
+    drop(serving);
+    thread::scope(|scope| {
+        let reading = scope.spawn(|| read(&file, 0));
+        while !file.remote().unwrap().is_lost() {
+            thread::yield_now();
+        }
+        let _serving = Serving::unix(folder.path());
+        assert_eq!(reading.join().unwrap().unwrap(), expected);
+        assert!(!file.remote().unwrap().is_lost());
+    });
+}
+
+#[test]
+fn cut_connections_are_made_again_wherever_they_are_cut() {
+    let folder = folder();
+    let expected = save(&folder.path().join("vm"), "zstd");
+    let serving = Serving::unix(folder.path());
+    let Address::Unix { path: behind } = &serving.address else {
+        panic!("a UNIX socket");
+    };
+    let between = folder.path().join("between");
+    let proxy = Proxy::unix(&between, behind).unwrap();
+    let remote = RemoteFile {
+        address: Address::Unix { path: between },
+        ..serving.file("vm")
+    };
+    for after in [1, 3, 5, 700, 20_000] {
+        let file = open(&remote).unwrap();
+        file.persist(LONG);
+        proxy.cut(Ending::Fin, after);
+        assert_eq!(read(&file, 0).unwrap(), expected, "after {after} bytes");
+    }
+    // Without patience it is an error.
+    let file = open(&remote).unwrap();
+    proxy.cut(Ending::Fin, 1);
+    let error = read(&file, 0).unwrap_err();
+    assert!(
+        matches!(error, MigrationError::File(FileError::Server { .. })),
+        "{error}"
+    );
+}
+
+#[test]
+fn another_file_under_the_name_is_refused_after_the_connection_was_lost() {
+    let folder = folder();
+    save(&folder.path().join("vm"), "zstd");
+    let serving = Serving::unix(folder.path());
+    let file = open(&serving.file("vm")).unwrap();
+    file.persist(LONG);
+    // One that is open stays what it was.
+    save(&folder.path().join("vm"), "zstd");
+    read(&file, 1).unwrap();
+    drop(serving);
+    let _serving = Serving::unix(folder.path());
+    let error = read(&file, 0).unwrap_err();
+    assert!(
+        matches!(error, MigrationError::File(FileError::OtherFile { .. })),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_wait_for_a_server_ends_when_its_time_is_over_or_nobody_wants_the_file() {
+    let folder = folder();
+    save(&folder.path().join("vm"), "zstd");
+    let serving = Serving::unix(folder.path());
+    let [impatient, patient] = [Duration::from_millis(1), LONG].map(|patience| {
+        let file = open(&serving.file("vm")).unwrap();
+        file.persist(patience);
+        file
+    });
+    drop(serving);
+    let error = read(&impatient, 0).unwrap_err();
+    let MigrationError::File(FileError::Lost { source, .. }) = error else {
+        panic!("{error}");
+    };
+    assert!(matches!(*source, ServerError::Connect(_)), "{source}");
+    thread::scope(|scope| {
+        let reading = scope.spawn(|| read(&patient, 0));
+        while !patient.remote().unwrap().is_lost() {
+            thread::yield_now();
+        }
+        patient.remote().unwrap().give_up();
+        assert!(reading.join().unwrap().is_err());
+    });
+}
