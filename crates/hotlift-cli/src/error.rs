@@ -1,6 +1,5 @@
 //! Why the command failed: one line for the operator, what to do next, and the exit code.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use hotlift::MigrationError;
@@ -66,15 +65,17 @@ pub enum CommandError {
     #[error(
         "{reasons}; it stands still where it needs one of the others, until they come: hotlift restore --lazy --resume {} \
          --qmp ADDRESS ({qemu})",
-        file.display()
+        file
     )]
     PagesMissing {
         reasons: String,
-        file: PathBuf,
+        file: String,
         qemu: String,
     },
     #[error("the save file cannot be used: {reason}")]
     Show { reason: String },
+    #[error("cannot hand out files: {reason}")]
+    Files { reason: String },
     #[error("the guest was not restored: {reasons}")]
     Restore { reasons: String },
     #[error("more than {most} have connected, and it has said nothing for longest")]

@@ -22,6 +22,7 @@ mod restore;
 mod restore_lazily;
 mod save;
 mod serve;
+mod serve_files;
 mod settle;
 mod show;
 mod usage;
@@ -94,6 +95,10 @@ enum Command {
     /// pipe, only for as long as this command runs. Both hosts need certificates ('hotlift
     /// certs'), or --insecure.
     ///
+    /// Or hand out save files, for 'hotlift restore --lazy tcp:HOST:4444/vm.save' on other hosts, until a signal comes:
+    ///
+    ///   hotlift serve --listen tcp::4444 --files /srv/saved
+    ///
     /// Exit codes: 0 the guest is here, 1 failed and the guest is not here, 2 usage, 130 ended by a signal and the guest is
     /// not here, 3 nobody knows whether the guest runs here, and its QEMU is left as it is.
     #[command(verbatim_doc_comment)]
@@ -122,6 +127,8 @@ enum Command {
     ///   hotlift restore vm.save -- qemu-system-x86_64 -machine pc-i440fx-7.2 -m 2G
     ///
     ///   hotlift restore vm.save --qmp /run/vm.qmp
+    ///
+    ///   hotlift restore --lazy tcp:HOST:4444/vm.save --qmp /run/vm.qmp     from 'hotlift serve --files'
     ///
     /// With --lazy (files of 'hotlift save', QEMU 7.2 and later) the guest runs after some
     /// milliseconds, and gets its pages as it asks for them. If this command ends too early, the

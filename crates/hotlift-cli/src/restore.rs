@@ -3,12 +3,14 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
 use clap::Args;
-use hotlift::file::{self, FileError, FileInfo};
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use hotlift::file::{self, FileError, FileInfo, Location};
+use hotlift::options::OptionError;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
 use hotlift_console::error::{ConsoleError, error_line};
@@ -16,6 +18,7 @@ use hotlift_console::migration_args::{LimitArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes};
+use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
@@ -32,9 +35,9 @@ const QEMU_FILE_MAGIC: [u8; 4] = *b"QEVM";
 /// Flags of `restore`.
 #[derive(Debug, Args)]
 pub struct RestoreArgs {
-    /// File that 'hotlift save' or QEMU (with mapped-ram) has written
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
+    /// File that 'hotlift save' or QEMU (with mapped-ram) has written, or tcp:HOST:PORT/NAME at a 'hotlift serve --files'
+    #[arg(value_name = "FILE", value_parser = location())]
+    file: Location,
     /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
     #[arg(long, value_name = "ADDRESS", required_unless_present = "command")]
     qmp: Option<QmpAddress>,
@@ -70,17 +73,35 @@ pub struct RestoreArgs {
     command: Vec<OsString>,
 }
 
+/// Reads where a save file is.
+pub(crate) fn location() -> impl TypedValueParser<Value = Location> {
+    OsStringValueParser::new().try_map(|text| Location::parse(&text))
+}
+
 impl RestoreArgs {
-    /// The file.
-    pub(crate) fn file(&self) -> &Path {
-        &self.file
+    /// The file, and TLS to its server.
+    fn file(&self) -> Result<Location, ConsoleError> {
+        let options = self.limits.options();
+        let tls = match self.file.server() {
+            Some(server) => security::tls(&options, server)?,
+            None if !options.tls_creds.is_empty() => {
+                return Err(OptionError::Conflict {
+                    option: format!("tls-creds={}", options.tls_creds),
+                    needs: "a file of another host: tcp:HOST:PORT/NAME",
+                }
+                .into());
+            }
+            None => None,
+        };
+        Ok(self.file.clone().with_tls(tls))
     }
 }
 
 /// Runs the command.
 pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
-    let info = info(args)?;
+    let file = args.file()?;
+    let info = info(args, &file, &interrupt)?;
     let Some(id) = info
         .as_ref()
         .map(|info| info.id)
@@ -110,14 +131,14 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         if !args.resume {
             incoming::listen_for_pages(&mut destination, &socket)?;
         }
-        return restore_lazily::run(args, destination, &socket, &options, &interrupt);
+        return restore_lazily::run(args, &file, destination, &socket, &options, &interrupt);
     }
     let socket = destination.socket();
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
     let limits = args.limits.options();
     let settings = incoming::relay_settings(&mut destination, args.multifd_channels, limits)?;
     let settle_timeout = settings.outgoing.settle_timeout;
-    let report = match relay(args, &destination, &settings, &socket, &interrupt) {
+    let report = match relay(args, &file, &destination, &settings, &socket, &interrupt) {
         Ok(report) => report,
         Err(error) => return failed(&error, destination, settle_timeout, &interrupt),
     };
@@ -196,20 +217,34 @@ fn not_known(destination: Destination, reasons: String) -> CommandError {
 
 /// What the file says of itself, if it is one of Hotlift's. Of QEMU's, the stream inside says it; here
 /// it is only seen that there is one.
-fn info(args: &RestoreArgs) -> Result<Option<FileInfo>, CommandError> {
-    let refused = |error: FileError| CommandError::Restore {
-        reasons: error_line(&error),
+fn info(
+    args: &RestoreArgs,
+    file: &Location,
+    interrupt: &Interrupt,
+) -> Result<Option<FileInfo>, CommandError> {
+    let refused = |error: FileError| match interrupt.is_raised() {
+        true => ConsoleError::Interrupted.into(),
+        false => CommandError::Restore {
+            reasons: error_line(&error),
+        },
     };
-    if args.offset == 0 {
-        match file::inspect(&args.file) {
+    let path = match file {
+        Location::Path(path) => Some(path),
+        Location::Server(_) => None,
+    };
+    if args.offset == 0 || path.is_none() {
+        let control = Control::new();
+        let inspected = interrupt.cancelling(&control, || file::inspect(file, &control));
+        match inspected {
             Ok(info) => return Ok(Some(info)),
-            Err(FileError::NotASave) => {}
+            Err(FileError::NotASave) if path.is_some() => {}
             Err(error) => return Err(refused(error)),
         }
     }
     let mut magic = [0; QEMU_FILE_MAGIC.len()];
-    let read = File::open(&args.file).and_then(|file| file.read_exact_at(&mut magic, args.offset));
-    if read.is_err() || magic != QEMU_FILE_MAGIC {
+    let opened = path.map(File::open).and_then(Result::ok);
+    let read = opened.map(|file| file.read_exact_at(&mut magic, args.offset));
+    if !matches!(read, Some(Ok(()))) || magic != QEMU_FILE_MAGIC {
         return Err(refused(FileError::NotASave));
     }
     Ok(None)
@@ -217,6 +252,7 @@ fn info(args: &RestoreArgs) -> Result<Option<FileInfo>, CommandError> {
 
 fn relay(
     args: &RestoreArgs,
+    file: &Location,
     destination: &Destination,
     settings: &RelaySettings,
     socket: &Path,
@@ -247,12 +283,16 @@ fn relay(
     let outgoing = Address::Unix {
         path: socket.to_owned(),
     };
+    let incoming = match file {
+        Location::Path(path) => Incoming::File {
+            path,
+            offset: args.offset,
+        },
+        Location::Server(file) => Incoming::Remote(file),
+    };
     let relayed = interrupt.cancelling(&control, || {
         hotlift::relay::relay(
-            Incoming::File {
-                path: &args.file,
-                offset: args.offset,
-            },
+            incoming,
             &Outgoing::Address(&outgoing),
             settings,
             &control,

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use comfy_table::Table;
+use hotlift::file::Location;
 use hotlift::lazy::{self, Hooks, LazyProgress, LazyReport};
 use hotlift::{Address, Control, MigrationError, Options};
 use hotlift_console::error::error_line;
@@ -24,17 +25,18 @@ const WORD: Duration = Duration::from_secs(5);
 /// Brings a guest its pages, those that it asks for first. QEMU listens on `socket`.
 pub fn run(
     args: &RestoreArgs,
+    file: &Location,
     destination: Destination,
     socket: &Path,
     options: &Options,
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
     let settle_timeout = options.settle_timeout;
-    let report = match restore(args, &destination, options, socket, interrupt) {
+    let report = match restore(args, file, &destination, options, socket, interrupt) {
         Ok(report) => report,
         Err(error) if args.resume || matches!(error, MigrationError::PagesMissing { .. }) => {
             interrupt.forget();
-            return after_start(&error, args, destination);
+            return after_start(&error, args, file, destination);
         }
         Err(error) => return failed(&error, destination, settle_timeout, interrupt),
     };
@@ -46,6 +48,7 @@ pub fn run(
 fn after_start(
     error: &MigrationError,
     args: &RestoreArgs,
+    file: &Location,
     destination: Destination,
 ) -> Result<(), CommandError> {
     match destination.wait_for_statement(WORD, || destination.waits_for_pages()) {
@@ -61,7 +64,7 @@ fn after_start(
         Statement::Never { reason } => Err(CommandError::NotTaken { reason }),
         Statement::Unknown { .. } => Err(CommandError::PagesMissing {
             reasons: error.chain(),
-            file: args.file().to_owned(),
+            file: file.to_string(),
             qemu: destination.leave_alone(),
         }),
     }
@@ -69,6 +72,7 @@ fn after_start(
 
 fn restore(
     args: &RestoreArgs,
+    file: &Location,
     destination: &Destination,
     options: &Options,
     socket: &Path,
@@ -77,15 +81,26 @@ fn restore(
     let control = Control::new();
     let display = Mutex::new(Display::new("restore", args.output.quiet, &control));
     let told = AtomicBool::new(false);
+    let was_lost = AtomicBool::new(false);
     let show = |progress: &LazyProgress| {
         if interrupt.is_raised() && !told.swap(true, Ordering::Relaxed) {
             complain!(
                 "the guest runs, and its pages follow to the end; once more leaves it waiting for them"
             );
         }
+        if was_lost.swap(progress.is_lost, Ordering::Relaxed) != progress.is_lost
+            && let Some(server) = file.server()
+        {
+            match progress.is_lost {
+                true => complain!("lost {server}; trying again"),
+                false => complain!("{server} is back"),
+            }
+        }
         if let Ok(display) = display.lock() {
             display.show_line(0, || {
-                let LazyProgress { pages, requested } = progress;
+                let LazyProgress {
+                    pages, requested, ..
+                } = progress;
                 let sent = bytes(pages * 4096);
                 format!("the guest runs: {sent} of its pages are there, {requested} were asked for")
                     .into()
@@ -109,7 +124,7 @@ fn restore(
         path: socket.to_owned(),
     };
     let restored = interrupt.cancelling(&control, || {
-        lazy::restore(args.file(), &to, args.resume, options, &control, hooks)
+        lazy::restore(file, &to, args.resume, options, &control, hooks)
     });
     if let Ok(display) = display.lock() {
         display.finish();

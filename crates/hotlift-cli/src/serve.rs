@@ -1,7 +1,7 @@
-//! `hotlift serve`: waits on the destination host for `hotlift migrate`, and gets a QEMU ready.
+//! `hotlift serve`: waits on the destination host for `hotlift migrate`, and gets a QEMU ready; or hands out files.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
@@ -29,6 +29,7 @@ use crate::callers::Callers;
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
 use crate::peer::{Answer, Hello, SourceMessage};
+use crate::serve_files;
 
 /// How long a source whose connections have ended may take to say why.
 const REASON: Duration = Duration::from_secs(2);
@@ -41,10 +42,17 @@ const PROGRESS: Duration = Duration::from_secs(1);
 pub struct ServeArgs {
     /// Where 'hotlift migrate' connects to: tcp:HOST:PORT (empty HOST: all addresses)
     #[arg(long, value_name = "URI")]
-    listen: Address,
+    pub(crate) listen: Address,
     /// QMP socket of a QEMU that waits with '-incoming defer': PATH, unix:PATH or tcp:HOST:PORT
-    #[arg(long, value_name = "ADDRESS", required_unless_present = "command")]
+    #[arg(long, value_name = "ADDRESS", required_unless_present_any = ["command", "files"])]
     qmp: Option<QmpAddress>,
+    /// Hand out the save files in this folder, and receive no guest
+    #[arg(
+        long,
+        value_name = "DIR",
+        conflicts_with_all = ["qmp", "command", "data_port", "control", "monitor"]
+    )]
+    files: Option<PathBuf>,
     /// Port for the pages, on the same addresses [default: one that is free]
     #[arg(
         long,
@@ -55,11 +63,11 @@ pub struct ServeArgs {
     data_port: u16,
     /// Show no progress
     #[arg(long)]
-    quiet: bool,
+    pub(crate) quiet: bool,
     #[command(flatten)]
     control: ControlArgs,
     #[command(flatten)]
-    limits: LimitArgs<role::Receive>,
+    pub(crate) limits: LimitArgs<role::Receive>,
     /// Command line of the QEMU to start when a source has come; '-incoming defer' and a QMP socket
     /// are added
     #[arg(last = true, value_name = "QEMU", conflicts_with = "qmp")]
@@ -77,6 +85,9 @@ enum Visit {
 /// Runs the command.
 pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
+    if let Some(folder) = &args.files {
+        return serve_files::run(args, folder, &interrupt);
+    }
     let Address::Tcp { host, .. } = &args.listen else {
         return Err(ConsoleError::OnlyTcp { flag: "--listen" }.into());
     };
@@ -455,7 +466,8 @@ fn refuse(source: &mut Conversation, error: &dyn std::error::Error) {
     let _ = source.say(&Answer::Refused { reason });
 }
 
-fn address_of(listener: &Listener) -> Result<Address, ConsoleError> {
+/// Where somebody who is not told otherwise connects to.
+pub(crate) fn address_of(listener: &Listener) -> Result<Address, ConsoleError> {
     listener.address().map_err(|source| ConsoleError::Process {
         what: "listener",
         source,

@@ -1,37 +1,44 @@
 //! `hotlift show`: what is in a save file.
 
-use std::path::PathBuf;
-
 use clap::Args;
 use hotlift::Control;
-use hotlift::file::{Description, describe};
+use hotlift::file::{Description, Location, describe};
 use hotlift_console::error::error_line;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::bytes;
+use hotlift_console::security::SecurityArgs;
 use hotlift_console::signals::Interrupt;
 use hotlift_console::table::{align, new_table};
 use hotlift_console::width;
 
 use crate::error::CommandError;
+use crate::restore::location;
 
 /// Flags of `show`.
 #[derive(Debug, Args)]
 pub struct ShowArgs {
-    /// File that 'hotlift save' has written
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
+    /// File that 'hotlift save' has written, or tcp:HOST:PORT/NAME at a 'hotlift serve --files'
+    #[arg(value_name = "FILE", value_parser = location())]
+    file: Location,
     /// Read all pages, and check that they are what was written
     #[arg(long)]
     verify: bool,
     #[command(flatten)]
     output: OutputArgs,
+    #[command(flatten)]
+    security: SecurityArgs,
 }
 
 /// Runs the command.
 pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let control = Control::new();
-    let described = interrupt.cancelling(&control, || describe(&args.file, args.verify, &control));
+    let tls = match args.file.server() {
+        Some(server) => args.security.tls(server)?,
+        None => None,
+    };
+    let file = args.file.clone().with_tls(tls);
+    let described = interrupt.cancelling(&control, || describe(&file, args.verify, &control));
     let description = described.map_err(|error| CommandError::Show {
         reason: error_line(&error),
     })?;

@@ -157,7 +157,7 @@ fn a_running_machine_goes_on_from_its_file() {
             FileFormat::Hotlift,
             &settings,
         );
-        let info = inspect(&file).expect("a save file");
+        let info = inspect(&file, &Control::new()).expect("a save file");
         assert_eq!(
             (info.machine.as_str(), info.method.as_str()),
             (name, method)

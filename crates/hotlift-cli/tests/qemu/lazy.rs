@@ -12,6 +12,7 @@ use crate::hotlift::Hotlift;
 use crate::need;
 use crate::operator::succeeds;
 use crate::route::{Multifd, Side};
+use crate::tls::{Certificates, flag};
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, PC_11, Release, Vm, folder};
 
 /// Has a machine listen for the VM in the file `from`, and restores it.
@@ -181,4 +182,83 @@ fn a_file_that_cannot_be_restored_lazily_is_refused_before_the_guest_runs() {
         assert!(said.join("\n").contains(reason), "{said:?}");
         assert_eq!(there.count(), None, "the guest has run");
     }
+}
+
+/// A server of the save files in a folder, and its address.
+fn serve(files: &Path, listen: &str, tls: &str) -> (Hotlift, String) {
+    let listen = format!("--listen={listen}");
+    let mut serve = Hotlift::start(&["serve", &listen, &flag("files", files), tls]);
+    let line = serve.wait_for("listening on ");
+    (serve, line.rsplit(' ').next().expect("a word").to_owned())
+}
+
+#[test]
+fn a_guest_comes_from_another_host_and_waits_while_that_is_gone() {
+    let certificates = Certificates::make();
+    let tls = flag("tls", &certificates.dir());
+    let files = folder();
+    let machine = machine(PC_7, Accelerator::Kvm);
+    let (_, before) = need!(saved(files.path(), &machine));
+    let (mut server, at) = serve(files.path(), "tcp:127.0.0.1:0", &tls);
+    let remote = format!("{at}/vm.save");
+    let shown = succeeds(Hotlift::start(&["show", &remote, "--verify", &tls]));
+    assert!(shown.contains("all good"), "{shown:?}");
+    for release in [Release::V10, Release::V7] {
+        // With all pages first, and with none.
+        let mut there = need!(Vm::waiting(release, &machine));
+        let eager = ["restore", &remote, "--qmp", &there.free_qmp(), &tls];
+        succeeds(Hotlift::start(&eager));
+        goes_on(&mut there, before);
+
+        let mut there = need!(Vm::waiting(release, &machine));
+        let qmp = there.free_qmp();
+        let lazy = ["restore", "--lazy", &remote, "--qmp", &qmp, &tls];
+        // So slow that the end is far away.
+        let mut restore = Hotlift::start(&[&lazy[..], &["--max-bandwidth=3M"]].concat());
+        restore.wait_for("the guest runs after");
+        there.counts_on_from(before);
+        server.signal(Signal::KILL);
+        let _ = server.wait();
+        restore.wait_for(&format!("lost {at}; trying again"));
+        (server, _) = serve(files.path(), &at, &tls);
+        restore.wait_for(&format!("{at} is back"));
+        let (status, said) = restore.wait();
+        assert!(status.success(), "{said:?}");
+        goes_on(&mut there, before);
+    }
+    server.signal(Signal::TERM);
+    let (status, said) = server.wait();
+    assert!(status.success(), "{said:?}");
+    assert!(said.join("\n").contains("127.0.0.1 has read "), "{said:?}");
+}
+
+#[test]
+fn pages_of_another_file_that_took_the_name_meanwhile_do_not_reach_the_guest() {
+    let certificates = Certificates::make();
+    let tls = flag("tls", &certificates.dir());
+    let files = folder();
+    let machine = machine(PC_10, Accelerator::Kvm);
+    let (file, before) = need!(saved(files.path(), &machine));
+    let aside = files.path().join("aside");
+    let (server, at) = serve(files.path(), "tcp:127.0.0.1:0", &tls);
+    let remote = format!("{at}/vm.save");
+    let mut there = need!(Vm::waiting(Release::V10, &machine));
+    let qmp = there.free_qmp();
+    let lazy = ["restore", "--lazy", &remote, "--qmp", &qmp, &tls];
+    let mut restore = Hotlift::start(&[&lazy[..], &["--max-bandwidth=1M"]].concat());
+    restore.wait_for("the guest runs after");
+    there.counts_on_from(before);
+    server.signal(Signal::KILL);
+    let _ = server.wait();
+    std::fs::rename(&file, &aside).expect("the file");
+    let _ = need!(saved(files.path(), &machine));
+    let (_server, _) = serve(files.path(), &at, &tls);
+    let (status, said) = restore.wait();
+    assert_eq!(status.code(), Some(3), "{said:?}");
+    assert!(said.join("\n").contains("another file"), "{said:?}");
+    there.says("postcopy-paused");
+
+    std::fs::rename(&aside, &file).expect("the file");
+    succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
+    goes_on(&mut there, before);
 }
