@@ -33,7 +33,7 @@ def main():
 
 
 def draw(arguments, runs):
-    last = min(max(run["progress"][-1][0] for run in runs), *(1.5 * max(run["runs_ms"] for run in runs) + 1000,))
+    last = min(max(run["progress"][-1][0] for run in runs), 1.5 * max(run["runs_ms"] for run in runs) + 1000)
     times = [number * STEP_MS for number in range(int(last / STEP_MS) + 1)]
     lines = {}
     for way in COLOURS:
@@ -51,9 +51,9 @@ def draw(arguments, runs):
     out.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "seconds since it was asked for", 12, anchor="middle"))
     named = {NAMES[way]: (COLOURS[way], [(x_of(at), y_of(count)) for at, count in zip(times, line)]) for way, line in lines.items()}
     out += curves(named, WIDTH - RIGHT, NAMES["lazy"])
-    working_set = runs[0]["working_set"] >> 20
+    working_set, fill = runs[0]["working_set"] >> 20, runs[0]["fill"].capitalize()
     return frame(HEIGHT, "Million pages that a guest has checked and written since its restore was asked for",
-                 f"{arguments.gib:g} GiB, 90 % Silesia, {working_set} MiB of it in use, file {arguments.cache}; medians", out)
+                 f"{arguments.gib:g} GiB, 90 % {fill}, {working_set} MiB of it in use, file {arguments.cache}; medians", out)
 
 
 def by_then(progress, at):

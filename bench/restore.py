@@ -87,7 +87,8 @@ def parse():
 def measure(arguments, ram):
     """Saves a VM in each way, restores it, and yields what came of each."""
     ways = [way for way in WAYS if way in arguments.ways and (way != "lazy-11" or arguments.newer_qemu)]
-    about = {"ram_bytes": ram, "working_set": arguments.working_set, "rate": arguments.rate, **versions(arguments)}
+    about = {"ram_bytes": ram, "working_set": arguments.working_set, "rate": arguments.rate,
+             "fill": arguments.fill.resolve().name if arguments.fill else "generated", **versions(arguments)}
     with tempfile.TemporaryDirectory(prefix="hotlift-restore-", dir=arguments.files) as folder, \
             Rig(arguments, Path(folder), ram) as rig:
         for saved_by in dict.fromkeys(map(rig.saved_by, ways)):
@@ -128,8 +129,9 @@ def restored(rig, way, cache):
             over.set()
             watch.join()
         errors = Counter(qemu, saved).errors()
-        if errors or not progress[-1][1]:
-            raise RuntimeError(f"the guest found {errors} pages that are not what it wrote, and wrote {progress[-1][1]}")
+        written = progress[-1][1] if progress else 0
+        if errors or not written:
+            raise RuntimeError(f"the guest found {errors} pages that are not what it wrote, and wrote {written}")
         in_ms = lambda moment: None if moment is None else round((moment - start) * 1e3, 2)
         # Before it runs, what is in its table is being loaded.
         counts = [[in_ms(at), count if at > runs else 0] for at, count in progress]
