@@ -289,7 +289,7 @@ def run_hotlift(program, *words):
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"hotlift {words[0]}: {errors.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"hotlift {words[0]}: {errors.strip()}")
     return json.loads(said), usage.ru_utime + usage.ru_stime
 
 
