@@ -266,7 +266,7 @@ pub struct DestinationReport {
     pub zero_pages: u64,
     /// Of a guest that ran before all its pages were there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub postcopy: Option<PostcopyFigures>,
+    pub postcopy: Option<Box<PostcopyFigures>>,
     /// Cost on this side.
     pub side: SideFigures,
 }

@@ -152,7 +152,7 @@ fn run(
         total_ms: total.as_secs_f64() * 1e3,
         normal_pages: counts.normal_pages,
         zero_pages: counts.zero_pages,
-        postcopy: session.postcopy.get().cloned(),
+        postcopy: session.postcopy.get().cloned().map(Box::new),
         side: SideFigures::new(
             session.threads.read(),
             total,
