@@ -179,6 +179,7 @@ impl<'a> Script<'a> {
     fn connect(guest: &'a Probe, to: &Address) -> Self {
         let to = to.to_string();
         let stream = TcpStream::connect(to.trim_start_matches("tcp:")).unwrap();
+        stream.set_read_timeout(Some(BOUND)).unwrap();
         Self { guest, stream }
     }
 
@@ -612,8 +613,9 @@ fn a_guest_whose_memory_can_have_no_missing_pages_is_refused() {
     missing.end();
 }
 
-/// Starts a guest, breaks the connection by `broken`, and brings it the rest over another.
-fn recovers(broken: &dyn Fn(&Script<'_>)) {
+/// Starts a guest, breaks the connection by `broken`, and brings it the rest over another; what is `waited` for is asked
+/// for there again.
+fn recovers(waited: bool, broken: &dyn Fn(&Script<'_>)) {
     if !has_userfault() {
         return;
     }
@@ -647,6 +649,7 @@ fn recovers(broken: &dyn Fn(&Script<'_>)) {
                     _ => {
                         let missing = script.resume();
                         assert!(missing.len() < pages(&from).len(), "some had come");
+                        while waited && !matches!(script.message(), Message::Request) {}
                         script.say(&script.part(&missing));
                         script.end();
                         assert_eq!(script.shut().0, 0);
@@ -673,7 +676,7 @@ fn recovers(broken: &dyn Fn(&Script<'_>)) {
 
 #[test]
 fn a_source_that_vanishes_after_run_is_recovered_from() {
-    recovers(&|script| {
+    recovers(false, &|script| {
         let part = script.half();
         script.say(&part[..part.len() - 2000]);
         script.stream.shutdown(Shutdown::Write).unwrap();
@@ -682,7 +685,7 @@ fn a_source_that_vanishes_after_run_is_recovered_from() {
 
 #[test]
 fn a_page_that_comes_twice_pauses_the_migration_and_not_the_guest() {
-    recovers(&|script| {
+    recovers(true, &|script| {
         let (block, page) = filled(script.guest)[0];
         let one = script.part(&[(block, page)]);
         let mut other = content(script.guest, block, page);
@@ -695,7 +698,7 @@ fn a_page_that_comes_twice_pauses_the_migration_and_not_the_guest() {
 #[test]
 fn pages_outside_the_blocks_pause_the_migration_and_not_the_guest() {
     for beyond in [0, 1, 1 << 40] {
-        recovers(&|script| {
+        recovers(false, &|script| {
             script.say(&script.half());
             let ram = &script.guest.ram()[0];
             let page = record(ram.name(), ram.pages() + beyond, &[1; PAGE_SIZE]);
