@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::ops::Deref;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -169,6 +170,42 @@ fn reaches(control: &Control, status: Status) {
     }
 }
 
+/// A guest that arrives in a test which may fail: its vCPUs may then wait for pages for ever, and so would its drop.
+struct Arriving(Option<Probe>);
+
+impl Arriving {
+    fn new(kind: hotlift_vmm::GuestKind, settings: &GuestSettings) -> Self {
+        Self(Some(destination(kind, settings, Quirks::default())))
+    }
+}
+
+impl Deref for Arriving {
+    type Target = Probe;
+
+    fn deref(&self) -> &Probe {
+        self.0.as_ref().expect("until it is dropped")
+    }
+}
+
+impl Drop for Arriving {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            std::mem::forget(self.0.take());
+        }
+    }
+}
+
+/// Ends a migration whose test has failed.
+struct CancelsOnPanic<'a>(&'a Control);
+
+impl Drop for CancelsOnPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.cancel();
+        }
+    }
+}
+
 /// A source that says what it is told to.
 struct Script<'a> {
     guest: &'a Probe,
@@ -179,7 +216,7 @@ impl<'a> Script<'a> {
     fn connect(guest: &'a Probe, to: &Address) -> Self {
         let to = to.to_string();
         let stream = TcpStream::connect(to.trim_start_matches("tcp:")).unwrap();
-        stream.set_read_timeout(Some(BOUND)).unwrap();
+        stream.set_read_timeout(Some(BOUND / 4)).unwrap();
         Self { guest, stream }
     }
 
@@ -353,12 +390,12 @@ fn a_guest_runs_from_a_save_file_before_its_pages_are_there() {
             let from = paused(kind, &settings);
             let folder = tempfile::tempdir().unwrap();
             let saved = save(&from, folder.path());
-            let to = destination(kind, &settings, Quirks::default());
+            let to = Arriving::new(kind, &settings);
             let (listener, address) = listen();
             let (control, events) = watched();
             let options = options();
             let (sent, received) = thread::scope(|scope| {
-                let there = scope.spawn(|| hotlift::receive(&to, listener, &options, &control));
+                let there = scope.spawn(|| hotlift::receive(&*to, listener, &options, &control));
                 let hooks = hotlift::lazy::Hooks::default();
                 let here = Control::new();
                 let sent = hotlift::lazy::restore(&saved, &address, false, &options, &here, hooks);
@@ -394,11 +431,12 @@ fn what_came_before_the_switch_stays_unless_it_was_discarded() {
     }
     for kind in kinds() {
         let from = paused(kind, &settings());
-        let to = destination(kind, &settings(), Quirks::default());
+        let to = Arriving::new(kind, &settings());
         let (listener, address) = listen();
         let (options, control) = (options(), Control::new());
         thread::scope(|scope| {
-            let there = scope.spawn(|| hotlift::receive(&to, listener, &options, &control));
+            let there = scope.spawn(|| hotlift::receive(&*to, listener, &options, &control));
+            let _ends = CancelsOnPanic(&control);
             let script = Script::connect(&from, &address);
             script.say(&script.opening(true));
             // Every second run of 16 pages comes before; of each, the first half is out of date.
@@ -621,12 +659,13 @@ fn recovers(waited: bool, broken: &dyn Fn(&Script<'_>)) {
     }
     for kind in kinds() {
         let from = paused(kind, &settings());
-        let to = destination(kind, &settings(), Quirks::default());
+        let to = Arriving::new(kind, &settings());
         let (listener, address) = listen();
         let (control, events) = watched();
         let options = options();
         thread::scope(|scope| {
-            let there = scope.spawn(|| hotlift::receive(&to, listener, &options, &control));
+            let there = scope.spawn(|| hotlift::receive(&*to, listener, &options, &control));
+            let _ends = CancelsOnPanic(&control);
             let script = Script::connect(&from, &address);
             script.start();
             reaches(&control, Status::PostcopyActive);
