@@ -27,13 +27,15 @@ struct Way {
     release: Release,
     /// Requested pages have a connection of their own.
     preempt: bool,
+    /// Multifd of both QEMUs: from 10.1 on it goes with postcopy.
+    multifd: Multifd,
     /// Certificates of this host, and of another one of the CA, for TLS between the relays.
     tls: Option<[PathBuf; 2]>,
 }
 
 impl Way {
     fn side(&self) -> Side {
-        let mut side = Side::new(Multifd::Off)
+        let mut side = Side::new(self.multifd)
             .with("return-path")
             .with("postcopy-ram")
             .parameters(json!({ "max-bandwidth": SLOW, "max-postcopy-bandwidth": SLOW }));
@@ -49,7 +51,7 @@ impl Way {
     }
 
     fn relays(&self) -> RelayOptions {
-        let mut options = RelayOptions::new("zstd", Multifd::Channels(2), Multifd::Off);
+        let mut options = RelayOptions::new("zstd", Multifd::Channels(2), self.multifd);
         for flags in [Some(&mut options.source), options.destination.as_mut()] {
             let flags = flags.expect("two relays");
             if let Some([host, _]) = &self.tls {
@@ -181,10 +183,18 @@ fn is_turned_away(to: &str, folder: Option<&Path>) {
 #[test]
 fn a_guest_in_postcopy_fetches_its_pages_through_the_relays() {
     use Release::{V10, V11};
-    for (release, preempt) in [(V10, false), (V10, true), (V11, true)] {
+    let both = Multifd::Channels(2);
+    for (release, preempt, multifd) in [
+        (V10, false, Multifd::Off),
+        (V10, true, Multifd::Off),
+        (V11, true, Multifd::Off),
+        (V11, false, both),
+        (V11, true, both),
+    ] {
         let way = Way {
             release,
             preempt,
+            multifd,
             tls: None,
         };
         need!(way.take());
@@ -202,6 +212,7 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
         let way = Way {
             release,
             preempt,
+            multifd: Multifd::Off,
             tls: None,
         };
         let Moving {
@@ -244,6 +255,7 @@ fn a_guest_in_postcopy_fetches_its_pages_over_tls_and_nobody_else_sends_any() {
         let way = Way {
             release,
             preempt,
+            multifd: Multifd::Off,
             tls: Some([certificates.dir(), other.clone()]),
         };
         need!(way.take());
