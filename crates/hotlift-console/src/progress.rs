@@ -302,6 +302,7 @@ mod tests {
             bytes: hotlift::figures::ByteFigures::default(),
             throttle_percent: 0,
             throttle_refused: false,
+            postcopy_requests: 0,
             auto_converge: false,
             bandwidth_limited: false,
             xbzrle: None,

@@ -53,6 +53,7 @@ pub static COMMANDS: &[CommandInfo] = &[
         &[needed("state", Type::Enum("MigrationStatus"))],
         None,
     ),
+    command("migrate-start-postcopy", &[], None),
     command("migrate-pause", &[], None),
     command("migrate-recover", &[needed("uri", Type::Str)], None),
     command(

@@ -132,6 +132,27 @@ impl State {
     }
 }
 
+/// States in which the guest is the destination's, and needs pages of this side.
+const IN_POSTCOPY: [Status; 3] = [
+    Status::PostcopyActive,
+    Status::PostcopyPaused,
+    Status::PostcopyRecover,
+];
+
+/// Goes on with a postcopy that was interrupted.
+fn resume(state: &State, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    let nothing = "Cannot resume if there is no paused migration";
+    let paused = state
+        .running()
+        .filter(|one| one.listens_at.is_none() && one.control.status() == Status::PostcopyPaused);
+    let migration = paused.ok_or_else(|| Refusal::generic(nothing))?;
+    let to = address::of_arguments(arguments)?;
+    match migration.control.resume(&to) {
+        true => Ok(json!({})),
+        false => Err(Refusal::generic(nothing)),
+    }
+}
+
 impl GuestMonitor {
     /// A machine whose guest runs; or, if it is `incoming`, waits for its guest.
     pub fn new(
@@ -268,9 +289,7 @@ impl GuestMonitor {
     fn migrate(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         let mut state = self.0.lock();
         if arguments.get("resume") == Some(&Value::Bool(true)) {
-            return Err(Refusal::generic(
-                "Cannot resume if there is no paused migration",
-            ));
+            return resume(&state, arguments);
         }
         let to = address::of_arguments(arguments)?;
         if state.running().is_some() {
@@ -404,9 +423,40 @@ impl GuestMonitor {
         Ok(json!({}))
     }
 
+    /// The guest runs at the destination from its next switchover on, whether or not all pages are there.
+    fn start_postcopy(&self) -> Result<Value, Refusal> {
+        let state = self.0.lock();
+        if !self.0.settings.for_migration().postcopy_ram {
+            return Err(Refusal::generic(
+                "Enable postcopy with migrate_set_capability before the start of migration",
+            ));
+        }
+        let outgoing = state.migration.as_ref();
+        match outgoing.filter(|one| one.listens_at.is_none()) {
+            Some(migration) => {
+                // One that has ended does not mind, as QEMU has it: the client cannot know.
+                migration.control.start_postcopy();
+                Ok(json!({}))
+            }
+            None => Err(Refusal::generic(
+                "Postcopy must be started after migration has been started",
+            )),
+        }
+    }
+
+    fn pause(&self) -> Result<Value, Refusal> {
+        let state = self.0.lock();
+        match state.running() {
+            Some(migration) if migration.control.pause_postcopy() => Ok(json!({})),
+            _ => Err(refusal::no_postcopy()),
+        }
+    }
+
     fn cancel(&self) -> Value {
         let mut state = self.0.lock();
         let outgoing = state.running().filter(|one| one.listens_at.is_none());
+        // What a paused postcopy still has is what its guest needs.
+        let outgoing = outgoing.filter(|one| !IN_POSTCOPY.contains(&one.control.status()));
         if let Some(migration) = outgoing {
             migration.control.cancel();
             // Unless the guest is gone by now.
@@ -495,7 +545,7 @@ impl GuestMonitor {
         let progress = &migration.progress;
         let is_outgoing = migration.listens_at.is_none() && migration.is_running();
         let has_figures = [Status::Active, Status::PreSwitchover, Status::Device];
-        if is_outgoing && has_figures.contains(&status) {
+        if is_outgoing && (has_figures.contains(&status) || IN_POSTCOPY.contains(&status)) {
             let (progress, elapsed) = (progress.clone(), migration.started.elapsed());
             let (jobs, compression) = (migration.control.jobs(), migration.compression);
             // The engine waits for this lock while the guest stands still, and /proc is slow.
@@ -544,7 +594,8 @@ impl Commands for GuestMonitor {
             "migrate-recover" => self.recover(given),
             "migrate_cancel" => Ok(self.cancel()),
             "migrate-continue" => self.proceed(given),
-            "migrate-pause" => Err(refusal::no_postcopy()),
+            "migrate-start-postcopy" => self.start_postcopy(),
+            "migrate-pause" => self.pause(),
             "migrate-set-capabilities" => {
                 let state = self.0.lock();
                 let is_running = state.running().is_some();
@@ -665,6 +716,13 @@ impl Machine {
             }
             Err(error) => {
                 state.in_doubt = matches!(error, MigrationError::InDoubt);
+                let is_outgoing = state
+                    .migration
+                    .as_ref()
+                    .is_some_and(|one| one.listens_at.is_none());
+                if is_outgoing && let MigrationError::PagesMissing { .. } = error {
+                    state.run = RunState::PostMigrate;
+                }
                 (Outcome::Failed(refusal::error_desc(&error)), Status::Failed)
             }
         };

@@ -86,6 +86,7 @@ impl Pages {
             multifd_bytes: bytes.multifd,
             precopy_bytes: bytes.precopy,
             downtime_bytes: bytes.downtime,
+            postcopy_bytes: bytes.postcopy,
             ..MigrationStats::default()
         }
     }
@@ -128,6 +129,7 @@ pub fn not_begun(total_bytes: u64) -> Progress {
         bytes: ByteFigures::default(),
         throttle_percent: 0,
         throttle_refused: false,
+        postcopy_requests: 0,
         auto_converge: false,
         bandwidth_limited: false,
         xbzrle: None,
@@ -159,6 +161,7 @@ pub fn source_under_way(
             mbps: progress.bytes_per_second * 8.0 / 1e6,
             dirty_sync_count: progress.dirty_syncs,
             pages_per_second: rounded(progress.pages_per_second),
+            postcopy_requests: progress.postcopy_requests,
             ..pages.stats(progress.bytes, compression.is_some(), xbzrle)
         }),
         xbzrle_cache: xbzrle.map(xbzrle_cache),
@@ -197,6 +200,7 @@ pub fn source_completed(
             mbps: report.throughput_mbps,
             dirty_sync_count: report.dirty_syncs,
             pages_per_second: rounded(report.pages_per_second),
+            postcopy_requests: report.postcopy_requests,
             ..pages.stats(report.bytes, compression.is_some(), xbzrle)
         }),
         xbzrle_cache: xbzrle.map(xbzrle_cache),
@@ -374,7 +378,7 @@ mod tests {
                 bytes: ByteFigures {
                     multifd: 0,
                     precopy: 1000 * (8 + 1024) + 10 * 9,
-                    downtime: 0,
+                    ..ByteFigures::default()
                 },
                 ..not_begun(1 << 30)
             };

@@ -21,6 +21,7 @@ const OF_OTHERS: &[(&str, &str)] = &[
     ),
     ("migrate-incoming", "a relay listens from its start"),
     ("migrate-continue", "the source's QEMU waits, and is told"),
+    ("migrate-start-postcopy", "the source's QEMU has postcopy"),
     ("migrate-pause", "the source's QEMU has postcopy"),
     ("migrate-recover", "the destination's QEMU has postcopy"),
     (

@@ -2,8 +2,9 @@
 //! cancel, and the way every thread of it learns that it is over.
 
 use std::collections::BTreeMap;
+use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::accelerator_stats::AcceleratorStats;
@@ -12,8 +13,9 @@ use crate::cpu_limit::CpuBudget;
 use crate::figures::JobFigures;
 use crate::options::Options;
 use crate::pacing::Pacer;
+use crate::stream::main_send::MainLink;
 use crate::threads::lock;
-use crate::transport::Listener;
+use crate::transport::{Address, Listener};
 
 /// State of a migration; QEMU's names (`MigrationStatus`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +33,7 @@ pub enum Status {
     Device,
     /// The guest runs at the destination, and gets its pages as it asks for them.
     PostcopyActive,
-    /// The same, and the connection is lost.
+    /// The same, and the connection is lost: see [`Control::resume`] and [`Control::recover`].
     PostcopyPaused,
     /// Another connection takes the place of the one that was lost.
     PostcopyRecover,
@@ -127,6 +129,12 @@ struct Shared {
     stats: AcceleratorStats,
     /// Set by [`Control::proceed`].
     proceeds: Mutex<bool>,
+    /// Set by [`Control::start_postcopy`].
+    postcopy: AtomicBool,
+    /// Set by [`Control::resume`], until it is taken.
+    resume: Mutex<Option<Address>>,
+    /// The connection of a postcopy, for [`Control::pause_postcopy`].
+    postcopy_link: Mutex<Weak<MainLink>>,
     live: Mutex<Live>,
     /// Set by [`Control::recover`], until it is taken.
     recovery: Mutex<Option<Listener>>,
@@ -142,6 +150,8 @@ struct Live {
     changed: Option<Options>,
     /// Paces this migration.
     pacer: Option<Arc<Pacer>>,
+    /// Paces the pages of a postcopy that nobody has asked for.
+    postcopy_pacer: Option<Arc<Pacer>>,
     /// Limits its CPU time.
     cpu: Option<Arc<CpuBudget>>,
     /// Chooses the method of its packets.
@@ -243,6 +253,54 @@ impl Control {
         }
     }
 
+    /// Lets the guest run at the destination as soon as it can be switched over, and before it has all pages there. Does
+    /// nothing without `postcopy-ram`, or once the guest has been stopped.
+    pub fn start_postcopy(&self) {
+        self.0.postcopy.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    /// Whether [`Control::start_postcopy`] was called.
+    pub(crate) fn wants_postcopy(&self) -> bool {
+        self.0.postcopy.load(Ordering::Acquire)
+    }
+
+    /// Has a migration that waits in [`Status::PostcopyPaused`] go on over a connection to `to`, where its destination
+    /// listens once more (`migrate-recover`). False in any other state.
+    pub fn resume(&self, to: &Address) -> bool {
+        let is_paused = self.status() == Status::PostcopyPaused;
+        if is_paused {
+            *lock(&self.0.resume) = Some(to.clone());
+            self.wake();
+        }
+        is_paused
+    }
+
+    /// Waits up to `time` for [`Control::resume`], and takes what it says.
+    pub(crate) fn take_resume(&self, time: Duration) -> Option<Address> {
+        let until = Instant::now() + time;
+        self.sleep_while(until, || lock(&self.0.resume).is_none());
+        lock(&self.0.resume).take()
+    }
+
+    /// Ends the connection of a migration that is in [`Status::PostcopyActive`], as if it was lost. False in any other
+    /// state.
+    pub fn pause_postcopy(&self) -> bool {
+        let link = lock(&self.0.postcopy_link).upgrade();
+        match link.filter(|_| self.status() == Status::PostcopyActive) {
+            Some(link) => {
+                link.transport.shutdown(Shutdown::Both);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// What [`Control::pause_postcopy`] closes.
+    pub(crate) fn set_postcopy_link(&self, link: &Arc<MainLink>) {
+        *lock(&self.0.postcopy_link) = Arc::downgrade(link);
+    }
+
     /// Has a destination that waits in [`Status::PostcopyPaused`] go on with a source that connects to `listener`
     /// (`migrate-recover`).
     ///
@@ -279,6 +337,9 @@ impl Control {
         if let Some(pacer) = &live.pacer {
             pacer.set_rate(options.max_bandwidth);
         }
+        if let Some(pacer) = &live.postcopy_pacer {
+            pacer.set_rate(options.max_postcopy_bandwidth);
+        }
         if let Some(cpu) = &live.cpu {
             cpu.set_limit(options.cpu_limit.into());
         }
@@ -304,6 +365,15 @@ impl Control {
         let rate = live.changed.as_ref().unwrap_or(options).max_bandwidth;
         let pacer = Arc::new(Pacer::new(rate));
         live.pacer = Some(Arc::clone(&pacer));
+        pacer
+    }
+
+    /// The same of the pages of a postcopy that nobody has asked for.
+    pub(crate) fn postcopy_pacer(&self, options: &Options) -> Arc<Pacer> {
+        let mut live = lock(&self.0.live);
+        let latest = live.changed.as_ref().unwrap_or(options);
+        let pacer = Arc::new(Pacer::new(latest.max_postcopy_bandwidth));
+        live.postcopy_pacer = Some(Arc::clone(&pacer));
         pacer
     }
 

@@ -78,13 +78,16 @@ pub struct ByteFigures {
     pub precopy: u64,
     /// To the main channel while it stood still.
     pub downtime: u64,
+    /// To the main channel while it ran at the destination, without some of its pages.
+    #[serde(default)]
+    pub postcopy: u64,
 }
 
 impl ByteFigures {
     /// All of them.
     #[must_use]
     pub fn sum(self) -> u64 {
-        self.multifd + self.precopy + self.downtime
+        self.multifd + self.precopy + self.downtime + self.postcopy
     }
 }
 
@@ -239,6 +242,9 @@ pub struct SourceReport {
     /// Auto-converge was to slow the guest down, and this guest cannot be.
     #[serde(default)]
     pub throttle_refused: bool,
+    /// Pages that the guest has asked for, in postcopy.
+    #[serde(default)]
+    pub postcopy_requests: u64,
     /// What XBZRLE has done, if it was on.
     #[serde(default)]
     pub xbzrle: Option<XbzrleFigures>,
@@ -295,6 +301,7 @@ pub(crate) struct Measured {
     pub bytes: ByteFigures,
     pub throttle_percent: u8,
     pub throttle_refused: bool,
+    pub postcopy_requests: u64,
     pub xbzrle: Option<XbzrleFigures>,
     pub methods: Vec<MethodFigures>,
     pub explored_packets: u64,
@@ -330,6 +337,7 @@ impl From<Measured> for SourceReport {
             bytes: measured.bytes,
             throttle_percent: measured.throttle_percent,
             throttle_refused: measured.throttle_refused,
+            postcopy_requests: measured.postcopy_requests,
             xbzrle: measured.xbzrle,
             methods: measured.methods,
             explored_packets: measured.explored_packets,
@@ -455,6 +463,7 @@ mod tests {
             bytes: ByteFigures::default(),
             throttle_percent: 0,
             throttle_refused: false,
+            postcopy_requests: 0,
             xbzrle: None,
             methods: Vec::new(),
             explored_packets: 0,

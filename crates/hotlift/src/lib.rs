@@ -15,7 +15,7 @@
 //! | [`error`] | why it ended before its time |
 //!
 //! Inside, an operation (`ops`) joins a source of pages to a sink (`ends`); between them is a bounded number of batches
-//! (`pipe`), and both speak QEMU's stream (`stream`). `precopy` knows what is dirty and when the rest is small enough.
+//! (`pipe`), and both speak QEMU's stream (`stream`). `postcopy` gives a guest that runs already the pages that it asks for. `precopy` knows what is dirty and when the rest is small enough.
 //!
 //! # Who has the guest
 //!
@@ -38,6 +38,7 @@ mod ops;
 pub mod options;
 mod pacing;
 mod pipe;
+mod postcopy;
 mod precopy;
 pub mod progress;
 mod schedule;

@@ -50,6 +50,8 @@ pub struct Progress {
     pub auto_converge: bool,
     /// True if max-bandwidth is what limits the rate, and not the channels.
     pub bandwidth_limited: bool,
+    /// Pages that the guest has asked for, in postcopy.
+    pub postcopy_requests: u64,
     /// What XBZRLE has done, if it is on.
     pub xbzrle: Option<XbzrleFigures>,
     /// How packets went of late, where each has its own method.

@@ -25,6 +25,7 @@ fn idle_script() -> Vec<(&'static str, Value)> {
         "query-migrate-parameters",
         "query-migrationthreads",
         "migrate_cancel",
+        "migrate-start-postcopy",
         "migrate-pause",
         "migrate-recover",
         "migrate-continue",
@@ -97,7 +98,11 @@ fn parameter_script() -> Vec<(&'static str, Value)> {
             settings.push((name, value));
         }
     }
-    for name in ["max-bandwidth", "avail-switchover-bandwidth"] {
+    for name in [
+        "max-bandwidth",
+        "avail-switchover-bandwidth",
+        "max-postcopy-bandwidth",
+    ] {
         let beyond: Value = serde_json::from_str("18446744073709551616").unwrap();
         for value in [json!(u64::MAX), json!(-1), beyond, json!("1G")] {
             settings.push((name, value));

@@ -53,6 +53,7 @@ fn the_human_monitor_prints_what_qemu_prints() {
         "migrate_continue",
         "migrate_continue foo",
         "migrate_continue pre-switchover",
+        "migrate_start_postcopy",
         "migrate_pause",
         "migrate_recover",
         "migrate_recover tcp:127.0.0.1:0",

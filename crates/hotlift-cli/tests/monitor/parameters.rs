@@ -35,6 +35,7 @@ const OTHERS: &[(&str, &str, bool)] = &[
     ("tls-hostname", "\"host\"", false),
     ("tls-authz", "\"*.example.org\"", false),
     ("xbzrle-cache-size", "8192", false),
+    ("max-postcopy-bandwidth", "1000", true),
     ("x-hotlift-insecure", "true", false),
     ("x-hotlift-accelerator", "\"off\"", false),
     ("x-hotlift-goal", "\"least-cpu\"", true),

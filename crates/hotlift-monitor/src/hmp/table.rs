@@ -39,9 +39,9 @@ pub static COMMANDS: &[HmpCommand] = &[
     },
     HmpCommand {
         names: &["migrate"],
-        arguments: "[-d] uri",
+        arguments: "[-d] [-r] uri",
         flags: "dr",
-        help: "migrate the guest to uri; with -d the monitor does not wait for the end",
+        help: "migrate the guest to uri; with -d the monitor does not wait for the end; -r goes on with a paused postcopy",
         qmp: "migrate",
     },
     HmpCommand {
@@ -69,7 +69,7 @@ pub static COMMANDS: &[HmpCommand] = &[
         names: &["migrate_pause"],
         arguments: "",
         flags: "",
-        help: "pause a postcopy migration, which Hotlift does not have",
+        help: "pause a postcopy migration, as if its connection was lost",
         qmp: "migrate-pause",
     },
     HmpCommand {
@@ -92,6 +92,13 @@ pub static COMMANDS: &[HmpCommand] = &[
         flags: "",
         help: "set a parameter of migrations; sizes take K, M, G or T, bandwidths are MiB/s without",
         qmp: "migrate-set-parameters",
+    },
+    HmpCommand {
+        names: &["migrate_start_postcopy"],
+        arguments: "",
+        flags: "",
+        help: "let the guest run at the destination before all its pages are there, with postcopy-ram",
+        qmp: "migrate-start-postcopy",
     },
     HmpCommand {
         names: &["quit", "q"],

@@ -15,6 +15,7 @@
 //! | `xbzrle` | pages as what has changed of them |
 //! | `postcopy` | a guest that runs before its pages are there, and what its source may do wrong |
 //! | `refusals` | two ends that do not agree |
+//! | `postcopy_source` | a guest that leaves before its pages do |
 //! | `packets` | sizes of packets, and zero pages that are sent as normal ones |
 //! | `probe`, `rig`, `census` | a guest that is watched, both ends, leaks |
 
@@ -33,6 +34,7 @@ mod lost_page;
 mod matrix;
 mod packets;
 mod postcopy;
+mod postcopy_source;
 mod probe;
 mod refusals;
 mod rig;

@@ -28,6 +28,8 @@ enum State {
     Ram { last: bool },
     /// Behind the END section of `ram`.
     Stopped,
+    /// In a package of postcopy, where devices come before RAM has ended.
+    Packaged,
     /// Behind EOF.
     Eof,
     /// Behind the VM description.
@@ -66,7 +68,7 @@ impl MainEncoder {
     /// A command, between sections.
     pub fn command(&mut self, command: Command, out: &mut Vec<u8>) -> Result<(), WireError> {
         self.require(
-            &[State::Setup, State::Live, State::Stopped],
+            &[State::Setup, State::Live, State::Stopped, State::Packaged],
             "a command",
             "the rest of the section",
         )?;
@@ -297,7 +299,7 @@ impl MainEncoder {
         out: &mut Vec<u8>,
     ) -> Result<(), WireError> {
         self.require(
-            &[State::Stopped],
+            &[State::Stopped, State::Packaged],
             "a device section",
             "the END section of ram",
         )?;
@@ -337,6 +339,20 @@ impl MainEncoder {
             "size": size,
             "fields": [{ "name": "data", "size": size, "type": "buffer" }],
         }));
+        Ok(())
+    }
+
+    /// What follows until [`MainEncoder::end_package`] is the content of a package of postcopy: devices, and commands.
+    pub fn begin_package(&mut self) -> Result<(), WireError> {
+        self.require(&[State::Live], "a package", "a place between sections")?;
+        self.state = State::Packaged;
+        Ok(())
+    }
+
+    /// The package is whole: sections of `ram` go on.
+    pub fn end_package(&mut self) -> Result<(), WireError> {
+        self.require(&[State::Packaged], "the end of a package", "its beginning")?;
+        self.state = State::Live;
         Ok(())
     }
 

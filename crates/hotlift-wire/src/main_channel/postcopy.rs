@@ -236,6 +236,9 @@ fn put_head(id: u16, length: usize, out: &mut Vec<u8>) {
     out.extend_from_slice(&u16::try_from(length).unwrap_or(u16::MAX).to_be_bytes());
 }
 
+/// Ranges of a command at most, as QEMU sends them (`MAX_DISCARDS_PER_COMMAND`).
+const RANGES: usize = 12;
+
 /// The destination is to have nothing in `length` bytes of RAM block `block` from `start` on. At least one such command
 /// comes before [`put_listen`]: a QEMU without any waits for ever.
 ///
@@ -247,13 +250,29 @@ pub fn put_discard(
     length: u64,
     out: &mut Vec<u8>,
 ) -> Result<(), WireError> {
-    let mut payload = vec![DISCARD_VERSION];
-    put_counted_string(&mut payload, block, "name of a RAM block")?;
-    payload.push(0);
-    payload.extend_from_slice(&start.to_be_bytes());
-    payload.extend_from_slice(&length.to_be_bytes());
-    put_head(POSTCOPY_RAM_DISCARD, payload.len(), out);
-    out.extend_from_slice(&payload);
+    put_discards(block, &[(start, length)], out)
+}
+
+/// The same of many ranges, each a start and a length.
+///
+/// # Errors
+/// A block name that is not 1 to 255 bytes.
+pub fn put_discards(
+    block: &str,
+    ranges: &[(u64, u64)],
+    out: &mut Vec<u8>,
+) -> Result<(), WireError> {
+    for ranges in ranges.chunks(RANGES) {
+        let mut payload = vec![DISCARD_VERSION];
+        put_counted_string(&mut payload, block, "name of a RAM block")?;
+        payload.push(0);
+        for (start, length) in ranges {
+            payload.extend_from_slice(&start.to_be_bytes());
+            payload.extend_from_slice(&length.to_be_bytes());
+        }
+        put_head(POSTCOPY_RAM_DISCARD, payload.len(), out);
+        out.extend_from_slice(&payload);
+    }
     Ok(())
 }
 
@@ -353,6 +372,13 @@ mod tests {
         put_bitmap_request("pc.ram", &mut out).unwrap();
         assert_eq!(out, b"\x08\0\x0a\0\x07\x06pc.ram");
         assert!(put_discard("", 0, 0, &mut out).is_err());
+
+        // 13 ranges: a command of QEMU's size, and the rest.
+        out.clear();
+        put_discards("pc.ram", &[(0, 4096); 13], &mut out).unwrap();
+        assert_eq!(&out[..5], [8, 0, 6, 0, 201]);
+        assert_eq!(&out[5 + 201..][..5], [8, 0, 6, 0, 25]);
+        assert_eq!(out.len(), 5 + 201 + 5 + 25);
     }
 
     /// A command, read with blocks `a` of two pages and `b` of one.

@@ -69,7 +69,7 @@ pub(super) fn ask(
 
 /// One question. What is no statement (no connection, no answer, "ask again", an answer that is damaged) is
 /// `None`.
-fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Option<Word> {
+pub(crate) fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Option<Word> {
     let stream = to.connect(patience).ok()?;
     stream.set_timeouts(patience).ok()?;
     (&stream).write_all(&question(id)).ok()?;

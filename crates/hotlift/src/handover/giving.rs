@@ -45,8 +45,27 @@ impl Giving {
     /// The point of no return, unless the migration has failed or `may` says no: from here on the guest is the
     /// destination's, and no lost connection brings it back to life here.
     pub(crate) fn commit(&self, may: impl FnOnce() -> bool) -> bool {
+        self.give(may, SourceSide::commit)
+    }
+
+    /// The same of a postcopy, see [`SourceSide::serve`].
+    pub(crate) fn serve(&self, may: impl FnOnce() -> bool) -> bool {
+        self.give(may, SourceSide::serve)
+    }
+
+    fn give(&self, may: impl FnOnce() -> bool, step: fn(&mut SourceSide) -> bool) -> bool {
         let failure = self.failure.lock();
-        !failure.is_set() && may() && self.side().commit()
+        !failure.is_set() && may() && step(&mut self.side())
+    }
+
+    /// See [`SourceSide::has_all`].
+    pub(crate) fn has_all(&self) {
+        self.side().has_all();
+    }
+
+    /// Whether it is known that the guest runs at the destination, which may lack pages.
+    pub(crate) fn is_known_to_run(&self) -> bool {
+        *self.side() == SourceSide::Serving { runs: true }
     }
 
     /// See [`SourceSide::offer`].
@@ -108,6 +127,27 @@ mod tests {
         assert!(!giving.fail(MigrationError::Cancelled));
         assert!(!giving.failure.is_set());
         assert_eq!(giving.verdict(), Some(Verdict::Refused));
+    }
+
+    #[test]
+    fn the_guest_of_a_postcopy_comes_back_only_if_it_has_not_run_there() {
+        for (words, verdict) in [
+            (&[Word::Never][..], Some(Verdict::Refused)),
+            (&[Word::Runs, Word::Never], None),
+        ] {
+            let giving = Giving::default();
+            assert!(giving.serve(|| true));
+            assert!(!giving.fail(MigrationError::Cancelled), "a lost connection");
+            words.iter().for_each(|word| giving.settle(Some(*word)));
+            assert_eq!(giving.verdict(), verdict, "{words:?}");
+        }
+
+        let giving = Giving::default();
+        assert!(giving.serve(|| true));
+        giving.settle(Some(Word::Runs));
+        assert!(giving.is_committed(), "its pages are still here");
+        giving.settle(None);
+        assert_eq!(giving.verdict(), Some(Verdict::Torn));
     }
 
     #[test]

@@ -31,6 +31,23 @@
 //! It asks until `settle-timeout` is over, and only then is in DOUBT: the guest is kept, paused. The
 //! destination answers until it has read "heard", or until no source can ask any more.
 //!
+//! A postcopy commits earlier, and ends later:
+//!
+//! ```text
+//!  KEEPS      stops the guest, tells what is to be thrown away
+//!             PING                                     ---->  LOADING  does so
+//!                                                      <----           PONG
+//!  SERVING    PACKAGED{devices, RUN}                   ---->  TAKING, TAKEN: the guest runs
+//!             pages                                    <--->  asks for pages
+//!             END, EOF                                 ---->
+//!  MOVED                                               <----  SHUT(0): it has all
+//! ```
+//!
+//! Up to SERVING the guest is the source's as ever. From then on it never runs here again, unless the destination says
+//! that it never ran there, and it is not let go of before the destination has all of its pages: a lost connection leaves
+//! it `postcopy-paused`, until another takes its place or the operator gives it up. Who does that with a guest that is known
+//! to run there leaves it TORN. A QEMU answers no question, and its SHUT(1) may come of a guest that has run.
+//!
 //! The tests explore every order of messages, losses, cuts, kills and cancels on exactly this code
 //! (`model`).
 
@@ -42,7 +59,7 @@ mod giving;
 mod model;
 mod source;
 
-pub(crate) use ask::{await_word, say_farewell, say_heard};
+pub(crate) use ask::{ask_once, await_word, say_farewell, say_heard};
 pub(crate) use attend::{attend, linger};
 pub(crate) use destination::{DestinationSide, Taking};
 pub(crate) use giving::Giving;

@@ -6,6 +6,9 @@
 //! be lost, and so may its answer. Time-outs are steps that may come at any moment, but for the two that are
 //! bounded by each other: a destination answers for as long as a source may ask.
 //!
+//! In a postcopy the source's pages are needed behind the commit: connections that are lost then are replaced, as often as
+//! they are lost.
+//!
 //! Who sits between the hosts cuts and delays, as every network may, and besides makes messages of its own and plays old
 //! ones again. With TLS that ends the connection. In the clear it makes two guests of one, and none: that is looked for,
 //! so that nobody believes the hand-over safe there.
@@ -43,6 +46,12 @@ enum Mutant {
     SilenceIsACommit,
     /// Ctrl-C at the destination ends the guest after EOF.
     CancelEndsTheGuest,
+    /// A postcopy whose connection is lost lets the guest run here.
+    LostPostcopyRunsHere,
+    /// A guest that runs at the destination is let go of before it has all pages.
+    LetsGoOfPages,
+    /// The destination obeys RUN whatever it has answered before.
+    RunIsObeyed,
 }
 
 /// Who can reach what goes from one host to the other.
@@ -56,6 +65,10 @@ enum Attacker {
 }
 
 struct HandOver {
+    /// Whether the guest is to run before all its pages are there.
+    postcopy: bool,
+    /// The destination takes no questions, and its refusals have no words: a QEMU.
+    silent: bool,
     source: Role,
     /// Whether the destination is a relay, whose QEMU needs a step of its own until it runs.
     destination: Role,
@@ -76,6 +89,9 @@ enum Message {
     Question,
     Answer(u8),
     Heard,
+    /// Of postcopy: all pages are sent; all pages are there.
+    End,
+    HasAll,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -96,6 +112,10 @@ struct State {
     /// The destination still listens.
     listens: bool,
     asked_loaded: bool,
+    /// Over the present connection.
+    sent_end: bool,
+    end_arrived: bool,
+    has_all: bool,
     heard: bool,
     /// It was not known for a time what became of the guest there.
     was_unsure: bool,
@@ -115,6 +135,8 @@ enum Step {
     QemuReleases,
     QemuTakesBack,
     SourceCommits,
+    SendEnd,
+    Resume,
     GuestRuns,
     GuestCannotRun,
     RunnerPanics,
@@ -153,12 +175,12 @@ impl State {
         match self.source.verdict() {
             // The command, or the operator by its advice, lets a paused QEMU go on.
             Some(Verdict::Kept | Verdict::Refused) => self.runs_here = true,
-            Some(Verdict::Moved | Verdict::Doubt) | None => {}
+            Some(Verdict::Moved | Verdict::Doubt | Verdict::Torn) | None => {}
         }
     }
 
     fn source_fails(&mut self, mutant: Mutant) {
-        if mutant == Mutant::CancelIsNeverTooLate && self.source == SourceSide::Committed {
+        if mutant == Mutant::CancelIsNeverTooLate && self.source.verdict().is_none() {
             self.source = SourceSide::Ended(Verdict::Kept);
         }
         self.source.fail();
@@ -172,6 +194,18 @@ impl State {
                 return;
             }
             self.to_destination.push(Message::Heard);
+        }
+    }
+
+    fn is_serving(&self) -> bool {
+        matches!(self.source, SourceSide::Serving { .. })
+    }
+
+    /// All pages are there, and the guest runs.
+    fn may_have_all(&mut self) {
+        if self.end_arrived && self.taking == DestinationSide::Taken && !self.has_all {
+            self.has_all = true;
+            self.send_to_source(Message::HasAll);
         }
     }
 
@@ -198,8 +232,11 @@ impl Model for HandOver {
             cut: false,
             source_saw: false,
             destination_saw: false,
-            listens: true,
+            listens: !self.silent,
             asked_loaded: false,
+            sent_end: false,
+            end_arrived: false,
+            has_all: false,
             heard: false,
             was_unsure: false,
             to_destination: Vec::new(),
@@ -220,6 +257,8 @@ impl Model for HandOver {
             Step::QemuReleases,
             Step::QemuTakesBack,
             Step::SourceCommits,
+            Step::SendEnd,
+            Step::Resume,
             Step::GuestRuns,
             Step::GuestCannotRun,
             Step::RunnerPanics,
@@ -266,11 +305,22 @@ impl Model for HandOver {
                     return None;
                 }
                 match state.to_destination.remove(0) {
-                    Message::AskLoaded if state.taking.loaded() => {
+                    Message::AskLoaded if self.postcopy || state.taking.loaded() => {
                         state.send_to_source(Message::Pong);
+                    }
+                    // The package has the devices, too.
+                    Message::Commit if self.postcopy => {
+                        state.taking.loaded();
+                        if !state.taking.commit() && self.mutant == Mutant::RunIsObeyed {
+                            state.taking = DestinationSide::Taking;
+                        }
                     }
                     Message::Commit => {
                         state.taking.commit();
+                    }
+                    Message::End => {
+                        state.end_arrived = true;
+                        state.may_have_all();
                     }
                     Message::Heard => state.heard = true,
                     _ => {}
@@ -283,7 +333,11 @@ impl Model for HandOver {
                 match state.to_source.remove(0) {
                     Message::Pong => match self.source {
                         Role::Guest => {
-                            if state.source.commit() {
+                            let may = match self.postcopy {
+                                true => state.source.serve(),
+                                false => state.source.commit(),
+                            };
+                            if may {
                                 state.to_destination.push(Message::Commit);
                             }
                         }
@@ -292,6 +346,16 @@ impl Model for HandOver {
                         }
                     },
                     Message::Runs => state.source_hears(Word::Runs),
+                    Message::HasAll if state.source.has_all() => {
+                        state.to_destination.push(Message::Heard);
+                    }
+                    // It closes the connection, and what it says is no word.
+                    Message::Refused if self.silent && state.is_serving() => {
+                        state.cut = true;
+                        state.source_saw = true;
+                        state.to_destination.clear();
+                        state.to_source.clear();
+                    }
                     Message::Refused if state.source.is_committed() => {
                         state.source_hears(Word::Never);
                     }
@@ -314,6 +378,26 @@ impl Model for HandOver {
                     state.to_destination.push(Message::Commit);
                 }
             }
+            Step::SendEnd if here && state.is_serving() && !state.cut && !state.sent_end => {
+                state.sent_end = true;
+                state.to_destination.push(Message::End);
+            }
+            // The operator has the destination listen again, and the source connect.
+            Step::Resume
+                if here
+                    && there
+                    && state.is_serving()
+                    && state.taking == DestinationSide::Taken
+                    && !state.has_all
+                    && state.source_saw
+                    && state.destination_saw =>
+            {
+                state.source.hear(Word::Runs);
+                state.cut = false;
+                state.source_saw = false;
+                state.destination_saw = false;
+                state.sent_end = false;
+            }
             Step::GuestRuns
                 if there
                     && (state.taking == DestinationSide::Taking
@@ -322,7 +406,10 @@ impl Model for HandOver {
             {
                 state.taking.taken();
                 state.runs_there = true;
-                state.send_to_source(Message::Runs);
+                match self.postcopy {
+                    true => state.may_have_all(),
+                    false => state.send_to_source(Message::Runs),
+                }
                 if self.mutant == Mutant::ClosesEarly {
                     state.listens = false;
                     state.cut = true;
@@ -346,6 +433,9 @@ impl Model for HandOver {
                 if self.mutant == Mutant::ResetIsAStatement {
                     state.source.hear(Word::Never);
                     state.source_ended();
+                }
+                if self.mutant == Mutant::LostPostcopyRunsHere && state.is_serving() {
+                    state.runs_here = true;
                 }
                 state.source_fails(Mutant::None);
             }
@@ -374,7 +464,12 @@ impl Model for HandOver {
                 }
                 state.send_to_source(Message::Refused);
             }
-            Step::Ask if here && state.source == SourceSide::Committed => {
+            Step::Ask
+                if here
+                    && (state.source == SourceSide::Committed
+                        || state.source_saw
+                            && state.source == (SourceSide::Serving { runs: false })) =>
+            {
                 if state.question.is_some() || !state.listens || !there {
                     return None;
                 }
@@ -405,6 +500,9 @@ impl Model for HandOver {
                     Outcome::Unknown | Outcome::Undecided => return Some(state),
                 };
                 if state.source.hear(word) {
+                    if self.mutant == Mutant::LetsGoOfPages {
+                        state.source.has_all();
+                    }
                     state.source_ended();
                     state.question = Some(Message::Heard);
                 }
@@ -419,6 +517,20 @@ impl Model for HandOver {
                 if here
                     && state.source == SourceSide::Committed
                     && (!there || state.taking == DestinationSide::Unsure || !state.listens) =>
+            {
+                state.source.give_up();
+            }
+            // The operator of a postcopy does so when there is nobody to go on with.
+            Step::SourceGivesUp
+                if here
+                    && state.is_serving()
+                    && state.source_saw
+                    && (!there
+                        || state.has_all
+                            && (self.silent
+                                || state.source == SourceSide::Serving { runs: true })
+                        || state.taking == DestinationSide::Unsure
+                        || state.taking == DestinationSide::Never && !state.listens) =>
             {
                 state.source.give_up();
             }
@@ -485,6 +597,14 @@ impl Model for HandOver {
                 !(state.runs_here && state.runs_there)
             }),
             Property::always(
+                "nothing of the guest is let go of before it is there",
+                |model: &Self, state: &State| {
+                    !model.postcopy
+                        || state.source != SourceSide::Ended(Verdict::Moved)
+                        || state.has_all
+                },
+            ),
+            Property::always(
                 "nobody ends the guest before another has it",
                 |_, state: &State| {
                     state.source != SourceSide::Ended(Verdict::Moved)
@@ -511,15 +631,27 @@ impl Model for HandOver {
                     let over = !steps.iter().any(lasting);
                     let killed = !state.source_alive || !state.destination_alive;
                     // The one who was to make it run panicked: it stays with the source, paused, in doubt.
-                    let unsure = state.taking == DestinationSide::Unsure;
+                    let unsure = state.taking == DestinationSide::Unsure
+                        || model.silent && state.source == SourceSide::Ended(Verdict::Doubt);
                     !over || killed || unsure || (state.runs_here != state.runs_there)
                 },
             ),
             Property::always(
-                "nobody is in doubt if nobody was killed",
-                |_, state: &State| {
+                "a guest that runs there has all pages at the end if nobody was killed",
+                |model: &Self, state: &State| {
+                    let mut steps = Vec::new();
+                    model.actions(state, &mut steps);
                     let killed = !state.source_alive || !state.destination_alive;
-                    killed || state.was_unsure || state.source != SourceSide::Ended(Verdict::Doubt)
+                    let over = !steps.iter().any(|step| !matches!(step, Step::Cut));
+                    !model.postcopy || !over || killed || !state.runs_there || state.has_all
+                },
+            ),
+            Property::always(
+                "nobody is in doubt if nobody was killed",
+                |model: &Self, state: &State| {
+                    let killed = !state.source_alive || !state.destination_alive;
+                    let excused = killed || state.was_unsure || model.silent;
+                    excused || state.source != SourceSide::Ended(Verdict::Doubt)
                 },
             ),
             Property::sometimes("the guest moves", |_, state: &State| {
@@ -544,8 +676,14 @@ fn all(mutant: Mutant, attacker: Attacker) -> impl Iterator<Item = HandOver> {
     let pairs = roles
         .into_iter()
         .flat_map(move |source| roles.map(|to| (source, to)));
-    pairs.flat_map(move |(source, destination)| {
+    let precopy = pairs.map(|(source, destination)| (source, destination, false, false));
+    // Of guests of their processes; a QEMU's asks for pages of such a guest, too.
+    let postcopy = [false, true].map(|silent| (Role::Guest, Role::Guest, true, silent));
+    let all = precopy.chain(postcopy);
+    all.flat_map(move |(source, destination, postcopy, silent)| {
         [false, true].map(|kills| HandOver {
+            postcopy,
+            silent,
             source,
             destination,
             mutant,
@@ -560,8 +698,8 @@ fn in_every_order_of_events_one_guest_is_left() {
     let mut explored = 0;
     for model in all(Mutant::None, Attacker::None) {
         let what = format!(
-            "{:?} to {:?}, kills: {}",
-            model.source, model.destination, model.kills
+            "{:?} to {:?}, postcopy: {}, silent: {}, kills: {}",
+            model.source, model.destination, model.postcopy, model.silent, model.kills
         );
         let (broken, states) = explore(model);
         assert!(broken.is_empty(), "{what}: {broken:?}");
@@ -584,6 +722,9 @@ fn the_checker_finds_each_mutant() {
         Mutant::CancelIsNeverTooLate,
         Mutant::SilenceIsACommit,
         Mutant::CancelEndsTheGuest,
+        Mutant::LostPostcopyRunsHere,
+        Mutant::LetsGoOfPages,
+        Mutant::RunIsObeyed,
     ] {
         let found = all(mutant, Attacker::None).any(|model| !explore(model).0.is_empty());
         assert!(found, "{mutant:?} passes");

@@ -12,6 +12,9 @@ pub(crate) enum SourceSide {
     Released,
     /// The destination may have been told to run the guest.
     Committed,
+    /// Of postcopy: the same, and pages that the guest needs there are here alone. With `runs` the destination has said
+    /// that it runs.
+    Serving { runs: bool },
     /// It is known what became of the guest, or that nobody can tell.
     Ended(Verdict),
 }
@@ -28,6 +31,8 @@ pub(crate) enum Verdict {
     Refused,
     /// The destination may run the guest. The source keeps it, paused.
     Doubt,
+    /// Of postcopy: the destination runs the guest, and will not get the pages that it lacks.
+    Torn,
 }
 
 /// A statement of the destination.
@@ -73,6 +78,17 @@ impl SourceSide {
         self.step(&[Self::Keeps, Self::Released], Self::Committed)
     }
 
+    /// The point of no return of a postcopy: the same, and the guest is to run before it has all pages.
+    pub(crate) fn serve(&mut self) -> bool {
+        self.step(&[Self::Keeps], Self::Serving { runs: false })
+    }
+
+    /// Of postcopy: the destination has all pages. Only then is nothing here needed any more.
+    pub(crate) fn has_all(&mut self) -> bool {
+        let serving = [true, false].map(|runs| Self::Serving { runs });
+        self.step(&serving, Self::Ended(Verdict::Moved))
+    }
+
     /// Something failed, a connection was lost, a cancel or a panic came. True if that ends the
     /// migration; after the commit it does not, and nothing may be done to the guest.
     pub(crate) fn fail(&mut self) -> bool {
@@ -85,16 +101,26 @@ impl SourceSide {
 
     /// The destination has said what became of the guest. Before the commit it can know of nothing.
     pub(crate) fn hear(&mut self, word: Word) -> bool {
-        let verdict = match word {
-            Word::Runs => Verdict::Moved,
-            Word::Never => Verdict::Refused,
-        };
-        self.step(&[Self::Committed], Self::Ended(verdict))
+        match word {
+            Word::Runs => {
+                self.step(&[Self::Committed], Self::Ended(Verdict::Moved))
+                    || self.step(
+                        &[Self::Serving { runs: false }],
+                        Self::Serving { runs: true },
+                    )
+            }
+            Word::Never => self.step(
+                &[Self::Committed, Self::Serving { runs: false }],
+                Self::Ended(Verdict::Refused),
+            ),
+        }
     }
 
-    /// Nothing was heard for as long as is asked.
+    /// Nothing was heard for as long as is asked; or, of postcopy, nobody goes on with it.
     pub(crate) fn give_up(&mut self) -> bool {
-        self.step(&[Self::Committed], Self::Ended(Verdict::Doubt))
+        let unsure = [Self::Committed, Self::Serving { runs: false }];
+        self.step(&unsure, Self::Ended(Verdict::Doubt))
+            || self.step(&[Self::Serving { runs: true }], Self::Ended(Verdict::Torn))
     }
 
     /// Whether the source may have given the guest up: a cancel comes too late.
@@ -106,7 +132,9 @@ impl SourceSide {
     pub(crate) fn is_committed(self) -> bool {
         matches!(
             self,
-            Self::Committed | Self::Ended(Verdict::Moved | Verdict::Doubt)
+            Self::Committed
+                | Self::Serving { .. }
+                | Self::Ended(Verdict::Moved | Verdict::Doubt | Verdict::Torn)
         )
     }
 

@@ -11,7 +11,13 @@
 //! Up to the commit every failure, and a cancel, ends with the guest running here again. At the
 //! commit the source knows that the destination has loaded everything; it says so on every socket,
 //! and from then on only the destination's word that it never runs the guest brings it back.
+//!
+//! With `postcopy-ram`, and once it was asked for, a round is the last that the guest runs through here, however much it
+//! leaves: see `postcopy`.
 
+mod postcopy;
+
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -207,22 +213,28 @@ impl Migration<'_> {
         let setup = self.started.elapsed();
         self.reporter.set_up(setup);
         self.session.control.set_status(Status::Active);
-        self.rounds()?;
+        let switch = self.rounds()?;
         let stopped_at = Instant::now();
         self.stop_guest()?;
-        self.switch_over()?;
-        self.hand_over()?;
-        let now = Instant::now();
+        let downtime = match switch {
+            Switch::Whole => {
+                self.switch_over()?;
+                self.hand_over()?;
+                stopped_at.elapsed()
+            }
+            Switch::Postcopy => self.postcopy(stopped_at)?,
+        };
         Ok(Measured {
-            total: now - self.started,
+            total: self.started.elapsed(),
             setup,
-            downtime: now - stopped_at,
+            downtime,
             rounds: self.round,
             dirty_syncs: self.session.ram.syncs(),
             counts: Counts::default(),
             bytes: ByteFigures::default(),
             throttle_percent: self.auto_converge.highest(),
             throttle_refused: self.auto_converge.is_refused(),
+            postcopy_requests: self.session.postcopy_requests.load(Ordering::Relaxed),
             xbzrle: self.xbzrle.as_ref().map(Xbzrle::figures),
             methods: self.reporter.methods(),
             explored_packets: self.session.multifd.auto().map_or(0, Auto::explored),
@@ -278,8 +290,8 @@ impl Migration<'_> {
         self.session.control.tell(pass);
     }
 
-    /// Rounds while the guest runs, until the rest fits the downtime limit.
-    fn rounds(&mut self) -> Result<(), Ended> {
+    /// Rounds while the guest runs, until the rest fits the downtime limit, or need not.
+    fn rounds(&mut self) -> Result<Switch, Ended> {
         let mut synced_at = Instant::now();
         // Pages that were left when they first fitted, and then each time.
         let (mut fitted, mut first_fit) = (None, None);
@@ -310,8 +322,11 @@ impl Migration<'_> {
                     && !before.is_some_and(rests)
                     && tries < SHORTENING_ROUNDS;
                 if !goes_on {
-                    return Ok(());
+                    return Ok(Switch::Whole);
                 }
+            }
+            if self.session.cuts_round() {
+                return Ok(Switch::Postcopy);
             }
         }
     }
@@ -498,15 +513,23 @@ impl Migration<'_> {
                 return Ok(measured);
             }
             // Whatever it was, the destination may run the guest.
+            Err(ended) if self.is_torn() => Err(MigrationError::PagesMissing {
+                source: Box::new(match ended {
+                    Ended::Here(error) => error,
+                    Ended::Elsewhere => MigrationError::Cancelled,
+                }),
+            }),
             Err(_) if session.giving.is_committed() => Err(MigrationError::InDoubt),
             Err(Ended::Here(error)) => Err(error),
             Err(Ended::Elsewhere) => Ok(()),
         };
-        if let Err(MigrationError::InDoubt) = measured {
+        if session.giving.is_committed()
+            && let Err(error) = measured
+        {
             session.end(MigrationError::InDoubt);
             session.shut_down();
             let _ = session.guest.stop_dirty_log();
-            return Err(MigrationError::InDoubt);
+            return Err(error);
         }
         if let Err(error) = measured {
             session.end(error);
@@ -544,6 +567,14 @@ impl Migration<'_> {
         }
         Ok(stopped?)
     }
+}
+
+/// How the guest is handed over.
+enum Switch {
+    /// With all of its pages.
+    Whole,
+    /// Before the destination has them.
+    Postcopy,
 }
 
 /// Why the phases of a migration were left.

@@ -757,6 +757,27 @@ pub static OPTIONS: &[OptionInfo] = &[
         access: number!(xbzrle_cache_size),
     },
     OptionInfo {
+        name: "max-postcopy-bandwidth",
+        alias: None,
+        kind: Kind::Parameter,
+        values: Values::Size,
+        default: "0",
+        unit: "",
+        live: true,
+        group: Group::Switchover,
+        not_for: &[
+            NotFor::any(
+                &[Role::Pair],
+                "it needs a monitor that says when to switch; 'hotlift guest run' has one",
+            ),
+            NotFor::any(RELAYS, "the source's QEMU sends its pages; set it there"),
+        ],
+        defaults: &[],
+        with: None,
+        help: "Bytes a second of postcopy for pages that nobody has asked for; 0 is unlimited",
+        access: number!(max_postcopy_bandwidth),
+    },
+    OptionInfo {
         name: "tls-authz",
         alias: None,
         kind: Kind::Parameter,

@@ -199,6 +199,31 @@ impl<'a> RamState<'a> {
         self.dirty[block].set(page);
     }
 
+    /// Whether a page is still to be sent.
+    pub(crate) fn is_dirty(&self, block: usize, page: usize) -> bool {
+        self.dirty[block].test(page)
+    }
+
+    /// A page need not be sent any more.
+    pub(crate) fn settle(&self, block: usize, page: usize) {
+        self.dirty[block].clear_range(page, 1);
+    }
+
+    /// The runs of pages of a RAM block that are still to be sent: byte offset and length of each.
+    pub(crate) fn dirty_ranges(&self, block: usize) -> Vec<(u64, u64)> {
+        let page_size = PAGE_SIZE as u64;
+        let mut ranges: Vec<(u64, u64)> = Vec::new();
+        let dirty = &self.dirty[block];
+        for offset in (0..dirty.pages()).filter(|page| dirty.test(*page)) {
+            let start = offset as u64 * page_size;
+            match ranges.last_mut() {
+                Some((first, length)) if *first + *length == start => *length += page_size,
+                _ => ranges.push((start, page_size)),
+            }
+        }
+        ranges
+    }
+
     /// Asks the kernel which pages of a fetched `chunk` were never touched: bits in `words`, all 0
     /// if it cannot tell or after the first round, where every dirty page was written.
     pub(crate) fn untouched(&self, chunk: Chunk, words: &mut Vec<u64>) {

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use hotlift_mem::sock::IoScratch;
 use hotlift_mem::{GuestRun, PAGE_SIZE};
-use hotlift_wire::main_channel::{Command, Configuration, MainEncoder};
+use hotlift_wire::main_channel::{
+    Command, Configuration, MainEncoder, postcopy, put_packaged_head,
+};
 use hotlift_wire::{RamBlockEntry, WireError};
 
 use crate::control::Control;
@@ -22,7 +24,7 @@ const GATHERED: usize = 64 << 10;
 #[derive(Debug)]
 pub(crate) struct MainLink {
     pub transport: Stream,
-    pub counters: Counters,
+    pub counters: Arc<Counters>,
     pub pacer: Arc<Pacer>,
     pub control: Control,
 }
@@ -62,6 +64,29 @@ pub(crate) struct CompressedPages {
     pub lengths: Vec<usize>,
 }
 
+/// The PING behind the devices in a package, as QEMU numbers its own.
+pub(crate) const LOADED: u32 = 3;
+
+/// A package of postcopy that has LISTEN and device sections: closed by a PING, whose value `ping` makes of all bytes before
+/// it, and by RUN. The bytes, and that value.
+pub(crate) fn close_package(
+    package: &[u8],
+    ping: impl FnOnce(&[u8]) -> u32,
+) -> Result<(Vec<u8>, u32), MigrationError> {
+    let mut behind = Vec::new();
+    Command::Ping(0).encode(&mut behind);
+    let ping_len = behind.len();
+    postcopy::put_run(&mut behind);
+    let length = package.len() + behind.len();
+    let mut bytes = Vec::with_capacity(length + 16);
+    put_packaged_head(length, &mut bytes).map_err(MigrationError::main_wire)?;
+    bytes.extend_from_slice(package);
+    let value = ping(&bytes);
+    Command::Ping(value).encode(&mut bytes);
+    bytes.extend_from_slice(&behind[ping_len..]);
+    Ok((bytes, value))
+}
+
 impl MainSend {
     /// Starts a stream; nothing is sent before the first command.
     pub(crate) fn new(
@@ -85,12 +110,14 @@ impl MainSend {
     pub(crate) fn resume(
         link: Arc<MainLink>,
         configuration: &Configuration,
-        section_id: u32,
+        section_id: Option<u32>,
         blocks: &[RamBlockEntry],
     ) -> Result<Self, MigrationError> {
         let mut main = Self::new(link, configuration)?;
         main.record(|encoder, out| {
-            encoder.set_ram_id(section_id)?;
+            if let Some(id) = section_id {
+                encoder.set_ram_id(id)?;
+            }
             encoder.ram_start(blocks, false, out)
         })?;
         main.out.clear();
@@ -279,6 +306,35 @@ impl MainSend {
             )
         })?;
         self.flush()
+    }
+
+    /// What makes the destination of a postcopy run the guest: the devices, and a PING with the CRC of all before it, where
+    /// a checksum is asked for, or else `ping`. The package, and the value of the PING; nothing of it is sent.
+    pub(crate) fn package(
+        &mut self,
+        devices: &[DeviceState],
+        ping: u32,
+    ) -> Result<(Vec<u8>, u32), MigrationError> {
+        let mut package = Vec::new();
+        postcopy::put_listen(&mut package);
+        let encoder = &mut self.encoder;
+        let mut encode = || {
+            encoder.begin_package()?;
+            for device in devices {
+                let (name, instance) = (&device.idstr, device.instance_id);
+                let (version, payload) = (device.version_id, &device.payload);
+                encoder.device(name, instance, version, payload, &mut package)?;
+            }
+            encoder.end_package()
+        };
+        encode().map_err(MigrationError::main_wire)?;
+        close_package(&package, |before| {
+            let crc = self.crc.clone();
+            crc.map_or(ping, |mut crc| {
+                crc.update(before);
+                crc.finalize()
+            })
+        })
     }
 
     /// The end of the stream. Errors are for whoever waits for the answer: the same word may go out on other sockets.

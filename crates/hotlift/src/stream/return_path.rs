@@ -107,6 +107,8 @@ struct Heard {
     unanswered: VecDeque<u32>,
     /// SHUT is a word on what became of the guest; before, it only ends the migration.
     is_committed: bool,
+    /// A refusal is a word only in words: without them it may be of a guest that has run.
+    is_postcopy: bool,
     word: Option<Word>,
     /// Why it gave up, in its words.
     reason: Option<String>,
@@ -161,6 +163,24 @@ impl Answers {
         self.note(|heard| heard.is_committed = true);
     }
 
+    /// The same of a postcopy, at whose end it says that it has everything.
+    pub(crate) fn serve(&self) {
+        self.note(|heard| {
+            heard.is_committed = true;
+            heard.is_postcopy = true;
+        });
+    }
+
+    /// Nothing more will come.
+    pub(crate) fn end(&self) {
+        self.note(|heard| heard.ended = true);
+    }
+
+    /// What it has said became of the guest.
+    pub(crate) fn word(&self) -> Option<Word> {
+        self.lock().word
+    }
+
     /// Ends all waits.
     pub(crate) fn abort(&self) {
         self.note(|heard| heard.aborted = true);
@@ -180,7 +200,8 @@ impl Answers {
                 heard.unanswered.pop_front();
             }
             ReturnMessage::Shut(value) if heard.is_committed => {
-                let word = Word::of_shut(value, explained, heard.accepted.is_some());
+                let in_words = heard.accepted.is_some() || heard.is_postcopy;
+                let word = Word::of_shut(value, explained, in_words);
                 heard.word = heard.word.or(word);
             }
             // Only this side ends the guest's life at the source, so that a SHUT before that is a failure whatever its
@@ -317,7 +338,7 @@ pub(crate) struct EndsAnswers<'a>(pub &'a Answers);
 
 impl Drop for EndsAnswers<'_> {
     fn drop(&mut self) {
-        self.0.note(|heard| heard.ended = true);
+        self.0.end();
     }
 }
 

@@ -78,6 +78,9 @@ impl<'a> ChannelSender<'a> {
             if self.session.control.is_stopped() {
                 return Ok(());
             }
+            if self.session.cuts_round() {
+                break;
+            }
             self.chunk(chunk)?;
         }
         if self.pipeline.is_some() {
@@ -124,6 +127,10 @@ impl<'a> ChannelSender<'a> {
             let ram = &session.guest.ram()[chunk.block];
             let mut looked_at = 0;
             for (page, offset) in offsets(chunk, &dirty) {
+                if session.cuts_round() {
+                    session.ram.put_back(chunk.block, chunk.first_page + page);
+                    continue;
+                }
                 let is_untouched = detect && untouched[page / 64] >> (page % 64) & 1 == 1;
                 if let Some(pipeline) = &mut self.pipeline {
                     if pipeline.add(chunk.block, ram, offset, is_untouched)? {

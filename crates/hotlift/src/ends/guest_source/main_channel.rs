@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::handshake::Offer;
 use hotlift_wire::main_channel::{Command, Configuration};
@@ -22,14 +23,15 @@ pub(crate) struct MainSender<'a> {
 
 impl<'a> MainSender<'a> {
     pub(crate) fn new(session: &'a Session<'a>) -> Result<Self, MigrationError> {
-        let configuration = Configuration {
-            machine: session.guest.machine().to_owned(),
-            ..Configuration::default()
-        };
         Ok(Self {
             session,
-            send: MainSend::new(Arc::clone(&session.main), &configuration)?,
+            send: MainSend::new(Arc::clone(&session.main), &configuration(session))?,
         })
+    }
+
+    /// What the stream begins with.
+    pub(crate) fn configuration(&self) -> Configuration {
+        configuration(self.session)
     }
 
     /// File header, configuration, the return path, and the PING that a Hotlift takes for `offer`.
@@ -38,12 +40,22 @@ impl<'a> MainSender<'a> {
         self.send_ping(offer.ping())
     }
 
+    /// The RAM blocks as the stream has them.
+    pub(crate) fn blocks(&self) -> Vec<RamBlockEntry> {
+        let ram = self.session.guest.ram().iter();
+        ram.map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
+            .collect()
+    }
+
     /// The RAM blocks; pairs with the first SYNC of every channel.
     pub(crate) fn send_ram_blocks(&mut self) -> Result<(), MigrationError> {
-        let ram = self.session.guest.ram().iter();
-        let blocks: Vec<_> = ram
-            .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
-            .collect();
+        let blocks = self.blocks();
+        if self.session.options.postcopy_ram {
+            let page_size = PAGE_SIZE as u64;
+            self.send.command(Command::PostcopyAdvise {
+                page_sizes: Some((page_size, page_size)),
+            })?;
+        }
         let multifd = self.session.options.multifd();
         self.send.ram_start(None, &blocks, multifd)?;
         self.section_sent()
@@ -80,5 +92,12 @@ impl<'a> MainSender<'a> {
     fn send_ping(&mut self, value: u32) -> Result<(), MigrationError> {
         self.session.answers.ask(value);
         self.send.command(Command::Ping(value))
+    }
+}
+
+fn configuration(session: &Session<'_>) -> Configuration {
+    Configuration {
+        machine: session.guest.machine().to_owned(),
+        ..Configuration::default()
     }
 }

@@ -49,6 +49,10 @@ pub(crate) fn scan(
         if session.control.is_stopped() || session.giving.failure.is_set() {
             return Ok(());
         }
+        if session.cuts_round() {
+            session.ram.release(session.ram.chunks().len());
+            break;
+        }
         if session.ram.fetch_and_clear(chunk, &mut dirty)? {
             session.ram.untouched(chunk, &mut untouched);
             let ram = &session.guest.ram()[chunk.block];
@@ -56,6 +60,10 @@ pub(crate) fn scan(
             for (nth, (page, offset)) in offsets(chunk, &dirty).enumerate() {
                 if nth % PAGES_BETWEEN == 0 {
                     between(xbzrle);
+                }
+                if session.cuts_round() {
+                    session.ram.put_back(chunk.block, chunk.first_page + page);
+                    continue;
                 }
                 let is_zero = detect && untouched[page / 64] >> (page % 64) & 1 == 1
                     || looks && ram.page_is_zero(chunk.first_page + page);

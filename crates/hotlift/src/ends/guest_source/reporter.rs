@@ -1,5 +1,6 @@
 //! Tells the caller how a migration gets on.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
@@ -137,6 +138,7 @@ impl<'a> Reporter<'a> {
             auto_converge: live.auto_converge,
             bandwidth_limited: live.max_bandwidth > 0
                 && bytes_per_second >= to_f64(live.max_bandwidth) * AT_THE_LIMIT,
+            postcopy_requests: self.session.postcopy_requests.load(Ordering::Relaxed),
             xbzrle: self.xbzrle,
             methods,
             stalled: estimator.is_stalled(),

@@ -4,6 +4,8 @@
 //! sent. Before the guest is handed over, any closed connection ends the migration. Afterwards the
 //! destination answers SHUT(0) on *every* socket once it runs the guest, and the source takes the
 //! first: one that is cut or garbled then does no harm. How a connection ended says nothing then.
+//!
+//! In postcopy it takes the requests for pages, which come on main; the end of main is then that of the connection.
 
 use std::time::{Duration, Instant};
 
@@ -28,6 +30,8 @@ struct Peer<'a> {
     stream: &'a Stream,
     messages: Messages,
     open: bool,
+    /// RAM block of the last request for pages.
+    asked_block: Option<usize>,
 }
 
 /// Listens until every connection is closed.
@@ -46,6 +50,7 @@ pub(crate) fn listen(session: &Session<'_>) {
             stream,
             messages: Messages::new(channel_of(index)),
             open: true,
+            asked_block: None,
         })
         .collect();
     let mut watchdog = Watchdog::new(session);
@@ -54,8 +59,12 @@ pub(crate) fn listen(session: &Session<'_>) {
             let peer = &mut peers[index];
             if let Err(error) = peer.read(session) {
                 peer.open = false;
-                // After the commit the other sockets still speak; before it, this is the end.
-                session.fail(error);
+                match session.ledger.get() {
+                    // Pages go over main alone.
+                    Some(_) if peer.channel == Channel::Main => session.lose(error),
+                    // After the commit the other sockets still speak; before it, this is the end.
+                    _ => session.fail(error),
+                }
             }
         }
         watchdog.look(session);
@@ -127,7 +136,11 @@ impl Peer<'_> {
     fn read(&mut self, session: &Session<'_>) -> Result<(), MigrationError> {
         let channel = self.channel;
         let answers = &session.answers;
+        let asked_block = &mut self.asked_block;
         let is_open = self.messages.read(self.stream, answers, |message, _| {
+            if let (Channel::Main, Some(ledger)) = (channel, session.ledger.get()) {
+                ledger.note(asked_block, &message)?;
+            }
             if let (ReturnMessage::Load(load), Some(auto)) = (&message, session.multifd.auto()) {
                 auto.destination(load);
                 return Ok(());

@@ -10,12 +10,14 @@ use crate::control::Control;
 use crate::ends::guest_source::compress_threads::CompressThreads;
 use crate::ends::guest_source::zero_devices::ZeroDevices;
 use crate::error::MigrationError;
-use crate::figures::{ByteFigures, Counters, Counts, JobFigures, ThreadTimes};
+use crate::failure::Failure;
+use crate::figures::{ByteFigures, Counts, JobFigures, ThreadTimes};
 use crate::guest::Guest;
 use crate::handover::Giving;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::gate::Gate;
+use crate::postcopy::Ledger;
 use crate::precopy::ram::RamState;
 use crate::stream::main_send::MainLink;
 use crate::stream::multifd_send::MultifdSend;
@@ -37,6 +39,14 @@ pub(crate) struct Session<'a> {
     pub pacer: Arc<Pacer>,
     /// Bytes that had been written to main when the guest was stopped.
     main_at_stop: OnceLock<u64>,
+    /// The same when it was told to run at the destination, of a postcopy.
+    main_at_postcopy: OnceLock<u64>,
+    /// Of a postcopy, what the connection carries over which it has begun.
+    pub ledger: OnceLock<Arc<Ledger>>,
+    /// Why that connection was lost.
+    pub lost: Failure,
+    /// Pages that were asked for, over all connections.
+    pub postcopy_requests: AtomicU64,
     /// Pages that channels have looked at, where devices were to.
     pub looked_at: AtomicU64,
     /// CPU time of the threads that have ended.
@@ -61,7 +71,7 @@ impl<'a> Session<'a> {
             options,
             main: Arc::new(MainLink {
                 transport: main,
-                counters: Counters::default(),
+                counters: Arc::default(),
                 pacer: Arc::clone(&pacer),
                 control: control.clone(),
             }),
@@ -72,6 +82,10 @@ impl<'a> Session<'a> {
             multifd,
             pacer,
             main_at_stop: OnceLock::new(),
+            main_at_postcopy: OnceLock::new(),
+            ledger: OnceLock::new(),
+            lost: Failure::default(),
+            postcopy_requests: AtomicU64::new(0),
             control,
             looked_at: AtomicU64::new(0),
             threads: ThreadTimes::default(),
@@ -93,16 +107,42 @@ impl<'a> Session<'a> {
         let _ = self.main_at_stop.set(main);
     }
 
+    /// Whether what is left of a round is to be sent when the guest runs at the destination.
+    pub(crate) fn cuts_round(&self) -> bool {
+        self.options.postcopy_ram
+            && self.control.wants_postcopy()
+            && self.main_at_stop.get().is_none()
+    }
+
+    /// From now on what is written gives a guest its pages that runs at the destination.
+    pub(crate) fn postcopy_begins(&self) {
+        let main = self.main.counters.read().transferred_bytes;
+        let _ = self.main_at_postcopy.set(main);
+    }
+
+    /// The connection of a postcopy has ended before its time.
+    pub(crate) fn lose(&self, error: MigrationError) {
+        self.lost.keep(error);
+        self.answers.end();
+        if let Some(ledger) = self.ledger.get() {
+            ledger.requests.abandon();
+        }
+        self.main.transport.shutdown(Shutdown::Both);
+    }
+
     /// Bytes written, by where and when.
     pub(crate) fn bytes(&self) -> ByteFigures {
         let all = self.counts().transferred_bytes;
         let main = self.main.counters.read().transferred_bytes;
         let precopy = self.main_at_stop.get().copied().unwrap_or(main);
+        let postcopy = self.main_at_postcopy.get();
+        let postcopy = postcopy.map_or(0, |before| main.saturating_sub(*before));
         ByteFigures {
             // The main channel may have grown since.
             multifd: all.saturating_sub(main),
             precopy,
-            downtime: main - precopy,
+            downtime: main - precopy - postcopy,
+            postcopy,
         }
     }
 
@@ -158,6 +198,16 @@ impl<'a> Session<'a> {
         let may = self.giving.commit(|| !self.control.is_stopped());
         if may {
             self.answers.commit();
+        }
+        self.control.set_too_late(may);
+        may
+    }
+
+    /// The point of no return of a postcopy, see [`Session::commit`].
+    pub(crate) fn serve(&self) -> bool {
+        let may = self.giving.serve(|| !self.control.is_stopped());
+        if may {
+            self.answers.serve();
         }
         self.control.set_too_late(may);
         may

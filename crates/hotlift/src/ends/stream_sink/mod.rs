@@ -27,13 +27,13 @@ use crate::ends::settings::{Outgoing, RelaySettings, Request};
 use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWriter};
 use crate::ends::stream_sink::postcopy::{Background, PreemptOut};
 use crate::error::{Channel, MigrationError};
-use crate::figures::{Counters, MethodFigures};
+use crate::figures::MethodFigures;
 use crate::handover::{Word, await_word, say_farewell, say_heard};
-use crate::ops::lazy::turns::{Turn, Turns};
 use crate::pipe::hooks::Taken;
 use crate::pipe::sink::{
     Forward, ForwardPackets, HasTaken, Opening, Postcopy, RamLayout, Sink, WritePages,
 };
+use crate::postcopy::turns::{Turn, Turns};
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
@@ -189,7 +189,7 @@ impl<'a> StreamSink<'a> {
         let multifd = MultifdSend::new(multifd, hello, &settings.outgoing, &pacer, control);
         let link = Arc::new(MainLink {
             transport: main,
-            counters: Counters::default(),
+            counters: Arc::default(),
             pacer,
             control: control.clone(),
         });

@@ -1,0 +1,115 @@
+//! The memory of a stopped guest, for the one that runs at the destination and lacks some of it.
+
+use std::sync::Mutex;
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::multifd::ZeroPageDetection;
+
+use crate::ends::guest_source::session::Session;
+use crate::error::MigrationError;
+use crate::postcopy::{Batch, Ledger, Pages, Place, Reader};
+use crate::threads::lock;
+
+/// Pages that the background writes at once: an answer waits for so many at most.
+const BATCH: usize = 16;
+
+/// Pages behind one that was asked for, which the background looks at next: 1 MiB.
+const NEAR: usize = 256;
+
+/// Pages that are still to be sent, near the latest request first and then in order.
+pub(crate) struct GuestPages<'a> {
+    session: &'a Session<'a>,
+    asked_last: Mutex<Option<(usize, usize)>>,
+}
+
+impl<'a> GuestPages<'a> {
+    /// All pages that are dirty.
+    pub(crate) fn new(session: &'a Session<'a>) -> Self {
+        session.ram.start_round(false);
+        Self {
+            session,
+            asked_last: Mutex::new(None),
+        }
+    }
+}
+
+impl Pages for GuestPages<'_> {
+    type Reader<'p>
+        = GuestReader<'p>
+    where
+        Self: 'p;
+
+    fn reader(&self) -> Result<GuestReader<'_>, MigrationError> {
+        Ok(GuestReader {
+            session: self.session,
+            prepared: (0, 0),
+            page: Box::new([0; PAGE_SIZE]),
+        })
+    }
+
+    fn next(&self) -> Result<Option<Vec<Place>>, MigrationError> {
+        let of = |block, pages: std::ops::Range<usize>| pages.map(|page| (block, page)).collect();
+        if let Some((block, page)) = lock(&self.asked_last).take() {
+            let pages = self.session.guest.ram()[block].pages();
+            return Ok(Some(of(block, page..pages.min(page + NEAR))));
+        }
+        let chunk = self.session.ram.take();
+        Ok(chunk.map(|chunk| {
+            let pages = chunk.first_page..chunk.first_page + chunk.pages;
+            of(chunk.block, pages)
+        }))
+    }
+
+    fn asked_for(&self, block: usize, page: usize) {
+        *lock(&self.asked_last) = Some((block, page + 1));
+    }
+}
+
+/// A thread's reader.
+pub(crate) struct GuestReader<'a> {
+    session: &'a Session<'a>,
+    /// RAM block and page from which on the background takes pages.
+    prepared: (usize, usize),
+    page: Box<[u8; PAGE_SIZE]>,
+}
+
+impl GuestReader<'_> {
+    /// Copies a page; false if it is zero, and may be sent so.
+    fn read(&mut self, block: usize, page: usize) -> Result<bool, MigrationError> {
+        let Session { guest, ram, .. } = self.session;
+        ram.settle(block, page);
+        let detection = self.session.options.zero_page_detection;
+        let memory = &guest.ram()[block];
+        if detection != ZeroPageDetection::None && memory.page_is_zero(page) {
+            return Ok(false);
+        }
+        memory.read(page * PAGE_SIZE, &mut *self.page)?;
+        Ok(true)
+    }
+}
+
+impl Reader for GuestReader<'_> {
+    /// Also of a page that is not dirty: who asks for it does not have it.
+    fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError> {
+        let has_content = self.read(block, page)?;
+        Ok(has_content.then_some(&*self.page))
+    }
+
+    fn prepare(&mut self, block: usize, page: usize, _: &Ledger) -> Result<bool, MigrationError> {
+        self.prepared = (block, page);
+        Ok(self.session.ram.is_dirty(block, page))
+    }
+
+    fn take(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError> {
+        let (block, first) = self.prepared;
+        for page in first..first + BATCH {
+            if self.session.ram.is_dirty(block, page) && ledger.claim(block, page) {
+                match self.read(block, page)? {
+                    true => batch.add(page, &*self.page),
+                    false => batch.add_zero(page),
+                }
+            }
+        }
+        Ok(())
+    }
+}

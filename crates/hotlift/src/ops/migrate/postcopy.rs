@@ -1,0 +1,261 @@
+//! The switch to postcopy, and what follows: the guest runs at the destination, and its pages come after it.
+//!
+//! ```text
+//! switch   stop guest, "throw away what is dirty", PING         status device
+//! commit   devices and RUN in one package                       the guest is the destination's
+//! pages    those that it asks for, and all others behind        status postcopy-active
+//! lost     another connection, or the end of it                 status postcopy-paused, postcopy-recover
+//! end      END, EOF; SHUT(0)                                    status completed
+//! ```
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift_wire::main_channel::postcopy;
+
+use super::{Ended, Migration, TICK};
+use crate::control::Status;
+use crate::ends::guest_source::postcopy_pages::GuestPages;
+use crate::ends::guest_source::session::Session;
+use crate::error::{Channel, MigrationError};
+use crate::handover::{Verdict, Word, ask_once, say_heard};
+use crate::postcopy::{Connection, Ledger, go_on};
+use crate::stream::main_send::{LOADED, MainLink, MainSend};
+use crate::stream::return_path::{Answers, EndsAnswers, Messages};
+use crate::threads::{OnPanic, spawn};
+use crate::tls::{self, Remote};
+use crate::transport::Address;
+
+/// How long the destination may take to load the devices, which may need pages.
+const LOADING: Duration = Duration::from_secs(60);
+
+/// How long a question may take of whether the guest runs at the destination: an operator who wants to go on waits for it.
+const QUESTION: Duration = Duration::from_millis(500);
+
+impl Migration<'_> {
+    /// Hands the guest over before the destination has all pages, and returns when it has; the time for which the guest,
+    /// stopped at `stopped_at`, stood still.
+    pub(super) fn postcopy(&mut self, stopped_at: Instant) -> Result<Duration, Ended> {
+        let session = self.session;
+        session.pacer.lift();
+        self.sync()?;
+        self.discard()?;
+        let devices = session.guest.save_devices()?;
+        let (package, ping) = self.main.send.package(&devices, LOADED)?;
+        let ledger = Arc::new(Ledger::new(&self.main.blocks()));
+        let _ = session.ledger.set(Arc::clone(&ledger));
+        if !session.serve() {
+            self.check()?;
+            return Err(MigrationError::Cancelled.into());
+        }
+        session.answers.ask(ping);
+        let pages = GuestPages::new(session);
+        let mut downtime = None;
+        let first = (Arc::clone(&session.main), None);
+        // What fails from here on leaves the connection lost, and the guest where it is.
+        let mut outcome = match self.main.send.raw(&package) {
+            Ok(()) => {
+                session.postcopy_begins();
+                session.control.set_status(Status::PostcopyActive);
+                self.serve(&pages, ledger, first, &session.answers, &mut || {
+                    downtime.get_or_insert_with(|| stopped_at.elapsed());
+                })
+            }
+            Err(error) => Err(error),
+        };
+        while let Err(error) = outcome {
+            // What ended the connection, and not what ended with it.
+            let error = session.lost.take().unwrap_or(error);
+            session.shut_down();
+            let to = self.await_resume(error)?;
+            outcome = self.resume(&to);
+        }
+        session.giving.has_all();
+        if let Some(id) = session.answers.id() {
+            session.streams().for_each(|stream| say_heard(stream, id));
+        }
+        Ok(downtime.unwrap_or_else(|| stopped_at.elapsed()))
+    }
+
+    /// Has the destination throw away what the guest has written since it was sent, and what was never sent.
+    fn discard(&mut self) -> Result<(), Ended> {
+        let ram = &self.session.ram;
+        if ram.pending() == 0 {
+            // A QEMU without anything to throw away waits for ever.
+            ram.put_back(0, 0);
+        }
+        let mut discards = Vec::new();
+        for (index, block) in self.main.blocks().iter().enumerate() {
+            postcopy::put_discards(&block.name, &ram.dirty_ranges(index), &mut discards)
+                .map_err(MigrationError::main_wire)?;
+        }
+        self.main.send.raw(&discards)?;
+        // Nothing that it could refuse is left for behind the commit.
+        self.asked_whether_loaded = true;
+        self.main.ping()?;
+        self.await_pongs(Some(
+            "the destination's word that it is ready for postcopy (has it capability postcopy-ram?)",
+        ))
+    }
+
+    /// Gives the guest its pages over one connection, until the destination has all. `messages` are read by a thread of
+    /// this connection's own; those of the first are read already.
+    fn serve(
+        &mut self,
+        pages: &GuestPages<'_>,
+        ledger: Arc<Ledger>,
+        (link, messages): (Arc<MainLink>, Option<Messages>),
+        answers: &Answers,
+        on_loaded: &mut dyn FnMut(),
+    ) -> Result<(), MigrationError> {
+        let session = self.session;
+        let (reporter, estimator, round) = (&mut self.reporter, &self.estimator, self.round);
+        let before = session.postcopy_requests.load(Ordering::Relaxed);
+        session.control.set_postcopy_link(&link);
+        let pace = session.control.postcopy_pacer(session.options);
+        let cpu = session.control.cpu_budget(session.options);
+        let connection = Connection::new(
+            (pages, ledger),
+            (&mut self.main.send, link),
+            answers,
+            (pace, cpu),
+        );
+        let aborting = || connection.fail(MigrationError::panicked_here());
+        let count = || {
+            let served = connection.ledger.requests.served();
+            let all = before + served;
+            session.postcopy_requests.store(all, Ordering::Relaxed);
+        };
+        thread::scope(|scope| {
+            let outcome = (|| {
+                if let Some(messages) = messages {
+                    spawn(scope, "mig/src/return".to_owned(), || {
+                        let _panics = OnPanic(&aborting);
+                        let _ends = EndsAnswers(connection.answers);
+                        if let Err(error) = connection.listen(messages) {
+                            connection.fail(error);
+                        }
+                        connection.ledger.requests.end();
+                    })?;
+                }
+                // Loading the devices may need pages.
+                spawn(scope, "mig/src/answer".to_owned(), || {
+                    let _panics = OnPanic(&aborting);
+                    if let Err(error) = connection.answer_requests() {
+                        connection.fail(error);
+                    }
+                    session.threads.book("mig/src/answer");
+                })?;
+                let waiting = "the destination's word that it has loaded the devices";
+                let limit = Some((LOADING, waiting));
+                answers.await_answers(limit, TICK, || Ok::<_, MigrationError>(()))?;
+                on_loaded();
+                spawn(scope, "mig/src/watch".to_owned(), || {
+                    while !connection.ledger.requests.wait_for_end(TICK) {
+                        count();
+                        reporter.tell(round, estimator);
+                    }
+                })?;
+                // Memory is read as fast as one connection takes it.
+                if !connection.send_background(scope, "mig/src/push_", 1)? {
+                    return Err(MigrationError::main_closed());
+                }
+                connection.end()
+            })();
+            match outcome {
+                Err(error) => connection.fail(error),
+                Ok(()) => connection.close(),
+            }
+        });
+        count();
+        connection.take_failure().map_or(Ok(()), Err)
+    }
+
+    /// Waits until somebody says where to go on, after `lost`; where.
+    ///
+    /// # Errors
+    /// The guest has not run at the destination, and never will; or nobody goes on.
+    fn await_resume(&self, lost: MigrationError) -> Result<Address, Ended> {
+        let Session {
+            control,
+            giving,
+            answers,
+            ..
+        } = self.session;
+        control.set_status(Status::PostcopyPaused);
+        // A refusal in words; that all is there shows only at the end of the stream.
+        let mut word = answers.word().filter(|word| *word == Word::Never);
+        let mut asks = self.session.options.settle_timeout;
+        loop {
+            if let Some(word) = word.take() {
+                giving.settle(Some(word));
+                if giving.verdict() == Some(Verdict::Refused) {
+                    return Err(match lost {
+                        MigrationError::Closed { .. } | MigrationError::Connection { .. } => {
+                            answers.refusal()
+                        }
+                        other => other,
+                    }
+                    .into());
+                }
+            }
+            if control.is_cancelled() || control.is_stopped() {
+                giving.settle(None);
+                return Err(lost.into());
+            }
+            if let Some(to) = control.take_resume(TICK) {
+                return Ok(to);
+            }
+            if let Some(id) = answers.id()
+                && !giving.is_known_to_run()
+                && !asks.is_zero()
+            {
+                let since = Instant::now();
+                word = ask_once(self.to, id, QUESTION);
+                asks = asks.saturating_sub(since.elapsed() + TICK);
+            }
+        }
+    }
+
+    /// Goes on over a connection to `to`: with what the destination has, and what it asks for.
+    fn resume(&mut self, to: &Address) -> Result<(), MigrationError> {
+        let session = self.session;
+        let (control, options) = (&session.control, session.options);
+        control.set_status(Status::PostcopyRecover);
+        let remote = Remote::new(to, tls::of_options(options, to)?);
+        let link = Arc::new(MainLink {
+            transport: remote.connect_for(control, options.handshake_timeout)?,
+            counters: Arc::clone(&session.main.counters),
+            pacer: Arc::clone(&session.pacer),
+            control: control.clone(),
+        });
+        let blocks = self.main.blocks();
+        let ledger = Arc::new(Ledger::new(&blocks));
+        let mut messages = Messages::new(Channel::Main);
+        messages.begin_with(go_on(&link.transport, &ledger, control)?);
+        session.giving.settle(Some(Word::Runs));
+        for block in 0..blocks.len() {
+            for page in 0..ledger.pages(block) {
+                match ledger.is_sent(block, page) {
+                    true => session.ram.settle(block, page),
+                    false => session.ram.put_back(block, page),
+                }
+            }
+        }
+        let configuration = self.main.configuration();
+        self.main.send = MainSend::resume(Arc::clone(&link), &configuration, None, &blocks)?;
+        let answers = Answers::default();
+        answers.serve();
+        control.set_status(Status::PostcopyActive);
+        let pages = GuestPages::new(session);
+        let connection = (link, Some(messages));
+        self.serve(&pages, ledger, connection, &answers, &mut || ())
+    }
+
+    /// Whether the guest runs at the destination, and will not get all of its pages.
+    pub(super) fn is_torn(&self) -> bool {
+        self.session.giving.verdict() == Some(Verdict::Torn)
+    }
+}

@@ -1,0 +1,257 @@
+//! One connection over which a guest gets the pages that it lacks.
+
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use super::requests::Request;
+use super::turns::Turns;
+use super::{Batch, EOF, Ledger, Pages, Reader};
+use crate::control::Control;
+use crate::cpu_limit::{CpuBudget, CpuShare};
+use crate::error::MigrationError;
+use crate::failure::Failure;
+use crate::handover::Word;
+use crate::pacing::Pacer;
+use crate::stream::main_send::{MainLink, MainSend, PageRecords};
+use crate::stream::return_path::{Answers, Messages};
+use crate::threads::spawn;
+
+/// How long the destination may take to say that it has everything, once the last page is sent.
+const LAST_WORD: Duration = Duration::from_secs(60);
+
+/// Threads that send the background at most.
+const THREADS: usize = 4;
+
+/// What all threads of one connection share.
+pub(crate) struct Connection<'a, P> {
+    pub pages: &'a P,
+    pub ledger: Arc<Ledger>,
+    pub main: Turns<&'a mut MainSend>,
+    pub link: Arc<MainLink>,
+    pub answers: &'a Answers,
+    failure: Failure,
+    /// Nothing more is to be sent.
+    over: AtomicBool,
+    /// Of the background's limits: a cancel that comes too late does not end them.
+    sleeps: Control,
+    /// Of the background.
+    pace: Arc<Pacer>,
+    cpu: Arc<CpuBudget>,
+}
+
+impl<'a, P: Pages> Connection<'a, P> {
+    /// One to write to by `main`; `pace` and `cpu` hold for what the guest has not asked for.
+    pub(crate) fn new(
+        (pages, ledger): (&'a P, Arc<Ledger>),
+        (main, link): (&'a mut MainSend, Arc<MainLink>),
+        answers: &'a Answers,
+        (pace, cpu): (Arc<Pacer>, Arc<CpuBudget>),
+    ) -> Self {
+        Self {
+            pages,
+            ledger,
+            main: Turns::new(main),
+            link,
+            answers,
+            failure: Failure::default(),
+            over: AtomicBool::new(false),
+            sleeps: Control::new(),
+            pace,
+            cpu,
+        }
+    }
+
+    /// Keeps the first error, and ends every wait.
+    pub(crate) fn fail(&self, error: MigrationError) {
+        self.failure.keep(error);
+        self.close();
+        self.answers.end();
+    }
+
+    /// Ends what is under way, without an error of its own.
+    pub(crate) fn close(&self) {
+        self.over.store(true, Ordering::Release);
+        self.ledger.requests.abandon();
+        self.pages.abandon();
+        self.sleeps.stop();
+        self.link.transport.shutdown(Shutdown::Both);
+    }
+
+    /// The first error, to be returned.
+    pub(crate) fn take_failure(&self) -> Option<MigrationError> {
+        self.failure.take()
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// Takes requests and answers until the connection ends.
+    pub(crate) fn listen(&self, mut messages: Messages) -> Result<(), MigrationError> {
+        let mut current = None;
+        loop {
+            let read = messages.read(&self.link.transport, self.answers, |message, _| {
+                self.ledger.note(&mut current, &message)
+            })?;
+            if !read {
+                return self.answers.ended(MigrationError::main_closed());
+            }
+        }
+    }
+
+    /// What the thread does that answers requests.
+    pub(crate) fn answer_requests(&self) -> Result<(), MigrationError> {
+        let mut reader = self.pages.reader()?;
+        let mut batch = Batch::default();
+        while let Some(request) = self.ledger.requests.next() {
+            let answered = self.answer(&request, &mut reader, &mut batch);
+            if answered.is_err() {
+                self.ledger.requests.done(&request, false);
+            }
+            self.pages.unless_damaged(answered)?;
+        }
+        Ok(())
+    }
+
+    fn answer(
+        &self,
+        request: &Request,
+        reader: &mut P::Reader<'_>,
+        batch: &mut Batch,
+    ) -> Result<(), MigrationError> {
+        let Request { block, page, .. } = *request;
+        self.pages.asked_for(block, page);
+        batch.clear();
+        // Before the page is claimed: one that cannot be read must not look sent.
+        match reader.page(block, page)? {
+            None => batch.add_zero(page),
+            Some(content) => batch.add(page, content),
+        }
+        if !self.ledger.claim(block, page) {
+            self.ledger.requests.done(request, false);
+            return Ok(());
+        }
+        let is_zero = batch.normal.is_empty();
+        let mut main = self.main.take_urgently();
+        let sent = self.write(&mut main, block, batch);
+        self.ledger.requests.done(request, true);
+        sent?;
+        if !is_zero {
+            batch.clear();
+            reader.follow(&self.ledger, batch)?;
+            self.write(&mut main, block, batch)?;
+        }
+        Ok(())
+    }
+
+    /// Sends what the guest has not asked for, with up to `threads` threads called `name` and a number. False if the
+    /// connection has ended meanwhile, which somebody else has the reason of.
+    pub(crate) fn send_background<'scope>(
+        &'scope self,
+        scope: &'scope thread::Scope<'scope, '_>,
+        name: &str,
+        threads: usize,
+    ) -> Result<bool, MigrationError> {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let mut running = Vec::new();
+        for number in 0..threads.min(cores).min(THREADS) {
+            running.push(spawn(scope, format!("{name}{number}"), || {
+                self.send_the_rest()
+            })?);
+        }
+        let mut outcome = Ok(());
+        for thread in running {
+            let ended = thread.join().and_then(|ended| ended);
+            if ended.is_err() {
+                // The others stop, too.
+                self.over.store(true, Ordering::Release);
+                outcome = outcome.and(ended);
+            }
+        }
+        outcome.map(|()| !self.is_over())
+    }
+
+    fn send_the_rest(&self) -> Result<(), MigrationError> {
+        let mut reader = self.pages.reader()?;
+        let mut batch = Batch::default();
+        let mut cpu = CpuShare::new(&self.cpu);
+        while let Some(share) = self.pages.next()? {
+            reader.read_ahead(&share, &self.ledger)?;
+            for (block, page) in share {
+                if self.is_over() {
+                    return Ok(());
+                }
+                if self.ledger.is_sent(block, page) {
+                    continue;
+                }
+                let sent = self.send_from(block, page, &mut reader, &mut batch);
+                self.pages.unless_damaged(sent)?;
+                if !batch.is_empty() {
+                    self.pace.wait(batch.content.len(), &self.sleeps);
+                    cpu.spend(&self.sleeps);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn send_from(
+        &self,
+        block: usize,
+        page: usize,
+        reader: &mut P::Reader<'_>,
+        batch: &mut Batch,
+    ) -> Result<(), MigrationError> {
+        batch.clear();
+        if !reader.prepare(block, page, &self.ledger)? {
+            return Ok(());
+        }
+        let mut main = self.main.take_after_urgent();
+        reader.take(&self.ledger, batch)?;
+        self.write(&mut main, block, batch)
+    }
+
+    /// A section of RAM with these pages; none if there are none.
+    fn write(
+        &self,
+        main: &mut MainSend,
+        block: usize,
+        batch: &Batch,
+    ) -> Result<(), MigrationError> {
+        if batch.is_empty() {
+            return Ok(());
+        }
+        self.link
+            .counters
+            .add_pages(batch.normal.len(), batch.zero.len());
+        main.pages(PageRecords {
+            block,
+            zero: &batch.zero,
+            normal: &batch.normal,
+            content: &batch.content,
+        })
+    }
+
+    /// Tells the destination that it has everything, and waits for its word.
+    pub(crate) fn end(&self) -> Result<(), MigrationError> {
+        // An answer that is being written comes before; what is asked for from here on is zero, which the end says.
+        self.ledger.requests.end_and_drain();
+        {
+            let mut main = self.main.take();
+            main.complete();
+            main.end_section(false)?;
+            main.raw(&[EOF])?;
+        }
+        match self.answers.wait_word(LAST_WORD) {
+            Some(Word::Runs) => Ok(()),
+            Some(Word::Never) => Err(self.answers.refusal()),
+            None => Err(MigrationError::Timeout {
+                waiting_for: "the destination's word that it has all pages".to_owned(),
+                waited: LAST_WORD,
+            }),
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! The source of a postcopy: the destination runs the guest before it has all pages, and asks for those that it needs.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `requests` | what the guest waits for, and for how long it did |
+//! | `turns` | who writes next: an answer comes before the background |
+//! | `ledger` | which pages are sent, each once, to whoever asks for it first; which are asked for |
+//! | `connection` | a connection that carries them: answers, the background, the end |
+//! | `recovery` | what the destination has, where a connection was lost |
+//!
+//! Every page is sent at most once a connection: QEMU ends a stream that has one twice. Pages that are never sent are zero
+//! once the stream has ended.
+
+mod connection;
+mod ledger;
+mod recovery;
+mod requests;
+pub(crate) mod turns;
+
+use hotlift_mem::PAGE_SIZE;
+
+use crate::error::MigrationError;
+
+pub(crate) use connection::Connection;
+pub(crate) use ledger::Ledger;
+pub(crate) use recovery::go_on;
+
+/// The last byte of a stream (`QEMU_VM_EOF`).
+const EOF: u8 = 0;
+
+/// Where the pages come from.
+pub(crate) trait Pages: Sync {
+    /// What one thread needs for its reading.
+    type Reader<'p>: Reader
+    where
+        Self: 'p;
+
+    fn reader(&self) -> Result<Self::Reader<'_>, MigrationError>;
+
+    /// The pages that the background looks at next; `None` once it has looked at all.
+    fn next(&self) -> Result<Option<Vec<Place>>, MigrationError>;
+
+    /// Ends every wait for pages: nobody takes any more.
+    fn abandon(&self) {}
+
+    /// The guest has asked for this page: it soon needs those around it.
+    fn asked_for(&self, block: usize, page: usize) {
+        let _ = (block, page);
+    }
+
+    /// Passes on what keeps a page from being read, unless all others are to be sent all the same.
+    fn unless_damaged(&self, outcome: Result<(), MigrationError>) -> Result<(), MigrationError> {
+        outcome
+    }
+}
+
+/// RAM block and page.
+pub(crate) type Place = (usize, usize);
+
+/// One thread's reader of pages.
+pub(crate) trait Reader {
+    /// Reads a page that was asked for; `None` for one that is zero.
+    fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError>;
+
+    /// Claims what goes behind the page that was asked for, if it was not zero.
+    fn follow(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError> {
+        let _ = (ledger, batch);
+        Ok(())
+    }
+
+    /// Makes the reading of these pages quick, as far as they are not sent.
+    fn read_ahead(&mut self, share: &[Place], ledger: &Ledger) -> Result<(), MigrationError> {
+        let _ = (share, ledger);
+        Ok(())
+    }
+
+    /// Makes ready what the background sends from this page on; false if that is nothing. Nothing is claimed before it
+    /// can be written.
+    fn prepare(
+        &mut self,
+        block: usize,
+        page: usize,
+        ledger: &Ledger,
+    ) -> Result<bool, MigrationError>;
+
+    /// Claims what was made ready.
+    fn take(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError>;
+}
+
+/// Pages of one RAM block that go out together.
+#[derive(Debug, Default)]
+pub(crate) struct Batch {
+    /// Byte offsets.
+    zero: Vec<u64>,
+    normal: Vec<u64>,
+    content: Vec<u8>,
+}
+
+impl Batch {
+    fn clear(&mut self) {
+        self.zero.clear();
+        self.normal.clear();
+        self.content.clear();
+    }
+
+    fn is_empty(&self) -> bool {
+        self.zero.is_empty() && self.normal.is_empty()
+    }
+
+    /// A page with its content.
+    pub(crate) fn add(&mut self, page: usize, content: &[u8]) {
+        self.normal.push((page * PAGE_SIZE) as u64);
+        self.content.extend_from_slice(content);
+    }
+
+    /// A page that is zero.
+    pub(crate) fn add_zero(&mut self, page: usize) {
+        self.zero.push((page * PAGE_SIZE) as u64);
+    }
+}

@@ -1,0 +1,130 @@
+//! A postcopy that was interrupted goes on: the destination says which pages it has, and then asks for others.
+
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use hotlift_wire::main_channel::postcopy;
+use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::{Reader, WireError};
+
+use crate::control::Control;
+use crate::error::MigrationError;
+use crate::postcopy::Ledger;
+use crate::transport::Stream;
+
+/// Learns on a new connection which pages a guest has that waits for the others, and has it go on. What the destination has
+/// said since, of which nothing was taken.
+pub(crate) fn go_on(
+    mut main: &Stream,
+    ledger: &Ledger,
+    control: &Control,
+) -> Result<Vec<u8>, MigrationError> {
+    let mut answers = Reading::new(main, control);
+    for (index, block) in ledger.blocks().iter().enumerate() {
+        let mut request = Vec::new();
+        postcopy::put_bitmap_request(&block.name, &mut request)
+            .map_err(MigrationError::main_wire)?;
+        main.write_all(&request).map_err(MigrationError::opening)?;
+        ledger.has(index, &answers.bitmap(&block.name, ledger.pages(index))?);
+    }
+    let mut resume = Vec::new();
+    postcopy::put_resume(&mut resume);
+    main.write_all(&resume).map_err(MigrationError::opening)?;
+    answers.resumed()?;
+    Ok(answers.rest())
+}
+
+/// What a destination answers whose guest waits for pages, before requests may come.
+struct Reading<'a> {
+    from: &'a Stream,
+    control: &'a Control,
+    /// Read, and not taken.
+    pending: Vec<u8>,
+    deadline: Instant,
+}
+
+impl<'a> Reading<'a> {
+    /// How long all answers may take.
+    const PATIENCE: Duration = Duration::from_secs(60);
+    const TICK: Duration = Duration::from_millis(100);
+
+    fn new(from: &'a Stream, control: &'a Control) -> Self {
+        Self {
+            from,
+            control,
+            pending: Vec::new(),
+            deadline: Instant::now() + Self::PATIENCE,
+        }
+    }
+
+    /// The pages of a RAM block that it has, as the answer to a request for them.
+    fn bitmap(&mut self, block: &str, pages: usize) -> Result<Vec<u8>, MigrationError> {
+        self.take(|bytes| bitmap(bytes, block, pages))
+    }
+
+    /// Its word that it goes on.
+    fn resumed(&mut self) -> Result<(), MigrationError> {
+        self.take(|bytes| match ReturnMessage::decode(bytes)? {
+            (ReturnMessage::ResumeAck(1), length) => Ok(((), length)),
+            _ => Err(WireError::OutOfOrder {
+                got: "a message",
+                expected: "the word that it goes on",
+            }),
+        })
+    }
+
+    /// What was read behind the answers.
+    fn rest(self) -> Vec<u8> {
+        self.pending
+    }
+
+    fn take<T>(
+        &mut self,
+        decode: impl Fn(&[u8]) -> Result<(T, usize), WireError>,
+    ) -> Result<T, MigrationError> {
+        let mut buffer = [0; 64 << 10];
+        loop {
+            match decode(&self.pending) {
+                Ok((answer, length)) => {
+                    self.pending.drain(..length);
+                    return Ok(answer);
+                }
+                Err(WireError::Truncated { .. }) => {}
+                Err(source) => return Err(MigrationError::main_wire(source)),
+            }
+            let mut from = self.from;
+            while !from
+                .wait_readable(Self::TICK)
+                .map_err(MigrationError::opening)?
+            {
+                if self.control.is_cancelled() {
+                    return Err(MigrationError::Cancelled);
+                }
+                if Instant::now() > self.deadline {
+                    return Err(MigrationError::Timeout {
+                        waiting_for: "what the destination says of the pages that it has"
+                            .to_owned(),
+                        waited: Self::PATIENCE,
+                    });
+                }
+            }
+            match from.read(&mut buffer).map_err(MigrationError::opening)? {
+                0 => return Err(MigrationError::main_closed()),
+                read => self.pending.extend_from_slice(&buffer[..read]),
+            }
+        }
+    }
+}
+
+fn bitmap(bytes: &[u8], block: &str, pages: usize) -> Result<(Vec<u8>, usize), WireError> {
+    let (message, length) = ReturnMessage::decode(bytes)?;
+    if message != (ReturnMessage::RecvBitmap { block }) {
+        return Err(WireError::OutOfOrder {
+            got: "a message",
+            expected: "the bitmap of the RAM block that was asked for",
+        });
+    }
+    let mut reader = Reader::new(&bytes[length..]);
+    let bits = postcopy::read_bitmap(&mut reader, pages)?.to_vec();
+    Ok((bits, length + reader.position()))
+}
