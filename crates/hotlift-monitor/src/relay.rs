@@ -151,7 +151,11 @@ impl RelayMonitor {
             }
             Some(Err(_)) if status == Status::Cancelled => query_migrate::only_status(status),
             Some(Err(why)) => query_migrate::failed(status, why),
-            None if matches!(status, Status::Active | Status::Device) => {
+            None if matches!(
+                status,
+                Status::Active | Status::Device | Status::PostcopyActive
+            ) =>
+            {
                 let jobs = migration.control.jobs();
                 query_migrate::relay_under_way(status, progress, &jobs, compression)
             }

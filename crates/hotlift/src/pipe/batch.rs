@@ -55,11 +55,6 @@ impl Batch {
         self.normal.len() + self.zero.len() + self.compressed.len()
     }
 
-    /// True if no other page fits, or may join: a packet has no more.
-    pub(crate) fn is_full(&self) -> bool {
-        self.len() >= BATCH_PAGES
-    }
-
     /// Content of the normal pages, one after the other.
     pub(crate) fn pages(&self) -> &[u8] {
         &self.pages[..self.normal.len() * PAGE_SIZE]

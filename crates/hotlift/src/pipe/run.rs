@@ -6,6 +6,7 @@ use hotlift_methods::legacy::compress::Inflater;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
+use crate::control::Status;
 use crate::error::MigrationError;
 use crate::handover::{Verdict, attend};
 use crate::pipe::hooks::Hooks;
@@ -114,9 +115,12 @@ pub(crate) fn run_threads(
     let is_offered = session.giving.is_offered();
     match session.giving.failure.take() {
         None => Ok(()),
-        Some(error) if session.may_run_there() => Err(MigrationError::PagesMissing {
-            source: Box::new(error),
-        }),
+        Some(error) if session.may_run_there() => {
+            session.control.set_status(Status::PostcopyPaused);
+            Err(MigrationError::PagesMissing {
+                source: Box::new(error),
+            })
+        }
         Some(error @ MigrationError::Destination { .. }) => Err(error),
         Some(_) if session.giving.is_committed() => Err(MigrationError::InDoubt),
         Some(error) if is_offered && source.releases_guest() => Err(MigrationError::Released {

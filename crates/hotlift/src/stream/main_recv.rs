@@ -18,6 +18,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// tenth of the time went into system calls.
 const READ: usize = 512 << 10;
 
+/// The same where somebody may wait for a page behind those that are read: what was read with it comes before.
+const READ_IN_POSTCOPY: usize = 64 << 10;
+
 /// Whether a wait for the source goes on.
 pub(crate) trait Waiting {
     /// # Errors
@@ -47,6 +50,8 @@ pub(crate) struct MainInput<'a> {
     /// Everything from the first byte on is kept in `buffer`, until the stream is understood.
     keeps: bool,
     silence: Silence,
+    /// Bytes asked of the socket at once.
+    read: usize,
     /// Of every byte taken so far, as long as somebody may ask for it.
     crc: Option<crc32fast::Hasher>,
 }
@@ -73,6 +78,7 @@ impl<'a> MainInput<'a> {
             unread: 0..0,
             keeps: false,
             silence,
+            read: READ,
             crc: Some(crc32fast::Hasher::new()),
         }
     }
@@ -86,6 +92,11 @@ impl<'a> MainInput<'a> {
     /// From here on the source may be silent between records, and within them for `limit`.
     pub(crate) fn be_patient(&mut self, limit: Duration) {
         self.silence = Silence::WithinRecords(limit);
+    }
+
+    /// From here on little is read at once.
+    pub(crate) fn read_little(&mut self) {
+        self.read = READ_IN_POSTCOPY;
     }
 
     /// The socket, for answers.
@@ -147,6 +158,7 @@ impl<'a> MainInput<'a> {
             unread: ahead.unread,
             keeps: false,
             silence: Silence::Unlimited,
+            read: READ,
             crc: ahead.crc,
         }
     }
@@ -208,10 +220,10 @@ impl<'a> MainInput<'a> {
             self.check_silence(since.elapsed(), room)?;
         }
         waiting.check()?;
-        let read = self
-            .channel
-            .read_some(&mut self.buffer.as_mut()[self.unread.end..])
-            .map_err(broken)?;
+        let most = self.unread.end + room.max(self.read);
+        let end = most.min(self.buffer.len());
+        let into = &mut self.buffer.as_mut()[self.unread.end..end];
+        let read = self.channel.read_some(into).map_err(broken)?;
         self.counters.add_bytes(read);
         self.unread.end += read;
         Ok(read > 0)

@@ -7,9 +7,12 @@ use hotlift_wire::main_channel::PageContent;
 
 use crate::ends::page_set::PageSet;
 use crate::error::MigrationError;
-use crate::pipe::batch::Batch;
+use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::session::Session;
 use crate::pipe::sink::RamLayout;
+
+/// Pages of a batch in postcopy: enough for the methods to find repetitions.
+const BATCH_IN_POSTCOPY: usize = 32;
 
 /// Gathers page records into batches.
 pub(crate) struct MainPages<'a> {
@@ -17,6 +20,8 @@ pub(crate) struct MainPages<'a> {
     /// The source has no multifd channels, and so no sync points.
     alone: bool,
     batch: Option<Batch>,
+    /// Pages of a batch at most.
+    most: usize,
     /// Which pages have come since the last barrier, by RAM block.
     seen: Vec<PageSet>,
     any_seen: bool,
@@ -33,6 +38,7 @@ impl<'a> MainPages<'a> {
             session,
             alone,
             batch: None,
+            most: BATCH_PAGES,
             seen: seen.collect(),
             any_seen: false,
         }
@@ -56,7 +62,8 @@ impl<'a> MainPages<'a> {
             self.settle()?;
             return self.session.sink.delta(block, offset, delta);
         }
-        let joins = |batch: &Batch| batch.block == block && !batch.is_full();
+        let most = self.most;
+        let joins = |batch: &Batch| batch.block == block && batch.len() < most;
         if !self.batch.as_ref().is_some_and(joins) {
             self.submit();
             let mut batch = self.session.flow.take().ok_or(MigrationError::Cancelled)?;
@@ -80,6 +87,11 @@ impl<'a> MainPages<'a> {
     fn note(&mut self, block: usize, offset: u64) -> Result<bool, MigrationError> {
         self.any_seen = true;
         self.seen[block].insert(offset)
+    }
+
+    /// From here on batches are small: somebody may wait for a page of one.
+    pub(crate) fn gather_little(&mut self) {
+        self.most = BATCH_IN_POSTCOPY;
     }
 
     /// Hands on what was gathered.

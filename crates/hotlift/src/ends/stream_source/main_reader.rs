@@ -253,6 +253,8 @@ impl<'a> MainReader<'a> {
             postcopy.preempt()?;
         }
         postcopy.begin();
+        self.input.read_little();
+        self.pages.gather_little();
         self.switched = true;
         Ok(())
     }
@@ -263,7 +265,9 @@ impl<'a> MainReader<'a> {
         let bytes = device_state::read_package(self.session, &mut self.input, length)?;
         self.session.control.set_status(Status::Device);
         self.session.switch_over(hooks)?;
-        postcopy(self.session)?.package(&bytes)
+        postcopy(self.session)?.package(&bytes)?;
+        self.session.control.set_status(Status::PostcopyActive);
+        Ok(())
     }
 
     /// All pages are on the other side: the end of the stream, and its word that it has them.
