@@ -157,7 +157,7 @@ impl CommandError {
     /// 130 if a signal ended it, as shells have it.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Migration(MigrationError::InDoubt)
+            Self::Migration(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
             | Self::Relay(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
             | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
             | Self::NotKnown { .. }

@@ -208,7 +208,9 @@ impl Session<'_> {
                 match error {
                     // The process that has started this one cannot settle it, and waits for its end.
                     MigrationError::InDoubt if !self.args.tell_events => self.keep(error),
-                    MigrationError::InDoubt => Err(error.into()),
+                    MigrationError::InDoubt | MigrationError::PagesMissing { .. } => {
+                        Err(error.into())
+                    }
                     error => {
                         self.stayed()?;
                         Err(error.into())

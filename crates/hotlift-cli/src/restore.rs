@@ -131,7 +131,14 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         if !args.resume {
             incoming::listen_for_pages(&mut destination, &socket)?;
         }
-        return restore_lazily::run(args, &file, destination, &socket, &options, &interrupt);
+        return restore_lazily::run(
+            args,
+            (&file, id),
+            destination,
+            &socket,
+            &options,
+            &interrupt,
+        );
     }
     let socket = destination.socket();
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;

@@ -22,17 +22,17 @@ use crate::restore::{RestoreArgs, failed, say_taken, taken};
 /// How long a QEMU whose connection was lost may take to say what it makes of it.
 const WORD: Duration = Duration::from_secs(5);
 
-/// Brings a guest its pages, those that it asks for first. QEMU listens on `socket`.
+/// Brings a guest its pages, those that it asks for first, out of `file`, which has the id `id`. QEMU listens on `socket`.
 pub fn run(
     args: &RestoreArgs,
-    file: &Location,
+    (file, id): (&Location, u64),
     destination: Destination,
     socket: &Path,
     options: &Options,
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
     let settle_timeout = options.settle_timeout;
-    let report = match restore(args, file, &destination, options, socket, interrupt) {
+    let report = match restore(args, (file, id), &destination, options, socket, interrupt) {
         Ok(report) => report,
         Err(error) if args.resume || matches!(error, MigrationError::PagesMissing { .. }) => {
             interrupt.forget();
@@ -72,7 +72,7 @@ fn after_start(
 
 fn restore(
     args: &RestoreArgs,
-    file: &Location,
+    (file, id): (&Location, u64),
     destination: &Destination,
     options: &Options,
     socket: &Path,
@@ -116,6 +116,7 @@ fn restore(
         }
     };
     let hooks = Hooks {
+        file: Some(id),
         on_progress: Some(&show),
         on_commit: Some(&on_commit),
         on_running: Some(&on_running),

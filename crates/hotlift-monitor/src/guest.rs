@@ -455,8 +455,12 @@ impl GuestMonitor {
     fn cancel(&self) -> Value {
         let mut state = self.0.lock();
         let outgoing = state.running().filter(|one| one.listens_at.is_none());
-        // What a paused postcopy still has is what its guest needs.
-        let outgoing = outgoing.filter(|one| !IN_POSTCOPY.contains(&one.control.status()));
+        // A guest that runs there needs what is here; whoever gives it up has it paused first.
+        let is_needed = |one: &&Migration| {
+            let status = one.control.status();
+            IN_POSTCOPY.contains(&status) && status != Status::PostcopyPaused
+        };
+        let outgoing = outgoing.filter(|one| !is_needed(one));
         if let Some(migration) = outgoing {
             migration.control.cancel();
             // Unless the guest is gone by now.

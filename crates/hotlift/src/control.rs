@@ -239,8 +239,13 @@ impl Control {
     }
 
     /// Asks the migration to end; the guest goes on where it is. Too late once the source has
-    /// handed the guest over: then the migration completes.
+    /// handed the guest over: then the migration completes. In [`Status::PostcopyPaused`] it gives up what the guest still
+    /// needs, and in [`Status::PostcopyActive`] it does nothing.
     pub fn cancel(&self) {
+        // Kept, it would give the guest's pages up as soon as a connection is lost.
+        if self.0.status.load(Ordering::Acquire) == Status::PostcopyActive as u8 {
+            return;
+        }
         self.0.cancelled.store(true, Ordering::Release);
         self.stop();
     }
@@ -313,6 +318,11 @@ impl Control {
         *lock(&self.0.recovery) = Some(listener);
         self.wake();
         Ok(())
+    }
+
+    /// Whether [`Control::recover`] was called since the last listener was taken.
+    pub(crate) fn has_recovery(&self) -> bool {
+        lock(&self.0.recovery).is_some()
     }
 
     /// Waits for [`Control::recover`]; `None` once the migration is stopped.

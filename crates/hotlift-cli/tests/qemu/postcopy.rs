@@ -29,6 +29,8 @@ struct Way {
     preempt: bool,
     /// Multifd of both QEMUs: from 10.1 on it goes with postcopy.
     multifd: Multifd,
+    /// Between the relays.
+    method: &'static str,
     /// Certificates of this host, and of another one of the CA, for TLS between the relays.
     tls: Option<[PathBuf; 2]>,
 }
@@ -51,7 +53,7 @@ impl Way {
     }
 
     fn relays(&self) -> RelayOptions {
-        let mut options = RelayOptions::new("zstd", Multifd::Channels(2), self.multifd);
+        let mut options = RelayOptions::new(self.method, Multifd::Channels(2), self.multifd);
         for flags in [Some(&mut options.source), options.destination.as_mut()] {
             let flags = flags.expect("two relays");
             if let Some([host, _]) = &self.tls {
@@ -184,17 +186,19 @@ fn is_turned_away(to: &str, folder: Option<&Path>) {
 fn a_guest_in_postcopy_fetches_its_pages_through_the_relays() {
     use Release::{V10, V11};
     let both = Multifd::Channels(2);
-    for (release, preempt, multifd) in [
-        (V10, false, Multifd::Off),
-        (V10, true, Multifd::Off),
-        (V11, true, Multifd::Off),
-        (V11, false, both),
-        (V11, true, both),
+    for (release, preempt, multifd, method) in [
+        (V10, false, Multifd::Off, "zstd"),
+        (V10, true, Multifd::Off, "auto"),
+        (V11, true, Multifd::Off, "lz4"),
+        // Packets that could pass unread to channels on which that QEMU takes none any more.
+        (V11, false, both, "none"),
+        (V11, true, both, "zstd"),
     ] {
         let way = Way {
             release,
             preempt,
             multifd,
+            method,
             tls: None,
         };
         need!(way.take());
@@ -213,6 +217,7 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
             release,
             preempt,
             multifd: Multifd::Off,
+            method: "zstd",
             tls: None,
         };
         let Moving {
@@ -256,6 +261,7 @@ fn a_guest_in_postcopy_fetches_its_pages_over_tls_and_nobody_else_sends_any() {
             release,
             preempt,
             multifd: Multifd::Off,
+            method: "zstd",
             tls: Some([certificates.dir(), other.clone()]),
         };
         need!(way.take());

@@ -38,16 +38,26 @@ impl PageSet {
         let Some(part) = self.parts.get(page / PART) else {
             return Ok(false);
         };
+        Ok(self.made(part)?.set(page % PART))
+    }
+
+    /// Takes the memory for all pages now.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub(crate) fn reserve(&self) -> Result<(), MigrationError> {
+        for part in &self.parts {
+            self.made(part)?;
+        }
+        Ok(())
+    }
+
+    fn made<'p>(&self, part: &'p OnceLock<DirtyBitmap>) -> Result<&'p DirtyBitmap, MigrationError> {
         if part.get().is_none() {
             let taken = self.memory.take(PART_BYTES);
             taken.map_err(|source| MigrationError::memory(Channel::Main, source))?;
         }
-        let mut was_made = false;
-        let bitmap = part.get_or_init(|| {
-            was_made = true;
-            DirtyBitmap::new(PART)
-        });
-        Ok(bitmap.set(page % PART))
+        Ok(part.get_or_init(|| DirtyBitmap::new(PART)))
     }
 
     /// Whether the page at byte `offset` is in.

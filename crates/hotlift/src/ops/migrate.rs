@@ -62,7 +62,8 @@ const REASON_WAIT: Duration = Duration::from_secs(2);
 /// there. The caller's thread waits; `control` cancels from any other.
 ///
 /// # Errors
-/// Any [`MigrationError`]. Unless it is [`MigrationError::InDoubt`], the guest runs here as before.
+/// Any [`MigrationError`]. Unless it is [`MigrationError::InDoubt`] or [`MigrationError::PagesMissing`], the guest runs here as
+/// before.
 /// A control that has been cancelled once cancels at once.
 pub fn migrate(
     guest: &dyn Guest,

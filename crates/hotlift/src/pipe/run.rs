@@ -115,7 +115,7 @@ pub(crate) fn run_threads(
     let is_offered = session.giving.is_offered();
     match session.giving.failure.take() {
         None => Ok(()),
-        Some(error) if session.may_run_there() => {
+        Some(error) if session.may_run_there() && !session.giving.is_committed() => {
             session.control.set_status(Status::PostcopyPaused);
             Err(MigrationError::PagesMissing {
                 source: Box::new(error),
@@ -123,9 +123,11 @@ pub(crate) fn run_threads(
         }
         Some(error @ MigrationError::Destination { .. }) => Err(error),
         Some(_) if session.giving.is_committed() => Err(MigrationError::InDoubt),
-        Some(error) if is_offered && source.releases_guest() => Err(MigrationError::Released {
-            source: Box::new(error),
-        }),
+        Some(error) if (is_offered || session.is_switched()) && source.releases_guest() => {
+            Err(MigrationError::Released {
+                source: Box::new(error),
+            })
+        }
         Some(error) => Err(error),
     }
 }

@@ -42,9 +42,8 @@ impl Waiting for Call<'_> {
     fn check(&self) -> Result<(), MigrationError> {
         let giving = self.session.map(|session| &session.giving);
         let failed = giving.is_some_and(|giving| giving.failure.is_set());
-        let session = self.session;
-        let too_late =
-            giving.is_some_and(Giving::is_offered) || session.is_some_and(Session::may_run_there);
+        let switched = self.session.is_some_and(Session::is_switched);
+        let too_late = switched || giving.is_some_and(Giving::is_offered);
         if failed || (self.control.is_cancelled() && !too_late) {
             return Err(MigrationError::Cancelled);
         }
@@ -79,6 +78,8 @@ pub(crate) struct Session<'a> {
     pub taking: Taking,
     /// The hand-over to the other side.
     pub giving: Giving,
+    /// Postcopy has begun: its source does not go on by itself.
+    switched: AtomicBool,
     /// With postcopy: the guest may run on the other side, and not all of its pages are there.
     may_run_there: AtomicBool,
     /// The other side has the guest.
@@ -114,6 +115,7 @@ impl<'a> Session<'a> {
             id,
             taking: Taking::new(1),
             giving: Giving::default(),
+            switched: AtomicBool::new(false),
             may_run_there: AtomicBool::new(false),
             moved_at: OnceLock::new(),
         }
@@ -199,11 +201,20 @@ impl<'a> Session<'a> {
         true
     }
 
-    /// Postcopy begins: the other side may run the guest from the next byte on, and no cancel is heard. What fails from
-    /// here on leaves it without some of its pages, until its source and it are brought together again.
+    /// Postcopy begins: no cancel is heard from here on.
+    pub(crate) fn switch(&self) {
+        self.control.set_too_late(true);
+        self.switched.store(true, Ordering::Release);
+    }
+
+    /// Whether [`Session::switch`] has come.
+    pub(crate) fn is_switched(&self) -> bool {
+        self.switched.load(Ordering::Acquire)
+    }
+
+    /// The other side may run the guest from the next byte on. What fails from here on leaves it without some of its pages, until its source and it are brought together again.
     pub(crate) fn switch_over(&self, hooks: Hooks<'_>) -> Result<(), MigrationError> {
         self.call().check()?;
-        self.control.set_too_late(true);
         if let Some(on_commit) = hooks.on_commit {
             on_commit();
         }

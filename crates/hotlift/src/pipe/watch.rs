@@ -62,7 +62,7 @@ impl Watch {
         while !self.rest() {
             if session.control.is_cancelled()
                 && !session.giving.is_offered()
-                && !session.may_run_there()
+                && !session.is_switched()
             {
                 session.fail(MigrationError::Cancelled);
             }

@@ -19,8 +19,9 @@ use crate::stream::main_send::{MainLink, MainSend, PageRecords};
 use crate::stream::return_path::{Answers, Messages};
 use crate::threads::spawn;
 
-/// How long the destination may take to say that it has everything, once the last page is sent.
-const LAST_WORD: Duration = Duration::from_secs(60);
+/// How long the destination may take to say that it has everything, once the last page is written: what is in between, in
+/// sockets and relays, may have to pass a slow link.
+const LAST_WORD: Duration = Duration::from_secs(600);
 
 /// Threads that send the background at most.
 const THREADS: usize = 4;

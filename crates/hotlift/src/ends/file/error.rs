@@ -129,8 +129,8 @@ pub enum FileError {
         /// The server's words.
         reason: String,
     },
-    /// Its server has another file of that name by now.
-    #[error("the server has another file under the name of {file} than the one that was opened")]
+    /// There is another file of that name by now.
+    #[error("there is another file under the name of {file} than the one that was opened")]
     OtherFile {
         /// The name.
         file: String,

@@ -50,6 +50,20 @@ struct GuestRam<'a> {
     runs: Vec<GuestRun<'a>>,
 }
 
+impl GuestRam<'_> {
+    /// Behind the switch to postcopy no channel has anything.
+    fn check_switch(&self, got: &str) -> Result<(), MigrationError> {
+        if !self.session.is_listening() {
+            return Ok(());
+        }
+        Err(MigrationError::Protocol {
+            channel: Channel::Multifd(self.id),
+            got: got.to_owned(),
+            doing: "bringing pages to a guest that runs",
+        })
+    }
+}
+
 impl PageSink for GuestRam<'_> {
     fn put(
         &mut self,
@@ -57,13 +71,7 @@ impl PageSink for GuestRam<'_> {
         read: impl FnOnce(&mut [GuestRun<'_>]) -> Result<(), MigrationError>,
     ) -> Result<ReadOn, MigrationError> {
         let session = self.session;
-        if session.is_listening() {
-            return Err(MigrationError::Protocol {
-                channel: Channel::Multifd(self.id),
-                got: "pages".to_owned(),
-                doing: "bringing pages to a guest that runs",
-            });
-        }
+        self.check_switch("pages")?;
         let block = header.block();
         let (ram, written) = (&session.guest.ram()[block], &session.written[block]);
         if !header.normal().is_empty() {
@@ -95,6 +103,7 @@ impl PageSink for GuestRam<'_> {
 
     fn sync(&mut self) -> Result<ReadOn, MigrationError> {
         let session = self.session;
+        self.check_switch("SYNC")?;
         if session.taking.side() != DestinationSide::Loading {
             // No barrier is left after everything has arrived: the source has committed. What it says behind that is
             // for whoever waits until it knows the outcome.

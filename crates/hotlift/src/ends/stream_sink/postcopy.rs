@@ -104,7 +104,12 @@ impl Postcopy for StreamSink<'_> {
         let mut package = Vec::with_capacity(bytes.len() + 16);
         put_packaged_head(bytes.len(), &mut package).map_err(MigrationError::main_wire)?;
         package.extend_from_slice(bytes);
-        self.lock_main().raw(&package)
+        self.lock_main().raw(&package)?;
+        // The channels are other sockets: what they carry of the background must not overtake the package.
+        match self.pages_on_main() {
+            true => Ok(()),
+            false => self.sync_point(),
+        }
     }
 
     fn page(

@@ -237,15 +237,33 @@ impl<'a> Uncounted<'a> {
     }
 
     /// The same, and a connection whose handshake is under way is waited for.
-    pub(crate) fn another_for_sure(&mut self) -> Result<Option<Stream>, MigrationError> {
+    pub(crate) fn another_for_sure(
+        &mut self,
+        call: &Call<'_>,
+    ) -> Result<Option<Stream>, MigrationError> {
+        let deadline = Instant::now() + NEWCOMER;
         loop {
             let another = self.another_within(Duration::ZERO)?;
-            if another.is_some() || !self.arrivals.door.has_newcomer(NEWCOMER) {
+            let newcomer = self.arrivals.door.has_newcomer(NEWCOMER);
+            if another.is_some() || !newcomer || Instant::now() > deadline {
                 return Ok(another);
             }
+            call.check()?;
             if let Some(another) = self.another_within(SETTLE / 5)? {
                 return Ok(Some(another));
             }
+        }
+    }
+
+    /// The same of a QEMU that makes it in parallel with main, and says nothing on main before.
+    pub(crate) fn another_of_old_machine(
+        &mut self,
+        call: &Call<'_>,
+    ) -> Result<Option<Stream>, MigrationError> {
+        let another = self.another_within(SETTLE)?;
+        match another {
+            None => self.another_for_sure(call),
+            another => Ok(another),
         }
     }
 

@@ -16,6 +16,7 @@ use crate::pipe::session::{Call, Session};
 use crate::pipe::sink::{Opening, Postcopy};
 use crate::stream::main_recv::{MainInput, Waiting, event_name};
 use crate::stream::return_path::encode;
+use crate::threads::OnPanic;
 
 /// The main thread's own state.
 pub(crate) struct MainReader<'a> {
@@ -28,6 +29,10 @@ pub(crate) struct MainReader<'a> {
     section: SectionKind,
     /// Postcopy has begun: each page comes once, and nothing is a sync point.
     switched: bool,
+    /// The other side knows that there is a preempt channel.
+    preempt_is_known: bool,
+    /// A relay's sync point behind the package is still to come.
+    awaits_sync: bool,
 }
 
 /// What an event leaves to be done once its bytes have been taken.
@@ -63,6 +68,8 @@ impl<'a> MainReader<'a> {
             pages: MainPages::new(session, &setup.ram, upstream.multifd.is_empty()),
             section: SectionKind::Start,
             switched: false,
+            preempt_is_known: false,
+            awaits_sync: false,
         }
     }
 
@@ -74,6 +81,24 @@ impl<'a> MainReader<'a> {
         further: &dyn Further,
     ) -> Result<(), MigrationError> {
         self.open(opening)?;
+        let unsure = || {
+            if self.session.may_run_there() {
+                self.session.taking.unsure();
+            }
+        };
+        let _unsure = OnPanic(unsure);
+        let outcome = self.to_the_end(hooks, further);
+        if outcome.is_err() {
+            unsure();
+        }
+        outcome
+    }
+
+    fn to_the_end(
+        &mut self,
+        hooks: Hooks<'_>,
+        further: &dyn Further,
+    ) -> Result<(), MigrationError> {
         while !self.next(hooks, further)? {}
         if self.switched {
             return self.end_of_postcopy(hooks);
@@ -117,9 +142,13 @@ impl<'a> MainReader<'a> {
                 let looking = Looking {
                     call: self.session.call(),
                     further: Some(further).filter(|_| self.setup.postcopy),
+                    switched: self.switched,
                 };
                 if !self.input.fill(needed, &looking)? {
                     return Err(MigrationError::main_closed());
+                }
+                if self.switched {
+                    self.tell_of_preempt()?;
                 }
                 return Ok(false);
             }
@@ -198,7 +227,9 @@ impl<'a> MainReader<'a> {
         let is_last = self.section == SectionKind::End;
         let is_sync_point = !self.upstream.multifd.is_empty()
             && !self.setup.flush
-            && (!self.switched || (is_last && self.upstream.is_relay));
+            && (!self.switched
+                || (is_last && self.upstream.is_relay)
+                || std::mem::take(&mut self.awaits_sync));
         match (is_sync_point, is_last) {
             (true, false) => self.barrier()?,
             // The source may rest now; its pages need not.
@@ -248,14 +279,25 @@ impl<'a> MainReader<'a> {
         self.session.sink.barrier()?;
         self.pages.barrier_passed();
         let postcopy = postcopy(self.session)?;
+        // The source is in postcopy: it does not go on by itself.
+        self.session.switch();
         // The source has made that connection before it has sent this.
         if further.preempt_for_sure() {
-            postcopy.preempt()?;
+            self.tell_of_preempt()?;
         }
         postcopy.begin();
         self.input.read_little();
         self.pages.gather_little();
         self.switched = true;
+        Ok(())
+    }
+
+    /// The other side has to know of a preempt channel before the package.
+    fn tell_of_preempt(&mut self) -> Result<(), MigrationError> {
+        if self.upstream.preempt.is_here() && !self.preempt_is_known {
+            self.preempt_is_known = true;
+            postcopy(self.session)?.preempt()?;
+        }
         Ok(())
     }
 
@@ -265,6 +307,13 @@ impl<'a> MainReader<'a> {
         let bytes = device_state::read_package(self.session, &mut self.input, length)?;
         self.session.control.set_status(Status::Device);
         self.session.switch_over(hooks)?;
+        if self.upstream.is_relay {
+            // Whoever asks from here on must not hear that the guest never runs there.
+            if !(self.session.taking.loaded() && self.session.taking.commit()) {
+                return Err(device_state::unexpected("the switch behind a failure"));
+            }
+            self.awaits_sync = !self.upstream.multifd.is_empty() && !self.setup.flush;
+        }
         postcopy(self.session)?.package(&bytes)?;
         self.session.control.set_status(Status::PostcopyActive);
         Ok(())
@@ -280,21 +329,13 @@ impl<'a> MainReader<'a> {
             return Err(device_state::unexpected("something else than EOF"));
         }
         self.input.take(1);
-        if self.upstream.is_relay && !(session.taking.loaded() && session.taking.commit()) {
-            return Err(device_state::unexpected("EOF behind a failure"));
-        }
         if !session.commit(hooks) {
             return Err(MigrationError::Cancelled);
         }
         let outcome = device_state::hand_over(session, &[EOF], hooks);
-        match outcome {
-            Ok(()) => {
-                session.taking.taken();
-                self.upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
-            }
-            Err(_) => {
-                session.taking.unsure();
-            }
+        if outcome.is_ok() {
+            session.taking.taken();
+            self.upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
         }
         outcome
     }
@@ -302,8 +343,8 @@ impl<'a> MainReader<'a> {
 
 /// What else may connect while main is read.
 pub(crate) trait Further {
-    /// Takes a preempt channel in, if one has come.
-    fn preempt(&self);
+    /// Takes a preempt channel in, if one has come; before the switch only where the source waits for it.
+    fn preempt(&self, switched: bool);
 
     /// The same, if it may be on its way; whether there is one.
     fn preempt_for_sure(&self) -> bool;
@@ -316,12 +357,13 @@ pub(crate) trait Further {
 struct Looking<'a> {
     call: Call<'a>,
     further: Option<&'a dyn Further>,
+    switched: bool,
 }
 
 impl Waiting for Looking<'_> {
     fn check(&self) -> Result<(), MigrationError> {
         if let Some(further) = self.further {
-            further.preempt();
+            further.preempt(self.switched);
         }
         self.call.check()
     }

@@ -26,7 +26,8 @@ const TICK: Duration = Duration::from_millis(100);
 
 /// What the other side has asked for, and what was sent to it.
 pub(crate) struct Demand {
-    names: Vec<String>,
+    /// Name and length of the RAM blocks.
+    blocks: Vec<(String, u64)>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -47,7 +48,10 @@ impl Demand {
             .iter()
             .map(|block| PageSet::new(block.used_length, memory));
         Self {
-            names: blocks.iter().map(|block| block.name.clone()).collect(),
+            blocks: blocks
+                .iter()
+                .map(|block| (block.name.clone(), block.used_length))
+                .collect(),
             state: Mutex::new(State {
                 block: None,
                 waiting: HashSet::new(),
@@ -67,16 +71,21 @@ impl Demand {
                 length,
                 block,
             } => {
-                state.block = self.names.iter().position(|name| name == block);
+                state.block = self.blocks.iter().position(|(name, _)| name == block);
                 (start, length)
             }
             ReturnMessage::ReqPages { start, length } => (start, length),
             _ => return,
         };
         let Some(block) = state.block else { return };
-        let pages = u64::from(length).div_ceil(PAGE_SIZE as u64);
-        for page in 0..pages {
-            let offset = start.saturating_add(page * PAGE_SIZE as u64);
+        let page = PAGE_SIZE as u64;
+        let end = start
+            .saturating_add(length.into())
+            .min(self.blocks[block].1);
+        if !start.is_multiple_of(page) {
+            return;
+        }
+        for offset in (start..end).step_by(PAGE_SIZE) {
             if state.waiting.len() < WAITING && !state.sent[block].contains(offset) {
                 state.waiting.insert((block, offset));
             }
@@ -95,6 +104,28 @@ impl Demand {
             self.changed.notify_all();
         }
         Ok(asked)
+    }
+
+    /// The same of all these pages.
+    pub(crate) fn take_all<'p>(
+        &self,
+        block: usize,
+        offsets: impl Iterator<Item = &'p u64>,
+    ) -> Result<(), MigrationError> {
+        for offset in offsets {
+            self.take(block, *offset)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the memory for all pages that may be sent: later it would be missing when nothing can be called off.
+    pub(crate) fn reserve(&self) -> Result<(), MigrationError> {
+        lock(&self.state).sent.iter().try_for_each(PageSet::reserve)
+    }
+
+    /// Whether everything that was asked for has come.
+    pub(crate) fn is_met(&self) -> bool {
+        lock(&self.state).waiting.is_empty()
     }
 
     /// Waits until everything that was asked for has come.
@@ -163,6 +194,10 @@ mod tests {
             start: u64::MAX - 4095,
             length: u32::MAX,
         });
-        assert!(lock(&demand.state).waiting.len() <= WAITING);
+        // Half a page, and pages behind the end.
+        for (start, length) in [(2048, 4096), (16 * 4096, 4096)] {
+            demand.note(&ReturnMessage::ReqPages { start, length });
+        }
+        assert!(demand.is_met());
     }
 }

@@ -85,7 +85,11 @@ pub(crate) fn receive(
                 source,
             })?;
         if read == 0 {
-            return Ok(());
+            let is_whole = unread.is_empty() && upstream.demand.is_met();
+            return match is_whole || session.giving.is_committed() {
+                true => Ok(()),
+                false => Err(MigrationError::main_closed()),
+            };
         }
         session.received[upstream.multifd.len()].add_bytes(read);
         unread.extend_from_slice(&buffer[..read]);

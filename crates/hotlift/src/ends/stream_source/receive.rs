@@ -198,6 +198,10 @@ impl PageSink for Batches<'_> {
         batch.start(header.block());
         batch.normal.extend_from_slice(header.normal());
         batch.zero.extend_from_slice(header.zero());
+        if self.session.may_run_there() {
+            let pages = header.normal().iter().chain(header.zero());
+            self.upstream.demand.take_all(header.block(), pages)?;
+        }
         if !header.normal().is_empty() {
             read(&mut [GuestRun::of_buffer(batch.pages_mut())])?;
         }
@@ -207,6 +211,10 @@ impl PageSink for Batches<'_> {
 
     fn forward(&mut self, header: &PacketHeader, from: &Stream) -> Result<bool, MigrationError> {
         self.check_set_up()?;
+        if self.session.may_run_there() {
+            // A QEMU takes no packets any more.
+            return Ok(false);
+        }
         if self.forwarder.is_none() {
             self.forwarder = self.session.sink.forwarder(self.id);
         }

@@ -24,7 +24,7 @@ use hotlift_wire::main_channel::{Command, postcopy};
 use serde::{Deserialize, Serialize};
 
 use crate::control::{Control, Status};
-use crate::ends::file::{BlockFile, Location, Places, SavedStream};
+use crate::ends::file::{BlockFile, FileError, Location, Places, SavedStream};
 use crate::error::{Channel, MigrationError};
 use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
@@ -55,6 +55,8 @@ pub struct Hooks<'a> {
     pub on_progress: Option<&'a (dyn Fn(&LazyProgress) + Sync)>,
     /// Called once, before the first byte goes out at which the destination may run the guest.
     pub on_commit: Option<&'a (dyn Fn() + Sync)>,
+    /// Id of the file that is meant ([`crate::file::inspect`]): another one is refused.
+    pub file: Option<u64>,
     /// Called once the guest runs.
     pub on_running: Option<&'a (dyn Fn(Duration) + Sync)>,
 }
@@ -110,6 +112,10 @@ pub fn restore(
     let from = from.into();
     run_as("lazy/main", control, || {
         let file = BlockFile::open_at(&from, control)?;
+        if hooks.file.is_some_and(|id| id != file.info().id) {
+            let file = from.to_string();
+            return Err(FileError::OtherFile { file }.into());
+        }
         file.persist(PATIENCE);
         let begun = Instant::now();
         let to = Remote::new(to, None);

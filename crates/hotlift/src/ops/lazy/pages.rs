@@ -60,7 +60,13 @@ impl<'a> FilePages<'a> {
             if from < u64::MAX {
                 for block in 0..self.file.blocks() {
                     for page in 0..self.file.pages(block) {
-                        let entry = self.file.entry(block, page)?;
+                        let entry = match self.file.entry(block, page) {
+                            Err(error) if !error.is_final() => {
+                                self.damaged.keep(error.into());
+                                None
+                            }
+                            entry => entry?,
+                        };
                         let entry = entry.filter(|entry| entry.position >= from);
                         pages.extend(entry.map(|entry| (entry.position, block, page)));
                     }

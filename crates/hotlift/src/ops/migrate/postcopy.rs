@@ -157,6 +157,10 @@ impl Migration<'_> {
                         count();
                         reporter.tell(round, estimator);
                     }
+                    if session.lost.is_set() {
+                        // The background may sleep for its limits.
+                        connection.close();
+                    }
                 })?;
                 // Memory is read as fast as one connection takes it.
                 if !connection.send_background(scope, "mig/src/push_", 1)? {

@@ -1,7 +1,7 @@
 //! One migration through the relay, start to end: connections, threads, and how they end.
 
 use std::cell::RefCell;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hotlift_wire::handshake::Features;
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
@@ -84,7 +84,7 @@ fn pass_on(
     if setup.postcopy
         && setup.relay.is_none()
         && machine_version(&setup.configuration.machine).is_some_and(|version| version <= (7, 2))
-        && let preempt @ Some(_) = arrivals.another_for_sure()?
+        && let preempt @ Some(_) = arrivals.another_of_old_machine(&early)?
     {
         let why = "postcopy may follow, with a preempt channel from the beginning (machine types up to 7.2)";
         return pass_through(arrivals, &input, preempt, why.to_owned());
@@ -141,6 +141,9 @@ fn pass_on(
     let by_packet = hello.is_some_and(|hello| hello.method.is_none());
     let who = (setup.relay.is_some(), by_packet);
     let demand = Demand::new(&setup.ram.blocks, &memory);
+    if setup.postcopy {
+        demand.reserve()?;
+    }
     let upstream = Upstream::new(main, multifd, who, setup.return_path, demand);
     let session = Session::new(request, memory, &*sink, received, since, id);
     let input = MainInput::attach(
@@ -161,6 +164,8 @@ fn pass_on(
         upstream: &upstream,
         uuid: said,
         postcopy: setup.postcopy,
+        is_secured: settings.incoming_tls.is_some(),
+        session: &session,
     };
     let outcome = run_threads(
         &session,
@@ -182,32 +187,44 @@ struct Connections<'a, 'l> {
     upstream: &'a Upstream,
     uuid: Option<[u8; 16]>,
     postcopy: bool,
+    /// Over TLS the source waits until its handshake was served, and goes on with precopy only then.
+    is_secured: bool,
+    session: &'a Session<'a>,
 }
 
 impl<'l> Connections<'_, 'l> {
-    fn take(
-        &self,
-        look: impl FnOnce(&mut Uncounted<'l>) -> Result<Option<Stream>, MigrationError>,
-    ) {
+    fn take(&self, look: impl Fn(&mut Uncounted<'l>) -> Result<Option<Stream>, MigrationError>) {
         let preempt = &self.upstream.preempt;
         if let Some(arrivals) = self.arrivals.borrow_mut().as_mut()
             && self.postcopy
             && !preempt.is_here()
-            // Nobody can be accepted: the source will say what it misses.
-            && let Ok(Some(stream)) = look(arrivals)
         {
-            preempt.put(stream);
+            // Nobody can be accepted: the source waits, and tells its client so.
+            while let Ok(Some(stream)) = look(arrivals) {
+                // That connection is silent until the guest runs there.
+                let is_silent = !stream.is_hung_up()
+                    && matches!(stream.wait_readable(Duration::ZERO), Ok(false));
+                if is_silent || self.session.may_run_there() {
+                    preempt.put(stream);
+                    return;
+                }
+                self.session
+                    .control
+                    .turn_away("a connection that is no preempt channel");
+            }
         }
     }
 }
 
 impl Further for Connections<'_, '_> {
-    fn preempt(&self) {
-        self.take(Uncounted::another);
+    fn preempt(&self, switched: bool) {
+        if self.is_secured || switched {
+            self.take(Uncounted::another);
+        }
     }
 
     fn preempt_for_sure(&self) -> bool {
-        self.take(Uncounted::another_for_sure);
+        self.take(|arrivals| arrivals.another_for_sure(&self.session.call()));
         self.upstream.preempt.is_here()
     }
 
@@ -231,7 +248,9 @@ fn unfit(hello: Hello) -> Option<MigrationError> {
 
 /// Stays until a source that is a relay knows what became of the guest, and closes all connections.
 fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, options: &Options) {
-    if let Some(mut door) = door {
+    // Before EOF a source asks nothing of a guest that runs there: both QEMUs wait for each other.
+    let is_torn = session.may_run_there() && !session.giving.is_committed();
+    if let Some(mut door) = door.filter(|_| !is_torn) {
         let patience = options.time_for_questions();
         // It has ended by now.
         let asked = session.asked(&|| ());

@@ -1,6 +1,7 @@
 //! What is said to the source of a postcopy, over whichever connection there is.
 
 use std::io::{self, Write};
+use std::net::Shutdown;
 use std::sync::{Arc, Mutex};
 
 use hotlift_mem::PAGE_SIZE;
@@ -14,6 +15,8 @@ use crate::transport::Stream;
 pub(super) struct Link<'a> {
     session: &'a Session<'a>,
     now: Mutex<Now>,
+    /// The connection in the place of the main channel, to be shut while somebody writes to it.
+    open: Mutex<Option<Arc<Stream>>>,
 }
 
 #[derive(Default)]
@@ -33,11 +36,17 @@ impl<'a> Link<'a> {
         Self {
             session,
             now: Mutex::default(),
+            open: Mutex::default(),
         }
     }
 
     /// The connection is gone: what is said from here on is not heard.
     pub(super) fn lose(&self) {
+        // Before the lock: whoever has it may write to a source that reads nothing.
+        // (Main is left open: a refusal may have to be said on it.)
+        if let Some(stream) = lock(&self.open).take() {
+            stream.shutdown(Shutdown::Both);
+        }
         let mut now = lock(&self.now);
         now.is_lost = true;
         now.recovered = None;
@@ -45,6 +54,7 @@ impl<'a> Link<'a> {
 
     /// From here on `stream` is the connection. No page is asked for before [`Link::go_on`].
     pub(super) fn recover(&self, stream: Arc<Stream>) {
+        *lock(&self.open) = Some(Arc::clone(&stream));
         *lock(&self.now) = Now {
             recovered: Some(stream),
             is_asked: true,

@@ -25,18 +25,21 @@ impl Incoming<'_> {
     /// off.
     pub(super) fn await_recovery(&self) -> Option<Result<Stream, MigrationError>> {
         let control = &self.session.control;
-        let listener = control.await_recovery()?;
-        let accepted = self.accept(&listener).transpose();
-        match accepted {
-            Some(Ok(stream)) => {
-                control.set_status(Status::PostcopyRecover);
-                Some(Ok(stream))
+        loop {
+            let listener = control.await_recovery()?;
+            match self.accept(&listener) {
+                Ok(Some(stream)) => {
+                    control.set_status(Status::PostcopyRecover);
+                    return Some(Ok(stream));
+                }
+                // Called off, or the source is to come to another listener.
+                Ok(None) => {}
+                Err(error) => return Some(Err(error)),
             }
-            other => other,
         }
     }
 
-    /// The first connection that is let in; `None` once the rest is called off.
+    /// The first connection that is let in; `None` once the rest is called off, or there is another listener.
     fn accept(&self, listener: &Listener) -> Result<Option<Stream>, MigrationError> {
         let session = self.session;
         let address = listener.address().map_err(MigrationError::opening)?;
@@ -44,7 +47,7 @@ impl Incoming<'_> {
         let acceptor = acceptor.map_err(MigrationError::opening)?;
         let patience = session.options.handshake_timeout;
         let mut door = Door::new(acceptor, None, patience, &session.control);
-        while !session.control.is_stopped() {
+        while !session.control.is_stopped() && !session.control.has_recovery() {
             if let Some(stream) = door.take_any(TICK).map_err(MigrationError::opening)? {
                 return Ok(Some(stream));
             }

@@ -99,11 +99,13 @@ impl Incoming<'_> {
                     })
                 })
             });
+            // Without them nobody brings what the devices need, and the guest stays with its source.
+            let pages = pages?;
             let loaded = caught(|| self.load(package));
             if let Err(error) = loaded {
                 failed(error);
             }
-            let outcome = pages.and_then(|pages| pages.join()).and_then(|all| all);
+            let outcome = pages.join().and_then(|all| all);
             let outcome = outcome.and_then(|()| self.complete());
             drop(stop);
             outcome
@@ -143,16 +145,16 @@ impl Incoming<'_> {
             if !self.session.taking.wait_for_decision(|| false) {
                 return Err(lost);
             }
-            self.session
-                .accepted
-                .main
-                .shutdown(std::net::Shutdown::Both);
+            let main = &self.session.accepted.main;
+            main.shutdown(std::net::Shutdown::Both);
             self.session.control.set_status(Status::PostcopyPaused);
             outcome = match self.await_recovery() {
-                Some(stream) => self.go_on(decoder, stream?),
+                Some(stream) => stream.and_then(|stream| self.go_on(decoder, stream)),
                 None => return Err(lost),
             };
         }
+        // What never came is zero, and the devices may wait for it.
+        self.lazy.end();
         Ok(())
     }
 
