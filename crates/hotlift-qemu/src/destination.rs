@@ -103,10 +103,10 @@ impl Destination {
             });
         }
         let listened = qemu.client().execute("query-migrate", &Value::Null);
-        let listened = listened.map_err(at_destination)?["socket-address"].to_string();
+        let listened = &listened.map_err(at_destination)?["socket-address"];
         let name = Self::name_for(file);
         // Also one whose pages come from a running guest.
-        if listened != Value::Null.to_string() && !listened.contains(&name) {
+        if !listened.is_null() && !listened.to_string().contains(&name) {
             return Err(QemuError::OtherFile);
         }
         let folder = OwnFolder::private()?;

@@ -87,14 +87,14 @@ impl<'a> MainReader<'a> {
             }
         };
         let _unsure = OnPanic(unsure);
-        let outcome = self.to_the_end(hooks, further);
+        let outcome = self.pass_all_on(hooks, further);
         if outcome.is_err() {
             unsure();
         }
         outcome
     }
 
-    fn to_the_end(
+    fn pass_all_on(
         &mut self,
         hooks: Hooks<'_>,
         further: &dyn Further,
