@@ -39,7 +39,9 @@ def draw(arguments, runs):
     for way in COLOURS:
         mine = [run["progress"] for run in runs if run["way"] == way]
         if mine:
-            lines[way] = [median(by_then(progress, at) for progress in mine) / 1e6 for at in times]
+            # As long as all of them were watched.
+            watched = min(progress[-1][0] for progress in mine)
+            lines[way] = [median(by_then(progress, at) for progress in mine) / 1e6 for at in times if at <= watched]
     most = max(max(line) for line in lines.values()) or 1
     x_of = lambda at: LEFT + (WIDTH - LEFT - RIGHT) * at / times[-1]
     y_of = lambda count: HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * count / most
