@@ -448,6 +448,15 @@ pub(crate) fn to_f64(count: u64) -> f64 {
     count as f64
 }
 
+/// The median, one in a hundred, and the largest; 0 without any.
+pub(crate) fn percentiles(mut all: Vec<u32>) -> [f64; 3] {
+    all.sort_unstable();
+    [50, 99, 100].map(|share| {
+        let index = (all.len() * share / 100).min(all.len().saturating_sub(1));
+        all.get(index).copied().map_or(0.0, f64::from)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

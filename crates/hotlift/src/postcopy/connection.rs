@@ -16,8 +16,8 @@ use crate::failure::Failure;
 use crate::handover::Word;
 use crate::pacing::Pacer;
 use crate::stream::main_send::{MainLink, MainSend, PageRecords};
-use crate::stream::return_path::{Answers, Messages};
-use crate::threads::spawn;
+use crate::stream::return_path::{Answers, EndsAnswers, Messages};
+use crate::threads::{OnPanic, spawn};
 
 /// How long the destination may take to say that it has everything, once the last page is written: what is in between, in
 /// sockets and relays, may have to pass a slow link.
@@ -90,8 +90,26 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.over.load(Ordering::Acquire)
     }
 
+    /// What the thread does that listens to the destination.
+    pub(crate) fn hear(&self, messages: Messages) {
+        let _panics = OnPanic(|| self.fail(MigrationError::panicked_here()));
+        let _ends = EndsAnswers(self.answers);
+        if let Err(error) = self.listen(messages) {
+            self.fail(error);
+        }
+        self.ledger.requests.end();
+    }
+
+    /// What the thread does that answers requests: loading the devices may need pages.
+    pub(crate) fn answer_all(&self) {
+        let _panics = OnPanic(|| self.fail(MigrationError::panicked_here()));
+        if let Err(error) = self.answer_requests() {
+            self.fail(error);
+        }
+    }
+
     /// Takes requests and answers until the connection ends.
-    pub(crate) fn listen(&self, mut messages: Messages) -> Result<(), MigrationError> {
+    fn listen(&self, mut messages: Messages) -> Result<(), MigrationError> {
         let mut current = None;
         loop {
             let read = messages.read(&self.link.transport, self.answers, |message, _| {
@@ -103,8 +121,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
-    /// What the thread does that answers requests.
-    pub(crate) fn answer_requests(&self) -> Result<(), MigrationError> {
+    fn answer_requests(&self) -> Result<(), MigrationError> {
         let mut reader = self.pages.reader()?;
         let mut batch = Batch::default();
         while let Some(request) = self.ledger.requests.next() {

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::figures::percentiles;
 use crate::threads::lock;
 
 /// Latencies that are kept: of more, the latest.
@@ -123,13 +124,7 @@ impl Requests {
 
     /// The median, one in a hundred, and the longest, in microseconds; 0 without any.
     pub(crate) fn latencies(&self) -> [f64; 3] {
-        let mut all: Vec<u32> = lock(&self.state).latencies.iter().copied().collect();
-        all.sort_unstable();
-        let at = |share: usize| {
-            let index = (all.len() * share / 100).min(all.len().saturating_sub(1));
-            all.get(index).copied().map_or(0.0, f64::from)
-        };
-        [at(50), at(99), at(100)]
+        percentiles(lock(&self.state).latencies.iter().copied().collect())
     }
 }
 

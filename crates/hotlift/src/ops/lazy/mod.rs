@@ -31,8 +31,8 @@ use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::postcopy::{Connection, Ledger, go_on};
 use crate::stream::main_send::{LOADED, MainLink, MainSend, close_package};
-use crate::stream::return_path::{Answers, EndsAnswers, Messages};
-use crate::threads::{OnPanic, run_as, spawn};
+use crate::stream::return_path::{Answers, Messages};
+use crate::threads::{run_as, spawn};
 use crate::tls::Remote;
 use crate::transport::Address;
 
@@ -175,24 +175,12 @@ struct Restore<'a> {
 impl Restore<'_> {
     fn run(&self, messages: Messages) -> Result<LazyReport, MigrationError> {
         let connection = &self.connection;
-        let aborting = || connection.fail(MigrationError::panicked_here());
         thread::scope(|scope| {
             let outcome = (|| {
                 spawn(scope, "lazy/return".to_owned(), || {
-                    let _panics = OnPanic(&aborting);
-                    let _ends = EndsAnswers(connection.answers);
-                    if let Err(error) = connection.listen(messages) {
-                        connection.fail(error);
-                    }
-                    connection.ledger.requests.end();
+                    connection.hear(messages);
                 })?;
-                // Loading the devices may need pages.
-                spawn(scope, "lazy/answer".to_owned(), || {
-                    let _panics = OnPanic(&aborting);
-                    if let Err(error) = connection.answer_requests() {
-                        connection.fail(error);
-                    }
-                })?;
+                spawn(scope, "lazy/answer".to_owned(), || connection.answer_all())?;
                 match self.resume {
                     true => self.control.set_too_late(true),
                     false => self.open()?,

@@ -23,8 +23,8 @@ use crate::error::{Channel, MigrationError};
 use crate::handover::{Verdict, Word, ask_once, say_heard};
 use crate::postcopy::{Connection, Ledger, go_on};
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
-use crate::stream::return_path::{Answers, EndsAnswers, Messages};
-use crate::threads::{OnPanic, spawn};
+use crate::stream::return_path::{Answers, Messages};
+use crate::threads::spawn;
 use crate::tls::{self, Remote};
 use crate::transport::Address;
 
@@ -122,7 +122,6 @@ impl Migration<'_> {
             answers,
             (pace, cpu),
         );
-        let aborting = || connection.fail(MigrationError::panicked_here());
         let count = || {
             let served = connection.ledger.requests.served();
             let all = before + served;
@@ -132,20 +131,11 @@ impl Migration<'_> {
             let outcome = (|| {
                 if let Some(messages) = messages {
                     spawn(scope, "mig/src/return".to_owned(), || {
-                        let _panics = OnPanic(&aborting);
-                        let _ends = EndsAnswers(connection.answers);
-                        if let Err(error) = connection.listen(messages) {
-                            connection.fail(error);
-                        }
-                        connection.ledger.requests.end();
+                        connection.hear(messages);
                     })?;
                 }
-                // Loading the devices may need pages.
                 spawn(scope, "mig/src/answer".to_owned(), || {
-                    let _panics = OnPanic(&aborting);
-                    if let Err(error) = connection.answer_requests() {
-                        connection.fail(error);
-                    }
+                    connection.answer_all();
                     session.threads.book("mig/src/answer");
                 })?;
                 let waiting = "the destination's word that it has loaded the devices";

@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::empty_gaps;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
-use crate::figures::PostcopyFigures;
+use crate::figures::{PostcopyFigures, percentiles};
 use crate::threads::lock;
 use crate::transport::Stream;
 
@@ -164,17 +164,11 @@ impl<'a> LazyRam<'a> {
     /// What the guest's waits have come to so far.
     pub(super) fn figures(&self, complete: Duration) -> PostcopyFigures {
         let waits = lock(&self.waits);
-        let mut all: Vec<u32> = waits.over.iter().copied().collect();
-        all.sort_unstable();
-        let at = |share: usize| {
-            let index = (all.len() * share / 100).min(all.len().saturating_sub(1));
-            all.get(index).copied().map_or(0.0, f64::from)
-        };
         PostcopyFigures {
             complete_ms: complete.as_secs_f64() * 1e3,
             pages: self.pages.load(Ordering::Relaxed),
             requests: waits.requests,
-            wait_us: [at(50), at(99), at(100)],
+            wait_us: percentiles(waits.over.iter().copied().collect()),
         }
     }
 }
