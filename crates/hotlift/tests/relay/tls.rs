@@ -59,7 +59,8 @@ fn a_channel_of_another_host_does_not_join_a_qemus_migration() {
     let connect = |folder| connect(&to, folder, Profile::Qemu);
     let open_as_b = |id: usize| {
         let channel = connect(&other);
-        (&channel).write_all(&recording.channels[id]).unwrap();
+        // The relay knows by the certificate, and may have closed the connection by now.
+        let _ = (&channel).write_all(&recording.channels[id]);
         channel
     };
     thread::scope(|scope| {
@@ -110,7 +111,8 @@ fn a_connection_of_another_host_or_without_tls_is_not_passed_through() {
     expect(&main_there, &stream);
 
     let of_another = connect(&other);
-    (&of_another).write_all(b"a page of b's").unwrap();
+    // As above: it may be closed by now.
+    let _ = (&of_another).write_all(b"a page of b's");
     until_turned_away(&relay, ANOTHER, 1);
     let plain = to.connect(DEADLINE).unwrap();
     (&plain).write_all(b"a page without TLS").unwrap();
