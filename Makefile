@@ -1,6 +1,9 @@
 # make build   builds target/release/hotlift, and in target/share its manual pages and shell completions
 # make demo    builds, and live-migrates the built-in guest with each method
 # make test    installs what the tests need, and runs all of them
+# make deb, make rpm   build, and leave a package in target/packages
+# make test-package    installs the .deb, of an unoptimised build, in a clean Debian 12, upgrades and purges it (root; two
+#                minutes at first, one later; part of 'make test')
 # make campaign  runs 2,000 random faults on real migrations and counts what came of them (root; an hour; goes on
 #                where it was ended)
 # make qemu-matrix  moves virtual machines between QEMU 7.2, 10.0 and 11.1 in every combination of settings, where
@@ -22,8 +25,10 @@ BUILD_PACKAGES = gcc libc6-dev binutils libisal2
 # libFuzzer is C++; the report is shown by a browser (115 MB, 40 seconds to install); setcap gives a copy of the
 # command a capability; nftables loses packets; OpenSSL is the other end of TLS.
 TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3 g++ chromium libcap2-bin iproute2 nftables \
-	openssl
+	openssl dpkg-dev debootstrap
 BENCH_PACKAGES = $(BUILD_PACKAGES) iproute2
+# dpkg-shlibdeps says what the command is linked with; a script collects licences.
+PACKAGE_PACKAGES = $(BUILD_PACKAGES) dpkg-dev python3
 
 # Enough for each target's corpus and some new inputs.
 TEST_FUZZ_SECONDS = 2
@@ -40,7 +45,7 @@ CAMPAIGN_OUT = bench/results/$(shell date -u +%F)-campaign
 # Raw result of the matrix of QEMUs. What has moved by it is not moved again, so that a run that was ended goes on.
 MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
 
-.PHONY: demo build test fmt lint unit campaign campaign-short qemu-matrix fuzz bench bench-suites bench-relay bench-auto \
+.PHONY: demo build deb rpm test test-package fmt lint unit campaign campaign-short qemu-matrix fuzz bench bench-suites bench-relay bench-auto \
 	bench-restore
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
@@ -67,6 +72,14 @@ build:
 	cargo build --release --locked
 	target/release/hotlift manual target/share
 
+deb: build
+	@scripts/install-packages $(PACKAGE_PACKAGES)
+	packaging/debian/build target/release/hotlift
+
+rpm: build
+	@scripts/install-packages $(PACKAGE_PACKAGES) rpm
+	packaging/rpm/build target/release/hotlift
+
 test:
 	@scripts/install-packages $(TEST_PACKAGES)
 	@# What cannot be fetched is said by the tests that need it: "skip: KEY: REASON".
@@ -76,7 +89,7 @@ test:
 	HOTLIFT_VENDOR_LIBRARIES=$$(scripts/accelerator-libraries); \
 	HOTLIFT_QEMU_QMP=$$(scripts/qemu-qmp); \
 	export HOTLIFT_QEMU10 HOTLIFT_QEMU11 HOTLIFT_VENDOR_LIBRARIES HOTLIFT_QEMU_QMP; \
-	$(MAKE) --no-print-directory fmt lint unit campaign-short
+	$(MAKE) --no-print-directory fmt lint unit campaign-short test-package
 	scripts/fuzz $(TEST_FUZZ_SECONDS)
 
 fmt:
@@ -97,7 +110,12 @@ campaign:
 	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) target/release/campaign --seed $(CAMPAIGN_SEED) \
 		--faults $(CAMPAIGN_FAULTS) --jobs 6 --out $(CAMPAIGN_OUT)/cases.jsonl
 
-# With what the tests were built as, so that nothing is built twice.
+# Both with what the tests were built as, so that nothing is built twice.
+test-package:
+	@scripts/install-packages $(PACKAGE_PACKAGES) debootstrap
+	@cargo test --workspace --locked --no-run --quiet
+	packaging/test target/debug/hotlift
+
 campaign-short:
 	@cargo test --workspace --locked --no-run --quiet
 	@if [ "$$(id -u)" = 0 ]; then target/debug/campaign --jobs 3 --seconds $(TEST_CAMPAIGN_SECONDS); \
