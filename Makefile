@@ -25,7 +25,7 @@ BUILD_PACKAGES = gcc libc6-dev binutils libisal2
 # libFuzzer is C++; the report is shown by a browser (115 MB, 40 seconds to install); setcap gives a copy of the
 # command a capability; nftables loses packets; OpenSSL is the other end of TLS.
 TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3 g++ chromium libcap2-bin iproute2 nftables \
-	openssl dpkg-dev debootstrap
+	openssl dpkg-dev debootstrap rpm systemd-container
 BENCH_PACKAGES = $(BUILD_PACKAGES) iproute2
 # dpkg-shlibdeps says what the command is linked with; a script collects licences.
 PACKAGE_PACKAGES = $(BUILD_PACKAGES) dpkg-dev python3
@@ -112,7 +112,7 @@ campaign:
 
 # Both with what the tests were built as, so that nothing is built twice.
 test-package:
-	@scripts/install-packages $(PACKAGE_PACKAGES) debootstrap
+	@scripts/install-packages $(PACKAGE_PACKAGES) debootstrap rpm systemd-container
 	@cargo test --workspace --locked --no-run --quiet
 	packaging/test target/debug/hotlift
 
