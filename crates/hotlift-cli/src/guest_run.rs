@@ -319,6 +319,14 @@ impl Session<'_> {
                  {one_in_100:.0} us (p99), {longest:.0} us at most",
                 lazy.complete_ms, lazy.requests
             ));
+            if let Some(blocktime) = &lazy.blocktime {
+                let [median, one_in_100, longest] = blocktime.vcpu_wait_us;
+                self.say(&format!(
+                    "vCPUs waited {} times, {median:.0} us (p50), {one_in_100:.0} us (p99), {longest:.0} us at most; \
+                     all of them at once for {:.0} ms",
+                    blocktime.vcpu_waits, blocktime.all_ms
+                ));
+            }
         }
         self.tell(&Event::Received {
             report: received.clone(),

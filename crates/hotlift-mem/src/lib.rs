@@ -47,7 +47,7 @@ pub use dirty_bitmap::DirtyBitmap;
 pub use error::MemError;
 pub use guest_run::GuestRun;
 pub use ram_block::{Backing, RamBlock, ram_blocks_of};
-pub use userfault::{Fault, MissingPages, Placed, UserfaultSupport, probe_userfault};
+pub use userfault::{Fault, MissingPages, Placed, Touch, UserfaultSupport, probe_userfault};
 
 /// Bytes of a guest page, the unit of dirty logging and of the stream (QEMU's target page on x86
 /// and most others).

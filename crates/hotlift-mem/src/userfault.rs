@@ -141,12 +141,21 @@ fn range(block: &RamBlock, offset: usize, len: usize) -> Result<sys::uffdio_rang
 }
 
 /// A page that somebody waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Fault {
     /// Index of its RAM block, in the list that was registered.
     pub block: usize,
     /// Number of the page in the block.
     pub page: usize,
+}
+
+/// A thread that waits for a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Touch {
+    /// The page.
+    pub fault: Fault,
+    /// The kernel's id of the thread.
+    pub thread: u32,
 }
 
 /// What became of a page that was to be placed.
@@ -182,7 +191,8 @@ impl MissingPages {
             source: source.into(),
         };
         let (fd, _) = open().map_err(no_userfault)?;
-        agree(&fd, 0).map_err(no_userfault)?;
+        // Linux 4.14 and newer.
+        agree(&fd, sys::UFFD_FEATURE_THREAD_ID.into()).map_err(no_userfault)?;
         let missing = Self {
             fd: std::mem::ManuallyDrop::new(fd),
             blocks: blocks.to_vec(),
@@ -219,12 +229,11 @@ impl MissingPages {
         }
     }
 
-    /// Takes in pages that are waited for, a page of several threads once for each; none if nobody waits. Poll
-    /// [`AsFd::as_fd`] for more.
+    /// Takes in who waits for which page; nothing if nobody does. Poll [`AsFd::as_fd`] for more.
     ///
     /// # Errors
     /// [`MemError::NoUserfault`] with the system's reason.
-    pub fn faults(&self, into: &mut Vec<Fault>) -> Result<(), MemError> {
+    pub fn faults(&self, into: &mut Vec<Touch>) -> Result<(), MemError> {
         const LEN: usize = size_of::<sys::uffd_msg>();
         let mut bytes = [0_u8; EVENTS * LEN];
         let read = match rustix::io::read(&*self.fd, &mut bytes) {
@@ -237,13 +246,17 @@ impl MissingPages {
             }
         };
         let (events, _) = bytes[..read].as_chunks::<LEN>();
-        // Event, padding up to 8, flags, address.
-        let fault = |event: &[u8; LEN]| {
+        // Event, padding up to 8, flags, address, thread.
+        let touch = |event: &[u8; LEN]| {
             let address = event[16..].first_chunk().copied().map(u64::from_ne_bytes);
+            let thread = event[24..].first_chunk().copied().map(u32::from_ne_bytes);
             let is_fault = u32::from(event[0]) == sys::UFFD_EVENT_PAGEFAULT;
-            self.find(usize::try_from(address.filter(|_| is_fault)?).ok()?)
+            Some(Touch {
+                fault: self.find(usize::try_from(address.filter(|_| is_fault)?).ok()?)?,
+                thread: thread?,
+            })
         };
-        into.extend(events.iter().filter_map(fault));
+        into.extend(events.iter().filter_map(touch));
         Ok(())
     }
 
@@ -377,7 +390,7 @@ mod tests {
     }
 
     /// Waits for the next fault.
-    fn next(missing: &MissingPages) -> Fault {
+    fn next(missing: &MissingPages) -> Touch {
         let mut faults = Vec::new();
         while faults.is_empty() {
             let mut fds = [PollFd::new(missing, PollFlags::IN)];
@@ -404,26 +417,28 @@ mod tests {
             thread::scope(|scope| {
                 let touched = |block: usize, page| {
                     let block = &blocks[block];
-                    scope.spawn(move || byte(block, page))
+                    let id = || rustix::thread::gettid().as_raw_nonzero().get();
+                    scope.spawn(move || (byte(block, page), id().cast_unsigned()))
                 };
                 let reader = touched(1, 600);
+                let touch = next(&missing);
                 let fault = Fault {
                     block: 1,
                     page: 600,
                 };
-                assert_eq!(next(&missing), fault, "{backing:?}");
+                assert_eq!(touch.fault, fault, "{backing:?}");
                 let bytes = [5; PAGE_SIZE];
                 assert_eq!(missing.place(1, 600, Some(&bytes)).unwrap(), Placed::Now);
-                assert_eq!(reader.join().expect("read"), 5);
+                assert_eq!(reader.join().expect("read"), (5, touch.thread));
                 let reader = touched(0, 0);
-                assert_eq!(next(&missing), Fault { block: 0, page: 0 });
+                assert_eq!(next(&missing).fault, Fault { block: 0, page: 0 });
                 assert_eq!(missing.place(0, 0, None).unwrap(), Placed::Now);
-                assert_eq!(reader.join().expect("read"), 0);
+                assert_eq!(reader.join().expect("read").0, 0);
                 // A neighbour has not come with it.
                 let reader = touched(1, 601);
-                assert_eq!(next(&missing).page, 601);
+                assert_eq!(next(&missing).fault.page, 601);
                 missing.end();
-                assert_eq!(reader.join().expect("read"), 0, "the rest is zero");
+                assert_eq!(reader.join().expect("read").0, 0, "the rest is zero");
             });
         }
     }

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use hotlift::figures::{
-    ByteFigures, DestinationReport, JobFigures, SourceReport, ThreadCpu, XbzrleFigures, shares_of,
+    BlocktimeFigures, ByteFigures, DestinationReport, JobFigures, SourceReport, ThreadCpu,
+    XbzrleFigures, shares_of,
 };
 use hotlift::progress::Progress;
 use hotlift::relay::{RelayProgress, RelayReport};
@@ -12,7 +13,7 @@ use hotlift_console::progress::rounded;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_qmp::{
     AcceleratorJobs, CompressionStats, MigrationInfo, MigrationStats, MigrationThreadInfo,
-    ThreadTime, XbzrleCacheStats,
+    ThreadTime, VcpuWaits, XbzrleCacheStats,
 };
 
 /// How the threads of a migration's source are called.
@@ -219,10 +220,33 @@ pub fn source_completed(
 
 /// A destination's that has completed.
 pub fn destination_completed(report: &DestinationReport) -> MigrationInfo {
+    let postcopy = report.postcopy.as_ref();
     MigrationInfo {
         jobs: accelerator_jobs(&report.side.jobs),
         zero_page_jobs: accelerator_jobs(&report.side.zero_jobs),
         threads: Some(thread_times(&report.side.threads)),
+        ..match postcopy.and_then(|postcopy| postcopy.blocktime.as_ref()) {
+            Some(blocktime) => with_blocktime(blocktime),
+            None => only_status(Status::Completed),
+        }
+    }
+}
+
+fn with_blocktime(blocktime: &BlocktimeFigures) -> MigrationInfo {
+    let [p50, p99, max] = blocktime.vcpu_wait_us.map(rounded);
+    MigrationInfo {
+        postcopy_blocktime: Some(rounded(blocktime.all_ms)),
+        postcopy_vcpu_blocktime: Some(blocktime.vcpu_ms.iter().map(|ms| rounded(*ms)).collect()),
+        postcopy_latency: Some(blocktime.mean_ns),
+        postcopy_latency_dist: Some(blocktime.by_time.clone()),
+        postcopy_vcpu_latency: Some(blocktime.vcpu_mean_ns.clone()),
+        postcopy_non_vcpu_latency: Some(blocktime.other_mean_ns),
+        vcpu_waits: Some(VcpuWaits {
+            count: blocktime.vcpu_waits,
+            p50,
+            p99,
+            max,
+        }),
         ..only_status(Status::Completed)
     }
 }
@@ -362,9 +386,50 @@ fn source_threads() -> impl Iterator<Item = (u64, String)> {
 
 #[cfg(test)]
 mod tests {
+    use hotlift::figures::PostcopyFigures;
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn waits_for_pages_are_told_in_qemus_members_and_units_where_they_are_counted() {
+        let told = |blocktime| {
+            let report = DestinationReport {
+                postcopy: Some(Box::new(PostcopyFigures {
+                    blocktime,
+                    ..PostcopyFigures::default()
+                })),
+                ..DestinationReport::default()
+            };
+            serde_json::to_value(destination_completed(&report)).unwrap()
+        };
+        let blocktime = BlocktimeFigures {
+            all_ms: 1.2,
+            vcpu_ms: vec![3.5, 1.2],
+            vcpu_waits: 7,
+            vcpu_wait_us: [100.0, 900.0, 2000.0],
+            mean_ns: 150_000,
+            vcpu_mean_ns: vec![160_000, 120_000],
+            other_mean_ns: 90_000,
+            by_time: vec![0, 3, 5],
+        };
+        assert_eq!(
+            told(Some(blocktime)),
+            json!({
+                "status": "completed",
+                "postcopy-blocktime": 1,
+                "postcopy-vcpu-blocktime": [3, 1],
+                "postcopy-latency": 150_000,
+                "postcopy-latency-dist": [0, 3, 5],
+                "postcopy-vcpu-latency": [160_000, 120_000],
+                "postcopy-non-vcpu-latency": 90_000,
+                "x-hotlift-vcpu-waits": { "count": 7, "p50": 100, "p99": 900, "max": 2000 },
+                "x-hotlift-threads": [],
+            })
+        );
+        let plain = json!({ "status": "completed", "x-hotlift-threads": [] });
+        assert_eq!(told(None), plain);
+    }
 
     #[test]
     fn compression_is_told_where_it_is_on_and_busy_threads_where_they_are_known() {

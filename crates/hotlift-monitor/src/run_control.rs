@@ -133,6 +133,10 @@ impl Guest for RunControl {
         self.guest.throttle(percent)
     }
 
+    fn vcpu_threads(&self) -> Vec<u32> {
+        self.guest.vcpu_threads()
+    }
+
     fn announcer(&self) -> Option<Announcer> {
         self.guest.announcer()
     }

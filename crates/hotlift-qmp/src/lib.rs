@@ -29,7 +29,7 @@ pub use lines::{Connection, Line, Lines, Socket};
 pub use machine::{CommandInfo, NameInfo, StatusInfo, UuidInfo, Version, VersionInfo};
 pub use migration::{
     AcceleratorJobs, CompressionStats, MigrationCapabilityStatus, MigrationInfo, MigrationStats,
-    MigrationThreadInfo, SocketAddress, ThreadTime, XbzrleCacheStats,
+    MigrationThreadInfo, SocketAddress, ThreadTime, VcpuWaits, XbzrleCacheStats,
 };
 pub use qemu::Qemu;
 pub use uuid::Uuid;

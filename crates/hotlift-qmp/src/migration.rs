@@ -34,6 +34,19 @@ objects! {
             /// Percent of its time that the guest is kept from running so that the migration converges.
             #[serde(deserialize_with = "not_negative")]
             "cpu-throttle-percentage" cpu_throttle_percentage: u64,
+            /// How long all vCPUs waited for pages at once, in milliseconds; of a destination with `postcopy-blocktime`
+            /// that has completed, as the next five.
+            "postcopy-blocktime" postcopy_blocktime: u64,
+            /// How long each vCPU waited, in milliseconds.
+            "postcopy-vcpu-blocktime" postcopy_vcpu_blocktime: Vec<u64>,
+            /// How long a wait for a page lasted on average, in nanoseconds (QEMU 10.1 and newer).
+            "postcopy-latency" postcopy_latency: u64,
+            /// Waits by how long they lasted, the n-th from 2^n microseconds on (QEMU 10.1 and newer).
+            "postcopy-latency-dist" postcopy_latency_dist: Vec<u64>,
+            /// As `postcopy-latency`, of each vCPU.
+            "postcopy-vcpu-latency" postcopy_vcpu_latency: Vec<u64>,
+            /// The same of threads that are no vCPU's.
+            "postcopy-non-vcpu-latency" postcopy_non_vcpu_latency: u64,
             /// Why it failed, in QEMU's words.
             "error-desc" error_desc: String,
             /// Where a source can connect to.
@@ -50,6 +63,8 @@ objects! {
             "x-hotlift-jobs" jobs: AcceleratorJobs,
             /// What has looked for zero pages, where devices were to.
             "x-hotlift-zero-page-jobs" zero_page_jobs: AcceleratorJobs,
+            /// How long vCPUs waited for a page, with `postcopy-blocktime`.
+            "x-hotlift-vcpu-waits" vcpu_waits: VcpuWaits,
             /// CPU time of the migration's threads.
             "x-hotlift-threads" threads: Vec<ThreadTime>,
             /// Bytes that a relay has received.
@@ -187,6 +202,21 @@ objects! {
             "name" name: String,
             /// The kernel's id of it.
             "thread-id" thread_id: u64,
+        }
+        optional {}
+    }
+
+    /// How long vCPUs waited for a page.
+    VcpuWaits = "XHotliftVcpuWaits" {
+        needed {
+            /// Waits.
+            "count" count: u64,
+            /// The median, in microseconds.
+            "p50" p50: u64,
+            /// One in a hundred lasted longer, in microseconds.
+            "p99" p99: u64,
+            /// The longest, in microseconds.
+            "max" max: u64,
         }
         optional {}
     }

@@ -1,5 +1,6 @@
 //! Letting vCPU threads run, for all of the time or part of it, and waiting until none of them does.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,6 +22,8 @@ pub(crate) enum Want {
 #[derive(Debug)]
 struct State {
     want: Want,
+    /// The kernel's ids of the threads that have started, by their vCPUs.
+    threads: BTreeMap<u8, u32>,
     running: usize,
     /// Share of their time that running threads sleep, 0 to 99 %.
     throttle: u8,
@@ -42,6 +45,7 @@ impl Control {
         Self {
             state: Mutex::new(State {
                 want: Want::Pause,
+                threads: BTreeMap::new(),
                 running: 0,
                 throttle: 0,
             }),
@@ -58,6 +62,22 @@ impl Control {
         state.want = want;
         kick();
         self.changed.notify_all();
+    }
+
+    /// Called by the thread of a vCPU as it starts.
+    pub fn started(&self, vcpu: u8) {
+        let id = rustix::thread::gettid().as_raw_nonzero().get();
+        self.lock().threads.insert(vcpu, id.cast_unsigned());
+        self.changed.notify_all();
+    }
+
+    /// The kernel's ids of the threads of all `vcpus`, once they have started.
+    pub fn threads(&self, vcpus: usize) -> Vec<u32> {
+        let state = self
+            .changed
+            .wait_while(self.lock(), |state| state.threads.len() < vcpus)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.threads.values().copied().collect()
     }
 
     /// Waits until no thread runs.

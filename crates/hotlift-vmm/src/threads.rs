@@ -138,6 +138,7 @@ impl Drop for ThreadsGuest {
 impl Shared {
     /// A worker's thread.
     fn run(&self, index: u8) {
+        self.control.started(index);
         while let Some(_running) = self.control.park(|| {}) {
             let outcome =
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.work(index)));
@@ -286,6 +287,10 @@ impl Guest for ThreadsGuest {
         self.life().resume()?;
         self.want(Want::Run);
         Ok(())
+    }
+
+    fn vcpu_threads(&self) -> Vec<u32> {
+        self.shared.control.threads(self.shared.workers.len())
     }
 
     fn throttle(&self, percent: u8) -> bool {

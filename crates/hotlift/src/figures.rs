@@ -288,6 +288,30 @@ pub struct PostcopyFigures {
     pub requests: u64,
     /// How long it waited for such a page, in microseconds: the median, one in a hundred, and the longest.
     pub wait_us: [f64; 3],
+    /// Whose waits they were, with `postcopy-blocktime`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blocktime: Option<BlocktimeFigures>,
+}
+
+/// How long vCPUs stood still for pages (QEMU's `postcopy-blocktime` and its kin).
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct BlocktimeFigures {
+    /// How long all vCPUs waited at the same time, in milliseconds.
+    pub all_ms: f64,
+    /// How long each vCPU waited, in milliseconds. Empty if the guest does not know their threads.
+    pub vcpu_ms: Vec<f64>,
+    /// Waits of vCPUs.
+    pub vcpu_waits: u64,
+    /// How long one of them lasted, in microseconds: the median, one in a hundred, and the longest.
+    pub vcpu_wait_us: [f64; 3],
+    /// How long a wait of any thread lasted on average, in nanoseconds.
+    pub mean_ns: u64,
+    /// The same of each vCPU.
+    pub vcpu_mean_ns: Vec<u64>,
+    /// The same of threads that are no vCPU's.
+    pub other_mean_ns: u64,
+    /// Waits of any thread by how long they lasted: the n-th from 2^n microseconds to twice as many.
+    pub by_time: Vec<u64>,
 }
 
 /// What a source has measured when its migration has completed.

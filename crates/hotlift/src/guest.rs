@@ -101,6 +101,12 @@ pub trait Guest: Send + Sync {
         false
     }
 
+    /// The kernel's ids of the vCPUs' threads, in the order of the vCPUs; for `postcopy-blocktime`. Empty: they are not
+    /// known.
+    fn vcpu_threads(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
     /// What makes the network learn where the guest is now (ARP, RARP): called at the destination once the
     /// guest runs, `announce-rounds` times, on a thread of its own, which nobody waits for and which may
     /// outlive the migration. `None`: there is nothing to tell, as without a network card.

@@ -15,6 +15,8 @@ enum As {
     Number,
     Rate,
     Times,
+    /// Numbers with commas between.
+    List,
 }
 
 /// A line of `info migrate`.
@@ -142,6 +144,18 @@ const ROWS: &[Row] = &[
         As::Number,
         true,
     ),
+    row(
+        "postcopy blocktime",
+        "/postcopy-blocktime",
+        As::Number,
+        true,
+    ),
+    row(
+        "postcopy vcpu blocktime",
+        "/postcopy-vcpu-blocktime",
+        As::List,
+        true,
+    ),
 ];
 
 impl Row {
@@ -161,6 +175,10 @@ impl Row {
             As::Bytes => writeln!(text, "{label}: {whole} bytes"),
             As::Pages => writeln!(text, "{label}: {whole} pages"),
             As::Number => writeln!(text, "{label}: {whole}"),
+            As::List => {
+                let items: Vec<_> = member.as_array().into_iter().flatten().map(plain).collect();
+                writeln!(text, "{label}: {}", items.join(","))
+            }
             As::Rate => writeln!(text, "{label}: {real:.2}"),
             As::Times => writeln!(text, "{label}: {whole} times"),
         };

@@ -245,6 +245,10 @@ impl Guest for KvmGuest {
         Ok(())
     }
 
+    fn vcpu_threads(&self) -> Vec<u32> {
+        self.shared.control.threads(self.vcpus.len())
+    }
+
     fn throttle(&self, percent: u8) -> bool {
         let shared = Arc::clone(&self.shared);
         // They are joined after the thread that kicks them.

@@ -105,6 +105,7 @@ impl Vcpu {
 
     /// The thread of this vCPU.
     pub fn run(&self, shared: &Shared) {
+        shared.control.started(self.index);
         while let Some(_running) = shared.control.park(|| self.immediate_exit.set(0)) {
             match self.run_until_stopped(&mut self.core(), shared) {
                 Ok(Stop::Kicked) => {}

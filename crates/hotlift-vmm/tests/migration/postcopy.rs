@@ -476,6 +476,54 @@ fn what_came_before_the_switch_stays_unless_it_was_discarded() {
     }
 }
 
+#[test]
+fn what_a_vcpu_waits_is_its_own_and_is_counted_where_that_is_asked_for() {
+    if !has_userfault() {
+        return;
+    }
+    for kind in kinds() {
+        for counted in [true, false] {
+            let from = paused(kind, &settings());
+            let to = Arriving::new(kind, &settings());
+            let (listener, address) = listen();
+            let options = Options {
+                postcopy_blocktime: counted,
+                ..options()
+            };
+            let control = Control::new();
+            let report = thread::scope(|scope| {
+                let there = scope.spawn(|| hotlift::receive(&*to, listener, &options, &control));
+                let _ends = CancelsOnPanic(&control);
+                let script = Script::connect(&from, &address);
+                script.start();
+                // With one vCPU, whoever asks once the guest runs is the vCPU.
+                reaches(&control, Status::PostcopyActive);
+                while !matches!(script.message(), Message::Request) {}
+                script.say(&script.part(&pages(&from)));
+                script.end();
+                assert_eq!(script.shut().0, 0);
+                there.join().unwrap().unwrap()
+            });
+            to.let_write(50).unwrap();
+            to.check().unwrap();
+            let postcopy = report.postcopy.expect("a postcopy");
+            assert!(postcopy.requests > 0);
+            let Some(blocktime) = postcopy.blocktime else {
+                assert!(!counted, "{kind:?}");
+                continue;
+            };
+            assert!(
+                counted && blocktime.vcpu_waits > 0,
+                "{kind:?}: {blocktime:?}"
+            );
+            assert_eq!(blocktime.vcpu_ms, [blocktime.all_ms], "it is the only one");
+            let [median, one_in_100, longest] = blocktime.vcpu_wait_us;
+            assert!(0.0 < median && median <= one_in_100 && one_in_100 <= longest);
+            assert!(blocktime.by_time.iter().sum::<u64>() >= blocktime.vcpu_waits);
+        }
+    }
+}
+
 /// Sends what `script` says, and hangs up; how the destination ends, which must not have run the guest.
 fn refused(options: &Options, quirks: Quirks, script: &dyn Fn(&Script<'_>)) -> MigrationError {
     let kind = hotlift_vmm::GuestKind::Threads;

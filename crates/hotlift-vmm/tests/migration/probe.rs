@@ -196,6 +196,10 @@ impl Guest for Probe {
         !self.quirks.cannot_throttle && self.guest.throttle(percent)
     }
 
+    fn vcpu_threads(&self) -> Vec<u32> {
+        self.guest.vcpu_threads()
+    }
+
     fn announcer(&self) -> Option<Announcer> {
         let announced = self.quirks.announced.clone()?;
         Some(Box::new(move || {

@@ -93,6 +93,8 @@ pub struct Options {
     pub pause_before_switchover: bool,
     /// Whether the guest may run at the destination before all its pages are there.
     pub postcopy_ram: bool,
+    /// Whether the destination counts how long its vCPUs wait for pages.
+    pub postcopy_blocktime: bool,
     /// Bytes a second of postcopy for pages that the guest has not asked for; 0 is unlimited.
     pub max_postcopy_bandwidth: u64,
     /// Whether a monitor tells each state as an event. The engine does not read it.
@@ -169,6 +171,7 @@ impl Default for Options {
             max_cpu_throttle: 99,
             pause_before_switchover: false,
             postcopy_ram: false,
+            postcopy_blocktime: false,
             max_postcopy_bandwidth: 0,
             events: false,
             return_path: false,

@@ -164,6 +164,8 @@ pub enum With {
     Xbzrle,
     /// `auto-converge=on`.
     AutoConverge,
+    /// `postcopy-ram=on`.
+    PostcopyRam,
     /// `zero-page-detection=dsa-accel`.
     DsaAccel,
 }
@@ -175,6 +177,7 @@ impl With {
             Self::Compress => options.compress,
             Self::Xbzrle => options.xbzrle,
             Self::AutoConverge => options.auto_converge,
+            Self::PostcopyRam => options.postcopy_ram,
             Self::DsaAccel => options.zero_page_devices,
         }
     }
@@ -187,6 +190,7 @@ impl With {
             Self::Compress => "compress=on",
             Self::Xbzrle => "xbzrle=on",
             Self::AutoConverge => "auto-converge=on",
+            Self::PostcopyRam => "postcopy-ram=on",
             Self::DsaAccel => "zero-page-detection=dsa-accel",
         }
     }
@@ -283,6 +287,7 @@ mod tests {
             ("compress-threads", "compress", "on"),
             ("xbzrle-cache-size", "xbzrle", "on"),
             ("cpu-throttle-initial", "auto-converge", "on"),
+            ("postcopy-blocktime", "postcopy-ram", "on"),
             ("accel-path", "zero-page-detection", "dsa-accel"),
         ] {
             let mut options = Options::default();

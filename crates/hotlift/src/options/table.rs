@@ -59,6 +59,12 @@ const SLOWS: &str = "the source's QEMU slows its guest down; set it there";
 const SWITCHES: &str = "the source's QEMU decides when to switch over; set it there";
 const ANNOUNCES: &str = "the destination's QEMU announces its guest; set it there";
 
+/// Who has nobody that says when to switch to postcopy.
+const NO_MONITOR: NotFor = NotFor::any(
+    &[Role::Pair],
+    "it needs a monitor that says when to switch; 'hotlift guest run' has one",
+);
+
 /// Every option of a migration.
 pub static OPTIONS: &[OptionInfo] = &[
     OptionInfo {
@@ -143,10 +149,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         live: false,
         group: Group::Switchover,
         not_for: &[
-            NotFor::any(
-                &[Role::Pair],
-                "it needs a monitor that says when to switch; 'hotlift guest run' has one",
-            ),
+            NO_MONITOR,
             NotFor::any(RELAYS, "the QEMUs agree on it; set it there"),
         ],
         defaults: &[],
@@ -223,6 +226,24 @@ pub static OPTIONS: &[OptionInfo] = &[
             },
             read: |options| Value::Switch(options.multifd()),
         },
+    },
+    OptionInfo {
+        name: "postcopy-blocktime",
+        alias: None,
+        kind: Kind::Capability,
+        values: Values::Switch,
+        default: "off",
+        unit: "",
+        live: false,
+        group: Group::Switchover,
+        not_for: &[
+            NO_MONITOR,
+            NotFor::any(RELAYS, "the destination's QEMU counts it; set it there"),
+        ],
+        defaults: &[],
+        with: Some(With::PostcopyRam),
+        help: "Count at the destination how long vCPUs wait for pages",
+        access: plain!(Switch, postcopy_blocktime),
     },
     OptionInfo {
         name: "zero-copy-send",
@@ -766,14 +787,11 @@ pub static OPTIONS: &[OptionInfo] = &[
         live: true,
         group: Group::Switchover,
         not_for: &[
-            NotFor::any(
-                &[Role::Pair],
-                "it needs a monitor that says when to switch; 'hotlift guest run' has one",
-            ),
+            NO_MONITOR,
             NotFor::any(RELAYS, "the source's QEMU sends its pages; set it there"),
         ],
         defaults: &[],
-        with: None,
+        with: Some(With::PostcopyRam),
         help: "Bytes a second of postcopy for pages that nobody has asked for; 0 is unlimited",
         access: number!(max_postcopy_bandwidth),
     },

@@ -1,13 +1,14 @@
 //! Guest RAM whose pages come as they are touched: which have come, and who waits for which.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use hotlift_mem::{DirtyBitmap, Fault, MissingPages, PAGE_SIZE, Placed};
+use hotlift_mem::{DirtyBitmap, Fault, MissingPages, PAGE_SIZE, Placed, Touch};
 use rustix::event::{PollFd, PollFlags, poll};
 
+use super::blocktime::Blocktime;
 use super::empty_gaps;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
@@ -16,7 +17,7 @@ use crate::threads::lock;
 use crate::transport::Stream;
 
 /// Waits that are kept for the figures: of more, the latest.
-const KEPT: usize = 1 << 20;
+pub(super) const KEPT: usize = 1 << 20;
 
 /// RAM that is not all there.
 pub(crate) struct LazyRam<'a> {
@@ -28,11 +29,34 @@ pub(crate) struct LazyRam<'a> {
 
 #[derive(Default)]
 struct Waits {
-    /// Pages that were asked for, and since when.
-    open: HashMap<Fault, Instant>,
+    /// Who waits for a page that was asked for: few, as each is a thread.
+    open: Vec<(Touch, Instant)>,
     /// How long others were waited for, in microseconds.
     over: VecDeque<u32>,
     requests: u64,
+    /// Whose the waits are, if that is to be told.
+    blocktime: Option<Blocktime>,
+}
+
+impl Waits {
+    /// A thread waits for a page; true if it is the first to do so.
+    fn begin(&mut self, touch: Touch) -> bool {
+        // The kernel may tell of one more than once.
+        if self.open.iter().any(|(other, _)| *other == touch) {
+            return false;
+        }
+        let is_first = self
+            .open
+            .iter()
+            .all(|(other, _)| other.fault != touch.fault);
+        let now = Instant::now();
+        self.open.push((touch, now));
+        self.requests += u64::from(is_first);
+        if let Some(blocktime) = &mut self.blocktime {
+            blocktime.begins(touch.thread, now);
+        }
+        is_first
+    }
 }
 
 impl<'a> LazyRam<'a> {
@@ -41,10 +65,14 @@ impl<'a> LazyRam<'a> {
         for (ram, written) in session.guest.ram().iter().zip(&session.written) {
             empty_gaps(ram, written)?;
         }
+        let blocktime = session.options.postcopy_blocktime;
         Ok(Self {
             missing: MissingPages::register(session.guest.ram())?,
             received: &session.received,
-            waits: Mutex::default(),
+            waits: Mutex::new(Waits {
+                blocktime: blocktime.then(|| Blocktime::new(&session.guest.vcpu_threads())),
+                ..Waits::default()
+            }),
             pages: AtomicU64::new(0),
         })
     }
@@ -82,13 +110,27 @@ impl<'a> LazyRam<'a> {
 
     fn over(&self, page: Fault) {
         let mut waits = lock(&self.waits);
-        if let Some(since) = waits.open.remove(&page) {
-            let took = u32::try_from(since.elapsed().as_micros()).unwrap_or(u32::MAX);
-            if waits.over.len() == KEPT {
-                waits.over.pop_front();
+        let Waits {
+            open,
+            over,
+            blocktime,
+            ..
+        } = &mut *waits;
+        let now = Instant::now();
+        open.retain(|(touch, since)| {
+            if touch.fault != page {
+                return true;
             }
-            waits.over.push_back(took);
-        }
+            let took = now.saturating_duration_since(*since).as_micros();
+            if over.len() == KEPT {
+                over.pop_front();
+            }
+            over.push_back(u32::try_from(took).unwrap_or(u32::MAX));
+            if let Some(blocktime) = blocktime {
+                blocktime.ends(touch.thread, *since, now);
+            }
+            false
+        });
     }
 
     /// Has `ask` ask for each page that the guest touches and that is not there, until the other end of `stop` is closed.
@@ -97,7 +139,7 @@ impl<'a> LazyRam<'a> {
         stop: &Stream,
         ask: impl Fn(Fault),
     ) -> Result<(), MigrationError> {
-        let mut faults = Vec::new();
+        let mut touches = Vec::new();
         loop {
             let mut fds = [
                 PollFd::new(&self.missing, PollFlags::IN),
@@ -110,31 +152,25 @@ impl<'a> LazyRam<'a> {
             if !fds[1].revents().is_empty() {
                 return Ok(());
             }
-            self.missing.faults(&mut faults)?;
-            for fault in faults.drain(..) {
-                if self.wants(fault)? {
-                    ask(fault);
+            self.missing.faults(&mut touches)?;
+            for touch in touches.drain(..) {
+                if self.wants(touch)? {
+                    ask(touch.fault);
                 }
             }
         }
     }
 
     /// Whether a page that is waited for is still to be asked for.
-    fn wants(&self, fault: Fault) -> Result<bool, MigrationError> {
-        let Fault { block, page } = fault;
+    fn wants(&self, touch: Touch) -> Result<bool, MigrationError> {
+        let Fault { block, page } = touch.fault;
         let has_come = || self.received[block].test(page);
         if !has_come() {
-            let mut waits = lock(&self.waits);
-            if waits.open.contains_key(&fault) {
-                return Ok(false);
-            }
-            waits.open.insert(fault, Instant::now());
-            waits.requests += 1;
-            drop(waits);
+            let is_first = lock(&self.waits).begin(touch);
             if !has_come() {
-                return Ok(true);
+                return Ok(is_first);
             }
-            self.over(fault);
+            self.over(touch.fault);
         }
         // A zero page of precopy has come without memory. Any other is there, and whoever waits for it is woken.
         let _ = self.missing.place(block, page, None)?;
@@ -143,7 +179,10 @@ impl<'a> LazyRam<'a> {
 
     /// Pages that are waited for.
     pub(super) fn open(&self) -> Vec<Fault> {
-        lock(&self.waits).open.keys().copied().collect()
+        let mut pages: Vec<_> = lock(&self.waits).open.iter().map(|it| it.0.fault).collect();
+        pages.sort_unstable();
+        pages.dedup();
+        pages
     }
 
     /// The mark of 64 pages of a block, whether they have come.
@@ -169,6 +208,7 @@ impl<'a> LazyRam<'a> {
             pages: self.pages.load(Ordering::Relaxed),
             requests: waits.requests,
             wait_us: percentiles(waits.over.iter().copied().collect()),
+            blocktime: waits.blocktime.as_ref().map(Blocktime::figures),
         }
     }
 }

@@ -11,6 +11,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `lazy_ram` | which pages have come, who waits for which, and for how long |
+//! | `blocktime` | how long vCPUs stand still for them |
 //! | `package` | what is in PACKAGED |
 //! | `link` | what is said to the source, over whichever connection there is |
 //! | `run` | the threads: devices and RUN on `mig/dst/main`, pages on `mig/dst/listen`, faults on `mig/dst/fault` |
@@ -19,6 +20,7 @@
 //! RUN is this side's commit: up to there every failure leaves the guest with the source, and it never runs here. From
 //! there on it is here for good, and what fails leaves it without pages that it waits for.
 
+mod blocktime;
 mod lazy_ram;
 mod link;
 mod package;
