@@ -4,8 +4,10 @@
 use std::collections::BTreeMap;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
+
+use hotlift_wire::settle::MigrationId;
 
 use crate::accelerator_stats::AcceleratorStats;
 use crate::auto::Auto;
@@ -120,6 +122,8 @@ impl std::fmt::Debug for Control {
 #[derive(Default)]
 struct Shared {
     status: AtomicU8,
+    /// What it is asked about by, at a destination.
+    id: OnceLock<MigrationId>,
     cancelled: AtomicBool,
     /// The guest has been handed over.
     too_late: AtomicBool,
@@ -202,6 +206,17 @@ impl Control {
         if before != status as u8 {
             self.tell(MigrationEvent::Status(status));
         }
+    }
+
+    /// Whether `id` is what a source asks about this migration by.
+    #[must_use]
+    pub fn is_asked_about_by(&self, id: &[u8; 16]) -> bool {
+        self.0.id.get().is_some_and(|own| own.0 == *id)
+    }
+
+    pub(crate) fn set_id(&self, id: MigrationId) {
+        // The first is kept: a control is of one migration.
+        let _ = self.0.id.set(id);
     }
 
     /// Whether a cancel comes too late, as it does once the guest has been handed over.
@@ -395,6 +410,13 @@ impl Control {
             .cpu
             .get_or_insert_with(|| Arc::new(CpuBudget::new(limit.into())));
         Arc::clone(budget)
+    }
+
+    /// CPU time that this side's channel threads have used, as far as they have booked it: each does with each packet.
+    #[must_use]
+    pub fn cpu_time(&self) -> Duration {
+        let live = lock(&self.0.live);
+        live.cpu.as_ref().map_or(Duration::ZERO, |cpu| cpu.used())
     }
 
     /// What chooses the method of each packet, where that is to be, by a goal that follows [`Control::change`].

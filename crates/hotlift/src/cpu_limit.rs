@@ -19,6 +19,8 @@ use crate::threads::lock;
 pub(crate) struct CpuBudget {
     /// Thousandths of a core; 0 is unlimited.
     limit: AtomicU64,
+    /// Nanoseconds of CPU time that all threads have used.
+    used: AtomicU64,
     /// The CPU time booked so far, at `limit`.
     schedule: Schedule,
     /// Threads that encode or decode.
@@ -45,6 +47,7 @@ impl CpuBudget {
     pub(crate) fn new(thousandths: u64) -> Self {
         Self {
             limit: AtomicU64::new(thousandths),
+            used: AtomicU64::new(0),
             schedule: Schedule::default(),
             at_work: Mutex::new(0),
             changed: Condvar::new(),
@@ -78,6 +81,11 @@ impl CpuBudget {
             *self.schedule.lock() = None;
             self.changed.notify_all();
         }
+    }
+
+    /// CPU time that all threads have used.
+    pub(crate) fn used(&self) -> Duration {
+        Duration::from_nanos(self.used.load(Ordering::Relaxed))
     }
 
     fn is_limited(&self) -> bool {
@@ -114,16 +122,18 @@ impl<'a> CpuShare<'a> {
 
     /// Books what the thread has used since the last time, and sleeps if that is too much; for how long.
     pub(crate) fn spend(&mut self, control: &Control) -> Duration {
-        if !self.budget.is_limited() {
-            self.booked = None;
-            return Duration::ZERO;
-        }
         let used = thread_cpu_time();
         let Some(before) = self.booked.replace(used) else {
             return Duration::ZERO;
         };
+        let spent = used.saturating_sub(before);
+        let nanos = u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX);
+        self.budget.used.fetch_add(nanos, Ordering::Relaxed);
+        if !self.budget.is_limited() {
+            return Duration::ZERO;
+        }
         let now = Instant::now();
-        let Some(until) = self.budget.book(used.saturating_sub(before), now) else {
+        let Some(until) = self.budget.book(spent, now) else {
             return Duration::ZERO;
         };
         control.sleep_while(until, || self.budget.is_limited());

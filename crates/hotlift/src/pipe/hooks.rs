@@ -27,6 +27,8 @@ pub enum Taken {
 /// What the caller wants to know, and knows better.
 #[derive(Default, Clone, Copy)]
 pub struct Hooks<'a> {
+    /// Told once what the source has, before the other side is connected to.
+    pub on_source: Option<&'a (dyn Fn(&SourceStream) + Sync)>,
     /// Takes reports, twice a second.
     pub on_progress: Option<&'a (dyn Fn(&RelayProgress) + Sync)>,
     /// Asked every few milliseconds, once all is loaded. With it the source may be silent in its set-up for as long as
@@ -39,6 +41,13 @@ pub struct Hooks<'a> {
     /// Asked while the destination, told to run the guest, has not said on the stream what became of
     /// it. Without it only the stream tells.
     pub has_taken: Option<&'a (dyn Fn() -> Taken + Sync)>,
+}
+
+/// What a source that has connected has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SourceStream {
+    /// Its multifd channels; 0 for pages on the main channel, and for a stream that is passed through unread.
+    pub channels: u8,
 }
 
 /// A moment of a relay.

@@ -395,6 +395,38 @@ impl Arrival {
     }
 }
 
+/// What a connection says it is, by its first bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Announced {
+    /// It has not said enough.
+    Nothing,
+    /// A channel of a migration.
+    Migration,
+    /// It shows the token of a migration that was announced in a conversation.
+    Token([u8; 16]),
+    /// It asks about the migration with this id.
+    Question([u8; 16]),
+    /// None of these.
+    Other,
+    /// It has ended, without a word or by a reset.
+    Gone,
+}
+
+/// Looks at the first bytes of `stream` without taking them and without waiting for them.
+#[must_use]
+pub fn announced(stream: &Stream) -> Announced {
+    if !matches!(stream.peek(&mut [0]), Ok(None | Some(1..))) {
+        return Announced::Gone;
+    }
+    match said(stream) {
+        Said::Partial => Announced::Nothing,
+        Said::Main | Said::Channel(_) | Said::OtherVersion(_) => Announced::Migration,
+        Said::Token(token) => Announced::Token(token),
+        Said::Question(id) => Announced::Question(id.0),
+        Said::Stranger(_) => Announced::Other,
+    }
+}
+
 /// Waits for up to `wait`, less than a second.
 fn poll_for(fds: &mut [PollFd<'_>], wait: Duration) -> io::Result<()> {
     let wait = Timespec {

@@ -5,6 +5,8 @@
 //! [`Stream::shutdown`] from any other thread, which is how cancel and failure work.
 
 mod acceptor;
+mod carry;
+mod handed;
 mod handshakes;
 mod secured;
 mod tcp;
@@ -24,6 +26,9 @@ use hotlift_tls::{Exporter, Identity, Tls, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 pub use acceptor::{Accepted, Acceptor, Refused};
+pub use carry::carry;
+pub use handed::Giver;
+use handed::Handed;
 pub(crate) use tcp::UNSENT;
 pub use unix::UnixSocketFile;
 
@@ -229,13 +234,28 @@ enum Bound {
     Tcp(std::net::TcpListener),
     /// The socket's file goes when the listener does.
     Unix(UnixSocketFile),
+    Handed(Handed),
 }
 
 impl Listener {
+    /// A listener that nobody can connect to: it accepts the connections that the giver gives it. Those with TLS have had
+    /// their handshakes. `is_local` says that all are from this host.
+    ///
+    /// # Errors
+    /// The system gives no file descriptor.
+    pub fn handed(is_local: bool) -> io::Result<(Self, Giver)> {
+        let (handed, giver) = Handed::new(is_local)?;
+        let listener = Self {
+            bound: Bound::Handed(handed),
+            returned: Mutex::default(),
+        };
+        Ok((listener, giver))
+    }
+
     /// The address that a source connects to (with the port that the system chose).
     ///
     /// # Errors
-    /// The system's reason.
+    /// The system's reason; `Unsupported` if it has none ([`Listener::handed`]).
     pub fn address(&self) -> io::Result<Address> {
         Ok(match &self.bound {
             Bound::Tcp(listener) => {
@@ -254,12 +274,17 @@ impl Listener {
             Bound::Unix(file) => Address::Unix {
                 path: file.path().to_owned(),
             },
+            Bound::Handed(_) => return Err(io::ErrorKind::Unsupported.into()),
         })
     }
 
     /// Whether it listens on this host only, where a handshake loses no segment.
     pub(crate) fn is_local(&self) -> bool {
-        matches!(self.bound, Bound::Unix(_))
+        match &self.bound {
+            Bound::Tcp(_) => false,
+            Bound::Unix(_) => true,
+            Bound::Handed(handed) => handed.is_local(),
+        }
     }
 
     /// Keeps a connection that was accepted and not looked at for the next [`Listener::accept`].
@@ -288,6 +313,7 @@ impl Listener {
             return Ok(None);
         }
         Ok(Some(match &self.bound {
+            Bound::Handed(handed) => return Ok(handed.take()),
             Bound::Tcp(listener) => {
                 let (stream, _) = listener.accept()?;
                 tcp::prepare(&stream)?;
@@ -303,6 +329,7 @@ impl AsFd for Listener {
         match &self.bound {
             Bound::Tcp(listener) => listener.as_fd(),
             Bound::Unix(file) => file.listener().as_fd(),
+            Bound::Handed(handed) => handed.as_fd(),
         }
     }
 }

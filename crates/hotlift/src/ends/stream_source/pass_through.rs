@@ -17,12 +17,13 @@ use crate::ends::settings::{Outgoing, Request};
 use crate::ends::stream_source::accept::Uncounted;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
+use crate::pipe::hooks::SourceStream;
 use crate::pipe::session::{Call, Relayed};
 use crate::stream::main_recv::Waiting;
 use crate::stream::multifd_send::connect_with;
 use crate::threads::spawn;
 use crate::tls::Remote;
-use crate::transport::Stream;
+use crate::transport::{Stream, carry};
 
 /// Further connections at most: QEMU has one, the preempt channel of postcopy.
 const EXTRA: usize = 4;
@@ -35,9 +36,6 @@ const RETRY: Duration = Duration::from_millis(100);
 
 /// The last thing that a destination says if all is well: SHUT(0).
 const SHUT_0: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
-
-/// Bytes copied at once.
-const COPY: usize = 256 << 10;
 
 /// Passes the stream of `source` on, whose first bytes were read, because of `why`. Its source connected at `since`, and has
 /// made a preempt channel, if there is one, before it said more.
@@ -68,6 +66,9 @@ pub(crate) fn run(
     let timeout = settings.outgoing.handshake_timeout;
     let to = &Remote::new(to, settings.outgoing_tls.clone());
     let connect = || connect_with(settings.outgoing_pass.as_ref(), to, timeout, control);
+    if let Some(on_source) = hooks.on_source {
+        on_source(&SourceStream { channels: 0 });
+    }
     let first = connect()?;
     // Before the first byte: a QEMU 7.2 reads none before it has that connection, too.
     let mut extra = Vec::new();
@@ -112,7 +113,7 @@ pub(crate) fn run(
         })?;
         // The preempt channel of postcopy comes late, and may say nothing for long.
         for pair in &extra {
-            carry(scope, pair, counters)?;
+            carry_both(scope, pair, counters)?;
         }
         let call = Call::early(control);
         let outcome = loop {
@@ -133,7 +134,7 @@ pub(crate) fn run(
                     Err(_) => {}
                     Ok(other) => {
                         let pair = Arc::new((stream, other));
-                        carry(scope, &pair, counters)?;
+                        carry_both(scope, &pair, counters)?;
                         extra.push(pair);
                     }
                 },
@@ -176,7 +177,7 @@ pub(crate) fn run(
 }
 
 /// Copies between the two ends of a further connection, both ways.
-fn carry<'scope, 'env>(
+fn carry_both<'scope, 'env>(
     scope: &'scope thread::Scope<'scope, 'env>,
     pair: &Arc<(Stream, Stream)>,
     counters: &'env (Counters, Counters),
@@ -203,34 +204,15 @@ struct Copied {
 
 /// Copies until the end of `from`, and ends `to`.
 fn copy(from: &Stream, to: &Stream, received: &Counters, sent: Option<&Counters>) -> Copied {
-    let mut buffer = vec![0; COPY];
-    let mut copied = Copied::default();
-    loop {
-        let read = match from.read_some(&mut buffer) {
-            Ok(0) => {
-                to.shutdown(Shutdown::Write);
-                copied.is_whole = true;
-                return copied;
-            }
-            Ok(read) => read,
-            Err(_) => break,
-        };
-        copied
-            .last
-            .extend_from_slice(&buffer[read - read.min(SHUT_0.len())..read]);
-        let excess = copied.last.len().saturating_sub(SHUT_0.len());
-        copied.last.drain(..excess);
-        let mut out = to;
-        if out.write_all(&buffer[..read]).is_err() {
-            break;
-        }
-        received.add_bytes(read);
+    let mut last = Vec::new();
+    let is_whole = carry(from, to, &mut |bytes| {
+        last.extend_from_slice(&bytes[bytes.len() - bytes.len().min(SHUT_0.len())..]);
+        let excess = last.len().saturating_sub(SHUT_0.len());
+        last.drain(..excess);
+        received.add_bytes(bytes.len());
         if let Some(sent) = sent {
-            sent.add_bytes(read);
+            sent.add_bytes(bytes.len());
         }
-    }
-    // A connection that was cut must not end as a whole one on the other side.
-    from.break_off();
-    to.break_off();
-    copied
+    });
+    Copied { is_whole, last }
 }

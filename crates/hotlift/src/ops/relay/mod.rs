@@ -38,7 +38,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::ends::settings::Request;
 pub use crate::ends::settings::{Incoming, Outgoing, RelaySettings};
-pub use crate::pipe::hooks::{Hooks, Ownership, RelayProgress, Taken};
+pub use crate::pipe::hooks::{Hooks, Ownership, RelayProgress, SourceStream, Taken};
+pub use crate::stream::door::{Announced, announced};
 pub use crate::stream::pass::Pass;
 
 use crate::control::Control;

@@ -22,6 +22,7 @@ use crate::figures::Counters;
 use crate::handover::linger;
 
 use crate::options::{CHANNEL_MEMORY, Options};
+use crate::pipe::hooks::SourceStream;
 use crate::pipe::run::run_threads;
 use crate::pipe::session::{Call, Relayed, Session};
 use crate::pipe::sink::Opening;
@@ -54,6 +55,7 @@ fn pass_on(
     let early = Call::early(control);
     let memory = settings.outgoing.memory(0);
     let id = handshake::new_id().map_err(MigrationError::opening)?;
+    control.set_id(id);
     // Booked again below, when the number of channels is known.
     let unbooked = Counters::default();
     // A source that somebody watches is not given up for its silence: to start the dirty log of a large VM, or on a
@@ -122,6 +124,13 @@ fn pass_on(
         zeros_were_looked_for: hello
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
     };
+    if let Some(on_source) = hooks.on_source {
+        let channels = channels.as_ref().map_or(0, |it| it.channels.len());
+        on_source(&SourceStream {
+            // Ids are bytes.
+            channels: u8::try_from(channels).unwrap_or(u8::MAX),
+        });
+    }
     let sink = match stream_sink::open(request, seen, &opening, &memory) {
         Ok(sink) => sink,
         Err(error) => {

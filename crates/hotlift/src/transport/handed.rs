@@ -1,0 +1,146 @@
+//! A listener without a socket: it gets connections that somebody else has accepted and told apart.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::Stream;
+use crate::threads::lock;
+
+/// Connections that may wait to be accepted: the most channels that a migration has, its main channel, and some of the
+/// next migration.
+const MOST: usize = 320;
+
+/// What a listener and its giver share.
+#[derive(Debug)]
+struct Queue {
+    state: Mutex<State>,
+    /// A semaphore that counts the waiting connections, for whoever polls.
+    count: OwnedFd,
+}
+
+#[derive(Debug)]
+struct State {
+    waiting: VecDeque<Stream>,
+    is_open: bool,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+}
+
+/// The end of a listener that gets connections.
+#[derive(Debug)]
+pub(super) struct Handed {
+    queue: Arc<Queue>,
+    is_local: bool,
+}
+
+/// The end of a listener that gives it connections ([`Listener::handed`](super::Listener::handed)).
+#[derive(Debug, Clone)]
+pub struct Giver(Arc<Queue>);
+
+impl Giver {
+    /// Lets the listener accept `stream`.
+    ///
+    /// # Errors
+    /// `stream` itself once the listener is gone, or if it lets too many wait.
+    pub fn give(&self, stream: Stream) -> Result<(), Stream> {
+        let mut state = self.0.lock();
+        if !state.is_open || state.waiting.len() >= MOST {
+            return Err(stream);
+        }
+        state.waiting.push_back(stream);
+        // It counts to 2^64 - 2.
+        let _ = rustix::io::write(&self.0.count, &1_u64.to_ne_bytes());
+        Ok(())
+    }
+}
+
+impl Handed {
+    /// Both ends.
+    ///
+    /// # Errors
+    /// The system gives no file descriptor.
+    pub(super) fn new(is_local: bool) -> io::Result<(Self, Giver)> {
+        let flags = EventfdFlags::SEMAPHORE | EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+        let queue = Arc::new(Queue {
+            state: Mutex::new(State {
+                waiting: VecDeque::new(),
+                is_open: true,
+            }),
+            count: eventfd(0, flags)?,
+        });
+        let giver = Giver(Arc::clone(&queue));
+        Ok((Self { queue, is_local }, giver))
+    }
+
+    /// Whether the connections are from this host, so that none is late for a lost segment.
+    pub(super) fn is_local(&self) -> bool {
+        self.is_local
+    }
+
+    /// The connection that has waited for longest.
+    pub(super) fn take(&self) -> Option<Stream> {
+        let mut state = self.queue.lock();
+        let stream = state.waiting.pop_front()?;
+        let _ = rustix::io::read(&self.queue.count, &mut [0; 8]);
+        Some(stream)
+    }
+}
+
+impl AsFd for Handed {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.queue.count.as_fd()
+    }
+}
+
+impl Drop for Handed {
+    fn drop(&mut self) {
+        let mut state = self.queue.lock();
+        state.is_open = false;
+        state.waiting.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::Listener;
+    use super::*;
+
+    #[test]
+    fn a_connection_is_accepted_in_its_turn_and_a_listener_that_is_gone_takes_none() {
+        let (listener, giver) = Listener::handed(true).unwrap();
+        assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+        let (one, first) = Stream::pair().unwrap();
+        let (two, _second) = Stream::pair().unwrap();
+        giver.give(one).unwrap();
+        giver.give(two).unwrap();
+        let accepted = listener.accept(Duration::from_secs(10)).unwrap().unwrap();
+        std::io::Write::write_all(&mut &first, b"1").unwrap();
+        let mut byte = [0];
+        accepted.read_some(&mut byte).unwrap();
+        assert_eq!(&byte, b"1");
+        assert!(listener.accept(Duration::ZERO).unwrap().is_some());
+        assert!(listener.accept(Duration::ZERO).unwrap().is_none());
+        drop(listener);
+        let (three, _third) = Stream::pair().unwrap();
+        assert!(giver.give(three).is_err());
+    }
+
+    #[test]
+    fn a_listener_that_accepts_nobody_lets_a_limited_number_wait() {
+        let (_listener, giver) = Listener::handed(true).unwrap();
+        let given = (0..=MOST).map(|_| giver.give(Stream::pair().unwrap().0));
+        let given: Vec<_> = given.map(|given| given.is_ok()).collect();
+        assert_eq!(given.iter().filter(|given| **given).count(), MOST);
+        assert!(!given[MOST]);
+    }
+}
