@@ -92,21 +92,22 @@ impl<'a> Reading<'a> {
                 Err(WireError::Truncated { .. }) => {}
                 Err(source) => return Err(MigrationError::main_wire(source)),
             }
+            // Whether something comes or not: a destination that sends a byte now and then has no more time.
+            if self.control.is_cancelled() {
+                return Err(MigrationError::Cancelled);
+            }
+            if Instant::now() > self.deadline {
+                return Err(MigrationError::Timeout {
+                    waiting_for: "what the destination says of the pages that it has".to_owned(),
+                    waited: Self::PATIENCE,
+                });
+            }
             let mut from = self.from;
-            while !from
+            if !from
                 .wait_readable(Self::TICK)
                 .map_err(MigrationError::opening)?
             {
-                if self.control.is_cancelled() {
-                    return Err(MigrationError::Cancelled);
-                }
-                if Instant::now() > self.deadline {
-                    return Err(MigrationError::Timeout {
-                        waiting_for: "what the destination says of the pages that it has"
-                            .to_owned(),
-                        waited: Self::PATIENCE,
-                    });
-                }
+                continue;
             }
             match from.read(&mut buffer).map_err(MigrationError::opening)? {
                 0 => return Err(MigrationError::main_closed()),
@@ -127,4 +128,30 @@ fn bitmap(bytes: &[u8], block: &str, pages: usize) -> Result<(Vec<u8>, usize), W
     let mut reader = Reader::new(&bytes[length..]);
     let bits = postcopy::read_bitmap(&mut reader, pages)?.to_vec();
     Ok((bits, length + reader.position()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn answers_that_come_byte_by_byte_have_no_more_time_than_others() {
+        let (here, there) = Stream::pair().unwrap();
+        // Ends with the connection.
+        let dribbling = thread::spawn(move || while (&there).write_all(&[0]).is_ok() {});
+        let control = Control::new();
+        let mut answers = Reading::new(&here, &control);
+        answers.deadline = Instant::now();
+        let ever = |bytes: &[u8]| -> Result<((), usize), WireError> {
+            assert!(bytes.len() < 1 << 30, "it is waited for on and on");
+            let (what, needed) = ("an answer", 1);
+            Err(WireError::Truncated { what, needed })
+        };
+        let error = answers.take(ever).unwrap_err();
+        assert!(matches!(error, MigrationError::Timeout { .. }), "{error}");
+        drop(here);
+        dribbling.join().unwrap();
+    }
 }
