@@ -354,7 +354,7 @@ fn file_ranges() {
             id: 7,
         },
         Reply::Refused {
-            why: Refusal::Busy,
+            why: Refusal::NotNow,
             text: "later",
         },
     ];

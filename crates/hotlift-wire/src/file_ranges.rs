@@ -47,8 +47,8 @@ pub struct Open<'a> {
 pub enum Refusal {
     /// There is no such file, or it is not one that is handed out.
     NotThere = 1,
-    /// All places are taken: the same question may be answered later.
-    Busy = 2,
+    /// All places are taken, or the system is short of something: the same question may be answered otherwise later.
+    NotNow = 2,
     /// The client's version is another one.
     Version = 3,
 }
@@ -179,7 +179,7 @@ impl<'a> Reply<'a> {
                 id: reader.be64(WHAT)?,
             },
             _ => Self::Refused {
-                why: [Refusal::NotThere, Refusal::Busy, Refusal::Version]
+                why: [Refusal::NotThere, Refusal::NotNow, Refusal::Version]
                     .into_iter()
                     .find(|why| *why as u8 == code)
                     .ok_or(WireError::Unknown {
@@ -354,7 +354,7 @@ mod tests {
                 id: u64::MAX,
             },
             Reply::Refused {
-                why: Refusal::Busy,
+                why: Refusal::NotNow,
                 text: "later",
             },
         ] {

@@ -101,9 +101,20 @@ impl Remote {
         control: &Control,
         timeout: Duration,
     ) -> Result<Stream, MigrationError> {
-        let stream = self.address.connect_for(control, timeout)?;
-        let secured = self.secure(stream, timeout, &|| control.is_cancelled());
-        match control.is_cancelled() {
+        self.connect_unless(timeout, &|| control.is_cancelled())
+    }
+
+    /// The same, unless it is `stopped` meanwhile.
+    pub(crate) fn connect_unless(
+        &self,
+        timeout: Duration,
+        stopped: &dyn Fn() -> bool,
+    ) -> Result<Stream, MigrationError> {
+        let connected = self.address.connect_unless(timeout, stopped);
+        let secured = connected
+            .map_err(MigrationError::from)
+            .and_then(|stream| self.secure(stream, timeout, stopped));
+        match stopped() {
             true => Err(MigrationError::Cancelled),
             false => secured,
         }

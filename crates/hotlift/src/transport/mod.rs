@@ -32,8 +32,6 @@ use handed::Handed;
 pub(crate) use tcp::UNSENT;
 pub use unix::UnixSocketFile;
 
-use crate::control::Control;
-use crate::error::MigrationError;
 use secured::{GuestParts, Secured};
 
 /// Why an address could not be used.
@@ -171,22 +169,9 @@ impl Address {
         self.connect_unless(timeout, &|| false)
     }
 
-    /// The same for one that is cancelled, within a second, by `control`. Only a name that the system's
-    /// resolver looks for is waited for.
-    pub(crate) fn connect_for(
-        &self,
-        control: &Control,
-        timeout: Duration,
-    ) -> Result<Stream, MigrationError> {
-        let is_over = || control.is_cancelled();
-        let connected = self.connect_unless(timeout, &is_over);
-        if is_over() {
-            return Err(MigrationError::Cancelled);
-        }
-        Ok(connected?)
-    }
-
-    fn connect_unless(
+    /// The same, unless it is `stopped` meanwhile, within a second. Only a name that the system's resolver looks for is
+    /// waited for.
+    pub(crate) fn connect_unless(
         &self,
         timeout: Duration,
         stopped: &dyn Fn() -> bool,

@@ -2,8 +2,9 @@
 //! costs a round trip.
 
 use super::FileError;
+use super::exchange::Range;
 use super::layout::Entry;
-use super::remote::{Range, RemoteReader};
+use super::remote::RemoteReader;
 
 /// Bytes between two blocks that are read rather than left out.
 const GAP: u64 = 16 << 10;

@@ -60,7 +60,15 @@ pub fn describe(
     verify: bool,
     control: &Control,
 ) -> Result<Description, MigrationError> {
-    let file = BlockFile::open_at(&at.into(), control)?;
+    let read = read(&at.into(), verify, control);
+    match control.is_cancelled() {
+        true => Err(MigrationError::Cancelled),
+        false => read,
+    }
+}
+
+fn read(at: &Location, verify: bool, control: &Control) -> Result<Description, MigrationError> {
+    let file = BlockFile::open_at(at, control)?;
     let memory = Options::default().memory(0);
     let mut blocks = Blocks::new(file.seed(), &memory, control);
     let mut verified = 0;

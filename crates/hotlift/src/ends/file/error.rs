@@ -175,9 +175,12 @@ pub enum ServerError {
     /// The other side has closed it.
     #[error("its server closed the connection")]
     Closed,
-    /// All places are taken.
-    #[error("its server has no place for another connection")]
-    Busy,
+    /// It may do later what it cannot do now.
+    #[error("its server cannot hand it out just now: {reason}")]
+    NotNow {
+        /// The server's words.
+        reason: String,
+    },
     /// The other side says something else than a file server does.
     #[error("what listens there is no file server")]
     Protocol(#[source] WireError),

@@ -12,7 +12,7 @@
 //! | `source` | all pages of either, for an eager restore |
 //! | `location` | where a file is: a path, or a name at a server |
 //! | `place_reader` | a file that is read from any place |
-//! | `remote`, `ahead` | the same on another host: connections, what is tried again, few large reads for many small ones |
+//! | `remote`, `exchange`, `ahead` | the same on another host: what is tried again; one connection; few large reads for many small ones |
 //! | `server` | hands the files of a folder out |
 //! | `partial` | a file that gets its name when it is whole |
 //!
@@ -25,6 +25,7 @@ mod block_reader;
 mod block_sink;
 mod describe;
 mod error;
+mod exchange;
 mod index;
 mod layout;
 mod location;

@@ -9,8 +9,9 @@ use std::time::Duration;
 use hotlift_wire::limits::FILE_READ;
 
 use super::FileError;
+use super::exchange::Range;
 use super::location::Location;
-use super::remote::{Range, RemoteReader};
+use super::remote::RemoteReader;
 use crate::control::Control;
 
 /// A file that is open, and its name for errors.

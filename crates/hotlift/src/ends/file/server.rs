@@ -21,8 +21,8 @@ use rustix::io::Errno;
 
 use super::block_file::read_ends;
 use super::error::{FileError, ServerError};
+use super::exchange::Wait;
 use super::place_reader::PlaceReader;
-use super::remote::receive;
 use crate::control::Control;
 use crate::error::{MigrationError, error_line};
 use crate::threads::{lock, spawn};
@@ -31,9 +31,6 @@ use crate::transport::{Acceptor, Listener, Stream};
 
 /// Connections that read at once. A restore has as many as threads, five at most.
 const MOST: usize = 256;
-
-/// As many more are told that there is no place; others are closed without a word.
-const MOST_AT_ALL: usize = 2 * MOST;
 
 /// How long one who has connected may take to say which file.
 const OPENING: Duration = Duration::from_secs(10);
@@ -90,11 +87,24 @@ pub fn serve(
     control: &Control,
     on_event: &(dyn Fn(ServerEvent) + Sync),
 ) -> Result<(), MigrationError> {
+    serve_some(listener, tls, folder, control, (on_event, MOST))
+}
+
+/// The same for so many connections that read at once.
+pub(super) fn serve_some(
+    listener: &Listener,
+    tls: Option<Arc<Tls>>,
+    folder: &Path,
+    control: &Control,
+    (on_event, most): (&(dyn Fn(ServerEvent) + Sync), usize),
+) -> Result<(), MigrationError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(folder, flags, Mode::empty());
     let server = Server {
         folder: opened.map_err(|errno| FileError::read(folder, errno.into()))?,
         path: folder.to_owned(),
+        control,
+        most,
         on_event,
         guests: Mutex::default(),
     };
@@ -146,6 +156,9 @@ fn wait_for(acceptor: &Acceptor<'_>) -> io::Result<()> {
 struct Server<'a> {
     folder: OwnedFd,
     path: PathBuf,
+    control: &'a Control,
+    /// Connections that read at once; as many more are told that there is no place, and others are closed without a word.
+    most: usize,
     on_event: &'a (dyn Fn(ServerEvent) + Sync),
     guests: Mutex<Guests>,
 }
@@ -190,14 +203,14 @@ impl Server<'_> {
         let (place, is_full) = {
             let mut guests = lock(&self.guests);
             let there = guests.connections.len();
-            if there >= MOST_AT_ALL {
+            if there >= 2 * self.most {
                 return;
             }
             let number = guests.next;
             guests.next += 1;
             guests.connections.insert(number, Arc::clone(&stream));
             let guests = &self.guests;
-            (Place { guests, number }, there >= MOST)
+            (Place { guests, number }, there >= self.most)
         };
         let serving = spawn(scope, "files/serve".to_owned(), move || {
             let _place = place;
@@ -225,8 +238,8 @@ impl Server<'_> {
             });
         };
         let mut bytes = Vec::new();
-        let deadline = Instant::now() + OPENING;
-        let opening = receive(stream, Some(deadline), &mut bytes, |bytes| {
+        let is_over = || self.control.is_cancelled();
+        let opening = Wait::new(OPENING, &is_over).receive(stream, &mut bytes, |bytes| {
             let (open, length) = Open::decode(bytes)?;
             Ok(((open.version, open.visitor, open.name.to_owned()), length))
         });
@@ -237,10 +250,8 @@ impl Server<'_> {
             Err(error) => return refused(error_line(&error)),
         };
         let outcome = match version {
-            VERSION if is_full => Err((Refusal::Busy, "all places are taken".to_owned())),
-            VERSION => self
-                .open(&name)
-                .map_err(|reason| (Refusal::NotThere, reason)),
+            VERSION if is_full => Err((Refusal::NotNow, "all places are taken".to_owned())),
+            VERSION => self.open(&name),
             _ => Err((
                 Refusal::Version,
                 format!("it speaks version {VERSION} of this protocol, and not {version}"),
@@ -276,9 +287,19 @@ impl Server<'_> {
         }
     }
 
-    /// The save file of that name.
-    fn open(&self, name: &str) -> Result<Handed, String> {
-        let not_there = || "there is no save file of that name".to_owned();
+    /// The save file of that name, or why it is not handed out.
+    fn open(&self, name: &str) -> Result<Handed, (Refusal, String)> {
+        let not_there = || {
+            let reason = "there is no save file of that name";
+            (Refusal::NotThere, reason.to_owned())
+        };
+        let failed = |what: &str, error: &io::Error| {
+            let why = match is_passing(error) {
+                true => Refusal::NotNow,
+                false => Refusal::NotThere,
+            };
+            (why, format!("{what}: {error}"))
+        };
         if name.starts_with('.') || name.contains(['/', '\0']) {
             return Err(not_there());
         }
@@ -288,18 +309,20 @@ impl Server<'_> {
         let file = match openat(&self.folder, name, flags, Mode::empty()) {
             Ok(file) => File::from(file),
             Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Err(not_there()),
-            Err(errno) => return Err(format!("it cannot be opened: {errno}")),
+            Err(errno) => return Err(failed("it cannot be opened", &errno.into())),
         };
-        if !file.metadata().is_ok_and(|about| about.is_file()) {
-            return Err(not_there());
+        match file.metadata() {
+            Ok(about) if about.is_file() => {}
+            Ok(_) => return Err(not_there()),
+            Err(error) => return Err(failed("it cannot be read", &error)),
         }
         let read = PlaceReader::of(file, &self.path.join(name)).and_then(|file| {
             let (info, ..) = read_ends(&file)?;
             Ok(Handed { file, id: info.id })
         });
         read.map_err(|error| match error {
-            FileError::Read { source, .. } => format!("it cannot be read: {source}"),
-            error => error_line(&error),
+            FileError::Read { source, .. } => failed("it cannot be read", &source),
+            error => (Refusal::NotThere, error_line(&error)),
         })
     }
 
@@ -348,6 +371,23 @@ impl Visiting {
             time: self.since.elapsed(),
         }
     }
+}
+
+/// Whether the same may go well later: the system is short of something, or a disk or a network file system is in trouble.
+fn is_passing(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(
+            Errno::MFILE
+                | Errno::NFILE
+                | Errno::NOMEM
+                | Errno::INTR
+                | Errno::AGAIN
+                | Errno::IO
+                | Errno::STALE
+                | Errno::TIMEDOUT
+        )
+    )
 }
 
 /// Says at the end that a connection of a visit is gone.

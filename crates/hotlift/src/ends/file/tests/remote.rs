@@ -1,30 +1,32 @@
 //! Files that a server hands out: they read as on its own disk, whatever becomes of the connections.
 
 use std::fs;
-use std::io::{Read as _, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
-use std::os::unix::fs::symlink;
-use std::os::unix::net::UnixListener;
+use std::os::unix::fs::{FileExt, symlink};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use hotlift_testkit::proxy::{Ending, Proxy};
-use hotlift_wire::file_ranges::{Open, Reply, VERSION};
+use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Reply, VERSION};
 
 use super::{folder, read, save};
 use crate::control::Control;
 use crate::ends::file::error::ServerError;
+use crate::ends::file::server::serve_some;
 use crate::ends::file::{
-    BlockFile, FileError, Location, RemoteFile, ServerEvent, describe, inspect, serve,
+    BlockFile, FileError, Location, RemoteFile, ServerEvent, describe, inspect,
 };
 use crate::error::{MigrationError, error_line};
 use crate::threads::lock;
 use crate::tls::Tls;
 use crate::tls::tests::some_tls;
-use crate::transport::Address;
+use crate::transport::{Address, Stream};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -38,6 +40,11 @@ struct Serving {
 
 impl Serving {
     fn start(folder: &Path, at: &Address, tls: Option<Arc<Tls>>) -> Self {
+        Self::with_places(folder, at, tls, 64)
+    }
+
+    /// For so many who read at once.
+    fn with_places(folder: &Path, at: &Address, tls: Option<Arc<Tls>>, places: usize) -> Self {
         let listener = at.listen().unwrap();
         let address = listener.address().unwrap();
         let control = Control::new();
@@ -52,7 +59,7 @@ impl Serving {
                     event => format!("{event:?}"),
                 });
             };
-            serve(&listener, tls, &folder, &ends, &on_event).unwrap();
+            serve_some(&listener, tls, &folder, &ends, (&on_event, places)).unwrap();
         });
         Self {
             address,
@@ -106,6 +113,18 @@ fn refusal(file: &RemoteFile) -> FileError {
         Ok(_) => panic!("{file} is handed out"),
         Err(error) => error,
     }
+}
+
+/// Opens file `vm`.
+fn question() -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let open = Open {
+        version: VERSION,
+        visitor: 1,
+        name: "vm",
+    };
+    open.encode(&mut bytes).unwrap();
+    bytes
 }
 
 #[test]
@@ -219,13 +238,7 @@ fn strangers_are_told_so_and_take_nothing_from_others() {
     drop(serving);
 
     let serving = Serving::unix(folder.path());
-    let mut open_none = Vec::new();
-    let question = Open {
-        version: VERSION,
-        visitor: 1,
-        name: "vm",
-    };
-    question.encode(&mut open_none).unwrap();
+    let open_none = question();
     let mut newer = b"HLFO".to_vec();
     newer.extend_from_slice(&9_u32.to_be_bytes());
     let too_much = [&open_none[..], &[0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0, 0, 0]].concat();
@@ -353,5 +366,181 @@ fn a_wait_for_a_server_ends_when_its_time_is_over_or_nobody_wants_the_file() {
         }
         patient.remote().unwrap().give_up();
         assert!(reading.join().unwrap().is_err());
+    });
+}
+
+/// Somebody who has opened file `vm`, and reads nothing of it. `None`: the server had no place for him.
+fn idle(at: &Address) -> Option<Stream> {
+    let stream = at.connect(LONG).unwrap();
+    stream.set_read_timeout(LONG).unwrap();
+    (&stream).write_all(&question()).unwrap();
+    let mut answer = [0; 21];
+    (&stream).read_exact(&mut answer[..5]).ok()?;
+    if answer[4] > 0 {
+        return None;
+    }
+    (&stream).read_exact(&mut answer[5..]).unwrap();
+    Some(stream)
+}
+
+#[test]
+fn a_full_server_says_so_and_whoever_reads_already_waits_for_a_place() {
+    let folder = folder();
+    let expected = save(&folder.path().join("vm"), "zstd");
+    let path = folder.path().join("socket");
+    let serving = Serving::with_places(
+        folder.path(),
+        &Address::Unix { path: path.clone() },
+        None,
+        2,
+    );
+    let between = folder.path().join("between");
+    let proxy = Proxy::unix(&between, &path).unwrap();
+    let file = open(&RemoteFile {
+        address: Address::Unix { path: between },
+        ..serving.file("vm")
+    });
+    let file = file.unwrap();
+    file.persist(LONG);
+    let first = idle(&serving.address).unwrap();
+    let error = error_line(&refusal(&serving.file("vm")));
+    assert!(error.contains("all places are taken"), "{error}");
+    // The reader loses its connection, and somebody else takes the place.
+    proxy.cut(Ending::Fin, 0);
+    let second = loop {
+        if let Some(second) = idle(&serving.address) {
+            break second;
+        }
+        thread::yield_now();
+    };
+    thread::scope(|scope| {
+        let reading = scope.spawn(|| read(&file, 0));
+        while !file.remote().unwrap().is_lost() {
+            thread::yield_now();
+        }
+        drop(second);
+        assert_eq!(reading.join().unwrap().unwrap(), expected);
+    });
+    drop(first);
+}
+
+/// A server at `socket` of one connection, on which file `vm` is open: each read is answered by what `answer` makes of it.
+fn one_connection(
+    socket: &Path,
+    mut answer: impl FnMut(&UnixStream, Read, Vec<u8>) -> io::Result<()> + Send + 'static,
+) -> JoinHandle<()> {
+    let file = fs::File::open(socket.with_file_name("vm")).unwrap();
+    let listener = UnixListener::bind(socket).unwrap();
+    thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.read_exact(&mut vec![0; question().len()]).unwrap();
+        let opened = Reply::Opened {
+            length: file.metadata().unwrap().len(),
+            id: 1,
+        };
+        let mut bytes = Vec::new();
+        opened.encode(&mut bytes);
+        stream.write_all(&bytes).unwrap();
+        let mut request = [0; READ_LEN];
+        while stream.read_exact(&mut request).is_ok() {
+            let read = Read::decode(&request).unwrap();
+            let mut content = vec![0; read.length];
+            let got = file.read_at(&mut content, read.position).unwrap();
+            content.truncate(got);
+            if answer(&stream, read, content).is_err() {
+                return;
+            }
+        }
+    })
+}
+
+/// File `vm` at such a server.
+fn at(socket: &Path) -> RemoteFile {
+    RemoteFile {
+        address: Address::Unix {
+            path: socket.to_owned(),
+        },
+        name: "vm".to_owned(),
+        tls: None,
+    }
+}
+
+fn answer(mut stream: &UnixStream, content: &[u8]) -> io::Result<()> {
+    let mut bytes = Vec::new();
+    Answer::Bytes(content.len()).encode(&mut bytes).unwrap();
+    bytes.extend_from_slice(content);
+    stream.write_all(&bytes)
+}
+
+#[test]
+fn a_part_that_a_server_cannot_read_for_a_moment_is_asked_for_again() {
+    let folder = folder();
+    let expected = save(&folder.path().join("vm"), "zstd");
+    let socket = folder.path().join("socket");
+    let mut reads = 0;
+    let serving = one_connection(&socket, move |mut stream, _, content| {
+        reads += 1;
+        // The first reads are of whoever opens the file, and has no patience yet.
+        if reads < 8 || reads % 2 > 0 {
+            return answer(stream, &content);
+        }
+        let mut bytes = Vec::new();
+        let failed = Answer::Failed("Input/output error (os error 5)");
+        failed.encode(&mut bytes).unwrap();
+        stream.write_all(&bytes)
+    });
+    let file = open(&at(&socket)).unwrap();
+    file.persist(LONG);
+    assert_eq!(read(&file, 0).unwrap(), expected);
+    drop(file);
+    serving.join().unwrap();
+}
+
+/// Why a read of a server that answers nothing has ended.
+fn is_called_off(error: &FileError) -> bool {
+    let FileError::Server { source, .. } = error else {
+        return false;
+    };
+    matches!(&**source, ServerError::Connection(error) if error.kind() == io::ErrorKind::Interrupted)
+}
+
+#[test]
+fn a_cancel_ends_reads_of_a_server_that_answers_nothing() {
+    let folder = folder();
+    save(&folder.path().join("vm"), "zstd");
+    let socket = folder.path().join("socket");
+    let (asked, is_asked) = channel();
+    let serving = one_connection(&socket, move |_, _, _| {
+        asked.send(()).map_err(io::Error::other)
+    });
+    let control = Control::new();
+    thread::scope(|scope| {
+        let opening = scope.spawn(|| inspect(&Location::Server(at(&socket)), &control));
+        is_asked.recv().unwrap();
+        control.cancel();
+        let error = opening.join().unwrap().unwrap_err();
+        assert!(is_called_off(&error), "{error:?}");
+    });
+    serving.join().unwrap();
+}
+
+#[test]
+fn a_connection_that_is_being_opened_ends_when_nobody_wants_the_file() {
+    let folder = folder();
+    save(&folder.path().join("vm"), "zstd");
+    let serving = Serving::unix(folder.path());
+    let file = open(&serving.file("vm")).unwrap();
+    file.persist(LONG);
+    drop(serving);
+    let silent = UnixListener::bind(folder.path().join("socket")).unwrap();
+    thread::scope(|scope| {
+        let reading = scope.spawn(|| read(&file, 0));
+        let (mut stream, _) = silent.accept().unwrap();
+        stream.read_exact(&mut vec![0; question().len()]).unwrap();
+        file.remote().unwrap().give_up();
+        let MigrationError::File(error) = reading.join().unwrap().unwrap_err() else {
+            panic!("another error");
+        };
+        assert!(is_called_off(&error), "{error:?}");
     });
 }

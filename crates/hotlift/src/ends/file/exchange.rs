@@ -1,0 +1,271 @@
+//! One connection with a file server: questions and answers.
+//!
+//! A message has a deadline as a whole. A time-out between two bytes alone would be no limit: a server that sends a byte now and
+//! then would keep a guest waiting for as long as it likes.
+
+use std::io::{self, Write as _};
+use std::time::{Duration, Instant};
+
+use hotlift_tls::ALERT_BEGINS;
+use hotlift_wire::WireError;
+use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Refusal, Reply, VERSION};
+
+use super::error::{FileError, ServerError};
+use super::location::RemoteFile;
+use crate::error::{MigrationError, printable};
+use crate::tls::{Remote, TlsError};
+use crate::transport::Stream;
+
+/// How long a connection may take.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// How long a server may take for an answer, besides the time for its bytes. A host that lost its power acknowledges nothing, and
+/// TCP alone would try for a quarter of an hour.
+const ANSWER: Duration = Duration::from_secs(20);
+
+/// Bytes a second that are counted for the bytes of an answer: a fourth of what each of a restore's five connections has of a
+/// link with 10 Mbit/s.
+const SLOWEST: u64 = 64 << 10;
+
+/// Between two looks whether an answer is still wanted.
+const TICK: Duration = Duration::from_millis(100);
+
+/// Bytes of the file that are wanted.
+pub(super) struct Range<'a> {
+    position: u64,
+    into: &'a mut [u8],
+    /// How many of them there are: fewer only where the file ends.
+    pub got: usize,
+}
+
+impl<'a> Range<'a> {
+    /// All of `into`, from a position on.
+    pub(super) fn new((position, into): (u64, &'a mut [u8])) -> Self {
+        Self {
+            position,
+            into,
+            got: 0,
+        }
+    }
+}
+
+/// What a server says of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Opened {
+    pub length: u64,
+    pub id: u64,
+}
+
+/// Why a read came to nothing.
+pub(super) enum Trouble {
+    /// The connection is of no use any more; another one may be.
+    Lost(ServerError),
+    /// The server could not read the file; the connection serves on.
+    Unread(FileError),
+    Final(FileError),
+}
+
+impl From<ServerError> for Trouble {
+    fn from(error: ServerError) -> Self {
+        Self::Lost(error)
+    }
+}
+
+impl From<io::Error> for Trouble {
+    fn from(source: io::Error) -> Self {
+        ServerError::Connection(source).into()
+    }
+}
+
+/// How long bytes are waited for.
+pub(super) struct Wait<'a> {
+    until: Instant,
+    /// Whether nobody wants them any more.
+    is_over: &'a dyn Fn() -> bool,
+}
+
+impl<'a> Wait<'a> {
+    pub(super) fn new(time: Duration, is_over: &'a dyn Fn() -> bool) -> Self {
+        Self {
+            until: Instant::now() + time,
+            is_over,
+        }
+    }
+
+    /// Fills `into`.
+    fn read_exact(&self, stream: &Stream, into: &mut [u8]) -> Result<(), ServerError> {
+        let mut there = 0;
+        while there < into.len() {
+            let left = self.until.saturating_duration_since(Instant::now());
+            let ended = match (self.is_over)() {
+                true => Some(io::ErrorKind::Interrupted),
+                false => left.is_zero().then_some(io::ErrorKind::TimedOut),
+            };
+            if let Some(kind) = ended {
+                return Err(ServerError::Connection(kind.into()));
+            }
+            match stream.read_within(&mut into[there..], left.min(TICK)) {
+                Ok(0) => return Err(ServerError::Closed),
+                Ok(read) => there += read,
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => {}
+                Err(error) => return Err(ServerError::Connection(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a message into the empty `buffer`, and nothing behind it.
+    pub(super) fn receive<T>(
+        &self,
+        stream: &Stream,
+        buffer: &mut Vec<u8>,
+        decode: impl Fn(&[u8]) -> Result<(T, usize), WireError>,
+    ) -> Result<T, ServerError> {
+        loop {
+            let needed = match decode(buffer) {
+                Ok((message, _)) => return Ok(message),
+                Err(WireError::Truncated { needed, .. }) => needed,
+                Err(error) => return Err(ServerError::Protocol(error)),
+            };
+            let there = buffer.len();
+            buffer.resize(there + needed, 0);
+            if let Err(error) = self.read_exact(stream, &mut buffer[there..]) {
+                buffer.truncate(there);
+                return Err(error);
+            }
+        }
+    }
+}
+
+/// A connection on which the file is open, unless nobody wants it any more.
+pub(super) fn connect(
+    file: &RemoteFile,
+    visitor: u64,
+    is_over: &dyn Fn() -> bool,
+) -> Result<(Stream, Opened), Trouble> {
+    let remote = Remote::new(&file.address, file.tls.clone());
+    let stream = remote.connect_unless(CONNECT, is_over).map_err(|error| {
+        let is_final = match &error {
+            MigrationError::Tls(error) => !matches!(
+                error,
+                TlsError::Closed | TlsError::TimedOut { .. } | TlsError::Io(_)
+            ),
+            error => !matches!(error, MigrationError::Transport(_)),
+        };
+        let source = ServerError::Connect(Box::new(error));
+        match is_final {
+            true => Trouble::Final(FileError::server(file, source)),
+            false => Trouble::Lost(source),
+        }
+    })?;
+    stream.set_timeouts(ANSWER)?;
+    let mut bytes = Vec::new();
+    let open = Open {
+        version: VERSION,
+        visitor,
+        name: &file.name,
+    };
+    let encoded = open.encode(&mut bytes).map_err(ServerError::Protocol);
+    encoded.map_err(|source| Trouble::Final(FileError::server(file, source)))?;
+    (&stream).write_all(&bytes)?;
+    bytes.clear();
+    let reply = Wait::new(ANSWER, is_over).receive(&stream, &mut bytes, |bytes| {
+        let (reply, length) = Reply::decode(bytes)?;
+        let owned = match reply {
+            Reply::Opened { length, id } => Ok(Opened { length, id }),
+            Reply::Refused { why, text } => Err((why, printable(text))),
+        };
+        Ok((owned, length))
+    });
+    let failed = |source| Trouble::Final(FileError::server(file, source));
+    match reply {
+        Ok(Ok(opened)) => Ok((stream, opened)),
+        Ok(Err((Refusal::NotNow, reason))) => Err(Trouble::Lost(ServerError::NotNow { reason })),
+        Ok(Err((Refusal::NotThere | Refusal::Version, reason))) => {
+            let file = file.to_string();
+            Err(Trouble::Final(FileError::Refused { file, reason }))
+        }
+        Err(ServerError::Protocol(_)) if bytes.starts_with(&ALERT_BEGINS) => {
+            let source = Box::new(MigrationError::SpeaksTls);
+            Err(failed(ServerError::Connect(source)))
+        }
+        Err(source @ ServerError::Protocol(_)) => Err(failed(source)),
+        Err(lost) => Err(Trouble::Lost(lost)),
+    }
+}
+
+/// Asks for all ranges, and takes the answers.
+pub(super) fn exchange(
+    mut stream: &Stream,
+    file: &RemoteFile,
+    ranges: &mut [Range<'_>],
+    is_over: &dyn Fn() -> bool,
+) -> Result<(), Trouble> {
+    let mut requests = Vec::with_capacity(ranges.len() * READ_LEN);
+    let mut expected = 0;
+    for range in &*ranges {
+        let read = Read {
+            position: range.position,
+            length: range.into.len(),
+        };
+        requests.extend_from_slice(&read.encode());
+        expected += range.into.len() as u64;
+    }
+    stream.write_all(&requests)?;
+    let wait = Wait::new(ANSWER + Duration::from_secs(expected / SLOWEST), is_over);
+    let mut head = Vec::new();
+    let mut failure = None;
+    for range in ranges {
+        head.clear();
+        let answer = wait.receive(stream, &mut head, |bytes| {
+            let (answer, length) = Answer::decode(bytes, range.into.len())?;
+            let owned = match answer {
+                Answer::Bytes(length) => Ok(length),
+                Answer::Failed(reason) => Err(printable(reason)),
+            };
+            Ok((owned, length))
+        })?;
+        match answer {
+            Ok(length) => {
+                wait.read_exact(stream, &mut range.into[..length])?;
+                range.got = length;
+            }
+            // The other answers are taken all the same: the connection serves on.
+            Err(reason) => {
+                failure.get_or_insert(FileError::Unread {
+                    file: file.to_string(),
+                    position: range.position,
+                    reason,
+                });
+            }
+        }
+    }
+    failure.map_or(Ok(()), |error| Err(Trouble::Unread(error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_message_that_comes_byte_by_byte_has_no_more_time_than_others() {
+        let (here, there) = Stream::pair().unwrap();
+        // Ends with the connection.
+        let dribbling = thread::spawn(move || while (&there).write_all(&[0]).is_ok() {});
+        let mut message = Vec::new();
+        let wait = Wait::new(Duration::from_millis(1), &|| false);
+        let received = wait.receive(&here, &mut message, |bytes| -> Result<((), usize), _> {
+            assert!(bytes.len() < 1 << 24, "it is waited for on and on");
+            let (what, needed) = ("a message", 1);
+            Err(WireError::Truncated { what, needed })
+        });
+        let Err(ServerError::Connection(error)) = received else {
+            panic!("{received:?}");
+        };
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        drop(here);
+        dribbling.join().unwrap();
+    }
+}
