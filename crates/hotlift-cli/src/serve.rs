@@ -53,6 +53,9 @@ pub struct ServeArgs {
         conflicts_with_all = ["qmp", "command", "data_port", "control", "monitor"]
     )]
     files: Option<PathBuf>,
+    /// With --files: say what happens as lines of JSON on standard output
+    #[arg(long, requires = "files")]
+    pub(crate) json: bool,
     /// Port for the pages, on the same addresses [default: one that is free]
     #[arg(
         long,

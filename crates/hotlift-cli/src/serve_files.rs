@@ -10,39 +10,111 @@ use hotlift_console::output::{complain, say};
 use hotlift_console::progress::bytes;
 use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
+use serde::Serialize;
 
 use crate::error::CommandError;
 use crate::serve::{ServeArgs, address_of};
+
+/// What has happened, as it is told: in words, or as a line of JSON with these fields.
+#[derive(Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+enum Event {
+    Listening {
+        address: String,
+    },
+    Begun {
+        host: String,
+        name: String,
+    },
+    Ended {
+        host: String,
+        name: String,
+        bytes: u64,
+        seconds: f64,
+    },
+    Refused {
+        host: String,
+        reason: String,
+    },
+    Trouble {
+        reason: String,
+    },
+}
+
+impl Event {
+    fn of(event: ServerEvent) -> Option<Self> {
+        Some(match event {
+            ServerEvent::Begun(visit) => Self::Begun {
+                host: visit.host,
+                name: visit.name,
+            },
+            ServerEvent::Ended(visit) => Self::Ended {
+                host: visit.host,
+                name: visit.name,
+                bytes: visit.bytes,
+                seconds: visit.time.as_secs_f64(),
+            },
+            ServerEvent::Refused { host, reason } => Self::Refused { host, reason },
+            ServerEvent::Trouble(error) => Self::Trouble {
+                reason: error_line(&error),
+            },
+            _ => return None,
+        })
+    }
+
+    /// Nothing is wrong, and nobody waits for it.
+    fn is_progress(&self) -> bool {
+        matches!(self, Self::Begun { .. } | Self::Ended { .. })
+    }
+
+    fn tell(&self, as_json: bool) {
+        if as_json {
+            // Neither a map nor a number that JSON lacks is in there.
+            if let Ok(line) = serde_json::to_string(self) {
+                say!("{line}");
+            }
+            return;
+        }
+        match self {
+            Self::Listening { address } => say!("listening on {address}"),
+            Self::Begun { host, name } => complain!("{host} reads {}", name.escape_debug()),
+            Self::Ended {
+                host,
+                name,
+                bytes: read,
+                seconds,
+            } => {
+                let (read, name) = (bytes(*read), name.escape_debug());
+                complain!("{host} has read {read} of {name} in {seconds:.1} s");
+            }
+            Self::Refused { host, reason } => complain!("hotlift: {host} was sent away: {reason}"),
+            Self::Trouble { reason } => {
+                complain!("hotlift: a connection was not taken: {reason}");
+            }
+        }
+    }
+}
 
 /// Serves the files of `folder` until a signal comes, which is the end that is meant for it.
 pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(), CommandError> {
     let tls = security::tls(&args.limits.options(), &args.listen)?;
     let listener = args.listen.listen()?;
-    say!("listening on {}", address_of(&listener)?);
+    let address = address_of(&listener)?.to_string();
+    Event::Listening { address }.tell(args.json);
     // Why no connection could be taken, as it was last said.
     let trouble = Mutex::new(String::new());
-    let on_event = |event: ServerEvent| match event {
-        ServerEvent::Begun(visit) if !args.quiet => {
-            complain!("{} reads {}", visit.host, visit.name.escape_debug());
+    let on_event = |event: ServerEvent| {
+        let Some(event) = Event::of(event).filter(|event| !args.quiet || !event.is_progress())
+        else {
+            return;
+        };
+        if let Event::Trouble { reason } = &event
+            && let Ok(mut said) = trouble.lock()
+            && std::mem::replace(&mut *said, reason.clone()) == *reason
+        {
+            return;
         }
-        ServerEvent::Ended(visit) if !args.quiet => {
-            let (read, name) = (bytes(visit.bytes), visit.name.escape_debug());
-            let seconds = visit.time.as_secs_f64();
-            complain!("{} has read {read} of {name} in {seconds:.1} s", visit.host);
-        }
-        ServerEvent::Refused { host, reason } => {
-            complain!("hotlift: {host} was sent away: {reason}");
-        }
-        ServerEvent::Trouble(error) => {
-            let reason = error_line(&error);
-            if let Ok(mut said) = trouble.lock()
-                && *said != reason
-            {
-                complain!("hotlift: a connection was not taken: {reason}");
-                *said = reason;
-            }
-        }
-        _ => {}
+        event.tell(args.json);
     };
     let control = Control::new();
     let served = interrupt.cancelling(&control, || {

@@ -1,9 +1,9 @@
 //! `hotlift show`: what is in a save file.
 
 use clap::Args;
-use hotlift::Control;
 use hotlift::file::{Description, Location, describe};
-use hotlift_console::error::error_line;
+use hotlift::{Control, MigrationError};
+use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::bytes;
 use hotlift_console::security::SecurityArgs;
@@ -39,8 +39,11 @@ pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
     };
     let file = args.file.clone().with_tls(tls);
     let described = interrupt.cancelling(&control, || describe(&file, args.verify, &control));
-    let description = described.map_err(|error| CommandError::Show {
-        reason: error_line(&error),
+    let description = described.map_err(|error| match error {
+        MigrationError::Cancelled => ConsoleError::Interrupted.into(),
+        error => CommandError::Show {
+            reason: error_line(&error),
+        },
     })?;
     Ok(args.output.print(&description, || table(&description))?)
 }

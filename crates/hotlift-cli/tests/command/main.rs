@@ -13,6 +13,7 @@ mod bench;
 mod certs;
 mod demo;
 mod environment;
+mod file_server;
 mod guest_run;
 mod help;
 mod hmp;

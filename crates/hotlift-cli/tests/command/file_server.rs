@@ -1,0 +1,98 @@
+//! `serve --files` and who reads from it, without a VM.
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::net::UnixListener;
+
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
+use serde_json::{Value, json};
+
+use crate::hotlift::{Hotlift, errors};
+
+fn show(at: &str) -> (Option<i32>, String) {
+    let (status, said) = Hotlift::start(&["show", at]).wait();
+    let errors: Vec<_> = errors(&said).into_iter().cloned().collect();
+    (status.code(), errors.join("\n"))
+}
+
+#[test]
+fn a_server_tells_what_happens_as_lines_of_json() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let files = format!("--files={}", folder.path().display());
+    let uri = format!("unix:{}", folder.path().join("socket").display());
+    let listen = format!("--listen={uri}");
+    let mut serve = Hotlift::start(&["serve", &listen, &files, "--json"]);
+    serve.wait_for("listening");
+    let (code, said) = show(&format!("{uri}/missing"));
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("no save file of that name"), "{said}");
+    serve.wait_for("refused");
+    serve.signal(Signal::TERM);
+    let (status, said) = serve.wait();
+    assert!(status.success(), "{said:?}");
+    let events: Vec<Value> = said
+        .iter()
+        .map(|line| serde_json::from_str(line).expect("a line of JSON"))
+        .collect();
+    assert_eq!(
+        events,
+        [
+            json!({ "event": "listening", "address": uri }),
+            json!({
+                "event": "refused",
+                "host": "this host",
+                "reason": "missing: there is no save file of that name",
+            }),
+        ]
+    );
+}
+
+#[test]
+fn a_server_that_is_short_of_file_descriptors_does_not_say_that_a_file_is_missing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let files = format!("--files={}", folder.path().display());
+    let uri = format!("unix:{}", folder.path().join("socket").display());
+    let mut serve = Hotlift::start(&["serve", &format!("--listen={uri}"), &files]);
+    serve.wait_for("listening");
+    let open: Vec<u64> = fs::read_dir(format!("/proc/{}/fd", serve.pid()))
+        .expect("it runs")
+        .map(|entry| entry.expect("a descriptor").file_name())
+        .map(|name| name.to_str().and_then(|name| name.parse().ok()))
+        .map(|number| number.expect("a number"))
+        .collect();
+    let free = (0..).find(|number| !open.contains(number));
+    // Enough for a connection, and not for a file besides.
+    let limit = Rlimit {
+        current: free.map(|number| number + 1),
+        ..getrlimit(Resource::Nofile)
+    };
+    let pid = Pid::from_raw(serve.pid());
+    let before = prlimit(pid, Resource::Nofile, limit).expect("a limit");
+    let missing = format!("{uri}/missing");
+    let (_, said) = show(&missing);
+    assert!(said.contains("just now"), "{said}");
+    assert!(said.contains("Too many open files"), "{said}");
+    prlimit(pid, Resource::Nofile, before).expect("a limit");
+    let (_, said) = show(&missing);
+    assert!(said.contains("no save file of that name"), "{said}");
+}
+
+#[test]
+fn ctrl_c_ends_what_waits_for_a_file_server_that_is_silent() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket");
+    let silent = UnixListener::bind(&socket).expect("it listens");
+    let file = format!("unix:{}/vm", socket.display());
+    for command in [
+        &["show", &file][..],
+        &["restore", &file, "--qmp=/nowhere"],
+        &["restore", "--lazy", &file, "--qmp=/nowhere"],
+    ] {
+        let waiting = Hotlift::start(command);
+        let (mut stream, _) = silent.accept().expect("it connects");
+        stream.read_exact(&mut [0]).expect("it asks");
+        waiting.signal(Signal::INT);
+        let (status, said) = waiting.wait();
+        assert_eq!(status.code(), Some(130), "{command:?}: {said:?}");
+    }
+}
