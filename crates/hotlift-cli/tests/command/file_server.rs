@@ -3,6 +3,8 @@
 use std::fs;
 use std::io::Read;
 use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::thread;
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 use serde_json::{Value, json};
@@ -47,6 +49,18 @@ fn a_server_tells_what_happens_as_lines_of_json() {
     );
 }
 
+/// The file descriptors of a process, and what they are.
+fn descriptors(pid: i32) -> Vec<(u64, PathBuf)> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).expect("it runs");
+    let paths = entries.map(|entry| entry.expect("a descriptor").path());
+    // One that was closed meanwhile is none.
+    let read = |path: PathBuf| {
+        let number = path.file_name()?.to_str()?.parse().ok()?;
+        Some((number, fs::read_link(&path).ok()?))
+    };
+    paths.filter_map(read).collect()
+}
+
 #[test]
 fn a_server_that_is_short_of_file_descriptors_does_not_say_that_a_file_is_missing() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -54,13 +68,15 @@ fn a_server_that_is_short_of_file_descriptors_does_not_say_that_a_file_is_missin
     let uri = format!("unix:{}", folder.path().join("socket").display());
     let mut serve = Hotlift::start(&["serve", &format!("--listen={uri}"), &files]);
     serve.wait_for("listening");
-    let open: Vec<u64> = fs::read_dir(format!("/proc/{}/fd", serve.pid()))
-        .expect("it runs")
-        .map(|entry| entry.expect("a descriptor").file_name())
-        .map(|name| name.to_str().and_then(|name| name.parse().ok()))
-        .map(|number| number.expect("a number"))
-        .collect();
-    let free = (0..).find(|number| !open.contains(number));
+    // It has all that it needs once it has the folder.
+    let open = loop {
+        let open = descriptors(serve.pid());
+        if open.iter().any(|(_, path)| path == folder.path()) {
+            break open;
+        }
+        thread::yield_now();
+    };
+    let free = (0..).find(|number| open.iter().all(|(taken, _)| taken != number));
     // Enough for a connection, and not for a file besides.
     let limit = Rlimit {
         current: free.map(|number| number + 1),
