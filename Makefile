@@ -107,7 +107,7 @@ campaign:
 	cargo build --release --locked --package hotlift-cli --package hotlift-testkit
 	@scripts/install-packages $(TEST_PACKAGES)
 	@mkdir -p $(CAMPAIGN_OUT)
-	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) target/release/campaign --seed $(CAMPAIGN_SEED) \
+	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) HOTLIFT_QEMU11=$$(scripts/qemu-11) target/release/campaign --seed $(CAMPAIGN_SEED) \
 		--faults $(CAMPAIGN_FAULTS) --jobs 6 --out $(CAMPAIGN_OUT)/cases.jsonl
 
 # Both with what the tests were built as, so that nothing is built twice.
@@ -126,7 +126,8 @@ qemu-matrix:
 	@scripts/install-packages $(TEST_PACKAGES)
 	@mkdir -p $(MATRIX_OUT)
 	HOTLIFT_QEMU10=$$(scripts/qemu-10.0) HOTLIFT_QEMU11=$$(scripts/qemu-11) HOTLIFT_MATRIX_RESULT=$(abspath $(MATRIX_OUT)/combinations.txt) \
-		cargo test --locked --package hotlift-cli --test qemu -- --ignored --exact --nocapture \
+		cargo test --locked --package hotlift-cli --test qemu -- --ignored --exact --nocapture --test-threads 1 \
+		lazy_machines::guests_run_before_their_pages_in_every_combination_of_machines \
 		matrix::machines_move_through_relays_in_every_combination_of_settings
 
 fuzz:

@@ -38,7 +38,7 @@ impl Guest {
     /// Linux; says why not if it was not fetched.
     pub fn linux() -> Option<Arc<Self>> {
         let folder = cache().join("linux-guest");
-        for file in ["vmlinuz", "initrd"] {
+        for file in ["vmlinuz", "modules", "initrd"] {
             if !folder.join(file).exists() {
                 skip!("linux-guest", "no {file}; scripts/linux-guest fetches it");
                 return None;

@@ -22,10 +22,7 @@ fn restore_lazily(
     machine: &Machine,
 ) -> Option<(Vm, Result<LazyReport, MigrationError>)> {
     let mut vm = Vm::waiting(release, machine)?;
-    Side::new(Multifd::Off).with("postcopy-ram").apply(&mut vm);
-    let uri = vm.uri("incoming");
-    vm.qmp.migrate_incoming(&uri, true).expect("it listens");
-    let address: Address = uri.parse().expect("a URI");
+    let address = listens_for_pages(&mut vm);
     let options = Options {
         max_bandwidth: 0,
         ..Options::default()
@@ -33,6 +30,14 @@ fn restore_lazily(
     let control = Control::default();
     let report = restore(from, &address, false, &options, &control, Hooks::default());
     Some((vm, report))
+}
+
+/// Has a machine that waits listen for a VM whose pages come later; where.
+pub fn listens_for_pages(vm: &mut Vm) -> Address {
+    Side::new(Multifd::Off).with("postcopy-ram").apply(vm);
+    let uri = vm.uri("incoming");
+    vm.qmp.migrate_incoming(&uri, true).expect("it listens");
+    uri.parse().expect("a URI")
 }
 
 #[test]

@@ -16,7 +16,7 @@
 //! | `tls` | QEMUs that have TLS, relays and commands that have it between them |
 //! | `postcopy` | what the relays carry untouched |
 //! | `files` | machines that go on from a file |
-//! | `lazy` | guests that run before they have their pages |
+//! | `lazy`, `lazy_machines` | guests that run before they have their pages; the machines that they have |
 
 #![allow(
     clippy::print_stdout,
@@ -35,6 +35,7 @@ mod guest;
 #[allow(dead_code, reason = "its other users need the rest")]
 mod hotlift;
 mod lazy;
+mod lazy_machines;
 mod linux_moves;
 mod matrix;
 mod operator;

@@ -73,33 +73,42 @@ pub struct Vm {
 impl Vm {
     /// Starts a machine that runs its guest, or says why it cannot be.
     pub fn running(release: Release, machine: &Machine) -> Option<Self> {
-        Self::start(release, machine, &[])
+        Self::running_with(release, machine, &[])
     }
 
     /// Starts a machine that waits for a migration, or says why it cannot be.
     pub fn waiting(release: Release, machine: &Machine) -> Option<Self> {
-        Self::start(release, machine, &["-incoming", "defer"])
+        Self::waiting_with(release, machine, &[])
     }
 
-    fn start(release: Release, machine: &Machine, arguments: &[&str]) -> Option<Self> {
+    /// The same with `devices` besides, as QEMU's command line has them.
+    pub fn running_with(release: Release, machine: &Machine, devices: &[String]) -> Option<Self> {
+        Self::start(release, machine, devices, false)
+    }
+
+    /// The same with `devices` besides.
+    pub fn waiting_with(release: Release, machine: &Machine, devices: &[String]) -> Option<Self> {
+        Self::start(release, machine, devices, true)
+    }
+
+    fn start(release: Release, machine: &Machine, devices: &[String], waits: bool) -> Option<Self> {
         if !machine.accelerator.is_there() {
             return None;
         }
         let program = release.program()?;
         let folder = folder();
-        if arguments.is_empty() {
+        if !waits {
             machine.guest.fill(&folder.path().join("ram"));
         }
         let mut line = command_line(machine, folder.path());
         // The other socket is for a command that is tested.
         let free = folder.path().join("qmp").display().to_string();
         let free = format!("unix:{free},server=on,wait=off");
-        line.extend(
-            ["-qmp", &free]
-                .iter()
-                .chain(arguments)
-                .map(|&word| word.to_owned()),
-        );
+        line.extend(["-qmp", &free].map(str::to_owned));
+        line.extend_from_slice(devices);
+        if waits {
+            line.extend(["-incoming", "defer"].map(str::to_owned));
+        }
         let started = Launched::start(&program, &line, folder);
         let process = started.unwrap_or_else(|error| panic!("{error}"));
         let mut qmp = process.connect().unwrap_or_else(|error| panic!("{error}"));
@@ -110,7 +119,7 @@ impl Vm {
             machine: machine.clone(),
             release,
         };
-        if arguments.is_empty() {
+        if !waits {
             until(|| vm.explain("the guest says nothing"), || vm.count());
         }
         Some(vm)

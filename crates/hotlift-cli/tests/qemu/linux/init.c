@@ -9,9 +9,12 @@
  * four is a page of zeros: pages become zero again while the guest runs, which a destination must not
  * take for pages that it never got.
  *
- * Says "linux writes=N checks=C bad=B" on the serial port about four times a second of its own time.
+ * Says "linux writes=N checks=C bad=B disk=D" on the serial port about four times a second of its own time, and
+ * answers whatever line comes on the second one. On a virtio disk, if it has one, it writes a page with each report,
+ * past its own cache, and reads an older one: D pages were read, and were what was written.
  * Settings are `name=number` words of the kernel's command line, which the kernel hands to init.
  */
+#define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -20,6 +23,7 @@
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -28,6 +32,7 @@
 #define STEP 1237 /* a prime */
 #define TICK_US 5000
 #define TICKS_A_REPORT 50
+#define DISK_PAGES 16
 
 static uint64_t pages = 4096; /* of 4 KiB, no multiple of STEP */
 static uint64_t rate = 1000;  /* pages a second */
@@ -73,10 +78,43 @@ static uint64_t versions(uint64_t page, uint64_t n, uint64_t inverse)
 	return n < first ? 0 : (n - first) / pages + 1;
 }
 
+/* Has the kernel find virtio disks. Each module needs those before it. */
+static void load_modules(void)
+{
+	static const char *const modules[] = {
+		"/virtio.ko", "/virtio_ring.ko", "/virtio_pci_legacy_dev.ko", "/virtio_pci_modern_dev.ko",
+		"/virtio_pci.ko", "/virtio_blk.ko",
+	};
+
+	for (size_t i = 0; i < sizeof modules / sizeof *modules; i++) {
+		int module = open(modules[i], O_RDONLY);
+
+		if (module >= 0) {
+			syscall(SYS_finit_module, module, "", 0);
+			close(module);
+		}
+	}
+}
+
+/* Writes page `count` of the disk's, and reads the one that was written half of a round before; true if that is right. */
+static int is_disk_right(int disk, uint64_t count)
+{
+	static uint64_t buffer[WORDS] __attribute__((aligned(PAGE)));
+	uint64_t expected[WORDS], older = count - DISK_PAGES / 2;
+
+	content(buffer, pages + count % DISK_PAGES, count);
+	if (pwrite(disk, buffer, PAGE, count % DISK_PAGES * PAGE) != PAGE)
+		return 0;
+	if (count <= DISK_PAGES / 2)
+		return 1;
+	content(expected, pages + older % DISK_PAGES, older);
+	return pread(disk, buffer, PAGE, older % DISK_PAGES * PAGE) == PAGE && !memcmp(expected, buffer, PAGE);
+}
+
 int main(void)
 {
 	const char *value;
-	uint64_t inverse = 1, due = 0, checks = 0, bad = 0;
+	uint64_t inverse = 1, due = 0, checks = 0, bad = 0, disk_pages = 0;
 	/* In memory, not in a register: it must come along with the pages it speaks of. */
 	volatile uint64_t writes = 0;
 	uint64_t *memory, expected[WORDS];
@@ -90,6 +128,10 @@ int main(void)
 	int console = open("/dev/ttyS0", O_WRONLY | O_NOCTTY);
 	if (console < 0)
 		return 1;
+	load_modules();
+	int disk = open("/dev/vda", O_RDWR | O_DIRECT);
+	/* One that is not there gives errors. */
+	int talk = open("/dev/ttyS1", O_RDWR | O_NONBLOCK | O_NOCTTY);
 	memory = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (memory == MAP_FAILED || pages % STEP == 0) {
 		dprintf(console, "linux BAD settings\n");
@@ -118,8 +160,16 @@ int main(void)
 				}
 				checks++;
 			}
-			dprintf(console, "linux writes=%lu checks=%lu bad=%lu\n", writes, checks, bad);
+			if (disk >= 0 && !is_disk_right(disk, ++disk_pages)) {
+				bad++;
+				dprintf(console, "linux BAD disk page=%lu\n", disk_pages);
+			}
+			dprintf(console, "linux writes=%lu checks=%lu bad=%lu disk=%lu\n", writes, checks, bad, disk_pages);
 		}
+		char line[64];
+		ssize_t length = read(talk, line, sizeof line - 1);
+		if (length > 0)
+			dprintf(talk, "heard %.*s", (int)length, line);
 		next.tv_nsec += TICK_US * 1000;
 		if (next.tv_nsec >= 1000000000) {
 			next.tv_nsec -= 1000000000;

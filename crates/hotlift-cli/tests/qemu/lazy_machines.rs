@@ -1,0 +1,248 @@
+//! Guests that run before they have their pages, in machines with several vCPUs and virtio devices: besides the vCPU that runs
+//! the guest, QEMU's own threads touch pages that are not there yet.
+//!
+//! The program runs on the first of eight vCPUs, the others wait for it to start them; a Linux uses all that it has.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
+
+use hotlift::file::FileFormat;
+use hotlift::lazy::{Hooks, LazyReport, restore};
+use hotlift::{Control, Options};
+
+use crate::files::{goes_on, machine, save, settings};
+use crate::guest::Guest;
+use crate::lazy::listens_for_pages;
+use crate::need;
+use crate::route::{Multifd, Side};
+use crate::vm::{Accelerator, DEADLINE, Machine, PC_7, Release, Vm, folder};
+
+/// Bytes of a disk: a Linux uses the first 64 KiB.
+const DISK: u64 = 4 << 20;
+
+/// A device of each kind, which needs nothing of the host; `disk` is what the disk has.
+fn virtio(disk: &Path) -> Vec<String> {
+    let drive = format!("file={},format=raw,if=none,id=disk", disk.display());
+    [
+        "-drive",
+        &drive,
+        "-device",
+        "virtio-blk-pci,drive=disk",
+        "-netdev",
+        "hubport,id=net,hubid=0",
+        "-device",
+        // Without the firmware that boots over it, which not every package of QEMU has.
+        "virtio-net-pci,netdev=net,romfile=",
+        "-chardev",
+        "null,id=port",
+        "-device",
+        "virtio-serial-pci",
+        "-device",
+        "virtserialport,chardev=port",
+        "-device",
+        "virtio-balloon-pci",
+    ]
+    .map(str::to_owned)
+    .into()
+}
+
+fn vcpus(count: u8) -> [String; 2] {
+    ["-smp".to_owned(), count.to_string()]
+}
+
+/// An empty disk.
+fn make_disk(path: &Path) {
+    let disk = File::create(path).expect("a disk");
+    disk.set_len(DISK).expect("its length");
+}
+
+fn unlimited() -> Options {
+    Options {
+        max_bandwidth: 0,
+        ..Options::default()
+    }
+}
+
+/// Restores the VM in the file `from` into `vm`, which waits.
+fn restore_into(vm: &mut Vm, from: &Path) -> LazyReport {
+    let address = listens_for_pages(vm);
+    let (options, control) = (unlimited(), Control::new());
+    let report = restore(from, &address, false, &options, &control, Hooks::default());
+    let report = report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
+    assert!(
+        report.normal_pages > 1000 && report.requests > 0,
+        "{report:?}"
+    );
+    report
+}
+
+/// Saves a guest in a machine with these devices, and restores it into another; `None` if that cannot be tested here.
+fn goes(
+    (from, to): (Release, Release),
+    machine: &Machine,
+    (vcpu_count, has_virtio, live): (u8, bool, bool),
+    method: &str,
+) -> Option<()> {
+    println!("{from:?} -> {to:?}: vCPUs {vcpu_count}, virtio {has_virtio}, live {live}, {method}");
+    let folder = folder();
+    let [file, disk] = ["vm", "disk"].map(|name| folder.path().join(name));
+    make_disk(&disk);
+    let mut devices = vcpus(vcpu_count).to_vec();
+    if has_virtio {
+        devices.extend(virtio(&disk));
+    }
+    let mut here = Vm::running_with(from, machine, &devices)?;
+    let before = match live {
+        true => here.count().expect("the guest counts"),
+        false => here.prove(),
+    };
+    let settings = settings(method, Multifd::Channels(2));
+    let source = Side::new(Multifd::Off);
+    save(&mut here, source, &file, FileFormat::Hotlift, &settings);
+    let before = before.max(here.count().expect("the guest has counted"));
+    // The firmware has given each device its addresses, which are part of its state.
+    let mapped = here.hmp("info pci");
+    let mut there = Vm::waiting_with(to, machine, &devices)?;
+    assert_ne!(there.hmp("info pci"), mapped, "nothing would be seen");
+    restore_into(&mut there, &file);
+    if live {
+        goes_on(&mut there, before);
+    } else {
+        // QEMU lets it run whether it did or not.
+        there.reaches("completed");
+        there.counts_on_from(before);
+        there.prove();
+    }
+    assert_eq!(there.hmp("info pci"), mapped);
+    Some(())
+}
+
+#[test]
+fn a_guest_of_eight_vcpus_and_virtio_devices_runs_before_it_has_its_pages() {
+    use Release::{V7, V10, V11};
+    for release in [V10, V7, V11] {
+        let machine = machine(release.machine(), Accelerator::Kvm);
+        need!(goes((release, release), &machine, (8, true, true), "zstd"));
+    }
+}
+
+#[test]
+fn a_guest_that_was_saved_while_it_stood_still_runs_before_it_has_its_pages() {
+    let machine = machine(PC_7, Accelerator::Kvm);
+    let releases = (Release::V10, Release::V11);
+    need!(goes(releases, &machine, (1, false, false), "zlib"));
+}
+
+/// Saves on every release, restores on every other.
+#[test]
+#[ignore = "takes minutes: make qemu-matrix"]
+fn guests_run_before_their_pages_in_every_combination_of_machines() {
+    use Release::{V7, V10, V11};
+    let methods = ["zstd", "none", "zlib", "lz4"];
+    let mut methods = methods.iter().cycle();
+    for from in [V7, V10, V11] {
+        for to in [V7, V10, V11] {
+            let older = [V7, V10].into_iter().find(|one| [from, to].contains(one));
+            let name = older.unwrap_or(V11).machine();
+            for accelerator in [Accelerator::Kvm, Accelerator::Tcg] {
+                for (vcpus, virtio) in [(1, false), (8, false), (1, true), (8, true)] {
+                    for live in [true, false] {
+                        // QEMU 7.2 was seen to lose dirty pages of a guest that runs under TCG by itself.
+                        if live && from == V7 && accelerator == Accelerator::Tcg {
+                            continue;
+                        }
+                        let machine = machine(name, accelerator);
+                        let method = methods.next().expect("it goes round");
+                        need!(goes((from, to), &machine, (vcpus, virtio, live), method));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The last number that the guest has said behind `name`.
+fn said(vm: &Vm, name: &str) -> Option<u64> {
+    let console = vm.console();
+    let (lines, _) = console.rsplit_once('\n')?;
+    let numbers = lines.split_whitespace().rev();
+    numbers
+        .filter_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+        .find_map(|number| number.parse().ok())
+}
+
+/// Says a line on the guest's second serial port, and waits until it answers.
+fn answers(port: &Path, word: &str) {
+    let mut stream = UnixStream::connect(port).expect("a serial port");
+    stream.set_read_timeout(Some(DEADLINE)).expect("a time-out");
+    writeln!(stream, "{word}").expect("it is taken");
+    let answer = format!("heard {word}");
+    let heard = BufReader::new(stream)
+        .lines()
+        .map(|line| line.expect("an answer"))
+        .any(|line| line.trim_end() == answer);
+    assert!(heard, "no answer");
+}
+
+#[test]
+fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
+    let guest = need!(Guest::linux());
+    let machine = Machine {
+        name: PC_7,
+        accelerator: Accelerator::Tcg,
+        guest,
+    };
+    let folder = folder();
+    let path = |name: &str| folder.path().join(name);
+    let (file, disk) = (path("vm"), path("disk"));
+    make_disk(&disk);
+    let devices = |disk: &Path, port: &Path| {
+        let serial = format!("unix:{},server=on,wait=off", port.display());
+        let mut devices = virtio(disk);
+        devices.extend(["-serial".to_owned(), serial]);
+        devices.extend(vcpus(2));
+        devices
+    };
+    let devices_here = devices(&disk, &path("port"));
+    let mut here = need!(Vm::running_with(Release::V10, &machine, &devices_here));
+    let settings = settings("zstd", Multifd::Channels(2));
+    let source = Side::new(Multifd::Off);
+    save(&mut here, source, &file, FileFormat::Hotlift, &settings);
+    let before = here.count().expect("the guest has counted");
+    let read = said(&here, "disk").expect("it has a disk");
+    assert!(read > 0, "it has not used its disk");
+    for to in [Release::V10, Release::V7, Release::V11] {
+        println!("{to:?}");
+        // Each goes on from the disk as it was then.
+        let copy = path(&format!("disk of {}", to.name()));
+        let port = path(&format!("port of {}", to.name()));
+        fs::copy(&disk, &copy).expect("a copy of the disk");
+        let devices = devices(&copy, &port);
+        let mut there = need!(Vm::waiting_with(to, &machine, &devices));
+        let address = listens_for_pages(&mut there);
+        let control = Control::new();
+        // What it asks for comes at once, all else much later.
+        let slow = Options {
+            max_bandwidth: 1 << 20,
+            ..Options::default()
+        };
+        let report = thread::scope(|scope| {
+            let restoring =
+                scope.spawn(|| restore(&file, &address, false, &slow, &control, Hooks::default()));
+            there.says("postcopy-active");
+            answers(&port, "what is said before the pages are there");
+            there.counts_on_from(before);
+            assert!(said(&there, "disk") > Some(read), "no use of the disk");
+            let state = there.migration();
+            assert!(state.is_running(), "it has all pages: {state:?}");
+            control.change(&unlimited());
+            restoring.join().expect("no panic")
+        });
+        report.unwrap_or_else(|error| panic!("restore: {}", error.chain()));
+        goes_on(&mut there, before);
+        answers(&port, "what is said behind them");
+    }
+}
