@@ -23,9 +23,10 @@
 BUILD_PACKAGES = gcc libc6-dev binutils libisal2
 # The guest program is tried under Debian's QEMU, and the layout of ISA-L's structs against its header;
 # libFuzzer is C++; the report is shown by a browser (115 MB, 40 seconds to install); setcap gives a copy of the
-# command a capability; nftables loses packets; OpenSSL is the other end of TLS.
+# command a capability; nftables loses packets; OpenSSL is the other end of TLS; libvirt moves domains.
+LIBVIRT_PACKAGES = libvirt-daemon-system libvirt-clients
 TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3 g++ chromium libcap2-bin iproute2 nftables \
-	openssl dpkg-dev debootstrap rpm systemd-container
+	openssl dpkg-dev debootstrap rpm systemd-container $(LIBVIRT_PACKAGES)
 BENCH_PACKAGES = $(BUILD_PACKAGES) iproute2
 # dpkg-shlibdeps says what the command is linked with; a script collects licences.
 PACKAGE_PACKAGES = $(BUILD_PACKAGES) dpkg-dev python3

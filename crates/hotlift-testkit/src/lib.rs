@@ -8,6 +8,7 @@
 //! | [`pki`] | a CA, and the certificates of hosts |
 //! | [`process`] | a process whose output is read, closed or left to fill |
 //! | [`program`] | what runs in a QEMU, and the proof that its memory is right |
+//! | [`libvirt`] | two hosts with a libvirtd each, and their domains |
 //! | [`machine`] | a guest in its process, QEMU or Hotlift's own, and what can be asked of it |
 //! | [`qemu`] | the QEMUs that tests run: where they are, and how they are started |
 //! | [`mod@skip`] | what a test cannot do on this machine |
@@ -24,6 +25,7 @@ pub mod alone;
 pub mod case;
 pub mod drive;
 pub mod error;
+pub mod libvirt;
 pub mod machine;
 pub mod namespace;
 pub mod pki;

@@ -1,0 +1,58 @@
+//! Domains of libvirt that move between two hosts. Needs root, KVM and libvirt.
+//!
+//! | file | what |
+//! |---|---|
+//! | `plain` | libvirt alone: what the hosts of these tests are worth |
+
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test says what it does"
+)]
+
+mod plain;
+
+use std::sync::{Arc, OnceLock};
+
+use hotlift_testkit::libvirt::{Disk, Domain, Hosts, is_possible};
+use hotlift_testkit::namespace::End;
+use hotlift_testkit::program::Program;
+
+/// The program in 64 MiB, 16 MiB of it written to.
+fn program() -> Arc<Program> {
+    static SHARED: OnceLock<Arc<Program>> = OnceLock::new();
+    let program = || Arc::new(Program::new(64 << 20, 16 << 20, 500).expect("a program"));
+    Arc::clone(SHARED.get_or_init(program))
+}
+
+/// Two hosts, or a skip.
+fn hosts() -> Option<Hosts> {
+    is_possible().then(|| Hosts::new().expect("two hosts"))
+}
+
+fn domain(hosts: &Hosts, name: &str) -> Domain {
+    let domain = hosts.domain(name, &program(), Disk::Shared);
+    domain.expect("a domain that runs")
+}
+
+/// Options of `virsh migrate` for disks on a file system that libvirt does not know as shared.
+const UNSAFE: &str = "--unsafe";
+
+/// `virsh migrate --live` from where the domain is to the other host.
+fn migrate(hosts: &Hosts, from: End, domain: &Domain, options: &[&str]) -> Result<(), String> {
+    let to = match from {
+        End::Source => &hosts.destination,
+        End::Destination => &hosts.source,
+    };
+    let uri = to.uri();
+    let mut line = vec!["migrate", "--live", &domain.name, &uri];
+    line.extend(options);
+    let moved = hosts.host(from).virsh(&line);
+    moved.map(drop).map_err(|error| error.to_string())
+}
+
+/// Proves that the only guest runs at `end` and has lost no write.
+fn is_at(hosts: &Hosts, end: End, domain: &Domain) {
+    let (found, writes) = hosts.prove(domain).expect("one guest, and its memory");
+    assert_eq!(found, end, "{} after {writes} writes", domain.name);
+}

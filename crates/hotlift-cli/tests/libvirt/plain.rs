@@ -1,0 +1,32 @@
+//! libvirt alone.
+
+use hotlift_testkit::libvirt::Disk;
+use hotlift_testkit::namespace::End;
+
+use crate::{UNSAFE, domain, hosts, is_at, migrate, program};
+
+#[test]
+fn domains_move_by_libvirt_alone() {
+    let Some(hosts) = hosts() else { return };
+    let one = domain(&hosts, "web1");
+    is_at(&hosts, End::Source, &one);
+    let ways: [&[&str]; 4] = [
+        &[UNSAFE],
+        &[UNSAFE, "--parallel"],
+        &[UNSAFE, "--p2p"],
+        &[UNSAFE, "--p2p", "--tunnelled"],
+    ];
+    let mut from = End::Source;
+    for options in ways {
+        migrate(&hosts, from, &one, options).unwrap_or_else(|why| panic!("{options:?}: {why}"));
+        from = match from {
+            End::Source => End::Destination,
+            End::Destination => End::Source,
+        };
+        is_at(&hosts, from, &one);
+    }
+    let disk = Disk::OfEachHost;
+    let other = hosts.domain("db1", &program(), disk).expect("a domain");
+    migrate(&hosts, End::Source, &other, &["--copy-storage-all"]).expect("it moves");
+    is_at(&hosts, End::Destination, &other);
+}

@@ -1,0 +1,496 @@
+//! Two hosts with a libvirtd each, in namespaces of their own, and domains that move between them.
+//!
+//! A host is made by `scripts/libvirt-host`. Whatever runs on it ends with it, and it ends with this process.
+
+use std::fmt::Write as _;
+use std::fs::{self, Permissions};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+use crate::error::KitError;
+use crate::namespace::End;
+use crate::process::Process;
+use crate::program::Program;
+use crate::qemu::{self, PATIENCE};
+
+/// How often what changes by itself is looked at.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Whether hosts with a libvirtd can be made here, or a skip.
+#[must_use]
+pub fn is_possible() -> bool {
+    if !rustix::process::geteuid().is_root() {
+        crate::skip!("root", "namespaces need it");
+        return false;
+    }
+    if !Path::new("/usr/sbin/libvirtd").exists() {
+        crate::skip!(
+            "libvirt",
+            "no libvirtd (packages libvirt-daemon-system, libvirt-clients)"
+        );
+        return false;
+    }
+    qemu::Release::V7.program().is_some() && qemu::has_kvm()
+}
+
+/// A host.
+#[derive(Debug)]
+pub struct Host {
+    name: &'static str,
+    /// `unshare`; its child is process 1 of the host, which ends with its standard input.
+    holder: Child,
+    init: Pid,
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        drop(self.holder.stdin.take());
+        // It fails only if it has been waited for.
+        let _ = self.holder.wait();
+    }
+}
+
+impl Host {
+    fn new(name: &'static str, folder: &Path) -> Result<Self, KitError> {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/libvirt-host");
+        let mut holder = Command::new("unshare")
+            .args(["--net", "--mount", "--uts", "--pid", "--fork"])
+            .args(["--kill-child", "--mount-proc"])
+            .arg(script)
+            .args([Path::new(name), folder])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(KitError::system("run 'unshare'"))?;
+        let mut word = String::new();
+        if let Some(stdout) = holder.stdout.take() {
+            // One that says nothing has ended.
+            let _ = BufReader::new(stdout).read_line(&mut word);
+        }
+        if word.trim() != "stands" {
+            return Err(KitError::Tool {
+                command: "scripts/libvirt-host".to_owned(),
+                said: "it says why on standard error".to_owned(),
+            });
+        }
+        let init = child_of(Pid::from_child(&holder))?;
+        Ok(Self { name, holder, init })
+    }
+
+    /// Its name, which leads to its address on both hosts.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// The URI of its libvirtd on the other host.
+    #[must_use]
+    pub fn uri(&self) -> String {
+        format!("qemu+tcp://{}/system", self.name)
+    }
+
+    /// A file of this host, as this process finds it.
+    #[must_use]
+    pub fn path(&self, path: &str) -> PathBuf {
+        let path = path.trim_start_matches('/');
+        Path::new("/proc")
+            .join(self.init.as_raw_nonzero().to_string())
+            .join("root")
+            .join(path)
+    }
+
+    /// A command that is to run on this host. It is killed with its starter.
+    #[must_use]
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new("nsenter");
+        command
+            .arg(format!("--target={}", self.init.as_raw_nonzero()))
+            .args(["--all", "setpriv", "--pdeathsig", "KILL"])
+            .arg(program);
+        command
+    }
+
+    /// Starts something on this host.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start(&self, program: &str, arguments: &[&str]) -> Result<Process, KitError> {
+        let mut command = self.command(program);
+        command.args(arguments);
+        Process::start(program, None, command, &[])
+    }
+
+    /// Runs a tool on this host; what it says.
+    ///
+    /// # Errors
+    /// If it cannot be run, or fails.
+    pub fn tool(&self, program: &str, arguments: &[&str]) -> Result<String, KitError> {
+        let run = self.command(program).args(arguments).output();
+        let run = run.map_err(KitError::system(format!("run '{program}'")))?;
+        if !run.status.success() {
+            return Err(KitError::Tool {
+                command: format!("{program} {}", arguments.join(" ")),
+                said: String::from_utf8_lossy(&run.stderr).trim().to_owned(),
+            });
+        }
+        Ok(String::from_utf8_lossy(&run.stdout).trim().to_owned())
+    }
+
+    /// The same of `virsh`, with the libvirtd of this host.
+    ///
+    /// # Errors
+    /// As of [`Host::tool`].
+    pub fn virsh(&self, arguments: &[&str]) -> Result<String, KitError> {
+        self.tool("virsh", arguments)
+    }
+
+    /// Starts its libvirtd, again if it was killed.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub fn start_libvirtd(&self) -> Result<(), KitError> {
+        let line = ["--daemon", "--listen", "--pid-file", "/run/libvirtd.pid"];
+        self.tool("libvirtd", &line)?;
+        let deadline = Instant::now() + PATIENCE;
+        // It goes into the background before it listens.
+        while let Err(error) = self.virsh(&["uri"]) {
+            if Instant::now() >= deadline {
+                return Err(error);
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+
+    /// Sends its libvirtd a signal.
+    ///
+    /// # Errors
+    /// If it does not run.
+    pub fn signal_libvirtd(&self, signal: &str) -> Result<(), KitError> {
+        self.signal_by_file("/run/libvirtd.pid", signal)
+    }
+
+    /// Sends the QEMU of a domain a signal.
+    ///
+    /// # Errors
+    /// If it does not run.
+    pub fn signal_qemu(&self, domain: &Domain, signal: &str) -> Result<(), KitError> {
+        let file = format!("/run/libvirt/qemu/{}.pid", domain.name);
+        self.signal_by_file(&file, signal)
+    }
+
+    fn signal_by_file(&self, file: &str, signal: &str) -> Result<(), KitError> {
+        let pid = fs::read_to_string(self.path(file)).map_err(KitError::system("read a pid"))?;
+        self.tool("kill", &["-s", signal, pid.trim()]).map(drop)
+    }
+
+    /// Sends what was started on this host a signal.
+    ///
+    /// # Errors
+    /// If it has ended.
+    pub fn signal(&self, process: &Process, signal: Signal) -> Result<(), KitError> {
+        kill_process(child_of(process.pid())?, signal)
+            .map_err(|error| KitError::system("send a signal")(error.into()))
+    }
+
+    /// The process id, here, of what was started on this host.
+    ///
+    /// # Errors
+    /// If it has ended.
+    pub fn pid(&self, process: &Process) -> Result<Pid, KitError> {
+        child_of(process.pid())
+    }
+
+    /// What libvirt calls the state of a domain; `None` if it is not on this host.
+    #[must_use]
+    pub fn state(&self, domain: &Domain) -> Option<String> {
+        self.virsh(&["domstate", &domain.name]).ok()
+    }
+}
+
+/// The only child of a process.
+fn child_of(parent: Pid) -> Result<Pid, KitError> {
+    let pid = parent.as_raw_nonzero();
+    let path = format!("/proc/{pid}/task/{pid}/children");
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let children = fs::read_to_string(&path).map_err(KitError::system("read the children"))?;
+        let mut children = children.split_whitespace();
+        if let Some(child) = children.next().and_then(|pid| pid.parse().ok()) {
+            return Pid::from_raw(child).ok_or_else(|| KitError::Memory {
+                problem: "a child has no number".to_owned(),
+            });
+        }
+        if Instant::now() >= deadline {
+            return Err(KitError::Late {
+                process: format!("process {pid}"),
+                what: "started".to_owned(),
+                waited: PATIENCE,
+                said: String::new(),
+            });
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// A transient domain with the guest program.
+#[derive(Debug)]
+pub struct Domain {
+    /// Its name.
+    pub name: String,
+    program: Arc<Program>,
+    console: PathBuf,
+}
+
+/// Where the disk of a domain is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Disk {
+    /// In a folder that both hosts have.
+    Shared,
+    /// On each host another, so that it has to be copied.
+    OfEachHost,
+}
+
+/// Both hosts, and the link between them.
+#[derive(Debug)]
+pub struct Hosts {
+    /// The first, `a`.
+    pub source: Host,
+    /// The other, `b`.
+    pub destination: Host,
+    folder: TempDir,
+}
+
+/// Bytes of a disk: little, since what is copied is told by tests of its own.
+const DISK_BYTES: u64 = 4 << 20;
+
+impl Hosts {
+    /// Makes both, each with its libvirtd. Needs root.
+    ///
+    /// # Errors
+    /// If something of it cannot be made.
+    pub fn new() -> Result<Self, KitError> {
+        let folder = qemu::folder()?;
+        // QEMU runs as a user of its own.
+        open_to_all(folder.path())?;
+        let this = Self {
+            source: Host::new("a", folder.path())?,
+            destination: Host::new("b", folder.path())?,
+            folder,
+        };
+        let [a, b] = [&this.source, &this.destination].map(|host| host.init.as_raw_nonzero());
+        let (a, b) = (a.to_string(), b.to_string());
+        let pair = [
+            "link", "add", "veth", "netns", &a, "type", "veth", "peer", "name", "veth", "netns", &b,
+        ];
+        let made = Command::new("ip").args(pair).output();
+        let made = made.map_err(KitError::system("run 'ip'"))?;
+        if !made.status.success() {
+            return Err(KitError::Tool {
+                command: format!("ip {}", pair.join(" ")),
+                said: String::from_utf8_lossy(&made.stderr).trim().to_owned(),
+            });
+        }
+        for (host, number) in [(&this.source, 1), (&this.destination, 2)] {
+            let addresses = [
+                format!("192.0.2.{number}/24"),
+                format!("2001:db8::{number}/64"),
+            ];
+            for address in addresses {
+                // No duplicate is looked for: an address may be used at once.
+                host.tool("ip", &["address", "add", &address, "dev", "veth", "nodad"])?;
+            }
+            host.tool("ip", &["link", "set", "dev", "veth", "up"])?;
+            host.start_libvirtd()?;
+        }
+        Ok(this)
+    }
+
+    /// The host at an end.
+    #[must_use]
+    pub fn host(&self, end: End) -> &Host {
+        match end {
+            End::Source => &self.source,
+            End::Destination => &self.destination,
+        }
+    }
+
+    /// The folder that both hosts have.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Takes the link down, or up again.
+    ///
+    /// # Errors
+    /// If `ip` fails.
+    pub fn link(&self, state: &str) -> Result<(), KitError> {
+        let line = ["link", "set", "dev", "veth", state];
+        self.source.tool("ip", &line).map(drop)
+    }
+
+    /// Limits both directions to so many Mbit/s from now on.
+    ///
+    /// # Errors
+    /// If `tc` fails.
+    pub fn limit(&self, mbits: u32) -> Result<(), KitError> {
+        for host in [&self.source, &self.destination] {
+            let rate = format!("{mbits}mbit");
+            let bucket = [
+                "qdisc", "replace", "dev", "veth", "root", "tbf", "rate", &rate, "burst", "128k",
+                "limit", "1m",
+            ];
+            host.tool("tc", &bucket)?;
+        }
+        Ok(())
+    }
+
+    /// Starts a domain at the source, and waits until its guest writes.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub fn domain(
+        &self,
+        name: &str,
+        program: &Arc<Program>,
+        disk: Disk,
+    ) -> Result<Domain, KitError> {
+        let domain = Domain {
+            name: name.to_owned(),
+            program: Arc::clone(program),
+            console: self.folder().join(format!("{name}.console")),
+        };
+        self.make_disks(name, disk)?;
+        make_file(&domain.console, 0)?;
+        let xml = self.folder().join(format!("{name}.xml"));
+        fs::write(&xml, self.xml(&domain, disk)?).map_err(KitError::system("write the XML"))?;
+        let source = &self.source;
+        source.virsh(&["create", "--paused", &xml.display().to_string()])?;
+        program.fill(&self.ram(source, &domain)?)?;
+        source.virsh(&["resume", name])?;
+        let deadline = Instant::now() + PATIENCE;
+        while !fs::read_to_string(&domain.console).is_ok_and(|said| said.contains("writes=")) {
+            if Instant::now() >= deadline {
+                return Err(KitError::Late {
+                    process: name.to_owned(),
+                    what: "counted".to_owned(),
+                    waited: PATIENCE,
+                    said: String::new(),
+                });
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(domain)
+    }
+
+    fn make_disks(&self, name: &str, disk: Disk) -> Result<(), KitError> {
+        match disk {
+            Disk::Shared => make_file(&self.folder().join(format!("{name}.disk")), DISK_BYTES),
+            Disk::OfEachHost => {
+                let path = format!("/run/{name}.disk");
+                make_file(&self.source.path(&path), DISK_BYTES)?;
+                make_file(&self.destination.path(&path), DISK_BYTES)
+            }
+        }
+    }
+
+    fn xml(&self, domain: &Domain, disk: Disk) -> Result<String, KitError> {
+        let name = &domain.name;
+        let elf = self.folder().join("hotlift.elf");
+        let boot = domain.program.boot(&elf)?;
+        // '-kernel', the file, '-append', its words.
+        let append = boot.last().cloned().unwrap_or_default();
+        let disk = match disk {
+            Disk::Shared => self.folder().join(format!("{name}.disk")),
+            Disk::OfEachHost => PathBuf::from(format!("/run/{name}.disk")),
+        };
+        let mut xml = String::new();
+        let written = write!(
+            xml,
+            "<domain type='kvm'><name>{name}</name>\
+             <memory unit='KiB'>{ram}</memory>\
+             <memoryBacking><source type='file'/><access mode='shared'/></memoryBacking>\
+             <vcpu>1</vcpu>\
+             <os><type arch='x86_64' machine='{machine}'>hvm</type>\
+             <loader type='rom'>/usr/share/qemu/qboot.rom</loader>\
+             <kernel>{elf}</kernel><cmdline>{append}</cmdline></os>\
+             <features><acpi/></features>\
+             <devices>\
+             <disk type='file'><driver name='qemu' type='raw'/><source file='{disk}'/>\
+             <target dev='vda' bus='virtio'/></disk>\
+             <controller type='usb' model='none'/>\
+             <serial type='file'><source path='{console}' append='on'/></serial>\
+             <memballoon model='none'/>\
+             </devices></domain>",
+            ram = domain.program.ram_bytes() >> 10,
+            machine = qemu::PC_7,
+            elf = elf.display(),
+            disk = disk.display(),
+            console = domain.console.display(),
+        );
+        written.expect("a String takes everything");
+        Ok(xml)
+    }
+
+    /// The file of a domain's RAM on a host.
+    fn ram(&self, host: &Host, domain: &Domain) -> Result<PathBuf, KitError> {
+        let id = host.virsh(&["domid", &domain.name])?;
+        let name = &domain.name;
+        Ok(host.path(&format!("/run/ram/libvirt/qemu/{id}-{name}/pc.ram")))
+    }
+
+    /// Where the only guest of a domain runs.
+    ///
+    /// # Errors
+    /// [`KitError::Memory`] if it runs nowhere, or is on both hosts.
+    pub fn whereabouts(&self, domain: &Domain) -> Result<End, KitError> {
+        let states = [&self.source, &self.destination].map(|host| host.state(domain));
+        match states.each_ref().map(Option::as_deref) {
+            [Some("running"), None] => Ok(End::Source),
+            [None, Some("running")] => Ok(End::Destination),
+            _ => Err(KitError::Memory {
+                problem: format!("{} is {states:?} at source and destination", domain.name),
+            }),
+        }
+    }
+
+    /// Proves that exactly one guest of a domain runs, and that its memory is what its writes make of it. Returns where,
+    /// and its writes so far; it runs on.
+    ///
+    /// # Errors
+    /// [`KitError::Memory`] if it is not so, or the others if it cannot be seen.
+    pub fn prove(&self, domain: &Domain) -> Result<(End, u64), KitError> {
+        let end = self.whereabouts(domain)?;
+        let host = self.host(end);
+        let name = &domain.name;
+        host.virsh(&["suspend", name])?;
+        let registers = host.virsh(&["qemu-monitor-command", "--hmp", name, "info registers"])?;
+        let ram = fs::read(self.ram(host, domain)?);
+        let ram = ram.map_err(KitError::system("read the file of RAM"))?;
+        let writes = domain.program.prove(&registers, &ram)?;
+        host.virsh(&["resume", name])?;
+        Ok((end, writes))
+    }
+}
+
+/// A file that every user may write to.
+fn make_file(path: &Path, bytes: u64) -> Result<(), KitError> {
+    let what = || format!("make {}", path.display());
+    let file = fs::File::create(path).map_err(KitError::system(what()))?;
+    file.set_len(bytes).map_err(KitError::system(what()))?;
+    open_to_all(path)
+}
+
+/// For QEMU's user.
+fn open_to_all(path: &Path) -> Result<(), KitError> {
+    fs::set_permissions(path, Permissions::from_mode(0o777))
+        .map_err(KitError::system(format!("open {} to all", path.display())))
+}
