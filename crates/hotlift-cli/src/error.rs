@@ -1,11 +1,13 @@
 //! Why the command failed: one line for the operator, what to do next, and the exit code.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use hotlift::MigrationError;
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
+use hotlift_agent::error::AgentError;
 use hotlift_bench::error::BenchError;
 use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
@@ -13,6 +15,7 @@ use hotlift_host::accel::AccelError;
 use hotlift_host::error::HostError;
 use hotlift_monitor::MonitorError;
 use hotlift_qemu::QemuError;
+use hotlift_qmp::QmpError;
 use hotlift_vmm::CreateError;
 use hotlift_vmm::fill::FillError;
 use hotlift_vmm::layout::LayoutError;
@@ -78,8 +81,6 @@ pub enum CommandError {
     Files { reason: String },
     #[error("the guest was not restored: {reasons}")]
     Restore { reasons: String },
-    #[error("more than {most} have connected, and it has said nothing for longest")]
-    Crowd { most: usize },
     #[error("this QEMU has no guest to settle: {problem}")]
     NothingToSettle { problem: String },
     #[error("the guest was taken to be at the destination, and its paused copy here was ended")]
@@ -90,6 +91,16 @@ pub enum CommandError {
     Qemu(QemuError),
     #[error(transparent)]
     Monitor(MonitorError),
+    #[error(transparent)]
+    Agent(Box<AgentError>),
+    #[error("cannot ask the agent at {}", control.display())]
+    NoAgent {
+        control: PathBuf,
+        #[source]
+        source: QmpError,
+    },
+    #[error("the agent refuses: {reason}")]
+    AgentRefuses { reason: String },
     #[error("{0}: give a loopback address, or --control-from-other-hosts too")]
     OtherHosts(MonitorError),
     #[error("--incoming=defer needs --qmp or --monitor: somebody has to say 'migrate-incoming'")]
@@ -146,6 +157,9 @@ impl CommandError {
                 "start both relays again; once both QEMUs say 'postcopy-paused': 'migrate-recover' at the destination, then \
                  'migrate' with resume=true at the source",
             ),
+            Self::NoAgent { .. } => {
+                Some("is it running, and may you open its socket? systemctl status hotlift-agent")
+            }
             Self::NothingToSettle { .. } => Some(
                 "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
             ),

@@ -4,7 +4,7 @@
 
 mod accel;
 mod advise;
-mod callers;
+mod agent;
 mod certs;
 mod control_args;
 mod demo;
@@ -110,6 +110,16 @@ enum Command {
     /// the source has not, unless zero-page-detection is given.
     #[command(subcommand)]
     Relay(relay::RelayCommand),
+    /// Carry the migrations of this host's libvirt: encrypted, compressed, within the host's budget
+    ///
+    /// One process on each host. nftables sends it the connections that QEMU and libvirt make to other hosts for migrations,
+    /// and it takes them to the agent of the other host; so 'virsh migrate --live' goes on as ever.
+    ///
+    ///   hotlift agent check && hotlift agent run
+    ///
+    /// Both hosts need certificates ('hotlift certs').
+    #[command(subcommand, verbatim_doc_comment)]
+    Agent(agent::AgentCommand),
     /// Save the guest of a running QEMU in a file, while it runs
     ///
     /// The guest runs until all but the last of it is written, and is left paused then, as by QEMU's
@@ -241,6 +251,7 @@ fn main() -> ExitCode {
             Ok(())
         }
         Command::Relay(command) => relay::run(&command),
+        Command::Agent(command) => agent::run(&command),
         Command::Accel(args) => accel::run(&args),
         Command::Advise(args) => advise::run(&args),
         Command::Certs(command) => certs::run(&command),

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
@@ -10,6 +10,7 @@ use clap::Args;
 use hotlift::relay::{self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::tls::Tls;
 use hotlift::{Address, Control, Listener, MigrationError};
+use hotlift_console::callers::Callers;
 use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::migration_args::{LimitArgs, role};
@@ -25,7 +26,6 @@ use hotlift_qemu::{QemuError, incoming};
 use hotlift_qmp::server::{Commands, Events};
 use hotlift_qmp::{QmpAddress, Uuid, one_line};
 
-use crate::callers::Callers;
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
 use crate::peer::{Answer, Hello, SourceMessage};
@@ -140,23 +140,33 @@ impl Host<'_> {
         listener: &Listener,
         held: &mut Option<Destination>,
     ) -> Result<(), CommandError> {
-        let mut callers = Callers::new(listener, self.tls.clone())?;
+        // Said once as long as the reason stays.
+        let trouble = Mutex::new(String::new());
+        let complain = |why: &str| {
+            let mut trouble = trouble.lock().unwrap_or_else(PoisonError::into_inner);
+            if *trouble != why {
+                complain!("hotlift: a connection was not taken: {why}");
+                why.clone_into(&mut trouble);
+            }
+        };
+        let mut callers = Callers::new(listener, self.tls.clone(), &complain)?;
         loop {
             if self.interrupt.is_raised() {
                 return Err(ConsoleError::Interrupted.into());
             }
-            let Some(call) = callers.next() else {
+            let mut hear = |source: &mut Conversation| Hello::hear(source, Duration::ZERO);
+            let Some(call) = callers.next(Some(TICK), &[], &mut hear) else {
                 continue;
             };
             let mut source = call.conversation;
-            let sent_away = match call.hello {
+            let sent_away = match call.said {
                 Ok(hello) => match self.receive(&mut source, &hello, held) {
                     Visit::Over(outcome) => return outcome,
                     Visit::SentAway(error) => error,
                 },
                 Err(error) => {
                     refuse(&mut source, &error);
-                    error
+                    error.into()
                 }
             };
             complain!(
@@ -267,7 +277,7 @@ impl Host<'_> {
         let outgoing = Address::Unix {
             path: socket.to_owned(),
         };
-        let latest = std::sync::Mutex::new(RelayProgress::default());
+        let latest = Mutex::new(RelayProgress::default());
         let note = |progress: &RelayProgress| {
             self.monitor.note(progress);
             if let Ok(mut latest) = latest.lock() {

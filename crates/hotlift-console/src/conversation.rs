@@ -153,13 +153,32 @@ impl Conversation {
         Pass::new(token, self.stream().exporter().cloned())
     }
 
+    /// The connection, for what is no conversation, and what was read of it behind the last message; `None` while there is
+    /// a [`Speaker`].
+    #[must_use]
+    pub fn into_stream(self) -> Option<(Stream, Vec<u8>)> {
+        let (over, rest) = self.0.into_parts();
+        let stream = Arc::into_inner(over.0)?;
+        // What is no conversation has its own patience.
+        stream.lift_write_timeout().ok()?;
+        Some((stream, rest))
+    }
+
+    /// Whether a part of a message has come.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        !self.0.begun().is_empty()
+    }
+
     /// Whether something was received that a poll does not show.
     #[must_use]
     pub fn has_received(&self) -> bool {
         self.stream().has_plaintext()
     }
 
-    fn stream(&self) -> &Stream {
+    /// What it is held over.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
         &self.0.connection().0
     }
 

@@ -140,6 +140,12 @@ pub enum ConsoleError {
         /// For how long it was waited.
         waited: Duration,
     },
+    /// Too many have connected.
+    #[error("more than {most} have connected, and it has said nothing for longest")]
+    Crowd {
+        /// How many may wait.
+        most: usize,
+    },
     /// The other host has an answer, and it is no.
     #[error("the destination refuses: {reason}")]
     Refused {

@@ -7,13 +7,14 @@
 //! | `progress`, `table`, `width` | the progress display; tables; what fits a terminal |
 //! | `signals` | Ctrl-C and its like |
 //! | `pair`, `events` | two `guest run` processes, and what they tell |
-//! | `conversation` | JSON lines between two hosts |
+//! | `conversation`, `callers` | JSON lines between two hosts; who has connected, and what for |
 //! | `security` | TLS as a command's flags ask for it |
 //! | `error` | why a command failed, where several can fail so |
 
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod callers;
 pub mod conversation;
 pub mod error;
 pub mod events;

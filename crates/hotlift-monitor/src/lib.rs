@@ -37,6 +37,7 @@ mod sockets;
 
 pub use error::MonitorError;
 pub use guest::GuestMonitor;
+pub use introspection::version;
 pub use relay::RelayMonitor;
 pub use shutdown::ShutdownRequest;
 pub use sockets::{HmpAddress, Monitors, Sockets};

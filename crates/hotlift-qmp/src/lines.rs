@@ -160,6 +160,12 @@ impl<C: Connection> Lines<C> {
         &self.connection
     }
 
+    /// The connection, and what was read of it behind the last line.
+    #[must_use]
+    pub fn into_parts(self) -> (C, Vec<u8>) {
+        (self.connection, self.buffer)
+    }
+
     /// What was read of a line that has not ended.
     #[must_use]
     pub fn begun(&self) -> &[u8] {

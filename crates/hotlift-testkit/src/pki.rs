@@ -1,7 +1,7 @@
 //! A CA, and the certificates of hosts.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use hotlift_tls::{Authority, Issued, Role};
@@ -32,6 +32,24 @@ impl Pki {
         }
     }
 
+    /// Makes `folder` one for `tls-creds` with certificates, as server and as client, of a host with these names.
+    ///
+    /// # Panics
+    /// If it cannot be made.
+    pub fn host_in(&self, folder: &Path, names: &[&str]) {
+        fs::create_dir_all(folder).expect("a folder");
+        fs::write(folder.join("ca-cert.pem"), &self.ca.certificate).expect("a file");
+        for role in [Role::Server, Role::Client] {
+            let issued = self
+                .authority
+                .issue(names, role, DAYS, SystemTime::now())
+                .expect("a certificate");
+            let file = |what: &str| folder.join(format!("{}-{what}.pem", role.name()));
+            fs::write(file("cert"), issued.certificate).expect("a file");
+            fs::write(file("key"), issued.key).expect("a file");
+        }
+    }
+
     /// A folder for `tls-creds` with certificates, as server and as client, of a host with this name.
     ///
     /// # Panics
@@ -40,16 +58,7 @@ impl Pki {
     pub fn host(&self, name: &str) -> PathBuf {
         let folder = self.folder.path().join(name);
         fs::create_dir(&folder).expect("a name of its own");
-        fs::write(folder.join("ca-cert.pem"), &self.ca.certificate).expect("a file");
-        for role in [Role::Server, Role::Client] {
-            let issued = self
-                .authority
-                .issue(&[name], role, DAYS, SystemTime::now())
-                .expect("a certificate");
-            let file = |what: &str| folder.join(format!("{}-{what}.pem", role.name()));
-            fs::write(file("cert"), issued.certificate).expect("a file");
-            fs::write(file("key"), issued.key).expect("a file");
-        }
+        self.host_in(&folder, &[name]);
         folder
     }
 }

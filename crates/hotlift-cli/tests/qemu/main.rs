@@ -17,6 +17,7 @@
 //! | `postcopy` | what the relays carry untouched |
 //! | `files` | machines that go on from a file |
 //! | `lazy`, `lazy_machines` | guests that run before they have their pages; the machines that they have |
+//! | `agent` | two hosts with an agent each |
 
 #![allow(
     clippy::print_stdout,
@@ -24,6 +25,7 @@
     reason = "a test says what it does"
 )]
 
+mod agent;
 mod back_and_forth;
 mod custody;
 mod dialect;

@@ -66,7 +66,10 @@ impl<'a> Acceptor<'a> {
         self.handshakes.iter().flat_map(Handshakes::since)
     }
 
-    fn has_room(&self) -> bool {
+    /// Whether a connection that has come is accepted now; if not, it waits in the kernel's queue until a handshake ends or
+    /// has to give way.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
         self.handshakes.as_ref().is_none_or(Handshakes::has_room)
     }
 

@@ -94,6 +94,15 @@ impl Handed {
     }
 }
 
+impl Handed {
+    /// Takes no more connections, and gives back those that have waited.
+    pub(super) fn close(&self) -> VecDeque<Stream> {
+        let mut state = self.queue.lock();
+        state.is_open = false;
+        std::mem::take(&mut state.waiting)
+    }
+}
+
 impl AsFd for Handed {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.queue.count.as_fd()
@@ -102,9 +111,7 @@ impl AsFd for Handed {
 
 impl Drop for Handed {
     fn drop(&mut self) {
-        let mut state = self.queue.lock();
-        state.is_open = false;
-        state.waiting.clear();
+        self.close();
     }
 }
 

@@ -143,6 +143,15 @@ impl std::fmt::Display for Address {
 }
 
 impl Address {
+    /// All addresses of this host, at a port that the system chooses.
+    #[must_use]
+    pub fn any() -> Self {
+        Self::Tcp {
+            host: String::new(),
+            port: 0,
+        }
+    }
+
     /// The name or IP address of the host; this one's for a socket's path.
     #[must_use]
     pub fn host(&self) -> &str {
@@ -270,6 +279,16 @@ impl Listener {
             Bound::Unix(_) => true,
             Bound::Handed(handed) => handed.is_local(),
         }
+    }
+
+    /// Takes no more connections, and gives back those that were not accepted and those that were put back: they are of a
+    /// later migration. Of a listener that is handed its connections.
+    pub fn close(&self) -> Vec<Stream> {
+        let mut rest: Vec<_> = self.returned().drain(..).collect();
+        if let Bound::Handed(handed) = &self.bound {
+            rest.extend(handed.close());
+        }
+        rest
     }
 
     /// Keeps a connection that was accepted and not looked at for the next [`Listener::accept`].
@@ -407,6 +426,15 @@ impl Stream {
         UnixStream::pair().map(|(one, other)| (one.into(), other.into()))
     }
 
+    /// A TCP connection, set up as this module sets up its own.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn of_tcp(stream: TcpStream) -> io::Result<Self> {
+        tcp::prepare(&stream)?;
+        Ok(stream.into())
+    }
+
     /// Makes the connection, on which nothing was said yet, a TLS one, as the side that has made it. `host` is the name
     /// that the other side is known by.
     ///
@@ -461,7 +489,8 @@ impl Stream {
     }
 
     /// Whom the connection is with, without a port.
-    pub(crate) fn peer_host(&self) -> String {
+    #[must_use]
+    pub fn peer_host(&self) -> String {
         match &self.socket {
             Socket::Tcp(stream) => match stream.peer_addr() {
                 Ok(peer) => peer.ip().to_canonical().to_string(),
@@ -620,6 +649,17 @@ impl Stream {
         match &self.socket {
             Socket::Tcp(stream) => stream.set_write_timeout(Some(timeout)),
             Socket::Unix(stream) => stream.set_write_timeout(Some(timeout)),
+        }
+    }
+
+    /// Lets writes wait for as long as the peer takes, as they do at first.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn lift_write_timeout(&self) -> io::Result<()> {
+        match &self.socket {
+            Socket::Tcp(stream) => stream.set_write_timeout(None),
+            Socket::Unix(stream) => stream.set_write_timeout(None),
         }
     }
 

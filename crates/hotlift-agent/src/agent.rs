@@ -1,0 +1,296 @@
+//! The agent itself: what its threads share, and its life from start to end.
+
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use hotlift::error::error_line;
+use hotlift::relay::RelayReport;
+use hotlift::tls::{self, Profile, Tls};
+use hotlift::transport::Stream;
+use hotlift::{Address, Options};
+use hotlift_monitor::Sockets;
+use hotlift_qmp::QmpAddress;
+use hotlift_qmp::server::{Commands, Events};
+use rustix::event::{EventfdFlags, eventfd};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::budget::Shares;
+use crate::commands::AgentCommands;
+use crate::config::{Config, LogLevel};
+use crate::error::{AgentError, CarryError};
+use crate::log::Log;
+use crate::redirect::Redirected;
+use crate::rules::Installed;
+use crate::session::Session;
+use crate::sessions::Sessions;
+use crate::{door, metrics, redirect};
+
+/// How long what was cancelled at the end may take to end.
+const LAST: Duration = Duration::from_secs(10);
+
+/// What the agent's threads share.
+pub struct Agent {
+    file: PathBuf,
+    config: Mutex<Arc<Config>>,
+    /// For other agents, in both directions. Its certificates are read again when their files change.
+    pub tls: Arc<Tls>,
+    /// Where all is said.
+    pub log: Log,
+    /// All that is carried.
+    pub sessions: Sessions,
+    /// How the host's budget is shared.
+    pub shares: Shares,
+    /// Connections of redirected migrations that the one before has not taken, and where they go.
+    returned: Mutex<Vec<(Stream, SocketAddr)>>,
+    has_returned: OwnedFd,
+    ended: AtomicBool,
+    /// Readable once the agent has ended.
+    has_ended: OwnedFd,
+}
+
+impl Agent {
+    fn new(file: &Path, config: Config) -> Result<Self, AgentError> {
+        let log = Log::new(config.log);
+        let setup = |error| AgentError::Tls(Box::new(error));
+        let options = Options {
+            tls_authz: config.authz.join(" "),
+            ..Options::default()
+        };
+        let tls = match config.tls.as_os_str().is_empty() {
+            // All addresses: other hosts come here.
+            true => tls::of_options(&options, &Address::any()).map_err(setup)?,
+            false => None,
+        };
+        let tls = match tls {
+            Some(tls) => tls,
+            None => tls::of_folder(&config.tls, Profile::Hotlift, &options).map_err(setup)?,
+        };
+        for warning in tls.warnings() {
+            log.say(LogLevel::Warning, &warning.to_string());
+        }
+        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+        let fd = || {
+            let fd = eventfd(0, flags);
+            fd.map_err(|errno| AgentError::system("a descriptor")(errno.into()))
+        };
+        Ok(Self {
+            file: file.to_owned(),
+            config: Mutex::new(Arc::new(config)),
+            tls,
+            log,
+            sessions: Sessions::default(),
+            shares: Shares::default(),
+            returned: Mutex::default(),
+            has_returned: fd()?,
+            ended: AtomicBool::new(false),
+            has_ended: fd()?,
+        })
+    }
+
+    /// The configuration in force.
+    #[must_use]
+    pub fn config(&self) -> Arc<Config> {
+        Arc::clone(&self.config.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The options of a migration that leaves this host.
+    #[must_use]
+    pub fn options(&self) -> Options {
+        // Checked when the configuration was read.
+        self.config().options().unwrap_or_default()
+    }
+
+    /// Something or somebody was refused.
+    pub fn refuse(&self, text: &str) {
+        self.sessions.count(|totals| totals.refusals += 1);
+        self.log
+            .say(LogLevel::Warning, &format!("state=refused {text}"));
+    }
+
+    /// A session has ended.
+    pub fn ended(&self, session: &Arc<Session>, outcome: Result<Option<RelayReport>, CarryError>) {
+        session.end(outcome.map_err(|error| error_line(&error)));
+        self.sessions.remove(session);
+    }
+
+    /// Connections to `to` that came while the migration before was under way.
+    pub fn give_back(&self, streams: Vec<Stream>, to: SocketAddr) {
+        if streams.is_empty() {
+            return;
+        }
+        let mut returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner);
+        returned.extend(streams.into_iter().map(|stream| (stream, to)));
+        signal(&self.has_returned);
+    }
+
+    /// Those that were given back.
+    pub(crate) fn take_returned(&self) -> Vec<(Stream, SocketAddr)> {
+        let mut returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = rustix::io::read(&self.has_returned, &mut [0; 8]);
+        std::mem::take(&mut returned)
+    }
+
+    /// Readable when some were.
+    pub(crate) fn returned_fd(&self) -> BorrowedFd<'_> {
+        self.has_returned.as_fd()
+    }
+
+    /// Whether the agent has ended.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    /// Readable once it has.
+    pub(crate) fn ended_fd(&self) -> BorrowedFd<'_> {
+        self.has_ended.as_fd()
+    }
+
+    /// Reads the configuration again; a bad one changes nothing.
+    pub fn reload(&self) {
+        let new = match Config::read(&self.file) {
+            Ok(new) => new,
+            Err(error) => {
+                let text = format!("the configuration was not changed: {}", error_line(&error));
+                return self.log.say(LogLevel::Error, &text);
+            }
+        };
+        let old = self.config();
+        for key in old.fixed_keys_changed(&new) {
+            let text = format!("a new value of '{key}' needs a restart of the agent");
+            self.log.say(LogLevel::Warning, &text);
+        }
+        *self.config.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(new);
+        self.log
+            .say(LogLevel::Info, "the configuration was read again");
+        self.shares.apply(self);
+        self.sessions.wake();
+    }
+}
+
+fn signal(fd: &OwnedFd) {
+    // It counts to 2^64 - 2.
+    let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
+}
+
+/// Runs the agent with the configuration in `file` until a signal ends it. `redirect` is false to leave nftables alone.
+///
+/// # Errors
+/// [`AgentError`]: why it could not begin.
+pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
+    let config = Config::read(file)?;
+    let signals = Signals::new([SIGHUP, SIGINT, SIGTERM]);
+    let mut signals = signals.map_err(AgentError::system("signal handlers"))?;
+    let listen: Address = config.listen.parse().map_err(AgentError::Listen)?;
+    let listener = listen.listen().map_err(AgentError::Listen)?;
+    let redirected = Redirected::listen(config.redirect_port).map_err(AgentError::Listen)?;
+    let metrics = match config.metrics.as_str() {
+        "" => None,
+        address => Some(
+            TcpListener::bind(address).map_err(AgentError::system("the address of 'metrics'"))?,
+        ),
+    };
+    let agent = Arc::new(Agent::new(file, config)?);
+    let config = agent.config();
+    let commands: Arc<dyn Commands> = Arc::new(AgentCommands::new(&agent));
+    let control = QmpAddress::Unix(config.control.clone());
+    let _control = Sockets::qmp_at(control).serve(&commands, &Events::new())?;
+    let rules = match config.redirect && redirect {
+        true => Some(Installed::new(&config)?),
+        false => None,
+    };
+    let log = &agent.log;
+    log.say(LogLevel::Info, &format!("listening on {}", config.listen));
+    let mut threads = Vec::new();
+    let served = (|| {
+        let of_door = Arc::clone(&agent);
+        threads.push(spawn("agent/door", move || {
+            if let Err(error) = door::serve(&of_door, &listener) {
+                of_door.log.say(LogLevel::Error, &error_line(&error));
+            }
+        })?);
+        let of_redirect = Arc::clone(&agent);
+        let redirecting = move || redirect::serve(&of_redirect, &redirected);
+        threads.push(spawn("agent/redirect", redirecting)?);
+        let of_budget = Arc::clone(&agent);
+        threads.push(spawn("agent/budget", move || {
+            of_budget.shares.serve(&of_budget);
+        })?);
+        if let Some(listener) = metrics {
+            let of_metrics = Arc::clone(&agent);
+            // It waits for clients, and is not waited for.
+            spawn("agent/metrics", move || {
+                metrics::serve(&of_metrics, &listener)
+            })?;
+        }
+        until_told(&agent, &mut signals);
+        Ok(())
+    })();
+    agent.sessions.end();
+    agent.ended.store(true, Ordering::Release);
+    signal(&agent.has_ended);
+    for thread in threads {
+        // A panic has said what it has to say.
+        let _ = thread.join();
+    }
+    drop(rules);
+    log.say(LogLevel::Info, "ended");
+    served
+}
+
+fn spawn(
+    name: &str,
+    work: impl FnOnce() + Send + 'static,
+) -> Result<thread::JoinHandle<()>, AgentError> {
+    let thread = thread::Builder::new().name(name.to_owned());
+    thread.spawn(work).map_err(AgentError::system("a thread"))
+}
+
+/// Obeys signals until the agent is to end and all is done or cancelled.
+fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
+    for number in signals.forever() {
+        if number == SIGHUP {
+            agent.reload();
+            continue;
+        }
+        break;
+    }
+    agent.sessions.end();
+    let limit = agent.config().drain_limit.0;
+    let count = agent.sessions.under_way().len();
+    let text =
+        format!("is to end: takes nothing new, and waits up to {limit:?} for {count} under way");
+    agent.log.say(LogLevel::Info, &text);
+    let handle = signals.handle();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            if !agent.sessions.wait_until_empty(limit) {
+                agent
+                    .log
+                    .say(LogLevel::Warning, "what is still under way is cancelled");
+                cancel_all(agent);
+                agent.sessions.wait_until_empty(LAST);
+            }
+            handle.close();
+        });
+        for number in signals.forever() {
+            // Somebody insists.
+            if number != SIGHUP {
+                cancel_all(agent);
+            }
+        }
+    });
+}
+
+fn cancel_all(agent: &Agent) {
+    for session in agent.sessions.under_way() {
+        session.control.cancel();
+    }
+    agent.sessions.wake();
+}

@@ -1,0 +1,339 @@
+//! The host's bandwidth and cores, shared among the migrations that leave it.
+//!
+//! Four times a second each gets its part by weight; what one has not used of its own goes to the others, and one whose
+//! guest stands still comes before all others. The parts together are never more than the whole, so that the whole holds
+//! over any time.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::agent::Agent;
+use crate::messages::{Id, Kind};
+use crate::session::{Direction, Share};
+
+/// Between two sharings.
+const ROUND: Duration = Duration::from_millis(250);
+
+/// One that has used less than this many percent of its part does not need all of it.
+const NEEDS_ALL: u64 = 80;
+
+/// What such a one gets, in percent of what it has used: room to grow by more than it is short of until the next round.
+const ROOM: u64 = 150;
+
+/// The least part of one that is not first, as a fraction of the whole: it must be able to show that it needs more.
+const LEAST: u64 = 64;
+
+/// What one of those that share has, and may have.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Claim {
+    /// Its weight.
+    pub weight: u32,
+    /// What it has used, in units a second.
+    pub used: u64,
+    /// What it could have used; 0 if nobody knows.
+    pub had: u64,
+    /// The most that it may have; 0 is unlimited.
+    pub most: u64,
+    /// It comes first.
+    pub is_urgent: bool,
+}
+
+impl Claim {
+    /// What it can make use of, of a whole of `total`.
+    fn want(&self, total: u64) -> u64 {
+        let most = if self.most == 0 { u64::MAX } else { self.most };
+        let needs_all = self.had == 0 || self.used >= self.had / 100 * NEEDS_ALL;
+        if self.is_urgent || needs_all {
+            return most;
+        }
+        most.min((self.used / 100 * ROOM).max(total / LEAST))
+    }
+}
+
+/// The parts of `total` (0: unlimited), each at least 1. Unlimited parts are 0.
+#[must_use]
+pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
+    if total == 0 {
+        return claims.iter().map(|claim| claim.most).collect();
+    }
+    let wants: Vec<_> = claims
+        .iter()
+        .map(|claim| (u64::from(claim.weight.max(1)), claim.want(total)))
+        .collect();
+    let mut parts = vec![0; claims.len()];
+    let urgent = |index: &usize| claims[*index].is_urgent;
+    let (first, others): (Vec<_>, Vec<_>) = (0..claims.len()).partition(urgent);
+    // What those that come first leave.
+    let least = match (first.is_empty(), u64::try_from(others.len())) {
+        (false, Ok(others)) => (total / LEAST).min(total / (others + 1)) * others,
+        _ => total,
+    };
+    let mut left = total;
+    for (group, most) in [(&first, total - least.min(total)), (&others, total)] {
+        left -= fill(left.min(most), &wants, group, &mut parts);
+    }
+    // Nobody has asked for the rest; whoever comes to need it has it at once.
+    let weights: u128 = wants.iter().map(|(weight, _)| u128::from(*weight)).sum();
+    for (index, (weight, _)) in wants.iter().enumerate() {
+        let more = u128::from(left) * u128::from(*weight) / weights.max(1);
+        let part = parts[index] + u64::try_from(more).unwrap_or(u64::MAX);
+        let most = claims[index].most;
+        parts[index] = if most == 0 { part } else { part.min(most) }.max(1);
+    }
+    parts
+}
+
+/// Gives those of `group` parts of `total` by weight, and to none more than it wants; how much was given.
+fn fill(total: u64, wants: &[(u64, u64)], group: &[usize], parts: &mut [u64]) -> u64 {
+    let mut open = group.to_vec();
+    let mut left = total;
+    while !open.is_empty() {
+        let weights: u128 = open.iter().map(|index| u128::from(wants[*index].0)).sum();
+        let part = |index: usize| {
+            let part = u128::from(left) * u128::from(wants[index].0) / weights;
+            u64::try_from(part).unwrap_or(u64::MAX)
+        };
+        let (content, hungry): (Vec<_>, Vec<_>) = open
+            .iter()
+            .partition(|index| wants[**index].1 <= part(**index));
+        if content.is_empty() {
+            let given: Vec<_> = hungry.iter().map(|index| (*index, part(*index))).collect();
+            for (index, part) in given {
+                parts[index] = part;
+                left -= part;
+            }
+            break;
+        }
+        for index in content {
+            parts[index] = wants[index].1;
+            left -= wants[index].1;
+        }
+        open = hungry;
+    }
+    total - left
+}
+
+/// What is kept of the migrations from round to round.
+#[derive(Default)]
+pub struct Shares(Mutex<HashMap<Id, Cpu>>);
+
+/// CPU time of one, and when it was read.
+struct Cpu {
+    time: Duration,
+    at: Instant,
+    /// Thousandths of a core, lately.
+    used: u64,
+}
+
+impl Shares {
+    /// Shares again.
+    pub fn apply(&self, agent: &Agent) {
+        let config = agent.config();
+        let options = agent.options();
+        let mut sessions = agent.sessions.under_way();
+        sessions.retain(|session| {
+            let subject = &session.subject;
+            subject.direction == Direction::Outgoing
+                && subject.kind == Kind::Migration
+                && session.moment().state != "waiting"
+        });
+        let mut cpus = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        cpus.retain(|id, _| sessions.iter().any(|session| session.subject.id == *id));
+        let (mut bandwidth, mut cpu) = (Vec::new(), Vec::new());
+        for session in &sessions {
+            let moment = session.moment();
+            let claim = Claim {
+                weight: moment.weight,
+                is_urgent: session.is_urgent(),
+                ..Claim::default()
+            };
+            // A rate below 2^63, and not negative.
+            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+            let used = moment.rate as u64;
+            bandwidth.push(Claim {
+                used,
+                had: if moment.progress.elapsed.is_zero() {
+                    0
+                } else {
+                    moment.share.bandwidth
+                },
+                most: moment.limit,
+                ..claim
+            });
+            let used = cpu_used(&mut cpus, session.subject.id, session.control.cpu_time());
+            cpu.push(Claim {
+                used,
+                had: if used == 0 {
+                    0
+                } else {
+                    moment.share.cpu.into()
+                },
+                ..claim
+            });
+        }
+        // Checked to be in range.
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+        let cores = (config.cpu_limit * 1000.0).ceil() as u64;
+        let bandwidth = divide(config.max_bandwidth.0, &bandwidth);
+        let cpu = divide(cores, &cpu);
+        for ((session, bandwidth), cpu) in sessions.iter().zip(bandwidth).zip(cpu) {
+            let share = Share {
+                bandwidth,
+                cpu: u32::try_from(cpu).unwrap_or(u32::MAX),
+            };
+            session.set_share(share, &options);
+        }
+    }
+
+    /// Shares four times a second while there is something to share, until the agent ends.
+    pub fn serve(&self, agent: &Agent) {
+        while agent.sessions.wait_for_outgoing() && !agent.has_ended() {
+            self.apply(agent);
+            std::thread::sleep(ROUND);
+        }
+    }
+}
+
+/// Thousandths of a core that the one with `id` uses, which has used `time` now.
+fn cpu_used(cpus: &mut HashMap<Id, Cpu>, id: Id, time: Duration) -> u64 {
+    let now = Instant::now();
+    let cpu = cpus.entry(id).or_insert(Cpu {
+        time,
+        at: now,
+        used: 0,
+    });
+    let since = now - cpu.at;
+    if since >= ROUND / 2 {
+        let thousandths =
+            time.saturating_sub(cpu.time).as_micros() * 1000 / since.as_micros().max(1);
+        let used = u64::try_from(thousandths).unwrap_or(u64::MAX);
+        *cpu = Cpu {
+            time,
+            at: now,
+            used,
+        };
+    }
+    cpu.used
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WHOLE: u64 = 1_000_000;
+
+    fn claim(weight: u32, used: u64, had: u64) -> Claim {
+        Claim {
+            weight,
+            used,
+            had,
+            ..Claim::default()
+        }
+    }
+
+    #[test]
+    fn parts_are_by_weight_where_all_need_them() {
+        let parts = divide(WHOLE, &[claim(100, 0, 0), claim(300, 0, 0)]);
+        assert_eq!(parts, [WHOLE / 4, WHOLE / 4 * 3]);
+        let used = [claim(100, 240_000, 250_000), claim(300, 750_000, 750_000)];
+        assert_eq!(divide(WHOLE, &used), parts);
+    }
+
+    #[test]
+    fn what_one_cannot_use_goes_to_the_others() {
+        let parts = divide(
+            WHOLE,
+            &[claim(100, 100_000, 500_000), claim(100, 500_000, 500_000)],
+        );
+        assert_eq!(parts, [150_000, 850_000]);
+        let grown = divide(
+            WHOLE,
+            &[claim(100, 150_000, 150_000), claim(100, 850_000, 850_000)],
+        );
+        assert_eq!(
+            grown,
+            [500_000, 500_000],
+            "one that needs more gets its part again"
+        );
+    }
+
+    #[test]
+    fn what_nobody_can_use_is_there_for_whoever_comes_to_need_it() {
+        let parts = divide(
+            WHOLE,
+            &[claim(100, 100_000, 500_000), claim(100, 50_000, 500_000)],
+        );
+        assert_eq!(parts.iter().sum::<u64>(), WHOLE);
+        assert!(parts[0] > parts[1], "{parts:?}");
+    }
+
+    #[test]
+    fn one_whose_guest_stands_still_comes_first_and_leaves_the_others_alive() {
+        let urgent = Claim {
+            is_urgent: true,
+            ..claim(1, 10, 1000)
+        };
+        let parts = divide(
+            WHOLE,
+            &[urgent, claim(1000, 999_000, 999_000), claim(1000, 1, 1)],
+        );
+        assert_eq!(parts[0], WHOLE - 2 * (WHOLE / 64), "{parts:?}");
+        assert!(
+            parts[1..].iter().all(|part| *part >= WHOLE / 64),
+            "{parts:?}"
+        );
+    }
+
+    #[test]
+    fn parts_are_never_more_than_the_whole_and_none_is_unlimited_by_mistake() {
+        with_numbers(|draw| {
+            let claims: Vec<_> = (0..1 + draw(8))
+                .map(|_| Claim {
+                    weight: u32::try_from(draw(1001)).unwrap(),
+                    used: draw(2 * WHOLE),
+                    had: draw(WHOLE),
+                    most: draw(3) * draw(WHOLE),
+                    is_urgent: draw(4) == 0,
+                })
+                .collect();
+            let whole = 16 + draw(WHOLE);
+            let parts = divide(whole, &claims);
+            let sum: u64 = parts.iter().sum();
+            assert!(
+                sum <= whole + u64::try_from(parts.len()).unwrap(),
+                "{claims:?}: {parts:?} of {whole}"
+            );
+            assert!(parts.iter().all(|part| *part > 0), "{claims:?} {parts:?}");
+            for (claim, part) in claims.iter().zip(&parts) {
+                assert!(
+                    claim.most == 0 || *part <= claim.most.max(1),
+                    "{claims:?} {parts:?}"
+                );
+            }
+        });
+    }
+
+    /// Runs `test` with numbers below a bound, of a fixed sequence (xorshift64*).
+    fn with_numbers(mut test: impl FnMut(&mut dyn FnMut(u64) -> u64)) {
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        for _ in 0..2000 {
+            let mut draw = |below: u64| {
+                state ^= state >> 12;
+                state ^= state << 25;
+                state ^= state >> 27;
+                state.wrapping_mul(0x2545_f491_4f6c_dd1d) % below.max(1)
+            };
+            test(&mut draw);
+        }
+    }
+
+    #[test]
+    fn without_a_limit_of_the_host_each_has_its_own() {
+        let own = Claim {
+            most: 7,
+            ..claim(100, 0, 0)
+        };
+        assert_eq!(divide(0, &[claim(100, 0, 0), own]), [0, 7]);
+    }
+}

@@ -1,0 +1,263 @@
+//! The commands of the control socket: QMP's dialect, with the agent's own commands.
+
+use std::sync::Arc;
+
+use hotlift::options::parse_size;
+use hotlift_qmp::server::{Commands, Refusal};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::agent::Agent;
+use crate::messages::Id;
+use crate::session::{Direction, Session, Share};
+
+/// The commands' names.
+pub const COMMANDS: [&str; 7] = [
+    "query-agent",
+    "query-migrations",
+    "agent-cancel",
+    "agent-limit",
+    "agent-reload",
+    "query-version",
+    "query-commands",
+];
+
+/// What `query-agent` says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct AgentInfo {
+    /// The agent's version.
+    pub version: String,
+    /// Where other agents connect.
+    pub listen: String,
+    /// Nothing new is taken.
+    pub is_ending: bool,
+    /// Migrations and tunnels under way.
+    pub under_way: usize,
+    /// Bytes a second for all outgoing migrations; 0 is unlimited.
+    pub max_bandwidth: u64,
+    /// Cores for them; 0 is unlimited.
+    pub cpu_limit: f64,
+    /// How many may go on at once; 0 is unlimited.
+    pub migrations: u32,
+    /// Migrations that have ended well since the start.
+    pub completed: u64,
+    /// Migrations that have not.
+    pub failed: u64,
+    /// Connections and migrations that were refused.
+    pub refusals: u64,
+    /// TLS handshakes that have failed.
+    pub tls_failures: u64,
+}
+
+/// One row of what `query-migrations` says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MigrationRow {
+    /// On both hosts.
+    pub id: Id,
+    /// "outgoing" or "incoming".
+    pub direction: String,
+    /// "migration" or "tunnel".
+    pub kind: String,
+    /// QEMU's name of the state, or "waiting", "connecting", "passed-through".
+    pub status: String,
+    /// Where the source's connections were to go.
+    pub to: String,
+    /// The other agent.
+    pub peer: String,
+    /// Since it began.
+    pub seconds: f64,
+    /// Bytes sent.
+    pub sent_bytes: u64,
+    /// Bytes received.
+    pub received_bytes: u64,
+    /// Pages with content.
+    pub normal_pages: u64,
+    /// Zero pages.
+    pub zero_pages: u64,
+    /// Bytes of the VM's RAM.
+    pub ram_bytes: u64,
+    /// Bytes a second.
+    pub rate: f64,
+    /// CPU seconds of its channel threads.
+    pub cpu_seconds: f64,
+    /// Its weight.
+    pub weight: u32,
+    /// Bytes a second that an operator has set; 0 for none.
+    pub limit: u64,
+    /// What it may use now.
+    pub bandwidth: u64,
+    /// Cores that it may use now; 0 is unlimited.
+    pub cores: f64,
+    /// Why it failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+impl MigrationRow {
+    /// How `session` gets on.
+    #[must_use]
+    pub fn of(session: &Session) -> Self {
+        let moment = session.moment();
+        let subject = &session.subject;
+        let (progress, report) = (&moment.progress, moment.report.as_ref());
+        let Share { bandwidth, cpu } = moment.share;
+        Self {
+            id: subject.id,
+            direction: subject.direction.name().to_owned(),
+            kind: subject.kind.name().to_owned(),
+            status: moment.state.to_owned(),
+            to: subject.to.to_string(),
+            peer: subject.peer.clone(),
+            seconds: report.map_or(session.age().as_secs_f64(), |report| report.total_ms / 1e3),
+            sent_bytes: report.map_or(progress.sent_bytes, |report| report.sent_bytes),
+            received_bytes: report.map_or(progress.received_bytes, |report| report.received_bytes),
+            normal_pages: report.map_or(progress.normal_pages, |report| report.normal_pages),
+            zero_pages: report.map_or(progress.zero_pages, |report| report.zero_pages),
+            ram_bytes: progress.total_bytes,
+            rate: moment.rate,
+            cpu_seconds: session.control.cpu_time().as_secs_f64(),
+            weight: moment.weight,
+            limit: moment.limit,
+            bandwidth,
+            cores: f64::from(cpu) / 1000.0,
+            error: moment.error.clone(),
+        }
+    }
+}
+
+/// What `agent-cancel` and `agent-limit` take.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Change {
+    id: Id,
+    /// As of the option: bytes a second, or a text with a suffix.
+    max_bandwidth: Option<Value>,
+    weight: Option<u32>,
+}
+
+/// The commands of an agent.
+pub struct AgentCommands(Arc<Agent>);
+
+impl AgentCommands {
+    /// Those of `agent`.
+    #[must_use]
+    pub fn new(agent: &Arc<Agent>) -> Self {
+        Self(Arc::clone(agent))
+    }
+
+    fn info(&self) -> AgentInfo {
+        let config = self.0.config();
+        let totals = self.0.sessions.totals();
+        let ended = |well: bool| {
+            let of_migrations = totals.ended.iter().filter(|([_, kind, state], _)| {
+                *kind == "migration" && (*state == "completed") == well
+            });
+            of_migrations.map(|(_, count)| count).sum()
+        };
+        AgentInfo {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            listen: config.listen.clone(),
+            is_ending: self.0.sessions.is_ending(),
+            under_way: self.0.sessions.under_way().len(),
+            max_bandwidth: config.max_bandwidth.0,
+            cpu_limit: config.cpu_limit,
+            migrations: config.migrations,
+            completed: ended(true),
+            failed: ended(false),
+            refusals: totals.refusals,
+            tls_failures: totals.tls_failures,
+        }
+    }
+
+    fn migrations(&self) -> Vec<MigrationRow> {
+        let ended = self.0.sessions.ended();
+        let under_way = self.0.sessions.under_way();
+        let all = ended.iter().chain(&under_way);
+        all.map(|session| MigrationRow::of(session)).collect()
+    }
+
+    fn change(&self, arguments: &Value) -> Result<(Arc<Session>, Change), Refusal> {
+        let change: Change = serde_json::from_value(arguments.clone())
+            .map_err(|error| Refusal::generic(error.to_string()))?;
+        let mut sessions = self.0.sessions.under_way();
+        sessions.retain(|session| session.subject.id == change.id);
+        // Of one that leaves this host and comes back to it, the way out is steered.
+        sessions.sort_by_key(|session| session.subject.direction);
+        match sessions.into_iter().next() {
+            Some(session) => Ok((session, change)),
+            None => Err(Refusal::generic(format!(
+                "no migration with id {} is under way",
+                change.id
+            ))),
+        }
+    }
+
+    fn cancel(&self, arguments: &Value) -> Result<Value, Refusal> {
+        let (session, _) = self.change(arguments)?;
+        session.control.cancel();
+        self.0.sessions.wake();
+        Ok(json!({}))
+    }
+
+    fn limit(&self, arguments: &Value) -> Result<Value, Refusal> {
+        let (session, change) = self.change(arguments)?;
+        let refused = |what: &str| Err(Refusal::generic(what));
+        if session.subject.direction == Direction::Incoming {
+            return refused("a migration is limited on the host that it leaves");
+        }
+        let bandwidth = match &change.max_bandwidth {
+            None => None,
+            Some(Value::String(text)) => match parse_size(text) {
+                None => {
+                    return refused(
+                        "max-bandwidth is bytes a second as in \"100M\"; 0 is unlimited",
+                    );
+                }
+                size => size,
+            },
+            Some(value) => match value.as_u64() {
+                None => {
+                    return refused(
+                        "max-bandwidth is bytes a second as in \"100M\"; 0 is unlimited",
+                    );
+                }
+                size => size,
+            },
+        };
+        if change
+            .weight
+            .is_some_and(|weight| !(1..=1000).contains(&weight))
+        {
+            return refused("weight is 1 to 1000");
+        }
+        session.limit(bandwidth, change.weight);
+        self.0.shares.apply(&self.0);
+        Ok(json!({}))
+    }
+}
+
+impl Commands for AgentCommands {
+    fn execute(&self, command: &str, arguments: &Value) -> Result<Value, Refusal> {
+        let to_value = |value: serde_json::Result<Value>| {
+            value.map_err(|error| Refusal::generic(error.to_string()))
+        };
+        match command {
+            "query-agent" => to_value(serde_json::to_value(self.info())),
+            "query-migrations" => to_value(serde_json::to_value(self.migrations())),
+            "agent-cancel" => self.cancel(arguments),
+            "agent-limit" => self.limit(arguments),
+            "agent-reload" => {
+                self.0.reload();
+                Ok(json!({}))
+            }
+            "query-version" => Ok(hotlift_monitor::version()),
+            "query-commands" => {
+                let rows = COMMANDS.iter().map(|name| json!({ "name": name }));
+                Ok(rows.collect())
+            }
+            _ => Err(Refusal::no_command(command)),
+        }
+    }
+}

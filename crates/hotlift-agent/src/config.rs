@@ -1,0 +1,424 @@
+//! The agent's configuration: one file in TOML. Every key is a field of [`Config`], and every field a key.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hotlift::options::Options;
+use hotlift::{Address, relay};
+use serde::{Deserialize, Serialize};
+
+use crate::values::{Bandwidth, HostPort, Ports, Prefix, Time};
+
+/// Where the configuration is, if nothing else is said.
+pub const CONFIG_FILE: &str = "/etc/hotlift/agent.toml";
+
+/// The port of agents, if nothing else is said: beside libvirt's 16509 and 16514, and outside of the ports of migrations.
+pub const AGENT_PORT: u16 = 16520;
+
+/// Longest file that is read, in bytes.
+const MOST: u64 = 1 << 20;
+
+/// Why there is no configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file.
+    #[error("cannot read {}", file.display())]
+    Read {
+        /// Which.
+        file: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A file of an odd size.
+    #[error("{} has more than {MOST} bytes", file.display())]
+    TooLong {
+        /// Which.
+        file: PathBuf,
+    },
+    /// A key or a value that is not allowed.
+    #[error("{} line {line}: {key}: {problem}", file.display())]
+    Key {
+        /// Which file.
+        file: PathBuf,
+        /// Counted from 1.
+        line: usize,
+        /// The key, or what stands in its place.
+        key: String,
+        /// What is wrong, and what is allowed.
+        problem: String,
+    },
+    /// Values that do not go together.
+    #[error("{}: {key}: {problem}", file.display())]
+    Together {
+        /// Which file.
+        file: PathBuf,
+        /// One of the keys.
+        key: &'static str,
+        /// What is wrong, and what is allowed.
+        problem: String,
+    },
+}
+
+/// What becomes of connections to a host where no agent answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Plaintext {
+    /// They go there as they are.
+    Allow,
+    /// They are closed.
+    Refuse,
+}
+
+/// How much is logged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogLevel {
+    /// What went wrong.
+    Error,
+    /// And what is odd.
+    Warning,
+    /// And each state of each migration.
+    Info,
+    /// And each connection.
+    Debug,
+}
+
+/// All keys.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Config {
+    /// Where other agents connect: `tcp:HOST:PORT`; an empty HOST is all addresses.
+    pub listen: String,
+    /// The port at which the agents of other hosts listen.
+    pub agent_port: u16,
+    /// Agents of destinations that are not reached at the destination's own address: address or prefix = "HOST[:PORT]".
+    pub peers: BTreeMap<Prefix, HostPort>,
+    /// How long an agent may take to answer a connection before there is none on that host.
+    pub agent_timeout: Time,
+    /// What becomes of connections to a host without an agent: "refuse" or "allow".
+    pub plaintext: Plaintext,
+    /// Whether the agent sends this host's migrations to itself by an nftables table of its own.
+    pub redirect: bool,
+    /// Port on loopback that they are sent to.
+    pub redirect_port: u16,
+    /// Ports of migrations: those that are redirected, and those that another agent may have connections made to.
+    pub ports: Ports,
+    /// Users whose connections are redirected, by name or number. A name that the host does not have is passed over.
+    pub users: Vec<String>,
+    /// Folder with the certificates; empty for the first of the usual places that has one.
+    pub tls: PathBuf,
+    /// Who may be at the other end besides having a certificate of the CA: patterns as of `tls-authz`; empty for anybody.
+    pub authz: Vec<String>,
+    /// How pages are compressed: "auto", or a method of `hotlift methods`.
+    pub method: String,
+    /// Connections of a migration between two agents, 1 to 255.
+    pub channels: u8,
+    /// Bytes a second that all outgoing migrations may send together, as in "100M"; "0" is unlimited.
+    pub max_bandwidth: Bandwidth,
+    /// Cores that all outgoing migrations may use together for compression; 0 is unlimited.
+    pub cpu_limit: f64,
+    /// Outgoing migrations at once; more wait; 0 is unlimited.
+    pub migrations: u32,
+    /// Weights in the sharing of bandwidth and cores, by destination: address or prefix = 1 to 1000; others have 100.
+    pub weights: BTreeMap<Prefix, u32>,
+    /// How long migrations that are under way may go on when the agent is to end.
+    pub drain_limit: Time,
+    /// The control socket.
+    pub control: PathBuf,
+    /// Address on loopback where Prometheus reads; empty for none.
+    pub metrics: String,
+    /// How much is logged: "error", "warning", "info" or "debug".
+    pub log: LogLevel,
+}
+
+/// The weight of a migration of which nothing is said.
+pub const WEIGHT: u32 = 100;
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            listen: format!("tcp::{AGENT_PORT}"),
+            agent_port: AGENT_PORT,
+            peers: BTreeMap::new(),
+            agent_timeout: Time(Duration::from_secs(5)),
+            plaintext: Plaintext::Refuse,
+            redirect: true,
+            redirect_port: AGENT_PORT + 1,
+            // libvirt's migration_port_min and migration_port_max.
+            ports: Ports {
+                first: 49152,
+                last: 49215,
+            },
+            // QEMU's user on Debian and on Fedora, and libvirtd, which connects for QEMU without multifd.
+            users: ["libvirt-qemu", "qemu", "root"].map(str::to_owned).to_vec(),
+            tls: PathBuf::new(),
+            authz: Vec::new(),
+            method: "auto".to_owned(),
+            channels: 4,
+            max_bandwidth: Bandwidth(0),
+            cpu_limit: 0.0,
+            migrations: 8,
+            weights: BTreeMap::new(),
+            drain_limit: Time(Duration::from_secs(300)),
+            control: PathBuf::from("/run/hotlift/agent.sock"),
+            metrics: "127.0.0.1:16522".to_owned(),
+            log: LogLevel::Info,
+        }
+    }
+}
+
+impl Config {
+    /// Reads and checks `file`.
+    ///
+    /// # Errors
+    /// [`ConfigError`], with the line.
+    pub fn read(file: &Path) -> Result<Self, ConfigError> {
+        let read = |source| ConfigError::Read {
+            file: file.to_owned(),
+            source,
+        };
+        if std::fs::metadata(file).map_err(read)?.len() > MOST {
+            return Err(ConfigError::TooLong {
+                file: file.to_owned(),
+            });
+        }
+        Self::of_text(file, &std::fs::read_to_string(file).map_err(read)?)
+    }
+
+    /// The same of what `file` has.
+    ///
+    /// # Errors
+    /// [`ConfigError`], with the line.
+    pub fn of_text(file: &Path, text: &str) -> Result<Self, ConfigError> {
+        let config: Self = toml::from_str(text).map_err(|error| {
+            let place = error.span().map_or(0, |span| span.start.min(text.len()));
+            let (line, key) = place_of(text, place);
+            ConfigError::Key {
+                file: file.to_owned(),
+                line,
+                key,
+                problem: error.message().lines().collect::<Vec<_>>().join("; "),
+            }
+        })?;
+        match config.problem() {
+            None => Ok(config),
+            Some((key, problem)) => Err(match line_of(text, key) {
+                Some(line) => ConfigError::Key {
+                    file: file.to_owned(),
+                    line,
+                    key: key.to_owned(),
+                    problem,
+                },
+                None => ConfigError::Together {
+                    file: file.to_owned(),
+                    key,
+                    problem,
+                },
+            }),
+        }
+    }
+
+    /// A key with a value that cannot be, by itself or with the others, and why.
+    fn problem(&self) -> Option<(&'static str, String)> {
+        let wrong = |key, problem: &str| Some((key, problem.to_owned()));
+        let port = match self.listen.parse::<Address>() {
+            Ok(Address::Tcp { port, .. }) => port,
+            _ => return wrong("listen", "expected \"tcp:HOST:PORT\""),
+        };
+        let (first, last) = (self.ports.first, self.ports.last);
+        for (key, port) in [
+            ("listen", port),
+            ("agent-port", self.agent_port),
+            ("redirect-port", self.redirect_port),
+        ] {
+            if self.ports.contains(port) {
+                let problem =
+                    format!("port {port} is one of the migrations' {first}-{last} ('ports')");
+                return Some((key, problem));
+            }
+        }
+        let ports = self.peers.values().filter_map(|peer| peer.port);
+        if let Some(port) = ports.into_iter().find(|port| self.ports.contains(*port)) {
+            let problem = format!("port {port} is one of the migrations' {first}-{last} ('ports')");
+            return Some(("peers", problem));
+        }
+        if self.redirect_port == port {
+            return wrong("redirect-port", "it is the port of 'listen', too");
+        }
+        if self.redirect && self.users.is_empty() {
+            return wrong(
+                "users",
+                "nobody's connections are redirected: name a user, or redirect = false",
+            );
+        }
+        if !self.metrics.is_empty() {
+            match self.metrics.parse::<SocketAddr>() {
+                Ok(address) if address.ip().is_loopback() => {}
+                _ => {
+                    return wrong(
+                        "metrics",
+                        "expected a loopback address as in \"127.0.0.1:16522\", or \"\"",
+                    );
+                }
+            }
+        }
+        if !(0.0..=4096.0).contains(&self.cpu_limit) {
+            return wrong("cpu-limit", "expected cores, 0 to 4096");
+        }
+        if self
+            .weights
+            .values()
+            .any(|weight| !(1..=1000).contains(weight))
+        {
+            return wrong("weights", "expected 1 to 1000");
+        }
+        if self.channels == 0 {
+            return wrong("channels", "expected 1 to 255");
+        }
+        match self.options() {
+            Ok(_) => None,
+            Err(error) => Some(("method", hotlift::error::error_line(&error))),
+        }
+    }
+
+    /// The options of the outgoing side of a migration that leaves this host.
+    ///
+    /// # Errors
+    /// A method that there is not.
+    pub fn options(&self) -> Result<Options, hotlift::options::OptionError> {
+        let mut options = relay::RelaySettings::default().outgoing;
+        options.set("multifd-compression", &self.method)?;
+        options.multifd_channels = self.channels;
+        options.tls_authz = self.authz.join(" ");
+        relay::check(&options)?;
+        Ok(options)
+    }
+
+    /// Where the agent of the host with `address` listens.
+    #[must_use]
+    pub fn agent_of(&self, address: IpAddr) -> Address {
+        let peer = longest(&self.peers, address);
+        Address::Tcp {
+            host: peer.map_or_else(|| address.to_string(), |peer| peer.host.clone()),
+            port: peer.and_then(|peer| peer.port).unwrap_or(self.agent_port),
+        }
+    }
+
+    /// The weight of a migration to `address`.
+    #[must_use]
+    pub fn weight_of(&self, address: IpAddr) -> u32 {
+        longest(&self.weights, address).copied().unwrap_or(WEIGHT)
+    }
+
+    /// Keys whose change takes a restart, as far as `other` has other values of them.
+    #[must_use]
+    pub fn fixed_keys_changed(&self, other: &Self) -> Vec<&'static str> {
+        let changed = [
+            ("listen", self.listen != other.listen),
+            ("redirect", self.redirect != other.redirect),
+            ("redirect-port", self.redirect_port != other.redirect_port),
+            ("tls", self.tls != other.tls),
+            ("authz", self.authz != other.authz),
+            ("control", self.control != other.control),
+            ("metrics", self.metrics != other.metrics),
+        ];
+        let changed = changed.into_iter().filter(|(_, changed)| *changed);
+        changed.map(|(key, _)| key).collect()
+    }
+}
+
+/// What the longest prefix says that contains `address`.
+fn longest<T>(of: &BTreeMap<Prefix, T>, address: IpAddr) -> Option<&T> {
+    let contain = of.iter().filter(|(prefix, _)| prefix.contains(address));
+    let longest = contain.max_by_key(|(prefix, _)| prefix.length());
+    longest.map(|(_, value)| value)
+}
+
+/// The line at byte `place` of `text`, counted from 1, and its key.
+fn place_of(text: &str, place: usize) -> (usize, String) {
+    let before = text.get(..place).unwrap_or(text);
+    let number = before.matches('\n').count() + 1;
+    let line = text.lines().nth(number - 1).unwrap_or_default();
+    let key = line.split('=').next().unwrap_or_default();
+    (number, key.trim().to_owned())
+}
+
+/// The line of `text` that sets `key`, or begins the table of that name, counted from 1.
+fn line_of(text: &str, key: &str) -> Option<usize> {
+    let table = format!("[{key}]");
+    let sets = |line: &str| line.split('=').next().is_some_and(|it| it.trim() == key);
+    let mut lines = text.lines();
+    let place = lines.position(|line| sets(line) || line.trim() == table)?;
+    Some(place + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> Result<Config, String> {
+        let config = Config::of_text(Path::new("agent.toml"), text);
+        config.map_err(|error| hotlift::error::error_line(&error))
+    }
+
+    #[test]
+    fn an_empty_file_is_the_defaults() {
+        assert_eq!(of(""), Ok(Config::default()));
+    }
+
+    #[test]
+    fn a_wrong_key_or_value_is_named_with_its_line_and_what_is_allowed() {
+        for (text, line, words) in [
+            (
+                "log = \"info\"\nbandwidth = 1\n",
+                2,
+                "unknown field `bandwidth`",
+            ),
+            ("\nplaintext = \"maybe\"\n", 2, "`allow` or `refuse`"),
+            ("ports = \"1-\"\n", 1, "49152-49215"),
+            ("max-bandwidth = \"fast\"\n", 1, "bytes a second"),
+            ("max-bandwidth = 5\n", 1, "expected a string"),
+            ("method = \"gzip\"\n", 1, "zstd"),
+            ("channels = 0\n", 1, "1 to 255"),
+            ("metrics = \"192.0.2.1:1\"\n", 1, "loopback"),
+            ("listen = \"unix:/x\"\n", 1, "tcp:HOST:PORT"),
+            ("agent-port = 49160\n", 1, "'ports'"),
+            ("[peers]\n\"192.0.2.300\" = \"a\"\n", 2, "prefix"),
+            ("[peers]\n\"192.0.2.3\" = \"a:49160\"\n", 1, "'ports'"),
+            ("[weights]\n\"192.0.2.3\" = 0\n", 1, "1 to 1000"),
+            ("users = []\n", 1, "redirect = false"),
+            ("log = \n", 1, "log"),
+        ] {
+            let error = of(text).expect_err(text);
+            assert!(
+                error.starts_with(&format!("agent.toml line {line}: ")),
+                "{text}: {error}"
+            );
+            assert!(error.contains(words), "{text}: {error}");
+            assert!(!error.contains('\n'), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_longest_prefix_says_where_the_agent_is_and_what_a_migration_weighs() {
+        let config = of("agent-port = 5\n[peers]\n\"192.0.2.0/24\" = \"a:7\"\n\"192.0.2.9\" = \"b\"\n[weights]\n\
+                         \"192.0.2.0/24\" = 50\n")
+        .unwrap();
+        let agent = |address: &str| config.agent_of(address.parse().unwrap()).to_string();
+        assert_eq!(agent("192.0.2.1"), "tcp:a:7");
+        assert_eq!(agent("192.0.2.9"), "tcp:b:5");
+        assert_eq!(agent("198.51.100.1"), "tcp:198.51.100.1:5");
+        assert_eq!(agent("2001:db8::1"), "tcp:[2001:db8::1]:5");
+        assert_eq!(config.weight_of("192.0.2.1".parse().unwrap()), 50);
+        assert_eq!(config.weight_of("198.51.100.1".parse().unwrap()), WEIGHT);
+    }
+
+    #[test]
+    fn keys_that_take_a_restart_are_named() {
+        let new = of("control = \"/x\"\nchannels = 2\n").unwrap();
+        assert_eq!(Config::default().fixed_keys_changed(&new), ["control"]);
+    }
+}

@@ -1,0 +1,91 @@
+//! Connections to addresses of this and of other hosts that are not an agent's, and where one was to go.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream, UdpSocket};
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use hotlift::transport::Stream;
+use nix::sys::socket::{getsockopt, setsockopt, sockopt};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+
+use crate::rules::MARK;
+
+/// A connection to `to` that is not redirected.
+///
+/// # Errors
+/// The system's reason.
+pub fn connect(to: SocketAddr, timeout: Duration) -> io::Result<Stream> {
+    let family = match to {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+    // Where it may not be set the rules do not ask for it: see `rules::Installed`.
+    let _ = setsockopt(&socket, sockopt::Mark, &MARK);
+    match rustix::net::connect(&socket, &to) {
+        Ok(()) => {}
+        Err(Errno::INPROGRESS) => {
+            let time = Timespec::try_from(timeout).ok();
+            let mut polled = [PollFd::new(&socket, PollFlags::OUT)];
+            if rustix::io::retry_on_intr(|| poll(&mut polled, time.as_ref()))? == 0 {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            rustix::net::sockopt::socket_error(&socket)??;
+        }
+        Err(errno) => return Err(errno.into()),
+    }
+    let stream = TcpStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Stream::of_tcp(stream)
+}
+
+/// Where a connection was to go that a rule has redirected to a socket of this host, of IPv6 if `v6`.
+///
+/// # Errors
+/// The system's reason: the connection was not redirected.
+pub fn original_destination(stream: &Stream, v6: bool) -> io::Result<SocketAddr> {
+    let fd = stream.as_fd();
+    if v6 {
+        let address = getsockopt(&fd, sockopt::Ip6tOriginalDst)?;
+        let ip = IpAddr::from(address.sin6_addr.s6_addr);
+        return Ok(SocketAddr::new(ip, u16::from_be(address.sin6_port)));
+    }
+    let address = getsockopt(&fd, sockopt::OriginalDst)?;
+    let ip = IpAddr::from(address.sin_addr.s_addr.to_ne_bytes());
+    Ok(SocketAddr::new(ip, u16::from_be(address.sin_port)))
+}
+
+/// Whether `address` is one of this host's own.
+#[must_use]
+pub fn is_of_this_host(address: IpAddr) -> bool {
+    // The kernel binds to no other.
+    !address.is_unspecified() && !address.is_multicast() && UdpSocket::bind((address, 0)).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn own_addresses_are_told_from_others() {
+        for (address, is_own) in [
+            ("127.0.0.1", true),
+            ("127.4.5.6", true),
+            ("192.0.2.77", false),
+            ("0.0.0.0", false),
+            ("224.0.0.1", false),
+            ("::", false),
+            ("2001:db8::77", false),
+        ] {
+            assert_eq!(
+                is_of_this_host(address.parse().unwrap()),
+                is_own,
+                "{address}"
+            );
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! The agent's port: who connects, told apart by what it says behind its TLS handshake.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use hotlift::Listener;
+use hotlift::error::error_line;
+use hotlift::relay::{Announced, announced};
+use hotlift::transport::Stream;
+use hotlift_console::callers::{Call, Callers};
+use hotlift_console::conversation::{Conversation, ConversationError};
+use hotlift_console::error::ConsoleError;
+
+use crate::agent::Agent;
+use crate::config::LogLevel;
+use crate::incoming;
+use crate::messages::Hello;
+
+/// Between two looks at a connection that has sent a part of its first bytes.
+const HALF_SAID: Duration = Duration::from_millis(2);
+
+/// What somebody with a certificate wants.
+enum Wish {
+    /// To announce a migration or a tunnel.
+    Announce(Hello),
+    /// To be a connection of one that was announced, or to ask about it.
+    Belong(Announced),
+}
+
+/// Serves the agent's port until the agent ends.
+///
+/// # Errors
+/// The system gives no file descriptors.
+pub fn serve(agent: &Arc<Agent>, listener: &Listener) -> Result<(), ConsoleError> {
+    let complain = |why: &str| {
+        agent.sessions.count(|totals| totals.tls_failures += 1);
+        let text = format!("a connection was not taken: {why}");
+        agent.log.say(LogLevel::Warning, &text);
+    };
+    let mut callers = Callers::new(listener, Some(Arc::clone(&agent.tls)), &complain)?;
+    while !agent.has_ended() {
+        let others = [agent.ended_fd()];
+        if let Some(call) = callers.next(None, &others, &mut hear) {
+            take(agent, call);
+        }
+    }
+    Ok(())
+}
+
+fn hear(conversation: &mut Conversation) -> Result<Option<Wish>, ConversationError> {
+    let stream = conversation.stream();
+    let mut first = [0];
+    let has_begun = matches!(stream.peek(&mut first), Ok(Some(1..)));
+    // A part of a line was taken off already.
+    if !has_begun || first == *b"{" || conversation.has_begun() {
+        return Ok(Hello::hear(conversation, Duration::ZERO)?.map(Wish::Announce));
+    }
+    Ok(match announced(stream) {
+        Announced::Nothing => {
+            // What has come keeps a poll from waiting.
+            thread::sleep(HALF_SAID);
+            None
+        }
+        said => Some(Wish::Belong(said)),
+    })
+}
+
+fn take(agent: &Arc<Agent>, call: Call<Wish>) {
+    let Call { conversation, said } = call;
+    match said {
+        Ok(Wish::Announce(hello)) => announce(agent, conversation, hello),
+        Ok(Wish::Belong(said)) => {
+            if let Some((stream, _)) = conversation.into_stream() {
+                belong(agent, stream, said);
+            }
+        }
+        Err(error) => {
+            let peer = conversation.stream().peer_host();
+            agent.refuse(&format!("peer={peer} error=\"{}\"", error_line(&error)));
+        }
+    }
+}
+
+fn announce(agent: &Arc<Agent>, conversation: Conversation, hello: Hello) {
+    let of_thread = Arc::clone(agent);
+    let started = thread::Builder::new()
+        .name("agent/in".to_owned())
+        .spawn(move || incoming::run(&of_thread, conversation, &hello));
+    if let Err(error) = started {
+        agent.refuse(&format!("error=\"no thread: {error}\""));
+    }
+}
+
+/// Gives a connection to the migration that it belongs to.
+fn belong(agent: &Agent, stream: Stream, said: Announced) {
+    let session = match said {
+        Announced::Token(token) => agent.sessions.find(|session| {
+            let pass = session.pass.as_ref();
+            pass.is_some_and(|pass| pass.token_on(&stream) == token)
+        }),
+        Announced::Question(id) => agent
+            .sessions
+            .find(|session| session.control.is_asked_about_by(&id)),
+        _ => None,
+    };
+    let peer = stream.peer_host();
+    match session.map(|session| session.give(stream)) {
+        Some(Ok(())) => {}
+        Some(Err(_)) => agent.refuse(&format!("peer={peer} error=\"its migration has ended\"")),
+        None => agent.refuse(&format!("peer={peer} error=\"it is of no migration\"")),
+    }
+}

@@ -1,0 +1,158 @@
+//! Why the agent, or something that it carries, failed.
+
+use std::net::SocketAddr;
+
+use hotlift::MigrationError;
+use hotlift::tls::{TlsError, TlsSetupError};
+use hotlift::transport::TransportError;
+use hotlift_console::conversation::ConversationError;
+use hotlift_console::error::ConsoleError;
+use hotlift_monitor::MonitorError;
+
+use crate::config::ConfigError;
+
+/// What ends the agent.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// The configuration.
+    #[error("bad configuration")]
+    Config(#[from] ConfigError),
+    /// The certificates.
+    #[error("the agent needs certificates ('hotlift certs' makes them; key 'tls')")]
+    Tls(#[source] Box<TlsSetupError>),
+    /// A port that it needs.
+    #[error("cannot listen")]
+    Listen(#[source] TransportError),
+    /// Something that the system is asked for.
+    #[error("cannot have {what}")]
+    System {
+        /// What.
+        what: &'static str,
+        /// The system's reason.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The rules that redirect.
+    #[error("cannot redirect migrations to the agent")]
+    Rules(#[from] RulesError),
+    /// The control socket.
+    #[error("cannot serve the control socket")]
+    Control(#[from] MonitorError),
+    /// What commands share.
+    #[error(transparent)]
+    Console(#[from] ConsoleError),
+}
+
+impl AgentError {
+    /// Something of the system's, for [`Result::map_err`].
+    pub fn system(what: &'static str) -> impl Fn(std::io::Error) -> Self {
+        move |source| Self::System { what, source }
+    }
+}
+
+/// Why the rules are not in force.
+#[derive(Debug, thiserror::Error)]
+pub enum RulesError {
+    /// The tool.
+    #[error("cannot run '{tool}' (it is in the package nftables)")]
+    Run {
+        /// Which.
+        tool: &'static str,
+        /// The system's reason.
+        #[source]
+        source: std::io::Error,
+    },
+    /// What it says.
+    #[error("'nft' refuses (it needs CAP_NET_ADMIN): {said}")]
+    Refused {
+        /// Its words, in one line.
+        said: String,
+    },
+    /// Nobody of `users`.
+    #[error("none of the users {users} is one of this host's (key 'users')")]
+    NoUser {
+        /// Those that were looked for.
+        users: String,
+    },
+    /// Its own connections would come back to it.
+    #[error(
+        "the agent runs as one of 'users', and cannot mark its own connections (CAP_NET_ADMIN), which would be \
+         redirected, too"
+    )]
+    NoMark(#[source] std::io::Error),
+}
+
+/// Why a migration or a tunnel did not get through.
+#[derive(Debug, thiserror::Error)]
+pub enum CarryError {
+    /// The agent takes nothing new.
+    #[error("the agent is to end, and takes nothing new")]
+    Ending,
+    /// It was cancelled while it waited for a place.
+    #[error("it was cancelled before it began")]
+    Cancelled,
+    /// Nobody answers at the agent's port.
+    #[error("no agent answers for {to}, and plaintext = \"refuse\"")]
+    NoAgent {
+        /// Where it was to go.
+        to: SocketAddr,
+        /// Why not.
+        #[source]
+        source: TransportError,
+    },
+    /// Somebody who is not who he should be.
+    #[error("the TLS handshake with the other agent has failed")]
+    Tls(#[from] TlsError),
+    /// The conversation with it.
+    #[error("talking to the other agent failed")]
+    Conversation(#[from] ConversationError),
+    /// It said nothing.
+    #[error("the other agent did not answer in time")]
+    Silent,
+    /// It said no.
+    #[error("the other agent refuses: {reason}")]
+    Refused {
+        /// Why, in one line.
+        reason: String,
+    },
+    /// It said something else.
+    #[error("the other agent said something out of turn")]
+    OutOfTurn,
+    /// What the other agent asks for is not what an agent does.
+    #[error("{to} is no address of a migration on this host: {why}")]
+    NotHere {
+        /// Where it was to go.
+        to: SocketAddr,
+        /// Why not.
+        why: String,
+    },
+    /// The destination's QEMU, or its NBD server.
+    #[error("cannot connect to {to}")]
+    Connect {
+        /// Where.
+        to: SocketAddr,
+        /// The system's reason.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The relay.
+    #[error(transparent)]
+    Relay(#[from] MigrationError),
+    /// The relays of both hosts.
+    #[error("{own}; the other agent: {other}", own = own.chain())]
+    Both {
+        /// That of this one.
+        own: Box<MigrationError>,
+        /// That of the other, in one line.
+        other: String,
+    },
+    /// The system.
+    #[error("the system gives no {what}")]
+    System {
+        /// What.
+        what: &'static str,
+        /// Its reason.
+        #[source]
+        source: std::io::Error,
+    },
+}

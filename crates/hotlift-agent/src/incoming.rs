@@ -1,0 +1,180 @@
+//! What comes to this host: announced by another agent, and taken to the QEMU that waits for it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use hotlift::relay::{
+    self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
+};
+use hotlift::{Address, Listener, Options};
+use hotlift_console::conversation::Conversation;
+use hotlift_qmp::Uuid;
+
+use crate::agent::Agent;
+use crate::attend::{self, Progress};
+use crate::dial;
+use crate::error::CarryError;
+use crate::messages::{Hello, Kind, Message};
+use crate::session::{Direction, Session, Subject};
+use crate::tunnel;
+
+/// How long a source's QEMU may take to say what it has; a little longer than the agent there waits for it.
+const SOURCE: Duration = Duration::from_secs(330);
+
+/// How often it is looked whether the migration was cancelled meanwhile.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// How long the server that a tunnel leads to may take to answer.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// Answers `hello`, and carries what it has announced until that has ended.
+pub fn run(agent: &Arc<Agent>, mut conversation: Conversation, hello: &Hello) {
+    let outcome = begin(agent, &mut conversation, hello);
+    let (session, listener) = match outcome {
+        Ok(begun) => begun,
+        Err(error) => {
+            let reason = hotlift::error::error_line(&error);
+            let peer = conversation.stream().peer_host();
+            agent.refuse(&format!("id={} peer={peer} error=\"{reason}\"", hello.id));
+            let _ = conversation.say(&Message::Refused { reason });
+            return;
+        }
+    };
+    let outcome = match hello.kind {
+        Kind::Migration => migration(agent, &session, &mut conversation, &listener).map(Some),
+        Kind::Tunnel => tunnelled(&session, conversation, &listener).map(|()| None),
+    };
+    drop(listener);
+    agent.ended(&session, outcome);
+}
+
+/// Whether it is taken, and what takes it.
+fn begin(
+    agent: &Arc<Agent>,
+    conversation: &mut Conversation,
+    hello: &Hello,
+) -> Result<(Arc<Session>, Listener), CarryError> {
+    let to = hello.to;
+    let not_here = |why: String| CarryError::NotHere { to, why };
+    let ports = agent.config().ports;
+    if !ports.contains(to.port()) {
+        return Err(not_here(format!("its port is none of {ports} ('ports')")));
+    }
+    if !dial::is_of_this_host(to.ip()) {
+        return Err(not_here("this host has no such address".to_owned()));
+    }
+    let system = |what| move |source| CarryError::System { what, source };
+    let (listener, giver) = Listener::handed(false).map_err(system("descriptor"))?;
+    let token = relay::new_token().map_err(system("random number"))?;
+    let subject = Subject {
+        id: hello.id,
+        direction: Direction::Incoming,
+        kind: hello.kind,
+        to,
+        peer: conversation.stream().peer_host(),
+    };
+    let pass = conversation.pass(token);
+    let session = Session::new(subject, giver, Some(pass), 0, &agent.log);
+    let session = Arc::new(session);
+    agent.sessions.add(&session)?;
+    let begun = match hello.kind {
+        Kind::Migration => Ok(()),
+        // Before 'ready', so that the connections of one tunnel come to the server in their order.
+        Kind::Tunnel => dial::connect(to, CONNECT)
+            .map_err(|source| CarryError::Connect { to, source })
+            .and_then(|far| {
+                let given = session.give(far);
+                given.map_err(|_| CarryError::OutOfTurn)
+            }),
+    };
+    let answer = Message::Ready { token: Uuid(token) };
+    match begun.and_then(|()| Ok(conversation.say(&answer)?)) {
+        Ok(()) => Ok((session, listener)),
+        Err(error) => {
+            agent.sessions.remove(&session);
+            Err(error)
+        }
+    }
+}
+
+fn migration(
+    agent: &Agent,
+    session: &Session,
+    conversation: &mut Conversation,
+    listener: &Listener,
+) -> Result<RelayReport, CarryError> {
+    session.enter("connecting");
+    let channels = source(session, conversation)?;
+    let mut options = RelaySettings::default().outgoing;
+    options.multifd = Some(channels > 0);
+    options.multifd_channels = channels.max(1);
+    let settings = RelaySettings {
+        outgoing: Options {
+            tls_authz: agent.config().authz.join(" "),
+            ..options
+        },
+        incoming_pass: session.pass.clone(),
+        ..RelaySettings::default()
+    };
+    let to = session.subject.to;
+    let address = Address::Tcp {
+        host: to.ip().to_string(),
+        port: to.port(),
+    };
+    let progress = Progress::default();
+    let on_source = |_: &SourceStream| progress.has_begun.store(true, Ordering::Release);
+    let on_commit = || progress.is_committed.store(true, Ordering::Release);
+    let on_progress = |moment: &RelayProgress| session.note(moment);
+    let hooks = Hooks {
+        on_source: Some(&on_source),
+        on_commit: Some(&on_commit),
+        on_progress: Some(&on_progress),
+        ..Hooks::default()
+    };
+    attend::relay(session, conversation, &progress, (SOURCE, true), &|| {
+        let outcome = relay::relay(
+            Incoming::Listener(listener),
+            &Outgoing::Address(&address),
+            &settings,
+            &session.control,
+            hooks,
+        );
+        listener.close();
+        outcome
+    })
+}
+
+/// How many channels the source has, once the other agent knows.
+fn source(session: &Session, conversation: &mut Conversation) -> Result<u8, CarryError> {
+    let begun = Instant::now();
+    while begun.elapsed() < SOURCE {
+        if session.control.is_cancelled() {
+            return Err(CarryError::Cancelled);
+        }
+        match conversation.hear(LOOK)? {
+            None => {}
+            Some(Message::Source { channels }) => return Ok(channels),
+            Some(Message::Failed { reason }) => {
+                return Err(CarryError::Refused {
+                    reason: hotlift_qmp::one_line(&reason),
+                });
+            }
+            Some(_) => return Err(CarryError::OutOfTurn),
+        }
+    }
+    Err(CarryError::Silent)
+}
+
+fn tunnelled(
+    session: &Session,
+    conversation: Conversation,
+    listener: &Listener,
+) -> Result<(), CarryError> {
+    session.enter("active");
+    let near = std::cell::Cell::new(conversation.into_stream());
+    // The one connection of the listener is that to the server.
+    tunnel::carry_all(session, listener, &|| {
+        near.take().ok_or(CarryError::OutOfTurn)
+    })
+}

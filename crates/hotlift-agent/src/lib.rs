@@ -1,0 +1,45 @@
+//! The agent of a host: carries any number of migrations at once, in both directions, through one TLS port.
+//!
+//! ```text
+//! QEMU -> nft -> redirect -> outgoing ==== TLS ====> door -> incoming -> QEMU
+//! ```
+//!
+//! | file | subject |
+//! |---|---|
+//! | `agent` | what the threads share; start, reload, end |
+//! | `config`, `values` | the configuration file: every key is a field |
+//! | `rules`, `dial` | the nftables table; connections that pass it; where a redirected one was to go |
+//! | `redirect`, `outgoing` | this host's connections, told apart; each migration to the other agent |
+//! | `door`, `incoming` | the agent's port, and what other agents announce there |
+//! | `messages`, `attend` | what two agents say of a migration, and while its relay is at work |
+//! | `tunnel` | what is no migration: bytes as they are |
+//! | `session`, `sessions` | one migration; all of them, places and totals |
+//! | `budget` | bandwidth and cores, shared |
+//! | `commands`, `metrics`, `log` | the control socket, Prometheus, the journal |
+//!
+//! Each migration is a relay ([`hotlift::relay`]) with threads of its own, as `hotlift relay` runs it: who has the guest is
+//! its matter alone, and an agent that is killed is a failed migration.
+
+#![forbid(unsafe_code)]
+
+mod agent;
+mod attend;
+mod budget;
+pub mod commands;
+pub mod config;
+mod dial;
+mod door;
+pub mod error;
+mod incoming;
+mod log;
+pub mod messages;
+pub mod metrics;
+mod outgoing;
+mod redirect;
+pub mod rules;
+pub mod session;
+mod sessions;
+mod tunnel;
+pub mod values;
+
+pub use agent::{Agent, run};

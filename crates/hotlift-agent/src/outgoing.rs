@@ -1,0 +1,212 @@
+//! What leaves this host: its QEMUs' connections, through the agent of the host where they are to go.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use hotlift::relay::{
+    Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
+};
+use hotlift::transport::Stream;
+use hotlift::{Address, Listener, Options};
+use hotlift_console::conversation::Conversation;
+use hotlift_qmp::one_line;
+
+use crate::agent::Agent;
+use crate::attend::{self, Progress};
+use crate::config::{Config, LogLevel, Plaintext};
+use crate::dial;
+use crate::error::CarryError;
+use crate::messages::{Hello, Kind, Message, PROTOCOL};
+use crate::session::Session;
+use crate::tunnel::{self, Far};
+
+/// How long the other agent may take to answer a hello: it looks at an address, or connects on its own host.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// How long a source may take to say what it has: to start the dirty log of a large VM takes a QEMU a minute, in which it
+/// says nothing.
+const SOURCE: Duration = Duration::from_secs(300);
+
+/// How long a destination without an agent may take to answer.
+const DIRECT: Duration = Duration::from_secs(30);
+
+/// Who is at the other end.
+enum Reached {
+    Agent(Conversation, Address),
+    Nobody(hotlift::transport::TransportError),
+}
+
+/// Carries what comes to `listener` until it has ended.
+///
+/// # Errors
+/// [`CarryError`].
+pub fn run(
+    agent: &Agent,
+    session: &Arc<Session>,
+    listener: &Listener,
+) -> Result<Option<RelayReport>, CarryError> {
+    match session.subject.kind {
+        Kind::Migration => migration(agent, session, listener),
+        Kind::Tunnel => tunnelled(agent, session, listener).map(|()| None),
+    }
+}
+
+fn migration(
+    agent: &Agent,
+    session: &Arc<Session>,
+    listener: &Listener,
+) -> Result<Option<RelayReport>, CarryError> {
+    let most = || agent.config().migrations;
+    let _place = agent.sessions.place(session, most)?;
+    session.enter("connecting");
+    let config = agent.config();
+    let to = session.subject.to;
+    let (mut conversation, address) = match reach(agent, &config, to)? {
+        Reached::Agent(conversation, address) => (conversation, address),
+        Reached::Nobody(source) => {
+            allow_plaintext(&config, session, source)?;
+            tunnel::carry_all(session, listener, &|| direct(to))?;
+            return Ok(None);
+        }
+    };
+    let token = match ask(&mut conversation, session, Kind::Migration)? {
+        Message::Ready { token } => token.0,
+        Message::Refused { reason } => return Err(refused(&reason)),
+        _ => return Err(CarryError::OutOfTurn),
+    };
+    let options = Options {
+        handshake_timeout: SOURCE,
+        ..agent.options()
+    };
+    let settings = RelaySettings {
+        outgoing: options,
+        outgoing_pass: Some(conversation.pass(token)),
+        outgoing_tls: Some(Arc::clone(&agent.tls)),
+        ..RelaySettings::default()
+    };
+    agent.shares.apply(agent);
+    let progress = Progress::default();
+    let speaker = conversation.speaker();
+    let on_source = |source: &SourceStream| {
+        progress.has_begun.store(true, Ordering::Release);
+        // If it does not hear this its relay does not begin, and this one fails for that.
+        let _ = speaker.say(&Message::Source {
+            channels: source.channels,
+        });
+    };
+    let on_progress = |moment: &RelayProgress| session.note(moment);
+    let hooks = Hooks {
+        on_source: Some(&on_source),
+        on_progress: Some(&on_progress),
+        ..Hooks::default()
+    };
+    let report = attend::relay(
+        session,
+        &mut conversation,
+        &progress,
+        (SOURCE, false),
+        &|| {
+            let outcome = hotlift::relay::relay(
+                Incoming::Listener(listener),
+                &Outgoing::Address(&address),
+                &settings,
+                &session.control,
+                hooks,
+            );
+            // At once, so that a migration that follows does not wait for the last word on this one. What a failed one has
+            // left is most likely its own, and its QEMU has given it up.
+            let rest = listener.close();
+            if outcome.is_ok() {
+                agent.give_back(rest, to);
+            }
+            outcome
+        },
+    )?;
+    Ok(Some(report))
+}
+
+fn tunnelled(agent: &Agent, session: &Arc<Session>, listener: &Listener) -> Result<(), CarryError> {
+    session.enter("active");
+    let config = agent.config();
+    let to = session.subject.to;
+    let open = || match reach(agent, &config, to)? {
+        Reached::Agent(conversation, _) => through(conversation, session),
+        Reached::Nobody(source) => {
+            allow_plaintext(&config, session, source)?;
+            direct(to)
+        }
+    };
+    tunnel::carry_all(session, listener, &open)
+}
+
+/// A tunnel to where `session` goes, through the agent there.
+fn through(mut conversation: Conversation, session: &Session) -> Result<Far, CarryError> {
+    match ask(&mut conversation, session, Kind::Tunnel)? {
+        Message::Ready { .. } => conversation.into_stream().ok_or(CarryError::OutOfTurn),
+        Message::Refused { reason } => Err(refused(&reason)),
+        _ => Err(CarryError::OutOfTurn),
+    }
+}
+
+/// A connection to `to` itself.
+fn direct(to: SocketAddr) -> Result<Far, CarryError> {
+    let stream: Result<Stream, _> = dial::connect(to, DIRECT);
+    stream
+        .map(|stream| (stream, Vec::new()))
+        .map_err(|source| CarryError::Connect { to, source })
+}
+
+/// Connects to the agent of the host with `to`. Whoever answers there and has no right certificate is an error, and never a
+/// reason to do without one.
+fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, CarryError> {
+    let address = config.agent_of(to.ip());
+    let stream = match address.connect(config.agent_timeout.0) {
+        Ok(stream) => stream,
+        Err(error) => return Ok(Reached::Nobody(error)),
+    };
+    let secured = stream.secure(&agent.tls, Some(address.host()));
+    let secured =
+        secured.inspect_err(|_| agent.sessions.count(|totals| totals.tls_failures += 1))?;
+    Ok(Reached::Agent(Conversation::new(secured), address))
+}
+
+fn ask(
+    conversation: &mut Conversation,
+    session: &Session,
+    kind: Kind,
+) -> Result<Message, CarryError> {
+    conversation.say(&Hello {
+        hotlift_agent: PROTOCOL,
+        id: session.subject.id,
+        kind,
+        to: session.subject.to,
+    })?;
+    conversation.hear(ANSWER)?.ok_or(CarryError::Silent)
+}
+
+fn refused(reason: &str) -> CarryError {
+    CarryError::Refused {
+        reason: one_line(reason),
+    }
+}
+
+/// Whether connections may go to a host where nobody answers at the agent's port.
+fn allow_plaintext(
+    config: &Config,
+    session: &Session,
+    source: hotlift::transport::TransportError,
+) -> Result<(), CarryError> {
+    let to = session.subject.to;
+    match config.plaintext {
+        Plaintext::Refuse => Err(CarryError::NoAgent { to, source }),
+        Plaintext::Allow => {
+            let why = hotlift::error::error_line(&source);
+            let text = format!("no agent there, it goes unencrypted: {why}");
+            session.say(LogLevel::Warning, &text);
+            session.enter("passed-through");
+            Ok(())
+        }
+    }
+}

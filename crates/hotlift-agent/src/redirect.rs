@@ -1,0 +1,274 @@
+//! The port on loopback that this host's migrations are redirected to.
+//!
+//! Connections to one address and port are one migration, or one tunnel. What the first of them says decides which, or that
+//! it says nothing: then the server is to speak first. None of it reaches the destination before that: a QEMU takes its first
+//! connection for the main channel.
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift::error::error_line;
+use hotlift::relay::{Announced, announced};
+use hotlift::transport::{Stream, TransportError};
+use hotlift::{Address, Listener, relay};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::agent::Agent;
+use crate::config::LogLevel;
+use crate::dial;
+use crate::error::CarryError;
+use crate::messages::{Id, Kind};
+use crate::outgoing;
+use crate::session::{Direction, Session, Subject};
+
+/// How long a client may say nothing before it is one that waits for the server. A migration that is slower goes through
+/// as it is; an NBD client waits that much longer for its server, once for each disk.
+const SILENCE: Duration = Duration::from_secs(1);
+
+/// Between two looks at a connection that has sent a part of its first bytes.
+const HALF_SAID: Duration = Duration::from_millis(2);
+
+/// Connections that may wait to be told apart; the one that has waited for longest goes first.
+const WAITING: usize = 1024;
+
+/// After a connection that could not be accepted.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// A connection that has not said what it is.
+struct Waiting {
+    stream: Stream,
+    to: SocketAddr,
+    since: Instant,
+}
+
+/// The listeners, IPv6's where the host has it.
+pub struct Redirected(Vec<(Listener, bool)>);
+
+impl Redirected {
+    /// Listens on loopback.
+    ///
+    /// # Errors
+    /// If the port is taken.
+    pub fn listen(port: u16) -> Result<Self, TransportError> {
+        let on = |host: String| Address::Tcp { host, port }.listen();
+        let mut listeners = vec![(on(Ipv4Addr::LOCALHOST.to_string())?, false)];
+        match on(Ipv6Addr::LOCALHOST.to_string()) {
+            Ok(listener) => listeners.push((listener, true)),
+            Err(TransportError::Listen { source, .. })
+                if source.kind() == std::io::ErrorKind::AddrInUse =>
+            {
+                let uri = format!("tcp:[::1]:{port}");
+                return Err(TransportError::Listen { uri, source });
+            }
+            // A host without IPv6 has no such migrations.
+            Err(_) => {}
+        }
+        Ok(Self(listeners))
+    }
+}
+
+/// Tells connections apart, and starts what they belong to.
+struct Router<'a> {
+    agent: &'a Arc<Agent>,
+    waiting: Vec<Waiting>,
+    sessions: HashMap<SocketAddr, Weak<Session>>,
+}
+
+/// Serves the listeners until the agent ends.
+pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) {
+    let mut router = Router {
+        agent,
+        waiting: Vec::new(),
+        sessions: HashMap::new(),
+    };
+    while !agent.has_ended() {
+        let knocks = router.wait(redirected);
+        for ((listener, v6), knocks) in redirected.0.iter().zip(knocks) {
+            if knocks {
+                router.accept(listener, *v6);
+            }
+        }
+        // Of migrations that have ended meanwhile: they belong to the next.
+        for (stream, to) in agent.take_returned() {
+            router.keep(stream, to);
+        }
+        router.look();
+    }
+}
+
+impl Router<'_> {
+    /// Waits until something happens; which listeners have a connection.
+    fn wait(&self, redirected: &Redirected) -> Vec<bool> {
+        let listeners = redirected.0.iter().map(|(listener, _)| listener.as_fd());
+        let more = [self.agent.ended_fd(), self.agent.returned_fd()];
+        let silent = self.waiting.iter().map(|one| one.stream.as_fd());
+        let fds: Vec<BorrowedFd<'_>> = listeners.chain(more).chain(silent).collect();
+        let polled = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN));
+        let mut polled: Vec<_> = polled.collect();
+        let now = Instant::now();
+        let deadlines = self.waiting.iter().map(|one| one.since + SILENCE);
+        let time = deadlines.min().map(|at| at.saturating_duration_since(now));
+        let time = time.and_then(|time| Timespec::try_from(time).ok());
+        // A signal ends the wait early.
+        let _ = poll(&mut polled, time.as_ref());
+        let listeners = &polled[..redirected.0.len()];
+        listeners
+            .iter()
+            .map(|one| !one.revents().is_empty())
+            .collect()
+    }
+
+    fn accept(&mut self, listener: &Listener, v6: bool) {
+        let log = &self.agent.log;
+        let stream = match listener.accept(Duration::ZERO) {
+            Ok(Some(stream)) => stream,
+            Ok(None) => return,
+            Err(error) => {
+                let text = format!("a connection was not taken: {}", error_line(&error));
+                log.say(LogLevel::Warning, &text);
+                thread::sleep(RETRY);
+                return;
+            }
+        };
+        let own = listener.address().ok();
+        match dial::original_destination(&stream, v6) {
+            Ok(to) if Some(tcp(to)) != own => {
+                log.say(LogLevel::Debug, &format!("a connection to {to}"));
+                self.keep(stream, to);
+            }
+            // Whoever connects here by himself wants nothing that an agent has.
+            _ => log.say(
+                LogLevel::Warning,
+                "a connection came that was not redirected",
+            ),
+        }
+    }
+
+    fn keep(&mut self, stream: Stream, to: SocketAddr) {
+        if self.agent.sessions.is_ending() {
+            self.agent
+                .refuse(&format!("to={to} error=\"{}\"", CarryError::Ending));
+            return;
+        }
+        if self.waiting.len() >= WAITING {
+            self.waiting.remove(0);
+            self.agent.refuse("error=\"too many connections wait\"");
+        }
+        self.waiting.push(Waiting {
+            stream,
+            to,
+            since: Instant::now(),
+        });
+    }
+
+    /// Looks at what waits, in the order in which it came.
+    fn look(&mut self) {
+        self.sessions
+            .retain(|_, session| session.strong_count() > 0);
+        let mut has_begun = false;
+        let mut rest = Vec::new();
+        let waiting = std::mem::take(&mut self.waiting);
+        // What decides comes from any of the connections to one place, and holds for all of them.
+        let mut kinds: HashMap<SocketAddr, Kind> = HashMap::new();
+        let mut open = Vec::new();
+        for one in waiting {
+            let kind = match announced(&one.stream) {
+                Announced::Gone => continue,
+                Announced::Migration => Some(Kind::Migration),
+                Announced::Nothing if one.since.elapsed() < SILENCE => {
+                    has_begun |= matches!(one.stream.peek(&mut [0]), Ok(Some(_)));
+                    None
+                }
+                _ => Some(Kind::Tunnel),
+            };
+            if let Some(kind) = kind {
+                kinds.entry(one.to).or_insert(kind);
+            }
+            open.push(one);
+        }
+        for one in open {
+            let to = one.to;
+            let known = self.sessions.get(&to).and_then(Weak::upgrade);
+            let Waiting { stream, since, .. } = one;
+            let stream = match known {
+                None => stream,
+                Some(session) => match session.give(stream) {
+                    Ok(()) => continue,
+                    Err(stream) => stream,
+                },
+            };
+            match kinds.get(&to) {
+                Some(kind) => self.begin(to, *kind, stream),
+                None => rest.push(Waiting { stream, to, since }),
+            }
+        }
+        self.waiting = rest;
+        if has_begun && !self.waiting.is_empty() {
+            // What has come keeps the poll from waiting.
+            thread::sleep(HALF_SAID);
+        }
+    }
+
+    /// Starts what goes to `to` with its first connection.
+    fn begin(&mut self, to: SocketAddr, kind: Kind, stream: Stream) {
+        match start(self.agent, to, kind) {
+            Ok(session) => {
+                self.sessions.insert(to, Arc::downgrade(&session));
+                // It has just been made.
+                let _ = session.give(stream);
+            }
+            Err(error) => {
+                let text = format!("to={to} error=\"{}\"", error_line(&error));
+                self.agent.refuse(&text);
+            }
+        }
+    }
+}
+
+fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>, CarryError> {
+    let system = |what| move |source| CarryError::System { what, source };
+    let (listener, giver) = Listener::handed(true).map_err(system("descriptor"))?;
+    let token = relay::new_token().map_err(system("random number"))?;
+    let config = agent.config();
+    let [a, b, c, d, ..] = token;
+    let subject = Subject {
+        id: Id(u32::from_be_bytes([a, b, c, d])),
+        direction: Direction::Outgoing,
+        kind,
+        to,
+        peer: config.agent_of(to.ip()).to_string(),
+    };
+    let weight = config.weight_of(to.ip());
+    let session = Arc::new(Session::new(subject, giver, None, weight, &agent.log));
+    agent.sessions.add(&session)?;
+    let (of_thread, carried) = (Arc::clone(agent), Arc::clone(&session));
+    let started = thread::Builder::new()
+        .name("agent/out".to_owned())
+        .spawn(move || {
+            let outcome = outgoing::run(&of_thread, &carried, &listener);
+            let rest = listener.close();
+            if outcome.is_ok() {
+                of_thread.give_back(rest, to);
+            }
+            of_thread.ended(&carried, outcome);
+        });
+    match started {
+        Ok(_) => Ok(session),
+        Err(source) => {
+            agent.sessions.remove(&session);
+            Err(system("thread")(source))
+        }
+    }
+}
+
+/// As an address of a migration.
+fn tcp(to: SocketAddr) -> Address {
+    Address::Tcp {
+        host: to.ip().to_string(),
+        port: to.port(),
+    }
+}

@@ -1,0 +1,283 @@
+//! One migration or tunnel that the agent carries: what it is, how it gets on, and what it may use.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hotlift::relay::{Pass, RelayProgress, RelayReport};
+use hotlift::transport::{Giver, Stream};
+use hotlift::{Control, MigrationEvent, Options, Status};
+use serde::Serialize;
+
+use crate::config::LogLevel;
+use crate::log::Log;
+use crate::messages::{Id, Kind};
+
+/// Which way the guest goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Direction {
+    /// Away from this host.
+    Outgoing,
+    /// To this host.
+    Incoming,
+}
+
+impl Direction {
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Outgoing => "outgoing",
+            Self::Incoming => "incoming",
+        }
+    }
+}
+
+/// What it is; never changes.
+#[derive(Debug, Clone)]
+pub struct Subject {
+    /// On both hosts.
+    pub id: Id,
+    /// Seen from this host.
+    pub direction: Direction,
+    /// What its connections carry.
+    pub kind: Kind,
+    /// Where the source's connections were to go.
+    pub to: SocketAddr,
+    /// The other agent, or where it should be.
+    pub peer: String,
+}
+
+impl Subject {
+    /// As it stands in each line of the log.
+    #[must_use]
+    pub fn line(&self, state: &str) -> String {
+        let Self {
+            id,
+            direction,
+            kind,
+            to,
+            peer,
+        } = self;
+        let (direction, kind) = (direction.name(), kind.name());
+        format!("id={id} state={state} kind={kind} direction={direction} to={to} peer={peer}")
+    }
+}
+
+/// What a migration may use of the host; 0 is unlimited.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Share {
+    /// Bytes a second.
+    pub bandwidth: u64,
+    /// Thousandths of a core.
+    pub cpu: u32,
+}
+
+/// How it gets on.
+#[derive(Debug, Clone, Default)]
+pub struct Moment {
+    /// The last of the states.
+    pub state: &'static str,
+    /// What the relay has reported.
+    pub progress: RelayProgress,
+    /// Bytes a second between its last two reports.
+    pub rate: f64,
+    /// Its weight in the sharing.
+    pub weight: u32,
+    /// Most bytes a second that an operator has set; 0 for none.
+    pub limit: u64,
+    /// What it may use now.
+    pub share: Share,
+    /// Why it failed.
+    pub error: Option<String>,
+    /// What it came to.
+    pub report: Option<Box<RelayReport>>,
+}
+
+/// A migration or a tunnel.
+pub struct Session {
+    /// What it is.
+    pub subject: Subject,
+    /// Steers its relay.
+    pub control: Control,
+    /// Gives it the connections that belong to it.
+    pub giver: Giver,
+    /// What its connections begin with, at the destination.
+    pub pass: Option<Pass>,
+    /// When it began.
+    pub since: Instant,
+    moment: Arc<Mutex<Moment>>,
+    log: Log,
+}
+
+fn lock(moment: &Mutex<Moment>) -> MutexGuard<'_, Moment> {
+    moment.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Session {
+    /// One that begins.
+    #[must_use]
+    pub fn new(subject: Subject, giver: Giver, pass: Option<Pass>, weight: u32, log: &Log) -> Self {
+        let moment = Arc::new(Mutex::new(Moment {
+            state: "none",
+            weight,
+            ..Moment::default()
+        }));
+        let watcher = {
+            let (subject, moment, log) = (subject.clone(), Arc::clone(&moment), log.clone());
+            move |event| {
+                let MigrationEvent::Status(status) = event else {
+                    return;
+                };
+                // The end is told with its figures.
+                if !is_end(status) {
+                    enter(&subject, &moment, &log, status.name());
+                }
+            }
+        };
+        Self {
+            control: Control::watched(Box::new(watcher)),
+            subject,
+            giver,
+            pass,
+            since: Instant::now(),
+            moment,
+            log: log.clone(),
+        }
+    }
+
+    /// How it gets on.
+    #[must_use]
+    pub fn moment(&self) -> Moment {
+        lock(&self.moment).clone()
+    }
+
+    /// It is in another state.
+    pub fn enter(&self, state: &'static str) {
+        enter(&self.subject, &self.moment, &self.log, state);
+    }
+
+    /// Something about it for the log.
+    pub fn say(&self, level: LogLevel, text: &str) {
+        let line = self.subject.line(lock(&self.moment).state);
+        self.log.say(level, &format!("{line} {text}"));
+    }
+
+    /// A report of its relay.
+    pub fn note(&self, progress: &RelayProgress) {
+        let mut moment = lock(&self.moment);
+        let time = progress.elapsed.saturating_sub(moment.progress.elapsed);
+        if !time.is_zero() {
+            let bytes = progress
+                .sent_bytes
+                .saturating_sub(moment.progress.sent_bytes);
+            // Bytes of half a second are far below 2^53.
+            #[allow(clippy::cast_precision_loss)]
+            let bytes = bytes as f64;
+            moment.rate = bytes / time.as_secs_f64();
+        }
+        moment.progress = *progress;
+    }
+
+    /// Sets what it may use, and tells its relay.
+    pub fn set_share(&self, share: Share, options: &Options) {
+        let mut moment = lock(&self.moment);
+        if moment.share == share {
+            return;
+        }
+        moment.share = share;
+        drop(moment);
+        let options = Options {
+            max_bandwidth: share.bandwidth,
+            cpu_limit: share.cpu,
+            ..options.clone()
+        };
+        self.control.change(&options);
+    }
+
+    /// Sets what an operator sets.
+    pub fn limit(&self, bandwidth: Option<u64>, weight: Option<u32>) {
+        let mut moment = lock(&self.moment);
+        moment.limit = bandwidth.unwrap_or(moment.limit);
+        moment.weight = weight.unwrap_or(moment.weight);
+    }
+
+    /// Whether its guest stands still, so that it comes first.
+    #[must_use]
+    pub fn is_urgent(&self) -> bool {
+        matches!(
+            self.control.status(),
+            Status::PreSwitchover | Status::Device
+        )
+    }
+
+    /// It has ended: the last line of the log about it.
+    pub fn end(&self, outcome: Result<Option<RelayReport>, String>) {
+        let mut moment = lock(&self.moment);
+        moment.rate = 0.0;
+        let seconds = self.since.elapsed().as_secs_f64();
+        let (level, state, rest) = match outcome {
+            Ok(None) => (LogLevel::Info, "completed", format!("seconds={seconds:.1}")),
+            Ok(Some(report)) => {
+                let rest = format!(
+                    "seconds={seconds:.1} sent={} received={} pages={} zero-pages={} ratio={:.2} cpu-seconds={:.2}{}",
+                    report.sent_bytes,
+                    report.received_bytes,
+                    report.normal_pages,
+                    report.zero_pages,
+                    report.ratio,
+                    report.side.cpu_s,
+                    match &report.passed_through {
+                        Some(why) => format!(" passed-through=\"{why}\""),
+                        None => String::new(),
+                    }
+                );
+                moment.report = Some(Box::new(report));
+                (LogLevel::Info, "completed", rest)
+            }
+            Err(why) => {
+                let state = match self.control.is_cancelled() {
+                    true => "cancelled",
+                    false => "failed",
+                };
+                let rest = format!("seconds={seconds:.1} error=\"{why}\"");
+                moment.error = Some(why);
+                (LogLevel::Error, state, rest)
+            }
+        };
+        moment.state = state;
+        drop(moment);
+        let line = self.subject.line(state);
+        self.log.say(level, &format!("{line} {rest}"));
+    }
+
+    /// Gives it a connection.
+    ///
+    /// # Errors
+    /// The connection, if it takes none any more.
+    pub fn give(&self, stream: Stream) -> Result<(), Stream> {
+        self.giver.give(stream)
+    }
+
+    /// How long it has been under way.
+    #[must_use]
+    pub fn age(&self) -> Duration {
+        self.since.elapsed()
+    }
+}
+
+fn is_end(status: Status) -> bool {
+    matches!(
+        status,
+        Status::None | Status::Completed | Status::Failed | Status::Cancelled
+    )
+}
+
+fn enter(subject: &Subject, moment: &Mutex<Moment>, log: &Log, state: &'static str) {
+    let before = std::mem::replace(&mut lock(moment).state, state);
+    if before != state {
+        log.say(LogLevel::Info, &subject.line(state));
+    }
+}

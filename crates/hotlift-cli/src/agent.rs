@@ -1,0 +1,253 @@
+//! `hotlift agent`: the agent of a host, and what is asked and told of it over its control socket.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use hotlift_agent::commands::{AgentInfo, MigrationRow};
+use hotlift_agent::config::{CONFIG_FILE, Config};
+use hotlift_agent::messages::Id;
+use hotlift_agent::rules;
+use hotlift_console::output::say;
+use hotlift_console::output_args::print;
+use hotlift_console::progress::bytes;
+use hotlift_console::table::align_with_words;
+use hotlift_console::width::fitted;
+use hotlift_qmp::{Client, QmpAddress, QmpError};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use crate::error::CommandError;
+
+/// How long the agent may take to answer.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// `hotlift agent`.
+#[derive(Debug, Subcommand)]
+pub enum AgentCommand {
+    /// Run the agent until SIGTERM; SIGHUP reads the configuration again
+    Run(RunArgs),
+    /// Read the configuration, and say what is wrong with it
+    Check(ConfigArgs),
+    /// Print the nftables rules that the agent installs, for those who write their own
+    Rules(ConfigArgs),
+    /// Show the agent's budget and what it has done
+    Status(AskArgs),
+    /// List the migrations that are under way, and the last that have ended
+    List(AskArgs),
+    /// Cancel a migration; its guest stays where it is
+    Cancel(CancelArgs),
+    /// Change what a migration that is under way may use
+    Limit(LimitArgs),
+}
+
+/// Where the configuration is.
+#[derive(Debug, Args)]
+pub struct ConfigArgs {
+    /// The configuration file
+    #[arg(long, value_name = "FILE", default_value = CONFIG_FILE)]
+    config: PathBuf,
+}
+
+/// Flags of `agent run`.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Leave nftables alone: the rules are somebody else's ('hotlift agent rules')
+    #[arg(long)]
+    no_redirect: bool,
+}
+
+/// Where the agent is asked.
+#[derive(Debug, Args)]
+pub struct ControlArgs {
+    /// The agent's control socket [default: /run/hotlift/agent.sock]
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
+}
+
+/// Flags of a question.
+#[derive(Debug, Args)]
+pub struct AskArgs {
+    #[command(flatten)]
+    control: ControlArgs,
+    /// Print one line of JSON instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// Flags of `agent cancel`.
+#[derive(Debug, Args)]
+pub struct CancelArgs {
+    /// The migration's id, as 'hotlift agent list' and the log have it
+    id: Id,
+    #[command(flatten)]
+    control: ControlArgs,
+}
+
+/// Flags of `agent limit`.
+#[derive(Debug, Args)]
+#[group(id = "limits", required = true, multiple = true, args = ["max_bandwidth", "weight"])]
+pub struct LimitArgs {
+    /// The migration's id, as 'hotlift agent list' and the log have it
+    id: Id,
+    /// Bytes a second at most, as in 100M; 0 takes the limit away
+    #[arg(long, value_name = "RATE")]
+    max_bandwidth: Option<String>,
+    /// Weight in the sharing, 1 to 1000; 100 is usual
+    #[arg(long, value_name = "N")]
+    weight: Option<u32>,
+    #[command(flatten)]
+    control: ControlArgs,
+}
+
+/// Runs the command.
+pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
+    match command {
+        AgentCommand::Run(args) => {
+            hotlift_agent::run(&args.config.config, !args.no_redirect).map_err(agent_error)
+        }
+        AgentCommand::Check(args) => {
+            Config::read(&args.config).map_err(|error| agent_error(error.into()))?;
+            say!("{}: no problem found", args.config.display());
+            Ok(())
+        }
+        AgentCommand::Rules(args) => {
+            let config = Config::read(&args.config).map_err(|error| agent_error(error.into()))?;
+            let text = rules::rules(&config).map_err(|error| agent_error(error.into()))?;
+            say!("{}", text.trim_end());
+            Ok(())
+        }
+        AgentCommand::Status(args) => {
+            let info: AgentInfo = args.control.ask("query-agent", &Value::Null)?;
+            Ok(print(args.json, &info, || status(&info))?)
+        }
+        AgentCommand::List(args) => {
+            let rows: Vec<MigrationRow> = args.control.ask("query-migrations", &Value::Null)?;
+            Ok(print(args.json, &rows, || list(&rows))?)
+        }
+        AgentCommand::Cancel(args) => {
+            let arguments = json!({ "id": args.id });
+            args.control.ask::<Value>("agent-cancel", &arguments)?;
+            Ok(())
+        }
+        AgentCommand::Limit(args) => {
+            let mut arguments = json!({ "id": args.id });
+            if let Some(rate) = &args.max_bandwidth {
+                arguments["max-bandwidth"] = json!(rate);
+            }
+            if let Some(weight) = args.weight {
+                arguments["weight"] = json!(weight);
+            }
+            args.control.ask::<Value>("agent-limit", &arguments)?;
+            Ok(())
+        }
+    }
+}
+
+fn agent_error(error: hotlift_agent::error::AgentError) -> CommandError {
+    CommandError::Agent(Box::new(error))
+}
+
+impl ControlArgs {
+    fn ask<T: DeserializeOwned>(
+        &self,
+        command: &str,
+        arguments: &Value,
+    ) -> Result<T, CommandError> {
+        let control = self.control.clone();
+        let path = control.unwrap_or_else(|| Config::default().control);
+        let failed = |source| match source {
+            QmpError::Command { desc, .. } => CommandError::AgentRefuses { reason: desc },
+            source => CommandError::NoAgent {
+                control: path.clone(),
+                source,
+            },
+        };
+        let address = QmpAddress::Unix(path.clone());
+        let mut client = Client::connect(&address, ANSWER).map_err(failed)?;
+        let answer = client.execute(command, arguments).map_err(failed)?;
+        serde_json::from_value(answer).map_err(|source| {
+            failed(QmpError::Answer {
+                command: command.to_owned(),
+                source,
+            })
+        })
+    }
+}
+
+fn status(info: &AgentInfo) -> String {
+    let or_unlimited = |limit: Option<String>| limit.unwrap_or_else(|| "unlimited".to_owned());
+    let bandwidth = (info.max_bandwidth > 0).then(|| format!("{}/s", bytes(info.max_bandwidth)));
+    let cores = (info.cpu_limit > 0.0).then(|| info.cpu_limit.to_string());
+    let most = (info.migrations > 0).then(|| info.migrations.to_string());
+    let row = |name: &str, value: String| vec![name.to_owned(), value];
+    let state = match info.is_ending {
+        true => "is to end, takes nothing new",
+        false => "takes migrations",
+    };
+    let rows = [
+        row("version", info.version.clone()),
+        row("listens on", info.listen.clone()),
+        row("state", state.to_owned()),
+        row("under way", info.under_way.to_string()),
+        row("bandwidth of all", or_unlimited(bandwidth)),
+        row("cores of all", or_unlimited(cores)),
+        row("outgoing at once", or_unlimited(most)),
+        row("completed", info.completed.to_string()),
+        row("failed", info.failed.to_string()),
+        row("refused", info.refusals.to_string()),
+        row("TLS failures", info.tls_failures.to_string()),
+    ];
+    fitted(&["agent", ""], &rows, |_| ())
+}
+
+fn list(rows: &[MigrationRow]) -> String {
+    if rows.is_empty() {
+        return "no migrations".to_owned();
+    }
+    let header = [
+        "id", "way", "to", "status", "seconds", "sent", "rate", "of RAM",
+    ];
+    let cells = rows.iter().map(|row| {
+        let way = match row.direction.as_str() {
+            "outgoing" => "out",
+            _ => "in",
+        };
+        let pages = row.normal_pages + row.zero_pages;
+        let share = (pages * 4096 * 100).checked_div(row.ram_bytes);
+        vec![
+            row.id.to_string(),
+            way.to_owned(),
+            row.to.clone(),
+            match row.kind.as_str() {
+                "tunnel" => "tunnel".to_owned(),
+                _ => row.status.clone(),
+            },
+            format!("{:.1}", row.seconds),
+            bytes(row.sent_bytes),
+            // Whole bytes are enough.
+            format!("{}/s", bytes(hotlift_console::progress::rounded(row.rate))),
+            share.map_or_else(String::new, |share| format!("{share} %")),
+        ]
+    });
+    let mut text = fitted(&header, &cells.collect::<Vec<_>>(), |table| {
+        align_with_words(table, 1);
+        for words in [2, 3] {
+            align_left(table, words);
+        }
+    });
+    for row in rows {
+        if let Some(error) = &row.error {
+            text += &format!("\n{}: {error}", row.id);
+        }
+    }
+    text
+}
+
+fn align_left(table: &mut comfy_table::Table, column: usize) {
+    if let Some(column) = table.column_mut(column) {
+        column.set_cell_alignment(comfy_table::CellAlignment::Left);
+    }
+}

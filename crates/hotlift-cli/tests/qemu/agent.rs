@@ -1,0 +1,506 @@
+//! Two hosts with an agent each, as network namespaces: QEMUs that know nothing of them migrate from one to the other.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use hotlift_testkit::namespace::{DESTINATION, Link, Namespace, SOURCE};
+use hotlift_testkit::pki::Pki;
+use hotlift_testkit::skip;
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::guest::Guest;
+use crate::hotlift::Hotlift;
+use crate::need;
+use crate::route::{Multifd, Side};
+use crate::vm::{Accelerator, Machine, PC_7, Release, Vm, until};
+
+/// RFC 3849: addresses for examples.
+const SOURCE_6: &str = "2001:db8::1";
+const DESTINATION_6: &str = "2001:db8::2";
+
+/// RFC 5737: an address that no host here has.
+const ELSEWHERE: &str = "203.0.113.9";
+
+/// Ethernet's.
+const MTU: u16 = 1500;
+
+/// The first port of migrations.
+const PORT: u16 = 49152;
+
+/// A host and its agent.
+struct Host<'a> {
+    namespace: &'a Namespace,
+    folder: PathBuf,
+    agent: Hotlift,
+}
+
+/// Two hosts that are linked, before they have agents.
+struct Hosts {
+    link: Link,
+    pki: Pki,
+    folder: TempDir,
+}
+
+impl Hosts {
+    fn new() -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            skip!("root", "network namespaces and nftables need it");
+            return None;
+        }
+        let link = Link::new(MTU, 0).expect("a link");
+        for (host, address) in [(&link.source, SOURCE_6), (&link.destination, DESTINATION_6)] {
+            let address = format!("{address}/64");
+            // Without duplicate address detection, which takes seconds.
+            host.tool("ip", &["address", "add", &address, "dev", "veth", "nodad"])
+                .expect("an address");
+        }
+        link.source
+            .tool("ip", &["route", "add", "default", "dev", "veth"])
+            .expect("a route");
+        Some(Self {
+            link,
+            pki: Pki::new(),
+            folder: tempfile::tempdir().expect("a folder"),
+        })
+    }
+
+    /// Starts the source's agent, with these lines in its configuration.
+    fn source(&self, config: &str) -> Host<'_> {
+        self.start("source", &self.link.source, &self.source_pki(), config)
+    }
+
+    /// The same at the destination.
+    fn destination(&self, config: &str) -> Host<'_> {
+        let names = [DESTINATION, DESTINATION_6];
+        let pki = self.certificates("destination", &names, &self.pki);
+        self.start("destination", &self.link.destination, &pki, config)
+    }
+
+    fn source_pki(&self) -> PathBuf {
+        self.certificates("source", &[SOURCE, SOURCE_6], &self.pki)
+    }
+
+    fn certificates(&self, name: &str, names: &[&str], pki: &Pki) -> PathBuf {
+        let folder = self.folder.path().join(name).join("pki");
+        if !folder.exists() {
+            pki.host_in(&folder, names);
+        }
+        folder
+    }
+
+    fn start<'a>(
+        &self,
+        name: &str,
+        namespace: &'a Namespace,
+        pki: &Path,
+        config: &str,
+    ) -> Host<'a> {
+        let folder = self.folder.path().join(name);
+        fs::create_dir_all(&folder).expect("a folder");
+        let file = folder.join("agent.toml");
+        fs::write(&file, text(&folder, pki, config)).expect("a configuration");
+        let flag = format!("--config={}", file.display());
+        let mut agent = namespace
+            .within(|| Hotlift::start(&["agent", "run", &flag]))
+            .expect("the host");
+        agent.wait_for("listening on ");
+        Host {
+            namespace,
+            folder,
+            agent,
+        }
+    }
+}
+
+/// A configuration with what all have, and these lines.
+fn text(folder: &Path, pki: &Path, config: &str) -> String {
+    let (pki, control) = (pki.display(), folder.join("sock"));
+    let control = control.display();
+    format!("tls = \"{pki}\"\ncontrol = \"{control}\"\nusers = [\"root\"]\nmetrics = \"\"\n{config}\n")
+}
+
+impl Host<'_> {
+    /// What the agent says to a question.
+    fn ask(&self, question: &[&str]) -> Value {
+        let control = format!("--control={}", self.folder.join("sock").display());
+        let all = [&["agent"], question, &[&control, "--json"]].concat();
+        let (status, said) = Hotlift::start(&all).wait();
+        assert!(status.success(), "{said:?}");
+        serde_json::from_str(&said[0]).expect("JSON")
+    }
+
+    /// Tells the agent something.
+    fn tell(&self, words: &[&str]) -> (bool, String) {
+        let control = format!("--control={}", self.folder.join("sock").display());
+        let (status, said) = Hotlift::start(&[&["agent"], words, &[&control]].concat()).wait();
+        (status.success(), said.join("\n"))
+    }
+
+    /// Ends the agent, which must leave nothing; all that it has said.
+    fn end(self) -> String {
+        self.agent.signal(Signal::TERM);
+        let (status, said) = self.agent.wait();
+        let said = said.join("\n");
+        assert!(status.success(), "{said}");
+        let tables = self.namespace.tool("nft", &["list", "tables"]);
+        let tables = tables.expect("the tables");
+        assert!(!tables.contains("hotlift"), "{tables}");
+        assert!(!self.folder.join("sock").exists(), "the socket is left");
+        said
+    }
+}
+
+fn program() -> Machine {
+    Machine {
+        name: PC_7,
+        accelerator: Accelerator::Kvm,
+        guest: Guest::program(),
+    }
+}
+
+/// A machine at each end, set up for a migration to `port` of `address`.
+fn pair(link: &Link, multifd: Multifd, address: &str, port: u16) -> Option<(Vm, Vm, String)> {
+    let machine = program();
+    let release = Release::V7;
+    let here = link.source.within(|| Vm::running(release, &machine));
+    let there = link.destination.within(|| Vm::waiting(release, &machine));
+    let (mut here, mut there) = (here.expect("the source")?, there.expect("the destination")?);
+    for vm in [&mut here, &mut there] {
+        Side::new(multifd).with("return-path").apply(vm);
+    }
+    let host = match address.contains(':') {
+        true => format!("[{address}]"),
+        false => address.to_owned(),
+    };
+    let uri = format!("tcp:{host}:{port}");
+    there
+        .qmp
+        .migrate_incoming(&uri, true)
+        .expect("migrate-incoming");
+    Some((here, there, uri))
+}
+
+/// Migrates, and proves that the guest is there, whole, and runs nowhere else.
+fn moves(here: &mut Vm, there: &mut Vm, uri: &str) {
+    let before = here.count().expect("it counts");
+    here.qmp.migrate(uri).expect("migrate");
+    here.reaches("completed");
+    there.reaches("completed");
+    assert!(!here.is_running(), "the source runs, too");
+    there.counts_on_from(before);
+    there.prove();
+}
+
+#[test]
+fn a_migration_goes_through_the_agents_as_it_is_typed() {
+    let hosts = need!(Hosts::new());
+    let (source, destination) = (hosts.source(""), hosts.destination(""));
+    for (multifd, address) in [
+        (Multifd::Channels(2), DESTINATION),
+        (Multifd::Off, DESTINATION),
+        (Multifd::Channels(3), DESTINATION_6),
+        (Multifd::Off, DESTINATION_6),
+    ] {
+        println!("multifd {multifd} to {address}");
+        let (mut here, mut there, uri) = need!(pair(&hosts.link, multifd, address, PORT));
+        moves(&mut here, &mut there, &uri);
+    }
+    let rows = until(
+        || "four migrations are shown as completed".to_owned(),
+        || {
+            let rows = source.ask(&["list"]);
+            let all = rows.as_array().expect("rows").clone();
+            let is_over = |row: &Value| row["status"] == "completed";
+            (all.len() == 4 && all.iter().all(is_over)).then_some(all)
+        },
+    );
+    assert!(rows.iter().all(|row| row["kind"] == "migration"), "{rows:?}");
+    let (here, there) = (source.end(), destination.end());
+    for (said, direction) in [(&here, "outgoing"), (&there, "incoming")] {
+        let over = said.lines().filter(|line| {
+            line.contains("state=completed kind=migration") && line.contains(direction)
+        });
+        assert_eq!(over.count(), 4, "{said}");
+    }
+    // By the id that both have, what the source has done is found at the destination.
+    let ids = here.lines().filter_map(|line| line.split_once(" state=completed"));
+    for (id, _) in ids {
+        assert!(there.contains(id), "{id} of\n{here}\nis not in\n{there}");
+    }
+}
+
+/// A server at the destination that speaks first; says who has connected.
+fn server(link: &Link, port: u16) -> thread::JoinHandle<SocketAddr> {
+    let bind = || TcpListener::bind((DESTINATION, port));
+    let listener = link.destination.within(bind).expect("the host");
+    let listener = listener.expect("a listener");
+    thread::spawn(move || {
+        let (mut stream, from) = listener.accept().expect("a client");
+        stream.write_all(b"NBDMAGIC").expect("the greeting");
+        let mut said = Vec::new();
+        stream.read_to_end(&mut said).expect("what the client says");
+        assert_eq!(said, b"option");
+        stream.write_all(b"reply").expect("the reply");
+        from
+    })
+}
+
+/// Talks to it as a client at the source, until it is heard out.
+fn client(link: &Link, port: u16) -> std::io::Result<()> {
+    let connect = || TcpStream::connect((DESTINATION, port));
+    let mut stream = link.source.within(connect).expect("the host")?;
+    let mut greeting = [0; 8];
+    stream.read_exact(&mut greeting)?;
+    assert_eq!(&greeting, b"NBDMAGIC");
+    stream.write_all(b"option")?;
+    stream.shutdown(std::net::Shutdown::Write)?;
+    let mut reply = Vec::new();
+    stream.read_to_end(&mut reply)?;
+    assert_eq!(reply, b"reply");
+    Ok(())
+}
+
+#[test]
+fn a_protocol_whose_server_speaks_first_is_carried_as_it_is() {
+    let hosts = need!(Hosts::new());
+    let (source, destination) = (hosts.source(""), hosts.destination(""));
+    let served = server(&hosts.link, PORT + 7);
+    client(&hosts.link, PORT + 7).expect("a tunnel");
+    let from = served.join().expect("the server");
+    assert_eq!(from.ip().to_string(), DESTINATION, "its own host's agent connects");
+    for said in [source.end(), destination.end()] {
+        assert!(said.contains("state=completed kind=tunnel"), "{said}");
+    }
+}
+
+#[test]
+fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed() {
+    let hosts = need!(Hosts::new());
+    let mut source = hosts.source("plaintext = \"refuse\"");
+    {
+        let (mut here, mut there, uri) =
+            need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+        here.qmp.migrate(&uri).expect("migrate");
+        here.reaches("failed");
+        assert!(here.is_running(), "the guest stays");
+        source.agent.wait_for("no agent answers for 192.0.2.2:49152");
+        assert_eq!(there.migration().status(), "setup", "nothing came there");
+    }
+    source.end();
+    let source = hosts.source("plaintext = \"allow\"");
+    let (mut here, mut there, uri) =
+        need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+    moves(&mut here, &mut there, &uri);
+    let served = server(&hosts.link, PORT + 7);
+    client(&hosts.link, PORT + 7).expect("a connection");
+    let from = served.join().expect("the server");
+    assert_eq!(from.ip().to_string(), SOURCE);
+    let said = source.end();
+    assert!(said.contains("it goes unencrypted"), "{said}");
+}
+
+#[test]
+fn an_agent_without_the_right_certificate_gets_nothing_whatever_is_allowed() {
+    let hosts = need!(Hosts::new());
+    let mut source = hosts.source("plaintext = \"allow\"");
+    let other = Pki::new();
+    let pki = hosts.certificates("stranger", &[DESTINATION], &other);
+    let mut stranger = hosts.start("stranger", &hosts.link.destination, &pki, "");
+    let (mut here, mut there, uri) =
+        need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+    here.qmp.migrate(&uri).expect("migrate");
+    here.reaches("failed");
+    assert!(here.is_running(), "the guest stays");
+    source.agent.wait_for("TLS handshake with the other agent has failed");
+    stranger.agent.wait_for("a connection was not taken");
+    assert_eq!(there.migration().status(), "setup", "nothing came there");
+}
+
+/// So slow that a migration is under way until something happens to it.
+const SLOW: &str = "max-bandwidth = \"1M\"\nmethod = \"none\"";
+
+#[test]
+fn an_agent_that_is_killed_leaves_the_guest_at_the_source_and_the_next_one_takes_over() {
+    let hosts = need!(Hosts::new());
+    for which in ["source", "destination"] {
+        println!("that of the {which}");
+        let mut source = hosts.source(SLOW);
+        let mut destination = hosts.destination("");
+        let (mut here, mut there, uri) =
+            need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+        here.qmp.migrate(&uri).expect("migrate");
+        source.agent.wait_for("state=active");
+        destination.agent.wait_for("state=active");
+        let killed = match which {
+            "source" => &source,
+            _ => &destination,
+        };
+        killed.agent.signal(Signal::KILL);
+        here.reaches("failed");
+        assert!(here.is_running(), "the guest stays");
+        until(
+            || "the destination ends".to_owned(),
+            || there.ended(),
+        );
+        drop((source, destination));
+        // The table that a killed agent has left is replaced.
+        let (source, destination) = (hosts.source(""), hosts.destination(""));
+        let (_there, mut there, uri) =
+            need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT + 1));
+        Side::new(Multifd::Channels(2)).with("return-path").apply(&mut here);
+        moves(&mut here, &mut there, &uri);
+        source.end();
+        destination.end();
+    }
+}
+
+#[test]
+fn an_agent_connects_to_nobody_but_its_own_host() {
+    let hosts = need!(Hosts::new());
+    let peers = format!("[peers]\n\"{ELSEWHERE}\" = \"{DESTINATION}\"");
+    let mut source = hosts.source(&peers);
+    let destination = hosts.destination("ports = \"49152-49160\"");
+    for (address, port, why) in [
+        (ELSEWHERE, PORT, "this host has no such address"),
+        (DESTINATION, PORT + 20, "its port is none of 49152-49160"),
+    ] {
+        let connect = || TcpStream::connect((address, port));
+        let stream = hosts.link.source.within(connect).expect("the host");
+        let mut stream = stream.expect("the source's agent answers");
+        stream.write_all(b"GET / HTTP/1.1\r\n").expect("a word");
+        let mut answer = Vec::new();
+        // However it ends.
+        let _ = stream.read_to_end(&mut answer);
+        assert!(answer.is_empty());
+        source.agent.wait_for(why);
+    }
+    let said = destination.end();
+    assert_eq!(said.matches("state=refused").count(), 2, "{said}");
+}
+
+#[test]
+fn a_configuration_is_read_again_and_a_bad_one_changes_nothing() {
+    let hosts = need!(Hosts::new());
+    let mut source = hosts.source("max-bandwidth = \"5M\"");
+    let file = source.folder.join("agent.toml");
+    fs::write(&file, "max-bandwidth = 5\n").expect("a file");
+    source.agent.signal(Signal::HUP);
+    let line = source.agent.wait_for("was not changed");
+    assert!(line.contains("agent.toml line 1: max-bandwidth"), "{line}");
+    assert_eq!(source.ask(&["status"])["max-bandwidth"], 5 << 20);
+    let text = text(&source.folder, &hosts.source_pki(), "max-bandwidth = \"7M\"\nredirect-port = 5");
+    fs::write(&file, text).expect("a file");
+    source.agent.signal(Signal::HUP);
+    source.agent.wait_for("'redirect-port' needs a restart");
+    source.agent.wait_for("was read again");
+    assert_eq!(source.ask(&["status"])["max-bandwidth"], 7 << 20);
+    source.end();
+}
+
+#[test]
+fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
+    let hosts = need!(Hosts::new());
+    let mut source = hosts.source("max-bandwidth = \"2M\"\ncpu-limit = 1.0\nmethod = \"none\"\nmigrations = 2");
+    let _destination = hosts.destination("");
+    let mut pairs = Vec::new();
+    for number in 0..3 {
+        let pair = pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT + number);
+        let (mut here, there, uri) = need!(pair);
+        here.qmp.migrate(&uri).expect("migrate");
+        let state = if number < 2 { "state=active" } else { "state=waiting" };
+        source.agent.wait_for(state);
+        pairs.push((here, there));
+    }
+    let active = |source: &Host<'_>| -> Vec<Value> {
+        let rows = source.ask(&["list"]);
+        let rows = rows.as_array().expect("rows").iter();
+        rows.filter(|row| row["status"] == "active").cloned().collect()
+    };
+    let whole = 2 << 20;
+    let sum = |rows: &[Value], key: &str| -> f64 {
+        rows.iter().map(|row| row[key].as_f64().expect("a number")).sum()
+    };
+    let rows = active(&source);
+    assert_eq!(rows.len(), 2, "{rows:?}");
+    assert!(sum(&rows, "bandwidth") <= f64::from(whole) + 2.0, "{rows:?}");
+    assert!(sum(&rows, "cores") <= 1.002, "{rows:?}");
+    let id = rows[0]["id"].as_str().expect("an id").to_owned();
+    let (is_done, said) = source.tell(&["limit", &id, "--weight", "300"]);
+    assert!(is_done, "{said}");
+    until(
+        || "three quarters go to the one with weight 300".to_owned(),
+        || {
+            let rows = active(&source);
+            let of = |row: &&Value| row["id"].as_str() == Some(&id);
+            let share = rows.iter().find(of)?["bandwidth"].as_u64()?;
+            (share.abs_diff(whole as u64 / 4 * 3) <= 2).then_some(())
+        },
+    );
+    let (is_done, said) = source.tell(&["limit", &id, "--max-bandwidth", "100K"]);
+    assert!(is_done, "{said}");
+    until(
+        || "what it may not use goes to the other".to_owned(),
+        || {
+            let rows = active(&source);
+            let share = |is_it: bool| {
+                let row = rows.iter().find(|row| (row["id"].as_str() == Some(&id)) == is_it);
+                row?["bandwidth"].as_u64()
+            };
+            (share(true)? == 100 << 10 && share(false)? > 1 << 20).then_some(())
+        },
+    );
+    // One that ends makes room for the one that waits.
+    let (is_done, said) = source.tell(&["cancel", &id]);
+    assert!(is_done, "{said}");
+    source.agent.wait_for("state=cancelled");
+    source.agent.wait_for("state=active");
+    for (here, _) in &mut pairs {
+        assert!(here.is_running(), "the guests stay until they are there");
+    }
+    let (is_done, said) = source.tell(&["cancel", "00000000"]);
+    assert!(!is_done && said.contains("no migration with id 00000000"), "{said}");
+}
+
+#[test]
+fn an_agent_that_is_to_end_lets_what_is_under_way_end_and_takes_nothing_new() {
+    let hosts = need!(Hosts::new());
+    let mut source = hosts.source("max-bandwidth = \"8M\"\nmethod = \"none\"");
+    let _destination = hosts.destination("");
+    let (mut here, mut there, uri) =
+        need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+    let before = here.count().expect("it counts");
+    here.qmp.migrate(&uri).expect("migrate");
+    source.agent.wait_for("state=active");
+    source.agent.signal(Signal::TERM);
+    source.agent.wait_for("takes nothing new");
+    assert!(client(&hosts.link, PORT + 9).is_err(), "a new connection is closed");
+    here.reaches("completed");
+    there.reaches("completed");
+    there.counts_on_from(before);
+    let (status, said) = source.agent.wait();
+    assert!(status.success(), "{said:?}");
+}
+
+#[test]
+fn a_bad_configuration_is_named_with_its_line_by_agent_check() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("agent.toml");
+    let check = || {
+        let flag = format!("--config={}", file.display());
+        let (status, said) = Hotlift::start(&["agent", "check", &flag]).wait();
+        (status.code(), said.join("\n"))
+    };
+    fs::write(&file, "# nothing\nplaintext = \"perhaps\"\n").expect("a file");
+    let (code, said) = check();
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("agent.toml line 2: plaintext"), "{said}");
+    assert!(said.contains("`allow` or `refuse`"), "{said}");
+    fs::write(&file, "plaintext = \"allow\"\n").expect("a file");
+    let (code, said) = check();
+    assert_eq!((code, said.contains("no problem found")), (Some(0), true), "{said}");
+}
