@@ -110,7 +110,7 @@ impl MigrationRow {
             status: moment.state.to_owned(),
             to: subject.to.to_string(),
             peer: subject.peer.clone(),
-            seconds: report.map_or(session.age().as_secs_f64(), |report| report.total_ms / 1e3),
+            seconds: session.age().as_secs_f64(),
             sent_bytes: report.map_or(progress.sent_bytes, |report| report.sent_bytes),
             received_bytes: report.map_or(progress.received_bytes, |report| report.received_bytes),
             normal_pages: report.map_or(progress.normal_pages, |report| report.normal_pages),

@@ -90,6 +90,8 @@ pub struct Moment {
     pub limit: u64,
     /// What it may use now.
     pub share: Share,
+    /// How long it took, once it has ended.
+    pub took: Option<Duration>,
     /// Why it failed.
     pub error: Option<String>,
     /// What it came to.
@@ -217,7 +219,9 @@ impl Session {
     pub fn end(&self, outcome: Result<Option<RelayReport>, String>) {
         let mut moment = lock(&self.moment);
         moment.rate = 0.0;
-        let seconds = self.since.elapsed().as_secs_f64();
+        let took = self.since.elapsed();
+        moment.took = Some(took);
+        let seconds = took.as_secs_f64();
         let (level, state, rest) = match outcome {
             Ok(None) => (LogLevel::Info, "completed", format!("seconds={seconds:.1}")),
             Ok(Some(report)) => {
@@ -261,10 +265,11 @@ impl Session {
         self.giver.give(stream)
     }
 
-    /// How long it has been under way.
+    /// How long it has been under way, or was.
     #[must_use]
     pub fn age(&self) -> Duration {
-        self.since.elapsed()
+        let took = lock(&self.moment).took;
+        took.unwrap_or_else(|| self.since.elapsed())
     }
 }
 

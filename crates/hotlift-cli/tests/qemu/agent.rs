@@ -121,7 +121,9 @@ impl Hosts {
 fn text(folder: &Path, pki: &Path, config: &str) -> String {
     let (pki, control) = (pki.display(), folder.join("sock"));
     let control = control.display();
-    format!("tls = \"{pki}\"\ncontrol = \"{control}\"\nusers = [\"root\"]\nmetrics = \"\"\n{config}\n")
+    format!(
+        "tls = \"{pki}\"\ncontrol = \"{control}\"\nusers = [\"root\"]\nmetrics = \"\"\n{config}\n"
+    )
 }
 
 impl Host<'_> {
@@ -219,7 +221,10 @@ fn a_migration_goes_through_the_agents_as_it_is_typed() {
             (all.len() == 4 && all.iter().all(is_over)).then_some(all)
         },
     );
-    assert!(rows.iter().all(|row| row["kind"] == "migration"), "{rows:?}");
+    assert!(
+        rows.iter().all(|row| row["kind"] == "migration"),
+        "{rows:?}"
+    );
     let (here, there) = (source.end(), destination.end());
     for (said, direction) in [(&here, "outgoing"), (&there, "incoming")] {
         let over = said.lines().filter(|line| {
@@ -228,7 +233,9 @@ fn a_migration_goes_through_the_agents_as_it_is_typed() {
         assert_eq!(over.count(), 4, "{said}");
     }
     // By the id that both have, what the source has done is found at the destination.
-    let ids = here.lines().filter_map(|line| line.split_once(" state=completed"));
+    let ids = here
+        .lines()
+        .filter_map(|line| line.split_once(" state=completed"));
     for (id, _) in ids {
         assert!(there.contains(id), "{id} of\n{here}\nis not in\n{there}");
     }
@@ -272,7 +279,11 @@ fn a_protocol_whose_server_speaks_first_is_carried_as_it_is() {
     let served = server(&hosts.link, PORT + 7);
     client(&hosts.link, PORT + 7).expect("a tunnel");
     let from = served.join().expect("the server");
-    assert_eq!(from.ip().to_string(), DESTINATION, "its own host's agent connects");
+    assert_eq!(
+        from.ip().to_string(),
+        DESTINATION,
+        "its own host's agent connects"
+    );
     for said in [source.end(), destination.end()] {
         assert!(said.contains("state=completed kind=tunnel"), "{said}");
     }
@@ -288,8 +299,10 @@ fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed()
         here.qmp.migrate(&uri).expect("migrate");
         here.reaches("failed");
         assert!(here.is_running(), "the guest stays");
-        source.agent.wait_for("no agent answers for 192.0.2.2:49152");
-        assert_eq!(there.migration().status(), "setup", "nothing came there");
+        source
+            .agent
+            .wait_for("no agent answers for 192.0.2.2:49152");
+        assert_eq!(there.migration().status(), "none", "nothing came there");
     }
     source.end();
     let source = hosts.source("plaintext = \"allow\"");
@@ -316,9 +329,11 @@ fn an_agent_without_the_right_certificate_gets_nothing_whatever_is_allowed() {
     here.qmp.migrate(&uri).expect("migrate");
     here.reaches("failed");
     assert!(here.is_running(), "the guest stays");
-    source.agent.wait_for("TLS handshake with the other agent has failed");
+    source
+        .agent
+        .wait_for("TLS handshake with the other agent has failed");
     stranger.agent.wait_for("a connection was not taken");
-    assert_eq!(there.migration().status(), "setup", "nothing came there");
+    assert_eq!(there.migration().status(), "none", "nothing came there");
 }
 
 /// So slow that a migration is under way until something happens to it.
@@ -343,16 +358,19 @@ fn an_agent_that_is_killed_leaves_the_guest_at_the_source_and_the_next_one_takes
         killed.agent.signal(Signal::KILL);
         here.reaches("failed");
         assert!(here.is_running(), "the guest stays");
-        until(
-            || "the destination ends".to_owned(),
-            || there.ended(),
-        );
+        until(|| "the destination ends".to_owned(), || there.ended());
         drop((source, destination));
         // The table that a killed agent has left is replaced.
         let (source, destination) = (hosts.source(""), hosts.destination(""));
-        let (_there, mut there, uri) =
-            need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT + 1));
-        Side::new(Multifd::Channels(2)).with("return-path").apply(&mut here);
+        let (_there, mut there, uri) = need!(pair(
+            &hosts.link,
+            Multifd::Channels(2),
+            DESTINATION,
+            PORT + 1
+        ));
+        Side::new(Multifd::Channels(2))
+            .with("return-path")
+            .apply(&mut here);
         moves(&mut here, &mut there, &uri);
         source.end();
         destination.end();
@@ -393,7 +411,11 @@ fn a_configuration_is_read_again_and_a_bad_one_changes_nothing() {
     let line = source.agent.wait_for("was not changed");
     assert!(line.contains("agent.toml line 1: max-bandwidth"), "{line}");
     assert_eq!(source.ask(&["status"])["max-bandwidth"], 5 << 20);
-    let text = text(&source.folder, &hosts.source_pki(), "max-bandwidth = \"7M\"\nredirect-port = 5");
+    let text = text(
+        &source.folder,
+        &hosts.source_pki(),
+        "max-bandwidth = \"7M\"\nredirect-port = 5",
+    );
     fs::write(&file, text).expect("a file");
     source.agent.signal(Signal::HUP);
     source.agent.wait_for("'redirect-port' needs a restart");
@@ -405,29 +427,46 @@ fn a_configuration_is_read_again_and_a_bad_one_changes_nothing() {
 #[test]
 fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
     let hosts = need!(Hosts::new());
-    let mut source = hosts.source("max-bandwidth = \"2M\"\ncpu-limit = 1.0\nmethod = \"none\"\nmigrations = 2");
+    let mut source =
+        hosts.source("max-bandwidth = \"2M\"\ncpu-limit = 1.0\nmethod = \"none\"\nmigrations = 2");
     let _destination = hosts.destination("");
     let mut pairs = Vec::new();
     for number in 0..3 {
-        let pair = pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT + number);
+        let pair = pair(
+            &hosts.link,
+            Multifd::Channels(2),
+            DESTINATION,
+            PORT + number,
+        );
         let (mut here, there, uri) = need!(pair);
         here.qmp.migrate(&uri).expect("migrate");
-        let state = if number < 2 { "state=active" } else { "state=waiting" };
+        let state = if number < 2 {
+            "state=active"
+        } else {
+            "state=waiting"
+        };
         source.agent.wait_for(state);
         pairs.push((here, there));
     }
     let active = |source: &Host<'_>| -> Vec<Value> {
         let rows = source.ask(&["list"]);
         let rows = rows.as_array().expect("rows").iter();
-        rows.filter(|row| row["status"] == "active").cloned().collect()
+        rows.filter(|row| row["status"] == "active")
+            .cloned()
+            .collect()
     };
     let whole = 2 << 20;
     let sum = |rows: &[Value], key: &str| -> f64 {
-        rows.iter().map(|row| row[key].as_f64().expect("a number")).sum()
+        rows.iter()
+            .map(|row| row[key].as_f64().expect("a number"))
+            .sum()
     };
     let rows = active(&source);
     assert_eq!(rows.len(), 2, "{rows:?}");
-    assert!(sum(&rows, "bandwidth") <= f64::from(whole) + 2.0, "{rows:?}");
+    assert!(
+        sum(&rows, "bandwidth") <= f64::from(whole) + 2.0,
+        "{rows:?}"
+    );
     assert!(sum(&rows, "cores") <= 1.002, "{rows:?}");
     let id = rows[0]["id"].as_str().expect("an id").to_owned();
     let (is_done, said) = source.tell(&["limit", &id, "--weight", "300"]);
@@ -448,7 +487,9 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
         || {
             let rows = active(&source);
             let share = |is_it: bool| {
-                let row = rows.iter().find(|row| (row["id"].as_str() == Some(&id)) == is_it);
+                let row = rows
+                    .iter()
+                    .find(|row| (row["id"].as_str() == Some(&id)) == is_it);
                 row?["bandwidth"].as_u64()
             };
             (share(true)? == 100 << 10 && share(false)? > 1 << 20).then_some(())
@@ -463,7 +504,10 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
         assert!(here.is_running(), "the guests stay until they are there");
     }
     let (is_done, said) = source.tell(&["cancel", "00000000"]);
-    assert!(!is_done && said.contains("no migration with id 00000000"), "{said}");
+    assert!(
+        !is_done && said.contains("no migration with id 00000000"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -478,7 +522,10 @@ fn an_agent_that_is_to_end_lets_what_is_under_way_end_and_takes_nothing_new() {
     source.agent.wait_for("state=active");
     source.agent.signal(Signal::TERM);
     source.agent.wait_for("takes nothing new");
-    assert!(client(&hosts.link, PORT + 9).is_err(), "a new connection is closed");
+    assert!(
+        client(&hosts.link, PORT + 9).is_err(),
+        "a new connection is closed"
+    );
     here.reaches("completed");
     there.reaches("completed");
     there.counts_on_from(before);
@@ -502,5 +549,9 @@ fn a_bad_configuration_is_named_with_its_line_by_agent_check() {
     assert!(said.contains("`allow` or `refuse`"), "{said}");
     fs::write(&file, "plaintext = \"allow\"\n").expect("a file");
     let (code, said) = check();
-    assert_eq!((code, said.contains("no problem found")), (Some(0), true), "{said}");
+    assert_eq!(
+        (code, said.contains("no problem found")),
+        (Some(0), true),
+        "{said}"
+    );
 }
