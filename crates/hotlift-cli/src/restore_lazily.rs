@@ -15,6 +15,7 @@ use hotlift_console::progress::{Display, bytes};
 use hotlift_console::signals::Interrupt;
 use hotlift_console::table::{align, new_table};
 use hotlift_qemu::destination::{Destination, Statement};
+use hotlift_qemu::incoming;
 
 use crate::error::CommandError;
 use crate::restore::{RestoreArgs, failed, say_taken, taken};
@@ -32,7 +33,12 @@ pub fn run(
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
     let settle_timeout = options.settle_timeout;
-    let report = match restore(args, (file, id), &destination, options, socket, interrupt) {
+    let asked = Hooks {
+        file: Some(id),
+        preempt: incoming::preempt(&destination)?,
+        ..Hooks::default()
+    };
+    let report = match restore(args, file, asked, &destination, options, socket, interrupt) {
         Ok(report) => report,
         Err(error) if args.resume || matches!(error, MigrationError::PagesMissing { .. }) => {
             interrupt.forget();
@@ -72,7 +78,8 @@ fn after_start(
 
 fn restore(
     args: &RestoreArgs,
-    (file, id): (&Location, u64),
+    file: &Location,
+    asked: Hooks<'_>,
     destination: &Destination,
     options: &Options,
     socket: &Path,
@@ -116,10 +123,10 @@ fn restore(
         }
     };
     let hooks = Hooks {
-        file: Some(id),
         on_progress: Some(&show),
         on_commit: Some(&on_commit),
         on_running: Some(&on_running),
+        ..asked
     };
     let to = Address::Unix {
         path: socket.to_owned(),

@@ -111,12 +111,13 @@ impl Destination {
         }
         let folder = OwnFolder::private()?;
         let uri = format!("unix:{}", folder.path().join(name).display());
+        let capabilities = qemu.query_capabilities().map_err(at_destination)?;
         qemu.migrate_recover(&uri).map_err(at_destination)?;
         Ok(Self {
             qemu: Mutex::new(qemu),
             process: None,
             custody: Custody::default(),
-            changed: Some(Changed::turned_on("postcopy-ram")),
+            changed: Some(Changed::by_lazy_restore(&capabilities)),
             folder,
             ask_again_at: Mutex::default(),
         })

@@ -3,11 +3,13 @@
 use std::path::Path;
 
 use hotlift::Options;
+use hotlift::lazy::Preempt;
 use hotlift::options::ZeroPageDetection;
 use hotlift::relay::RelaySettings;
+use hotlift_qmp::Version;
 
 use crate::destination::Destination;
-use crate::error::QemuError;
+use crate::error::{QemuError, at_destination};
 use crate::settings;
 
 /// Lets QEMU listen on `socket` for a relay with so many channels (0: multifd off). `alike` is what
@@ -29,13 +31,40 @@ pub fn listen(
     destination.listen(&capabilities, &parameters, socket)
 }
 
-/// Lets QEMU listen on `socket` for a VM whose pages it asks for.
+/// Lets QEMU listen on `socket` for a VM whose pages it asks for, on a connection of their own if it can.
 ///
 /// # Errors
 /// If QEMU refuses: its RAM is of a kind that it cannot wait for pages in, or the host does not let it.
 pub fn listen_for_pages(destination: &mut Destination, socket: &Path) -> Result<(), QemuError> {
-    let (capabilities, parameters) = settings::for_lazy_restore();
+    let has_preempt = preempt_of(destination, |_is_on| true)?.is_some();
+    let (capabilities, parameters) = settings::for_lazy_restore(has_preempt);
     destination.listen(&capabilities, &parameters, socket)
+}
+
+/// When a QEMU that listens for pages takes the connection of those that it asks for; `None`: it takes none.
+///
+/// # Errors
+/// If QEMU does not answer.
+pub fn preempt(destination: &Destination) -> Result<Option<Preempt>, QemuError> {
+    preempt_of(destination, |is_on| is_on)
+}
+
+/// The same of a QEMU whose capability is as `is_right` wants it.
+fn preempt_of(
+    destination: &Destination,
+    is_right: impl Fn(bool) -> bool,
+) -> Result<Option<Preempt>, QemuError> {
+    let mut qemu = destination.qemu();
+    let Version { major, minor, .. } = qemu.version();
+    let moment = match (major, minor) {
+        (8.., _) => Some(Preempt::BeforeRun),
+        (7, 2..) => Some(Preempt::First),
+        _ => None,
+    };
+    let capabilities = qemu.query_capabilities().map_err(at_destination)?;
+    let mut has = capabilities.iter();
+    let is_there = has.any(|(name, is_on)| name == settings::PREEMPT && is_right(*is_on));
+    Ok(moment.filter(|_| is_there))
 }
 
 /// Settings of the relay that such a QEMU is given its stream by, whose source is held to the limits in `limits`.

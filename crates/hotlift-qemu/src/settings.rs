@@ -46,21 +46,29 @@ pub fn for_relay(channels: u8) -> (Vec<(&'static str, bool)>, Map<String, Value>
     (capabilities, parameters)
 }
 
-/// What a restore asks of a QEMU that is to run its guest before it has the pages.
+/// Gives requested pages a connection of their own.
+pub const PREEMPT: &str = "postcopy-preempt";
+
+/// What a restore asks of a QEMU that is to run its guest before it has the pages; with `preempt` those that it asks for have
+/// a connection of their own.
 #[must_use]
-pub fn for_lazy_restore() -> (Vec<(&'static str, bool)>, Map<String, Value>) {
+pub fn for_lazy_restore(preempt: bool) -> (Vec<(&'static str, bool)>, Map<String, Value>) {
     let (mut capabilities, parameters) = for_relay(0);
-    capabilities.retain(|(name, _)| *name != "postcopy-ram");
-    capabilities.push(("postcopy-ram", true));
+    let wanted = [("postcopy-ram", true), (PREEMPT, preempt)];
+    capabilities.retain(|(name, _)| wanted.iter().all(|(wanted, _)| wanted != name));
+    capabilities.extend(wanted);
     (capabilities, parameters)
 }
 
 impl Changed {
-    /// One capability was off, and is on.
+    /// What a lazy restore has turned on of a QEMU that still waits for pages, where these capabilities are as they are.
     #[must_use]
-    pub fn turned_on(capability: &str) -> Self {
+    pub fn by_lazy_restore(now: &[(String, bool)]) -> Self {
+        let turned_on = now
+            .iter()
+            .filter(|(name, state)| *state && ["postcopy-ram", PREEMPT].contains(&name.as_str()));
         Self {
-            capabilities: vec![(capability.to_owned(), false)],
+            capabilities: turned_on.map(|(name, _)| (name.clone(), false)).collect(),
             parameters: Map::new(),
         }
     }

@@ -18,6 +18,7 @@
 //! | `files` | machines that go on from a file |
 //! | `lazy`, `lazy_machines` | guests that run before they have their pages; the machines that they have |
 //! | `agent` | two hosts with an agent each |
+//! | `lazy_preempt` | those that they wait for, on a connection of their own |
 
 #![allow(
     clippy::print_stdout,
@@ -38,6 +39,7 @@ mod guest;
 mod hotlift;
 mod lazy;
 mod lazy_machines;
+mod lazy_preempt;
 mod linux_moves;
 mod matrix;
 mod operator;

@@ -229,6 +229,11 @@ pub fn put_preempt_page(
     Ok(())
 }
 
+/// The end of a preempt channel, without which a QEMU 7.2 waits for more; later ones see it closed.
+pub fn put_preempt_end(out: &mut Vec<u8>) {
+    out.extend_from_slice(&ram::EOS.to_be_bytes());
+}
+
 fn put_head(id: u16, length: usize, out: &mut Vec<u8>) {
     out.push(COMMAND);
     out.extend_from_slice(&id.to_be_bytes());
@@ -491,7 +496,8 @@ mod tests {
         };
         let bytes = [&continued[..], b"\0"].concat();
         assert_eq!(decoder.next(&bytes).unwrap(), (zero, 9));
-        let eos = 0x10_u64.to_be_bytes();
+        let mut eos = Vec::new();
+        put_preempt_end(&mut eos);
         assert_eq!(decoder.next(&eos).unwrap(), (PreemptRecord::Eos, 8));
         for flags in [0x200_u64, 0x4, 0x80] {
             assert!(decoder.next(&flags.to_be_bytes()).is_err());

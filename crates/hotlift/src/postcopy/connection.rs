@@ -1,13 +1,13 @@
 //! One connection over which a guest gets the pages that it lacks.
 
 use std::net::Shutdown;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
 use super::requests::Request;
-use super::turns::Turns;
+use super::turns::{Turn, Turns};
 use super::{Batch, EOF, Ledger, Pages, Reader};
 use crate::control::Control;
 use crate::cpu_limit::{CpuBudget, CpuShare};
@@ -16,8 +16,10 @@ use crate::failure::Failure;
 use crate::handover::Word;
 use crate::pacing::Pacer;
 use crate::stream::main_send::{MainLink, MainSend, PageRecords};
+use crate::stream::preempt_send::PreemptSend;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
 use crate::threads::{OnPanic, spawn};
+use crate::transport::Stream;
 
 /// How long the destination may take to say that it has everything, once the last page is written: what is in between, in
 /// sockets and relays, may have to pass a slow link.
@@ -26,6 +28,18 @@ const LAST_WORD: Duration = Duration::from_secs(600);
 /// Threads that send the background at most.
 const THREADS: usize = 4;
 
+/// The connection of pages that the guest waits for.
+struct Preempt {
+    channel: PreemptSend,
+    ends_by_word: bool,
+}
+
+/// How pages go out.
+enum Way<'c, 'm> {
+    Main(Turn<'c, &'m mut MainSend>),
+    Alone(&'c PreemptSend),
+}
+
 /// What all threads of one connection share.
 pub(crate) struct Connection<'a, P> {
     pub pages: &'a P,
@@ -33,9 +47,13 @@ pub(crate) struct Connection<'a, P> {
     pub main: Turns<&'a mut MainSend>,
     pub link: Arc<MainLink>,
     pub answers: &'a Answers,
+    /// Where pages go that the guest waits for; without it on main, before all others.
+    preempt: OnceLock<Preempt>,
     failure: Failure,
     /// Nothing more is to be sent.
     over: AtomicBool,
+    /// All is written on main: what is still answered is for the other connection alone, which the destination ends.
+    ended: AtomicBool,
     /// Of the background's limits: a cancel that comes too late does not end them.
     sleeps: Control,
     /// Of the background.
@@ -57,12 +75,24 @@ impl<'a, P: Pages> Connection<'a, P> {
             main: Turns::new(main),
             link,
             answers,
+            preempt: OnceLock::new(),
             failure: Failure::default(),
             over: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
             sleeps: Control::new(),
             pace,
             cpu,
         }
+    }
+
+    /// Pages that the guest waits for go over this connection from now on; `ends_by_word`: the destination waits for the word
+    /// that nothing more comes, as QEMU 7.2 does.
+    pub(crate) fn answer_on(&self, stream: Stream, ends_by_word: bool) {
+        let channel = PreemptSend::new(stream, Arc::clone(&self.link.counters));
+        let _ = self.preempt.set(Preempt {
+            channel,
+            ends_by_word,
+        });
     }
 
     /// Keeps the first error, and ends every wait.
@@ -79,6 +109,9 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.pages.abandon();
         self.sleeps.stop();
         self.link.transport.shutdown(Shutdown::Both);
+        if let Some(preempt) = self.preempt.get() {
+            preempt.channel.shutdown();
+        }
     }
 
     /// The first error, to be returned.
@@ -103,7 +136,9 @@ impl<'a, P: Pages> Connection<'a, P> {
     /// What the thread does that answers requests: loading the devices may need pages.
     pub(crate) fn answer_all(&self) {
         let _panics = OnPanic(|| self.fail(MigrationError::panicked_here()));
-        if let Err(error) = self.answer_requests() {
+        if let Err(error) = self.answer_requests()
+            && !self.ended.load(Ordering::Acquire)
+        {
             self.fail(error);
         }
     }
@@ -153,14 +188,18 @@ impl<'a, P: Pages> Connection<'a, P> {
             return Ok(());
         }
         let is_zero = batch.normal.is_empty();
-        let mut main = self.main.take_urgently();
-        let sent = self.write(&mut main, block, batch);
+        let mut way = match self.preempt.get() {
+            Some(preempt) => Way::Alone(&preempt.channel),
+            None => Way::Main(self.main.take_urgently()),
+        };
+        let sent = self.write(&mut way, block, batch);
         self.ledger.requests.done(request, true);
         sent?;
-        if !is_zero {
+        // What follows a zero page may be anything; and somebody who waits comes first.
+        if !is_zero && !self.ledger.requests.is_waiting() {
             batch.clear();
             reader.follow(&self.ledger, batch)?;
-            self.write(&mut main, block, batch)?;
+            self.write(&mut way, block, batch)?;
         }
         Ok(())
     }
@@ -227,15 +266,15 @@ impl<'a, P: Pages> Connection<'a, P> {
         if !reader.prepare(block, page, &self.ledger)? {
             return Ok(());
         }
-        let mut main = self.main.take_after_urgent();
+        let mut way = Way::Main(self.main.take_after_urgent());
         reader.take(&self.ledger, batch)?;
-        self.write(&mut main, block, batch)
+        self.write(&mut way, block, batch)
     }
 
-    /// A section of RAM with these pages; none if there are none.
+    /// Sends these pages, if there are any.
     fn write(
         &self,
-        main: &mut MainSend,
+        way: &mut Way<'_, 'a>,
         block: usize,
         batch: &Batch,
     ) -> Result<(), MigrationError> {
@@ -245,20 +284,32 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.link
             .counters
             .add_pages(batch.normal.len(), batch.zero.len());
-        main.pages(PageRecords {
+        let pages = PageRecords {
             block,
             zero: &batch.zero,
             normal: &batch.normal,
             content: &batch.content,
-        })
+        };
+        match way {
+            Way::Main(main) => main.pages(pages),
+            Way::Alone(channel) => channel.pages(&self.ledger.blocks()[block].name, &pages),
+        }
     }
 
     /// Tells the destination that it has everything, and waits for its word.
     pub(crate) fn end(&self) -> Result<(), MigrationError> {
-        // An answer that is being written comes before; what is asked for from here on is zero, which the end says.
-        self.ledger.requests.end_and_drain();
+        match self.preempt.get() {
+            // The destination ends this connection itself, once all that it has asked for is there.
+            Some(preempt) if !preempt.ends_by_word => {}
+            preempt => {
+                // An answer that is being written comes before; what is asked for from here on is zero, which the end says.
+                self.ledger.requests.end_and_drain();
+                preempt.map_or(Ok(()), |preempt| preempt.channel.end())?;
+            }
+        }
         {
             let mut main = self.main.take();
+            self.ended.store(true, Ordering::Release);
             main.complete();
             main.end_section(false)?;
             main.raw(&[EOF])?;

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `requests` | what the guest waits for, and for how long it did |
 //! | `turns` | who writes next: an answer comes before the background |
+//! | `near` | what the background sends first: the neighbours of what was asked for |
 //! | `ledger` | which pages are sent, each once, to whoever asks for it first; which are asked for |
 //! | `connection` | a connection that carries them: answers, the background, the end |
 //! | `recovery` | what the destination has, where a connection was lost |
@@ -13,6 +14,7 @@
 
 mod connection;
 mod ledger;
+mod near;
 mod recovery;
 mod requests;
 pub(crate) mod turns;
@@ -23,6 +25,7 @@ use crate::error::MigrationError;
 
 pub(crate) use connection::Connection;
 pub(crate) use ledger::Ledger;
+pub(crate) use near::Near;
 pub(crate) use recovery::go_on;
 
 /// The last byte of a stream (`QEMU_VM_EOF`).

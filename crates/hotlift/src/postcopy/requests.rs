@@ -66,6 +66,11 @@ impl Requests {
         next
     }
 
+    /// Whether somebody waits behind the one that is being answered.
+    pub(crate) fn is_waiting(&self) -> bool {
+        !lock(&self.state).waiting.is_empty()
+    }
+
     /// The one that was handed out last is done; its page was sent for it, or was on its way.
     pub(crate) fn done(&self, request: &Request, sent: bool) {
         let mut state = lock(&self.state);

@@ -1,25 +1,19 @@
 //! The memory of a stopped guest, for the one that runs at the destination and lacks some of it.
 
-use std::sync::Mutex;
-
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::ZeroPageDetection;
 
 use crate::ends::guest_source::session::Session;
 use crate::error::MigrationError;
-use crate::postcopy::{Batch, Ledger, Pages, Place, Reader};
-use crate::threads::lock;
+use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
 
 /// Pages that the background writes at once: an answer waits for so many at most.
 const BATCH: usize = 16;
 
-/// Pages behind one that was asked for, which the background looks at next: 1 MiB.
-const NEAR: usize = 256;
-
 /// Pages that are still to be sent, near the latest request first and then in order.
 pub(crate) struct GuestPages<'a> {
     session: &'a Session<'a>,
-    asked_last: Mutex<Option<(usize, usize)>>,
+    near: Near,
 }
 
 impl<'a> GuestPages<'a> {
@@ -28,7 +22,7 @@ impl<'a> GuestPages<'a> {
         session.ram.start_round(false);
         Self {
             session,
-            asked_last: Mutex::new(None),
+            near: Near::new(session.guest.ram().iter().map(|block| block.pages())),
         }
     }
 }
@@ -48,20 +42,18 @@ impl Pages for GuestPages<'_> {
     }
 
     fn next(&self) -> Result<Option<Vec<Place>>, MigrationError> {
-        let of = |block, pages: std::ops::Range<usize>| pages.map(|page| (block, page)).collect();
-        if let Some((block, page)) = lock(&self.asked_last).take() {
-            let pages = self.session.guest.ram()[block].pages();
-            return Ok(Some(of(block, page..pages.min(page + NEAR))));
+        if let near @ Some(_) = self.near.next() {
+            return Ok(near);
         }
         let chunk = self.session.ram.take();
         Ok(chunk.map(|chunk| {
             let pages = chunk.first_page..chunk.first_page + chunk.pages;
-            of(chunk.block, pages)
+            pages.map(|page| (chunk.block, page)).collect()
         }))
     }
 
     fn asked_for(&self, block: usize, page: usize) {
-        *lock(&self.asked_last) = Some((block, page + 1));
+        self.near.asked_for(block, page);
     }
 }
 

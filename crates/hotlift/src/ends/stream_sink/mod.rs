@@ -25,7 +25,7 @@ use crate::ends::file::{BlockSink, FileFormat, MappedRamSink};
 use crate::ends::page_set::PageSet;
 use crate::ends::settings::{Outgoing, RelaySettings, Request};
 use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWriter};
-use crate::ends::stream_sink::postcopy::{Background, PreemptOut};
+use crate::ends::stream_sink::postcopy::Background;
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
 use crate::handover::{Word, await_word, say_farewell, say_heard};
@@ -37,6 +37,7 @@ use crate::postcopy::turns::{Turn, Turns};
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
+use crate::stream::preempt_send::PreemptSend;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
 use crate::tls::Remote;
 use crate::transport::Stream;
@@ -100,7 +101,7 @@ pub(crate) struct StreamSink<'a> {
     /// Postcopy has begun.
     switched: AtomicBool,
     /// Where a QEMU takes the pages that its guest waits for, if not on main.
-    preempt: OnceLock<PreemptOut>,
+    preempt: OnceLock<PreemptSend>,
     other_side: OnceLock<OtherSide>,
     ram: OnceLock<Ram>,
 }

@@ -3,35 +3,24 @@
 //! A QEMU takes them as records of main alone, uncompressed. Another relay takes those that were asked for on main, and
 //! the background in the packets of its channels, compressed as before.
 
-use std::io::Write;
-use std::net::Shutdown;
-use std::sync::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_mem::zero::is_zero;
 use hotlift_wire::handshake::PREEMPT;
-use hotlift_wire::main_channel::postcopy::put_preempt_page;
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 
 use crate::ends::stream_sink::StreamSink;
-use crate::error::{Channel, MigrationError};
+use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::sink::{Postcopy, WritePages};
 use crate::stream::main_send::PageRecords;
 use crate::stream::multifd_send::connect_with;
-use crate::threads::lock;
-use crate::transport::Stream;
+use crate::stream::preempt_send::PreemptSend;
 
 /// Pages of the background that are written at once: what somebody waits for comes behind 64 KiB at most.
 const TURN: usize = 16;
-
-/// The connection on which a QEMU takes nothing but pages that its guest waits for.
-pub(super) struct PreemptOut {
-    stream: Stream,
-    /// One record at a time.
-    writing: Mutex<()>,
-}
 
 impl StreamSink<'_> {
     /// Whether postcopy has begun.
@@ -43,36 +32,11 @@ impl StreamSink<'_> {
     pub(super) fn pages_on_main(&self) -> bool {
         self.multifd.is_empty() || (self.is_switched() && !self.other_side().is_relay)
     }
-}
-
-impl StreamSink<'_> {
-    /// A page on the preempt channel.
-    fn page_alone(
-        &self,
-        channel: &PreemptOut,
-        block: usize,
-        offset: u64,
-        content: Option<&[u8; PAGE_SIZE]>,
-    ) -> Result<(), MigrationError> {
-        let mut record = Vec::with_capacity(PAGE_SIZE + 256);
-        put_preempt_page(self.block_name(block), offset, content, &mut record)
-            .map_err(MigrationError::main_wire)?;
-        let _one = lock(&channel.writing);
-        (&channel.stream)
-            .write_all(&record)
-            .map_err(|source| MigrationError::Connection {
-                channel: Channel::Main,
-                doing: "sending a page that the guest waits for",
-                source,
-            })?;
-        self.link.counters.add_bytes(record.len());
-        Ok(())
-    }
 
     /// Ends the preempt channel, and every wait for it.
     pub(super) fn shut_preempt(&self) {
         if let Some(channel) = self.preempt.get() {
-            channel.stream.shutdown(Shutdown::Both);
+            channel.shutdown();
         }
     }
 }
@@ -89,10 +53,8 @@ impl Postcopy for StreamSink<'_> {
         let timeout = self.settings.outgoing.handshake_timeout;
         let pass = self.settings.outgoing_pass.as_ref();
         let stream = connect_with(pass, &self.to, timeout, &self.control)?;
-        let _ = self.preempt.set(PreemptOut {
-            stream,
-            writing: Mutex::default(),
-        });
+        let counters = Arc::clone(&self.link.counters);
+        let _ = self.preempt.set(PreemptSend::new(stream, counters));
         Ok(())
     }
 
@@ -119,19 +81,20 @@ impl Postcopy for StreamSink<'_> {
         content: Option<&[u8; PAGE_SIZE]>,
     ) -> Result<(), MigrationError> {
         let content = content.filter(|page| !is_zero(*page));
-        if let Some(channel) = self.preempt.get() {
-            return self.page_alone(channel, block, offset, content);
-        }
         let (zero, normal): (&[_], &[_]) = match content {
             Some(_) => (&[], &[offset]),
             None => (&[offset], &[]),
         };
-        self.main().take_urgently().pages_at_once(PageRecords {
+        let pages = PageRecords {
             block,
             zero,
             normal,
             content: content.map_or(&[], |page| page),
-        })
+        };
+        match self.preempt.get() {
+            Some(channel) => channel.pages(self.block_name(block), &pages),
+            None => self.main().take_urgently().pages_at_once(pages),
+        }
     }
 }
 

@@ -9,6 +9,8 @@
 //! END  EOF                                                                 the guest has all pages
 //! ```
 //!
+//! With [`Preempt`] requested pages go over a connection of their own, on which nothing is before them.
+//!
 //! `pages` finds the pages in the file; what is no file's is in `postcopy`.
 //!
 //! Zero pages are sent if they are asked for; the others are zero once the stream has ended.
@@ -34,7 +36,7 @@ use crate::stream::main_send::{LOADED, MainLink, MainSend, close_package};
 use crate::stream::return_path::{Answers, Messages};
 use crate::threads::{run_as, spawn};
 use crate::tls::Remote;
-use crate::transport::Address;
+use crate::transport::{Address, Stream};
 
 /// How long QEMU may take to open the stream, and to load the devices. Loading waits for pages that are sent meanwhile.
 const LOADING: Duration = Duration::from_secs(60);
@@ -48,7 +50,17 @@ const TICK: Duration = Duration::from_millis(100);
 /// The PING behind the opening, as QEMU numbers it.
 const OPENED: u32 = 1;
 
-/// What the caller of a lazy restore wants to know.
+/// When a QEMU with capability `postcopy-preempt` takes the connection of pages that its guest waits for. With the capability
+/// it waits for this connection; without, it takes none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Preempt {
+    /// QEMU 7.2: behind main, before anything is read, and it is ended by a word.
+    First,
+    /// QEMU 8.0 and later: before the guest runs; QEMU ends it.
+    BeforeRun,
+}
+
+/// What the caller of a lazy restore asks for, and wants to know.
 #[derive(Default, Clone, Copy)]
 pub struct Hooks<'a> {
     /// Takes reports, twice a second.
@@ -57,6 +69,8 @@ pub struct Hooks<'a> {
     pub on_commit: Option<&'a (dyn Fn() + Sync)>,
     /// Id of the file that is meant ([`crate::file::inspect`]): another one is refused.
     pub file: Option<u64>,
+    /// Requested pages have a connection of their own.
+    pub preempt: Option<Preempt>,
     /// Called once the guest runs.
     pub on_running: Option<&'a (dyn Fn(Duration) + Sync)>,
 }
@@ -119,9 +133,15 @@ pub fn restore(
         file.persist(PATIENCE);
         let begun = Instant::now();
         let to = Remote::new(to, None);
-        let connection = to.connect_for(control, options.handshake_timeout)?;
+        let connect = || to.connect_for(control, options.handshake_timeout);
+        let connect_at = |moment| match hooks.preempt == Some(moment) {
+            true => connect().map(Some),
+            false => Ok(None),
+        };
+        let transport = connect()?;
+        let mut preempt = connect_at(Preempt::First)?;
         let link = Arc::new(MainLink {
-            transport: connection,
+            transport,
             counters: Arc::default(),
             // The background has a pace of its own.
             pacer: Arc::new(Pacer::new(0)),
@@ -134,21 +154,30 @@ pub fn restore(
         let mut main = match resume {
             false => MainSend::new(Arc::clone(&link), &stream.configuration)?,
             true => {
-                messages.begin_with(go_on(&link.transport, &ledger, control)?);
+                let rest = go_on(&link.transport, &ledger, control, || {
+                    preempt = preempt.take().or(connect_at(Preempt::BeforeRun)?);
+                    Ok(())
+                });
+                messages.begin_with(rest?);
                 let id = stream.ram.section_id;
                 MainSend::resume(Arc::clone(&link), &stream.configuration, Some(id), blocks)?
             }
         };
         let answers = Answers::default();
         let pages = FilePages::new(&file, options, control);
+        let connection = Connection::new(
+            (&pages, ledger),
+            (&mut main, link),
+            &answers,
+            (control.pacer(options), control.cpu_budget(options)),
+        );
+        if let Some(stream) = preempt {
+            connection.answer_on(stream, hooks.preempt == Some(Preempt::First));
+        }
         let restore = Restore {
             stream,
-            connection: Connection::new(
-                (&pages, ledger),
-                (&mut main, link),
-                &answers,
-                (control.pacer(options), control.cpu_budget(options)),
-            ),
+            connection,
+            connect_preempt: &|| connect_at(Preempt::BeforeRun),
             control,
             begun,
             resume,
@@ -163,6 +192,8 @@ pub fn restore(
 struct Restore<'a> {
     stream: &'a SavedStream,
     connection: Connection<'a, FilePages<'a>>,
+    /// Makes the connection of requested pages that QEMU takes before the guest runs, if it takes one.
+    connect_preempt: &'a (dyn Fn() -> Result<Option<Stream>, MigrationError> + Sync),
     control: &'a Control,
     begun: Instant,
     resume: bool,
@@ -242,6 +273,9 @@ impl Restore<'_> {
             main.ram_start(Some(stream.ram.section_id), blocks, false)?;
         }
         self.await_answers("QEMU's answer to the opening (is its machine the file's, with capability postcopy-ram on?)")?;
+        if let Some(stream) = (self.connect_preempt)()? {
+            self.connection.answer_on(stream, false);
+        }
         let mut bytes = Vec::new();
         for block in blocks {
             postcopy::put_discard(&block.name, 0, block.used_length, &mut bytes)

@@ -9,11 +9,11 @@ use crate::ends::file::{BlockFile, Blocks, Entry, RemoteReader, Shares};
 use crate::error::MigrationError;
 use crate::failure::Failure;
 use crate::options::Options;
-use crate::postcopy::{Batch, Ledger, Pages, Place, Reader};
+use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
 use crate::threads::lock;
 
-/// Pages that a thread of the background takes at a time: 1 MiB.
-const SHARE: usize = 256;
+/// Pages that a thread of the background takes at a time: 256 KiB, behind which the neighbours of a page wait at most.
+const SHARE: usize = 64;
 
 /// The same of a file on another host, where each share costs a round trip: 4 MiB.
 const FAR_SHARE: usize = 1024;
@@ -28,6 +28,7 @@ pub(super) struct FilePages<'a> {
     memory: MemoryLimit,
     /// The first part of the file that could not be used; the rest is sent all the same.
     pub damaged: Failure,
+    near: Near,
     /// What the background has taken.
     shares: Shares,
     /// What the guest has written last, the latest at the end; `None` before the first thread has looked for it.
@@ -41,6 +42,7 @@ impl<'a> FilePages<'a> {
             control,
             memory: options.memory(0),
             damaged: Failure::default(),
+            near: Near::new((0..file.blocks()).map(|block| file.pages(block))),
             shares: Shares::of(file.remote().map_or(SHARE, |_| FAR_SHARE)),
             written_last: Mutex::new(None),
         }
@@ -104,14 +106,21 @@ impl Pages for FilePages<'_> {
         })
     }
 
-    /// What was written last, and then all of RAM from the lowest page on.
+    /// What was written last, then what is near pages that were asked for, then all of RAM from the lowest page on.
     fn next(&self) -> Result<Option<Vec<Place>>, MigrationError> {
         if let Some(written) = self.next_written_last()? {
             return Ok(Some(written));
         }
+        if let near @ Some(_) = self.near.next() {
+            return Ok(near);
+        }
         let blocks = 0..self.file.blocks();
         let share = self.shares.next(blocks.map(|block| self.file.pages(block)));
         Ok(share.map(|(block, pages)| pages.map(|page| (block, page)).collect()))
+    }
+
+    fn asked_for(&self, block: usize, page: usize) {
+        self.near.asked_for(block, page);
     }
 
     fn abandon(&self) {

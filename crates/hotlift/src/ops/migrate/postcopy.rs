@@ -228,7 +228,7 @@ impl Migration<'_> {
         let blocks = self.main.blocks();
         let ledger = Arc::new(Ledger::new(&blocks));
         let mut messages = Messages::new(Channel::Main);
-        messages.begin_with(go_on(&link.transport, &ledger, control)?);
+        messages.begin_with(go_on(&link.transport, &ledger, control, || Ok(()))?);
         session.giving.settle(Some(Word::Runs));
         for block in 0..blocks.len() {
             for page in 0..ledger.pages(block) {

@@ -1,0 +1,72 @@
+//! What the background sends before all else, since a page beside it was asked for.
+
+use std::sync::Mutex;
+
+use hotlift_mem::DirtyBitmap;
+
+use super::Place;
+use crate::threads::lock;
+
+/// Pages that are neighbours of each other: 256 KiB, twice what Linux reads ahead of a file.
+const NEIGHBOURS: usize = 64;
+
+/// The neighbours of pages that were asked for, of which each is taken once.
+pub(crate) struct Near {
+    /// Pages of each RAM block.
+    pages: Vec<usize>,
+    /// A bit for each group of neighbours of each RAM block: one of them was asked for.
+    asked: Vec<DirtyBitmap>,
+    /// Pages that were asked for first of their group, the latest at the end.
+    waiting: Mutex<Vec<Place>>,
+}
+
+impl Near {
+    /// Of RAM blocks of so many pages; nothing was asked for.
+    pub(crate) fn new(pages: impl Iterator<Item = usize>) -> Self {
+        let pages: Vec<_> = pages.collect();
+        let groups = pages.iter().map(|pages| pages.div_ceil(NEIGHBOURS));
+        Self {
+            asked: groups.map(DirtyBitmap::new).collect(),
+            pages,
+            waiting: Mutex::default(),
+        }
+    }
+
+    /// This page was asked for.
+    pub(crate) fn asked_for(&self, block: usize, page: usize) {
+        if self.asked[block].set(page / NEIGHBOURS) {
+            lock(&self.waiting).push((block, page));
+        }
+    }
+
+    /// The neighbours of the latest page whose neighbours were not taken: those behind it, and then those before.
+    pub(crate) fn next(&self) -> Option<Vec<Place>> {
+        let (block, page) = lock(&self.waiting).pop()?;
+        let first = page / NEIGHBOURS * NEIGHBOURS;
+        let end = self.pages[block].min(first + NEIGHBOURS);
+        let near = (page + 1..end).chain(first..page);
+        Some(near.map(|page| (block, page)).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_come_once_and_those_of_the_latest_request_first() {
+        let near = Near::new([100, 10].into_iter());
+        assert_eq!(near.next(), None);
+        for (block, page) in [(0, 3), (1, 9), (0, 70), (0, 5), (0, 71)] {
+            near.asked_for(block, page);
+        }
+        let pages = |block, pages: &[std::ops::Range<usize>]| {
+            let pages = pages.iter().cloned().flatten();
+            Some(pages.map(|page| (block, page)).collect::<Vec<_>>())
+        };
+        assert_eq!(near.next(), pages(0, &[71..100, 64..70]));
+        assert_eq!(near.next(), pages(1, &[0..9]));
+        assert_eq!(near.next(), pages(0, &[4..64, 0..3]));
+        assert_eq!(near.next(), None);
+    }
+}
