@@ -34,6 +34,10 @@ pub fn settle(qmp: &str) -> String {
     )
 }
 
+/// What is left of a damaged file.
+const SALVAGE: &str = "restore from another copy of the file; or go on without what is damaged of its pages: --salvage puts \
+                       zero pages in their place, and names each";
+
 /// A failed command.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
@@ -74,6 +78,7 @@ pub enum CommandError {
         reasons: String,
         file: String,
         qemu: String,
+        is_damage: bool,
     },
     #[error("the save file cannot be used: {reason}")]
     Show { reason: String },
@@ -81,6 +86,8 @@ pub enum CommandError {
     Files { reason: String },
     #[error("the guest was not restored: {reasons}")]
     Restore { reasons: String },
+    #[error("the guest was not restored: {reasons}")]
+    Damaged { reasons: String },
     #[error("this QEMU has no guest to settle: {problem}")]
     NothingToSettle { problem: String },
     #[error("the guest was taken to be at the destination, and its paused copy here was ended")]
@@ -153,6 +160,10 @@ impl CommandError {
                 Some("start a new QEMU with '-incoming defer'")
             }
             Self::NotTaken { .. } => Some(QEMUS_OWN_WORDS),
+            Self::Damaged { .. }
+            | Self::PagesMissing {
+                is_damage: true, ..
+            } => Some(SALVAGE),
             Self::Relay(MigrationError::PagesMissing { .. }) => Some(
                 "start both relays again; once both QEMUs say 'postcopy-paused': 'migrate-recover' at the destination, then \
                  'migrate' with resume=true at the source",

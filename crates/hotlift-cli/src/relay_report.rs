@@ -134,6 +134,10 @@ fn relay_rows(row: &mut impl FnMut(&str, String), report: &RelayReport) {
         row("raw pages", jobs.raw_pages.to_string());
         row("jobs done by", done_by(jobs));
     }
+    if !report.lost.is_empty() {
+        let pages: usize = report.lost.iter().map(|lost| lost.offsets.len()).sum();
+        row("lost, and zero", format!("{pages} pages"));
+    }
     if let Some(why) = &report.passed_through {
         row("passed through unread", why.clone());
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use hotlift::file::{self, FileError, FileInfo, Location};
+use hotlift::file::{self, FileError, FileInfo, Location, LostPages};
 use hotlift::options::OptionError;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
@@ -58,6 +58,9 @@ pub struct RestoreArgs {
     /// Go on with a lazy restore that was interrupted: QEMU runs the guest, and waits for pages
     #[arg(long, requires_all = ["lazy", "qmp"])]
     pub(crate) resume: bool,
+    /// Go on without what is damaged of the file: zero pages in its place, each of them named
+    #[arg(long)]
+    pub(crate) salvage: bool,
     /// With --lazy: limit of what the guest has not asked for; 0 is unlimited [default: 0]
     #[arg(long, value_name = "BYTES/S", requires = "lazy")]
     pub(crate) max_bandwidth: Option<String>,
@@ -102,16 +105,16 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let file = args.file()?;
     let info = info(args, &file, &interrupt)?;
-    let Some(id) = info
-        .as_ref()
-        .map(|info| info.id)
-        .or((!args.lazy).then_some(0))
-    else {
-        let reasons = "--lazy needs a file of 'hotlift save', and this one is QEMU's: restore it without --lazy";
-        return Err(CommandError::Restore {
-            reasons: reasons.to_owned(),
-        });
-    };
+    for (flag, is_given) in [("--lazy", args.lazy), ("--salvage", args.salvage)] {
+        if is_given && info.is_none() {
+            return Err(CommandError::Restore {
+                reasons: format!(
+                    "{flag} needs a file of 'hotlift save', and this one is QEMU's: restore it without {flag}"
+                ),
+            });
+        }
+    }
+    let id = info.as_ref().map_or(0, |info| info.id);
     let mut destination = match &args.qmp {
         Some(address) if args.resume => Destination::recovering(address, id)?,
         Some(address) => Destination::held(address)?,
@@ -143,12 +146,16 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
     let socket = destination.socket();
     incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
     let limits = args.limits.options();
-    let settings = incoming::relay_settings(&mut destination, args.multifd_channels, limits)?;
+    let settings = RelaySettings {
+        salvage: args.salvage,
+        ..incoming::relay_settings(&mut destination, args.multifd_channels, limits)?
+    };
     let settle_timeout = settings.outgoing.settle_timeout;
     let report = match relay(args, &file, &destination, &settings, &socket, &interrupt) {
         Ok(report) => report,
         Err(error) => return failed(&error, destination, settle_timeout, &interrupt),
     };
+    report.lost.iter().for_each(say_lost);
     taken(destination, settle_timeout, &interrupt)?;
     let table = || relay_table("restore", &report);
     Ok(args.output.print(&report, table)?)
@@ -195,6 +202,9 @@ pub(crate) fn failed(
             destination.give_back();
             match is_interrupted {
                 true => Err(ConsoleError::Interrupted.into()),
+                false if error.is_damage() => Err(CommandError::Damaged {
+                    reasons: error.chain(),
+                }),
                 false => Err(CommandError::Restore {
                     reasons: explained(&reason),
                 }),
@@ -202,6 +212,11 @@ pub(crate) fn failed(
         }
         Statement::Unknown { reason, .. } => Err(not_known(destination, explained(&reason))),
     }
+}
+
+/// Names what is damaged, and zero in the guest.
+pub(crate) fn say_lost(lost: &LostPages) {
+    complain!("hotlift: lost: {lost}");
 }
 
 /// Says that the guest is here, and leaves its QEMU to itself.

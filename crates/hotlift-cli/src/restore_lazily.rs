@@ -18,7 +18,7 @@ use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
 
 use crate::error::CommandError;
-use crate::restore::{RestoreArgs, failed, say_taken, taken};
+use crate::restore::{RestoreArgs, failed, say_lost, say_taken, taken};
 
 /// How long a QEMU whose connection was lost may take to say what it makes of it.
 const WORD: Duration = Duration::from_secs(5);
@@ -36,6 +36,8 @@ pub fn run(
     let asked = Hooks {
         file: Some(id),
         preempt: incoming::preempt(&destination)?,
+        salvage: args.salvage,
+        on_lost: Some(&say_lost),
         ..Hooks::default()
     };
     let report = match restore(args, file, asked, &destination, options, socket, interrupt) {
@@ -69,6 +71,7 @@ fn after_start(
         }),
         Statement::Never { reason } => Err(CommandError::NotTaken { reason }),
         Statement::Unknown { .. } => Err(CommandError::PagesMissing {
+            is_damage: error.is_damage(),
             reasons: error.chain(),
             file: file.to_string(),
             qemu: destination.leave_alone(),
@@ -158,6 +161,10 @@ fn table(report: &LazyReport) -> Table {
         ),
     ] {
         table.add_row([name.to_owned(), value]);
+    }
+    if !report.lost.is_empty() {
+        let pages: usize = report.lost.iter().map(|lost| lost.offsets.len()).sum();
+        table.add_row(["lost, and zero".to_owned(), format!("{pages} pages")]);
     }
     align(&mut table);
     table

@@ -313,6 +313,16 @@ impl MigrationError {
         }
     }
 
+    /// Whether a file is to blame whose bytes are not those that were written.
+    #[must_use]
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Self::File(FileError::Damaged { .. }) | Self::Method { .. } => true,
+            Self::PagesMissing { source } => source.is_damage(),
+            _ => false,
+        }
+    }
+
     /// The error and its causes as one line, outermost first.
     #[must_use]
     pub fn chain(&self) -> String {

@@ -19,6 +19,7 @@
 //! | `lazy`, `lazy_machines` | guests that run before they have their pages; the machines that they have |
 //! | `agent` | two hosts with an agent each |
 //! | `lazy_preempt` | those that they wait for, on a connection of their own |
+//! | `salvage` | damaged files |
 
 #![allow(
     clippy::print_stdout,
@@ -46,6 +47,7 @@ mod operator;
 mod postcopy;
 mod qmp_proxy;
 mod route;
+mod salvage;
 mod table;
 mod tls;
 mod vm;

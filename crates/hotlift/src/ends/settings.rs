@@ -55,6 +55,8 @@ pub struct RelaySettings {
     /// QEMU's property `multifd-flush-after-each-section` of the outgoing side. Not given: as the
     /// incoming side has it; if that has no multifd, on for machine types up to 8.0.
     pub flush_after_each_section: Option<bool>,
+    /// Pages of a save file that are damaged are zero in the guest. Without it such a file is refused.
+    pub salvage: bool,
     /// What each incoming connection must begin with: given to the one source that may connect, over a
     /// conversation of its own. Not given: whoever speaks the format is taken in.
     pub incoming_pass: Option<Pass>,
@@ -78,6 +80,7 @@ impl Default for RelaySettings {
             zero_pages: None,
             uuid: None,
             flush_after_each_section: None,
+            salvage: false,
             incoming_pass: None,
             outgoing_pass: None,
             incoming_tls: None,

@@ -14,6 +14,7 @@ use super::block_reader::Blocks;
 use super::index::{CHUNK_LEN, Index};
 use super::layout::{self, Contents, Entry, FOOT_LEN, FileInfo, HEAD_LEN, Part, crc_of, damaged};
 use super::location::Location;
+use super::lost::{Lost, LostPages};
 use super::place_reader::PlaceReader;
 use super::remote::RemoteReader;
 use super::source::{Places, SavedStream};
@@ -38,6 +39,8 @@ pub(crate) struct BlockFile {
     index: Index,
     /// CRCs of the index's chunks.
     checks: Vec<u8>,
+    /// What is damaged of the pages is noted here, and zero; without this it is an error.
+    lost: Option<Lost>,
 }
 
 impl BlockFile {
@@ -90,6 +93,7 @@ impl BlockFile {
             stream,
             index,
             checks,
+            lost: None,
         })
     }
 
@@ -111,6 +115,38 @@ impl BlockFile {
     /// A server that is lost is tried again for so long.
     pub(crate) fn persist(&self, patience: Duration) {
         self.file.persist(patience);
+    }
+
+    /// From now on pages that are damaged are zero.
+    pub(crate) fn salvage(&mut self) {
+        self.lost = Some(Lost::default());
+    }
+
+    /// Pages that were lost so far.
+    pub(crate) fn lost(&self) -> Vec<LostPages> {
+        self.lost.as_ref().map(Lost::all).unwrap_or_default()
+    }
+
+    /// What of the reading of a page failed with `error`; what is lost with it, if the caller may go on without and nobody was
+    /// told yet.
+    ///
+    /// # Errors
+    /// `error` itself, if not.
+    pub(crate) fn go_on_without(
+        &self,
+        place: (usize, usize),
+        error: MigrationError,
+    ) -> Result<Option<LostPages>, MigrationError> {
+        match &self.lost {
+            Some(lost) => lost.note(self, place, error),
+            None => Err(error),
+        }
+    }
+
+    /// Where in the file the chunk of the index is that says where this page is.
+    pub(super) fn index_position(&self, block: usize, page: usize) -> u64 {
+        let chunk = self.index.place(block, page).map_or(0, |(chunk, _)| chunk);
+        self.contents.index + (chunk * CHUNK_LEN) as u64
     }
 
     /// Has `reader` read the blocks of these pages that are not zero in few steps, if each step costs a round trip.
@@ -212,8 +248,15 @@ impl Places for BlockFile {
     ) -> Result<usize, MigrationError> {
         let mut wanted = Vec::with_capacity(pages.len());
         for page in pages {
-            match self.entry(block, page)? {
-                Some(entry) => wanted.push((entry, page as u64)),
+            let entry = match self.entry(block, page) {
+                Ok(entry) => entry,
+                Err(error) => {
+                    self.go_on_without((block, page), error.into())?;
+                    None
+                }
+            };
+            match entry {
+                Some(entry) => wanted.push((entry, page)),
                 None => batch.zero.push((page * PAGE_SIZE) as u64),
             }
         }
@@ -228,8 +271,14 @@ impl Places for BlockFile {
             bytes += run[0].0.length;
             for (entry, page) in run {
                 let read = |into: &mut [u8], position| self.read_at(into, position);
-                reader.load(*entry, (block, *page), read)?;
-                batch.push(page * PAGE_SIZE as u64, reader.page(entry.place));
+                let offset = (page * PAGE_SIZE) as u64;
+                match reader.load(*entry, (block, *page as u64), read) {
+                    Ok(()) => batch.push(offset, reader.page(entry.place)),
+                    Err(error) => {
+                        self.go_on_without((block, *page), error)?;
+                        batch.zero.push(offset);
+                    }
+                }
             }
         }
         Ok(bytes)

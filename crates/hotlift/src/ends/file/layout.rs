@@ -46,7 +46,7 @@ pub(crate) const JSON_MAX: usize = 64 << 10;
 pub(crate) const BLOCK_PAGES: u64 = 8;
 
 /// Pages that a block's bits can name.
-const WINDOW: u64 = 64;
+pub(crate) const WINDOW: u64 = 64;
 
 /// What a save file says of itself.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

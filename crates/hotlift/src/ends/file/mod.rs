@@ -6,6 +6,7 @@
 //! | `index` | where each page is |
 //! | `block_sink` | writes it, from all worker threads at once |
 //! | `block_file`, `block_reader` | an open one: its parts; its pages, from any place |
+//! | `lost` | pages that a damaged one has lost |
 //! | `describe` | what is in one, for people |
 //! | `mapped_sink` | writes QEMU's `mapped-ram` file |
 //! | `mapped_file` | an open one |
@@ -29,6 +30,7 @@ mod exchange;
 mod index;
 mod layout;
 mod location;
+mod lost;
 mod mapped_file;
 mod mapped_sink;
 mod partial;
@@ -51,6 +53,8 @@ pub use error::{FileError, ServerError};
 pub(crate) use layout::Entry;
 pub use layout::{FileInfo, Share};
 pub use location::{Location, RemoteFile};
+pub use lost::LostPages;
+pub(crate) use lost::is_of_a_part;
 pub(crate) use mapped_sink::MappedRamSink;
 pub(crate) use remote::RemoteReader;
 pub use server::{ServerEvent, Visit, serve};
@@ -128,8 +132,8 @@ pub(crate) enum SavedVm {
 }
 
 impl SavedVm {
-    /// Opens the file at `path`, whose content starts at byte `offset`.
-    pub(crate) fn open(path: &Path, offset: u64) -> Result<Self, FileError> {
+    /// Opens the file at `path`, whose content starts at byte `offset`. With `salvage` what is damaged of its pages is zero.
+    pub(crate) fn open(path: &Path, offset: u64, salvage: bool) -> Result<Self, FileError> {
         let failed = |source| FileError::Read {
             path: path.to_owned(),
             source,
@@ -144,16 +148,34 @@ impl SavedVm {
             Err(source) => return Err(failed(source)),
         }
         if offset == 0 && first == layout::MAGIC {
-            let file = FileSource::new(BlockFile::open(path)?);
-            return Ok(Self::Blocks(Box::new(file)));
+            return Ok(Self::of(BlockFile::open(path)?, salvage));
         }
         let file = FileSource::new(MappedFile::open(path, offset)?);
         Ok(Self::MappedRam(Box::new(file)))
     }
 
     /// The same of a file that a server hands out: none but Hotlift's own are.
-    pub(crate) fn open_remote(file: &RemoteFile, control: &Control) -> Result<Self, FileError> {
+    pub(crate) fn open_remote(
+        file: &RemoteFile,
+        control: &Control,
+        salvage: bool,
+    ) -> Result<Self, FileError> {
         let file = BlockFile::open_at(&Location::Server(file.clone()), control)?;
-        Ok(Self::Blocks(Box::new(FileSource::new(file))))
+        Ok(Self::of(file, salvage))
+    }
+
+    fn of(mut file: BlockFile, salvage: bool) -> Self {
+        if salvage {
+            file.salvage();
+        }
+        Self::Blocks(Box::new(FileSource::new(file)))
+    }
+
+    /// Pages that were lost so far.
+    pub(crate) fn lost(&self) -> Vec<LostPages> {
+        match self {
+            Self::Blocks(file) => file.file().lost(),
+            Self::MappedRam(_) => Vec::new(),
+        }
     }
 }

@@ -122,6 +122,10 @@ impl<P: Places> FileSource<P> {
         }
     }
 
+    pub(crate) fn file(&self) -> &P {
+        &self.file
+    }
+
     pub(crate) fn stream(&self) -> &SavedStream {
         self.file.stream()
     }

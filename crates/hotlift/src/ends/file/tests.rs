@@ -1,6 +1,7 @@
 //! The save file by itself: what was written comes back, and nothing else is taken for it.
 
 mod remote;
+mod salvage;
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};

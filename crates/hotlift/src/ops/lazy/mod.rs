@@ -26,7 +26,7 @@ use hotlift_wire::main_channel::{Command, postcopy};
 use serde::{Deserialize, Serialize};
 
 use crate::control::{Control, Status};
-use crate::ends::file::{BlockFile, FileError, Location, Places, SavedStream};
+use crate::ends::file::{BlockFile, FileError, Location, LostPages, Places, SavedStream};
 use crate::error::{Channel, MigrationError};
 use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
@@ -71,6 +71,10 @@ pub struct Hooks<'a> {
     pub file: Option<u64>,
     /// Requested pages have a connection of their own.
     pub preempt: Option<Preempt>,
+    /// Pages that are damaged are zero in the guest. Without it the guest waits for them.
+    pub salvage: bool,
+    /// With `salvage` called for each part of the file that is damaged, before a page of it goes out as zero.
+    pub on_lost: Option<&'a (dyn Fn(&LostPages) + Sync)>,
     /// Called once the guest runs.
     pub on_running: Option<&'a (dyn Fn(Duration) + Sync)>,
 }
@@ -106,6 +110,9 @@ pub struct LazyReport {
     pub request_us: [f64; 3],
     /// The source's machine.
     pub machine: String,
+    /// With [`Hooks::salvage`]: what was damaged, and is zero.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lost: Vec<LostPages>,
 }
 
 /// Restores the VM in a save file into the QEMU that listens at `to` with capability `postcopy-ram`.
@@ -125,7 +132,10 @@ pub fn restore(
     options.check()?;
     let from = from.into();
     run_as("lazy/main", control, || {
-        let file = BlockFile::open_at(&from, control)?;
+        let mut file = BlockFile::open_at(&from, control)?;
+        if hooks.salvage {
+            file.salvage();
+        }
         if hooks.file.is_some_and(|id| id != file.info().id) {
             let file = from.to_string();
             return Err(FileError::OtherFile { file }.into());
@@ -164,7 +174,7 @@ pub fn restore(
             }
         };
         let answers = Answers::default();
-        let pages = FilePages::new(&file, options, control);
+        let pages = FilePages::new(&file, options, control, hooks.on_lost);
         let connection = Connection::new(
             (&pages, ledger),
             (&mut main, link),
@@ -339,6 +349,7 @@ impl Restore<'_> {
             requests: connection.ledger.requests.served(),
             request_us: connection.ledger.requests.latencies(),
             machine: self.stream.configuration.machine.clone(),
+            lost: connection.pages.lost(),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use hotlift_methods::MemoryLimit;
 
 use crate::control::Control;
-use crate::ends::file::{BlockFile, Blocks, Entry, RemoteReader, Shares};
+use crate::ends::file::{BlockFile, Blocks, Entry, LostPages, RemoteReader, Shares, is_of_a_part};
 use crate::error::MigrationError;
 use crate::failure::Failure;
 use crate::options::Options;
@@ -21,10 +21,15 @@ const FAR_SHARE: usize = 1024;
 /// The same of what the guest wrote last: one page each of so many blocks.
 const WRITTEN: usize = 32;
 
+/// Takes what is lost with a part of a file.
+type OnLost<'a> = &'a (dyn Fn(&LostPages) + Sync);
+
 /// A save file whose pages are asked for.
 pub(super) struct FilePages<'a> {
     file: &'a BlockFile,
     control: &'a Control,
+    /// Is told of each part of the file that is damaged, where the guest goes on without it.
+    on_lost: Option<OnLost<'a>>,
     memory: MemoryLimit,
     /// The first part of the file that could not be used; the rest is sent all the same.
     pub damaged: Failure,
@@ -36,16 +41,27 @@ pub(super) struct FilePages<'a> {
 }
 
 impl<'a> FilePages<'a> {
-    pub(super) fn new(file: &'a BlockFile, options: &Options, control: &'a Control) -> Self {
+    pub(super) fn new(
+        file: &'a BlockFile,
+        options: &Options,
+        control: &'a Control,
+        on_lost: Option<OnLost<'a>>,
+    ) -> Self {
         Self {
             file,
             control,
+            on_lost,
             memory: options.memory(0),
             damaged: Failure::default(),
             near: Near::new((0..file.blocks()).map(|block| file.pages(block))),
             shares: Shares::of(file.remote().map_or(SHARE, |_| FAR_SHARE)),
             written_last: Mutex::new(None),
         }
+    }
+
+    /// Pages that are damaged, and zero.
+    pub(super) fn lost(&self) -> Vec<LostPages> {
+        self.file.lost()
     }
 
     /// The server of the file is lost, and tried again.
@@ -63,10 +79,8 @@ impl<'a> FilePages<'a> {
                 for block in 0..self.file.blocks() {
                     for page in 0..self.file.pages(block) {
                         let entry = match self.file.entry(block, page) {
-                            Err(error) if !error.is_final() => {
-                                self.damaged.keep(error.into());
-                                None
-                            }
+                            // Met again in file order.
+                            Err(error) if !error.is_final() => None,
                             entry => entry?,
                         };
                         let entry = entry.filter(|entry| entry.position >= from);
@@ -100,6 +114,7 @@ impl Pages for FilePages<'_> {
         blocks.prepare(shares.map(|share| share.method.as_str()))?;
         Ok(FileReader {
             file: self.file,
+            on_lost: self.on_lost,
             blocks,
             loaded: None,
             unusable: None,
@@ -132,8 +147,7 @@ impl Pages for FilePages<'_> {
     /// Keeps what is wrong with a part of the file: the guest waits for the pages in there, and gets all others.
     fn unless_damaged(&self, outcome: Result<(), MigrationError>) -> Result<(), MigrationError> {
         match outcome {
-            Err(MigrationError::File(error)) if error.is_final() => Err(error.into()),
-            Err(error @ (MigrationError::File(_) | MigrationError::Method { .. })) => {
+            Err(error) if is_of_a_part(&error) => {
                 self.damaged.keep(error);
                 Ok(())
             }
@@ -145,6 +159,7 @@ impl Pages for FilePages<'_> {
 /// One thread's reader.
 pub(super) struct FileReader<'a> {
     file: &'a BlockFile,
+    on_lost: Option<OnLost<'a>>,
     blocks: Blocks<'a>,
     /// The RAM block and the block of the file that was read last.
     loaded: Option<(usize, Entry)>,
@@ -153,6 +168,22 @@ pub(super) struct FileReader<'a> {
 }
 
 impl FileReader<'_> {
+    /// Decodes the block of a page: the page's place in it; `None` for a page that is zero, or is to be.
+    fn find(&mut self, block: usize, page: usize) -> Result<Option<usize>, MigrationError> {
+        let found = match self.file.entry(block, page) {
+            Ok(Some(entry)) => self.load(entry, block, page).map(|()| Some(entry.place)),
+            Ok(None) => Ok(None),
+            Err(error) => Err(error.into()),
+        };
+        found.or_else(|error| {
+            let lost = self.file.go_on_without((block, page), error)?;
+            if let (Some(lost), Some(on_lost)) = (lost, self.on_lost) {
+                on_lost(&lost);
+            }
+            Ok(None)
+        })
+    }
+
     fn load(&mut self, entry: Entry, block: usize, page: usize) -> Result<(), MigrationError> {
         self.unusable = Some(entry.position);
         let read = |into: &mut [u8], position| self.file.read_at(into, position);
@@ -165,11 +196,8 @@ impl FileReader<'_> {
 
 impl Reader for FileReader<'_> {
     fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError> {
-        let Some(entry) = self.file.entry(block, page)? else {
-            return Ok(None);
-        };
-        self.load(entry, block, page)?;
-        Ok(Some(self.blocks.page(entry.place)))
+        let place = self.find(block, page)?;
+        Ok(place.map(|place| self.blocks.page(place).as_slice()))
     }
 
     /// Its neighbours, which are decoded: a guest that needs one page soon needs those around it.
@@ -185,14 +213,12 @@ impl Reader for FileReader<'_> {
 
     /// A page that is zero is not sent.
     fn prepare(&mut self, block: usize, page: usize, _: &Ledger) -> Result<bool, MigrationError> {
-        let Some(entry) = self.file.entry(block, page)? else {
-            return Ok(false);
-        };
-        if self.unusable == Some(entry.position) {
+        if let (Some(unusable), Ok(Some(entry))) = (self.unusable, self.file.entry(block, page))
+            && entry.position == unusable
+        {
             return Ok(false);
         }
-        self.load(entry, block, page)?;
-        Ok(true)
+        Ok(self.find(block, page)?.is_some())
     }
 
     fn take(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError> {

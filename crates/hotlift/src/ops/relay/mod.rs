@@ -43,7 +43,7 @@ pub use crate::stream::door::{Announced, announced};
 pub use crate::stream::pass::Pass;
 
 use crate::control::Control;
-use crate::ends::file::SavedVm;
+use crate::ends::file::{LostPages, SavedVm};
 use crate::error::MigrationError;
 use crate::figures::{MethodFigures, SideFigures, ratio, to_f64};
 use crate::options::{OPTIONS, OptionError, Options, Role};
@@ -83,6 +83,9 @@ pub struct RelayReport {
     pub methods: Vec<MethodFigures>,
     /// Why the stream was passed through byte for byte; `None` for one that was relayed page by page.
     pub passed_through: Option<String>,
+    /// With [`RelaySettings::salvage`]: what was damaged of the file, and is zero.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lost: Vec<LostPages>,
     /// Cost of this relay.
     pub side: SideFigures,
 }
@@ -112,14 +115,19 @@ pub fn relay(
         hooks,
     };
     run_as("relay/main", control, || {
-        let relayed = match incoming {
-            Incoming::Listener(listener) => pass_on::run(listener, request),
-            Incoming::File { path, offset } => {
-                restore::from(&SavedVm::open(path, offset)?, request)
+        let salvage = settings.salvage;
+        let vm = match incoming {
+            Incoming::Listener(listener) => {
+                return Ok(report(pass_on::run(listener, request)?, control));
             }
-            Incoming::Remote(file) => restore::from(&SavedVm::open_remote(file, control)?, request),
-        }?;
-        Ok(report(relayed, control))
+            Incoming::File { path, offset } => SavedVm::open(path, offset, salvage)?,
+            Incoming::Remote(file) => SavedVm::open_remote(file, control, salvage)?,
+        };
+        let relayed = restore::from(&vm, request)?;
+        Ok(RelayReport {
+            lost: vm.lost(),
+            ..report(relayed, control)
+        })
     })
 }
 
@@ -180,6 +188,7 @@ fn report(relayed: Relayed, control: &Control) -> RelayReport {
         method: method.to_owned(),
         methods,
         passed_through,
+        lost: Vec::new(),
         side: SideFigures::new(threads, total, pages.normal_pages, control.jobs()),
     }
 }

@@ -1,0 +1,111 @@
+//! Damaged files, and guests that go on without what is damaged.
+
+use std::fs;
+use std::path::Path;
+
+use crate::files::{altered, machine};
+use crate::hotlift::Hotlift;
+use crate::need;
+use crate::operator::succeeds;
+use crate::vm::{Accelerator, PC_7, PC_10, Release, Vm, folder};
+
+/// A guest in a file of which a byte of a page has flipped, and its RAM when it was saved.
+fn damaged(files: &Path, name: &'static str) -> Option<(String, Vec<u8>)> {
+    let here = Vm::running(Release::V10, &machine(name, Accelerator::Kvm))?;
+    let file = files.join("vm.save").display().to_string();
+    succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), &file]));
+    let whole = fs::read(&file).expect("the file");
+    fs::write(&file, altered(&whole).0).expect("a damaged file");
+    Some((file, here.ram()))
+}
+
+/// Checks that the pages which `said` names are not what they were, but zero with at most a record of the guest's own.
+fn are_zero(said: &str, before: &[u8], now: &[u8]) {
+    let line = said.lines().find(|line| line.contains("lost: "));
+    let line = line.unwrap_or_else(|| panic!("no page is named: {said}"));
+    let of =
+        |text: &str| usize::from_str_radix(text.trim_start_matches("0x"), 16).expect("an address");
+    let places = line
+        .split(", at ")
+        .nth(1)
+        .and_then(|places| places.split(':').next());
+    for run in places.expect("pages").split(", ") {
+        let (first, last) = run.split_once(" to ").unwrap_or((run, run));
+        for page in (of(first)..=of(last)).step_by(4096) {
+            let bytes = |ram: &[u8]| {
+                ram[page..page + 4096]
+                    .iter()
+                    .filter(|byte| **byte != 0)
+                    .count()
+            };
+            assert!(bytes(before) > 64, "{page:#x} was zero before");
+            assert!(bytes(now) <= 16, "{page:#x} has something: {line}");
+        }
+    }
+}
+
+#[test]
+fn damage_found_before_the_guest_runs_is_refused_or_zero_and_named() {
+    let files = folder();
+    let (file, before) = need!(damaged(files.path(), PC_10));
+    let machine = machine(PC_10, Accelerator::Kvm);
+    let there = need!(Vm::waiting(Release::V10, &machine));
+    let (status, said) = Hotlift::start(&["restore", &file, "--qmp", &there.free_qmp()]).wait();
+    assert_eq!(status.code(), Some(1), "{said:?}");
+    let said = said.join("\n");
+    assert!(
+        said.contains("a block of pages at byte") && said.contains("--salvage"),
+        "{said}"
+    );
+    assert_eq!(there.count(), None, "the guest has run");
+
+    let mut there = need!(Vm::waiting(Release::V10, &machine));
+    let said = succeeds(Hotlift::start(&[
+        "restore",
+        "--salvage",
+        &file,
+        "--qmp",
+        &there.free_qmp(),
+    ]));
+    there.reaches("completed");
+    are_zero(&said, &before, &there.ram());
+}
+
+#[test]
+fn damage_found_behind_a_guest_that_runs_stops_it_until_somebody_says_go_on() {
+    let files = folder();
+    let (file, before) = need!(damaged(files.path(), PC_7));
+    for release in [Release::V10, Release::V7, Release::V11] {
+        let mut there = need!(Vm::waiting(release, &machine(PC_7, Accelerator::Kvm)));
+        let qmp = there.free_qmp();
+        let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
+        let (status, said) = Hotlift::start(&lazy).wait();
+        assert_eq!(status.code(), Some(3), "{said:?}");
+        let said = said.join("\n");
+        assert!(
+            said.contains("a block of pages at byte") && said.contains("--salvage"),
+            "{said}"
+        );
+        there.says("postcopy-paused");
+
+        let said = succeeds(Hotlift::start(
+            &[&lazy[..], &["--resume", "--salvage"]].concat(),
+        ));
+        there.reaches("completed");
+        are_zero(&said, &before, &there.ram());
+
+        // The same from the beginning.
+        let mut there = need!(Vm::waiting(release, &machine(PC_7, Accelerator::Kvm)));
+        let lazy = [
+            "restore",
+            "--lazy",
+            "--salvage",
+            &file,
+            "--qmp",
+            &there.free_qmp(),
+        ];
+        let said = succeeds(Hotlift::start(&lazy));
+        there.reaches("completed");
+        are_zero(&said, &before, &there.ram());
+    }
+}

@@ -1,0 +1,127 @@
+//! Pages that a damaged file has lost, where the operator wants to go on without them: they become zero pages.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Mutex;
+
+use hotlift_mem::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
+
+use super::block_file::BlockFile;
+use super::index::WORDS;
+use super::layout::WINDOW;
+use super::source::Places;
+use crate::error::MigrationError;
+use crate::threads::lock;
+
+/// Pages whose content is lost with one part of a file.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LostPages {
+    /// What is wrong with the part.
+    pub reason: String,
+    /// Byte of the file where it begins.
+    pub position: u64,
+    /// Name of the RAM block.
+    pub block: String,
+    /// The pages, as byte offsets in the RAM block.
+    pub offsets: Vec<u64>,
+}
+
+impl fmt::Display for LostPages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (count, block, position) = (self.offsets.len(), &self.block, self.position);
+        write!(f, "{count} pages of {block} are zero, at")?;
+        let page = PAGE_SIZE as u64;
+        for (number, run) in self.offsets.chunk_by(|a, b| a + page == *b).enumerate() {
+            let comma = if number == 0 { "" } else { "," };
+            write!(f, "{comma} {:#x}", run[0])?;
+            if let [_, .., last] = run {
+                write!(f, " to {last:#x}")?;
+            }
+        }
+        write!(f, ": byte {position} of the file: {}", self.reason)
+    }
+}
+
+/// What was lost so far, by where it was in the file.
+#[derive(Debug, Default)]
+pub(crate) struct Lost(Mutex<BTreeMap<u64, LostPages>>);
+
+impl Lost {
+    /// Takes note of the part because of whose damage, which is `error`, page `page` of a RAM block could not be read: what is
+    /// lost with it, unless that is known already.
+    ///
+    /// # Errors
+    /// `error` itself, if it is of something else than that part.
+    pub(super) fn note(
+        &self,
+        file: &BlockFile,
+        (block, page): (usize, usize),
+        error: MigrationError,
+    ) -> Result<Option<LostPages>, MigrationError> {
+        if !is_of_a_part(&error) {
+            return Err(error);
+        }
+        // A block has neighbours alone, and an index that cannot be read has lost all that it says.
+        let entry = file.entry(block, page);
+        let (position, group) = match &entry {
+            Ok(Some(entry)) => (entry.position, usize::try_from(WINDOW).unwrap_or(1)),
+            Ok(None) => return Err(error),
+            Err(_) => (file.index_position(block, page), WORDS),
+        };
+        let first = page / group * group;
+        let pages = first..file.pages(block).min(first + group);
+        let is_lost = |page: &usize| match (&entry, file.entry(block, *page)) {
+            (Ok(_), Ok(other)) => other.is_some_and(|other| other.position == position),
+            (lost, other) => lost.is_err() && other.is_err(),
+        };
+        let mut known = lock(&self.0);
+        if known.contains_key(&position) {
+            return Ok(None);
+        }
+        let lost = LostPages {
+            reason: error.chain(),
+            position,
+            block: file.stream().ram.blocks[block].name.clone(),
+            offsets: pages
+                .filter(is_lost)
+                .map(|page| (page * PAGE_SIZE) as u64)
+                .collect(),
+        };
+        known.insert(position, lost.clone());
+        Ok(Some(lost))
+    }
+
+    /// All that was lost.
+    pub(crate) fn all(&self) -> Vec<LostPages> {
+        lock(&self.0).values().cloned().collect()
+    }
+}
+
+/// Whether an error is of one part of a file, and others can be read all the same.
+pub(crate) fn is_of_a_part(error: &MigrationError) -> bool {
+    match error {
+        MigrationError::File(error) => !error.is_final(),
+        MigrationError::Method { .. } => true,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_page_that_is_lost_is_named() {
+        let lost = LostPages {
+            reason: "damaged".to_owned(),
+            position: 77,
+            block: "pc.ram".to_owned(),
+            offsets: vec![0x1000, 0x2000, 0x3000, 0x5000],
+        };
+        assert_eq!(
+            lost.to_string(),
+            "4 pages of pc.ram are zero, at 0x1000 to 0x3000, 0x5000: byte 77 of the file: damaged"
+        );
+    }
+}

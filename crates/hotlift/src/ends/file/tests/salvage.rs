@@ -1,0 +1,68 @@
+//! What is damaged of a file's pages, and what is not.
+
+use super::*;
+use crate::ends::file::LostPages;
+use crate::pipe::batch::BATCH_PAGES;
+
+/// All pages of RAM block 0 as an eager restore reads them, and those that were lost.
+fn salvage(path: &Path) -> (Vec<u8>, Vec<LostPages>) {
+    let mut file = BlockFile::open(path).unwrap();
+    file.salvage();
+    let (options, control) = (Options::default(), Control::default());
+    let memory = options.memory(0);
+    let mut blocks = Blocks::new(file.seed(), &memory, &control);
+    let mut contents = vec![0; PAGES];
+    for first in (0..PAGES).step_by(BATCH_PAGES) {
+        let mut batch = Batch::new();
+        batch.start(0);
+        let pages = first..PAGES.min(first + BATCH_PAGES);
+        file.fill(&mut blocks, &mut batch, 0, pages).unwrap();
+        let pages = batch.pages().as_chunks::<PAGE_SIZE>().0;
+        for (offset, got) in batch.normal.iter().zip(pages) {
+            assert!(*got == page(got[1]), "page at {offset}");
+            contents[usize::try_from(*offset).unwrap() / PAGE_SIZE] = got[1];
+        }
+    }
+    (contents, file.lost())
+}
+
+#[test]
+fn no_page_but_those_of_damaged_parts_is_lost_and_each_of_them_is_named() {
+    let folder = folder();
+    let path = folder.path().join("vm");
+    let expected = save(&path, "zstd");
+    let whole = fs::read(&path).unwrap();
+    let file = BlockFile::open(&path).unwrap();
+    let in_block = file.entry(0, 520).unwrap().unwrap().position;
+    let in_index = file.index_position(0, PAGES - 1);
+    for (damaged, lost) in [
+        (vec![in_block], vec![520..528]),
+        (vec![in_index], vec![512..PAGES]),
+        (
+            vec![file.entry(0, 9).unwrap().unwrap().position, in_index],
+            vec![9..16, 512..PAGES],
+        ),
+    ] {
+        let mut bytes = whole.clone();
+        for position in &damaged {
+            bytes[usize::try_from(*position).unwrap() + 40] ^= 4;
+        }
+        fs::write(&path, bytes).unwrap();
+        assert!(read(&BlockFile::open(&path).unwrap(), 0).is_err());
+        let (got, told) = salvage(&path);
+        let of_damaged: Vec<u64> = told.iter().flat_map(|lost| lost.offsets.clone()).collect();
+        let is_lost = |page: &usize| of_damaged.contains(&((page * PAGE_SIZE) as u64));
+        for page in 0..PAGES {
+            let is_in = lost.iter().any(|lost| lost.contains(&page));
+            assert!(is_in || !is_lost(&page), "page {page} of {damaged:?}");
+            let content = if is_lost(&page) { 0 } else { expected[page] };
+            assert_eq!(got[page], content, "page {page} of {damaged:?}");
+        }
+        let parts: Vec<u64> = told.iter().map(|lost| lost.position).collect();
+        assert_eq!(parts, damaged);
+        assert!(
+            told.iter()
+                .all(|lost| lost.block == "ram" && !lost.offsets.is_empty())
+        );
+    }
+}
