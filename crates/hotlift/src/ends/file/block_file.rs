@@ -268,9 +268,25 @@ impl Places for BlockFile {
         wanted.sort_unstable_by_key(|(entry, _)| (entry.position, entry.place));
         let mut bytes = 0;
         for run in wanted.chunk_by(|(a, _), (b, _)| a.position == b.position) {
-            bytes += run[0].0.length;
+            let (first, _) = run[0];
+            bytes += first.length;
+            let read = |into: &mut [u8], position| self.read_at(into, position);
+            // Mostly they are all of the block's, and need no copy.
+            let before = batch.normal.len();
+            let offsets = run.iter().map(|(_, page)| (page * PAGE_SIZE) as u64);
+            batch.normal.extend(offsets);
+            let room = &mut batch.pages_mut()[before * PAGE_SIZE..];
+            let pages = run.iter().map(|(_, page)| *page as u64);
+            match reader.load_to(room, first, (block, pages), read) {
+                Ok(true) => continue,
+                Ok(false) => batch.normal.truncate(before),
+                Err(error) => {
+                    self.go_on_without((block, run[0].1), error)?;
+                    batch.zero.extend(batch.normal.drain(before..));
+                    continue;
+                }
+            }
             for (entry, page) in run {
-                let read = |into: &mut [u8], position| self.read_at(into, position);
                 let offset = (page * PAGE_SIZE) as u64;
                 match reader.load(*entry, (block, *page as u64), read) {
                     Ok(()) => batch.push(offset, reader.page(entry.place)),

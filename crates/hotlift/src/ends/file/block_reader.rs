@@ -75,34 +75,64 @@ impl<'a> Blocks<'a> {
         read: impl FnOnce(&mut [u8], u64) -> Result<usize, FileError>,
     ) -> Result<(), MigrationError> {
         let position = entry.position;
-        let bad = || damaged("a block of pages", position);
         if self.block.is_none_or(|(at, _)| at != position) {
             self.block = None;
-            // The last one may lie at the end of the file, and its length is rounded up.
-            self.bytes.resize(entry.length, 0);
-            let got = match self.ahead.copy(&mut self.bytes, position) {
-                Some(got) => got,
-                None => read(&mut self.bytes, position)?,
-            };
-            let bytes = std::mem::take(&mut self.bytes);
-            let decoded = self.decode(bytes.get(..got).unwrap_or(&bytes), position);
-            self.bytes = bytes;
-            self.block = Some((position, decoded?));
+            let head = self.with_block(entry, read, |reader, head, payload| {
+                reader.decode_payload(head, payload).map(|_| *head)
+            })?;
+            self.block = Some((position, head));
         }
         let is_there = self.block.is_some_and(|(_, head)| {
             head.ram_block == wanted.0 && head.pages().nth(entry.place) == Some(wanted.1)
         });
         if !is_there {
-            return Err(bad().into());
+            return Err(damaged("a block of pages", position).into());
         }
         Ok(())
     }
 
-    fn decode(&mut self, bytes: &[u8], position: u64) -> Result<BlockHead, MigrationError> {
-        let decoded = BlockHead::decode(bytes, self.seed, position);
-        let (head, payload) = decoded.ok_or_else(|| damaged("a block of pages", position))?;
-        self.decode_payload(&head, payload)?;
-        Ok(head)
+    /// Reads the block of `entry` straight to `into`, if it has the pages `wanted` (RAM block, and numbers) and no others; else
+    /// nothing is there, and false returned.
+    ///
+    /// # Errors
+    /// As [`Blocks::load`].
+    pub(crate) fn load_to(
+        &mut self,
+        into: &mut [u8],
+        entry: Entry,
+        wanted: (usize, impl Iterator<Item = u64>),
+        read: impl FnOnce(&mut [u8], u64) -> Result<usize, FileError>,
+    ) -> Result<bool, MigrationError> {
+        self.with_block(entry, read, |reader, head, payload| {
+            if head.ram_block != wanted.0 || !head.pages().eq(wanted.1) {
+                return Ok(false);
+            }
+            reader.decode_to(into, head, payload).map(|()| true)
+        })
+    }
+
+    /// Reads the block of `entry`, checks it, and gives its head and payload to `take`.
+    fn with_block<T>(
+        &mut self,
+        entry: Entry,
+        read: impl FnOnce(&mut [u8], u64) -> Result<usize, FileError>,
+        take: impl FnOnce(&mut Self, &BlockHead, &[u8]) -> Result<T, MigrationError>,
+    ) -> Result<T, MigrationError> {
+        let position = entry.position;
+        // The last one may lie at the end of the file, and its length is rounded up.
+        self.bytes.resize(entry.length, 0);
+        let got = match self.ahead.copy(&mut self.bytes, position) {
+            Some(got) => got,
+            None => read(&mut self.bytes, position)?,
+        };
+        let bytes = std::mem::take(&mut self.bytes);
+        let block = BlockHead::decode(bytes.get(..got).unwrap_or(&bytes), self.seed, position);
+        let taken = match block {
+            Some((head, payload)) => take(self, &head, payload),
+            None => Err(damaged("a block of pages", position).into()),
+        };
+        self.bytes = bytes;
+        taken
     }
 
     /// The pages of a block with that payload.
@@ -111,26 +141,33 @@ impl<'a> Blocks<'a> {
         head: &BlockHead,
         payload: &[u8],
     ) -> Result<&[u8], MigrationError> {
-        let length = head.len() * PAGE_SIZE;
         let mut pages = std::mem::take(&mut self.pages);
-        pages.resize(length, 0);
-        let decoded = match head.method {
-            Method::None if payload.len() == length => {
-                pages.copy_from_slice(payload);
+        pages.resize(head.len() * PAGE_SIZE, 0);
+        let decoded = self.decode_to(&mut pages, head, payload);
+        self.pages = pages;
+        decoded.map(|()| &*self.pages)
+    }
+
+    /// Decodes all pages of a block to `into`, which is as long as they are.
+    fn decode_to(
+        &mut self,
+        into: &mut [u8],
+        head: &BlockHead,
+        payload: &[u8],
+    ) -> Result<(), MigrationError> {
+        match head.method {
+            Method::None if payload.len() == into.len() => {
+                into.copy_from_slice(payload);
                 Ok(())
             }
             Method::None => Err(damaged("the length of a block of pages", head.first).into()),
-            method => self.decoder(method).and_then(|decoder| {
-                decoder.decode(
-                    head.first,
-                    "a save file",
-                    payload,
-                    &[GuestRun::of_buffer(&mut pages)],
-                )
-            }),
-        };
-        self.pages = pages;
-        decoded.map(|()| &*self.pages)
+            method => self.decoder(method)?.decode(
+                head.first,
+                "a save file",
+                payload,
+                &[GuestRun::of_buffer(into)],
+            ),
+        }
     }
 
     /// The page at a place of the block that was read last.
