@@ -31,6 +31,8 @@ struct Way {
     multifd: Multifd,
     /// Between the relays.
     method: &'static str,
+    /// The source is told to switch over before it has sent anything.
+    at_once: bool,
     /// Certificates of this host, and of another one of the CA, for TLS between the relays.
     tls: Option<[PathBuf; 2]>,
 }
@@ -82,7 +84,9 @@ impl Way {
             .expect("migrate-incoming");
         let relays = Relays::start(&here, &incoming, &self.relays());
         here.qmp.migrate(relays.uri()).expect("migrate");
-        here.reaches("active");
+        if !self.at_once {
+            here.reaches("active");
+        }
         if let Some([_, other]) = &self.tls {
             // It is passed through by now. A QEMU 10.0 makes its further connection later, in whose place they would be.
             there.reaches("active");
@@ -186,19 +190,20 @@ fn is_turned_away(to: &str, folder: Option<&Path>) {
 fn a_guest_in_postcopy_fetches_its_pages_through_the_relays() {
     use Release::{V10, V11};
     let both = Multifd::Channels(2);
-    for (release, preempt, multifd, method) in [
-        (V10, false, Multifd::Off, "zstd"),
-        (V10, true, Multifd::Off, "auto"),
-        (V11, true, Multifd::Off, "lz4"),
+    for (release, preempt, multifd, method, at_once) in [
+        (V10, false, Multifd::Off, "zstd", false),
+        (V10, true, Multifd::Off, "auto", true),
+        (V11, true, Multifd::Off, "lz4", true),
         // Packets that could pass unread to channels on which that QEMU takes none any more.
-        (V11, false, both, "none"),
-        (V11, true, both, "zstd"),
+        (V11, false, both, "none", false),
+        (V11, true, both, "zstd", false),
     ] {
         let way = Way {
             release,
             preempt,
             multifd,
             method,
+            at_once,
             tls: None,
         };
         need!(way.take());
@@ -211,6 +216,7 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
         (Release::V10, false, "source"),
         (Release::V10, true, "destination"),
         (Release::V7, false, "destination"),
+        (Release::V11, true, "source"),
     ] {
         println!("{killed}");
         let way = Way {
@@ -218,6 +224,7 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
             preempt,
             multifd: Multifd::Off,
             method: "zstd",
+            at_once: false,
             tls: None,
         };
         let Moving {
@@ -252,16 +259,23 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
 
 #[test]
 fn a_guest_in_postcopy_fetches_its_pages_over_tls_and_nobody_else_sends_any() {
-    use Release::{V7, V10};
+    use Release::{V7, V10, V11};
     let certificates = Certificates::make();
     let other = certificates.of_another_host("b.example");
     // A QEMU 7.2 connects for requested pages when it begins.
-    for (release, preempt) in [(V10, false), (V10, true), (V7, true)] {
+    for (release, preempt, multifd) in [
+        (V10, false, Multifd::Off),
+        (V10, true, Multifd::Off),
+        (V7, true, Multifd::Off),
+        (V11, true, Multifd::Off),
+        (V11, true, Multifd::Channels(2)),
+    ] {
         let way = Way {
             release,
             preempt,
-            multifd: Multifd::Off,
+            multifd,
             method: "zstd",
+            at_once: false,
             tls: Some([certificates.dir(), other.clone()]),
         };
         need!(way.take());

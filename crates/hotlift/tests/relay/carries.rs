@@ -1,10 +1,15 @@
 //! Every stream that QEMUs send comes out as the same guest, whatever is chosen for the way.
 
+use std::io::{Read, Write};
+
 use hotlift::relay::RelaySettings;
+use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::main_channel::{Command, MainEncoder};
+use hotlift_wire::return_path::ReturnMessage;
 
 use super::destination::Guest;
-use super::recording::{RECORDED, Recording, UUID};
-use super::rig::{migrate, settings};
+use super::recording::{RECORDED, Recording, UUID, configuration};
+use super::rig::{DEADLINE, Relay, migrate, settings};
 use super::source::Ending;
 
 /// What comes of the stream without a relay.
@@ -133,4 +138,34 @@ fn assert_small(recording: &Recording, expected: &Guest, way: &[RelaySettings]) 
         "the small guest differs"
     );
     assert_eq!(outcome.told.pongs, [1]);
+}
+
+/// A QEMU with `postcopy-preempt` that is to switch over at once waits for an answer in its set-up, before it says what RAM
+/// it has.
+#[test]
+fn a_source_of_postcopy_is_answered_before_anything_is_known_of_its_ram() {
+    let mut main = Vec::new();
+    let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
+    let page = u64::try_from(PAGE_SIZE).unwrap();
+    for command in [
+        Command::OpenReturnPath,
+        Command::Ping(1),
+        Command::PostcopyAdvise {
+            page_sizes: Some((page, page)),
+        },
+    ] {
+        encoder.command(command, &mut main).unwrap();
+    }
+    // Whoever takes the guest is not asked for anything yet.
+    let nobody = "tcp:192.0.2.1:1".parse().unwrap();
+    let relay = Relay::start(&nobody, &settings(&[]), false);
+    let stream = &relay.address.connect(DEADLINE).unwrap();
+    stream.set_read_timeout(DEADLINE).unwrap();
+    { stream }.write_all(&main).unwrap();
+    let mut answer = [0; 8];
+    { stream }.read_exact(&mut answer).unwrap();
+    let (message, _) = ReturnMessage::decode(&answer).unwrap();
+    assert_eq!(message, ReturnMessage::Pong(1));
+    relay.control.cancel();
+    relay.outcome("nobody is there").unwrap_err();
 }

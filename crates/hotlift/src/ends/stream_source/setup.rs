@@ -1,12 +1,13 @@
 //! What a stream says before its first page, and whether it can be relayed page by page.
 
-use std::io::Write;
+use std::io::{self, Write};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::handshake::{Features, Offer};
 use hotlift_wire::main_channel::{
     Command, Configuration, MainDecoder, MainEvent, SectionKind, Step,
 };
+use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{WireError, limits};
 
@@ -84,12 +85,28 @@ pub(crate) fn other_devices(
 fn greet(mut main: &Stream, offer: Offer, id: MigrationId) -> Result<(), MigrationError> {
     let takes = Features::RELAYED | (offer.features & Features::MULTIFD);
     main.write_all(&encode(&handshake::answer(offer, takes, id)))
-        .map_err(|source| MigrationError::Connection {
-            channel: Channel::Main,
-            doing: "answering the source",
-            source,
-        })?;
+        .map_err(answering)?;
     handshake::check(offer, takes).inspect_err(|error| graceful_close::refuse(&[main], error))
+}
+
+/// Answers the PINGs of a QEMU in place of the destination, which does not get them then. One that is to switch over to postcopy
+/// at once waits for that before it sends its RAM blocks, without which nobody knows what to say to a destination.
+fn answer_pings(mut main: &Stream, commands: &mut Vec<Command>) -> Result<(), MigrationError> {
+    let pings = commands.extract_if(.., |command| matches!(command, Command::Ping(_)));
+    let pongs = pings.filter_map(|command| match command {
+        Command::Ping(value) => Some(ReturnMessage::Pong(value)),
+        _ => None,
+    });
+    let pongs: Vec<_> = pongs.collect();
+    main.write_all(&encode(&pongs)).map_err(answering)
+}
+
+fn answering(source: io::Error) -> MigrationError {
+    MigrationError::Connection {
+        channel: Channel::Main,
+        doing: "answering the source",
+        source,
+    }
 }
 
 /// Reads up to the last record of the START section of `ram`. A relay is told that the migration is called `id`
@@ -135,6 +152,7 @@ pub(crate) fn read_setup(
             }));
         }
         let mut offer = None;
+        let mut is_advice = false;
         // The footer may stay in the source's buffer until its channels are read.
         let ended = event == MainEvent::RamEos;
         match event {
@@ -171,7 +189,10 @@ pub(crate) fn read_setup(
                     got: commands.len() as u64 + 1,
                 }));
             }
-            MainEvent::Command(command) => commands.push(command),
+            MainEvent::Command(command) => {
+                is_advice = matches!(command, Command::PostcopyAdvise { .. });
+                commands.push(command);
+            }
             MainEvent::SectionStart {
                 kind: SectionKind::Start,
                 id,
@@ -196,6 +217,9 @@ pub(crate) fn read_setup(
         input.take(consumed);
         if let Some(offer) = offer {
             greet(input.socket(), offer, id)?;
+        }
+        if is_advice && return_path && relay.is_none() {
+            answer_pings(input.socket(), &mut commands)?;
         }
         let (true, Some(configuration), Some(blocks)) = (ended, &configuration, &ram) else {
             continue;
