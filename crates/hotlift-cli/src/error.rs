@@ -22,6 +22,7 @@ use hotlift_vmm::layout::LayoutError;
 use hotlift_vmm::verify::VerifyError;
 
 use crate::certs::CertsError;
+use crate::virsh::VirshError;
 
 /// In a line to type, what is not known here.
 const QMP_OF_THE_SOURCE: &str = "QMP-OF-THE-SOURCE";
@@ -110,6 +111,12 @@ pub enum CommandError {
     AgentRefuses { reason: String },
     #[error("{0}: give a loopback address, or --control-from-other-hosts too")]
     OtherHosts(MonitorError),
+    #[error(transparent)]
+    Virsh(#[from] VirshError),
+    #[error("{stayed} of {of} domains stayed here, and run")]
+    DomainsStayed { stayed: usize, of: usize },
+    #[error("it is not known where {domains} of the domains run")]
+    DomainsInDoubt { domains: usize },
     #[error("--incoming=defer needs --qmp or --monitor: somebody has to say 'migrate-incoming'")]
     Deferred,
 }
@@ -171,6 +178,16 @@ impl CommandError {
             Self::NoAgent { .. } => {
                 Some("is it running, and may you open its socket? systemctl status hotlift-agent")
             }
+            Self::Virsh(VirshError::Run(_)) => {
+                Some("install libvirt's clients (Debian: libvirt-clients)")
+            }
+            Self::DomainsStayed { .. } => {
+                Some("the same command again goes on with those that are left")
+            }
+            Self::DomainsInDoubt { .. } => Some(
+                "ask libvirt on both hosts: virsh list --all; one that is paused here and runs nowhere else goes on by 'virsh \
+                 resume'",
+            ),
             Self::NothingToSettle { .. } => Some(
                 "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",
             ),
@@ -186,6 +203,7 @@ impl CommandError {
             | Self::Relay(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
             | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
             | Self::NotKnown { .. }
+            | Self::DomainsInDoubt { .. }
             | Self::PagesMissing { .. }
             | Self::EndedCopy => ExitCode::from(3),
             // The guest is where it was to go.

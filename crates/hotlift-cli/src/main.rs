@@ -8,6 +8,8 @@ mod agent;
 mod certs;
 mod control_args;
 mod demo;
+mod drain;
+mod drain_plan;
 mod error;
 mod guard;
 mod guest_run;
@@ -26,6 +28,7 @@ mod serve_files;
 mod settle;
 mod show;
 mod usage;
+mod virsh;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -80,6 +83,19 @@ enum Command {
     /// stayed, 3 nobody knows whether the destination runs the guest, and it is left paused here: 'hotlift settle'.
     #[command(verbatim_doc_comment)]
     Migrate(migrate::MigrateArgs),
+    /// Move the domains of this host's libvirt to other hosts, by a plan
+    ///
+    /// What is quickly done goes first; what is written to faster than the link is comes last. Several go at once while what
+    /// they write fits in half of the link. Each is a 'virsh migrate --live', which the hosts' agents carry. A domain that
+    /// fails runs on here; once a destination does not answer nothing more is begun. The same command again goes on with
+    /// what is left.
+    ///
+    ///   hotlift drain --to b.example,c.example --dry-run
+    ///
+    /// Exit codes: 0 all are gone, 1 some stayed and run here, 2 usage, 130 ended by a signal and the others stayed, 3 of some
+    /// nobody knows where they run.
+    #[command(verbatim_doc_comment)]
+    Drain(drain::DrainArgs),
     /// Wait on the destination host for 'hotlift migrate', with a QEMU that takes the guest over
     ///
     /// Either a QEMU that waits with '-incoming defer', by its QMP socket:
@@ -241,6 +257,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => hotlift_bench::run(&args).map_err(CommandError::from),
         Command::Guest(GuestCommand::Run(args)) => guest_run::run(&args),
         Command::Migrate(args) => migrate::run(&args),
+        Command::Drain(args) => drain::run(&args),
         Command::Serve(args) => serve::run(&args),
         Command::Save(args) => save::run(&args),
         Command::Restore(args) => restore::run(&args),

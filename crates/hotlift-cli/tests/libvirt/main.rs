@@ -3,6 +3,7 @@
 //! | file | what |
 //! |---|---|
 //! | `plain` | libvirt alone: what the hosts of these tests are worth |
+//! | `drain` | `hotlift drain` |
 
 #![allow(
     clippy::print_stdout,
@@ -10,9 +11,11 @@
     reason = "a test says what it does"
 )]
 
+mod drain;
 mod plain;
 
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use hotlift_testkit::libvirt::{Disk, Domain, Hosts, is_possible};
 use hotlift_testkit::namespace::End;
@@ -49,6 +52,27 @@ fn migrate(hosts: &Hosts, from: End, domain: &Domain, options: &[&str]) -> Resul
     line.extend(options);
     let moved = hosts.host(from).virsh(&line);
     moved.map(drop).map_err(|error| error.to_string())
+}
+
+/// The command, as built.
+const HOTLIFT: &str = env!("CARGO_BIN_EXE_hotlift");
+
+/// Far beyond what anything here takes on a machine that does other things besides.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// Between two looks.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Looks until `look` finds something.
+fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::sleep(LOOK);
+    }
 }
 
 /// Proves that the only guest runs at `end` and has lost no write.

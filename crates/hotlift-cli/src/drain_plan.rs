@@ -1,0 +1,247 @@
+//! The plan of a drain: which domains go where, and in which order.
+//!
+//! What is quickly done goes first: it takes load from the host, and the memory that is written to fastest then has the link
+//! to itself. Two go at once only while what both write fits in half of the link: beyond that each makes the other's
+//! rounds longer than going one after the other would.
+
+use std::cmp::Ordering;
+
+use comfy_table::Table;
+use hotlift_console::progress::bytes;
+use hotlift_console::table::{align_with_words, new_table};
+use serde::Serialize;
+
+/// Bytes a second of a link of which nothing is said: 1 Gbit/s, the slowest that hosts are given.
+pub const LINK: u64 = 125_000_000;
+
+/// A domain that is to go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Candidate {
+    /// Its name.
+    pub domain: String,
+    /// Bytes of its memory.
+    pub memory: u64,
+    /// Bytes a second that it writes to; `None` if that is not known.
+    pub written: Option<u64>,
+}
+
+/// A host that can take some.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The URI of its libvirtd.
+    pub uri: String,
+    /// Bytes of its memory that are free.
+    pub free: u64,
+}
+
+/// A line of the plan.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Step {
+    /// Which domain.
+    pub domain: String,
+    /// Bytes of its memory.
+    pub memory_bytes: u64,
+    /// Bytes a second that it writes to; `null` if that is not known.
+    pub written_per_second: Option<u64>,
+    /// The URI of the libvirtd that is to have it; `null` if none has the memory.
+    pub to: Option<String>,
+    /// Seconds that it takes alone, uncompressed; `null` if its memory is written to faster than the link is.
+    pub seconds: Option<u64>,
+}
+
+/// What a drain does, in this order.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Plan {
+    /// Bytes a second of the link that it was made for.
+    pub bandwidth: u64,
+    /// Most domains that go at once.
+    pub at_once: usize,
+    /// The domains.
+    pub steps: Vec<Step>,
+}
+
+impl Plan {
+    /// Orders `candidates`, and gives each to the place that has most free memory by then.
+    pub fn new(
+        candidates: Vec<Candidate>,
+        mut places: Vec<Place>,
+        bandwidth: u64,
+        at_once: usize,
+    ) -> Self {
+        let mut steps: Vec<Step> = candidates
+            .into_iter()
+            .map(|one| Step {
+                seconds: seconds(&one, bandwidth),
+                domain: one.domain,
+                memory_bytes: one.memory,
+                written_per_second: one.written,
+                to: None,
+            })
+            .collect();
+        steps.sort_by(earlier);
+        for step in &mut steps {
+            let place = places.iter_mut().max_by_key(|place| place.free);
+            let Some(place) = place.filter(|place| place.free >= step.memory_bytes) else {
+                continue;
+            };
+            place.free -= step.memory_bytes;
+            step.to = Some(place.uri.clone());
+        }
+        Self {
+            bandwidth,
+            at_once,
+            steps,
+        }
+    }
+
+    /// Whether a step may begin beside those that are under way.
+    pub fn may_begin(&self, step: &Step, under_way: &[&Step]) -> bool {
+        let written = |step: &Step| step.written_per_second.unwrap_or(0);
+        let all: u64 = under_way.iter().map(|step| written(step)).sum();
+        let fits = all.saturating_add(written(step)) <= self.bandwidth / 2;
+        under_way.is_empty() || (under_way.len() < self.at_once && fits)
+    }
+
+    /// The table of it.
+    pub fn table(&self) -> Table {
+        let mut table = new_table(&["domain", "to", "memory", "written/s", "alone"]);
+        for step in &self.steps {
+            table.add_row([
+                step.domain.clone(),
+                step.to.as_deref().map_or("no room".to_owned(), host_of),
+                bytes(step.memory_bytes),
+                step.written_per_second.map_or("?".to_owned(), bytes),
+                step.seconds
+                    .map_or("no end".to_owned(), |s| format!("{s} s")),
+            ]);
+        }
+        align_with_words(&mut table, 1);
+        table
+    }
+}
+
+/// The host in a URI of libvirt's, without the user, or all of it.
+pub fn host_of(uri: &str) -> String {
+    let after = uri.split_once("://").map_or("", |(_, rest)| rest);
+    let host = after.split('/').next().unwrap_or("");
+    let host = host.rsplit('@').next().unwrap_or("");
+    match host.is_empty() {
+        true => uri.to_owned(),
+        false => host.to_owned(),
+    }
+}
+
+fn seconds(one: &Candidate, bandwidth: u64) -> Option<u64> {
+    let left = bandwidth.checked_sub(one.written.unwrap_or(0))?;
+    (left > 0).then(|| one.memory.div_ceil(left))
+}
+
+/// One without an end comes last. The name makes the order the same each time.
+fn earlier(one: &Step, other: &Step) -> Ordering {
+    let key = |step: &Step| (step.seconds.unwrap_or(u64::MAX), step.memory_bytes);
+    key(one)
+        .cmp(&key(other))
+        .then_with(|| one.domain.cmp(&other.domain))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+    const MIB: u64 = 1 << 20;
+
+    fn candidate(domain: &str, memory: u64, written: Option<u64>) -> Candidate {
+        Candidate {
+            domain: domain.to_owned(),
+            memory,
+            written,
+        }
+    }
+
+    fn place(uri: &str, free: u64) -> Place {
+        Place {
+            uri: uri.to_owned(),
+            free,
+        }
+    }
+
+    #[test]
+    fn what_is_quickly_done_goes_first_and_what_has_no_end_last() {
+        let plan = Plan::new(
+            vec![
+                candidate("endless", GIB, Some(200 * MIB)),
+                candidate("large", 8 * GIB, Some(0)),
+                candidate("busy", GIB, Some(90 * MIB)),
+                candidate("small", GIB, None),
+            ],
+            vec![place("qemu+ssh://b/system", 64 * GIB)],
+            100 * MIB,
+            4,
+        );
+        let order: Vec<_> = plan.steps.iter().map(|step| &*step.domain).collect();
+        assert_eq!(order, ["small", "large", "busy", "endless"]);
+        assert_eq!(plan.steps[0].seconds, Some(11));
+        assert_eq!(plan.steps[3].seconds, None);
+    }
+
+    #[test]
+    fn each_goes_where_most_memory_is_free_and_stays_where_none_has_enough() {
+        let plan = Plan::new(
+            vec![
+                candidate("a", GIB, None),
+                candidate("b", GIB, None),
+                candidate("c", 3 * GIB, None),
+            ],
+            vec![place("one", 2 * GIB), place("two", 3 * GIB / 2)],
+            LINK,
+            2,
+        );
+        let places: Vec<_> = plan.steps.iter().map(|step| step.to.as_deref()).collect();
+        assert_eq!(places, [Some("one"), Some("two"), None]);
+    }
+
+    #[test]
+    fn as_many_go_at_once_as_the_link_has_room_for_what_they_write() {
+        let plan = Plan::new(
+            vec![
+                candidate("a", GIB, Some(30 * MIB)),
+                candidate("b", 2 * GIB, Some(30 * MIB)),
+                candidate("c", 3 * GIB, Some(0)),
+                candidate("d", 4 * GIB, Some(0)),
+            ],
+            vec![place("one", 64 * GIB)],
+            100 * MIB,
+            2,
+        );
+        let step = |name: &str| plan.steps.iter().find(|step| step.domain == name).unwrap();
+        assert!(plan.may_begin(step("a"), &[]));
+        assert!(!plan.may_begin(step("b"), &[step("a")]), "60 of 50 MiB/s");
+        assert!(plan.may_begin(step("c"), &[step("a")]));
+        assert!(
+            !plan.may_begin(step("d"), &[step("a"), step("c")]),
+            "two at once"
+        );
+    }
+
+    #[test]
+    fn the_plan_fits_80_columns() {
+        let name = "a-domain-with-a-long-name";
+        let uri = "qemu+ssh://root@host.example/system";
+        let plan = Plan::new(
+            vec![candidate(name, 900 * GIB, Some(900 * MIB))],
+            vec![place(uri, 1000 * GIB)],
+            LINK,
+            2,
+        );
+        let table = plan.table().to_string();
+        let longest = table.lines().map(|line| line.chars().count()).max();
+        assert!(longest <= Some(80), "{table}");
+        assert!(
+            table.contains(" host.example ") && table.contains("no end"),
+            "{table}"
+        );
+    }
+}

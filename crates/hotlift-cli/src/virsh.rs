@@ -1,0 +1,379 @@
+//! libvirt, by its command `virsh`: what it says of domains, and its migrations.
+//!
+//! `virsh` and not libvirt's library: the same authentication, URIs and options as an operator types them, nothing of another
+//! release's ABI in this process, and a call that does not return costs a process, and no thread of this one.
+
+use std::ffi::{OsStr, OsString};
+use std::io::{self, Read};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use hotlift_console::signals::TICK;
+use hotlift_qmp::one_line;
+
+/// How long libvirt may take to answer, behind SSH and while it does other things for the domain.
+const ANSWER: Duration = Duration::from_secs(40);
+
+/// Most that is kept of what `virsh` says, in bytes.
+const MOST: u64 = 1 << 20;
+
+/// What libvirt says of a domain that it does not have; in its C locale.
+const NO_DOMAIN: &str = "failed to get domain";
+
+/// Why libvirt has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum VirshError {
+    /// The command.
+    #[error("cannot run 'virsh'")]
+    Run(#[source] io::Error),
+    /// An answer that is an error.
+    #[error("libvirt at {at}: {said}")]
+    Refused { at: String, said: String },
+    /// No answer.
+    #[error("libvirt at {at} has not answered within {ANSWER:?}")]
+    Silent { at: String },
+    /// An answer that is none.
+    #[error("libvirt at {at} has answered '{said}' when it was asked for {what}")]
+    Garbage {
+        at: String,
+        what: &'static str,
+        said: String,
+    },
+}
+
+/// What becomes of a domain, as far as it matters to whoever moves it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Its guest runs.
+    Running,
+    /// It stands still.
+    Paused,
+    /// It is not there, or has no guest.
+    Gone,
+}
+
+/// A libvirtd.
+#[derive(Debug, Clone)]
+pub struct Libvirt {
+    uri: String,
+}
+
+/// What a migration costs so far, as libvirt counts it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Job {
+    /// Milliseconds since it began.
+    pub total_ms: u64,
+    /// Milliseconds in which the guest stood still; `null` while it runs.
+    pub downtime_ms: Option<u64>,
+    /// Bytes of the guest's memory.
+    pub memory_bytes: u64,
+    /// Bytes of it that are still to go.
+    pub remaining_bytes: u64,
+}
+
+impl Libvirt {
+    /// The one at a URI of libvirt's.
+    pub fn at(uri: &str) -> Self {
+        Self {
+            uri: uri.to_owned(),
+        }
+    }
+
+    /// Its URI.
+    pub fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    fn command<S: AsRef<OsStr>>(&self, words: &[S]) -> Command {
+        let mut command = Command::new("virsh");
+        command
+            .env("LC_ALL", "C")
+            .args(["--quiet", "--connect", &self.uri])
+            .args(words)
+            .stdin(Stdio::null());
+        // A terminal's Ctrl-C is for this process, which passes on what is meant by it.
+        command.process_group(0);
+        command
+    }
+
+    /// Asks something.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn ask(&self, words: &[&str]) -> Result<String, VirshError> {
+        let mut command = self.command(words);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut run = Run::start(command)?;
+        let deadline = Instant::now() + ANSWER;
+        let status = loop {
+            match run.ended()? {
+                Some(status) => break status,
+                None if Instant::now() >= deadline => {
+                    return Err(VirshError::Silent {
+                        at: self.uri.clone(),
+                    });
+                }
+                None => thread::sleep(TICK),
+            }
+        };
+        let (out, err) = run.said();
+        match status.success() {
+            true => Ok(out),
+            false => Err(VirshError::Refused {
+                at: self.uri.clone(),
+                said: errors(&err),
+            }),
+        }
+    }
+
+    /// What becomes of a domain here.
+    ///
+    /// # Errors
+    /// [`VirshError`]; that it is not there is none.
+    pub fn state(&self, domain: &str) -> Result<State, VirshError> {
+        match self.ask(&["domstate", "--domain", domain]) {
+            Ok(said) => Ok(match said.as_str() {
+                "running" | "idle" => State::Running,
+                "shut off" | "crashed" => State::Gone,
+                _ => State::Paused,
+            }),
+            Err(VirshError::Refused { said, .. }) if said.contains(NO_DOMAIN) => Ok(State::Gone),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether a domain is defined here, and not only run.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn is_persistent(&self, domain: &str) -> Result<bool, VirshError> {
+        let said = self.ask(&["dominfo", "--domain", domain])?;
+        Ok(value(&said, "Persistent:") == Some("yes"))
+    }
+
+    /// The domains whose guests run here, by name.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn running(&self) -> Result<Vec<String>, VirshError> {
+        let said = self.ask(&["list", "--name", "--state-running"])?;
+        let names = said.lines().filter(|name| !name.trim().is_empty());
+        Ok(names.map(str::to_owned).collect())
+    }
+
+    /// Lets libvirt sample what a domain writes, for a second from now on.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn sample_writes(&self, domain: &str) -> Result<(), VirshError> {
+        let line = ["domdirtyrate-calc", "--seconds", "1", "--domain", domain];
+        self.ask(&line).map(drop)
+    }
+
+    /// Bytes of a domain's memory, and bytes a second that it writes to; `None` if that was not sampled.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn memory(&self, domain: &str) -> Result<(u64, Option<u64>), VirshError> {
+        let said = self.ask(&["domstats", "--balloon", "--dirtyrate", "--domain", domain])?;
+        let memory = number(&said, "balloon.current=");
+        let memory = memory.ok_or_else(|| self.garbage("the memory of a domain", &said))?;
+        let is_measured = number(&said, "dirtyrate.calc_status=") == Some(2);
+        let rate = number(&said, "dirtyrate.megabytes_per_second=");
+        let rate = rate.filter(|_| is_measured);
+        Ok((
+            memory.saturating_mul(1 << 10),
+            rate.map(|mib| mib.saturating_mul(1 << 20)),
+        ))
+    }
+
+    /// Bytes of this host's memory that guests could have.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn free_memory(&self) -> Result<u64, VirshError> {
+        let said = self.ask(&["nodememstats"])?;
+        let of = |name| {
+            value(&said, name).and_then(|value| value.split_whitespace().next()?.parse().ok())
+        };
+        let kib: Option<u64> = of("free");
+        let cached: u64 = of("cached").unwrap_or(0);
+        let kib = kib.ok_or_else(|| self.garbage("free memory", &said))?;
+        Ok(kib.saturating_add(cached).saturating_mul(1 << 10))
+    }
+
+    /// What a domain's migration costs; with `completed`, what the one cost by which it came here. `None` if there is none.
+    pub fn job(&self, domain: &str, completed: bool) -> Option<Job> {
+        let mut line = vec!["domjobinfo", "--rawstats", "--domain", domain];
+        line.extend(completed.then_some("--completed"));
+        let said = self.ask(&line).ok()?;
+        let of = |name| value(&said, name).and_then(|value| value.parse().ok());
+        Some(Job {
+            total_ms: of("time_elapsed:")?,
+            downtime_ms: of("downtime:"),
+            memory_bytes: of("memory_total:").unwrap_or(0),
+            remaining_bytes: of("memory_remaining:").unwrap_or(0),
+        })
+    }
+
+    /// Starts `virsh migrate --live` of a domain to another libvirt, with further options.
+    ///
+    /// # Errors
+    /// If `virsh` cannot be run.
+    pub fn migrate(
+        &self,
+        domain: &str,
+        to: &Libvirt,
+        options: &[OsString],
+    ) -> Result<Migrating, VirshError> {
+        let mut words: Vec<OsString> = [
+            "migrate",
+            "--live",
+            "--domain",
+            domain,
+            "--desturi",
+            &to.uri,
+        ]
+        .map(OsString::from)
+        .into();
+        words.extend_from_slice(options);
+        let mut command = self.command(&words);
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        Ok(Migrating(Run::start(command)?))
+    }
+
+    /// Aborts a domain's migration; its guest stays. The migration says that it has failed. (A signal to `virsh migrate` does
+    /// nothing without a terminal.)
+    ///
+    /// # Errors
+    /// [`VirshError`], as where there is none to abort.
+    pub fn abort(&self, domain: &str) -> Result<(), VirshError> {
+        self.ask(&["domjobabort", "--domain", domain]).map(drop)
+    }
+
+    fn garbage(&self, what: &'static str, said: &str) -> VirshError {
+        VirshError::Garbage {
+            at: self.uri.clone(),
+            what,
+            said: one_line(said),
+        }
+    }
+}
+
+/// A migration that libvirt makes.
+#[derive(Debug)]
+pub struct Migrating(Run);
+
+impl Migrating {
+    /// How it has ended: `None` if it has not, or what libvirt says why it failed.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn ended(&mut self) -> Result<Option<Result<(), String>>, VirshError> {
+        Ok(self.0.ended()?.map(|status| match status.success() {
+            true => Ok(()),
+            false => Err(errors(&self.0.said().1)),
+        }))
+    }
+}
+
+/// A `virsh` that runs, killed when it goes out of scope.
+#[derive(Debug)]
+struct Run {
+    child: Child,
+    out: Option<JoinHandle<String>>,
+    err: Option<JoinHandle<String>>,
+    status: Option<ExitStatus>,
+}
+
+impl Run {
+    fn start(mut command: Command) -> Result<Self, VirshError> {
+        let mut child = command.spawn().map_err(VirshError::Run)?;
+        let (out, err) = (child.stdout.take(), child.stderr.take());
+        Ok(Self {
+            out: out.map(|pipe| thread::spawn(|| read(pipe))),
+            err: err.map(|pipe| thread::spawn(|| read(pipe))),
+            child,
+            status: None,
+        })
+    }
+
+    fn ended(&mut self) -> Result<Option<ExitStatus>, VirshError> {
+        if self.status.is_none() {
+            self.status = self.child.try_wait().map_err(VirshError::Run)?;
+        }
+        Ok(self.status)
+    }
+
+    /// What one that has ended has said.
+    fn said(&mut self) -> (String, String) {
+        let said = |pipe: Option<JoinHandle<String>>| {
+            pipe.and_then(|pipe| pipe.join().ok()).unwrap_or_default()
+        };
+        (said(self.out.take()), said(self.err.take()))
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        if self.status.is_none() {
+            // Both fail only if it has ended.
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn read(pipe: impl Read) -> String {
+    let mut bytes = Vec::new();
+    // What came before an error counts.
+    let _ = pipe.take(MOST).read_to_end(&mut bytes);
+    String::from_utf8_lossy(&bytes).trim().to_owned()
+}
+
+/// The errors that `virsh` prints, in one line.
+fn errors(said: &str) -> String {
+    let lines = said.lines().map(|line| line.trim_start_matches("error: "));
+    let lines: Vec<_> = lines.filter(|line| !line.is_empty()).collect();
+    match lines.is_empty() {
+        true => "it does not say why".to_owned(),
+        false => one_line(&lines.join("; ")),
+    }
+}
+
+/// What follows `name` on its line.
+fn value<'a>(said: &'a str, name: &str) -> Option<&'a str> {
+    let rest = said
+        .lines()
+        .find_map(|line| line.trim().strip_prefix(name))?;
+    Some(rest.trim_start_matches([' ', ':']).trim())
+}
+
+fn number(said: &str, name: &str) -> Option<u64> {
+    value(said, name)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_found_in_what_virsh_prints() {
+        let said = "Domain: 'c1'\n  balloon.current=65536\n  dirtyrate.calc_status=2\n";
+        assert_eq!(number(said, "balloon.current="), Some(65536));
+        assert_eq!(number(said, "dirtyrate.megabytes_per_second="), None);
+        let said = "total  :  24684096 KiB\nfree   :  20000000 KiB\ncached :         17 KiB";
+        assert_eq!(value(said, "free"), Some("20000000 KiB"));
+        assert_eq!(value("Persistent:     yes", "Persistent:"), Some("yes"));
+    }
+
+    #[test]
+    fn errors_are_one_line_without_the_word() {
+        let said = "error: failed to connect\nerror: no route\n\n";
+        assert_eq!(errors(said), "failed to connect; no route");
+        assert_eq!(errors(""), "it does not say why");
+    }
+}

@@ -1,0 +1,109 @@
+//! `hotlift drain`: a plan, its order, what fails, and the same command again.
+
+use hotlift_testkit::libvirt::{Domain, Host, Hosts};
+use hotlift_testkit::namespace::End;
+use hotlift_testkit::process::Process;
+use rustix::process::Signal;
+
+use crate::{DEADLINE, HOTLIFT, UNSAFE, domain, hosts, is_at, until};
+
+const TO: &str = "--to=qemu+tcp://b/system";
+
+/// Slower than the guests write, so that no migration ends by itself.
+const SLOW_MBITS: u32 = 40;
+
+fn drain(hosts: &Hosts, flags: &[&str]) -> Process {
+    let mut line = vec!["drain", TO];
+    line.extend(flags);
+    line.extend(["--", UNSAFE]);
+    let started = hosts.source.start(HOTLIFT, &line);
+    started.expect("hotlift starts")
+}
+
+/// Its exit code, and all that it has said.
+fn ended(mut drain: Process) -> (Option<i32>, String) {
+    drain.wait(DEADLINE).expect("it ends");
+    drain.hear_out();
+    (drain.exit_code(), drain.said().join("\n"))
+}
+
+fn domains(hosts: &Hosts, names: &[&str]) -> Vec<Domain> {
+    names.iter().map(|name| domain(hosts, name)).collect()
+}
+
+/// Waits until libvirt has the migration of a domain under way.
+fn is_under_way(host: &Host, domain: &Domain) {
+    until("a migration is under way", || {
+        let said = host.virsh(&["domjobinfo", &domain.name]).ok()?;
+        said.contains("Memory remaining").then_some(())
+    });
+}
+
+#[test]
+fn a_drain_moves_every_domain_as_planned_and_has_nothing_left_to_do_after_it() {
+    let Some(hosts) = hosts() else { return };
+    let all = domains(&hosts, &["web1", "web2", "db1"]);
+    let (code, plan) = ended(drain(&hosts, &["--dry-run"]));
+    assert_eq!(code, Some(0), "{plan}");
+    for one in &all {
+        assert!(plan.contains(&one.name), "{plan}");
+        is_at(&hosts, End::Source, one);
+    }
+    let (code, said) = ended(drain(&hosts, &["--json"]));
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(said.matches(r#""state":"moved""#).count(), 3, "{said}");
+    for one in &all {
+        is_at(&hosts, End::Destination, one);
+    }
+    let (code, said) = ended(drain(&hosts, &["--json"]));
+    assert_eq!((code, said.as_str()), (Some(0), "[]"));
+}
+
+#[test]
+fn a_drain_begins_nothing_more_once_a_destination_is_lost_and_goes_on_later() {
+    let Some(hosts) = hosts() else { return };
+    let all = domains(&hosts, &["web1", "web2"]);
+    hosts.limit(SLOW_MBITS).expect("a slow link");
+    let first = drain(&hosts, &["--at-once=1", "--parallel=0"]);
+    is_under_way(&hosts.source, &all[0]);
+    hosts.destination.signal_libvirtd("KILL").expect("it runs");
+    let (code, said) = ended(first);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("b is lost: "), "{said}");
+    assert!(said.contains("web1 to b: stayed"), "{said}");
+    assert!(!said.contains("web2 to b: under way"), "{said}");
+    hosts.destination.start_libvirtd().expect("it starts");
+    // What was under way has an end on both hosts.
+    until("one guest of each", || {
+        let are_here = all
+            .iter()
+            .all(|one| matches!(hosts.whereabouts(one), Ok(End::Source)));
+        are_here.then_some(())
+    });
+    for one in &all {
+        is_at(&hosts, End::Source, one);
+    }
+    hosts.limit(1000).expect("a fast link");
+    let (code, said) = ended(drain(&hosts, &[]));
+    assert_eq!(code, Some(0), "{said}");
+    for one in &all {
+        is_at(&hosts, End::Destination, one);
+    }
+}
+
+#[test]
+fn a_drain_that_is_interrupted_leaves_its_domains_running_here() {
+    let Some(hosts) = hosts() else { return };
+    let all = domains(&hosts, &["web1", "web2"]);
+    hosts.limit(SLOW_MBITS).expect("a slow link");
+    let drain = drain(&hosts, &["--at-once=1"]);
+    is_under_way(&hosts.source, &all[0]);
+    let interrupted = hosts.source.signal(&drain, Signal::INT);
+    interrupted.expect("it runs");
+    let (code, said) = ended(drain);
+    assert_eq!(code, Some(130), "{said}");
+    assert!(!said.contains("web2 to b: under way"), "{said}");
+    for one in &all {
+        is_at(&hosts, End::Source, one);
+    }
+}
