@@ -188,10 +188,13 @@ impl<'a, P: Pages> Connection<'a, P> {
             return Ok(());
         }
         let is_zero = batch.normal.is_empty();
-        let mut way = match self.preempt.get() {
-            Some(preempt) => Way::Alone(&preempt.channel),
-            None => Way::Main(self.main.take_urgently()),
-        };
+        if let Some(preempt) = self.preempt.get() {
+            // This page alone: the destination reads to the end here what it has asked for, and not what else there is.
+            let sent = self.write(&mut Way::Alone(&preempt.channel), block, batch);
+            self.ledger.requests.done(request, true);
+            return sent;
+        }
+        let mut way = Way::Main(self.main.take_urgently());
         let sent = self.write(&mut way, block, batch);
         self.ledger.requests.done(request, true);
         sent?;
