@@ -418,9 +418,9 @@ impl Case {
 }
 
 fn draw_pair(rng: &mut Rng) -> Pair {
-    let release = |rng: &mut Rng| match rng.bool() {
-        true => Release::V7,
-        false => Release::V10,
+    let release = |rng: &mut Rng| {
+        let releases = [Release::V7, Release::V10, Release::V11];
+        *rng.choice(&releases).unwrap_or(&Release::V10)
     };
     match weighted(rng, &[(5, 0), (3, 1), (2, 2)]) {
         0 => Pair::BuiltIn {
@@ -608,5 +608,19 @@ mod tests {
             let all = 15 - usize::from(pair == "built-in guests");
             assert_eq!(names.len(), all, "{pair}: {names:?}");
         }
+    }
+
+    #[test]
+    fn every_release_is_drawn_on_both_sides_of_every_other() {
+        let mut drawn: Vec<_> = (0..5000)
+            .filter_map(|number| match Case::draw(1, number).pair {
+                Pair::BuiltIn { .. } => None,
+                Pair::Steered { from, to, .. } => Some((from.name(), to.name(), true)),
+                Pair::Relays { from, to } => Some((from.name(), to.name(), false)),
+            })
+            .collect();
+        drawn.sort_unstable();
+        drawn.dedup();
+        assert_eq!(drawn.len(), 2 * 3 * 3, "{drawn:?}");
     }
 }
