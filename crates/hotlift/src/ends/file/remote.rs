@@ -23,7 +23,7 @@ const UNREADABLE: Duration = Duration::from_secs(5);
 /// Before the second attempt to connect, and at most before any.
 const PAUSE: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(2)];
 
-/// Such a file.
+/// A file of another host that is open.
 pub(crate) struct RemoteReader {
     file: RemoteFile,
     visitor: u64,

@@ -515,7 +515,7 @@ fn a_cancel_ends_reads_of_a_server_that_answers_nothing() {
     });
     let control = Control::new();
     thread::scope(|scope| {
-        let opening = scope.spawn(|| inspect(&Location::Server(at(&socket)), &control));
+        let opening = scope.spawn(|| inspect(Location::Server(at(&socket)), &control));
         is_asked.recv().unwrap();
         control.cancel();
         let error = opening.join().unwrap().unwrap_err();
