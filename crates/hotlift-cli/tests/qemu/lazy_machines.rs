@@ -79,90 +79,134 @@ fn restore_into(vm: &mut Vm, from: &Path) -> LazyReport {
     report
 }
 
-/// Saves a guest in a machine with these devices, and restores it into another; `None` if that cannot be tested here.
-fn goes(
-    (from, to): (Release, Release),
-    machine: &Machine,
-    (vcpu_count, has_virtio, live): (u8, bool, bool),
-    method: &str,
-) -> Option<()> {
-    println!("{from:?} -> {to:?}: vCPUs {vcpu_count}, virtio {has_virtio}, live {live}, {method}");
-    let folder = folder();
-    let [file, disk] = ["vm", "disk"].map(|name| folder.path().join(name));
-    make_disk(&disk);
-    let mut devices = vcpus(vcpu_count).to_vec();
-    if has_virtio {
-        devices.extend(virtio(&disk));
-    }
-    let mut here = Vm::running_with(from, machine, &devices)?;
-    let before = match live {
-        true => here.count().expect("the guest counts"),
-        false => here.prove(),
-    };
-    let settings = settings(method, Multifd::Channels(2));
-    let source = Side::new(Multifd::Off);
-    save(&mut here, source, &file, FileFormat::Hotlift, &settings);
-    let before = before.max(here.count().expect("the guest has counted"));
-    // The firmware has given each device its addresses, which are part of its state.
-    let mapped = here.hmp("info pci");
-    let mut there = Vm::waiting_with(to, machine, &devices)?;
-    assert_ne!(there.hmp("info pci"), mapped, "nothing would be seen");
-    restore_into(&mut there, &file);
-    if live {
-        goes_on(&mut there, before);
-    } else {
-        // QEMU lets it run whether it did or not.
-        there.reaches("completed");
-        there.counts_on_from(before);
-        there.prove();
-    }
-    assert_eq!(there.hmp("info pci"), mapped);
-    Some(())
+/// A machine that is saved and restored.
+#[derive(Debug, Clone, Copy)]
+pub struct Row {
+    pub from: Release,
+    pub to: Release,
+    pub accelerator: Accelerator,
+    pub vcpus: u8,
+    pub has_virtio: bool,
+    /// The guest runs while it is saved.
+    pub live: bool,
+    pub method: &'static str,
 }
+
+impl Row {
+    /// The newest machine that both releases have.
+    pub fn machine(&self) -> &'static str {
+        let older = [Release::V7, Release::V10];
+        let older = older
+            .into_iter()
+            .find(|release| [self.from, self.to].contains(release));
+        older.unwrap_or(Release::V11).machine()
+    }
+
+    /// `None` if it cannot be tested here.
+    fn take(&self) -> Option<()> {
+        println!("{self:?}");
+        let machine = machine(self.machine(), self.accelerator);
+        let folder = folder();
+        let [file, disk] = ["vm", "disk"].map(|name| folder.path().join(name));
+        make_disk(&disk);
+        let mut devices = vcpus(self.vcpus).to_vec();
+        if self.has_virtio {
+            devices.extend(virtio(&disk));
+        }
+        let mut here = Vm::running_with(self.from, &machine, &devices)?;
+        let before = match self.live {
+            true => here.count().expect("the guest counts"),
+            false => here.prove(),
+        };
+        let settings = settings(self.method, Multifd::Channels(2));
+        let source = Side::new(Multifd::Off);
+        save(&mut here, source, &file, FileFormat::Hotlift, &settings);
+        let before = before.max(here.count().expect("the guest has counted"));
+        // The firmware has given each device its addresses, which are part of its state.
+        let mapped = here.hmp("info pci");
+        let mut there = Vm::waiting_with(self.to, &machine, &devices)?;
+        assert_ne!(there.hmp("info pci"), mapped, "nothing would be seen");
+        restore_into(&mut there, &file);
+        // QEMU lets a guest run whether it did or not.
+        goes_on(&mut there, before);
+        assert_eq!(there.hmp("info pci"), mapped);
+        Some(())
+    }
+}
+
+/// What every run of the tests restores.
+pub const ROWS: [Row; 4] = {
+    use Release::{V7, V10, V11};
+    const fn all(release: Release, method: &'static str) -> Row {
+        Row {
+            from: release,
+            to: release,
+            accelerator: Accelerator::Kvm,
+            vcpus: 8,
+            has_virtio: true,
+            live: true,
+            method,
+        }
+    }
+    let stands_still = Row {
+        to: V11,
+        vcpus: 1,
+        has_virtio: false,
+        live: false,
+        ..all(V10, "zlib")
+    };
+    [
+        all(V10, "zstd"),
+        all(V7, "none"),
+        all(V11, "lz4"),
+        stands_still,
+    ]
+};
 
 #[test]
 fn a_guest_of_eight_vcpus_and_virtio_devices_runs_before_it_has_its_pages() {
-    use Release::{V7, V10, V11};
-    for release in [V10, V7, V11] {
-        let machine = machine(release.machine(), Accelerator::Kvm);
-        need!(goes((release, release), &machine, (8, true, true), "zstd"));
+    for row in ROWS {
+        need!(row.take());
     }
 }
 
 #[test]
-fn a_guest_that_was_saved_while_it_stood_still_runs_before_it_has_its_pages() {
-    let machine = machine(PC_7, Accelerator::Kvm);
-    let releases = (Release::V10, Release::V11);
-    need!(goes(releases, &machine, (1, false, false), "zlib"));
-}
-
-/// Saves on every release, restores on every other.
-#[test]
 #[ignore = "takes minutes: make qemu-matrix"]
 fn guests_run_before_their_pages_in_every_combination_of_machines() {
+    use Accelerator::{Kvm, Tcg};
     use Release::{V7, V10, V11};
     let methods = ["zstd", "none", "zlib", "lz4"];
     let mut methods = methods.iter().cycle();
-    for from in [V7, V10, V11] {
-        for to in [V7, V10, V11] {
-            let older = [V7, V10].into_iter().find(|one| [from, to].contains(one));
-            let name = older.unwrap_or(V11).machine();
-            for accelerator in [Accelerator::Kvm, Accelerator::Tcg] {
-                for (vcpus, virtio) in [(1, false), (8, false), (1, true), (8, true)] {
-                    for live in [true, false] {
-                        // QEMU 7.2 was seen to lose dirty pages of a guest that runs under TCG by itself.
-                        if live && from == V7 && accelerator == Accelerator::Tcg {
-                            continue;
-                        }
-                        let machine = machine(name, accelerator);
-                        let method = methods.next().expect("it goes round");
-                        need!(goes((from, to), &machine, (vcpus, virtio, live), method));
-                    }
-                }
+    for (from, to) in [V7, V10, V11]
+        .map(|from| [V7, V10, V11].map(|to| (from, to)))
+        .concat()
+    {
+        for (accelerator, live) in [(Kvm, true), (Kvm, false), (Tcg, true), (Tcg, false)] {
+            // QEMU 7.2 was seen to lose dirty pages of a guest that runs under TCG by itself.
+            if live && from == V7 && accelerator == Tcg {
+                continue;
+            }
+            for (vcpus, has_virtio) in [(1, false), (8, false), (1, true), (8, true)] {
+                let row = Row {
+                    from,
+                    to,
+                    accelerator,
+                    vcpus,
+                    has_virtio,
+                    live,
+                    method: methods.next().expect("it goes round"),
+                };
+                need!(row.take());
             }
         }
     }
 }
+
+/// Where a Linux is saved, and where it is restored.
+pub const LINUX: (Release, [Release; 3]) = {
+    use Release::{V7, V10, V11};
+    (V10, [V10, V7, V11])
+};
 
 /// The last number that the guest has said behind `name`.
 fn said(vm: &Vm, name: &str) -> Option<u64> {
@@ -207,14 +251,14 @@ fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
         devices
     };
     let devices_here = devices(&disk, &path("port"));
-    let mut here = need!(Vm::running_with(Release::V10, &machine, &devices_here));
+    let mut here = need!(Vm::running_with(LINUX.0, &machine, &devices_here));
     let settings = settings("zstd", Multifd::Channels(2));
     let source = Side::new(Multifd::Off);
     save(&mut here, source, &file, FileFormat::Hotlift, &settings);
     let before = here.count().expect("the guest has counted");
     let read = said(&here, "disk").expect("it has a disk");
     assert!(read > 0, "it has not used its disk");
-    for to in [Release::V10, Release::V7, Release::V11] {
+    for to in LINUX.1 {
         println!("{to:?}");
         // Each goes on from the disk as it was then.
         let copy = path(&format!("disk of {}", to.name()));

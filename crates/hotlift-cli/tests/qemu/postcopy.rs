@@ -88,7 +88,7 @@ impl Way {
             here.reaches("active");
         }
         if let Some([_, other]) = &self.tls {
-            // It is passed through by now. A QEMU 10.0 makes its further connection later, in whose place they would be.
+            // Not before: a relay would take them for the connection of a QEMU 10.0 for requested pages, which comes late.
             there.reaches("active");
             is_turned_away(relays.between(), None);
             is_turned_away(relays.between(), Some(other));

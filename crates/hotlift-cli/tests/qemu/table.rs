@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use crate::dialect::{COMPRESS_FOR_QEMU, COMPRESSED_BY_QEMU, COMPRESSED_FOR_QEMU, OLDER_RECORDS};
+use crate::lazy_machines;
 use crate::linux_moves::{JOURNEY, STARTS_IN};
 use crate::matrix::{MORE_PAIRS, PAIRS, choice, rows};
 use crate::vm::Release;
@@ -102,7 +103,41 @@ fn render() -> String {
             to.name()
         );
     }
+    text += &lazy();
     text += CHANGED_IN_11;
+    text
+}
+
+/// Restores in which the guest runs first.
+fn lazy() -> String {
+    let mut text = String::from(
+        "\n## Guests that run before they have their pages\n\n\
+         Saved by `hotlift save`, restored with `--lazy`. The virtio devices are a raw disk, a network card, a serial port and a\n\
+         balloon. `make qemu-matrix` restores every combination of releases, accelerators, vCPUs and devices.\n\n\
+         | saved by | restored into | machine | guest | vCPUs | virtio devices | method |\n|---|---|---|---|---|---|---|\n",
+    );
+    for row in lazy_machines::ROWS {
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {}, {} | {} | {} | {} |",
+            row.from.name(),
+            row.to.name(),
+            row.machine(),
+            if row.live { "runs" } else { "stopped" },
+            row.accelerator.name().to_uppercase(),
+            row.vcpus,
+            if row.has_virtio { "yes" } else { "no" },
+            row.method,
+        );
+    }
+    let (from, to) = lazy_machines::LINUX;
+    let to = to.map(Release::name).join(", ");
+    let _ = writeln!(
+        text,
+        "\nDebian's cloud kernel under TCG, with two vCPUs, is saved by QEMU {} while it runs, and restored into each of\n\
+         {to}: it answers on a serial port and uses its virtio disk while most of its pages are missing.",
+        from.name()
+    );
     text
 }
 
