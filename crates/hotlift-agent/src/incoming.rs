@@ -105,10 +105,13 @@ fn migration(
     listener: &Listener,
 ) -> Result<RelayReport, CarryError> {
     session.enter("connecting");
-    let channels = source(session, conversation)?;
+    let (channels, method) = source(session, conversation)?;
     let mut options = RelaySettings::default().outgoing;
     options.multifd = Some(channels > 0);
     options.multifd_channels = channels.max(1);
+    if options.set("multifd-compression", &method).is_err() {
+        return Err(CarryError::OutOfTurn);
+    }
     let settings = RelaySettings {
         outgoing: Options {
             tls_authz: agent.config().authz.join(" "),
@@ -145,8 +148,8 @@ fn migration(
     })
 }
 
-/// How many channels the source has, once the other agent knows.
-fn source(session: &Session, conversation: &mut Conversation) -> Result<u8, CarryError> {
+/// How many channels the source has and how they compress, once the other agent knows.
+fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, String), CarryError> {
     let begun = Instant::now();
     while begun.elapsed() < SOURCE {
         if session.control.is_cancelled() {
@@ -154,7 +157,7 @@ fn source(session: &Session, conversation: &mut Conversation) -> Result<u8, Carr
         }
         match conversation.hear(LOOK)? {
             None => {}
-            Some(Message::Source { channels }) => return Ok(channels),
+            Some(Message::Source { channels, method }) => return Ok((channels, method)),
             Some(Message::Failed { reason }) => {
                 return Err(CarryError::Refused {
                     reason: hotlift_qmp::one_line(&reason),

@@ -112,6 +112,8 @@ pub enum Message {
     Source {
         /// Its multifd channels; 0 for none.
         channels: u8,
+        /// The method of their packets.
+        method: String,
     },
     /// This side's relay has ended well.
     Completed,

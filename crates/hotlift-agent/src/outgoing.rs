@@ -94,6 +94,7 @@ fn migration(
         // If it does not hear this its relay does not begin, and this one fails for that.
         let _ = speaker.say(&Message::Source {
             channels: source.channels,
+            method: source.method.to_owned(),
         });
     };
     let on_progress = |moment: &RelayProgress| session.note(moment);

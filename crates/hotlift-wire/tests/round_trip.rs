@@ -8,8 +8,8 @@ use hotlift_wire::main_channel::{
     SectionKind, Step, VmDescription,
 };
 use hotlift_wire::multifd::{
-    Hello, InitialPacket, Method, PacketFields, PacketHeader, PacketLayout, PacketRules,
-    PacketWriter, ZeroPageDetection,
+    HEADER_LEN, Hello, InitialPacket, Method, PacketFields, PacketHeader, PacketLayout,
+    PacketRules, PacketWriter, ZeroPageDetection, first_method,
 };
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
@@ -425,4 +425,32 @@ fn an_encoder_refuses_calls_out_of_order() {
     encoder.eof(&mut out).unwrap();
     refused(encoder.device("cpu", 0, 1, &[], &mut out));
     encoder.vm_description(&mut out).unwrap();
+}
+
+#[test]
+fn the_method_of_a_channel_is_that_of_its_first_packet_with_pages() {
+    let layout = PacketLayout::QEMU;
+    let mut writer = PacketWriter::new(layout, Method::Zstd, false);
+    let barrier = PacketFields {
+        sync: true,
+        ..PacketFields::default()
+    };
+    let pages = PacketFields {
+        block: "pc.ram",
+        zero: &[0x1000],
+        ..PacketFields::default()
+    };
+    let mut bytes = writer.header(&barrier).unwrap().to_vec();
+    assert_eq!(first_method(&bytes), None, "a barrier says nothing");
+    bytes.extend_from_slice(writer.header(&pages).unwrap());
+    assert_eq!(first_method(&bytes), Some(Method::Zstd));
+    for length in 0..=HEADER_LEN {
+        assert_eq!(first_method(&bytes[..length]), None, "{length}");
+    }
+    writer.set_method(Method::None);
+    assert_eq!(
+        first_method(writer.header(&pages).unwrap()),
+        Some(Method::None)
+    );
+    assert_eq!(first_method(&[0xff; 2 * HEADER_LEN]), None);
 }

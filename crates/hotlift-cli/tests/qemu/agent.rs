@@ -165,15 +165,25 @@ fn program() -> Machine {
     }
 }
 
+/// What libvirt sets: multifd by `--parallel`, and the return path always.
+fn side(multifd: Multifd) -> Side {
+    Side::new(multifd).with("return-path")
+}
+
+/// Two channels.
+fn parallel() -> Side {
+    side(Multifd::Channels(2))
+}
+
 /// A machine at each end, set up for a migration to `port` of `address`.
-fn pair(link: &Link, multifd: Multifd, address: &str, port: u16) -> Option<(Vm, Vm, String)> {
+fn pair(link: &Link, side: &Side, address: &str, port: u16) -> Option<(Vm, Vm, String)> {
     let machine = program();
     let release = Release::V7;
     let here = link.source.within(|| Vm::running(release, &machine));
     let there = link.destination.within(|| Vm::waiting(release, &machine));
     let (mut here, mut there) = (here.expect("the source")?, there.expect("the destination")?);
     for vm in [&mut here, &mut there] {
-        Side::new(multifd).with("return-path").apply(vm);
+        side.apply(vm);
     }
     let host = match address.contains(':') {
         true => format!("[{address}]"),
@@ -202,23 +212,26 @@ fn moves(here: &mut Vm, there: &mut Vm, uri: &str) {
 fn a_migration_goes_through_the_agents_as_it_is_typed() {
     let hosts = need!(Hosts::new());
     let (source, destination) = (hosts.source(""), hosts.destination(""));
-    for (multifd, address) in [
-        (Multifd::Channels(2), DESTINATION),
-        (Multifd::Off, DESTINATION),
-        (Multifd::Channels(3), DESTINATION_6),
-        (Multifd::Off, DESTINATION_6),
+    for (multifd, method, address) in [
+        (Multifd::Channels(2), "none", DESTINATION),
+        (Multifd::Off, "none", DESTINATION),
+        (Multifd::Channels(3), "none", DESTINATION_6),
+        (Multifd::Off, "none", DESTINATION_6),
+        (Multifd::Channels(2), "zlib", DESTINATION),
+        (Multifd::Channels(2), "zstd", DESTINATION_6),
     ] {
-        println!("multifd {multifd} to {address}");
-        let (mut here, mut there, uri) = need!(pair(&hosts.link, multifd, address, PORT));
+        println!("multifd {multifd} with {method} to {address}");
+        let side = side(multifd).method(method);
+        let (mut here, mut there, uri) = need!(pair(&hosts.link, &side, address, PORT));
         moves(&mut here, &mut there, &uri);
     }
     let rows = until(
-        || "four migrations are shown as completed".to_owned(),
+        || "six migrations are shown as completed".to_owned(),
         || {
             let rows = source.ask(&["list"]);
             let all = rows.as_array().expect("rows").clone();
             let is_over = |row: &Value| row["status"] == "completed";
-            (all.len() == 4 && all.iter().all(is_over)).then_some(all)
+            (all.len() == 6 && all.iter().all(is_over)).then_some(all)
         },
     );
     assert!(
@@ -230,7 +243,7 @@ fn a_migration_goes_through_the_agents_as_it_is_typed() {
         let over = said.lines().filter(|line| {
             line.contains("state=completed kind=migration") && line.contains(direction)
         });
-        assert_eq!(over.count(), 4, "{said}");
+        assert_eq!(over.count(), 6, "{said}");
     }
     // By the id that both have, what the source has done is found at the destination.
     let ids = here
@@ -294,8 +307,7 @@ fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed()
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("plaintext = \"refuse\"");
     {
-        let (mut here, mut there, uri) =
-            need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+        let (mut here, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
         here.qmp.migrate(&uri).expect("migrate");
         here.reaches("failed");
         assert!(here.is_running(), "the guest stays");
@@ -306,8 +318,7 @@ fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed()
     }
     source.end();
     let source = hosts.source("plaintext = \"allow\"");
-    let (mut here, mut there, uri) =
-        need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+    let (mut here, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
     moves(&mut here, &mut there, &uri);
     let served = server(&hosts.link, PORT + 7);
     client(&hosts.link, PORT + 7).expect("a connection");
@@ -324,8 +335,7 @@ fn an_agent_without_the_right_certificate_gets_nothing_whatever_is_allowed() {
     let other = Pki::new();
     let pki = hosts.certificates("stranger", &[DESTINATION], &other);
     let mut stranger = hosts.start("stranger", &hosts.link.destination, &pki, "");
-    let (mut here, mut there, uri) =
-        need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+    let (mut here, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
     here.qmp.migrate(&uri).expect("migrate");
     here.reaches("failed");
     assert!(here.is_running(), "the guest stays");
@@ -346,8 +356,7 @@ fn an_agent_that_is_killed_leaves_the_guest_at_the_source_and_the_next_one_takes
         println!("that of the {which}");
         let mut source = hosts.source(SLOW);
         let mut destination = hosts.destination("");
-        let (mut here, mut there, uri) =
-            need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+        let (mut here, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
         here.qmp.migrate(&uri).expect("migrate");
         source.agent.wait_for("state=active");
         destination.agent.wait_for("state=active");
@@ -362,12 +371,7 @@ fn an_agent_that_is_killed_leaves_the_guest_at_the_source_and_the_next_one_takes
         drop((source, destination));
         // The table that a killed agent has left is replaced.
         let (source, destination) = (hosts.source(""), hosts.destination(""));
-        let (_there, mut there, uri) = need!(pair(
-            &hosts.link,
-            Multifd::Channels(2),
-            DESTINATION,
-            PORT + 1
-        ));
+        let (_there, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT + 1));
         Side::new(Multifd::Channels(2))
             .with("return-path")
             .apply(&mut here);
@@ -432,12 +436,7 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
     let _destination = hosts.destination("");
     let mut pairs = Vec::new();
     for number in 0..3 {
-        let pair = pair(
-            &hosts.link,
-            Multifd::Channels(2),
-            DESTINATION,
-            PORT + number,
-        );
+        let pair = pair(&hosts.link, &parallel(), DESTINATION, PORT + number);
         let (mut here, there, uri) = need!(pair);
         here.qmp.migrate(&uri).expect("migrate");
         let state = if number < 2 {
@@ -455,7 +454,7 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
             .cloned()
             .collect()
     };
-    let whole = 2 << 20;
+    let whole = 2_u32 << 20;
     let sum = |rows: &[Value], key: &str| -> f64 {
         rows.iter()
             .map(|row| row[key].as_f64().expect("a number"))
@@ -477,7 +476,7 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
             let rows = active(&source);
             let of = |row: &&Value| row["id"].as_str() == Some(&id);
             let share = rows.iter().find(of)?["bandwidth"].as_u64()?;
-            (share.abs_diff(whole as u64 / 4 * 3) <= 2).then_some(())
+            (share.abs_diff(u64::from(whole) / 4 * 3) <= 2).then_some(())
         },
     );
     let (is_done, said) = source.tell(&["limit", &id, "--max-bandwidth", "100K"]);
@@ -515,8 +514,7 @@ fn an_agent_that_is_to_end_lets_what_is_under_way_end_and_takes_nothing_new() {
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("max-bandwidth = \"8M\"\nmethod = \"none\"");
     let _destination = hosts.destination("");
-    let (mut here, mut there, uri) =
-        need!(pair(&hosts.link, Multifd::Channels(2), DESTINATION, PORT));
+    let (mut here, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
     let before = here.count().expect("it counts");
     here.qmp.migrate(&uri).expect("migrate");
     source.agent.wait_for("state=active");

@@ -12,7 +12,7 @@ mod initial;
 mod packet;
 
 pub use initial::{Hello, INITIAL_PACKET_LEN, InitialPacket, ZeroPageDetection};
-pub use packet::{PacketFields, PacketHeader, PacketRules, PacketWriter};
+pub use packet::{PacketFields, PacketHeader, PacketRules, PacketWriter, first_method};
 
 use crate::reader::as_u64;
 use crate::{PAGE_SIZE, WireError, limits};

@@ -21,6 +21,8 @@ const FLAG_METHODS: u32 = Method::flags();
 const FLAG_DEVICE_STATE: u32 = 0x40;
 
 const FLAGS: usize = 8;
+const NORMAL: usize = 16;
+const ZERO: usize = 32;
 const CHECK: usize = 40;
 const CHECK_SUMS: usize = 44;
 const CHECK_END: usize = 52;
@@ -29,6 +31,25 @@ const NAME_LEN: usize = 256;
 pub(super) const OFFSETS: usize = NAME + NAME_LEN;
 
 const CHECK_MAGIC: [u8; 4] = *b"HLCK";
+
+/// The method of the first packet with pages in `bytes`, the start of a QEMU's channel behind its opening; `None` if it has
+/// none yet, or no packets.
+#[must_use]
+pub fn first_method(bytes: &[u8]) -> Option<Method> {
+    let mut rest = bytes;
+    loop {
+        let word = |at: usize| Some(u32::from_be_bytes(*rest.get(at..)?.first_chunk()?));
+        let (magic, flags) = (word(0)?, word(FLAGS)?);
+        let pages = (word(NORMAL)?, word(ZERO)?);
+        if magic != MAGIC {
+            return None;
+        }
+        if pages != (0, 0) {
+            return Method::from_flag(flags & FLAG_METHODS);
+        }
+        rest = rest.get(super::HEADER_LEN..)?;
+    }
+}
 
 /// What goes into one packet header.
 #[derive(Debug, Clone, Copy, Default)]

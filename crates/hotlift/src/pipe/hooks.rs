@@ -48,6 +48,8 @@ pub struct Hooks<'a> {
 pub struct SourceStream {
     /// Its multifd channels; 0 for pages on the main channel, and for a stream that is passed through unread.
     pub channels: u8,
+    /// The method of a QEMU's packets; "none" without channels, of a relay, and where no page has come in time.
+    pub method: &'static str,
 }
 
 /// A moment of a relay.

@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_wire::multifd::Method;
+
 use crate::control::Status;
 use crate::ends::file::FileError;
 use crate::ends::settings::{Outgoing, Request};
@@ -67,7 +69,10 @@ pub(crate) fn run(
     let to = &Remote::new(to, settings.outgoing_tls.clone());
     let connect = || connect_with(settings.outgoing_pass.as_ref(), to, timeout, control);
     if let Some(on_source) = hooks.on_source {
-        on_source(&SourceStream { channels: 0 });
+        on_source(&SourceStream {
+            channels: 0,
+            method: Method::None.name(),
+        });
     }
     let first = connect()?;
     // Before the first byte: a QEMU 7.2 reads none before it has that connection, too.

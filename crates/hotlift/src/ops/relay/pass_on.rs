@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::handshake::Features;
 use hotlift_wire::main_channel::{DeviceLengths, MainDecoder};
-use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
+use hotlift_wire::multifd::{self, HEADER_LEN, Hello, Method, PacketLayout, ZeroPageDetection};
 
 use crate::ends::settings::{Outgoing, Request};
 use crate::ends::stream_sink;
@@ -29,8 +29,17 @@ use crate::pipe::sink::Opening;
 use crate::stream::door::{Door, RESUMED_MAGIC};
 use crate::stream::graceful_close;
 use crate::stream::handshake;
-use crate::stream::main_recv::{MainInput, Silence};
+use crate::stream::main_recv::{MainInput, Silence, Waiting};
 use crate::transport::{Listener, Stream};
+
+/// How long the first page of a source may be behind its channels.
+const FIRST_PAGES: Duration = Duration::from_secs(1);
+
+/// Packets that may be before it: a barrier or two.
+const FIRST_PACKETS: usize = 3;
+
+/// Between two looks whether it has come.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// Passes on what a source that connects to `listener` sends.
 pub(crate) fn run(listener: &Listener, request: Request<'_>) -> Result<Relayed, MigrationError> {
@@ -125,10 +134,15 @@ fn pass_on(
             .is_some_and(|hello| hello.zero_page_detection != ZeroPageDetection::None),
     };
     if let Some(on_source) = hooks.on_source {
-        let channels = channels.as_ref().map_or(0, |it| it.channels.len());
+        let channels = channels.as_ref().map_or(&[][..], |it| &it.channels);
+        let method = match setup.relay {
+            Some(_) => Method::None,
+            None => first_method(channels, &early)?,
+        };
         on_source(&SourceStream {
             // Ids are bytes.
-            channels: u8::try_from(channels).unwrap_or(u8::MAX),
+            channels: u8::try_from(channels.len()).unwrap_or(u8::MAX),
+            method: method.name(),
         });
     }
     let sink = match stream_sink::open(request, seen, &opening, &memory) {
@@ -243,6 +257,25 @@ impl Further for Connections<'_, '_> {
         let arrivals = arrivals.as_mut();
         arrivals.is_some_and(|arrivals| arrivals.late_channel(self.uuid, count))
     }
+}
+
+/// The method of a source's packets, by the first of them, which follows the opening at once.
+fn first_method(channels: &[Stream], call: &Call<'_>) -> Result<Method, MigrationError> {
+    let deadline = Instant::now() + FIRST_PAGES;
+    let mut seen = vec![0; FIRST_PACKETS * HEADER_LEN];
+    while !channels.is_empty() && Instant::now() < deadline {
+        for channel in channels {
+            // One that has broken is found when it is read.
+            let length = channel.peek(&mut seen).ok().flatten().unwrap_or(0);
+            if let Some(method) = multifd::first_method(&seen[..length]) {
+                return Ok(method);
+            }
+        }
+        call.check()?;
+        // What has come keeps a poll from waiting.
+        std::thread::sleep(LOOK);
+    }
+    Ok(Method::None)
 }
 
 /// Why a relay cannot take the packets of a Hotlift that has said this of them.
