@@ -91,6 +91,9 @@ impl Settings {
         if changed.multifd() && changed.compress {
             return Err(Refusal::generic("Multifd is not compatible with compress"));
         }
+        if changed.postcopy_preempt && !changed.postcopy_ram {
+            return Err(Refusal::generic("Postcopy preempt requires postcopy-ram"));
+        }
         check_zero_copy(&changed)?;
         *options = changed;
         Ok(())

@@ -37,6 +37,8 @@ bitflags! {
         const RELAYED = 1 << 1;
         /// Each multifd packet says its method, and another one may have another.
         const METHOD_BY_PACKET = 1 << 2;
+        /// Pages of a postcopy that are waited for come on a connection of their own.
+        const PREEMPT = 1 << 3;
     }
 }
 

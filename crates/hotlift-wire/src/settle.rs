@@ -2,7 +2,8 @@
 //! connection belongs to, and what became of its guest.
 //!
 //! ```text
-//! token     "HLTK"  token (16)                        opens a connection that a conversation announced
+//! token     "HLTK"  token (16)                        opens a connection that a conversation announced, or, with the
+//!                                                     migration for a token, another connection of its postcopy
 //! question  "HLQU"  migration (16)  be32 CRC-32       source: what became of this migration's guest?
 //! answer    "HLAN"  migration (16)  outcome  be32 CRC-32
 //! heard     "HLOK"  migration (16)                    source: I know, ask me no more
@@ -52,6 +53,8 @@ pub enum Outcome {
     Never = 2,
     /// Not decided: ask again.
     Undecided = 3,
+    /// Of a postcopy: the guest is here, with all its pages.
+    HasAll = 4,
 }
 
 /// The bytes that open a connection with a token.
@@ -119,6 +122,7 @@ pub fn read_answer(bytes: &[u8; ANSWER_LEN], id: MigrationId) -> Result<Outcome,
         Outcome::Runs,
         Outcome::Never,
         Outcome::Undecided,
+        Outcome::HasAll,
     ]
     .into_iter()
     .find(|outcome| *outcome as u8 == code)

@@ -42,7 +42,10 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
                 value == "required" && !["qpl", "qatzip", "uadk"].contains(&method.as_str())
             }
             // Nobody would say migrate-continue, or migrate-start-postcopy.
-            "pause-before-switchover" | "postcopy-ram" | "postcopy-blocktime" => value == "on",
+            "pause-before-switchover"
+            | "postcopy-ram"
+            | "postcopy-preempt"
+            | "postcopy-blocktime" => value == "on",
             _ => false,
         };
         if ours {

@@ -14,6 +14,7 @@
 //! | `ways_out` | cancel, a guest that fails, noise before the migration |
 //! | `xbzrle` | pages as what has changed of them |
 //! | `postcopy` | a guest that runs before its pages are there, and what its source may do wrong |
+//! | `postcopy_pair` | the same of both ends: its second connection, lost words, who is let in when it goes on |
 //! | `refusals` | two ends that do not agree |
 //! | `postcopy_source` | a guest that leaves before its pages do |
 //! | `packets` | sizes of packets, and zero pages that are sent as normal ones |
@@ -34,6 +35,7 @@ mod lost_page;
 mod matrix;
 mod packets;
 mod postcopy;
+mod postcopy_pair;
 mod postcopy_source;
 mod probe;
 mod refusals;

@@ -9,13 +9,13 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hotlift::file::FileFormat;
 use hotlift::guest::Guest;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelaySettings, relay};
 use hotlift::{Address, Control, MigrationError, MigrationEvent, Options, Status};
-use hotlift_mem::{Backing, MemError, PAGE_SIZE, probe_userfault};
+use hotlift_mem::{Backing, MemError, PAGE_SIZE};
 use hotlift_vmm::GuestSettings;
 use hotlift_wire::main_channel::{
     Command, Configuration, FILE_HEADER, MAPPED_RAM, MainEncoder, MappedLayout, postcopy,
@@ -25,18 +25,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{RamBlockEntry, Reader};
 
 use crate::probe::{Obeys, Probe, Quirks};
-use crate::rig::{BOUND, destination, kinds, listen, settings, source};
-
-/// Whether this host can have missing pages; says if it cannot.
-fn has_userfault() -> bool {
-    match probe_userfault() {
-        Ok(_) => true,
-        Err(error) => {
-            hotlift_testkit::skip!("userfaultfd", "{error}");
-            false
-        }
-    }
-}
+use crate::rig::{BOUND, destination, has_userfault, kinds, listen, reaches, settings, source};
 
 fn options() -> Options {
     Options {
@@ -159,15 +148,6 @@ fn watched() -> (Control, Arc<Mutex<Vec<MigrationEvent>>>) {
     let heard = Arc::clone(&events);
     let control = Control::watched(Box::new(move |event| heard.lock().unwrap().push(event)));
     (control, events)
-}
-
-/// Waits for a state of a migration.
-fn reaches(control: &Control, status: Status) {
-    let begun = Instant::now();
-    while control.status() != status {
-        assert!(begun.elapsed() < BOUND, "{:?}", control.status());
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// A guest that arrives in a test which may fail: its vCPUs may then wait for pages for ever, and so would its drop.
@@ -299,7 +279,7 @@ impl<'a> Script<'a> {
         loop {
             match self.message() {
                 Message::Shut(value) => return (value, requests),
-                Message::Request => requests += 1,
+                Message::Request(_) => requests += 1,
                 Message::Other => {}
             }
         }
@@ -314,13 +294,39 @@ impl<'a> Script<'a> {
         stream.read_exact(&mut bytes[4..]).expect("a message");
         match ReturnMessage::decode(&bytes).unwrap().0 {
             ReturnMessage::Shut(value) => Message::Shut(value),
-            ReturnMessage::ReqPages { .. } | ReturnMessage::ReqPagesId { .. } => Message::Request,
+            ReturnMessage::ReqPages { start, .. } | ReturnMessage::ReqPagesId { start, .. } => {
+                Message::Request(usize::try_from(start).unwrap() / PAGE_SIZE)
+            }
             _ => Message::Other,
         }
     }
 
+    /// Reads up to a request; its page.
+    fn request(&self) -> usize {
+        loop {
+            if let Message::Request(page) = self.message() {
+                return page;
+            }
+        }
+    }
+
+    /// The record of a page of the one RAM block.
+    fn alone(&self, page: usize) -> Vec<u8> {
+        record(
+            self.guest.ram()[0].name(),
+            page,
+            &content(self.guest, 0, page),
+        )
+    }
+
     /// Asks which pages have come, and goes on; those that have not.
     fn resume(&self) -> Vec<(usize, usize)> {
+        let missing = self.ask_what_is_missing();
+        self.go_on();
+        missing
+    }
+
+    fn ask_what_is_missing(&self) -> Vec<(usize, usize)> {
         let mut missing = Vec::new();
         for (index, block) in self.guest.ram().iter().enumerate() {
             let mut request = Vec::new();
@@ -338,11 +344,14 @@ impl<'a> Script<'a> {
                     .map(|page| (index, page)),
             );
         }
+        missing
+    }
+
+    fn go_on(&self) {
         let mut go_on = Vec::new();
         postcopy::put_resume(&mut go_on);
         self.say(&go_on);
         assert!(matches!(self.message(), Message::Other), "no RESUME_ACK");
-        missing
     }
 }
 
@@ -351,7 +360,8 @@ const EOS: [u8; 13] = [0, 0, 0, 0, 0, 0, 0, 0x10, 0x7e, 0, 0, 0, 0];
 
 enum Message {
     Shut(u32),
-    Request,
+    /// For this page.
+    Request(usize),
     Other,
 }
 
@@ -498,7 +508,7 @@ fn what_a_vcpu_waits_is_its_own_and_is_counted_where_that_is_asked_for() {
                 script.start();
                 // With one vCPU, whoever asks once the guest runs is the vCPU.
                 reaches(&control, Status::PostcopyActive);
-                while !matches!(script.message(), Message::Request) {}
+                script.request();
                 script.say(&script.part(&pages(&from)));
                 script.end();
                 assert_eq!(script.shut().0, 0);
@@ -723,20 +733,28 @@ fn recovers(waited: bool, broken: &dyn Fn(&Script<'_>)) {
             reaches(&control, Status::PostcopyPaused);
             assert!(to.runs());
             drop(script);
-            // The first that connects again says nothing of use; the second is cut short.
-            for attempt in 0..3 {
+            let wait_again = || {
                 let (listener, address) = listen();
                 control.recover(listener).expect("it waits");
+                address
+            };
+            let mut address = wait_again();
+            // The first that connects again says nothing of use, the second goes before it has what it asks for: whoever is
+            // next comes to the same place. The third goes on, and is cut short.
+            for attempt in 0..4 {
                 let script = Script::connect(&from, &address);
                 match attempt {
                     0 => script.say(b"\x08\0\x05\0\0"),
-                    1 => {
+                    1 => script.say(b"\x08\0\x0a\0"),
+                    2 => {
                         script.resume();
                     }
                     _ => {
                         let missing = script.resume();
                         assert!(missing.len() < pages(&from).len(), "some had come");
-                        while waited && !matches!(script.message(), Message::Request) {}
+                        if waited {
+                            script.request();
+                        }
                         script.say(&script.part(&missing));
                         script.end();
                         assert_eq!(script.shut().0, 0);
@@ -748,6 +766,9 @@ fn recovers(waited: bool, broken: &dyn Fn(&Script<'_>)) {
                 let mut rest = Vec::new();
                 let _ = (&script.stream).read_to_end(&mut rest);
                 reaches(&control, Status::PostcopyPaused);
+                if attempt == 2 {
+                    address = wait_again();
+                }
             }
             there.join().unwrap().unwrap();
         });
@@ -792,6 +813,78 @@ fn pages_outside_the_blocks_pause_the_migration_and_not_the_guest() {
             script.say(&[&[2, 0, 0, 0, 0][..], &page].concat());
         });
     }
+}
+
+#[test]
+fn what_is_waited_for_comes_on_a_connection_of_its_own_also_behind_the_end_of_main() {
+    if !has_userfault() {
+        return;
+    }
+    let options = Options {
+        postcopy_preempt: true,
+        ..options()
+    };
+    for kind in kinds() {
+        let from = paused(kind, &settings());
+        let to = Arriving::new(kind, &settings());
+        let (listener, address) = listen();
+        let control = Control::new();
+        thread::scope(|scope| {
+            let there = scope.spawn(|| hotlift::receive(&*to, listener, &options, &control));
+            let _ends = CancelsOnPanic(&control);
+            let script = Script::connect(&from, &address);
+            script.say(&script.opening(true));
+            reaches(&control, Status::Active);
+            let preempt = Script::connect(&from, &address).stream;
+            script.say(&[script.discards(), script.package()].concat());
+            let asked = script.request();
+            (&preempt).write_all(&script.alone(asked)).unwrap();
+            // The guest has gone on, to a page that then comes over another pair of connections.
+            script.request();
+            preempt.shutdown(Shutdown::Both).unwrap();
+            reaches(&control, Status::PostcopyPaused);
+            let (listener, address) = listen();
+            control.recover(listener).expect("it waits");
+            let script = Script::connect(&from, &address);
+            let mut missing = script.ask_what_is_missing();
+            let preempt = Script::connect(&from, &address).stream;
+            script.go_on();
+            let asked = script.request();
+            assert!(missing.contains(&(0, asked)), "{asked} is there");
+            missing.retain(|(_, page)| *page != asked);
+            let mut part = vec![2, 0, 0, 0, 0];
+            missing
+                .iter()
+                .for_each(|(_, page)| part.extend(script.alone(*page)));
+            part.extend(EOS);
+            script.say(&part);
+            script.end();
+            (&preempt).write_all(&script.alone(asked)).unwrap();
+            assert_eq!(script.shut().0, 0);
+            there.join().unwrap().unwrap();
+        });
+        to.let_write(50).unwrap();
+        to.check().unwrap();
+    }
+}
+
+#[test]
+fn a_source_without_the_connection_that_was_agreed_on_keeps_its_guest() {
+    if !has_userfault() {
+        return;
+    }
+    let options = Options {
+        postcopy_preempt: true,
+        handshake_timeout: Duration::from_millis(500),
+        ..options()
+    };
+    let error = refused(&options, Quirks::default(), &|script| {
+        script.start();
+        let mut rest = Vec::new();
+        let _ = (&script.stream).read_to_end(&mut rest);
+    });
+    let words = error.chain();
+    assert!(words.contains("postcopy-preempt"), "{words}");
 }
 
 #[test]

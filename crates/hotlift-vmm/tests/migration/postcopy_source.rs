@@ -2,23 +2,28 @@
 //! goes on.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hotlift::figures::SourceReport;
 use hotlift::guest::{Guest, GuestError};
 use hotlift::{Address, Control, MigrationError, Options, Status};
-use hotlift_mem::{PAGE_SIZE, probe_userfault};
+use hotlift_mem::PAGE_SIZE;
 use hotlift_vmm::GuestKind;
-use hotlift_wire::main_channel::postcopy::{PostcopyCommand, put_bitmap};
+use hotlift_wire::main_channel::postcopy::{
+    PostcopyCommand, PreemptDecoder, PreemptRecord, put_bitmap,
+};
 use hotlift_wire::main_channel::{
     Command, DeviceLengths, MainDecoder, MainEvent, PageContent, Step,
 };
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::{RamBlockEntry, WireError};
 
 use crate::probe::{Obeys, Probe, Quirks, let_write};
-use crate::rig::{self, BOUND, Holder, destination, kinds, listen, settings};
+use crate::rig::{
+    self, BOUND, Holder, destination, has_userfault, kinds, listen, reaches, settings,
+};
 
 fn options() -> Options {
     Options {
@@ -247,19 +252,67 @@ impl Script {
     }
 }
 
+/// The connection for pages that are asked for.
+struct Preempt {
+    stream: TcpStream,
+    decoder: PreemptDecoder,
+    unread: Vec<u8>,
+}
+
+impl Preempt {
+    fn accept(listener: &TcpListener, source: &Probe) -> Self {
+        let (stream, _) = listener.accept().expect("a second connection");
+        stream.set_nonblocking(false).unwrap();
+        stream.set_read_timeout(Some(BOUND / 4)).unwrap();
+        let blocks = source.ram().iter();
+        let blocks = blocks.map(|block| RamBlockEntry::new(block.name(), block.len() as u64));
+        Self {
+            stream,
+            decoder: PreemptDecoder::new(blocks.collect()),
+            unread: Vec::new(),
+        }
+    }
+
+    /// The next page is this one, and has its place from here on: main must not bring it.
+    fn brings(&mut self, place: (usize, usize), script: &mut Script) {
+        loop {
+            match self.decoder.next(&self.unread) {
+                Ok((
+                    PreemptRecord::Page {
+                        block,
+                        offset,
+                        content,
+                    },
+                    length,
+                )) => {
+                    let page = usize::try_from(offset).unwrap() / PAGE_SIZE;
+                    assert_eq!((block, page), place);
+                    let bytes = content.map_or(vec![0; PAGE_SIZE], |bytes| bytes.to_vec());
+                    script.ram[block][page] = Some(bytes);
+                    self.unread.drain(..length);
+                    return;
+                }
+                Err(WireError::Truncated { .. }) => {}
+                other => panic!("{other:?}"),
+            }
+            let mut bytes = [0; 8 << 10];
+            let read = self.stream.read(&mut bytes).expect("a page");
+            assert_ne!(read, 0, "it has ended");
+            self.unread.extend_from_slice(&bytes[..read]);
+        }
+    }
+
+    fn is_closed(&mut self) {
+        let mut rest = Vec::new();
+        let _ = self.stream.read_to_end(&mut rest);
+        assert_eq!(rest, b"");
+    }
+}
+
 fn port() -> (TcpListener, Address) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp:{}", listener.local_addr().unwrap());
     (listener, address.parse().unwrap())
-}
-
-/// Waits for a state of a migration.
-fn reaches(control: &Control, status: Status) {
-    let begun = Instant::now();
-    while control.status() != status {
-        assert!(begun.elapsed() < BOUND, "{:?}", control.status());
-        thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// A guest that runs, and that has its migration of `control` go over to postcopy behind the first round.
@@ -330,6 +383,47 @@ fn what_is_asked_for_comes_even_while_devices_load_and_each_page_comes_once() {
 }
 
 #[test]
+fn what_is_asked_for_comes_on_a_connection_of_its_own_and_again_on_the_next() {
+    // The background is far from what is asked for.
+    let slow = Options {
+        postcopy_preempt: true,
+        max_postcopy_bandwidth: 64 << 10,
+        ..options()
+    };
+    for kind in kinds() {
+        let (source, report) = migrates(kind, &slow, |listener, source, control| {
+            let mut script = Script::accept(&listener);
+            script.up_to_run();
+            let mut preempt = Preempt::accept(&listener, source);
+            let missing = script.missing();
+            let [.., before_last, last] = missing[..] else {
+                panic!("{missing:?}");
+            };
+            script.ask_for(last);
+            preempt.brings(last, &mut script);
+            script.stream.shutdown(Shutdown::Both).unwrap();
+            reaches(control, Status::PostcopyPaused);
+            preempt.is_closed();
+            let (again, to) = port();
+            assert!(control.resume(&to));
+            script = script.reconnected(&again);
+            script.says_what_it_has();
+            // It is there before the source goes on.
+            again.set_nonblocking(true).unwrap();
+            let mut preempt = Preempt::accept(&again, source);
+            script.ask_for(before_last);
+            preempt.brings(before_last, &mut script);
+            control.change(&options());
+            script.completes(source);
+            preempt.is_closed();
+        });
+        let report = report.unwrap();
+        assert!(!source.runs(), "it is elsewhere");
+        assert!(report.postcopy_requests >= 2, "{report:?}");
+    }
+}
+
+#[test]
 fn a_destination_that_is_lost_before_the_package_leaves_the_guest_with_the_source() {
     for at in [Seen::Discard, Seen::Page] {
         let (source, outcome) = migrates(kinds()[0], &options(), |listener, _, _| {
@@ -357,7 +451,7 @@ fn a_lost_connection_leaves_the_guest_there_and_another_brings_the_rest() {
             let (again, to) = port();
             // Twice: the second is lost before anything was said.
             for lost in [true, false] {
-                script.stream.shutdown(std::net::Shutdown::Both).unwrap();
+                script.stream.shutdown(Shutdown::Both).unwrap();
                 reaches(control, Status::PostcopyPaused);
                 assert!(!source.runs(), "it is the destination's");
                 assert!(control.resume(&to));
@@ -384,7 +478,7 @@ fn whoever_gives_a_paused_postcopy_up_leaves_the_guest_stopped() {
             // A QEMU says so of a guest that has run, too.
             script.say(ReturnMessage::Shut(1));
             if is_known_to_run {
-                drop(script.stream.shutdown(std::net::Shutdown::Both));
+                drop(script.stream.shutdown(Shutdown::Both));
                 reaches(control, Status::PostcopyPaused);
                 let (again, to) = port();
                 assert!(control.resume(&to));
@@ -408,29 +502,24 @@ fn whoever_gives_a_paused_postcopy_up_leaves_the_guest_stopped() {
     }
 }
 
-/// Whether this host can have missing pages; says if it cannot.
-fn has_userfault() -> bool {
-    match probe_userfault() {
-        Ok(_) => true,
-        Err(error) => {
-            hotlift_testkit::skip!("userfaultfd", "{error}");
-            false
-        }
-    }
-}
-
 #[test]
 fn a_guest_runs_at_a_hotlift_and_gets_its_pages_there() {
     if !has_userfault() {
         return;
     }
     for kind in kinds() {
-        for (multifd, from_the_start) in
-            [(false, false), (false, true), (true, false), (true, true)]
-        {
-            let what = format!("{kind:?}, multifd {multifd}, from the start {from_the_start}");
+        for (multifd, from_the_start, postcopy_preempt) in [
+            (false, false, false),
+            (false, true, true),
+            (true, false, true),
+            (true, true, false),
+        ] {
+            let what = format!(
+                "{kind:?}, multifd {multifd}, from the start {from_the_start}, preempt {postcopy_preempt}"
+            );
             let options = Options {
                 multifd: Some(multifd),
+                postcopy_preempt,
                 ..options()
             };
             let target = destination(kind, &settings(), Quirks::default());
@@ -486,53 +575,4 @@ fn a_hotlift_that_cannot_load_the_guest_gives_it_back_though_it_was_told_to_run_
         &|_| {},
     );
     ended.stayed(&source, &target);
-}
-
-#[test]
-fn a_postcopy_between_hotlifts_that_is_paused_goes_on() {
-    if !has_userfault() {
-        return;
-    }
-    for kind in kinds() {
-        // The background takes seconds.
-        let slow = Options {
-            max_postcopy_bandwidth: 1 << 20,
-            ..options()
-        };
-        let source = rig::source(kind, &settings(), Quirks::default());
-        let target = destination(kind, &settings(), Quirks::default());
-        let (listener, to) = listen();
-        let controls = [Control::new(), Control::new()];
-        controls[0].start_postcopy();
-        let ended = thread::scope(|scope| {
-            scope.spawn(|| {
-                reaches(&controls[1], Status::PostcopyActive);
-                reaches(&controls[0], Status::PostcopyActive);
-                assert!(controls[0].pause_postcopy());
-                for control in &controls {
-                    reaches(control, Status::PostcopyPaused);
-                }
-                assert!(target.runs() && !source.runs());
-                let (again, to) = listen();
-                controls[1].recover(again).unwrap();
-                let fast = Options {
-                    max_postcopy_bandwidth: 0,
-                    ..options()
-                };
-                controls[0].change(&fast);
-                assert!(controls[0].resume(&to));
-            });
-            rig::run(
-                &source,
-                &target,
-                listener,
-                &to,
-                [&slow, &slow],
-                &controls,
-                &|_| {},
-            )
-        });
-        let holder = ended.holder(&source, &target);
-        assert_eq!(holder, Ok(Holder::Destination), "{:?}", ended.errors());
-    }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use hotlift::figures::{DestinationReport, SourceReport};
 use hotlift::progress::Progress;
 use hotlift::{Address, Control, Listener, MigrationError, Options, Status};
-use hotlift_mem::Backing;
+use hotlift_mem::{Backing, probe_userfault};
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::workload::Workload;
 use hotlift_vmm::{GuestKind, GuestSettings, best_kind, create};
@@ -24,6 +24,26 @@ use crate::probe::{Probe, Quirks};
 /// Far beyond what any of these migrations takes. One that lasts longer is cancelled and counts as
 /// hung.
 pub const BOUND: Duration = Duration::from_secs(60);
+
+/// Whether this host can have missing pages; says if it cannot.
+pub fn has_userfault() -> bool {
+    match probe_userfault() {
+        Ok(_) => true,
+        Err(error) => {
+            hotlift_testkit::skip!("userfaultfd", "{error}");
+            false
+        }
+    }
+}
+
+/// Waits for a state of a migration.
+pub fn reaches(control: &Control, status: Status) {
+    let begun = Instant::now();
+    while control.status() != status {
+        assert!(begun.elapsed() < BOUND, "{:?}", control.status());
+        thread::sleep(Duration::from_millis(1));
+    }
+}
 
 /// The guests that this machine can run; says which it cannot.
 pub fn kinds() -> Vec<GuestKind> {

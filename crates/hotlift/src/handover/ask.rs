@@ -85,6 +85,7 @@ pub(crate) fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Opti
     let word = match read_answer(&answer, id).ok()? {
         Outcome::Runs => Word::Runs,
         Outcome::Never => Word::Never,
+        Outcome::HasAll => Word::HasAll,
         Outcome::Unknown | Outcome::Undecided => return None,
     };
     say_heard(&stream, id);

@@ -6,7 +6,7 @@ use hotlift_wire::settle::{HEARD_LEN, heard};
 use rustix::event::PollFlags;
 
 use crate::control::Control;
-use crate::stream::door::{Asked, Door};
+use crate::stream::door::{Arrival, Asked, Door};
 use crate::transport::Stream;
 
 /// Between two looks at what nothing wakes this for.
@@ -18,11 +18,18 @@ const RETRY: Duration = Duration::from_millis(100);
 /// Bytes read at once of what a source sends behind its commit.
 const READ: usize = 4 << 10;
 
-/// Answers questions and turns strangers away until the other end of `stop` is closed.
-pub(crate) fn attend(door: &mut Door<'_>, asked: &Asked<'_>, stop: &Stream) {
+/// Answers questions and turns strangers away until the other end of `stop` is closed. `further` takes what else is the
+/// migration's out of what has come.
+pub(crate) fn attend(
+    door: &mut Door<'_>,
+    asked: &Asked<'_>,
+    stop: &Stream,
+    further: &dyn Fn(&mut Door<'_>, &mut Vec<Arrival>),
+) {
     loop {
         match door.step(TICK, &[(stop, PollFlags::IN)], Some(asked)) {
-            Ok((arrivals, stopped)) => {
+            Ok((mut arrivals, stopped)) => {
+                further(door, &mut arrivals);
                 door.keep(arrivals);
                 if stopped {
                     return;

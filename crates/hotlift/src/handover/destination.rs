@@ -91,6 +91,8 @@ struct State {
     open: usize,
     /// The source was, or may have been, told that all is loaded: it may ask.
     source_may_ask: bool,
+    /// Of postcopy: all pages are here.
+    has_all: bool,
     /// The source has said that it knows the outcome.
     heard: bool,
     taken_at: Option<Instant>,
@@ -104,6 +106,7 @@ impl Taking {
                 side: DestinationSide::default(),
                 open: connections,
                 source_may_ask: false,
+                has_all: false,
                 heard: false,
                 taken_at: None,
             }),
@@ -135,10 +138,22 @@ impl Taking {
         self.lock().taken_at
     }
 
+    /// The source of a postcopy may ask from here on: it commits before it sends the devices.
+    pub(crate) fn expect_questions(&self) {
+        self.lock().source_may_ask = true;
+    }
+
     /// See [`DestinationSide::loaded`].
     pub(crate) fn loaded(&self) -> bool {
-        self.lock().source_may_ask = true;
+        self.expect_questions();
         self.step(DestinationSide::loaded)
+    }
+
+    /// Of postcopy: all pages are here. Who has heard that the guest runs does not know that.
+    pub(crate) fn has_all(&self) {
+        let mut state = self.lock();
+        state.has_all = true;
+        state.heard = false;
     }
 
     /// See [`DestinationSide::commit`].
@@ -168,7 +183,10 @@ impl Taking {
 
     /// See [`DestinationSide::ask`].
     pub(crate) fn ask(&self) -> Outcome {
-        self.step(DestinationSide::ask)
+        match self.step(DestinationSide::ask) {
+            Outcome::Runs if self.lock().has_all => Outcome::HasAll,
+            outcome => outcome,
+        }
     }
 
     /// The source knows the outcome.
@@ -240,6 +258,23 @@ mod tests {
             assert!(waiting.join().unwrap());
             assert!(taking.taken_at().is_some());
         });
+    }
+
+    #[test]
+    fn whoever_knows_that_the_guest_runs_is_still_told_that_it_has_all_its_pages() {
+        let taking = Taking::new(1);
+        taking.expect_questions();
+        assert!(taking.may_be_asked(), "before anything is loaded");
+        assert!(taking.loaded() && taking.commit());
+        taking.taken();
+        assert_eq!(taking.ask(), Outcome::Runs);
+        taking.note_heard();
+        assert!(!taking.may_be_asked());
+        taking.has_all();
+        assert!(taking.may_be_asked());
+        assert_eq!(taking.ask(), Outcome::HasAll);
+        taking.note_heard();
+        assert!(!taking.may_be_asked());
     }
 
     #[test]

@@ -41,11 +41,13 @@
 //!             pages                                    <--->  asks for pages
 //!             END, EOF                                 ---->
 //!  MOVED                                               <----  SHUT(0): it has all
+//!             "heard"                                  ---->
 //! ```
 //!
 //! Up to SERVING the guest is the source's as ever. From then on it never runs here again, unless the destination says
 //! that it never ran there, and it is not let go of before the destination has all of its pages: a lost connection leaves
-//! it `postcopy-paused`, until another takes its place or the operator gives it up. Who does that with a guest that is known
+//! it `postcopy-paused`, until another takes its place, an answer says that all is there, or the operator gives it up. Who
+//! does that with a guest that is known
 //! to run there leaves it TORN. A QEMU answers no question, and its SHUT(1) may come of a guest that has run.
 //!
 //! The tests explore every order of messages, losses, cuts, kills and cancels on exactly this code

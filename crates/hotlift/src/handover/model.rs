@@ -162,11 +162,12 @@ enum Step {
 /// Messages that an attacker makes: the hand-over has five.
 const FORGERIES: u8 = 2;
 
-const ANSWERS: [Outcome; 4] = [
+const ANSWERS: [Outcome; 5] = [
     Outcome::Unknown,
     Outcome::Runs,
     Outcome::Never,
     Outcome::Undecided,
+    Outcome::HasAll,
 ];
 
 impl State {
@@ -205,6 +206,7 @@ impl State {
     fn may_have_all(&mut self) {
         if self.end_arrived && self.taking == DestinationSide::Taken && !self.has_all {
             self.has_all = true;
+            self.heard = false;
             self.send_to_source(Message::HasAll);
         }
     }
@@ -468,7 +470,8 @@ impl Model for HandOver {
                 if here
                     && (state.source == SourceSide::Committed
                         || state.source_saw
-                            && state.source == (SourceSide::Serving { runs: false })) =>
+                            && (state.source == (SourceSide::Serving { runs: false })
+                                || state.is_serving() && state.sent_end)) =>
             {
                 if state.question.is_some() || !state.listens || !there {
                     return None;
@@ -485,7 +488,10 @@ impl Model for HandOver {
                 {
                     Outcome::Never
                 } else {
-                    state.taking.ask()
+                    match state.taking.ask() {
+                        Outcome::Runs if state.has_all => Outcome::HasAll,
+                        outcome => outcome,
+                    }
                 };
                 state.question = Some(Message::Answer(outcome as u8));
             }
@@ -497,6 +503,7 @@ impl Model for HandOver {
                 let word = match ANSWERS[usize::from(code)] {
                     Outcome::Runs => Word::Runs,
                     Outcome::Never => Word::Never,
+                    Outcome::HasAll => Word::HasAll,
                     Outcome::Unknown | Outcome::Undecided => return Some(state),
                 };
                 if state.source.hear(word) {
@@ -526,9 +533,7 @@ impl Model for HandOver {
                     && state.is_serving()
                     && state.source_saw
                     && (!there
-                        || state.has_all
-                            && (self.silent
-                                || state.source == SourceSide::Serving { runs: true })
+                        || state.has_all && self.silent
                         || state.taking == DestinationSide::Unsure
                         || state.taking == DestinationSide::Never && !state.listens) =>
             {
@@ -539,6 +544,9 @@ impl Model for HandOver {
                 if there
                     && state.listens
                     && state.taking != DestinationSide::Loading
+                    && (!self.postcopy
+                        || state.has_all
+                        || state.taking == DestinationSide::Never)
                     && (state.heard || state.source.verdict().is_some() || !here) =>
             {
                 state.listens = false;
@@ -652,6 +660,14 @@ impl Model for HandOver {
                     let killed = !state.source_alive || !state.destination_alive;
                     let excused = killed || state.was_unsure || model.silent;
                     excused || state.source != SourceSide::Ended(Verdict::Doubt)
+                },
+            ),
+            Property::always(
+                "a guest that has all its pages is not given up if nobody was killed",
+                |model: &Self, state: &State| {
+                    let killed = !state.source_alive || !state.destination_alive;
+                    let torn = state.source == SourceSide::Ended(Verdict::Torn);
+                    killed || model.silent || !state.has_all || !torn
                 },
             ),
             Property::sometimes("the guest moves", |_, state: &State| {

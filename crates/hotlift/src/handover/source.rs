@@ -42,6 +42,8 @@ pub(crate) enum Word {
     Runs,
     /// It does not run the guest, and never will.
     Never,
+    /// Of postcopy: it has the guest, and all of its pages.
+    HasAll,
 }
 
 impl Word {
@@ -109,6 +111,7 @@ impl SourceSide {
                         Self::Serving { runs: true },
                     )
             }
+            Word::HasAll => self.has_all(),
             Word::Never => self.step(
                 &[Self::Committed, Self::Serving { runs: false }],
                 Self::Ended(Verdict::Refused),

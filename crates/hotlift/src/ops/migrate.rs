@@ -46,7 +46,7 @@ use crate::stream::handshake;
 use crate::stream::multifd_send::{ChannelOpening, connect};
 use crate::threads::{OnPanic, caught, run_as, spawn};
 use crate::tls::{self, Remote};
-use crate::transport::Address;
+use crate::transport::{Address, Stream};
 
 /// How often cancelling is looked at where nothing wakes the thread.
 const TICK: Duration = reporter::INTERVAL;
@@ -168,6 +168,8 @@ fn run(
             guest_was_stopped: false,
             asked_whether_loaded: false,
             to,
+            preempt: None,
+            sent_all: false,
         };
         let outcome = started_all
             .map_err(Ended::Here)
@@ -205,6 +207,10 @@ struct Migration<'a> {
     asked_whether_loaded: bool,
     /// Where the destination listens.
     to: &'a Remote,
+    /// Of a postcopy with `postcopy-preempt`: where pages go that are asked for.
+    preempt: Option<Stream>,
+    /// Of a postcopy: every page was sent over one connection or the other, and its end may have come.
+    sent_all: bool,
 }
 
 impl Migration<'_> {
@@ -215,6 +221,10 @@ impl Migration<'_> {
         self.reporter.set_up(setup);
         self.session.control.set_status(Status::Active);
         let switch = self.rounds()?;
+        if let Switch::Postcopy = switch {
+            // While the guest still runs.
+            self.preempt = self.connect_preempt(self.to)?;
+        }
         let stopped_at = Instant::now();
         self.stop_guest()?;
         let downtime = match switch {
@@ -451,7 +461,7 @@ impl Migration<'_> {
             }
         }
         match word {
-            Some(Word::Runs) => Ok(()),
+            Some(Word::Runs | Word::HasAll) => Ok(()),
             Some(Word::Never) => Err(answers.refusal().into()),
             None => Err(MigrationError::InDoubt.into()),
         }

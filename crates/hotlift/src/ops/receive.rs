@@ -17,7 +17,7 @@ use crate::options::Options;
 use crate::stream::door::Door;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
-use crate::threads::{OnPanic, caught, run_as, spawn};
+use crate::threads::{OnPanic, caught, lock, run_as, spawn};
 use crate::tls;
 use crate::transport::{Acceptor, Listener, Stream};
 
@@ -122,7 +122,12 @@ fn run(
         }
         let attending = spawn(scope, "mig/dst/door".to_owned(), || {
             let _ends = OnPanic(|| session.abort());
-            attend(&mut door, &session.asked(&refuse), &stopped);
+            attend(
+                &mut door,
+                &session.asked(&refuse),
+                &stopped,
+                &|door, arrivals| session.look_for_preempt(door, arrivals),
+            );
             session.threads.book("mig/dst/door");
             door
         });
@@ -174,7 +179,8 @@ fn wind_up(session: &Session<'_>, door: Option<Door<'_>>, read_ahead: &[u8]) {
     if let Some(mut door) = door
         && session.is_hotlift()
     {
-        let streams: Vec<_> = session.streams().collect();
+        let recovered = lock(&session.recovered).clone();
+        let streams: Vec<_> = session.streams().chain(recovered.as_deref()).collect();
         let patience = session.options.time_for_questions();
         // It has ended by now.
         let asked = session.asked(&|| ());

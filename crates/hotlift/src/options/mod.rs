@@ -93,6 +93,8 @@ pub struct Options {
     pub pause_before_switchover: bool,
     /// Whether the guest may run at the destination before all its pages are there.
     pub postcopy_ram: bool,
+    /// Whether pages that the guest waits for have a connection of their own.
+    pub postcopy_preempt: bool,
     /// Whether the destination counts how long its vCPUs wait for pages.
     pub postcopy_blocktime: bool,
     /// Bytes a second of postcopy for pages that the guest has not asked for; 0 is unlimited.
@@ -171,6 +173,7 @@ impl Default for Options {
             max_cpu_throttle: 99,
             pause_before_switchover: false,
             postcopy_ram: false,
+            postcopy_preempt: false,
             postcopy_blocktime: false,
             max_postcopy_bandwidth: 0,
             events: false,
@@ -410,6 +413,12 @@ impl Options {
                 } else {
                     "multifd=on"
                 },
+            });
+        }
+        if self.postcopy_preempt && !self.postcopy_ram {
+            return Err(OptionError::Conflict {
+                option: "postcopy-preempt=on".to_owned(),
+                needs: "postcopy-ram=on",
             });
         }
         if self.zero_copy_send && !self.tls_creds.is_empty() {

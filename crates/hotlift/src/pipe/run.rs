@@ -75,7 +75,7 @@ pub(crate) fn run_threads(
             if let Some(door) = door {
                 spawn(scope, "relay/door".to_owned(), || {
                     let _ends = OnPanic(aborting);
-                    attend(door, &session.asked(&refuse), &stopped);
+                    attend(door, &session.asked(&refuse), &stopped, &|_, _| ());
                     session.threads.book("relay/door");
                 })?;
             }

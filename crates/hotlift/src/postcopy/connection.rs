@@ -16,7 +16,7 @@ use crate::failure::Failure;
 use crate::handover::Word;
 use crate::pacing::Pacer;
 use crate::stream::main_send::{MainLink, MainSend, PageRecords};
-use crate::stream::preempt_send::PreemptSend;
+use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
 use crate::threads::{OnPanic, spawn};
 use crate::transport::Stream;
@@ -30,14 +30,14 @@ const THREADS: usize = 4;
 
 /// The connection of pages that the guest waits for.
 struct Preempt {
-    channel: PreemptSend,
+    channel: PreemptOut,
     ends_by_word: bool,
 }
 
 /// How pages go out.
 enum Way<'c, 'm> {
     Main(Turn<'c, &'m mut MainSend>),
-    Alone(&'c PreemptSend),
+    Alone(&'c PreemptOut),
 }
 
 /// What all threads of one connection share.
@@ -88,7 +88,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     /// Pages that the guest waits for go over this connection from now on; `ends_by_word`: the destination waits for the word
     /// that nothing more comes, as QEMU 7.2 does.
     pub(crate) fn answer_on(&self, stream: Stream, ends_by_word: bool) {
-        let channel = PreemptSend::new(stream, Arc::clone(&self.link.counters));
+        let channel = PreemptOut::new(stream, Arc::clone(&self.link.counters));
         let _ = self.preempt.set(Preempt {
             channel,
             ends_by_word,
@@ -110,7 +110,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.sleeps.stop();
         self.link.transport.shutdown(Shutdown::Both);
         if let Some(preempt) = self.preempt.get() {
-            preempt.channel.shutdown();
+            preempt.channel.shut();
         }
     }
 
@@ -318,7 +318,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             main.raw(&[EOF])?;
         }
         match self.answers.wait_word(LAST_WORD) {
-            Some(Word::Runs) => Ok(()),
+            Some(Word::Runs | Word::HasAll) => Ok(()),
             Some(Word::Never) => Err(self.answers.refusal()),
             None => Err(MigrationError::Timeout {
                 waiting_for: "the destination's word that it has all pages".to_owned(),

@@ -12,13 +12,13 @@ use crate::error::MigrationError;
 use crate::postcopy::Ledger;
 use crate::transport::Stream;
 
-/// Learns on a new connection which pages a guest has that waits for the others, and has it go on, once `prepare` is done.
-/// What the destination has said since, of which nothing was taken.
+/// Learns on a new connection which pages a guest has that waits for the others, does what is to be `ready` before it goes
+/// on, and has it go on. What the destination has said since, of which nothing was taken.
 pub(crate) fn go_on(
     mut main: &Stream,
     ledger: &Ledger,
     control: &Control,
-    prepare: impl FnOnce() -> Result<(), MigrationError>,
+    ready: impl FnOnce() -> Result<(), MigrationError>,
 ) -> Result<Vec<u8>, MigrationError> {
     let mut answers = Reading::new(main, control);
     for (index, block) in ledger.blocks().iter().enumerate() {
@@ -28,7 +28,7 @@ pub(crate) fn go_on(
         main.write_all(&request).map_err(MigrationError::opening)?;
         ledger.has(index, &answers.bitmap(&block.name, ledger.pages(index))?);
     }
-    prepare()?;
+    ready()?;
     let mut resume = Vec::new();
     postcopy::put_resume(&mut resume);
     main.write_all(&resume).map_err(MigrationError::opening)?;

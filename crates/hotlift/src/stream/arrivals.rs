@@ -92,6 +92,8 @@ impl<'a> Arrivals<'a> {
                     self.host.get_or_insert_with(|| arrival.stream.host());
                     self.main = Some((arrival.stream, arrival.since));
                 }
+                // Nobody has been told a name yet.
+                Kind::Named => self.control.turn_away(BROKEN),
                 Kind::OtherVersion(version) => {
                     // Taken off, so that what is said to it does not end in a reset.
                     arrival.take_opening();

@@ -19,7 +19,7 @@ use crate::control::Control;
 use crate::error::error_line;
 use crate::handover::Taking;
 use crate::stream::pass::Pass;
-use crate::transport::{Acceptor, Listener, Stream};
+use crate::transport::{Acceptor, Host, Listener, Stream};
 
 /// First bytes of the main channel (`QEMU_VM_FILE_MAGIC`).
 const MAIN_MAGIC: [u8; 4] = *b"QEVM";
@@ -63,6 +63,9 @@ pub(crate) enum Kind {
     Channel(InitialPacket),
     /// A multifd channel of a Hotlift of this other version.
     OtherVersion(u16),
+    /// Another connection of the migration that questions are about: it has shown what that is called, which its source
+    /// alone was told.
+    Named,
 }
 
 /// Whoever has connected and not said enough yet.
@@ -167,6 +170,17 @@ impl<'a> Door<'a> {
         }
         let index = self.callers.iter().position(is_admitted);
         Ok(index.map(|index| self.callers.remove(index).stream))
+    }
+
+    /// A connection of `host` that was let in and has said nothing.
+    pub(crate) fn take_silent(&mut self, host: &Host) -> Option<Stream> {
+        let is_silent = |caller: &Caller| {
+            let stream = &caller.stream;
+            let says_nothing = matches!(stream.peek(&mut [0]), Ok(None)) && !stream.is_hung_up();
+            caller.admitted && says_nothing && host.is_at_the_end_of(stream)
+        };
+        let index = self.callers.iter().position(is_silent)?;
+        Some(self.callers.remove(index).stream)
     }
 
     /// Waits for up to `wait`, less than a second, for something to happen here or on `watched`; what has
@@ -298,6 +312,12 @@ impl<'a> Door<'a> {
                     .turn_away("a connection without this migration's token");
                 return true;
             }
+            Said::Token(token)
+                if asked.is_some_and(|asked| asked.id.0 == token)
+                    && (&stream).read_exact(&mut [0; TOKEN_LEN]).is_ok() =>
+            {
+                Kind::Named
+            }
             Said::Question(id) => {
                 self.reply(stream, id, asked);
                 return true;
@@ -368,6 +388,9 @@ impl<'a> Door<'a> {
     /// Keeps connections for the migration after this one.
     pub(crate) fn keep(&mut self, arrivals: Vec<Arrival>) {
         let room = WAITING.saturating_sub(self.others.len());
+        // What was shown on those is taken off, and of this migration they are.
+        let mut arrivals = arrivals;
+        arrivals.retain(|arrival| !matches!(arrival.kind, Kind::Named));
         for _ in room..arrivals.len() {
             self.control.turn_away("more connections than may wait");
         }

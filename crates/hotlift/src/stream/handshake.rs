@@ -33,6 +33,7 @@ pub(crate) fn features(options: &Options) -> Features {
         Features::METHOD_BY_PACKET,
         options.multifd() && options.packet_method().is_none(),
     );
+    features.set(Features::PREEMPT, options.postcopy_preempt);
     features
 }
 
@@ -101,6 +102,7 @@ pub(crate) fn check(offer: Offer, takes: Features) -> Result<(), MigrationError>
     let names = [
         (Features::RELAYED, "the stream", RELAYED),
         (Features::MULTIFD, "multifd", ["off", "on"]),
+        (Features::PREEMPT, "postcopy-preempt", ["off", "on"]),
     ];
     for (feature, what, [without, with]) in names {
         let name = |features: Features| match features.contains(feature) {
@@ -137,6 +139,10 @@ mod tests {
 
         let text = refused(guest, Features::empty());
         assert!(text.contains("multifd"), "{text}");
+
+        let preempts = Offer::new(Features::MULTIFD | Features::PREEMPT);
+        let text = refused(preempts, Features::MULTIFD);
+        assert!(text.contains("postcopy-preempt"), "{text}");
 
         // The first PING of version 2 was "HLFT".
         let old = Offer::of_ping(0x484c_4654).unwrap();

@@ -123,15 +123,15 @@ impl<'a> MainInput<'a> {
     /// # Errors
     /// [`WireError::Checksum`], with both.
     pub(crate) fn check_crc(&self, expected: u32) -> Result<(), WireError> {
-        let taken = self.crc.clone().map(crc32fast::Hasher::finalize);
-        match taken.filter(|got| *got != expected) {
-            Some(got) => Err(WireError::Checksum {
-                what: "the main channel",
-                expected,
-                got,
-            }),
+        match self.crc() {
+            Some(taken) => check_crc(taken, expected),
             None => Ok(()),
         }
+    }
+
+    /// The CRC-32 of everything taken, to go on with; `None` where it is not summed up.
+    pub(crate) fn crc(&self) -> Option<crc32fast::Hasher> {
+        self.crc.clone()
     }
 
     /// Everything read so far, taken or not; only before [`MainInput::detach`].
@@ -250,6 +250,21 @@ impl MainInput<'_> {
             waiting_for: format!("the rest of {waiting_for}"),
             waited: limit,
         })
+    }
+}
+
+/// Compares the CRC-32 of everything that `taken` has with the source's.
+///
+/// # Errors
+/// [`WireError::Checksum`], with both.
+pub(crate) fn check_crc(taken: crc32fast::Hasher, expected: u32) -> Result<(), WireError> {
+    match taken.finalize() {
+        got if got == expected => Ok(()),
+        got => Err(WireError::Checksum {
+            what: "the main channel",
+            expected,
+            got,
+        }),
     }
 }
 

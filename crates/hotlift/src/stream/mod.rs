@@ -11,7 +11,7 @@
 //! | `multifd_send` | the multifd channels that are written: packets and sync points |
 //! | `main_recv` | the bytes of the main channel that is read |
 //! | `main_send` | the main channel that is written: stream setup, sections of RAM, device state, end |
-//! | `preempt_send` | the connection of pages that a guest waits for |
+//! | `preempt` | the connection of pages that are waited for, in both directions |
 //! | `return_path` | the destination's messages |
 //! | `channel_out` | bytes of a channel to its socket |
 //! | `graceful_close` | the destination's reason, and the end of its connections |
@@ -32,5 +32,5 @@ pub(crate) mod multifd_recv;
 pub(crate) mod multifd_send;
 mod packet_reader;
 pub(crate) mod pass;
-pub(crate) mod preempt_send;
+pub(crate) mod preempt;
 pub(crate) mod return_path;

@@ -309,7 +309,7 @@ impl Answers {
     pub(crate) fn ended(&self, lost: MigrationError) -> Result<(), MigrationError> {
         let heard = self.lock();
         match heard.word {
-            Some(Word::Runs) => Ok(()),
+            Some(Word::Runs | Word::HasAll) => Ok(()),
             None if heard.reason.is_none() => Err(lost),
             Some(Word::Never) | None => Err(refusal(&heard)),
         }

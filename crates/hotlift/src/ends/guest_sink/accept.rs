@@ -209,7 +209,9 @@ fn check_hello(hello: &Hello, options: &Options) -> Result<(), MigrationError> {
             destination_has,
         })
     };
-    handshake::check(Offer::new(Features::MULTIFD), handshake::features(options))?;
+    // It says no more than this of the stream; the first PING of main does.
+    let takes = handshake::features(options) & Features::MULTIFD;
+    handshake::check(Offer::new(Features::MULTIFD), takes)?;
     if hello.channels != options.channels() {
         return differs(
             "multifd-channels",

@@ -104,12 +104,13 @@ impl<'a> MainReceiver<'a> {
             match self.next_event() {
                 Ok(Next::Go) => {}
                 Ok(Next::Package(length)) => {
+                    let crc = self.input.crc().filter(|_| self.session.is_hotlift());
                     let package = self.package(length)?;
                     return postcopy::run(
                         self.session,
                         &mut self.decoder,
                         &mut self.input,
-                        &package,
+                        (crc.as_ref(), &package),
                     );
                 }
                 Ok(Next::Committed) => {
@@ -363,6 +364,8 @@ impl State<'_> {
                 if self.stage != Stage::Precopy && !self.ram_complete =>
             {
                 self.stage = Stage::Discarding;
+                // The source commits once it knows that this was done.
+                self.session.taking.expect_questions();
                 postcopy::discard(self.session, block, ranges)?;
                 Ok(Next::Go)
             }

@@ -24,8 +24,10 @@ use crate::guest::Guest;
 use crate::handover::{DestinationSide, Taking};
 use crate::options::{CHANNEL_MEMORY, Options};
 use crate::pipe::barrier::Barrier;
-use crate::stream::door::Asked;
+use crate::stream::door::{Arrival, Asked, Door, Kind};
 use crate::stream::load::ReceiverLoad;
+use crate::stream::main_recv::Waiting;
+use crate::stream::preempt::PreemptIn;
 use crate::threads::{OnPanic, lock};
 use crate::transport::Stream;
 
@@ -47,6 +49,12 @@ pub(crate) struct Session<'a> {
     pub received: Vec<DirtyBitmap>,
     /// Pages come as they are asked for.
     listening: AtomicBool,
+    /// With `postcopy-preempt`: where pages come that are waited for.
+    pub preempt: PreemptIn,
+    /// The source has made that connection, or does not make it any more.
+    awaits_preempt: AtomicBool,
+    /// Of a postcopy, the latest connection in the place of main.
+    pub recovered: Mutex<Option<Arc<Stream>>>,
     /// What the guest's waits for pages came to.
     pub postcopy: OnceLock<PostcopyFigures>,
     pub barrier: Barrier,
@@ -108,6 +116,9 @@ impl<'a> Session<'a> {
             written,
             received,
             listening: AtomicBool::new(false),
+            preempt: PreemptIn::default(),
+            awaits_preempt: AtomicBool::new(false),
+            recovered: Mutex::default(),
             postcopy: OnceLock::new(),
             barrier: Barrier::new(channels),
             load: ReceiverLoad::default(),
@@ -214,6 +225,47 @@ impl<'a> Session<'a> {
         self.listening.load(Ordering::Acquire)
     }
 
+    /// The connection that has come for pages that are waited for, with `waiting` for it.
+    ///
+    /// # Errors
+    /// [`MigrationError::Timeout`]; what `waiting` says.
+    pub(crate) fn await_preempt(
+        &self,
+        waiting: &dyn Waiting,
+    ) -> Result<Arc<Stream>, MigrationError> {
+        self.awaits_preempt.store(true, Ordering::Release);
+        // Half of the source's patience, so that it hears the reason before it runs out.
+        let patience = self.options.handshake_timeout / 2;
+        self.preempt.wait_for(patience, waiting)
+    }
+
+    /// Takes that connection out of what has come at `door`. A Hotlift says what it is; a QEMU has made it before this side
+    /// waits for it, and says nothing.
+    pub(crate) fn find_preempt(
+        &self,
+        door: &mut Door<'_>,
+        arrivals: &mut Vec<Arrival>,
+    ) -> Option<Stream> {
+        let named = |arrival: &mut Arrival| matches!(arrival.kind, Kind::Named);
+        let of_hotlift = arrivals.extract_if(.., named).last();
+        match self.is_hotlift() {
+            true => of_hotlift.map(|arrival| arrival.stream),
+            false => door.take_silent(&self.accepted.main.host()),
+        }
+    }
+
+    /// The same while precopy is under way.
+    pub(crate) fn look_for_preempt(&self, door: &mut Door<'_>, arrivals: &mut Vec<Arrival>) {
+        let may_come = self.is_hotlift() || self.awaits_preempt.load(Ordering::Acquire);
+        if self.options.postcopy_preempt
+            && may_come
+            && !self.preempt.is_here()
+            && let Some(stream) = self.find_preempt(door, arrivals)
+        {
+            self.preempt.put(stream);
+        }
+    }
+
     /// Waits until the guest runs here, or cannot any more; true if it runs.
     pub(crate) fn is_decided_to_run(&self) -> bool {
         let called_off = || self.control.is_cancelled() || self.failure.is_set();
@@ -278,6 +330,7 @@ impl<'a> Session<'a> {
 
     /// Closes every connection in both directions.
     pub(crate) fn shut_down(&self) {
+        self.preempt.end();
         for stream in self.streams() {
             stream.shutdown(Shutdown::Both);
         }

@@ -60,7 +60,7 @@ pub(crate) fn listen(session: &Session<'_>) {
             if let Err(error) = peer.read(session) {
                 peer.open = false;
                 match session.ledger.get() {
-                    // Pages go over main alone.
+                    // Requests come on main alone.
                     Some(_) if peer.channel == Channel::Main => session.lose(error),
                     // After the commit the other sockets still speak; before it, this is the end.
                     _ => session.fail(error),

@@ -120,9 +120,18 @@ impl<'a> Session<'a> {
         let _ = self.main_at_postcopy.set(main);
     }
 
-    /// The connection of a postcopy has ended before its time.
+    /// The connection of a postcopy has ended before its time. Before the commit, which it then keeps from coming, that is a
+    /// failure as any other.
     pub(crate) fn lose(&self, error: MigrationError) {
-        self.lost.keep(error);
+        if self.giving.is_committed() {
+            self.lost.keep(error);
+        } else {
+            self.fail(error);
+            // Unless the commit came first.
+            if !self.giving.is_committed() {
+                return;
+            }
+        }
         self.answers.end();
         if let Some(ledger) = self.ledger.get() {
             ledger.requests.abandon();

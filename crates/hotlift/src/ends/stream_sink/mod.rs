@@ -37,7 +37,7 @@ use crate::postcopy::turns::{Turn, Turns};
 use crate::stream::main_send::{MainLink, MainSend};
 use crate::stream::multifd_send;
 use crate::stream::multifd_send::{ChannelOpening, MultifdSend};
-use crate::stream::preempt_send::PreemptSend;
+use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
 use crate::tls::Remote;
 use crate::transport::Stream;
@@ -101,7 +101,7 @@ pub(crate) struct StreamSink<'a> {
     /// Postcopy has begun.
     switched: AtomicBool,
     /// Where a QEMU takes the pages that its guest waits for, if not on main.
-    preempt: OnceLock<PreemptSend>,
+    preempt: OnceLock<PreemptOut>,
     other_side: OnceLock<OtherSide>,
     ram: OnceLock<Ram>,
 }
@@ -551,7 +551,7 @@ impl Sink for StreamSink<'_> {
             say_heard(&self.link.transport, id);
         }
         match word {
-            Some(Word::Runs) => Ok(()),
+            Some(Word::Runs | Word::HasAll) => Ok(()),
             Some(Word::Never) => Err(self.answers.refusal()),
             None => Err(MigrationError::InDoubt),
         }
@@ -571,7 +571,9 @@ impl Sink for StreamSink<'_> {
     fn abort(&self) {
         self.answers.abort();
         self.multifd.shut_down();
-        self.shut_preempt();
+        if let Some(channel) = self.preempt.get() {
+            channel.shut();
+        }
         self.link.transport.shutdown(Shutdown::Write);
     }
 

@@ -17,7 +17,7 @@ use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::sink::{Postcopy, WritePages};
 use crate::stream::main_send::PageRecords;
 use crate::stream::multifd_send::connect_with;
-use crate::stream::preempt_send::PreemptSend;
+use crate::stream::preempt::PreemptOut;
 
 /// Pages of the background that are written at once: what somebody waits for comes behind 64 KiB at most.
 const TURN: usize = 16;
@@ -31,13 +31,6 @@ impl StreamSink<'_> {
     /// Whether all pages are records of main, which are in order by themselves.
     pub(super) fn pages_on_main(&self) -> bool {
         self.multifd.is_empty() || (self.is_switched() && !self.other_side().is_relay)
-    }
-
-    /// Ends the preempt channel, and every wait for it.
-    pub(super) fn shut_preempt(&self) {
-        if let Some(channel) = self.preempt.get() {
-            channel.shutdown();
-        }
     }
 }
 
@@ -54,7 +47,7 @@ impl Postcopy for StreamSink<'_> {
         let pass = self.settings.outgoing_pass.as_ref();
         let stream = connect_with(pass, &self.to, timeout, &self.control)?;
         let counters = Arc::clone(&self.link.counters);
-        let _ = self.preempt.set(PreemptSend::new(stream, counters));
+        let _ = self.preempt.set(PreemptOut::new(stream, counters));
         Ok(())
     }
 

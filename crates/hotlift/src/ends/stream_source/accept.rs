@@ -290,7 +290,7 @@ impl<'a> Uncounted<'a> {
                         && uuid.is_none_or(|uuid| uuid == packet.uuid)
                         && self.arrivals.is_of_their_host(&arrival.stream)
                 }
-                Kind::Main | Kind::OtherVersion(_) => false,
+                Kind::Main | Kind::OtherVersion(_) | Kind::Named => false,
             };
             if arrivals.iter().any(is_late) {
                 return true;

@@ -23,10 +23,12 @@ use crate::error::{Channel, MigrationError};
 use crate::handover::{Verdict, Word, ask_once, say_heard};
 use crate::postcopy::{Connection, Ledger, go_on};
 use crate::stream::main_send::{LOADED, MainLink, MainSend};
+use crate::stream::multifd_send::connect_with;
+use crate::stream::pass::Pass;
 use crate::stream::return_path::{Answers, Messages};
 use crate::threads::spawn;
 use crate::tls::{self, Remote};
-use crate::transport::Address;
+use crate::transport::{Address, Stream};
 
 /// How long the destination may take to load the devices, which may need pages.
 const LOADING: Duration = Duration::from_secs(60);
@@ -69,13 +71,12 @@ impl Migration<'_> {
             // What ended the connection, and not what ended with it.
             let error = session.lost.take().unwrap_or(error);
             session.shut_down();
-            let to = self.await_resume(error)?;
-            outcome = self.resume(&to);
+            outcome = match self.await_resume(error)? {
+                Some(to) => self.resume(&to),
+                None => Ok(()),
+            };
         }
         session.giving.has_all();
-        if let Some(id) = session.answers.id() {
-            session.streams().for_each(|stream| say_heard(stream, id));
-        }
         Ok(downtime.unwrap_or_else(|| stopped_at.elapsed()))
     }
 
@@ -112,6 +113,8 @@ impl Migration<'_> {
     ) -> Result<(), MigrationError> {
         let session = self.session;
         let (reporter, estimator, round) = (&mut self.reporter, &self.estimator, self.round);
+        let sent_all = &mut self.sent_all;
+        let is_first = messages.is_none();
         let before = session.postcopy_requests.load(Ordering::Relaxed);
         session.control.set_postcopy_link(&link);
         let pace = session.control.postcopy_pacer(session.options);
@@ -122,6 +125,9 @@ impl Migration<'_> {
             answers,
             (pace, cpu),
         );
+        if let Some(stream) = self.preempt.take() {
+            connection.answer_on(stream, false);
+        }
         let count = || {
             let served = connection.ledger.requests.served();
             let all = before + served;
@@ -140,14 +146,19 @@ impl Migration<'_> {
                 })?;
                 let waiting = "the destination's word that it has loaded the devices";
                 let limit = Some((LOADING, waiting));
-                answers.await_answers(limit, TICK, || Ok::<_, MigrationError>(()))?;
+                answers.await_answers(limit, TICK, || match answers.word() {
+                    // It stays connected until that was heard.
+                    Some(Word::Never) => Err(answers.refusal()),
+                    _ => Ok(()),
+                })?;
                 on_loaded();
                 spawn(scope, "mig/src/watch".to_owned(), || {
                     while !connection.ledger.requests.wait_for_end(TICK) {
                         count();
                         reporter.tell(round, estimator);
                     }
-                    if session.lost.is_set() {
+                    // The loss of the first connection may be noticed late.
+                    if is_first && session.lost.is_set() {
                         // The background may sleep for its limits.
                         connection.close();
                     }
@@ -156,22 +167,29 @@ impl Migration<'_> {
                 if !connection.send_background(scope, "mig/src/push_", 1)? {
                     return Err(MigrationError::main_closed());
                 }
+                *sent_all = true;
                 connection.end()
             })();
             match outcome {
                 Err(error) => connection.fail(error),
-                Ok(()) => connection.close(),
+                Ok(()) => {
+                    if let Some(id) = session.answers.id() {
+                        say_heard(&connection.link.transport, id);
+                    }
+                    connection.close();
+                }
             }
         });
         count();
         connection.take_failure().map_or(Ok(()), Err)
     }
 
-    /// Waits until somebody says where to go on, after `lost`; where.
+    /// Waits until somebody says where to go on, after `lost`; where. `None` if the destination has everything: what was
+    /// lost is its word.
     ///
     /// # Errors
     /// The guest has not run at the destination, and never will; or nobody goes on.
-    fn await_resume(&self, lost: MigrationError) -> Result<Address, Ended> {
+    fn await_resume(&self, lost: MigrationError) -> Result<Option<Address>, Ended> {
         let Session {
             control,
             giving,
@@ -185,6 +203,9 @@ impl Migration<'_> {
         loop {
             if let Some(word) = word.take() {
                 giving.settle(Some(word));
+                if giving.verdict() == Some(Verdict::Moved) {
+                    return Ok(None);
+                }
                 if giving.verdict() == Some(Verdict::Refused) {
                     return Err(match lost {
                         MigrationError::Closed { .. } | MigrationError::Connection { .. } => {
@@ -200,10 +221,10 @@ impl Migration<'_> {
                 return Err(lost.into());
             }
             if let Some(to) = control.take_resume(TICK) {
-                return Ok(to);
+                return Ok(Some(to));
             }
             if let Some(id) = answers.id()
-                && !giving.is_known_to_run()
+                && (self.sent_all || !giving.is_known_to_run())
                 && !asks.is_zero()
             {
                 let since = Instant::now();
@@ -219,8 +240,11 @@ impl Migration<'_> {
         let (control, options) = (&session.control, session.options);
         control.set_status(Status::PostcopyRecover);
         let remote = Remote::new(to, tls::of_options(options, to)?);
+        // A destination that waits for another guest's pages turns it away.
+        let pass = self.pass();
+        let main = connect_with(pass.as_ref(), &remote, options.handshake_timeout, control)?;
         let link = Arc::new(MainLink {
-            transport: remote.connect_for(control, options.handshake_timeout)?,
+            transport: main,
             counters: Arc::clone(&session.main.counters),
             pacer: Arc::clone(&session.pacer),
             control: control.clone(),
@@ -228,7 +252,12 @@ impl Migration<'_> {
         let blocks = self.main.blocks();
         let ledger = Arc::new(Ledger::new(&blocks));
         let mut messages = Messages::new(Channel::Main);
-        messages.begin_with(go_on(&link.transport, &ledger, control, || Ok(()))?);
+        let mut preempt = None;
+        messages.begin_with(go_on(&link.transport, &ledger, control, || {
+            preempt = self.connect_preempt(&remote)?;
+            Ok(())
+        })?);
+        self.preempt = preempt;
         session.giving.settle(Some(Word::Runs));
         for block in 0..blocks.len() {
             for page in 0..ledger.pages(block) {
@@ -246,6 +275,25 @@ impl Migration<'_> {
         let pages = GuestPages::new(session);
         let connection = (link, Some(messages));
         self.serve(&pages, ledger, connection, &answers, &mut || ())
+    }
+
+    /// What a Hotlift is shown on every further connection of the migration.
+    fn pass(&self) -> Option<Pass> {
+        let id = self.session.answers.id();
+        id.map(|id| Pass::new(id.0, None))
+    }
+
+    /// Connects to `to` for the pages that the guest waits for, with `postcopy-preempt`.
+    pub(super) fn connect_preempt(&self, to: &Remote) -> Result<Option<Stream>, MigrationError> {
+        let Session {
+            options, control, ..
+        } = self.session;
+        if !options.postcopy_preempt {
+            return Ok(None);
+        }
+        let pass = self.pass();
+        let stream = connect_with(pass.as_ref(), to, options.handshake_timeout, control)?;
+        Ok(Some(stream))
     }
 
     /// Whether the guest runs at the destination, and will not get all of its pages.

@@ -1,8 +1,8 @@
 //! Guest RAM whose pages come as they are touched: which have come, and who waits for which.
 
 use std::collections::VecDeque;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::{DirtyBitmap, Fault, MissingPages, PAGE_SIZE, Placed, Touch};
@@ -24,6 +24,8 @@ pub(crate) struct LazyRam<'a> {
     missing: MissingPages,
     received: &'a [DirtyBitmap],
     waits: Mutex<Waits>,
+    /// A wait is over, or nothing more comes on the preempt channel.
+    changed: Condvar,
     pages: AtomicU64,
 }
 
@@ -73,6 +75,7 @@ impl<'a> LazyRam<'a> {
                 blocktime: blocktime.then(|| Blocktime::new(&session.guest.vcpu_threads())),
                 ..Waits::default()
             }),
+            changed: Condvar::new(),
             pages: AtomicU64::new(0),
         })
     }
@@ -131,6 +134,25 @@ impl<'a> LazyRam<'a> {
             }
             false
         });
+        if open.is_empty() {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits until nothing is waited for any more that was asked for; false if `over` says before that nothing will come.
+    pub(super) fn wait_until_met(&self, over: impl Fn() -> bool) -> bool {
+        let waits = self
+            .changed
+            .wait_while(lock(&self.waits), |waits| !waits.open.is_empty() && !over())
+            .unwrap_or_else(PoisonError::into_inner);
+        waits.open.is_empty()
+    }
+
+    /// Has whoever waits there look once more.
+    pub(super) fn wake(&self) {
+        // With the lock that it looks under.
+        let _waits = lock(&self.waits);
+        self.changed.notify_all();
     }
 
     /// Has `ask` ask for each page that the guest touches and that is not there, until the other end of `stop` is closed.

@@ -40,13 +40,18 @@ impl<'a> Link<'a> {
         }
     }
 
+    /// Ends the connection: who reads it finds it lost, and whoever writes to a source that reads nothing goes on.
+    pub(super) fn cut(&self) {
+        match lock(&self.open).as_deref() {
+            Some(stream) => stream.shutdown(Shutdown::Both),
+            None => self.session.accepted.main.shutdown(Shutdown::Both),
+        }
+    }
+
     /// The connection is gone: what is said from here on is not heard.
     pub(super) fn lose(&self) {
-        // Before the lock: whoever has it may write to a source that reads nothing.
-        // (Main is left open: a refusal may have to be said on it.)
-        if let Some(stream) = lock(&self.open).take() {
-            stream.shutdown(Shutdown::Both);
-        }
+        // Before the lock, which a writer may have.
+        self.cut();
         let mut now = lock(&self.now);
         now.is_lost = true;
         now.recovered = None;
@@ -55,6 +60,7 @@ impl<'a> Link<'a> {
     /// From here on `stream` is the connection. No page is asked for before [`Link::go_on`].
     pub(super) fn recover(&self, stream: Arc<Stream>) {
         *lock(&self.open) = Some(Arc::clone(&stream));
+        *lock(&self.session.recovered) = Some(Arc::clone(&stream));
         *lock(&self.now) = Now {
             recovered: Some(stream),
             is_asked: true,

@@ -1,11 +1,12 @@
 //! What a source sends in one piece: the devices, between LISTEN and RUN.
 
+use crc32fast::Hasher;
 use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, SectionKind, Step};
 
 use crate::error::{Channel, MigrationError};
 use crate::guest::DeviceState;
-use crate::stream::main_recv::event_name;
+use crate::stream::main_recv::{check_crc, event_name};
 
 /// A package, taken apart.
 #[derive(Debug, Default)]
@@ -16,11 +17,16 @@ pub(super) struct Package {
 }
 
 impl Package {
-    /// Reads a package that has come whole.
+    /// Reads a package that has come whole. `crc` is that of main up to it, of a source that says it in its PINGs.
     ///
     /// # Errors
-    /// [`MigrationError::Wire`]; [`MigrationError::Protocol`] for a package that is not LISTEN, devices and PINGs, RUN.
-    pub(super) fn read(decoder: &mut MainDecoder, bytes: &[u8]) -> Result<Self, MigrationError> {
+    /// [`MigrationError::Wire`], also for a checksum that does not agree; [`MigrationError::Protocol`] for a package that is
+    /// not LISTEN, devices and PINGs, RUN.
+    pub(super) fn read(
+        decoder: &mut MainDecoder,
+        crc: Option<&Hasher>,
+        bytes: &[u8],
+    ) -> Result<Self, MigrationError> {
         let mut package = Self::default();
         let (mut listens, mut runs) = (false, false);
         let mut device = None;
@@ -35,7 +41,13 @@ impl Package {
                 MainEvent::Postcopy(PostcopyCommand::Listen) if !listens => listens = true,
                 _ if !listens => return Err(out_of_place("something before LISTEN")),
                 MainEvent::Postcopy(PostcopyCommand::Run) => runs = true,
-                MainEvent::Command(Command::Ping(value)) => package.pings.push(value),
+                MainEvent::Command(Command::Ping(value)) => {
+                    if let Some(mut crc) = crc.cloned() {
+                        crc.update(&bytes[..bytes.len() - rest.len()]);
+                        check_crc(crc, value).map_err(MigrationError::main_wire)?;
+                    }
+                    package.pings.push(value);
+                }
                 MainEvent::SectionStart {
                     kind: SectionKind::Full,
                     idstr,
@@ -62,6 +74,9 @@ impl Package {
             rest = &rest[consumed..];
         }
         match runs {
+            true if crc.is_some() && package.pings.is_empty() => {
+                Err(out_of_place("RUN without a checksum"))
+            }
             true => Ok(package),
             false => Err(out_of_place("the end of the package, before RUN")),
         }

@@ -1,7 +1,10 @@
 //! Another connection in the place of one that was lost: the source asks what has come, and sends the rest.
+//!
+//! A Hotlift shows first what the migration is called. Of a QEMU only the first bytes tell, and it is tried whether it goes
+//! on. Whoever else connects is turned away, and the source is waited for further on.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift_mem::Fault;
 use hotlift_wire::main_channel::postcopy::{PostcopyCommand, put_bitmap};
@@ -11,8 +14,9 @@ use hotlift_wire::return_path::ReturnMessage;
 use super::run::{Incoming, out_of_place};
 use crate::control::Status;
 use crate::error::MigrationError;
-use crate::stream::door::Door;
-use crate::stream::main_recv::{MainInput, Silence, event_name};
+use crate::stream::door::{Arrival, Door, Kind, RESUMED_MAGIC};
+use crate::stream::main_recv::{MainInput, Silence, Waiting, event_name};
+use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
 use crate::tls;
 use crate::transport::{Acceptor, Listener, Stream};
@@ -21,57 +25,90 @@ use crate::transport::{Acceptor, Listener, Stream};
 const TICK: Duration = Duration::from_millis(100);
 
 impl Incoming<'_> {
-    /// Waits until somebody has said where to listen, and a source has connected there; `None` once the rest is called
-    /// off.
-    pub(super) fn await_recovery(&self) -> Option<Result<Stream, MigrationError>> {
-        let control = &self.session.control;
+    /// Takes the rest from a source that connects to where somebody says that it will; how that ended. `None` once the
+    /// rest is called off.
+    pub(super) fn recover(&self, decoder: &mut MainDecoder) -> Option<Result<(), MigrationError>> {
         loop {
-            let listener = control.await_recovery()?;
-            match self.accept(&listener) {
-                Ok(Some(stream)) => {
-                    control.set_status(Status::PostcopyRecover);
-                    return Some(Ok(stream));
-                }
+            let listener = self.session.control.await_recovery()?;
+            match self.recover_at(&listener, decoder) {
                 // Called off, or the source is to come to another listener.
                 Ok(None) => {}
+                Ok(Some(outcome)) => return Some(outcome),
                 Err(error) => return Some(Err(error)),
             }
         }
     }
 
-    /// The first connection that is let in; `None` once the rest is called off, or there is another listener.
-    fn accept(&self, listener: &Listener) -> Result<Option<Stream>, MigrationError> {
+    fn recover_at(
+        &self,
+        listener: &Listener,
+        decoder: &mut MainDecoder,
+    ) -> Result<Option<Result<(), MigrationError>>, MigrationError> {
         let session = self.session;
+        let control = &session.control;
         let address = listener.address().map_err(MigrationError::opening)?;
         let acceptor = Acceptor::new(listener, tls::of_options(session.options, &address)?);
         let acceptor = acceptor.map_err(MigrationError::opening)?;
         let patience = session.options.handshake_timeout;
-        let mut door = Door::new(acceptor, None, patience, &session.control);
-        while !session.control.is_stopped() && !session.control.has_recovery() {
-            if let Some(stream) = door.take_any(TICK).map_err(MigrationError::opening)? {
-                return Ok(Some(stream));
+        let mut door = Door::new(acceptor, None, patience, control);
+        while !control.is_stopped() && !control.has_recovery() {
+            for arrival in self.arrivals(&mut door)? {
+                if !self.is_the_source(&arrival) {
+                    control.turn_away("a connection that is not of the source that was lost");
+                    continue;
+                }
+                let main = Arc::new(arrival.stream);
+                control.set_status(Status::PostcopyRecover);
+                let mut input = MainInput::new(
+                    &main,
+                    session.main_counters(),
+                    Silence::Always(patience),
+                    &session.memory,
+                );
+                self.link.recover(Arc::clone(&main));
+                match self.agree(decoder, &mut input, &mut door) {
+                    Ok(preempt) => {
+                        input.be_patient(patience / 2);
+                        let preempt = preempt.as_ref();
+                        return Ok(Some(self.go_on(decoder, &mut input, preempt)));
+                    }
+                    Err(_) => {
+                        self.link.lose();
+                        control.set_status(Status::PostcopyPaused);
+                    }
+                }
             }
         }
         Ok(None)
     }
 
-    /// Tells the source on `stream` which pages have come, and takes the others.
-    pub(super) fn go_on(
+    fn arrivals(&self, door: &mut Door<'_>) -> Result<Vec<Arrival>, MigrationError> {
+        // Whoever asks is told that the guest runs.
+        let asked = self.session.asked(&|| ());
+        let step = door.step(TICK, &[], Some(&asked));
+        Ok(step.map_err(MigrationError::opening)?.0)
+    }
+
+    fn is_the_source(&self, arrival: &Arrival) -> bool {
+        let mut magic = [0; RESUMED_MAGIC.len()];
+        match arrival.kind {
+            Kind::Named => true,
+            Kind::Main if !self.session.is_hotlift() => {
+                let seen = arrival.stream.peek(&mut magic);
+                matches!(seen, Ok(Some(_))) && magic == RESUMED_MAGIC
+            }
+            Kind::Main | Kind::Channel(_) | Kind::OtherVersion(_) => false,
+        }
+    }
+
+    /// Tells the source which pages have come, until it goes on; its preempt channel, if it is to have one.
+    fn agree(
         &self,
         decoder: &mut MainDecoder,
-        stream: Stream,
-    ) -> Result<(), MigrationError> {
-        let session = self.session;
-        let stream = Arc::new(stream);
+        input: &mut MainInput<'_>,
+        door: &mut Door<'_>,
+    ) -> Result<Option<Stream>, MigrationError> {
         decoder.reconnect();
-        let patience = session.options.handshake_timeout;
-        let mut input = MainInput::new(
-            &stream,
-            session.main_counters(),
-            Silence::Always(patience),
-            &session.memory,
-        );
-        self.link.recover(Arc::clone(&stream));
         loop {
             let next = decoder.next(input.unread());
             let (event, consumed) = match next.map_err(MigrationError::main_wire)? {
@@ -96,14 +133,42 @@ impl Incoming<'_> {
                 break;
             }
         }
-        session.control.set_status(Status::PostcopyActive);
+        // The source has made it before it goes on.
+        match self.session.options.postcopy_preempt {
+            true => self.await_preempt(door).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    fn await_preempt(&self, door: &mut Door<'_>) -> Result<Stream, MigrationError> {
+        let patience = self.session.options.handshake_timeout / 2;
+        let begun = Instant::now();
+        loop {
+            let mut arrivals = self.arrivals(door)?;
+            if let Some(stream) = self.session.find_preempt(door, &mut arrivals) {
+                return Ok(stream);
+            }
+            self.check()?;
+            if begun.elapsed() > patience {
+                return Err(has_not_come(patience));
+            }
+        }
+    }
+
+    /// Takes the pages that have not come, of a source that knows which.
+    fn go_on(
+        &self,
+        decoder: &mut MainDecoder,
+        input: &mut MainInput<'_>,
+        preempt: Option<&Stream>,
+    ) -> Result<(), MigrationError> {
+        self.session.control.set_status(Status::PostcopyActive);
         self.say(&encode(&[ReturnMessage::ResumeAck(1)]))?;
         self.link.go_on();
         for Fault { block, page } in self.lazy.open() {
             self.link.ask_for(block, page);
         }
-        input.be_patient(patience / 2);
-        self.pages(decoder, &mut input)
+        self.all_pages(decoder, input, preempt)
     }
 
     fn bitmap(&self, block: usize) -> Vec<u8> {

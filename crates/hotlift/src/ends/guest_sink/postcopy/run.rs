@@ -1,7 +1,10 @@
 //! The threads of a postcopy, from PACKAGED to the end.
 
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+use crc32fast::Hasher;
 use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, PageContent, SectionKind, Step};
 use hotlift_wire::return_path::ReturnMessage;
 
@@ -14,6 +17,7 @@ use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::handover::DestinationSide;
 use crate::stream::main_recv::{MainInput, Waiting, event_name};
+use crate::stream::preempt;
 use crate::stream::return_path::encode;
 use crate::threads::{OnPanic, caught, spawn};
 use crate::transport::Stream;
@@ -25,7 +29,8 @@ pub(super) struct Incoming<'a> {
     pub(super) link: Link<'a>,
 }
 
-/// Runs the guest of `package`, which has come whole, and brings it its pages; returns when it has all of them.
+/// Runs the guest of `package`, which has come whole, and brings it its pages; returns when it has all of them. `crc` is
+/// that of main before the package, of a source that says it.
 ///
 /// # Errors
 /// [`MigrationError::PagesMissing`] if the guest runs here, and somebody has called the rest off. Any other leaves it with
@@ -34,16 +39,20 @@ pub(crate) fn run<'a>(
     session: &'a Session<'a>,
     decoder: &mut MainDecoder,
     input: &mut MainInput<'_>,
-    package: &[u8],
+    (crc, package): (Option<&Hasher>, &[u8]),
 ) -> Result<(), MigrationError> {
-    let package = Package::read(decoder, package)?;
+    let package = Package::read(decoder, crc, package)?;
+    let preempt = match session.options.postcopy_preempt {
+        true => Some(session.await_preempt(session)?),
+        false => None,
+    };
     let incoming = Incoming {
         session,
         lazy: LazyRam::new(session)?,
         link: Link::new(session),
     };
     session.set_listening();
-    let outcome = incoming.run(decoder, input, package);
+    let outcome = incoming.run(decoder, input, package, preempt.as_deref());
     match session.taking.side() {
         DestinationSide::Taken => {
             let waits = incoming.lazy.figures(session.accepted.since.elapsed());
@@ -64,6 +73,7 @@ impl Incoming<'_> {
         decoder: &mut MainDecoder,
         input: &mut MainInput<'_>,
         package: Package,
+        preempt: Option<&Stream>,
     ) -> Result<(), MigrationError> {
         let session = self.session;
         let (stop, stopped) = Stream::pair().map_err(MigrationError::opening)?;
@@ -91,7 +101,7 @@ impl Incoming<'_> {
             let pages = faults.and_then(|_| {
                 spawn(scope, "mig/dst/listen".to_owned(), move || {
                     let _ends = OnPanic(panicked);
-                    let outcome = self.listen(decoder, input);
+                    let outcome = self.listen(decoder, input, preempt);
                     session.threads.book("mig/dst/listen");
                     outcome.map_err(|error| {
                         failed(error);
@@ -136,20 +146,19 @@ impl Incoming<'_> {
         &self,
         decoder: &mut MainDecoder,
         input: &mut MainInput<'_>,
+        preempt: Option<&Stream>,
     ) -> Result<(), MigrationError> {
-        let mut outcome = self.pages(decoder, input);
+        let mut outcome = self.all_pages(decoder, input, preempt);
         while let Err(lost) = outcome {
-            self.link.lose();
-            // A guest that does not run yet never will. One that is being started does.
+            // A guest that does not run yet never will, and a refusal may be said on main. One that is being started does.
             self.session.taking.abandon();
             if !self.session.taking.wait_for_decision(|| false) {
                 return Err(lost);
             }
-            let main = &self.session.accepted.main;
-            main.shutdown(std::net::Shutdown::Both);
+            self.link.lose();
             self.session.control.set_status(Status::PostcopyPaused);
-            outcome = match self.await_recovery() {
-                Some(stream) => stream.and_then(|stream| self.go_on(decoder, stream)),
+            outcome = match self.recover(decoder) {
+                Some(outcome) => outcome,
                 None => return Err(lost),
             };
         }
@@ -158,8 +167,63 @@ impl Incoming<'_> {
         Ok(())
     }
 
-    /// Takes pages until all have come, over one connection.
-    pub(super) fn pages(
+    /// Takes pages until all have come, over one connection and its preempt channel.
+    pub(super) fn all_pages(
+        &self,
+        decoder: &mut MainDecoder,
+        input: &mut MainInput<'_>,
+        preempt: Option<&Stream>,
+    ) -> Result<(), MigrationError> {
+        let Some(stream) = preempt else {
+            return self.pages(decoder, input);
+        };
+        // Main has brought its last page; the preempt channel has ended.
+        let (whole, over) = (AtomicBool::new(false), AtomicBool::new(false));
+        thread::scope(|scope| {
+            let urgent = spawn(scope, "mig/dst/preempt".to_owned(), || {
+                let outcome = self.urgent_pages(stream);
+                over.store(true, Ordering::Release);
+                self.lazy.wake();
+                // What is asked for from here on would not come.
+                if !whole.load(Ordering::Acquire) {
+                    self.link.cut();
+                }
+                self.session.threads.book("mig/dst/preempt");
+                outcome
+            });
+            let outcome = urgent.and_then(|urgent| {
+                let mut outcome = self.pages(decoder, input);
+                whole.store(true, Ordering::Release);
+                // What main's end has overtaken.
+                if outcome.is_ok() && !self.lazy.wait_until_met(|| over.load(Ordering::Acquire)) {
+                    outcome = Err(MigrationError::main_closed());
+                }
+                let was_over = over.load(Ordering::Acquire);
+                stream.shutdown(Shutdown::Both);
+                match (outcome, urgent.join()?) {
+                    // It has ended main.
+                    (Err(_), Err(first)) if was_over => Err(first),
+                    (outcome, _) => outcome,
+                }
+            });
+            stream.shutdown(Shutdown::Both);
+            outcome
+        })
+    }
+
+    fn urgent_pages(&self, stream: &Stream) -> Result<(), MigrationError> {
+        let counters = self.session.main_counters();
+        let blocks = &self.session.blocks;
+        preempt::read_pages(stream, blocks, counters, |block, offset, content| {
+            self.lazy.place(block, offset, content)?;
+            let normal = usize::from(content.is_some());
+            counters.add_pages(normal, 1 - normal);
+            Ok(())
+        })
+    }
+
+    /// Takes the pages of main.
+    fn pages(
         &self,
         decoder: &mut MainDecoder,
         input: &mut MainInput<'_>,
@@ -225,10 +289,9 @@ impl Incoming<'_> {
             return Err(MigrationError::Cancelled);
         }
         self.lazy.end();
+        session.taking.has_all();
         session.control.set_status(Status::Completed);
         let _ = self.link.say(&encode(&[ReturnMessage::Shut(0)]));
-        // It ended the stream of a guest that it knew to run.
-        session.taking.note_heard();
         Ok(())
     }
 }

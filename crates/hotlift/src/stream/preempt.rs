@@ -1,0 +1,228 @@
+//! The connection on which nothing comes but pages that are waited for (capability `postcopy-preempt`).
+//!
+//! It is made just before the switch, and has no sections around its records. A QEMU says nothing on it before the first
+//! of them; a Hotlift shows another, which it knows for one, what the migration is called.
+
+use std::net::Shutdown;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use hotlift_mem::PAGE_SIZE;
+use hotlift_mem::sock::IoScratch;
+use hotlift_wire::main_channel::postcopy::{
+    PreemptDecoder, PreemptRecord, put_preempt_end, put_preempt_page,
+};
+use hotlift_wire::{RamBlockEntry, WireError};
+
+use crate::error::{Channel, MigrationError};
+use crate::figures::Counters;
+use crate::stream::main_recv::Waiting;
+use crate::stream::main_send::PageRecords;
+use crate::threads::lock;
+use crate::transport::Stream;
+
+/// Bytes read at once: some pages.
+const READ: usize = 64 << 10;
+
+/// How often a wait looks whether it was called off.
+const TICK: Duration = Duration::from_millis(100);
+
+/// One that is read, which may come.
+#[derive(Debug, Default)]
+pub(crate) struct PreemptIn {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    stream: Option<Arc<Stream>>,
+    over: bool,
+}
+
+impl PreemptIn {
+    /// It has come.
+    pub(crate) fn put(&self, stream: Stream) {
+        lock(&self.state).stream = Some(Arc::new(stream));
+        self.changed.notify_all();
+    }
+
+    /// Whether it has come.
+    pub(crate) fn is_here(&self) -> bool {
+        lock(&self.state).stream.is_some()
+    }
+
+    /// Nothing more is to come on it.
+    pub(crate) fn end(&self) {
+        let mut state = lock(&self.state);
+        state.over = true;
+        if let Some(stream) = &state.stream {
+            stream.shutdown(Shutdown::Both);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Waits until it has come; `None` once nothing is to come.
+    pub(crate) fn wait(&self) -> Option<Arc<Stream>> {
+        let state = self
+            .changed
+            .wait_while(lock(&self.state), |state| {
+                state.stream.is_none() && !state.over
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        state.stream.clone().filter(|_| !state.over)
+    }
+
+    /// Waits for `patience` until it has come.
+    ///
+    /// # Errors
+    /// What `waiting` says; [`MigrationError::Timeout`].
+    pub(crate) fn wait_for(
+        &self,
+        patience: Duration,
+        waiting: &dyn Waiting,
+    ) -> Result<Arc<Stream>, MigrationError> {
+        let begun = Instant::now();
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(stream) = &state.stream {
+                return Ok(Arc::clone(stream));
+            }
+            waiting.check()?;
+            if begun.elapsed() > patience {
+                return Err(has_not_come(patience));
+            }
+            (state, _) = self
+                .changed
+                .wait_timeout(state, TICK)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// The other side was to make the connection, and has not.
+pub(crate) fn has_not_come(waited: Duration) -> MigrationError {
+    MigrationError::Timeout {
+        waiting_for: "the preempt channel (has the source capability postcopy-preempt?)".to_owned(),
+        waited,
+    }
+}
+
+/// Hands each page of `stream` to `take`, with its RAM block and byte offset, until it ends.
+///
+/// # Errors
+/// [`MigrationError::Connection`], [`MigrationError::Wire`], [`MigrationError::Closed`] within a record, and what `take`
+/// says.
+pub(crate) fn read_pages(
+    stream: &Stream,
+    blocks: &[RamBlockEntry],
+    counters: &Counters,
+    mut take: impl FnMut(usize, u64, Option<&[u8; PAGE_SIZE]>) -> Result<(), MigrationError>,
+) -> Result<(), MigrationError> {
+    let mut decoder = PreemptDecoder::new(blocks.to_vec());
+    let mut unread = Vec::with_capacity(2 * READ);
+    let mut buffer = vec![0; READ];
+    loop {
+        let read = stream.read_some(&mut buffer);
+        let read =
+            read.map_err(|source| broken("reading pages that the guest waits for", source))?;
+        if read == 0 {
+            return match unread.is_empty() {
+                true => Ok(()),
+                false => Err(MigrationError::main_closed()),
+            };
+        }
+        counters.add_bytes(read);
+        unread.extend_from_slice(&buffer[..read]);
+        let mut taken = 0;
+        loop {
+            match decoder.next(&unread[taken..]) {
+                Ok((record, length)) => {
+                    if let PreemptRecord::Page {
+                        block,
+                        offset,
+                        content,
+                    } = record
+                    {
+                        take(block, offset, content)?;
+                    }
+                    taken += length;
+                }
+                Err(WireError::Truncated { .. }) => break,
+                Err(source) => return Err(MigrationError::main_wire(source)),
+            }
+        }
+        unread.drain(..taken);
+    }
+}
+
+/// Bytes of a record beside its page at most: place, length and name of the RAM block.
+const RECORD_HEAD: usize = 8 + 1 + 255;
+
+/// One that is written.
+pub(crate) struct PreemptOut {
+    stream: Stream,
+    counters: Arc<Counters>,
+    /// One record after the other, in one buffer.
+    out: Mutex<Vec<u8>>,
+}
+
+impl PreemptOut {
+    /// One whose bytes `counters` count.
+    pub(crate) fn new(stream: Stream, counters: Arc<Counters>) -> Self {
+        Self {
+            stream,
+            counters,
+            out: Mutex::default(),
+        }
+    }
+
+    /// Sends pages of the RAM block called `block`.
+    ///
+    /// # Errors
+    /// [`MigrationError::Connection`].
+    pub(crate) fn pages(&self, block: &str, pages: &PageRecords<'_>) -> Result<(), MigrationError> {
+        let mut out = lock(&self.out);
+        out.clear();
+        out.reserve(pages.content.len() + (pages.zero.len() + pages.normal.len()) * RECORD_HEAD);
+        let zero = pages.zero.iter().map(|offset| (offset, None));
+        let (contents, _) = pages.content.as_chunks::<PAGE_SIZE>();
+        let normal = pages.normal.iter().zip(contents.iter().map(Some));
+        for (offset, content) in zero.chain(normal) {
+            put_preempt_page(block, *offset, content, &mut out)
+                .map_err(MigrationError::main_wire)?;
+        }
+        self.write(&out)
+    }
+
+    /// Says that no more comes, to a QEMU that waits for this word.
+    ///
+    /// # Errors
+    /// [`MigrationError::Connection`].
+    pub(crate) fn end(&self) -> Result<(), MigrationError> {
+        let mut out = lock(&self.out);
+        out.clear();
+        put_preempt_end(&mut out);
+        self.write(&out)
+    }
+
+    /// Ends it, and every wait for it.
+    pub(crate) fn shut(&self) {
+        self.stream.shutdown(Shutdown::Both);
+    }
+
+    fn write(&self, bytes: &[u8]) -> Result<(), MigrationError> {
+        let sent = self.stream.send_parts(&[bytes], &mut IoScratch::new());
+        sent.map_err(|source| broken("sending a page that the guest waits for", source))?;
+        self.counters.add_bytes(bytes.len());
+        Ok(())
+    }
+}
+
+fn broken(doing: &'static str, source: std::io::Error) -> MigrationError {
+    MigrationError::Connection {
+        channel: Channel::Main,
+        doing,
+        source,
+    }
+}
