@@ -15,6 +15,10 @@ use crate::route::{Multifd, Side};
 use crate::tls::{Certificates, flag};
 use crate::vm::{Accelerator, Machine, PC_7, PC_10, PC_11, Release, Vm, folder};
 
+/// Bytes a second of what a guest has not asked for: so slow that it asks for pages before they come by themselves, and so fast
+/// that the program has all of its own after two seconds.
+pub const BACKGROUND: u64 = 24 << 20;
+
 /// Has a machine listen for the VM in the file `from`, and restores it.
 fn restore_lazily(
     from: &Path,
@@ -24,7 +28,7 @@ fn restore_lazily(
     let mut vm = Vm::waiting(release, machine)?;
     let address = listens_for_pages(&mut vm);
     let options = Options {
-        max_bandwidth: 0,
+        max_bandwidth: BACKGROUND,
         ..Options::default()
     };
     let control = Control::default();
