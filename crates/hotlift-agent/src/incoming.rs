@@ -20,7 +20,7 @@ use crate::session::{Direction, Session, Subject};
 use crate::tunnel;
 
 /// How long a source's QEMU may take to say what it has; a little longer than the agent there waits for it.
-const SOURCE: Duration = Duration::from_secs(330);
+const SOURCE: Duration = Duration::from_secs(150);
 
 /// How often it is looked whether the migration was cancelled meanwhile.
 const LOOK: Duration = Duration::from_millis(250);

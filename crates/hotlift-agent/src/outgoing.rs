@@ -27,7 +27,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 
 /// How long a source may take to say what it has: to start the dirty log of a large VM takes a QEMU a minute, in which it
 /// says nothing.
-const SOURCE: Duration = Duration::from_secs(300);
+const SOURCE: Duration = Duration::from_secs(120);
 
 /// How long a destination without an agent may take to answer.
 const DIRECT: Duration = Duration::from_secs(30);

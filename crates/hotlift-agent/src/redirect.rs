@@ -71,6 +71,37 @@ impl Redirected {
     }
 }
 
+/// What the connections to one place have said.
+#[derive(Debug, Clone, Copy, Default)]
+struct Place {
+    main: bool,
+    channel: bool,
+    /// And may still say something.
+    silent: bool,
+    other: bool,
+}
+
+impl Place {
+    /// What they are, if that is known.
+    fn kind(&self) -> Option<Kind> {
+        match self {
+            Self { main: true, .. } => Some(Kind::Migration),
+            // A QEMU 7.2 says nothing on main before its channels are there.
+            Self {
+                channel: true,
+                silent: true,
+                ..
+            } => Some(Kind::Migration),
+            Self { other: true, .. } => Some(Kind::Tunnel),
+            _ => None,
+        }
+    }
+}
+
+fn has_said_something(stream: &Stream) -> bool {
+    matches!(stream.peek(&mut [0]), Ok(Some(1..)))
+}
+
 /// Tells connections apart, and starts what they belong to.
 struct Router<'a> {
     agent: &'a Arc<Agent>,
@@ -169,52 +200,52 @@ impl Router<'_> {
     fn look(&mut self) {
         self.sessions
             .retain(|_, session| session.strong_count() > 0);
+        let mut places: HashMap<SocketAddr, Place> = HashMap::new();
         let mut has_begun = false;
-        let mut rest = Vec::new();
-        let waiting = std::mem::take(&mut self.waiting);
-        // What decides comes from any of the connections to one place, and holds for all of them.
-        let mut kinds: HashMap<SocketAddr, Kind> = HashMap::new();
-        let mut open = Vec::new();
-        for one in waiting {
-            let kind = match announced(&one.stream) {
-                Announced::Gone => continue,
-                Announced::Migration => Some(Kind::Migration),
-                Announced::Nothing if one.since.elapsed() < SILENCE => {
-                    has_begun |= matches!(one.stream.peek(&mut [0]), Ok(Some(_)));
-                    None
-                }
-                _ => Some(Kind::Tunnel),
-            };
-            if let Some(kind) = kind {
-                kinds.entry(one.to).or_insert(kind);
+        self.waiting.retain(|one| {
+            let said = announced(&one.stream);
+            let is_late = one.since.elapsed() >= SILENCE;
+            has_begun |= said == Announced::Nothing && has_said_something(&one.stream);
+            let place = places.entry(one.to).or_default();
+            match said {
+                Announced::Gone => return false,
+                Announced::Main => place.main = true,
+                Announced::Channel => place.channel = true,
+                Announced::Nothing if !is_late => place.silent = true,
+                _ => place.other = true,
             }
-            open.push(one);
-        }
-        for one in open {
+            // Its main channel was there before it, and has gone.
+            said != Announced::Channel || !is_late
+        });
+        for one in std::mem::take(&mut self.waiting) {
             let to = one.to;
-            let known = self.sessions.get(&to).and_then(Weak::upgrade);
-            let Waiting { stream, since, .. } = one;
-            let stream = match known {
-                None => stream,
-                Some(session) => match session.give(stream) {
-                    Ok(()) => continue,
-                    Err(stream) => stream,
-                },
+            let Some(one) = self.give(one) else {
+                continue;
             };
-            match kinds.get(&to) {
-                Some(kind) => self.begin(to, *kind, stream),
-                None => rest.push(Waiting { stream, to, since }),
+            match places.get(&to).and_then(Place::kind) {
+                Some(kind) => self.begin(kind, one),
+                None => self.waiting.push(one),
             }
         }
-        self.waiting = rest;
         if has_begun && !self.waiting.is_empty() {
             // What has come keeps the poll from waiting.
             thread::sleep(HALF_SAID);
         }
     }
 
+    /// Gives a connection to what is under way to its place; the connection, if there is nothing.
+    fn give(&self, one: Waiting) -> Option<Waiting> {
+        let known = self.sessions.get(&one.to).and_then(Weak::upgrade);
+        let Some(session) = known else {
+            return Some(one);
+        };
+        let given = session.give(one.stream);
+        given.err().map(|stream| Waiting { stream, ..one })
+    }
+
     /// Starts what goes to `to` with its first connection.
-    fn begin(&mut self, to: SocketAddr, kind: Kind, stream: Stream) {
+    fn begin(&mut self, kind: Kind, one: Waiting) {
+        let Waiting { stream, to, .. } = one;
         match start(self.agent, to, kind) {
             Ok(session) => {
                 self.sessions.insert(to, Arc::downgrade(&session));
@@ -270,5 +301,37 @@ fn tcp(to: SocketAddr) -> Address {
     Address::Tcp {
         host: to.ip().to_string(),
         port: to.port(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_make_a_migration_only_with_something_that_may_be_its_main() {
+        let kind = |main, channel, silent, other| {
+            let place = Place {
+                main,
+                channel,
+                silent,
+                other,
+            };
+            place.kind()
+        };
+        assert_eq!(kind(true, false, false, false), Some(Kind::Migration));
+        assert_eq!(kind(false, true, true, false), Some(Kind::Migration));
+        assert_eq!(
+            kind(false, true, false, false),
+            None,
+            "what a failed one has left"
+        );
+        assert_eq!(
+            kind(false, false, true, false),
+            None,
+            "it may still say something"
+        );
+        assert_eq!(kind(false, false, false, true), Some(Kind::Tunnel));
+        assert_eq!(kind(false, false, true, true), Some(Kind::Tunnel));
     }
 }

@@ -423,8 +423,10 @@ impl Arrival {
 pub enum Announced {
     /// It has not said enough.
     Nothing,
-    /// A channel of a migration.
-    Migration,
+    /// The main channel of a migration.
+    Main,
+    /// A multifd channel of one.
+    Channel,
     /// It shows the token of a migration that was announced in a conversation.
     Token([u8; 16]),
     /// It asks about the migration with this id.
@@ -443,7 +445,8 @@ pub fn announced(stream: &Stream) -> Announced {
     }
     match said(stream) {
         Said::Partial => Announced::Nothing,
-        Said::Main | Said::Channel(_) | Said::OtherVersion(_) => Announced::Migration,
+        Said::Main => Announced::Main,
+        Said::Channel(_) | Said::OtherVersion(_) => Announced::Channel,
         Said::Token(token) => Announced::Token(token),
         Said::Question(id) => Announced::Question(id.0),
         Said::Stranger(_) => Announced::Other,

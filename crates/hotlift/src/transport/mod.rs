@@ -291,6 +291,11 @@ impl Listener {
         rest
     }
 
+    /// Whether somebody else accepts its connections.
+    pub(crate) fn is_handed(&self) -> bool {
+        matches!(self.bound, Bound::Handed(_))
+    }
+
     /// Keeps a connection that was accepted and not looked at for the next [`Listener::accept`].
     pub(crate) fn put_back(&self, stream: Stream) {
         self.returned().push_back(stream);

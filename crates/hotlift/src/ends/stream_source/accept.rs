@@ -25,6 +25,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// connected: on one host nothing but this process's own delay.
 const SETTLE: Duration = Duration::from_millis(50);
 
+/// The same where another thread accepts the connections first, on a host that is busy with other migrations.
+const SETTLE_HANDED: Duration = Duration::from_millis(200);
+
 /// The same on a network, where the last segment of a handshake may be lost: TCP sends it again after
 /// 200 ms at the earliest.
 const SETTLE_TCP: Duration = Duration::from_secs(1);
@@ -157,9 +160,10 @@ impl<'a> Uncounted<'a> {
                 quiet_since = Instant::now();
             }
             let listener = self.arrivals.door.listener();
-            let settle = match listener.is_local() {
-                true => SETTLE,
-                false => SETTLE_TCP,
+            let settle = match (listener.is_local(), listener.is_handed()) {
+                (true, false) => SETTLE,
+                (true, true) => SETTLE_HANDED,
+                (false, _) => SETTLE_TCP,
             };
             let newcomer = self.arrivals.door.has_newcomer(NEWCOMER);
             let settled = quiet_since.elapsed() >= settle && !newcomer;
