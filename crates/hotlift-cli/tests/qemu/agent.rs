@@ -200,7 +200,11 @@ fn pair(link: &Link, side: &Side, address: &str, port: u16) -> Option<(Vm, Vm, S
 /// Migrates, and proves that the guest is there, whole, and runs nowhere else.
 fn moves(here: &mut Vm, there: &mut Vm, uri: &str) {
     let before = here.count().expect("it counts");
-    here.qmp.migrate(uri).expect("migrate");
+    // A QEMU whose migration has failed takes a moment before it takes the next.
+    until(
+        || "the source's QEMU begins a migration".to_owned(),
+        || here.qmp.migrate(uri).ok(),
+    );
     here.reaches("completed");
     there.reaches("completed");
     assert!(!here.is_running(), "the source runs, too");
