@@ -15,7 +15,7 @@ const MORE: &str = "'--help' shows all options.";
 /// Exit code of a bad command line.
 const USAGE: i32 = 2;
 
-/// `command` whose short help says that there is more, where there is.
+/// `command` whose short help says that there is more, where there is, and whose long help fits any terminal.
 pub fn with_hints(command: Command) -> Command {
     let hides = |command: &Command| {
         command
@@ -23,11 +23,25 @@ pub fn with_hints(command: Command) -> Command {
             .any(|arg| arg.is_hide_short_help_set())
     };
     let mut command = command.mut_subcommands(with_hints);
+    if let Some(about) = command.get_long_about().map(ToString::to_string) {
+        command = command.long_about(paragraphs(&about));
+    }
     if hides(&command) {
         // Long help would show it, too, if it had no end of its own.
         command = command.after_help(MORE).after_long_help("");
     }
     command
+}
+
+/// `text` with one line for each paragraph, which clap breaks where the terminal ends. Examples, which are indented, stay as
+/// they are.
+fn paragraphs(text: &str) -> String {
+    let join = |paragraph: &str| match paragraph.starts_with("  ") {
+        true => paragraph.to_owned(),
+        false => paragraph.replace('\n', " "),
+    };
+    let joined: Vec<_> = text.split("\n\n").map(join).collect();
+    joined.join("\n\n")
 }
 
 /// Reads `words`; ends the process if they are a question for help, or cannot be read.
@@ -115,4 +129,16 @@ fn not_taken(error: &clap::Error, typed: &str) -> Option<String> {
     Some(format!(
         "'hotlift {typed}' does not take --{name}: {instead}"
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_help_breaks_paragraphs_at_the_terminal_and_examples_nowhere() {
+        let text = "Short\n\nOne\ntwo\n\n  hotlift a\n  hotlift b\n\nEnd";
+        let kept = "Short\n\nOne two\n\n  hotlift a\n  hotlift b\n\nEnd";
+        assert_eq!(paragraphs(text), kept);
+    }
 }

@@ -1,0 +1,57 @@
+//! What the packages install beside the agent fits it.
+
+use std::path::Path;
+
+use hotlift_agent::config::Config;
+
+const EXAMPLE: &str = include_str!("../../../packaging/agent.toml");
+const DASHBOARD: &str = include_str!("../../../packaging/grafana-dashboard.json");
+const METRICS: &str = include_str!("../src/metrics.rs");
+
+/// The example with its defaults set: a value stands directly behind its "#", text does not.
+fn with_values() -> String {
+    let set = |line: &str| match line.strip_prefix('#') {
+        Some(value) if !value.starts_with([' ', '#']) => value.to_owned() + "\n",
+        _ => line.to_owned() + "\n",
+    };
+    EXAMPLE.lines().map(set).collect()
+}
+
+#[test]
+fn the_example_as_installed_is_the_defaults() {
+    let config = Config::of_text(Path::new("agent.toml"), EXAMPLE);
+    assert_eq!(config.unwrap(), Config::default());
+}
+
+#[test]
+fn the_example_has_every_key_with_its_default() {
+    let text = with_values();
+    let mut config = Config::of_text(Path::new("agent.toml"), &text).unwrap();
+    assert!(!config.peers.is_empty() && !config.weights.is_empty());
+    let keys = serde_json::to_value(&config).unwrap();
+    for key in keys.as_object().unwrap().keys() {
+        let has = |line: &str| {
+            let name = line.split('=').next().unwrap_or_default().trim();
+            name == key || name == format!("[{key}]")
+        };
+        assert!(text.lines().any(has), "{key} is not in packaging/agent.toml");
+    }
+    config.peers.clear();
+    config.weights.clear();
+    assert_eq!(config, Config::default());
+}
+
+#[test]
+fn the_dashboard_shows_metrics_that_there_are() {
+    let begin = ["hotlift_agent_", "hotlift_migration_"];
+    let words = DASHBOARD.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    let shown: Vec<_> = words
+        .filter(|word| begin.iter().any(|begin| word.starts_with(begin)))
+        .collect();
+    assert!(shown.len() > 10);
+    for name in shown {
+        // Prometheus' name of a counter.
+        let name = name.strip_suffix("_total").unwrap_or(name);
+        assert!(METRICS.contains(&format!("\"{name}\"")), "{name} is no metric");
+    }
+}
