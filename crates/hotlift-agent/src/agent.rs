@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use hotlift::error::error_line;
 use hotlift::relay::RelayReport;
-use hotlift::tls::{self, Profile, Tls};
+use hotlift::tls::{self, Profile, Tls, TlsSetupError};
 use hotlift::transport::Stream;
 use hotlift::{Address, Options};
 use hotlift_monitor::Sockets;
@@ -29,7 +29,7 @@ use crate::redirect::Redirected;
 use crate::rules::Installed;
 use crate::session::Session;
 use crate::sessions::Sessions;
-use crate::{door, metrics, redirect};
+use crate::{door, metrics, notify, redirect};
 
 /// How long what was cancelled at the end may take to end.
 const LAST: Duration = Duration::from_secs(10);
@@ -57,20 +57,7 @@ pub struct Agent {
 impl Agent {
     fn new(file: &Path, config: Config) -> Result<Self, AgentError> {
         let log = Log::new(config.log);
-        let setup = |error| AgentError::Tls(Box::new(error));
-        let options = Options {
-            tls_authz: config.authz.join(" "),
-            ..Options::default()
-        };
-        let tls = match config.tls.as_os_str().is_empty() {
-            // All addresses: other hosts come here.
-            true => tls::of_options(&options, &Address::any()).map_err(setup)?,
-            false => None,
-        };
-        let tls = match tls {
-            Some(tls) => tls,
-            None => tls::of_folder(&config.tls, Profile::Hotlift, &options).map_err(setup)?,
-        };
+        let tls = tls_of(&config)?;
         for warning in tls.warnings() {
             log.say(LogLevel::Warning, &warning.to_string());
         }
@@ -179,6 +166,41 @@ fn signal(fd: &OwnedFd) {
     let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
 }
 
+/// The certificates that `config` names, or those of the usual places.
+fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
+    let setup = |error| {
+        let error = match error {
+            // It advises flags, which the agent has not.
+            TlsSetupError::Insecure { source, .. } => TlsSetupError::Credentials(*source),
+            error => error,
+        };
+        AgentError::Tls(Box::new(error))
+    };
+    let options = Options {
+        tls_authz: config.authz.join(" "),
+        ..Options::default()
+    };
+    let tls = match config.tls.as_os_str().is_empty() {
+        // All addresses: other hosts come here.
+        true => tls::of_options(&options, &Address::any()).map_err(setup)?,
+        false => None,
+    };
+    match tls {
+        Some(tls) => Ok(tls),
+        None => tls::of_folder(&config.tls, Profile::Hotlift, &options).map_err(setup),
+    }
+}
+
+/// Reads what the agent would begin with: the configuration in `file`, and certificates. Returns what is odd about the
+/// latter.
+///
+/// # Errors
+/// [`AgentError`]: what is wrong with them.
+pub fn check(file: &Path) -> Result<Vec<String>, AgentError> {
+    let tls = tls_of(&Config::read(file)?)?;
+    Ok(tls.warnings().iter().map(ToString::to_string).collect())
+}
+
 /// Runs the agent with the configuration in `file` until a signal ends it. `redirect` is false to leave nftables alone.
 ///
 /// # Errors
@@ -229,6 +251,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
                 metrics::serve(&of_metrics, &listener)
             })?;
         }
+        notify::say(notify::READY);
         until_told(&agent, &mut signals);
         Ok(())
     })();
@@ -261,6 +284,7 @@ fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
         }
         break;
     }
+    notify::say(notify::STOPPING);
     agent.sessions.end();
     let limit = agent.config().drain_limit.0;
     let count = agent.sessions.under_way().len();

@@ -15,7 +15,7 @@
 //! | `tunnel` | what is no migration: bytes as they are |
 //! | `session`, `sessions` | one migration; all of them, places and totals |
 //! | `budget` | bandwidth and cores, shared |
-//! | `commands`, `metrics`, `log` | the control socket, Prometheus, the journal |
+//! | `commands`, `metrics`, `log`, `notify` | the control socket, Prometheus, the journal, systemd |
 //!
 //! Each migration is a relay ([`hotlift::relay`]) with threads of its own, as `hotlift relay` runs it: who has the guest is
 //! its matter alone, and an agent that is killed is a failed migration.
@@ -34,6 +34,7 @@ mod incoming;
 mod log;
 pub mod messages;
 pub mod metrics;
+mod notify;
 mod outgoing;
 mod redirect;
 pub mod rules;
@@ -42,4 +43,4 @@ mod sessions;
 mod tunnel;
 pub mod values;
 
-pub use agent::{Agent, run};
+pub use agent::{Agent, check, run};

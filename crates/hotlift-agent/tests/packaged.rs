@@ -34,7 +34,10 @@ fn the_example_has_every_key_with_its_default() {
             let name = line.split('=').next().unwrap_or_default().trim();
             name == key || name == format!("[{key}]")
         };
-        assert!(text.lines().any(has), "{key} is not in packaging/agent.toml");
+        assert!(
+            text.lines().any(has),
+            "{key} is not in packaging/agent.toml"
+        );
     }
     config.peers.clear();
     config.weights.clear();
@@ -52,6 +55,9 @@ fn the_dashboard_shows_metrics_that_there_are() {
     for name in shown {
         // Prometheus' name of a counter.
         let name = name.strip_suffix("_total").unwrap_or(name);
-        assert!(METRICS.contains(&format!("\"{name}\"")), "{name} is no metric");
+        assert!(
+            METRICS.contains(&format!("\"{name}\"")),
+            "{name} is no metric"
+        );
     }
 }

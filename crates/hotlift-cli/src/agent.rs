@@ -8,7 +8,7 @@ use hotlift_agent::commands::{AgentInfo, MigrationRow};
 use hotlift_agent::config::{CONFIG_FILE, Config};
 use hotlift_agent::messages::Id;
 use hotlift_agent::rules;
-use hotlift_console::output::say;
+use hotlift_console::output::{complain, say};
 use hotlift_console::output_args::print;
 use hotlift_console::progress::bytes;
 use hotlift_console::table::align_with_words;
@@ -27,7 +27,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 pub enum AgentCommand {
     /// Run the agent until SIGTERM; SIGHUP reads the configuration again
     Run(RunArgs),
-    /// Read the configuration, and say what is wrong with it
+    /// Read the configuration and the certificates, and say what is wrong with them
     Check(ConfigArgs),
     /// Print the nftables rules that the agent installs, for those who write their own
     Rules(ConfigArgs),
@@ -109,7 +109,9 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
             hotlift_agent::run(&args.config.config, !args.no_redirect).map_err(agent_error)
         }
         AgentCommand::Check(args) => {
-            Config::read(&args.config).map_err(|error| agent_error(error.into()))?;
+            for odd in hotlift_agent::check(&args.config).map_err(agent_error)? {
+                complain!("{odd}");
+            }
             say!("{}: no problem found", args.config.display());
             Ok(())
         }
