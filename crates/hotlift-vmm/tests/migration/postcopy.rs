@@ -1,11 +1,9 @@
 //! A guest that runs at its destination before its pages are there, from a save file and from a source that says what a
 //! test wants.
 
-use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::ops::Deref;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -18,8 +16,7 @@ use hotlift::{Address, Control, MigrationError, MigrationEvent, Options, Status}
 use hotlift_mem::{Backing, MemError, PAGE_SIZE};
 use hotlift_vmm::GuestSettings;
 use hotlift_wire::main_channel::{
-    Command, Configuration, FILE_HEADER, MAPPED_RAM, MainEncoder, MappedLayout, postcopy,
-    put_mapped_end, put_packaged_head,
+    Command, Configuration, MainEncoder, postcopy, put_packaged_head,
 };
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{RamBlockEntry, Reader};
@@ -88,46 +85,12 @@ fn devices(guest: &dyn Guest) -> Vec<u8> {
     out
 }
 
-/// A save file of a paused guest, by way of a file in QEMU's format.
-fn save(guest: &dyn Guest, folder: &Path) -> std::path::PathBuf {
-    let path = folder.join("mapped");
-    let file = File::create(&path).unwrap();
-    let configuration = Configuration {
-        machine: guest.machine().to_owned(),
-        capabilities: vec![MAPPED_RAM.to_owned()],
-        ..Configuration::default()
-    };
-    let mut start = FILE_HEADER.to_vec();
-    configuration.encode(&mut start).unwrap();
-    file.write_all_at(&start, 0).unwrap();
-    let layout = MappedLayout::new(0, &blocks(guest), start.len() as u64).unwrap();
-    for (position, piece) in &layout.pieces {
-        file.write_all_at(piece, *position).unwrap();
-    }
-    for (place, ram) in layout.blocks.iter().zip(guest.ram()) {
-        let mut bitmap = vec![0_u8; usize::try_from(place.bitmap_len()).unwrap()];
-        for page in (0..ram.pages()).filter(|page| !ram.page_is_zero(*page)) {
-            bitmap[page / 8] |= 1 << (page % 8);
-            let mut bytes = [0; PAGE_SIZE];
-            ram.read(page * PAGE_SIZE, &mut bytes).unwrap();
-            let position = place.pages_offset + (page * PAGE_SIZE) as u64;
-            file.write_all_at(&bytes, position).unwrap();
-        }
-        file.write_all_at(&bitmap, place.bitmap_offset).unwrap();
-    }
-    let mut end = Vec::new();
-    put_mapped_end(0, &mut end);
-    end.extend(devices(guest));
-    end.extend(b"\0\x06\0\0\0\x02{}");
-    file.write_all_at(&end, layout.end).unwrap();
+/// A save file of a guest, over the channels that `options` say.
+fn save(guest: &Probe, options: &Options, folder: &Path) -> std::path::PathBuf {
     let saved = folder.join("saved");
     let outgoing = Outgoing::File {
         path: &saved,
         format: FileFormat::Hotlift,
-    };
-    let from = Incoming::File {
-        path: &path,
-        offset: 0,
     };
     let settings = RelaySettings {
         outgoing: Options {
@@ -137,8 +100,20 @@ fn save(guest: &dyn Guest, folder: &Path) -> std::path::PathBuf {
         },
         ..RelaySettings::default()
     };
-    let control = Control::default();
-    relay(from, &outgoing, &settings, &control, Hooks::default()).unwrap();
+    let (listener, address) = listen();
+    let controls = [Control::new(), Control::new()];
+    thread::scope(|scope| {
+        let there = scope.spawn(|| {
+            let from = Incoming::Listener(&listener);
+            relay(from, &outgoing, &settings, &controls[1], Hooks::default())
+        });
+        let here = hotlift::migrate(guest, &address, options, &controls[0], &|_| {});
+        let report = there.join().unwrap();
+        let told = |error: MigrationError| error.chain();
+        let (sent, written) = (here.map_err(told), report.map_err(told));
+        assert!(sent.is_ok() && written.is_ok(), "{sent:?} {written:?}");
+    });
+    assert!(!guest.runs(), "it is in the file");
     saved
 }
 
@@ -397,9 +372,14 @@ fn a_guest_runs_from_a_save_file_before_its_pages_are_there() {
                 backing,
                 ..settings()
             };
-            let from = paused(kind, &settings);
+            let from = source(kind, &settings, Quirks::default());
             let folder = tempfile::tempdir().unwrap();
-            let saved = save(&from, folder.path());
+            let multifd = Options {
+                multifd: Some(backing == Backing::Shared),
+                max_bandwidth: 0,
+                ..Options::default()
+            };
+            let saved = save(&from, &multifd, folder.path());
             let to = Arriving::new(kind, &settings);
             let (listener, address) = listen();
             let (control, events) = watched();

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use hotlift_methods::OverMemoryLimit;
 use hotlift_wire::main_channel::{
-    DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, complete_device_state,
-    next_device_state,
+    Command, DeviceStateEvent, DeviceStateStep, EOF_WITHOUT_DESCRIPTION, MainDecoder, MainEvent,
+    SectionKind, Step, complete_device_state, next_device_state,
 };
 use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::{WireError, limits};
@@ -17,7 +17,7 @@ use crate::handover::Word;
 use crate::pipe::hooks::{Hooks, Ownership};
 use crate::pipe::session::Session;
 use crate::stream::counted_buffer::CountedBuffer;
-use crate::stream::main_recv::{MainInput, Waiting};
+use crate::stream::main_recv::{MainInput, Waiting, event_name};
 use crate::stream::return_path::encode;
 use crate::threads::OnPanic;
 
@@ -108,13 +108,7 @@ fn read_device_state(
         let taken = unread.len();
         sections.extend(unread).map_err(too_much)?;
         input.take(taken);
-        if sections.len() > limits::DEVICE_SECTIONS {
-            return Err(MigrationError::main_wire(WireError::OverLimit {
-                what: "length of all device sections",
-                limit: limits::DEVICE_SECTIONS as u64,
-                got: sections.len() as u64,
-            }));
-        }
+        check_length(&sections)?;
         if let Some(eof) = complete_device_state(&sections, &mut searched, &mut candidates) {
             return Ok((sections, eof));
         }
@@ -255,6 +249,77 @@ pub(crate) fn from_relay(
     }
 }
 
+/// Of a guest that is saved: its devices are sections of its stream, behind which it asks whether all is loaded.
+pub(crate) fn from_guest(
+    session: &Session<'_>,
+    upstream: &Upstream,
+    input: &mut MainInput<'_>,
+    decoder: &mut MainDecoder,
+    hooks: Hooks<'_>,
+) -> Result<(), MigrationError> {
+    session.control.set_status(Status::Device);
+    let mut sections = CountedBuffer::new(&session.memory);
+    let asked = loop {
+        let next = decoder.next(input.unread());
+        let (event, consumed) = match next.map_err(MigrationError::main_wire)? {
+            Step::Event { event, consumed } => (event, consumed),
+            Step::Need(needed) => {
+                if !input.fill(needed, &session.call())? {
+                    return Err(MigrationError::main_closed());
+                }
+                continue;
+            }
+        };
+        let asked = match event {
+            MainEvent::Command(Command::Ping(value)) => {
+                input.check_crc(value).map_err(MigrationError::main_wire)?;
+                Some(value)
+            }
+            MainEvent::SectionStart {
+                kind: SectionKind::Full,
+                ..
+            }
+            | MainEvent::DevicePayload(_)
+            | MainEvent::SectionFooter => {
+                let bytes = &input.unread()[..consumed];
+                sections.extend(bytes).map_err(too_much)?;
+                check_length(&sections)?;
+                None
+            }
+            other => return Err(unexpected(&event_name(&other))),
+        };
+        input.take(consumed);
+        if let Some(asked) = asked {
+            break asked;
+        }
+    };
+    session.sink.devices(&sections)?;
+    session.sink.await_loaded()?;
+    if !session.taking.loaded() {
+        return Err(MigrationError::Cancelled);
+    }
+    upstream.answer(&encode(&[ReturnMessage::Pong(asked)]));
+    if input.unread().is_empty() && !input.fill(1, &session.call())? {
+        return Err(MigrationError::main_closed());
+    }
+    match input.unread()[0] {
+        EOF => end_of_relay(session, upstream, input, hooks),
+        _ => Err(unexpected("something else than EOF")),
+    }
+}
+
+/// Whether all device sections together may be so long.
+fn check_length(sections: &[u8]) -> Result<(), MigrationError> {
+    match sections.len() > limits::DEVICE_SECTIONS {
+        false => Ok(()),
+        true => Err(MigrationError::main_wire(WireError::OverLimit {
+            what: "length of all device sections",
+            limit: limits::DEVICE_SECTIONS as u64,
+            got: sections.len() as u64,
+        })),
+    }
+}
+
 /// Reads the `length` bytes of a package.
 pub(crate) fn read_package(
     session: &Session<'_>,
@@ -274,7 +339,7 @@ pub(crate) fn read_package(
     Ok(sections)
 }
 
-/// EOF has come from a relay, which knows that all is loaded and that the source has released the guest.
+/// EOF has come from a Hotlift, which knows that all is loaded, and has released the guest, or its source has.
 fn end_of_relay(
     session: &Session<'_>,
     upstream: &Upstream,
@@ -331,11 +396,11 @@ fn too_much(source: OverMemoryLimit) -> MigrationError {
     MigrationError::memory(Channel::Main, source)
 }
 
-/// What a relay's stream has in a wrong place.
+/// What a Hotlift's stream has in a wrong place.
 pub(crate) fn unexpected(got: &str) -> MigrationError {
     MigrationError::Protocol {
         channel: Channel::Main,
         got: got.to_owned(),
-        doing: "reading the end of a relay's stream",
+        doing: "reading the end of a hotlift's stream",
     }
 }

@@ -47,6 +47,8 @@ enum Then {
     Package(usize),
     /// A relay's source has a preempt channel.
     Preempt,
+    /// A guest has asked with this value whether everything so far has come.
+    Pong(u32),
     RamEnded,
 }
 
@@ -103,7 +105,10 @@ impl<'a> MainReader<'a> {
         if self.switched {
             return self.end_of_postcopy(hooks);
         }
-        if self.upstream.is_relay {
+        if self.upstream.is_guest {
+            let (input, decoder) = (&mut self.input, &mut self.decoder);
+            device_state::from_guest(self.session, self.upstream, input, decoder, hooks)
+        } else if self.upstream.is_relay {
             device_state::from_relay(self.session, self.upstream, &mut self.input, hooks)
         } else {
             let input = &mut self.input;
@@ -190,6 +195,11 @@ impl<'a> MainReader<'a> {
             }
             MainEvent::MultifdFlush => Then::SyncPoint,
             MainEvent::RamEos => Then::SectionEnd,
+            MainEvent::Command(Command::Ping(value)) if self.upstream.is_guest => {
+                let checked = self.input.check_crc(value);
+                checked.map_err(MigrationError::main_wire)?;
+                Then::Pong(value)
+            }
             MainEvent::Command(Command::Ping(PREEMPT)) if self.upstream.is_relay => Then::Preempt,
             MainEvent::Command(command) => Then::Command(command),
             MainEvent::SectionFooter if self.section == SectionKind::End => Then::RamEnded,
@@ -207,6 +217,7 @@ impl<'a> MainReader<'a> {
             Then::Nothing => {}
             Then::SyncPoint => self.barrier()?,
             Then::SectionEnd => self.section_end()?,
+            Then::Pong(value) => self.upstream.answer(&encode(&[ReturnMessage::Pong(value)])),
             Then::Preempt => postcopy(self.session)?.preempt()?,
             Then::Discard(bytes) => {
                 self.switch(further)?;

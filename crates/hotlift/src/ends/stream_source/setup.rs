@@ -33,11 +33,19 @@ pub(crate) struct Setup {
     pub ram: RamLayout,
     /// The multifd flush of the set-up is a record; else, with multifd, every section's end is a sync point.
     pub flush: bool,
-    /// What a relay has said of its stream; `None` of a QEMU.
+    /// What a Hotlift has said of its stream, a relay or a guest; `None` of a QEMU.
     pub relay: Option<Features>,
     pub return_path: bool,
     /// The guest may be switched over before its pages are there.
     pub postcopy: bool,
+}
+
+impl Setup {
+    /// Whether the source is a guest of Hotlift's own.
+    pub(crate) fn is_guest(&self) -> bool {
+        self.relay
+            .is_some_and(|features| !features.contains(Features::RELAYED))
+    }
 }
 
 /// How the stream begins.
@@ -81,9 +89,19 @@ pub(crate) fn other_devices(
     }))
 }
 
-/// Answers a Hotlift's offer; one that is no relay, or of another version, is told so.
-fn greet(mut main: &Stream, offer: Offer, id: MigrationId) -> Result<(), MigrationError> {
-    let takes = Features::RELAYED | (offer.features & Features::MULTIFD);
+/// Answers a Hotlift's offer; one of another version is told so, and so is a guest that is not saved: nobody who takes a
+/// QEMU's stream runs it.
+fn greet(
+    mut main: &Stream,
+    offer: Offer,
+    id: MigrationId,
+    into_stream: bool,
+) -> Result<(), MigrationError> {
+    let relayed = match into_stream {
+        true => Features::RELAYED,
+        false => offer.features & Features::RELAYED,
+    };
+    let takes = relayed | (offer.features & Features::MULTIFD);
     main.write_all(&encode(&handshake::answer(offer, takes, id)))
         .map_err(answering)?;
     handshake::check(offer, takes).inspect_err(|error| graceful_close::refuse(&[main], error))
@@ -109,7 +127,7 @@ fn answering(source: io::Error) -> MigrationError {
     }
 }
 
-/// Reads up to the last record of the START section of `ram`. A relay is told that the migration is called `id`
+/// Reads up to the last record of the START section of `ram`. A Hotlift is told that the migration is called `id`
 /// here. `into_stream`: somebody takes the guest who can run it.
 pub(crate) fn read_setup(
     input: &mut MainInput<'_>,
@@ -216,7 +234,7 @@ pub(crate) fn read_setup(
         }
         input.take(consumed);
         if let Some(offer) = offer {
-            greet(input.socket(), offer, id)?;
+            greet(input.socket(), offer, id, into_stream)?;
         }
         if is_advice && return_path && relay.is_none() {
             answer_pings(input.socket(), &mut commands)?;

@@ -19,8 +19,10 @@ pub(crate) struct Upstream {
     pub main: Stream,
     /// By channel id.
     pub multifd: Vec<Stream>,
-    /// The source is a relay.
+    /// The source is a Hotlift: a relay, or a guest.
     pub is_relay: bool,
+    /// It is a guest, which is saved.
+    pub is_guest: bool,
     /// It chooses the method of each packet.
     pub method_by_packet: bool,
     /// The source takes answers.
@@ -37,7 +39,7 @@ impl Upstream {
     pub(crate) fn new(
         main: Stream,
         multifd: Vec<Stream>,
-        (is_relay, method_by_packet): (bool, bool),
+        (is_relay, is_guest, method_by_packet): (bool, bool, bool),
         return_path: bool,
         demand: Demand,
     ) -> Self {
@@ -47,6 +49,7 @@ impl Upstream {
             main,
             multifd,
             is_relay,
+            is_guest,
             method_by_packet,
             return_path,
             demand,

@@ -162,7 +162,7 @@ fn pass_on(
     }
     let read_ahead = input.detach(setup.relay.is_some());
     let by_packet = hello.is_some_and(|hello| hello.method.is_none());
-    let who = (setup.relay.is_some(), by_packet);
+    let who = (setup.relay.is_some(), setup.is_guest(), by_packet);
     let demand = Demand::new(&setup.ram.blocks, &memory);
     if setup.postcopy {
         demand.reserve()?;
