@@ -741,7 +741,8 @@ fn recovers(waited: bool, broken: &dyn Fn(&Script<'_>)) {
                         break;
                     }
                 }
-                script.stream.shutdown(Shutdown::Write).unwrap();
+                // The destination may have closed it by now.
+                let _ = script.stream.shutdown(Shutdown::Write);
                 // Until the destination has given it up.
                 let mut rest = Vec::new();
                 let _ = (&script.stream).read_to_end(&mut rest);
