@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use hotlift_mem::thread_cpu_time;
 
 use crate::control::Control;
-use crate::schedule::{Schedule, nanos_over};
+use crate::schedule::{Schedule, nanos_over, rescaled};
 use crate::threads::lock;
 
 /// The budget of all threads together.
@@ -75,10 +75,16 @@ impl CpuBudget {
         })
     }
 
-    /// Changes the limit from the next packet on; 0 is unlimited.
+    /// Changes the limit; 0 is unlimited. What is booked already takes its time at the new one.
     pub(crate) fn set_limit(&self, thousandths: u64) {
-        if self.limit.swap(thousandths, Ordering::Relaxed) != thousandths {
-            *self.schedule.lock() = None;
+        let mut booked_until = self.schedule.lock();
+        let before = self.limit.swap(thousandths, Ordering::Relaxed);
+        if before != thousandths {
+            let is_limited = before > 0 && thousandths > 0;
+            let now = Instant::now();
+            *booked_until = booked_until
+                .filter(|_| is_limited)
+                .map(|until| rescaled(until, now, before, thousandths));
             self.changed.notify_all();
         }
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::control::{Control, Status};
 use crate::figures::to_f64;
-use crate::schedule::{Schedule, nanos_over};
+use crate::schedule::{Schedule, nanos_over, rescaled};
 
 /// The budget of all channels together.
 #[derive(Debug)]
@@ -34,22 +34,25 @@ impl Pacer {
         }
     }
 
-    /// Changes the rate from the next packet on; 0 is unlimited. What is booked already, up to a packet
-    /// of each channel, goes out at once: whoever waits for it at a low rate is not to wait on.
+    /// Changes the rate; 0 is unlimited. What is booked already, up to a packet of each channel, takes its time at the new
+    /// one: a rate that changes often is kept, too.
     pub(crate) fn set_rate(&self, bytes_per_second: u64) {
-        self.change(bytes_per_second, false);
+        self.change(bytes_per_second, false, Instant::now());
     }
 
     /// Takes the limit away for good.
     pub(crate) fn lift(&self) {
-        self.change(0, true);
+        self.change(0, true, Instant::now());
     }
 
-    fn change(&self, bytes_per_second: u64, for_good: bool) {
+    fn change(&self, bytes_per_second: u64, for_good: bool, now: Instant) {
         let mut booked_until = self.schedule.lock();
         if !self.lifted.fetch_or(for_good, Ordering::Relaxed) {
-            self.rate.store(bytes_per_second, Ordering::Relaxed);
-            *booked_until = None;
+            let before = self.rate.swap(bytes_per_second, Ordering::Relaxed);
+            let is_paced = before > 0 && bytes_per_second > 0;
+            *booked_until = booked_until
+                .filter(|_| is_paced)
+                .map(|until| rescaled(until, now, before, bytes_per_second));
             self.changes.fetch_add(1, Ordering::Release);
         }
     }
@@ -60,13 +63,22 @@ impl Pacer {
         if control.status() == Status::Setup {
             return Duration::ZERO;
         }
-        let changes = self.changes.load(Ordering::Acquire);
-        let now = Instant::now();
-        let Some(until) = self.book(bytes, now) else {
+        let mut changes = self.changes.load(Ordering::Acquire);
+        let mut rate = self.rate.load(Ordering::Relaxed);
+        let begun = Instant::now();
+        let Some(mut until) = self.book(bytes, begun) else {
             return Duration::ZERO;
         };
-        control.sleep_while(until, || self.changes.load(Ordering::Acquire) == changes);
-        now.elapsed()
+        loop {
+            control.sleep_while(until, || self.changes.load(Ordering::Acquire) == changes);
+            let now = Instant::now();
+            changes = self.changes.load(Ordering::Acquire);
+            let before = std::mem::replace(&mut rate, self.rate.load(Ordering::Relaxed));
+            if now >= until || before == 0 || rate == 0 || control.is_stopped() {
+                return now - begun;
+            }
+            until = rescaled(until, now, before, rate);
+        }
     }
 
     /// Whether there is a limit.
@@ -125,6 +137,40 @@ mod tests {
             let allowed = (now - start + BURST).as_secs_f64() * 1e6 + 10_000.0;
             assert!(f64::from(sent) <= allowed, "{sent} bytes at step {step}");
         }
+    }
+
+    #[test]
+    fn a_rate_that_changes_often_is_kept() {
+        let rates = [900_000, 1_100_000];
+        let start = Instant::now();
+        let pacer = Pacer::new(rates[0]);
+        let (mut allowed, mut sent) = (0.0, 0_u32);
+        // Writers that wait, as `wait` does.
+        let mut ready = [start; 4];
+        for tick in 0..4000_u32 {
+            let now = start + Duration::from_millis(tick.into());
+            let change = usize::try_from(tick / 25).unwrap();
+            let (before, rate) = (rates[change.saturating_sub(1) % 2], rates[change % 2]);
+            if tick % 25 == 0 && tick > 0 {
+                pacer.change(rate, false, now);
+                for until in &mut ready {
+                    *until = rescaled(*until, now, before, rate);
+                }
+            }
+            for until in &mut ready {
+                if *until <= now {
+                    sent += 10_000;
+                    *until = pacer.book(10_000, now).unwrap_or(now);
+                }
+            }
+            allowed += to_f64(rate) / 1000.0;
+            let most = allowed + 1e6 * BURST.as_secs_f64() + 4.0 * 10_000.0;
+            assert!(
+                f64::from(sent) <= most,
+                "{sent} of {most} bytes after {tick} ms"
+            );
+        }
+        assert!(f64::from(sent) > allowed * 0.95, "{sent} of {allowed}");
     }
 
     #[test]

@@ -36,6 +36,15 @@ impl Schedule {
     }
 }
 
+/// When what was to be over at `until` is, if its rate is `to` from `now` on, and was `from`; neither is 0.
+pub(crate) fn rescaled(until: Instant, now: Instant, from: u64, to: u64) -> Instant {
+    let left = until.saturating_duration_since(now);
+    match left.is_zero() {
+        true => until,
+        false => now + nanos_over(left.as_nanos().saturating_mul(from.into()), to),
+    }
+}
+
 /// So many ns over a rate, which is not 0.
 pub(crate) fn nanos_over(nanos: u128, rate: u64) -> Duration {
     let nanos = nanos / u128::from(rate);

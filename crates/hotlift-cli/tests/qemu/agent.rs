@@ -121,9 +121,7 @@ impl Hosts {
 fn text(folder: &Path, pki: &Path, config: &str) -> String {
     let (pki, control) = (pki.display(), folder.join("sock"));
     let control = control.display();
-    format!(
-        "tls = \"{pki}\"\ncontrol = \"{control}\"\nusers = [\"root\"]\nmetrics = \"\"\n{config}\n"
-    )
+    format!("tls = \"{pki}\"\ncontrol = \"{control}\"\nusers = [\"root\"]\n{config}\n")
 }
 
 impl Host<'_> {
@@ -134,6 +132,19 @@ impl Host<'_> {
         let (status, said) = Hotlift::start(&all).wait();
         assert!(status.success(), "{said:?}");
         serde_json::from_str(&said[0]).expect("JSON")
+    }
+
+    /// What Prometheus reads.
+    fn metrics(&self) -> String {
+        let connect = || TcpStream::connect(("127.0.0.1", 16522));
+        let stream = self.namespace.within(connect).expect("the host");
+        let mut stream = stream.expect("the metrics' address");
+        let request = "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
+        stream.write_all(request.as_bytes()).expect("a request");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+        answer
     }
 
     /// Tells the agent something.
@@ -242,6 +253,15 @@ fn a_migration_goes_through_the_agents_as_it_is_typed() {
         rows.iter().all(|row| row["kind"] == "migration"),
         "{rows:?}"
     );
+    let metrics = source.metrics();
+    for line in [
+        "hotlift_agent_ended_total{direction=\"outgoing\",kind=\"migration\",outcome=\"completed\"} 6",
+        "hotlift_agent_tls_failures_total{} 0",
+        "# TYPE hotlift_migration_rate_bytes gauge",
+        "# EOF",
+    ] {
+        assert!(metrics.contains(line), "{line} is missing in\n{metrics}");
+    }
     let (here, there) = (source.end(), destination.end());
     for (said, direction) in [(&here, "outgoing"), (&there, "incoming")] {
         let over = said.lines().filter(|line| {
