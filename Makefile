@@ -8,6 +8,8 @@
 #                where it was ended)
 # make qemu-matrix  moves virtual machines between QEMU 7.2, 10.0 and 11.1 in every combination of settings, where
 #                'make test' moves some of them (hours)
+# make test-libvirt  moves domains of libvirt through the agents of two hosts in every way and with every fault, there and
+#                back fifty times (root, KVM; ten minutes); 'make test' has all but the fifty
 # make fuzz    runs each fuzz target for five minutes, two at a time (three quarters of an hour)
 # make bench   measures beside QEMU 10.0, and 'compress' beside 7.2 (root; 20 minutes)
 # make bench-suites  the full run of a machine by 'hotlift bench': the published tables, beside QEMU, by bandwidth
@@ -17,6 +19,7 @@
 #                relays (root; seven hours, with REPEATS=1 a fifth of that)
 # make bench-restore  measures how soon a saved VM runs, beside QEMU's mapped-ram, exec:zstd and a raw file (root; an
 #                hour; RAM=512M and REPEATS=1 for less)
+# make bench-agent  measures libvirt's migrations with and without agents, and a drain (root, KVM; half an hour)
 
 # A C compiler and binutils build the codecs and the guest program; ISA-L is the fastest deflate, and is
 # opened at run time.
@@ -46,8 +49,8 @@ CAMPAIGN_OUT = bench/results/$(shell date -u +%F)-campaign
 # Raw result of the matrix of QEMUs. What has moved by it is not moved again, so that a run that was ended goes on.
 MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
 
-.PHONY: demo build deb rpm test test-package fmt lint unit campaign campaign-short qemu-matrix fuzz bench bench-suites bench-relay bench-auto \
-	bench-restore
+.PHONY: demo build deb rpm test test-package test-libvirt fmt lint unit campaign campaign-short qemu-matrix fuzz bench \
+	bench-suites bench-relay bench-auto bench-restore bench-agent
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
 # mix if there is none.
@@ -131,6 +134,11 @@ qemu-matrix:
 		lazy_machines::guests_run_before_their_pages_in_every_combination_of_machines \
 		matrix::machines_move_through_relays_in_every_combination_of_settings
 
+# Two hosts at once: each test has a pair of its own, and its guests take cores.
+test-libvirt:
+	@scripts/install-packages $(TEST_PACKAGES)
+	cargo test --locked --package hotlift-cli --test libvirt -- --include-ignored --test-threads 2
+
 fuzz:
 	@scripts/install-packages $(TEST_PACKAGES)
 	scripts/fuzz 300
@@ -187,3 +195,11 @@ bench-restore: build
 	-bench/restore.py --ram $(RAM) --repeats $(REPEATS) $(if $(filter generated,$(FILL)),,--fill $(FILL)) \
 		--qemu $(QEMU) --newer-qemu $$(scripts/qemu-11)/qemu-system-x86_64 --files $(FILES) --out $(OUT)
 	bench/restore.py --table $(OUT)/runs.jsonl
+
+# RAM of the domain, and of all domains of the drain together.
+bench-agent: RESULTS = agent
+bench-agent: RAM = 2G
+bench-agent: build
+	@scripts/install-packages $(BENCH_PACKAGES) $(LIBVIRT_PACKAGES) qemu-system-x86 nftables python3 zstd
+	-bench/agent.py --ram $(RAM) --repeats $(REPEATS) $(if $(filter generated,$(FILL)),,--fill $(FILL)) --out $(OUT)
+	bench/agent.py --table $(OUT)/runs.jsonl

@@ -20,9 +20,9 @@ use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_console::table::{align_with_words, new_table};
 use serde::Serialize;
 
-use crate::drain_plan::{Candidate, LINK, Place, Plan, Step, host_of};
+use crate::drain_plan::{Candidate, LINK, Place, Plan, Step, short};
 use crate::error::CommandError;
-use crate::virsh::{Job, Libvirt, Migrating, State, VirshError};
+use crate::virsh::{Job, Libvirt, Migrating, State, VirshError, Whereabouts, whereabouts};
 
 /// Between two looks at what libvirt says of migrations under way.
 const LOOK: Duration = Duration::from_secs(1);
@@ -357,7 +357,7 @@ impl Drain<'_> {
 }
 
 fn lost_for(to: &Libvirt, error: &VirshError) -> String {
-    format!("{} is lost: {}", host_of(to.uri()), error_line(error))
+    format!("{} is lost: {}", short(to.uri()), error_line(error))
 }
 
 /// Watches whether a destination answers: a migration to one that does not may go on for ever, and cannot end well.
@@ -424,13 +424,12 @@ fn fate(here: &Libvirt, to: &Libvirt, domain: &str, ended: Result<(), String>) -
             job: to.job(domain, true),
         };
     };
-    // libvirt lets the guest go on here before it says that a migration has failed.
-    match (here.state(domain), to.state(domain)) {
-        (Ok(State::Running), _) => Fate::Stayed { reason },
-        (Ok(State::Gone), Ok(State::Running)) => Fate::Moved {
+    match whereabouts(here, to, domain, State::Running) {
+        Whereabouts::Here => Fate::Stayed { reason },
+        Whereabouts::There => Fate::Moved {
             job: to.job(domain, true),
         },
-        _ => Fate::Unknown { reason },
+        Whereabouts::Unknown => Fate::Unknown { reason },
     }
 }
 
@@ -449,7 +448,7 @@ fn table(outcomes: &[Outcome]) -> String {
         let down = job.and_then(|job| job.downtime_ms);
         table.add_row([
             step.domain.clone(),
-            step.to.as_deref().map_or("-".to_owned(), host_of),
+            step.to.as_deref().map_or("-".to_owned(), short),
             bytes(step.memory_bytes),
             state.to_owned(),
             seconds.unwrap_or("-".to_owned()),
@@ -481,7 +480,7 @@ impl Display {
             return;
         }
         let domain = &outcome.step.domain;
-        let to = outcome.step.to.as_deref().map_or("-".to_owned(), host_of);
+        let to = outcome.step.to.as_deref().map_or("-".to_owned(), short);
         let text = match &outcome.fate {
             Fate::Waiting => return,
             Fate::UnderWay => "under way".to_owned(),

@@ -11,6 +11,8 @@ use hotlift_console::progress::bytes;
 use hotlift_console::table::{align_with_words, new_table};
 use serde::Serialize;
 
+use crate::virsh::host_of;
+
 /// Bytes a second of a link of which nothing is said: 1 Gbit/s, the slowest that hosts are given.
 pub const LINK: u64 = 125_000_000;
 
@@ -110,7 +112,7 @@ impl Plan {
         for step in &self.steps {
             table.add_row([
                 step.domain.clone(),
-                step.to.as_deref().map_or("no room".to_owned(), host_of),
+                step.to.as_deref().map_or("no room".to_owned(), short),
                 bytes(step.memory_bytes),
                 step.written_per_second.map_or("?".to_owned(), bytes),
                 step.seconds
@@ -122,15 +124,9 @@ impl Plan {
     }
 }
 
-/// The host in a URI of libvirt's, without the user, or all of it.
-pub fn host_of(uri: &str) -> String {
-    let after = uri.split_once("://").map_or("", |(_, rest)| rest);
-    let host = after.split('/').next().unwrap_or("");
-    let host = host.rsplit('@').next().unwrap_or("");
-    match host.is_empty() {
-        true => uri.to_owned(),
-        false => host.to_owned(),
-    }
+/// As it is shown: the host in a URI, or all of it.
+pub fn short(uri: &str) -> String {
+    host_of(uri).unwrap_or(uri).to_owned()
 }
 
 fn seconds(one: &Candidate, bandwidth: u64) -> Option<u64> {

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use hotlift::MigrationError;
 use hotlift::guest::GuestError;
 use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
+use hotlift::{Address, MigrationError};
 use hotlift_agent::error::AgentError;
 use hotlift_bench::error::BenchError;
 use hotlift_console::conversation::ConversationError;
@@ -113,6 +113,29 @@ pub enum CommandError {
     OtherHosts(MonitorError),
     #[error(transparent)]
     Virsh(#[from] VirshError),
+    #[error("with {flag}, --to is {expected}")]
+    WrongTo {
+        flag: &'static str,
+        expected: &'static str,
+    },
+    #[error("'{uri}' names no host whose agent could be asked: give --agent tcp:HOST:PORT")]
+    NoHost { uri: String },
+    #[error("no port of libvirt's migrations is free on loopback")]
+    NoPort,
+    #[error("disks are not copied this way: they need 'virsh migrate' and an agent on both hosts")]
+    DiskCopies,
+    #[error("{domain} does not run at {uri}")]
+    NoGuest { domain: String, uri: String },
+    #[error("cannot reach the agent at {agent}")]
+    NoAgentThere {
+        agent: Address,
+        #[source]
+        source: Box<ConsoleError>,
+    },
+    #[error("migration failed, and the domain stayed here: {reason}")]
+    DomainStayed { reason: String },
+    #[error("migration failed, and it is not known where the domain runs: {reason}")]
+    DomainInDoubt { reason: String },
     #[error("{stayed} of {of} domains stayed here, and run")]
     DomainsStayed { stayed: usize, of: usize },
     #[error("it is not known where {domains} of the domains run")]
@@ -184,7 +207,10 @@ impl CommandError {
             Self::DomainsStayed { .. } => {
                 Some("the same command again goes on with those that are left")
             }
-            Self::DomainsInDoubt { .. } => Some(
+            Self::NoAgentThere { .. } => {
+                Some("start 'hotlift agent' there, with certificates of the same CA")
+            }
+            Self::DomainInDoubt { .. } | Self::DomainsInDoubt { .. } => Some(
                 "ask libvirt on both hosts: virsh list --all; one that is paused here and runs nowhere else goes on by 'virsh \
                  resume'",
             ),
@@ -203,6 +229,7 @@ impl CommandError {
             | Self::Relay(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
             | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
             | Self::NotKnown { .. }
+            | Self::DomainInDoubt { .. }
             | Self::DomainsInDoubt { .. }
             | Self::PagesMissing { .. }
             | Self::EndedCopy => ExitCode::from(3),
@@ -221,6 +248,7 @@ impl CommandError {
         match self {
             Self::Console(error) => error.is_usage(),
             Self::Certs(error) => error.is_usage(),
+            Self::WrongTo { .. } | Self::NoHost { .. } | Self::DiskCopies => true,
             _ => false,
         }
     }

@@ -16,6 +16,7 @@ mod guest_run;
 mod manual;
 mod methods;
 mod migrate;
+mod migrate_domain;
 mod peer;
 mod relay;
 mod relay_report;
@@ -69,13 +70,18 @@ enum Command {
     /// Work with one built-in guest
     #[command(subcommand)]
     Guest(GuestCommand),
-    /// Move the guest of a running QEMU to a host where 'hotlift serve' waits
+    /// Move the guest of a running QEMU to a host where 'hotlift serve' waits, or a domain of libvirt
     ///
     /// Sets QEMU's migration capabilities and parameters for the time of the migration, and puts
     /// them back. The bandwidth is unlimited unless max-bandwidth is given, and then it is that of
     /// the wire. Ctrl-C cancels; the guest runs on here.
     ///
     ///   hotlift migrate --qmp /run/vm.qmp --to tcp:HOST:4444 --method zstd --channels 4
+    ///
+    /// With --domain libvirt does all but move the pages ('virsh migrate --live'). They go from a relay here to the agent of
+    /// the destination ('hotlift agent'), and both QEMUs listen and connect on their own loopback only:
+    ///
+    ///   hotlift migrate --domain web1 --to qemu+ssh://HOST/system --parallel 4
     ///
     /// Both hosts need certificates ('hotlift certs'), or --insecure.
     ///

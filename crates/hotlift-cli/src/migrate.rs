@@ -1,10 +1,13 @@
-//! `hotlift migrate`: moves the guest of a running QEMU to a host where `hotlift serve` waits.
+//! `hotlift migrate`: moves the guest of a running QEMU to a host where `hotlift serve` waits; a domain of libvirt:
+//! `migrate_domain`.
 
+use std::str::FromStr;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use hotlift::relay::{Outgoing, RelayReport, RelaySettings};
+use hotlift::transport::TransportError;
 use hotlift::{Address, MigrationError};
 use hotlift_console::conversation::{CONNECT, Conversation};
 use hotlift_console::error::{ConsoleError, error_line};
@@ -21,6 +24,7 @@ use hotlift_qemu::source::{GuestThere, Source};
 use hotlift_qmp::{QmpAddress, Uuid, Version};
 
 use crate::error::CommandError;
+use crate::migrate_domain::{self, DomainArgs};
 use crate::peer::{Answer, Hello, PROTOCOL, SourceMessage};
 use crate::relay_report::Migration;
 
@@ -34,29 +38,77 @@ const EXPLANATION: Duration = Duration::from_secs(5);
 #[derive(Debug, Args)]
 pub struct MigrateArgs {
     /// QMP socket of the QEMU whose guest is to move: PATH, unix:PATH or tcp:HOST:PORT
-    #[arg(long, value_name = "ADDRESS")]
-    qmp: QmpAddress,
-    /// Where 'hotlift serve' listens: tcp:HOST:PORT
+    #[arg(long, value_name = "ADDRESS", required_unless_present = "domain")]
+    qmp: Option<QmpAddress>,
+    /// The domain of libvirt that is to move, in place of --qmp
+    #[arg(long, value_name = "NAME", conflicts_with = "qmp")]
+    domain: Option<String>,
+    /// Where 'hotlift serve' listens: tcp:HOST:PORT; with --domain the destination's libvirt: qemu+ssh://HOST/system
     #[arg(long, value_name = "URI")]
-    to: Address,
+    to: To,
+    #[command(flatten)]
+    libvirt: DomainArgs,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
     migration: RoleArgs<role::Migrate>,
 }
 
+/// Who takes the guest.
+#[derive(Debug, Clone)]
+enum To {
+    /// `hotlift serve`.
+    Serve(Address),
+    /// A libvirtd.
+    Libvirt(String),
+}
+
+impl FromStr for To {
+    type Err = TransportError;
+
+    fn from_str(text: &str) -> Result<Self, TransportError> {
+        match text.contains("://") {
+            true => Ok(Self::Libvirt(text.to_owned())),
+            false => text.parse().map(Self::Serve),
+        }
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &MigrateArgs) -> Result<(), CommandError> {
+    let settings = args.migration.relay_settings()?;
+    match (&args.qmp, &args.domain, &args.to) {
+        (Some(qmp), None, To::Serve(to)) => to_serve(args, qmp, to, settings),
+        (None, Some(domain), To::Libvirt(uri)) => {
+            migrate_domain::run(&args.libvirt, domain, uri, settings, &args.output)
+        }
+        (None, ..) => Err(CommandError::WrongTo {
+            flag: "--domain",
+            expected: "the destination's libvirt: qemu+ssh://HOST/system",
+        }),
+        (Some(_), ..) => Err(CommandError::WrongTo {
+            flag: "--qmp",
+            expected: "where 'hotlift serve' listens: tcp:HOST:PORT",
+        }),
+    }
+}
+
+/// Moves the guest of a QEMU to where `hotlift serve` listens.
+fn to_serve(
+    args: &MigrateArgs,
+    qmp: &QmpAddress,
+    to: &Address,
+    mut relay_settings: RelaySettings,
+) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
-    let mut relay_settings = args.migration.relay_settings()?;
-    let source = Source::connect(&args.qmp)?;
+    let source = Source::connect(qmp)?;
     relay_settings.uuid = Some(source.uuid()?.0);
-    let tls = security::tls(&relay_settings.outgoing, &args.to)?;
-    let mut destination = Conversation::connect(&args.to, "--to", tls.as_deref())?;
+    let tls = security::tls(&relay_settings.outgoing, to)?;
+    let mut destination = Conversation::connect(to, "--to", tls.as_deref())?;
     relay_settings.outgoing_tls = tls;
     let hello = hello(&source, &relay_settings)?;
     destination.say(&hello)?;
-    let (address, token, destination_qemu) = ready(args, &mut destination, &interrupt)?;
+    let (address, token, destination_qemu) = ready(to, &mut destination, &interrupt)?;
     relay_settings.outgoing_pass = Some(destination.pass(token.0));
     let this = Move {
         args,
@@ -103,7 +155,7 @@ fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandErro
 /// Waits until the destination is ready; where its relay listens, what connections there begin with, and its
 /// QEMU's version.
 fn ready(
-    args: &MigrateArgs,
+    to: &Address,
     destination: &mut Conversation,
     interrupt: &Interrupt,
 ) -> Result<(Address, Uuid, Version), CommandError> {
@@ -111,7 +163,7 @@ fn ready(
     loop {
         match destination.hear(TICK)? {
             Some(Answer::Ready { port, token, qemu }) => {
-                let address = match &args.to {
+                let address = match to {
                     Address::Tcp { host, .. } => Address::Tcp {
                         host: host.clone(),
                         port,

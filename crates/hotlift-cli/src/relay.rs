@@ -11,7 +11,7 @@ use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::output_args::OutputArgs;
-use hotlift_console::progress::{Display, bytes, jobs};
+use hotlift_console::progress::{Display, jobs};
 use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
 use hotlift_monitor::RelayMonitor;
@@ -20,7 +20,7 @@ use hotlift_qmp::server::{Commands, Events};
 
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::relay_report::relay_table;
+use crate::relay_report::{progress_line, relay_table};
 
 /// Which end of the way a relay stands at. Both do the same; what differs is who connects, so what
 /// the flags are likely to be.
@@ -172,7 +172,7 @@ impl Relay<'_> {
             self.monitor.note(progress);
             display.show_line(0, || {
                 let jobs = jobs(&control.jobs());
-                format!("{}{jobs}", line(label, progress)).into()
+                format!("{}{jobs}", progress_line(label, progress)).into()
             });
         };
         let hooks = Hooks {
@@ -209,16 +209,4 @@ impl Relay<'_> {
             Err(error) => ControlFlow::Break(CommandError::Relay(error)),
         }
     }
-}
-
-fn line(label: &str, progress: &RelayProgress) -> String {
-    format!(
-        "{label}: {:.1} s, {} in, {} out, {} normal and {} zero pages of {} of RAM",
-        progress.elapsed.as_secs_f64(),
-        bytes(progress.received_bytes),
-        bytes(progress.sent_bytes),
-        progress.normal_pages,
-        progress.zero_pages,
-        bytes(progress.total_bytes),
-    )
 }

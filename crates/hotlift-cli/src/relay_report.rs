@@ -2,7 +2,7 @@
 
 use comfy_table::Table;
 use hotlift::figures::{JobFigures, SideFigures, shares_of};
-use hotlift::relay::RelayReport;
+use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift_console::progress::bytes;
 use hotlift_console::table::{align, new_table};
 use hotlift_console::width;
@@ -10,6 +10,7 @@ use hotlift_qmp::{MigrationInfo, MigrationStats, Version};
 use serde::Serialize;
 
 use crate::report::done_by;
+use crate::virsh::Job;
 
 /// One migration through a pair of relays, as `--json` writes it.
 #[derive(Debug, Serialize)]
@@ -52,6 +53,60 @@ impl Migration {
         let threads = reports.iter().map(|(side, report)| (*side, &report.side));
         format!("{table}\n{}", threads_table(threads))
     }
+}
+
+/// One domain that libvirt has moved, as `--json` writes it.
+#[derive(Debug, Serialize)]
+pub struct DomainMigration {
+    /// Its name.
+    pub domain: String,
+    /// URI of the destination's libvirt.
+    pub to: String,
+    /// What libvirt counts; `null` if it does not say.
+    pub libvirt: Option<Job>,
+    /// The relay at the source; `null` if it has failed when the domain was there already.
+    pub relay: Option<RelayReport>,
+}
+
+impl DomainMigration {
+    /// The result table, and CPU time by thread.
+    pub fn table(&self) -> String {
+        let mut table = new_table(&["migration", ""]);
+        let mut row = |name: &str, value: String| {
+            table.add_row([name.to_owned(), value]);
+        };
+        if let Some(job) = &self.libvirt {
+            row("total time (libvirt)", format!("{} ms", job.total_ms));
+            let downtime = job
+                .downtime_ms
+                .map_or("-".to_owned(), |ms| format!("{ms} ms"));
+            row("downtime (libvirt)", downtime);
+        }
+        let mut threads = String::new();
+        if let Some(relay) = &self.relay {
+            row("sent by QEMU", bytes(relay.received_bytes));
+            relay_rows(&mut row, relay);
+            row("CPU", cpu(&relay.side));
+            let side = std::iter::once(("source", &relay.side));
+            threads = format!("\n{}", threads_table(side));
+        }
+        align(&mut table);
+        width::wrap(&mut table, 1);
+        format!("{table}{threads}")
+    }
+}
+
+/// A moment of a relay.
+pub fn progress_line(label: &str, progress: &RelayProgress) -> String {
+    format!(
+        "{label}: {:.1} s, {} in, {} out, {} normal and {} zero pages of {} of RAM",
+        progress.elapsed.as_secs_f64(),
+        bytes(progress.received_bytes),
+        bytes(progress.sent_bytes),
+        progress.normal_pages,
+        progress.zero_pages,
+        bytes(progress.total_bytes),
+    )
 }
 
 /// One VM that was saved, as `--json` writes it.

@@ -60,6 +60,39 @@ pub struct Libvirt {
     uri: String,
 }
 
+/// Where a domain is after a migration that has failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whereabouts {
+    /// As it was before.
+    Here,
+    /// The destination has it all the same.
+    There,
+    /// Nobody knows.
+    Unknown,
+}
+
+/// Asks both libvirts where a domain is that was `was` before. libvirt lets the guest go on here before it says that a
+/// migration has failed.
+pub fn whereabouts(here: &Libvirt, to: &Libvirt, domain: &str, was: State) -> Whereabouts {
+    match (here.state(domain), to.state(domain)) {
+        (Ok(State::Gone), Ok(there)) if there == was => Whereabouts::There,
+        (Ok(here), _) if here == was => Whereabouts::Here,
+        _ => Whereabouts::Unknown,
+    }
+}
+
+/// The host in a URI of libvirt's; `None` if it has none.
+pub fn host_of(uri: &str) -> Option<&str> {
+    let (_, rest) = uri.split_once("://")?;
+    let authority = rest.split(['/', '?']).next()?;
+    let host = authority.rsplit('@').next()?;
+    let host = match host.strip_prefix('[') {
+        Some(rest) => rest.split(']').next()?,
+        None => host.split(':').next()?,
+    };
+    (!host.is_empty()).then_some(host)
+}
+
 /// What a migration costs so far, as libvirt counts it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -368,6 +401,22 @@ mod tests {
         let said = "total  :  24684096 KiB\nfree   :  20000000 KiB\ncached :         17 KiB";
         assert_eq!(value(said, "free"), Some("20000000 KiB"));
         assert_eq!(value("Persistent:     yes", "Persistent:"), Some("yes"));
+    }
+
+    #[test]
+    fn the_host_is_found_in_every_form_of_a_uri() {
+        for (uri, host) in [
+            ("qemu+ssh://b.example/system", Some("b.example")),
+            (
+                "qemu+ssh://root@b.example:2222/system?no_tty=1",
+                Some("b.example"),
+            ),
+            ("qemu+tcp://[2001:db8::2]:16509/system", Some("2001:db8::2")),
+            ("qemu:///system", None),
+            ("tcp:b:4444", None),
+        ] {
+            assert_eq!(host_of(uri), host, "{uri}");
+        }
     }
 
     #[test]

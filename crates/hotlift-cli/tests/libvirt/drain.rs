@@ -1,16 +1,13 @@
 //! `hotlift drain`: a plan, its order, what fails, and the same command again.
 
-use hotlift_testkit::libvirt::{Domain, Host, Hosts};
+use hotlift_testkit::libvirt::{Domain, Hosts};
 use hotlift_testkit::namespace::End;
 use hotlift_testkit::process::Process;
 use rustix::process::Signal;
 
-use crate::{DEADLINE, HOTLIFT, UNSAFE, domain, hosts, is_at, until};
+use crate::{DEADLINE, HOTLIFT, SLOW_MBITS, UNSAFE, domain, hosts, is_at, is_under_way, until};
 
 const TO: &str = "--to=qemu+tcp://b/system";
-
-/// Slower than the guests write, so that no migration ends by itself.
-const SLOW_MBITS: u32 = 40;
 
 fn drain(hosts: &Hosts, flags: &[&str]) -> Process {
     let mut line = vec!["drain", TO];
@@ -29,14 +26,6 @@ fn ended(mut drain: Process) -> (Option<i32>, String) {
 
 fn domains(hosts: &Hosts, names: &[&str]) -> Vec<Domain> {
     names.iter().map(|name| domain(hosts, name)).collect()
-}
-
-/// Waits until libvirt has the migration of a domain under way.
-fn is_under_way(host: &Host, domain: &Domain) {
-    until("a migration is under way", || {
-        let said = host.virsh(&["domjobinfo", &domain.name]).ok()?;
-        said.contains("Memory remaining").then_some(())
-    });
 }
 
 #[test]

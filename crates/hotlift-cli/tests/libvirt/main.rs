@@ -3,6 +3,10 @@
 //! | file | what |
 //! |---|---|
 //! | `plain` | libvirt alone: what the hosts of these tests are worth |
+//! | `agents` | the agents of both hosts |
+//! | `carried` | every way of libvirt's, through the agents |
+//! | `faults` | what is killed, cut, aborted, or not there |
+//! | `by_domain` | `hotlift migrate --domain` |
 //! | `drain` | `hotlift drain` |
 
 #![allow(
@@ -11,14 +15,19 @@
     reason = "a test says what it does"
 )]
 
+mod agents;
+mod by_domain;
+mod carried;
 mod drain;
+mod faults;
 mod plain;
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use hotlift_testkit::libvirt::{Disk, Domain, Hosts, is_possible};
+use hotlift_testkit::libvirt::{Disk, Domain, Host, Hosts, is_possible};
 use hotlift_testkit::namespace::End;
+use hotlift_testkit::process::Process;
 use hotlift_testkit::program::Program;
 
 /// The program in 64 MiB, 16 MiB of it written to.
@@ -43,11 +52,7 @@ const UNSAFE: &str = "--unsafe";
 
 /// `virsh migrate --live` from where the domain is to the other host.
 fn migrate(hosts: &Hosts, from: End, domain: &Domain, options: &[&str]) -> Result<(), String> {
-    let to = match from {
-        End::Source => &hosts.destination,
-        End::Destination => &hosts.source,
-    };
-    let uri = to.uri();
+    let uri = hosts.host(other(from)).uri();
     let mut line = vec!["migrate", "--live", &domain.name, &uri];
     line.extend(options);
     let moved = hosts.host(from).virsh(&line);
@@ -72,6 +77,43 @@ fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
         }
         assert!(Instant::now() < deadline, "{what}");
         std::thread::sleep(LOOK);
+    }
+}
+
+/// Slower than a guest of these tests is moved in a moment, compressed or not.
+const SLOW_MBITS: u32 = 40;
+
+/// Waits until libvirt has the migration of a domain under way.
+fn is_under_way(host: &Host, domain: &Domain) {
+    until("a migration is under way", || {
+        let said = host.virsh(&["domjobinfo", &domain.name]).ok()?;
+        said.contains("Memory remaining").then_some(())
+    });
+}
+
+/// The other end.
+fn other(end: End) -> End {
+    match end {
+        End::Source => End::Destination,
+        End::Destination => End::Source,
+    }
+}
+
+/// Starts `virsh migrate --live` from the source.
+fn begin(hosts: &Hosts, domain: &Domain, options: &[&str]) -> Process {
+    let uri = hosts.destination.uri();
+    let mut line = vec!["migrate", "--live", UNSAFE, &domain.name, &uri];
+    line.extend(options);
+    hosts.source.start("virsh", &line).expect("virsh starts")
+}
+
+/// Waits for the end of what [`begin`] has begun; what it says if it fails.
+fn outcome(mut migration: Process) -> Result<(), String> {
+    let status = migration.wait(DEADLINE).expect("it ends");
+    migration.hear_out();
+    match status.success() {
+        true => Ok(()),
+        false => Err(migration.said().join("\n")),
     }
 }
 

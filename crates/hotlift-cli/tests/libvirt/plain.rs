@@ -3,7 +3,7 @@
 use hotlift_testkit::libvirt::Disk;
 use hotlift_testkit::namespace::End;
 
-use crate::{UNSAFE, domain, hosts, is_at, migrate, program};
+use crate::{UNSAFE, domain, hosts, is_at, migrate, other, program};
 
 #[test]
 fn domains_move_by_libvirt_alone() {
@@ -19,14 +19,11 @@ fn domains_move_by_libvirt_alone() {
     let mut from = End::Source;
     for options in ways {
         migrate(&hosts, from, &one, options).unwrap_or_else(|why| panic!("{options:?}: {why}"));
-        from = match from {
-            End::Source => End::Destination,
-            End::Destination => End::Source,
-        };
+        from = other(from);
         is_at(&hosts, from, &one);
     }
     let disk = Disk::OfEachHost;
-    let other = hosts.domain("db1", &program(), disk).expect("a domain");
-    migrate(&hosts, End::Source, &other, &["--copy-storage-all"]).expect("it moves");
-    is_at(&hosts, End::Destination, &other);
+    let copied = hosts.domain("db1", &program(), disk).expect("a domain");
+    migrate(&hosts, End::Source, &copied, &["--copy-storage-all"]).expect("it moves");
+    is_at(&hosts, End::Destination, &copied);
 }

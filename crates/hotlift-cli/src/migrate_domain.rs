@@ -1,0 +1,336 @@
+//! `hotlift migrate --domain`: libvirt moves a domain, whose pages go through a relay of this process and the agent of the
+//! other host.
+//!
+//! Both QEMUs talk to their own loopback: the source's to the relay here, at the port at which the destination's waits for the
+//! agent there. So no socket file needs an owner, a label of SELinux or a rule of AppArmor, and nothing is redirected.
+
+use std::ffi::OsString;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Mutex;
+use std::thread;
+use std::time::Duration;
+
+use clap::Args;
+use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings, SourceStream};
+use hotlift::{Address, Control, Listener};
+use hotlift_agent::config::{AGENT_PORT, Config};
+use hotlift_agent::messages::{Hello, Id, Kind, Message, PROTOCOL};
+use hotlift_console::conversation::Conversation;
+use hotlift_console::error::ConsoleError;
+use hotlift_console::output::complain;
+use hotlift_console::output_args::OutputArgs;
+use hotlift_console::progress::Display;
+use hotlift_console::security;
+use hotlift_console::signals::{Interrupt, TICK};
+use hotlift_qmp::one_line;
+
+use crate::error::CommandError;
+use crate::relay_report::{DomainMigration, progress_line};
+use crate::virsh::{Libvirt, State, VirshError, Whereabouts, host_of, whereabouts};
+
+/// How long the agent may take to answer.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// How many ports are tried of which the destination uses one for something else.
+const PORTS: usize = 4;
+
+/// What QEMU says of such a port.
+const IN_USE: &str = "Address already in use";
+
+/// Flags of `migrate` that go with `--domain`.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "libvirt")]
+pub struct DomainArgs {
+    /// Connections of the domain's QEMU (virsh migrate --parallel)
+    #[arg(long, value_name = "NUMBER", requires = "domain", value_parser = clap::value_parser!(u8).range(1..))]
+    parallel: Option<u8>,
+    /// libvirt of this host [default: qemu:///system]
+    #[arg(long, value_name = "URI", requires = "domain")]
+    connect: Option<String>,
+    /// Where the destination's agent listens: tcp:HOST:PORT [default: the host of --to, port 16520]
+    #[arg(long, value_name = "URI", requires = "domain")]
+    agent: Option<Address>,
+    /// More options of 'virsh migrate'
+    #[arg(last = true, value_name = "OPTION", requires = "domain")]
+    options: Vec<OsString>,
+}
+
+impl DomainArgs {
+    /// Those of `virsh` for a migration by way of `port`.
+    fn options(&self, port: u16) -> Vec<OsString> {
+        let mut words = vec![
+            "--migrateuri".to_owned(),
+            format!("tcp://{}:{port}", Ipv4Addr::LOCALHOST),
+            "--listen-address".to_owned(),
+            Ipv4Addr::LOCALHOST.to_string(),
+        ];
+        if let Some(parallel) = self.parallel {
+            words.extend(["--parallel", "--parallel-connections"].map(str::to_owned));
+            words.push(parallel.to_string());
+        }
+        let words = words.into_iter().map(OsString::from);
+        words.chain(self.options.iter().cloned()).collect()
+    }
+
+    fn agent(&self, uri: &str) -> Result<Address, CommandError> {
+        match (&self.agent, host_of(uri)) {
+            (Some(agent), _) => Ok(agent.clone()),
+            (None, Some(host)) => Ok(Address::Tcp {
+                host: host.to_owned(),
+                port: AGENT_PORT,
+            }),
+            (None, None) => Err(CommandError::NoHost {
+                uri: uri.to_owned(),
+            }),
+        }
+    }
+}
+
+/// Runs the command for `domain` to the libvirt at `uri`.
+pub fn run(
+    args: &DomainArgs,
+    domain: &str,
+    uri: &str,
+    settings: RelaySettings,
+    output: &OutputArgs,
+) -> Result<(), CommandError> {
+    let copies = |word: &OsString| word.to_string_lossy().starts_with("--copy-storage");
+    if args.options.iter().any(copies) {
+        return Err(CommandError::DiskCopies);
+    }
+    let interrupt = Interrupt::catch()?;
+    let connect = args.connect.as_deref().unwrap_or("qemu:///system");
+    let (here, to) = (Libvirt::at(connect), Libvirt::at(uri));
+    let was = here.state(domain)?;
+    if was == State::Gone {
+        return Err(CommandError::NoGuest {
+            domain: domain.to_owned(),
+            uri: connect.to_owned(),
+        });
+    }
+    let agent = args.agent(uri)?;
+    let tls = security::tls(&settings.outgoing, &agent)?;
+    let settings = RelaySettings {
+        outgoing_tls: tls,
+        ..settings
+    };
+    let this = Move {
+        args,
+        domain,
+        here: &here,
+        to: &to,
+        agent: &agent,
+        interrupt: &interrupt,
+        quiet: output.quiet,
+    };
+    let mut ports = Vec::new();
+    let ended = loop {
+        let (listener, port) = listen(&ports)?;
+        ports.push(port);
+        let ended = this.run(&listener, port, settings.clone())?;
+        match &ended.libvirt {
+            Err(reason) if reason.contains(IN_USE) && ports.len() < PORTS => {}
+            _ => break ended,
+        }
+    };
+    let mut migration = DomainMigration {
+        domain: domain.to_owned(),
+        to: uri.to_owned(),
+        libvirt: None,
+        relay: None,
+    };
+    let theirs = ended
+        .theirs
+        .map(|reason| format!("; the agent there: {reason}"));
+    let theirs = theirs.unwrap_or_default();
+    let ours = match ended.relay {
+        Ok(report) => {
+            migration.relay = Some(report);
+            String::new()
+        }
+        Err(error) => format!("; the relay: {}", error.chain()),
+    };
+    if let Err(reason) = ended.libvirt {
+        let reason = format!("{reason}{ours}{theirs}");
+        match whereabouts(&here, &to, domain, was) {
+            Whereabouts::Here if interrupt.is_raised() => {
+                return Err(ConsoleError::Interrupted.into());
+            }
+            Whereabouts::Here => return Err(CommandError::DomainStayed { reason }),
+            Whereabouts::Unknown => return Err(CommandError::DomainInDoubt { reason }),
+            Whereabouts::There => complain!("hotlift: {reason}"),
+        }
+    }
+    complain!("the domain is at {uri}");
+    migration.libvirt = to.job(domain, true);
+    Ok(output.print(&migration, || migration.table())?)
+}
+
+/// A listener for the source's QEMU at a port of libvirt's that no migration of this host uses, and none of `but`.
+fn listen(but: &[u16]) -> Result<(Listener, u16), CommandError> {
+    // An agent lets nobody reach other ports.
+    let ports = Config::default().ports;
+    let mut ports: Vec<_> = (ports.first..=ports.last).collect();
+    fastrand::shuffle(&mut ports);
+    for port in ports.into_iter().filter(|port| !but.contains(port)) {
+        let host = Ipv4Addr::LOCALHOST.to_string();
+        if let Ok(listener) = (Address::Tcp { host, port }).listen() {
+            return Ok((listener, port));
+        }
+    }
+    Err(CommandError::NoPort)
+}
+
+/// A domain that is to move, and all that takes part.
+struct Move<'a> {
+    args: &'a DomainArgs,
+    domain: &'a str,
+    here: &'a Libvirt,
+    to: &'a Libvirt,
+    agent: &'a Address,
+    interrupt: &'a Interrupt,
+    quiet: bool,
+}
+
+/// How one has ended.
+struct Ended {
+    libvirt: Result<(), String>,
+    relay: Result<hotlift::relay::RelayReport, hotlift::MigrationError>,
+    /// What the other agent has said why it failed.
+    theirs: Option<String>,
+}
+
+impl Move<'_> {
+    fn run(
+        &self,
+        listener: &Listener,
+        port: u16,
+        mut settings: RelaySettings,
+    ) -> Result<Ended, CommandError> {
+        let tls = settings.outgoing_tls.clone();
+        let mut conversation = Conversation::connect(self.agent, "--agent", tls.as_deref())
+            .map_err(|source| CommandError::NoAgentThere {
+                agent: self.agent.clone(),
+                source: Box::new(source),
+            })?;
+        let token = announce(&mut conversation, port)?;
+        settings.outgoing_pass = Some(conversation.pass(token));
+        let control = Control::new();
+        let display = Display::new("migration", self.quiet, &control);
+        let latest = Mutex::new(None);
+        let on_progress = |progress: &RelayProgress| {
+            if let Ok(mut latest) = latest.lock() {
+                *latest = Some(*progress);
+            }
+        };
+        let speaker = conversation.speaker();
+        let on_source = |source: &SourceStream| {
+            let channels = source.channels;
+            // If it is not heard, the other relay does not begin, and this one fails for that.
+            let _ = speaker.say(&Message::Source { channels });
+        };
+        let hooks = Hooks {
+            on_progress: Some(&on_progress),
+            on_source: Some(&on_source),
+            ..Hooks::default()
+        };
+        let mut theirs = None;
+        let mut is_heard = true;
+        let (libvirt, relay) = thread::scope(|scope| {
+            let relay = scope.spawn(|| {
+                hotlift::relay::relay(
+                    Incoming::Listener(listener),
+                    &Outgoing::Address(self.agent),
+                    &settings,
+                    &control,
+                    hooks,
+                )
+            });
+            let libvirt = self.libvirt(port, &mut || {
+                if let Some(progress) = latest.lock().ok().and_then(|latest| *latest) {
+                    display.show_line(0, || progress_line("migration", &progress).into());
+                }
+                match is_heard.then(|| conversation.hear::<Message>(TICK)) {
+                    Some(Ok(Some(Message::Failed { reason }))) => theirs = Some(one_line(&reason)),
+                    Some(Ok(_)) => {}
+                    Some(Err(_)) => is_heard = false,
+                    None => thread::sleep(TICK),
+                }
+                relay.is_finished()
+            });
+            // What libvirt has given up nobody connects for any more.
+            if !matches!(libvirt, Ok(Ok(()))) {
+                control.cancel();
+            }
+            let relay = relay.join().unwrap_or_else(|_| {
+                Err(hotlift::MigrationError::Panicked {
+                    thread: "relay".to_owned(),
+                })
+            });
+            (libvirt, relay)
+        });
+        display.finish();
+        let message = match &relay {
+            Ok(_) => Message::Completed,
+            Err(error) => Message::Failed {
+                reason: error.chain(),
+            },
+        };
+        // It may have gone.
+        let _ = conversation.say(&message);
+        Ok(Ended {
+            libvirt: libvirt?,
+            relay,
+            theirs,
+        })
+    }
+
+    /// Lets libvirt migrate; `attend` is called all the while, and says whether the relay has ended.
+    fn libvirt(
+        &self,
+        port: u16,
+        attend: &mut dyn FnMut() -> bool,
+    ) -> Result<Result<(), String>, VirshError> {
+        let options = self.args.options(port);
+        let mut migrating = self.here.migrate(self.domain, self.to, &options)?;
+        let mut is_aborted = false;
+        let mut has_ended = 0;
+        loop {
+            if let Some(ended) = migrating.ended()? {
+                return Ok(ended);
+            }
+            has_ended += u32::from(attend());
+            // libvirt needs some time to tell a relay that has ended well.
+            let is_alone = has_ended > ALONE;
+            if (self.interrupt.is_raised() || is_alone) && !is_aborted {
+                // One that is not so far that it could be aborted is tried again.
+                is_aborted = self.here.abort(self.domain).is_ok();
+            }
+        }
+    }
+}
+
+/// Ticks that libvirt may take to end after the relay has: its QEMUs hear of it at once.
+const ALONE: u32 = 600;
+
+/// Announces a migration to a port of the agent's host; what its connections begin with.
+fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], CommandError> {
+    conversation.say(&Hello {
+        hotlift_agent: PROTOCOL,
+        id: Id(fastrand::u32(..)),
+        kind: Kind::Migration,
+        to: SocketAddr::from((Ipv4Addr::LOCALHOST, port)),
+    })?;
+    match conversation.hear::<Message>(ANSWER)? {
+        Some(Message::Ready { token }) => Ok(token.0),
+        Some(Message::Refused { reason } | Message::Failed { reason }) => {
+            let reason = one_line(&reason);
+            Err(ConsoleError::Refused { reason }.into())
+        }
+        Some(_) => Err(ConsoleError::Refused {
+            reason: "it answers out of turn".to_owned(),
+        }
+        .into()),
+        None => Err(ConsoleError::Silent { waited: ANSWER }.into()),
+    }
+}

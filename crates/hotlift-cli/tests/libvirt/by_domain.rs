@@ -1,0 +1,106 @@
+//! `hotlift migrate --domain`: without any rule, by the agent of the destination alone.
+
+use hotlift_testkit::libvirt::{Domain, Host, Hosts};
+use hotlift_testkit::namespace::End;
+use hotlift_testkit::pki::Pki;
+use hotlift_testkit::process::Process;
+use rustix::process::Signal;
+
+use crate::agents::{Agent, carries, end};
+use crate::{DEADLINE, HOTLIFT, SLOW_MBITS, UNSAFE, domain, hosts, is_at, other, until};
+
+/// An agent that redirects nothing.
+const BARE: &str = "redirect = false";
+
+/// `hotlift migrate --domain` from a host; the certificates of a host are made with its agent.
+fn migrate(hosts: &Hosts, from: &Host, to: &Host, domain: &Domain, flags: &[&str]) -> Process {
+    let tls = hosts.folder().join(format!("{}.hotlift", from.name()));
+    let (name, to) = (
+        format!("--domain={}", domain.name),
+        format!("--to={}", to.uri()),
+    );
+    let tls = format!("--tls={}", tls.display());
+    let mut line = vec!["migrate", &name, &to, &tls];
+    line.extend(flags);
+    line.extend(["--", UNSAFE]);
+    from.start(HOTLIFT, &line).expect("hotlift starts")
+}
+
+/// Its exit code, and all that it has said.
+fn ended(mut command: Process) -> (Option<i32>, String) {
+    command.wait(DEADLINE).expect("it ends");
+    command.hear_out();
+    (command.exit_code(), command.said().join("\n"))
+}
+
+fn agents<'a>(hosts: &'a Hosts) -> [Agent<'a>; 2] {
+    let pki = Pki::new();
+    [&hosts.source, &hosts.destination].map(|host| Agent::start(hosts, host, &pki, BARE))
+}
+
+#[test]
+fn a_domain_moves_by_loopback_and_the_agent_there_and_back() {
+    let Some(hosts) = hosts() else { return };
+    let agents = agents(&hosts);
+    let one = domain(&hosts, "web1");
+    let ways: [&[&str]; 2] = [&["--json"], &["--parallel=3", "--method=zstd", "--json"]];
+    let mut from = End::Source;
+    for flags in ways {
+        let (here, there) = (hosts.host(from), hosts.host(other(from)));
+        let (code, said) = ended(migrate(&hosts, here, there, &one, flags));
+        assert_eq!(code, Some(0), "{said}");
+        assert!(said.contains(r#""normal_pages":"#), "{said}");
+        assert!(said.contains(r#""total-ms":"#), "{said}");
+        from = other(from);
+        is_at(&hosts, from, &one);
+    }
+    for agent in &agents {
+        agent.has_carried(1);
+    }
+    end(agents);
+}
+
+#[test]
+fn a_domain_stays_when_its_migration_is_interrupted() {
+    let Some(hosts) = hosts() else { return };
+    let agents = agents(&hosts);
+    let one = domain(&hosts, "web1");
+    hosts.limit(SLOW_MBITS).expect("a slow link");
+    let flags = ["--parallel=2"];
+    let (source, destination) = (&hosts.source, &hosts.destination);
+    let command = migrate(&hosts, source, destination, &one, &flags);
+    carries(&agents[1]);
+    source.signal(&command, Signal::INT).expect("it runs");
+    let (code, said) = ended(command);
+    assert_eq!(code, Some(130), "{said}");
+    is_at(&hosts, End::Source, &one);
+    end(agents);
+}
+
+#[test]
+fn a_domain_stays_when_the_agent_is_killed_or_is_not_there() {
+    let Some(hosts) = hosts() else { return };
+    let [at_source, at_destination] = agents(&hosts);
+    let one = domain(&hosts, "web1");
+    hosts.limit(SLOW_MBITS).expect("a slow link");
+    let (source, destination) = (&hosts.source, &hosts.destination);
+    let command = migrate(&hosts, source, destination, &one, &["--parallel=2"]);
+    carries(&at_destination);
+    at_destination.kill();
+    let (code, said) = ended(command);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("the domain stayed here: "), "{said}");
+    until("the guest is at the source alone", || {
+        matches!(hosts.whereabouts(&one), Ok(End::Source)).then_some(())
+    });
+    is_at(&hosts, End::Source, &one);
+    let command = migrate(&hosts, source, destination, &one, &[]);
+    let (code, said) = ended(command);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(
+        said.contains("cannot reach the agent at tcp:b:16520"),
+        "{said}"
+    );
+    is_at(&hosts, End::Source, &one);
+    at_source.end();
+}

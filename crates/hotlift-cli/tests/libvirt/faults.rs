@@ -1,0 +1,138 @@
+//! What is killed, cut, aborted, or not there while the agents carry a migration: one guest runs, whole, and nothing is left.
+
+use std::time::Duration;
+
+use hotlift_testkit::libvirt::{Domain, Hosts};
+use hotlift_testkit::namespace::End;
+use hotlift_testkit::pki::Pki;
+use hotlift_testkit::process::Process;
+
+use crate::agents::{Agent, both, carries, end};
+use crate::{SLOW_MBITS, UNSAFE, begin, domain, hosts, is_at, migrate, outcome, until};
+
+/// How long the link is down: longer than a retransmission, shorter than what any timeout here is.
+const OUTAGE: Duration = Duration::from_secs(5);
+
+/// A migration whose pages are on their way over a slow link.
+fn under_way(hosts: &Hosts, agent: &Agent<'_>, options: &[&str]) -> (Domain, Process) {
+    let one = domain(hosts, "web1");
+    hosts.limit(SLOW_MBITS).expect("a slow link");
+    let migration = begin(hosts, &one, options);
+    carries(agent);
+    (one, migration)
+}
+
+/// After a failure: the guest is at the source, and moves as if nothing had been.
+fn stayed_and_moves_again(hosts: &Hosts, one: &Domain) {
+    until("the guest is at the source alone", || {
+        matches!(hosts.whereabouts(one), Ok(End::Source)).then_some(())
+    });
+    is_at(hosts, End::Source, one);
+    hosts.limit(1000).expect("a fast link");
+    migrate(hosts, End::Source, one, &[UNSAFE, "--parallel"]).expect("it moves");
+    is_at(hosts, End::Destination, one);
+}
+
+#[test]
+fn an_aborted_migration_leaves_the_guest_and_nothing_else() {
+    let Some(hosts) = hosts() else { return };
+    let agents = both(&hosts, "");
+    let (one, migration) = under_way(&hosts, &agents[0], &["--parallel"]);
+    let aborted = hosts.source.virsh(&["domjobabort", &one.name]);
+    aborted.expect("it is under way");
+    outcome(migration).expect_err("it was aborted");
+    stayed_and_moves_again(&hosts, &one);
+    end(agents);
+}
+
+#[test]
+fn a_killed_agent_is_a_failed_migration_and_another_takes_its_place() {
+    let Some(hosts) = hosts() else { return };
+    let pki = Pki::new();
+    for killed in [End::Source, End::Destination] {
+        let start = |at| Agent::start(&hosts, hosts.host(at), &pki, "");
+        let (source, destination) = (start(End::Source), start(End::Destination));
+        let (one, migration) = under_way(&hosts, &source, &["--parallel"]);
+        let (killed_agent, other) = match killed {
+            End::Source => (source, destination),
+            End::Destination => (destination, source),
+        };
+        killed_agent.kill();
+        outcome(migration).expect_err("its agent was killed");
+        drop(killed_agent);
+        let again = start(killed);
+        stayed_and_moves_again(&hosts, &one);
+        again.end();
+        other.end();
+        let gone = hosts.destination.virsh(&["destroy", &one.name]);
+        gone.expect("it is there");
+    }
+}
+
+#[test]
+fn a_killed_qemu_at_the_destination_leaves_the_guest_at_the_source() {
+    let Some(hosts) = hosts() else { return };
+    let agents = both(&hosts, "");
+    let (one, migration) = under_way(&hosts, &agents[0], &["--parallel"]);
+    let killed = hosts.destination.signal_qemu(&one, "KILL");
+    killed.expect("it runs");
+    outcome(migration).expect_err("its QEMU was killed");
+    stayed_and_moves_again(&hosts, &one);
+    end(agents);
+}
+
+#[test]
+fn a_killed_libvirtd_on_either_host_leaves_the_guest_at_the_source() {
+    for killed in [End::Source, End::Destination] {
+        let Some(hosts) = hosts() else { return };
+        let agents = both(&hosts, "");
+        // Both libvirtds hear of each other's end.
+        let (one, migration) = under_way(&hosts, &agents[0], &["--p2p", "--parallel"]);
+        hosts.host(killed).signal_libvirtd("KILL").expect("it runs");
+        outcome(migration).expect_err("its libvirtd was killed");
+        hosts.host(killed).start_libvirtd().expect("it starts");
+        stayed_and_moves_again(&hosts, &one);
+        end(agents);
+    }
+}
+
+#[test]
+fn a_link_that_is_down_for_five_seconds_is_a_longer_migration() {
+    let Some(hosts) = hosts() else { return };
+    let agents = both(&hosts, "");
+    let (one, migration) = under_way(&hosts, &agents[0], &["--parallel"]);
+    hosts.link("down").expect("the link");
+    std::thread::sleep(OUTAGE);
+    hosts.link("up").expect("the link");
+    hosts.limit(1000).expect("a fast link");
+    outcome(migration).expect("it moves");
+    is_at(&hosts, End::Destination, &one);
+    end(agents);
+}
+
+#[test]
+fn a_host_without_an_agent_gets_no_plaintext_unless_the_policy_allows_it() {
+    let Some(hosts) = hosts() else { return };
+    let pki = Pki::new();
+    let one = domain(&hosts, "web1");
+    let agent = Agent::start(&hosts, &hosts.source, &pki, "plaintext = \"refuse\"");
+    migrate(&hosts, End::Source, &one, &[UNSAFE]).expect_err("it would be plaintext");
+    is_at(&hosts, End::Source, &one);
+    agent.end();
+    let agent = Agent::start(&hosts, &hosts.source, &pki, "plaintext = \"allow\"");
+    migrate(&hosts, End::Source, &one, &[UNSAFE, "--parallel"]).expect("it moves");
+    is_at(&hosts, End::Destination, &one);
+    agent.end();
+}
+
+#[test]
+fn a_wrong_certificate_moves_nothing_whatever_the_policy() {
+    let Some(hosts) = hosts() else { return };
+    let allow = "plaintext = \"allow\"";
+    let source = Agent::start(&hosts, &hosts.source, &Pki::new(), allow);
+    let destination = Agent::start(&hosts, &hosts.destination, &Pki::new(), allow);
+    let one = domain(&hosts, "web1");
+    migrate(&hosts, End::Source, &one, &[UNSAFE, "--parallel"]).expect_err("another CA");
+    is_at(&hosts, End::Source, &one);
+    end([source, destination]);
+}
