@@ -104,8 +104,8 @@ pub struct Session {
     pub subject: Subject,
     /// Steers its relay.
     pub control: Control,
-    /// Gives it the connections that belong to it.
-    pub giver: Giver,
+    /// Gives it the connections that belong to it; an ended one, which is still shown, holds no descriptor.
+    giver: Mutex<Option<Giver>>,
     /// What its connections begin with, at the destination.
     pub pass: Option<Pass>,
     /// When it began.
@@ -142,7 +142,7 @@ impl Session {
         Self {
             control: Control::watched(Box::new(watcher)),
             subject,
-            giver,
+            giver: Mutex::new(Some(giver)),
             pass,
             since: Instant::now(),
             moment,
@@ -217,6 +217,10 @@ impl Session {
 
     /// It has ended: the last line of the log about it.
     pub fn end(&self, outcome: Result<Option<RelayReport>, String>) {
+        self.giver
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         let mut moment = lock(&self.moment);
         moment.rate = 0.0;
         let took = self.since.elapsed();
@@ -262,7 +266,10 @@ impl Session {
     /// # Errors
     /// The connection, if it takes none any more.
     pub fn give(&self, stream: Stream) -> Result<(), Stream> {
-        self.giver.give(stream)
+        match &*self.giver.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(giver) => giver.give(stream),
+            None => Err(stream),
+        }
     }
 
     /// How long it has been under way, or was.

@@ -225,9 +225,11 @@ impl Move<'_> {
         };
         let speaker = conversation.speaker();
         let on_source = |source: &SourceStream| {
-            let channels = source.channels;
             // If it is not heard, the other relay does not begin, and this one fails for that.
-            let _ = speaker.say(&Message::Source { channels });
+            let _ = speaker.say(&Message::Source {
+                channels: source.channels,
+                method: source.method.to_owned(),
+            });
         };
         let hooks = Hooks {
             on_progress: Some(&on_progress),
