@@ -1,10 +1,11 @@
-//! `hotlift advise`: what to set on this host, by its accelerators.
+//! `hotlift advise`: what to set on this host, by its accelerators and by what its kernel lets this user do.
 
 use std::path::PathBuf;
 
 use clap::Args;
 use hotlift_console::output_args;
 use hotlift_host::accel::{Devices, devices};
+use hotlift_host::page_faults::{PageFaults, page_faults};
 use hotlift_host::rules::{Rule, rules};
 use serde::Serialize;
 
@@ -25,6 +26,7 @@ pub struct AdviseArgs {
 struct Advice {
     devices: Devices,
     rules: Vec<Rule>,
+    page_faults: PageFaults,
 }
 
 /// Runs the command.
@@ -33,6 +35,7 @@ pub fn run(args: &AdviseArgs) -> Result<(), CommandError> {
     let advice = Advice {
         rules: rules(&devices),
         devices,
+        page_faults: page_faults(),
     };
     Ok(output_args::print(args.json, &advice, || text(&advice))?)
 }
@@ -45,6 +48,8 @@ fn text(advice: &Advice) -> String {
             rule.set, rule.when, rule.reason, rule.from
         ));
     }
+    text.push_str("\n\n");
+    text.push_str(&advice.page_faults.text());
     text
 }
 

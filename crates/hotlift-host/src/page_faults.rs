@@ -1,0 +1,139 @@
+//! Whether this user can bring a guest its pages as they are touched (userfaultfd), and what to set if not.
+
+use std::io;
+
+use hotlift_mem::{UserfaultSupport, probe_userfault};
+use rustix::io::Errno;
+use serde::Serialize;
+
+/// What a user who may not is to be given.
+const GRANT: &str = "'setfacl -m u:USER:rw /dev/userfaultfd' for this user (Linux 6.1 and newer), or 'sysctl \
+                     vm.unprivileged_userfaultfd=1' for all";
+
+/// What a kernel that has none lacks.
+const BUILD: &str = "a kernel with CONFIG_USERFAULTFD, and a container that lets its calls through";
+
+/// What a process of this user can do about page faults.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PageFaults {
+    /// Pages that are missing can be brought, of private memory at least: postcopy, and a lazy restore, need it.
+    pub missing: bool,
+    /// The same of shared memory.
+    pub missing_shared: bool,
+    /// Pages of shared memory that exist and are not mapped are told of.
+    pub minor: bool,
+    /// First writes are told of.
+    pub write_protect: bool,
+    /// Why not at all, in the system's words.
+    pub reason: Option<String>,
+    /// What to set, if something is missing.
+    pub set: Option<&'static str>,
+}
+
+/// Asks the kernel.
+#[must_use]
+pub fn page_faults() -> PageFaults {
+    PageFaults::of(probe_userfault())
+}
+
+impl PageFaults {
+    fn of(probed: io::Result<UserfaultSupport>) -> Self {
+        let none = |reason: &io::Error, set| Self {
+            missing: false,
+            missing_shared: false,
+            minor: false,
+            write_protect: false,
+            reason: Some(reason.to_string()),
+            set: Some(set),
+        };
+        match probed {
+            Ok(support) => Self {
+                missing: true,
+                missing_shared: support.missing_shared,
+                minor: support.minor_shared,
+                write_protect: support.write_protect,
+                reason: None,
+                set: None,
+            },
+            Err(error) => match Errno::from_io_error(&error) {
+                Some(Errno::PERM | Errno::ACCESS) => none(&error, GRANT),
+                _ => none(&error, BUILD),
+            },
+        }
+    }
+
+    /// In words.
+    #[must_use]
+    pub fn text(&self) -> String {
+        if let (Some(reason), Some(set)) = (&self.reason, self.set) {
+            return format!(
+                "page faults: not for this user ({reason}): no guest of its processes runs before its pages are there \
+                 (postcopy, restore --lazy)\n  needed: {set}"
+            );
+        }
+        let also = [
+            (self.missing_shared, "missing pages of shared memory"),
+            (self.minor, "minor faults"),
+            (self.write_protect, "write protection"),
+        ];
+        let also: Vec<_> = also
+            .into_iter()
+            .filter_map(|(has, what)| has.then_some(what))
+            .collect();
+        let also = match also.is_empty() {
+            true => String::new(),
+            false => format!("; {}, too", also.join(", ")),
+        };
+        format!(
+            "page faults: missing pages can be brought as they are touched (postcopy, restore --lazy){also}"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_may_not_is_told_what_to_set_and_whoever_cannot_what_it_takes() {
+        for (errno, set) in [
+            (Errno::PERM, "setfacl"),
+            (Errno::ACCESS, "vm.unprivileged_userfaultfd=1"),
+            (Errno::NOSYS, "CONFIG_USERFAULTFD"),
+        ] {
+            let faults = PageFaults::of(Err(errno.into()));
+            assert!(!faults.missing);
+            let text = faults.text();
+            assert!(
+                text.contains(set) && text.contains("not for this user"),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_can_is_told_piece_by_piece() {
+        let all = UserfaultSupport {
+            by_device: true,
+            missing_shared: true,
+            minor_shared: true,
+            write_protect: true,
+            write_protect_shared: true,
+            thread_id: true,
+        };
+        let text = PageFaults::of(Ok(all)).text();
+        assert!(
+            text.ends_with("shared memory, minor faults, write protection, too"),
+            "{text}"
+        );
+        let old = UserfaultSupport {
+            missing_shared: false,
+            minor_shared: false,
+            write_protect: false,
+            ..all
+        };
+        let faults = PageFaults::of(Ok(old));
+        assert!(faults.missing && faults.set.is_none());
+        assert!(faults.text().ends_with("(postcopy, restore --lazy)"));
+    }
+}
