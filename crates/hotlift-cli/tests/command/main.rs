@@ -23,6 +23,7 @@ mod lost_word;
 mod manual;
 mod methods;
 mod qemu_commands;
+mod saved_guest;
 mod settle;
 mod terminal;
 mod unread;

@@ -15,14 +15,16 @@ use hotlift::relay::{Hooks, Incoming, Outgoing, RelaySettings, relay};
 use hotlift::{Address, Control, MigrationError, MigrationEvent, Options, Status};
 use hotlift_mem::{Backing, MemError, PAGE_SIZE};
 use hotlift_vmm::GuestSettings;
+use hotlift_wire::Reader;
 use hotlift_wire::main_channel::{
     Command, Configuration, MainEncoder, postcopy, put_packaged_head,
 };
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::{RamBlockEntry, Reader};
 
 use crate::probe::{Obeys, Probe, Quirks};
-use crate::rig::{BOUND, destination, has_userfault, kinds, listen, reaches, settings, source};
+use crate::rig::{
+    BOUND, blocks, destination, has_userfault, kinds, listen, reaches, settings, source,
+};
 
 fn options() -> Options {
     Options {
@@ -32,13 +34,6 @@ fn options() -> Options {
         handshake_timeout: Duration::from_secs(20),
         ..Options::default()
     }
-}
-
-fn blocks(guest: &dyn Guest) -> Vec<RamBlockEntry> {
-    let blocks = guest.ram().iter();
-    blocks
-        .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
-        .collect()
 }
 
 /// All pages of a guest.

@@ -11,6 +11,7 @@ use hotlift::guest::{Guest, GuestError};
 use hotlift::{Address, Control, MigrationError, Options, Status};
 use hotlift_mem::PAGE_SIZE;
 use hotlift_vmm::GuestKind;
+use hotlift_wire::WireError;
 use hotlift_wire::main_channel::postcopy::{
     PostcopyCommand, PreemptDecoder, PreemptRecord, put_bitmap,
 };
@@ -18,7 +19,6 @@ use hotlift_wire::main_channel::{
     Command, DeviceLengths, MainDecoder, MainEvent, PageContent, Step,
 };
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::{RamBlockEntry, WireError};
 
 use crate::probe::{Obeys, Probe, Quirks, let_write};
 use crate::rig::{
@@ -264,11 +264,9 @@ impl Preempt {
         let (stream, _) = listener.accept().expect("a second connection");
         stream.set_nonblocking(false).unwrap();
         stream.set_read_timeout(Some(BOUND / 4)).unwrap();
-        let blocks = source.ram().iter();
-        let blocks = blocks.map(|block| RamBlockEntry::new(block.name(), block.len() as u64));
         Self {
             stream,
-            decoder: PreemptDecoder::new(blocks.collect()),
+            decoder: PreemptDecoder::new(rig::blocks(source)),
             unread: Vec::new(),
         }
     }

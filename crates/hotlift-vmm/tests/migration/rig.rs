@@ -8,12 +8,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::figures::{DestinationReport, SourceReport};
+use hotlift::guest::Guest;
 use hotlift::progress::Progress;
 use hotlift::{Address, Control, Listener, MigrationError, Options, Status};
 use hotlift_mem::{Backing, probe_userfault};
 use hotlift_vmm::fill::{FillSettings, FillSource};
 use hotlift_vmm::workload::Workload;
 use hotlift_vmm::{GuestKind, GuestSettings, best_kind, create};
+use hotlift_wire::RamBlockEntry;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, getsockname, socket_with,
@@ -84,6 +86,14 @@ pub fn source(kind: GuestKind, settings: &GuestSettings, quirks: Quirks) -> Prob
     let probe = Probe::new(guest, quirks);
     probe.start();
     probe
+}
+
+/// RAM blocks as the stream has them.
+pub fn blocks(guest: &dyn Guest) -> Vec<RamBlockEntry> {
+    let blocks = guest.ram().iter();
+    blocks
+        .map(|block| RamBlockEntry::new(block.name(), block.len() as u64))
+        .collect()
 }
 
 /// A guest to be migrated into.

@@ -65,6 +65,12 @@ const NO_MONITOR: NotFor = NotFor::any(
     "it needs a monitor that says when to switch; 'hotlift guest run' has one",
 );
 
+/// Who does not set what both sides of a postcopy have alike.
+const POSTCOPY: &[NotFor] = &[
+    NO_MONITOR,
+    NotFor::any(RELAYS, "the QEMUs agree on it; set it there"),
+];
+
 /// Every option of a migration.
 pub static OPTIONS: &[OptionInfo] = &[
     OptionInfo {
@@ -148,10 +154,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         unit: "",
         live: false,
         group: Group::Switchover,
-        not_for: &[
-            NO_MONITOR,
-            NotFor::any(RELAYS, "the QEMUs agree on it; set it there"),
-        ],
+        not_for: POSTCOPY,
         defaults: &[],
         with: None,
         help: "Let the guest run at the destination before all its pages are there; both sides must agree",
@@ -273,10 +276,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         unit: "",
         live: false,
         group: Group::Switchover,
-        not_for: &[
-            NO_MONITOR,
-            NotFor::any(RELAYS, "the QEMUs agree on it; set it there"),
-        ],
+        not_for: POSTCOPY,
         defaults: &[],
         with: Some(With::PostcopyRam),
         help: "Send pages that the guest waits for on a connection of their own; both sides must agree",

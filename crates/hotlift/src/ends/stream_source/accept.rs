@@ -23,7 +23,7 @@ const TICK: Duration = Duration::from_millis(100);
 
 /// How long the last channel of a source may be behind its first multifd flush on main, before which it was
 /// connected: on one host nothing but this process's own delay.
-const SETTLE: Duration = Duration::from_millis(50);
+pub(crate) const SETTLE: Duration = Duration::from_millis(50);
 
 /// The same where another thread accepts the connections first, on a host that is busy with other migrations.
 const SETTLE_HANDED: Duration = Duration::from_millis(200);
@@ -235,50 +235,26 @@ impl<'a> Uncounted<'a> {
         self.arrivals.step(wait, &check)
     }
 
-    /// A further connection of the source's host whose first bytes are nobody's business, if one has come.
-    pub(crate) fn another(&mut self) -> Result<Option<Stream>, MigrationError> {
-        self.another_within(Duration::ZERO)
-    }
-
-    /// The same, and a connection whose handshake is under way is waited for.
-    pub(crate) fn another_for_sure(
-        &mut self,
-        call: &Call<'_>,
-    ) -> Result<Option<Stream>, MigrationError> {
-        let deadline = Instant::now() + NEWCOMER;
-        loop {
-            let another = self.another_within(Duration::ZERO)?;
-            let newcomer = self.arrivals.door.has_newcomer(NEWCOMER);
-            if another.is_some() || !newcomer || Instant::now() > deadline {
-                return Ok(another);
-            }
-            call.check()?;
-            if let Some(another) = self.another_within(SETTLE / 5)? {
-                return Ok(Some(another));
-            }
-        }
-    }
-
-    /// The same of a QEMU that makes it in parallel with main, and says nothing on main before.
-    pub(crate) fn another_of_old_machine(
-        &mut self,
-        call: &Call<'_>,
-    ) -> Result<Option<Stream>, MigrationError> {
-        let another = self.another_within(SETTLE)?;
-        match another {
-            None => self.another_for_sure(call),
-            another => Ok(another),
-        }
-    }
-
-    /// The same, within `wait`.
-    pub(crate) fn another_within(
+    /// A further connection of the source's host whose first bytes are nobody's business, if one comes within `wait`. With
+    /// `call` one whose handshake is under way then is waited for.
+    pub(crate) fn another(
         &mut self,
         wait: Duration,
+        call: Option<&Call<'_>>,
     ) -> Result<Option<Stream>, MigrationError> {
-        let another = self.arrivals.door.take_any(wait);
-        let another = another.map_err(MigrationError::opening)?;
-        Ok(another.filter(|stream| self.arrivals.admits(stream)))
+        let deadline = Instant::now() + wait + NEWCOMER;
+        let mut wait = wait;
+        loop {
+            let another = self.arrivals.door.take_any(wait);
+            let another = another.map_err(MigrationError::opening)?;
+            let another = another.filter(|stream| self.arrivals.admits(stream));
+            let may_come = self.arrivals.door.has_newcomer(NEWCOMER) && Instant::now() < deadline;
+            match call.filter(|_| another.is_none() && may_come) {
+                Some(call) => call.check()?,
+                None => return Ok(another),
+            }
+            wait = SETTLE / 5;
+        }
     }
 
     /// True if another multifd channel of the VM waits to be accepted, behind the `count` that came: one

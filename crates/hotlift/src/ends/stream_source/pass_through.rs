@@ -128,7 +128,7 @@ pub(crate) fn run(
             if ended.load(Ordering::Acquire) == 2 {
                 break Ok(());
             }
-            match arrivals.another_within(LOOK) {
+            match arrivals.another(LOOK, None) {
                 Ok(None) => {}
                 // Somebody else's connection; the migration goes on without it.
                 Err(_) => thread::sleep(RETRY),

@@ -10,7 +10,7 @@ use hotlift_wire::multifd::{self, HEADER_LEN, Hello, Method, PacketLayout, ZeroP
 use crate::ends::settings::{Outgoing, Request};
 use crate::ends::stream_sink;
 use crate::ends::stream_sink::{Seen, machine_version};
-use crate::ends::stream_source::accept::{Channels, Uncounted};
+use crate::ends::stream_source::accept::{Channels, SETTLE, Uncounted};
 use crate::ends::stream_source::main_reader::{Further, MainReader};
 use crate::ends::stream_source::pass_through;
 use crate::ends::stream_source::postcopy::Demand;
@@ -95,7 +95,8 @@ fn pass_on(
     if setup.postcopy
         && setup.relay.is_none()
         && machine_version(&setup.configuration.machine).is_some_and(|version| version <= (7, 2))
-        && let preempt @ Some(_) = arrivals.another_of_old_machine(&early)?
+        // It is made in parallel with main, on which nothing is said before.
+        && let preempt @ Some(_) = arrivals.another(SETTLE, Some(&early))?
     {
         let why = "postcopy may follow, with a preempt channel from the beginning (machine types up to 7.2)";
         return pass_through(arrivals, &input, preempt, why.to_owned());
@@ -242,12 +243,13 @@ impl<'l> Connections<'_, 'l> {
 impl Further for Connections<'_, '_> {
     fn preempt(&self, switched: bool) {
         if self.is_secured || switched {
-            self.take(Uncounted::another);
+            self.take(|arrivals| arrivals.another(Duration::ZERO, None));
         }
     }
 
     fn preempt_for_sure(&self) -> bool {
-        self.take(|arrivals| arrivals.another_for_sure(&self.session.call()));
+        let call = self.session.call();
+        self.take(|arrivals| arrivals.another(Duration::ZERO, Some(&call)));
         self.upstream.preempt.is_here()
     }
 

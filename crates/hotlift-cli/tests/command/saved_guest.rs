@@ -1,0 +1,45 @@
+//! A built-in guest that is saved, and runs again from its file before its pages are there.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use hotlift_mem::probe_userfault;
+
+use crate::hotlift::Hotlift;
+
+/// Far beyond what a guest takes to start.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_built_in_guest_is_saved_and_runs_again_from_its_file() {
+    if let Err(error) = probe_userfault() {
+        hotlift_testkit::skip!("userfaultfd", "{error}");
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let place = |name: &str| folder.path().join(name).display().to_string();
+    let sockets = ["there", "here"].map(|name| format!("unix:{}", place(name)));
+    let file = place("vm.hotlift");
+    let run = |name: &str, more: &[&str]| {
+        let socket = format!("unix:{}", place(name));
+        let flags = ["guest", "run", "--ram", "16M", "--qmp", &socket];
+        let guest = Hotlift::start(&[&flags, more].concat());
+        let begun = Instant::now();
+        while !folder.path().join(name).exists() {
+            assert!(begun.elapsed() < PATIENCE, "it has no socket");
+            thread::sleep(Duration::from_millis(5));
+        }
+        guest
+    };
+    let _from = run("there", &[]);
+    let save = ["save", &file, "--qmp", &sockets[0], "--method", "zstd"];
+    let (status, said) = Hotlift::start(&save).wait();
+    assert!(status.success(), "{said:?}");
+
+    let mut to = run("here", &["--incoming", "defer"]);
+    let restore = ["restore", "--lazy", &file, "--qmp", &sockets[1]];
+    let (status, said) = Hotlift::start(&restore).wait();
+    assert!(status.success(), "{said:?}");
+    to.signal(rustix::process::Signal::TERM);
+    to.wait_for("no write was lost");
+}
