@@ -6,6 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
+use rustix::process::setpriority_process;
+
 use crate::control::{Control, Status};
 use crate::error::MigrationError;
 
@@ -74,6 +76,16 @@ pub(crate) fn run_as<T: Send>(
     outcome
 }
 
+/// What a thread that nobody waits for is set to, of 0 to 19: next to one that somebody waits for it gets a tenth of a core,
+/// and it still gets on where the guest's vCPUs take all that they can.
+const NICE: i32 = 10;
+
+/// From now on this thread gives way to others that want its core. One that may not change its priority keeps it.
+pub(crate) fn give_way() {
+    // To Linux a priority is a thread's, and without an id it is the caller's.
+    let _ = setpriority_process(None, NICE);
+}
+
 /// Does something if its thread panics. The other threads of a migration wait for each other, and one
 /// that went without a word would be waited for without end.
 pub(crate) struct OnPanic<F: Fn()>(pub F);
@@ -83,5 +95,23 @@ impl<F: Fn()> Drop for OnPanic<F> {
         if thread::panicking() {
             (self.0)();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::process::getpriority_process;
+
+    use super::*;
+
+    #[test]
+    fn only_the_thread_that_says_so_gives_way() {
+        let here = getpriority_process(None).unwrap();
+        let there = thread::spawn(|| {
+            give_way();
+            getpriority_process(None).unwrap()
+        });
+        assert_eq!(there.join().unwrap(), here.max(NICE));
+        assert_eq!(getpriority_process(None).unwrap(), here);
     }
 }

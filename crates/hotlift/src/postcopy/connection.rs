@@ -1,8 +1,9 @@
 //! One connection over which a guest gets the pages that it lacks.
 
+use std::collections::VecDeque;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use crate::pacing::Pacer;
 use crate::stream::main_send::{MainLink, MainSend, PageRecords};
 use crate::stream::preempt::PreemptOut;
 use crate::stream::return_path::{Answers, EndsAnswers, Messages};
-use crate::threads::{OnPanic, spawn};
+use crate::threads::{OnPanic, give_way, lock, spawn};
 use crate::transport::Stream;
 
 /// How long the destination may take to say that it has everything, once the last page is written: what is in between, in
@@ -27,6 +28,9 @@ const LAST_WORD: Duration = Duration::from_secs(600);
 
 /// Threads that send the background at most.
 const THREADS: usize = 4;
+
+/// Batches of neighbours that wait to be written, at most: 1 MiB of a save file's.
+const BESIDE: usize = 32;
 
 /// The connection of pages that the guest waits for.
 struct Preempt {
@@ -49,6 +53,8 @@ pub(crate) struct Connection<'a, P> {
     pub answers: &'a Answers,
     /// Where pages go that the guest waits for; without it on main, before all others.
     preempt: OnceLock<Preempt>,
+    /// Neighbours of pages that were asked for, with their RAM block. What is dropped the background reads again.
+    beside: Mutex<VecDeque<(usize, Batch)>>,
     failure: Failure,
     /// Nothing more is to be sent.
     over: AtomicBool,
@@ -76,6 +82,7 @@ impl<'a, P: Pages> Connection<'a, P> {
             link,
             answers,
             preempt: OnceLock::new(),
+            beside: Mutex::default(),
             failure: Failure::default(),
             over: AtomicBool::new(false),
             ended: AtomicBool::new(false),
@@ -192,7 +199,11 @@ impl<'a, P: Pages> Connection<'a, P> {
             // This page alone: the destination reads to the end here what it has asked for, and not what else there is.
             let sent = self.write(&mut Way::Alone(&preempt.channel), block, batch);
             self.ledger.requests.done(request, true);
-            return sent;
+            sent?;
+            return match is_zero {
+                true => Ok(()),
+                false => self.pass_neighbours(block, reader, batch),
+            };
         }
         let mut way = Way::Main(self.main.take_urgently());
         let sent = self.write(&mut way, block, batch);
@@ -201,9 +212,35 @@ impl<'a, P: Pages> Connection<'a, P> {
         // What follows a zero page may be anything; and somebody who waits comes first.
         if !is_zero && !self.ledger.requests.is_waiting() {
             batch.clear();
-            reader.follow(&self.ledger, batch)?;
+            reader.follow(batch)?;
+            batch.claim(block, &self.ledger);
             self.write(&mut way, block, batch)?;
         }
+        Ok(())
+    }
+
+    /// What goes behind a page that was asked for: on main at once if nobody writes there, or else by who does. They stay
+    /// unclaimed until then, so that nobody waits for them if the guest needs one.
+    fn pass_neighbours(
+        &self,
+        block: usize,
+        reader: &mut P::Reader<'_>,
+        batch: &mut Batch,
+    ) -> Result<(), MigrationError> {
+        batch.clear();
+        reader.follow(batch)?;
+        if batch.is_empty() {
+            return Ok(());
+        }
+        if let Some(main) = self.main.try_take() {
+            batch.claim(block, &self.ledger);
+            return self.write(&mut Way::Main(main), block, batch);
+        }
+        let mut beside = lock(&self.beside);
+        if beside.len() == BESIDE {
+            beside.pop_front();
+        }
+        beside.push_back((block, std::mem::take(batch)));
         Ok(())
     }
 
@@ -235,6 +272,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     }
 
     fn send_the_rest(&self) -> Result<(), MigrationError> {
+        give_way();
         let mut reader = self.pages.reader()?;
         let mut batch = Batch::default();
         let mut cpu = CpuShare::new(&self.cpu);
@@ -244,6 +282,7 @@ impl<'a, P: Pages> Connection<'a, P> {
                 if self.is_over() {
                     return Ok(());
                 }
+                self.send_neighbours()?;
                 if self.ledger.is_sent(block, page) {
                     continue;
                 }
@@ -256,6 +295,19 @@ impl<'a, P: Pages> Connection<'a, P> {
             }
         }
         Ok(())
+    }
+
+    /// What the thread that answers has read besides, the latest first.
+    fn send_neighbours(&self) -> Result<(), MigrationError> {
+        loop {
+            let latest = lock(&self.beside).pop_back();
+            let Some((block, mut batch)) = latest else {
+                return Ok(());
+            };
+            let mut way = Way::Main(self.main.take_after_urgent());
+            batch.claim(block, &self.ledger);
+            self.write(&mut way, block, &batch)?;
+        }
     }
 
     fn send_from(

@@ -65,9 +65,9 @@ pub(crate) trait Reader {
     /// Reads a page that was asked for; `None` for one that is zero.
     fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError>;
 
-    /// Claims what goes behind the page that was asked for, if it was not zero.
-    fn follow(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError> {
-        let _ = (ledger, batch);
+    /// What goes behind the page that was asked for, if it was not zero. Nothing of it is claimed.
+    fn follow(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        let _ = batch;
         Ok(())
     }
 
@@ -110,6 +110,27 @@ impl Batch {
         self.zero.is_empty() && self.normal.is_empty()
     }
 
+    /// Claims its pages with content of RAM block `block`, and drops those that others send.
+    pub(crate) fn claim(&mut self, block: usize, ledger: &Ledger) {
+        let mut kept = 0;
+        for index in 0..self.normal.len() {
+            let offset = self.normal[index];
+            let page = usize::try_from(offset).unwrap_or(usize::MAX) / PAGE_SIZE;
+            if !ledger.claim(block, page) {
+                continue;
+            }
+            if kept < index {
+                let at = index * PAGE_SIZE;
+                self.content
+                    .copy_within(at..at + PAGE_SIZE, kept * PAGE_SIZE);
+                self.normal[kept] = offset;
+            }
+            kept += 1;
+        }
+        self.normal.truncate(kept);
+        self.content.truncate(kept * PAGE_SIZE);
+    }
+
     /// A page with its content.
     pub(crate) fn add(&mut self, page: usize, content: &[u8]) {
         self.normal.push((page * PAGE_SIZE) as u64);
@@ -119,5 +140,32 @@ impl Batch {
     /// A page that is zero.
     pub(crate) fn add_zero(&mut self, page: usize) {
         self.zero.push((page * PAGE_SIZE) as u64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hotlift_wire::RamBlockEntry;
+
+    use super::*;
+
+    #[test]
+    fn a_batch_has_the_pages_that_nobody_else_sends_with_their_content() {
+        let ledger = Ledger::new(&[RamBlockEntry::new("ram", 8 * PAGE_SIZE as u64)]);
+        let mut batch = Batch::default();
+        for page in 0..5 {
+            batch.add(page, &[u8::try_from(page).unwrap(); PAGE_SIZE]);
+        }
+        for page in [0, 3] {
+            assert!(ledger.claim(0, page));
+        }
+        batch.claim(0, &ledger);
+        let pages = [1, 2, 4].map(|page| (page * PAGE_SIZE) as u64);
+        assert_eq!(batch.normal, pages);
+        let firsts = batch.content.iter().step_by(PAGE_SIZE).copied();
+        assert_eq!(firsts.collect::<Vec<_>>(), [1, 2, 4]);
+        assert!((0..5).all(|page| ledger.is_sent(0, page)));
+        batch.claim(0, &ledger);
+        assert!(batch.is_empty() && batch.content.is_empty());
     }
 }

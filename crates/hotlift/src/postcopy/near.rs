@@ -60,13 +60,12 @@ mod tests {
         for (block, page) in [(0, 3), (1, 9), (0, 70), (0, 5), (0, 71)] {
             near.asked_for(block, page);
         }
-        let pages = |block, pages: &[std::ops::Range<usize>]| {
-            let pages = pages.iter().cloned().flatten();
-            Some(pages.map(|page| (block, page)).collect::<Vec<_>>())
-        };
-        assert_eq!(near.next(), pages(0, &[71..100, 64..70]));
-        assert_eq!(near.next(), pages(1, &[0..9]));
-        assert_eq!(near.next(), pages(0, &[4..64, 0..3]));
+        let behind = |block, first: usize, end| (first..end).map(move |page| (block, page));
+        let both = behind(0, 71, 100).chain(behind(0, 64, 70));
+        assert_eq!(near.next(), Some(both.collect()));
+        assert_eq!(near.next(), Some(behind(1, 0, 9).collect()));
+        let both = behind(0, 4, 64).chain(behind(0, 0, 3));
+        assert_eq!(near.next(), Some(both.collect()));
         assert_eq!(near.next(), None);
     }
 }

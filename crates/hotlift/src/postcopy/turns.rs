@@ -41,6 +41,19 @@ impl<T> Turns<T> {
         self.wait(state, |_| false)
     }
 
+    /// A turn, if it can begin now.
+    pub(crate) fn try_take(&self) -> Option<Turn<'_, T>> {
+        let mut state = lock(&self.state);
+        if state.urgent > 0 {
+            return None;
+        }
+        let held = state.free.take()?;
+        Some(Turn {
+            turns: self,
+            held: Some(held),
+        })
+    }
+
     /// The next turn that nobody urgent waits for.
     pub(crate) fn take_after_urgent(&self) -> Turn<'_, T> {
         let state = lock(&self.state);
@@ -125,9 +138,10 @@ mod tests {
             while lock(&turns.state).urgent == 0 {
                 thread::yield_now();
             }
+            assert!(turns.try_take().is_none());
             drop(first);
         });
-        assert_eq!(turns.take()[..2], ["first", "urgent"]);
+        assert_eq!(turns.try_take().unwrap()[..2], ["first", "urgent"]);
         assert_eq!(turns.take().len(), 5);
     }
 }

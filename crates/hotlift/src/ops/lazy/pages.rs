@@ -184,6 +184,22 @@ impl FileReader<'_> {
         })
     }
 
+    /// The pages of the block that was read last.
+    fn add_loaded(&self, batch: &mut Batch) -> Result<(), MigrationError> {
+        let Some((block, entry)) = self.loaded else {
+            return Ok(());
+        };
+        for (number, content) in self.blocks.pages() {
+            let page = usize::try_from(number).unwrap_or(usize::MAX);
+            // What the guest has written since is in another block.
+            let last = self.file.entry(block, page)?;
+            if last.is_some_and(|last| last.position == entry.position) {
+                batch.add(page, content);
+            }
+        }
+        Ok(())
+    }
+
     fn load(&mut self, entry: Entry, block: usize, page: usize) -> Result<(), MigrationError> {
         self.unusable = Some(entry.position);
         let read = |into: &mut [u8], position| self.file.read_at(into, position);
@@ -201,8 +217,8 @@ impl Reader for FileReader<'_> {
     }
 
     /// Its neighbours, which are decoded: a guest that needs one page soon needs those around it.
-    fn follow(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError> {
-        self.take(ledger, batch)
+    fn follow(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
+        self.add_loaded(batch)
     }
 
     fn read_ahead(&mut self, share: &[Place], ledger: &Ledger) -> Result<(), MigrationError> {
@@ -222,19 +238,9 @@ impl Reader for FileReader<'_> {
     }
 
     fn take(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError> {
-        let Some((block, entry)) = self.loaded else {
-            return Ok(());
-        };
-        for (number, content) in self.blocks.pages() {
-            let page = usize::try_from(number).unwrap_or(usize::MAX);
-            // What the guest has written since is in another block.
-            let is_last = self
-                .file
-                .entry(block, page)?
-                .is_some_and(|last| last.position == entry.position);
-            if is_last && ledger.claim(block, page) {
-                batch.add(page, content);
-            }
+        self.add_loaded(batch)?;
+        if let Some((block, _)) = self.loaded {
+            batch.claim(block, ledger);
         }
         Ok(())
     }

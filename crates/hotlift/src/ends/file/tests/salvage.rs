@@ -35,13 +35,12 @@ fn no_page_but_those_of_damaged_parts_is_lost_and_each_of_them_is_named() {
     let file = BlockFile::open(&path).unwrap();
     let in_block = file.entry(0, 520).unwrap().unwrap().position;
     let in_index = file.index_position(0, PAGES - 1);
+    let (low, high) = ((9, 16), (512, PAGES));
+    let low_block = file.entry(0, low.0).unwrap().unwrap().position;
     for (damaged, lost) in [
-        (vec![in_block], vec![520..528]),
-        (vec![in_index], vec![512..PAGES]),
-        (
-            vec![file.entry(0, 9).unwrap().unwrap().position, in_index],
-            vec![9..16, 512..PAGES],
-        ),
+        (vec![in_block], vec![(520, 528)]),
+        (vec![in_index], vec![high]),
+        (vec![low_block, in_index], vec![low, high]),
     ] {
         let mut bytes = whole.clone();
         for position in &damaged {
@@ -53,7 +52,9 @@ fn no_page_but_those_of_damaged_parts_is_lost_and_each_of_them_is_named() {
         let of_damaged: Vec<u64> = told.iter().flat_map(|lost| lost.offsets.clone()).collect();
         let is_lost = |page: &usize| of_damaged.contains(&((page * PAGE_SIZE) as u64));
         for page in 0..PAGES {
-            let is_in = lost.iter().any(|lost| lost.contains(&page));
+            let is_in = lost
+                .iter()
+                .any(|(first, end)| (*first..*end).contains(&page));
             assert!(is_in || !is_lost(&page), "page {page} of {damaged:?}");
             let content = if is_lost(&page) { 0 } else { expected[page] };
             assert_eq!(got[page], content, "page {page} of {damaged:?}");
