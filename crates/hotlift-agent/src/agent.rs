@@ -26,7 +26,7 @@ use crate::config::{Config, LogLevel};
 use crate::error::{AgentError, CarryError};
 use crate::log::Log;
 use crate::redirect::Redirected;
-use crate::rules::Installed;
+use crate::rules::{Installed, rules};
 use crate::session::Session;
 use crate::sessions::Sessions;
 use crate::{door, metrics, notify, redirect};
@@ -197,7 +197,11 @@ fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
 /// # Errors
 /// [`AgentError`]: what is wrong with them.
 pub fn check(file: &Path) -> Result<Vec<String>, AgentError> {
-    let tls = tls_of(&Config::read(file)?)?;
+    let config = Config::read(file)?;
+    if config.redirect {
+        rules(&config)?;
+    }
+    let tls = tls_of(&config)?;
     Ok(tls.warnings().iter().map(ToString::to_string).collect())
 }
 
@@ -223,7 +227,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let commands: Arc<dyn Commands> = Arc::new(AgentCommands::new(&agent));
     let control = QmpAddress::Unix(config.control.clone());
     let _control = Sockets::qmp_at(control).serve(&commands, &Events::new())?;
-    let rules = match config.redirect && redirect {
+    let installed = match config.redirect && redirect {
         true => Some(Installed::new(&config)?),
         false => None,
     };
@@ -262,7 +266,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
         // A panic has said what it has to say.
         let _ = thread.join();
     }
-    drop(rules);
+    drop(installed);
     log.say(LogLevel::Info, "ended");
     served
 }

@@ -109,8 +109,8 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
             hotlift_agent::run(&args.config.config, !args.no_redirect).map_err(agent_error)
         }
         AgentCommand::Check(args) => {
-            for odd in hotlift_agent::check(&args.config).map_err(agent_error)? {
-                complain!("{odd}");
+            for warning in hotlift_agent::check(&args.config).map_err(agent_error)? {
+                complain!("hotlift: {warning}");
             }
             say!("{}: no problem found", args.config.display());
             Ok(())

@@ -569,7 +569,13 @@ fn a_bad_configuration_is_named_with_its_line_by_agent_check() {
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("agent.toml line 2: plaintext"), "{said}");
     assert!(said.contains("`allow` or `refuse`"), "{said}");
-    fs::write(&file, "plaintext = \"allow\"\n").expect("a file");
+    let pki = Pki::new();
+    let good = format!("tls = \"{}\"\n", pki.host("a.example").display());
+    fs::write(&file, "tls = \"/nowhere\"\n").expect("a file");
+    let (code, said) = check();
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("hotlift certs"), "{said}");
+    fs::write(&file, good).expect("a file");
     let (code, said) = check();
     assert_eq!(
         (code, said.contains("no problem found")),
