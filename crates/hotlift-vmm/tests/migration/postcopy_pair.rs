@@ -4,7 +4,6 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Instant;
 
 use hotlift::{Address, Control, Options, Status};
 use hotlift_testkit::proxy::{Flow, Proxy, Rule, Socket, Stop};
@@ -12,8 +11,9 @@ use hotlift_vmm::GuestKind;
 
 use crate::probe::{Probe, Quirks};
 use crate::rig::{
-    self, BOUND, Ended, Holder, destination, has_userfault, kinds, listen, reaches, settings,
+    self, Ended, Holder, destination, has_userfault, kinds, listen, reaches, settings,
 };
+use crate::tls::until_turned_away;
 
 fn options() -> Options {
     Options {
@@ -241,12 +241,7 @@ fn pages_of_one_guest_do_not_go_to_another_that_waits_too() {
                 let theirs = waiting.recv().unwrap();
                 // Where the other guest waits.
                 assert!(controls[0][0].resume(&theirs));
-                let why = "a connection with another migration's token";
-                let begun = Instant::now();
-                while !controls[1][1].turned_away().contains_key(why) {
-                    assert!(begun.elapsed() < BOUND, "it is not turned away");
-                    thread::yield_now();
-                }
+                until_turned_away(&controls[1][1], "another migration's token");
                 reaches(&controls[0][0], Status::PostcopyPaused);
                 assert_eq!(controls[1][1].status(), Status::PostcopyPaused);
                 assert!(controls[1][0].resume(&theirs));

@@ -70,6 +70,8 @@ fn turned_away(ours: &Options, theirs: &Options) -> (MigrationError, String) {
     let failed = thread::scope(|scope| {
         let waiting = scope.spawn(|| receive(&destination, listener, theirs, &control));
         let failed = migrate(&source, &to, ours, &Control::new(), &|_| {}).unwrap_err();
+        // The source may know of it first.
+        until_turned_away(&control, "");
         control.cancel();
         assert!(matches!(
             waiting.join().unwrap(),
@@ -212,7 +214,7 @@ fn channel_1_of(folder: &Path, to: &Address) -> Stream {
 }
 
 /// Waits until `control` has turned somebody away for a reason with these words.
-fn until_turned_away(control: &Control, words: &str) {
+pub fn until_turned_away(control: &Control, words: &str) {
     let deadline = Instant::now() + BOUND;
     while !control.turned_away().keys().any(|why| why.contains(words)) {
         assert!(Instant::now() < deadline, "{:?}", control.turned_away());
