@@ -240,7 +240,7 @@ impl<'a> Script<'a> {
     }
 
     fn end(&self) {
-        self.say(&[&[3, 0, 0, 0, 0][..], &EOS, &[0]].concat());
+        self.say(&the_end());
     }
 
     /// Reads the return path up to SHUT; its value, and how many pages were asked for.
@@ -327,6 +327,11 @@ impl<'a> Script<'a> {
 
 /// RAM_SAVE_FLAG_EOS and a footer.
 const EOS: [u8; 13] = [0, 0, 0, 0, 0, 0, 0, 0x10, 0x7e, 0, 0, 0, 0];
+
+/// The last section of RAM, and EOF.
+fn the_end() -> Vec<u8> {
+    [&[3, 0, 0, 0, 0][..], &EOS, &[0]].concat()
+}
 
 enum Message {
     Shut(u32),
@@ -834,7 +839,12 @@ fn what_is_waited_for_comes_on_a_connection_of_its_own_also_behind_the_end_of_ma
                 .for_each(|(_, page)| part.extend(script.alone(*page)));
             part.extend(EOS);
             script.say(&part);
-            script.end();
+            // The end comes with a PING: whoever has answered that has read both.
+            let mut end = Vec::new();
+            Command::Ping(9).encode(&mut end);
+            end.extend(the_end());
+            script.say(&end);
+            while !matches!(script.message(), Message::Other) {}
             (&preempt).write_all(&script.alone(asked)).unwrap();
             assert_eq!(script.shut().0, 0);
             there.join().unwrap().unwrap();
