@@ -111,10 +111,10 @@ class Rig:
 
     def certificates(self):
         hotlift, pki = self.arguments.hotlift, self.folder / "pki"
-        subprocess.check_call([hotlift, "certs", "init", "--dir", pki], stdout=subprocess.DEVNULL)
+        subprocess.check_call([hotlift, "certs", "init", "--dir", pki], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for host, address in ((self.a, "192.0.2.1"), (self.b, "192.0.2.2")):
             subprocess.check_call([hotlift, "certs", "host", host.name, address, "--dir", pki, "--out", self.folder / f"{host.name}.hotlift"],
-                                  stdout=subprocess.DEVNULL)
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def limit(self, link):
         for host in (self.a, self.b):

@@ -299,7 +299,8 @@ def write_ram(path, ram, own_pages, fill):
     corpus = content(fill)
     chance = random.Random(SEED)
     pages = len(corpus) // PAGE
-    with open(path, "wb") as file:
+    # Not emptied: it may be the RAM of a QEMU that has put a program there.
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
         file.truncate(ram)
         file.seek(base)
         for number in range((ram - base) // PAGE):

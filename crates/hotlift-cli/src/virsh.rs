@@ -241,7 +241,10 @@ impl Libvirt {
     /// What a domain's migration costs; with `completed`, what the one cost by which it came here. `None` if there is none.
     pub fn job(&self, domain: &str, completed: bool) -> Option<Job> {
         let mut line = vec!["domjobinfo", "--rawstats", "--domain", domain];
-        line.extend(completed.then_some("--completed"));
+        if completed {
+            // Whoever else asks for them is to find them, too.
+            line.extend(["--completed", "--keep-completed"]);
+        }
         let said = self.ask(&line).ok()?;
         let of = |name| value(&said, name).and_then(|value| value.parse().ok());
         Some(Job {
