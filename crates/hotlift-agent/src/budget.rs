@@ -1,12 +1,15 @@
 //! The host's bandwidth and cores, shared among the migrations that leave it.
 //!
 //! Four times a second each gets its part by weight; what one has not used of its own goes to the others, and one whose
-//! guest stands still comes before all others. The parts together are never more than the whole, so that the whole holds
-//! over any time.
+//! guest stands still comes before all others. The parts together are never more than the whole. Of the bandwidth, all draw
+//! from one schedule besides, which holds the whole over any second: eight migrations that send a packet at the same time
+//! would not.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use hotlift::control::SharedRate;
 
 use crate::agent::Agent;
 use crate::messages::{Id, Kind};
@@ -116,7 +119,11 @@ fn fill(total: u64, wants: &[(u64, u64)], group: &[usize], parts: &mut [u64]) ->
 
 /// What is kept of the migrations from round to round.
 #[derive(Default)]
-pub struct Shares(Mutex<HashMap<Id, Cpu>>);
+pub struct Shares {
+    cpus: Mutex<HashMap<Id, Cpu>>,
+    /// What all of them keep together. The parts only say how they share it.
+    pub rate: SharedRate,
+}
 
 /// CPU time of one, and when it was read.
 struct Cpu {
@@ -138,7 +145,8 @@ impl Shares {
                 && subject.kind == Kind::Migration
                 && session.moment().state != "waiting"
         });
-        let mut cpus = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        self.rate.set(config.max_bandwidth.0);
+        let mut cpus = self.cpus.lock().unwrap_or_else(PoisonError::into_inner);
         cpus.retain(|id, _| sessions.iter().any(|session| session.subject.id == *id));
         let (mut bandwidth, mut cpu) = (Vec::new(), Vec::new());
         for session in &sessions {
@@ -182,7 +190,7 @@ impl Shares {
                 bandwidth,
                 cpu: u32::try_from(cpu).unwrap_or(u32::MAX),
             };
-            session.set_share(share, &options);
+            session.set_share(share, config.max_bandwidth.0, &options);
         }
     }
 

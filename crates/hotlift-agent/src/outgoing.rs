@@ -86,6 +86,7 @@ fn migration(
         outgoing_tls: Some(Arc::clone(&agent.tls)),
         ..RelaySettings::default()
     };
+    session.control.share_rate(&agent.shares.rate);
     agent.shares.apply(agent);
     let progress = Progress::default();
     let speaker = conversation.speaker();

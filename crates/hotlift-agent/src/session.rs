@@ -183,16 +183,26 @@ impl Session {
         moment.progress = *progress;
     }
 
-    /// Sets what it may use, and tells its relay.
-    pub fn set_share(&self, share: Share, options: &Options) {
+    /// Sets what it may use of the host's `whole` bandwidth (0: unlimited), and tells its relay.
+    pub fn set_share(&self, share: Share, whole: u64, options: &Options) {
         let mut moment = lock(&self.moment);
         if moment.share == share {
             return;
         }
         moment.share = share;
+        let most = if moment.limit == 0 {
+            u64::MAX
+        } else {
+            moment.limit
+        };
         drop(moment);
+        // The whole is kept by all together. One that waits there must be able to catch up.
+        let room = if whole == 0 { 0 } else { share.bandwidth / 4 };
         let options = Options {
-            max_bandwidth: share.bandwidth,
+            max_bandwidth: match share.bandwidth {
+                0 => 0,
+                part => part.saturating_add(room).min(most),
+            },
             cpu_limit: share.cpu,
             ..options.clone()
         };

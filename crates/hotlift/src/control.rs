@@ -15,6 +15,7 @@ use crate::cpu_limit::CpuBudget;
 use crate::figures::JobFigures;
 use crate::options::Options;
 use crate::pacing::Pacer;
+pub use crate::pacing::SharedRate;
 use crate::stream::main_send::MainLink;
 use crate::threads::lock;
 use crate::transport::{Address, Listener};
@@ -152,6 +153,8 @@ struct Shared {
 struct Live {
     /// The latest options of [`Control::change`].
     changed: Option<Options>,
+    /// What this migration keeps together with others.
+    shared: Option<SharedRate>,
     /// Paces this migration.
     pacer: Option<Arc<Pacer>>,
     /// Paces the pages of a postcopy that nobody has asked for.
@@ -375,6 +378,12 @@ impl Control {
         self.wake();
     }
 
+    /// Has a migration that has not begun keep `rate` together with others, besides its own `max-bandwidth`. One whose guest
+    /// stands still counts, and does not wait.
+    pub fn share_rate(&self, rate: &SharedRate) {
+        lock(&self.0.live).shared = Some(rate.clone());
+    }
+
     /// `options` with what [`Control::change`] has changed of them.
     pub(crate) fn latest(&self, options: &Options) -> Options {
         let mut latest = options.clone();
@@ -388,7 +397,7 @@ impl Control {
     pub(crate) fn pacer(&self, options: &Options) -> Arc<Pacer> {
         let mut live = lock(&self.0.live);
         let rate = live.changed.as_ref().unwrap_or(options).max_bandwidth;
-        let pacer = Arc::new(Pacer::new(rate));
+        let pacer = Arc::new(Pacer::new(rate).under(live.shared.clone()));
         live.pacer = Some(Arc::clone(&pacer));
         pacer
     }

@@ -4,12 +4,33 @@
 //! windows of 100 ms and sleeps at their ends; booking each packet keeps the same average without a stop-and-go that a
 //! shallow switch buffer would drop.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::control::{Control, Status};
 use crate::figures::to_f64;
 use crate::schedule::{Schedule, nanos_over, rescaled};
+
+/// A rate that several migrations keep together ([`Control::share_rate`]).
+#[derive(Debug, Clone)]
+pub struct SharedRate(Arc<Pacer>);
+
+impl Default for SharedRate {
+    /// No limit.
+    fn default() -> Self {
+        Self(Arc::new(Pacer::new(0)))
+    }
+}
+
+impl SharedRate {
+    /// Changes it; 0 is unlimited.
+    pub fn set(&self, bytes_per_second: u64) {
+        if self.0.rate.load(Ordering::Relaxed) != bytes_per_second {
+            self.0.set_rate(bytes_per_second);
+        }
+    }
+}
 
 /// The budget of all channels together.
 #[derive(Debug)]
@@ -22,6 +43,8 @@ pub(crate) struct Pacer {
     changes: AtomicU64,
     /// Whether the rate is to change no more.
     lifted: AtomicBool,
+    /// What is kept together with other migrations.
+    shared: Option<SharedRate>,
 }
 
 impl Pacer {
@@ -31,7 +54,13 @@ impl Pacer {
             schedule: Schedule::default(),
             changes: AtomicU64::new(0),
             lifted: AtomicBool::new(false),
+            shared: None,
         }
+    }
+
+    /// The same, which keeps `shared` besides.
+    pub(crate) fn under(self, shared: Option<SharedRate>) -> Self {
+        Self { shared, ..self }
     }
 
     /// Changes the rate; 0 is unlimited. What is booked already, up to a packet of each channel, takes its time at the new
@@ -60,9 +89,26 @@ impl Pacer {
     /// Books `bytes` and waits until they may be written. Returns early when `control` stops. What opens
     /// a migration is not paced, as QEMU does not: at a low rate it would time out. How long that was.
     pub(crate) fn wait(&self, bytes: usize, control: &Control) -> Duration {
-        if control.status() == Status::Setup {
+        let status = control.status();
+        if status == Status::Setup {
             return Duration::ZERO;
         }
+        let waited = self.wait_here(bytes, control);
+        let Some(SharedRate(shared)) = &self.shared else {
+            return waited;
+        };
+        match status {
+            _ if self.lifted.load(Ordering::Relaxed) => waited,
+            // Its guest stands still: it comes first, and the others make up for it.
+            Status::PreSwitchover | Status::Device => {
+                shared.book(bytes, Instant::now());
+                waited
+            }
+            _ => waited + shared.wait_here(bytes, control),
+        }
+    }
+
+    fn wait_here(&self, bytes: usize, control: &Control) -> Duration {
         let mut changes = self.changes.load(Ordering::Acquire);
         let mut rate = self.rate.load(Ordering::Relaxed);
         let begun = Instant::now();
@@ -202,6 +248,47 @@ mod tests {
         pacer.set_rate(1);
         pacer.book(1000, now);
         assert_eq!(pacer.book(1000, now), None, "it was lifted for good");
+    }
+
+    #[test]
+    fn one_whose_guest_stands_still_does_not_wait_for_those_it_shares_with() {
+        let shared = SharedRate::default();
+        shared.set(1);
+        let pacer = Pacer::new(0).under(Some(shared.clone()));
+        let control = Control::new();
+        control.set_status(Status::Device);
+        for _ in 0..3 {
+            assert_eq!(pacer.wait(1 << 20, &control), Duration::ZERO);
+        }
+        let now = Instant::now();
+        let until = shared.0.book(1, now).expect("the others wait");
+        assert!(until > now + Duration::from_secs(1 << 21));
+    }
+
+    #[test]
+    fn migrations_that_share_a_rate_keep_it_together() {
+        const RATE: u32 = 4 << 20;
+        const PACKET: usize = 64 << 10;
+        let shared = SharedRate::default();
+        shared.set(RATE.into());
+        let begun = Instant::now();
+        let sent: usize = std::thread::scope(|scope| {
+            let sends = || {
+                let pacer = Pacer::new(0).under(Some(shared.clone()));
+                let control = Control::new();
+                control.set_status(Status::Active);
+                let packets = (0..10).map(|_| pacer.wait(PACKET, &control));
+                packets.count() * PACKET
+            };
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(sends)).collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .sum()
+        });
+        let allowed = (begun.elapsed() + BURST).as_secs_f64() * f64::from(RATE);
+        let last = to_f64(PACKET as u64);
+        assert!(to_f64(sent as u64) <= allowed + last, "{sent} of {allowed}");
     }
 
     #[test]
