@@ -94,7 +94,7 @@ pub struct Config {
     pub listen: String,
     /// The port at which the agents of other hosts listen.
     pub agent_port: u16,
-    /// Agents of destinations that are not reached at the destination's own address: address or prefix = "HOST[:PORT]".
+    /// Agents of destinations that are not reached at the destination's own address: address or prefix = `"HOST[:PORT]"`.
     pub peers: BTreeMap<Prefix, HostPort>,
     /// How long an agent may take to answer a connection before there is none on that host.
     pub agent_timeout: Time,
