@@ -499,7 +499,10 @@ impl Display {
         self.finish();
         let mut text = table(outcomes);
         for one in under_way {
-            let Some(job) = one.job else { continue };
+            // Of one that has only begun libvirt does not know how much it is.
+            let Some(job) = one.job.filter(|job| job.memory_bytes > 0) else {
+                continue;
+            };
             let left = bytes(job.remaining_bytes);
             text += &format!("\n{}: {left} to go", outcomes[one.index].step.domain);
         }
