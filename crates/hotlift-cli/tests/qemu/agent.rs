@@ -539,7 +539,6 @@ fn an_agent_that_is_to_end_lets_what_is_under_way_end_and_takes_nothing_new() {
     let mut source = hosts.source("max-bandwidth = \"8M\"\nmethod = \"none\"");
     let _destination = hosts.destination("");
     let (mut here, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
-    let before = here.count().expect("it counts");
     here.qmp.migrate(&uri).expect("migrate");
     source.agent.wait_for("state=active");
     source.agent.signal(Signal::TERM);
@@ -548,9 +547,11 @@ fn an_agent_that_is_to_end_lets_what_is_under_way_end_and_takes_nothing_new() {
         client(&hosts.link, PORT + 9).is_err(),
         "a new connection is closed"
     );
+    // At this rate a guest that writes would never be done.
+    here.qmp.stop().expect("stop");
     here.reaches("completed");
     there.reaches("completed");
-    there.counts_on_from(before);
+    there.prove();
     let (status, said) = source.agent.wait();
     assert!(status.success(), "{said:?}");
 }
