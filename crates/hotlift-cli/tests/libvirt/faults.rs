@@ -8,7 +8,7 @@ use hotlift_testkit::pki::Pki;
 use hotlift_testkit::process::Process;
 
 use crate::agents::{Agent, both, carries, end};
-use crate::{SLOW_MBITS, UNSAFE, begin, domain, hosts, is_at, migrate, outcome, until};
+use crate::{SLOW_MBITS, UNSAFE, begin, domain, hosts, is_at, migrate, outcome, until, until_ok};
 
 /// How long the link is down: longer than a retransmission, shorter than what any timeout here is.
 const OUTAGE: Duration = Duration::from_secs(5);
@@ -27,8 +27,11 @@ fn under_way(hosts: &Hosts, agent: &Agent<'_>, options: &[&str]) -> (Domain, Pro
 
 /// After a failure: the guest is at the source, and moves as if nothing had been.
 fn stayed_and_moves_again(hosts: &Hosts, one: &Domain) {
-    until("the guest is at the source alone", || {
-        matches!(hosts.whereabouts(one), Ok(End::Source)).then_some(())
+    until_ok("the guest is at the source alone", || {
+        match hosts.whereabouts(one) {
+            Ok(End::Source) => Ok(()),
+            elsewhere => Err(elsewhere),
+        }
     });
     is_at(hosts, End::Source, one);
     hosts.limit(1000).expect("a fast link");

@@ -70,12 +70,17 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Looks until `look` finds something.
 fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    until_ok(what, || look().ok_or("it is not so"))
+}
+
+/// Tries until `attempt` comes to something.
+fn until_ok<T, E: std::fmt::Debug>(what: &str, mut attempt: impl FnMut() -> Result<T, E>) -> T {
     let deadline = Instant::now() + DEADLINE;
     loop {
-        if let Some(found) = look() {
-            return found;
+        match attempt() {
+            Ok(found) => return found,
+            Err(error) => assert!(Instant::now() < deadline, "{what}: {error:?}"),
         }
-        assert!(Instant::now() < deadline, "{what}");
         std::thread::sleep(LOOK);
     }
 }
