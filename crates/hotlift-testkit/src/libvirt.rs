@@ -213,6 +213,14 @@ impl Host {
     pub fn state(&self, domain: &Domain) -> Option<String> {
         self.virsh(&["domstate", &domain.name]).ok()
     }
+
+    /// The last lines of what a domain's QEMU has said here, which has most likely ended.
+    fn last_words(&self, domain: &Domain) -> String {
+        let path = self.path(&format!("/var/log/libvirt/qemu/{}.log", domain.name));
+        let said = fs::read_to_string(path).unwrap_or_default();
+        let lines: Vec<_> = said.lines().collect();
+        lines[lines.len().saturating_sub(4)..].join("\n")
+    }
 }
 
 /// The only child of a process.
@@ -456,9 +464,14 @@ impl Hosts {
         match states.each_ref().map(Option::as_deref) {
             [Some("running"), None] => Ok(End::Source),
             [None, Some("running")] => Ok(End::Destination),
-            _ => Err(KitError::Memory {
-                problem: format!("{} is {states:?} at source and destination", domain.name),
-            }),
+            _ => {
+                let said = [&self.source, &self.destination].map(|host| host.last_words(domain));
+                let problem = format!(
+                    "{} is {states:?} at source and destination; their QEMUs have said {said:?}",
+                    domain.name
+                );
+                Err(KitError::Memory { problem })
+            }
         }
     }
 
