@@ -271,7 +271,8 @@ impl MissingPages {
         })
     }
 
-    /// Puts `content` (`None`: zeros) into a missing page, and wakes whoever waits for it.
+    /// Puts `content` (`None`: zeros) into a missing page, and wakes whoever waits for it. Behind [`MissingPages::end`] a page
+    /// of zeros is there by itself, and any other is an error.
     ///
     /// # Errors
     /// [`MemError::OutOfBounds`] for a page outside the block, [`MemError::Kernel`].
@@ -311,6 +312,10 @@ impl MissingPages {
                 Err(Errno::EXIST) => {
                     // Who touched it may not have seen that it came.
                     let _ = tell::<{ opcode(request::UFFDIO_WAKE) }>(&self.fd, range);
+                    return Ok(Placed::Before);
+                }
+                // Behind the end untouched memory is zero by itself, and nobody waits.
+                Err(Errno::NOENT) if content.is_none() && self.ended.load(Ordering::Acquire) => {
                     return Ok(Placed::Before);
                 }
                 Err(source) => {
@@ -470,6 +475,21 @@ mod tests {
             let outside = missing.place(0, PAGES, None);
             assert!(matches!(outside, Err(MemError::OutOfBounds { .. })));
             missing.end();
+        }
+    }
+
+    #[test]
+    fn behind_the_end_pages_of_zeros_are_there_and_no_others_can_come() {
+        for backing in BACKINGS {
+            let blocks = blocks(backing);
+            let Some(missing) = registered(&blocks) else {
+                return;
+            };
+            missing.end();
+            assert_eq!(missing.place(0, 5, None).unwrap(), Placed::Before);
+            assert_eq!(byte(&blocks[0], 5), 0, "{backing:?}");
+            let late = missing.place(0, 6, Some(&[1; PAGE_SIZE]));
+            assert!(matches!(late, Err(MemError::Kernel { .. })), "{backing:?}");
         }
     }
 
