@@ -145,8 +145,9 @@ fn channels_take_no_more_cpu_time_than_their_limit_on_either_side() {
                 .iter()
                 .filter(|one| one.name.starts_with(names));
             let cpu: f64 = threads.map(|one| one.cpu_s).sum();
-            // What a thread uses before its first packet and between two packets is booked behind them.
-            let most = 0.2 * sent.total_ms / 1e3 + 0.1;
+            // What a thread uses before its first packet and between two packets is booked behind them: of level 9 one takes
+            // some 50 ms, on a busy machine more, and each thread has one.
+            let most = 0.2 * sent.total_ms / 1e3 + 0.25;
             assert!(
                 cpu <= most,
                 "{method} {names}: {cpu} s in {} ms",
