@@ -493,9 +493,16 @@ fn listens(
     waits(process, place, looks)
 }
 
-/// Waits until a process has made a socket.
+/// Waits until a process listens on a socket: its file is there a moment before.
 fn appears(socket: &Path, process: Process, place: &mut Option<Process>) -> Result<bool, KitError> {
-    waits(process, place, || Ok(socket.exists()))
+    let table = format!("/proc/{}/net/unix", process.pid().as_raw_nonzero());
+    let end = format!(" {}", socket.display());
+    // proc(5): flag 10000 is a socket that listens.
+    let listens = |line: &str| line.ends_with(&end) && line.contains(" 00010000 ");
+    waits(process, place, || {
+        let table = fs::read_to_string(&table).unwrap_or_default();
+        Ok(table.lines().any(listens))
+    })
 }
 
 fn waits(
