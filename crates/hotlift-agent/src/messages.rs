@@ -15,7 +15,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use hotlift_console::conversation::{Conversation, ConversationError, read};
+use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_qmp::Uuid;
 use serde::{Deserialize, Serialize};
 
@@ -133,17 +133,7 @@ impl Hello {
         conversation: &mut Conversation,
         timeout: Duration,
     ) -> Result<Option<Self>, ConversationError> {
-        let Some(value) = conversation.hear::<serde_json::Value>(timeout)? else {
-            return Ok(None);
-        };
-        // The version first: what else a hello of another version has is not known.
-        match value.get("hotlift-agent").and_then(|value| value.as_u64()) {
-            Some(theirs) if theirs != u64::from(PROTOCOL) => Err(ConversationError::Version {
-                theirs,
-                ours: PROTOCOL,
-            }),
-            _ => read(value).map(Some),
-        }
+        conversation.hear_hello(("hotlift-agent", PROTOCOL), timeout)
     }
 }
 

@@ -16,7 +16,7 @@
 use std::time::Duration;
 
 use hotlift::relay::RelayReport;
-use hotlift_console::conversation::{Conversation, ConversationError, read};
+use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_qemu::source::GuestThere;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::{Uuid, Version};
@@ -107,20 +107,7 @@ impl Hello {
         conversation: &mut Conversation,
         timeout: Duration,
     ) -> Result<Option<Self>, ConversationError> {
-        let Some(value) = conversation.hear::<serde_json::Value>(timeout)? else {
-            return Ok(None);
-        };
-        // The version first: what else a hello of another version has is not known.
-        match value
-            .get("hotlift-control")
-            .and_then(|value| value.as_u64())
-        {
-            Some(theirs) if theirs != u64::from(PROTOCOL) => Err(ConversationError::Version {
-                theirs,
-                ours: PROTOCOL,
-            }),
-            _ => read(value).map(Some),
-        }
+        conversation.hear_hello(("hotlift-control", PROTOCOL), timeout)
     }
 }
 

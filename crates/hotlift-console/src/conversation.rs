@@ -208,6 +208,24 @@ impl Conversation {
         let message = serde_json::from_slice(&line);
         message.map(Some).map_err(|error| garbage(&line, &error))
     }
+
+    /// The first message, or `None` if none comes within `timeout`: its member `key` is the version of all that follow, which
+    /// must be `ours`. Another is refused before anything else is read, since what else its hello has is not known.
+    pub fn hear_hello<T: DeserializeOwned>(
+        &mut self,
+        (key, ours): (&str, u32),
+        timeout: Duration,
+    ) -> Result<Option<T>, ConversationError> {
+        let Some(value) = self.hear::<serde_json::Value>(timeout)? else {
+            return Ok(None);
+        };
+        match value.get(key).and_then(serde_json::Value::as_u64) {
+            Some(theirs) if theirs != u64::from(ours) => {
+                Err(ConversationError::Version { theirs, ours })
+            }
+            _ => read(value).map(Some),
+        }
+    }
 }
 
 impl AsFd for Conversation {
@@ -217,7 +235,7 @@ impl AsFd for Conversation {
 }
 
 /// The message that a value is.
-pub fn read<T: DeserializeOwned>(value: serde_json::Value) -> Result<T, ConversationError> {
+fn read<T: DeserializeOwned>(value: serde_json::Value) -> Result<T, ConversationError> {
     let text = value.to_string();
     serde_json::from_value(value).map_err(|error| garbage(text.as_bytes(), &error))
 }
