@@ -86,6 +86,22 @@ pub(crate) fn give_way() {
     let _ = setpriority_process(None, NICE);
 }
 
+/// A thread whose work becomes such that nobody waits for it.
+#[derive(Debug, Default)]
+pub(crate) struct Yielding {
+    gives_way: bool,
+}
+
+impl Yielding {
+    /// The thread gives way from the first time on that `unawaited` is true.
+    pub(crate) fn once(&mut self, unawaited: bool) {
+        if unawaited && !self.gives_way {
+            self.gives_way = true;
+            give_way();
+        }
+    }
+}
+
 /// Does something if its thread panics. The other threads of a migration wait for each other, and one
 /// that went without a word would be waited for without end.
 pub(crate) struct OnPanic<F: Fn()>(pub F);
@@ -107,8 +123,11 @@ mod tests {
     #[test]
     fn only_the_thread_that_says_so_gives_way() {
         let here = getpriority_process(None).unwrap();
-        let there = thread::spawn(|| {
-            give_way();
+        let there = thread::spawn(move || {
+            let mut yielding = Yielding::default();
+            yielding.once(false);
+            assert_eq!(getpriority_process(None).unwrap(), here);
+            yielding.once(true);
             getpriority_process(None).unwrap()
         });
         assert_eq!(there.join().unwrap(), here.max(NICE));

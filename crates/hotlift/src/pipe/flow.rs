@@ -21,6 +21,10 @@ pub(crate) struct Flow<B> {
     drained: Condvar,
 }
 
+/// Nothing is passed on any more.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Broken;
+
 #[derive(Debug)]
 struct State<B> {
     /// The one given back last is taken first: its memory is in the caches.
@@ -65,6 +69,30 @@ impl<B> Flow<B> {
             return None;
         }
         state.free.pop()
+    }
+
+    /// Waits for a free batch as long as `waits` is true, which is asked again at each [`Flow::ask_again`].
+    ///
+    /// # Errors
+    /// The flow is broken.
+    pub(crate) fn take_while(&self, waits: impl Fn() -> bool) -> Result<Option<B>, Broken> {
+        let mut state = self
+            .freed
+            .wait_while(self.lock(), |state| {
+                state.free.is_empty() && !state.broken && waits()
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        match state.broken {
+            true => Err(Broken),
+            false => Ok(state.free.pop()),
+        }
+    }
+
+    /// What a wait depends on has changed.
+    pub(crate) fn ask_again(&self) {
+        // Whoever waits has asked before this lock, or asks behind it.
+        drop(self.lock());
+        self.freed.notify_all();
     }
 
     /// A free batch, if there is one now.
@@ -183,6 +211,26 @@ mod tests {
         flow.release(second);
         assert_eq!(flow.take(), Some(second));
         assert!(flow.drain(), "nothing is under way");
+    }
+
+    #[test]
+    fn whoever_waits_for_a_batch_goes_on_without_one_once_it_is_told_to() {
+        let flow = Flow::new(0..1);
+        let batch = flow.take().unwrap();
+        let asked = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            let reader =
+                scope.spawn(|| flow.take_while(|| asked.fetch_add(1, Ordering::SeqCst) == 0));
+            while asked.load(Ordering::SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+            flow.ask_again();
+            assert_eq!(reader.join().unwrap(), Ok(None));
+        });
+        flow.release(batch);
+        assert_eq!(flow.take_while(|| true), Ok(Some(batch)));
+        flow.break_up();
+        assert_eq!(flow.take_while(|| true), Err(Broken));
     }
 
     #[test]

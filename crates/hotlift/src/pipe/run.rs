@@ -14,7 +14,7 @@ use crate::pipe::session::Session;
 use crate::pipe::source::Source;
 use crate::pipe::watch::{EndsWatch, Watch};
 use crate::stream::door::Door;
-use crate::threads::{OnPanic, caught, spawn};
+use crate::threads::{OnPanic, Yielding, caught, spawn};
 use crate::transport::Stream;
 
 /// Runs all threads of one migration; `main` is what this one does.
@@ -68,6 +68,10 @@ pub(crate) fn run_threads(
                 };
                 let forward = |message: &ReturnMessage<'_>, bytes: &[u8]| {
                     source.answer(message, bytes);
+                    if session.is_switched() {
+                        // A reader that waits for a batch may have to go on to the page that was asked for.
+                        session.flow.ask_again();
+                    }
                 };
                 session.sink.return_path(&forward, &failed);
                 session.threads.book("relay/return");
@@ -132,6 +136,12 @@ pub(crate) fn run_threads(
     }
 }
 
+/// Whether nobody waits for what workers do. One that has main and no core would keep a page from going there.
+fn is_background(session: &Session<'_>) -> bool {
+    let postcopy = session.sink.postcopy().filter(|_| session.may_run_there());
+    postcopy.is_some_and(|postcopy| postcopy.is_apart())
+}
+
 /// A worker: writes batches until there are no more.
 fn write_batches(
     session: &Session<'_>,
@@ -140,7 +150,9 @@ fn write_batches(
 ) -> Result<(), MigrationError> {
     let mut writer = None;
     let mut inflater = None;
+    let mut yielding = Yielding::default();
     while let Some(mut batch) = session.flow.next() {
+        yielding.once(is_background(session));
         if batch.is_compressed() {
             let block = &blocks[batch.block].name;
             let failed = |(offset, source)| MigrationError::Page {

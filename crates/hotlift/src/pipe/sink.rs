@@ -152,6 +152,9 @@ pub(crate) trait Postcopy: Sync {
     /// for it.
     fn preempt(&self) -> Result<(), MigrationError>;
 
+    /// Whether pages that the guest waits for go out where nothing else does: whoever writes the others may take its time.
+    fn is_apart(&self) -> bool;
+
     /// A command of the source, byte for byte.
     fn command(&self, bytes: &[u8]) -> Result<(), MigrationError>;
 

@@ -51,6 +51,10 @@ impl Postcopy for StreamSink<'_> {
         Ok(())
     }
 
+    fn is_apart(&self) -> bool {
+        self.preempt.get().is_some() || !self.pages_on_main()
+    }
+
     fn command(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         self.lock_main().raw(bytes)
     }
@@ -103,6 +107,15 @@ impl<'s, 'a> Background<'s, 'a> {
     }
 }
 
+impl Background<'_, '_> {
+    /// Writes pages to main. Waits for the limit on bandwidth first: an urgent page would wait for whoever did in its turn.
+    fn put(&self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
+        let link = &self.sink.link;
+        link.pacer.wait(pages.content.len(), &link.control);
+        self.sink.main().take_after_urgent().pages_at_once(pages)
+    }
+}
+
 impl WritePages for Background<'_, '_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         if !self.sink.is_switched() || !self.sink.pages_on_main() {
@@ -113,7 +126,7 @@ impl WritePages for Background<'_, '_> {
         }
         let block = batch.block;
         for zero in batch.zero.chunks(BATCH_PAGES) {
-            self.sink.main().take_after_urgent().pages(PageRecords {
+            self.put(PageRecords {
                 block,
                 zero,
                 normal: &[],
@@ -122,7 +135,7 @@ impl WritePages for Background<'_, '_> {
         }
         let contents = batch.pages().chunks(TURN * PAGE_SIZE);
         for (normal, content) in batch.normal.chunks(TURN).zip(contents) {
-            self.sink.main().take_after_urgent().pages(PageRecords {
+            self.put(PageRecords {
                 block,
                 zero: &[],
                 normal,

@@ -6,8 +6,10 @@ use std::sync::atomic::Ordering;
 use hotlift_wire::main_channel::PageContent;
 
 use crate::ends::page_set::PageSet;
+use crate::ends::stream_source::postcopy::Demand;
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
+use crate::pipe::flow::Broken;
 use crate::pipe::session::Session;
 use crate::pipe::sink::RamLayout;
 
@@ -19,6 +21,8 @@ pub(crate) struct MainPages<'a> {
     session: &'a Session<'a>,
     /// The source has no multifd channels, and so no sync points.
     alone: bool,
+    /// Pages that are waited for in postcopy, which do not come here.
+    demand: &'a Demand,
     batch: Option<Batch>,
     /// Pages of a batch at most.
     most: usize,
@@ -28,7 +32,12 @@ pub(crate) struct MainPages<'a> {
 }
 
 impl<'a> MainPages<'a> {
-    pub(crate) fn new(session: &'a Session<'a>, ram: &RamLayout, alone: bool) -> Self {
+    pub(crate) fn new(
+        session: &'a Session<'a>,
+        ram: &RamLayout,
+        alone: bool,
+        demand: &'a Demand,
+    ) -> Self {
         // Only where the pages are looked up.
         let blocks = if alone { ram.blocks.as_slice() } else { &[] };
         let seen = blocks
@@ -37,6 +46,7 @@ impl<'a> MainPages<'a> {
         Self {
             session,
             alone,
+            demand,
             batch: None,
             most: BATCH_PAGES,
             seen: seen.collect(),
@@ -62,11 +72,8 @@ impl<'a> MainPages<'a> {
             self.settle()?;
             return self.session.sink.delta(block, offset, delta);
         }
-        let most = self.most;
-        let joins = |batch: &Batch| batch.block == block && batch.len() < most;
-        if !self.batch.as_ref().is_some_and(joins) {
+        if let Some(mut batch) = self.next_batch(block)? {
             self.submit();
-            let mut batch = self.session.flow.take().ok_or(MigrationError::Cancelled)?;
             batch.start(block);
             batch.from_main = true;
             self.batch = Some(batch);
@@ -81,6 +88,23 @@ impl<'a> MainPages<'a> {
             PageContent::Xbzrle(_) => {}
         }
         Ok(())
+    }
+
+    /// A new batch for a page of `block`; `None` if it joins those that were gathered.
+    fn next_batch(&mut self, block: usize) -> Result<Option<Batch>, MigrationError> {
+        let flow = &self.session.flow;
+        match &self.batch {
+            Some(batch) if batch.block == block && batch.len() < self.most => Ok(None),
+            // All are being written, and behind this page there may be one that is waited for: it is not to wait for them.
+            Some(batch) if batch.block == block && batch.len() < BATCH_PAGES => flow
+                .take_while(|| self.demand.is_met())
+                .map_err(|Broken| MigrationError::Cancelled),
+            _ => {
+                self.submit();
+                let batch = self.session.flow.take();
+                batch.map(Some).ok_or(MigrationError::Cancelled)
+            }
+        }
     }
 
     /// Notes a page; false if it has come before.

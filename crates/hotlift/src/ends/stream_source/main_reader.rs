@@ -16,7 +16,7 @@ use crate::pipe::session::{Call, Session};
 use crate::pipe::sink::{Opening, Postcopy};
 use crate::stream::main_recv::{MainInput, Waiting, event_name};
 use crate::stream::return_path::encode;
-use crate::threads::OnPanic;
+use crate::threads::{OnPanic, Yielding};
 
 /// The main thread's own state.
 pub(crate) struct MainReader<'a> {
@@ -33,6 +33,8 @@ pub(crate) struct MainReader<'a> {
     preempt_is_known: bool,
     /// A relay's sync point behind the package is still to come.
     awaits_sync: bool,
+    /// With a preempt channel, main has what nobody waits for.
+    yielding: Yielding,
 }
 
 /// What an event leaves to be done once its bytes have been taken.
@@ -67,11 +69,17 @@ impl<'a> MainReader<'a> {
             setup,
             input,
             decoder,
-            pages: MainPages::new(session, &setup.ram, upstream.multifd.is_empty()),
+            pages: MainPages::new(
+                session,
+                &setup.ram,
+                upstream.multifd.is_empty(),
+                &upstream.demand,
+            ),
             section: SectionKind::Start,
             switched: false,
             preempt_is_known: false,
             awaits_sync: false,
+            yielding: Yielding::default(),
         }
     }
 
@@ -154,6 +162,8 @@ impl<'a> MainReader<'a> {
                 }
                 if self.switched {
                     self.tell_of_preempt()?;
+                    self.yielding
+                        .once(self.session.may_run_there() && self.preempt_is_known);
                 }
                 return Ok(false);
             }

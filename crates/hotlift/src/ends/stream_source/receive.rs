@@ -19,6 +19,7 @@ use crate::stream::multifd_recv::{
     ChannelLimits, ChannelRules, Methods, MultifdReceiver, PageSink, ReadOn,
 };
 use crate::stream::return_path::encode;
+use crate::threads::Yielding;
 use crate::transport::Stream;
 
 /// The connections of a source, as where the pages come from.
@@ -143,6 +144,7 @@ fn receive(
         is_kept_open: from_relay,
         synced: false,
         held_back: Duration::ZERO,
+        yielding: Yielding::default(),
         forwarder: None,
     })
 }
@@ -157,6 +159,8 @@ struct Batches<'a> {
     synced: bool,
     /// Time in which all batches were with the other side, until the thread asked last.
     held_back: Duration,
+    /// What the guest waits for comes on main.
+    yielding: Yielding,
     /// Passes uncompressed packets on where that may be done.
     forwarder: Option<Box<dyn ForwardPackets + 'a>>,
 }
@@ -199,6 +203,7 @@ impl PageSink for Batches<'_> {
         batch.normal.extend_from_slice(header.normal());
         batch.zero.extend_from_slice(header.zero());
         if self.session.may_run_there() {
+            self.yielding.once(true);
             let pages = header.normal().iter().chain(header.zero());
             self.upstream.demand.take_all(header.block(), pages)?;
         }
