@@ -1,6 +1,7 @@
 //! The return path that is read: the destination's messages, and what it has said with them so far.
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,9 @@ use crate::error::{Channel, MigrationError, printable};
 use crate::handover::Word;
 use crate::stream::handshake;
 use crate::transport::Stream;
+
+/// A wait for bytes that is ended by the end of the connection.
+const LONG: Duration = Duration::from_secs(3600);
 
 /// The messages of one connection.
 #[derive(Debug)]
@@ -59,14 +63,13 @@ impl Messages {
         let mut is_open = true;
         if !std::mem::take(&mut self.has_more) {
             let mut here = [0; limits::RETURN_PATH_PAYLOAD];
-            let read =
-                stream
-                    .read_some(&mut here)
-                    .map_err(|source| MigrationError::Connection {
-                        channel: self.channel,
-                        doing: "listening to the destination",
-                        source,
-                    })?;
+            let read = read_when_there(stream, &mut here).map_err(|source| {
+                MigrationError::Connection {
+                    channel: self.channel,
+                    doing: "listening to the destination",
+                    source,
+                }
+            })?;
             self.pending.extend_from_slice(&here[..read]);
             is_open = read > 0;
         }
@@ -97,6 +100,14 @@ impl Messages {
         self.pending.drain(..taken);
         Ok(is_open)
     }
+}
+
+/// Reads from a connection that something is written to meanwhile. Linux wakes a thread that sleeps in a read of a UNIX
+/// socket whenever the peer takes something of what goes the other way: 27,000 times a GiB, 0.1 s of CPU. One that
+/// polls sleeps on.
+fn read_when_there(stream: &Stream, into: &mut [u8]) -> io::Result<usize> {
+    while !stream.wait_readable(LONG)? {}
+    stream.read_some(into)
 }
 
 #[derive(Debug, Default)]
