@@ -219,8 +219,8 @@ impl<'a, P: Pages> Connection<'a, P> {
         Ok(())
     }
 
-    /// What goes behind a page that was asked for: on main at once if nobody writes there, or else by who does. They stay
-    /// unclaimed until then, so that nobody waits for them if the guest needs one.
+    /// What goes behind a page that was asked for: on main if that takes no time, or else by whoever writes there next. They
+    /// stay unclaimed until then, so that nobody waits for them if the guest needs one.
     fn pass_neighbours(
         &self,
         block: usize,
@@ -232,7 +232,10 @@ impl<'a, P: Pages> Connection<'a, P> {
         if batch.is_empty() {
             return Ok(());
         }
-        if let Some(main) = self.main.try_take() {
+        let takes_no_time = !self.ledger.requests.is_waiting()
+            && !self.pace.is_limited()
+            && self.link.transport.is_writable();
+        if takes_no_time && let Some(main) = self.main.try_take() {
             batch.claim(block, &self.ledger);
             return self.write(&mut Way::Main(main), block, batch);
         }
@@ -272,7 +275,10 @@ impl<'a, P: Pages> Connection<'a, P> {
     }
 
     fn send_the_rest(&self) -> Result<(), MigrationError> {
-        give_way();
+        // Without that connection this thread has the turn that an answer waits for.
+        if self.preempt.get().is_some() {
+            give_way();
+        }
         let mut reader = self.pages.reader()?;
         let mut batch = Batch::default();
         let mut cpu = CpuShare::new(&self.cpu);
@@ -307,6 +313,8 @@ impl<'a, P: Pages> Connection<'a, P> {
             let mut way = Way::Main(self.main.take_after_urgent());
             batch.claim(block, &self.ledger);
             self.write(&mut way, block, &batch)?;
+            drop(way);
+            self.pace.wait(batch.content.len(), &self.sleeps);
         }
     }
 

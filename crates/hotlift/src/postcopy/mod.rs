@@ -137,6 +137,14 @@ impl Batch {
         self.content.extend_from_slice(content);
     }
 
+    /// Pages by number and their content, in place of what is here, which `content` has then.
+    pub(crate) fn fill(&mut self, pages: impl Iterator<Item = u64>, content: &mut Vec<u8>) {
+        self.clear();
+        self.normal
+            .extend(pages.map(|page| page * PAGE_SIZE as u64));
+        std::mem::swap(&mut self.content, content);
+    }
+
     /// A page that is zero.
     pub(crate) fn add_zero(&mut self, page: usize) {
         self.zero.push((page * PAGE_SIZE) as u64);

@@ -570,6 +570,12 @@ impl Stream {
         }
     }
 
+    /// Whether a write of some pages would come back at once: most of the room for what is not yet taken is free.
+    pub(crate) fn is_writable(&self) -> bool {
+        // One that is broken says so to whoever writes.
+        wait_for(self.as_fd(), PollFlags::OUT, Duration::ZERO).unwrap_or(true)
+    }
+
     /// Reads what there is into `buffer`, waiting for at least a byte for up to `timeout`; 0 at end of stream.
     ///
     /// # Errors

@@ -9,6 +9,7 @@ use super::ahead::Ahead;
 use super::layout::{BlockHead, Entry, damaged};
 use crate::control::Control;
 use crate::error::MigrationError;
+use crate::postcopy::Batch;
 use crate::stream::codec::{ByMethod, Decoder};
 
 /// One thread's reader: it has the pages of the block that was read last.
@@ -167,6 +168,13 @@ impl<'a> Blocks<'a> {
                 payload,
                 &[GuestRun::of_buffer(into)],
             ),
+        }
+    }
+
+    /// Moves all pages of the block that was read last to `batch`, which is empty; the block has to be read again.
+    pub(crate) fn take_pages(&mut self, batch: &mut Batch) {
+        if let Some((_, head)) = self.block.take() {
+            batch.fill(head.pages(), &mut self.pages);
         }
     }
 

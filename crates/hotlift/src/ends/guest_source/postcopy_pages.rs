@@ -1,19 +1,28 @@
 //! The memory of a stopped guest, for the one that runs at the destination and lacks some of it.
 
+use std::ops::Range;
+use std::sync::Mutex;
+
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::multifd::ZeroPageDetection;
 
 use crate::ends::guest_source::session::Session;
 use crate::error::MigrationError;
 use crate::postcopy::{Batch, Ledger, Near, Pages, Place, Reader};
+use crate::threads::lock;
 
 /// Pages that the background writes at once: an answer waits for so many at most.
 const BATCH: usize = 16;
+
+/// Pages that a thread takes at a time, behind which the neighbours of a page that was asked for wait at most: 256 KiB.
+const SHARE: usize = 64;
 
 /// Pages that are still to be sent, near the latest request first and then in order.
 pub(crate) struct GuestPages<'a> {
     session: &'a Session<'a>,
     near: Near,
+    /// RAM block, and what no thread has taken yet of the chunk that was taken last.
+    rest: Mutex<(usize, Range<usize>)>,
 }
 
 impl<'a> GuestPages<'a> {
@@ -23,6 +32,7 @@ impl<'a> GuestPages<'a> {
         Self {
             session,
             near: Near::new(session.guest.ram().iter().map(|block| block.pages())),
+            rest: Mutex::new((0, 0..0)),
         }
     }
 }
@@ -45,11 +55,17 @@ impl Pages for GuestPages<'_> {
         if let near @ Some(_) = self.near.next() {
             return Ok(near);
         }
-        let chunk = self.session.ram.take();
-        Ok(chunk.map(|chunk| {
-            let pages = chunk.first_page..chunk.first_page + chunk.pages;
-            pages.map(|page| (chunk.block, page)).collect()
-        }))
+        let mut rest = lock(&self.rest);
+        if rest.1.is_empty() {
+            let Some(chunk) = self.session.ram.take() else {
+                return Ok(None);
+            };
+            let first = chunk.first_page;
+            *rest = (chunk.block, first..first + chunk.pages);
+        }
+        let (block, pages) = &mut *rest;
+        let share = pages.by_ref().take(SHARE);
+        Ok(Some(share.map(|page| (*block, page)).collect()))
     }
 
     fn asked_for(&self, block: usize, page: usize) {

@@ -84,7 +84,11 @@ impl<'a> FilePages<'a> {
                             entry => entry?,
                         };
                         let entry = entry.filter(|entry| entry.position >= from);
-                        pages.extend(entry.map(|entry| (entry.position, block, page)));
+                        let position = entry.map(|entry| entry.position);
+                        // Most of a block's pages are neighbours.
+                        let last = pages.last().map(|(last, _, _)| *last);
+                        let position = position.filter(|position| last != Some(*position));
+                        pages.extend(position.map(|position| (position, block, page)));
                     }
                 }
             }
@@ -190,14 +194,19 @@ impl FileReader<'_> {
             return Ok(());
         };
         for (number, content) in self.blocks.pages() {
-            let page = usize::try_from(number).unwrap_or(usize::MAX);
-            // What the guest has written since is in another block.
-            let last = self.file.entry(block, page)?;
-            if last.is_some_and(|last| last.position == entry.position) {
-                batch.add(page, content);
+            if self.is_current(block, number, entry)? {
+                batch.add(usize::try_from(number).unwrap_or(usize::MAX), content);
             }
         }
         Ok(())
+    }
+
+    /// Whether a page of the block of `entry` is what the guest had there in the end: what it has written since is in
+    /// another block.
+    fn is_current(&self, block: usize, page: u64, entry: Entry) -> Result<bool, MigrationError> {
+        let page = usize::try_from(page).unwrap_or(usize::MAX);
+        let last = self.file.entry(block, page)?;
+        Ok(last.is_some_and(|last| last.position == entry.position))
     }
 
     fn load(&mut self, entry: Entry, block: usize, page: usize) -> Result<(), MigrationError> {
@@ -238,10 +247,22 @@ impl Reader for FileReader<'_> {
     }
 
     fn take(&mut self, ledger: &Ledger, batch: &mut Batch) -> Result<(), MigrationError> {
-        self.add_loaded(batch)?;
-        if let Some((block, _)) = self.loaded {
-            batch.claim(block, ledger);
+        let Some((block, entry)) = self.loaded else {
+            return Ok(());
+        };
+        let mut are_current = true;
+        for (number, _) in self.blocks.pages() {
+            are_current &= self.is_current(block, number, entry)?;
         }
+        match are_current {
+            // Nobody reads a block of the background again.
+            true => {
+                self.loaded = None;
+                self.blocks.take_pages(batch);
+            }
+            false => self.add_loaded(batch)?,
+        }
+        batch.claim(block, ledger);
         Ok(())
     }
 }
