@@ -76,7 +76,9 @@ fn cancel_when(
     thread::scope(|scope| {
         let arriving = scope.spawn(|| destination.run());
         let playing = scope.spawn(|| play(recording, &to, ending, &log));
-        until(what, || reached(&relay, &log));
+        until(what, || {
+            log.has(Event::SourceConnected) && reached(&relay, &log)
+        });
         cancel(relay, what);
         log.note(Event::RelaysEnded);
         assert_ne!(playing.join().unwrap().shut, Some(0), "{what}");

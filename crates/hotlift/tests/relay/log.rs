@@ -4,6 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
+    /// The source has made all its connections.
+    SourceConnected,
     /// The source was sent SHUT with this value.
     SourceToldShut(u32),
     /// The source closed its connections.

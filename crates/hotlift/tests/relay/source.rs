@@ -40,6 +40,7 @@ pub fn play(recording: &Recording, to: &Address, ending: Ending, log: &Log) -> T
     // Other channels than main only once main is there, as before QEMU 8.0.
     let main = connect();
     let channels: Vec<Stream> = recording.channels.iter().map(|_| connect()).collect();
+    log.note(Event::SourceConnected);
     play_on(recording, (main, 0), &channels, ending, log)
 }
 
