@@ -6,12 +6,13 @@
 
 Two hosts as in the tests (`scripts/libvirt-host`) with a veth pair that `tc tbf` limits. The guest is `hotlift-vmm/guest/hotlift.s`
 on one vCPU under KVM and QEMU 7.2; all of its RAM has content, a tenth of it zero pages. Time is that of the command; downtime is
-what libvirt counts at the destination.
+what libvirt counts at the destination; QEMU may choose it up to --downtime-limit.
 
 | kind | what |
 |---|---|
 | plain | `virsh migrate --live --parallel`, no agent |
 | agent | the same command, the agents redirect it |
+| relays | two bare relays with method auto, and the command of `plain` through them; the agents are not there |
 | domain | `hotlift migrate --domain --parallel`, no rule |
 | drain | `hotlift drain` of several domains, with the agents |
 | all | the same domains by `virsh migrate` all at once, with the agents |
@@ -34,10 +35,12 @@ from restore_vm import MIB, VMM, write_ram
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("200mbit", "1gbit", "none")
-KINDS = ("plain", "agent", "domain", "drain", "all", "each", "idle")
+KINDS = ("plain", "agent", "relays", "domain", "drain", "all", "each", "idle")
 WORKING_SET = 16 * MIB
 RATE = 200
 CHANNELS = 2
+# Of the relays: QEMU and relay of the destination, and the other relay.
+QEMU_PORT, RELAY_PORT = 49300, 49301
 IDLE_S = 10
 PATIENCE_S = 60
 
@@ -139,6 +142,7 @@ class Rig:
         self.a.virsh("create", "--paused", xml)
         number = self.a.virsh("domid", name)
         write_ram(self.a.path(f"/run/ram/libvirt/qemu/{number}-{name}/pc.ram"), ram, WORKING_SET >> 12, self.arguments.fill)
+        self.a.virsh("migrate-setmaxdowntime", name, str(self.arguments.downtime_limit))
         self.a.virsh("resume", name)
         wait_for(lambda: "writes=" in console.read_text())
 
@@ -167,13 +171,36 @@ class Rig:
                     os.kill(children(process.pid)[0], 15)
                 process.wait()
 
+    @contextlib.contextmanager
+    def relays(self):
+        """A relay on each host for one migration."""
+        lines = ((self.b, "destination", f"tcp:0.0.0.0:{RELAY_PORT}", f"tcp:127.0.0.1:{QEMU_PORT}"),
+                 (self.a, "source", f"tcp:127.0.0.1:{QEMU_PORT}", f"tcp:192.0.2.2:{RELAY_PORT}"))
+        processes = []
+        try:
+            for host, side, listen, connect in lines:
+                words = (self.arguments.hotlift, "relay", side, f"--listen={listen}", f"--connect={connect}", "--quiet",
+                         f"--tls={self.folder}/{host.name}.hotlift", f"--channels={CHANNELS}")
+                process = subprocess.Popen(host.words(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                processes.append(process)
+                if "listening on" not in (said := process.stdout.readline()):
+                    raise RuntimeError(said)
+            yield
+            # They end with the migration.
+            for process in processes:
+                process.wait(PATIENCE_S)
+        finally:
+            for process in processes:
+                process.kill()
+
     def end(self):
         self.a.end()
         self.b.end()
 
 
-def migrate(rig, name):
-    return rig.a.words("virsh", "--quiet", "migrate", "--live", "--parallel", "--parallel-connections", CHANNELS, name, "qemu+tcp://b/system")
+def migrate(rig, name, *options):
+    return rig.a.words("virsh", "--quiet", "migrate", "--live", "--parallel", "--parallel-connections", CHANNELS, *options, name,
+                       "qemu+tcp://b/system")
 
 
 def ran(*lines):
@@ -222,7 +249,11 @@ def one(rig, kind, ram, link):
                 stack.enter_context(rig.agents())
             if kind == "domain":
                 stack.enter_context(rig.agents("redirect = false"))
-            if kind == "domain":
+            if kind == "relays":
+                stack.enter_context(rig.relays())
+                to_relay = (f"--migrateuri=tcp://127.0.0.1:{QEMU_PORT}", "--listen-address=127.0.0.1")
+                seconds = ran(migrate(rig, names[0], *to_relay))
+            elif kind == "domain":
                 seconds = ran(rig.a.words(hotlift, "migrate", f"--domain={names[0]}", "--to=qemu+tcp://b/system", f"--parallel={CHANNELS}",
                                           f"--tls={rig.folder}/a.hotlift", "--method=auto", "--quiet"))
             elif kind == "drain":
@@ -245,6 +276,7 @@ def parse():
     parser.add_argument("--links", default=",".join(LINKS))
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--downtime-limit", type=int, default=30, help="ms")
     parser.add_argument("--fill", type=Path, help="folder with the content of RAM")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", help="print the table of what was kept")
