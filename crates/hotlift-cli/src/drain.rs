@@ -22,7 +22,7 @@ use serde::Serialize;
 
 use crate::drain_plan::{Candidate, LINK, Place, Plan, Step, short};
 use crate::error::CommandError;
-use crate::virsh::{Job, Libvirt, Migrating, State, VirshError, Whereabouts, whereabouts};
+use crate::virsh::{Domain, Job, Libvirt, Migrating, State, VirshError, Whereabouts, whereabouts};
 
 /// Between two looks at what libvirt says of migrations under way.
 const LOOK: Duration = Duration::from_secs(1);
@@ -139,7 +139,7 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
         if let Fate::Stayed { reason } | Fate::NotBegun { reason } | Fate::Unknown { reason } =
             &outcome.fate
         {
-            complain!("hotlift: {}: {reason}", outcome.step.domain);
+            complain!("hotlift: {}: {reason}", outcome.step.domain.name);
         }
     }
     let count = |is: fn(&Fate) -> bool| outcomes.iter().filter(|one| is(&one.fate)).count();
@@ -171,19 +171,10 @@ fn not_begun(step: &Step) -> Outcome {
 
 /// Asks this host for what runs, and the others for their memory.
 fn plan(args: &DrainArgs, here: &Libvirt) -> Result<Plan, CommandError> {
-    let running = here.running()?;
+    let running = here.domains(&["--state-running"])?;
     let domains = match args.domains.is_empty() {
         true => running,
-        false => {
-            for domain in &args.domains {
-                // What has gone is done: the same command goes on with what is left.
-                if !running.contains(domain) {
-                    complain!("{domain} does not run here, and is left out");
-                }
-            }
-            let asked = |name: &String| args.domains.contains(name);
-            running.into_iter().filter(asked).collect()
-        }
+        false => asked(&args.domains, &running),
     };
     for domain in &domains {
         // Without it the plan is made without what the domain writes.
@@ -205,7 +196,20 @@ fn plan(args: &DrainArgs, here: &Libvirt) -> Result<Plan, CommandError> {
     ))
 }
 
-fn candidates(here: &Libvirt, domains: &[String]) -> Result<Vec<Candidate>, VirshError> {
+/// Those of `running` that somebody has asked for.
+fn asked(typed: &[String], running: &[Domain]) -> Vec<Domain> {
+    let mut found = BTreeSet::new();
+    for typed in typed {
+        match Domain::find(running, typed) {
+            Some(domain) => found.extend([domain.clone()]),
+            // What has gone is done: the same command goes on with what is left.
+            None => complain!("{typed} does not run here, and is left out"),
+        }
+    }
+    found.into_iter().collect()
+}
+
+fn candidates(here: &Libvirt, domains: &[Domain]) -> Result<Vec<Candidate>, VirshError> {
     let deadline = Instant::now() + SAMPLES;
     let mut candidates = Vec::new();
     for domain in domains {
@@ -418,7 +422,7 @@ fn lost(watches: &[Watch]) -> Vec<(String, String)> {
 }
 
 /// Where a domain is whose migration has ended.
-fn fate(here: &Libvirt, to: &Libvirt, domain: &str, ended: Result<(), String>) -> Fate {
+fn fate(here: &Libvirt, to: &Libvirt, domain: &Domain, ended: Result<(), String>) -> Fate {
     let Err(reason) = ended else {
         return Fate::Moved {
             job: to.job(domain, true),
@@ -447,7 +451,7 @@ fn table(outcomes: &[Outcome]) -> String {
         let seconds = job.map(|job| format!("{}.{}", job.total_ms / 1000, job.total_ms / 100 % 10));
         let down = job.and_then(|job| job.downtime_ms);
         table.add_row([
-            step.domain.clone(),
+            step.domain.name.clone(),
             step.to.as_deref().map_or("-".to_owned(), short),
             bytes(step.memory_bytes),
             state.to_owned(),
@@ -479,7 +483,7 @@ impl Display {
         if self.quiet || self.terminal {
             return;
         }
-        let domain = &outcome.step.domain;
+        let domain = &outcome.step.domain.name;
         let to = outcome.step.to.as_deref().map_or("-".to_owned(), short);
         let text = match &outcome.fate {
             Fate::Waiting => return,
@@ -504,7 +508,7 @@ impl Display {
                 continue;
             };
             let left = bytes(job.remaining_bytes);
-            text += &format!("\n{}: {left} to go", outcomes[one.index].step.domain);
+            text += &format!("\n{}: {left} to go", outcomes[one.index].step.domain.name);
         }
         self.lines = text.lines().count();
         output::progress(&format!("{text}\n"));

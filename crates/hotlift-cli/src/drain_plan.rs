@@ -11,7 +11,7 @@ use hotlift_console::progress::bytes;
 use hotlift_console::table::{align_with_words, new_table};
 use serde::Serialize;
 
-use crate::virsh::host_of;
+use crate::virsh::{Domain, host_of};
 
 /// Bytes a second of a link of which nothing is said: 1 Gbit/s, the slowest that hosts are given.
 pub const LINK: u64 = 125_000_000;
@@ -19,8 +19,8 @@ pub const LINK: u64 = 125_000_000;
 /// A domain that is to go.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
-    /// Its name.
-    pub domain: String,
+    /// Which.
+    pub domain: Domain,
     /// Bytes of its memory.
     pub memory: u64,
     /// Bytes a second that it writes to; `None` if that is not known.
@@ -41,7 +41,8 @@ pub struct Place {
 #[serde(rename_all = "kebab-case")]
 pub struct Step {
     /// Which domain.
-    pub domain: String,
+    #[serde(flatten)]
+    pub domain: Domain,
     /// Bytes of its memory.
     pub memory_bytes: u64,
     /// Bytes a second that it writes to; `null` if that is not known.
@@ -111,7 +112,7 @@ impl Plan {
         let mut table = new_table(&["domain", "to", "memory", "written/s", "alone"]);
         for step in &self.steps {
             table.add_row([
-                step.domain.clone(),
+                step.domain.name.clone(),
                 step.to.as_deref().map_or("no room".to_owned(), short),
                 bytes(step.memory_bytes),
                 step.written_per_second.map_or("?".to_owned(), bytes),
@@ -151,7 +152,10 @@ mod tests {
 
     fn candidate(domain: &str, memory: u64, written: Option<u64>) -> Candidate {
         Candidate {
-            domain: domain.to_owned(),
+            domain: Domain {
+                name: domain.to_owned(),
+                uuid: format!("{domain}'s"),
+            },
             memory,
             written,
         }
@@ -177,7 +181,7 @@ mod tests {
             100 * MIB,
             4,
         );
-        let order: Vec<_> = plan.steps.iter().map(|step| &*step.domain).collect();
+        let order: Vec<_> = plan.steps.iter().map(|step| &*step.domain.name).collect();
         assert_eq!(order, ["small", "large", "busy", "endless"]);
         assert_eq!(plan.steps[0].seconds, Some(11));
         assert_eq!(plan.steps[3].seconds, None);
@@ -212,7 +216,12 @@ mod tests {
             100 * MIB,
             2,
         );
-        let step = |name: &str| plan.steps.iter().find(|step| step.domain == name).unwrap();
+        let step = |name: &str| {
+            plan.steps
+                .iter()
+                .find(|step| step.domain.name == name)
+                .unwrap()
+        };
         assert!(plan.may_begin(step("a"), &[]));
         assert!(!plan.may_begin(step("b"), &[step("a")]), "60 of 50 MiB/s");
         assert!(plan.may_begin(step("c"), &[step("a")]));

@@ -26,7 +26,7 @@ use hotlift_qmp::one_line;
 
 use crate::error::CommandError;
 use crate::relay_report::{DomainMigration, progress_line};
-use crate::virsh::{Libvirt, State, VirshError, Whereabouts, host_of, whereabouts};
+use crate::virsh::{Domain, Libvirt, State, VirshError, Whereabouts, host_of, whereabouts};
 
 /// How long the agent may take to answer.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -101,12 +101,14 @@ pub fn run(
     let interrupt = Interrupt::catch()?;
     let connect = args.connect.as_deref().unwrap_or("qemu:///system");
     let (here, to) = (Libvirt::at(connect), Libvirt::at(uri));
+    let no_guest = || CommandError::NoGuest {
+        domain: domain.to_owned(),
+        uri: connect.to_owned(),
+    };
+    let domain = &here.find(domain)?.ok_or_else(no_guest)?;
     let was = here.state(domain)?;
     if was == State::Gone {
-        return Err(CommandError::NoGuest {
-            domain: domain.to_owned(),
-            uri: connect.to_owned(),
-        });
+        return Err(no_guest());
     }
     let agent = args.agent(uri)?;
     let tls = security::tls(&settings.outgoing, &agent)?;
@@ -134,7 +136,7 @@ pub fn run(
         }
     };
     let mut migration = DomainMigration {
-        domain: domain.to_owned(),
+        domain: domain.clone(),
         to: uri.to_owned(),
         libvirt: None,
         relay: None,
@@ -184,7 +186,7 @@ fn listen(but: &[u16]) -> Result<(Listener, u16), CommandError> {
 /// A domain that is to move, and all that takes part.
 struct Move<'a> {
     args: &'a DomainArgs,
-    domain: &'a str,
+    domain: &'a Domain,
     here: &'a Libvirt,
     to: &'a Libvirt,
     agent: &'a Address,

@@ -10,7 +10,7 @@ use hotlift_qmp::{MigrationInfo, MigrationStats, Version};
 use serde::Serialize;
 
 use crate::report::done_by;
-use crate::virsh::Job;
+use crate::virsh::{Domain, Job};
 
 /// One migration through a pair of relays, as `--json` writes it.
 #[derive(Debug, Serialize)]
@@ -58,8 +58,9 @@ impl Migration {
 /// One domain that libvirt has moved, as `--json` writes it.
 #[derive(Debug, Serialize)]
 pub struct DomainMigration {
-    /// Its name.
-    pub domain: String,
+    /// Which.
+    #[serde(flatten)]
+    pub domain: Domain,
     /// URI of the destination's libvirt.
     pub to: String,
     /// What libvirt counts; `null` if it does not say.

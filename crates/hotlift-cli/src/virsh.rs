@@ -19,8 +19,8 @@ const ANSWER: Duration = Duration::from_secs(40);
 /// Most that is kept of what `virsh` says, in bytes.
 const MOST: u64 = 1 << 20;
 
-/// What libvirt says of a domain that it does not have; in its C locale.
-const NO_DOMAIN: &str = "failed to get domain";
+/// Letters of a UUID as libvirt prints it.
+const UUID: usize = 36;
 
 /// Why libvirt has no answer.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +34,9 @@ pub enum VirshError {
     /// No answer.
     #[error("libvirt at {at} has not answered within {ANSWER:?}")]
     Silent { at: String },
+    /// An answer of an odd size.
+    #[error("libvirt at {at} has answered with more than {MOST} bytes")]
+    TooLong { at: String },
     /// An answer that is none.
     #[error("libvirt at {at} has answered '{said}' when it was asked for {what}")]
     Garbage {
@@ -52,6 +55,38 @@ pub enum State {
     Paused,
     /// It is not there, or has no guest.
     Gone,
+}
+
+/// A domain, which is the same on every host. virsh takes a word for an ID, then for a UUID, and for a name last: a name of
+/// digits would lead to another domain. So libvirt is asked by the UUID alone, and the name is for people.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+pub struct Domain {
+    /// As people call it.
+    #[serde(rename = "domain")]
+    pub name: String,
+    /// As libvirt prints it.
+    pub uuid: String,
+}
+
+impl Domain {
+    /// The one of `domains` that is meant by a UUID or a name that somebody has typed; as of virsh, a UUID comes first.
+    pub fn find<'a>(domains: &'a [Self], typed: &str) -> Option<&'a Self> {
+        let has_uuid = |domain: &&Self| domain.uuid.eq_ignore_ascii_case(typed);
+        let has_name = |domain: &&Self| domain.name == typed;
+        let mut all = domains.iter();
+        all.clone().find(has_uuid).or_else(|| all.find(has_name))
+    }
+
+    /// From a line of `virsh list --uuid --name`.
+    fn of_line(line: &str) -> Option<Self> {
+        let (uuid, rest) = line.split_at_checked(UUID)?;
+        // A name may begin and end with spaces.
+        let name = rest.strip_prefix(' ')?;
+        Some(Self {
+            name: name.to_owned(),
+            uuid: uuid.to_owned(),
+        })
+    }
 }
 
 /// A libvirtd.
@@ -73,7 +108,7 @@ pub enum Whereabouts {
 
 /// Asks both libvirts where a domain is that was `was` before. libvirt lets the guest go on here before it says that a
 /// migration has failed.
-pub fn whereabouts(here: &Libvirt, to: &Libvirt, domain: &str, was: State) -> Whereabouts {
+pub fn whereabouts(here: &Libvirt, to: &Libvirt, domain: &Domain, was: State) -> Whereabouts {
     match (here.state(domain), to.state(domain)) {
         (Ok(State::Gone), Ok(there)) if there == was => Whereabouts::There,
         (Ok(here), _) if here == was => Whereabouts::Here,
@@ -153,6 +188,11 @@ impl Libvirt {
             }
         };
         let (out, err) = run.said();
+        if out.len() as u64 >= MOST {
+            return Err(VirshError::TooLong {
+                at: self.uri.clone(),
+            });
+        }
         match status.success() {
             true => Ok(out),
             false => Err(VirshError::Refused {
@@ -166,14 +206,25 @@ impl Libvirt {
     ///
     /// # Errors
     /// [`VirshError`]; that it is not there is none.
-    pub fn state(&self, domain: &str) -> Result<State, VirshError> {
-        match self.ask(&["domstate", "--domain", domain]) {
-            Ok(said) => Ok(match said.as_str() {
+    pub fn state(&self, domain: &Domain) -> Result<State, VirshError> {
+        match self.ask(&["domstate", "--domain", &domain.uuid]) {
+            Ok(said) => Ok(match said.trim() {
                 "running" | "idle" => State::Running,
                 "shut off" | "crashed" => State::Gone,
                 _ => State::Paused,
             }),
-            Err(VirshError::Refused { said, .. }) if said.contains(NO_DOMAIN) => Ok(State::Gone),
+            // virsh has the same words for a domain that is not there, for one that may not be seen and for a connection that
+            // broke: only a list without it says that it is gone.
+            Err(refused @ VirshError::Refused { .. }) => {
+                match self
+                    .domains(&["--all"])?
+                    .iter()
+                    .any(|one| one.uuid == domain.uuid)
+                {
+                    true => Err(refused),
+                    false => Ok(State::Gone),
+                }
+            }
             Err(error) => Err(error),
         }
     }
@@ -182,27 +233,45 @@ impl Libvirt {
     ///
     /// # Errors
     /// [`VirshError`].
-    pub fn is_persistent(&self, domain: &str) -> Result<bool, VirshError> {
-        let said = self.ask(&["dominfo", "--domain", domain])?;
+    pub fn is_persistent(&self, domain: &Domain) -> Result<bool, VirshError> {
+        let said = self.ask(&["dominfo", "--domain", &domain.uuid])?;
         Ok(value(&said, "Persistent:") == Some("yes"))
     }
 
-    /// The domains whose guests run here, by name.
+    /// The domains here that are chosen by flags of `virsh list`.
     ///
     /// # Errors
     /// [`VirshError`].
-    pub fn running(&self) -> Result<Vec<String>, VirshError> {
-        let said = self.ask(&["list", "--name", "--state-running"])?;
-        let names = said.lines().filter(|name| !name.trim().is_empty());
-        Ok(names.map(str::to_owned).collect())
+    pub fn domains(&self, which: &[&str]) -> Result<Vec<Domain>, VirshError> {
+        let said = self.ask(&[&["list", "--uuid", "--name"], which].concat())?;
+        let lines = said.lines().filter(|line| !line.is_empty());
+        let domain = |line| {
+            Domain::of_line(line).ok_or_else(|| self.garbage("UUIDs and names of domains", line))
+        };
+        lines.map(domain).collect()
+    }
+
+    /// The domain of a name or UUID, running or not; `None` if it is not here.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn find(&self, typed: &str) -> Result<Option<Domain>, VirshError> {
+        let all = self.domains(&["--all"])?;
+        Ok(Domain::find(&all, typed).cloned())
     }
 
     /// Lets libvirt sample what a domain writes, for a second from now on.
     ///
     /// # Errors
     /// [`VirshError`].
-    pub fn sample_writes(&self, domain: &str) -> Result<(), VirshError> {
-        let line = ["domdirtyrate-calc", "--seconds", "1", "--domain", domain];
+    pub fn sample_writes(&self, domain: &Domain) -> Result<(), VirshError> {
+        let line = [
+            "domdirtyrate-calc",
+            "--seconds",
+            "1",
+            "--domain",
+            &domain.uuid,
+        ];
         self.ask(&line).map(drop)
     }
 
@@ -210,8 +279,14 @@ impl Libvirt {
     ///
     /// # Errors
     /// [`VirshError`].
-    pub fn memory(&self, domain: &str) -> Result<(u64, Option<u64>), VirshError> {
-        let said = self.ask(&["domstats", "--balloon", "--dirtyrate", "--domain", domain])?;
+    pub fn memory(&self, domain: &Domain) -> Result<(u64, Option<u64>), VirshError> {
+        let said = self.ask(&[
+            "domstats",
+            "--balloon",
+            "--dirtyrate",
+            "--domain",
+            &domain.uuid,
+        ])?;
         let memory = number(&said, "balloon.current=");
         let memory = memory.ok_or_else(|| self.garbage("the memory of a domain", &said))?;
         let is_measured = number(&said, "dirtyrate.calc_status=") == Some(2);
@@ -239,8 +314,8 @@ impl Libvirt {
     }
 
     /// What a domain's migration costs; with `completed`, what the one cost by which it came here. `None` if there is none.
-    pub fn job(&self, domain: &str, completed: bool) -> Option<Job> {
-        let mut line = vec!["domjobinfo", "--rawstats", "--domain", domain];
+    pub fn job(&self, domain: &Domain, completed: bool) -> Option<Job> {
+        let mut line = vec!["domjobinfo", "--rawstats", "--domain", &domain.uuid];
         if completed {
             // Whoever else asks for them is to find them, too.
             line.extend(["--completed", "--keep-completed"]);
@@ -261,7 +336,7 @@ impl Libvirt {
     /// If `virsh` cannot be run.
     pub fn migrate(
         &self,
-        domain: &str,
+        domain: &Domain,
         to: &Libvirt,
         options: &[OsString],
     ) -> Result<Migrating, VirshError> {
@@ -269,7 +344,7 @@ impl Libvirt {
             "migrate",
             "--live",
             "--domain",
-            domain,
+            &domain.uuid,
             "--desturi",
             &to.uri,
         ]
@@ -286,8 +361,9 @@ impl Libvirt {
     ///
     /// # Errors
     /// [`VirshError`], as where there is none to abort.
-    pub fn abort(&self, domain: &str) -> Result<(), VirshError> {
-        self.ask(&["domjobabort", "--domain", domain]).map(drop)
+    pub fn abort(&self, domain: &Domain) -> Result<(), VirshError> {
+        self.ask(&["domjobabort", "--domain", &domain.uuid])
+            .map(drop)
     }
 
     fn garbage(&self, what: &'static str, said: &str) -> VirshError {
@@ -367,7 +443,7 @@ fn read(pipe: impl Read) -> String {
     let mut bytes = Vec::new();
     // What came before an error counts.
     let _ = pipe.take(MOST).read_to_end(&mut bytes);
-    String::from_utf8_lossy(&bytes).trim().to_owned()
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// The errors that `virsh` prints, in one line.
@@ -404,6 +480,30 @@ mod tests {
         let said = "total  :  24684096 KiB\nfree   :  20000000 KiB\ncached :         17 KiB";
         assert_eq!(value(said, "free"), Some("20000000 KiB"));
         assert_eq!(value("Persistent:     yes", "Persistent:"), Some("yes"));
+    }
+
+    #[test]
+    fn a_name_keeps_its_spaces_and_is_told_from_others_and_from_ids() {
+        let line = "6695eb01-f6a4-8304-79aa-97f2502e193f  101 ";
+        let domain = Domain::of_line(line).unwrap();
+        assert_eq!(domain.name, " 101 ");
+        let domains = [domain];
+        for (typed, is_found) in [
+            (" 101 ", true),
+            ("6695EB01-f6a4-8304-79aa-97f2502e193f", true),
+            ("101", false),
+            ("", false),
+        ] {
+            assert_eq!(Domain::find(&domains, typed).is_some(), is_found, "{typed}");
+        }
+        for line in [
+            "",
+            "web1",
+            "6695eb01-f6a4-8304-79aa-97f2502e193f",
+            &"\u{e9}".repeat(40),
+        ] {
+            assert_eq!(Domain::of_line(line), None, "{line}");
+        }
     }
 
     #[test]

@@ -1,0 +1,140 @@
+//! A `virsh` that is a script: domains are folders, a host is a folder of them, and a migration moves one.
+//!
+//! It looks domains up as virsh does: by ID, by UUID, then by name. What it is to do otherwise is said by a test, in lines of
+//! the shell.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+
+use crate::hotlift::Hotlift;
+
+/// libvirt of the host where the command runs.
+pub const HERE: &str = "qemu:///system";
+
+/// The command line is `--quiet --connect URI COMMAND...`; a host's folder has its URI as a name.
+const VIRSH: &str = r#"#!/bin/sh
+of() { printf %s "$1" | tr -c A-Za-z0-9 _; }
+hosts=$(dirname "$0")/hosts
+host=$hosts/$(of "$3")
+shift 3
+if [ ! -d "$host" ]; then
+    echo "error: failed to connect to the hypervisor" >&2
+    exit 1
+fi
+verb=$1
+shift
+domain=
+there=
+flags=" $* "
+while [ $# -gt 0 ]; do
+    case $1 in
+    --domain) domain=$2 ;;
+    --desturi) there=$hosts/$(of "$2") ;;
+    esac
+    shift
+done
+if [ -n "$domain" ]; then
+    found=
+    for key in id uuid name; do
+        for dir in "$host"/*/; do
+            [ -z "$found" ] && [ "$(cat "$dir$key" 2>&1)" = "$domain" ] && found=$dir
+        done
+    done
+    if [ -z "$found" ]; then
+        echo "error: failed to get domain '$domain'" >&2
+        exit 1
+    fi
+    dir=$found
+fi
+[ -f "$host/on-$verb" ] && . "$host/on-$verb"
+case $verb in
+list)
+    for dir in "$host"/*/; do
+        [ -d "$dir" ] || continue
+        state=$(cat "$dir/state")
+        case $flags/$state in
+        *\ --all\ */* | *\ --state-running\ */running | *\ --state-paused\ */paused) ;;
+        *) continue ;;
+        esac
+        echo "$(cat "$dir/uuid") $(cat "$dir/name")"
+    done ;;
+domstate) cat "$dir/state" ;;
+dominfo) echo "Persistent:     yes" ;;
+domstats) printf '  balloon.current=1024\n  dirtyrate.calc_status=2\n  dirtyrate.megabytes_per_second=0\n' ;;
+nodememstats) echo "free   :  1048576 KiB" ;;
+migrate) mv "$dir" "$there" ;;
+domjobinfo) exit 1 ;;
+esac
+exit 0
+"#;
+
+/// Hosts whose libvirts are scripted.
+pub struct Hosts {
+    folder: TempDir,
+}
+
+impl Hosts {
+    /// This one, and those of URIs.
+    pub fn new(uris: &[&str]) -> Self {
+        let folder = TempDir::new().expect("a folder");
+        let this = Self { folder };
+        for uri in uris.iter().chain([&HERE]) {
+            fs::create_dir_all(this.host(uri)).expect("a host");
+        }
+        let script = this.folder.path().join("virsh");
+        fs::write(&script, VIRSH).expect("a script");
+        fs::set_permissions(&script, Permissions::from_mode(0o755)).expect("it can be run");
+        this
+    }
+
+    fn host(&self, uri: &str) -> PathBuf {
+        let is_word = |letter: char| letter.is_ascii_alphanumeric();
+        let name: String = uri
+            .chars()
+            .map(|letter| if is_word(letter) { letter } else { '_' })
+            .collect();
+        self.folder.path().join("hosts").join(name)
+    }
+
+    /// Makes a domain here: its ID, its name, the end of its UUID is the same number.
+    pub fn domain(&self, id: u32, name: &str, state: &str) {
+        let folder = self.host(HERE).join(id.to_string());
+        fs::create_dir(&folder).expect("a domain");
+        let uuid = format!("00000000-0000-4000-8000-{id:012}");
+        for (key, value) in [("id", &*id.to_string()), ("uuid", &uuid)] {
+            fs::write(folder.join(key), format!("{value}\n")).expect("a key");
+        }
+        fs::write(folder.join("name"), format!("{name}\n")).expect("its name");
+        fs::write(folder.join("state"), format!("{state}\n")).expect("its state");
+    }
+
+    /// What `virsh` is to do at a host before it carries out a command, in lines of the shell: `$dir` is the folder of the
+    /// domain, `$there` that of the other host.
+    pub fn on(&self, uri: &str, command: &str, lines: &str) {
+        let path = self.host(uri).join(format!("on-{command}"));
+        fs::write(path, lines).expect("a script");
+    }
+
+    /// The names of the domains of a host.
+    pub fn names(&self, uri: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.host(uri)).expect("a host");
+        let name = |path: &Path| fs::read_to_string(path.join("name")).ok();
+        let names = entries.filter_map(|entry| name(&entry.expect("an entry").path()));
+        let mut names: Vec<_> = names
+            .map(|name| name.trim_end_matches('\n').to_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Runs `hotlift` with this `virsh`: its exit code, and all that it has said.
+    pub fn hotlift(&self, args: &[&str]) -> (Option<i32>, String) {
+        let path = std::env::var("PATH").unwrap_or_default();
+        let path = format!("{}:{path}", self.folder.path().display());
+        let (status, said) = Hotlift::start_with(args, &[("PATH", &path)]).wait();
+        (status.code(), said.join("\n"))
+    }
+}
