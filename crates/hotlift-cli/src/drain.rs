@@ -22,7 +22,8 @@ use serde::Serialize;
 
 use crate::drain_plan::{Candidate, LINK, Place, Plan, Step, short};
 use crate::error::CommandError;
-use crate::virsh::{Domain, Job, Libvirt, Migrating, State, VirshError, Whereabouts, whereabouts};
+use crate::virsh::{Domain, Job, Libvirt, Migrating, State, VirshError};
+use crate::whereabouts::{Whereabouts, whereabouts};
 
 /// Between two looks at what libvirt says of migrations under way.
 const LOOK: Duration = Duration::from_secs(1);
@@ -91,6 +92,8 @@ enum Fate {
     Moved { job: Option<Job> },
     /// It stayed here, and runs.
     Stayed { reason: String },
+    /// It ended before it could move, and is on neither host.
+    Ended { reason: String },
     /// It was not begun.
     NotBegun { reason: String },
     /// Nobody knows.
@@ -136,23 +139,30 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     let outcomes = drain.outcomes;
     args.output.print(&outcomes, || table(&outcomes))?;
     for outcome in &outcomes {
-        if let Fate::Stayed { reason } | Fate::NotBegun { reason } | Fate::Unknown { reason } =
-            &outcome.fate
+        if let Fate::Stayed { reason }
+        | Fate::Ended { reason }
+        | Fate::NotBegun { reason }
+        | Fate::Unknown { reason } = &outcome.fate
         {
             complain!("hotlift: {}: {reason}", outcome.step.domain.name);
         }
     }
+    verdict(&outcomes, interrupt.is_raised())
+}
+
+/// What is worst comes first.
+fn verdict(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandError> {
+    let of = outcomes.len();
     let count = |is: fn(&Fate) -> bool| outcomes.iter().filter(|one| is(&one.fate)).count();
     let unknown = count(|fate| matches!(fate, Fate::Unknown { .. }));
     let moved = count(|fate| matches!(fate, Fate::Moved { .. }));
-    match (unknown, outcomes.len() - moved) {
-        (1.., _) => Err(CommandError::DomainsInDoubt { domains: unknown }),
-        (0, 0) => Ok(()),
-        (0, _) if interrupt.is_raised() => Err(ConsoleError::Interrupted.into()),
-        (0, stayed) => Err(CommandError::DomainsStayed {
-            stayed,
-            of: outcomes.len(),
-        }),
+    let ended = count(|fate| matches!(fate, Fate::Ended { .. }));
+    match (unknown, of - unknown - moved - ended, ended) {
+        (1.., _, _) => Err(CommandError::DomainsInDoubt { domains: unknown }),
+        (0, 1.., _) if is_interrupted => Err(ConsoleError::Interrupted.into()),
+        (0, stayed @ 1.., _) => Err(CommandError::DomainsStayed { stayed, of }),
+        (0, 0, 1..) => Err(CommandError::DomainsEnded { ended, of }),
+        (0, 0, 0) => Ok(()),
     }
 }
 
@@ -347,7 +357,7 @@ impl Drain<'_> {
             let step = &self.plan.steps[one.index];
             let to = Libvirt::at(step.to.as_deref().unwrap_or_default());
             let fate = fate(self.here, &to, &step.domain, ended);
-            if matches!(fate, Fate::Stayed { .. } | Fate::Unknown { .. })
+            if !matches!(fate, Fate::Moved { .. })
                 && let Err(error) = to.ask(&["uri"])
             {
                 self.stop.get_or_insert(lost_for(&to, &error));
@@ -433,7 +443,10 @@ fn fate(here: &Libvirt, to: &Libvirt, domain: &Domain, ended: Result<(), String>
         Whereabouts::There => Fate::Moved {
             job: to.job(domain, true),
         },
-        Whereabouts::Unknown => Fate::Unknown { reason },
+        Whereabouts::Ended => Fate::Ended { reason },
+        Whereabouts::Unknown { seen } => Fate::Unknown {
+            reason: format!("{seen}: {reason}"),
+        },
     }
 }
 
@@ -445,6 +458,7 @@ fn table(outcomes: &[Outcome]) -> String {
             Fate::UnderWay => ("under way", None),
             Fate::Moved { job } => ("moved", *job),
             Fate::Stayed { .. } => ("stayed", None),
+            Fate::Ended { .. } => ("ended", None),
             Fate::NotBegun { .. } => ("not begun", None),
             Fate::Unknown { .. } => ("unknown", None),
         };
@@ -490,6 +504,7 @@ impl Display {
             Fate::UnderWay => "under way".to_owned(),
             Fate::Moved { .. } => "moved".to_owned(),
             Fate::Stayed { reason } => format!("stayed: {reason}"),
+            Fate::Ended { reason } => format!("ended: {reason}"),
             Fate::NotBegun { reason } => format!("not begun: {reason}"),
             Fate::Unknown { reason } => format!("unknown: {reason}"),
         };

@@ -134,11 +134,15 @@ pub enum CommandError {
     },
     #[error("migration failed, and the domain stayed here: {reason}")]
     DomainStayed { reason: String },
-    #[error("migration failed, and it is not known where the domain runs: {reason}")]
+    #[error("migration failed, and it is not certain where the domain runs: {reason}")]
     DomainInDoubt { reason: String },
-    #[error("{stayed} of {of} domains stayed here, and run")]
+    #[error("the domain ended before it could move, and is on neither host: {reason}")]
+    DomainEnded { reason: String },
+    #[error("{stayed} of {of} domains stayed here")]
     DomainsStayed { stayed: usize, of: usize },
-    #[error("it is not known where {domains} of the domains run")]
+    #[error("{ended} of {of} domains ended before they could move, and are on neither host")]
+    DomainsEnded { ended: usize, of: usize },
+    #[error("it is not certain where {domains} of the domains run")]
     DomainsInDoubt { domains: usize },
     #[error("--incoming=defer needs --qmp or --monitor: somebody has to say 'migrate-incoming'")]
     Deferred,
@@ -207,12 +211,15 @@ impl CommandError {
             Self::DomainsStayed { .. } => {
                 Some("the same command again goes on with those that are left")
             }
+            Self::DomainEnded { .. } | Self::DomainsEnded { .. } => Some(
+                "if its guest was not shut down: its QEMU's last words are in /var/log/libvirt/qemu on both hosts",
+            ),
             Self::NoAgentThere { .. } => {
                 Some("start 'hotlift agent' there, with certificates of the same CA")
             }
             Self::DomainInDoubt { .. } | Self::DomainsInDoubt { .. } => Some(
                 "ask libvirt on both hosts: virsh list --all; one that is paused here and runs nowhere else goes on by 'virsh \
-                 resume'",
+                 resume'; of one that runs on both hosts end one at once: virsh destroy",
             ),
             Self::NothingToSettle { .. } => Some(
                 "only a guest that a migration has left paused is settled: see 'query-status' and 'query-migrate'",

@@ -30,6 +30,7 @@ mod settle;
 mod show;
 mod usage;
 mod virsh;
+mod whereabouts;
 
 use std::path::Path;
 use std::process::ExitCode;

@@ -26,7 +26,8 @@ use hotlift_qmp::one_line;
 
 use crate::error::CommandError;
 use crate::relay_report::{DomainMigration, progress_line};
-use crate::virsh::{Domain, Libvirt, State, VirshError, Whereabouts, host_of, whereabouts};
+use crate::virsh::{Domain, Libvirt, State, VirshError, host_of};
+use crate::whereabouts::{Whereabouts, whereabouts};
 
 /// How long the agent may take to answer.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -159,7 +160,11 @@ pub fn run(
                 return Err(ConsoleError::Interrupted.into());
             }
             Whereabouts::Here => return Err(CommandError::DomainStayed { reason }),
-            Whereabouts::Unknown => return Err(CommandError::DomainInDoubt { reason }),
+            Whereabouts::Ended => return Err(CommandError::DomainEnded { reason }),
+            Whereabouts::Unknown { seen } => {
+                let reason = format!("{seen}: {reason}");
+                return Err(CommandError::DomainInDoubt { reason });
+            }
             Whereabouts::There => complain!("hotlift: {reason}"),
         }
     }

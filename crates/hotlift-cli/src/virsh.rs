@@ -95,27 +95,6 @@ pub struct Libvirt {
     uri: String,
 }
 
-/// Where a domain is after a migration that has failed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Whereabouts {
-    /// As it was before.
-    Here,
-    /// The destination has it all the same.
-    There,
-    /// Nobody knows.
-    Unknown,
-}
-
-/// Asks both libvirts where a domain is that was `was` before. libvirt lets the guest go on here before it says that a
-/// migration has failed.
-pub fn whereabouts(here: &Libvirt, to: &Libvirt, domain: &Domain, was: State) -> Whereabouts {
-    match (here.state(domain), to.state(domain)) {
-        (Ok(State::Gone), Ok(there)) if there == was => Whereabouts::There,
-        (Ok(here), _) if here == was => Whereabouts::Here,
-        _ => Whereabouts::Unknown,
-    }
-}
-
 /// The host in a URI of libvirt's; `None` if it has none.
 pub fn host_of(uri: &str) -> Option<&str> {
     let (_, rest) = uri.split_once("://")?;

@@ -14,3 +14,40 @@ fn a_domain_whose_name_is_another_ones_id_is_moved_and_the_other_stays() {
     assert_eq!(hosts.names(B), ["101"], "{said}");
     assert_eq!(hosts.names(HERE), ["other"], "{said}");
 }
+
+/// A drain of one domain whose migration fails after `lines` of the shell.
+fn failed(lines: &str) -> (Option<i32>, String) {
+    let hosts = Hosts::new(&[B]);
+    hosts.domain(1, "web1", "running");
+    let lines = format!("{lines}\necho 'error: it failed' >&2\nexit 1");
+    hosts.on(HERE, "migrate", &lines);
+    hosts.hotlift(&["drain", "--to=b"])
+}
+
+#[test]
+fn a_domain_that_runs_on_both_hosts_is_no_domain_that_stayed() {
+    let (code, said) = failed(r#"cp -r "$dir" "$there""#);
+    assert_eq!(code, Some(3), "{said}");
+    assert!(said.contains("it runs on both hosts at once"), "{said}");
+}
+
+#[test]
+fn a_domain_that_libvirt_does_not_speak_of_is_not_taken_to_be_gone() {
+    // A connection that broke, or a domain that may not be seen: virsh has the same words for both.
+    let refuse = "echo \"error: failed to get domain '$domain'\" >&2; exit 1";
+    let lines = format!(
+        "cp -r \"$dir\" \"$there\"; echo '{refuse}' > \"$host/on-domstate\"",
+        refuse = refuse.replace('\'', r"'\''")
+    );
+    let (code, said) = failed(&lines);
+    assert_eq!(code, Some(3), "{said}");
+    assert!(said.contains("here it is not known"), "{said}");
+}
+
+#[test]
+fn a_domain_that_ends_while_it_moves_has_ended_and_is_in_no_doubt() {
+    let (code, said) = failed(r#"rm -r "$dir""#);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("web1 to b: ended: it failed"), "{said}");
+    assert!(said.contains("1 of 1 domains ended"), "{said}");
+}
