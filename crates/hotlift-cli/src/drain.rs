@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::IsTerminal;
+use std::net::Ipv6Addr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,16 +21,14 @@ use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_console::table::{align_with_words, new_table};
 use serde::Serialize;
 
-use crate::drain_plan::{Candidate, LINK, Place, Plan, Step, short};
+use crate::drain_choice::{self, Domains};
+use crate::drain_plan::{LINK, Plan, Step, short};
 use crate::error::CommandError;
 use crate::virsh::{Domain, Job, Libvirt, Migrating, State, VirshError};
 use crate::whereabouts::{Whereabouts, whereabouts};
 
 /// Between two looks at what libvirt says of migrations under way.
 const LOOK: Duration = Duration::from_secs(1);
-
-/// How long the samples of what domains write may take after they were begun; they take a second.
-const SAMPLES: Duration = Duration::from_secs(10);
 
 /// Between two looks whether a destination answers; at the second time that it does not it is lost.
 const PEER_LOOK: Duration = Duration::from_secs(3);
@@ -40,8 +39,8 @@ pub struct DrainArgs {
     /// Hosts that take the domains: a name (qemu+ssh://NAME/system) or a URI of libvirt's each
     #[arg(long, value_name = "HOST", required = true, value_delimiter = ',', value_parser = to_uri)]
     to: Vec<String>,
-    /// Only these domains [default: all that run]
-    #[arg(long = "domain", value_name = "NAME", value_delimiter = ',')]
+    /// Only this domain, by name or UUID; again for more [default: all that run]
+    #[arg(long = "domain", value_name = "NAME")]
     domains: Vec<String>,
     /// libvirt of this host
     #[arg(long, value_name = "URI", default_value = "qemu:///system")]
@@ -69,7 +68,18 @@ fn to_uri(text: &str) -> Result<String, String> {
     match text {
         "" => Err("expected a host".to_owned()),
         uri if uri.contains("://") => Ok(uri.to_owned()),
-        host => Ok(format!("qemu+ssh://{host}/system")),
+        host => {
+            let (user, name) = match host.rsplit_once('@') {
+                Some((user, name)) => (format!("{user}@"), name),
+                None => (String::new(), host),
+            };
+            // In a URI an address of IPv6 stands in brackets.
+            let name = match name.parse::<Ipv6Addr>() {
+                Ok(address) => format!("[{address}]"),
+                Err(_) => name.to_owned(),
+            };
+            Ok(format!("qemu+ssh://{user}{name}/system"))
+        }
     }
 }
 
@@ -167,10 +177,10 @@ fn verdict(outcomes: &[Outcome], is_interrupted: bool) -> Result<(), CommandErro
 }
 
 fn not_begun(step: &Step) -> Outcome {
-    let fate = match step.to {
-        Some(_) => Fate::Waiting,
-        None => Fate::NotBegun {
-            reason: "no destination has the memory for it".to_owned(),
+    let fate = match step.stays {
+        None => Fate::Waiting,
+        Some(stays) => Fate::NotBegun {
+            reason: stays.reason().to_owned(),
         },
     };
     Outcome {
@@ -181,60 +191,15 @@ fn not_begun(step: &Step) -> Outcome {
 
 /// Asks this host for what runs, and the others for their memory.
 fn plan(args: &DrainArgs, here: &Libvirt) -> Result<Plan, CommandError> {
-    let running = here.domains(&["--state-running"])?;
-    let domains = match args.domains.is_empty() {
-        true => running,
-        false => asked(&args.domains, &running),
-    };
-    for domain in &domains {
-        // Without it the plan is made without what the domain writes.
-        let _ = here.sample_writes(domain);
-    }
-    let candidates = candidates(here, &domains)?;
-    let places = args.to.iter().map(|uri| {
-        let free = Libvirt::at(uri).free_memory()?;
-        let uri = uri.clone();
-        Ok(Place { uri, free })
-    });
-    let places = places.collect::<Result<_, VirshError>>()?;
+    let places = drain_choice::places(&args.to)?;
+    let domains = Domains::chosen(here, &args.domains, &places)?;
     let bandwidth = args.bandwidth.unwrap_or(LINK);
     Ok(Plan::new(
-        candidates,
+        domains.measured(here),
         places,
         bandwidth,
         args.at_once.into(),
     ))
-}
-
-/// Those of `running` that somebody has asked for.
-fn asked(typed: &[String], running: &[Domain]) -> Vec<Domain> {
-    let mut found = BTreeSet::new();
-    for typed in typed {
-        match Domain::find(running, typed) {
-            Some(domain) => found.extend([domain.clone()]),
-            // What has gone is done: the same command goes on with what is left.
-            None => complain!("{typed} does not run here, and is left out"),
-        }
-    }
-    found.into_iter().collect()
-}
-
-fn candidates(here: &Libvirt, domains: &[Domain]) -> Result<Vec<Candidate>, VirshError> {
-    let deadline = Instant::now() + SAMPLES;
-    let mut candidates = Vec::new();
-    for domain in domains {
-        let mut memory = here.memory(domain)?;
-        while memory.1.is_none() && Instant::now() < deadline {
-            thread::sleep(TICK);
-            memory = here.memory(domain)?;
-        }
-        candidates.push(Candidate {
-            domain: domain.clone(),
-            memory: memory.0,
-            written: memory.1,
-        });
-    }
-    Ok(candidates)
 }
 
 /// A drain at work.
@@ -324,7 +289,11 @@ impl Drain<'_> {
                 }
                 Err(error) => {
                     let reason = error_line(&error);
-                    self.outcomes[index].fate = Fate::NotBegun { reason };
+                    let ended = matches!(self.here.state(&step.domain), Ok(State::Gone));
+                    self.outcomes[index].fate = match ended {
+                        true => Fate::Ended { reason },
+                        false => Fate::NotBegun { reason },
+                    };
                 }
             }
             self.display.note(&self.outcomes[index]);
@@ -535,6 +504,39 @@ impl Display {
             // Up by so many lines, and all behind emptied.
             output::progress(&format!("\x1b[{}A\x1b[J", self.lines));
             self.lines = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::virsh::host_of;
+
+    #[test]
+    fn a_host_becomes_a_uri_that_names_it_by_any_kind_of_address() {
+        for (typed, uri, host) in [
+            ("b", "qemu+ssh://b/system", "b"),
+            ("root@b:22", "qemu+ssh://root@b:22/system", "b"),
+            (
+                "2001:db8::2",
+                "qemu+ssh://[2001:db8::2]/system",
+                "2001:db8::2",
+            ),
+            (
+                "root@2001:db8::2",
+                "qemu+ssh://root@[2001:db8::2]/system",
+                "2001:db8::2",
+            ),
+            (
+                "[2001:db8::2]:22",
+                "qemu+ssh://[2001:db8::2]:22/system",
+                "2001:db8::2",
+            ),
+            ("qemu+tcp://b/system", "qemu+tcp://b/system", "b"),
+        ] {
+            assert_eq!(to_uri(typed).as_deref(), Ok(uri));
+            assert_eq!(host_of(uri), Some(host));
         }
     }
 }

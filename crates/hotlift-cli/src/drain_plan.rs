@@ -25,6 +25,42 @@ pub struct Candidate {
     pub memory: u64,
     /// Bytes a second that it writes to; `None` if that is not known.
     pub written: Option<u64>,
+    /// Why it stays, if it does.
+    pub stays: Option<Stays>,
+}
+
+/// Why a domain is not moved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Stays {
+    /// No destination has the memory for it.
+    NoRoom,
+    /// Its guest stands still.
+    Still,
+    /// libvirt does not say how large it is.
+    Unmeasured,
+}
+
+impl Stays {
+    fn word(self) -> &'static str {
+        match self {
+            Self::NoRoom => "no room",
+            Self::Still => "stands still",
+            Self::Unmeasured => "no answer",
+        }
+    }
+
+    /// For people.
+    pub fn reason(self) -> &'static str {
+        match self {
+            Self::NoRoom => "no destination has the memory for it",
+            // A migration whose end was not said leaves one behind, perhaps beside one that runs.
+            Self::Still => {
+                "it stands still here: ask libvirt at the destinations; if none runs it, 'virsh resume' lets it go on"
+            }
+            Self::Unmeasured => "libvirt does not say how much memory it has",
+        }
+    }
 }
 
 /// A host that can take some.
@@ -47,8 +83,10 @@ pub struct Step {
     pub memory_bytes: u64,
     /// Bytes a second that it writes to; `null` if that is not known.
     pub written_per_second: Option<u64>,
-    /// The URI of the libvirtd that is to have it; `null` if none has the memory.
+    /// The URI of the libvirtd that is to have it; `null` if it stays.
     pub to: Option<String>,
+    /// Why it stays; `null` if it goes.
+    pub stays: Option<Stays>,
     /// Seconds that it takes alone, uncompressed; `null` if its memory is written to faster than the link is.
     pub seconds: Option<u64>,
 }
@@ -81,12 +119,14 @@ impl Plan {
                 memory_bytes: one.memory,
                 written_per_second: one.written,
                 to: None,
+                stays: one.stays,
             })
             .collect();
         steps.sort_by(earlier);
-        for step in &mut steps {
+        for step in steps.iter_mut().filter(|step| step.stays.is_none()) {
             let place = places.iter_mut().max_by_key(|place| place.free);
             let Some(place) = place.filter(|place| place.free >= step.memory_bytes) else {
+                step.stays = Some(Stays::NoRoom);
                 continue;
             };
             place.free -= step.memory_bytes;
@@ -111,9 +151,11 @@ impl Plan {
     pub fn table(&self) -> Table {
         let mut table = new_table(&["domain", "to", "memory", "written/s", "alone"]);
         for step in &self.steps {
+            let to = step.to.as_deref().map(short);
+            let stays = step.stays.map_or("-", Stays::word);
             table.add_row([
                 step.domain.name.clone(),
-                step.to.as_deref().map_or("no room".to_owned(), short),
+                to.unwrap_or(stays.to_owned()),
                 bytes(step.memory_bytes),
                 step.written_per_second.map_or("?".to_owned(), bytes),
                 step.seconds
@@ -135,9 +177,12 @@ fn seconds(one: &Candidate, bandwidth: u64) -> Option<u64> {
     (left > 0).then(|| one.memory.div_ceil(left))
 }
 
-/// One without an end comes last. The name makes the order the same each time.
+/// One without an end comes last, before those that stay. The name makes the order the same each time.
 fn earlier(one: &Step, other: &Step) -> Ordering {
-    let key = |step: &Step| (step.seconds.unwrap_or(u64::MAX), step.memory_bytes);
+    let key = |step: &Step| {
+        let seconds = step.seconds.unwrap_or(u64::MAX);
+        (step.stays.is_some(), seconds, step.memory_bytes)
+    };
     key(one)
         .cmp(&key(other))
         .then_with(|| one.domain.cmp(&other.domain))
@@ -158,6 +203,7 @@ mod tests {
             },
             memory,
             written,
+            stays: None,
         }
     }
 
@@ -201,6 +247,20 @@ mod tests {
         );
         let places: Vec<_> = plan.steps.iter().map(|step| step.to.as_deref()).collect();
         assert_eq!(places, [Some("one"), Some("two"), None]);
+        assert_eq!(plan.steps[2].stays, Some(Stays::NoRoom));
+    }
+
+    #[test]
+    fn what_stands_still_is_shown_takes_no_room_and_goes_nowhere() {
+        let still = Candidate {
+            stays: Some(Stays::Still),
+            ..candidate("still", MIB, None)
+        };
+        let domains = vec![still, candidate("a", GIB, None)];
+        let plan = Plan::new(domains, vec![place("one", GIB)], LINK, 2);
+        let places: Vec<_> = plan.steps.iter().map(|step| step.to.as_deref()).collect();
+        assert_eq!(places, [Some("one"), None]);
+        assert!(plan.table().to_string().contains("stands still"));
     }
 
     #[test]

@@ -126,6 +126,8 @@ pub enum CommandError {
     DiskCopies,
     #[error("{domain} does not run at {uri}")]
     NoGuest { domain: String, uri: String },
+    #[error("no domain is named {typed}, neither here nor at a destination")]
+    NoDomain { typed: String },
     #[error("cannot reach the agent at {agent}")]
     NoAgentThere {
         agent: Address,
@@ -210,6 +212,9 @@ impl CommandError {
             }
             Self::DomainsStayed { .. } => {
                 Some("the same command again goes on with those that are left")
+            }
+            Self::NoDomain { .. } => {
+                Some("nothing was moved; 'virsh list --all' has the names of this host's domains")
             }
             Self::DomainEnded { .. } | Self::DomainsEnded { .. } => Some(
                 "if its guest was not shut down: its QEMU's last words are in /var/log/libvirt/qemu on both hosts",

@@ -9,6 +9,7 @@ mod certs;
 mod control_args;
 mod demo;
 mod drain;
+mod drain_choice;
 mod drain_plan;
 mod error;
 mod guard;

@@ -51,3 +51,76 @@ fn a_domain_that_ends_while_it_moves_has_ended_and_is_in_no_doubt() {
     assert!(said.contains("web1 to b: ended: it failed"), "{said}");
     assert!(said.contains("1 of 1 domains ended"), "{said}");
 }
+
+const C: &str = "qemu+ssh://c/system";
+
+#[test]
+fn a_domain_that_ends_while_the_plan_is_made_is_left_out_and_the_others_go() {
+    let hosts = Hosts::new(&[B]);
+    hosts.domain(1, "web1", "running");
+    hosts.domain(2, "web2", "running");
+    let ends = r#"[ "$(cat "$dir/name")" = web1 ] && rm -r "$dir" && exit 1"#;
+    hosts.on(HERE, "domstats", ends);
+    let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("web1 has ended, and is left out"), "{said}");
+    assert_eq!(hosts.names(B), ["web2"], "{said}");
+}
+
+#[test]
+fn a_domain_that_libvirt_does_not_measure_stays_and_the_others_go() {
+    let hosts = Hosts::new(&[B]);
+    hosts.domain(1, "web1", "running");
+    hosts.domain(2, "web2", "running");
+    let refuses = r#"[ "$(cat "$dir/name")" = web1 ] && echo "error: timed out" >&2 && exit 1"#;
+    hosts.on(HERE, "domstats", refuses);
+    let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("1 of 2 domains stayed"), "{said}");
+    assert_eq!(hosts.names(B), ["web2"], "{said}");
+}
+
+#[test]
+fn a_destination_that_does_not_answer_is_left_out_while_another_does() {
+    let hosts = Hosts::new(&[B]);
+    hosts.domain(1, "web1", "running");
+    let (code, said) = hosts.hotlift(&["drain", "--to=c,b"]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("c is left out: "), "{said}");
+    assert_eq!(hosts.names(B), ["web1"], "{said}");
+    hosts.domain(1, "web1", "running");
+    let (code, said) = hosts.hotlift(&["drain", "--to=c"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains(&format!("libvirt at {C}")), "{said}");
+}
+
+#[test]
+fn a_domain_that_stands_still_here_is_named_and_the_host_is_not_called_empty() {
+    let hosts = Hosts::new(&[B]);
+    hosts.domain(1, "web1", "running");
+    hosts.domain(2, "web2", "paused");
+    let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("web2: it stands still here"), "{said}");
+    assert_eq!(hosts.names(B), ["web1"], "{said}");
+    assert_eq!(hosts.names(HERE), ["web2"], "{said}");
+}
+
+#[test]
+fn names_are_taken_as_they_are_and_one_of_no_domain_stops_all_before_it_begins() {
+    let hosts = Hosts::new(&[B]);
+    for (id, name) in [(1, "web1"), (2, " a,b "), (3, "a"), (4, "off")] {
+        hosts.domain(id, name, if name == "off" { "shut off" } else { "running" });
+    }
+    let (code, said) = hosts.hotlift(&["drain", "--to=b", "--domain= a,b ", "--domain=wbe1"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("no domain is named 'wbe1'"), "{said}");
+    assert_eq!(hosts.names(HERE).len(), 4, "{said}");
+    let line = ["drain", "--to=b", "--domain= a,b ", "--domain=off"];
+    // The second time it has nothing left to do.
+    for _ in 0..2 {
+        let (code, said) = hosts.hotlift(&line);
+        assert_eq!(code, Some(0), "{said}");
+        assert_eq!(hosts.names(B), [" a,b "], "{said}");
+    }
+}
