@@ -1,11 +1,12 @@
 //! `hotlift agent`: the agent of a host, and what is asked and told of it over its control socket.
 
-use std::path::PathBuf;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use hotlift_agent::commands::{AgentInfo, MigrationRow};
-use hotlift_agent::config::{CONFIG_FILE, Config};
+use hotlift_agent::config::{CONFIG_FILE, Config, ConfigError};
 use hotlift_agent::messages::Id;
 use hotlift_agent::rules;
 use hotlift_console::output::{complain, say};
@@ -145,6 +146,16 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
             args.control.ask::<Value>("agent-limit", &arguments)?;
             Ok(())
         }
+    }
+}
+
+/// The configuration of this host's agent in `file`; that of an agent of which nothing is said if there is none.
+pub fn config_in(file: &Path) -> Result<Config, CommandError> {
+    match Config::read(file) {
+        Err(ConfigError::Read { source, .. }) if source.kind() == ErrorKind::NotFound => {
+            Ok(Config::default())
+        }
+        read => read.map_err(|error| agent_error(error.into())),
     }
 }
 

@@ -8,6 +8,7 @@ use hotlift::options::OptionError;
 use hotlift::transport::TransportError;
 use hotlift::{Address, MigrationError};
 use hotlift_agent::error::AgentError;
+use hotlift_agent::values::Ports;
 use hotlift_bench::error::BenchError;
 use hotlift_console::conversation::ConversationError;
 use hotlift_console::error::{ConsoleError, QEMUS_OWN_WORDS, error_line};
@@ -120,8 +121,10 @@ pub enum CommandError {
     },
     #[error("'{uri}' names no host whose agent could be asked: give --agent tcp:HOST:PORT")]
     NoHost { uri: String },
-    #[error("no port of libvirt's migrations is free on loopback")]
-    NoPort,
+    #[error(
+        "no port of {ports} is free on loopback: give others that the agent there allows, --ports FIRST-LAST"
+    )]
+    NoPort { ports: Ports },
     #[error("disks are not copied this way: they need 'virsh migrate' and an agent on both hosts")]
     DiskCopies,
     #[error("{domain} does not run at {uri}")]

@@ -6,6 +6,7 @@
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
 use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
@@ -13,8 +14,9 @@ use std::time::Duration;
 use clap::Args;
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings, SourceStream};
 use hotlift::{Address, Control, Listener};
-use hotlift_agent::config::{AGENT_PORT, Config};
+use hotlift_agent::config::CONFIG_FILE;
 use hotlift_agent::messages::{Hello, Id, Kind, Message, PROTOCOL};
+use hotlift_agent::values::Ports;
 use hotlift_console::conversation::Conversation;
 use hotlift_console::error::ConsoleError;
 use hotlift_console::output::complain;
@@ -24,6 +26,7 @@ use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qmp::one_line;
 
+use crate::agent::config_in;
 use crate::error::CommandError;
 use crate::relay_report::{DomainMigration, progress_line};
 use crate::virsh::{Domain, Libvirt, State, VirshError, host_of};
@@ -48,9 +51,14 @@ pub struct DomainArgs {
     /// libvirt of this host [default: qemu:///system]
     #[arg(long, value_name = "URI", requires = "domain")]
     connect: Option<String>,
-    /// Where the destination's agent listens: tcp:HOST:PORT [default: the host of --to, port 16520]
+    /// Where the destination's agent listens: tcp:HOST:PORT [default: the host of --to, port 16520, or 'agent-port' of this
+    /// host's agent]
     #[arg(long, value_name = "URI", requires = "domain")]
     agent: Option<Address>,
+    /// Ports of loopback of which both QEMUs use one; the destination's agent must allow them [default: 49152-49215, or 'ports'
+    /// of this host's agent]
+    #[arg(long, value_name = "FIRST-LAST", requires = "domain")]
+    ports: Option<Ports>,
     /// More options of 'virsh migrate'
     #[arg(last = true, value_name = "OPTION", requires = "domain")]
     options: Vec<OsString>,
@@ -73,17 +81,27 @@ impl DomainArgs {
         words.chain(self.options.iter().cloned()).collect()
     }
 
-    fn agent(&self, uri: &str) -> Result<Address, CommandError> {
-        match (&self.agent, host_of(uri)) {
-            (Some(agent), _) => Ok(agent.clone()),
-            (None, Some(host)) => Ok(Address::Tcp {
-                host: host.to_owned(),
-                port: AGENT_PORT,
-            }),
-            (None, None) => Err(CommandError::NoHost {
-                uri: uri.to_owned(),
-            }),
+    /// The agent of the libvirt at `uri`, and the ports that it allows. Hosts between which domains move are set up alike: the
+    /// configuration of this host's agent, in `file`, tells of the other's.
+    fn agent(&self, uri: &str, file: &Path) -> Result<(Address, Ports), CommandError> {
+        if let (Some(agent), Some(ports)) = (&self.agent, self.ports) {
+            return Ok((agent.clone(), ports));
         }
+        let config = config_in(file)?;
+        let ports = self.ports.unwrap_or(config.ports);
+        let agent = match (&self.agent, host_of(uri)) {
+            (Some(agent), _) => agent.clone(),
+            (None, Some(host)) => Address::Tcp {
+                host: host.to_owned(),
+                port: config.agent_port,
+            },
+            (None, None) => {
+                return Err(CommandError::NoHost {
+                    uri: uri.to_owned(),
+                });
+            }
+        };
+        Ok((agent, ports))
     }
 }
 
@@ -111,7 +129,7 @@ pub fn run(
     if was == State::Gone {
         return Err(no_guest());
     }
-    let agent = args.agent(uri)?;
+    let (agent, allowed) = args.agent(uri, Path::new(CONFIG_FILE))?;
     let tls = security::tls(&settings.outgoing, &agent)?;
     let settings = RelaySettings {
         outgoing_tls: tls,
@@ -126,13 +144,13 @@ pub fn run(
         interrupt: &interrupt,
         quiet: output.quiet,
     };
-    let mut ports = Vec::new();
+    let mut tried = Vec::new();
     let ended = loop {
-        let (listener, port) = listen(&ports)?;
-        ports.push(port);
+        let (listener, port) = listen(allowed, &tried)?;
+        tried.push(port);
         let ended = this.run(&listener, port, settings.clone())?;
         match &ended.libvirt {
-            Err(reason) if reason.contains(IN_USE) && ports.len() < PORTS => {}
+            Err(reason) if reason.contains(IN_USE) && tried.len() < PORTS => {}
             _ => break ended,
         }
     };
@@ -173,11 +191,9 @@ pub fn run(
     Ok(output.print(&migration, || migration.table())?)
 }
 
-/// A listener for the source's QEMU at a port of libvirt's that no migration of this host uses, and none of `but`.
-fn listen(but: &[u16]) -> Result<(Listener, u16), CommandError> {
-    // An agent lets nobody reach other ports.
-    let ports = Config::default().ports;
-    let mut ports: Vec<_> = (ports.first..=ports.last).collect();
+/// A listener for the source's QEMU at one of the ports `allowed` that no migration of this host uses, and none of `but`.
+fn listen(allowed: Ports, but: &[u16]) -> Result<(Listener, u16), CommandError> {
+    let mut ports: Vec<_> = (allowed.first..=allowed.last).collect();
     fastrand::shuffle(&mut ports);
     for port in ports.into_iter().filter(|port| !but.contains(port)) {
         let host = Ipv4Addr::LOCALHOST.to_string();
@@ -185,7 +201,7 @@ fn listen(but: &[u16]) -> Result<(Listener, u16), CommandError> {
             return Ok((listener, port));
         }
     }
-    Err(CommandError::NoPort)
+    Err(CommandError::NoPort { ports: allowed })
 }
 
 /// A domain that is to move, and all that takes part.
@@ -341,5 +357,50 @@ fn announce(conversation: &mut Conversation, port: u16) -> Result<[u8; 16], Comm
         }
         .into()),
         None => Err(ConsoleError::Silent { waited: ANSWER }.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const B: &str = "qemu+ssh://b/system";
+
+    fn args(ports: Option<&str>) -> DomainArgs {
+        DomainArgs {
+            parallel: None,
+            connect: None,
+            agent: None,
+            ports: ports.map(|ports| ports.parse().unwrap()),
+            options: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn ports_and_the_agents_port_are_as_typed_or_as_of_this_hosts_agent_or_as_usual() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("agent.toml");
+        let found = |typed| {
+            let (agent, ports) = args(typed).agent(B, &file).unwrap();
+            (agent.to_string(), ports.to_string())
+        };
+        let is = |agent: &str, ports: &str| (format!("tcp:b:{agent}"), ports.to_owned());
+        assert_eq!(found(None), is("16520", "49152-49215"));
+        std::fs::write(&file, "ports = \"50000-50063\"\nagent-port = 17000\n").unwrap();
+        assert_eq!(found(None), is("17000", "50000-50063"));
+        assert_eq!(found(Some("5-6")), is("17000", "5-6"));
+        std::fs::write(&file, "prots = 1\n").unwrap();
+        assert!(args(None).agent(B, &file).is_err());
+    }
+
+    #[test]
+    fn the_listeners_port_is_one_that_is_allowed_and_was_not_tried() {
+        // Another process may take one of them: with some more there is one.
+        let allowed: Ports = "50100-50131".parse().unwrap();
+        let (_first, port) = listen(allowed, &[]).unwrap();
+        assert!(allowed.contains(port), "{port}");
+        let all: Vec<_> = (allowed.first..=allowed.last).collect();
+        let tried = listen(allowed, &all);
+        assert!(matches!(tried, Err(CommandError::NoPort { .. })));
     }
 }

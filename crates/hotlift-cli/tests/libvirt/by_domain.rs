@@ -34,8 +34,28 @@ fn ended(mut command: Process) -> (Option<i32>, String) {
 }
 
 fn agents<'a>(hosts: &'a Hosts) -> [Agent<'a>; 2] {
+    agents_with(hosts, BARE)
+}
+
+fn agents_with<'a>(hosts: &'a Hosts, config: &str) -> [Agent<'a>; 2] {
     let pki = Pki::new();
-    [&hosts.source, &hosts.destination].map(|host| Agent::start(hosts, host, &pki, BARE))
+    [&hosts.source, &hosts.destination].map(|host| Agent::start(hosts, host, &pki, config))
+}
+
+#[test]
+fn a_domain_moves_by_the_ports_that_the_agents_allow() {
+    let Some(hosts) = hosts() else { return };
+    let agents = agents_with(&hosts, &format!("{BARE}\nports = \"50000-50063\""));
+    let one = domain(&hosts, "web1");
+    let (source, destination) = (&hosts.source, &hosts.destination);
+    let (code, said) = ended(migrate(&hosts, source, destination, &one, &[]));
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("its port is none of 50000-50063"), "{said}");
+    let flags = ["--ports=50010-50040"];
+    let (code, said) = ended(migrate(&hosts, source, destination, &one, &flags));
+    assert_eq!(code, Some(0), "{said}");
+    is_at(&hosts, End::Destination, &one);
+    end(agents);
 }
 
 #[test]
