@@ -4,7 +4,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -25,10 +25,12 @@ use crate::commands::AgentCommands;
 use crate::config::{Config, LogLevel};
 use crate::error::{AgentError, CarryError};
 use crate::log::Log;
+use crate::parts::Parts;
 use crate::redirect::Redirected;
-use crate::rules::{Installed, rules};
+use crate::rules::rules;
 use crate::session::Session;
 use crate::sessions::Sessions;
+use crate::table::{self, Changes, Table};
 use crate::{door, metrics, notify, redirect};
 
 /// How long what was cancelled at the end may take to end.
@@ -46,6 +48,8 @@ pub struct Agent {
     pub sessions: Sessions,
     /// How the host's budget is shared.
     pub shares: Shares,
+    /// Its nftables table, if it has one.
+    table: Mutex<Option<Table>>,
     /// Connections of redirected migrations that the one before has not taken, and where they go.
     returned: Mutex<Vec<(Stream, SocketAddr)>>,
     has_returned: OwnedFd,
@@ -55,8 +59,12 @@ pub struct Agent {
 }
 
 impl Agent {
-    fn new(file: &Path, config: Config) -> Result<Self, AgentError> {
-        let log = Log::new(config.log);
+    fn new(
+        file: &Path,
+        config: Config,
+        log: &Log,
+        table: Option<Table>,
+    ) -> Result<Self, AgentError> {
         let tls = tls_of(&config)?;
         for warning in tls.warnings() {
             log.say(LogLevel::Warning, &warning.to_string());
@@ -70,9 +78,10 @@ impl Agent {
             file: file.to_owned(),
             config: Mutex::new(Arc::new(config)),
             tls,
-            log,
+            log: log.clone(),
             sessions: Sessions::default(),
             shares: Shares::default(),
+            table: Mutex::new(table),
             returned: Mutex::default(),
             has_returned: fd()?,
             ended: AtomicBool::new(false),
@@ -141,23 +150,38 @@ impl Agent {
 
     /// Reads the configuration again; a bad one changes nothing.
     pub fn reload(&self) {
-        let new = match Config::read(&self.file) {
-            Ok(new) => new,
+        match self.try_to_reload() {
+            Ok(()) => self
+                .log
+                .say(LogLevel::Info, "the configuration was read again"),
             Err(error) => {
                 let text = format!("the configuration was not changed: {}", error_line(&error));
                 return self.log.say(LogLevel::Error, &text);
             }
-        };
-        let old = self.config();
-        for key in old.fixed_keys_changed(&new) {
+        }
+        self.shares.apply(self);
+        self.sessions.wake();
+    }
+
+    fn try_to_reload(&self) -> Result<(), AgentError> {
+        // Of two at once the later reads what is there later.
+        let mut table = self.table();
+        let (new, kept) = Config::read_again(&self.file, &self.config())?;
+        if let Some(table) = table.as_mut() {
+            table.change(&new)?;
+        }
+        for key in kept {
             let text = format!("a new value of '{key}' needs a restart of the agent");
             self.log.say(LogLevel::Warning, &text);
         }
+        self.log.set_level(new.log);
         *self.config.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(new);
-        self.log
-            .say(LogLevel::Info, "the configuration was read again");
-        self.shares.apply(self);
-        self.sessions.wake();
+        Ok(())
+    }
+
+    /// The nftables table, which is changed and looked at by one at a time.
+    pub(crate) fn table(&self) -> MutexGuard<'_, Option<Table>> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -208,51 +232,62 @@ pub fn check(file: &Path) -> Result<Vec<String>, AgentError> {
 /// Runs the agent with the configuration in `file` until a signal ends it. `redirect` is false to leave nftables alone.
 ///
 /// # Errors
-/// [`AgentError`]: why it could not begin.
+/// [`AgentError`]: why it could not begin, or had to end.
 pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     let config = Config::read(file)?;
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM]);
     let mut signals = signals.map_err(AgentError::system("signal handlers"))?;
+    let log = Log::new(config.log);
+    // Before all that may fail: where plaintext is refused, migrations do not wait for an agent that can carry them.
+    let (changes, table) = match config.redirect && redirect {
+        true => (Some(Changes::listen()?), Some(Table::new(&config, &log)?)),
+        false => (None, None),
+    };
     let listen: Address = config.listen.parse().map_err(AgentError::Listen)?;
     let listener = listen.listen().map_err(AgentError::Listen)?;
     let redirected = Redirected::listen(config.redirect_port).map_err(AgentError::Listen)?;
+    if let Err(error) = redirected.mark() {
+        let text = format!(
+            "the port of 'redirect-port' has no mark, which the rules of 'hotlift agent rules' ask for: {error}"
+        );
+        log.say(LogLevel::Warning, &text);
+    }
+    let redirected = Arc::new(redirected);
     let metrics = match config.metrics.as_str() {
         "" => None,
         address => Some(
             TcpListener::bind(address).map_err(AgentError::system("the address of 'metrics'"))?,
         ),
     };
-    let agent = Arc::new(Agent::new(file, config)?);
+    let agent = Arc::new(Agent::new(file, config, &log, table)?);
     let config = agent.config();
     let commands: Arc<dyn Commands> = Arc::new(AgentCommands::new(&agent));
     let control = QmpAddress::Unix(config.control.clone());
     let _control = Sockets::qmp_at(control).serve(&commands, &Events::new())?;
-    let installed = match config.redirect && redirect {
-        true => Some(Installed::new(&config)?),
-        false => None,
-    };
-    let log = &agent.log;
     log.say(LogLevel::Info, &format!("listening on {}", config.listen));
-    let mut threads = Vec::new();
+    let of_parts = Arc::clone(&agent);
+    let mut parts = Parts::new(move || of_parts.sessions.is_ending());
     let served = (|| {
         let of_door = Arc::clone(&agent);
-        threads.push(spawn("agent/door", move || {
+        parts.start("agent/door", move || {
             if let Err(error) = door::serve(&of_door, &listener) {
                 of_door.log.say(LogLevel::Error, &error_line(&error));
             }
-        })?);
-        let of_redirect = Arc::clone(&agent);
-        let redirecting = move || redirect::serve(&of_redirect, &redirected);
-        threads.push(spawn("agent/redirect", redirecting)?);
+        })?;
+        let (of_redirect, redirected) = (Arc::clone(&agent), Arc::clone(&redirected));
+        parts.start("agent/redirect", move || {
+            redirect::serve(&of_redirect, &redirected);
+        })?;
         let of_budget = Arc::clone(&agent);
-        threads.push(spawn("agent/budget", move || {
-            of_budget.shares.serve(&of_budget);
-        })?);
+        parts.start("agent/budget", move || of_budget.shares.serve(&of_budget))?;
+        if let Some(changes) = changes {
+            let of_table = Arc::clone(&agent);
+            parts.start("agent/table", move || table::keep(&of_table, &changes))?;
+        }
         if let Some(listener) = metrics {
             let of_metrics = Arc::clone(&agent);
-            // It waits for clients, and is not waited for.
-            spawn("agent/metrics", move || {
-                metrics::serve(&of_metrics, &listener)
+            parts.start_alone("agent/metrics", move || {
+                metrics::serve(&of_metrics, &listener);
             })?;
         }
         notify::say(notify::READY);
@@ -262,21 +297,12 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
     agent.sessions.end();
     agent.ended.store(true, Ordering::Release);
     signal(&agent.has_ended);
-    for thread in threads {
-        // A panic has said what it has to say.
-        let _ = thread.join();
-    }
-    drop(installed);
+    let joined = parts.join();
+    // Before the port that it redirects to.
+    drop(agent.table().take());
+    drop(redirected);
     log.say(LogLevel::Info, "ended");
-    served
-}
-
-fn spawn(
-    name: &str,
-    work: impl FnOnce() + Send + 'static,
-) -> Result<thread::JoinHandle<()>, AgentError> {
-    let thread = thread::Builder::new().name(name.to_owned());
-    thread.spawn(work).map_err(AgentError::system("a thread"))
+    served.and(joined)
 }
 
 /// Obeys signals until the agent is to end and all is done or cancelled.
@@ -288,9 +314,10 @@ fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
         }
         break;
     }
-    notify::say(notify::STOPPING);
     agent.sessions.end();
     let limit = agent.config().drain_limit.0;
+    // Time for the threads and the table, too.
+    notify::say(&notify::stopping(limit.saturating_add(2 * LAST)));
     let count = agent.sessions.under_way().len();
     let text =
         format!("is to end: takes nothing new, and waits up to {limit:?} for {count} under way");

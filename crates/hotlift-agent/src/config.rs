@@ -203,22 +203,42 @@ impl Config {
                 problem: error.message().lines().collect::<Vec<_>>().join("; "),
             }
         })?;
-        match config.problem() {
-            None => Ok(config),
-            Some((key, problem)) => Err(match line_of(text, key) {
-                Some(line) => ConfigError::Key {
-                    file: file.to_owned(),
-                    line,
-                    key: key.to_owned(),
-                    problem,
-                },
-                None => ConfigError::Together {
-                    file: file.to_owned(),
-                    key,
-                    problem,
-                },
-            }),
-        }
+        config.check(file, text)?;
+        Ok(config)
+    }
+
+    /// Reads `file` for an agent that runs with `running`, whose values of keys that take a restart are kept; with the names
+    /// of those that have others in the file.
+    ///
+    /// # Errors
+    /// [`ConfigError`]; that the values do not go together with those that stay.
+    pub fn read_again(
+        file: &Path,
+        running: &Self,
+    ) -> Result<(Self, Vec<&'static str>), ConfigError> {
+        let mut config = Self::read(file)?;
+        let kept = config.keep_fixed(running);
+        config.check(file, "")?;
+        Ok((config, kept))
+    }
+
+    fn check(&self, file: &Path, text: &str) -> Result<(), ConfigError> {
+        let Some((key, problem)) = self.problem() else {
+            return Ok(());
+        };
+        Err(match line_of(text, key) {
+            Some(line) => ConfigError::Key {
+                file: file.to_owned(),
+                line,
+                key: key.to_owned(),
+                problem,
+            },
+            None => ConfigError::Together {
+                file: file.to_owned(),
+                key,
+                problem,
+            },
+        })
     }
 
     /// A key with a value that cannot be, by itself or with the others, and why.
@@ -313,17 +333,24 @@ impl Config {
         longest(&self.weights, address).copied().unwrap_or(WEIGHT)
     }
 
-    /// Keys whose change takes a restart, as far as `other` has other values of them.
-    #[must_use]
-    pub fn fixed_keys_changed(&self, other: &Self) -> Vec<&'static str> {
+    /// Gives the keys whose change takes a restart the values that `running` has; the names of those that had others.
+    pub fn keep_fixed(&mut self, running: &Self) -> Vec<&'static str> {
+        fn keep<T: Clone + PartialEq>(value: &mut T, running: &T) -> bool {
+            let differs = value != running;
+            value.clone_from(running);
+            differs
+        }
         let changed = [
-            ("listen", self.listen != other.listen),
-            ("redirect", self.redirect != other.redirect),
-            ("redirect-port", self.redirect_port != other.redirect_port),
-            ("tls", self.tls != other.tls),
-            ("authz", self.authz != other.authz),
-            ("control", self.control != other.control),
-            ("metrics", self.metrics != other.metrics),
+            ("listen", keep(&mut self.listen, &running.listen)),
+            ("redirect", keep(&mut self.redirect, &running.redirect)),
+            (
+                "redirect-port",
+                keep(&mut self.redirect_port, &running.redirect_port),
+            ),
+            ("tls", keep(&mut self.tls, &running.tls)),
+            ("authz", keep(&mut self.authz, &running.authz)),
+            ("control", keep(&mut self.control, &running.control)),
+            ("metrics", keep(&mut self.metrics, &running.metrics)),
         ];
         let changed = changed.into_iter().filter(|(_, changed)| *changed);
         changed.map(|(key, _)| key).collect()
@@ -418,7 +445,27 @@ mod tests {
 
     #[test]
     fn keys_that_take_a_restart_are_named() {
-        let new = of("control = \"/x\"\nchannels = 2\n").unwrap();
-        assert_eq!(Config::default().fixed_keys_changed(&new), ["control"]);
+        let mut new = of("control = \"/x\"\nchannels = 2\n").unwrap();
+        assert_eq!(new.keep_fixed(&Config::default()), ["control"]);
+        assert_eq!(new, of("channels = 2\n").unwrap());
+    }
+
+    #[test]
+    fn a_value_that_does_not_go_with_one_that_stays_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("agent.toml");
+        // Good by itself, as the port of 'listen' moves, too.
+        std::fs::write(
+            &file,
+            "listen = \"tcp::5\"\nagent-port = 5\nports = \"16520\"\n",
+        )
+        .unwrap();
+        Config::read(&file).unwrap();
+        let error = Config::read_again(&file, &Config::default()).unwrap_err();
+        let error = hotlift::error::error_line(&error);
+        assert!(
+            error.contains("listen: port 16520 is one of the migrations'"),
+            "{error}"
+        );
     }
 }

@@ -41,6 +41,12 @@ pub enum AgentError {
     /// What commands share.
     #[error(transparent)]
     Console(#[from] ConsoleError),
+    /// A thread that it cannot do without.
+    #[error("the agent has ended because its thread '{part}' did (the log says why)")]
+    Lost {
+        /// Its name.
+        part: &'static str,
+    },
 }
 
 impl AgentError {
@@ -54,10 +60,12 @@ impl AgentError {
 #[derive(Debug, thiserror::Error)]
 pub enum RulesError {
     /// The tool.
-    #[error("cannot run '{tool}' (it is in the package nftables)")]
+    #[error("cannot run '{tool}' (it is in the package {package})")]
     Run {
         /// Which.
         tool: &'static str,
+        /// Where it is from.
+        package: &'static str,
         /// The system's reason.
         #[source]
         source: std::io::Error,
@@ -74,6 +82,9 @@ pub enum RulesError {
         /// Those that were looked for.
         users: String,
     },
+    /// The kernel tells of no changes.
+    #[error("the kernel does not tell of changes of nftables (that needs CAP_NET_ADMIN)")]
+    Watch(#[source] std::io::Error),
     /// Its own connections would come back to it.
     #[error(
         "the agent runs as one of 'users', and cannot mark its own connections (CAP_NET_ADMIN), which would be \

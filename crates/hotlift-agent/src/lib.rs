@@ -6,9 +6,9 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `agent` | what the threads share; start, reload, end |
+//! | `agent`, `parts` | what the threads share; start, reload, end |
 //! | `config`, `values` | the configuration file: every key is a field |
-//! | `rules`, `dial` | the nftables table; connections that pass it; where a redirected one was to go |
+//! | `rules`, `table`, `dial` | the nftables rules; their table in force; connections that pass it, and where a redirected one was to go |
 //! | `redirect`, `outgoing` | this host's connections, told apart; each migration to the other agent |
 //! | `door`, `incoming` | the agent's port, and what other agents announce there |
 //! | `messages`, `attend` | what two agents say of a migration, and while its relay is at work |
@@ -36,10 +36,12 @@ pub mod messages;
 pub mod metrics;
 mod notify;
 mod outgoing;
+mod parts;
 mod redirect;
 pub mod rules;
 pub mod session;
 mod sessions;
+pub mod table;
 mod tunnel;
 pub mod values;
 

@@ -3,12 +3,16 @@
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::Duration;
 
 /// All that is to be there is there: `systemctl start` returns.
 pub const READY: &str = "READY=1";
 
-/// The agent takes nothing new, and ends.
-pub const STOPPING: &str = "STOPPING=1";
+/// The agent takes nothing new, and ends within `time`, whatever TimeoutStopSec= says.
+pub fn stopping(time: Duration) -> String {
+    let microseconds = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+    format!("STOPPING=1\nEXTEND_TIMEOUT_USEC={microseconds}")
+}
 
 /// Says `state` to systemd, if it has started this process and wants to know.
 pub fn say(state: &str) {
@@ -26,4 +30,17 @@ fn try_to_say(state: &str) -> std::io::Result<()> {
     };
     UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_is_given_as_much_time_as_it_may_take() {
+        let hour = stopping(Duration::from_secs(3600));
+        assert_eq!(hour, "STOPPING=1\nEXTEND_TIMEOUT_USEC=3600000000");
+        let forever = format!("EXTEND_TIMEOUT_USEC={}", u64::MAX);
+        assert!(stopping(Duration::MAX).ends_with(&forever));
+    }
 }

@@ -23,6 +23,7 @@ use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Id, Kind};
 use crate::outgoing;
+use crate::rules;
 use crate::session::{Direction, Session, Subject};
 
 /// How long a client may say nothing before it is one that waits for the server. A migration that is slower goes through
@@ -68,6 +69,15 @@ impl Redirected {
             Err(_) => {}
         }
         Ok(Self(listeners))
+    }
+
+    /// Marks them, which the rules ask for: see `rules`.
+    ///
+    /// # Errors
+    /// It takes `CAP_NET_ADMIN`.
+    pub fn mark(&self) -> std::io::Result<()> {
+        let mut listeners = self.0.iter();
+        listeners.try_for_each(|(listener, _)| rules::mark(&listener.as_fd()))
     }
 }
 

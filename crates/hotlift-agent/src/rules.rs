@@ -1,15 +1,18 @@
-//! The nftables table that sends this host's migrations to the agent: its own, and nothing else is touched.
+//! The rules of the nftables table that sends this host's migrations to the agent: a table of its own, and nothing else is
+//! touched.
 //!
 //! The agent's own connections must pass. Those to agents go to a port that is not redirected, and those to this host's
 //! QEMUs over loopback. What is left, to a host without an agent, carries a mark: unlike the user it tells the agent from a
 //! libvirtd that runs as root, too; unlike a control group it needs no mount; and setting it needs CAP_NET_ADMIN, which
 //! nft needs anyway.
+//!
+//! The port of the agent carries the mark, too. It is no privileged one, and the table outlives an agent that is killed:
+//! connections to whoever has taken the port since are reset, as that takes a privilege to mark a socket.
 
 use std::fmt::Write as _;
-use std::io::Write;
-use std::process::{Command, Stdio};
+use std::os::fd::AsFd;
+use std::process::Command;
 
-use hotlift_qmp::one_line;
 use nix::sys::socket::{setsockopt, sockopt};
 
 use crate::config::Config;
@@ -18,29 +21,39 @@ use crate::error::RulesError;
 /// The name of the table.
 pub const TABLE: &str = "hotlift_agent";
 
-/// The mark of connections that pass: "HL".
+/// The mark of connections that pass, and of the port that they are redirected to: "HL".
 pub const MARK: u32 = 0x484c;
 
-/// The rules, for `nft -f -`: a table that is there is replaced, in one step.
+/// What nft is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rules {
+    /// For `nft -f -`: a table that is there is replaced, in one step.
+    pub text: String,
+    /// The numbers of those of `users` that this host has.
+    pub users: Vec<u32>,
+    /// Those of `users` that this host does not have.
+    pub passed_over: Vec<String>,
+}
+
+/// The rules that `config` asks for.
 ///
 /// # Errors
-/// If none of the users is known here.
-pub fn rules(config: &Config) -> Result<String, RulesError> {
-    let ids: Vec<_> = config
-        .users
-        .iter()
-        .filter_map(|user| user_id(user))
-        .collect();
-    if ids.is_empty() {
+/// If none of the users is known here, or nobody can be asked.
+pub fn rules(config: &Config) -> Result<Rules, RulesError> {
+    let (mut users, mut passed_over) = (Vec::new(), Vec::new());
+    for user in &config.users {
+        match user_id(user)? {
+            Some(id) => users.push(id),
+            None => passed_over.push(user.clone()),
+        }
+    }
+    if users.is_empty() {
         return Err(RulesError::NoUser {
             users: config.users.join(", "),
         });
     }
-    let ids = ids
-        .iter()
-        .map(u32::to_string)
-        .collect::<Vec<_>>()
-        .join(", ");
+    let ids: Vec<_> = users.iter().map(u32::to_string).collect();
+    let ids = ids.join(", ");
     let (ports, to) = (config.ports, config.redirect_port);
     let mut text = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");
     // Writing to a string does not fail.
@@ -53,79 +66,45 @@ pub fn rules(config: &Config) -> Result<String, RulesError> {
          \t\tmeta mark {MARK:#x} accept\n\
          \t\tmeta skuid {{ {ids} }} tcp dport {ports} redirect to :{to}\n\
          \t}}\n\
+         \tchain input {{\n\
+         \t\ttype filter hook input priority 0; policy accept;\n\
+         \t\tiifname \"lo\" tcp dport {to} socket mark != {MARK:#x} reject with tcp reset\n\
+         \t}}\n\
          }}\n"
     );
-    Ok(text)
+    Ok(Rules {
+        text,
+        users,
+        passed_over,
+    })
 }
 
-/// The rules in force, until this goes out of scope.
-#[derive(Debug)]
-pub struct Installed(());
-
-impl Installed {
-    /// Puts the rules of `config` into force.
-    ///
-    /// # Errors
-    /// What nft says; that the agent's own connections would be redirected.
-    pub fn new(config: &Config) -> Result<Self, RulesError> {
-        let own = rustix::process::geteuid().as_raw();
-        let is_redirected = config.users.iter().any(|user| user_id(user) == Some(own));
-        if let (true, Err(error)) = (is_redirected, try_mark()) {
-            return Err(RulesError::NoMark(error));
-        }
-        nft(&rules(config)?)?;
-        Ok(Self(()))
-    }
-}
-
-impl Drop for Installed {
-    fn drop(&mut self) {
-        // One that somebody has removed meanwhile is as gone as it is to be.
-        let _ = nft(&format!("delete table inet {TABLE}\n"));
-    }
-}
-
-/// Whether a socket can be marked.
-fn try_mark() -> std::io::Result<()> {
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0")?;
-    setsockopt(&socket, sockopt::Mark, &MARK)?;
-    Ok(())
+/// Marks a socket.
+///
+/// # Errors
+/// It takes `CAP_NET_ADMIN`.
+pub fn mark(socket: &impl AsFd) -> std::io::Result<()> {
+    Ok(setsockopt(socket, sockopt::Mark, &MARK)?)
 }
 
 /// The number of a user; `None` if this host has no such.
-fn user_id(user: &str) -> Option<u32> {
+///
+/// # Errors
+/// Nobody can be asked.
+fn user_id(user: &str) -> Result<Option<u32>, RulesError> {
     if let Ok(id) = user.parse() {
-        return Some(id);
+        return Ok(Some(id));
     }
     // It asks whatever the host asks for its users.
-    let output = Command::new("id").args(["-u", "--", user]).output().ok()?;
-    let said = String::from_utf8_lossy(&output.stdout);
-    output.status.success().then(|| said.trim().parse().ok())?
-}
-
-fn nft(text: &str) -> Result<(), RulesError> {
-    let run = |source| RulesError::Run {
-        tool: "nft",
+    let output = Command::new("id").args(["-u", "--", user]).output();
+    let output = output.map_err(|source| RulesError::Run {
+        tool: "id",
+        package: "coreutils",
         source,
-    };
-    let mut nft = Command::new("nft")
-        .args(["-f", "-"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(run)?;
-    if let Some(mut stdin) = nft.stdin.take() {
-        // One that ends before it has read all says why.
-        let _ = stdin.write_all(text.as_bytes());
-    }
-    let output = nft.wait_with_output().map_err(run)?;
-    match output.status.success() {
-        true => Ok(()),
-        false => Err(RulesError::Refused {
-            said: one_line(&String::from_utf8_lossy(&output.stderr)),
-        }),
-    }
+    })?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    let id = output.status.success().then(|| said.trim().parse().ok());
+    Ok(id.flatten())
 }
 
 #[cfg(test)]
@@ -142,12 +121,18 @@ mod tests {
             ],
             ..Config::default()
         };
-        let rules = rules(&config).unwrap();
+        let Rules {
+            text,
+            users,
+            passed_over,
+        } = rules(&config).unwrap();
         assert!(
-            rules.contains("meta skuid { 0, 4711 } tcp dport 49152-49215 redirect to :16521\n"),
-            "{rules}"
+            text.contains("meta skuid { 0, 4711 } tcp dport 49152-49215 redirect to :16521\n"),
+            "{text}"
         );
-        assert!(rules.starts_with("table inet hotlift_agent\ndelete table inet hotlift_agent\n"));
+        assert!(text.starts_with("table inet hotlift_agent\ndelete table inet hotlift_agent\n"));
+        assert_eq!(users, [0, 4711]);
+        assert_eq!(passed_over, ["nobody-of-that-name"]);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use clap::{Args, Subcommand};
 use hotlift_agent::commands::{AgentInfo, MigrationRow};
 use hotlift_agent::config::{CONFIG_FILE, Config, ConfigError};
 use hotlift_agent::messages::Id;
-use hotlift_agent::rules;
+use hotlift_agent::{rules, table};
 use hotlift_console::output::{complain, say};
 use hotlift_console::output_args::print;
 use hotlift_console::progress::bytes;
@@ -30,8 +30,8 @@ pub enum AgentCommand {
     Run(RunArgs),
     /// Read the configuration and the certificates, and say what is wrong with them
     Check(ConfigArgs),
-    /// Print the nftables rules that the agent installs, for those who write their own
-    Rules(ConfigArgs),
+    /// Print the nftables rules that the agent installs, for those who write their own; or remove them
+    Rules(RulesArgs),
     /// Show the agent's budget and what it has done
     Status(AskArgs),
     /// List the migrations that are under way, and the last that have ended
@@ -58,6 +58,16 @@ pub struct RunArgs {
     /// Leave nftables alone: the rules are somebody else's ('hotlift agent rules')
     #[arg(long)]
     no_redirect: bool,
+}
+
+/// Flags of `agent rules`.
+#[derive(Debug, Args)]
+pub struct RulesArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Remove the table that an agent has left: from then on migrations leave this host as without an agent
+    #[arg(long)]
+    remove: bool,
 }
 
 /// Where the agent is asked.
@@ -116,10 +126,14 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
             say!("{}: no problem found", args.config.display());
             Ok(())
         }
+        AgentCommand::Rules(args) if args.remove => {
+            table::remove().map_err(|error| agent_error(error.into()))
+        }
         AgentCommand::Rules(args) => {
-            let config = Config::read(&args.config).map_err(|error| agent_error(error.into()))?;
-            let text = rules::rules(&config).map_err(|error| agent_error(error.into()))?;
-            say!("{}", text.trim_end());
+            let config = Config::read(&args.config.config);
+            let config = config.map_err(|error| agent_error(error.into()))?;
+            let rules = rules::rules(&config).map_err(|error| agent_error(error.into()))?;
+            say!("{}", rules.text.trim_end());
             Ok(())
         }
         AgentCommand::Status(args) => {

@@ -113,13 +113,15 @@ impl<'a> Agent<'a> {
         });
     }
 
-    /// Ends it, once it is idle: it leaves no rule.
+    /// Ends it, once it is idle: it leaves no rule but its table, which is removed as an operator does.
     pub fn end(mut self) {
         self.is_idle_again();
         let signalled = self.host.signal(&self.process, Signal::TERM);
         signalled.expect("it runs");
         let status = self.process.wait(DEADLINE).expect("it ends");
         assert!(status.success(), "{}", self.said());
+        let removed = self.host.tool(HOTLIFT, &["agent", "rules", "--remove"]);
+        removed.expect("the table is removed");
         let tables = self.host.tool("nft", &["list", "tables"]);
         assert_eq!(tables.expect("an answer"), "");
     }

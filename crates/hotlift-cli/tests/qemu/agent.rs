@@ -33,21 +33,23 @@ const MTU: u16 = 1500;
 const PORT: u16 = 49152;
 
 /// A host and its agent.
-struct Host<'a> {
-    namespace: &'a Namespace,
-    folder: PathBuf,
-    agent: Hotlift,
+pub struct Host<'a> {
+    pub namespace: &'a Namespace,
+    pub folder: PathBuf,
+    pub agent: Hotlift,
+    /// Its table outlives it.
+    table_stays: bool,
 }
 
 /// Two hosts that are linked, before they have agents.
-struct Hosts {
-    link: Link,
+pub struct Hosts {
+    pub link: Link,
     pki: Pki,
-    folder: TempDir,
+    pub folder: TempDir,
 }
 
 impl Hosts {
-    fn new() -> Option<Self> {
+    pub fn new() -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             skip!("root", "network namespaces and nftables need it");
             return None;
@@ -70,7 +72,7 @@ impl Hosts {
     }
 
     /// Starts the source's agent, with these lines in its configuration.
-    fn source(&self, config: &str) -> Host<'_> {
+    pub fn source(&self, config: &str) -> Host<'_> {
         self.start("source", &self.link.source, &self.source_pki(), config)
     }
 
@@ -81,7 +83,7 @@ impl Hosts {
         self.start("destination", &self.link.destination, &pki, config)
     }
 
-    fn source_pki(&self) -> PathBuf {
+    pub fn source_pki(&self) -> PathBuf {
         self.certificates("source", &[SOURCE, SOURCE_6], &self.pki)
     }
 
@@ -113,12 +115,13 @@ impl Hosts {
             namespace,
             folder,
             agent,
+            table_stays: !config.contains("plaintext = \"allow\""),
         }
     }
 }
 
 /// A configuration with what all have, and these lines.
-fn text(folder: &Path, pki: &Path, config: &str) -> String {
+pub fn text(folder: &Path, pki: &Path, config: &str) -> String {
     let (pki, control) = (pki.display(), folder.join("sock"));
     let control = control.display();
     format!("tls = \"{pki}\"\ncontrol = \"{control}\"\nusers = [\"root\"]\n{config}\n")
@@ -126,7 +129,7 @@ fn text(folder: &Path, pki: &Path, config: &str) -> String {
 
 impl Host<'_> {
     /// What the agent says to a question.
-    fn ask(&self, question: &[&str]) -> Value {
+    pub fn ask(&self, question: &[&str]) -> Value {
         let control = format!("--control={}", self.folder.join("sock").display());
         let all = [&["agent"], question, &[&control, "--json"]].concat();
         let (status, said) = Hotlift::start(&all).wait();
@@ -154,18 +157,33 @@ impl Host<'_> {
         (status.success(), said.join("\n"))
     }
 
-    /// Ends the agent, which must leave nothing; all that it has said.
-    fn end(self) -> String {
+    /// Ends the agent, which must leave nothing but the table that keeps plaintext in; all that it has said.
+    pub fn end(self) -> String {
         self.agent.signal(Signal::TERM);
         let (status, said) = self.agent.wait();
         let said = said.join("\n");
         assert!(status.success(), "{said}");
-        let tables = self.namespace.tool("nft", &["list", "tables"]);
-        let tables = tables.expect("the tables");
-        assert!(!tables.contains("hotlift"), "{tables}");
+        assert_eq!(table(self.namespace).is_some(), self.table_stays, "{said}");
+        if self.table_stays {
+            remove_table(self.namespace);
+        }
         assert!(!self.folder.join("sock").exists(), "the socket is left");
         said
     }
+}
+
+/// The agent's table as nft lists it.
+pub fn table(namespace: &Namespace) -> Option<String> {
+    let line = ["-n", "-s", "list", "table", "inet", "hotlift_agent"];
+    namespace.tool("nft", &line).ok()
+}
+
+/// As an operator does.
+pub fn remove_table(namespace: &Namespace) {
+    let remove = || Hotlift::start(&["agent", "rules", "--remove"]).wait();
+    let (status, said) = namespace.within(remove).expect("the host");
+    assert!(status.success(), "{said:?}");
+    assert_eq!(table(namespace), None);
 }
 
 fn program() -> Machine {

@@ -17,7 +17,7 @@
 //! | `postcopy` | what the relays carry untouched |
 //! | `files` | machines that go on from a file |
 //! | `lazy`, `lazy_machines` | guests that run before they have their pages; the machines that they have |
-//! | `agent` | two hosts with an agent each |
+//! | `agent`, `agent_table` | two hosts with an agent each; the rules that bring migrations to them |
 //! | `lazy_preempt` | those that they wait for, on a connection of their own |
 //! | `salvage` | damaged files |
 
@@ -28,6 +28,7 @@
 )]
 
 mod agent;
+mod agent_table;
 mod back_and_forth;
 mod custody;
 mod dialect;
