@@ -134,6 +134,10 @@ pub struct Config {
     pub log: LogLevel,
 }
 
+/// Channels that a relay of the agent takes from a QEMU or from another agent: as many as `channels` may be, and as libvirt's
+/// `--parallel-connections`.
+pub const MOST_CHANNELS: u8 = u8::MAX;
+
 /// The weight of a migration of which nothing is said.
 pub const WEIGHT: u32 = 100;
 
@@ -312,6 +316,7 @@ impl Config {
         let mut options = relay::RelaySettings::default().outgoing;
         options.set("multifd-compression", &self.method)?;
         options.multifd_channels = self.channels;
+        options.max_channels = MOST_CHANNELS;
         options.tls_authz = self.authz.join(" ");
         relay::check(&options)?;
         Ok(options)

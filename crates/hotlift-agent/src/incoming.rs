@@ -13,6 +13,7 @@ use hotlift_qmp::Uuid;
 
 use crate::agent::Agent;
 use crate::attend::{self, Progress};
+use crate::config::MOST_CHANNELS;
 use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message};
@@ -109,6 +110,7 @@ fn migration(
     let mut options = RelaySettings::default().outgoing;
     options.multifd = Some(channels > 0);
     options.multifd_channels = channels.max(1);
+    options.max_channels = MOST_CHANNELS;
     if options.set("multifd-compression", &method).is_err() {
         return Err(CarryError::OutOfTurn);
     }

@@ -471,6 +471,16 @@ fn a_configuration_is_read_again_and_a_bad_one_changes_nothing() {
 }
 
 #[test]
+fn a_migration_has_more_channels_than_a_relay_alone_takes() {
+    let hosts = need!(Hosts::new());
+    let (source, destination) = (hosts.source("channels = 65"), hosts.destination(""));
+    let (mut here, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
+    moves(&mut here, &mut there, &uri);
+    source.end();
+    destination.end();
+}
+
+#[test]
 fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
     let hosts = need!(Hosts::new());
     let mut source =
