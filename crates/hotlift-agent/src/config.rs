@@ -108,6 +108,8 @@ pub struct Config {
     pub ports: Ports,
     /// Users whose connections are redirected, by name or number. A name that the host does not have is passed over.
     pub users: Vec<String>,
+    /// Addresses and prefixes to which connections are redirected; empty for all.
+    pub destinations: Vec<Prefix>,
     /// Folder with the certificates; empty for the first of the usual places that has one.
     pub tls: PathBuf,
     /// Who may be at the other end besides having a certificate of the CA: patterns as of `tls-authz`; empty for anybody.
@@ -158,6 +160,7 @@ impl Default for Config {
             },
             // QEMU's user on Debian and on Fedora, and libvirtd, which connects for QEMU without multifd.
             users: ["libvirt-qemu", "qemu", "root"].map(str::to_owned).to_vec(),
+            destinations: Vec::new(),
             tls: PathBuf::new(),
             authz: Vec::new(),
             method: "auto".to_owned(),
@@ -421,6 +424,7 @@ mod tests {
             ("[peers]\n\"192.0.2.300\" = \"a\"\n", 2, "prefix"),
             ("[peers]\n\"192.0.2.3\" = \"a:49160\"\n", 1, "'ports'"),
             ("[weights]\n\"192.0.2.3\" = 0\n", 1, "1 to 1000"),
+            ("destinations = [\"b.example\"]\n", 1, "prefix"),
             ("users = []\n", 1, "redirect = false"),
             ("log = \n", 1, "log"),
         ] {

@@ -17,6 +17,7 @@ use nix::sys::socket::{setsockopt, sockopt};
 
 use crate::config::Config;
 use crate::error::RulesError;
+use crate::values::Prefix;
 
 /// The name of the table.
 pub const TABLE: &str = "hotlift_agent";
@@ -55,6 +56,12 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
     let ids: Vec<_> = users.iter().map(u32::to_string).collect();
     let ids = ids.join(", ");
     let (ports, to) = (config.ports, config.redirect_port);
+    let redirected: String = destinations(&config.destinations)
+        .iter()
+        .map(|to_these| {
+            format!("\t\tmeta skuid {{ {ids} }} {to_these}tcp dport {ports} redirect to :{to}\n")
+        })
+        .collect();
     let mut text = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");
     // Writing to a string does not fail.
     let _ = write!(
@@ -64,7 +71,7 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
          \t\ttype nat hook output priority -100; policy accept;\n\
          \t\toifname \"lo\" accept\n\
          \t\tmeta mark {MARK:#x} accept\n\
-         \t\tmeta skuid {{ {ids} }} tcp dport {ports} redirect to :{to}\n\
+         {redirected}\
          \t}}\n\
          \tchain input {{\n\
          \t\ttype filter hook input priority 0; policy accept;\n\
@@ -77,6 +84,21 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
         users,
         passed_over,
     })
+}
+
+/// What connections to `prefixes` have in common: one condition for each family that is among them.
+fn destinations(prefixes: &[Prefix]) -> Vec<String> {
+    if prefixes.is_empty() {
+        return vec![String::new()];
+    }
+    let (v4, v6): (Vec<_>, Vec<_>) = prefixes.iter().partition(|prefix| prefix.is_ipv4());
+    let families = [("ip", v4), ("ip6", v6)];
+    let there = families.iter().filter(|(_, these)| !these.is_empty());
+    let condition = |(family, these): &(&str, Vec<&Prefix>)| {
+        let these: Vec<_> = these.iter().map(ToString::to_string).collect();
+        format!("{family} daddr {{ {} }} ", these.join(", "))
+    };
+    there.map(condition).collect()
 }
 
 /// Marks a socket.
@@ -133,6 +155,38 @@ mod tests {
         assert!(text.starts_with("table inet hotlift_agent\ndelete table inet hotlift_agent\n"));
         assert_eq!(users, [0, 4711]);
         assert_eq!(passed_over, ["nobody-of-that-name"]);
+    }
+
+    #[test]
+    fn rules_for_some_destinations_leave_all_others_alone() {
+        let of = |destinations: &[&str]| {
+            let destinations = destinations.iter().map(|text| text.parse().unwrap());
+            let config = Config {
+                users: vec!["0".to_owned()],
+                destinations: destinations.collect(),
+                ..Config::default()
+            };
+            let text = rules(&config).unwrap().text;
+            let redirects = text.lines().filter(|line| line.contains("redirect to"));
+            redirects
+                .map(|line| line.trim().to_owned())
+                .collect::<Vec<_>>()
+        };
+        let line = |to_these: &str| {
+            format!("meta skuid {{ 0 }} {to_these} tcp dport 49152-49215 redirect to :16521")
+        };
+        let (v4, v6) = (
+            line("ip daddr { 192.0.2.0/24, 198.51.100.7/32 }"),
+            line("ip6 daddr { 2001:db8::/32 }"),
+        );
+        assert_eq!(
+            of(&["192.0.2.0/24", "198.51.100.7"]),
+            std::slice::from_ref(&v4)
+        );
+        assert_eq!(
+            of(&["2001:db8::/32", "192.0.2.0/24", "198.51.100.7"]),
+            [v4, v6]
+        );
     }
 
     #[test]

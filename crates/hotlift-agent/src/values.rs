@@ -105,6 +105,12 @@ impl Prefix {
         differ.leading_zeros() >= u32::from(self.bits)
     }
 
+    /// Whether they are of IPv4.
+    #[must_use]
+    pub fn is_ipv4(&self) -> bool {
+        self.address.is_ipv4()
+    }
+
     /// How many bits are alike; of two that contain an address the longer one is meant.
     #[must_use]
     pub fn length(&self) -> u8 {

@@ -143,7 +143,8 @@ fn where_plaintext_is_refused_the_table_outlives_the_agent_and_a_start_that_fail
 fn a_reload_changes_rules_and_log_and_what_is_shown_is_in_force() {
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("");
-    let config = "log = \"debug\"\nlisten = \"tcp::17777\"\nports = \"49150-49199\"";
+    let config = "log = \"debug\"\nlisten = \"tcp::17777\"\nports = \"49150-49199\"\n\
+                  destinations = [\"192.0.2.0/24\", \"2001:db8::/32\"]";
     // What the file has is compared with what runs: the second time it is no other than the first.
     for _ in 0..2 {
         reload(&mut source, &hosts, config);
@@ -152,8 +153,10 @@ fn a_reload_changes_rules_and_log_and_what_is_shown_is_in_force() {
         assert_eq!(source.ask(&["status"])["listen"], "tcp::16520");
     }
     let made = table(source.namespace).expect("a table");
-    let rule = format!("tcp dport 49150-49199 redirect to :{REDIRECT_PORT}");
-    assert!(made.contains(&rule), "{made}");
+    for family in ["ip daddr 192.0.2.0/24", "ip6 daddr 2001:db8::/32"] {
+        let rule = format!("{family} tcp dport 49150-49199 redirect to :{REDIRECT_PORT}");
+        assert!(made.contains(&rule), "{made}");
+    }
     drop(connect(&hosts).expect("the agent answers"));
     let line = format!("a connection to {DESTINATION}:{PORT}");
     source.agent.wait_for(&line);
