@@ -71,7 +71,9 @@ pub enum RulesError {
         source: std::io::Error,
     },
     /// What it says.
-    #[error("'nft' refuses (it needs CAP_NET_ADMIN): {said}")]
+    #[error(
+        "'nft' refuses (it needs CAP_NET_ADMIN, and the kernel's nft_redir, nft_socket and nft_reject): {said}"
+    )]
     Refused {
         /// Its words, in one line.
         said: String,

@@ -62,8 +62,12 @@ fn a_table_that_is_flushed_or_changed_is_put_back() {
         let now = table(source.namespace).expect("a table");
         assert_eq!(now, made, "{change}");
     }
-    // What others do with tables of theirs is nothing to the agent.
-    let others = ["add table inet others", "delete table inet filter"];
+    // What others do with tables of theirs is nothing to the agent, nor is a host that loads the same rules itself.
+    let flag = format!("--config={}", source.folder.join("agent.toml").display());
+    let (status, rules) = Hotlift::start(&["agent", "rules", &flag]).wait();
+    assert!(status.success(), "{rules:?}");
+    let own = format!("flush ruleset\n{}", rules.join("\n"));
+    let others = ["add table inet others", "delete table inet others", &own];
     for change in others {
         let done = source.namespace.tool_with("nft", &["-f", "-"], change);
         done.expect("nft takes it");
