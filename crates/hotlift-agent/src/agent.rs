@@ -59,7 +59,7 @@ pub struct Agent {
 }
 
 impl Agent {
-    fn new(
+    pub(crate) fn new(
         file: &Path,
         config: Config,
         log: &Log,

@@ -104,6 +104,9 @@ pub enum CarryError {
     /// It was cancelled while it waited for a place.
     #[error("it was cancelled before it began")]
     Cancelled,
+    /// Its source was cancelled while it waited for a place.
+    #[error("its source has closed its connections before it began")]
+    Deserted,
     /// Nobody answers at the agent's port.
     #[error("no agent answers for {to}, and plaintext = \"refuse\"")]
     NoAgent {

@@ -30,6 +30,8 @@ pub mod config;
 mod dial;
 mod door;
 pub mod error;
+#[cfg(test)]
+mod fixture;
 mod incoming;
 mod log;
 pub mod messages;

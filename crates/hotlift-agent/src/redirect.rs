@@ -121,11 +121,7 @@ struct Router<'a> {
 
 /// Serves the listeners until the agent ends.
 pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) {
-    let mut router = Router {
-        agent,
-        waiting: Vec::new(),
-        sessions: HashMap::new(),
-    };
+    let mut router = Router::new(agent);
     while !agent.has_ended() {
         let knocks = router.wait(redirected);
         for ((listener, v6), knocks) in redirected.0.iter().zip(knocks) {
@@ -141,7 +137,15 @@ pub fn serve(agent: &Arc<Agent>, redirected: &Redirected) {
     }
 }
 
-impl Router<'_> {
+impl<'a> Router<'a> {
+    fn new(agent: &'a Arc<Agent>) -> Self {
+        Self {
+            agent,
+            waiting: Vec::new(),
+            sessions: HashMap::new(),
+        }
+    }
+
     /// Waits until something happens; which listeners have a connection.
     fn wait(&self, redirected: &Redirected) -> Vec<bool> {
         let listeners = redirected.0.iter().map(|(listener, _)| listener.as_fd());
@@ -243,10 +247,12 @@ impl Router<'_> {
         }
     }
 
-    /// Gives a connection to what is under way to its place; the connection, if there is nothing.
+    /// Gives a connection to what is under way to its place; the connection, if there is nothing, or what there is has lost
+    /// its source.
     fn give(&self, one: Waiting) -> Option<Waiting> {
         let known = self.sessions.get(&one.to).and_then(Weak::upgrade);
-        let Some(session) = known else {
+        // A source that was cancelled while it waited for a place, and tries again, must not be taken for what it was.
+        let Some(session) = known.filter(|session| !session.is_deserted()) else {
             return Some(one);
         };
         let given = session.give(one.stream);
@@ -317,6 +323,27 @@ fn tcp(to: SocketAddr) -> Address {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixture::{agent, connection, destination, session, subject, until};
+
+    #[test]
+    fn a_connection_is_not_given_to_what_waits_for_a_place_and_has_lost_its_source() {
+        let agent = agent("");
+        let subject = subject(1, Direction::Outgoing, Kind::Migration);
+        let (waits, _listener) = session(subject);
+        let mut router = Router::new(&agent);
+        let to = destination();
+        router.sessions.insert(to, Arc::downgrade(&waits));
+        let offer = |stream| {
+            let since = Instant::now();
+            router.give(Waiting { stream, to, since })
+        };
+        let (main, source) = connection();
+        assert!(offer(main).is_none(), "it is there");
+        drop(source);
+        until("the end is seen", || waits.is_deserted());
+        let (retried, _source) = connection();
+        assert!(offer(retried).is_some(), "a retry is another migration");
+    }
 
     #[test]
     fn channels_make_a_migration_only_with_something_that_may_be_its_main() {

@@ -282,6 +282,13 @@ impl Session {
         }
     }
 
+    /// Whether its source has gone before anything of it was read.
+    #[must_use]
+    pub fn is_deserted(&self) -> bool {
+        let giver = self.giver.lock().unwrap_or_else(PoisonError::into_inner);
+        giver.as_ref().is_some_and(Giver::is_deserted)
+    }
+
     /// How long it has been under way, or was.
     #[must_use]
     pub fn age(&self) -> Duration {

@@ -15,6 +15,9 @@ const REMEMBERED: usize = 32;
 /// Sessions at once: what one peer can make this host keep, a thread and some connections each.
 const MOST: usize = 512;
 
+/// How often one that waits for a place looks whether its source is still there.
+const LOOK: Duration = Duration::from_millis(250);
+
 /// All of them.
 #[derive(Default)]
 pub struct Sessions {
@@ -124,7 +127,7 @@ impl Sessions {
     /// Waits for a place among `most()` migrations, which is asked again when something has changed; 0 is unlimited.
     ///
     /// # Errors
-    /// If the agent is to end, or the migration was cancelled.
+    /// If the agent is to end, or the migration was cancelled, here or at its source.
     pub fn place(
         &self,
         session: &Session,
@@ -136,10 +139,14 @@ impl Sessions {
         loop {
             let most = most();
             let is_free = most == 0 || all.placed < most;
-            let refused = match (all.is_ending, session.control.is_cancelled()) {
-                (_, true) => Some(CarryError::Cancelled),
-                (true, _) => Some(CarryError::Ending),
-                _ => None,
+            let refused = if session.control.is_cancelled() {
+                Some(CarryError::Cancelled)
+            } else if all.is_ending {
+                Some(CarryError::Ending)
+            } else if session.is_deserted() {
+                Some(CarryError::Deserted)
+            } else {
+                None
             };
             let is_next = all.queue.front() == Some(&id);
             if refused.is_some() || (is_free && is_next) {
@@ -155,10 +162,8 @@ impl Sessions {
             if session.moment().state != "waiting" {
                 session.enter("waiting");
             }
-            all = self
-                .changed
-                .wait(all)
-                .unwrap_or_else(PoisonError::into_inner);
+            let waited = self.changed.wait_timeout(all, LOOK);
+            (all, _) = waited.unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -209,5 +214,36 @@ impl Sessions {
                 .wait(all)
                 .unwrap_or_else(PoisonError::into_inner);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture::{connection, session, subject, until};
+
+    fn outgoing(id: u32) -> (Arc<Session>, hotlift::Listener) {
+        session(subject(id, Direction::Outgoing, Kind::Migration))
+    }
+
+    #[test]
+    fn a_migration_whose_source_goes_while_it_waits_for_a_place_ends() {
+        let sessions = Sessions::default();
+        let (first, _listener) = outgoing(1);
+        let place = sessions.place(&first, || 1).unwrap();
+        let (second, _listener) = outgoing(2);
+        let (stream, source) = connection();
+        second.give(stream).unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| sessions.place(&second, || 1).err());
+            until("it waits", || second.moment().state == "waiting");
+            drop(source);
+            until("it has ended", || waits.is_finished());
+            let error = waits.join().unwrap();
+            assert!(matches!(error, Some(CarryError::Deserted)), "{error:?}");
+        });
+        drop(place);
+        let (third, _listener) = outgoing(3);
+        assert!(sessions.place(&third, || 1).is_ok(), "it holds up nobody");
     }
 }

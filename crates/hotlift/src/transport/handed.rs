@@ -26,6 +26,8 @@ struct Queue {
 struct State {
     waiting: VecDeque<Stream>,
     is_open: bool,
+    /// One was accepted.
+    is_begun: bool,
 }
 
 impl Queue {
@@ -60,6 +62,13 @@ impl Giver {
         let _ = rustix::io::write(&self.0.count, &1_u64.to_ne_bytes());
         Ok(())
     }
+
+    /// Whether whoever has made the connections has gone before any of them was accepted: all that wait were closed.
+    #[must_use]
+    pub fn is_deserted(&self) -> bool {
+        let state = self.0.lock();
+        !state.is_begun && !state.waiting.is_empty() && state.waiting.iter().all(Stream::is_hung_up)
+    }
 }
 
 impl Handed {
@@ -73,6 +82,7 @@ impl Handed {
             state: Mutex::new(State {
                 waiting: VecDeque::new(),
                 is_open: true,
+                is_begun: false,
             }),
             count: eventfd(0, flags)?,
         });
@@ -89,6 +99,7 @@ impl Handed {
     pub(super) fn take(&self) -> Option<Stream> {
         let mut state = self.queue.lock();
         let stream = state.waiting.pop_front()?;
+        state.is_begun = true;
         let _ = rustix::io::read(&self.queue.count, &mut [0; 8]);
         Some(stream)
     }
@@ -140,6 +151,23 @@ mod tests {
         drop(listener);
         let (three, _third) = Stream::pair().unwrap();
         assert!(giver.give(three).is_err());
+    }
+
+    #[test]
+    fn a_listener_whose_connections_were_all_closed_unaccepted_is_deserted() {
+        let (listener, giver) = Listener::handed(true).unwrap();
+        assert!(!giver.is_deserted(), "nobody was there");
+        let (one, first) = Stream::pair().unwrap();
+        let (two, second) = Stream::pair().unwrap();
+        std::io::Write::write_all(&mut &first, b"said before it left").unwrap();
+        giver.give(one).unwrap();
+        giver.give(two).unwrap();
+        drop(first);
+        assert!(!giver.is_deserted(), "one is still there");
+        drop(second);
+        assert!(giver.is_deserted());
+        drop(listener.accept(Duration::ZERO).unwrap().unwrap());
+        assert!(!giver.is_deserted(), "whoever accepts finds out himself");
     }
 
     #[test]

@@ -1,0 +1,70 @@
+//! An agent without threads, for tests of its parts.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hotlift::Listener;
+use hotlift::transport::Stream;
+use hotlift_testkit::pki::Pki;
+
+use crate::agent::Agent;
+use crate::config::Config;
+use crate::log::Log;
+use crate::messages::{Id, Kind};
+use crate::session::{Direction, Session, Subject};
+
+/// Where its migrations go.
+pub fn destination() -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::new(192, 0, 2, 2), 49152))
+}
+
+/// One with these lines in its configuration.
+pub fn agent(lines: &str) -> Arc<Agent> {
+    let pki = Pki::new();
+    let text = format!("tls = \"{}\"\n{lines}", pki.host("a.example").display());
+    let file = Path::new("agent.toml");
+    let config = Config::of_text(file, &text).expect("a configuration");
+    let log = Log::new(config.log);
+    Arc::new(Agent::new(file, config, &log, None).expect("an agent"))
+}
+
+/// A session that nothing carries, and what would.
+pub fn session(subject: Subject) -> (Arc<Session>, Listener) {
+    let (listener, giver) = Listener::handed(true).expect("descriptors");
+    let log = Log::new(crate::config::LogLevel::Error);
+    let session = Session::new(subject, giver, None, 100, &log);
+    (Arc::new(session), listener)
+}
+
+/// What it is of.
+pub fn subject(id: u32, direction: Direction, kind: Kind) -> Subject {
+    Subject {
+        id: Id(id),
+        direction,
+        kind,
+        to: destination(),
+        peer: "a.example".to_owned(),
+    }
+}
+
+/// A connection as the agent accepts it, and the other end.
+pub fn connection() -> (Stream, TcpStream) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a listener");
+    let address = listener.local_addr().expect("its address");
+    let there = TcpStream::connect(address).expect("a connection");
+    let (here, _) = listener.accept().expect("it");
+    (Stream::of_tcp(here).expect("its options"), there)
+}
+
+/// Waits until `is_so`, which is to happen at once.
+pub fn until(what: &str, is_so: impl Fn() -> bool) {
+    for _ in 0..3000 {
+        if is_so() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("not so within 30 s: {what}");
+}
