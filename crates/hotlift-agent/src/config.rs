@@ -335,6 +335,12 @@ impl Config {
         }
     }
 
+    /// Whether `peers` says that the host with `address` has an agent.
+    #[must_use]
+    pub fn names_agent_of(&self, address: IpAddr) -> bool {
+        longest(&self.peers, address).is_some()
+    }
+
     /// The weight of a migration to `address`.
     #[must_use]
     pub fn weight_of(&self, address: IpAddr) -> u32 {

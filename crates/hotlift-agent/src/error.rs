@@ -116,6 +116,18 @@ pub enum CarryError {
         #[source]
         source: TransportError,
     },
+    /// It is not known whether an agent is there, or one should be.
+    #[error(
+        "the agent for {to} cannot be reached, which is no reason to go unencrypted (see its host, this host's limits and \
+         routes, and [peers])"
+    )]
+    AgentUnreached {
+        /// Where it was to go.
+        to: SocketAddr,
+        /// Why not.
+        #[source]
+        source: TransportError,
+    },
     /// Somebody who is not who he should be.
     #[error("the TLS handshake with the other agent has failed")]
     Tls(#[from] TlsError),

@@ -1,5 +1,6 @@
 //! What leaves this host: its QEMUs' connections, through the agent of the host where they are to go.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -8,7 +9,7 @@ use std::time::Duration;
 use hotlift::relay::{
     Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
 };
-use hotlift::transport::Stream;
+use hotlift::transport::{Stream, TransportError};
 use hotlift::{Address, Listener, Options};
 use hotlift_console::conversation::Conversation;
 use hotlift_qmp::one_line;
@@ -35,7 +36,8 @@ const DIRECT: Duration = Duration::from_secs(30);
 /// Who is at the other end.
 enum Reached {
     Agent(Conversation, Address),
-    Nobody(hotlift::transport::TransportError),
+    /// Nobody listens at the agent's port.
+    Nobody(TransportError),
 }
 
 /// Carries what comes to `listener` until it has ended.
@@ -161,17 +163,32 @@ fn direct(to: SocketAddr) -> Result<Far, CarryError> {
 }
 
 /// Connects to the agent of the host with `to`. Whoever answers there and has no right certificate is an error, and never a
-/// reason to do without one.
+/// reason to do without one; nor is a trouble of this host, or an agent that the configuration names and that does not answer.
 fn reach(agent: &Agent, config: &Config, to: SocketAddr) -> Result<Reached, CarryError> {
     let address = config.agent_of(to.ip());
     let stream = match address.connect(config.agent_timeout.0) {
         Ok(stream) => stream,
-        Err(error) => return Ok(Reached::Nobody(error)),
+        Err(source) if is_nobody(&source) && !config.names_agent_of(to.ip()) => {
+            return Ok(Reached::Nobody(source));
+        }
+        Err(source) => return Err(CarryError::AgentUnreached { to, source }),
     };
     let secured = stream.secure(&agent.tls, Some(address.host()));
     let secured =
         secured.inspect_err(|_| agent.sessions.count(|totals| totals.tls_failures += 1))?;
     Ok(Reached::Agent(Conversation::new(secured), address))
+}
+
+/// Whether a connection has failed because nobody listens there. Others, as the want of descriptors, of a route or of a name's
+/// address, say nothing of that.
+fn is_nobody(error: &TransportError) -> bool {
+    let TransportError::Connect { source, .. } = error else {
+        return false;
+    };
+    matches!(
+        source.kind(),
+        ErrorKind::ConnectionRefused | ErrorKind::TimedOut
+    )
 }
 
 fn ask(
@@ -198,7 +215,7 @@ fn refused(reason: &str) -> CarryError {
 fn allow_plaintext(
     config: &Config,
     session: &Session,
-    source: hotlift::transport::TransportError,
+    source: TransportError,
 ) -> Result<(), CarryError> {
     let to = session.subject.to;
     match config.plaintext {
@@ -209,6 +226,66 @@ fn allow_plaintext(
             session.say(LogLevel::Warning, &text);
             session.enter("passed-through");
             Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+
+    use super::*;
+    use crate::fixture::agent;
+
+    /// A port of loopback at which nobody listens.
+    fn closed_port() -> u16 {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        listener.local_addr().unwrap().port()
+    }
+
+    #[test]
+    fn only_a_refusal_or_a_time_out_of_an_agent_that_is_not_named_is_nobody() {
+        let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 49152));
+        // To a broadcast address the kernel makes no connection: EACCES or ENETUNREACH.
+        let broadcast = SocketAddr::from((Ipv4Addr::BROADCAST, 49152));
+        let port = closed_port();
+        for (lines, to, is_nobody) in [
+            (String::new(), loopback, true),
+            (
+                "[peers]\n\"127.0.0.0/8\" = \"127.0.0.1\"".to_owned(),
+                loopback,
+                false,
+            ),
+            (
+                "[peers]\n\"127.0.0.1\" = \"no-such-host.invalid\"".to_owned(),
+                loopback,
+                false,
+            ),
+            (String::new(), broadcast, false),
+        ] {
+            let agent = agent(&format!(
+                "agent-port = {port}\nplaintext = \"allow\"\n{lines}"
+            ));
+            let reached = reach(&agent, &agent.config(), to);
+            let found = match &reached {
+                Ok(Reached::Nobody(_)) => true,
+                Err(CarryError::AgentUnreached { .. }) => false,
+                Ok(Reached::Agent(..)) | Err(_) => panic!("{lines} {to}"),
+            };
+            assert_eq!(found, is_nobody, "{lines} {to}");
+        }
+        for (errno, found) in [
+            (rustix::io::Errno::CONNREFUSED, true),
+            (rustix::io::Errno::TIMEDOUT, true),
+            (rustix::io::Errno::MFILE, false),
+            (rustix::io::Errno::NETUNREACH, false),
+            (rustix::io::Errno::HOSTUNREACH, false),
+        ] {
+            let error = TransportError::Connect {
+                uri: String::new(),
+                source: errno.into(),
+            };
+            assert_eq!(is_nobody(&error), found, "{errno}");
         }
     }
 }
