@@ -194,20 +194,21 @@ impl<'a> Router<'a> {
     }
 
     fn keep(&mut self, stream: Stream, to: SocketAddr) {
+        let since = Instant::now();
+        let one = Waiting { stream, to, since };
         if self.agent.sessions.is_ending() {
-            self.agent
-                .refuse(&format!("to={to} error=\"{}\"", CarryError::Ending));
+            // What is under way may end, with all connections that it makes until then.
+            if let Some(_new) = self.give(one) {
+                let error = CarryError::Ending;
+                self.agent.refuse(&format!("to={to} error=\"{error}\""));
+            }
             return;
         }
         if self.waiting.len() >= WAITING {
             self.waiting.remove(0);
             self.agent.refuse("error=\"too many connections wait\"");
         }
-        self.waiting.push(Waiting {
-            stream,
-            to,
-            since: Instant::now(),
-        });
+        self.waiting.push(one);
     }
 
     /// Looks at what waits, in the order in which it came.
@@ -343,6 +344,23 @@ mod tests {
         until("the end is seen", || waits.is_deserted());
         let (retried, _source) = connection();
         assert!(offer(retried).is_some(), "a retry is another migration");
+    }
+
+    #[test]
+    fn an_agent_that_is_to_end_takes_connections_of_what_is_under_way_and_no_others() {
+        let agent = agent("");
+        let (under_way, listener) = session(subject(1, Direction::Outgoing, Kind::Migration));
+        let mut router = Router::new(&agent);
+        let to = destination();
+        router.sessions.insert(to, Arc::downgrade(&under_way));
+        agent.sessions.end();
+        let (channel, _source) = connection();
+        router.keep(channel, to);
+        assert!(listener.accept(Duration::ZERO).unwrap().is_some());
+        let (other, _source) = connection();
+        router.keep(other, SocketAddr::new(to.ip(), to.port() + 1));
+        assert!(router.waiting.is_empty());
+        assert_eq!(agent.sessions.totals().refusals, 1);
     }
 
     #[test]
