@@ -105,9 +105,15 @@ fn belong(agent: &Agent, stream: Stream, said: Announced) {
         _ => None,
     };
     let peer = stream.peer_host();
-    match session.map(|session| session.give(stream)) {
-        Some(Ok(())) => {}
-        Some(Err(_)) => agent.refuse(&format!("peer={peer} error=\"its migration has ended\"")),
-        None => agent.refuse(&format!("peer={peer} error=\"it is of no migration\"")),
-    }
+    let refused = match session {
+        Some(session) if !agent.sessions.may_hold(&session) => {
+            "too many connections of this host wait for their migrations"
+        }
+        Some(session) => match session.give(stream) {
+            Ok(()) => return,
+            Err(_) => "its migration has ended",
+        },
+        None => "it is of no migration",
+    };
+    agent.refuse(&format!("peer={peer} error=\"{refused}\""));
 }

@@ -46,6 +46,7 @@ pub fn subject(id: u32, direction: Direction, kind: Kind) -> Subject {
         kind,
         to: destination(),
         peer: "a.example".to_owned(),
+        announcer: None,
     }
 }
 

@@ -74,6 +74,7 @@ fn begin(
         kind: hello.kind,
         to,
         peer: conversation.stream().peer_host(),
+        announcer: conversation.stream().peer().cloned(),
     };
     let pass = conversation.pass(token);
     let session = Session::new(subject, giver, Some(pass), 0, &agent.log);
@@ -107,6 +108,7 @@ fn migration(
 ) -> Result<RelayReport, CarryError> {
     session.enter("connecting");
     let (channels, method) = source(session, conversation)?;
+    session.open();
     let mut options = RelaySettings::default().outgoing;
     options.multifd = Some(channels > 0);
     options.multifd_channels = channels.max(1);

@@ -289,6 +289,7 @@ fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>,
         kind,
         to,
         peer: config.agent_of(to.ip()).to_string(),
+        announcer: None,
     };
     let weight = config.weight_of(to.ip());
     let session = Arc::new(Session::new(subject, giver, None, weight, &agent.log));

@@ -1,10 +1,12 @@
 //! One migration or tunnel that the agent carries: what it is, how it gets on, and what it may use.
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift::relay::{Pass, RelayProgress, RelayReport};
+use hotlift::tls::Identity;
 use hotlift::transport::{Giver, Stream};
 use hotlift::{Control, MigrationEvent, Options, Status};
 use serde::Serialize;
@@ -47,9 +49,21 @@ pub struct Subject {
     pub to: SocketAddr,
     /// The other agent, or where it should be.
     pub peer: String,
+    /// The certificate of the agent that has announced it.
+    pub announcer: Option<Identity>,
 }
 
 impl Subject {
+    /// Whether both were announced by one host.
+    #[must_use]
+    pub fn is_of_one_announcer(&self, other: &Self) -> bool {
+        match (&self.announcer, &other.announcer) {
+            (Some(one), Some(another)) => one.is_of_the_host_of(another),
+            (None, None) => self.peer == other.peer,
+            _ => false,
+        }
+    }
+
     /// As it stands in each line of the log.
     #[must_use]
     pub fn line(&self, state: &str) -> String {
@@ -59,6 +73,7 @@ impl Subject {
             kind,
             to,
             peer,
+            announcer: _,
         } = self;
         let (direction, kind) = (direction.name(), kind.name());
         format!("id={id} state={state} kind={kind} direction={direction} to={to} peer={peer}")
@@ -110,6 +125,8 @@ pub struct Session {
     pub pass: Option<Pass>,
     /// When it began.
     pub since: Instant,
+    /// Its connections are accepted as they come.
+    is_open: AtomicBool,
     moment: Arc<Mutex<Moment>>,
     log: Log,
 }
@@ -145,6 +162,7 @@ impl Session {
             giver: Mutex::new(Some(giver)),
             pass,
             since: Instant::now(),
+            is_open: AtomicBool::new(false),
             moment,
             log: log.clone(),
         }
@@ -279,6 +297,21 @@ impl Session {
         match &*self.giver.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(giver) => giver.give(stream),
             None => Err(stream),
+        }
+    }
+
+    /// From now on its connections are accepted as they come.
+    pub fn open(&self) {
+        self.is_open.store(true, Ordering::Release);
+    }
+
+    /// Connections that wait because nobody accepts them yet.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        let giver = self.giver.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*giver {
+            Some(giver) if !self.is_open.load(Ordering::Acquire) => giver.waiting(),
+            _ => 0,
         }
     }
 

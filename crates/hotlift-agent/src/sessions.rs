@@ -12,8 +12,19 @@ use crate::session::{Direction, Session};
 /// Sessions that have ended and are still shown.
 const REMEMBERED: usize = 32;
 
-/// Sessions at once: what one peer can make this host keep, a thread and some connections each.
-const MOST: usize = 512;
+/// Of this host's QEMUs at once: a thread and some connections each.
+const OUTGOING: usize = 512;
+
+/// Of all other hosts at once.
+const INCOMING: usize = 512;
+
+/// Of one other host at once: two for each port of libvirt's range, since disks are copied besides. One host does not take the
+/// places of the others.
+const OF_ONE_HOST: usize = 128;
+
+/// Connections of one other host that may wait until the agent there has said what its source has, which takes a moment: two
+/// migrations with the most channels.
+const HELD: usize = 512;
 
 /// How often one that waits for a place looks whether its source is still there.
 const LOOK: Duration = Duration::from_millis(250);
@@ -61,24 +72,42 @@ impl Sessions {
     pub fn add(&self, session: &Arc<Session>) -> Result<(), CarryError> {
         let mut all = self.lock();
         let subject = &session.subject;
-        let is_there = |other: &Arc<Session>| {
-            other.subject.id == subject.id && other.subject.direction == subject.direction
-        };
+        let subjects = all.under_way.iter().map(|other| &other.subject);
+        let same_way = subjects.filter(|other| other.direction == subject.direction);
         let refused = |reason: &str| CarryError::Refused {
             reason: reason.to_owned(),
         };
-        if all.is_ending {
+        // The connections of a tunnel come one by one, with one id.
+        let is_there = same_way.clone().any(|other| other.id == subject.id);
+        let is_another = is_there && subject.kind == Kind::Tunnel;
+        if all.is_ending && !is_another {
             return Err(CarryError::Ending);
         }
-        if all.under_way.iter().any(is_there) {
+        if is_there && !is_another {
             return Err(refused("a migration with this id is under way"));
         }
-        if all.under_way.len() >= MOST {
+        let most = match subject.direction {
+            Direction::Outgoing => OUTGOING,
+            Direction::Incoming => INCOMING,
+        };
+        if same_way.clone().count() >= most {
             return Err(refused("too many migrations are under way"));
+        }
+        let of_this_host = same_way.filter(|other| other.is_of_one_announcer(subject));
+        if subject.direction == Direction::Incoming && of_this_host.count() >= OF_ONE_HOST {
+            return Err(refused("too many migrations of this host are under way"));
         }
         all.under_way.push(Arc::clone(session));
         self.changed.notify_all();
         Ok(())
+    }
+
+    /// Whether another connection of `session` may wait for it to begin.
+    pub fn may_hold(&self, session: &Session) -> bool {
+        let all = self.lock();
+        let same = |other: &&Arc<Session>| other.subject.is_of_one_announcer(&session.subject);
+        let held = all.under_way.iter().filter(same).map(|other| other.held());
+        held.sum::<usize>() < HELD
     }
 
     /// It has ended.
@@ -224,6 +253,66 @@ mod tests {
 
     fn outgoing(id: u32) -> (Arc<Session>, hotlift::Listener) {
         session(subject(id, Direction::Outgoing, Kind::Migration))
+    }
+
+    fn incoming(id: u32, kind: Kind, host: &str) -> (Arc<Session>, hotlift::Listener) {
+        session(crate::session::Subject {
+            peer: host.to_owned(),
+            ..subject(id, Direction::Incoming, kind)
+        })
+    }
+
+    #[test]
+    fn one_host_cannot_take_the_places_of_others_or_of_what_leaves() {
+        let sessions = Sessions::default();
+        let add = |id, host: &str| sessions.add(&incoming(id, Kind::Migration, host).0).is_ok();
+        let (of_one, places) = (u32::try_from(OF_ONE_HOST).unwrap(), 0..u32::MAX);
+        let taken = places.take_while(|id| add(*id, "greedy")).count();
+        assert_eq!(taken, OF_ONE_HOST);
+        assert!(add(of_one, "another"), "other hosts have theirs");
+        let full = (of_one + 1..).take_while(|id| add(*id, &format!("host {id}")));
+        assert_eq!(full.count() + OF_ONE_HOST + 1, INCOMING);
+        assert!(
+            sessions.add(&outgoing(0).0).is_ok(),
+            "this host has its own"
+        );
+    }
+
+    #[test]
+    fn connections_of_one_host_wait_in_a_limited_number_for_their_migrations() {
+        let sessions = Sessions::default();
+        let of = |id, host: &str| {
+            let (session, listener) = incoming(id, Kind::Migration, host);
+            sessions.add(&session).unwrap();
+            (session, listener)
+        };
+        let all = [of(1, "greedy"), of(2, "greedy"), of(3, "another")];
+        let mut others = Vec::new();
+        for number in 0..HELD {
+            assert!(sessions.may_hold(&all[0].0), "{number} wait");
+            let (stream, other) = connection();
+            all[number % 2].0.give(stream).unwrap();
+            others.push(other);
+        }
+        assert!(!sessions.may_hold(&all[0].0));
+        assert!(sessions.may_hold(&all[2].0), "another host has its own");
+        all[1].0.open();
+        assert!(sessions.may_hold(&all[0].0), "those are accepted");
+    }
+
+    #[test]
+    fn the_connections_of_a_tunnel_share_its_id_and_come_through_until_it_ends() {
+        let sessions = Sessions::default();
+        let add = |id, kind| sessions.add(&incoming(id, kind, "a.example").0);
+        add(1, Kind::Tunnel).unwrap();
+        add(1, Kind::Tunnel).unwrap();
+        add(2, Kind::Migration).unwrap();
+        assert!(add(2, Kind::Migration).is_err(), "a migration has one");
+        sessions.end();
+        add(1, Kind::Tunnel).unwrap();
+        for kind in [Kind::Tunnel, Kind::Migration] {
+            assert!(matches!(add(3, kind), Err(CarryError::Ending)));
+        }
     }
 
     #[test]

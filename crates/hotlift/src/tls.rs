@@ -4,7 +4,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use hotlift_tls::{ALERT_BEGINS, Exporter, Profile, Tls, TlsError, Warning, measure_cipher};
+pub use hotlift_tls::{
+    ALERT_BEGINS, Exporter, Identity, Profile, Tls, TlsError, Warning, measure_cipher,
+};
 use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, find_folder};
 
 use crate::control::Control;

@@ -63,6 +63,12 @@ impl Giver {
         Ok(())
     }
 
+    /// How many wait to be accepted.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.0.lock().waiting.len()
+    }
+
     /// Whether whoever has made the connections has gone before any of them was accepted: all that wait were closed.
     #[must_use]
     pub fn is_deserted(&self) -> bool {
