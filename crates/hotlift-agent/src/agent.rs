@@ -74,13 +74,15 @@ impl Agent {
             let fd = eventfd(0, flags);
             fd.map_err(|errno| AgentError::system("a descriptor")(errno.into()))
         };
+        let shares = Shares::default();
+        shares.rate.set(config.max_bandwidth.0);
         Ok(Self {
             file: file.to_owned(),
             config: Mutex::new(Arc::new(config)),
             tls,
             log: log.clone(),
             sessions: Sessions::default(),
-            shares: Shares::default(),
+            shares,
             table: Mutex::new(table),
             returned: Mutex::default(),
             has_returned: fd()?,

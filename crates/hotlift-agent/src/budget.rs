@@ -143,7 +143,8 @@ impl Shares {
             let subject = &session.subject;
             subject.direction == Direction::Outgoing
                 && subject.kind == Kind::Migration
-                && session.moment().state != "waiting"
+                // What goes unencrypted keeps the whole with all others, and has no part.
+                && !["waiting", "passed-through"].contains(&session.moment().state)
         });
         self.rate.set(config.max_bandwidth.0);
         let mut cpus = self.cpus.lock().unwrap_or_else(PoisonError::into_inner);
@@ -156,27 +157,23 @@ impl Shares {
                 is_urgent: session.is_urgent(),
                 ..Claim::default()
             };
+            // What it could have used is known once it has reported.
+            let had = |part: u64| match moment.progress.elapsed.is_zero() {
+                true => 0,
+                false => part,
+            };
             // A rate below 2^63, and not negative.
             #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
             let used = moment.rate as u64;
             bandwidth.push(Claim {
                 used,
-                had: if moment.progress.elapsed.is_zero() {
-                    0
-                } else {
-                    moment.share.bandwidth
-                },
+                had: had(moment.share.bandwidth),
                 most: moment.limit,
                 ..claim
             });
-            let used = cpu_used(&mut cpus, session.subject.id, session.control.cpu_time());
             cpu.push(Claim {
-                used,
-                had: if used == 0 {
-                    0
-                } else {
-                    moment.share.cpu.into()
-                },
+                used: cpu_used(&mut cpus, session.subject.id, session.control.cpu_time()),
+                had: had(moment.share.cpu.into()),
                 ..claim
             });
         }

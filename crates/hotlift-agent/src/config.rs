@@ -118,7 +118,7 @@ pub struct Config {
     pub method: String,
     /// Connections of a migration between two agents, 1 to 255.
     pub channels: u8,
-    /// Bytes a second that all outgoing migrations may send together, as in "100M"; "0" is unlimited.
+    /// Bytes a second that may leave this host by the agent, tunnels with migrations, as in "100M"; "0" is unlimited.
     pub max_bandwidth: Bandwidth,
     /// Cores that all outgoing migrations may use together for compression; 0 is unlimited.
     pub cpu_limit: f64,

@@ -44,7 +44,7 @@ pub fn run(agent: &Arc<Agent>, mut conversation: Conversation, hello: &Hello) {
     };
     let outcome = match hello.kind {
         Kind::Migration => migration(agent, &session, &mut conversation, &listener).map(Some),
-        Kind::Tunnel => tunnelled(&session, conversation, &listener).map(|()| None),
+        Kind::Tunnel => tunnelled(agent, &session, conversation, &listener).map(|()| None),
     };
     drop(listener);
     agent.ended(&session, outcome);
@@ -174,6 +174,7 @@ fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, Str
 }
 
 fn tunnelled(
+    agent: &Agent,
     session: &Session,
     conversation: Conversation,
     listener: &Listener,
@@ -181,7 +182,7 @@ fn tunnelled(
     session.enter("active");
     let near = std::cell::Cell::new(conversation.into_stream());
     // The one connection of the listener is that to the server.
-    tunnel::carry_all(session, listener, &|| {
+    tunnel::carry_all(session, listener, &agent.shares.rate, &|| {
         near.take().ok_or(CarryError::OutOfTurn)
     })
 }

@@ -126,12 +126,12 @@ const TABLE: &[Row] = &[
     ),
     counter(
         "hotlift_agent_sent_bytes",
-        "Bytes that ended migrations have sent, by direction",
+        "Bytes that ended migrations and tunnels have sent, by direction",
         |seen| by("direction", &seen.totals.sent_bytes),
     ),
     counter(
         "hotlift_agent_received_bytes",
-        "Bytes that ended migrations have received, by direction",
+        "Bytes that ended migrations and tunnels have received, by direction",
         |seen| by("direction", &seen.totals.received_bytes),
     ),
     counter(

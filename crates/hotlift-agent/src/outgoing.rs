@@ -69,7 +69,7 @@ fn migration(
         Reached::Agent(conversation, address) => (conversation, address),
         Reached::Nobody(source) => {
             allow_plaintext(&config, session, source)?;
-            tunnel::carry_all(session, listener, &|| direct(to))?;
+            tunnel::carry_all(session, listener, &agent.shares.rate, &|| direct(to))?;
             return Ok(None);
         }
     };
@@ -142,7 +142,7 @@ fn tunnelled(agent: &Agent, session: &Arc<Session>, listener: &Listener) -> Resu
             direct(to)
         }
     };
-    tunnel::carry_all(session, listener, &open)
+    tunnel::carry_all(session, listener, &agent.shares.rate, &open)
 }
 
 /// A tunnel to where `session` goes, through the agent there.

@@ -1,11 +1,13 @@
 //! Bytes that are no migration stream, or go to a host without an agent: carried as they are, connection by connection.
 
 use std::io::Write;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift::Listener;
+use hotlift::control::SharedRate;
+use hotlift::relay::RelayProgress;
 use hotlift::transport::{Stream, carry};
 
 use crate::config::LogLevel;
@@ -18,22 +20,53 @@ const LOOK: Duration = Duration::from_millis(100);
 /// The other end of a connection, and what was read of it already.
 pub type Far = (Stream, Vec<u8>);
 
-/// Carries each connection of `listener` to what `open` makes for it, one after the other as they came, until none is left.
+/// How often progress is told.
+const REPORT: Duration = Duration::from_millis(500);
+
+/// Bytes so far, both ways.
+#[derive(Default)]
+struct Carried {
+    /// To the other host.
+    sent: AtomicU64,
+    /// From there.
+    received: AtomicU64,
+}
+
+impl Carried {
+    fn progress(&self, session: &Session) -> RelayProgress {
+        RelayProgress {
+            elapsed: session.since.elapsed(),
+            sent_bytes: self.sent.load(Ordering::Relaxed),
+            received_bytes: self.received.load(Ordering::Relaxed),
+            ..RelayProgress::default()
+        }
+    }
+}
+
+/// Carries each connection of `listener` to what `open` makes for it, on the other host, one after the other as they came, until
+/// none is left. What goes there keeps `rate`, together with all else that does.
 ///
 /// # Errors
 /// Why the other end of one could not be opened; those that are carried have ended then.
 pub fn carry_all(
     session: &Session,
     listener: &Listener,
+    rate: &SharedRate,
     open: &dyn Fn() -> Result<Far, CarryError>,
 ) -> Result<(), CarryError> {
     let live = AtomicUsize::new(0);
-    thread::scope(|scope| {
-        let live = &live;
+    let carried = Carried::default();
+    let outcome = thread::scope(|scope| {
+        let (live, carried) = (&live, &carried);
+        let mut told = Instant::now();
         let mut ends: Vec<std::sync::Weak<(Stream, Stream)>> = Vec::new();
         let outcome = loop {
             if session.control.is_cancelled() {
                 break Err(CarryError::Cancelled);
+            }
+            if told.elapsed() >= REPORT {
+                told = Instant::now();
+                session.note(&carried.progress(session));
             }
             let accepted = listener.accept(LOOK);
             let accepted = accepted.map_err(|source| CarryError::System {
@@ -64,9 +97,18 @@ pub fn carry_all(
                 let started = thread::Builder::new()
                     .name("agent/tunnel".to_owned())
                     .spawn_scoped(scope, move || {
+                        let count = |of: &AtomicU64, bytes: &[u8]| {
+                            // A length fits.
+                            of.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+                        };
                         match back {
-                            true => carry(&pair.1, &pair.0, &mut |_| ()),
-                            false => carry(&pair.0, &pair.1, &mut |_| ()),
+                            true => carry(&pair.1, &pair.0, &mut |bytes| {
+                                count(&carried.received, bytes);
+                            }),
+                            false => carry(&pair.0, &pair.1, &mut |bytes| {
+                                rate.wait(bytes.len(), &session.control);
+                                count(&carried.sent, bytes);
+                            }),
                         };
                         live.fetch_sub(1, Ordering::AcqRel);
                     });
@@ -80,7 +122,9 @@ pub fn carry_all(
             pair_end(&ends);
         }
         outcome
-    })
+    });
+    session.note(&carried.progress(session));
+    outcome
 }
 
 /// Ends connections that are carried.
@@ -88,5 +132,57 @@ fn pair_end(ends: &[std::sync::Weak<(Stream, Stream)>]) {
     for pair in ends.iter().filter_map(std::sync::Weak::upgrade) {
         pair.0.shutdown(std::net::Shutdown::Both);
         pair.1.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::io::Read;
+
+    use super::*;
+    use crate::fixture::{connection, session, subject};
+    use crate::messages::Kind;
+    use crate::session::Direction;
+
+    /// Long enough for what is not held back to arrive.
+    const ARRIVES: Duration = Duration::from_millis(300);
+
+    #[test]
+    fn what_a_tunnel_sends_keeps_the_rate_and_is_counted() {
+        let rate = SharedRate::default();
+        rate.set(1);
+        let (session, listener) = session(subject(1, Direction::Outgoing, Kind::Tunnel));
+        let (near, mut source) = connection();
+        let (far, mut server) = connection();
+        session.give(near).unwrap();
+        let mut bytes = [0; 1000];
+        let carries = thread::scope(|scope| {
+            let far = far;
+            let carries = scope.spawn(|| {
+                let far = RefCell::new(Some(far));
+                let open = || {
+                    far.take()
+                        .map(|far| (far, Vec::new()))
+                        .ok_or(CarryError::Silent)
+                };
+                carry_all(&session, &listener, &rate, &open)
+            });
+            // The first takes its time from what follows.
+            source.write_all(&bytes).unwrap();
+            server.read_exact(&mut bytes).unwrap();
+            source.write_all(&bytes).unwrap();
+            server.set_read_timeout(Some(ARRIVES)).unwrap();
+            let late = server.read(&mut bytes).unwrap_err();
+            assert_eq!(late.kind(), std::io::ErrorKind::WouldBlock);
+            server.write_all(&bytes).unwrap();
+            source.read_exact(&mut bytes).unwrap();
+            session.control.cancel();
+            carries.join().unwrap()
+        });
+        assert!(matches!(carries, Err(CarryError::Cancelled)), "{carries:?}");
+        let progress = session.moment().progress;
+        assert!(progress.sent_bytes >= 1000, "{progress:?}");
+        assert_eq!(progress.received_bytes, 1000);
     }
 }

@@ -30,6 +30,12 @@ impl SharedRate {
             self.0.set_rate(bytes_per_second);
         }
     }
+
+    /// Waits until `bytes` of what is no migration of [`Control::share_rate`] may be sent besides; no longer than until
+    /// `control` stops.
+    pub fn wait(&self, bytes: usize, control: &Control) {
+        self.0.wait_here(bytes, control);
+    }
 }
 
 /// The budget of all channels together.

@@ -15,7 +15,7 @@ use crate::pipe::source::Source;
 const LOOK: Duration = Duration::from_millis(50);
 
 /// How often progress is told.
-const REPORT: Duration = Duration::from_millis(500);
+pub(crate) const REPORT: Duration = Duration::from_millis(500);
 
 /// How long a destination that has lost a channel may still say that it has loaded the guest. It may have read everything
 /// before; if not, a QEMU waits for the rest without end, and reads its other channels no more.

@@ -2,7 +2,7 @@
 //! other than RAM that send state while the guest runs.
 //!
 //! Every connection of the source becomes one to the other side, with bytes both ways, and each end is
-//! passed on. Nothing is compressed, and EOF is not held back.
+//! passed on. Nothing is compressed, and EOF is not held back. What the source sends keeps `max-bandwidth`.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -13,14 +13,17 @@ use std::time::{Duration, Instant};
 
 use hotlift_wire::multifd::Method;
 
-use crate::control::Status;
+use crate::control::{Control, Status};
 use crate::ends::file::FileError;
 use crate::ends::settings::{Outgoing, Request};
 use crate::ends::stream_source::accept::Uncounted;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
-use crate::pipe::hooks::SourceStream;
+use crate::options::Options;
+use crate::pacing::Pacer;
+use crate::pipe::hooks::{RelayProgress, SourceStream};
 use crate::pipe::session::{Call, Relayed};
+use crate::pipe::watch::REPORT;
 use crate::stream::main_recv::Waiting;
 use crate::stream::multifd_send::connect_with;
 use crate::threads::spawn;
@@ -85,16 +88,15 @@ pub(crate) fn run(
         on_commit();
     }
     control.set_status(Status::Active);
-    let counters = (Counters::default(), Counters::default());
-    counters.0.add_bytes(first_bytes.len());
+    let flow = Flow::new(control, &settings.outgoing);
+    flow.received.add_bytes(first_bytes.len());
     let threads = ThreadTimes::default();
     let ended = AtomicUsize::new(0);
     let outcome = thread::scope(|scope| {
-        let counters = &counters;
+        let flow = &flow;
         let (threads, ended) = (&threads, &ended);
         let backward = spawn(scope, "relay/return".to_owned(), || {
-            // Answers are in neither figure.
-            let copied = copy(&first, source, &Counters::default(), None);
+            let copied = copy(&first, source, None);
             threads.book("relay/return");
             ended.fetch_add(1, Ordering::AcqRel);
             copied
@@ -103,8 +105,8 @@ pub(crate) fn run(
             // Here, where a cancel reaches a write that a destination does not take.
             let copied = match (&first).write_all(first_bytes) {
                 Ok(()) => {
-                    counters.1.add_bytes(first_bytes.len());
-                    copy(source, &first, &counters.0, Some(&counters.1))
+                    flow.sent.add_bytes(first_bytes.len());
+                    copy(source, &first, Some(flow))
                 }
                 Err(_) => {
                     source.shutdown(Shutdown::Both);
@@ -118,12 +120,19 @@ pub(crate) fn run(
         })?;
         // The preempt channel of postcopy comes late, and may say nothing for long.
         for pair in &extra {
-            carry_both(scope, pair, counters)?;
+            carry_both(scope, pair, flow)?;
         }
         let call = Call::early(control);
+        let mut told = Instant::now();
         let outcome = loop {
             if let Err(error) = call.check() {
                 break Err(error);
+            }
+            if let Some(on_progress) = hooks.on_progress
+                && told.elapsed() >= REPORT
+            {
+                told = Instant::now();
+                on_progress(&flow.progress(since));
             }
             if ended.load(Ordering::Acquire) == 2 {
                 break Ok(());
@@ -139,7 +148,7 @@ pub(crate) fn run(
                     Err(_) => {}
                     Ok(other) => {
                         let pair = Arc::new((stream, other));
-                        carry_both(scope, &pair, counters)?;
+                        carry_both(scope, &pair, flow)?;
                         extra.push(pair);
                     }
                 },
@@ -169,8 +178,8 @@ pub(crate) fn run(
     outcome?;
     Ok(Relayed {
         total: since.elapsed(),
-        received_bytes: counters.0.read().transferred_bytes,
-        sent_bytes: counters.1.read().transferred_bytes,
+        received_bytes: flow.received.read().transferred_bytes,
+        sent_bytes: flow.sent.read().transferred_bytes,
         pages: Counts::default(),
         barriers: 0,
         machine: String::new(),
@@ -181,18 +190,52 @@ pub(crate) fn run(
     })
 }
 
+/// What comes from the source: its figures, and the rate that it keeps. Answers are in neither.
+struct Flow<'a> {
+    received: Counters,
+    sent: Counters,
+    pacer: Arc<Pacer>,
+    control: &'a Control,
+}
+
+impl<'a> Flow<'a> {
+    fn new(control: &'a Control, options: &Options) -> Self {
+        Self {
+            received: Counters::default(),
+            sent: Counters::default(),
+            pacer: control.pacer(options),
+            control,
+        }
+    }
+
+    /// Waits until `bytes` more may be sent. Whether the guest stands still is not known here: they wait then, too.
+    fn pass(&self, bytes: usize) {
+        self.received.add_bytes(bytes);
+        self.pacer.wait(bytes, self.control);
+        self.sent.add_bytes(bytes);
+    }
+
+    fn progress(&self, since: Instant) -> RelayProgress {
+        RelayProgress {
+            elapsed: since.elapsed(),
+            received_bytes: self.received.read().transferred_bytes,
+            sent_bytes: self.sent.read().transferred_bytes,
+            ..RelayProgress::default()
+        }
+    }
+}
+
 /// Copies between the two ends of a further connection, both ways.
 fn carry_both<'scope, 'env>(
     scope: &'scope thread::Scope<'scope, 'env>,
     pair: &Arc<(Stream, Stream)>,
-    counters: &'env (Counters, Counters),
+    flow: &'env Flow<'env>,
 ) -> Result<(), MigrationError> {
     for (name, back) in [("relay/extra", false), ("relay/extra_r", true)] {
         let ends = Arc::clone(pair);
         spawn(scope, name.to_owned(), move || match back {
-            // Answers are in neither figure.
-            true => copy(&ends.1, &ends.0, &Counters::default(), None),
-            false => copy(&ends.0, &ends.1, &counters.0, Some(&counters.1)),
+            true => copy(&ends.1, &ends.0, None),
+            false => copy(&ends.0, &ends.1, Some(flow)),
         })?;
     }
     Ok(())
@@ -208,16 +251,58 @@ struct Copied {
 }
 
 /// Copies until the end of `from`, and ends `to`.
-fn copy(from: &Stream, to: &Stream, received: &Counters, sent: Option<&Counters>) -> Copied {
+fn copy(from: &Stream, to: &Stream, flow: Option<&Flow<'_>>) -> Copied {
     let mut last = Vec::new();
     let is_whole = carry(from, to, &mut |bytes| {
         last.extend_from_slice(&bytes[bytes.len() - bytes.len().min(SHUT_0.len())..]);
         let excess = last.len().saturating_sub(SHUT_0.len());
         last.drain(..excess);
-        received.add_bytes(bytes.len());
-        if let Some(sent) = sent {
-            sent.add_bytes(bytes.len());
+        if let Some(flow) = flow {
+            flow.pass(bytes.len());
         }
     });
     Copied { is_whole, last }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    /// Long enough for what is not held back to arrive.
+    const ARRIVES: Duration = Duration::from_millis(300);
+
+    #[test]
+    fn bytes_that_are_passed_through_keep_the_rate_and_answers_do_not() {
+        let slow = Options {
+            max_bandwidth: 1,
+            ..Options::default()
+        };
+        let control = Control::new();
+        control.set_status(Status::Active);
+        let flow = Flow::new(&control, &slow);
+        let ((source, near), (far, destination)) =
+            (Stream::pair().unwrap(), Stream::pair().unwrap());
+        let mut bytes = [0; 1000];
+        thread::scope(|scope| {
+            scope.spawn(|| copy(&near, &far, Some(&flow)));
+            scope.spawn(|| copy(&far, &near, None));
+            // The first takes its time from what follows.
+            (&source).write_all(&bytes).unwrap();
+            (&destination).read_exact(&mut bytes).unwrap();
+            (&source).write_all(&bytes).unwrap();
+            let late = destination.read_within(&mut bytes, ARRIVES).unwrap_err();
+            assert_eq!(late.kind(), std::io::ErrorKind::TimedOut);
+            for _ in 0..2 {
+                (&destination).write_all(&bytes).unwrap();
+                (&source).read_exact(&mut bytes).unwrap();
+            }
+            assert_eq!(flow.progress(Instant::now()).sent_bytes, 1000);
+            control.stop();
+            (&destination).read_exact(&mut bytes).unwrap();
+            source.shutdown(Shutdown::Both);
+            destination.shutdown(Shutdown::Both);
+        });
+    }
 }
