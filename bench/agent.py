@@ -36,6 +36,9 @@ from restore_vm import MIB, VMM, write_ram
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("200mbit", "1gbit", "none")
 KINDS = ("plain", "agent", "relays", "domain", "drain", "all", "each", "idle")
+# What the agent's unit gives it.
+ENVIRONMENT = next(line.split("=", 1)[1].split() for line in (ROOT / "packaging/hotlift-agent.service").read_text().splitlines()
+                   if line.startswith("Environment="))
 WORKING_SET = 16 * MIB
 RATE = 200
 CHANNELS = 2
@@ -161,8 +164,8 @@ class Rig:
                 file.write_text("\n".join([f'tls = "{self.folder}/{host.name}.hotlift"', 'control = "/run/agent.sock"', 'metrics = ""',
                                            *config]) + "\n")
                 log = open(self.folder / f"{host.name}.log", "w+")
-                processes.append(subprocess.Popen(host.words(self.arguments.hotlift, "agent", "run", f"--config={file}"), stdout=log,
-                                                  stderr=subprocess.STDOUT))
+                words = host.words("env", *ENVIRONMENT, self.arguments.hotlift, "agent", "run", f"--config={file}")
+                processes.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT))
                 wait_for(lambda: "listening on" in Path(log.name).read_text())
             yield [children(process.pid)[0] for process in processes]
         finally:
