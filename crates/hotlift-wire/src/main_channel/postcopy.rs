@@ -151,6 +151,9 @@ fn check_byte(got: u8, expected: u8, what: &'static str) -> Result<(), WireError
 #[derive(Debug)]
 pub struct PreemptDecoder(RamRecords);
 
+/// Bytes of a page's record before its content at most: place, length and name of the RAM block.
+pub const PREEMPT_HEAD_LEN: usize = 8 + 1 + 255;
+
 /// A record of a preempt channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PreemptRecord<'a> {
@@ -172,6 +175,21 @@ impl PreemptDecoder {
     #[must_use]
     pub fn new(blocks: Vec<RamBlockEntry>) -> Self {
         Self(RamRecords::new(blocks))
+    }
+
+    /// RAM block (an index) and byte offset of the page whose record is at the start of `input`, which need not be whole:
+    /// [`PREEMPT_HEAD_LEN`] bytes are enough.
+    ///
+    /// # Errors
+    /// [`WireError::Truncated`] as long as that has not come, and every other [`WireError`] for what is no page.
+    pub fn place(&self, input: &[u8]) -> Result<(usize, u64), WireError> {
+        let mut reader = Reader::new(input);
+        let first = reader.be64("RAM record")?;
+        if first & (ram::PAGE | ram::ZERO) == 0 {
+            let what = "something else than a page on the preempt channel";
+            return Err(WireError::Unsupported { what });
+        }
+        self.0.read_place(first, &mut reader)
     }
 
     /// Reads the record at the start of `input`: what it is, and its length in bytes.
@@ -483,6 +501,12 @@ mod tests {
             decoder.next(&page[..page.len() - 1]),
             Err(WireError::Truncated { needed: 1, .. })
         ));
+        assert_eq!(decoder.place(&page[..10]).unwrap(), (0, 0));
+        assert!(matches!(
+            decoder.place(&page[..9]),
+            Err(WireError::Truncated { .. })
+        ));
+        assert!(decoder.place(&0x10_u64.to_be_bytes()).is_err());
         let whole = PreemptRecord::Page {
             block: 0,
             offset: 0,

@@ -199,8 +199,8 @@ impl RamRecords {
     /// Reads one record. Nothing changes unless the whole record is there and good.
     pub(super) fn read<'a>(&mut self, reader: &mut Reader<'a>) -> Result<RamRecord<'a>, WireError> {
         let first = reader.be64("RAM record")?;
-        let (flags, offset) = (first & FLAG_MASK, first & !FLAG_MASK);
-        match flags & !CONTINUE {
+        let kind = first & FLAG_MASK & !CONTINUE;
+        match kind {
             ZERO | PAGE | XBZRLE | COMPRESS_PAGE => {}
             EOS if first == EOS => return Ok(RamRecord::Eos),
             MULTIFD_FLUSH if first == MULTIFD_FLUSH => return Ok(RamRecord::MultifdFlush),
@@ -223,6 +223,23 @@ impl RamRecords {
             }
         }
 
+        let (block, offset) = self.read_place(first, reader)?;
+        let content = read_content(kind, reader)?;
+        self.current = Some(block);
+        Ok(RamRecord::Page {
+            block,
+            offset,
+            content,
+        })
+    }
+
+    /// The RAM block and byte offset of the page whose record begins with `first`, without its content.
+    pub(super) fn read_place(
+        &self,
+        first: u64,
+        reader: &mut Reader<'_>,
+    ) -> Result<(usize, u64), WireError> {
+        let (flags, offset) = (first & FLAG_MASK, first & !FLAG_MASK);
         let block = if flags & CONTINUE != 0 {
             self.current.ok_or(WireError::NoCurrentBlock)?
         } else {
@@ -230,13 +247,7 @@ impl RamRecords {
             block::find(&self.blocks, name.as_bytes(), self.current.unwrap_or(0))?
         };
         self.blocks[block].check_page(offset, PAGE_SIZE)?;
-        let content = read_content(flags & !CONTINUE, reader)?;
-        self.current = Some(block);
-        Ok(RamRecord::Page {
-            block,
-            offset,
-            content,
-        })
+        Ok((block, offset))
     }
 }
 

@@ -131,6 +131,19 @@ impl<'a> Arrivals<'a> {
         is_theirs
     }
 
+    /// The same, by everything that tells where `main` came from: of connections that say nothing of themselves.
+    pub(crate) fn admits_beside(&self, main: &Stream, stream: &Stream) -> bool {
+        if !self.admits(stream) {
+            return false;
+        }
+        let is_beside = stream.is_from_where(main);
+        if !is_beside {
+            let why = "a connection from elsewhere than the main channel";
+            self.control.turn_away(why);
+        }
+        is_beside
+    }
+
     /// Whether `stream` may be one of the migration, by the host that it is of.
     pub(crate) fn is_of_their_host(&self, stream: &Stream) -> bool {
         let host = self.host.as_ref();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use hotlift_mem::PAGE_SIZE;
 use hotlift_mem::sock::IoScratch;
 use hotlift_wire::main_channel::postcopy::{
-    PreemptDecoder, PreemptRecord, put_preempt_end, put_preempt_page,
+    PREEMPT_HEAD_LEN, PreemptDecoder, PreemptRecord, put_preempt_end, put_preempt_page,
 };
 use hotlift_wire::{RamBlockEntry, WireError};
 
@@ -30,47 +30,27 @@ const TICK: Duration = Duration::from_millis(100);
 /// One that is read, which may come.
 #[derive(Debug, Default)]
 pub(crate) struct PreemptIn {
-    state: Mutex<State>,
+    stream: Mutex<Option<Arc<Stream>>>,
     changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    stream: Option<Arc<Stream>>,
-    over: bool,
 }
 
 impl PreemptIn {
     /// It has come.
     pub(crate) fn put(&self, stream: Stream) {
-        lock(&self.state).stream = Some(Arc::new(stream));
+        *lock(&self.stream) = Some(Arc::new(stream));
         self.changed.notify_all();
     }
 
     /// Whether it has come.
     pub(crate) fn is_here(&self) -> bool {
-        lock(&self.state).stream.is_some()
+        lock(&self.stream).is_some()
     }
 
     /// Nothing more is to come on it.
     pub(crate) fn end(&self) {
-        let mut state = lock(&self.state);
-        state.over = true;
-        if let Some(stream) = &state.stream {
+        if let Some(stream) = &*lock(&self.stream) {
             stream.shutdown(Shutdown::Both);
         }
-        self.changed.notify_all();
-    }
-
-    /// Waits until it has come; `None` once nothing is to come.
-    pub(crate) fn wait(&self) -> Option<Arc<Stream>> {
-        let state = self
-            .changed
-            .wait_while(lock(&self.state), |state| {
-                state.stream.is_none() && !state.over
-            })
-            .unwrap_or_else(PoisonError::into_inner);
-        state.stream.clone().filter(|_| !state.over)
     }
 
     /// Waits for `patience` until it has come.
@@ -83,18 +63,18 @@ impl PreemptIn {
         waiting: &dyn Waiting,
     ) -> Result<Arc<Stream>, MigrationError> {
         let begun = Instant::now();
-        let mut state = lock(&self.state);
+        let mut come = lock(&self.stream);
         loop {
-            if let Some(stream) = &state.stream {
+            if let Some(stream) = &*come {
                 return Ok(Arc::clone(stream));
             }
             waiting.check()?;
             if begun.elapsed() > patience {
                 return Err(has_not_come(patience));
             }
-            (state, _) = self
+            (come, _) = self
                 .changed
-                .wait_timeout(state, TICK)
+                .wait_timeout(come, TICK)
                 .unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -156,9 +136,6 @@ pub(crate) fn read_pages(
     }
 }
 
-/// Bytes of a record beside its page at most: place, length and name of the RAM block.
-const RECORD_HEAD: usize = 8 + 1 + 255;
-
 /// One that is written.
 pub(crate) struct PreemptOut {
     stream: Stream,
@@ -184,7 +161,9 @@ impl PreemptOut {
     pub(crate) fn pages(&self, block: &str, pages: &PageRecords<'_>) -> Result<(), MigrationError> {
         let mut out = lock(&self.out);
         out.clear();
-        out.reserve(pages.content.len() + (pages.zero.len() + pages.normal.len()) * RECORD_HEAD);
+        out.reserve(
+            pages.content.len() + (pages.zero.len() + pages.normal.len()) * PREEMPT_HEAD_LEN,
+        );
         let zero = pages.zero.iter().map(|offset| (offset, None));
         let (contents, _) = pages.content.as_chunks::<PAGE_SIZE>();
         let normal = pages.normal.iter().zip(contents.iter().map(Some));

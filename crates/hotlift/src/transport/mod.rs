@@ -24,6 +24,7 @@ use hotlift_mem::GuestRun;
 use hotlift_mem::sock::{self, IoScratch, TcpSending};
 use hotlift_tls::{Exporter, Identity, Tls, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::sockopt::socket_peercred;
 
 pub use acceptor::{Accepted, Acceptor, Refused};
 pub use carry::carry;
@@ -493,6 +494,22 @@ impl Stream {
         Host(self.peer().cloned())
     }
 
+    /// Whether both were made by the same host (TCP) or user (unix), as far as the kernel tells. With certificates those
+    /// tell more, see [`Host`].
+    pub(crate) fn is_from_where(&self, other: &Self) -> bool {
+        let user = |stream| socket_peercred(stream).map(|peer| peer.uid);
+        match (&self.socket, &other.socket) {
+            (Socket::Unix(one), Socket::Unix(other)) => {
+                matches!((user(one), user(other)), (Ok(one), Ok(other)) if one == other)
+            }
+            (Socket::Tcp(_), Socket::Tcp(_)) => {
+                let ip = |stream: &Self| stream.peer_ip().map(|ip| ip.to_canonical());
+                ip(self).is_some() && ip(self) == ip(other)
+            }
+            _ => false,
+        }
+    }
+
     /// Whom the connection is with, without a port.
     #[must_use]
     pub fn peer_host(&self) -> String {
@@ -671,6 +688,14 @@ impl Stream {
         match &self.socket {
             Socket::Tcp(stream) => stream.set_write_timeout(None),
             Socket::Unix(stream) => stream.set_write_timeout(None),
+        }
+    }
+
+    /// From here on the other side counts as lost if nothing arrives there for 30 s that was sent, also by a host that has lost
+    /// its power. For connections on which little is sent, which its reader takes at once.
+    pub(crate) fn notice_loss(&self) {
+        if let Socket::Tcp(stream) = &self.socket {
+            tcp::notice_loss(stream);
         }
     }
 

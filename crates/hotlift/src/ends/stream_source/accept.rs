@@ -235,10 +235,11 @@ impl<'a> Uncounted<'a> {
         self.arrivals.step(wait, &check)
     }
 
-    /// A further connection of the source's host whose first bytes are nobody's business, if one comes within `wait`. With
-    /// `call` one whose handshake is under way then is waited for.
+    /// A further connection of whoever has made `main`, whose first bytes are nobody's business, if one comes within `wait`.
+    /// With `call` one whose handshake is under way then is waited for. Those of others are turned away.
     pub(crate) fn another(
         &mut self,
+        main: &Stream,
         wait: Duration,
         call: Option<&Call<'_>>,
     ) -> Result<Option<Stream>, MigrationError> {
@@ -247,7 +248,13 @@ impl<'a> Uncounted<'a> {
         loop {
             let another = self.arrivals.door.take_any(wait);
             let another = another.map_err(MigrationError::opening)?;
-            let another = another.filter(|stream| self.arrivals.admits(stream));
+            let came = another.is_some();
+            let another = another.filter(|stream| self.arrivals.admits_beside(main, stream));
+            if came && another.is_none() {
+                // Behind a stranger there may be the one.
+                wait = Duration::ZERO;
+                continue;
+            }
             let may_come = self.arrivals.door.has_newcomer(NEWCOMER) && Instant::now() < deadline;
             match call.filter(|_| another.is_none() && may_come) {
                 Some(call) => call.check()?,

@@ -1,5 +1,8 @@
 //! The incoming main channel: sync points between rounds, and what else is not a page.
 
+use std::io;
+use std::time::Duration;
+
 use hotlift_wire::handshake::PREEMPT;
 use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, PageContent, SectionKind, Step};
@@ -17,6 +20,14 @@ use crate::pipe::sink::{Opening, Postcopy};
 use crate::stream::main_recv::{MainInput, Waiting, event_name};
 use crate::stream::return_path::encode;
 use crate::threads::{OnPanic, Yielding};
+use crate::transport::TransportError;
+
+/// How long pages on a preempt channel may be behind main's END, which was sent after them: TCP sends a lost segment again
+/// within 200 ms at the earliest.
+const UNDER_WAY: Duration = Duration::from_secs(1);
+
+/// How long a source may send nothing of what was asked for, behind its last page on main.
+const SILENT: Duration = Duration::from_secs(30);
 
 /// The main thread's own state.
 pub(crate) struct MainReader<'a> {
@@ -264,10 +275,7 @@ impl<'a> MainReader<'a> {
                 if is_sync_point {
                     self.session.meet_readers()?;
                 }
-                if self.upstream.preempt.is_here() {
-                    // Some may still be on their way there.
-                    self.upstream.demand.wait_until_met(&self.session.call())?;
-                }
+                self.await_urgent_pages()?;
                 self.pages.settle()?;
                 self.session.sink.ram_end()?;
                 self.pages.barrier_passed();
@@ -277,6 +285,23 @@ impl<'a> MainReader<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Waits for what is still on its way on a preempt channel.
+    fn await_urgent_pages(&self) -> Result<(), MigrationError> {
+        let Upstream {
+            preempt, demand, ..
+        } = self.upstream;
+        if !preempt.is_any() {
+            return Ok(());
+        }
+        let call = self.session.call();
+        match demand.wait_until_met(UNDER_WAY, &call) {
+            // Those who have come are strangers, and a QEMU does not answer what it hears behind its last page.
+            Err(MigrationError::Timeout { .. }) if !preempt.is_found() => Ok(()),
+            Err(MigrationError::Timeout { .. }) => demand.wait_until_met(SILENT, &call),
+            waited => waited,
+        }
     }
 
     /// A sync point of the source.
@@ -302,6 +327,8 @@ impl<'a> MainReader<'a> {
         let postcopy = postcopy(self.session)?;
         // The source is in postcopy: it does not go on by itself.
         self.session.switch();
+        // Nothing but requests goes there from here on.
+        self.upstream.main.notice_loss();
         // The source has made that connection before it has sent this.
         if further.preempt_for_sure() {
             self.tell_of_preempt()?;
@@ -315,9 +342,13 @@ impl<'a> MainReader<'a> {
 
     /// The other side has to know of a preempt channel before the package.
     fn tell_of_preempt(&mut self) -> Result<(), MigrationError> {
-        if self.upstream.preempt.is_here() && !self.preempt_is_known {
+        if self.upstream.preempt.is_any() && !self.preempt_is_known {
             self.preempt_is_known = true;
-            postcopy(self.session)?.preempt()?;
+            match postcopy(self.session)?.preempt() {
+                // It listens until it has all that it takes: who has come here is a stranger.
+                Err(error) if is_closed_to_all(&error) => {}
+                told => return told,
+            }
         }
         Ok(())
     }
@@ -388,6 +419,17 @@ impl Waiting for Looking<'_> {
         }
         self.call.check()
     }
+}
+
+/// Whether nobody listens there.
+fn is_closed_to_all(error: &MigrationError) -> bool {
+    let MigrationError::Transport(TransportError::Connect { source, .. }) = error else {
+        return false;
+    };
+    matches!(
+        source.kind(),
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
+    )
 }
 
 fn postcopy<'s>(session: &'s Session<'_>) -> Result<&'s dyn Postcopy, MigrationError> {

@@ -17,6 +17,7 @@ use crate::control::{Control, Status};
 use crate::ends::file::FileError;
 use crate::ends::settings::{Outgoing, Request};
 use crate::ends::stream_source::accept::Uncounted;
+use crate::ends::stream_source::preempt::NO_PREEMPT;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
 use crate::options::Options;
@@ -32,6 +33,9 @@ use crate::transport::{Stream, carry};
 
 /// Further connections at most: QEMU has one, the preempt channel of postcopy.
 const EXTRA: usize = 4;
+
+/// The same with those that the source's side has closed, and the other side has not yet.
+const MOST_EXTRA: usize = 16;
 
 /// Between two looks for further connections, and at what has ended.
 const LOOK: Duration = Duration::from_millis(100);
@@ -137,11 +141,16 @@ pub(crate) fn run(
             if ended.load(Ordering::Acquire) == 2 {
                 break Ok(());
             }
-            match arrivals.another(LOOK, None) {
+            // A stranger's is over soon, and must not take the place of the source's. Nobody copies from it then.
+            extra.retain(|pair: &Arc<(Stream, Stream)>| Arc::strong_count(pair) > 1);
+            let open = extra.iter().filter(|pair| !pair.0.is_hung_up()).count();
+            let is_full = open >= EXTRA || extra.len() >= MOST_EXTRA;
+            match arrivals.another(source, LOOK, None) {
                 Ok(None) => {}
                 // Somebody else's connection; the migration goes on without it.
                 Err(_) => thread::sleep(RETRY),
-                Ok(Some(_)) if extra.len() == EXTRA => {
+                Ok(Some(stream)) if stream.is_hung_up() => control.turn_away(NO_PREEMPT),
+                Ok(Some(_)) if is_full => {
                     control.turn_away("more connections than a stream that is passed through has");
                 }
                 Ok(Some(stream)) => match connect() {

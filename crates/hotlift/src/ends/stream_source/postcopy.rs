@@ -5,7 +5,7 @@
 
 use std::collections::HashSet;
 use std::sync::{Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_methods::MemoryLimit;
@@ -123,16 +123,39 @@ impl Demand {
         lock(&self.state).sent.iter().try_for_each(PageSet::reserve)
     }
 
+    /// Whether this page was asked for, and has not come.
+    pub(crate) fn has(&self, block: usize, offset: u64) -> bool {
+        lock(&self.state).waiting.contains(&(block, offset))
+    }
+
     /// Whether everything that was asked for has come.
     pub(crate) fn is_met(&self) -> bool {
         lock(&self.state).waiting.is_empty()
     }
 
-    /// Waits until everything that was asked for has come.
-    pub(crate) fn wait_until_met(&self, waiting: &dyn Waiting) -> Result<(), MigrationError> {
+    /// Waits until everything that was asked for has come, as long as nothing comes for no longer than `patience`.
+    ///
+    /// # Errors
+    /// [`MigrationError::Timeout`]; what `waiting` says.
+    pub(crate) fn wait_until_met(
+        &self,
+        patience: Duration,
+        waiting: &dyn Waiting,
+    ) -> Result<(), MigrationError> {
         let mut state = lock(&self.state);
+        let (mut least, mut since) = (state.waiting.len(), Instant::now());
         while !state.waiting.is_empty() {
             waiting.check()?;
+            if state.waiting.len() < least {
+                (least, since) = (state.waiting.len(), Instant::now());
+            }
+            if since.elapsed() > patience {
+                let missing = state.waiting.len();
+                return Err(MigrationError::Timeout {
+                    waiting_for: format!("{missing} pages that the guest asked its source for"),
+                    waited: patience,
+                });
+            }
             (state, _) = self
                 .changed
                 .wait_timeout(state, TICK)
@@ -172,12 +195,33 @@ mod tests {
             block: "vga",
         });
         demand.note(&ReturnMessage::ReqPages { start, length });
-        assert!(demand.wait_until_met(&Never).is_err());
+        assert!(demand.wait_until_met(TICK, &Never).is_err());
         for offset in [0, 4096, 8192] {
             assert!(demand.take(1, offset).unwrap());
             assert!(!demand.take(0, offset).unwrap());
         }
-        demand.wait_until_met(&Never).unwrap();
+        demand.wait_until_met(TICK, &Never).unwrap();
+    }
+
+    struct Always;
+
+    impl Waiting for Always {
+        fn check(&self) -> Result<(), MigrationError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_page_that_never_comes_is_not_waited_for_for_ever() {
+        let demand = demand();
+        demand.note(&ReturnMessage::ReqPagesId {
+            start: 0,
+            length: 4096,
+            block: "pc.ram",
+        });
+        assert!(demand.has(0, 0) && !demand.has(0, 4096));
+        let waited = demand.wait_until_met(Duration::ZERO, &Always);
+        assert!(matches!(waited, Err(MigrationError::Timeout { .. })));
     }
 
     #[test]
@@ -189,7 +233,7 @@ mod tests {
             length: 4096,
             block: "pc.ram",
         });
-        demand.wait_until_met(&Never).unwrap();
+        demand.wait_until_met(TICK, &Never).unwrap();
         demand.note(&ReturnMessage::ReqPages {
             start: u64::MAX - 4095,
             length: u32::MAX,

@@ -6,9 +6,9 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::ends::stream_source::postcopy::Demand;
+use crate::ends::stream_source::preempt::Candidates;
 use crate::error::{Channel, MigrationError};
 use crate::stream::graceful_close;
-use crate::stream::preempt::PreemptIn;
 use crate::transport::Stream;
 
 /// How long a source may leave answers unread before it is given up.
@@ -30,7 +30,7 @@ pub(crate) struct Upstream {
     /// What the other side has asked for in postcopy.
     pub demand: Demand,
     /// Where a QEMU may send that.
-    pub preempt: PreemptIn,
+    pub preempt: Candidates,
     /// Keeps answers of different threads apart.
     answering: Mutex<()>,
 }
@@ -53,7 +53,7 @@ impl Upstream {
             method_by_packet,
             return_path,
             demand,
-            preempt: PreemptIn::default(),
+            preempt: Candidates::default(),
             answering: Mutex::new(()),
         }
     }

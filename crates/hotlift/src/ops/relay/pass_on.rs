@@ -14,6 +14,7 @@ use crate::ends::stream_source::accept::{Channels, SETTLE, Uncounted};
 use crate::ends::stream_source::main_reader::{Further, MainReader};
 use crate::ends::stream_source::pass_through;
 use crate::ends::stream_source::postcopy::Demand;
+use crate::ends::stream_source::preempt::NO_PREEMPT;
 use crate::ends::stream_source::receive::Streams;
 use crate::ends::stream_source::setup::{StreamSetup, other_devices, read_setup};
 use crate::ends::stream_source::upstream::Upstream;
@@ -96,7 +97,7 @@ fn pass_on(
         && setup.relay.is_none()
         && machine_version(&setup.configuration.machine).is_some_and(|version| version <= (7, 2))
         // It is made in parallel with main, on which nothing is said before.
-        && let preempt @ Some(_) = arrivals.another(SETTLE, Some(&early))?
+        && let preempt @ Some(_) = arrivals.another(input.socket(), SETTLE, Some(&early))?
     {
         let why = "postcopy may follow, with a preempt channel from the beginning (machine types up to 7.2)";
         return pass_through(arrivals, &input, preempt, why.to_owned());
@@ -221,20 +222,16 @@ impl<'l> Connections<'_, 'l> {
         let preempt = &self.upstream.preempt;
         if let Some(arrivals) = self.arrivals.borrow_mut().as_mut()
             && self.postcopy
-            && !preempt.is_here()
+            && !preempt.is_found()
         {
             // Nobody can be accepted: the source waits, and tells its client so.
             while let Ok(Some(stream)) = look(arrivals) {
                 // That connection is silent until the guest runs there.
-                let is_silent = !stream.is_hung_up()
-                    && matches!(stream.wait_readable(Duration::ZERO), Ok(false));
-                if is_silent || self.session.may_run_there() {
-                    preempt.put(stream);
-                    return;
+                let is_silent = matches!(stream.wait_readable(Duration::ZERO), Ok(false));
+                let may_be = !stream.is_hung_up() && (is_silent || self.session.may_run_there());
+                if !(may_be && preempt.add(stream)) {
+                    self.session.control.turn_away(NO_PREEMPT);
                 }
-                self.session
-                    .control
-                    .turn_away("a connection that is no preempt channel");
             }
         }
     }
@@ -243,14 +240,16 @@ impl<'l> Connections<'_, 'l> {
 impl Further for Connections<'_, '_> {
     fn preempt(&self, switched: bool) {
         if self.is_secured || switched {
-            self.take(|arrivals| arrivals.another(Duration::ZERO, None));
+            let main = &self.upstream.main;
+            self.take(|arrivals| arrivals.another(main, Duration::ZERO, None));
         }
     }
 
     fn preempt_for_sure(&self) -> bool {
         let call = self.session.call();
-        self.take(|arrivals| arrivals.another(Duration::ZERO, Some(&call)));
-        self.upstream.preempt.is_here()
+        let main = &self.upstream.main;
+        self.take(|arrivals| arrivals.another(main, Duration::ZERO, Some(&call)));
+        self.upstream.preempt.is_any()
     }
 
     fn late_channel(&self) -> bool {
