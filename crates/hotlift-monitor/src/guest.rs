@@ -405,7 +405,8 @@ impl GuestMonitor {
         let control = {
             let state = self.0.lock();
             let incoming = state.running().filter(|one| one.listens_at.is_some());
-            let paused = incoming.filter(|one| one.control.status() == Status::PostcopyPaused);
+            let waits = [Status::PostcopyPaused, Status::PostcopyRecover];
+            let paused = incoming.filter(|one| waits.contains(&one.control.status()));
             let migration = paused.ok_or_else(refusal::not_paused)?;
             migration.control.clone()
         };

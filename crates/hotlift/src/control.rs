@@ -140,6 +140,10 @@ struct Shared {
     resume: Mutex<Option<Address>>,
     /// The connection of a postcopy, for [`Control::pause_postcopy`].
     postcopy_link: Mutex<Weak<MainLink>>,
+    /// Set by [`Control::set_takes_pages`].
+    takes_pages: AtomicBool,
+    /// Set by [`Control::pause_postcopy`] at a destination, until it is taken.
+    pause: AtomicBool,
     live: Mutex<Live>,
     /// Set by [`Control::recover`], until it is taken.
     recovery: Mutex<Option<Listener>>,
@@ -306,17 +310,29 @@ impl Control {
         lock(&self.0.resume).take()
     }
 
-    /// Ends the connection of a migration that is in [`Status::PostcopyActive`], as if it was lost. False in any other
-    /// state.
+    /// Ends the connection of a migration that is in [`Status::PostcopyActive`], as if it was lost: of its source or its
+    /// destination, which is a guest's. False in any other state.
     pub fn pause_postcopy(&self) -> bool {
-        let link = lock(&self.0.postcopy_link).upgrade();
-        match link.filter(|_| self.status() == Status::PostcopyActive) {
-            Some(link) => {
-                link.transport.shutdown(Shutdown::Both);
-                true
-            }
-            None => false,
+        if self.status() != Status::PostcopyActive {
+            return false;
         }
+        let link = lock(&self.0.postcopy_link).upgrade();
+        match link {
+            Some(link) => link.transport.shutdown(Shutdown::Both),
+            None if !self.0.takes_pages.load(Ordering::Acquire) => return false,
+            None => self.0.pause.store(true, Ordering::Release),
+        }
+        true
+    }
+
+    /// This side is a postcopy's destination, which looks at [`Control::take_pause`].
+    pub(crate) fn set_takes_pages(&self) {
+        self.0.takes_pages.store(true, Ordering::Release);
+    }
+
+    /// Whether [`Control::pause_postcopy`] was called at a destination since the last time.
+    pub(crate) fn take_pause(&self) -> bool {
+        self.0.pause.swap(false, Ordering::AcqRel)
     }
 
     /// What [`Control::pause_postcopy`] closes.
@@ -325,12 +341,14 @@ impl Control {
     }
 
     /// Has a destination that waits in [`Status::PostcopyPaused`] go on with a source that connects to `listener`
-    /// (`migrate-recover`).
+    /// (`migrate-recover`). In [`Status::PostcopyRecover`] it gives up the connection over which nothing is agreed yet.
     ///
     /// # Errors
     /// `listener` itself in any other state.
     pub fn recover(&self, listener: Listener) -> Result<(), Listener> {
-        if self.status() != Status::PostcopyPaused {
+        // Whoever has connected where it listened before may say nothing of use for long.
+        let waits = [Status::PostcopyPaused, Status::PostcopyRecover];
+        if !waits.contains(&self.status()) {
             return Err(listener);
         }
         *lock(&self.0.recovery) = Some(listener);
@@ -451,7 +469,7 @@ impl Control {
     }
 
     /// Makes all sleepers look whether they still have to.
-    fn wake(&self) {
+    pub(crate) fn wake(&self) {
         // With the lock that they look under: none of them is between its look and its sleep.
         let _stopped = lock(&self.0.stopped);
         self.0.wake.notify_all();

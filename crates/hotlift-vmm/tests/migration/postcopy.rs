@@ -772,6 +772,104 @@ fn a_source_that_vanishes_after_run_is_recovered_from() {
     });
 }
 
+/// A guest that runs at a destination whose source has gone, with `options`; `then` gets who steers it, and a source.
+fn without_source(options: &Options, then: &dyn Fn(&Control, &Probe)) {
+    if !has_userfault() {
+        return;
+    }
+    let kind = hotlift_vmm::GuestKind::Threads;
+    let from = paused(kind, &settings());
+    let to = Arriving::new(kind, &settings());
+    let (listener, address) = listen();
+    let control = Control::new();
+    thread::scope(|scope| {
+        let there = scope.spawn(|| hotlift::receive(&*to, listener, options, &control));
+        let _ends = CancelsOnPanic(&control);
+        let script = Script::connect(&from, &address);
+        script.start();
+        reaches(&control, Status::PostcopyActive);
+        drop(script);
+        reaches(&control, Status::PostcopyPaused);
+        then(&control, &from);
+        // The next that comes is whole.
+        let (listener, address) = listen();
+        control.recover(listener).expect("it waits");
+        let script = Script::connect(&from, &address);
+        let missing = script.resume();
+        script.say(&script.part(&missing));
+        script.end();
+        assert_eq!(script.shut().0, 0);
+        there.join().unwrap().unwrap();
+    });
+    to.let_write(50).unwrap();
+    to.check().unwrap();
+}
+
+/// Asks for bitmaps without end and reads none, up to where the destination takes no more.
+fn fill_up(script: &Script<'_>) {
+    let mut request = Vec::new();
+    let name = script.guest.ram()[0].name();
+    postcopy::put_bitmap_request(name, &mut request).unwrap();
+    script.stream.set_write_timeout(Some(BOUND / 64)).unwrap();
+    while (&script.stream).write_all(&request).is_ok() {}
+}
+
+#[test]
+fn a_source_that_asks_and_never_hears_does_not_keep_another_from_coming() {
+    without_source(&options(), &|control, from| {
+        let (listener, address) = listen();
+        control.recover(listener).expect("it waits");
+        let script = Script::connect(from, &address);
+        fill_up(&script);
+        reaches(control, Status::PostcopyRecover);
+        let (listener, address) = listen();
+        control.recover(listener).expect("nothing is agreed yet");
+        reaches(control, Status::PostcopyPaused);
+        // It is waited for at the other place, and has gone there, too.
+        let script = Script::connect(from, &address);
+        script.ask_what_is_missing();
+        drop(script);
+    });
+}
+
+#[test]
+fn a_source_that_never_goes_on_is_given_up() {
+    let options = Options {
+        handshake_timeout: Duration::from_millis(500),
+        ..options()
+    };
+    without_source(&options, &|control, from| {
+        let (listener, address) = listen();
+        control.recover(listener).expect("it waits");
+        // Each answer is read, so that it is silent at no time.
+        let script = Script::connect(from, &address);
+        let mut request = Vec::new();
+        postcopy::put_bitmap_request(from.ram()[0].name(), &mut request).unwrap();
+        let mut answer = vec![0; 1 << 16];
+        while (&script.stream).write_all(&request).is_ok()
+            && matches!((&script.stream).read(&mut answer), Ok(1..))
+        {}
+        reaches(control, Status::PostcopyPaused);
+        let script = Script::connect(from, &address);
+        fill_up(&script);
+        reaches(control, Status::PostcopyPaused);
+    });
+}
+
+#[test]
+fn who_pauses_a_postcopy_at_its_destination_can_have_it_go_on() {
+    without_source(&options(), &|control, from| {
+        assert!(!control.pause_postcopy(), "it is");
+        let (listener, address) = listen();
+        control.recover(listener).expect("it waits");
+        let script = Script::connect(from, &address);
+        script.resume();
+        reaches(control, Status::PostcopyActive);
+        assert!(control.pause_postcopy());
+        reaches(control, Status::PostcopyPaused);
+    });
+}
+
 #[test]
 fn a_page_that_comes_twice_pauses_the_migration_and_not_the_guest() {
     recovers(true, &|script| {
@@ -852,6 +950,38 @@ fn what_is_waited_for_comes_on_a_connection_of_its_own_also_behind_the_end_of_ma
         to.let_write(50).unwrap();
         to.check().unwrap();
     }
+}
+
+#[test]
+fn a_page_that_never_comes_behind_the_end_of_main_pauses_the_migration() {
+    if !has_userfault() {
+        return;
+    }
+    let options = Options {
+        postcopy_preempt: true,
+        handshake_timeout: Duration::from_secs(1),
+        ..options()
+    };
+    let kind = hotlift_vmm::GuestKind::Threads;
+    let from = paused(kind, &settings());
+    // Its threads wait for pages for as long as this process lives.
+    let to = Box::leak(Box::new(destination(kind, &settings(), Quirks::default())));
+    let (listener, address) = listen();
+    let control = Control::new();
+    thread::scope(|scope| {
+        let there = scope.spawn(|| hotlift::receive(to, listener, &options, &control));
+        let _ends = CancelsOnPanic(&control);
+        let script = Script::connect(&from, &address);
+        script.say(&script.opening(true));
+        reaches(&control, Status::Active);
+        let _preempt = Script::connect(&from, &address);
+        script.say(&[script.discards(), script.package()].concat());
+        script.request();
+        script.end();
+        reaches(&control, Status::PostcopyPaused);
+        control.cancel();
+        there.join().unwrap().unwrap_err();
+    });
 }
 
 #[test]

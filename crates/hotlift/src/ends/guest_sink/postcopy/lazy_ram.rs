@@ -13,11 +13,15 @@ use super::empty_gaps;
 use crate::ends::guest_sink::session::Session;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{PostcopyFigures, percentiles};
+use crate::stream::main_recv::Waiting;
 use crate::threads::lock;
 use crate::transport::Stream;
 
 /// Waits that are kept for the figures: of more, the latest.
 pub(super) const KEPT: usize = 1 << 20;
+
+/// How often a wait looks whether it was called off.
+const TICK: Duration = Duration::from_millis(100);
 
 /// RAM that is not all there.
 pub(crate) struct LazyRam<'a> {
@@ -139,13 +143,41 @@ impl<'a> LazyRam<'a> {
         }
     }
 
-    /// Waits until nothing is waited for any more that was asked for; false if `over` says before that nothing will come.
-    pub(super) fn wait_until_met(&self, over: impl Fn() -> bool) -> bool {
-        let waits = self
-            .changed
-            .wait_while(lock(&self.waits), |waits| !waits.open.is_empty() && !over())
-            .unwrap_or_else(PoisonError::into_inner);
-        waits.open.is_empty()
+    /// Waits until nothing is waited for any more that was asked for.
+    ///
+    /// # Errors
+    /// [`MigrationError::Closed`] if `over` says before that nothing will come; [`MigrationError::Timeout`] if no page has come
+    /// for `patience`; what `waiting` says.
+    pub(super) fn wait_until_met(
+        &self,
+        patience: Duration,
+        waiting: &dyn Waiting,
+        over: impl Fn() -> bool,
+    ) -> Result<(), MigrationError> {
+        let come = || self.pages.load(Ordering::Relaxed);
+        let (mut before, mut since) = (come(), Instant::now());
+        let mut waits = lock(&self.waits);
+        while !waits.open.is_empty() {
+            if over() {
+                return Err(MigrationError::main_closed());
+            }
+            waiting.check()?;
+            if come() != before {
+                (before, since) = (come(), Instant::now());
+            }
+            if since.elapsed() > patience {
+                return Err(MigrationError::Timeout {
+                    waiting_for: "pages on the preempt channel that the guest has touched"
+                        .to_owned(),
+                    waited: patience,
+                });
+            }
+            (waits, _) = self
+                .changed
+                .wait_timeout(waits, TICK)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
     }
 
     /// Has whoever waits there look once more.

@@ -4,6 +4,8 @@
 //! on. Whoever else connects is turned away, and the source is waited for further on.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::Fault;
@@ -18,11 +20,15 @@ use crate::stream::door::{Arrival, Door, Kind, RESUMED_MAGIC};
 use crate::stream::main_recv::{MainInput, Silence, Waiting, event_name};
 use crate::stream::preempt::has_not_come;
 use crate::stream::return_path::encode;
+use crate::threads::{caught, spawn};
 use crate::tls;
 use crate::transport::{Acceptor, Listener, Stream};
 
 /// Between two looks whether a wait was called off.
 const TICK: Duration = Duration::from_millis(100);
+
+/// Within so many times what a handshake may take it is to be agreed what is missing: the bitmaps of 1 TiB are 32 MiB.
+const AGREEING: u32 = 2;
 
 impl Incoming<'_> {
     /// Takes the rest from a source that connects to where somebody says that it will; how that ended. `None` once the
@@ -66,7 +72,7 @@ impl Incoming<'_> {
                     &session.memory,
                 );
                 self.link.recover(Arc::clone(&main));
-                match self.agree(decoder, &mut input, &mut door) {
+                match self.agree_in_time(decoder, &mut input, &mut door) {
                     Ok(preempt) => {
                         input.be_patient(patience / 2);
                         let preempt = preempt.as_ref();
@@ -94,11 +100,41 @@ impl Incoming<'_> {
         match arrival.kind {
             Kind::Named => true,
             Kind::Main if !self.session.is_hotlift() => {
+                let first = &self.session.accepted.main;
                 let seen = arrival.stream.peek(&mut magic);
-                matches!(seen, Ok(Some(_))) && magic == RESUMED_MAGIC
+                matches!(seen, Ok(Some(_)))
+                    && magic == RESUMED_MAGIC
+                    // Whoever has a certificate of the same authority may say the same.
+                    && (first.peer().is_none() || first.host().is_at_the_end_of(&arrival.stream))
             }
             Kind::Main | Kind::Channel(_) | Kind::OtherVersion(_) => false,
         }
+    }
+
+    /// [`Incoming::agree`], unless that takes too long, is called off, or the source is to come to another listener: then
+    /// the connection is cut, whatever is read or written on it.
+    fn agree_in_time(
+        &self,
+        decoder: &mut MainDecoder,
+        input: &mut MainInput<'_>,
+        door: &mut Door<'_>,
+    ) -> Result<Option<Stream>, MigrationError> {
+        let control = &self.session.control;
+        let until = Instant::now() + AGREEING * self.session.options.handshake_timeout;
+        let is_over = AtomicBool::new(false);
+        let is_waited_for = || !is_over.load(Ordering::Acquire) && !control.has_recovery();
+        thread::scope(|scope| {
+            let limit = spawn(scope, "mig/dst/agree".to_owned(), || {
+                control.sleep_while(until, is_waited_for);
+                if !is_over.load(Ordering::Acquire) {
+                    self.link.cut();
+                }
+            })?;
+            let agreed = caught(|| self.agree(decoder, input, door));
+            is_over.store(true, Ordering::Release);
+            control.wake();
+            limit.join().and(agreed)
+        })
     }
 
     /// Tells the source which pages have come, until it goes on; its preempt channel, if it is to have one.
@@ -149,7 +185,7 @@ impl Incoming<'_> {
                 return Ok(stream);
             }
             self.check()?;
-            if begun.elapsed() > patience {
+            if begun.elapsed() > patience || self.session.control.has_recovery() {
                 return Err(has_not_come(patience));
             }
         }
@@ -165,6 +201,7 @@ impl Incoming<'_> {
         self.session.control.set_status(Status::PostcopyActive);
         self.say(&encode(&[ReturnMessage::ResumeAck(1)]))?;
         self.link.go_on();
+        input.socket().notice_loss();
         for Fault { block, page } in self.lazy.open() {
             self.link.ask_for(block, page);
         }

@@ -52,6 +52,8 @@ pub(crate) fn run<'a>(
         link: Link::new(session),
     };
     session.set_listening();
+    session.control.set_takes_pages();
+    session.accepted.main.notice_loss();
     let outcome = incoming.run(decoder, input, package, preempt.as_deref());
     match session.taking.side() {
         DestinationSide::Taken => {
@@ -195,8 +197,10 @@ impl Incoming<'_> {
                 let mut outcome = self.pages(decoder, input);
                 whole.store(true, Ordering::Release);
                 // What main's end has overtaken.
-                if outcome.is_ok() && !self.lazy.wait_until_met(|| over.load(Ordering::Acquire)) {
-                    outcome = Err(MigrationError::main_closed());
+                if outcome.is_ok() {
+                    let patience = self.session.options.handshake_timeout;
+                    let is_over = || over.load(Ordering::Acquire);
+                    outcome = self.lazy.wait_until_met(patience, self, is_over);
                 }
                 let was_over = over.load(Ordering::Acquire);
                 stream.shutdown(Shutdown::Both);
@@ -304,6 +308,7 @@ impl Waiting for Incoming<'_> {
         }
         match session.taking.side() {
             DestinationSide::Never => Err(MigrationError::Cancelled),
+            _ if session.control.take_pause() => Err(MigrationError::main_closed()),
             _ => Ok(()),
         }
     }
