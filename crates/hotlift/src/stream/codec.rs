@@ -59,6 +59,18 @@ impl<C> ByMethod<C> {
     }
 }
 
+impl<C> ByMethod<C> {
+    /// Whether the half for `method` was made.
+    pub(crate) fn has(&self, method: Method) -> bool {
+        self.made.iter().any(|(one, _)| *one == method)
+    }
+
+    /// Drops the half for `method`: the next is made anew.
+    pub(crate) fn drop(&mut self, method: Method) {
+        self.made.retain(|(one, _)| *one != method);
+    }
+}
+
 /// The receiving half.
 pub(crate) struct Decoder {
     decoder: Box<dyn Decode>,

@@ -162,13 +162,32 @@ impl<'a> Blocks<'a> {
                 Ok(())
             }
             Method::None => Err(damaged("the length of a block of pages", head.first).into()),
-            method => self.decoder(method)?.decode(
-                head.first,
-                "a save file",
-                payload,
-                &[GuestRun::of_buffer(into)],
-            ),
+            method => {
+                let was_used = self.decoders.has(method);
+                match self.decode_by(method, head.first, into, payload) {
+                    // What the block before has left there may be to blame, and is none of this one's.
+                    Err(_) if was_used => self.decode_by(method, head.first, into, payload),
+                    decoded => decoded,
+                }
+            }
         }
+    }
+
+    /// Decodes by `method`, whose decoder is dropped if it fails: it would fail for ever.
+    fn decode_by(
+        &mut self,
+        method: Method,
+        first: u64,
+        into: &mut [u8],
+        payload: &[u8],
+    ) -> Result<(), MigrationError> {
+        let pages = [GuestRun::of_buffer(into)];
+        let decoder = self.decoder(method)?;
+        let decoded = decoder.decode(first, "a save file", payload, &pages);
+        if decoded.is_err() {
+            self.decoders.drop(method);
+        }
+        decoded
     }
 
     /// Moves all pages of the block that was read last to `batch`, which is empty; the block has to be read again.
@@ -187,5 +206,41 @@ impl<'a> Blocks<'a> {
     pub(crate) fn pages(&self) -> impl Iterator<Item = (u64, &[u8; PAGE_SIZE])> {
         let numbers = self.block.map(|(_, head)| head.pages());
         numbers.into_iter().flatten().zip(self.pages.as_chunks().0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hotlift_methods::EncoderSettings;
+
+    use super::*;
+    use crate::stream::codec::Encoder;
+
+    #[test]
+    fn a_block_that_cannot_be_decoded_does_not_take_the_others_with_it() {
+        let (memory, control) = (MemoryLimit::new(64 << 20), Control::new());
+        for info in METHODS.iter().filter(|info| info.flag != 0) {
+            let Some(method) = Method::from_flag(info.flag) else {
+                continue;
+            };
+            let settings = EncoderSettings::software(info.default_level);
+            let encoder = || Encoder::of(info, 0, &settings, &control).unwrap();
+            let page: Vec<u8> = (0..=255).cycle().take(PAGE_SIZE).collect();
+            let (mut good, mut open) = (Vec::new(), Vec::new());
+            let mut alone = encoder();
+            alone.write_alone(info.default_level).unwrap();
+            alone.encode(0, "", &page, &mut good).unwrap();
+            // As a migration sends it: what follows goes on in it.
+            encoder().encode(0, "", &page, &mut open).unwrap();
+            let mut reader = Blocks::new(0, &memory, &control);
+            let (mut head, _) = BlockHead::of(0, [0].into_iter()).unwrap();
+            head.method = method;
+            for before in [&b"no page"[..], &open] {
+                let _ = reader.decode_payload(&head, before);
+                let decoded = reader.decode_payload(&head, &good);
+                assert!(decoded.is_ok_and(|got| got == page), "{}", info.name);
+            }
+            reader.decode_payload(&head, b"no page").unwrap_err();
+        }
     }
 }
