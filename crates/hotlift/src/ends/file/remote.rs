@@ -144,9 +144,14 @@ impl RemoteReader {
 
     /// A connection for one read: that which was used last, or a new one.
     fn take(&self, is_over: &dyn Fn() -> bool) -> Result<Stream, Trouble> {
-        if let Some(stream) = lock(&self.idle).pop() {
-            return Ok(stream);
+        let mut idle = lock(&self.idle);
+        while let Some(stream) = idle.pop() {
+            // A server closes what nobody has used for long.
+            if !stream.is_hung_up() {
+                return Ok(stream);
+            }
         }
+        drop(idle);
         let (stream, opened) = connect(&self.file, self.visitor, is_over)?;
         if opened != self.opened {
             let file = self.file.to_string();

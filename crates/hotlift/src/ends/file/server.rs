@@ -29,8 +29,15 @@ use crate::threads::{lock, spawn};
 use crate::tls::Tls;
 use crate::transport::{Acceptor, Listener, Stream};
 
-/// Connections that read at once. A restore has as many as threads, five at most.
+/// Connections that read at once: 32 visitors with all of theirs, which 1 GiB of reads' buffers bounds.
 const MOST: usize = 256;
+
+/// The same of one visitor. A restore has as many as threads, five at most; of several on one host those that read go on.
+const EACH: usize = 8;
+
+/// A connection on which nothing was read for so long gives its place to whoever has none: its client makes another when it
+/// needs one.
+const IDLE: Duration = Duration::from_secs(10);
 
 /// How long one who has connected may take to say which file.
 const OPENING: Duration = Duration::from_secs(10);
@@ -87,16 +94,32 @@ pub fn serve(
     control: &Control,
     on_event: &(dyn Fn(ServerEvent) + Sync),
 ) -> Result<(), MigrationError> {
-    serve_some(listener, tls, folder, control, (on_event, MOST))
+    let places = Places {
+        most: MOST,
+        each: EACH,
+        idle: IDLE,
+    };
+    serve_some(listener, tls, folder, control, (on_event, places))
 }
 
-/// The same for so many connections that read at once.
+/// How many may read at once.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Places {
+    /// Connections. As many more are told that there is no place, and others are closed without a word.
+    pub most: usize,
+    /// The same of one visitor.
+    pub each: usize,
+    /// See [`IDLE`].
+    pub idle: Duration,
+}
+
+/// The same with so many places.
 pub(super) fn serve_some(
     listener: &Listener,
     tls: Option<Arc<Tls>>,
     folder: &Path,
     control: &Control,
-    (on_event, most): (&(dyn Fn(ServerEvent) + Sync), usize),
+    (on_event, places): (&(dyn Fn(ServerEvent) + Sync), Places),
 ) -> Result<(), MigrationError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(folder, flags, Mode::empty());
@@ -104,7 +127,7 @@ pub(super) fn serve_some(
         folder: opened.map_err(|errno| FileError::read(folder, errno.into()))?,
         path: folder.to_owned(),
         control,
-        most,
+        places,
         on_event,
         guests: Mutex::default(),
     };
@@ -157,8 +180,7 @@ struct Server<'a> {
     folder: OwnedFd,
     path: PathBuf,
     control: &'a Control,
-    /// Connections that read at once; as many more are told that there is no place, and others are closed without a word.
-    most: usize,
+    places: Places,
     on_event: &'a (dyn Fn(ServerEvent) + Sync),
     guests: Mutex<Guests>,
 }
@@ -167,9 +189,51 @@ struct Server<'a> {
 #[derive(Default)]
 struct Guests {
     /// By number.
-    connections: HashMap<u64, Arc<Stream>>,
+    connections: HashMap<u64, Arc<Connection>>,
     next: u64,
     visits: HashMap<(String, String, u64), Visiting>,
+}
+
+struct Connection {
+    stream: Stream,
+    /// Whose it is: all that a certificate names, or an address.
+    visitor: String,
+    /// It may read.
+    has_place: bool,
+    /// Since when it asks for nothing; `None` while it is answered.
+    idle: Mutex<Option<Instant>>,
+}
+
+impl Guests {
+    /// How many there are of `visitor`, and of all.
+    fn count(&self, visitor: &str, counts: impl Fn(&Connection) -> bool) -> (usize, usize) {
+        let all = self.connections.values().filter(|one| counts(one));
+        all.fold((0, 0), |(own, all), one| {
+            (own + usize::from(one.visitor == visitor), all + 1)
+        })
+    }
+
+    /// Whether there is a place for `visitor`. One that its client does not use is taken from it for that: from its own
+    /// connections if it has as many as it may have, else from anybody's.
+    fn has_place(&mut self, visitor: &str, places: Places) -> bool {
+        let (own, all) = self.count(visitor, |one| one.has_place);
+        if own < places.each && all < places.most {
+            return true;
+        }
+        let is_own = own >= places.each;
+        let idle = self.connections.iter().filter_map(|(number, one)| {
+            let may_go = one.has_place && (!is_own || one.visitor == visitor);
+            let since = (*lock(&one.idle)).filter(|since| since.elapsed() >= places.idle);
+            since.filter(|_| may_go).map(|since| (since, *number))
+        });
+        let Some((_, number)) = idle.min() else {
+            return false;
+        };
+        if let Some(gone) = self.connections.remove(&number) {
+            gone.stream.shutdown(Shutdown::Both);
+        }
+        true
+    }
 }
 
 struct Visiting {
@@ -199,23 +263,29 @@ struct Handed {
 impl Server<'_> {
     /// Serves a connection in a thread of its own.
     fn begin<'scope>(&'scope self, scope: &'scope thread::Scope<'scope, '_>, stream: Stream) {
-        let stream = Arc::new(stream);
-        let (place, is_full) = {
+        let visitor = visitor_of(&stream);
+        let (place, connection) = {
             let mut guests = lock(&self.guests);
-            let there = guests.connections.len();
-            if there >= 2 * self.most {
+            let (own, all) = guests.count(&visitor, |_| true);
+            if own >= 2 * self.places.each || all >= 2 * self.places.most {
                 return;
             }
+            let connection = Arc::new(Connection {
+                has_place: guests.has_place(&visitor, self.places),
+                stream,
+                visitor,
+                idle: Mutex::default(),
+            });
             let number = guests.next;
             guests.next += 1;
-            guests.connections.insert(number, Arc::clone(&stream));
+            guests.connections.insert(number, Arc::clone(&connection));
             let guests = &self.guests;
-            (Place { guests, number }, there >= self.most)
+            (Place { guests, number }, connection)
         };
         let serving = spawn(scope, "files/serve".to_owned(), move || {
             let _place = place;
-            self.serve(&stream, is_full);
-            stream.shutdown(Shutdown::Both);
+            self.serve(&connection);
+            connection.stream.shutdown(Shutdown::Both);
         });
         if let Err(MigrationError::Thread { source, .. }) = serving {
             (self.on_event)(ServerEvent::Trouble(source));
@@ -224,12 +294,13 @@ impl Server<'_> {
 
     /// Closes all connections.
     fn end(&self) {
-        for stream in lock(&self.guests).connections.values() {
-            stream.shutdown(Shutdown::Both);
+        for connection in lock(&self.guests).connections.values() {
+            connection.stream.shutdown(Shutdown::Both);
         }
     }
 
-    fn serve(&self, stream: &Stream, is_full: bool) {
+    fn serve(&self, connection: &Connection) {
+        let stream = &connection.stream;
         let host = stream.peer_host();
         let refused = |reason: String| {
             (self.on_event)(ServerEvent::Refused {
@@ -250,7 +321,9 @@ impl Server<'_> {
             Err(error) => return refused(error_line(&error)),
         };
         let outcome = match version {
-            VERSION if is_full => Err((Refusal::NotNow, "all places are taken".to_owned())),
+            VERSION if !connection.has_place => {
+                Err((Refusal::NotNow, "all places are taken".to_owned()))
+            }
             VERSION => self.open(&name),
             _ => Err((
                 Refusal::Version,
@@ -283,7 +356,7 @@ impl Server<'_> {
             };
             let count = |bytes| self.count(&key, bytes);
             // However it ends, the client knows better what became of its reads.
-            let _ = hand_out(stream, &file.file, count);
+            let _ = hand_out(connection, &file.file, count);
         }
     }
 
@@ -362,6 +435,14 @@ impl Server<'_> {
     }
 }
 
+/// Whose connections count together.
+fn visitor_of(stream: &Stream) -> String {
+    match stream.peer() {
+        Some(peer) => format!("{} {:?} {:?}", peer.subject, peer.dns, peer.uri),
+        None => stream.peer_host(),
+    }
+}
+
 impl Visiting {
     fn visit(&self, (host, name, _): &(String, String, u64)) -> Visit {
         Visit {
@@ -404,17 +485,20 @@ impl Drop for Leaves<'_> {
 
 /// Answers reads, one after the other, until the client has no more.
 fn hand_out(
-    stream: &Stream,
+    connection: &Connection,
     file: &PlaceReader,
     mut count: impl FnMut(usize),
 ) -> Result<(), ServerError> {
+    let stream = &connection.stream;
     let mut from = stream;
     let mut scratch = IoScratch::new();
     let (mut head, mut bytes) = (Vec::new(), Vec::new());
     loop {
         let mut request = [0; READ_LEN];
+        *lock(&connection.idle) = Some(Instant::now());
         from.read_exact(&mut request)
             .map_err(ServerError::Connection)?;
+        *lock(&connection.idle) = None;
         let read = Read::decode(&request).map_err(ServerError::Protocol)?;
         if bytes.len() < read.length {
             bytes.resize(read.length, 0);
@@ -436,5 +520,54 @@ fn hand_out(
             .send_parts(&[&head, content], &mut scratch)
             .map_err(ServerError::Connection)?;
         count(content.len());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLACES: Places = Places {
+        most: 4,
+        each: 2,
+        idle: Duration::ZERO,
+    };
+
+    /// Who reads at the moment; the other end of his connection.
+    fn come(guests: &mut Guests, visitor: &str) -> Option<Stream> {
+        let (stream, client) = Stream::pair().unwrap();
+        let has_place = guests.has_place(visitor, PLACES);
+        let number = guests.next;
+        guests.next += 1;
+        let connection = Connection {
+            stream,
+            visitor: visitor.to_owned(),
+            has_place,
+            idle: Mutex::default(),
+        };
+        guests.connections.insert(number, Arc::new(connection));
+        has_place.then_some(client)
+    }
+
+    #[test]
+    fn one_visitor_does_not_have_the_places_of_all_and_gives_those_that_he_does_not_use() {
+        let mut guests = Guests::default();
+        let first = come(&mut guests, "a").unwrap();
+        let second = come(&mut guests, "a").unwrap();
+        assert!(come(&mut guests, "a").is_none(), "a third of his");
+        let _others = [(); 2].map(|()| come(&mut guests, "b").expect("the others have theirs"));
+        assert!(come(&mut guests, "c").is_none(), "all read");
+        let rests = |guests: &Guests, number| {
+            *lock(&guests.connections[&number].idle) = Some(Instant::now());
+        };
+        rests(&guests, 1);
+        assert!(come(&mut guests, "c").is_some());
+        assert!(second.is_hung_up() && !first.is_hung_up());
+        rests(&guests, 3);
+        assert!(come(&mut guests, "a").is_some(), "that of another");
+        assert!(come(&mut guests, "a").is_none());
+        rests(&guests, 0);
+        assert!(come(&mut guests, "a").is_some());
+        assert!(first.is_hung_up());
     }
 }

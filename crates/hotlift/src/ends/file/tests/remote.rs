@@ -18,7 +18,7 @@ use hotlift_wire::file_ranges::{Answer, Open, READ_LEN, Read, Reply, VERSION};
 use super::{folder, read, save};
 use crate::control::Control;
 use crate::ends::file::error::ServerError;
-use crate::ends::file::server::serve_some;
+use crate::ends::file::server::{Places, serve_some};
 use crate::ends::file::{
     BlockFile, FileError, Location, RemoteFile, ServerEvent, describe, inspect,
 };
@@ -40,11 +40,16 @@ struct Serving {
 
 impl Serving {
     fn start(folder: &Path, at: &Address, tls: Option<Arc<Tls>>) -> Self {
-        Self::with_places(folder, at, tls, 64)
+        Self::with_places(folder, at, tls, (64, LONG))
     }
 
-    /// For so many who read at once.
-    fn with_places(folder: &Path, at: &Address, tls: Option<Arc<Tls>>, places: usize) -> Self {
+    /// For so many who read at once, each of whom has his place though he reads nothing for so long.
+    fn with_places(
+        folder: &Path,
+        at: &Address,
+        tls: Option<Arc<Tls>>,
+        (places, idle): (usize, Duration),
+    ) -> Self {
         let listener = at.listen().unwrap();
         let address = listener.address().unwrap();
         let control = Control::new();
@@ -58,6 +63,11 @@ impl Serving {
                     ServerEvent::Refused { reason, .. } => format!("refused: {reason}"),
                     event => format!("{event:?}"),
                 });
+            };
+            let places = Places {
+                most: places,
+                each: places,
+                idle,
             };
             serve_some(&listener, tls, &folder, &ends, (&on_event, places)).unwrap();
         });
@@ -392,7 +402,7 @@ fn a_full_server_says_so_and_whoever_reads_already_waits_for_a_place() {
         folder.path(),
         &Address::Unix { path: path.clone() },
         None,
-        2,
+        (2, LONG),
     );
     let between = folder.path().join("between");
     let proxy = Proxy::unix(&between, &path).unwrap();
@@ -422,6 +432,29 @@ fn a_full_server_says_so_and_whoever_reads_already_waits_for_a_place() {
         assert_eq!(reading.join().unwrap().unwrap(), expected);
     });
     drop(first);
+}
+
+#[test]
+fn a_place_that_nobody_uses_is_given_to_who_needs_one_and_the_reader_takes_another() {
+    let folder = folder();
+    let expected = save(&folder.path().join("vm"), "zstd");
+    let at = Address::Unix {
+        path: folder.path().join("socket"),
+    };
+    let serving = Serving::with_places(folder.path(), &at, None, (1, Duration::ZERO));
+    // Nobody waits for a server here: a lost one is an error at once.
+    let file = open(&serving.file("vm")).unwrap();
+    let _others = [(); 2].map(|()| {
+        loop {
+            if let Some(other) = idle(&serving.address) {
+                break other;
+            }
+            // It is in an answer still.
+            thread::yield_now();
+        }
+    });
+    file.persist(LONG);
+    assert_eq!(read(&file, 0).unwrap(), expected);
 }
 
 /// A server at `socket` of one connection, on which file `vm` is open: each read is answered by what `answer` makes of it.
