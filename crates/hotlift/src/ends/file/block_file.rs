@@ -1,7 +1,9 @@
 //! A save file that is open: its parts, and where its pages are.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use hotlift_mem::PAGE_SIZE;
@@ -23,6 +25,7 @@ use crate::control::Control;
 use crate::error::MigrationError;
 use crate::pipe::batch::Batch;
 use crate::pipe::session::Session;
+use crate::threads::lock;
 
 /// Chunks of the index that one read of another host's file brings: 256 KiB, of 128 MiB of RAM. A look through all of 8 GiB
 /// takes 64 round trips.
@@ -39,6 +42,8 @@ pub(crate) struct BlockFile {
     index: Index,
     /// CRCs of the index's chunks.
     checks: Vec<u8>,
+    /// Chunks that are not what was written: each is read once, and not for each of its pages.
+    damaged: Mutex<BTreeSet<usize>>,
     /// What is damaged of the pages is noted here, and zero; without this it is an error.
     lost: Option<Lost>,
 }
@@ -93,6 +98,7 @@ impl BlockFile {
             stream,
             index,
             checks,
+            damaged: Mutex::default(),
             lost: None,
         })
     }
@@ -146,7 +152,7 @@ impl BlockFile {
     /// Where in the file the chunk of the index is that says where this page is.
     pub(super) fn index_position(&self, block: usize, page: usize) -> u64 {
         let chunk = self.index.place(block, page).map_or(0, |(chunk, _)| chunk);
-        self.contents.index + (chunk * CHUNK_LEN) as u64
+        self.chunk_position(chunk)
     }
 
     /// Has `reader` read the blocks of these pages that are not zero in few steps, if each step costs a round trip.
@@ -196,6 +202,9 @@ impl BlockFile {
         let place = place.ok_or(damaged("the index", self.contents.index))?;
         let chunk = place.0;
         if !self.index.has(chunk) {
+            if lock(&self.damaged).contains(&chunk) {
+                return Err(damaged("the index", self.chunk_position(chunk)));
+            }
             self.read_index(chunk)?;
         }
         Ok(self.index.get(place))
@@ -207,19 +216,27 @@ impl BlockFile {
         let last = self.index.chunks().min(first + most);
         let count = (first..last).take_while(|chunk| !self.index.has(*chunk));
         let mut bytes = vec![[0; CHUNK_LEN]; count.count().max(1)];
-        let position = |chunk: usize| self.contents.index + (chunk * CHUNK_LEN) as u64;
         self.file
-            .read_exact(bytes.as_flattened_mut(), position(first))?;
+            .read_exact(bytes.as_flattened_mut(), self.chunk_position(first))?;
         for (chunk, bytes) in (first..).zip(&bytes) {
             let crc = crc_of(self.seed, &[bytes]).to_be_bytes();
             match self.checks[4 * chunk..][..4] == crc {
                 true => self.index.fill(chunk, bytes),
-                false if chunk == first => return Err(damaged("the index", position(chunk))),
-                // Whoever needs it finds out.
-                false => break,
+                false => {
+                    lock(&self.damaged).insert(chunk);
+                    if chunk == first {
+                        return Err(damaged("the index", self.chunk_position(chunk)));
+                    }
+                    // Whoever needs it finds out.
+                    break;
+                }
             }
         }
         Ok(())
+    }
+
+    fn chunk_position(&self, chunk: usize) -> u64 {
+        self.contents.index + (chunk * CHUNK_LEN) as u64
     }
 
     /// Reads what there is from `position` on, up to the length of `into`; how much that was.

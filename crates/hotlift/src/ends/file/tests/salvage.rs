@@ -67,3 +67,25 @@ fn no_page_but_those_of_damaged_parts_is_lost_and_each_of_them_is_named() {
         );
     }
 }
+
+#[test]
+fn a_damaged_part_of_the_index_is_read_once() {
+    let folder = folder();
+    let path = folder.path().join("vm");
+    save(&path, "zstd");
+    let at = BlockFile::open(&path).unwrap().index_position(0, 0);
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[usize::try_from(at).unwrap() + 40] ^= 4;
+    fs::write(&path, &bytes).unwrap();
+    let file = BlockFile::open(&path).unwrap();
+    let error = file.entry(0, 0).unwrap_err().to_string();
+    // Who reads it again finds that it is gone.
+    fs::OpenOptions::new()
+        .write(true)
+        .open(&path)
+        .and_then(|file| file.set_len(at))
+        .unwrap();
+    for page in 0..3 {
+        assert_eq!(file.entry(0, page).unwrap_err().to_string(), error);
+    }
+}
