@@ -1,6 +1,7 @@
 //! `hotlift agent`: the agent of a host, and what is asked and told of it over its control socket.
 
 use std::io::ErrorKind;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -163,6 +164,15 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
     }
 }
 
+/// What this host's agent says of itself; `None` if there is none, or if it does not answer, which is then said.
+pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
+    // The client would wait for a socket that is not there yet.
+    UnixStream::connect(control.path()).ok()?;
+    let asked = control.ask("query-agent", &Value::Null);
+    let told = |error: &CommandError| complain!("hotlift: {}", error.line());
+    asked.inspect_err(told).ok()
+}
+
 /// The configuration of this host's agent in `file`; that of an agent of which nothing is said if there is none.
 pub fn config_in(file: &Path) -> Result<Config, CommandError> {
     match Config::read(file) {
@@ -178,13 +188,17 @@ fn agent_error(error: hotlift_agent::error::AgentError) -> CommandError {
 }
 
 impl ControlArgs {
+    fn path(&self) -> PathBuf {
+        let control = self.control.clone();
+        control.unwrap_or_else(|| Config::default().control)
+    }
+
     fn ask<T: DeserializeOwned>(
         &self,
         command: &str,
         arguments: &Value,
     ) -> Result<T, CommandError> {
-        let control = self.control.clone();
-        let path = control.unwrap_or_else(|| Config::default().control);
+        let path = self.path();
         let failed = |source| match source {
             QmpError::Command { desc, .. } => CommandError::AgentRefuses { reason: desc },
             source => CommandError::NoAgent {

@@ -21,8 +21,9 @@ use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_console::table::{align_with_words, new_table};
 use serde::Serialize;
 
+use crate::agent::{self, ControlArgs};
 use crate::drain_choice::{self, Domains};
-use crate::drain_plan::{LINK, Plan, Step, short};
+use crate::drain_plan::{Budget, Plan, Step, short};
 use crate::error::CommandError;
 use crate::virsh::{Domain, Job, Libvirt, Migrating, State, VirshError};
 use crate::whereabouts::{Whereabouts, whereabouts};
@@ -45,10 +46,10 @@ pub struct DrainArgs {
     /// libvirt of this host
     #[arg(long, value_name = "URI", default_value = "qemu:///system")]
     connect: String,
-    /// Most domains that go at once
-    #[arg(long, value_name = "NUMBER", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..))]
-    at_once: u8,
-    /// Bytes a second of the link that the plan is made for, as in 125M [default: 125M]
+    /// Most domains that go at once [default: 2, or as many as this host's agent has places and cores for]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..))]
+    at_once: Option<u8>,
+    /// Bytes a second of the link that the plan is made for, as in 125M [default: as this host's agent allows, or 125M]
     #[arg(long, value_name = "BYTES", value_parser = to_bytes)]
     bandwidth: Option<u64>,
     /// Connections of each domain's QEMU (virsh migrate --parallel); 0 for none besides its main one
@@ -57,6 +58,8 @@ pub struct DrainArgs {
     /// Print the plan, and move nothing
     #[arg(long)]
     dry_run: bool,
+    #[command(flatten)]
+    control: ControlArgs,
     #[command(flatten)]
     output: OutputArgs,
     /// More options of 'virsh migrate'
@@ -133,7 +136,7 @@ pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     let here = Libvirt::at(&args.connect);
     let plan = plan(args, &here)?;
     if args.dry_run {
-        return Ok(args.output.print(&plan, || plan.table().to_string())?);
+        return Ok(args.output.print(&plan, || plan.table())?);
     }
     let mut drain = Drain {
         outcomes: plan.steps.iter().map(not_begun).collect(),
@@ -193,13 +196,9 @@ fn not_begun(step: &Step) -> Outcome {
 fn plan(args: &DrainArgs, here: &Libvirt) -> Result<Plan, CommandError> {
     let places = drain_choice::places(&args.to)?;
     let domains = Domains::chosen(here, &args.domains, &places)?;
-    let bandwidth = args.bandwidth.unwrap_or(LINK);
-    Ok(Plan::new(
-        domains.measured(here),
-        places,
-        bandwidth,
-        args.at_once.into(),
-    ))
+    let agent = agent::of_this_host(&args.control);
+    let budget = Budget::new(args.bandwidth, args.at_once, agent.as_ref());
+    Ok(Plan::new(domains.measured(here), places, budget))
 }
 
 /// A drain at work.

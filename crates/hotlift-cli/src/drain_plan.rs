@@ -5,9 +5,10 @@
 //! rounds longer than going one after the other would.
 
 use std::cmp::Ordering;
+use std::fmt;
 
-use comfy_table::Table;
-use hotlift_console::progress::bytes;
+use hotlift_agent::commands::AgentInfo;
+use hotlift_console::progress::{bytes, rounded};
 use hotlift_console::table::{align_with_words, new_table};
 use serde::Serialize;
 
@@ -15,6 +16,54 @@ use crate::virsh::{Domain, host_of};
 
 /// Bytes a second of a link of which nothing is said: 1 Gbit/s, the slowest that hosts are given.
 pub const LINK: u64 = 125_000_000;
+
+/// Most domains that go at once if nothing is said: while one stands still for its last pages, another uses the link.
+const AT_ONCE: usize = 2;
+
+/// What a drain may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Budget {
+    /// Bytes a second of the link.
+    pub bandwidth: u64,
+    /// Most domains that go at once.
+    pub at_once: usize,
+    /// This host's agent was asked for its limits.
+    pub agent: bool,
+}
+
+impl Budget {
+    /// As somebody has said; of what nothing is said, no more than this host's agent has for all its migrations: those that it
+    /// has no place for would wait in it, with their QEMUs begun. Compression of each takes a core or more.
+    pub fn new(bandwidth: Option<u64>, at_once: Option<u8>, agent: Option<&AgentInfo>) -> Self {
+        let limit = |limit: fn(&AgentInfo) -> u64| agent.map(limit).filter(|limit| *limit > 0);
+        let places = limit(|agent| agent.migrations.into()).unwrap_or(u64::MAX);
+        let cores = agent.map_or(0.0, |agent| agent.cpu_limit);
+        let most = match cores > 0.0 {
+            true => rounded(cores).max(1).min(places),
+            false => places,
+        };
+        let usual = usize::try_from(most).unwrap_or(usize::MAX).min(AT_ONCE);
+        Self {
+            bandwidth: bandwidth
+                .or(limit(|agent| agent.max_bandwidth))
+                .unwrap_or(LINK),
+            at_once: at_once.map_or(usual, usize::from),
+            agent: agent.is_some(),
+        }
+    }
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (at_once, bandwidth) = (self.at_once, bytes(self.bandwidth));
+        let by = match self.agent {
+            true => "as this host's agent allows",
+            false => "no agent answers here",
+        };
+        write!(f, "{at_once} at once, {bandwidth}/s for all; {by}")
+    }
+}
 
 /// A domain that is to go.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,26 +144,20 @@ pub struct Step {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Plan {
-    /// Bytes a second of the link that it was made for.
-    pub bandwidth: u64,
-    /// Most domains that go at once.
-    pub at_once: usize,
+    /// What it was made for.
+    #[serde(flatten)]
+    pub budget: Budget,
     /// The domains.
     pub steps: Vec<Step>,
 }
 
 impl Plan {
     /// Orders `candidates`, and gives each to the place that has most free memory by then.
-    pub fn new(
-        candidates: Vec<Candidate>,
-        mut places: Vec<Place>,
-        bandwidth: u64,
-        at_once: usize,
-    ) -> Self {
+    pub fn new(candidates: Vec<Candidate>, mut places: Vec<Place>, budget: Budget) -> Self {
         let mut steps: Vec<Step> = candidates
             .into_iter()
             .map(|one| Step {
-                seconds: seconds(&one, bandwidth),
+                seconds: seconds(&one, budget.bandwidth),
                 domain: one.domain,
                 memory_bytes: one.memory,
                 written_per_second: one.written,
@@ -132,23 +175,19 @@ impl Plan {
             place.free -= step.memory_bytes;
             step.to = Some(place.uri.clone());
         }
-        Self {
-            bandwidth,
-            at_once,
-            steps,
-        }
+        Self { budget, steps }
     }
 
     /// Whether a step may begin beside those that are under way.
     pub fn may_begin(&self, step: &Step, under_way: &[&Step]) -> bool {
         let written = |step: &Step| step.written_per_second.unwrap_or(0);
         let all: u64 = under_way.iter().map(|step| written(step)).sum();
-        let fits = all.saturating_add(written(step)) <= self.bandwidth / 2;
-        under_way.is_empty() || (under_way.len() < self.at_once && fits)
+        let fits = all.saturating_add(written(step)) <= self.budget.bandwidth / 2;
+        under_way.is_empty() || (under_way.len() < self.budget.at_once && fits)
     }
 
-    /// The table of it.
-    pub fn table(&self) -> Table {
+    /// What it was made for, and the table of it.
+    pub fn table(&self) -> String {
         let mut table = new_table(&["domain", "to", "memory", "written/s", "alone"]);
         for step in &self.steps {
             let to = step.to.as_deref().map(short);
@@ -163,7 +202,7 @@ impl Plan {
             ]);
         }
         align_with_words(&mut table, 1);
-        table
+        format!("{}\n{table}", self.budget)
     }
 }
 
@@ -214,6 +253,46 @@ mod tests {
         }
     }
 
+    fn budget(bandwidth: u64, at_once: usize) -> Budget {
+        Budget {
+            bandwidth,
+            at_once,
+            agent: true,
+        }
+    }
+
+    #[test]
+    fn no_more_goes_at_once_than_the_agent_has_places_and_cores_for_unless_somebody_says_so() {
+        let of = |max_bandwidth, migrations, cpu_limit| AgentInfo {
+            version: String::new(),
+            listen: String::new(),
+            is_ending: false,
+            under_way: 0,
+            max_bandwidth,
+            cpu_limit,
+            migrations,
+            completed: 0,
+            failed: 0,
+            refusals: 0,
+            tls_failures: 0,
+        };
+        let found = |bandwidth, at_once, agent: Option<AgentInfo>| {
+            let budget = Budget::new(bandwidth, at_once, agent.as_ref());
+            (budget.bandwidth, budget.at_once)
+        };
+        for (agent, expected) in [
+            (None, (LINK, 2)),
+            (Some(of(0, 0, 0.0)), (LINK, 2)),
+            (Some(of(50 * MIB, 8, 4.0)), (50 * MIB, 2)),
+            (Some(of(0, 1, 0.0)), (LINK, 1)),
+            (Some(of(0, 8, 1.9)), (LINK, 1)),
+            (Some(of(0, 8, 0.5)), (LINK, 1)),
+        ] {
+            assert_eq!(found(None, None, agent.clone()), expected, "{agent:?}");
+            assert_eq!(found(Some(MIB), Some(4), agent), (MIB, 4));
+        }
+    }
+
     #[test]
     fn what_is_quickly_done_goes_first_and_what_has_no_end_last() {
         let plan = Plan::new(
@@ -224,8 +303,7 @@ mod tests {
                 candidate("small", GIB, None),
             ],
             vec![place("qemu+ssh://b/system", 64 * GIB)],
-            100 * MIB,
-            4,
+            budget(100 * MIB, 4),
         );
         let order: Vec<_> = plan.steps.iter().map(|step| &*step.domain.name).collect();
         assert_eq!(order, ["small", "large", "busy", "endless"]);
@@ -242,8 +320,7 @@ mod tests {
                 candidate("c", 3 * GIB, None),
             ],
             vec![place("one", 2 * GIB), place("two", 3 * GIB / 2)],
-            LINK,
-            2,
+            budget(LINK, 2),
         );
         let places: Vec<_> = plan.steps.iter().map(|step| step.to.as_deref()).collect();
         assert_eq!(places, [Some("one"), Some("two"), None]);
@@ -257,10 +334,10 @@ mod tests {
             ..candidate("still", MIB, None)
         };
         let domains = vec![still, candidate("a", GIB, None)];
-        let plan = Plan::new(domains, vec![place("one", GIB)], LINK, 2);
+        let plan = Plan::new(domains, vec![place("one", GIB)], budget(LINK, 2));
         let places: Vec<_> = plan.steps.iter().map(|step| step.to.as_deref()).collect();
         assert_eq!(places, [Some("one"), None]);
-        assert!(plan.table().to_string().contains("stands still"));
+        assert!(plan.table().contains("stands still"));
     }
 
     #[test]
@@ -273,8 +350,7 @@ mod tests {
                 candidate("d", 4 * GIB, Some(0)),
             ],
             vec![place("one", 64 * GIB)],
-            100 * MIB,
-            2,
+            budget(100 * MIB, 2),
         );
         let step = |name: &str| {
             plan.steps
@@ -298,10 +374,9 @@ mod tests {
         let plan = Plan::new(
             vec![candidate(name, 900 * GIB, Some(900 * MIB))],
             vec![place(uri, 1000 * GIB)],
-            LINK,
-            2,
+            budget(LINK, 2),
         );
-        let table = plan.table().to_string();
+        let table = plan.table();
         let longest = table.lines().map(|line| line.chars().count()).max();
         assert!(longest <= Some(80), "{table}");
         assert!(

@@ -100,8 +100,8 @@ enum Command {
     ///
     ///   hotlift drain --to b.example,c.example --dry-run
     ///
-    /// Exit codes: 0 all are gone, 1 some stayed and run here, 2 usage, 130 ended by a signal and the others stayed, 3 of some
-    /// nobody knows where they run.
+    /// Exit codes: 0 all are gone, 1 some stayed here or ended by themselves, 2 usage, 130 ended by a signal and the others
+    /// stayed, 3 of some nobody knows where they run, or they run on both hosts.
     #[command(verbatim_doc_comment)]
     Drain(drain::DrainArgs),
     /// Wait on the destination host for 'hotlift migrate', with a QEMU that takes the guest over

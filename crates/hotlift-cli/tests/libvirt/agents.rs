@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::{DEADLINE, HOTLIFT, until};
 
 /// Where an agent is asked, on its host.
-const CONTROL: &str = "/run/agent.sock";
+pub const CONTROL: &str = "/run/agent.sock";
 
 /// Looks between which nothing changes.
 const ALIKE: usize = 10;

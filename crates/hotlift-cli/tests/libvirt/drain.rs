@@ -2,9 +2,11 @@
 
 use hotlift_testkit::libvirt::{Domain, Hosts};
 use hotlift_testkit::namespace::End;
+use hotlift_testkit::pki::Pki;
 use hotlift_testkit::process::Process;
 use rustix::process::Signal;
 
+use crate::agents::{Agent, CONTROL};
 use crate::{DEADLINE, HOTLIFT, SLOW_MBITS, UNSAFE, domain, hosts, is_at, is_under_way, until};
 
 const TO: &str = "--to=qemu+tcp://b/system";
@@ -46,6 +48,23 @@ fn a_drain_moves_every_domain_as_planned_and_has_nothing_left_to_do_after_it() {
     }
     let (code, said) = ended(drain(&hosts, &["--json"]));
     assert_eq!((code, said.as_str()), (Some(0), "[]"));
+}
+
+#[test]
+fn a_plan_is_made_for_what_the_agent_of_this_host_allows() {
+    let Some(hosts) = hosts() else { return };
+    let limits = "redirect = false\nmigrations = 1\nmax-bandwidth = \"50M\"";
+    let agent = Agent::start(&hosts, &hosts.source, &Pki::new(), limits);
+    let control = format!("--control={CONTROL}");
+    for (flag, first) in [
+        ("--quiet", "1 at once, 50.0 MiB/s for all"),
+        ("--at-once=3", "3 at once, 50.0 MiB/s for all"),
+    ] {
+        let (code, plan) = ended(drain(&hosts, &["--dry-run", &control, flag]));
+        assert_eq!(code, Some(0), "{plan}");
+        assert!(plan.starts_with(first), "{plan}");
+    }
+    agent.end();
 }
 
 #[test]
