@@ -318,7 +318,7 @@ impl Drain<'_> {
     fn reap(&mut self) -> Result<(), VirshError> {
         let mut still = Vec::new();
         for mut one in std::mem::take(&mut self.under_way) {
-            let Some(ended) = one.migrating.ended()? else {
+            let Some(ended) = one.migrating.wait(Duration::ZERO)? else {
                 still.push(one);
                 continue;
             };

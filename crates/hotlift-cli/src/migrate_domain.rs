@@ -275,11 +275,10 @@ impl Move<'_> {
                 if let Some(progress) = latest.lock().ok().and_then(|latest| *latest) {
                     display.show_line(0, || progress_line("migration", &progress).into());
                 }
-                match is_heard.then(|| conversation.hear::<Message>(TICK)) {
+                match is_heard.then(|| conversation.hear::<Message>(Duration::ZERO)) {
                     Some(Ok(Some(Message::Failed { reason }))) => theirs = Some(one_line(&reason)),
-                    Some(Ok(_)) => {}
                     Some(Err(_)) => is_heard = false,
-                    None => thread::sleep(TICK),
+                    Some(Ok(_)) | None => {}
                 }
                 relay.is_finished()
             });
@@ -310,7 +309,7 @@ impl Move<'_> {
         })
     }
 
-    /// Lets libvirt migrate; `attend` is called all the while, and says whether the relay has ended.
+    /// Lets libvirt migrate; `attend` is called at every tick, and says whether the relay has ended.
     fn libvirt(
         &self,
         port: u16,
@@ -321,7 +320,7 @@ impl Move<'_> {
         let mut is_aborted = false;
         let mut has_ended = 0;
         loop {
-            if let Some(ended) = migrating.ended()? {
+            if let Some(ended) = migrating.wait(TICK)? {
                 return Ok(ended);
             }
             has_ended += u32::from(attend());

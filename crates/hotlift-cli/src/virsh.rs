@@ -5,13 +5,15 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use hotlift_console::signals::TICK;
 use hotlift_qmp::one_line;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// How long libvirt may take to answer, behind SSH and while it does other things for the domain.
 const ANSWER: Duration = Duration::from_secs(40);
@@ -154,17 +156,10 @@ impl Libvirt {
         let mut command = self.command(words);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut run = Run::start(command)?;
-        let deadline = Instant::now() + ANSWER;
-        let status = loop {
-            match run.ended()? {
-                Some(status) => break status,
-                None if Instant::now() >= deadline => {
-                    return Err(VirshError::Silent {
-                        at: self.uri.clone(),
-                    });
-                }
-                None => thread::sleep(TICK),
-            }
+        let Some(status) = run.wait(ANSWER)? else {
+            return Err(VirshError::Silent {
+                at: self.uri.clone(),
+            });
         };
         let (out, err) = run.said();
         if out.len() as u64 >= MOST {
@@ -195,11 +190,8 @@ impl Libvirt {
             // virsh has the same words for a domain that is not there, for one that may not be seen and for a connection that
             // broke: only a list without it says that it is gone.
             Err(refused @ VirshError::Refused { .. }) => {
-                match self
-                    .domains(&["--all"])?
-                    .iter()
-                    .any(|one| one.uuid == domain.uuid)
-                {
+                let all = self.domains(&["--all"])?;
+                match all.iter().any(|one| one.uuid == domain.uuid) {
                     true => Err(refused),
                     false => Ok(State::Gone),
                 }
@@ -359,12 +351,12 @@ impl Libvirt {
 pub struct Migrating(Run);
 
 impl Migrating {
-    /// How it has ended: `None` if it has not, or what libvirt says why it failed.
+    /// How it has ended: `None` if it does not within `timeout`, or what libvirt says why it failed.
     ///
     /// # Errors
     /// The system's.
-    pub fn ended(&mut self) -> Result<Option<Result<(), String>>, VirshError> {
-        Ok(self.0.ended()?.map(|status| match status.success() {
+    pub fn wait(&mut self, timeout: Duration) -> Result<Option<Result<(), String>>, VirshError> {
+        Ok(self.0.wait(timeout)?.map(|status| match status.success() {
             true => Ok(()),
             false => Err(errors(&self.0.said().1)),
         }))
@@ -375,6 +367,8 @@ impl Migrating {
 #[derive(Debug)]
 struct Run {
     child: Child,
+    /// It becomes readable when the child ends.
+    end: OwnedFd,
     out: Option<JoinHandle<String>>,
     err: Option<JoinHandle<String>>,
     status: Option<ExitStatus>,
@@ -384,7 +378,10 @@ impl Run {
     fn start(mut command: Command) -> Result<Self, VirshError> {
         let mut child = command.spawn().map_err(VirshError::Run)?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
+        let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
+        let end = end.inspect_err(|_| end_of(&mut child));
         Ok(Self {
+            end: end.map_err(|error| VirshError::Run(error.into()))?,
             out: out.map(|pipe| thread::spawn(|| read(pipe))),
             err: err.map(|pipe| thread::spawn(|| read(pipe))),
             child,
@@ -392,11 +389,21 @@ impl Run {
         })
     }
 
-    fn ended(&mut self) -> Result<Option<ExitStatus>, VirshError> {
-        if self.status.is_none() {
-            self.status = self.child.try_wait().map_err(VirshError::Run)?;
+    /// How it has ended, if it does within `timeout`.
+    fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>, VirshError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if self.status.is_none() {
+                self.status = self.child.try_wait().map_err(VirshError::Run)?;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if self.status.is_some() || left.is_zero() {
+                return Ok(self.status);
+            }
+            let mut polled = [PollFd::new(&self.end, PollFlags::IN)];
+            // Longer than time is reckoned with is for ever. Whatever ends it, the child is looked at again.
+            let _ = poll(&mut polled, Timespec::try_from(left).ok().as_ref());
         }
-        Ok(self.status)
     }
 
     /// What one that has ended has said.
@@ -411,11 +418,15 @@ impl Run {
 impl Drop for Run {
     fn drop(&mut self) {
         if self.status.is_none() {
-            // Both fail only if it has ended.
-            let _ = self.child.kill();
-            let _ = self.child.wait();
+            end_of(&mut self.child);
         }
     }
+}
+
+fn end_of(child: &mut Child) {
+    // Both fail only if it has ended.
+    let _ = child.kill();
+    let _ = child.wait();
 }
 
 fn read(pipe: impl Read) -> String {

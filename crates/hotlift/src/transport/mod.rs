@@ -282,6 +282,17 @@ impl Listener {
         }
     }
 
+    /// Whether it listens at an address that only this host reaches, though a proxy here may pass on another host's connections.
+    pub(crate) fn is_loopback(&self) -> bool {
+        match &self.bound {
+            Bound::Tcp(listener) => {
+                let address = listener.local_addr();
+                address.is_ok_and(|address| address.ip().to_canonical().is_loopback())
+            }
+            Bound::Unix(_) | Bound::Handed(_) => false,
+        }
+    }
+
     /// Takes no more connections, and gives back those that were not accepted and those that were put back: they are of a
     /// later migration. Of a listener that is handed its connections.
     pub fn close(&self) -> Vec<Stream> {

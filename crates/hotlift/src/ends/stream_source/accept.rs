@@ -25,7 +25,8 @@ const TICK: Duration = Duration::from_millis(100);
 /// connected: on one host nothing but this process's own delay.
 pub(crate) const SETTLE: Duration = Duration::from_millis(50);
 
-/// The same where another thread accepts the connections first, on a host that is busy with other migrations.
+/// The same where another thread accepts the connections first, on a host that is busy with other migrations, or a proxy passes
+/// them on.
 const SETTLE_HANDED: Duration = Duration::from_millis(200);
 
 /// The same on a network, where the last segment of a handshake may be lost: TCP sends it again after
@@ -159,12 +160,7 @@ impl<'a> Uncounted<'a> {
             if self.arrivals.multifd.len() != before {
                 quiet_since = Instant::now();
             }
-            let listener = self.arrivals.door.listener();
-            let settle = match (listener.is_local(), listener.is_handed()) {
-                (true, false) => SETTLE,
-                (true, true) => SETTLE_HANDED,
-                (false, _) => SETTLE_TCP,
-            };
+            let settle = settle_at(self.arrivals.door.listener());
             let newcomer = self.arrivals.door.has_newcomer(NEWCOMER);
             let settled = quiet_since.elapsed() >= settle && !newcomer;
             if self.is_complete(settled, expected) {
@@ -303,6 +299,16 @@ impl<'a> Uncounted<'a> {
     }
 }
 
+/// How long the last channel may be behind the first flush at such a listener.
+fn settle_at(listener: &Listener) -> Duration {
+    match (listener.is_local(), listener.is_handed()) {
+        (true, false) => SETTLE,
+        (true, true) => SETTLE_HANDED,
+        (false, _) if listener.is_loopback() => SETTLE_HANDED,
+        (false, _) => SETTLE_TCP,
+    }
+}
+
 /// Whether there may be as many channels as this one says.
 fn check_number(packet: &InitialPacket, max_channels: u8) -> Result<(), MigrationError> {
     // Ids count from 0, and a relay says how many there will be.
@@ -338,5 +344,27 @@ fn drop_stale(
     match closed.iter().find(|(packet, _)| !has_live(packet.id)) {
         Some((packet, _)) => Err(stray(packet, "a channel that is closed already")),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transport::Address;
+
+    #[test]
+    fn a_lost_segment_is_waited_for_only_where_a_network_is_between() {
+        let folder = tempfile::tempdir().unwrap();
+        let unix = format!("unix:{}", folder.path().join("socket").display());
+        for (at, expected) in [
+            (unix.as_str(), SETTLE),
+            ("tcp:127.0.0.1:0", SETTLE_HANDED),
+            ("tcp:0.0.0.0:0", SETTLE_TCP),
+        ] {
+            let address: Address = at.parse().unwrap();
+            assert_eq!(settle_at(&address.listen().unwrap()), expected, "{at}");
+        }
+        let (handed, _giver) = Listener::handed(true).unwrap();
+        assert_eq!(settle_at(&handed), SETTLE_HANDED);
     }
 }
