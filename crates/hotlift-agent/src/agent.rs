@@ -31,7 +31,7 @@ use crate::rules::rules;
 use crate::session::Session;
 use crate::sessions::Sessions;
 use crate::table::{self, Changes, Table};
-use crate::{door, metrics, notify, redirect};
+use crate::{door, drain, metrics, notify, redirect};
 
 /// How long what was cancelled at the end may take to end.
 const LAST: Duration = Duration::from_secs(10);
@@ -74,15 +74,13 @@ impl Agent {
             let fd = eventfd(0, flags);
             fd.map_err(|errno| AgentError::system("a descriptor")(errno.into()))
         };
-        let shares = Shares::default();
-        shares.rate.set(config.max_bandwidth.0);
         Ok(Self {
             file: file.to_owned(),
             config: Mutex::new(Arc::new(config)),
             tls,
             log: log.clone(),
             sessions: Sessions::default(),
-            shares,
+            shares: Shares::default(),
             table: Mutex::new(table),
             returned: Mutex::default(),
             has_returned: fd()?,
@@ -114,6 +112,12 @@ impl Agent {
     /// A session has ended.
     pub fn ended(&self, session: &Arc<Session>, outcome: Result<Option<RelayReport>, CarryError>) {
         session.end(outcome.map_err(|error| error_line(&error)));
+        self.sessions.remove(session);
+    }
+
+    /// A session that was added has not even begun.
+    pub fn not_begun(&self, session: &Arc<Session>, error: &CarryError) {
+        session.end(Err(error_line(error)));
         self.sessions.remove(session);
     }
 
@@ -327,27 +331,14 @@ fn until_told(agent: &Arc<Agent>, signals: &mut Signals) {
     let handle = signals.handle();
     thread::scope(|scope| {
         scope.spawn(|| {
-            if !agent.sessions.wait_until_empty(limit) {
-                agent
-                    .log
-                    .say(LogLevel::Warning, "what is still under way is cancelled");
-                cancel_all(agent);
-                agent.sessions.wait_until_empty(LAST);
-            }
+            drain::wait(agent, (limit, LAST));
             handle.close();
         });
         for number in signals.forever() {
             // Somebody insists.
             if number != SIGHUP {
-                cancel_all(agent);
+                drain::cancel_all(agent);
             }
         }
     });
-}
-
-fn cancel_all(agent: &Agent) {
-    for session in agent.sessions.under_way() {
-        session.control.cancel();
-    }
-    agent.sessions.wake();
 }

@@ -193,6 +193,8 @@ impl Shares {
 
     /// Shares four times a second while there is something to share, until the agent ends.
     pub fn serve(&self, agent: &Agent) {
+        // Tunnels keep it, too, and are not waited for here.
+        self.rate.set(agent.config().max_bandwidth.0);
         while agent.sessions.wait_for_outgoing() && !agent.has_ended() {
             self.apply(agent);
             std::thread::sleep(ROUND);

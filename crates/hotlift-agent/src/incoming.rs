@@ -94,7 +94,7 @@ fn begin(
     match begun.and_then(|()| Ok(conversation.say(&answer)?)) {
         Ok(()) => Ok((session, listener)),
         Err(error) => {
-            agent.sessions.remove(&session);
+            agent.not_begun(&session, &error);
             Err(error)
         }
     }
@@ -185,4 +185,35 @@ fn tunnelled(
     tunnel::carry_all(session, listener, &agent.shares.rate, &|| {
         near.take().ok_or(CarryError::OutOfTurn)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture::{agent, connection};
+    use crate::messages::PROTOCOL;
+
+    fn hello(kind: Kind) -> Hello {
+        Hello {
+            hotlift_agent: PROTOCOL,
+            id: crate::messages::Id(7),
+            kind,
+            // Nobody listens there.
+            to: "127.0.0.1:49152".parse().unwrap(),
+        }
+    }
+
+    #[test]
+    fn a_session_that_could_not_begin_has_failed_and_keeps_nothing() {
+        let agent = agent("ports = \"49152-49152\"");
+        let (stream, _other) = connection();
+        run(&agent, Conversation::new(stream), &hello(Kind::Tunnel));
+        assert!(agent.sessions.under_way().is_empty());
+        let ended = agent.sessions.totals().ended;
+        assert_eq!(
+            ended.get(&["incoming", "tunnel", "failed"]),
+            Some(&1),
+            "{ended:?}"
+        );
+    }
 }

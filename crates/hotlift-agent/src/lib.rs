@@ -6,7 +6,7 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `agent`, `parts` | what the threads share; start, reload, end |
+//! | `agent`, `parts`, `drain` | what the threads share; start, reload, end; what is waited for before the end |
 //! | `config`, `values` | the configuration file: every key is a field |
 //! | `rules`, `table`, `dial` | the nftables rules; their table in force; connections that pass it, and where a redirected one was to go |
 //! | `redirect`, `outgoing` | this host's connections, told apart; each migration to the other agent |
@@ -29,6 +29,7 @@ pub mod commands;
 pub mod config;
 mod dial;
 mod door;
+mod drain;
 pub mod error;
 #[cfg(test)]
 mod fixture;

@@ -308,8 +308,9 @@ fn start(agent: &Arc<Agent>, to: SocketAddr, kind: Kind) -> Result<Arc<Session>,
     match started {
         Ok(_) => Ok(session),
         Err(source) => {
-            agent.sessions.remove(&session);
-            Err(system("thread")(source))
+            let error = system("thread")(source);
+            agent.not_begun(&session, &error);
+            Err(error)
         }
     }
 }

@@ -243,6 +243,14 @@ impl Session {
         )
     }
 
+    /// Whether its guest runs at the destination, and its source has pages that the destination has not.
+    #[must_use]
+    pub fn is_in_postcopy(&self) -> bool {
+        let states = [Status::PostcopyActive, Status::PostcopyRecover];
+        let state = lock(&self.moment).state;
+        states.iter().any(|postcopy| postcopy.name() == state)
+    }
+
     /// It has ended: the last line of the log about it.
     pub fn end(&self, outcome: Result<Option<RelayReport>, String>) {
         self.giver

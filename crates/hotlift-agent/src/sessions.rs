@@ -215,13 +215,13 @@ impl Sessions {
         self.changed.notify_all();
     }
 
-    /// Waits until nothing is under way, for up to `time`; true if so.
-    pub fn wait_until_empty(&self, time: Duration) -> bool {
+    /// Waits until what is under way is as `is_so` says, for up to `time`; true if so.
+    pub fn wait_until(&self, time: Duration, is_so: impl Fn(&[Arc<Session>]) -> bool) -> bool {
         let all = self.lock();
-        let is_busy = |all: &mut All| !all.under_way.is_empty();
-        let waited = self.changed.wait_timeout_while(all, time, is_busy);
+        let is_not = |all: &mut All| !is_so(&all.under_way);
+        let waited = self.changed.wait_timeout_while(all, time, is_not);
         let (all, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        all.under_way.is_empty()
+        is_so(&all.under_way)
     }
 
     /// Waits until an outgoing migration is under way; false once nothing new is taken and none is.
