@@ -90,6 +90,8 @@ pub struct MigrationRow {
     pub bandwidth: u64,
     /// Cores that it may use now; 0 is unlimited.
     pub cores: f64,
+    /// How long its guest stands or stood still, in seconds, as far as the relay sees.
+    pub downtime_seconds: f64,
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -122,6 +124,7 @@ impl MigrationRow {
             limit: moment.limit,
             bandwidth,
             cores: f64::from(cpu) / 1000.0,
+            downtime_seconds: moment.still().as_secs_f64(),
             error: moment.error.clone(),
         }
     }

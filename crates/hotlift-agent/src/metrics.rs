@@ -5,7 +5,7 @@ use std::fmt;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, text::encode};
@@ -16,10 +16,10 @@ use prometheus_client::registry::Registry;
 
 use crate::agent::Agent;
 use crate::messages::Kind;
-use crate::session::Session;
+use crate::session::{Moment, Session};
 
-/// How long a client may take to ask.
-const ASK: Duration = Duration::from_secs(2);
+/// How long a client may take, from its connection to its last byte: the next one waits meanwhile.
+const CLIENT: Duration = Duration::from_secs(2);
 
 /// Longest request that is read, in bytes.
 const REQUEST: usize = 4096;
@@ -37,6 +37,10 @@ pub struct Totals {
     pub pages: BTreeMap<String, u64>,
     /// Barriers between rounds.
     pub rounds: u64,
+    /// How long guests stood still, by direction, in seconds.
+    pub downtime_seconds: BTreeMap<&'static str, f64>,
+    /// Of how many that is known.
+    pub downtimes: BTreeMap<&'static str, u64>,
     /// CPU time by the threads' names without numbers, in seconds.
     pub cpu_seconds: BTreeMap<String, f64>,
     /// Connections and migrations that were refused.
@@ -64,6 +68,10 @@ impl Totals {
         let Some(report) = &moment.report else {
             return;
         };
+        if let Some(downtime) = moment.downtime {
+            *self.downtime_seconds.entry(direction).or_default() += downtime.as_secs_f64();
+            *self.downtimes.entry(direction).or_default() += 1;
+        }
         self.rounds += report.barriers;
         *self.pages.entry("zero".to_owned()).or_default() += report.zero_pages;
         match report.methods.is_empty() {
@@ -89,7 +97,15 @@ struct Row {
     name: &'static str,
     help: &'static str,
     is_counter: bool,
-    values: fn(&Seen) -> Values,
+    values: Source,
+}
+
+/// Where a row's values are from.
+enum Source {
+    /// All that is seen.
+    All(fn(&Seen) -> Values),
+    /// Each migration, one value.
+    Each(fn(&Session, &Moment) -> f64),
 }
 
 type Labels = Vec<(&'static str, String)>;
@@ -98,7 +114,8 @@ type Values = Vec<(Labels, f64)>;
 /// What the rows are made of.
 struct Seen {
     totals: Totals,
-    migrations: Vec<Arc<Session>>,
+    /// With the moment of each at which all its values are.
+    migrations: Vec<(Arc<Session>, Moment)>,
     tunnels: usize,
     bandwidth: u64,
     cpu: f64,
@@ -145,6 +162,23 @@ const TABLE: &[Row] = &[
         |seen| one(number(seen.totals.rounds)),
     ),
     counter(
+        "hotlift_agent_downtime_seconds",
+        "How long the guests of ended migrations stood still, as far as a relay sees, by direction",
+        |seen| {
+            let seconds = seen.totals.downtime_seconds.iter();
+            seconds
+                .map(|(direction, seconds)| {
+                    (vec![("direction", (*direction).to_owned())], *seconds)
+                })
+                .collect()
+        },
+    ),
+    counter(
+        "hotlift_agent_downtimes",
+        "Ended migrations of which that is known, by direction",
+        |seen| by("direction", &seen.totals.downtimes),
+    ),
+    counter(
         "hotlift_agent_cpu_seconds",
         "CPU time of ended migrations, by the name of their threads",
         |seen| {
@@ -169,8 +203,8 @@ const TABLE: &[Row] = &[
         "Migrations under way, by direction and state",
         |seen| {
             let mut states: BTreeMap<(&str, &str), u64> = BTreeMap::new();
-            for session in &seen.migrations {
-                let state = (session.subject.direction.name(), session.moment().state);
+            for (session, moment) in &seen.migrations {
+                let state = (session.subject.direction.name(), moment.state);
                 *states.entry(state).or_default() += 1;
             }
             let labelled = |(direction, state): (&str, &str)| {
@@ -203,85 +237,69 @@ const TABLE: &[Row] = &[
         "Outgoing migrations that may go on at once; 0 is unlimited",
         |seen| one(f64::from(seen.most)),
     ),
-    gauge(
+    of_each(
         "hotlift_migration_sent_bytes",
         "Bytes that a migration has sent",
-        |seen| each(seen, |session| number(session.moment().progress.sent_bytes)),
+        |_, moment| number(moment.progress.sent_bytes),
     ),
-    gauge(
+    of_each(
         "hotlift_migration_received_bytes",
         "Bytes that it has received",
-        |seen| {
-            each(seen, |session| {
-                number(session.moment().progress.received_bytes)
-            })
-        },
+        |_, moment| number(moment.progress.received_bytes),
     ),
-    gauge(
+    of_each(
         "hotlift_migration_normal_pages",
         "Pages with content that it has passed on",
-        |seen| {
-            each(seen, |session| {
-                number(session.moment().progress.normal_pages)
-            })
-        },
+        |_, moment| number(moment.progress.normal_pages),
     ),
-    gauge(
+    of_each(
         "hotlift_migration_zero_pages",
         "Zero pages that it has passed on",
-        |seen| each(seen, |session| number(session.moment().progress.zero_pages)),
+        |_, moment| number(moment.progress.zero_pages),
     ),
-    gauge(
+    of_each(
         "hotlift_migration_ram_bytes",
         "Bytes of its VM's RAM blocks",
-        |seen| {
-            each(seen, |session| {
-                number(session.moment().progress.total_bytes)
-            })
-        },
+        |_, moment| number(moment.progress.total_bytes),
     ),
-    gauge(
+    of_each(
         "hotlift_migration_rate_bytes",
         "Bytes a second that it sends",
-        |seen| each(seen, |session| session.moment().rate),
+        |_, moment| moment.rate,
     ),
-    gauge(
+    of_each(
         "hotlift_migration_ratio",
         "Bytes of its normal pages over the bytes that it has sent",
-        |seen| {
-            each(seen, |session| {
-                let progress = session.moment().progress;
-                let sent = number(progress.sent_bytes);
-                if sent > 0.0 {
-                    number(progress.normal_pages) * 4096.0 / sent
-                } else {
-                    0.0
-                }
-            })
+        |_, moment| match number(moment.progress.sent_bytes) {
+            sent if sent > 0.0 => number(moment.progress.normal_pages) * 4096.0 / sent,
+            _ => 0.0,
         },
     ),
-    gauge(
+    of_each(
+        "hotlift_migration_downtime_seconds",
+        "How long its guest stands or stood still, as far as the relay sees",
+        |_, moment| moment.still().as_secs_f64(),
+    ),
+    of_each(
         "hotlift_migration_share_bandwidth_bytes",
         "Bytes a second that it may send now; 0 is unlimited",
-        |seen| each(seen, |session| number(session.moment().share.bandwidth)),
+        |_, moment| number(moment.share.bandwidth),
     ),
-    gauge(
+    of_each(
         "hotlift_migration_share_cores",
         "Cores that it may use now; 0 is unlimited",
-        |seen| {
-            each(seen, |session| {
-                f64::from(session.moment().share.cpu) / 1000.0
-            })
-        },
+        |_, moment| f64::from(moment.share.cpu) / 1000.0,
     ),
-    gauge(
+    of_each(
         "hotlift_migration_cpu_seconds",
         "CPU time of its channel threads",
-        |seen| each(seen, |session| session.control.cpu_time().as_secs_f64()),
+        |session, _| session.control.cpu_time().as_secs_f64(),
     ),
-    gauge("hotlift_migration_seconds", "Since it began", |seen| {
-        each(seen, |session| session.age().as_secs_f64())
-    }),
+    of_each(
+        "hotlift_migration_seconds",
+        "Since it began",
+        |session, _| session.age().as_secs_f64(),
+    ),
 ];
 
 const fn counter(name: &'static str, help: &'static str, values: fn(&Seen) -> Values) -> Row {
@@ -289,7 +307,7 @@ const fn counter(name: &'static str, help: &'static str, values: fn(&Seen) -> Va
         name,
         help,
         is_counter: true,
-        values,
+        values: Source::All(values),
     }
 }
 
@@ -297,6 +315,19 @@ const fn gauge(name: &'static str, help: &'static str, values: fn(&Seen) -> Valu
     Row {
         is_counter: false,
         ..counter(name, help, values)
+    }
+}
+
+const fn of_each(
+    name: &'static str,
+    help: &'static str,
+    value: fn(&Session, &Moment) -> f64,
+) -> Row {
+    Row {
+        name,
+        help,
+        is_counter: false,
+        values: Source::Each(value),
     }
 }
 
@@ -315,7 +346,7 @@ fn by<K: ToString>(label: &'static str, of: &BTreeMap<K, u64>) -> Values {
     of.iter().map(labelled).collect()
 }
 
-fn each(seen: &Seen, value: impl Fn(&Session) -> f64) -> Values {
+fn each(seen: &Seen, value: fn(&Session, &Moment) -> f64) -> Values {
     let labels = |session: &Session| {
         let subject = &session.subject;
         vec![
@@ -326,7 +357,7 @@ fn each(seen: &Seen, value: impl Fn(&Session) -> f64) -> Values {
     };
     let migrations = seen.migrations.iter();
     migrations
-        .map(|session| (labels(session), value(session)))
+        .map(|(session, moment)| (labels(session), value(session, moment)))
         .collect()
 }
 
@@ -341,11 +372,15 @@ impl fmt::Debug for Collected {
 impl Collector for Collected {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let config = self.0.config();
+        let with_moment = |session: Arc<Session>| {
+            let moment = session.moment();
+            (session, moment)
+        };
         let (migrations, tunnels): (Vec<_>, Vec<_>) = (self.0.sessions.under_way().into_iter())
             .partition(|session| session.subject.kind == Kind::Migration);
         let seen = Seen {
             totals: self.0.sessions.totals(),
-            migrations,
+            migrations: migrations.into_iter().map(with_moment).collect(),
             tunnels: tunnels.len(),
             bandwidth: config.max_bandwidth.0,
             cpu: config.cpu_limit,
@@ -357,7 +392,11 @@ impl Collector for Collected {
                 false => MetricType::Gauge,
             };
             let mut metric = encoder.encode_descriptor(row.name, row.help, None, kind)?;
-            for (labels, value) in (row.values)(&seen) {
+            let values = match row.values {
+                Source::All(values) => values(&seen),
+                Source::Each(value) => each(&seen, value),
+            };
+            for (labels, value) in values {
                 let encode = |encoder: MetricEncoder<'_>| match row.is_counter {
                     true => ConstCounter::new(value).encode(encoder),
                     false => ConstGauge::new(value).encode(encoder),
@@ -391,17 +430,21 @@ pub fn serve(agent: &Arc<Agent>, listener: &TcpListener) {
         match stream {
             // A client that has gone needs no answer.
             Ok(stream) => drop(answer(agent, stream)),
-            Err(_) => std::thread::sleep(ASK),
+            Err(_) => std::thread::sleep(CLIENT),
         }
     }
 }
 
 fn answer(agent: &Arc<Agent>, mut stream: TcpStream) -> std::io::Result<()> {
-    stream.set_read_timeout(Some(ASK))?;
-    stream.set_write_timeout(Some(ASK))?;
+    let deadline = Instant::now() + CLIENT;
+    let left = || match deadline.saturating_duration_since(Instant::now()) {
+        Duration::ZERO => Err(std::io::Error::from(std::io::ErrorKind::TimedOut)),
+        left => Ok(Some(left)),
+    };
     let mut request = Vec::new();
     let mut buffer = [0; 1024];
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+        stream.set_read_timeout(left()?)?;
         match stream.read(&mut buffer)? {
             0 => return Ok(()),
             _ if request.len() > REQUEST => return Ok(()),
@@ -418,6 +461,66 @@ fn answer(agent: &Arc<Agent>, mut stream: TcpStream) -> std::io::Result<()> {
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
     );
-    stream.write_all(head.as_bytes())?;
-    stream.write_all(body.as_bytes())
+    let answer = head + &body;
+    let mut rest = answer.as_bytes();
+    while !rest.is_empty() {
+        stream.set_write_timeout(left()?)?;
+        match stream.write(rest)? {
+            0 => return Ok(()),
+            written => rest = &rest[written..],
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use hotlift::Status;
+    use hotlift::relay::RelayReport;
+
+    use super::*;
+    use crate::fixture::{agent, session, subject};
+    use crate::session::Direction;
+
+    #[test]
+    fn downtime_is_shown_of_each_migration_and_in_total() {
+        let agent = agent("");
+        let (moved, _listener) = session(subject(1, Direction::Outgoing, Kind::Migration));
+        agent.sessions.add(&moved).unwrap();
+        moved.follow(Status::Device);
+        let under_way = "hotlift_migration_downtime_seconds{id=\"00000001\",direction=\"outgoing\"";
+        let shown = text(&agent);
+        assert!(shown.contains(under_way), "{shown}");
+        moved.follow(Status::Completed);
+        let downtime = moved.moment().downtime.unwrap().as_secs_f64();
+        agent.ended(&moved, Ok(Some(RelayReport::default())));
+        let shown = text(&agent);
+        for line in [
+            format!("hotlift_agent_downtime_seconds_total{{direction=\"outgoing\"}} {downtime}"),
+            "hotlift_agent_downtimes_total{direction=\"outgoing\"} 1".to_owned(),
+        ] {
+            assert!(shown.contains(&line), "{line} is missing in\n{shown}");
+        }
+        assert!(!shown.contains(under_way), "{shown}");
+    }
+
+    #[test]
+    fn a_client_that_asks_byte_by_byte_has_one_deadline_for_all() {
+        let agent = agent("");
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut slow = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        std::thread::scope(|scope| {
+            let served = scope.spawn(|| answer(&agent, accepted));
+            // Each byte comes long before the deadline, and the last one long behind it.
+            for _ in 0..100 * CLIENT.as_secs() {
+                if served.is_finished() || slow.write_all(b"x").is_err() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            assert!(served.is_finished(), "it still waits for the request's end");
+            assert!(served.join().unwrap().is_err());
+        });
+    }
 }

@@ -105,12 +105,40 @@ pub struct Moment {
     pub limit: u64,
     /// What it may use now.
     pub share: Share,
+    /// Since when its guest stands still.
+    stopped: Option<Instant>,
+    /// How long its guest stood still, once it runs at the destination: from the first device state that the relay has seen
+    /// until the other side's word, or, in postcopy, until that has all that the guest needs to run.
+    pub downtime: Option<Duration>,
     /// How long it took, once it has ended.
     pub took: Option<Duration>,
     /// Why it failed.
     pub error: Option<String>,
     /// What it came to.
     pub report: Option<Box<RelayReport>>,
+}
+
+impl Moment {
+    /// The guest's own part of a relay's state.
+    fn follow(&mut self, status: Status, now: Instant) {
+        match status {
+            Status::PreSwitchover | Status::Device => {
+                self.stopped.get_or_insert(now);
+            }
+            Status::PostcopyActive | Status::Completed => {
+                let stopped = self.stopped.take();
+                self.downtime = self.downtime.or(stopped.map(|at| now - at));
+            }
+            _ => self.stopped = None,
+        }
+    }
+
+    /// How long its guest stands or stood still.
+    #[must_use]
+    pub fn still(&self) -> Duration {
+        let stands = || self.stopped.map(|at| at.elapsed());
+        self.downtime.or_else(stands).unwrap_or_default()
+    }
 }
 
 /// A migration or a tunnel.
@@ -150,6 +178,7 @@ impl Session {
                 let MigrationEvent::Status(status) = event else {
                     return;
                 };
+                lock(&moment).follow(status, Instant::now());
                 // The end is told with its figures.
                 if !is_end(status) {
                     enter(&subject, &moment, &log, status.name());
@@ -172,6 +201,12 @@ impl Session {
     #[must_use]
     pub fn moment(&self) -> Moment {
         lock(&self.moment).clone()
+    }
+
+    /// Its relay is in another state, now.
+    #[cfg(test)]
+    pub fn follow(&self, status: Status) {
+        lock(&self.moment).follow(status, Instant::now());
     }
 
     /// It is in another state.
@@ -265,8 +300,12 @@ impl Session {
         let (level, state, rest) = match outcome {
             Ok(None) => (LogLevel::Info, "completed", format!("seconds={seconds:.1}")),
             Ok(Some(report)) => {
+                let downtime = match moment.downtime {
+                    Some(time) => format!(" downtime-seconds={:.3}", time.as_secs_f64()),
+                    None => String::new(),
+                };
                 let rest = format!(
-                    "seconds={seconds:.1} sent={} received={} pages={} zero-pages={} ratio={:.2} cpu-seconds={:.2}{}",
+                    "seconds={seconds:.1}{downtime} sent={} received={} pages={} zero-pages={} ratio={:.2} cpu-seconds={:.2}{}",
                     report.sent_bytes,
                     report.received_bytes,
                     report.normal_pages,
@@ -349,5 +388,35 @@ fn enter(subject: &Subject, moment: &Mutex<Moment>, log: &Log, state: &'static s
     let before = std::mem::replace(&mut lock(moment).state, state);
     if before != state {
         log.say(LogLevel::Info, &subject.line(state));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn downtime_is_from_the_guests_stop_to_its_run_at_the_destination() {
+        let begun = Instant::now();
+        let after = |statuses: &[(u64, Status)]| {
+            let mut moment = Moment::default();
+            for (ms, status) in statuses {
+                moment.follow(*status, begun + Duration::from_millis(*ms));
+            }
+            moment.downtime.map(|time| time.as_millis())
+        };
+        let (active, device, completed) = (Status::Active, Status::Device, Status::Completed);
+        let precopy = [(0, active), (10, device), (15, device), (17, completed)];
+        assert_eq!(after(&precopy), Some(7));
+        let postcopy = [(10, device), (13, Status::PostcopyActive), (900, completed)];
+        assert_eq!(after(&postcopy), Some(3));
+        assert_eq!(after(&[(10, device), (20, Status::Failed)]), None);
+        let again = [(10, device), (20, active), (30, device), (34, completed)];
+        assert_eq!(after(&again), Some(4), "it ran on in between");
+        assert_eq!(
+            after(&[(0, active), (17, completed)]),
+            None,
+            "nobody saw it"
+        );
     }
 }
