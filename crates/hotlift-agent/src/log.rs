@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
 
 use hotlift_console::output;
 
@@ -50,6 +51,38 @@ impl Log {
     }
 }
 
+/// A line that whoever connects can provoke: said once in a while, with how often it was meant to be.
+#[derive(Debug, Default)]
+pub struct Seldom {
+    said: Option<Instant>,
+    /// Since then.
+    kept_back: u64,
+}
+
+/// Between two such lines.
+const SELDOM: Duration = Duration::from_secs(60);
+
+impl Seldom {
+    /// Says `text` if it is time, `now`.
+    pub fn say(&mut self, log: &Log, text: &str, now: Instant) {
+        if let Some(line) = self.line(text, now) {
+            log.say(LogLevel::Warning, &line);
+        }
+    }
+
+    fn line(&mut self, text: &str, now: Instant) -> Option<String> {
+        if self.said.is_some_and(|said| now - said < SELDOM) {
+            self.kept_back += 1;
+            return None;
+        }
+        self.said = Some(now);
+        Some(match std::mem::take(&mut self.kept_back) {
+            0 => text.to_owned(),
+            more => format!("{text} (and {more} more since the last such line)"),
+        })
+    }
+}
+
 /// As of sd-daemon(3).
 fn priority(level: LogLevel) -> u8 {
     match level {
@@ -72,5 +105,19 @@ mod tests {
         assert_eq!(says(), [true, false, false]);
         log.set_level(LogLevel::Info);
         assert_eq!(says(), [true, true, false]);
+    }
+
+    #[test]
+    fn a_line_that_anybody_can_provoke_is_said_once_a_minute_and_counted() {
+        let mut seldom = Seldom::default();
+        let begun = Instant::now();
+        let mut lines = (0..120).filter_map(|second| {
+            let now = begun + Duration::from_secs(second);
+            seldom.line("somebody came", now)
+        });
+        assert_eq!(lines.next().as_deref(), Some("somebody came"));
+        let counted = "somebody came (and 59 more since the last such line)";
+        assert_eq!(lines.next().as_deref(), Some(counted));
+        assert_eq!(lines.next(), None);
     }
 }

@@ -21,6 +21,7 @@ use crate::agent::Agent;
 use crate::config::LogLevel;
 use crate::dial;
 use crate::error::CarryError;
+use crate::log::Seldom;
 use crate::messages::{Id, Kind};
 use crate::outgoing;
 use crate::rules;
@@ -117,6 +118,8 @@ struct Router<'a> {
     agent: &'a Arc<Agent>,
     waiting: Vec<Waiting>,
     sessions: HashMap<SocketAddr, Weak<Session>>,
+    /// Of any user of this host.
+    not_redirected: Seldom,
 }
 
 /// Serves the listeners until the agent ends.
@@ -143,6 +146,7 @@ impl<'a> Router<'a> {
             agent,
             waiting: Vec::new(),
             sessions: HashMap::new(),
+            not_redirected: Seldom::default(),
         }
     }
 
@@ -186,10 +190,10 @@ impl<'a> Router<'a> {
                 self.keep(stream, to);
             }
             // Whoever connects here by himself wants nothing that an agent has.
-            _ => log.say(
-                LogLevel::Warning,
-                "a connection came that was not redirected",
-            ),
+            _ => {
+                let text = "a connection came that was not redirected";
+                self.not_redirected.say(log, text, Instant::now());
+            }
         }
     }
 
