@@ -1,12 +1,13 @@
 //! Connections to addresses of this and of other hosts that are not an agent's, and where one was to go.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpStream, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
 use hotlift::transport::Stream;
-use nix::sys::socket::{getsockopt, setsockopt, sockopt};
+use nix::ifaddrs::getifaddrs;
+use nix::sys::socket::{SockaddrStorage, getsockopt, setsockopt, sockopt};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
@@ -59,11 +60,24 @@ pub fn original_destination(stream: &Stream, v6: bool) -> io::Result<SocketAddr>
     Ok(SocketAddr::new(ip, u16::from_be(address.sin_port)))
 }
 
-/// Whether `address` is one of this host's own.
-#[must_use]
-pub fn is_of_this_host(address: IpAddr) -> bool {
-    // The kernel binds to no other.
-    !address.is_unspecified() && !address.is_multicast() && UdpSocket::bind((address, 0)).is_ok()
+/// Whether `address` is one of this host's own. Its interfaces are asked: with `net.ipv4.ip_nonlocal_bind` the kernel binds a
+/// socket to any address.
+///
+/// # Errors
+/// The system's reason.
+pub fn is_of_this_host(address: IpAddr) -> io::Result<bool> {
+    let address = address.to_canonical();
+    // All of 127.0.0.0/8, of which an interface has one.
+    if address.is_loopback() {
+        return Ok(true);
+    }
+    let mut own = getifaddrs()?.filter_map(|interface| ip_of(&interface.address?));
+    Ok(own.any(|own| own == address))
+}
+
+fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
+    let v4 = address.as_sockaddr_in().map(|it| IpAddr::from(it.ip()));
+    v4.or_else(|| address.as_sockaddr_in6().map(|it| IpAddr::from(it.ip())))
 }
 
 #[cfg(test)]
@@ -75,6 +89,8 @@ mod tests {
         for (address, is_own) in [
             ("127.0.0.1", true),
             ("127.4.5.6", true),
+            ("::ffff:127.0.0.1", true),
+            ("::1", true),
             ("192.0.2.77", false),
             ("0.0.0.0", false),
             ("224.0.0.1", false),
@@ -82,7 +98,7 @@ mod tests {
             ("2001:db8::77", false),
         ] {
             assert_eq!(
-                is_of_this_host(address.parse().unwrap()),
+                is_of_this_host(address.parse().unwrap()).unwrap(),
                 is_own,
                 "{address}"
             );

@@ -62,10 +62,10 @@ fn begin(
     if !ports.contains(to.port()) {
         return Err(not_here(format!("its port is none of {ports} ('ports')")));
     }
-    if !dial::is_of_this_host(to.ip()) {
+    let system = |what| move |source| CarryError::System { what, source };
+    if !dial::is_of_this_host(to.ip()).map_err(system("list of addresses"))? {
         return Err(not_here("this host has no such address".to_owned()));
     }
-    let system = |what| move |source| CarryError::System { what, source };
     let (listener, giver) = Listener::handed(false).map_err(system("descriptor"))?;
     let token = relay::new_token().map_err(system("random number"))?;
     let subject = Subject {

@@ -429,6 +429,12 @@ fn an_agent_connects_to_nobody_but_its_own_host() {
     let peers = format!("[peers]\n\"{ELSEWHERE}\" = \"{DESTINATION}\"");
     let mut source = hosts.source(&peers);
     let destination = hosts.destination("ports = \"49152-49160\"");
+    // Hosts with floating addresses have it: a socket can be bound to any address.
+    for key in ["ipv4.ip_nonlocal_bind", "ipv6.ip_nonlocal_bind"] {
+        let set = format!("net.{key}=1");
+        let there = &hosts.link.destination;
+        there.tool("sysctl", &["-qw", &set]).expect("the setting");
+    }
     for (address, port, why) in [
         (ELSEWHERE, PORT, "this host has no such address"),
         (DESTINATION, PORT + 20, "its port is none of 49152-49160"),
