@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hotlift::relay::{
     self, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings, SourceStream,
@@ -20,7 +20,8 @@ use crate::messages::{Hello, Kind, Message};
 use crate::session::{Direction, Session, Subject};
 use crate::tunnel;
 
-/// How long a source's QEMU may take to say what it has; a little longer than the agent there waits for it.
+/// How long a relay's connections may take after the word that its source is there; a little longer than the agent there waits
+/// for that.
 const SOURCE: Duration = Duration::from_secs(150);
 
 /// How often it is looked whether the migration was cancelled meanwhile.
@@ -152,10 +153,11 @@ fn migration(
     })
 }
 
-/// How many channels the source has and how they compress, once the other agent knows.
+/// How many channels the source has and how they compress, once the other agent knows. Before it does the destination's libvirt
+/// may prepare a guest, which takes minutes for one with large preallocated memory: it is waited for as long as whoever has
+/// announced it stays.
 fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, String), CarryError> {
-    let begun = Instant::now();
-    while begun.elapsed() < SOURCE {
+    loop {
         if session.control.is_cancelled() {
             return Err(CarryError::Cancelled);
         }
@@ -170,7 +172,6 @@ fn source(session: &Session, conversation: &mut Conversation) -> Result<(u8, Str
             Some(_) => return Err(CarryError::OutOfTurn),
         }
     }
-    Err(CarryError::Silent)
 }
 
 fn tunnelled(
@@ -189,8 +190,10 @@ fn tunnelled(
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
-    use crate::fixture::{agent, connection};
+    use crate::fixture::{agent, connection, until};
     use crate::messages::PROTOCOL;
 
     fn hello(kind: Kind) -> Hello {
@@ -215,5 +218,21 @@ mod tests {
             Some(&1),
             "{ended:?}"
         );
+    }
+
+    #[test]
+    fn an_announced_migration_waits_for_its_source_until_the_announcer_goes() {
+        let agent = agent("ports = \"49152-49152\"");
+        let (stream, announcer) = connection();
+        thread::scope(|scope| {
+            let runs = scope.spawn(|| {
+                run(&agent, Conversation::new(stream), &hello(Kind::Migration));
+            });
+            let waits = |session: &Session| session.moment().state == "connecting";
+            until("it waits", || agent.sessions.find(waits).is_some());
+            drop(announcer);
+            until("it ends", || runs.is_finished());
+        });
+        assert!(agent.sessions.under_way().is_empty());
     }
 }
