@@ -1,5 +1,6 @@
 //! An agent without threads, for tests of its parts.
 
+use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::Arc;
@@ -68,4 +69,10 @@ pub fn until(what: &str, is_so: impl Fn() -> bool) {
         std::thread::sleep(Duration::from_millis(10));
     }
     panic!("not so within 30 s: {what}");
+}
+
+/// Writes to a connection until it takes no more.
+pub fn fill(mut source: &TcpStream) {
+    source.set_nonblocking(true).expect("its mode");
+    while source.write(&[0; 65536]).is_ok() {}
 }

@@ -9,7 +9,8 @@
 //! | `agent`, `parts`, `drain` | what the threads share; start, reload, end; what is waited for before the end |
 //! | `config`, `values` | the configuration file: every key is a field |
 //! | `rules`, `table`, `dial` | the nftables rules; their table in force; connections that pass it, and where a redirected one was to go |
-//! | `redirect`, `outgoing` | this host's connections, told apart; each migration to the other agent |
+//! | `redirect`, `source_socket` | this host's connections, told apart, and which of them their QEMU has closed |
+//! | `outgoing` | each migration to the other agent |
 //! | `door`, `incoming` | the agent's port, and what other agents announce there |
 //! | `messages`, `attend` | what two agents say of a migration, and while its relay is at work |
 //! | `tunnel` | what is no migration: bytes as they are |
@@ -44,6 +45,7 @@ mod redirect;
 pub mod rules;
 pub mod session;
 mod sessions;
+mod source_socket;
 pub mod table;
 mod tunnel;
 pub mod values;

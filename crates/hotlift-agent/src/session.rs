@@ -1,5 +1,6 @@
 //! One migration or tunnel that the agent carries: what it is, how it gets on, and what it may use.
 
+use std::cell::OnceCell;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,6 +15,7 @@ use serde::Serialize;
 use crate::config::LogLevel;
 use crate::log::Log;
 use crate::messages::{Id, Kind};
+use crate::source_socket::Sockets;
 
 /// Which way the guest goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -362,11 +364,17 @@ impl Session {
         }
     }
 
-    /// Whether its source has gone before anything of it was read.
+    /// Whether its source, on this host, has gone before anything of it was read.
     #[must_use]
     pub fn is_deserted(&self) -> bool {
+        let sockets = OnceCell::new();
+        let has_closed = |stream: &Stream| {
+            let sockets = sockets.get_or_init(|| Sockets::open().ok()).as_ref();
+            sockets.is_some_and(|sockets| sockets.has_closed(stream, self.subject.to))
+        };
         let giver = self.giver.lock().unwrap_or_else(PoisonError::into_inner);
-        giver.as_ref().is_some_and(Giver::is_deserted)
+        let giver = giver.as_ref();
+        giver.is_some_and(|giver| giver.is_deserted(&has_closed))
     }
 
     /// How long it has been under way, or was.

@@ -249,7 +249,7 @@ impl Sessions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::{connection, session, subject, until};
+    use crate::fixture::{connection, fill, session, subject, until};
 
     fn outgoing(id: u32) -> (Arc<Session>, hotlift::Listener) {
         session(subject(id, Direction::Outgoing, Kind::Migration))
@@ -320,8 +320,13 @@ mod tests {
         let sessions = Sessions::default();
         let (first, _listener) = outgoing(1);
         let place = sessions.place(&first, || 1).unwrap();
-        let (second, _listener) = outgoing(2);
         let (stream, source) = connection();
+        let (second, _listener) = session(crate::session::Subject {
+            to: source.peer_addr().unwrap(),
+            ..subject(2, Direction::Outgoing, Kind::Migration)
+        });
+        // Its FIN waits behind what nobody reads.
+        fill(&source);
         second.give(stream).unwrap();
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| sessions.place(&second, || 1).err());

@@ -275,6 +275,7 @@ fn a_migration_goes_through_the_agents_as_it_is_typed() {
     for line in [
         "hotlift_agent_ended_total{direction=\"outgoing\",kind=\"migration\",outcome=\"completed\"} 6",
         "hotlift_agent_tls_failures_total{} 0",
+        "hotlift_agent_downtimes_total{direction=\"outgoing\"} 6",
         "# TYPE hotlift_migration_rate_bytes gauge",
         "# EOF",
     ] {
@@ -345,6 +346,27 @@ fn a_protocol_whose_server_speaks_first_is_carried_as_it_is() {
 }
 
 #[test]
+fn several_connections_to_one_server_are_carried_at_the_same_time() {
+    let hosts = need!(Hosts::new());
+    let (_source, _destination) = (hosts.source(""), hosts.destination(""));
+    let bind = || TcpListener::bind((DESTINATION, PORT + 7));
+    let listener = hosts.link.destination.within(bind).expect("the host");
+    let listener = listener.expect("a listener");
+    let connect = || TcpStream::connect((DESTINATION, PORT + 7));
+    let connect = || hosts.link.source.within(connect).expect("the host");
+    // As a VM has disks: all are copied to one NBD server.
+    let clients = [(); 3].map(|()| connect().expect("a tunnel"));
+    let servers = [(); 3].map(|()| listener.accept().expect("a client").0);
+    for mut server in &servers {
+        server.write_all(b"NBDMAGIC").expect("the greeting");
+    }
+    for mut client in &clients {
+        let mut greeting = [0; 8];
+        client.read_exact(&mut greeting).expect("the greeting");
+    }
+}
+
+#[test]
 fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed() {
     let hosts = need!(Hosts::new());
     let mut source = hosts.source("plaintext = \"refuse\"");
@@ -356,6 +378,16 @@ fn a_host_without_an_agent_is_spoken_with_in_the_clear_only_if_that_is_allowed()
         source
             .agent
             .wait_for("no agent answers for 192.0.2.2:49152");
+        assert_eq!(there.migration().status(), "none", "nothing came there");
+    }
+    source.end();
+    let named = format!("plaintext = \"allow\"\n[peers]\n\"{DESTINATION}\" = \"{DESTINATION}\"");
+    let mut source = hosts.source(&named);
+    {
+        let (mut here, mut there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
+        here.qmp.migrate(&uri).expect("migrate");
+        here.reaches("failed");
+        source.agent.wait_for("no reason to go unencrypted");
         assert_eq!(there.migration().status(), "none", "nothing came there");
     }
     source.end();
@@ -565,6 +597,58 @@ fn migrations_share_the_hosts_budget_by_weight_and_wait_for_a_place() {
         !is_done && said.contains("no migration with id 00000000"),
         "{said}"
     );
+}
+
+#[test]
+fn a_migration_that_is_cancelled_while_it_waits_for_a_place_is_tried_again() {
+    let hosts = need!(Hosts::new());
+    // Its FIN waits behind bytes that nobody reads, and of two channels at once.
+    for multifd in [Multifd::Off, Multifd::Channels(2)] {
+        println!("multifd {multifd}");
+        is_tried_again(&hosts, multifd);
+    }
+}
+
+fn is_tried_again(hosts: &Hosts, multifd: Multifd) {
+    let mut source = hosts.source(&format!("{SLOW}\nmigrations = 1"));
+    let _destination = hosts.destination("");
+    let (mut first, _there, uri) = need!(pair(&hosts.link, &parallel(), DESTINATION, PORT));
+    first.qmp.migrate(&uri).expect("migrate");
+    let line = source.agent.wait_for("state=active");
+    let id = line.split(['=', ' ']).nth(1).expect("an id").to_owned();
+    let side = side(multifd);
+    let (mut here, mut there, uri) = need!(pair(&hosts.link, &side, DESTINATION, PORT + 1));
+    here.qmp.migrate(&uri).expect("migrate");
+    source.agent.wait_for("state=waiting");
+    here.qmp.migrate_cancel().expect("migrate_cancel");
+    here.reaches("cancelled");
+    let before = here.count().expect("it counts");
+    until(
+        || "the source's QEMU begins a migration".to_owned(),
+        || here.qmp.migrate(&uri).ok(),
+    );
+    source.agent.wait_for("state=waiting");
+    until(
+        || "the first try has ended".to_owned(),
+        || {
+            let rows = source.ask(&["list"]);
+            let is = |row: &&Value| row["status"] == "waiting";
+            let waiting = rows.as_array().expect("rows").iter().filter(is);
+            (waiting.count() == 1).then_some(())
+        },
+    );
+    let file = source.folder.join("agent.toml");
+    let fast = text(&source.folder, &hosts.source_pki(), "migrations = 1");
+    fs::write(&file, fast).expect("a file");
+    source.agent.signal(Signal::HUP);
+    source.agent.wait_for("was read again");
+    let (is_done, said) = source.tell(&["cancel", &id]);
+    // The first may have ended by now.
+    assert!(is_done || said.contains("is under way"), "{said}");
+    here.reaches("completed");
+    there.reaches("completed");
+    there.counts_on_from(before);
+    there.prove();
 }
 
 #[test]

@@ -69,11 +69,12 @@ impl Giver {
         self.0.lock().waiting.len()
     }
 
-    /// Whether whoever has made the connections has gone before any of them was accepted: all that wait were closed.
-    #[must_use]
-    pub fn is_deserted(&self) -> bool {
+    /// Whether whoever has made the connections has gone before any of them was accepted: all that wait were closed, as far as
+    /// it is seen on them, or as `has_closed` knows.
+    pub fn is_deserted(&self, has_closed: &dyn Fn(&Stream) -> bool) -> bool {
         let state = self.0.lock();
-        !state.is_begun && !state.waiting.is_empty() && state.waiting.iter().all(Stream::is_hung_up)
+        let has_gone = |stream: &Stream| stream.is_hung_up() || has_closed(stream);
+        !state.is_begun && !state.waiting.is_empty() && state.waiting.iter().all(has_gone)
     }
 }
 
@@ -162,18 +163,21 @@ mod tests {
     #[test]
     fn a_listener_whose_connections_were_all_closed_unaccepted_is_deserted() {
         let (listener, giver) = Listener::handed(true).unwrap();
-        assert!(!giver.is_deserted(), "nobody was there");
+        assert!(!giver.is_deserted(&|_| false), "nobody was there");
         let (one, first) = Stream::pair().unwrap();
         let (two, second) = Stream::pair().unwrap();
         std::io::Write::write_all(&mut &first, b"said before it left").unwrap();
         giver.give(one).unwrap();
         giver.give(two).unwrap();
         drop(first);
-        assert!(!giver.is_deserted(), "one is still there");
+        assert!(!giver.is_deserted(&|_| false), "one is still there");
         drop(second);
-        assert!(giver.is_deserted());
+        assert!(giver.is_deserted(&|_| false));
         drop(listener.accept(Duration::ZERO).unwrap().unwrap());
-        assert!(!giver.is_deserted(), "whoever accepts finds out himself");
+        assert!(
+            !giver.is_deserted(&|_| false),
+            "whoever accepts finds out himself"
+        );
     }
 
     #[test]

@@ -1,0 +1,140 @@
+//! The other end of a redirected connection, which is a socket of this host: whether its QEMU has closed it.
+//!
+//! A QEMU whose stream nobody reads fills the buffers. If it then gives up, its FIN waits behind what nobody reads, and the
+//! connection looks alive from here without end. The kernel knows better, and says so (sock_diag(7)).
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
+
+use hotlift::transport::Stream;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, getpeername, netlink, recv, send,
+    socket_with,
+};
+
+/// `SOCK_DIAG_BY_FAMILY` of linux/sock_diag.h.
+const BY_FAMILY: u16 = 20;
+
+/// `NLM_F_REQUEST` of linux/netlink.h.
+const REQUEST: u16 = 1;
+
+/// `IPPROTO_TCP`.
+const TCP: u8 = 6;
+
+/// `AF_INET`.
+const INET: u8 = 2;
+
+/// `AF_INET6`.
+const INET6: u8 = 10;
+
+/// `struct nlmsghdr`, in bytes.
+const HEAD: usize = 16;
+
+/// The same and `struct inet_diag_req_v2`.
+const LENGTH: u32 = 16 + 56;
+
+/// Longest answer, in bytes: without extensions it has fewer than 100.
+const ANSWER: usize = 4096;
+
+/// States of net/tcp_states.h in which a socket was closed, or will send nothing more: `FIN_WAIT1`, `FIN_WAIT2`, `TIME_WAIT`,
+/// `CLOSE`, `LAST_ACK` and `CLOSING`.
+const CLOSED: [u8; 6] = [4, 5, 6, 7, 9, 11];
+
+/// Asks the kernel about sockets of this host's network namespace.
+pub struct Sockets(OwnedFd);
+
+impl Sockets {
+    /// A way to ask.
+    ///
+    /// # Errors
+    /// The system's reason.
+    pub fn open() -> io::Result<Self> {
+        let protocol = Some(netlink::SOCK_DIAG);
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, protocol)?;
+        Ok(Self(socket))
+    }
+
+    /// Whether the socket that has connected `stream`, and wanted to go `to` before it was redirected, was closed. False where
+    /// there is none: the end of such a one is seen on `stream`.
+    #[must_use]
+    pub fn has_closed(&self, stream: &Stream, to: SocketAddr) -> bool {
+        let from = getpeername(stream).ok();
+        let from = from.and_then(|from| SocketAddr::try_from(from?).ok());
+        let state = from.and_then(|from| self.state(from, to).ok().flatten());
+        state.is_some_and(|state| CLOSED.contains(&state))
+    }
+
+    /// The state of the socket at `local` that is connected to `remote`.
+    fn state(&self, local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u8>> {
+        send(&self.0, &question(local, remote), SendFlags::empty())?;
+        let mut answer = [0; ANSWER];
+        // The kernel has answered before the call above comes back.
+        let (_, length) = recv(&self.0, &mut answer, RecvFlags::DONTWAIT)?;
+        let answer = &answer[..length.min(ANSWER)];
+        let kind = answer.get(4..6) == Some(&BY_FAMILY.to_ne_bytes());
+        // `idiag_state` follows the family.
+        Ok(answer.get(HEAD + 1).copied().filter(|_| kind))
+    }
+}
+
+/// A header, and an `inet_diag_req_v2` for one socket.
+fn question(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
+    let family = match local {
+        SocketAddr::V4(_) => INET,
+        SocketAddr::V6(_) => INET6,
+    };
+    let mut bytes = Vec::new();
+    bytes.extend(LENGTH.to_ne_bytes());
+    bytes.extend(BY_FAMILY.to_ne_bytes());
+    bytes.extend(REQUEST.to_ne_bytes());
+    // Sequence, and port of the sender: there is one question at a time.
+    bytes.extend([0; 8]);
+    // No extensions; all states.
+    bytes.extend([family, TCP, 0, 0]);
+    bytes.extend(u32::MAX.to_ne_bytes());
+    bytes.extend(local.port().to_be_bytes());
+    bytes.extend(remote.port().to_be_bytes());
+    bytes.extend(padded(local.ip()));
+    bytes.extend(padded(remote.ip()));
+    // Any interface, and no cookie (`INET_DIAG_NOCOOKIE`).
+    bytes.extend(0_u32.to_ne_bytes());
+    bytes.extend([0xff; 8]);
+    bytes
+}
+
+/// Four words of an address.
+fn padded(ip: IpAddr) -> [u8; 16] {
+    match ip {
+        IpAddr::V6(ip) => ip.octets(),
+        IpAddr::V4(ip) => {
+            let mut bytes = [0; 16];
+            bytes[..4].copy_from_slice(&ip.octets());
+            bytes
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture::{connection, fill, until};
+
+    #[test]
+    fn a_socket_that_was_closed_behind_bytes_that_nobody_reads_is_known() {
+        let (accepted, source) = connection();
+        let to = source.peer_addr().unwrap();
+        assert_eq!(question(to, to).len(), usize::try_from(LENGTH).unwrap());
+        let sockets = Sockets::open().unwrap();
+        fill(&source);
+        assert!(!sockets.has_closed(&accepted, to), "it is there");
+        drop(source);
+        until("its end is known", || sockets.has_closed(&accepted, to));
+        let elsewhere = "192.0.2.2:49152".parse().unwrap();
+        assert!(
+            !sockets.has_closed(&accepted, elsewhere),
+            "there is no such"
+        );
+    }
+}
