@@ -62,13 +62,18 @@ pub fn connection() -> (Stream, TcpStream) {
 
 /// Waits until `is_so`, which is to happen at once.
 pub fn until(what: &str, is_so: impl Fn() -> bool) {
-    for _ in 0..3000 {
-        if is_so() {
-            return;
+    assert!(becomes(is_so), "not so within 30 s: {what}");
+}
+
+/// The same; false if it does not.
+pub fn becomes(is_so: impl Fn() -> bool) -> bool {
+    (0..3000).any(|_| {
+        let is_so = is_so();
+        if !is_so {
+            std::thread::sleep(Duration::from_millis(10));
         }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    panic!("not so within 30 s: {what}");
+        is_so
+    })
 }
 
 /// Writes to a connection until it takes no more.

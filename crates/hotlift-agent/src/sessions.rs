@@ -249,7 +249,7 @@ impl Sessions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::{connection, fill, session, subject, until};
+    use crate::fixture::{becomes, connection, fill, session, subject, until};
 
     fn outgoing(id: u32) -> (Arc<Session>, hotlift::Listener) {
         session(subject(id, Direction::Outgoing, Kind::Migration))
@@ -332,7 +332,10 @@ mod tests {
             let waits = scope.spawn(|| sessions.place(&second, || 1).err());
             until("it waits", || second.moment().state == "waiting");
             drop(source);
-            until("it has ended", || waits.is_finished());
+            becomes(|| waits.is_finished());
+            // Ends one that has not seen it.
+            second.control.cancel();
+            sessions.wake();
             let error = waits.join().unwrap();
             assert!(matches!(error, Some(CarryError::Deserted)), "{error:?}");
         });

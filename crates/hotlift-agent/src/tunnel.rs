@@ -157,7 +157,7 @@ mod tests {
         let (far, mut server) = connection();
         session.give(near).unwrap();
         let mut bytes = [0; 1000];
-        let carries = thread::scope(|scope| {
+        let (late, carries) = thread::scope(|scope| {
             let far = far;
             let carries = scope.spawn(|| {
                 let far = RefCell::new(Some(far));
@@ -173,13 +173,13 @@ mod tests {
             server.read_exact(&mut bytes).unwrap();
             source.write_all(&bytes).unwrap();
             server.set_read_timeout(Some(ARRIVES)).unwrap();
-            let late = server.read(&mut bytes).unwrap_err();
-            assert_eq!(late.kind(), std::io::ErrorKind::WouldBlock);
+            let late = server.read(&mut bytes).map_err(|error| error.kind());
             server.write_all(&bytes).unwrap();
             source.read_exact(&mut bytes).unwrap();
             session.control.cancel();
-            carries.join().unwrap()
+            (late, carries.join().unwrap())
         });
+        assert_eq!(late, Err(std::io::ErrorKind::WouldBlock));
         assert!(matches!(carries, Err(CarryError::Cancelled)), "{carries:?}");
         let progress = session.moment().progress;
         assert!(progress.sent_bytes >= 1000, "{progress:?}");

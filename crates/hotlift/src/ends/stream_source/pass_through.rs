@@ -294,24 +294,25 @@ mod tests {
         let ((source, near), (far, destination)) =
             (Stream::pair().unwrap(), Stream::pair().unwrap());
         let mut bytes = [0; 1000];
-        thread::scope(|scope| {
+        let (late, sent) = thread::scope(|scope| {
             scope.spawn(|| copy(&near, &far, Some(&flow)));
             scope.spawn(|| copy(&far, &near, None));
             // The first takes its time from what follows.
             (&source).write_all(&bytes).unwrap();
             (&destination).read_exact(&mut bytes).unwrap();
             (&source).write_all(&bytes).unwrap();
-            let late = destination.read_within(&mut bytes, ARRIVES).unwrap_err();
-            assert_eq!(late.kind(), std::io::ErrorKind::TimedOut);
+            let late = destination.read_within(&mut bytes, ARRIVES);
             for _ in 0..2 {
                 (&destination).write_all(&bytes).unwrap();
                 (&source).read_exact(&mut bytes).unwrap();
             }
-            assert_eq!(flow.progress(Instant::now()).sent_bytes, 1000);
+            let sent = flow.progress(Instant::now()).sent_bytes;
             control.stop();
-            (&destination).read_exact(&mut bytes).unwrap();
             source.shutdown(Shutdown::Both);
             destination.shutdown(Shutdown::Both);
+            (late.map_err(|error| error.kind()), sent)
         });
+        assert_eq!(late, Err(std::io::ErrorKind::TimedOut));
+        assert_eq!(sent, 1000);
     }
 }
