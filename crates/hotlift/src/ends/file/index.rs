@@ -17,11 +17,17 @@ pub(crate) const WORDS: usize = 512;
 /// Bytes of a chunk in the file.
 pub(crate) const CHUNK_LEN: usize = WORDS * 8;
 
+/// Chunks of a group, which is made when the first of them is: 1 GiB of RAM, 12 KiB. How many there are, a file says.
+const GROUP: usize = 512;
+
 type Chunk = Box<[AtomicU64]>;
+
+type Group = Box<[OnceLock<Chunk>]>;
 
 /// The words of all pages.
 pub(crate) struct Index {
-    chunks: Vec<OnceLock<Chunk>>,
+    groups: Vec<OnceLock<Group>>,
+    chunks: usize,
     /// For each RAM block its first chunk, and its pages.
     blocks: Vec<(usize, usize)>,
 }
@@ -37,12 +43,22 @@ impl Index {
             (first, pages)
         });
         let blocks = blocks.collect();
-        let mut all = Vec::new();
-        all.resize_with(chunks, OnceLock::new);
+        let mut groups = Vec::new();
+        groups.resize_with(chunks.div_ceil(GROUP), OnceLock::new);
         Self {
-            chunks: all,
+            groups,
+            chunks,
             blocks,
         }
+    }
+
+    fn chunk(&self, chunk: usize) -> Option<&Chunk> {
+        self.groups[chunk / GROUP].get()?[chunk % GROUP].get()
+    }
+
+    fn place_of(&self, chunk: usize) -> &OnceLock<Chunk> {
+        let new = || (0..GROUP).map(|_| OnceLock::new()).collect();
+        &self.groups[chunk / GROUP].get_or_init(new)[chunk % GROUP]
     }
 
     /// Chunks of the index of these RAM blocks.
@@ -53,7 +69,7 @@ impl Index {
     }
 
     pub(crate) fn chunks(&self) -> usize {
-        self.chunks.len()
+        self.chunks
     }
 
     /// RAM blocks.
@@ -74,23 +90,23 @@ impl Index {
 
     /// Whether a chunk has its words.
     pub(crate) fn has(&self, chunk: usize) -> bool {
-        self.chunks[chunk].get().is_some()
+        self.chunk(chunk).is_some()
     }
 
     /// Gives a chunk its words, as they are in the file; one of zeros takes no memory.
     pub(crate) fn fill(&self, chunk: usize, bytes: &[u8; CHUNK_LEN]) {
         if *bytes == [0; CHUNK_LEN] {
-            let _ = self.chunks[chunk].set(Chunk::default());
+            let _ = self.place_of(chunk).set(Chunk::default());
             return;
         }
         let words = bytes.as_chunks::<8>().0.iter();
         let words = words.map(|word| AtomicU64::new(u64::from_be_bytes(*word)));
-        let _ = self.chunks[chunk].set(words.collect());
+        let _ = self.place_of(chunk).set(words.collect());
     }
 
     /// The words of a chunk, as they are in the file; `None` if all are 0.
     pub(crate) fn bytes(&self, chunk: usize) -> Option<[u8; CHUNK_LEN]> {
-        let words = self.chunks[chunk].get()?;
+        let words = self.chunk(chunk)?;
         let mut bytes = [0; CHUNK_LEN];
         for (into, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
             *into = word.load(Ordering::Relaxed).to_be_bytes();
@@ -100,18 +116,41 @@ impl Index {
 
     /// What is known of a page at that place; `None`: it is zero.
     pub(crate) fn get(&self, (chunk, word): (usize, usize)) -> Option<Entry> {
-        let word = self.chunks[chunk].get()?.get(word)?;
+        let word = self.chunk(chunk)?.get(word)?;
         Entry::decode(word.load(Ordering::Relaxed))
     }
 
     /// A page is there from now on, or is zero; what it was before.
     pub(crate) fn set(&self, (chunk, word): (usize, usize), entry: Option<Entry>) -> Option<Entry> {
-        let chunk = &self.chunks[chunk];
-        if entry.is_none() && chunk.get().is_none() {
+        if entry.is_none() && self.chunk(chunk).is_none() {
             return None;
         }
-        let words = chunk.get_or_init(|| (0..WORDS).map(|_| AtomicU64::new(0)).collect());
+        let new = || (0..WORDS).map(|_| AtomicU64::new(0)).collect();
+        let words = self.place_of(chunk).get_or_init(new);
         let entry = entry.map_or(0, Entry::encode);
         Entry::decode(words[word].swap(entry, Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_memory_of_an_index_is_that_of_the_pages_that_are_read_and_not_of_the_ram_that_a_file_has()
+     {
+        let index = Index::new(&[RamBlockEntry::new("pc.ram", 16 << 40)]);
+        let made = |index: &Index| {
+            let made = index.groups.iter().filter(|group| group.get().is_some());
+            made.count()
+        };
+        let last = index.place(0, (1 << 32) - 1).unwrap();
+        assert_eq!(last.0 + 1, index.chunks());
+        assert!(!index.has(last.0) && index.get(last).is_none() && index.bytes(last.0).is_none());
+        assert_eq!(made(&index), 0);
+        index.fill(last.0, &[0; CHUNK_LEN]);
+        assert!(index.has(last.0) && !index.has(0) && index.get(last).is_none());
+        assert_eq!(made(&index), 1);
+        assert!(index.groups.len() * size_of::<OnceLock<Group>>() <= 1 << 20);
     }
 }
