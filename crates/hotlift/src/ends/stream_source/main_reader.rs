@@ -171,7 +171,8 @@ impl<'a> MainReader<'a> {
                 if !self.input.fill(needed, &looking)? {
                     return Err(MigrationError::main_closed());
                 }
-                if self.switched {
+                // A destination that takes one loads nothing before it has it, and asks for nothing.
+                if self.switched && !self.upstream.demand.has_begun() {
                     self.tell_of_preempt()?;
                     self.yielding
                         .once(self.session.may_run_there() && self.preempt_is_known);
@@ -239,7 +240,7 @@ impl<'a> MainReader<'a> {
             Then::SyncPoint => self.barrier()?,
             Then::SectionEnd => self.section_end()?,
             Then::Pong(value) => self.upstream.answer(&encode(&[ReturnMessage::Pong(value)])),
-            Then::Preempt => postcopy(self.session)?.preempt()?,
+            Then::Preempt => self.make_preempt()?,
             Then::Discard(bytes) => {
                 self.switch(further)?;
                 postcopy(self.session)?.command(&bytes)?;
@@ -340,15 +341,20 @@ impl<'a> MainReader<'a> {
         Ok(())
     }
 
+    /// Gives the other side its preempt channel.
+    fn make_preempt(&self) -> Result<(), MigrationError> {
+        match postcopy(self.session)?.preempt() {
+            // Who takes one listens until it has it: what has come to the source's relay is a stranger's.
+            Err(error) if is_closed_to_all(&error) => Ok(()),
+            made => made,
+        }
+    }
+
     /// The other side has to know of a preempt channel before the package.
     fn tell_of_preempt(&mut self) -> Result<(), MigrationError> {
         if self.upstream.preempt.is_any() && !self.preempt_is_known {
             self.preempt_is_known = true;
-            match postcopy(self.session)?.preempt() {
-                // It listens until it has all that it takes: who has come here is a stranger.
-                Err(error) if is_closed_to_all(&error) => {}
-                told => return told,
-            }
+            self.make_preempt()?;
         }
         Ok(())
     }

@@ -123,6 +123,11 @@ impl Demand {
         lock(&self.state).sent.iter().try_for_each(PageSet::reserve)
     }
 
+    /// Whether anything was asked for.
+    pub(crate) fn has_begun(&self) -> bool {
+        lock(&self.state).block.is_some()
+    }
+
     /// Whether this page was asked for, and has not come.
     pub(crate) fn has(&self, block: usize, offset: u64) -> bool {
         lock(&self.state).waiting.contains(&(block, offset))
@@ -214,12 +219,13 @@ mod tests {
     #[test]
     fn a_page_that_never_comes_is_not_waited_for_for_ever() {
         let demand = demand();
+        assert!(!demand.has_begun());
         demand.note(&ReturnMessage::ReqPagesId {
             start: 0,
             length: 4096,
             block: "pc.ram",
         });
-        assert!(demand.has(0, 0) && !demand.has(0, 4096));
+        assert!(demand.has_begun() && demand.has(0, 0) && !demand.has(0, 4096));
         let waited = demand.wait_until_met(Duration::ZERO, &Always);
         assert!(matches!(waited, Err(MigrationError::Timeout { .. })));
     }

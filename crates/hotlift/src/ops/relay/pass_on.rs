@@ -248,8 +248,13 @@ impl Further for Connections<'_, '_> {
     fn preempt_for_sure(&self) -> bool {
         let call = self.session.call();
         let main = &self.upstream.main;
-        self.take(|arrivals| arrivals.another(main, Duration::ZERO, Some(&call)));
-        self.upstream.preempt.is_any()
+        let preempt = &self.upstream.preempt;
+        self.take(|arrivals| {
+            // With a candidate nobody's handshake keeps the guest from going on.
+            let call = Some(&call).filter(|_| !preempt.is_any());
+            arrivals.another(main, Duration::ZERO, call)
+        });
+        preempt.is_any()
     }
 
     fn late_channel(&self) -> bool {
