@@ -60,6 +60,10 @@ impl Hosts {
             // Without duplicate address detection, which takes seconds.
             host.tool("ip", &["address", "add", &address, "dev", "veth", "nodad"])
                 .expect("an address");
+            // The kernel gives a port of migrations to no connection that leaves.
+            let reserved = "net.ipv4.ip_local_reserved_ports=49152-49215";
+            host.tool("sysctl", &["-qw", reserved])
+                .expect("reserved ports");
         }
         link.source
             .tool("ip", &["route", "add", "default", "dev", "veth"])
