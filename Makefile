@@ -20,6 +20,8 @@
 # make bench-restore  measures how soon a saved VM runs, beside QEMU's mapped-ram, exec:zstd and a raw file (root; an
 #                hour; RAM=512M and REPEATS=1 for less)
 # make bench-agent  measures libvirt's migrations with and without agents, and a drain (root, KVM; half an hour)
+# make soak     moves eight domains of libvirt to and fro with faults, and watches what the agents hold (root, KVM; two hours;
+#                HOURS=0.2 for less)
 
 # A C compiler and binutils build the codecs and the guest program; ISA-L is the fastest deflate, and is
 # opened at run time.
@@ -50,7 +52,7 @@ CAMPAIGN_OUT = bench/results/$(shell date -u +%F)-campaign
 MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
 
 .PHONY: demo build deb rpm test test-package test-libvirt fmt lint unit campaign campaign-short qemu-matrix fuzz bench \
-	bench-suites bench-relay bench-auto bench-restore bench-agent
+	bench-suites bench-relay bench-auto bench-restore bench-agent soak
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
 # mix if there is none.
@@ -203,3 +205,9 @@ bench-agent: build
 	@scripts/install-packages $(BENCH_PACKAGES) $(LIBVIRT_PACKAGES) qemu-system-x86 nftables python3 zstd
 	-bench/agent.py --ram $(RAM) --repeats $(REPEATS) $(if $(filter generated,$(FILL)),,--fill $(FILL)) --out $(OUT)
 	bench/agent.py --table $(OUT)/runs.jsonl
+
+soak: RESULTS = soak
+soak: HOURS = 2
+soak: build
+	@scripts/install-packages $(BENCH_PACKAGES) $(LIBVIRT_PACKAGES) qemu-system-x86 nftables python3 zstd
+	bench/soak.py --hours $(HOURS) $(if $(filter generated,$(FILL)),,--fill $(FILL)) --out $(OUT)

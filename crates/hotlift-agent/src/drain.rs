@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use crate::agent::Agent;
 use crate::config::LogLevel;
+use crate::notify;
 
 /// Between two looks whether a postcopy still goes on.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Waits for all that is under way for up to `limit`, cancels what is left, and waits for that up to `last`; for a postcopy for
-/// as long as it goes on.
+/// as long as it goes on, which systemd is told.
 pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
     let sessions = &agent.sessions;
     if sessions.wait_until(limit, <[_]>::is_empty) {
@@ -30,7 +31,9 @@ pub fn wait(agent: &Agent, (limit, last): (Duration, Duration)) {
     cancel_all(agent);
     sessions.wait_until(last, |left| left.iter().all(|it| it.is_in_postcopy()));
     // Its end is told, and that its connection is lost is not.
-    while !sessions.wait_until(LOOK, |left| !left.iter().any(|it| it.is_in_postcopy())) {}
+    while !sessions.wait_until(LOOK, |left| !left.iter().any(|it| it.is_in_postcopy())) {
+        notify::say(&notify::stopping(last.saturating_mul(2)));
+    }
 }
 
 /// Cancels all that can be.
