@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use hotlift::tls::{Profile, of_folder};
+use hotlift::transport::Stream;
 use hotlift::{Address, Options};
 use serde_json::{Value, json};
 
@@ -93,6 +94,11 @@ impl Way {
             is_turned_away(relays.between(), None);
             is_turned_away(relays.between(), Some(other));
         }
+        // It is in front of the source's own.
+        let takes_strangers = self.tls.is_none() && !self.is_passed_through();
+        let in_front = takes_strangers && self.preempt;
+        let mut strangers = Vec::new();
+        strangers.extend(in_front.then(|| silent(relays.uri())));
         let before = here.count().expect("the guest has counted");
         here.qmp
             .client()
@@ -101,10 +107,19 @@ impl Way {
         there.says("postcopy-active");
         // It goes on there while its pages are here.
         there.counts_on_from(before);
+        if takes_strangers {
+            drop(silent(relays.uri()));
+            strangers.push(silent(relays.uri()));
+            // With the source's own at hand nobody else is looked at.
+            if !self.preempt {
+                is_turned_away(relays.uri(), None);
+            }
+        }
         Some(Moving {
             here,
             there,
             relays,
+            _strangers: strangers,
         })
     }
 
@@ -114,6 +129,7 @@ impl Way {
             mut here,
             mut there,
             relays,
+            _strangers,
         } = self.begin()?;
         here.qmp
             .set_parameters(&json!({ "max-bandwidth": FAST, "max-postcopy-bandwidth": FAST }))
@@ -152,6 +168,13 @@ struct Moving {
     here: Vm,
     there: Vm,
     relays: Relays,
+    _strangers: Vec<Stream>,
+}
+
+/// A connection to the relay at `to` on which nothing is said.
+fn silent(to: &str) -> Stream {
+    let address: Address = to.parse().expect("an address");
+    address.connect(DEADLINE).expect("it listens")
 }
 
 fn proven_and_goes_on(there: &mut Vm) {
@@ -231,6 +254,7 @@ fn a_guest_whose_relay_is_killed_in_postcopy_waits_and_gets_its_pages_through_ne
             mut here,
             mut there,
             relays,
+            _strangers,
         } = need!(way.begin());
         let said = relays.kill(killed);
         assert!(said.contains("not all of its pages are there"), "{said}");

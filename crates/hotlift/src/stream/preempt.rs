@@ -4,6 +4,7 @@
 //! of them; a Hotlift shows another, which it knows for one, what the migration is called.
 
 use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -142,6 +143,8 @@ pub(crate) struct PreemptOut {
     counters: Arc<Counters>,
     /// One record after the other, in one buffer.
     out: Mutex<Vec<u8>>,
+    /// A page is on its way there.
+    is_used: AtomicBool,
 }
 
 impl PreemptOut {
@@ -151,6 +154,23 @@ impl PreemptOut {
             stream,
             counters,
             out: Mutex::default(),
+            is_used: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether the other side takes pages on it. A QEMU without `postcopy-preempt` accepts the connection, and closes it; one
+    /// with it keeps it up to main's END.
+    ///
+    /// # Errors
+    /// [`MigrationError::Closed`] if pages were sent on one that is closed: nobody has them.
+    pub(crate) fn is_taken(&self) -> Result<bool, MigrationError> {
+        match (
+            self.stream.is_hung_up(),
+            self.is_used.load(Ordering::Acquire),
+        ) {
+            (false, _) => Ok(true),
+            (true, false) => Ok(false),
+            (true, true) => Err(MigrationError::main_closed()),
         }
     }
 
@@ -160,6 +180,7 @@ impl PreemptOut {
     /// [`MigrationError::Connection`].
     pub(crate) fn pages(&self, block: &str, pages: &PageRecords<'_>) -> Result<(), MigrationError> {
         let mut out = lock(&self.out);
+        self.is_used.store(true, Ordering::Release);
         out.clear();
         out.reserve(
             pages.content.len() + (pages.zero.len() + pages.normal.len()) * PREEMPT_HEAD_LEN,
@@ -203,5 +224,33 @@ fn broken(doing: &'static str, source: std::io::Error) -> MigrationError {
         channel: Channel::Main,
         doing,
         source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_page_goes_where_nobody_takes_it_and_one_that_has_gone_there_is_missed() {
+        let page = PageRecords {
+            block: 0,
+            zero: &[0],
+            normal: &[],
+            content: &[],
+        };
+        let open = || {
+            let (stream, other) = Stream::pair().unwrap();
+            (PreemptOut::new(stream, Arc::default()), other)
+        };
+        let (unused, other) = open();
+        assert!(unused.is_taken().unwrap());
+        drop(other);
+        assert!(!unused.is_taken().unwrap());
+        let (used, other) = open();
+        used.pages("pc.ram", &page).unwrap();
+        assert!(used.is_taken().unwrap());
+        drop(other);
+        assert!(used.is_taken().is_err());
     }
 }

@@ -499,6 +499,8 @@ impl Sink for StreamSink<'_> {
     }
 
     fn ram_end(&self) -> Result<(), MigrationError> {
+        // Behind END what nobody has taken would be zero.
+        self.preempt.get().map_or(Ok(true), PreemptOut::is_taken)?;
         self.lock_main().complete();
         match self.pages_on_main() {
             true => self.zero_section(false),

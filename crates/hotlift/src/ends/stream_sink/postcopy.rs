@@ -89,8 +89,8 @@ impl Postcopy for StreamSink<'_> {
             content: content.map_or(&[], |page| page),
         };
         match self.preempt.get() {
-            Some(channel) => channel.pages(self.block_name(block), &pages),
-            None => self.main().take_urgently().pages_at_once(pages),
+            Some(channel) if channel.is_taken()? => channel.pages(self.block_name(block), &pages),
+            _ => self.main().take_urgently().pages_at_once(pages),
         }
     }
 }

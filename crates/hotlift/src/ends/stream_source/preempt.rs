@@ -255,9 +255,7 @@ mod tests {
         let add = |says: Option<&[u8]>| {
             let (ours, theirs) = Stream::pair().unwrap();
             assert!(candidates.add(ours));
-            if let Some(says) = says {
-                (&theirs).write_all(says).unwrap();
-            }
+            (&theirs).write_all(says.unwrap_or_default()).unwrap();
             theirs
         };
         let silent = add(Some(b""));
