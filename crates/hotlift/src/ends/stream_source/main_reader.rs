@@ -44,7 +44,7 @@ pub(crate) struct MainReader<'a> {
     preempt_is_known: bool,
     /// A relay's sync point behind the package is still to come.
     awaits_sync: bool,
-    /// With a preempt channel, main has what nobody waits for.
+    /// Once the preempt channel is found, main has what nobody waits for.
     yielding: Yielding,
 }
 
@@ -174,9 +174,8 @@ impl<'a> MainReader<'a> {
                 // A destination that takes one loads nothing before it has it, and asks for nothing.
                 if self.switched && !self.upstream.demand.has_begun() {
                     self.tell_of_preempt()?;
-                    self.yielding
-                        .once(self.session.may_run_there() && self.preempt_is_known);
                 }
+                self.yielding.once(self.upstream.preempt.is_found());
                 return Ok(false);
             }
         };
