@@ -49,7 +49,7 @@ pub struct DrainArgs {
     /// Most domains that go at once [default: 2, or as many as this host's agent has places and cores for]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u8).range(1..))]
     at_once: Option<u8>,
-    /// Bytes a second of the link that the plan is made for, as in 125M [default: as this host's agent allows, or 125M]
+    /// Bytes a second of the link that the plan is made for, as in 125M [default: as this host's agent allows, or 125000000]
     #[arg(long, value_name = "BYTES", value_parser = to_bytes)]
     bandwidth: Option<u64>,
     /// Connections of each domain's QEMU (virsh migrate --parallel); 0 for none besides its main one

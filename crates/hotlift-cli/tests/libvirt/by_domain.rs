@@ -104,7 +104,8 @@ fn a_domain_stays_when_the_agent_is_killed_or_is_not_there() {
     let one = domain(&hosts, "web1");
     hosts.limit(SLOW_MBITS).expect("a slow link");
     let (source, destination) = (&hosts.source, &hosts.destination);
-    let command = migrate(&hosts, source, destination, &one, &["--parallel=2"]);
+    // Without multifd: QEMU 7.2 may end by an assertion of its own when its channels break early (docs/libvirt.md).
+    let command = migrate(&hosts, source, destination, &one, &[]);
     carries(&at_destination);
     at_destination.kill();
     let (code, said) = ended(command);
