@@ -173,6 +173,9 @@ class Rig:
                 with contextlib.suppress(ProcessLookupError, IndexError):
                     os.kill(children(process.pid)[0], 15)
                 process.wait()
+            # Their tables stay: no migration would go without an agent.
+            for host in (self.a, self.b):
+                host.run(self.arguments.hotlift, "agent", "rules", "--remove")
 
     @contextlib.contextmanager
     def relays(self):
