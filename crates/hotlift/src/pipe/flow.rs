@@ -61,14 +61,7 @@ impl<B> Flow<B> {
 
     /// Waits for a free batch; `None` once the flow is broken.
     pub(crate) fn take(&self) -> Option<B> {
-        let mut state = self
-            .freed
-            .wait_while(self.lock(), |state| state.free.is_empty() && !state.broken)
-            .unwrap_or_else(PoisonError::into_inner);
-        if state.broken {
-            return None;
-        }
-        state.free.pop()
+        self.take_while(|| true).ok().flatten()
     }
 
     /// Waits for a free batch as long as `waits` is true, which is asked again at each [`Flow::ask_again`].

@@ -57,9 +57,7 @@ impl<C> ByMethod<C> {
         };
         Ok(&mut self.made[index].1)
     }
-}
 
-impl<C> ByMethod<C> {
     /// Whether the half for `method` was made.
     pub(crate) fn has(&self, method: Method) -> bool {
         self.made.iter().any(|(one, _)| *one == method)
