@@ -147,7 +147,7 @@ fn a_wrong_certificate_moves_nothing_whatever_the_policy() {
     let source = Agent::start(&hosts, &hosts.source, &Pki::new(), allow);
     let destination = Agent::start(&hosts, &hosts.destination, &Pki::new(), allow);
     let one = domain(&hosts, "web1");
-    migrate(&hosts, End::Source, &one, &[UNSAFE, "--parallel"]).expect_err("another CA");
+    migrate(&hosts, End::Source, &one, &[UNSAFE]).expect_err("another CA");
     is_at(&hosts, End::Source, &one);
     end([source, destination]);
 }
