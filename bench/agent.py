@@ -44,6 +44,11 @@ RATE = 200
 CHANNELS = 2
 # Of the relays: QEMU and relay of the destination, and the other relay.
 QEMU_PORT, RELAY_PORT = 49300, 49301
+# The guest program waits in a loop: it knows no interrupts. Of several, each gets a part of a core, as idle guests take, or they
+# would have both cores of a small machine. By libvirt's <cputune> (us), which control groups of version 1 are needed for.
+SHARE_PERIOD_US, SHARE_QUOTA_US = 20000, 1000
+CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
+HAS_SHARES = (CPU_GROUPS / "tasks").exists()
 IDLE_S = 10
 PATIENCE_S = 60
 
@@ -54,7 +59,9 @@ class Host:
     def __init__(self, name, folder):
         self.name = name
         line = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", ROOT / "scripts/libvirt-host"]
-        self.holder = subprocess.Popen([*line, name, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.group = CPU_GROUPS / f"hotlift-{folder.name}-{name}"
+        words = [*line, name, folder, *(["cpu"] if HAS_SHARES else [])]
+        self.holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self.holder.stdout.readline().strip() != "stands":
             raise RuntimeError("scripts/libvirt-host says why")
         self.init = children(self.holder.pid)[0]
@@ -81,6 +88,9 @@ class Host:
     def end(self):
         self.holder.stdin.close()
         self.holder.wait()
+        for group, _, _ in os.walk(self.group, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(group)
 
 
 def children(pid):
@@ -129,15 +139,18 @@ class Rig:
             if link != "none":
                 host.run("tc", "qdisc", "add", "dev", "veth", "root", "tbf", "rate", link, "burst", "256k", "limit", "2m")
 
-    def domain(self, name, ram):
+    def domain(self, name, ram, is_one_of_many=False):
         console = self.folder / f"{name}.console"
         console.write_text("")
         console.chmod(0o666)
         settings = f"workload=random rate={RATE} ws={WORKING_SET} seed=5"
+        has_share = is_one_of_many and HAS_SHARES
+        share = f"<cputune><period>{SHARE_PERIOD_US}</period><quota>{SHARE_QUOTA_US}</quota></cputune>" if has_share else ""
         xml = self.folder / f"{name}.xml"
         xml.write_text(
             f"<domain type='kvm'><name>{name}</name><memory unit='KiB'>{ram >> 10}</memory>"
             "<memoryBacking><source type='file'/><access mode='shared'/></memoryBacking><vcpu>1</vcpu>"
+            f"{share}"
             "<os><type arch='x86_64' machine='pc-i440fx-7.2'>hvm</type><loader type='rom'>/usr/share/qemu/qboot.rom</loader>"
             f"<kernel>{self.folder / 'guest.elf'}</kernel><cmdline>{settings}</cmdline></os><features><acpi/></features><devices>"
             f"<controller type='usb' model='none'/><serial type='file'><source path='{console}' append='on'/></serial>"
@@ -248,7 +261,7 @@ def one(rig, kind, ram, link):
     rig.limit("none")
     try:
         for name in names:
-            rig.domain(name, size)
+            rig.domain(name, size, count > 1)
         rig.limit(link)
         with contextlib.ExitStack() as stack:
             if kind in ("agent", "drain", "all"):

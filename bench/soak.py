@@ -196,7 +196,7 @@ def main():
         rig = Rig(arguments, Path(folder))
         try:
             for number in range(arguments.domains):
-                rig.domain(f"vm{number}", RAM)
+                rig.domain(f"vm{number}", RAM, is_one_of_many=True)
             with rig.agents() as pids:
                 soak = Soak(rig, arguments, pids, kept)
                 soak.run()
