@@ -60,8 +60,10 @@ class Host:
         self.name = name
         line = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", ROOT / "scripts/libvirt-host"]
         self.group = CPU_GROUPS / f"hotlift-{folder.name}-{name}"
-        words = [*line, name, folder, *(["cpu"] if HAS_SHARES else [])]
-        self.holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if HAS_SHARES:
+            self.group.mkdir()
+        words = [name, folder, *([self.group] if HAS_SHARES else [])]
+        self.holder = subprocess.Popen([*line, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self.holder.stdout.readline().strip() != "stands":
             raise RuntimeError("scripts/libvirt-host says why")
         self.init = children(self.holder.pid)[0]
@@ -144,13 +146,12 @@ class Rig:
         console.write_text("")
         console.chmod(0o666)
         settings = f"workload=random rate={RATE} ws={WORKING_SET} seed=5"
-        has_share = is_one_of_many and HAS_SHARES
-        share = f"<cputune><period>{SHARE_PERIOD_US}</period><quota>{SHARE_QUOTA_US}</quota></cputune>" if has_share else ""
+        share = f"<cputune><period>{SHARE_PERIOD_US}</period><quota>{SHARE_QUOTA_US}</quota></cputune>"
         xml = self.folder / f"{name}.xml"
         xml.write_text(
             f"<domain type='kvm'><name>{name}</name><memory unit='KiB'>{ram >> 10}</memory>"
             "<memoryBacking><source type='file'/><access mode='shared'/></memoryBacking><vcpu>1</vcpu>"
-            f"{share}"
+            f"{share if is_one_of_many and HAS_SHARES else ''}"
             "<os><type arch='x86_64' machine='pc-i440fx-7.2'>hvm</type><loader type='rom'>/usr/share/qemu/qboot.rom</loader>"
             f"<kernel>{self.folder / 'guest.elf'}</kernel><cmdline>{settings}</cmdline></os><features><acpi/></features><devices>"
             f"<controller type='usb' model='none'/><serial type='file'><source path='{console}' append='on'/></serial>"
@@ -212,6 +213,11 @@ class Rig:
             for process in processes:
                 process.kill()
 
+    def failures(self):
+        """What the agents have said of migrations that failed, by host."""
+        logs = {host.name: self.folder / f"{host.name}.log" for host in (self.a, self.b)}
+        return {name: [line for line in log.read_text().splitlines() if "state=failed" in line] for name, log in logs.items() if log.exists()}
+
     def end(self):
         self.a.end()
         self.b.end()
@@ -261,7 +267,7 @@ def one(rig, kind, ram, link):
     rig.limit("none")
     try:
         for name in names:
-            rig.domain(name, size, count > 1)
+            rig.domain(name, size, is_one_of_many=count > 1)
         rig.limit(link)
         with contextlib.ExitStack() as stack:
             if kind in ("agent", "drain", "all"):
@@ -345,7 +351,7 @@ def main():
                         try:
                             run |= one(rig, kind, arguments.ram, link)
                         except RuntimeError as error:
-                            run["failed"] = str(error)
+                            run |= {"failed": str(error), "agents": rig.failures()}
                             failed += 1
                         print(json.dumps(run), file=kept, flush=True)
                         print(json.dumps(run), flush=True)
