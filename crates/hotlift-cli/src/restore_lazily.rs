@@ -65,10 +65,16 @@ fn after_start(
             say_taken(running, destination);
             Ok(())
         }
-        // The devices did not load: no guest has run.
-        Statement::Never { reason } if !args.resume => Err(CommandError::Restore {
-            reasons: format!("{}; QEMU: {reason}", error.chain()),
-        }),
+        // The devices did not load: no guest has run, whatever could be believed here.
+        Statement::Never { reason } if !args.resume => {
+            let cause = match error {
+                MigrationError::PagesMissing { source } => source,
+                other => other,
+            };
+            Err(CommandError::Restore {
+                reasons: format!("{}; QEMU: {reason}", cause.chain()),
+            })
+        }
         Statement::Never { reason } => Err(CommandError::NotTaken { reason }),
         Statement::Unknown { .. } => Err(CommandError::PagesMissing {
             is_damage: error.is_damage(),

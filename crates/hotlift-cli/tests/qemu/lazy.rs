@@ -193,6 +193,31 @@ fn a_file_that_cannot_be_restored_lazily_is_refused_before_the_guest_runs() {
     }
 }
 
+#[test]
+fn what_a_smaller_machine_says_of_a_file_is_told_and_nobody_speaks_of_a_guest_that_runs() {
+    let files = folder();
+    let machine = machine(PC_10, Accelerator::Kvm);
+    let (file, _) = need!(saved(files.path(), &machine));
+    let program = need!(Release::V10.program()).display().to_string();
+    let restore = ["restore", "--lazy", &file, "--", &program, "-accel", "tcg"];
+    let smaller = [
+        "-machine",
+        PC_10,
+        "-m",
+        "16",
+        "-uuid",
+        hotlift_testkit::qemu::UUID,
+        "-nodefaults",
+        "-display",
+        "none",
+    ];
+    let (status, said) = Hotlift::start(&[&restore[..], &smaller].concat()).wait();
+    assert_eq!(status.code(), Some(1), "{said:?}");
+    let said = said.join("\n");
+    assert!(said.contains("mismatch: pc.ram: "), "{said}");
+    assert!(!said.contains("the guest runs"), "{said}");
+}
+
 /// A server of the save files in a folder, and its address.
 fn serve(files: &Path, listen: &str, tls: &str) -> (Hotlift, String) {
     let listen = format!("--listen={listen}");
