@@ -125,7 +125,8 @@ class Soak:
 
     def console(self, name):
         """How much the guest has written, by its own word."""
-        lines = (self.rig.folder / f"{name}.console").read_text().splitlines()
+        # The last line may be half written.
+        lines = (self.rig.folder / f"{name}.console").read_text().split("\n")[:-1]
         whole = [line for line in lines if "writes=" in line and "errors=" in line]
         figures = dict(word.split("=") for word in whole[-1].split()[1:])
         if int(figures["errors"]):
