@@ -1,19 +1,23 @@
 //! What a drain chooses from: the domains of this host, and the destinations, as their libvirts speak of them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::iter::repeat;
+use std::panic::resume_unwind;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
-use hotlift_console::signals::TICK;
 
 use crate::drain_plan::{Candidate, Place, Stays, short};
 use crate::error::CommandError;
-use crate::virsh::{Domain, Libvirt, State, VirshError};
+use crate::virsh::{Domain, Libvirt, Memory, State, VirshError};
 
-/// How long the samples of what domains write may take after they were begun; they take a second.
+/// How long the samples of what domains write may take; they take a second.
 const SAMPLES: Duration = Duration::from_secs(10);
+
+/// Between two looks whether they are there.
+const SAMPLE: Duration = Duration::from_millis(200);
 
 /// Domains of this host.
 #[derive(Debug, Default)]
@@ -68,35 +72,57 @@ impl Domains {
 
     /// How large they are, and how much they write. One that has ended meanwhile is left out.
     pub fn measured(&self, here: &Libvirt) -> Vec<Candidate> {
-        for domain in &self.running {
-            // Without it the plan is made without what the domain writes.
-            let _ = here.sample_writes(domain);
-        }
-        let deadline = Instant::now() + SAMPLES;
-        let running = self.running.iter().filter_map(|domain| {
-            let mut memory = here.memory(domain);
-            while matches!(memory, Ok((_, None))) && Instant::now() < deadline {
-                thread::sleep(TICK);
-                memory = here.memory(domain);
-            }
-            candidate(here, domain, memory, None)
-        });
-        let still = self
-            .still
-            .iter()
-            .filter_map(|domain| candidate(here, domain, here.memory(domain), Some(Stays::Still)));
-        running.chain(still).collect()
+        let memory = self.memory(here);
+        let running = self.running.iter().zip(repeat(None));
+        let still = self.still.iter().zip(repeat(Some(Stays::Still)));
+        let candidate = |(domain, stays): (&Domain, _)| {
+            let of_all = memory.get(&domain.name).copied();
+            candidate(
+                here,
+                domain,
+                of_all.map_or_else(|| alone(here, domain), Ok),
+                stays,
+            )
+        };
+        running.chain(still).filter_map(candidate).collect()
     }
+
+    /// What libvirt says of all, with a sample of what those that run write. One that does not answer is no reason to know nothing
+    /// of the others: of each that is missing here it is asked alone.
+    fn memory(&self, here: &Libvirt) -> BTreeMap<String, Memory> {
+        let running: Vec<_> = self.running.iter().collect();
+        // The plan is made without what cannot be sampled.
+        let _ = here.sample_writes(&running);
+        let deadline = Instant::now() + SAMPLES;
+        loop {
+            let memory = here.memory(None).unwrap_or_default();
+            let waits = memory.values().any(|one| one.is_sampled_now);
+            if !waits || Instant::now() >= deadline {
+                return memory;
+            }
+            thread::sleep(SAMPLE);
+        }
+    }
+}
+
+fn alone(here: &Libvirt, domain: &Domain) -> Result<Memory, VirshError> {
+    let mut memory = here.memory(Some(domain))?;
+    let of_it = memory.remove(&domain.name);
+    of_it.ok_or_else(|| VirshError::Garbage {
+        at: here.uri().to_owned(),
+        what: "the memory of a domain",
+        said: String::new(),
+    })
 }
 
 fn candidate(
     here: &Libvirt,
     domain: &Domain,
-    memory: Result<(u64, Option<u64>), VirshError>,
+    memory: Result<Memory, VirshError>,
     stays: Option<Stays>,
 ) -> Option<Candidate> {
     let (memory, written, stays) = match memory {
-        Ok((memory, written)) => (memory, written, stays),
+        Ok(memory) => (memory.bytes, memory.written, stays),
         Err(_) if matches!(here.state(domain), Ok(State::Gone)) => {
             complain!("{} has ended, and is left out", domain.name);
             return None;
@@ -119,10 +145,17 @@ fn candidate(
 /// # Errors
 /// [`VirshError`] if none does.
 pub fn places(uris: &[String]) -> Result<Vec<Place>, VirshError> {
+    let asked: Vec<_> = uris
+        .iter()
+        .map(|uri| {
+            let libvirt = Libvirt::at(uri);
+            (uri, thread::spawn(move || libvirt.free_memory()))
+        })
+        .collect();
     let mut places = Vec::new();
     let mut failed = Vec::new();
-    for uri in uris {
-        match Libvirt::at(uri).free_memory() {
+    for (uri, answer) in asked {
+        match answer.join().unwrap_or_else(|panic| resume_unwind(panic)) {
             Ok(free) => places.push(Place {
                 uri: uri.clone(),
                 free,

@@ -3,6 +3,7 @@
 //! `virsh` and not libvirt's library: the same authentication, URIs and options as an operator types them, nothing of another
 //! release's ABI in this process, and a call that does not return costs a process, and no thread of this one.
 
+use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
@@ -123,6 +124,17 @@ pub struct Job {
     pub remaining_bytes: u64,
 }
 
+/// What libvirt says of a domain's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Memory {
+    /// Its bytes.
+    pub bytes: u64,
+    /// Bytes a second that are written to; `None` if that was not sampled.
+    pub written: Option<u64>,
+    /// It is being sampled.
+    pub is_sampled_now: bool,
+}
+
 impl Libvirt {
     /// The one at a URI of libvirt's.
     pub fn at(uri: &str) -> Self {
@@ -231,42 +243,28 @@ impl Libvirt {
         Ok(Domain::find(&all, typed).cloned())
     }
 
-    /// Lets libvirt sample what a domain writes, for a second from now on.
+    /// Lets libvirt sample what domains write, for a second from now on. One that cannot be sampled is left out.
     ///
     /// # Errors
     /// [`VirshError`].
-    pub fn sample_writes(&self, domain: &Domain) -> Result<(), VirshError> {
-        let line = [
-            "domdirtyrate-calc",
-            "--seconds",
-            "1",
-            "--domain",
-            &domain.uuid,
-        ];
-        self.ask(&line).map(drop)
+    pub fn sample_writes(&self, domains: &[&Domain]) -> Result<(), VirshError> {
+        let sample = |domain: &&Domain| {
+            let uuid = &domain.uuid;
+            format!("domdirtyrate-calc --seconds 1 --domain {uuid}; ")
+        };
+        let lines: String = domains.iter().map(sample).collect();
+        self.ask(&[&format!("{lines}echo")]).map(drop)
     }
 
-    /// Bytes of a domain's memory, and bytes a second that it writes to; `None` if that was not sampled.
+    /// What libvirt says of the memory of a domain, or of all that are active, by name.
     ///
     /// # Errors
-    /// [`VirshError`].
-    pub fn memory(&self, domain: &Domain) -> Result<(u64, Option<u64>), VirshError> {
-        let said = self.ask(&[
-            "domstats",
-            "--balloon",
-            "--dirtyrate",
-            "--domain",
-            &domain.uuid,
-        ])?;
-        let memory = number(&said, "balloon.current=");
-        let memory = memory.ok_or_else(|| self.garbage("the memory of a domain", &said))?;
-        let is_measured = number(&said, "dirtyrate.calc_status=") == Some(2);
-        let rate = number(&said, "dirtyrate.megabytes_per_second=");
-        let rate = rate.filter(|_| is_measured);
-        Ok((
-            memory.saturating_mul(1 << 10),
-            rate.map(|mib| mib.saturating_mul(1 << 20)),
-        ))
+    /// [`VirshError`], as when the one is not there.
+    pub fn memory(&self, of: Option<&Domain>) -> Result<BTreeMap<String, Memory>, VirshError> {
+        let which = of.map_or("--list-active", |domain| &domain.uuid);
+        let said = self.ask(&["domstats", "--balloon", "--dirtyrate", which])?;
+        let found = memory(&said);
+        found.ok_or_else(|| self.garbage("the memory of domains", &said))
     }
 
     /// Bytes of this host's memory that guests could have.
@@ -454,6 +452,25 @@ fn value<'a>(said: &'a str, name: &str) -> Option<&'a str> {
     Some(rest.trim_start_matches([' ', ':']).trim())
 }
 
+/// By name, from what `virsh domstats` prints; `None` if a domain has none.
+fn memory(said: &str) -> Option<BTreeMap<String, Memory>> {
+    let mut domains = said.split("Domain: '");
+    domains.next()?;
+    let domain = |text: &str| {
+        let (name, figures) = text.split_once("'\n")?;
+        // As virDomainDirtyRateStatus counts: not begun, being measured, measured.
+        let status = number(figures, "dirtyrate.calc_status=");
+        let mib = number(figures, "dirtyrate.megabytes_per_second=").filter(|_| status == Some(2));
+        let memory = Memory {
+            bytes: number(figures, "balloon.current=")?.saturating_mul(1 << 10),
+            written: mib.map(|mib| mib.saturating_mul(1 << 20)),
+            is_sampled_now: status == Some(1),
+        };
+        Some((name.to_owned(), memory))
+    };
+    domains.map(domain).collect()
+}
+
 fn number(said: &str, name: &str) -> Option<u64> {
     value(said, name)?.parse().ok()
 }
@@ -464,12 +481,34 @@ mod tests {
 
     #[test]
     fn figures_are_found_in_what_virsh_prints() {
-        let said = "Domain: 'c1'\n  balloon.current=65536\n  dirtyrate.calc_status=2\n";
-        assert_eq!(number(said, "balloon.current="), Some(65536));
-        assert_eq!(number(said, "dirtyrate.megabytes_per_second="), None);
         let said = "total  :  24684096 KiB\nfree   :  20000000 KiB\ncached :         17 KiB";
         assert_eq!(value(said, "free"), Some("20000000 KiB"));
         assert_eq!(value("Persistent:     yes", "Persistent:"), Some("yes"));
+    }
+
+    #[test]
+    fn the_memory_of_each_domain_is_found_and_what_it_writes_once_that_is_sampled() {
+        let figures = |status| {
+            let rate = "dirtyrate.megabytes_per_second=3";
+            format!("  balloon.current=64\n  dirtyrate.calc_status={status}\n  {rate}\n")
+        };
+        let said = format!(
+            "Domain: 'a's'\n{}\nDomain: ' b'\n{}\n",
+            figures(2),
+            figures(1)
+        );
+        let of = |written: Option<u64>| Memory {
+            bytes: 64 << 10,
+            written,
+            is_sampled_now: written.is_none(),
+        };
+        let found = memory(&said).unwrap();
+        let expected = [("a's", of(Some(3 << 20))), (" b", of(None))];
+        assert_eq!(
+            found,
+            expected.map(|(name, of)| (name.to_owned(), of)).into()
+        );
+        assert_eq!(memory("Domain: 'a'\n  balloon.maximum=64\n"), None);
     }
 
     #[test]

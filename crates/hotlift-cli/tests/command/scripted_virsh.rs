@@ -34,6 +34,7 @@ while [ $# -gt 0 ]; do
     --domain) domain=$2 ;;
     --desturi) there=$hosts/$(of "$2") ;;
     esac
+    last=$1
     shift
 done
 if [ -n "$domain" ]; then
@@ -49,7 +50,7 @@ if [ -n "$domain" ]; then
     fi
     dir=$found
 fi
-[ -f "$host/on-$verb" ] && . "$host/on-$verb"
+[ "$verb" != domstats ] && [ -f "$host/on-$verb" ] && . "$host/on-$verb"
 case $verb in
 list)
     for dir in "$host"/*/; do
@@ -63,7 +64,21 @@ list)
     done ;;
 domstate) cat "$dir/state" ;;
 dominfo) echo "Persistent:     yes" ;;
-domstats) printf '  balloon.current=1024\n  dirtyrate.calc_status=2\n  dirtyrate.megabytes_per_second=0\n' ;;
+domstats)
+    found=
+    for dir in "$host"/*/; do
+        case $last/$(cat "$dir/state") in
+        "$(cat "$dir/uuid")"/* | --list-active/running | --list-active/paused) found=1 ;;
+        *) continue ;;
+        esac
+        [ -f "$host/on-domstats" ] && . "$host/on-domstats"
+        printf "Domain: '%s'\n" "$(cat "$dir/name")"
+        printf '  balloon.current=1024\n  dirtyrate.calc_status=2\n  dirtyrate.megabytes_per_second=0\n\n'
+    done
+    if [ -z "$found" ] && [ "$last" != --list-active ]; then
+        echo "error: failed to get domain '$last'" >&2
+        exit 1
+    fi ;;
 nodememstats) echo "free   :  1048576 KiB" ;;
 migrate) mv "$dir" "$there" ;;
 domjobinfo) exit 1 ;;
@@ -112,7 +127,7 @@ impl Hosts {
     }
 
     /// What `virsh` is to do at a host before it carries out a command, in lines of the shell: `$dir` is the folder of the
-    /// domain, `$there` that of the other host.
+    /// domain, `$there` that of the other host. Before what `domstats` says of a domain, for each.
     pub fn on(&self, uri: &str, command: &str, lines: &str) {
         let path = self.host(uri).join(format!("on-{command}"));
         fs::write(path, lines).expect("a script");
