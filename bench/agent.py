@@ -16,6 +16,7 @@ what libvirt counts at the destination; QEMU may choose it up to --downtime-limi
 | domain | `hotlift migrate --domain --parallel`, no rule |
 | drain | `hotlift drain` of several domains, with the agents |
 | all | the same domains by `virsh migrate` all at once, with the agents |
+| all-plain | the same domains all at once, no agent |
 | each | the same domains one after the other, no agent |
 | idle | an agent that carries nothing: resident memory, and how often its threads wake up in ten seconds |
 """
@@ -35,7 +36,8 @@ from restore_vm import MIB, VMM, write_ram
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("200mbit", "1gbit", "none")
-KINDS = ("plain", "agent", "relays", "domain", "drain", "all", "each", "idle")
+KINDS = ("plain", "agent", "relays", "domain", "drain", "all", "all-plain", "each", "idle")
+OF_DRAIN = ("drain", "all", "all-plain", "each")
 # What the agent's unit gives it.
 ENVIRONMENT = next(line.split("=", 1)[1].split() for line in (ROOT / "packaging/hotlift-agent.service").read_text().splitlines()
                    if line.startswith("Environment="))
@@ -260,7 +262,7 @@ def one(rig, kind, ram, link):
     """One migration, or several."""
     if kind == "idle":
         return idle(rig)
-    count = rig.arguments.domains if kind in ("drain", "all", "each") else 1
+    count = rig.arguments.domains if kind in OF_DRAIN else 1
     names = [f"vm{number}" for number in range(count)]
     size = ram // count
     hotlift = rig.arguments.hotlift
@@ -323,7 +325,7 @@ def table(runs):
             if not mine:
                 continue
             seconds = median(run["seconds"] for run in mine)
-            beside = base["all" if kind in ("drain", "all", "each") else "plain"]
+            beside = base["all" if kind in OF_DRAIN else "plain"]
             share = f"{seconds / beside:.2f}" if beside else "–"
             out.append(f"| {link} | {kind} | {seconds:.2f} | {share} | {median(max(run['downtime_ms']) for run in mine):.0f} |")
     for run in runs:
