@@ -36,9 +36,40 @@ pub fn settle(qmp: &str) -> String {
     )
 }
 
+/// Exit code where nobody knows who has the guest, or it may stand still.
+pub const STANDS_STILL: u8 = 3;
+
 /// What is left of a damaged file.
 const SALVAGE: &str = "restore from another copy of the file; or go on without what is damaged of its pages: --salvage puts \
                        zero pages in their place, and names each";
+
+/// Where the pages are that a guest has not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RestFrom {
+    /// Where they came from.
+    There,
+    /// In an undamaged copy of the file.
+    Copy,
+    /// In a file that has another name by now.
+    OtherName,
+}
+
+/// What to type for the guest of a QEMU that may have ended.
+fn resume(answers: bool, rest: RestFrom, resume: &str) -> String {
+    let unless = match answers {
+        true => "the guest stands still where it needs one of them",
+        false => "if its QEMU has ended, the guest has ended, too; otherwise it waits for them",
+    };
+    let rest = match rest {
+        RestFrom::There => "bring it the rest",
+        RestFrom::Copy => {
+            "bring it the rest from another copy of the file, or with --salvage, which puts zero pages in the place of what is \
+             damaged, and names each"
+        }
+        RestFrom::OtherName => "bring it the rest from the file that it was begun with",
+    };
+    format!("{unless}; {rest}: {resume}")
+}
 
 /// A failed command.
 #[derive(Debug, thiserror::Error)]
@@ -71,17 +102,17 @@ pub enum CommandError {
         "it is not known whether the guest runs here: {reasons}; its QEMU was left as it is ({qemu})"
     )]
     NotKnown { reasons: String, qemu: String },
-    #[error(
-        "{reasons}; it stands still where it needs one of the others, until they come: hotlift restore --lazy --resume {} \
-         --qmp ADDRESS ({qemu})",
-        file
-    )]
+    #[error("the guest has not all of its pages: {reasons} ({qemu})")]
     PagesMissing {
         reasons: String,
-        file: String,
         qemu: String,
-        is_damage: bool,
+        /// QEMU answers.
+        answers: bool,
+        rest: RestFrom,
+        resume: String,
     },
+    #[error("the guest waits for its pages as before: {reasons}")]
+    StillWaits { reasons: String },
     #[error("the save file cannot be used: {reason}")]
     Show { reason: String },
     #[error("cannot hand out files: {reason}")]
@@ -174,6 +205,12 @@ impl CommandError {
             Self::Relay(MigrationError::Released { .. }) => Some(format!(
                 "let it run there: hotlift settle --qmp {QMP_OF_THE_SOURCE} --here"
             )),
+            Self::PagesMissing {
+                answers,
+                rest,
+                resume: line,
+                ..
+            } => Some(resume(*answers, *rest, line)),
             _ => self.fixed_advice().map(str::to_owned),
         }
     }
@@ -195,14 +232,18 @@ impl CommandError {
             Self::Qemu(QemuError::Busy { .. }) => {
                 Some("wait for the end of what is under way, or 'migrate_cancel' it")
             }
+            Self::Qemu(QemuError::NotWaiting { migration, .. })
+                if migration == "postcopy-paused" =>
+            {
+                Some(
+                    "its guest is there, and waits for pages; those of a lazy restore come with: hotlift restore --lazy --resume",
+                )
+            }
             Self::Qemu(QemuError::NotWaiting { .. }) => {
                 Some("start a new QEMU with '-incoming defer'")
             }
             Self::NotTaken { .. } => Some(QEMUS_OWN_WORDS),
-            Self::Damaged { .. }
-            | Self::PagesMissing {
-                is_damage: true, ..
-            } => Some(SALVAGE),
+            Self::Damaged { .. } => Some(SALVAGE),
             Self::Relay(MigrationError::PagesMissing { .. }) => Some(
                 "start both relays again; once both QEMUs say 'postcopy-paused': 'migrate-recover' at the destination, then \
                  'migrate' with resume=true at the source",
@@ -242,12 +283,15 @@ impl CommandError {
         match self {
             Self::Migration(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
             | Self::Relay(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
-            | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
+            | Self::Qemu(
+                QemuError::InDoubt { .. } | QemuError::Stalled { .. } | QemuError::OtherFile,
+            )
             | Self::NotKnown { .. }
             | Self::DomainInDoubt { .. }
             | Self::DomainsInDoubt { .. }
             | Self::PagesMissing { .. }
-            | Self::EndedCopy => ExitCode::from(3),
+            | Self::StillWaits { .. }
+            | Self::EndedCopy => ExitCode::from(STANDS_STILL),
             // The guest is where it was to go.
             Self::Qemu(QemuError::MovedAnyway { .. }) => ExitCode::SUCCESS,
             Self::Migration(MigrationError::Cancelled)

@@ -82,6 +82,19 @@ pub(crate) fn location() -> impl TypedValueParser<Value = Location> {
 }
 
 impl RestoreArgs {
+    /// The command that brings a guest the rest of its pages, in a QEMU with a QMP socket at `qmp`, from `file`.
+    pub(crate) fn to_resume(&self, file: &str, qmp: Option<&QmpAddress>) -> String {
+        let qmp = qmp.map_or("ADDRESS".to_owned(), QmpAddress::to_string);
+        let options = self.limits.options();
+        let security = match (self.file.server(), options.tls_creds.as_str()) {
+            (None, _) => String::new(),
+            (Some(_), _) if options.insecure => " --insecure".to_owned(),
+            (Some(_), "") => String::new(),
+            (Some(_), folder) => format!(" --tls {folder}"),
+        };
+        format!("hotlift restore --lazy --resume {file} --qmp {qmp}{security}")
+    }
+
     /// The file, and TLS to its server.
     fn file(&self) -> Result<Location, ConsoleError> {
         let options = self.limits.options();
@@ -244,11 +257,13 @@ fn info(
     file: &Location,
     interrupt: &Interrupt,
 ) -> Result<Option<FileInfo>, CommandError> {
-    let refused = |error: FileError| match interrupt.is_raised() {
-        true => ConsoleError::Interrupted.into(),
-        false => CommandError::Restore {
-            reasons: error_line(&error),
-        },
+    let refused = |error: FileError| {
+        let reasons = error_line(&error);
+        match (args.resume, interrupt.is_raised()) {
+            (true, _) => CommandError::StillWaits { reasons },
+            (false, true) => ConsoleError::Interrupted.into(),
+            (false, false) => CommandError::Restore { reasons },
+        }
     };
     let path = match file {
         Location::Path(path) => Some(path),

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use comfy_table::Table;
-use hotlift::file::Location;
+use hotlift::file::{FileError, Location};
 use hotlift::lazy::{self, Hooks, LazyProgress, LazyReport};
 use hotlift::{Address, Control, MigrationError, Options};
 use hotlift_console::error::error_line;
@@ -17,7 +17,7 @@ use hotlift_console::table::{align, new_table};
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
 
-use crate::error::CommandError;
+use crate::error::{CommandError, RestFrom, STANDS_STILL};
 use crate::restore::{RestoreArgs, failed, say_lost, say_taken, taken};
 
 /// How long a QEMU whose connection was lost may take to say what it makes of it.
@@ -40,11 +40,12 @@ pub fn run(
         on_lost: Some(&say_lost),
         ..Hooks::default()
     };
-    let report = match restore(args, file, asked, &destination, options, socket, interrupt) {
+    let (restored, has_run) = restore(args, file, asked, &destination, options, socket, interrupt);
+    let report = match restored {
         Ok(report) => report,
         Err(error) if args.resume || matches!(error, MigrationError::PagesMissing { .. }) => {
             interrupt.forget();
-            return after_start(&error, args, file, destination);
+            return after_start(&error, args, file, destination, has_run);
         }
         Err(error) => return failed(&error, destination, settle_timeout, interrupt),
     };
@@ -58,33 +59,49 @@ fn after_start(
     args: &RestoreArgs,
     file: &Location,
     destination: Destination,
+    has_run: bool,
 ) -> Result<(), CommandError> {
+    let cause = match error {
+        MigrationError::PagesMissing { source } => source,
+        other => other,
+    };
     match destination.wait_for_statement(WORD, || destination.waits_for_pages()) {
         Statement::Here { running } => {
             complain!("hotlift: not all went well: {}", error.chain());
             say_taken(running, destination);
             Ok(())
         }
-        // The devices did not load: no guest has run, whatever could be believed here.
-        Statement::Never { reason } if !args.resume => {
-            let cause = match error {
-                MigrationError::PagesMissing { source } => source,
-                other => other,
+        Statement::Never { reason } if has_run => Err(CommandError::NotTaken { reason }),
+        // The devices did not load.
+        Statement::Never { reason } => Err(CommandError::Restore {
+            reasons: format!("{}; QEMU: {reason}", cause.chain()),
+        }),
+        Statement::Unknown { answers, reason } => {
+            let rest = match cause {
+                MigrationError::File(FileError::OtherFile { .. }) => RestFrom::OtherName,
+                cause if cause.is_damage() => RestFrom::Copy,
+                _ => RestFrom::There,
             };
-            Err(CommandError::Restore {
-                reasons: format!("{}; QEMU: {reason}", cause.chain()),
+            let name = match rest {
+                RestFrom::There => file.to_string(),
+                RestFrom::Copy | RestFrom::OtherName => "FILE".to_owned(),
+            };
+            let reasons = match answers {
+                true => cause.chain(),
+                false => format!("{}; QEMU: {reason}", cause.chain()),
+            };
+            Err(CommandError::PagesMissing {
+                reasons,
+                resume: args.to_resume(&name, destination.later_qmp().as_ref()),
+                qemu: destination.leave_alone(),
+                answers,
+                rest,
             })
         }
-        Statement::Never { reason } => Err(CommandError::NotTaken { reason }),
-        Statement::Unknown { .. } => Err(CommandError::PagesMissing {
-            is_damage: error.is_damage(),
-            reasons: error.chain(),
-            file: file.to_string(),
-            qemu: destination.leave_alone(),
-        }),
     }
 }
 
+/// What came of it, and whether the guest has run.
 fn restore(
     args: &RestoreArgs,
     file: &Location,
@@ -93,7 +110,8 @@ fn restore(
     options: &Options,
     socket: &Path,
     interrupt: &Interrupt,
-) -> Result<LazyReport, MigrationError> {
+) -> (Result<LazyReport, MigrationError>, bool) {
+    let has_run = AtomicBool::new(args.resume);
     let control = Control::new();
     let display = Mutex::new(Display::new("restore", args.output.quiet, &control));
     let told = AtomicBool::new(false);
@@ -115,20 +133,32 @@ fn restore(
         if let Ok(display) = display.lock() {
             display.show_line(0, || {
                 let LazyProgress {
-                    pages, requested, ..
+                    pages,
+                    requested,
+                    is_lost,
                 } = progress;
                 let sent = bytes(pages * 4096);
-                format!("the guest runs: {sent} of its pages are there, {requested} were asked for")
-                    .into()
+                let state = match is_lost {
+                    true => "no page comes",
+                    false => "pages follow",
+                };
+                format!("{state}: {sent} are there, {requested} were asked for").into()
             });
         }
     };
     let on_commit = || destination.custody().give_up();
     let on_running = |after: Duration| {
+        has_run.store(true, Ordering::Relaxed);
+        let resume = args.to_resume(&file.to_string(), destination.later_qmp().as_ref());
+        let words = format!("the guest waits for the rest of its pages: {resume}");
+        interrupt.insisted(STANDS_STILL, words);
         let ms = after.as_secs_f64() * 1e3;
-        match args.resume {
-            false => complain!("the guest runs after {ms:.1} ms; its pages follow"),
-            true => complain!("the guest goes on; the rest of its pages follows"),
+        match (args.resume, destination.started()) {
+            (true, _) => complain!("the guest goes on; the rest of its pages follows"),
+            (false, None) => complain!("the guest runs after {ms:.1} ms; its pages follow"),
+            (false, Some(place)) => {
+                complain!("the guest runs after {ms:.1} ms; its pages follow: {place}");
+            }
         }
     };
     let hooks = Hooks {
@@ -146,7 +176,7 @@ fn restore(
     if let Ok(display) = display.lock() {
         display.finish();
     }
-    restored
+    (restored, has_run.into_inner())
 }
 
 fn table(report: &LazyReport) -> Table {

@@ -15,6 +15,7 @@ use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
 use crate::error::ConsoleError;
+use crate::output::{self, complain};
 
 /// How often the flag is looked at.
 pub const TICK: Duration = Duration::from_millis(50);
@@ -62,6 +63,9 @@ pub fn no_folder(source: io::Error) -> ConsoleError {
     }
 }
 
+/// What the process says as it ends at once, and its exit code.
+static LAST_WORDS: Mutex<Option<(u8, String)>> = Mutex::new(None);
+
 /// Ends the process at once.
 fn end() -> ! {
     let folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -69,7 +73,14 @@ fn end() -> ! {
         // It may be on its way out.
         let _ = std::fs::remove_dir_all(folder);
     }
-    signal_hook::low_level::exit(130)
+    drop(folders);
+    let mut last_words = LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some((code, words)) = last_words.take() else {
+        signal_hook::low_level::exit(130);
+    };
+    complain!("{words}");
+    output::finish();
+    signal_hook::low_level::exit(code.into())
 }
 
 /// Raised by the first signal. A second SIGINT or SIGTERM ends the process at once: somebody insists. A SIGHUP never
@@ -137,6 +148,15 @@ impl Interrupt {
     pub fn forget(&self) {
         self.raised.store(false, Ordering::Relaxed);
         self.ordered.store(false, Ordering::Relaxed);
+        let mut last_words = LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner);
+        *last_words = None;
+    }
+
+    /// A second signal ends the process with `words` on stderr and exit code `code` from now on: what it leaves behind is not
+    /// nothing any more.
+    pub fn insisted(&self, code: u8, words: String) {
+        let mut last_words = LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner);
+        *last_words = Some((code, words));
     }
 
     /// Does what a signal does.

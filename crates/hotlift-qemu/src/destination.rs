@@ -234,6 +234,19 @@ impl Destination {
         }
     }
 
+    /// Where one is that was started here.
+    pub fn started(&self) -> Option<String> {
+        Some(self.process()?.place())
+    }
+
+    /// Its QMP socket once this command has ended, as far as it is known here.
+    pub fn later_qmp(&self) -> Option<QmpAddress> {
+        match self.process() {
+            Some(process) => process.kept_qmp(),
+            None => Some(self.qemu().client().address().clone()),
+        }
+    }
+
     /// Whether it says that its guest waits for pages that nobody sends.
     pub fn waits_for_pages(&self) -> bool {
         let status = self.qemu().query_migrate();

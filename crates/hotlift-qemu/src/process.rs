@@ -150,12 +150,24 @@ impl Started {
     /// command line gave none.
     pub fn leave(self) -> String {
         self.custody.give_up();
-        let pid = self.child.id();
         if self.has_own_qmp {
             self.remove_socket();
-            return format!("process {pid}");
         }
-        format!("process {pid}, QMP socket {}", self.qmp())
+        self.place()
+    }
+
+    /// Where it is.
+    pub fn place(&self) -> String {
+        let pid = self.child.id();
+        match self.kept_qmp() {
+            Some(qmp) => format!("process {pid}, QMP socket {qmp}"),
+            None => format!("process {pid}"),
+        }
+    }
+
+    /// Its QMP socket that is kept for the operator: none if the command line gave one.
+    pub fn kept_qmp(&self) -> Option<QmpAddress> {
+        (!self.has_own_qmp).then(|| self.qmp())
     }
 
     /// It has said that it has no guest and never will: it may be ended after all.
@@ -175,6 +187,9 @@ impl Drop for Started {
             let _ = self.child.wait();
             self.remove_socket();
             self.errors.finish();
+        } else if self.has_ended().is_some() {
+            // One that was killed has left it.
+            self.remove_socket();
         }
         drop(self.custody.guard().take());
     }

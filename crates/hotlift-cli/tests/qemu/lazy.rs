@@ -112,13 +112,21 @@ fn a_guest_whose_restore_is_killed_waits_for_its_pages_and_gets_them() {
         restore.signal(Signal::KILL);
         let _ = restore.wait();
         there.says("postcopy-paused");
+        let (status, said) = Hotlift::start(&lazy).wait();
+        assert_eq!(status.code(), Some(1), "{said:?}");
+        assert!(said.join("\n").contains("--lazy --resume"), "{said:?}");
 
         // Once more, and then to the end.
         let resume = [&lazy[..], &["--resume"]].concat();
         let mut again = Hotlift::start(&[&resume[..], &slowly].concat());
         again.wait_for("the guest goes on");
-        again.signal(Signal::KILL);
-        let _ = again.wait();
+        again.signal(Signal::INT);
+        again.wait_for("once more leaves it waiting");
+        again.signal(Signal::INT);
+        let (status, said) = again.wait();
+        assert_eq!(status.code(), Some(3), "{said:?}");
+        let line = format!("hotlift restore --lazy --resume {file} --qmp unix:{qmp}");
+        assert!(said.join("\n").contains(&line), "{said:?}");
         there.says("postcopy-paused");
         let said = succeeds(Hotlift::start(&resume));
         assert!(said.contains("has all pages"), "{said:?}");
@@ -158,7 +166,7 @@ fn a_page_that_is_damaged_stops_the_guest_until_a_good_file_is_there() {
     let _ = need!(saved_as(files.path(), "other.save", &machine));
     let arguments: Vec<&str> = other.iter().map(String::as_str).collect();
     let (status, said) = Hotlift::start(&arguments).wait();
-    assert_eq!(status.code(), Some(1), "{said:?}");
+    assert_eq!(status.code(), Some(3), "{said:?}");
     assert!(
         said.join("\n").contains("pages of another file"),
         "{said:?}"
