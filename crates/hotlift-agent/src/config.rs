@@ -1,7 +1,7 @@
 //! The agent's configuration: one file in TOML. Every key is a field of [`Config`], and every field a key.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -335,6 +335,23 @@ impl Config {
         }
     }
 
+    /// Where the agent of the host with the name or address `host` listens: as `peers` says of one of its addresses, or at the host
+    /// by this name.
+    #[must_use]
+    pub fn agent_of_host(&self, host: &str) -> Address {
+        // A name that is not known is for whoever connects to it.
+        let addresses = (host, self.agent_port).to_socket_addrs();
+        let mut addresses = addresses.into_iter().flatten().map(|address| address.ip());
+        let named = addresses.find(|address| self.names_agent_of(*address));
+        named.map_or_else(
+            || Address::Tcp {
+                host: host.to_owned(),
+                port: self.agent_port,
+            },
+            |address| self.agent_of(address),
+        )
+    }
+
     /// Whether `peers` says that the host with `address` has an agent.
     #[must_use]
     pub fn names_agent_of(&self, address: IpAddr) -> bool {
@@ -454,6 +471,13 @@ mod tests {
         assert_eq!(agent("192.0.2.9"), "tcp:b:5");
         assert_eq!(agent("198.51.100.1"), "tcp:198.51.100.1:5");
         assert_eq!(agent("2001:db8::1"), "tcp:[2001:db8::1]:5");
+        let of_host = |host: &str| config.agent_of_host(host).to_string();
+        assert_eq!(of_host("192.0.2.9"), "tcp:b:5");
+        assert_eq!(of_host("localhost"), "tcp:localhost:5", "its name stays");
+        assert_eq!(
+            of_host("no-such-host.invalid"),
+            "tcp:no-such-host.invalid:5"
+        );
         assert_eq!(config.weight_of("192.0.2.1".parse().unwrap()), 50);
         assert_eq!(config.weight_of("198.51.100.1".parse().unwrap()), WEIGHT);
     }

@@ -51,8 +51,8 @@ pub struct DomainArgs {
     /// libvirt of this host [default: qemu:///system]
     #[arg(long, value_name = "URI", requires = "domain")]
     connect: Option<String>,
-    /// Where the destination's agent listens: tcp:HOST:PORT [default: the host of --to, port 16520, or 'agent-port' of this
-    /// host's agent]
+    /// Where the destination's agent listens: tcp:HOST:PORT [default: the host of --to, port 16520, or as 'peers' and
+    /// 'agent-port' of this host's agent say]
     #[arg(long, value_name = "URI", requires = "domain")]
     agent: Option<Address>,
     /// Ports of loopback of which both QEMUs use one; the destination's agent must allow them [default: 49152-49215, or 'ports'
@@ -91,10 +91,7 @@ impl DomainArgs {
         let ports = self.ports.unwrap_or(config.ports);
         let agent = match (&self.agent, host_of(uri)) {
             (Some(agent), _) => agent.clone(),
-            (None, Some(host)) => Address::Tcp {
-                host: host.to_owned(),
-                port: config.agent_port,
-            },
+            (None, Some(host)) => config.agent_of_host(host),
             (None, None) => {
                 return Err(CommandError::NoHost {
                     uri: uri.to_owned(),
