@@ -116,6 +116,7 @@ fn restore(
     let display = Mutex::new(Display::new("restore", args.output.quiet, &control));
     let told = AtomicBool::new(false);
     let was_lost = AtomicBool::new(false);
+    let knows_damage = AtomicBool::new(false);
     let show = |progress: &LazyProgress| {
         if interrupt.is_raised() && !told.swap(true, Ordering::Relaxed) {
             complain!(
@@ -130,12 +131,18 @@ fn restore(
                 false => complain!("{server} is back"),
             }
         }
+        if progress.is_damaged && !knows_damage.swap(true, Ordering::Relaxed) {
+            complain!(
+                "hotlift: a part of the file is damaged: the guest stands still where it needs it; all other pages follow"
+            );
+        }
         if let Ok(display) = display.lock() {
             display.show_line(0, || {
                 let LazyProgress {
                     pages,
                     requested,
                     is_lost,
+                    ..
                 } = progress;
                 let sent = bytes(pages * 4096);
                 let state = match is_lost {

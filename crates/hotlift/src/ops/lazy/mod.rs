@@ -88,6 +88,8 @@ pub struct LazyProgress {
     pub requested: u64,
     /// The file's server is lost, and tried again.
     pub is_lost: bool,
+    /// A part of the file is damaged: the guest stands still where it needs it.
+    pub is_damaged: bool,
 }
 
 /// What one lazy restore came to.
@@ -332,6 +334,7 @@ impl Restore<'_> {
                 pages: self.connection.link.counters.read().normal_pages,
                 requested: self.connection.ledger.requests.served(),
                 is_lost: self.connection.pages.is_lost(),
+                is_damaged: self.connection.pages.damaged.is_set(),
             });
         }
     }
