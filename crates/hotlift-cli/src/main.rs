@@ -47,7 +47,7 @@ use crate::error::CommandError;
 
 /// Moves the memory of a running virtual machine between hosts.
 #[derive(Parser)]
-#[command(name = "hotlift", version, about, max_term_width = 100)]
+#[command(name = "hotlift", version, about, max_term_width = usage::WIDEST)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -262,7 +262,8 @@ fn main() -> ExitCode {
     }
     output::take_panics();
     let words: Vec<_> = std::env::args_os().collect();
-    let command = usage::read::<Cli>(&usage::with_hints(Cli::command()), &words).command;
+    let read = usage::fitted(usage::with_hints(Cli::command()));
+    let command = usage::read::<Cli>(&read, &words).command;
     let outcome = match command {
         Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => hotlift_bench::run(&args).map_err(CommandError::from),

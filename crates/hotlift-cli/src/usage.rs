@@ -6,6 +6,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, CommandFactory, FromArgMatches};
 use hotlift::options::{OPTIONS, Role};
 use hotlift_console::output::{self, complain};
+use hotlift_console::width;
 
 use crate::Cli;
 
@@ -42,6 +43,18 @@ fn paragraphs(text: &str) -> String {
     };
     let joined: Vec<_> = text.split("\n\n").map(join).collect();
     joined.join("\n\n")
+}
+
+/// Columns of help where the terminal has more, or there is none.
+pub const WIDEST: usize = 100;
+
+/// `command` whose help fits the terminal of standard output by the measure of tables: clap's own takes no terminal that
+/// does not know its lines.
+pub fn fitted(command: Command) -> Command {
+    match width::columns(rustix::stdio::stdout()) {
+        Some(columns) => command.term_width(columns.min(WIDEST)),
+        None => command,
+    }
 }
 
 /// Reads `words`; ends the process if they are a question for help, or cannot be read.

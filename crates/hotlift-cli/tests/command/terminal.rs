@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::os::fd::OwnedFd;
 use std::process::{Child, Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -14,7 +15,10 @@ const COLUMNS: u16 = 60;
 /// Takes the cursor back and empties the line.
 const CLEAR: &str = "\r\x1b[K";
 
-/// A command whose standard error is a terminal; killed when it goes out of scope.
+/// Lines of one that does not know them.
+const NO_LINES: u16 = 0;
+
+/// A command that has a terminal; killed when it goes out of scope.
 struct OnTerminal {
     child: Child,
     terminal: File,
@@ -22,26 +26,35 @@ struct OnTerminal {
 }
 
 impl OnTerminal {
+    /// One whose standard error is the terminal.
     fn start(args: &[&str]) -> Self {
+        Self::start_with(args, 24, |command, terminal| {
+            command.stdout(Stdio::null()).stderr(terminal)
+        })
+    }
+
+    fn start_with(
+        args: &[&str],
+        lines: u16,
+        give: impl FnOnce(&mut Command, OwnedFd) -> &mut Command,
+    ) -> Self {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
         let terminal = openpt(flags).unwrap();
         grantpt(&terminal).unwrap();
         unlockpt(&terminal).unwrap();
         let of_command = ioctl_tiocgptpeer(&terminal, flags).unwrap();
         let size = Winsize {
-            ws_row: 24,
+            ws_row: lines,
             ws_col: COLUMNS,
             ws_xpixel: 0,
             ws_ypixel: 0,
         };
         tcsetwinsize(&of_command, size).unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_hotlift"))
-            .args(args)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(of_command)
-            .spawn()
-            .unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_hotlift"));
+        command.args(args).stdin(Stdio::null());
+        let child = give(&mut command, of_command).spawn().unwrap();
+        // What it holds of the terminal would keep it open.
+        drop(command);
         Self {
             child,
             terminal: terminal.into(),
@@ -92,4 +105,19 @@ fn a_line_of_progress_is_cut_to_the_terminal_and_never_scrolls() {
         // The last column stays free: some terminals go on to the next line there.
         assert_eq!(line.chars().count(), usize::from(COLUMNS) - 1, "{line:?}");
     }
+}
+
+#[test]
+fn help_fits_a_terminal_that_knows_its_columns_alone() {
+    let mut help = OnTerminal::start_with(&["demo", "--help"], NO_LINES, |command, terminal| {
+        let command = command.env("NO_COLOR", "1");
+        command.stdout(terminal).stderr(Stdio::null())
+    });
+    while help.read() {}
+    let said = help.said();
+    assert!(said.contains("--multifd-compression"), "{said}");
+    // What cannot be broken stays whole.
+    let is_long = |line: &&str| line.chars().count() > COLUMNS.into() && line.trim().contains(' ');
+    let long: Vec<_> = said.lines().filter(is_long).collect();
+    assert!(long.is_empty(), "{long:#?}");
 }
