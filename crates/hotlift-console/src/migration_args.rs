@@ -237,7 +237,10 @@ fn flag(option: &OptionInfo, role: Role) -> Arg {
         .hide_short_help(!option.group.is_in_short_help() && !role.only_receives());
     // What QEMU has no parameter for is typed as other commands' switches are.
     let arg = match option.name {
-        "insecure" => arg.num_args(0..=1).default_missing_value("on"),
+        "insecure" => arg
+            .num_args(0..=1)
+            .require_equals(true)
+            .default_missing_value("on"),
         _ => arg,
     };
     match option.alias {
@@ -395,13 +398,18 @@ mod tests {
 
     fn shows_what_it_takes<R: HasRole>() {
         let [short, long] = helps::<R>();
+        let shows = |help: &str, name: &str| {
+            [" ", "["]
+                .iter()
+                .any(|next| help.contains(&format!("{name}{next}")))
+        };
         for option in OPTIONS {
-            let name = format!("--{} ", option.name);
+            let name = format!("--{}", option.name);
             let is_taken = option.refusal(R::ROLE).is_none();
-            assert_eq!(long.contains(&name), is_taken, "{:?}: {name}", R::ROLE);
+            assert_eq!(shows(&long, &name), is_taken, "{:?}: {name}", R::ROLE);
             let is_shown = option.group.is_in_short_help() || R::ROLE.only_receives();
             assert_eq!(
-                short.contains(&name),
+                shows(&short, &name),
                 is_taken && is_shown,
                 "{:?}: {name}",
                 R::ROLE
@@ -409,7 +417,7 @@ mod tests {
             if is_taken {
                 assert!(long.contains(&option.values_for(R::ROLE)), "{name}");
             } else {
-                let refused = parse_as::<R>(&[&format!("--{}", option.name), option.default]);
+                let refused = parse_as::<R>(&[&name, option.default]);
                 assert_eq!(
                     refused.unwrap_err().kind(),
                     clap::error::ErrorKind::UnknownArgument,
@@ -511,8 +519,24 @@ mod tests {
             .iter()
             .filter(|one| one.refusal(Role::Guest).is_none())
         {
-            parse(&[&format!("--{}", option.name), option.default]).unwrap();
+            parse(&[&format!("--{}={}", option.name, option.default)]).unwrap();
         }
+    }
+
+    #[test]
+    fn a_switch_without_a_value_leaves_the_next_word_alone() {
+        let command = RoleArgs::<role::Restore>::augment_args(Command::new("t"));
+        let command = command.arg(Arg::new("file").required(true));
+        let parsed = |words: &[&str]| {
+            let matches = command
+                .clone()
+                .try_get_matches_from([&["t"], words].concat());
+            RoleArgs::<role::Restore>::from_arg_matches(&matches.unwrap()).unwrap()
+        };
+        let insecure = |words: &[&str]| parsed(words).complete().options().unwrap().insecure;
+        assert!(insecure(&["--insecure", "vm.save"]));
+        assert!(insecure(&["--insecure=on", "vm.save"]));
+        assert!(!insecure(&["--insecure=off", "vm.save"]));
     }
 
     #[test]

@@ -33,7 +33,11 @@ fn short_help_is_short_and_says_that_there_is_more() {
         let text = short.join("\n");
         let long = help(command, "--help").join("\n");
         for option in OPTIONS {
-            let name = format!("--{} ", option.name);
+            let name = match option.name {
+                // A value, if it has one, goes behind '='.
+                "insecure" => "--insecure[".to_owned(),
+                name => format!("--{name} "),
+            };
             let is_short = option.group.is_in_short_help();
             if option.refusal(*role).is_some() {
                 // A command may have one of that name of its own.
