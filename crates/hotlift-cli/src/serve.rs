@@ -96,6 +96,8 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     };
     if args.qmp.is_none() {
         process::waiting(&args.command)?;
+        // A program that is not there would send every source away.
+        process::find(&args.command)?;
     }
     let mut held = args.qmp.as_ref().map(Destination::held).transpose()?;
     let tls = security::tls(&args.limits.options(), &args.listen)?;

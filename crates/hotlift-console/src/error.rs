@@ -72,6 +72,15 @@ pub enum ConsoleError {
         #[source]
         source: io::Error,
     },
+    /// The program of a QEMU that is to be started.
+    #[error("cannot run QEMU as '{}'", program.display())]
+    Program {
+        /// As it was given.
+        program: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
     /// QMP.
     #[error("QEMU at the {side}")]
     Qmp {

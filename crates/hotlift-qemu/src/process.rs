@@ -3,6 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -13,6 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use hotlift_console::error::ConsoleError;
 use hotlift_console::signals::{Interrupt, no_folder};
 use hotlift_qmp::{Qemu, QmpAddress};
+use rustix::fs::Access;
+use rustix::io::Errno;
 
 use crate::error::{QemuError, at_destination};
 use crate::guard::Guard;
@@ -94,10 +97,7 @@ impl Started {
             // the guest is not ended by it.
             .process_group(0)
             .spawn()
-            .map_err(|source| ConsoleError::Process {
-                what: "QEMU",
-                source,
-            })?;
+            .map_err(|source| not_run(program, source))?;
         let mut started = Self {
             child,
             custody: Custody::default(),
@@ -263,6 +263,43 @@ pub fn waiting(command: &[OsString]) -> Result<Vec<OsString>, QemuError> {
     Ok(arguments)
 }
 
+/// Looks whether the program of `command` is there to be run, as it would be found at its start.
+///
+/// # Errors
+/// If it is not, or nobody may run it.
+pub fn find(command: &[OsString]) -> Result<(), QemuError> {
+    let program = command.first().ok_or(ConsoleError::NoQemu)?;
+    let paths = std::env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
+    found(program, &paths).map_err(|source| not_run(program, source).into())
+}
+
+/// As `execvp` looks for it: a name without a folder is in one of those of `paths`.
+fn found(program: &OsStr, paths: &OsStr) -> io::Result<()> {
+    let runs = |path: &Path| -> io::Result<()> {
+        if fs::metadata(path)?.is_dir() {
+            return Err(Errno::ACCESS.into());
+        }
+        Ok(rustix::fs::access(path, Access::EXEC_OK)?)
+    };
+    if program.as_bytes().contains(&b'/') {
+        return runs(Path::new(program));
+    }
+    let mut failed = Errno::NOENT.into();
+    for folder in std::env::split_paths(paths) {
+        match runs(&folder.join(program)) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => failed = error,
+            Err(_) => {}
+        }
+    }
+    Err(failed)
+}
+
+fn not_run(program: &OsStr, source: io::Error) -> ConsoleError {
+    let program = program.into();
+    ConsoleError::Program { program, source }
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::Permissions;
@@ -299,6 +336,28 @@ mod tests {
             "qemu -daemonize",
         ] {
             assert!(waiting(&words(bad)).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_program_is_found_where_the_system_would_find_it_and_only_if_it_can_be_run() {
+        let place = tempfile::tempdir().unwrap();
+        let of = |name: &str| place.path().join(name);
+        fs::write(of("plain"), "").unwrap();
+        fs::set_permissions(of("plain"), Permissions::from_mode(0o644)).unwrap();
+        fs::write(of("program"), "").unwrap();
+        fs::set_permissions(of("program"), Permissions::from_mode(0o755)).unwrap();
+        fs::create_dir(of("folder")).unwrap();
+        let paths = std::env::join_paths([Path::new("/nowhere"), place.path()]).unwrap();
+        let kind = |program: &OsStr| found(program, &paths).map_err(|error| error.kind());
+        for (name, expected) in [
+            ("program", Ok(())),
+            ("plain", Err(io::ErrorKind::PermissionDenied)),
+            ("folder", Err(io::ErrorKind::PermissionDenied)),
+            ("missing", Err(io::ErrorKind::NotFound)),
+        ] {
+            assert_eq!(kind(OsStr::new(name)), expected, "{name}");
+            assert_eq!(kind(of(name).as_os_str()), expected, "{name} by its path");
         }
     }
 }
