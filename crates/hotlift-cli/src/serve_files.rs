@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use hotlift::Control;
 use hotlift::file::{self, ServerEvent};
-use hotlift_console::error::error_line;
+use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::{complain, say};
 use hotlift_console::progress::bytes;
 use hotlift_console::security;
@@ -97,6 +97,11 @@ impl Event {
 
 /// Serves the files of `folder` until a signal comes, which is the end that is meant for it.
 pub fn run(args: &ServeArgs, folder: &Path, interrupt: &Interrupt) -> Result<(), CommandError> {
+    // Before anybody is told that he may come.
+    std::fs::read_dir(folder).map_err(|source| ConsoleError::Look {
+        path: folder.to_owned(),
+        source,
+    })?;
     let tls = security::tls(&args.limits.options(), &args.listen)?;
     let listener = args.listen.listen()?;
     let address = address_of(&listener)?.to_string();

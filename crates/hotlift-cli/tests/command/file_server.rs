@@ -49,6 +49,21 @@ fn a_server_tells_what_happens_as_lines_of_json() {
     );
 }
 
+#[test]
+fn a_server_without_its_folder_does_not_listen() {
+    let place = tempfile::tempdir().expect("a folder");
+    let listen = format!("--listen=unix:{}", place.path().join("socket").display());
+    let file = place.path().join("file");
+    fs::write(&file, "").expect("a file");
+    for folder in [place.path().join("missing"), file] {
+        let files = format!("--files={}", folder.display());
+        let (status, said) = Hotlift::start(&["serve", &listen, &files]).wait();
+        assert_eq!(status.code(), Some(1), "{said:?}");
+        let expected = format!("hotlift: cannot look at {}: ", folder.display());
+        assert!(said[0].starts_with(&expected), "{said:?}");
+    }
+}
+
 /// The file descriptors of a process, and what they are.
 fn descriptors(pid: i32) -> Vec<(u64, PathBuf)> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).expect("it runs");
