@@ -41,6 +41,10 @@ pub fn run(args: &ShowArgs) -> Result<(), CommandError> {
     let described = interrupt.cancelling(&control, || describe(&file, args.verify, &control));
     let description = described.map_err(|error| match error {
         MigrationError::Cancelled => ConsoleError::Interrupted.into(),
+        // It begins as this command's own error does.
+        MigrationError::File(error) => CommandError::Show {
+            reason: error_line(&error),
+        },
         error => CommandError::Show {
             reason: error_line(&error),
         },
