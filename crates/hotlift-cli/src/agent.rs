@@ -166,11 +166,14 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
 
 /// What this host's agent says of itself; `None` if there is none, or if it does not answer, which is then said.
 pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
-    // The client would wait for a socket that is not there yet.
-    UnixStream::connect(control.path()).ok()?;
-    let asked = control.ask("query-agent", &Value::Null);
-    let told = |error: &CommandError| complain!("hotlift: {}", error.line());
-    asked.inspect_err(told).ok()
+    match control.ask("query-agent", &Value::Null) {
+        Ok(info) => Some(info),
+        Err(CommandError::NoAgentHere { .. }) => None,
+        Err(error) => {
+            complain!("hotlift: {}", error.line());
+            None
+        }
+    }
 }
 
 /// The configuration of this host's agent in `file`; that of an agent of which nothing is said if there is none.
@@ -206,6 +209,11 @@ impl ControlArgs {
                 source,
             },
         };
+        // An agent serves any number at once, and the client would wait for a socket that is not there.
+        UnixStream::connect(&path).map_err(|source| CommandError::NoAgentHere {
+            control: path.clone(),
+            source,
+        })?;
         let address = QmpAddress::Unix(path.clone());
         let mut client = Client::connect(&address, ANSWER).map_err(failed)?;
         let answer = client.execute(command, arguments).map_err(failed)?;

@@ -133,6 +133,12 @@ pub enum CommandError {
     Monitor(MonitorError),
     #[error(transparent)]
     Agent(Box<AgentError>),
+    #[error("no agent listens at {}", control.display())]
+    NoAgentHere {
+        control: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("cannot ask the agent at {}", control.display())]
     NoAgent {
         control: PathBuf,
@@ -248,9 +254,10 @@ impl CommandError {
                 "start both relays again; once both QEMUs say 'postcopy-paused': 'migrate-recover' at the destination, then \
                  'migrate' with resume=true at the source",
             ),
-            Self::NoAgent { .. } => {
-                Some("is it running, and may you open its socket? systemctl status hotlift-agent")
-            }
+            Self::NoAgentHere { .. } | Self::NoAgent { .. } => Some(
+                "is it running, and may you open its socket? systemctl status hotlift-agent; if its configuration has \
+                 another one: --control PATH",
+            ),
             Self::Virsh(VirshError::Run(_)) => {
                 Some("install libvirt's clients (Debian: libvirt-clients)")
             }

@@ -9,6 +9,7 @@
 mod accel;
 mod accelerated;
 mod advise;
+mod agent;
 mod bench;
 mod certs;
 mod demo;

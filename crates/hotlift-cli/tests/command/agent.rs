@@ -1,0 +1,35 @@
+//! `hotlift agent` where there is none.
+
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use crate::hotlift::{Hotlift, errors};
+
+/// Less than the time that an agent which is there may take to answer.
+const AT_ONCE: Duration = Duration::from_secs(8);
+
+#[test]
+fn an_agent_that_does_not_run_is_missed_at_once() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let refuses = folder.path().join("refuses");
+    drop(UnixListener::bind(&refuses).expect("a socket"));
+    for socket in [folder.path().join("missing"), refuses] {
+        let socket = socket.display().to_string();
+        for command in [
+            &["status"][..],
+            &["list"],
+            &["cancel", "1a2b3c4d"],
+            &["limit", "1a2b3c4d", "--weight=1"],
+        ] {
+            let begun = Instant::now();
+            let words = [&["agent"], command, &["--control", &socket]].concat();
+            let (status, said) = Hotlift::start(&words).wait();
+            assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+            assert_eq!(status.code(), Some(1), "{said:?}");
+            let errors = errors(&said);
+            let expected = format!("hotlift: no agent listens at {socket}: ");
+            assert!(errors[0].starts_with(&expected), "{errors:?}");
+            assert!(errors[1].contains("--control PATH"), "{errors:?}");
+        }
+    }
+}
