@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 use hotlift_console::output::complain;
+use hotlift_qemu::connect::connect;
 use hotlift_qemu::error::at_source;
 use hotlift_qmp::{Qemu, QmpAddress, QmpError};
 
@@ -37,7 +38,7 @@ struct Whereabouts {
 
 /// Runs the command.
 pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
-    let mut qemu = Qemu::connect(&args.qmp, CONNECT).map_err(at_source)?;
+    let mut qemu = connect(&args.qmp, CONNECT).map_err(at_source)?;
     if let Some(problem) = problem(&mut qemu).map_err(at_source)? {
         return Err(CommandError::NothingToSettle { problem });
     }

@@ -12,6 +12,7 @@ use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
 use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError, Uuid};
 use serde_json::{Map, Value};
 
+use crate::connect::connect;
 use crate::error::{QemuError, at_destination};
 use crate::process::{Custody, Started};
 use crate::settings::Changed;
@@ -73,7 +74,7 @@ impl Destination {
     /// # Errors
     /// If it does not answer, or does not wait for a migration.
     pub fn held(address: &QmpAddress) -> Result<Self, QemuError> {
-        let qemu = Qemu::connect(address, CONNECT).map_err(at_destination)?;
+        let qemu = connect(address, CONNECT).map_err(at_destination)?;
         Self::waiting(qemu, None, OwnFolder::private()?)
     }
 
@@ -93,7 +94,7 @@ impl Destination {
     /// # Errors
     /// If it does not answer, does not wait for pages, or waits for those of another file.
     pub fn recovering(address: &QmpAddress, file: u64) -> Result<Self, QemuError> {
-        let mut qemu = Qemu::connect(address, CONNECT).map_err(at_destination)?;
+        let mut qemu = connect(address, CONNECT).map_err(at_destination)?;
         let state = qemu.query_status().map_err(at_destination)?;
         let migration = qemu.query_migrate().map_err(at_destination)?;
         if migration.status() != "postcopy-paused" {

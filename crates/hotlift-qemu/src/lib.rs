@@ -10,7 +10,8 @@
 //! | `incoming` | what it is told, and what the relay beside it must know |
 //! | `process`, `stderr` | a QEMU that was started here, and what it says |
 //! | `log_file` | a log file that it shares with others: which part is its own |
-//! | `launch` | its QMP socket, and the wait for its first answer |
+//! | `connect` | the QMP socket of one that others have started |
+//! | `launch` | the QMP socket of one that was started here, and the wait for its first answer |
 //! | `guard` | ends a QEMU whose starter was killed |
 //! | `settings` | capabilities and parameters: changed for one migration, and put back |
 //! | `vm` | what the VMs at both ends must have alike |
@@ -18,6 +19,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod connect;
 pub mod destination;
 pub mod error;
 pub mod guard;

@@ -12,6 +12,7 @@ use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, Uuid};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::connect::connect;
 use crate::error::{QemuError, at_source};
 use crate::settings::Changed;
 use crate::vm::Vm;
@@ -79,7 +80,7 @@ impl Source {
     /// # Errors
     /// If it does not answer, or cannot begin one.
     pub fn connect(address: &QmpAddress) -> Result<Self, QemuError> {
-        let mut qemu = Qemu::connect(address, CONNECT).map_err(at_source)?;
+        let mut qemu = connect(address, CONNECT).map_err(at_source)?;
         let migration = qemu.query_migrate().map_err(at_source)?;
         if migration.is_running() {
             return Err(QemuError::Busy {

@@ -69,11 +69,27 @@ impl Client {
     /// [`QmpError::Connect`], and [`QmpError::Timeout`] if no greeting comes (another client holds
     /// the connection, or QEMU hangs).
     pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Self, QmpError> {
+        Self::connect_telling(address, timeout, |_| ())
+    }
+
+    /// The same. `waits` is told once why the socket cannot be had yet, before it is tried again.
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub fn connect_telling(
+        address: &QmpAddress,
+        timeout: Duration,
+        waits: impl FnOnce(&io::Error),
+    ) -> Result<Self, QmpError> {
         let deadline = Instant::now() + timeout;
+        let mut waits = Some(waits);
         let socket = loop {
             match open(address, deadline) {
                 Ok(socket) => break socket,
                 Err(error) if is_worth_a_retry(&error) && Instant::now() + RETRY < deadline => {
+                    if let Some(waits) = waits.take() {
+                        waits(&error);
+                    }
                     thread::sleep(RETRY);
                 }
                 Err(source) => {

@@ -1,5 +1,6 @@
 //! The commands of a migration, with types.
 
+use std::io;
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -26,8 +27,20 @@ impl Qemu {
     /// # Errors
     /// As [`Client::connect`].
     pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Self, QmpError> {
+        Self::connect_telling(address, timeout, |_| ())
+    }
+
+    /// The same; `waits` as of [`Client::connect_telling`].
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub fn connect_telling(
+        address: &QmpAddress,
+        timeout: Duration,
+        waits: impl FnOnce(&io::Error),
+    ) -> Result<Self, QmpError> {
         let mut qemu = Self {
-            client: Client::connect(address, timeout)?,
+            client: Client::connect_telling(address, timeout, waits)?,
             version: Version {
                 major: 0,
                 minor: 0,

@@ -1,6 +1,6 @@
 //! The protocol against a scripted QEMU, and against a real one.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::thread::{self, JoinHandle};
@@ -251,8 +251,11 @@ fn a_qemu_that_goes_is_told_from_one_that_is_silent() {
     let error = Client::connect(&QmpAddress::Unix(path), Duration::from_millis(50)).unwrap_err();
     assert!(matches!(error, QmpError::Timeout { .. }), "{error}");
     let nowhere = QmpAddress::Unix(folder.path().join("none"));
-    let error = Client::connect(&nowhere, Duration::from_millis(50)).unwrap_err();
+    let mut why = None;
+    let told = |error: &io::Error| why = Some(error.kind());
+    let error = Client::connect_telling(&nowhere, Duration::from_millis(50), told).unwrap_err();
     assert!(matches!(error, QmpError::Connect { .. }), "{error}");
+    assert_eq!(why, Some(io::ErrorKind::NotFound));
 }
 
 #[test]

@@ -117,7 +117,10 @@ fn a_migration_whose_other_ends_are_missing_says_what_to_start() {
         &["migrate", "--qmp", &nowhere, "--to", "tcp:127.0.0.1:1"][..],
         &["save", "--qmp", &nowhere, "never-written"],
     ] {
-        let (status, said) = Hotlift::start(command).wait();
+        let mut command = Hotlift::start(command);
+        // It may be starting.
+        command.wait_for(&format!("waiting for the QMP socket unix:{nowhere}: "));
+        let (status, said) = command.wait();
         let errors = errors(&said);
         assert_eq!(status.code(), Some(1), "{errors:?}");
         assert!(

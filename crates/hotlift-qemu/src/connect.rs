@@ -1,0 +1,16 @@
+//! The QMP socket of a QEMU that somebody else has started, or is starting just now.
+
+use std::time::Duration;
+
+use hotlift_console::output::complain;
+use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+
+/// Connects within `timeout`; says so if the socket must be waited for.
+///
+/// # Errors
+/// As [`Qemu::connect`].
+pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Qemu, QmpError> {
+    Qemu::connect_telling(address, timeout, |error| {
+        complain!("waiting for the QMP socket {address}: {error}");
+    })
+}
