@@ -1,5 +1,6 @@
 //! Why the agent, or something that it carries, failed.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 
 use hotlift::MigrationError;
@@ -10,6 +11,10 @@ use hotlift_console::error::ConsoleError;
 use hotlift_monitor::MonitorError;
 
 use crate::config::ConfigError;
+
+/// What to do where there is no configuration.
+const NO_FILE: &str = "name a file with --config FILE; each key has a default, so that an empty one will do; the packages \
+                       have an example with all keys as /etc/hotlift/agent.toml, the sources as packaging/agent.toml";
 
 /// What ends the agent.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +55,18 @@ pub enum AgentError {
 }
 
 impl AgentError {
+    /// What to do next, where that is not plain from the error.
+    pub fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::Config(ConfigError::Read { source, .. })
+                if source.kind() == ErrorKind::NotFound =>
+            {
+                Some(NO_FILE)
+            }
+            _ => None,
+        }
+    }
+
     /// Something of the system's, for [`Result::map_err`].
     pub fn system(what: &'static str) -> impl Fn(std::io::Error) -> Self {
         move |source| Self::System { what, source }

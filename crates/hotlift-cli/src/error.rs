@@ -235,6 +235,7 @@ impl CommandError {
                 Some("start the QEMU or the relay that is to listen there first")
             }
             Self::Certs(error) => error.advice(),
+            Self::Agent(error) => error.advice(),
             Self::Qemu(QemuError::Busy { .. }) => {
                 Some("wait for the end of what is under way, or 'migrate_cancel' it")
             }

@@ -33,3 +33,17 @@ fn an_agent_that_does_not_run_is_missed_at_once() {
         }
     }
 }
+
+#[test]
+fn whoever_has_no_configuration_is_told_how_to_name_one() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("agent.toml").display().to_string();
+    for command in ["check", "rules", "run"] {
+        let (status, said) = Hotlift::start(&["agent", command, "--config", &file]).wait();
+        assert_eq!(status.code(), Some(1), "{said:?}");
+        let errors = errors(&said);
+        let expected = format!("hotlift: bad configuration: cannot read {file}: ");
+        assert!(errors[0].starts_with(&expected), "{errors:?}");
+        assert!(errors[1].contains("--config FILE"), "{errors:?}");
+    }
+}
