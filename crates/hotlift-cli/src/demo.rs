@@ -13,6 +13,7 @@ use hotlift_console::output::{self, complain};
 use hotlift_console::pair::{Errors, Pair, Place, Tale};
 use hotlift_console::progress;
 use hotlift_console::signals::Interrupt;
+use hotlift_console::width;
 use hotlift_methods::selections;
 use hotlift_vmm::GuestKind;
 
@@ -63,7 +64,7 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     // A demo that was ended before anything was measured has nothing to show.
     let printed = match runs.is_empty() {
         true => Ok(()),
-        false => output::result(&tables(heading(args, kind, filling), &runs)),
+        false => output::result(&tables(&heading(args, kind, filling), &runs)),
     };
     for run in &runs {
         if let Some(error) = &run.error {
@@ -87,8 +88,8 @@ pub fn run(args: &DemoArgs) -> Result<(), CommandError> {
     }
 }
 
-fn tables(heading: String, runs: &[Run]) -> String {
-    let mut text = vec![heading, report::results(runs)];
+fn tables(heading: &str, runs: &[Run]) -> String {
+    let mut text = vec![width::folded(heading), report::results(runs)];
     if runs.iter().any(|run| run.source.is_some()) {
         text.push(report::threads(runs));
     }

@@ -382,7 +382,16 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
         "raw pages",
         "done by",
     ]);
+    // Said once below the table, whose cells it would make tall.
+    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
     for (method, side, jobs) in rows {
+        if let Some(why) = &jobs.fallback {
+            match reasons.iter_mut().find(|(said, _)| said == why) {
+                Some((_, methods)) if methods.contains(&method) => {}
+                Some((_, methods)) => methods.push(method.clone()),
+                None => reasons.push((why, vec![method.clone()])),
+            }
+        }
         table.add_row([
             method,
             side.to_owned(),
@@ -390,25 +399,40 @@ pub fn jobs(runs: &[Run]) -> Option<String> {
             jobs.software.to_string(),
             jobs.retries.to_string(),
             jobs.raw_pages.to_string(),
-            done_by(jobs),
+            doer(jobs),
         ]);
     }
     align_with_words(&mut table, 6);
     width::wrap(&mut table, 6);
-    Some(format!("jobs\n{table}"))
+    let mut lines = vec!["jobs".to_owned(), table.to_string()];
+    lines.extend(reasons.iter().map(|(why, methods)| {
+        width::folded(&format!("{}: on the CPU: {why}", methods.join(", ")))
+    }));
+    Some(lines.join("\n"))
 }
 
-/// The devices, or why there was none.
-pub fn done_by(jobs: &JobFigures) -> String {
+/// The devices, and the CPU.
+fn doer(jobs: &JobFigures) -> String {
     let devices = jobs.devices.join(", ");
     match &jobs.fallback {
-        None if devices.is_empty() => "the CPU".to_owned(),
-        None => devices,
-        Some(why) if jobs.hardware == 0 => format!("the CPU: {why}"),
+        None if !devices.is_empty() => devices,
+        Some(_) if jobs.hardware > 0 => format!("{devices}; then the CPU"),
+        _ => "the CPU".to_owned(),
+    }
+}
+
+/// The same, and why it was the CPU if there was an accelerator to be had.
+pub fn done_by(jobs: &JobFigures) -> String {
+    let doer = doer(jobs);
+    match &jobs.fallback {
+        None => doer,
         Some(why) => {
             // The reason begins with the device that it is of.
-            let of_the_one = why.strip_prefix(&format!("{devices}: "));
-            format!("{devices}; then the CPU: {}", of_the_one.unwrap_or(why))
+            let of_the_one = match jobs.hardware {
+                0 => None,
+                _ => why.strip_prefix(&format!("{}: ", jobs.devices.join(", "))),
+            };
+            format!("{doer}: {}", of_the_one.unwrap_or(why))
         }
     }
 }
@@ -457,6 +481,36 @@ mod tests {
         }
         let mixed = [run(&[("mem-prealloc", "on")]), run(&[])];
         assert_eq!(ways(&mixed), ["none with mem-prealloc=on"]);
+    }
+
+    #[test]
+    fn why_the_cpu_does_a_job_is_said_once_and_not_in_the_table() {
+        let why = "libqpl.so.1: cannot open shared object file";
+        let mut one = run(&[("multifd-compression", "qpl")]);
+        let jobs = JobFigures {
+            software: 5,
+            fallback: Some(why.to_owned()),
+            ..JobFigures::default()
+        };
+        let side = SideFigures {
+            jobs: jobs.clone(),
+            ..SideFigures::default()
+        };
+        one.source = Some(side.clone());
+        one.destination = Some(side);
+        let text = super::jobs(&[one]).unwrap();
+        assert_eq!(text.matches("the CPU │").count(), 2, "{text}");
+        assert_eq!(text.matches(why).count(), 1, "{text}");
+        assert!(text.ends_with(&format!(": on the CPU: {why}")), "{text}");
+        assert_eq!(done_by(&jobs), format!("the CPU: {why}"));
+        let lost = JobFigures {
+            hardware: 3,
+            devices: vec!["IAA".to_owned()],
+            fallback: Some("IAA: status 0x20".to_owned()),
+            ..jobs
+        };
+        assert_eq!(doer(&lost), "IAA; then the CPU");
+        assert_eq!(done_by(&lost), "IAA; then the CPU: status 0x20");
     }
 
     #[test]

@@ -54,6 +54,40 @@ pub fn cut(text: &str, columns: usize) -> String {
     cut
 }
 
+/// `text` with lines that fit the terminal of standard output, broken between words; as it is elsewhere.
+pub fn folded(text: &str) -> String {
+    match columns(rustix::stdio::stdout()) {
+        Some(columns) => folded_to(columns, text),
+        None => text.to_owned(),
+    }
+}
+
+/// What is broken off is indented as its line is.
+fn folded_to(columns: usize, text: &str) -> String {
+    let mut lines = Vec::new();
+    for whole in text.lines() {
+        if whole.width() <= columns {
+            lines.push(whole.to_owned());
+            continue;
+        }
+        let indent = &whole[..whole.len() - whole.trim_start().len()];
+        let mut line = indent.to_owned();
+        for word in whole.split_whitespace() {
+            let is_first = line.len() == indent.len();
+            if !is_first && line.width() + 1 + word.width() > columns {
+                lines.push(std::mem::replace(&mut line, indent.to_owned() + word));
+                continue;
+            }
+            if !is_first {
+                line.push(' ');
+            }
+            line.push_str(word);
+        }
+        lines.push(line);
+    }
+    lines.join("\n")
+}
+
 /// Least columns of the terminal for the names of a table's rows, which go on in further lines where the terminal is
 /// too narrow for all else.
 const NAMES: u16 = 10;
@@ -157,6 +191,18 @@ mod tests {
         for columns in 0..40 {
             assert!(cut("migration активна: 漢字, 5 s left", columns).width() <= columns);
         }
+    }
+
+    #[test]
+    fn lines_are_broken_between_words_and_keep_their_indentation() {
+        let text = "one two three\n\n  four five sixteen";
+        assert_eq!(folded_to(80, text), text);
+        assert_eq!(
+            folded_to(11, text),
+            "one two\nthree\n\n  four five\n  sixteen"
+        );
+        assert_eq!(folded_to(1, "one two"), "one\ntwo");
+        assert_eq!(folded_to(7, "漢字 漢字"), "漢字\n漢字");
     }
 
     fn table(columns: Option<usize>) -> String {
