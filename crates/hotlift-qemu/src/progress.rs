@@ -11,6 +11,9 @@ const ROUNDS_WITHOUT_GAIN: u32 = 3;
 /// the last is a third of the first.
 const GAIN: f64 = 0.9;
 
+/// Seconds below which their tenths are shown.
+const TENTHS: f64 = 1000.0;
+
 /// Follows one migration from look to look.
 #[derive(Debug, Default)]
 pub struct Watch {
@@ -43,25 +46,30 @@ impl Watch {
                 self.without_gain + 1
             };
         }
-        let left = rates
-            .seconds_left(ram.remaining)
-            .map_or("unknown time".to_owned(), |seconds| {
-                format!("{seconds:.1} s")
-            });
         let throttle = info.cpu_throttle_percentage.unwrap_or(0);
         let remark = self.stall_reason(&rates, throttle > 0);
+        let left = match (rates.seconds_left(ram.remaining), &remark) {
+            (Some(seconds), _) if seconds < TENTHS => format!("{seconds:.1} s left, "),
+            (Some(seconds), _) => format!("{seconds:.0} s left, "),
+            (None, None) => "time unknown, ".to_owned(),
+            // It says so itself.
+            (None, Some(_)) => String::new(),
+        };
+        let state = match info.status() {
+            "active" if remark.is_some() => "not converging, ".to_owned(),
+            "active" => String::new(),
+            status => format!("{status}{}, ", stalled(remark.is_some())),
+        };
+        // Up to the guest's rate it is seen on 80 columns.
         let text = format!(
-            "migration {}{}: round {}, {} of {} to go, {left} left, RAM at {}/s, {}/s on the wire, guest dirties \
-             {}/s{}",
-            info.status(),
-            stalled(remark.is_some()),
+            "{state}round {}, {} to go, {left}wire {}/s, dirty {}/s{}, RAM {}/s of {}",
             self.round,
             bytes(ram.remaining),
-            bytes(ram.total),
-            bytes(rounded(rates.sent)),
             bytes(rounded(self.wire_rate)),
             bytes(rounded(rates.dirty)),
             throttled(throttle),
+            bytes(rounded(rates.sent)),
+            bytes(ram.total),
         );
         Line {
             text,
@@ -156,9 +164,38 @@ mod tests {
         let line = watch.look(&active(2, 12_800), report(3, 20 << 20));
         assert_eq!(
             line.to_string(),
-            "migration active: round 2, 100.0 MiB of 1.0 GiB to go, 2.0 s left, RAM at 100.0 MiB/s, \
-             10.0 MiB/s on the wire, guest dirties 50.0 MiB/s"
+            "round 2, 100.0 MiB to go, 2.0 s left, wire 10.0 MiB/s, dirty 50.0 MiB/s, RAM 100.0 MiB/s of 1.0 GiB"
         );
+    }
+
+    #[test]
+    fn on_80_columns_both_rates_are_seen_and_that_it_does_not_converge() {
+        let report = |seconds: u64, sent_bytes| RelayProgress {
+            elapsed: Duration::from_secs(seconds),
+            sent_bytes,
+            ..RelayProgress::default()
+        };
+        for dirty_pages_rate in [20_000, 240_000] {
+            let mut watch = Watch::default();
+            for round in 10..15 {
+                let mut info = active(round, dirty_pages_rate);
+                if let Some(ram) = &mut info.ram {
+                    ram.remaining = 999 << 20;
+                }
+                let line = watch.look(&info, report(round, round * (999 << 20)));
+                let narrow = hotlift_console::width::cut(&line.text, 79);
+                let rate = bytes(dirty_pages_rate * 4096);
+                for words in [
+                    "999.0 MiB to go",
+                    "wire 999.0 MiB/s",
+                    &format!("dirty {rate}/s"),
+                ] {
+                    assert!(round == 10 || narrow.contains(words), "{narrow}");
+                }
+                let stalls = round > 11 && dirty_pages_rate > 200_000;
+                assert_eq!(narrow.contains("not converging"), stalls, "{narrow}");
+            }
+        }
     }
 
     #[test]
@@ -180,7 +217,8 @@ mod tests {
             line.contains("dirtied 93.7 MiB/s and 100.0 MiB/s were sent"),
             "{line}"
         );
-        assert!(line.contains("unknown time left"), "{line}");
+        assert!(line.starts_with("not converging, round 4"), "{line}");
+        assert!(!line.contains(" left"), "{line}");
         let line = watch
             .look(&active(5, 25), RelayProgress::default())
             .to_string();
