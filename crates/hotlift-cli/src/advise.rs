@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use hotlift_console::output_args;
+use hotlift_console::width;
 use hotlift_host::accel::{Devices, devices};
 use hotlift_host::page_faults::{PageFaults, page_faults};
 use hotlift_host::rules::{Rule, rules};
@@ -37,7 +38,9 @@ pub fn run(args: &AdviseArgs) -> Result<(), CommandError> {
         devices,
         page_faults: page_faults(),
     };
-    Ok(output_args::print(args.json, &advice, || text(&advice))?)
+    Ok(output_args::print(args.json, &advice, || {
+        width::folded(&text(&advice))
+    })?)
 }
 
 fn text(advice: &Advice) -> String {
