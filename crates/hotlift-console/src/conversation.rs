@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use hotlift::Address;
 use hotlift::relay::Pass;
-use hotlift::tls::{ALERT_BEGINS, Tls};
+use hotlift::tls::{ALERT_BEGINS, HANDSHAKE_BEGINS, Tls};
 use hotlift::transport::Stream;
 use hotlift_qmp::{Connection, Line, Lines, one_line};
 use serde::Serialize;
@@ -36,6 +36,11 @@ pub enum ConversationError {
     /// An alert of TLS.
     #[error("the other side speaks TLS only: give '--tls DIR'")]
     SpeaksTls,
+    /// A handshake of TLS.
+    #[error(
+        "the other side speaks TLS, and this one does not: give '--tls DIR' here, or '--insecure' there"
+    )]
+    BeginsTls,
     /// A line without end.
     #[error("a message of more than {MAX_MESSAGE} bytes")]
     TooLong,
@@ -192,16 +197,21 @@ impl Conversation {
         &mut self,
         timeout: Duration,
     ) -> Result<Option<T>, ConversationError> {
-        let line = match self.0.read(Instant::now() + timeout)? {
-            // An alert may end as a line does.
-            Line::Whole(line) if line.starts_with(&ALERT_BEGINS) => {
-                return Err(ConversationError::SpeaksTls);
-            }
+        let read = self.0.read(Instant::now() + timeout)?;
+        let bytes = match &read {
+            // What is no line of a conversation may end as one does.
+            Line::Whole(line) => line,
+            _ => self.0.begun(),
+        };
+        if bytes.starts_with(&ALERT_BEGINS) {
+            return Err(ConversationError::SpeaksTls);
+        }
+        if bytes.starts_with(&HANDSHAKE_BEGINS) {
+            return Err(ConversationError::BeginsTls);
+        }
+        let line = match read {
             Line::Whole(line) => line,
             Line::Late => return Ok(None),
-            Line::Closed if self.0.begun().starts_with(&ALERT_BEGINS) => {
-                return Err(ConversationError::SpeaksTls);
-            }
             Line::Closed => return Err(ConversationError::Closed),
             Line::TooLong => return Err(ConversationError::TooLong),
         };

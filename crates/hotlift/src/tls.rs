@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use hotlift_tls::{
-    ALERT_BEGINS, Exporter, Identity, Profile, Tls, TlsError, Warning, measure_cipher,
+    ALERT_BEGINS, Exporter, HANDSHAKE_BEGINS, Identity, Profile, Tls, TlsError, Warning,
+    measure_cipher,
 };
 use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, find_folder};
 

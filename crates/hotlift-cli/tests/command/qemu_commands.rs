@@ -76,6 +76,20 @@ fn a_serve_sends_hostile_sources_away_with_the_reason_and_goes_on_listening() {
     );
 }
 
+#[test]
+fn a_serve_without_tls_says_so_when_a_source_begins_with_it() {
+    let (mut serve, address) = serve();
+    // A record of a handshake that says hello: without an end of line, and with one.
+    for hello in [
+        &[0x16, 3, 1, 0, 5, 1, 0, 0, 1, 3][..],
+        b"\x16\x03\x01\x00\x02\x01\n",
+    ] {
+        let answer = tell(&address, hello);
+        assert!(answer.contains("this one does not"), "{answer}");
+        serve.wait_for("the other side speaks TLS, and this one does not");
+    }
+}
+
 /// As many as would hold up one after the other for minutes.
 const SILENT: usize = 60;
 
