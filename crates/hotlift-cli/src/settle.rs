@@ -6,12 +6,16 @@ use clap::Args;
 use hotlift_console::output::complain;
 use hotlift_qemu::connect::connect;
 use hotlift_qemu::error::at_source;
-use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use hotlift_qmp::{MigrationInfo, QmpAddress, StatusInfo};
 
 use crate::error::CommandError;
 
 /// How long the QMP socket is tried.
 const CONNECT: Duration = Duration::from_secs(10);
+
+/// To whoever lets a guest run here whose migration may have ended well.
+const COMPLETED: &str = "hotlift: QEMU's migration is 'completed': if the destination runs the guest, there are two of it \
+                         from now on, which write to the same disks; end one at once";
 
 /// Flags of `settle`.
 #[derive(Debug, Args)]
@@ -39,13 +43,19 @@ struct Whereabouts {
 /// Runs the command.
 pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     let mut qemu = connect(&args.qmp, CONNECT).map_err(at_source)?;
-    if let Some(problem) = problem(&mut qemu).map_err(at_source)? {
+    let state = qemu.query_status().map_err(at_source)?;
+    let migration = qemu.query_migrate().map_err(at_source)?;
+    if let Some(problem) = problem(&state, &migration) {
         return Err(CommandError::NothingToSettle { problem });
     }
     if args.whereabouts.there {
         qemu.quit().map_err(at_source)?;
         complain!("the guest goes on at the destination; its paused copy here is ended");
         return Ok(());
+    }
+    // In doubt QEMU says the same: it had handed the whole guest over.
+    if migration.is_completed() {
+        complain!("{COMPLETED}");
     }
     // 'hotlift guest run' takes 'cont' for a slip while it is in doubt, and a 'stop' before it for an order. To a QEMU
     // whose guest is paused 'stop' is nothing.
@@ -65,15 +75,13 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
 
 /// Why there is nothing to settle, if so. A guest that its operator has paused, and one whose migration is under way,
 /// are nobody's to end or continue by this command.
-fn problem(qemu: &mut Qemu) -> Result<Option<String>, QmpError> {
-    let state = qemu.query_status()?;
-    let migration = qemu.query_migrate()?;
-    Ok(match state.status.as_str() {
+fn problem(state: &StatusInfo, migration: &MigrationInfo) -> Option<String> {
+    match state.status.as_str() {
         "postmigrate" => None,
         "paused" if migration.is_completed() || migration.has_failed() => None,
         status => Some(format!(
             "it is in state '{status}', and its migration in state '{}'",
             migration.status()
         )),
-    })
+    }
 }

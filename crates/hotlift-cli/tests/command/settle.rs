@@ -1,6 +1,12 @@
 //! A guest of which nobody knows whether its destination runs it: kept, and settled by hand.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::thread;
+
 use rustix::process::Signal;
+use serde_json::{Value, json};
 
 use crate::hotlift::Hotlift;
 use crate::lost_word::loses_the_last_word;
@@ -74,4 +80,50 @@ fn a_signal_ends_a_process_whose_guest_is_in_doubt_with_its_exit_code() {
     let (status, said) = source.wait();
     assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
     drop(destination);
+}
+
+/// A QEMU whose migration is in state `migration`, and whose guest is paused by it until 'cont', for one client.
+fn left_paused(socket: &Path, migration: &'static str) {
+    let listener = UnixListener::bind(socket).expect("it listens");
+    thread::spawn(move || {
+        let (stream, _) = listener.accept().expect("a client");
+        serve(&stream, migration);
+    });
+}
+
+fn serve(mut stream: &UnixStream, migration: &str) {
+    let version = json!({ "qemu": { "major": 10, "minor": 0, "micro": 0 }, "package": "" });
+    let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
+    writeln!(stream, "{greeting}").expect("it reads");
+    let mut runs = false;
+    for line in BufReader::new(stream).lines().map_while(Result::ok) {
+        let command: Value = serde_json::from_str(&line).expect("JSON");
+        let answer = match command["execute"].as_str().expect("a command") {
+            "query-version" => version.clone(),
+            "query-status" if runs => json!({ "status": "running", "running": true }),
+            "query-status" => json!({ "status": "postmigrate", "running": false }),
+            "query-migrate" => json!({ "status": migration }),
+            name => {
+                runs |= name == "cont";
+                json!({})
+            }
+        };
+        let answer = json!({ "return": answer, "id": command["id"] });
+        writeln!(stream, "{answer}").expect("it reads");
+    }
+}
+
+#[test]
+fn who_lets_a_guest_run_whose_migration_completed_is_warned_of_two() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (migration, warns) in [("completed", true), ("failed", false)] {
+        let socket = folder.path().join(migration);
+        left_paused(&socket, migration);
+        let qmp = socket.display().to_string();
+        let (status, said) = Hotlift::start(&["settle", "--qmp", &qmp, "--here"]).wait();
+        assert!(status.success(), "{said:?}");
+        let is_warning = |line: &String| line.contains("there are two of it");
+        assert_eq!(said.iter().any(is_warning), warns, "{said:?}");
+        assert_eq!(said.last().map(String::as_str), Some("the guest runs here"));
+    }
 }
