@@ -108,6 +108,14 @@ impl MigrationArgs {
         self.level.is_some()
     }
 
+    /// The flag that option `name` is set by, if it has another name than the option.
+    fn other_flag(&self, name: &str) -> Option<&'static str> {
+        if self.has(name) {
+            return option(name).ok()?.alias;
+        }
+        (self.has_level() && name != LEVEL).then_some(LEVEL)
+    }
+
     /// Refuses the switches `names` where they are on, because nothing would come of them, or no end.
     pub fn refuse(&self, names: &[&str], needs: &'static str) -> Result<(), OptionError> {
         match self
@@ -259,9 +267,20 @@ fn options_of(role: Role) -> Vec<&'static OptionInfo> {
     options
 }
 
-/// A value that was refused, as clap shows it.
-fn refused(error: &OptionError) -> clap::Error {
-    clap::Error::raw(clap::error::ErrorKind::ValueValidation, error)
+/// A value that was refused, as clap shows it: by the flag that set it, where that is not called as the option is.
+fn refused(given: &MigrationArgs, error: &OptionError) -> clap::Error {
+    let text = match error {
+        OptionError::Value {
+            name,
+            expected,
+            got,
+        } => given
+            .other_flag(name)
+            .map(|flag| format!("--{flag} (parameter '{name}') expects {expected}, got '{got}'")),
+        _ => None,
+    };
+    let text = text.unwrap_or_else(|| error.to_string());
+    clap::Error::raw(clap::error::ErrorKind::ValueValidation, text)
 }
 
 /// What bounds a source, for commands whose other options the source or its file decides.
@@ -291,7 +310,8 @@ impl<R: HasRole> Args for LimitArgs<R> {
 impl<R: HasRole> FromArgMatches for LimitArgs<R> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let limits = RoleArgs::<R>::from_arg_matches(matches)?;
-        let options = limits.options().map_err(|error| refused(&error))?;
+        let options = limits.options();
+        let options = options.map_err(|error| refused(&limits, &error))?;
         Ok(Self {
             options,
             role: PhantomData,
@@ -347,7 +367,7 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
             },
         };
         for (name, value) in &given.given {
-            let info = option(name).map_err(|error| refused(&error))?;
+            let info = option(name).map_err(|error| refused(&given, &error))?;
             if let Some(instead) = info.value_refusal(R::ROLE, value) {
                 return Err(clap::Error::raw(
                     clap::error::ErrorKind::ValueValidation,
@@ -360,7 +380,7 @@ impl<R: HasRole> FromArgMatches for RoleArgs<R> {
             Role::Guest => given.options().map(|_| ()),
             _ => given.refuse_idle(),
         };
-        checked.map_err(|error| refused(&error))?;
+        checked.map_err(|error| refused(&given, &error))?;
         Ok(Self {
             given,
             role: PhantomData,
@@ -520,6 +540,31 @@ mod tests {
             .filter(|one| one.refusal(Role::Guest).is_none())
         {
             parse(&[&format!("--{}={}", option.name, option.default)]).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_refused_is_named_by_its_flag_and_its_option() {
+        for (flags, words) in [
+            (
+                &["--method=zst"][..],
+                "--method (parameter 'multifd-compression') expects one of",
+            ),
+            (
+                &["--method=zstd", "--level=99"],
+                "--level (parameter 'multifd-zstd-level') expects a value between 0 and 20",
+            ),
+            (
+                &["--multifd-zstd-level=99"],
+                "parameter 'multifd-zstd-level' expects",
+            ),
+            (
+                &["--method=none", "--level=1"],
+                "parameter 'level' expects a method that has levels",
+            ),
+        ] {
+            let error = parse(flags).unwrap_err().to_string();
+            assert!(error.contains(&format!("error: {words}")), "{error}");
         }
     }
 
