@@ -1,5 +1,7 @@
 //! Progress of a QEMU's outgoing migration: the line that is shown, and why it does not converge.
 
+use std::time::Duration;
+
 use hotlift::relay::RelayProgress;
 use hotlift_console::progress::{Line, bytes, rounded, stalled, throttled};
 use hotlift_qmp::{MigrationInfo, MigrationStats};
@@ -11,8 +13,16 @@ const ROUNDS_WITHOUT_GAIN: u32 = 3;
 /// the last is a third of the first.
 const GAIN: f64 = 0.9;
 
+/// How long nothing has gone out until that is said. A process that was stopped keeps its connections, and the system answers for
+/// it: nothing else tells of it.
+const SILENCE: Duration = Duration::from_secs(10);
+
 /// Seconds below which their tenths are shown.
 const TENTHS: f64 = 1000.0;
+
+/// What may be the reason, and what can be done.
+const NOTHING_SENT: &str = "nothing is sent: the destination may have stopped, or the link; the migration waits for it, and \
+                            Ctrl-C ends it, with the guest here";
 
 /// Follows one migration from look to look.
 #[derive(Debug, Default)]
@@ -20,6 +30,8 @@ pub struct Watch {
     /// The relay's last report, and its rate on the wire since the one before.
     relay: RelayProgress,
     wire_rate: f64,
+    /// When the relay has last sent something, by its clock.
+    moved: Duration,
     round: u64,
     without_gain: u32,
 }
@@ -32,6 +44,9 @@ impl Watch {
         if !time.is_zero() {
             let sent = relay.sent_bytes.saturating_sub(self.relay.sent_bytes);
             self.wire_rate = to_f64(sent) / time.as_secs_f64();
+            if sent > 0 {
+                self.moved = relay.elapsed;
+            }
             self.relay = relay;
         }
         let Some(ram) = &info.ram else {
@@ -47,8 +62,12 @@ impl Watch {
             };
         }
         let throttle = info.cpu_throttle_percentage.unwrap_or(0);
-        let remark = self.stall_reason(&rates, throttle > 0);
-        let left = match (rates.seconds_left(ram.remaining), &remark) {
+        let reason = self.stall_reason(&rates, throttle > 0);
+        let silence = relay.elapsed.saturating_sub(self.moved);
+        // In postcopy the guest is not here any more, and may ask for nothing.
+        let is_silent = silence >= SILENCE && info.status() == "active";
+        let seconds_left = rates.seconds_left(ram.remaining).filter(|_| !is_silent);
+        let left = match (seconds_left, &reason) {
             (Some(seconds), _) if seconds < TENTHS => format!("{seconds:.1} s left, "),
             (Some(seconds), _) => format!("{seconds:.0} s left, "),
             (None, None) => "time unknown, ".to_owned(),
@@ -56,9 +75,10 @@ impl Watch {
             (None, Some(_)) => String::new(),
         };
         let state = match info.status() {
-            "active" if remark.is_some() => "not converging, ".to_owned(),
+            "active" if is_silent => format!("nothing sent for {} s, ", silence.as_secs()),
+            "active" if reason.is_some() => "not converging, ".to_owned(),
             "active" => String::new(),
-            status => format!("{status}{}, ", stalled(remark.is_some())),
+            status => format!("{status}{}, ", stalled(reason.is_some())),
         };
         // Up to the guest's rate it is seen on 80 columns.
         let text = format!(
@@ -71,10 +91,11 @@ impl Watch {
             bytes(rounded(rates.sent)),
             bytes(ram.total),
         );
-        Line {
-            text,
-            remark: remark.map(|reason| format!("not converging: {reason}")),
-        }
+        let remark = match is_silent {
+            true => Some(NOTHING_SENT.to_owned()),
+            false => reason.map(|reason| format!("not converging: {reason}")),
+        };
+        Line { text, remark }
     }
 
     /// The present round.
@@ -133,7 +154,6 @@ fn to_f64(count: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     fn active(round: u64, dirty_pages_rate: u64) -> MigrationInfo {
         MigrationInfo {
@@ -223,6 +243,29 @@ mod tests {
             .look(&active(5, 25), RelayProgress::default())
             .to_string();
         assert!(!line.contains("not converging"), "{line}");
+    }
+
+    #[test]
+    fn a_relay_that_sends_nothing_is_told_from_one_that_is_slow() {
+        let mut watch = Watch::default();
+        let mut look = |seconds: u64, sent_bytes| {
+            let report = RelayProgress {
+                elapsed: Duration::from_secs(seconds),
+                sent_bytes,
+                ..RelayProgress::default()
+            };
+            watch.look(&active(2, 25), report)
+        };
+        for seconds in [1, 10, 19] {
+            let line = look(seconds, seconds).to_string();
+            assert!(!line.contains("nothing"), "{line}");
+        }
+        assert!(!look(28, 19).text.contains("nothing"), "9 s");
+        let line = look(29, 19);
+        assert!(line.text.starts_with("nothing sent for 10 s"), "{line}");
+        assert!(!line.text.contains(" left"), "{line}");
+        assert!(line.remark.is_some());
+        assert!(!look(30, 20).text.contains("nothing"), "it goes on");
     }
 
     #[test]
