@@ -7,7 +7,8 @@
 Two hosts as in agent.py. A domain is chosen at random, and `virsh migrate --live` moves it to the other host; two are under way
 at a time. Every third meets a fault: the command is aborted, the session cancelled at an agent, the link down for some
 seconds, or the configuration of both agents read again. After each migration the domain runs on one host, and only there; its
-guest has gone on, and has found no page that is not what it wrote. Once a minute each agent's resident memory, files,
+guest has gone on, and has found no page that is not what it wrote. One that libvirt has left paused, on one host alone, is let
+go on there, as an operator would. Once a minute each agent's resident memory, files,
 threads and the lines of its nftables rules are kept in `agents.jsonl`, and each migration in `migrations.jsonl`.
 
 At the end the medians of the first tenth, after the first five minutes, and of the last tenth are held against each other: more files,
@@ -33,6 +34,7 @@ AT_ONCE = 2
 SAMPLE_S = 60
 WARM_UP_S = 300
 LINK_DOWN_S = 3
+SETTLE_S = 60
 RAM = 64 << 20
 # Without multifd: QEMU 7.2 may end by an assertion of its own when multifd channels break early (docs/libvirt.md).
 PLAIN = ()
@@ -88,14 +90,35 @@ class Soak:
             time.sleep(delay)
             self.break_it(fault, start, there, name)
         _, why = process.communicate(timeout=agent.PATIENCE_S * 5)
-        agent.wait_for(lambda: len(self.runs_at(name)) == 1)
-        self.at[name] = self.runs_at(name)[0]
+        settled = self.settle(name)
         agent.wait_for(lambda: self.console(name) > said)
-        run = {"name": name, "fault": fault, "moved": self.at[name] is there, "said": why.strip(), **stamp()}
+        run = {"name": name, "fault": fault, "moved": self.at[name] is there, "said": why.strip(), **settled, **stamp()}
         with self.lock:
             print(json.dumps(run), file=self.kept["migrations"], flush=True)
         if process.returncode and not fault and not self.was_disturbed(why):
             raise RuntimeError(why.strip())
+
+    def settle(self, name):
+        """Finds where it runs, and says what was done for it. libvirt may leave a guest paused if the link was down at its handover."""
+        deadline = time.monotonic() + SETTLE_S
+        while len(self.runs_at(name)) != 1 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        settled = {}
+        if not self.runs_at(name):
+            states = {host: self.state(host, name) for host in self.agents}
+            settled = {"settled": {host.name: state for host, state in states.items()}}
+            paused = [host for host, state in states.items() if state.startswith("paused")]
+            if len(paused) == 1 and "none" in states.values():
+                paused[0].virsh("resume", name)
+        if len(self.runs_at(name)) != 1:
+            raise RuntimeError(f"it does not run on one host: { {host.name: self.state(host, name) for host in self.agents} }")
+        self.at[name] = self.runs_at(name)[0]
+        return settled
+
+    def state(self, host, name):
+        if name not in host.virsh("list", "--all", "--name").split():
+            return "none"
+        return host.virsh("domstate", "--reason", name)
 
     def was_disturbed(self, why):
         """Another migration's fault was the link, or a reload: it may meet this one, too."""
@@ -206,7 +229,8 @@ def main():
     said, leaks = table([json.loads(line) for line in open(arguments.out / "agents.jsonl")])
     moves = [json.loads(line) for line in open(arguments.out / "migrations.jsonl")]
     moved = sum(move["moved"] for move in moves)
-    print(f"{said}\n\n{len(moves)} migrations, {sum(bool(move['fault']) for move in moves)} with a fault; {moved} moved.")
+    print(f"{said}\n\n{len(moves)} migrations, {sum(bool(move['fault']) for move in moves)} with a fault; {moved} moved; "
+          f"{sum('settled' in move for move in moves)} were left paused, and resumed.")
     for wrong in [*soak.wrong, *leaks]:
         print(f"WRONG: {wrong}")
     return 1 if soak.wrong or leaks else 0
