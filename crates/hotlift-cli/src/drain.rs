@@ -3,9 +3,10 @@
 //! The migrations are libvirt's; the agents of the hosts carry them. A drain keeps no state: what has gone is not here any
 //! more, so that the same command again goes on with what is left.
 
-use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::net::Ipv6Addr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
@@ -142,8 +143,8 @@ struct Drain<'a> {
     here: Libvirt,
     args: &'a DrainArgs,
     outcomes: Vec<Outcome>,
-    /// Those on their way whose migrations are aborted.
-    aborted: BTreeSet<usize>,
+    /// Of each outcome: it is not to begin any more, or to be aborted.
+    aborts: Vec<Arc<AtomicBool>>,
     /// Why nothing more is begun.
     stop: Option<String>,
     watches: Vec<Watch>,
@@ -159,10 +160,10 @@ impl<'a> Drain<'a> {
         Self {
             budget: plan.budget,
             watches: Watch::all(&plan),
+            aborts: plan.steps.iter().map(|_| Arc::default()).collect(),
             outcomes: plan.steps.into_iter().map(not_begun).collect(),
             here,
             args,
-            aborted: BTreeSet::new(),
             stop: None,
             told,
             tell,
@@ -180,7 +181,7 @@ impl<'a> Drain<'a> {
                 self.abort(reason, Some(&uri));
             }
             self.begin();
-            if self.under_way().next().is_none() {
+            if self.under_way().is_empty() {
                 break;
             }
             // A sender of it is held here, so that nothing but time ends the wait.
@@ -204,10 +205,10 @@ impl<'a> Drain<'a> {
         self.outcomes
     }
 
-    fn under_way(&self) -> impl Iterator<Item = (usize, &Step)> {
-        let all = self.outcomes.iter().enumerate();
-        all.filter(|(_, one)| matches!(one.fate, Fate::UnderWay { .. }))
-            .map(|(index, one)| (index, &one.step))
+    fn under_way(&self) -> Vec<&Step> {
+        let is_under_way = |one: &&Outcome| matches!(one.fate, Fate::UnderWay { .. });
+        let all = self.outcomes.iter().filter(is_under_way);
+        all.map(|one| &one.step).collect()
     }
 
     fn next(&self) -> Option<usize> {
@@ -218,15 +219,11 @@ impl<'a> Drain<'a> {
     /// Begins nothing more, and aborts what is on its way, to `to` or anywhere.
     fn abort(&mut self, reason: String, to: Option<&str>) {
         self.stop.get_or_insert(reason);
-        let is_meant = |step: &Step| to.is_none_or(|to| step.to.as_deref() == Some(to));
-        let aborted: Vec<_> = self
-            .under_way()
-            .filter(|(index, step)| !self.aborted.contains(index) && is_meant(step))
-            // One that is not so far that it could be aborted is tried again.
-            .filter(|(_, step)| self.here.abort(&step.domain).is_ok())
-            .map(|(index, _)| index)
-            .collect();
-        self.aborted.extend(aborted);
+        for (outcome, abort) in self.outcomes.iter().zip(&self.aborts) {
+            if to.is_none_or(|to| outcome.step.to.as_deref() == Some(to)) {
+                abort.store(true, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Begins what may begin now. The order is kept: what has to wait for the link is not overtaken.
@@ -234,9 +231,8 @@ impl<'a> Drain<'a> {
         while self.stop.is_none()
             && let Some(index) = self.next()
         {
-            let under_way: Vec<_> = self.under_way().map(|(_, step)| step).collect();
             let step = &self.outcomes[index].step;
-            if !self.budget.may_begin(step, &under_way) {
+            if !self.budget.may_begin(step, &self.under_way()) {
                 return;
             }
             self.start(index);
@@ -255,6 +251,7 @@ impl<'a> Drain<'a> {
             step: self.outcomes[index].step.clone(),
             options,
             is_looked_at: self.display.is_table(),
+            abort: Arc::clone(&self.aborts[index]),
         };
         one.start(index, self.tell.clone());
         self.enter(index, Fate::UnderWay { job: None });

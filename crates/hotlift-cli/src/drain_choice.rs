@@ -72,41 +72,46 @@ impl Domains {
 
     /// How large they are, and how much they write. One that has ended meanwhile is left out.
     pub fn measured(&self, here: &Libvirt) -> Vec<Candidate> {
-        let memory = self.memory(here);
+        let deadline = Instant::now() + SAMPLES;
+        let memory = self.memory(here, deadline);
         let running = self.running.iter().zip(repeat(None));
         let still = self.still.iter().zip(repeat(Some(Stays::Still)));
         let candidate = |(domain, stays): (&Domain, _)| {
             let of_all = memory.get(&domain.name).copied();
-            candidate(
-                here,
-                domain,
-                of_all.map_or_else(|| alone(here, domain), Ok),
-                stays,
-            )
+            let memory = of_all.map_or_else(|| alone(here, domain, deadline), Ok);
+            candidate(here, domain, memory, stays)
         };
         running.chain(still).filter_map(candidate).collect()
     }
 
     /// What libvirt says of all, with a sample of what those that run write. One that does not answer is no reason to know nothing
-    /// of the others: of each that is missing here it is asked alone.
-    fn memory(&self, here: &Libvirt) -> BTreeMap<String, Memory> {
+    /// of the others: each that is missing here is asked alone.
+    fn memory(&self, here: &Libvirt, deadline: Instant) -> BTreeMap<String, Memory> {
         let running: Vec<_> = self.running.iter().collect();
         // The plan is made without what cannot be sampled.
         let _ = here.sample_writes(&running);
-        let deadline = Instant::now() + SAMPLES;
-        loop {
-            let memory = here.memory(None).unwrap_or_default();
-            let waits = memory.values().any(|one| one.is_sampled_now);
-            if !waits || Instant::now() >= deadline {
-                return memory;
-            }
-            thread::sleep(SAMPLE);
-        }
+        sampled(here, None, deadline).unwrap_or_default()
     }
 }
 
-fn alone(here: &Libvirt, domain: &Domain) -> Result<Memory, VirshError> {
-    let mut memory = here.memory(Some(domain))?;
+/// What libvirt says of the memory of a domain, or of all, once no sample is under way any more.
+fn sampled(
+    here: &Libvirt,
+    of: Option<&Domain>,
+    deadline: Instant,
+) -> Result<BTreeMap<String, Memory>, VirshError> {
+    loop {
+        let memory = here.memory(of)?;
+        let waits = memory.values().any(|one| one.is_sampled_now);
+        if !waits || Instant::now() >= deadline {
+            return Ok(memory);
+        }
+        thread::sleep(SAMPLE);
+    }
+}
+
+fn alone(here: &Libvirt, domain: &Domain, deadline: Instant) -> Result<Memory, VirshError> {
+    let mut memory = sampled(here, Some(domain), deadline)?;
     let of_it = memory.remove(&domain.name);
     of_it.ok_or_else(|| VirshError::Garbage {
         at: here.uri().to_owned(),

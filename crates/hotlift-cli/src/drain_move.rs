@@ -1,9 +1,11 @@
 //! A domain of a drain on its way: in a thread of its own, so that no answer of libvirt's holds up another domain.
 
 use std::ffi::OsString;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift_console::error::error_line;
 
@@ -16,6 +18,9 @@ use crate::whereabouts::{Whereabouts, whereabouts};
 /// Between two looks at what libvirt says of a migration under way.
 pub const LOOK: Duration = Duration::from_secs(1);
 
+/// Between two looks whether it is to be aborted, and between two tries to.
+const ABORT_LOOK: Duration = Duration::from_millis(200);
+
 /// A domain that is to be moved.
 #[derive(Debug)]
 pub struct Move {
@@ -25,6 +30,8 @@ pub struct Move {
     pub options: Vec<OsString>,
     /// Somebody sees what its migration costs so far.
     pub is_looked_at: bool,
+    /// It is not to begin any more, or to be aborted.
+    pub abort: Arc<AtomicBool>,
 }
 
 /// What is told of a move.
@@ -41,27 +48,61 @@ pub enum Told {
     },
 }
 
+/// Tells of a move in the name of its index.
+struct Teller {
+    index: usize,
+    to: Sender<(usize, Told)>,
+    has_ended: bool,
+}
+
+impl Teller {
+    fn tell(&self, told: Told) {
+        // The command has ended if nobody listens.
+        let _ = self.to.send((self.index, told));
+    }
+
+    fn end(mut self, fate: Fate, lost: Option<String>) {
+        self.has_ended = true;
+        self.tell(Told::Ended { fate, lost });
+    }
+}
+
+impl Drop for Teller {
+    /// A drain waits for the end of each, also of one whose thread has panicked.
+    fn drop(&mut self) {
+        if !self.has_ended {
+            let reason = "nobody looks after its migration any more".to_owned();
+            let fate = Fate::Unknown { reason };
+            self.tell(Told::Ended { fate, lost: None });
+        }
+    }
+}
+
 impl Move {
     /// Begins it, and tells of it under `index`; its end comes last.
-    pub fn start(self, index: usize, told: Sender<(usize, Told)>) {
+    pub fn start(self, index: usize, to: Sender<(usize, Told)>) {
+        let teller = Teller {
+            index,
+            to,
+            has_ended: false,
+        };
         thread::spawn(move || {
-            // The command has ended if nobody listens.
-            let tell = |what| drop(told.send((index, what)));
             let to = Libvirt::at(self.step.to.as_deref().unwrap_or_default());
-            let fate = self.run(&to, |job| tell(Told::Job(job)));
+            let fate = self.run(&to, |job| teller.tell(Told::Job(job)));
             let answers = match fate {
-                Fate::Moved { .. } => Ok(()),
+                Fate::Moved { .. } | Fate::Waiting => Ok(()),
                 _ => to.ask(&["uri"]).map(drop),
             };
             let lost = answers.err().map(|error| lost_for(&to, &error));
-            tell(Told::Ended { fate, lost });
+            teller.end(fate, lost);
         });
     }
 
     fn run(&self, to: &Libvirt, tell: impl Fn(Job)) -> Fate {
         let domain = &self.step.domain;
         let mut migrating = match self.begin(to) {
-            Ok(migrating) => migrating,
+            Ok(Some(migrating)) => migrating,
+            Ok(None) => return Fate::Waiting,
             Err(error) => {
                 let reason = error_line(&error);
                 return match self.here.state(domain) {
@@ -70,27 +111,36 @@ impl Move {
                 };
             }
         };
+        let mut looked = Instant::now();
+        let mut is_aborted = false;
         loop {
-            match migrating.wait(LOOK) {
+            match migrating.wait(ABORT_LOOK) {
                 Ok(Some(ended)) => return fate(&self.here, to, domain, ended),
                 Err(error) => return fate(&self.here, to, domain, Err(error_line(&error))),
-                Ok(None) if self.is_looked_at => {
-                    if let Some(job) = self.here.job(domain, false) {
-                        tell(job);
-                    }
+                // One that is not so far that it could be aborted is tried again.
+                Ok(None) if self.abort.load(Ordering::Relaxed) && !is_aborted => {
+                    is_aborted = self.here.abort(domain).is_ok();
+                }
+                Ok(None) if self.is_looked_at && looked.elapsed() >= LOOK => {
+                    looked = Instant::now();
+                    self.here.job(domain, false).into_iter().for_each(&tell);
                 }
                 Ok(None) => {}
             }
         }
     }
 
-    fn begin(&self, to: &Libvirt) -> Result<Migrating, VirshError> {
+    /// `None`: it is not to begin any more.
+    fn begin(&self, to: &Libvirt) -> Result<Option<Migrating>, VirshError> {
         let mut options = self.options.clone();
         // A host that is emptied is to define nothing of what has left it.
         if self.here.is_persistent(&self.step.domain)? {
             options.extend(["--persistent", "--undefinesource"].map(OsString::from));
         }
-        self.here.migrate(&self.step.domain, to, &options)
+        match self.abort.load(Ordering::Relaxed) {
+            true => Ok(None),
+            false => self.here.migrate(&self.step.domain, to, &options).map(Some),
+        }
     }
 }
 

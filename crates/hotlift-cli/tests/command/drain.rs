@@ -74,6 +74,11 @@ fn a_domain_that_libvirt_does_not_measure_stays_and_the_others_go() {
     hosts.domain(2, "web2", "running");
     let refuses = r#"[ "$(cat "$dir/name")" = web1 ] && echo "error: timed out" >&2 && exit 1"#;
     hosts.on(HERE, "domstats", refuses);
+    let (code, plan) = hosts.hotlift(&["drain", "--to=b", "--dry-run"]);
+    assert_eq!(code, Some(0), "{plan}");
+    let of_web2 = plan.lines().find(|line| line.contains("web2"));
+    // Its sample was waited for.
+    assert!(of_web2.is_some_and(|line| !line.contains('?')), "{plan}");
     let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("1 of 2 domains stayed"), "{said}");

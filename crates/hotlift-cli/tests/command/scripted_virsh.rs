@@ -72,8 +72,10 @@ domstats)
         *) continue ;;
         esac
         [ -f "$host/on-domstats" ] && . "$host/on-domstats"
-        printf "Domain: '%s'\n" "$(cat "$dir/name")"
-        printf '  balloon.current=1024\n  dirtyrate.calc_status=2\n  dirtyrate.megabytes_per_second=0\n\n'
+        printf "Domain: '%s'\n  balloon.current=1024\n" "$(cat "$dir/name")"
+        # The first time it is being sampled.
+        printf '  dirtyrate.calc_status=%s\n  dirtyrate.megabytes_per_second=0\n\n' $([ -f "$dir/asked" ] && echo 2 || echo 1)
+        : >"$dir/asked"
     done
     if [ -z "$found" ] && [ "$last" != --list-active ]; then
         echo "error: failed to get domain '$last'" >&2
