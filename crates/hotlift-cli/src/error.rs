@@ -111,7 +111,7 @@ pub enum CommandError {
         rest: RestFrom,
         resume: String,
     },
-    #[error("the guest waits for its pages as before: {reasons}")]
+    #[error("nothing was begun, and a guest that waits for its pages still does: {reasons}")]
     StillWaits { reasons: String },
     #[error("the save file cannot be used: {reason}")]
     Show { reason: String },
@@ -291,9 +291,7 @@ impl CommandError {
         match self {
             Self::Migration(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
             | Self::Relay(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
-            | Self::Qemu(
-                QemuError::InDoubt { .. } | QemuError::Stalled { .. } | QemuError::OtherFile,
-            )
+            | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
             | Self::NotKnown { .. }
             | Self::DomainInDoubt { .. }
             | Self::DomainsInDoubt { .. }

@@ -20,6 +20,7 @@ use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, bytes};
 use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
+use hotlift_qemu::QemuError;
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
 use hotlift_qemu::vm::Vm;
@@ -85,14 +86,26 @@ impl RestoreArgs {
     /// The command that brings a guest the rest of its pages, in a QEMU with a QMP socket at `qmp`, from `file`.
     pub(crate) fn to_resume(&self, file: &str, qmp: Option<&QmpAddress>) -> String {
         let qmp = qmp.map_or("ADDRESS".to_owned(), QmpAddress::to_string);
+        let mut words = vec![
+            "hotlift", "restore", "--lazy", "--resume", file, "--qmp", &qmp,
+        ];
         let options = self.limits.options();
-        let security = match (self.file.server(), options.tls_creds.as_str()) {
-            (None, _) => String::new(),
-            (Some(_), _) if options.insecure => " --insecure".to_owned(),
-            (Some(_), "") => String::new(),
-            (Some(_), folder) => format!(" --tls {folder}"),
-        };
-        format!("hotlift restore --lazy --resume {file} --qmp {qmp}{security}")
+        if self.file.server().is_some() {
+            let given = [
+                ("--tls", &options.tls_creds),
+                ("--tls-hostname", &options.tls_hostname),
+            ];
+            for (flag, value) in given.into_iter().filter(|(_, value)| !value.is_empty()) {
+                words.extend([flag, value]);
+            }
+            words.extend(options.insecure.then_some("--insecure"));
+        }
+        words.extend(self.salvage.then_some("--salvage"));
+        // A word with a NUL byte has never been typed.
+        let quoted = words
+            .iter()
+            .map(|word| shlex::try_quote(word).unwrap_or_default());
+        quoted.collect::<Vec<_>>().join(" ")
     }
 
     /// The file, and TLS to its server.
@@ -115,6 +128,27 @@ impl RestoreArgs {
 
 /// Runs the command.
 pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
+    let restored = restore(args);
+    match args.resume {
+        true => restored.map_err(still_waits),
+        false => restored,
+    }
+}
+
+/// What a failed `--resume` leaves is what was there before: a guest that waits, unless QEMU says otherwise.
+fn still_waits(error: CommandError) -> CommandError {
+    match error {
+        CommandError::Qemu(QemuError::NotPaused { .. })
+        | CommandError::NotTaken { .. }
+        | CommandError::PagesMissing { .. } => error,
+        error if error.is_usage() => error,
+        error => CommandError::StillWaits {
+            reasons: error.line(),
+        },
+    }
+}
+
+fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let file = args.file()?;
     let info = info(args, &file, &interrupt)?;
@@ -128,6 +162,10 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         }
     }
     let id = info.as_ref().map_or(0, |info| info.id);
+    let lazily = match args.lazy {
+        true => Some(restore_lazily::options(args, args.limits.options())?),
+        false => None,
+    };
     let mut destination = match &args.qmp {
         Some(address) if args.resume => Destination::recovering(address, id)?,
         Some(address) => Destination::held(address)?,
@@ -141,8 +179,7 @@ pub fn run(args: &RestoreArgs) -> Result<(), CommandError> {
         };
         saved.fits(&destination.vm()?)?;
     }
-    if args.lazy {
-        let options = restore_lazily::options(args, args.limits.options())?;
+    if let Some(options) = lazily {
         let socket = destination.socket_for(id);
         if !args.resume {
             incoming::listen_for_pages(&mut destination, &socket)?;
@@ -257,13 +294,11 @@ fn info(
     file: &Location,
     interrupt: &Interrupt,
 ) -> Result<Option<FileInfo>, CommandError> {
-    let refused = |error: FileError| {
-        let reasons = error_line(&error);
-        match (args.resume, interrupt.is_raised()) {
-            (true, _) => CommandError::StillWaits { reasons },
-            (false, true) => ConsoleError::Interrupted.into(),
-            (false, false) => CommandError::Restore { reasons },
-        }
+    let refused = |error: FileError| match interrupt.is_raised() {
+        true => ConsoleError::Interrupted.into(),
+        false => CommandError::Restore {
+            reasons: error_line(&error),
+        },
     };
     let path = match file {
         Location::Path(path) => Some(path),

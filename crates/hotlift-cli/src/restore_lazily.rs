@@ -49,6 +49,7 @@ pub fn run(
         }
         Err(error) => return failed(&error, destination, settle_timeout, interrupt),
     };
+    interrupt.insisted(None);
     taken(destination, settle_timeout, interrupt)?;
     Ok(args.output.print(&report, || table(&report).to_string())?)
 }
@@ -153,12 +154,20 @@ fn restore(
             });
         }
     };
-    let on_commit = || destination.custody().give_up();
-    let on_running = |after: Duration| {
-        has_run.store(true, Ordering::Relaxed);
+    let may_run = || {
         let resume = args.to_resume(&file.to_string(), destination.later_qmp().as_ref());
         let words = format!("the guest waits for the rest of its pages: {resume}");
-        interrupt.insisted(STANDS_STILL, words);
+        interrupt.insisted(Some((STANDS_STILL, words)));
+    };
+    if args.resume {
+        may_run();
+    }
+    let on_commit = || {
+        destination.custody().give_up();
+        may_run();
+    };
+    let on_running = |after: Duration| {
+        has_run.store(true, Ordering::Relaxed);
         let ms = after.as_secs_f64() * 1e3;
         match (args.resume, destination.started()) {
             (true, _) => complain!("the guest goes on; the rest of its pages follows"),

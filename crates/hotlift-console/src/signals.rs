@@ -148,15 +148,12 @@ impl Interrupt {
     pub fn forget(&self) {
         self.raised.store(false, Ordering::Relaxed);
         self.ordered.store(false, Ordering::Relaxed);
-        let mut last_words = LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner);
-        *last_words = None;
     }
 
-    /// A second signal ends the process with `words` on stderr and exit code `code` from now on: what it leaves behind is not
-    /// nothing any more.
-    pub fn insisted(&self, code: u8, words: String) {
-        let mut last_words = LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner);
-        *last_words = Some((code, words));
+    /// A second signal ends the process with these words on stderr and this exit code from now on: what it leaves behind is not
+    /// nothing any more. `None`: as before.
+    pub fn insisted(&self, last_words: Option<(u8, String)>) {
+        *LAST_WORDS.lock().unwrap_or_else(PoisonError::into_inner) = last_words;
     }
 
     /// Does what a signal does.

@@ -250,7 +250,10 @@ impl Destination {
 
     /// Whether it says that its guest waits for pages that nobody sends.
     pub fn waits_for_pages(&self) -> bool {
-        let status = self.qemu().query_migrate();
+        let mut qemu = self.qemu();
+        qemu.client().set_timeout(ASK);
+        let status = qemu.query_migrate();
+        qemu.client().set_timeout(ANSWER_TIMEOUT);
         status.is_ok_and(|info| info.status() == "postcopy-paused")
     }
 
