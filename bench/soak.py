@@ -91,6 +91,8 @@ class Soak:
             self.break_it(fault, start, there, name)
         _, why = process.communicate(timeout=agent.PATIENCE_S * 5)
         settled = self.settle(name)
+        if settled and not (process.returncode and (fault == "link" or self.was_disturbed(why))):
+            raise RuntimeError(f"it was left paused: {settled}; {why.strip()}")
         agent.wait_for(lambda: self.console(name) > said)
         run = {"name": name, "fault": fault, "moved": self.at[name] is there, "said": why.strip(), **settled, **stamp()}
         with self.lock:
