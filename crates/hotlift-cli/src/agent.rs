@@ -209,11 +209,16 @@ impl ControlArgs {
                 source,
             },
         };
-        // An agent serves any number at once, and the client would wait for a socket that is not there.
-        UnixStream::connect(&path).map_err(|source| CommandError::NoAgentHere {
-            control: path.clone(),
-            source,
-        })?;
+        // The client would wait for a socket that is not there, as for that of a QEMU that is starting.
+        if let Err(source) = UnixStream::connect(&path)
+            && matches!(
+                source.kind(),
+                ErrorKind::NotFound | ErrorKind::ConnectionRefused
+            )
+        {
+            let control = path;
+            return Err(CommandError::NoAgentHere { control, source });
+        }
         let address = QmpAddress::Unix(path.clone());
         let mut client = Client::connect(&address, ANSWER).map_err(failed)?;
         let answer = client.execute(command, arguments).map_err(failed)?;

@@ -267,7 +267,7 @@ fn options_of(role: Role) -> Vec<&'static OptionInfo> {
     options
 }
 
-/// A value that was refused, as clap shows it: by the flag that set it, where that is not called as the option is.
+/// A value that was refused, as clap shows it: by both names of its flag, where it has one besides the option's.
 fn refused(given: &MigrationArgs, error: &OptionError) -> clap::Error {
     let text = match error {
         OptionError::Value {

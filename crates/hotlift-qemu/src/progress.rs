@@ -21,8 +21,8 @@ const SILENCE: Duration = Duration::from_secs(10);
 const TENTHS: f64 = 1000.0;
 
 /// What may be the reason, and what can be done.
-const NOTHING_SENT: &str = "nothing is sent: the destination may have stopped, or the link; the migration waits for it, and \
-                            Ctrl-C ends it, with the guest here";
+const NOTHING_SENT: &str = "nothing is sent: the other host, the link or the disk may have stopped; it is waited for, and \
+                            Ctrl-C ends this, with the guest here";
 
 /// Follows one migration from look to look.
 #[derive(Debug, Default)]
