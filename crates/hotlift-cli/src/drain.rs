@@ -218,7 +218,11 @@ impl<'a> Drain<'a> {
 
     /// Begins nothing more, and aborts what is on its way, to `to` or anywhere.
     fn abort(&mut self, reason: String, to: Option<&str>) {
-        self.stop.get_or_insert(reason);
+        if self.stop.is_none() {
+            self.display.finish();
+            complain!("hotlift: {reason}; what is on its way is aborted, and stays here");
+            self.stop = Some(reason);
+        }
         for (outcome, abort) in self.outcomes.iter().zip(&self.aborts) {
             if to.is_none_or(|to| outcome.step.to.as_deref() == Some(to)) {
                 abort.store(true, Ordering::Relaxed);

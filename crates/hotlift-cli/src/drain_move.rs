@@ -151,7 +151,7 @@ fn fate(here: &Libvirt, to: &Libvirt, domain: &Domain, ended: Result<(), String>
             job: to.job(domain, true),
         };
     };
-    match whereabouts(here, to, domain, State::Running) {
+    match whereabouts(here, to, domain, State::Running, &reason) {
         Whereabouts::Here => Fate::Stayed { reason },
         Whereabouts::There => Fate::Moved {
             job: to.job(domain, true),

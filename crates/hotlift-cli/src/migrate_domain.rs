@@ -170,7 +170,7 @@ pub fn run(
     };
     if let Err(reason) = ended.libvirt {
         let reason = format!("{reason}{ours}{theirs}");
-        match whereabouts(&here, &to, domain, was) {
+        match whereabouts(&here, &to, domain, was, &reason) {
             Whereabouts::Here if interrupt.is_raised() => {
                 return Err(ConsoleError::Interrupted.into());
             }

@@ -18,23 +18,51 @@ pub enum Whereabouts {
     },
 }
 
-/// Asks both libvirts where a domain is that was `was` before.
-pub fn whereabouts(here: &Libvirt, to: &Libvirt, domain: &Domain, was: State) -> Whereabouts {
-    verdict(was, &here.state(domain), &to.state(domain))
+/// What the source's libvirt says where it has ended the migration itself, before it could say to the destination's that the
+/// guest is to run (libvirt 9, and before 8).
+const ENDED_HERE: &[&str] = &["job 'migration out'", "migration out job", "migration job"];
+
+/// What `virsh` says where the destination's libvirt was never spoken to.
+const NOT_BEGUN: &str = "unable to connect to server";
+
+/// Asks both libvirts where a domain is that was `was` before, and whose migration has failed for `reason`.
+pub fn whereabouts(
+    here: &Libvirt,
+    to: &Libvirt,
+    domain: &Domain,
+    was: State,
+    reason: &str,
+) -> Whereabouts {
+    verdict(
+        was,
+        &here.state(domain),
+        &to.state(domain),
+        is_ended_here(reason),
+    )
+}
+
+/// Whether `reason` says that the destination's libvirt was not told to run the guest. If the connection to it is lost at
+/// the end, libvirt lets the guest go on here, and the order may still be on its way, or in the queue of a process that stands
+/// still: seen with a libvirtd that was stopped for a minute, and then ran what ran here, too.
+fn is_ended_here(reason: &str) -> bool {
+    let mut words = ENDED_HERE.iter().chain([&NOT_BEGUN]);
+    words.any(|words| reason.contains(words))
 }
 
 fn verdict(
     was: State,
     here: &Result<State, VirshError>,
     there: &Result<State, VirshError>,
+    is_ended_here: bool,
 ) -> Whereabouts {
     match (here, there) {
         (Ok(State::Gone), Ok(State::Gone)) => Whereabouts::Ended,
         (Ok(State::Gone), Ok(there)) if *there == was => Whereabouts::There,
         (Ok(here), Ok(State::Gone)) if *here == was => Whereabouts::Here,
-        // What was prepared there is not taken away yet, or nobody answers there: libvirt lets the guest go on here before it
-        // says that a migration has failed, and never one that it has let go on there.
-        (Ok(State::Running), Ok(State::Paused) | Err(_)) if was == State::Running => {
+        // What was prepared there is not taken away yet, or nobody answers there.
+        (Ok(State::Running), Ok(State::Paused) | Err(_))
+            if was == State::Running && is_ended_here =>
+        {
             Whereabouts::Here
         }
         (Ok(State::Running), Ok(State::Running)) => Whereabouts::Unknown {
@@ -61,13 +89,18 @@ mod tests {
 
     const NO_ANSWER: Option<State> = None;
 
-    fn verdict_of(was: State, here: Option<State>, there: Option<State>) -> Whereabouts {
+    fn verdict_of(
+        was: State,
+        here: Option<State>,
+        there: Option<State>,
+        is_ended_here: bool,
+    ) -> Whereabouts {
         let answer = |state: Option<State>| {
             state.ok_or(VirshError::Silent {
                 at: "qemu:///system".to_owned(),
             })
         };
-        verdict(was, &answer(here), &answer(there))
+        verdict(was, &answer(here), &answer(there), is_ended_here)
     }
 
     #[test]
@@ -92,7 +125,7 @@ mod tests {
             (Paused, Some(Paused), Some(Running), None),
             (Paused, Some(Paused), NO_ANSWER, None),
         ] {
-            let found = verdict_of(was, here, there);
+            let found = verdict_of(was, here, there, true);
             let is_expected = match &expected {
                 Some(expected) => found == *expected,
                 None => matches!(found, Whereabouts::Unknown { .. }),
@@ -105,8 +138,41 @@ mod tests {
     }
 
     #[test]
+    fn a_destination_that_may_have_been_told_to_run_the_guest_leaves_a_doubt() {
+        use State::{Gone, Paused, Running};
+        for (reason, is_certain) in [
+            (
+                "operation aborted: job 'migration out' canceled by client",
+                true,
+            ),
+            (
+                "operation failed: migration out job: unexpectedly failed",
+                true,
+            ),
+            ("unable to connect to server at 'b:16509': No route", true),
+            (
+                "internal error: connection closed due to keepalive timeout",
+                false,
+            ),
+            ("End of file while reading data: Input/output error", false),
+        ] {
+            let of = |there| verdict_of(Running, Some(Running), there, is_ended_here(reason));
+            for there in [NO_ANSWER, Some(Paused)] {
+                let found = of(there);
+                assert_eq!(
+                    found == Whereabouts::Here,
+                    is_certain,
+                    "{reason}: {found:?}"
+                );
+            }
+            assert_eq!(of(Some(Gone)), Whereabouts::Here, "{reason}");
+        }
+    }
+
+    #[test]
     fn two_guests_are_called_two_guests() {
-        let found = verdict_of(State::Running, Some(State::Running), Some(State::Running));
+        let running = Some(State::Running);
+        let found = verdict_of(State::Running, running, running, true);
         let Whereabouts::Unknown { seen } = found else {
             panic!("{found:?}")
         };
