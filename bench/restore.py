@@ -12,6 +12,7 @@ started for each restore. All ways run in turn, in another order each time (`--s
 |---|---|---|
 | lazy | hotlift save --method zstd | hotlift restore --lazy --qmp |
 | lazy-11 | the same | the same, into the QEMU of --newer-qemu, which counts how long its faults take |
+| lazy-remote | the same, at a `hotlift serve --files` on loopback with TLS | hotlift restore --lazy --qmp |
 | eager | the same | hotlift restore --qmp |
 | mapped-ram | QEMU's, multifd | migrate-incoming file:, multifd |
 | zstd | migrate "exec:zstd -1 > FILE" | migrate-incoming "exec:zstd -dc FILE" |
@@ -36,10 +37,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
-from restore_vm import FULL_SPEED, MIB, Counter, Rig, cpu_seconds, restore_content
+from restore_vm import FULL_SPEED, MIB, Counter, Rig, cpu_seconds, restore_content, source
 
 # The last one's file is the RAM itself: it is saved when nothing else is.
-WAYS = ("lazy", "lazy-11", "eager", "mapped-ram", "zstd", "raw")
+WAYS = ("lazy", "lazy-11", "lazy-remote", "eager", "mapped-ram", "zstd", "raw")
 CACHES = ("warm", "cold")
 SAMPLE_S = 0.05
 # What follows the guest's first step.
@@ -112,14 +113,14 @@ def restored(rig, way, cache):
     for path in files:
         set_cache(path, cache)
     saved = rig.saved(way)
-    with rig.waiting(way) as qemu:
+    with rig.waiting(way) as qemu, source(rig.arguments.hotlift, way, files[-1]) as words:
         progress, over = [], threading.Event()
         start = time.time()
         watch = threading.Thread(target=sample, args=(qemu, saved, start, progress, over))
         watch.start()
         try:
             before = cpu_seconds(qemu)
-            report, beside = restore_content(rig, qemu, way)
+            report, beside = restore_content(rig, qemu, way, words)
             runs = qemu.event("RESUME")
             whole = None if way == "raw" else qemu.completed()
             cpu = {"qemu": cpu_seconds(qemu) - before, "beside": beside}

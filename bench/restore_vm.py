@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import subprocess
+import tempfile
 import time
 from array import array
 from pathlib import Path
@@ -205,7 +206,7 @@ class Rig:
     @staticmethod
     def saved_by(way):
         """Whose file a way uses."""
-        return "hotlift" if way in ("lazy", "lazy-11", "eager") else way
+        return "hotlift" if way in ("lazy", "lazy-11", "lazy-remote", "eager") else way
 
     def files(self, way):
         names = ["ram", "devices"] if way == "raw" else [f"vm.{self.saved_by(way)}"]
@@ -266,20 +267,40 @@ class Rig:
             qemu.end()
 
 
-def restore_content(rig, qemu, way):
-    """Restores the guest. What Hotlift reports, and the CPU seconds of what is beside QEMU."""
+def restore_content(rig, qemu, way, words):
+    """Restores the guest from the file of `words`. What Hotlift reports, and the CPU seconds of what is beside QEMU."""
     path = rig.files(way)[-1]
     if way == "lazy-11":
         qemu.capabilities("postcopy-ram", "postcopy-blocktime")
     if rig.saved_by(way) == "hotlift":
         how = f"--channels={CHANNELS}" if way == "eager" else "--lazy"
-        return run_hotlift(rig.arguments.hotlift, "restore", path, "--qmp", qemu.free_qmp, how)
+        return run_hotlift(rig.arguments.hotlift, "restore", *words, "--qmp", qemu.free_qmp, how)
     on, uri = {"mapped-ram": (("mapped-ram", "multifd"), f"file:{path}"),
                "zstd": ((), f"exec:zstd -dc {path}"),
                "raw": (("x-ignore-shared",), f"exec:cat {path}")}[way]
     qemu.capabilities(*on)
     qemu.ask("migrate-incoming", uri=uri)
     return None, 0
+
+
+@contextlib.contextmanager
+def source(hotlift, way, path):
+    """The words of a command line that name a file: for lazy-remote at a file server on loopback, whose CPU is not counted."""
+    if way != "lazy-remote":
+        yield (path,)
+        return
+    with tempfile.TemporaryDirectory(prefix="hotlift-pki-") as folder:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.check_call([hotlift, "certs", "init", "--dir", f"{folder}/ca"], **quiet)
+        subprocess.check_call([hotlift, "certs", "host", "localhost", "127.0.0.1", "--dir", f"{folder}/ca", "--out", f"{folder}/pki"], **quiet)
+        words = [hotlift, "serve", "--listen=tcp:127.0.0.1:0", f"--files={path.parent}", f"--tls={folder}/pki"]
+        server = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        try:
+            address = server.stdout.readline().split()[-1]
+            yield f"{address}/{path.name}", f"--tls={folder}/pki"
+        finally:
+            server.kill()
+            server.wait()
 
 
 def run_hotlift(program, *words):
