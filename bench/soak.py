@@ -124,7 +124,7 @@ class Soak:
 
     def was_disturbed(self, why):
         """Another migration's fault was the link, or a reload: it may meet this one, too."""
-        return any(word in why for word in ("closed", "reset", "timed out", "Broken pipe", "unexpectedly failed", "unable to connect", "No route to host", "cannot connect"))
+        return any(word in why for word in ("closed", "reset", "timed out", "Broken pipe", "Bad file descriptor", "unexpectedly failed", "unable to connect", "No route to host", "cannot connect"))
 
     def break_it(self, fault, here, there, name):
         if fault == "abort":
