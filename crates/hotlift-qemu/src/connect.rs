@@ -3,14 +3,15 @@
 use std::time::Duration;
 
 use hotlift_console::output::complain;
-use hotlift_qmp::{Qemu, QmpAddress, QmpError};
+use hotlift_qmp::{Client, Qemu, QmpAddress, QmpError};
 
 /// Connects within `timeout`; says so if the socket must be waited for.
 ///
 /// # Errors
 /// As [`Qemu::connect`].
 pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Qemu, QmpError> {
-    Qemu::connect_telling(address, timeout, |error| {
+    let client = Client::connect_telling(address, timeout, |error| {
         complain!("waiting for the QMP socket {address}: {error}");
-    })
+    });
+    Qemu::over(client?)
 }

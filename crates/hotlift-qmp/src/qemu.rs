@@ -1,6 +1,5 @@
 //! The commands of a migration, with types.
 
-use std::io;
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -27,20 +26,16 @@ impl Qemu {
     /// # Errors
     /// As [`Client::connect`].
     pub fn connect(address: &QmpAddress, timeout: Duration) -> Result<Self, QmpError> {
-        Self::connect_telling(address, timeout, |_| ())
+        Self::over(Client::connect(address, timeout)?)
     }
 
-    /// The same; `waits` as of [`Client::connect_telling`].
+    /// Asks for the version over a connection that was made.
     ///
     /// # Errors
-    /// As [`Client::connect`].
-    pub fn connect_telling(
-        address: &QmpAddress,
-        timeout: Duration,
-        waits: impl FnOnce(&io::Error),
-    ) -> Result<Self, QmpError> {
+    /// As [`Client::execute`].
+    pub fn over(client: Client) -> Result<Self, QmpError> {
         let mut qemu = Self {
-            client: Client::connect_telling(address, timeout, waits)?,
+            client,
             version: Version {
                 major: 0,
                 minor: 0,
