@@ -6,10 +6,11 @@
 
 Two hosts as in agent.py. A domain is chosen at random, and `virsh migrate --live` moves it to the other host; two are under way
 at a time. Every third meets a fault: the command is aborted, the session cancelled at an agent, the link down for some
-seconds, or the configuration of both agents read again. After each migration the domain runs on one host, and only there; its
-guest has gone on, and has found no page that is not what it wrote. One that libvirt has left paused, on one host alone, is let
-go on there, as an operator would. Once a minute each agent's resident memory, files,
-threads and the lines of its nftables rules are kept in `agents.jsonl`, and each migration in `migrations.jsonl`.
+seconds, or the configuration of both agents read again. A fault may meet the other migration, too, so neither has multifd then;
+the others have. After each migration the domain runs on one host, and only there; its guest has gone on, and has found no page
+that is not what it wrote. One that libvirt has left paused, on one host alone, is let go on there, as an operator would. Once
+a minute each agent's resident memory, files, threads and the lines of its nftables rules are kept in `agents.jsonl`, and each
+migration in `migrations.jsonl`.
 
 At the end the medians of the first tenth, after the first five minutes, and of the last tenth are held against each other: more files,
 threads or rules, or a tenth more memory, is a failure.
@@ -36,7 +37,7 @@ WARM_UP_S = 300
 LINK_DOWN_S = 3
 SETTLE_S = 60
 RAM = 64 << 20
-# Without multifd: QEMU 7.2 may end by an assertion of its own when multifd channels break early (docs/libvirt.md).
+# QEMU 7.2 may end by an assertion of its own when multifd channels break early (docs/libvirt.md).
 PLAIN = ()
 PARALLEL = ("--parallel", "--parallel-connections", "2")
 FAULTS = ("abort", "cancel", "link", "reload")
@@ -54,6 +55,7 @@ class Soak:
         self.lock = threading.Lock()
         self.free = [f"vm{number}" for number in range(arguments.domains)]
         self.at = dict.fromkeys(self.free, rig.a)
+        self.under_way = []
         self.wrong = []
         self.over = time.monotonic() + arguments.hours * 3600
 
@@ -72,18 +74,34 @@ class Soak:
                 name = self.free.pop(self.chance.randrange(len(self.free)))
                 fault = self.chance.choice(FAULTS) if self.chance.random() < 1 / 3 else None
                 delay = self.chance.uniform(0, 1)
+            ways = self.begin(fault)
             try:
-                self.move(name, fault, delay)
+                self.move(name, fault, delay, ways)
             except Exception as error:  # Whatever it is, the soak has failed.
                 self.wrong.append(f"{name}: {error!r}")
+                self.wrong += [f"{name} at {host.name}: {self.words_of_qemu(host, name)}" for host in self.agents]
             with self.lock:
+                self.under_way.remove(ways)
                 self.free.append(name)
             time.sleep(self.arguments.rest)
 
-    def move(self, name, fault, delay):
+    def begin(self, fault):
+        """Options of a migration that may be under way now, beside the other."""
+        while True:
+            with self.lock:
+                if not fault or PARALLEL not in self.under_way:
+                    ways = PLAIN if fault or PLAIN in self.under_way else PARALLEL
+                    self.under_way.append(ways)
+                    return ways
+            time.sleep(0.1)
+
+    def words_of_qemu(self, host, name):
+        log = host.path(f"/var/log/libvirt/qemu/{name}.log")
+        return log.read_text()[-1000:] if log.exists() else "no log"
+
+    def move(self, name, fault, delay, ways):
         start, there = self.at[name], self.other(self.at[name])
         said = self.console(name)
-        ways = PLAIN if fault else PARALLEL
         words = ("virsh", "--quiet", "migrate", "--live", *ways, name, f"qemu+tcp://{there.name}/system")
         process = subprocess.Popen(start.words(*words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if fault:
