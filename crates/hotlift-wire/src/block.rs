@@ -10,6 +10,9 @@ pub struct RamBlockEntry {
     pub name: String,
     /// Length in bytes (`used_length`), a positive multiple of the page size.
     pub used_length: u64,
+    /// Size in bytes of the pages that the host has it in, a power of two: postcopy places none of them in part. More than
+    /// [`PAGE_SIZE`](crate::PAGE_SIZE) only where postcopy may follow.
+    pub page_size: u64,
     /// Guest physical address, which only streams with capability `x-ignore-shared` carry.
     pub guest_address: Option<u64>,
 }
@@ -20,6 +23,7 @@ impl RamBlockEntry {
         Self {
             name: name.into(),
             used_length,
+            page_size: as_u64(crate::PAGE_SIZE),
             guest_address: None,
         }
     }

@@ -203,7 +203,8 @@ proptest! {
 
     #[test]
     fn a_main_channel_survives(
-        blocks in blocks(),
+        mut blocks in blocks(),
+        huge in proptest::collection::vec(select(vec![1, 2, 512]), 8),
         multifd: bool,
         pages in proptest::collection::vec((any::<Index>(), any::<Index>(), any::<Option<u8>>()), 0..40),
         devices in proptest::collection::btree_map(
@@ -212,6 +213,11 @@ proptest! {
             0..6,
         ),
     ) {
+        for (block, pages) in blocks.iter_mut().zip(huge) {
+            block.page_size = pages * PAGE;
+            block.used_length *= pages;
+        }
+        let page_sizes = blocks.iter().fold(0, |sizes, block| sizes | block.page_size);
         let mut out = Vec::new();
         let mut expected = Vec::new();
         let configuration = Configuration { machine: "hotlift".into(), ..Default::default() };
@@ -222,7 +228,7 @@ proptest! {
             Command::OpenReturnPath,
             Command::Ping(7),
             Command::PostcopyAdvise { page_sizes: None },
-            Command::PostcopyAdvise { page_sizes: Some((0x1000, PAGE)) },
+            Command::PostcopyAdvise { page_sizes: Some((page_sizes, PAGE)) },
         ];
         for command in commands {
             encoder.command(command, &mut out).unwrap();

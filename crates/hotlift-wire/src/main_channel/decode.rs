@@ -4,11 +4,11 @@ use super::command::Command;
 use super::configuration::{self, Configuration, MACHINE_PAGE_BITS};
 use super::description::{DeviceLengths, LENGTH_CHECK};
 use super::postcopy::PostcopyCommand;
-use super::ram::{self, PageContent, RAM_VERSION, RamRecord, RamRecords};
+use super::ram::{self, BlockFields, PageContent, RAM_VERSION, RamRecord, RamRecords};
 use super::section::{self, SectionHeader, SectionKind};
 use crate::block::RamBlockEntry;
 use crate::reader::as_u64;
-use crate::{Reader, WireError, limits};
+use crate::{PAGE_SIZE, Reader, WireError, limits};
 
 /// What [`MainDecoder::next`] made of its input.
 #[derive(Debug, PartialEq, Eq)]
@@ -118,7 +118,7 @@ struct KnownSection {
 pub struct MainDecoder {
     state: State,
     lengths: DeviceLengths,
-    with_addresses: bool,
+    fields: BlockFields,
     takes_postcopy: bool,
     ram: Ram,
     records: RamRecords,
@@ -134,7 +134,7 @@ impl MainDecoder {
         Self {
             state: State::FileHeader,
             lengths,
-            with_addresses: false,
+            fields: BlockFields::default(),
             takes_postcopy: false,
             ram: Ram::Awaited,
             records: RamRecords::default(),
@@ -207,7 +207,7 @@ impl MainDecoder {
             State::Configuration => self.read_configuration(reader),
             State::Between => self.read_section_type(reader),
             State::BlockList { id } => {
-                let blocks = ram::read_block_list(reader, self.with_addresses)?;
+                let blocks = ram::read_block_list(reader, self.fields)?;
                 self.records = RamRecords::new(blocks.clone());
                 Ok((MainEvent::RamBlocks(blocks), State::RamRecords { id }))
             }
@@ -273,7 +273,7 @@ impl MainDecoder {
                 what: "a stream with capability mapped-ram or an unknown one",
             });
         }
-        self.with_addresses = configuration.has_addresses();
+        self.fields.addresses = configuration.has_addresses();
         Ok((MainEvent::Configuration(configuration), State::Between))
     }
 
@@ -298,6 +298,13 @@ impl MainDecoder {
                     Some(command) => MainEvent::Postcopy(command),
                     None => MainEvent::Command(Command::decode(reader)?),
                 };
+                if let MainEvent::Command(Command::PostcopyAdvise {
+                    page_sizes: Some((host, _)),
+                }) = event
+                {
+                    // A page of main is never written as one of them.
+                    self.fields.page_sizes = host & !(2 * as_u64(PAGE_SIZE) - 1);
+                }
                 Ok((event, State::Between))
             }
             section::EOF if matches!(self.ram, Ram::Ended { .. }) => {

@@ -52,17 +52,32 @@ pub(super) enum RamRecord<'a> {
     Eos,
 }
 
+/// What each block of the list has behind its length.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct BlockFields {
+    /// A block may have one of these page sizes, ORed. QEMU writes it where it is not the page size of main
+    /// (`postcopy-ram`, `ram_save_setup`).
+    pub(super) page_sizes: u64,
+    /// Every block has an address.
+    pub(super) addresses: bool,
+}
+
 /// Reads the block list that opens the START section.
 pub(super) fn read_block_list(
     reader: &mut Reader<'_>,
-    with_addresses: bool,
+    fields: BlockFields,
 ) -> Result<Vec<RamBlockEntry>, WireError> {
+    if fields.addresses && fields.page_sizes != 0 {
+        // An address may look like a page size.
+        let what = "huge pages together with capability x-ignore-shared";
+        return Err(WireError::Unsupported { what });
+    }
     // The list is read twice, so that a list that trickles in is not copied at every attempt.
     let mut names = reader.clone();
-    walk_block_list(&mut names, with_addresses, |_| Ok(()))?;
+    walk_block_list(&mut names, fields, |_| Ok(()))?;
 
     let mut blocks: Vec<RamBlockEntry> = Vec::new();
-    walk_block_list(reader, with_addresses, |block| {
+    walk_block_list(reader, fields, |block| {
         if blocks.iter().any(|earlier| earlier.name == block.name) {
             return Err(WireError::DuplicateBlock {
                 block: block.name.to_owned(),
@@ -71,6 +86,7 @@ pub(super) fn read_block_list(
         blocks.push(RamBlockEntry {
             name: block.name.to_owned(),
             used_length: block.used_length,
+            page_size: block.page_size,
             guest_address: block.guest_address,
         });
         Ok(())
@@ -81,6 +97,7 @@ pub(super) fn read_block_list(
 struct ListedBlock<'a> {
     name: &'a str,
     used_length: u64,
+    page_size: u64,
     guest_address: Option<u64>,
 }
 
@@ -88,7 +105,7 @@ struct ListedBlock<'a> {
 /// subtracts until it is zero and wraps around if the lengths do not sum up.
 fn walk_block_list<'a>(
     reader: &mut Reader<'a>,
-    with_addresses: bool,
+    fields: BlockFields,
     mut each: impl FnMut(ListedBlock<'a>) -> Result<(), WireError>,
 ) -> Result<(), WireError> {
     let first = reader.be64("RAM block list")?;
@@ -119,13 +136,14 @@ fn walk_block_list<'a>(
         }
         let name = reader.counted_string("RAM block name")?;
         let used_length = reader.be64("RAM block length")?;
-        let guest_address = match with_addresses {
+        let page_size = read_page_size(reader, fields.page_sizes)?;
+        let guest_address = match fields.addresses {
             true => Some(reader.be64("RAM block address")?),
             false => None,
         };
         let left = remaining.checked_sub(used_length);
         remaining = match left {
-            Some(left) if used_length > 0 && used_length & FLAG_MASK == 0 => left,
+            Some(left) if used_length > 0 && used_length.is_multiple_of(page_size) => left,
             _ => {
                 return Err(WireError::BadBlockLength {
                     block: name.to_owned(),
@@ -137,10 +155,24 @@ fn walk_block_list<'a>(
         each(ListedBlock {
             name,
             used_length,
+            page_size,
             guest_address,
         })?;
     }
     Ok(())
+}
+
+/// The page size of a block, which is there if it is one of `sizes`. What else may follow is the next block's name, whose
+/// length is no zero byte, or a record, whose flags are below all page sizes.
+fn read_page_size(reader: &mut Reader<'_>, sizes: u64) -> Result<u64, WireError> {
+    let size = match sizes {
+        0 => 0,
+        _ => reader.clone().be64("page size of a RAM block")?,
+    };
+    if !size.is_power_of_two() || size & sizes == 0 {
+        return Ok(as_u64(PAGE_SIZE));
+    }
+    reader.be64("page size of a RAM block")
 }
 
 /// Checks the blocks' lengths, and returns their sum.
@@ -162,13 +194,16 @@ pub(super) fn check_lengths(blocks: &[RamBlockEntry]) -> Result<u64, WireError> 
     Ok(total)
 }
 
-/// Appends the block list, with an address for each block that has one.
+/// Appends the block list, with a page size and an address for each block that has one.
 pub(super) fn put_block_list(blocks: &[RamBlockEntry], out: &mut Vec<u8>) -> Result<(), WireError> {
     let total = check_lengths(blocks)?;
     out.extend_from_slice(&(total | MEM_SIZE).to_be_bytes());
     for block in blocks {
         put_counted_string(out, &block.name, "RAM block name")?;
         out.extend_from_slice(&block.used_length.to_be_bytes());
+        if block.page_size != as_u64(PAGE_SIZE) {
+            out.extend_from_slice(&block.page_size.to_be_bytes());
+        }
         if let Some(address) = block.guest_address {
             out.extend_from_slice(&address.to_be_bytes());
         }
