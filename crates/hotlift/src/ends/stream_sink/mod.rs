@@ -4,7 +4,9 @@
 //! |---|---|
 //! | `page_writers` | pages: where zero pages go, and to which channel the others |
 //! | `postcopy` | pages of a guest that runs there already |
+//! | `host_pages` | the same of a guest in huge pages, of which QEMU takes none in part |
 
+pub(crate) mod host_pages;
 mod page_writers;
 mod postcopy;
 
@@ -24,6 +26,7 @@ use crate::control::Control;
 use crate::ends::file::{BlockSink, FileFormat, MappedRamSink};
 use crate::ends::page_set::PageSet;
 use crate::ends::settings::{Outgoing, RelaySettings, Request};
+use crate::ends::stream_sink::host_pages::HostPages;
 use crate::ends::stream_sink::page_writers::{ChannelWriter, Forwarding, MainWriter};
 use crate::ends::stream_sink::postcopy::Background;
 use crate::error::{Channel, MigrationError};
@@ -117,6 +120,8 @@ struct OtherSide {
 
 struct Ram {
     layout: RamLayout,
+    /// What waits in postcopy for the rest of its huge page.
+    host_pages: HostPages,
     /// Zero pages that wait for the next section on main.
     zeros: Vec<PageSet>,
     /// How many were added since the last section of its own.
@@ -462,6 +467,7 @@ impl Sink for StreamSink<'_> {
         let zeros = blocks.map(|block| PageSet::new(block.used_length, &self.memory));
         let _ = self.ram.set(Ram {
             layout: layout.clone(),
+            host_pages: HostPages::new(&layout.blocks, &self.memory),
             zeros: zeros.collect(),
             kept: AtomicUsize::new(0),
         });
@@ -500,6 +506,7 @@ impl Sink for StreamSink<'_> {
 
     fn ram_end(&self) -> Result<(), MigrationError> {
         // Behind END what nobody has taken would be zero.
+        self.ram().host_pages.are_whole()?;
         self.preempt.get().map_or(Ok(true), PreemptOut::is_taken)?;
         self.lock_main().complete();
         match self.pages_on_main() {

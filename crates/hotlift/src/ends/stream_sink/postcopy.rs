@@ -12,6 +12,7 @@ use hotlift_wire::handshake::PREEMPT;
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 
 use crate::ends::stream_sink::StreamSink;
+use crate::ends::stream_sink::host_pages::HostPages;
 use crate::error::MigrationError;
 use crate::pipe::batch::{BATCH_PAGES, Batch};
 use crate::pipe::sink::{Postcopy, WritePages};
@@ -26,6 +27,23 @@ impl StreamSink<'_> {
     /// Whether postcopy has begun.
     pub(super) fn is_switched(&self) -> bool {
         self.switched.load(Ordering::Acquire)
+    }
+
+    /// Where pages of this RAM block wait for the others of their host page. A relay passes them on as they come.
+    fn gathers(&self, block: usize) -> Option<&HostPages> {
+        let host_pages = &self.ram().host_pages;
+        let are_gathered = !self.other_side().is_relay && host_pages.are_huge(block);
+        are_gathered.then_some(host_pages)
+    }
+
+    /// Pages that the guest waits for.
+    fn put_urgently(&self, pages: PageRecords<'_>) -> Result<(), MigrationError> {
+        match self.preempt.get() {
+            Some(channel) if channel.is_taken()? => {
+                channel.pages(self.block_name(pages.block), &pages)
+            }
+            _ => self.main().take_urgently().pages_at_once(pages),
+        }
     }
 
     /// Whether all pages are records of main, which are in order by themselves.
@@ -78,20 +96,20 @@ impl Postcopy for StreamSink<'_> {
         content: Option<&[u8; PAGE_SIZE]>,
     ) -> Result<(), MigrationError> {
         let content = content.filter(|page| !is_zero(*page));
+        if let Some(host_pages) = self.gathers(block) {
+            let whole = host_pages.add(block, offset, content)?;
+            return whole.map_or(Ok(()), |whole| self.put_urgently(whole.pages()));
+        }
         let (zero, normal): (&[_], &[_]) = match content {
             Some(_) => (&[], &[offset]),
             None => (&[offset], &[]),
         };
-        let pages = PageRecords {
+        self.put_urgently(PageRecords {
             block,
             zero,
             normal,
             content: content.map_or(&[], |page| page),
-        };
-        match self.preempt.get() {
-            Some(channel) if channel.is_taken()? => channel.pages(self.block_name(block), &pages),
-            _ => self.main().take_urgently().pages_at_once(pages),
-        }
+        })
     }
 }
 
@@ -125,6 +143,17 @@ impl WritePages for Background<'_, '_> {
             batch.find_zero_pages();
         }
         let block = batch.block;
+        if let Some(host_pages) = self.sink.gathers(block) {
+            let (contents, _) = batch.pages().as_chunks();
+            let zero = batch.zero.iter().map(|offset| (offset, None));
+            let normal = batch.normal.iter().zip(contents.iter().map(Some));
+            for (offset, content) in zero.chain(normal) {
+                if let Some(whole) = host_pages.add(block, *offset, content)? {
+                    self.put(whole.pages())?;
+                }
+            }
+            return Ok(());
+        }
         for zero in batch.zero.chunks(BATCH_PAGES) {
             self.put(PageRecords {
                 block,

@@ -11,6 +11,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{WireError, limits};
 
+use crate::ends::stream_sink::host_pages::LARGEST;
 use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Call;
 use crate::pipe::sink::RamLayout;
@@ -87,6 +88,12 @@ pub(crate) fn other_devices(
     Ok((!relayed).then(|| {
         "a device besides RAM sends state while the guest runs (VFIO, block bitmaps)".to_owned()
     }))
+}
+
+/// Whether postcopy is carried for all these sizes of host pages, ORed, and this one of the target's.
+fn are_carried((host, target): (u64, u64)) -> bool {
+    let page = PAGE_SIZE as u64;
+    target == page && (page..2 * LARGEST).contains(&host)
 }
 
 /// Answers a Hotlift's offer; one of another version is told so, and so is a guest that is not saved: nobody who takes a
@@ -177,12 +184,13 @@ pub(crate) fn read_setup(
             MainEvent::Configuration(said) => configuration = Some(said),
             MainEvent::Command(Command::OpenReturnPath) => return_path = true,
             MainEvent::Command(Command::PostcopyAdvise { page_sizes })
-                if page_sizes != Some((PAGE_SIZE as u64, PAGE_SIZE as u64)) =>
+                if !page_sizes.is_some_and(are_carried) =>
             {
                 return Ok(StreamSetup::PassThrough(format!(
                     "postcopy may follow (capability postcopy-ram), {}",
                     match page_sizes {
-                        Some(_) => "with pages that are not of 4 KiB",
+                        Some(_) =>
+                            "with host pages of more than 2 MiB, or target pages that are not of 4 KiB",
                         None => "of bitmaps alone",
                     }
                 )));
