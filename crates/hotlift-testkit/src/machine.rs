@@ -402,7 +402,8 @@ impl Machine {
 /// If its files cannot be written.
 pub fn qemu_line(program: &Path, guest: &Program, folder: &Path) -> Result<Vec<String>, KitError> {
     let mut line = vec![program.display().to_string()];
-    line.extend(qemu::machine(qemu::PC_7, "kvm", guest.ram_bytes(), folder));
+    let memory = (qemu::Memory::File, guest.ram_bytes());
+    line.extend(qemu::machine(qemu::PC_7, "kvm", memory, folder));
     line.extend(guest.boot(&folder.join("hotlift.elf"))?);
     Ok(line)
 }

@@ -84,6 +84,17 @@ impl Program {
         Ok(())
     }
 
+    /// What has a QEMU put that content into RAM that is no file, as a part of its command line; writes it to `file`.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn load(&self, file: &Path) -> Result<Vec<String>, KitError> {
+        fs::write(file, &self.fill).map_err(KitError::system("write the content of RAM"))?;
+        let (file, start) = (file.display(), self.layout.filled().start);
+        let loader = format!("loader,file={file},addr={start},force-raw=on");
+        Ok(["-device".to_owned(), loader].into())
+    }
+
     /// What QEMU is to boot, as a part of its command line; writes the program to `elf`.
     ///
     /// # Errors

@@ -1,5 +1,6 @@
 //! The QEMUs that tests run: where they are, and how they are started.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -138,6 +139,53 @@ pub fn has_kvm() -> bool {
     usable.is_ok()
 }
 
+/// Where a machine's RAM is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Memory {
+    /// The file `ram` in its folder: all of it can be read and written, also before QEMU runs.
+    File,
+    /// A memfd of pages of 2 MiB (hugetlbfs).
+    HugePages,
+}
+
+impl Memory {
+    /// Whether it is there, or a skip.
+    #[must_use]
+    pub fn is_there(self) -> bool {
+        self == Self::File || has_huge_pages()
+    }
+
+    /// QEMU's object, called `pc.ram`.
+    fn object(self, ram_bytes: u64, folder: &Path) -> String {
+        let backend = match self {
+            // Shared, so that what is written is in the file.
+            Self::File => format!("file,mem-path={}", folder.join("ram").display()),
+            Self::HugePages => "memfd,hugetlb=on,hugetlbsize=2M".to_owned(),
+        };
+        format!("memory-backend-{backend},id=pc.ram,size={ram_bytes},share=on")
+    }
+}
+
+/// Pages of 2 MiB that the kernel makes when they are asked for, beside those that it keeps.
+const MORE_HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
+
+/// Whether the kernel has pages of 2 MiB for whoever asks, or a skip. It is told to make them as they are needed, and stays so:
+/// that keeps no memory, and tests that run beside each other need not count.
+fn has_huge_pages() -> bool {
+    /// 2 GiB: eight times what the largest test of them has.
+    const ENOUGH: u32 = 1024;
+    let allowed = fs::read_to_string(MORE_HUGE_PAGES).map(|allowed| allowed.trim().parse());
+    let allowed = match allowed {
+        Ok(Ok(ENOUGH..)) => Ok(()),
+        Ok(_) => fs::write(MORE_HUGE_PAGES, ENOUGH.to_string()),
+        Err(error) => Err(error),
+    };
+    if let Err(error) = &allowed {
+        skip!("hugepages", "{MORE_HUGE_PAGES}: {error}");
+    }
+    allowed.is_ok()
+}
+
 /// Where what was fetched is kept, as in `scripts/`.
 #[must_use]
 pub fn cache() -> PathBuf {
@@ -175,16 +223,17 @@ pub fn bare(qmp: &Path) -> Vec<String> {
     line
 }
 
-/// Arguments of a QEMU with the machine `name`, whose files are in `folder`: its RAM `ram`, what its guest says
+/// Arguments of a QEMU with the machine `name` and so many bytes of RAM, whose files are in `folder`: what its guest says
 /// `console`, its process id `pid`, and the socket [`QMP`].
 #[must_use]
-pub fn machine(name: &str, accelerator: &str, ram_bytes: u64, folder: &Path) -> Vec<String> {
+pub fn machine(
+    name: &str,
+    accelerator: &str,
+    (memory, ram_bytes): (Memory, u64),
+    folder: &Path,
+) -> Vec<String> {
     let path = |name: &str| folder.join(name).display().to_string();
-    // RAM is a file, so that all of it can be read, and shared, so that what is written is in it.
-    let ram = format!(
-        "memory-backend-file,id=pc.ram,mem-path={},size={ram_bytes},share=on",
-        path("ram")
-    );
+    let ram = memory.object(ram_bytes, folder);
     let mut line = bare(&folder.join(QMP));
     for (flag, value) in [
         (

@@ -17,7 +17,7 @@ use crate::guest::Guest;
 use crate::hotlift::Hotlift;
 use crate::need;
 use crate::route::{Multifd, Side};
-use crate::vm::{Accelerator, Machine, PC_7, Release, Vm, until};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm, until};
 
 /// RFC 3849: addresses for examples.
 const SOURCE_6: &str = "2001:db8::1";
@@ -194,6 +194,7 @@ fn program() -> Machine {
     Machine {
         name: PC_7,
         accelerator: Accelerator::Kvm,
+        memory: Memory::File,
         guest: Guest::program(),
     }
 }

@@ -8,7 +8,7 @@ use crate::guest::Guest;
 use crate::hotlift::Hotlift;
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Side, relay};
-use crate::vm::{Accelerator, Machine, PC_10, Release, Vm, folder};
+use crate::vm::{Accelerator, Machine, Memory, PC_10, Release, Vm, folder};
 
 const TIMES: usize = 50;
 
@@ -45,6 +45,7 @@ fn fifty_migrations_through_the_same_relays_lose_no_write_and_leak_nothing() {
     let machine = Machine {
         name: PC_10,
         accelerator: Accelerator::Kvm,
+        memory: Memory::File,
         guest: std::sync::Arc::new(Guest::with(40 << 20, 16 << 20, 500)),
     };
     let mut here = need!(Vm::running(Release::V10, &machine));

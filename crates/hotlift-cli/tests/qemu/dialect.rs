@@ -5,7 +5,7 @@ use serde_json::json;
 use crate::guest::Guest;
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Route, Side};
-use crate::vm::{Accelerator, Machine, PC_7, Release, Vm};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm};
 
 const CHANNELS: Multifd = Multifd::Channels(2);
 
@@ -39,6 +39,7 @@ fn machine(name: &'static str) -> Machine {
     Machine {
         name,
         accelerator: Accelerator::Kvm,
+        memory: Memory::File,
         guest: Guest::program(),
     }
 }

@@ -3,7 +3,7 @@
 use crate::guest::Guest;
 use crate::need;
 use crate::route::{Multifd, Route, Side};
-use crate::vm::{Accelerator, Machine, PC_7, PC_10, Release, Vm, until};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, Release, Vm, until};
 
 fn straight(multifd: Multifd, live: bool) -> Route {
     Route {
@@ -18,6 +18,7 @@ fn machine(name: &'static str, accelerator: Accelerator) -> Machine {
     Machine {
         name,
         accelerator,
+        memory: Memory::File,
         guest: Guest::program(),
     }
 }
@@ -91,6 +92,7 @@ fn a_linux_goes_from_qemu_to_qemu_and_counts_on() {
     let machine = Machine {
         name: PC_7,
         accelerator: Accelerator::Tcg,
+        memory: Memory::File,
         guest: need!(Guest::linux()),
     };
     let here = need!(Vm::running(Release::V10, &machine));

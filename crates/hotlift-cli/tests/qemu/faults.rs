@@ -15,7 +15,7 @@ use crate::guest::Guest;
 use crate::hotlift::{Hotlift, errors};
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Side, failed, relay};
-use crate::vm::{Accelerator, Machine, PC_7, Release, Vm, folder, until};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm, folder, until};
 
 /// How far the migration has come when something happens. Each lasts until then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,6 +96,7 @@ impl Rig {
         let machine = Machine {
             name: PC_7,
             accelerator: Accelerator::Kvm,
+            memory: Memory::File,
             guest: Guest::program(),
         };
         let mut here = Vm::running(from, &machine)?;

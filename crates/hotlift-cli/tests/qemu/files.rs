@@ -13,12 +13,13 @@ use serde_json::{Value, json};
 use crate::guest::Guest;
 use crate::need;
 use crate::route::{Multifd, Side, differ};
-use crate::vm::{Accelerator, Machine, PC_7, PC_10, PC_11, Release, Vm, folder, until};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, PC_11, Release, Vm, folder, until};
 
 pub fn machine(name: &'static str, accelerator: Accelerator) -> Machine {
     Machine {
         name,
         accelerator,
+        memory: Memory::File,
         guest: Guest::program(),
     }
 }

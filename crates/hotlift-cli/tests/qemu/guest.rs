@@ -66,6 +66,17 @@ impl Guest {
         }
     }
 
+    /// What has QEMU fill RAM that is no file before the first start, as a part of its command line.
+    pub fn load(&self, folder: &Path) -> Vec<String> {
+        match self {
+            Self::Program(program) => {
+                let content = program.load(&folder.join("content"));
+                content.expect("the RAM's content")
+            }
+            Self::Linux { .. } => Vec::new(),
+        }
+    }
+
     /// What QEMU is to boot, as a part of its command line.
     pub fn boot(&self, folder: &Path) -> Vec<String> {
         let path = |path: PathBuf| path.display().to_string();

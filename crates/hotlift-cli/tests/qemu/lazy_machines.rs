@@ -18,7 +18,7 @@ use crate::guest::Guest;
 use crate::lazy::{BACKGROUND, listens_for_pages};
 use crate::need;
 use crate::route::{Multifd, Side};
-use crate::vm::{Accelerator, DEADLINE, Machine, PC_7, Release, Vm, folder};
+use crate::vm::{Accelerator, DEADLINE, Machine, Memory, PC_7, Release, Vm, folder};
 
 /// Bytes of a disk: a Linux uses the first 64 KiB.
 const DISK: u64 = 4 << 20;
@@ -246,6 +246,7 @@ fn a_linux_answers_and_uses_its_disk_before_it_has_its_pages() {
     let machine = Machine {
         name: PC_7,
         accelerator: Accelerator::Tcg,
+        memory: Memory::File,
         guest,
     };
     let folder = folder();

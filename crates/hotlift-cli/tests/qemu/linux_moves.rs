@@ -3,7 +3,7 @@
 use crate::guest::Guest;
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Route, Side};
-use crate::vm::{Accelerator, Machine, PC_7, Release, Vm};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm};
 
 /// Where it boots.
 pub const STARTS_IN: Release = Release::V10;
@@ -32,6 +32,7 @@ fn a_linux_moves_on_and_on_and_finds_its_memory_right() {
     let machine = Machine {
         name: PC_7,
         accelerator: Accelerator::Tcg,
+        memory: Memory::File,
         guest,
     };
     let mut here = need!(Vm::running(STARTS_IN, &machine));

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use crate::guest::Guest;
 use crate::route::{Multifd, RelayOptions, Route, Side};
-use crate::vm::{Accelerator, Machine, PC_7, PC_10, PC_11, Release, Vm};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, PC_11, Release, Vm};
 
 /// From where to where.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -213,6 +213,7 @@ impl Row {
         let machine = Machine {
             name: machine,
             accelerator,
+            memory: Memory::File,
             guest: Guest::program(),
         };
         let mut source = Side::new(self.source).zero_pages(self.zero_pages);

@@ -11,14 +11,15 @@ use crate::guest::Guest;
 use crate::hotlift::{Hotlift, errors};
 use crate::need;
 use crate::vm::{
-    Accelerator, DEADLINE, Machine, PC_7, PC_10, PC_11, Release, Vm, command_line, count_in,
-    folder, until,
+    Accelerator, DEADLINE, Machine, Memory, PC_7, PC_10, PC_11, Release, Vm, command_line,
+    count_in, folder, until,
 };
 
 pub fn machine(name: &'static str) -> Machine {
     Machine {
         name,
         accelerator: Accelerator::Kvm,
+        memory: Memory::File,
         guest: Guest::program(),
     }
 }

@@ -13,7 +13,7 @@ use crate::guest::Guest;
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Relays, Side};
 use crate::tls::{Certificates, flag};
-use crate::vm::{Accelerator, DEADLINE, Machine, Release, Vm};
+use crate::vm::{Accelerator, DEADLINE, Machine, Memory, Release, Vm};
 
 /// So slow that precopy is far from its end when the guest is switched over, and postcopy from its own
 /// until it is let go: of 64 MiB each sends 1 a second. What the guest asks for comes at once, but half
@@ -72,6 +72,7 @@ impl Way {
         let machine = Machine {
             name: self.release.machine(),
             accelerator: Accelerator::Kvm,
+            memory: Memory::File,
             guest: Guest::program(),
         };
         let mut here = Vm::running(self.release, &machine)?;

@@ -8,7 +8,7 @@ use crate::guest::Guest;
 use crate::hotlift::{Hotlift, errors};
 use crate::need;
 use crate::route::{Multifd, RelayOptions, Route, Side, failed, relay};
-use crate::vm::{Accelerator, Machine, PC_7, Release, Vm};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm};
 
 /// A CA and the certificates of this host, by the commands of the product.
 pub struct Certificates(TempDir);
@@ -47,6 +47,7 @@ fn program() -> Machine {
     Machine {
         name: PC_7,
         accelerator: Accelerator::Kvm,
+        memory: Memory::File,
         guest: Guest::program(),
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_qmp::{MigrationInfo, Qemu};
 use hotlift_testkit::qemu::{self, Launched};
-pub use hotlift_testkit::qemu::{PC_7, PC_10, PC_11, Release, UUID};
+pub use hotlift_testkit::qemu::{Memory, PC_7, PC_10, PC_11, Release, UUID};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -58,6 +58,7 @@ pub struct Machine {
     /// A versioned one: its name is on the wire.
     pub name: &'static str,
     pub accelerator: Accelerator,
+    pub memory: Memory,
     pub guest: Arc<Guest>,
 }
 
@@ -92,15 +93,17 @@ impl Vm {
     }
 
     fn start(release: Release, machine: &Machine, devices: &[String], waits: bool) -> Option<Self> {
-        if !machine.accelerator.is_there() {
+        if !machine.accelerator.is_there() || !machine.memory.is_there() {
             return None;
         }
         let program = release.program()?;
         let folder = folder();
-        if !waits {
-            machine.guest.fill(&folder.path().join("ram"));
-        }
         let mut line = command_line(machine, folder.path());
+        match machine.memory {
+            _ if waits => {}
+            Memory::File => machine.guest.fill(&folder.path().join("ram")),
+            Memory::HugePages => line.extend(machine.guest.load(folder.path())),
+        }
         // The other socket is for a command that is tested.
         let free = folder.path().join("qmp").display().to_string();
         let free = format!("unix:{free},server=on,wait=off");
@@ -142,7 +145,23 @@ impl Vm {
 
     /// All of the guest's RAM.
     pub fn ram(&self) -> Vec<u8> {
-        fs::read(self.path("ram")).expect("the guest's RAM")
+        let file = match self.machine.memory {
+            Memory::File => self.path("ram"),
+            Memory::HugePages => self.memfd(),
+        };
+        fs::read(file).expect("the guest's RAM")
+    }
+
+    /// The memfd that its RAM is in.
+    fn memfd(&self) -> PathBuf {
+        let open = fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("it runs");
+        let mut open = open.flatten().map(|file| file.path());
+        let is_ram = |file: &PathBuf| {
+            // QEMU's name of it; some files are closed meanwhile.
+            fs::read_link(file)
+                .is_ok_and(|to| to.starts_with("/memfd:memory-backend-memfd (deleted)"))
+        };
+        open.find(is_ram).expect("a memfd")
     }
 
     /// What the guest has said so far.
@@ -288,7 +307,8 @@ impl Vm {
 pub fn command_line(machine: &Machine, folder: &Path) -> Vec<String> {
     let guest = &machine.guest;
     let accelerator = machine.accelerator.name();
-    let mut line = qemu::machine(machine.name, accelerator, guest.ram_bytes(), folder);
+    let memory = (machine.memory, guest.ram_bytes());
+    let mut line = qemu::machine(machine.name, accelerator, memory, folder);
     line.extend(guest.boot(folder));
     line
 }
