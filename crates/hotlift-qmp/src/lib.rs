@@ -18,6 +18,7 @@ mod machine;
 mod migration;
 pub mod qapi;
 mod qemu;
+mod ram_blocks;
 pub mod server;
 mod uuid;
 

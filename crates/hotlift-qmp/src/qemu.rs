@@ -11,6 +11,7 @@ use crate::client::{Client, Event};
 use crate::error::QmpError;
 use crate::machine::{NameInfo, StatusInfo, UuidInfo, Version, VersionInfo};
 use crate::migration::{MigrationCapabilityStatus, MigrationInfo, MigrationThreadInfo};
+use crate::ram_blocks;
 use crate::uuid::Uuid;
 
 /// A QEMU that is spoken to.
@@ -125,6 +126,18 @@ impl Qemu {
     pub fn vcpus(&mut self) -> Result<Option<usize>, QmpError> {
         let answer = self.ask::<Vec<Value>>("query-cpus-fast", &Value::Null);
         if_told(answer.map(|vcpus| vcpus.len()))
+    }
+
+    /// RAM blocks of the machine by name, and the size in bytes of the pages that the host has each in (`info ramblock` of the
+    /// human monitor); `None` if this QEMU does not tell.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn page_sizes(&mut self) -> Result<Option<Vec<(String, u64)>>, QmpError> {
+        let arguments = json!({ "command-line": "info ramblock" });
+        let answer = self.ask::<String>("human-monitor-command", &arguments);
+        let table = if_told(answer)?;
+        Ok(table.map(|table| ram_blocks::page_sizes(&table)))
     }
 
     /// `query-migrate-capabilities`, in QEMU's order.
