@@ -97,6 +97,17 @@ pub enum MigrationError {
         /// How long it was waited for.
         waited: Duration,
     },
+    /// The destination has RAM in pages of a size that a lazy restore does not send.
+    #[error(
+        "RAM block '{block}' is in pages of {size} bytes at the destination; a guest that runs before it has its pages can \
+         have them of 4 KiB to 2 MiB"
+    )]
+    PageSize {
+        /// The RAM block.
+        block: String,
+        /// Of its pages, in bytes.
+        size: u64,
+    },
     /// The stream is not what the format allows.
     #[error("bad data on {channel}")]
     Wire {

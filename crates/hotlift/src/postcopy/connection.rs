@@ -185,22 +185,22 @@ impl<'a, P: Pages> Connection<'a, P> {
         let Request { block, page, .. } = *request;
         self.pages.asked_for(block, page);
         batch.clear();
-        // Before the page is claimed: one that cannot be read must not look sent.
-        match reader.page(block, page)? {
-            None => batch.add_zero(page),
-            Some(content) => batch.add(page, content),
+        if !self.ledger.is_sent(block, page) {
+            // Before the page is claimed: one that cannot be read must not look sent.
+            reader.pages(block, self.ledger.together(block, page), batch)?;
         }
         if !self.ledger.claim(block, page) {
             self.ledger.requests.done(request, false);
             return Ok(());
         }
-        let is_zero = batch.normal.is_empty();
+        // What follows a zero page may be anything, and what follows a huge page is not needed soon.
+        let is_alone = batch.normal.is_empty() || self.ledger.has_huge_pages(block);
         if let Some(preempt) = self.preempt.get() {
             // This page alone: the destination reads to the end here what it has asked for, and not what else there is.
             let sent = self.write(&mut Way::Alone(&preempt.channel), block, batch);
             self.ledger.requests.done(request, true);
             sent?;
-            return match is_zero {
+            return match is_alone {
                 true => Ok(()),
                 false => self.pass_neighbours(block, reader, batch),
             };
@@ -209,8 +209,8 @@ impl<'a, P: Pages> Connection<'a, P> {
         let sent = self.write(&mut way, block, batch);
         self.ledger.requests.done(request, true);
         sent?;
-        // What follows a zero page may be anything; and somebody who waits comes first.
-        if !is_zero && !self.ledger.requests.is_waiting() {
+        // Somebody who waits comes first.
+        if !is_alone && !self.ledger.requests.is_waiting() {
             batch.clear();
             reader.follow(batch)?;
             batch.claim(block, &self.ledger);
@@ -292,7 +292,13 @@ impl<'a, P: Pages> Connection<'a, P> {
                 if self.ledger.is_sent(block, page) {
                     continue;
                 }
-                let sent = self.send_from(block, page, &mut reader, &mut batch);
+                let sent = match self.ledger.has_huge_pages(block) {
+                    false => self.send_from(block, page, &mut reader, &mut batch),
+                    true if self.ledger.look_at(block, page) => {
+                        self.send_huge_page(block, page, &mut reader, &mut batch)
+                    }
+                    true => continue,
+                };
                 self.pages.unless_damaged(sent)?;
                 if !batch.is_empty() {
                     self.pace.wait(batch.content.len(), &self.sleeps);
@@ -334,7 +340,28 @@ impl<'a, P: Pages> Connection<'a, P> {
         self.write(&mut way, block, batch)
     }
 
-    /// Sends these pages, if there are any.
+    /// The same of all pages that go out with this one, unless they are zero.
+    fn send_huge_page(
+        &self,
+        block: usize,
+        page: usize,
+        reader: &mut P::Reader<'_>,
+        batch: &mut Batch,
+    ) -> Result<(), MigrationError> {
+        batch.clear();
+        let read = reader.pages(block, self.ledger.together(block, page), batch);
+        if read.is_err() || batch.normal.is_empty() {
+            batch.clear();
+            return read;
+        }
+        let mut way = Way::Main(self.main.take_after_urgent());
+        if !self.ledger.claim(block, page) {
+            batch.clear();
+        }
+        self.write(&mut way, block, batch)
+    }
+
+    /// Sends these pages, if there are any, with no other between them.
     fn write(
         &self,
         way: &mut Way<'_, 'a>,
@@ -385,5 +412,153 @@ impl<'a, P: Pages> Connection<'a, P> {
                 waited: LAST_WORD,
             }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use hotlift_mem::PAGE_SIZE;
+    use hotlift_wire::RamBlockEntry;
+    use hotlift_wire::main_channel::{
+        Command, Configuration, DeviceLengths, MainDecoder, MainEvent, PageContent, Step,
+    };
+
+    use super::*;
+    use crate::postcopy::Place;
+
+    /// Pages of a huge one.
+    const HUGE: usize = 8;
+
+    /// RAM blocks: one of small pages, and one of huge ones.
+    const PAGES: [usize; 2] = [8, 4 * HUGE];
+
+    /// A page that cannot be read.
+    const BROKEN: Place = (1, 3 * HUGE + 2);
+
+    /// RAM that is zero but for these pages.
+    struct Ram {
+        full: [Place; 5],
+        shares: Mutex<Vec<Vec<Place>>>,
+    }
+
+    impl Pages for Ram {
+        type Reader<'p> = &'p Ram;
+
+        fn reader(&self) -> Result<&Ram, MigrationError> {
+            Ok(self)
+        }
+
+        fn next(&self) -> Result<Option<Vec<Place>>, MigrationError> {
+            Ok(lock(&self.shares).pop())
+        }
+
+        fn unless_damaged(
+            &self,
+            outcome: Result<(), MigrationError>,
+        ) -> Result<(), MigrationError> {
+            match outcome {
+                Err(MigrationError::Cancelled) => Ok(()),
+                outcome => outcome,
+            }
+        }
+    }
+
+    impl Reader for &Ram {
+        fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError> {
+            match (block, page) {
+                BROKEN => Err(MigrationError::Cancelled),
+                place => Ok(self.full.contains(&place).then_some(&[1; PAGE_SIZE])),
+            }
+        }
+
+        fn prepare(&mut self, _: usize, _: usize, _: &Ledger) -> Result<bool, MigrationError> {
+            Ok(false)
+        }
+
+        fn take(&mut self, _: &Ledger, _: &mut Batch) -> Result<(), MigrationError> {
+            unreachable!("nothing was made ready")
+        }
+    }
+
+    /// Pages of RAM in a stream, in its order, and whether they are zero.
+    fn pages_of(stream: &[u8]) -> Vec<(Place, bool)> {
+        let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed);
+        let (mut at, mut pages) = (0, Vec::new());
+        while let Step::Event { event, consumed } = decoder.next(&stream[at..]).unwrap() {
+            at += consumed;
+            if let MainEvent::RamPage {
+                block,
+                offset,
+                content,
+            } = event
+            {
+                let page = usize::try_from(offset).unwrap() / PAGE_SIZE;
+                pages.push(((block, page), content == PageContent::Zero));
+            }
+        }
+        assert_eq!(at, stream.len());
+        pages
+    }
+
+    #[test]
+    fn all_of_a_huge_page_is_sent_at_once_and_only_once() {
+        let mut blocks = PAGES.map(|pages| RamBlockEntry::new("", (pages * PAGE_SIZE) as u64));
+        blocks[0].name = "small".to_owned();
+        blocks[1].name = "huge".to_owned();
+        blocks[1].page_size = (HUGE * PAGE_SIZE) as u64;
+        let all = |block: usize| (0..PAGES[block]).map(|page| (block, page)).collect();
+        let ram = Ram {
+            full: [(0, 2), (1, 1), (1, 6), (1, 3 * HUGE), (1, 3 * HUGE + 7)],
+            // As if a page had been written last, too.
+            shares: Mutex::new(vec![all(1), all(1), vec![(1, 6)]]),
+        };
+        let (here, there) = Stream::pair().unwrap();
+        let link = Arc::new(MainLink {
+            transport: here,
+            counters: Arc::default(),
+            pacer: Arc::new(Pacer::new(0)),
+            control: Control::new(),
+        });
+        let configuration = Configuration {
+            machine: "hotlift".to_owned(),
+            ..Configuration::default()
+        };
+        let mut main = MainSend::new(Arc::clone(&link), &configuration).unwrap();
+        let sizes = Some((blocks[0].page_size | blocks[1].page_size, 4096));
+        let advise = Command::PostcopyAdvise { page_sizes: sizes };
+        let received = thread::scope(|scope| {
+            let receiving = scope.spawn(move || {
+                let mut received = Vec::new();
+                (&there).read_to_end(&mut received).map(|_| received)
+            });
+            main.command(advise).unwrap();
+            main.ram_start(None, &blocks, false).unwrap();
+            let ledger = Arc::new(Ledger::new(&blocks));
+            let answers = Answers::default();
+            let limits = (Arc::new(Pacer::new(0)), Arc::new(CpuBudget::new(0)));
+            let connection = Connection::new((&ram, ledger), (&mut main, link), &answers, limits);
+            let requests = &connection.ledger.requests;
+            // A zero page, a small one, and one that cannot be read.
+            for (block, page) in [(1, HUGE), (0, 2), (1, 3 * HUGE)] {
+                requests.add(block, page);
+            }
+            requests.end();
+            connection.answer_all();
+            let background = thread::scope(|scope| connection.send_background(scope, "send_", 4));
+            assert!(background.unwrap(), "{:?}", connection.take_failure());
+            connection.close();
+            receiving.join().unwrap().unwrap()
+        });
+        let huge = |number: usize, full: &[usize]| {
+            let pages = number * HUGE..(number + 1) * HUGE;
+            let (full, zero): (Vec<_>, Vec<_>) = pages.partition(|page| full.contains(page));
+            let zero = zero.into_iter().map(|page| ((1, page), true));
+            zero.chain(full.into_iter().map(|page| ((1, page), false)))
+                .collect::<Vec<_>>()
+        };
+        let expected = [huge(1, &[]), vec![((0, 2), false)], huge(0, &[1, 6])];
+        assert_eq!(pages_of(&received), expected.concat());
     }
 }

@@ -1,5 +1,7 @@
 //! What one connection carries: which pages are sent, and which are asked for.
 
+use std::ops::Range;
+
 use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
@@ -10,10 +12,15 @@ use crate::error::{Channel, MigrationError};
 /// Kept by the thread that listens, and by those that send.
 pub(crate) struct Ledger {
     blocks: Vec<RamBlockEntry>,
+    /// Of each RAM block, how many pages a page of the destination's host has. They are sent together, and the first of them
+    /// is noted for all.
+    together: Vec<usize>,
     /// A bit a page of each RAM block: it was sent, or is on its way.
     sent: Vec<DirtyBitmap>,
     /// The same: it was asked for.
     asked: Vec<DirtyBitmap>,
+    /// The same: the background has looked at it.
+    seen: Vec<DirtyBitmap>,
     pub requests: Requests,
 }
 
@@ -26,10 +33,14 @@ impl Ledger {
             let pages = blocks.iter().map(|block| pages(block).unwrap_or(0));
             pages.map(DirtyBitmap::new).collect()
         };
+        let together = |block: &RamBlockEntry| usize::try_from(block.page_size / page_size);
+        let together = blocks.iter().map(|block| together(block).unwrap_or(1));
         Self {
             blocks: blocks.to_vec(),
+            together: together.map(|pages| pages.max(1)).collect(),
             sent: bitmaps(),
             asked: bitmaps(),
+            seen: bitmaps(),
             requests: Requests::default(),
         }
     }
@@ -51,14 +62,35 @@ impl Ledger {
         self.sent[block].or_words(0, &words);
     }
 
-    /// Whether this page was sent, or is on its way.
-    pub(crate) fn is_sent(&self, block: usize, page: usize) -> bool {
-        self.sent[block].test(page)
+    /// Whether pages of this RAM block go out together with others only.
+    pub(crate) fn has_huge_pages(&self, block: usize) -> bool {
+        self.together[block] > 1
     }
 
-    /// Whether it is the caller who sends this page. Who asks for a page that is claimed waits for that.
+    /// The pages that go out together with a page, itself among them.
+    pub(crate) fn together(&self, block: usize, page: usize) -> Range<usize> {
+        let first = self.first(block, page);
+        first..self.pages(block).min(first + self.together[block])
+    }
+
+    fn first(&self, block: usize, page: usize) -> usize {
+        page - page % self.together[block]
+    }
+
+    /// Whether this page was sent, or is on its way.
+    pub(crate) fn is_sent(&self, block: usize, page: usize) -> bool {
+        self.sent[block].test(self.first(block, page))
+    }
+
+    /// Whether it is the caller who sends this page, and those that go out with it. Who asks for a page that is claimed waits
+    /// for that.
     pub(crate) fn claim(&self, block: usize, page: usize) -> bool {
-        self.sent[block].set(page)
+        self.sent[block].set(self.first(block, page))
+    }
+
+    /// Whether nobody of the background has looked at this page before, nor at those that go out with it.
+    pub(crate) fn look_at(&self, block: usize, page: usize) -> bool {
+        self.seen[block].set(self.first(block, page))
     }
 
     /// Takes a message that is a request; `current` is the RAM block that the last one was for.
@@ -92,8 +124,9 @@ impl Ledger {
                 break;
             }
             // Each page waits once, however often it is asked for.
-            if !self.is_sent(block, number) && self.asked[block].set(number) {
-                self.requests.add(block, number);
+            let first = self.first(block, number);
+            if !self.is_sent(block, first) && self.asked[block].set(first) {
+                self.requests.add(block, first);
             }
         }
         Ok(())
@@ -137,6 +170,37 @@ mod tests {
         let request = ledger.requests.next().unwrap();
         assert_eq!((request.block, request.page), (1, 1));
         assert_eq!(ledger.requests.next(), None);
+    }
+
+    #[test]
+    fn pages_that_go_out_together_wait_and_are_claimed_as_one() {
+        let mut blocks = [8, 20].map(|pages| RamBlockEntry::new("", pages * PAGE_SIZE as u64));
+        blocks[0].name = "small".to_owned();
+        blocks[1].name = "huge".to_owned();
+        blocks[1].page_size = 8 * PAGE_SIZE as u64;
+        let ledger = Ledger::new(&blocks);
+        assert!(ledger.has_huge_pages(1) && !ledger.has_huge_pages(0));
+        assert_eq!(ledger.together(0, 5), 5..6);
+        assert_eq!(ledger.together(1, 5), 0..8);
+        assert_eq!(ledger.together(1, 19), 16..20);
+        assert!(ledger.look_at(1, 3) && !ledger.look_at(1, 4));
+
+        let mut current = None;
+        for (block, start) in [(Some("huge"), 8), (None, 9), (None, 16), (None, 0)] {
+            // The destination says it of whole ones; a part is as good.
+            let message = ask(block, start * PAGE_SIZE as u64, 8192);
+            ledger.note(&mut current, &message).unwrap();
+        }
+        assert!(ledger.claim(1, 12) && !ledger.claim(1, 8) && ledger.is_sent(1, 15));
+        assert!(!ledger.is_sent(1, 16));
+        ledger.requests.end();
+        let asked = std::iter::from_fn(|| ledger.requests.next());
+        let asked = asked.map(|request| (request.block, request.page));
+        assert_eq!(asked.collect::<Vec<_>>(), [(1, 8), (1, 16), (1, 0)]);
+
+        // What the destination has after an interruption.
+        ledger.has(1, &[0xff, 0, 0, 0, 0, 0, 0, 0]);
+        assert!(ledger.is_sent(1, 7) && !ledger.is_sent(1, 16));
     }
 
     #[test]

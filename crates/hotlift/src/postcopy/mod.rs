@@ -9,6 +9,9 @@
 //! | `connection` | a connection that carries them: answers, the background, the end |
 //! | `recovery` | what the destination has, where a connection was lost |
 //!
+//! What the destination has in pages of more than 4 KiB (hugetlbfs), it can only place as these: all pages of one go out
+//! together, with no other between them.
+//!
 //! Every page is sent at most once a connection: QEMU ends a stream that has one twice. Pages that are never sent are zero
 //! once the stream has ended.
 
@@ -18,6 +21,8 @@ mod near;
 mod recovery;
 mod requests;
 pub(crate) mod turns;
+
+use std::ops::Range;
 
 use hotlift_mem::PAGE_SIZE;
 
@@ -64,6 +69,22 @@ pub(crate) type Place = (usize, usize);
 pub(crate) trait Reader {
     /// Reads a page that was asked for; `None` for one that is zero.
     fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError>;
+
+    /// Reads all of these pages.
+    fn pages(
+        &mut self,
+        block: usize,
+        pages: Range<usize>,
+        batch: &mut Batch,
+    ) -> Result<(), MigrationError> {
+        for page in pages {
+            match self.page(block, page)? {
+                None => batch.add_zero(page),
+                Some(content) => batch.add(page, content),
+            }
+        }
+        Ok(())
+    }
 
     /// What goes behind the page that was asked for, if it was not zero. Nothing of it is claimed.
     fn follow(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {

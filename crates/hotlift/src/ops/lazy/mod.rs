@@ -11,6 +11,8 @@
 //!
 //! With [`Preempt`] requested pages go over a connection of their own, on which nothing is before them.
 //!
+//! RAM that QEMU has in huge pages ([`Hooks::page_sizes`]) is sent in these.
+//!
 //! `pages` finds the pages in the file; what is no file's is in `postcopy`.
 //!
 //! Zero pages are sent if they are asked for; the others are zero once the stream has ended.
@@ -22,6 +24,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
+use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, postcopy};
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +46,10 @@ const LOADING: Duration = Duration::from_secs(60);
 
 /// How long a lost server of the file is tried again. The guest waits beyond that, for somebody who resumes the restore.
 const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Size of the largest pages that a QEMU may have RAM in: those of 1 GiB, each of which would have to be there whole, are
+/// better restored before the guest runs.
+const LARGEST_PAGE: u64 = 2 << 20;
 
 /// Between two looks whether a wait was called off.
 const TICK: Duration = Duration::from_millis(100);
@@ -71,6 +78,8 @@ pub struct Hooks<'a> {
     pub file: Option<u64>,
     /// Requested pages have a connection of their own.
     pub preempt: Option<Preempt>,
+    /// RAM blocks that QEMU has in other pages than those of 4 KiB, by name, and the size of these pages in bytes.
+    pub page_sizes: &'a [(String, u64)],
     /// Pages that are damaged are zero in the guest. Without it the guest waits for them.
     pub salvage: bool,
     /// With `salvage` called for each part of the file that is damaged, before a page of it goes out as zero.
@@ -101,11 +110,11 @@ pub struct LazyReport {
     pub total_ms: f64,
     /// Pages with content that were sent.
     pub normal_pages: u64,
-    /// Zero pages that were asked for.
+    /// Zero pages that were sent: asked for, or of a huge page that is not all zero.
     pub zero_pages: u64,
     /// Bytes written to QEMU.
     pub sent_bytes: u64,
-    /// Pages that the guest has asked for, and that were not on their way.
+    /// Pages that the guest has asked for, and that were not on their way; huge ones count as one.
     pub requests: u64,
     /// From the moment when a request was read until its page was written, in microseconds: the median, one in a hundred,
     /// and the longest.
@@ -142,6 +151,7 @@ pub fn restore(
             let file = from.to_string();
             return Err(FileError::OtherFile { file }.into());
         }
+        let blocks = blocks_of(file.stream(), hooks.page_sizes)?;
         file.persist(PATIENCE);
         let begun = Instant::now();
         let to = Remote::new(to, None);
@@ -160,8 +170,7 @@ pub fn restore(
             control: control.clone(),
         });
         let stream = file.stream();
-        let blocks = &stream.ram.blocks;
-        let ledger = Arc::new(Ledger::new(blocks));
+        let ledger = Arc::new(Ledger::new(&blocks));
         let mut messages = Messages::new(Channel::Main);
         let mut main = match resume {
             false => MainSend::new(Arc::clone(&link), &stream.configuration)?,
@@ -172,7 +181,7 @@ pub fn restore(
                 });
                 messages.begin_with(rest?);
                 let id = stream.ram.section_id;
-                MainSend::resume(Arc::clone(&link), &stream.configuration, Some(id), blocks)?
+                MainSend::resume(Arc::clone(&link), &stream.configuration, Some(id), &blocks)?
             }
         };
         let answers = Answers::default();
@@ -199,6 +208,28 @@ pub fn restore(
         };
         restore.run(messages)
     })
+}
+
+/// The RAM blocks of a file for a QEMU with these page sizes: how the source had them does not matter.
+fn blocks_of(
+    stream: &SavedStream,
+    page_sizes: &[(String, u64)],
+) -> Result<Vec<RamBlockEntry>, MigrationError> {
+    let with_size = |block: &RamBlockEntry| {
+        let size = page_sizes.iter().find(|(name, _)| *name == block.name);
+        let page_size = size.map_or(PAGE_SIZE as u64, |(_, size)| *size);
+        if !page_size.is_power_of_two() || !(PAGE_SIZE as u64..=LARGEST_PAGE).contains(&page_size) {
+            return Err(MigrationError::PageSize {
+                block: block.name.clone(),
+                size: page_size,
+            });
+        }
+        Ok(RamBlockEntry {
+            page_size,
+            ..block.clone()
+        })
+    };
+    stream.ram.blocks.iter().map(with_size).collect()
 }
 
 struct Restore<'a> {
@@ -266,9 +297,13 @@ impl Restore<'_> {
 
     /// Everything up to the moment when the guest runs.
     fn open(&self) -> Result<(), MigrationError> {
-        let (stream, blocks) = (self.stream, &self.stream.ram.blocks);
+        let stream = self.stream;
         let Connection { main, answers, .. } = &self.connection;
-        let page = PAGE_SIZE as u64;
+        let blocks = self.connection.ledger.blocks();
+        // QEMU compares this with its own.
+        let page_sizes = blocks
+            .iter()
+            .fold(0, |sizes, block| sizes | block.page_size);
         {
             let mut main = main.take();
             main.drop_checksum();
@@ -277,7 +312,7 @@ impl Restore<'_> {
                 Command::OpenReturnPath,
                 Command::Ping(OPENED),
                 Command::PostcopyAdvise {
-                    page_sizes: Some((page, page)),
+                    page_sizes: Some((page_sizes, PAGE_SIZE as u64)),
                 },
             ] {
                 main.command(command)?;

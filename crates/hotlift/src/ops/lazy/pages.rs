@@ -1,5 +1,6 @@
 //! The pages of a save file: a block of neighbours is decoded for each that is asked for.
 
+use std::ops::Range;
 use std::sync::Mutex;
 
 use hotlift_methods::MemoryLimit;
@@ -225,14 +226,42 @@ impl Reader for FileReader<'_> {
         Ok(place.map(|place| self.blocks.page(place).as_slice()))
     }
 
+    /// In the order of the file, where pages that are not neighbours in RAM may be of one block: each is decoded once.
+    fn pages(
+        &mut self,
+        block: usize,
+        pages: Range<usize>,
+        batch: &mut Batch,
+    ) -> Result<(), MigrationError> {
+        if pages.len() > 1 {
+            let places = pages.clone().map(|page| (block, page));
+            self.file.read_ahead(&mut self.blocks, places)?;
+        }
+        // What is wrong with the index is met when the page is read.
+        let entry = |page| self.file.entry(block, page).ok().flatten();
+        let mut pages: Vec<_> = pages
+            .map(|page| (entry(page).map(|entry| entry.position), page))
+            .collect();
+        pages.sort_unstable();
+        for (_, page) in pages {
+            match self.page(block, page)? {
+                None => batch.add_zero(page),
+                Some(content) => batch.add(page, content),
+            }
+        }
+        Ok(())
+    }
+
     /// Its neighbours, which are decoded: a guest that needs one page soon needs those around it.
     fn follow(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         self.add_loaded(batch)
     }
 
     fn read_ahead(&mut self, share: &[Place], ledger: &Ledger) -> Result<(), MigrationError> {
-        let missing = share.iter().copied();
-        let missing = missing.filter(|(block, page)| !ledger.is_sent(*block, *page));
+        // Those of huge pages are read ahead with what goes out with them.
+        let missing = share.iter().copied().filter(|(block, page)| {
+            !ledger.has_huge_pages(*block) && !ledger.is_sent(*block, *page)
+        });
         Ok(self.file.read_ahead(&mut self.blocks, missing)?)
     }
 
