@@ -33,9 +33,11 @@ pub fn run(
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
     let settle_timeout = options.settle_timeout;
+    let page_sizes = incoming::page_sizes(&destination)?;
     let asked = Hooks {
         file: Some(id),
         preempt: incoming::preempt(&destination)?,
+        page_sizes: &page_sizes,
         salvage: args.salvage,
         on_lost: Some(&say_lost),
         ..Hooks::default()

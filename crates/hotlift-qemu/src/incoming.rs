@@ -49,7 +49,16 @@ pub fn preempt(destination: &Destination) -> Result<Option<Preempt>, QemuError> 
     preempt_of(destination, |is_on| is_on)
 }
 
-/// The same of a QEMU whose capability is as `is_right` wants it.
+/// The RAM blocks of a QEMU by name, and the sizes in bytes of the pages that it has them in; none from one that does not tell.
+///
+/// # Errors
+/// If QEMU does not answer.
+pub fn page_sizes(destination: &Destination) -> Result<Vec<(String, u64)>, QemuError> {
+    let page_sizes = destination.qemu().page_sizes().map_err(at_destination)?;
+    Ok(page_sizes.unwrap_or_default())
+}
+
+/// The same as [`preempt`] of a QEMU whose capability is as `is_right` wants it.
 fn preempt_of(
     destination: &Destination,
     is_right: impl Fn(bool) -> bool,

@@ -227,7 +227,7 @@ fn what_a_smaller_machine_says_of_a_file_is_told_and_nobody_speaks_of_a_guest_th
 }
 
 /// A server of the save files in a folder, and its address.
-fn serve(files: &Path, listen: &str, tls: &str) -> (Hotlift, String) {
+pub fn serve(files: &Path, listen: &str, tls: &str) -> (Hotlift, String) {
     let listen = format!("--listen={listen}");
     let mut serve = Hotlift::start(&["serve", &listen, &flag("files", files), tls]);
     let line = serve.wait_for("listening on ");

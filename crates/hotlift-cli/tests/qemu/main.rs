@@ -19,6 +19,7 @@
 //! | `lazy`, `lazy_machines` | guests that run before they have their pages; the machines that they have |
 //! | `agent`, `agent_table` | two hosts with an agent each; the rules that bring migrations to them |
 //! | `lazy_preempt` | those that they wait for, on a connection of their own |
+//! | `lazy_huge` | the same of RAM of huge pages |
 //! | `salvage` | damaged files |
 
 #![allow(
@@ -40,6 +41,7 @@ mod guest;
 #[allow(dead_code, reason = "its other users need the rest")]
 mod hotlift;
 mod lazy;
+mod lazy_huge;
 mod lazy_machines;
 mod lazy_preempt;
 mod linux_moves;
