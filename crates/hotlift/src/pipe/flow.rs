@@ -6,6 +6,8 @@
 //!
 //! A fixed number of batches goes round. When work is slow none is free, and those who would fill them
 //! wait: that is the back-pressure, and memory stays what it was.
+//!
+//! Any worker takes a batch, unless it is for one of them: then those for it stay in order.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -29,7 +31,8 @@ pub(crate) struct Broken;
 struct State<B> {
     /// The one given back last is taken first: its memory is in the caches.
     free: Vec<B>,
-    ready: VecDeque<B>,
+    /// With the worker that a batch is for.
+    ready: VecDeque<(Option<usize>, B)>,
     /// Batches submitted and not yet given back.
     under_way: usize,
     ended: bool,
@@ -99,24 +102,43 @@ impl<B> Flow<B> {
 
     /// Hands a filled batch to the workers.
     pub(crate) fn submit(&self, batch: B) {
-        let mut state = self.lock();
-        state.ready.push_back(batch);
-        state.under_way += 1;
-        self.readied.notify_one();
+        self.submit_to(None, batch);
     }
 
-    /// Waits for a batch to work on; `None` once the flow has ended or is broken.
+    /// Hands a filled batch to this worker.
+    pub(crate) fn submit_to(&self, worker: Option<usize>, batch: B) {
+        let mut state = self.lock();
+        state.ready.push_back((worker, batch));
+        state.under_way += 1;
+        match worker {
+            None => self.readied.notify_one(),
+            // Nobody knows which of them wakes up.
+            Some(_) => self.readied.notify_all(),
+        }
+    }
+
+    /// Waits for a batch to work on that is for nobody else; `None` once the flow has ended or is broken.
     pub(crate) fn next(&self) -> Option<B> {
+        self.next_of(None)
+    }
+
+    /// The same for this worker.
+    pub(crate) fn next_of(&self, worker: Option<usize>) -> Option<B> {
+        let first = |state: &State<B>| {
+            let mut ready = state.ready.iter();
+            ready.position(|(to, _)| to.is_none() || *to == worker)
+        };
         let mut state = self
             .readied
             .wait_while(self.lock(), |state| {
-                state.ready.is_empty() && !state.ended && !state.broken
+                first(state).is_none() && !state.ended && !state.broken
             })
             .unwrap_or_else(PoisonError::into_inner);
         if state.broken {
             return None;
         }
-        state.ready.pop_front()
+        let (_, batch) = first(&state).and_then(|first| state.ready.remove(first))?;
+        Some(batch)
     }
 
     /// A batch that was taken is free again, with no work for anybody.
@@ -188,6 +210,20 @@ mod tests {
             }
             flow.end();
         });
+    }
+
+    #[test]
+    fn a_batch_for_one_worker_is_left_to_it_in_order() {
+        let flow = Flow::new(0..4);
+        let mut batches = [0; 4].map(|_| flow.take().unwrap());
+        batches.sort_unstable();
+        for (worker, batch) in [Some(1), None, Some(0), Some(1)].into_iter().zip(batches) {
+            flow.submit_to(worker, batch);
+        }
+        let taken = [Some(0), Some(0), Some(1), Some(1)].map(|worker| flow.next_of(worker));
+        assert_eq!(taken, [1, 2, 0, 3].map(Some));
+        flow.end();
+        assert_eq!(flow.next_of(Some(0)), None);
     }
 
     #[test]

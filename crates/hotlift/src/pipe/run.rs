@@ -151,7 +151,7 @@ fn write_batches(
     let mut writer = None;
     let mut inflater = None;
     let mut yielding = Yielding::default();
-    while let Some(mut batch) = session.flow.next() {
+    while let Some(mut batch) = session.flow.next_of(Some(worker)) {
         yielding.once(is_background(session));
         if batch.is_compressed() {
             let block = &blocks[batch.block].name;

@@ -42,6 +42,14 @@ pub(crate) struct RamLayout {
     pub blocks: Vec<RamBlockEntry>,
 }
 
+impl RamLayout {
+    /// Whether the host has some of it in huge pages.
+    pub(crate) fn has_huge_pages(&self) -> bool {
+        let mut blocks = self.blocks.iter();
+        blocks.any(|block| block.page_size > PAGE_SIZE as u64)
+    }
+}
+
 /// See [`super::Hooks::has_taken`].
 pub(crate) type HasTaken<'a> = &'a (dyn Fn() -> Taken + Sync);
 

@@ -10,15 +10,12 @@ use hotlift_methods::MemoryLimit;
 use hotlift_wire::RamBlockEntry;
 
 use crate::error::{Channel, MigrationError};
+use crate::postcopy::LARGEST_PAGE;
 use crate::stream::main_send::PageRecords;
 use crate::threads::lock;
 
-/// Host pages that postcopy is carried for, at most, in bytes: each that is not whole takes as much memory, and 1 GiB, the next
-/// size of x86, is more than there may be.
-pub(crate) const LARGEST: u64 = 2 << 20;
-
 /// Pages of the largest host page.
-const MOST: usize = LARGEST as usize / PAGE_SIZE;
+const MOST: usize = LARGEST_PAGE / PAGE_SIZE;
 
 /// Host pages that are not whole.
 pub(super) struct HostPages {
@@ -150,10 +147,13 @@ mod tests {
 
     /// A block of ordinary pages, and one of two huge ones; `memory` for so many.
     fn two_blocks(memory: usize) -> HostPages {
-        let mut huge = RamBlockEntry::new("huge", 2 * LARGEST);
-        huge.page_size = LARGEST;
+        let mut huge = RamBlockEntry::new("huge", 2 * LARGEST_PAGE as u64);
+        huge.page_size = LARGEST_PAGE as u64;
         let memory = MemoryLimit::new(memory * MOST * PAGE_SIZE);
-        HostPages::new(&[RamBlockEntry::new("small", LARGEST), huge], &memory)
+        HostPages::new(
+            &[RamBlockEntry::new("small", LARGEST_PAGE as u64), huge],
+            &memory,
+        )
     }
 
     fn offset(page: usize) -> u64 {
@@ -164,8 +164,9 @@ mod tests {
     fn a_host_page_comes_out_whole_however_its_pages_come() {
         let host_pages = two_blocks(2);
         assert!(!host_pages.are_huge(0) && host_pages.are_huge(1));
-        let content =
-            |page: usize| (page % 3 != 0).then(|| [u8::try_from(page % 251).unwrap(); PAGE_SIZE]);
+        let content = |page: usize| {
+            (!page.is_multiple_of(3)).then(|| [u8::try_from(page % 251).unwrap(); PAGE_SIZE])
+        };
         let mut whole = Vec::new();
         // From behind, and both in turn.
         for page in (0..MOST).rev().flat_map(|page| [page, MOST + page]) {

@@ -6,7 +6,7 @@
 //! | `postcopy` | pages of a guest that runs there already |
 //! | `host_pages` | the same of a guest in huge pages, of which QEMU takes none in part |
 
-pub(crate) mod host_pages;
+mod host_pages;
 mod page_writers;
 mod postcopy;
 

@@ -3,6 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
+use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::PageContent;
 
 use crate::ends::page_set::PageSet;
@@ -23,7 +24,12 @@ pub(crate) struct MainPages<'a> {
     alone: bool,
     /// Pages that are waited for in postcopy, which do not come here.
     demand: &'a Demand,
-    batch: Option<Batch>,
+    /// With the worker that it is for.
+    batch: Option<(Option<usize>, Batch)>,
+    /// Bytes of the host pages of each RAM block.
+    page_sizes: Vec<u64>,
+    /// The guest runs on the other side.
+    switched: bool,
     /// Pages of a batch at most.
     most: usize,
     /// Which pages have come since the last barrier, by RAM block.
@@ -48,6 +54,8 @@ impl<'a> MainPages<'a> {
             alone,
             demand,
             batch: None,
+            page_sizes: ram.blocks.iter().map(|block| block.page_size).collect(),
+            switched: false,
             most: BATCH_PAGES,
             seen: seen.collect(),
             any_seen: false,
@@ -72,13 +80,14 @@ impl<'a> MainPages<'a> {
             self.settle()?;
             return self.session.sink.delta(block, offset, delta);
         }
-        if let Some(mut batch) = self.next_batch(block)? {
+        let worker = self.worker(block, offset);
+        if let Some(mut batch) = self.next_batch(worker, block)? {
             self.submit();
             batch.start(block);
             batch.from_main = true;
-            self.batch = Some(batch);
+            self.batch = Some((worker, batch));
         }
-        let Some(batch) = &mut self.batch else {
+        let Some((_, batch)) = &mut self.batch else {
             return Ok(());
         };
         match content {
@@ -90,13 +99,27 @@ impl<'a> MainPages<'a> {
         Ok(())
     }
 
-    /// A new batch for a page of `block`; `None` if it joins those that were gathered.
-    fn next_batch(&mut self, block: usize) -> Result<Option<Batch>, MigrationError> {
+    /// The worker that is to write a page, if not any may. In postcopy one channel has all of a huge page: the relay behind
+    /// puts it together again, and would have to keep a part of many where one channel is far ahead of another.
+    fn worker(&self, block: usize, offset: u64) -> Option<usize> {
+        let size = self.page_sizes[block];
+        let is_huge = self.switched && size > PAGE_SIZE as u64;
+        let workers = self.session.sink.workers() as u64;
+        is_huge.then(|| usize::try_from(offset / size % workers).unwrap_or(0))
+    }
+
+    /// A new batch for a page of `block` and `worker`; `None` if it joins those that were gathered.
+    fn next_batch(
+        &mut self,
+        worker: Option<usize>,
+        block: usize,
+    ) -> Result<Option<Batch>, MigrationError> {
         let flow = &self.session.flow;
+        let joins = |to: Option<usize>, batch: &Batch| to == worker && batch.block == block;
         match &self.batch {
-            Some(batch) if batch.block == block && batch.len() < self.most => Ok(None),
+            Some((to, batch)) if joins(*to, batch) && batch.len() < self.most => Ok(None),
             // All are being written, and behind this page there may be one that is waited for: it is not to wait for them.
-            Some(batch) if batch.block == block && batch.len() < BATCH_PAGES => flow
+            Some((to, batch)) if joins(*to, batch) && batch.len() < BATCH_PAGES => flow
                 .take_while(|| self.demand.is_met())
                 .map_err(|Broken| MigrationError::Cancelled),
             _ => {
@@ -113,15 +136,16 @@ impl<'a> MainPages<'a> {
         self.seen[block].insert(offset)
     }
 
-    /// From here on batches are small: somebody may wait for a page of one.
-    pub(crate) fn gather_little(&mut self) {
+    /// Postcopy begins. Batches are small from here on: somebody may wait for a page of one.
+    pub(crate) fn switch(&mut self) {
+        self.switched = true;
         self.most = BATCH_IN_POSTCOPY;
     }
 
     /// Hands on what was gathered.
     pub(crate) fn submit(&mut self) {
-        if let Some(batch) = self.batch.take() {
-            self.session.flow.submit(batch);
+        if let Some((worker, batch)) = self.batch.take() {
+            self.session.flow.submit_to(worker, batch);
         }
     }
 

@@ -335,7 +335,7 @@ impl<'a> MainReader<'a> {
         }
         postcopy.begin();
         self.input.read_little();
-        self.pages.gather_little();
+        self.pages.switch();
         self.switched = true;
         Ok(())
     }

@@ -11,10 +11,10 @@ use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 use hotlift_wire::{WireError, limits};
 
-use crate::ends::stream_sink::host_pages::LARGEST;
 use crate::error::{Channel, MigrationError};
 use crate::pipe::session::Call;
 use crate::pipe::sink::RamLayout;
+use crate::postcopy::LARGEST_PAGE;
 use crate::stream::graceful_close;
 use crate::stream::handshake;
 use crate::stream::main_recv::MainInput;
@@ -93,7 +93,7 @@ pub(crate) fn other_devices(
 /// Whether postcopy is carried for all these sizes of host pages, ORed, and this one of the target's.
 fn are_carried((host, target): (u64, u64)) -> bool {
     let page = PAGE_SIZE as u64;
-    target == page && (page..2 * LARGEST).contains(&host)
+    target == page && (page..2 * LARGEST_PAGE as u64).contains(&host)
 }
 
 /// Answers a Hotlift's offer; one of another version is told so, and so is a guest that is not saved: nobody who takes a

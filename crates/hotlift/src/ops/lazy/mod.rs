@@ -34,7 +34,7 @@ use crate::error::{Channel, MigrationError};
 use crate::ops::lazy::pages::FilePages;
 use crate::options::Options;
 use crate::pacing::Pacer;
-use crate::postcopy::{Connection, Ledger, go_on};
+use crate::postcopy::{Connection, LARGEST_PAGE, Ledger, go_on};
 use crate::stream::main_send::{LOADED, MainLink, MainSend, close_package};
 use crate::stream::return_path::{Answers, Messages};
 use crate::threads::{run_as, spawn};
@@ -46,10 +46,6 @@ const LOADING: Duration = Duration::from_secs(60);
 
 /// How long a lost server of the file is tried again. The guest waits beyond that, for somebody who resumes the restore.
 const PATIENCE: Duration = Duration::from_secs(600);
-
-/// Size of the largest pages that a QEMU may have RAM in: those of 1 GiB, each of which would have to be there whole, are
-/// better restored before the guest runs.
-const LARGEST_PAGE: u64 = 2 << 20;
 
 /// Between two looks whether a wait was called off.
 const TICK: Duration = Duration::from_millis(100);
@@ -218,7 +214,9 @@ fn blocks_of(
     let with_size = |block: &RamBlockEntry| {
         let size = page_sizes.iter().find(|(name, _)| *name == block.name);
         let page_size = size.map_or(PAGE_SIZE as u64, |(_, size)| *size);
-        if !page_size.is_power_of_two() || !(PAGE_SIZE as u64..=LARGEST_PAGE).contains(&page_size) {
+        if !page_size.is_power_of_two()
+            || !(PAGE_SIZE as u64..=LARGEST_PAGE as u64).contains(&page_size)
+        {
             return Err(MigrationError::PageSize {
                 block: block.name.clone(),
                 size: page_size,

@@ -27,6 +27,7 @@ use crate::pipe::hooks::SourceStream;
 use crate::pipe::run::run_threads;
 use crate::pipe::session::{Call, Relayed, Session};
 use crate::pipe::sink::Opening;
+use crate::postcopy::LARGEST_PAGE;
 use crate::stream::door::{Door, RESUMED_MAGIC};
 use crate::stream::graceful_close;
 use crate::stream::handshake;
@@ -38,6 +39,10 @@ const FIRST_PAGES: Duration = Duration::from_secs(1);
 
 /// Packets that may be before it: a barrier or two.
 const FIRST_PACKETS: usize = 3;
+
+/// Huge pages of which a part has come on a channel, at most: the one that is being sent there, and those whose batches are
+/// being written.
+const HUGE_PAGES: usize = 8;
 
 /// Between two looks whether it has come.
 const LOOK: Duration = Duration::from_millis(1);
@@ -158,6 +163,9 @@ fn pass_on(
     };
     let multifd = channels.map_or_else(Vec::new, |Channels { channels, .. }| channels);
     memory.raise(multifd.len() * CHANNEL_MEMORY);
+    if setup.postcopy && setup.ram.has_huge_pages() {
+        memory.raise((multifd.len() + 1) * HUGE_PAGES * LARGEST_PAGE);
+    }
     let received = Counters::of_side(multifd.len());
     if let Some(on_main) = received.last() {
         on_main.add_bytes(input.everything().len());
