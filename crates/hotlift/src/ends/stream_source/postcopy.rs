@@ -13,7 +13,7 @@ use hotlift_wire::RamBlockEntry;
 use hotlift_wire::return_path::ReturnMessage;
 
 use crate::ends::page_set::PageSet;
-use crate::error::MigrationError;
+use crate::error::{Channel, MigrationError};
 use crate::stream::main_recv::Waiting;
 use crate::threads::lock;
 
@@ -92,18 +92,43 @@ impl Demand {
         }
     }
 
-    /// A page has come from the source: whether it was asked for.
+    /// A page has come from the source, which is on its way then: whether it was asked for.
     ///
     /// # Errors
-    /// If there is no memory to keep that it was sent.
+    /// If it has come before, or if there is no memory to keep that it was sent.
     pub(crate) fn take(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
-        let mut state = lock(&self.state);
-        state.sent[block].insert(offset)?;
-        let asked = state.waiting.remove(&(block, offset));
-        if asked && state.waiting.is_empty() {
-            self.changed.notify_all();
+        let asked = self.claim(block, offset)?;
+        if asked {
+            self.done(block, offset);
         }
         Ok(asked)
+    }
+
+    /// The same, but the page is waited for until it is [`Demand::done`].
+    ///
+    /// # Errors
+    /// As of [`Demand::take`].
+    pub(crate) fn claim(&self, block: usize, offset: u64) -> Result<bool, MigrationError> {
+        let state = lock(&self.state);
+        if !state.sent[block].insert(offset)? {
+            return Err(MigrationError::Protocol {
+                channel: Channel::Main,
+                got: format!(
+                    "page {offset:#x} of RAM block '{}' once more",
+                    self.blocks[block].0
+                ),
+                doing: "passing on pages in postcopy",
+            });
+        }
+        Ok(state.waiting.contains(&(block, offset)))
+    }
+
+    /// A page that was asked for is on its way.
+    pub(crate) fn done(&self, block: usize, offset: u64) {
+        let mut state = lock(&self.state);
+        if state.waiting.remove(&(block, offset)) && state.waiting.is_empty() {
+            self.changed.notify_all();
+        }
     }
 
     /// The same of all these pages.
@@ -193,7 +218,7 @@ mod tests {
         let demand = demand();
         let (start, length) = (4096, 8192);
         demand.note(&ReturnMessage::ReqPages { start, length });
-        assert!(!demand.take(0, 4096).unwrap(), "no block was named");
+        assert!(!demand.has(0, 4096), "no block was named");
         demand.note(&ReturnMessage::ReqPagesId {
             start: 0,
             length: 4096,
@@ -234,6 +259,7 @@ mod tests {
     fn a_page_that_is_on_its_way_is_not_waited_for() {
         let demand = demand();
         assert!(!demand.take(0, 0).unwrap());
+        assert!(demand.take(0, 0).is_err(), "it has come before");
         demand.note(&ReturnMessage::ReqPagesId {
             start: 0,
             length: 4096,

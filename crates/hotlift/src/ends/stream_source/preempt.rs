@@ -218,11 +218,13 @@ fn pass_on(
             doing: "reading a preempt channel",
         });
     };
+    // Before it goes on: what main has brought meanwhile is not to be sent twice, nor what a stranger says that it is.
+    upstream.demand.claim(block, offset)?;
     postcopy.page(block, offset, content)?;
     let normal = usize::from(content.is_some());
     session.pages.add_pages(normal, 1 - normal);
     // Only now: main's END waits for it.
-    upstream.demand.take(block, offset)?;
+    upstream.demand.done(block, offset);
     Ok(())
 }
 
