@@ -187,7 +187,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         batch.clear();
         if !self.ledger.is_sent(block, page) {
             // Before the page is claimed: one that cannot be read must not look sent.
-            reader.pages(block, self.ledger.together(block, page), batch)?;
+            reader.add_all(block, self.ledger.together(block, page), batch)?;
         }
         if !self.ledger.claim(block, page) {
             self.ledger.requests.done(request, false);
@@ -349,7 +349,7 @@ impl<'a, P: Pages> Connection<'a, P> {
         batch: &mut Batch,
     ) -> Result<(), MigrationError> {
         batch.clear();
-        let read = reader.pages(block, self.ledger.together(block, page), batch);
+        let read = reader.add_all(block, self.ledger.together(block, page), batch);
         if read.is_err() || batch.normal.is_empty() {
             batch.clear();
             return read;

@@ -74,20 +74,23 @@ pub(crate) trait Reader {
     /// Reads a page that was asked for; `None` for one that is zero.
     fn page(&mut self, block: usize, page: usize) -> Result<Option<&[u8]>, MigrationError>;
 
-    /// Reads all of these pages.
-    fn pages(
-        &mut self,
-        block: usize,
-        pages: Range<usize>,
-        batch: &mut Batch,
-    ) -> Result<(), MigrationError> {
-        for page in pages {
-            match self.page(block, page)? {
-                None => batch.add_zero(page),
-                Some(content) => batch.add(page, content),
-            }
+    /// Reads a page into a batch.
+    fn add(&mut self, block: usize, page: usize, batch: &mut Batch) -> Result<(), MigrationError> {
+        match self.page(block, page)? {
+            None => batch.add_zero(page),
+            Some(content) => batch.add(page, content),
         }
         Ok(())
+    }
+
+    /// The same of all these pages.
+    fn add_all(
+        &mut self,
+        block: usize,
+        mut pages: Range<usize>,
+        batch: &mut Batch,
+    ) -> Result<(), MigrationError> {
+        pages.try_for_each(|page| self.add(block, page, batch))
     }
 
     /// What goes behind the page that was asked for, if it was not zero. Nothing of it is claimed.

@@ -227,29 +227,26 @@ impl Reader for FileReader<'_> {
     }
 
     /// In the order of the file, where pages that are not neighbours in RAM may be of one block: each is decoded once.
-    fn pages(
+    fn add_all(
         &mut self,
         block: usize,
         pages: Range<usize>,
         batch: &mut Batch,
     ) -> Result<(), MigrationError> {
-        if pages.len() > 1 {
-            let places = pages.clone().map(|page| (block, page));
-            self.file.read_ahead(&mut self.blocks, places)?;
+        // Most requests are for one page, whose place need not be looked up twice.
+        if pages.len() == 1 {
+            return self.add(block, pages.start, batch);
         }
+        let places = pages.clone().map(|page| (block, page));
+        self.file.read_ahead(&mut self.blocks, places)?;
         // What is wrong with the index is met when the page is read.
         let entry = |page| self.file.entry(block, page).ok().flatten();
         let mut pages: Vec<_> = pages
             .map(|page| (entry(page).map(|entry| entry.position), page))
             .collect();
         pages.sort_unstable();
-        for (_, page) in pages {
-            match self.page(block, page)? {
-                None => batch.add_zero(page),
-                Some(content) => batch.add(page, content),
-            }
-        }
-        Ok(())
+        let mut pages = pages.into_iter();
+        pages.try_for_each(|(_, page)| self.add(block, page, batch))
     }
 
     /// Its neighbours, which are decoded: a guest that needs one page soon needs those around it.
