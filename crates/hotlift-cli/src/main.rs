@@ -34,6 +34,7 @@ mod settle;
 mod show;
 mod usage;
 mod virsh;
+mod virsh_run;
 mod whereabouts;
 
 use std::path::Path;

@@ -5,22 +5,20 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::io::{self, Read};
-use std::os::fd::OwnedFd;
+use std::io;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use hotlift_qmp::one_line;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::virsh_run::Run;
 
 /// How long libvirt may take to answer, behind SSH and while it does other things for the domain.
 const ANSWER: Duration = Duration::from_secs(40);
 
 /// Most that is kept of what `virsh` says, in bytes.
-const MOST: u64 = 1 << 20;
+const MOST: usize = 1 << 20;
 
 /// Letters of a UUID as libvirt prints it.
 const UUID: usize = 36;
@@ -167,14 +165,14 @@ impl Libvirt {
     pub fn ask(&self, words: &[&str]) -> Result<String, VirshError> {
         let mut command = self.command(words);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut run = Run::start(command)?;
-        let Some(status) = run.wait(ANSWER)? else {
+        let mut run = Run::start(command, MOST).map_err(VirshError::Run)?;
+        let Some(status) = run.wait(ANSWER).map_err(VirshError::Run)? else {
             return Err(VirshError::Silent {
                 at: self.uri.clone(),
             });
         };
         let (out, err) = run.said();
-        if out.len() as u64 >= MOST {
+        if out.len() >= MOST {
             return Err(VirshError::TooLong {
                 at: self.uri.clone(),
             });
@@ -322,7 +320,8 @@ impl Libvirt {
         words.extend_from_slice(options);
         let mut command = self.command(&words);
         command.stdout(Stdio::null()).stderr(Stdio::piped());
-        Ok(Migrating(Run::start(command)?))
+        let run = Run::start(command, MOST).map_err(VirshError::Run)?;
+        Ok(Migrating(run))
     }
 
     /// Aborts a domain's migration; its guest stays. The migration says that it has failed. (A signal to `virsh migrate` does
@@ -354,84 +353,12 @@ impl Migrating {
     /// # Errors
     /// The system's.
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<Result<(), String>>, VirshError> {
-        Ok(self.0.wait(timeout)?.map(|status| match status.success() {
+        let status = self.0.wait(timeout).map_err(VirshError::Run)?;
+        Ok(status.map(|status| match status.success() {
             true => Ok(()),
             false => Err(errors(&self.0.said().1)),
         }))
     }
-}
-
-/// A `virsh` that runs, killed when it goes out of scope.
-#[derive(Debug)]
-struct Run {
-    child: Child,
-    /// It becomes readable when the child ends.
-    end: OwnedFd,
-    out: Option<JoinHandle<String>>,
-    err: Option<JoinHandle<String>>,
-    status: Option<ExitStatus>,
-}
-
-impl Run {
-    fn start(mut command: Command) -> Result<Self, VirshError> {
-        let mut child = command.spawn().map_err(VirshError::Run)?;
-        let (out, err) = (child.stdout.take(), child.stderr.take());
-        let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
-        let end = end.inspect_err(|_| end_of(&mut child));
-        Ok(Self {
-            end: end.map_err(|error| VirshError::Run(error.into()))?,
-            out: out.map(|pipe| thread::spawn(|| read(pipe))),
-            err: err.map(|pipe| thread::spawn(|| read(pipe))),
-            child,
-            status: None,
-        })
-    }
-
-    /// How it has ended, if it does within `timeout`.
-    fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>, VirshError> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            if self.status.is_none() {
-                self.status = self.child.try_wait().map_err(VirshError::Run)?;
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if self.status.is_some() || left.is_zero() {
-                return Ok(self.status);
-            }
-            let mut polled = [PollFd::new(&self.end, PollFlags::IN)];
-            // Longer than time is reckoned with is for ever. Whatever ends it, the child is looked at again.
-            let _ = poll(&mut polled, Timespec::try_from(left).ok().as_ref());
-        }
-    }
-
-    /// What one that has ended has said.
-    fn said(&mut self) -> (String, String) {
-        let said = |pipe: Option<JoinHandle<String>>| {
-            pipe.and_then(|pipe| pipe.join().ok()).unwrap_or_default()
-        };
-        (said(self.out.take()), said(self.err.take()))
-    }
-}
-
-impl Drop for Run {
-    fn drop(&mut self) {
-        if self.status.is_none() {
-            end_of(&mut self.child);
-        }
-    }
-}
-
-fn end_of(child: &mut Child) {
-    // Both fail only if it has ended.
-    let _ = child.kill();
-    let _ = child.wait();
-}
-
-fn read(pipe: impl Read) -> String {
-    let mut bytes = Vec::new();
-    // What came before an error counts.
-    let _ = pipe.take(MOST).read_to_end(&mut bytes);
-    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// The errors that `virsh` prints, in one line.

@@ -1,0 +1,171 @@
+//! A child that runs, what it says, and its end.
+
+use std::io::{self, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::ioctl_fionbio;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// A command that runs, killed when it goes out of scope.
+///
+/// What it says is read until it ends, not until its pipes do: with `ControlPersist` an SSH that it started stays, and keeps
+/// them open.
+#[derive(Debug)]
+pub struct Run {
+    child: Child,
+    /// It becomes readable when the child ends.
+    end: OwnedFd,
+    out: Pipe<ChildStdout>,
+    err: Pipe<ChildStderr>,
+    status: Option<ExitStatus>,
+}
+
+impl Run {
+    /// Starts it, to keep at most `most` bytes of what it says on each of the pipes that `command` has.
+    ///
+    /// # Errors
+    /// If it cannot be run.
+    pub fn start(mut command: Command, most: usize) -> io::Result<Self> {
+        let mut child = command.spawn()?;
+        let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
+        let parts = end.map_err(io::Error::from).and_then(|end| {
+            let out = Pipe::new(child.stdout.take(), most)?;
+            let err = Pipe::new(child.stderr.take(), most)?;
+            Ok((end, out, err))
+        });
+        let (end, out, err) = parts.inspect_err(|_| end_of(&mut child))?;
+        Ok(Self {
+            child,
+            end,
+            out,
+            err,
+            status: None,
+        })
+    }
+
+    /// How it has ended, if it does within `timeout`.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn wait(&mut self, timeout: Duration) -> io::Result<Option<ExitStatus>> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if self.status.is_none() {
+                self.status = self.child.try_wait()?;
+            }
+            // After the look at the child: what it said before its end is in its pipes.
+            self.out.read();
+            self.err.read();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if self.status.is_some() || left.is_zero() {
+                return Ok(self.status);
+            }
+            let ends = [Some(self.end.as_fd()), self.out.open(), self.err.open()];
+            let ends = ends.iter().flatten();
+            let mut polled: Vec<_> = ends.map(|end| PollFd::new(end, PollFlags::IN)).collect();
+            // Longer than time is reckoned with is for ever. Whatever ends it, the child is looked at again.
+            let _ = poll(&mut polled, Timespec::try_from(left).ok().as_ref());
+        }
+    }
+
+    /// What one that has ended has said.
+    pub fn said(&self) -> (String, String) {
+        let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+        (text(&self.out.bytes), text(&self.err.bytes))
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        if self.status.is_none() {
+            end_of(&mut self.child);
+        }
+    }
+}
+
+fn end_of(child: &mut Child) {
+    // Both fail only if it has ended.
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+/// A pipe, and what has come out of it.
+#[derive(Debug)]
+struct Pipe<P> {
+    /// `None` at its end.
+    pipe: Option<P>,
+    bytes: Vec<u8>,
+    most: usize,
+}
+
+impl<P: Read + AsFd> Pipe<P> {
+    fn new(pipe: Option<P>, most: usize) -> io::Result<Self> {
+        if let Some(pipe) = &pipe {
+            ioctl_fionbio(pipe, true)?;
+        }
+        Ok(Self {
+            pipe,
+            bytes: Vec::new(),
+            most,
+        })
+    }
+
+    fn open(&self) -> Option<BorrowedFd<'_>> {
+        self.pipe.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Reads what is there. A pipe with more than is kept is closed.
+    fn read(&mut self) {
+        let Some(pipe) = &mut self.pipe else { return };
+        let left = self.most - self.bytes.len();
+        match pipe.take(left as u64).read_to_end(&mut self.bytes) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            // What came before an error counts.
+            Ok(_) | Err(_) => self.pipe = None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Stdio;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn shell(line: &str) -> Run {
+        let mut command = Command::new("sh");
+        command.args(["-c", line]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        Run::start(command, 1 << 17).expect("a shell")
+    }
+
+    #[test]
+    fn all_is_kept_that_one_says_who_ends() {
+        let mut run = shell("head -c 100000 /dev/zero; echo why >&2; exit 3");
+        let status = run.wait(LONG).expect("a wait").expect("an end");
+        assert_eq!(status.code(), Some(3));
+        let (out, err) = run.said();
+        assert_eq!((out.len(), err.as_str()), (100_000, "why\n"));
+    }
+
+    #[test]
+    fn one_that_has_ended_is_not_waited_for_because_another_has_its_pipes() {
+        let mut run = shell("cat /dev/zero >/dev/null & echo $!");
+        run.wait(LONG).expect("a wait").expect("an end");
+        let other = run.said().0.trim().parse().ok();
+        let other = other.and_then(Pid::from_raw).expect("the other");
+        rustix::process::kill_process(other, rustix::process::Signal::KILL).expect("it runs");
+    }
+
+    #[test]
+    fn no_more_is_kept_than_was_asked_for() {
+        let mut run = shell("cat /dev/zero");
+        run.wait(LONG).expect("a wait").expect("an end");
+        assert_eq!(run.said().0.len(), 1 << 17);
+    }
+}
