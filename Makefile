@@ -31,7 +31,7 @@ BUILD_PACKAGES = gcc libc6-dev binutils libisal2
 # command a capability; nftables loses packets; OpenSSL is the other end of TLS; libvirt moves domains.
 LIBVIRT_PACKAGES = libvirt-daemon-system libvirt-clients
 TEST_PACKAGES = $(BUILD_PACKAGES) libisal-dev qemu-system-x86 python3 g++ chromium libcap2-bin iproute2 nftables \
-	openssl dpkg-dev debootstrap rpm systemd-container $(LIBVIRT_PACKAGES)
+	openssl openssh-client openssh-server dpkg-dev debootstrap rpm systemd-container $(LIBVIRT_PACKAGES)
 BENCH_PACKAGES = $(BUILD_PACKAGES) iproute2
 # dpkg-shlibdeps says what the command is linked with; a script collects licences.
 PACKAGE_PACKAGES = $(BUILD_PACKAGES) dpkg-dev python3

@@ -8,6 +8,7 @@
 //! | `faults` | what is killed, cut, aborted, or not there |
 //! | `by_domain` | `hotlift migrate --domain` |
 //! | `drain` | `hotlift drain` |
+//! | `over_ssh` | all of these to a `qemu+ssh` URI |
 
 #![allow(
     clippy::print_stdout,
@@ -20,6 +21,7 @@ mod by_domain;
 mod carried;
 mod drain;
 mod faults;
+mod over_ssh;
 mod plain;
 
 use std::sync::{Arc, OnceLock};
