@@ -78,7 +78,8 @@ impl TcpSending {
     }
 }
 
-/// Bytes that were written to a TCP socket and that the other side has not acknowledged (`SIOCOUTQ`).
+/// Bytes that were written to a TCP socket and that the other side has not acknowledged (`SIOCOUTQ`). Of a UNIX socket more
+/// than what its other side has not read, and 0 if it has read all.
 ///
 /// # Errors
 /// The system's reason.
@@ -135,8 +136,12 @@ mod tests {
     }
 
     #[test]
-    fn another_kind_of_socket_is_an_error() {
-        let (unix, _other) = UnixStream::pair().unwrap();
+    fn of_a_unix_socket_only_what_is_unread_is_known() {
+        let (mut unix, mut other) = UnixStream::pair().unwrap();
         TcpSending::of(unix.as_fd()).unwrap_err();
+        unix.write_all(&[1; 16]).unwrap();
+        assert!(unacknowledged(unix.as_fd()).unwrap() >= 16);
+        other.read_exact(&mut [0; 16]).unwrap();
+        assert_eq!(unacknowledged(unix.as_fd()).unwrap(), 0);
     }
 }

@@ -5,7 +5,7 @@ use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::requests::Request;
 use super::turns::{Turn, Turns};
@@ -25,6 +25,9 @@ use crate::transport::Stream;
 /// How long the destination may take to say that it has everything, once the last page is written: what is in between, in
 /// sockets and relays, may have to pass a slow link.
 const LAST_WORD: Duration = Duration::from_secs(600);
+
+/// How often it is looked whether the destination reads pages that it waits for.
+const READER_TICK: Duration = Duration::from_millis(1);
 
 /// Threads that send the background at most.
 const THREADS: usize = 4;
@@ -386,11 +389,50 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
+    /// After a pause: gives the destination a page to read where it waits for pages, if it had none yet, so that [`Self::end`]
+    /// sees whether it reads there again. Nobody has asked for this page; what the background has left is zero.
+    pub(crate) fn wake_preempt(&self) -> Result<(), MigrationError> {
+        let preempt = self.preempt.get().filter(|preempt| !preempt.ends_by_word);
+        let Some(preempt) = preempt.filter(|preempt| !preempt.channel.is_used()) else {
+            return Ok(());
+        };
+        // If nothing is left, nothing is asked for any more.
+        let Some((block, pages)) = self.ledger.claim_any() else {
+            return Ok(());
+        };
+        let mut batch = Batch::default();
+        pages.for_each(|page| batch.add_zero(page));
+        self.write(&mut Way::Alone(&preempt.channel), block, &batch)
+    }
+
+    /// Waits until the destination has begun to read the pages that it waits for.
+    ///
+    /// QEMU from 8.0 on: its thread that reads them looks, before it begins and when it comes back from a pause, whether main
+    /// has ended. If it has, the thread leaves, and whoever waits for a page does so for ever; once it reads it stays until
+    /// nobody waits. Over TCP this shows only that the page is with its kernel.
+    fn wait_for_reader(&self, preempt: &PreemptOut) -> Result<(), MigrationError> {
+        let deadline = Instant::now() + LAST_WORD;
+        while preempt.is_used() && !preempt.is_read() {
+            if self.is_over() {
+                return Err(MigrationError::main_closed());
+            }
+            if Instant::now() > deadline {
+                return Err(MigrationError::Timeout {
+                    waiting_for: "the destination to read the page that it asked for".to_owned(),
+                    waited: LAST_WORD,
+                });
+            }
+            let soon = Instant::now() + READER_TICK;
+            self.sleeps.sleep_while(soon, || !self.is_over());
+        }
+        Ok(())
+    }
+
     /// Tells the destination that it has everything, and waits for its word.
     pub(crate) fn end(&self) -> Result<(), MigrationError> {
         match self.preempt.get() {
             // The destination ends this connection itself, once all that it has asked for is there.
-            Some(preempt) if !preempt.ends_by_word => {}
+            Some(preempt) if !preempt.ends_by_word => self.wait_for_reader(&preempt.channel)?,
             preempt => {
                 // An answer that is being written comes before; what is asked for from here on is zero, which the end says.
                 self.ledger.requests.end_and_drain();
@@ -502,18 +544,12 @@ mod tests {
         pages
     }
 
-    #[test]
-    fn all_of_a_huge_page_is_sent_at_once_and_only_once() {
+    /// What `test` makes of a connection that sends pages of `ram`, whose other end it has.
+    fn connected<R>(ram: &Ram, test: impl FnOnce(&Connection<'_, Ram>, &Stream) -> R) -> R {
         let mut blocks = PAGES.map(|pages| RamBlockEntry::new("", (pages * PAGE_SIZE) as u64));
         blocks[0].name = "small".to_owned();
         blocks[1].name = "huge".to_owned();
         blocks[1].page_size = (HUGE * PAGE_SIZE) as u64;
-        let all = |block: usize| (0..PAGES[block]).map(|page| (block, page)).collect();
-        let ram = Ram {
-            full: [(0, 2), (1, 1), (1, 6), (1, 3 * HUGE), (1, 3 * HUGE + 7)],
-            // As if a page had been written last, too.
-            shares: Mutex::new(vec![all(1), all(1), vec![(1, 6)]]),
-        };
         let (here, there) = Stream::pair().unwrap();
         let link = Arc::new(MainLink {
             transport: here,
@@ -528,28 +564,42 @@ mod tests {
         let mut main = MainSend::new(Arc::clone(&link), &configuration).unwrap();
         let sizes = Some((blocks[0].page_size | blocks[1].page_size, 4096));
         let advise = Command::PostcopyAdvise { page_sizes: sizes };
-        let received = thread::scope(|scope| {
-            let receiving = scope.spawn(move || {
-                let mut received = Vec::new();
-                (&there).read_to_end(&mut received).map(|_| received)
-            });
-            main.command(advise).unwrap();
-            main.ram_start(None, &blocks, false).unwrap();
-            let ledger = Arc::new(Ledger::new(&blocks));
-            let answers = Answers::default();
-            let limits = (Arc::new(Pacer::new(0)), Arc::new(CpuBudget::new(0)));
-            let connection = Connection::new((&ram, ledger), (&mut main, link), &answers, limits);
-            let requests = &connection.ledger.requests;
-            // A zero page, a small one, and one that cannot be read.
-            for (block, page) in [(1, HUGE), (0, 2), (1, 3 * HUGE)] {
-                requests.add(block, page);
-            }
-            requests.end();
-            connection.answer_all();
-            let background = thread::scope(|scope| connection.send_background(scope, "send_", 4));
-            assert!(background.unwrap(), "{:?}", connection.take_failure());
-            connection.close();
-            receiving.join().unwrap().unwrap()
+        main.command(advise).unwrap();
+        main.ram_start(None, &blocks, false).unwrap();
+        let ledger = Arc::new(Ledger::new(&blocks));
+        let answers = Answers::default();
+        let limits = (Arc::new(Pacer::new(0)), Arc::new(CpuBudget::new(0)));
+        let connection = Connection::new((ram, ledger), (&mut main, link), &answers, limits);
+        test(&connection, &there)
+    }
+
+    #[test]
+    fn all_of_a_huge_page_is_sent_at_once_and_only_once() {
+        let all = |block: usize| (0..PAGES[block]).map(|page| (block, page)).collect();
+        let ram = Ram {
+            full: [(0, 2), (1, 1), (1, 6), (1, 3 * HUGE), (1, 3 * HUGE + 7)],
+            // As if a page had been written last, too.
+            shares: Mutex::new(vec![all(1), all(1), vec![(1, 6)]]),
+        };
+        let received = connected(&ram, |connection, mut there| {
+            thread::scope(|scope| {
+                let receiving = scope.spawn(move || {
+                    let mut received = Vec::new();
+                    there.read_to_end(&mut received).map(|_| received)
+                });
+                let requests = &connection.ledger.requests;
+                // A zero page, a small one, and one that cannot be read.
+                for (block, page) in [(1, HUGE), (0, 2), (1, 3 * HUGE)] {
+                    requests.add(block, page);
+                }
+                requests.end();
+                connection.answer_all();
+                let background =
+                    thread::scope(|scope| connection.send_background(scope, "send_", 4));
+                assert!(background.unwrap(), "{:?}", connection.take_failure());
+                connection.close();
+                receiving.join().unwrap().unwrap()
+            })
         });
         let huge = |number: usize, full: &[usize]| {
             let pages = number * HUGE..(number + 1) * HUGE;
@@ -560,5 +610,37 @@ mod tests {
         };
         let expected = [huge(1, &[]), vec![((0, 2), false)], huge(0, &[1, 6])];
         assert_eq!(pages_of(&received), expected.concat());
+    }
+
+    #[test]
+    fn the_end_is_not_said_before_the_destination_reads_where_it_waits_for_pages() {
+        let ram = Ram {
+            full: [(0, 1); 5],
+            shares: Mutex::default(),
+        };
+        connected(&ram, |connection, mut main| {
+            // What opens it.
+            let mut opening = vec![0; 1 << 16];
+            let read = main.read(&mut opening).unwrap();
+            assert!(pages_of(&opening[..read]).is_empty());
+
+            let (preempt, there) = Stream::pair().unwrap();
+            connection.answer_on(preempt, false);
+            thread::scope(|scope| {
+                let ending = scope.spawn(|| {
+                    connection.wake_preempt()?;
+                    connection.end()
+                });
+                // Nobody has asked for it, and it is zero: the first page that there is.
+                assert!(there.wait_readable(LAST_WORD).unwrap());
+                assert!(!main.wait_readable(Duration::from_millis(100)).unwrap());
+                let read = there.read_some(&mut opening).unwrap();
+                assert!((1..PAGE_SIZE).contains(&read));
+                assert!(main.wait_readable(LAST_WORD).unwrap());
+                connection.answers.end();
+                ending.join().unwrap().unwrap_err();
+            });
+            assert!(connection.ledger.is_sent(0, 0));
+        });
     }
 }

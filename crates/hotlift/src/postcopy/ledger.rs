@@ -88,6 +88,16 @@ impl Ledger {
         self.sent[block].set(self.first(block, page))
     }
 
+    /// Claims a page that nobody has sent, with those that go out with it; `None` if all were.
+    pub(crate) fn claim_any(&self) -> Option<(usize, Range<usize>)> {
+        (0..self.blocks.len()).find_map(|block| {
+            let mut pages = (0..self.pages(block)).step_by(self.together[block]);
+            let page =
+                pages.find(|page| !self.is_sent(block, *page) && self.claim(block, *page))?;
+            Some((block, self.together(block, page)))
+        })
+    }
+
     /// Whether nobody of the background has looked at this page before, nor at those that go out with it.
     pub(crate) fn look_at(&self, block: usize, page: usize) -> bool {
         self.seen[block].set(self.first(block, page))
@@ -201,6 +211,10 @@ mod tests {
         // What the destination has after an interruption.
         ledger.has(1, &[0xff, 0, 0, 0, 0, 0, 0, 0]);
         assert!(ledger.is_sent(1, 7) && !ledger.is_sent(1, 16));
+
+        ledger.has(0, &[0xff, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(ledger.claim_any(), Some((1, 16..20)));
+        assert_eq!(ledger.claim_any(), None);
     }
 
     #[test]

@@ -80,12 +80,23 @@ impl<'a> Reading<'a> {
         self.pending
     }
 
+    /// Requests of a thread that slept through the interruption. The destination asks again for all that is open once it goes
+    /// on.
+    fn skip_requests(&mut self) {
+        while let Ok((ReturnMessage::ReqPages { .. } | ReturnMessage::ReqPagesId { .. }, length)) =
+            ReturnMessage::decode(&self.pending)
+        {
+            self.pending.drain(..length);
+        }
+    }
+
     fn take<T>(
         &mut self,
         decode: impl Fn(&[u8]) -> Result<(T, usize), WireError>,
     ) -> Result<T, MigrationError> {
         let mut buffer = [0; 64 << 10];
         loop {
+            self.skip_requests();
             match decode(&self.pending) {
                 Ok((answer, length)) => {
                     self.pending.drain(..length);
@@ -137,6 +148,31 @@ mod tests {
     use std::thread;
 
     use super::*;
+
+    #[test]
+    fn requests_that_come_before_an_answer_are_not_the_answer() {
+        let (here, there) = Stream::pair().unwrap();
+        let (length, block) = (4096, "pc.ram");
+        let late = ReturnMessage::ReqPagesId {
+            start: 0,
+            length,
+            block,
+        };
+        let after = ReturnMessage::ReqPages {
+            start: 8192,
+            length,
+        };
+        let mut sent = Vec::new();
+        for message in [&late, &ReturnMessage::ResumeAck(1), &after] {
+            message.encode(&mut sent).unwrap();
+        }
+        (&there).write_all(&sent).unwrap();
+        let control = Control::new();
+        let mut answers = Reading::new(&here, &control);
+        answers.resumed().unwrap();
+        let rest = answers.rest();
+        assert_eq!(ReturnMessage::decode(&rest).unwrap().0, after);
+    }
 
     #[test]
     fn answers_that_come_byte_by_byte_have_no_more_time_than_others() {

@@ -164,14 +164,21 @@ impl PreemptOut {
     /// # Errors
     /// [`MigrationError::Closed`] if pages were sent on one that is closed: nobody has them.
     pub(crate) fn is_taken(&self) -> Result<bool, MigrationError> {
-        match (
-            self.stream.is_hung_up(),
-            self.is_used.load(Ordering::Acquire),
-        ) {
+        match (self.stream.is_hung_up(), self.is_used()) {
             (false, _) => Ok(true),
             (true, false) => Ok(false),
             (true, true) => Err(MigrationError::main_closed()),
         }
+    }
+
+    /// Whether pages were sent on it.
+    pub(crate) fn is_used(&self) -> bool {
+        self.is_used.load(Ordering::Acquire)
+    }
+
+    /// Whether all that was sent is read (UNIX sockets) or with the other side's kernel (TCP), or never will be.
+    pub(crate) fn is_read(&self) -> bool {
+        self.stream.is_delivered() || self.stream.is_hung_up()
     }
 
     /// Sends pages of the RAM block called `block`.

@@ -670,6 +670,12 @@ impl Stream {
         }
     }
 
+    /// Whether nothing of what was written is left in this host's kernel: a UNIX socket's peer has read it, the kernel of TCP's
+    /// has it.
+    pub(crate) fn is_delivered(&self) -> bool {
+        !sock::unacknowledged(self.as_fd()).is_ok_and(|bytes| bytes > 0)
+    }
+
     /// True if the peer has closed the connection, whatever it has sent before.
     pub(crate) fn is_hung_up(&self) -> bool {
         let mut fds = [PollFd::new(self, PollFlags::RDHUP)];

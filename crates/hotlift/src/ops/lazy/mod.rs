@@ -273,6 +273,7 @@ impl Restore<'_> {
                     return Err(MigrationError::Cancelled);
                 }
                 if self.resume {
+                    connection.wake_preempt()?;
                     connection.answers.commit();
                 }
                 connection.end()
