@@ -7,7 +7,7 @@ use crate::files::{altered, machine};
 use crate::hotlift::Hotlift;
 use crate::need;
 use crate::operator::succeeds;
-use crate::vm::{Accelerator, PC_7, PC_10, Release, Vm, folder};
+use crate::vm::{Accelerator, Machine, Memory, PC_7, PC_10, Release, Vm, folder};
 
 /// A guest in a file of which a byte of a page has flipped, and its RAM when it was saved.
 fn damaged(files: &Path, name: &'static str) -> Option<(String, Vec<u8>)> {
@@ -75,8 +75,17 @@ fn damage_found_before_the_guest_runs_is_refused_or_zero_and_named() {
 fn damage_found_behind_a_guest_that_runs_stops_it_until_somebody_says_go_on() {
     let files = folder();
     let (file, before) = need!(damaged(files.path(), PC_7));
-    for release in [Release::V10, Release::V7, Release::V11] {
-        let mut there = need!(Vm::waiting(release, &machine(PC_7, Accelerator::Kvm)));
+    for (release, memory) in [
+        (Release::V10, Memory::File),
+        (Release::V7, Memory::File),
+        (Release::V11, Memory::File),
+        (Release::V11, Memory::HugePages),
+    ] {
+        let machine = Machine {
+            memory,
+            ..machine(PC_7, Accelerator::Kvm)
+        };
+        let mut there = need!(Vm::waiting(release, &machine));
         let qmp = there.free_qmp();
         let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
         let (status, said) = Hotlift::start(&lazy).wait();
@@ -95,7 +104,7 @@ fn damage_found_behind_a_guest_that_runs_stops_it_until_somebody_says_go_on() {
         are_zero(&said, &before, &there.ram());
 
         // The same from the beginning.
-        let mut there = need!(Vm::waiting(release, &machine(PC_7, Accelerator::Kvm)));
+        let mut there = need!(Vm::waiting(release, &machine));
         let lazy = [
             "restore",
             "--lazy",
