@@ -38,7 +38,8 @@ fn are_zero(said: &str, before: &[u8], now: &[u8]) {
                     .filter(|byte| **byte != 0)
                     .count()
             };
-            assert!(bytes(before) > 64, "{page:#x} was zero before");
+            // Of the zero ones among them the guest has written some before it was saved.
+            assert!(bytes(before) > 0, "{page:#x} was zero before");
             assert!(bytes(now) <= 16, "{page:#x} has something: {line}");
         }
     }
