@@ -41,8 +41,6 @@ OF_DRAIN = ("drain", "all", "all-plain", "each")
 # What the agent's unit gives it.
 ENVIRONMENT = next(line.split("=", 1)[1].split() for line in (ROOT / "packaging/hotlift-agent.service").read_text().splitlines()
                    if line.startswith("Environment="))
-WORKING_SET = 16 * MIB
-RATE = 200
 CHANNELS = 2
 # Of the relays: QEMU and relay of the destination, and the other relay.
 QEMU_PORT, RELAY_PORT = 49300, 49301
@@ -147,7 +145,8 @@ class Rig:
         console = self.folder / f"{name}.console"
         console.write_text("")
         console.chmod(0o666)
-        settings = f"workload=random rate={RATE} ws={WORKING_SET} seed=5"
+        rate, working_set = self.arguments.rate, self.arguments.working_set
+        settings = f"workload=random rate={rate} ws={working_set} seed=5"
         share = f"<cputune><period>{SHARE_PERIOD_US}</period><quota>{SHARE_QUOTA_US}</quota></cputune>"
         xml = self.folder / f"{name}.xml"
         xml.write_text(
@@ -160,7 +159,7 @@ class Rig:
             "<memballoon model='none'/></devices></domain>")
         self.a.virsh("create", "--paused", xml)
         number = self.a.virsh("domid", name)
-        write_ram(self.a.path(f"/run/ram/libvirt/qemu/{number}-{name}/pc.ram"), ram, WORKING_SET >> 12, self.arguments.fill)
+        write_ram(self.a.path(f"/run/ram/libvirt/qemu/{number}-{name}/pc.ram"), ram, working_set >> 12, self.arguments.fill)
         self.a.virsh("migrate-setmaxdowntime", name, str(self.arguments.downtime_limit))
         self.a.virsh("resume", name)
         wait_for(lambda: "writes=" in console.read_text())
@@ -304,10 +303,17 @@ def parse():
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--downtime-limit", type=int, default=30, help="ms")
-    parser.add_argument("--fill", type=Path, help="folder with the content of RAM")
+    of_guest(parser)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", help="print the table of what was kept")
     return parser.parse_args()
+
+
+def of_guest(parser):
+    """The options that say what a guest does."""
+    parser.add_argument("--rate", type=int, default=200, help="pages a second that each guest writes")
+    parser.add_argument("--working-set", type=size, default=size("16M"), help="memory that it writes to")
+    parser.add_argument("--fill", type=Path, help="folder with the content of RAM")
 
 
 def size(text):

@@ -221,7 +221,7 @@ def parse():
     parser.add_argument("--domains", type=int, default=8)
     parser.add_argument("--rest", type=float, default=0, help="seconds between two migrations of a thread")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--fill", type=Path, help="folder with the content of RAM")
+    agent.of_guest(parser)
     parser.add_argument("--out", type=Path, default=Path("hotlift-soak"))
     parser.add_argument("--table", type=Path, help="print the table of what was kept")
     parser.set_defaults(downtime_limit=300)

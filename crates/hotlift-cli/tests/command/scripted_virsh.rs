@@ -63,7 +63,6 @@ list)
         echo "$(cat "$dir/uuid") $(cat "$dir/name")"
     done ;;
 domstate) cat "$dir/state" ;;
-dominfo) echo "Persistent:     yes" ;;
 domstats)
     found=
     for dir in "$host"/*/; do
