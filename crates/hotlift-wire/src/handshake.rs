@@ -39,6 +39,8 @@ bitflags! {
         const METHOD_BY_PACKET = 1 << 2;
         /// Pages of a postcopy that are waited for come on a connection of their own.
         const PREEMPT = 1 << 3;
+        /// Between relays a PING follows the package of a postcopy, which is passed on only if its value is right.
+        const PACKAGE_CHECKED = 1 << 4;
     }
 }
 

@@ -290,6 +290,12 @@ impl Answers {
         }
     }
 
+    /// Whether the destination is a Hotlift that takes this of a stream.
+    pub(crate) fn takes(&self, feature: Features) -> bool {
+        let accepted = self.lock().accepted;
+        accepted.is_some_and(|accepted| accepted.features.contains(feature))
+    }
+
     /// What a Hotlift calls the migration.
     pub(crate) fn id(&self) -> Option<MigrationId> {
         self.lock().accepted.map(|accepted| accepted.id)

@@ -1,18 +1,26 @@
 //! A damaged byte between two relays never makes another guest of the one that went in.
 
+use std::io::{Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use hotlift::MigrationError;
 use hotlift::relay::{RelayReport, RelaySettings};
+use hotlift::{Address, Listener, MigrationError};
+use hotlift_mem::PAGE_SIZE;
 use hotlift_testkit::proxy::bytes::{Bytes, Carried, Direction, Flip};
 use hotlift_testkit::proxy::{Proxy, Socket};
+use hotlift_wire::RamBlockEntry;
+use hotlift_wire::main_channel::postcopy::{PostcopyCommand, put_discard};
+use hotlift_wire::main_channel::{
+    Command, DeviceLengths, MainDecoder, MainEncoder, MainEvent, Step, put_packaged_head,
+};
 use hotlift_wire::multifd::MAGIC;
+use hotlift_wire::return_path::ReturnMessage;
 
 use super::destination::Guest;
 use super::log::{Event, Log};
-use super::recording::Recording;
+use super::recording::{Recording, configuration};
 use super::rig::{DEADLINE, Relay, destination, migrate, settings};
 use super::source::{Ending, play};
 
@@ -195,5 +203,99 @@ fn a_destination_of_another_version_is_refused_with_both_values() {
     let said = outcome.unwrap_err().chain();
     for words in ["version", "the source has 3", "the destination has 131"] {
         assert!(said.contains(words), "{said}");
+    }
+}
+
+/// What a package of a postcopy has in it, for whoever does not load it.
+const PACKAGE: &[u8] = b"LISTEN, the devices and RUN";
+
+/// The beginning of a postcopy, up to the package.
+fn postcopy() -> Vec<u8> {
+    let blocks = [RamBlockEntry::new("pc.ram", 16 * PAGE_SIZE as u64)];
+    let mut main = Vec::new();
+    let mut encoder = MainEncoder::new(&configuration(), &mut main).unwrap();
+    let page_sizes = Some((PAGE_SIZE as u64, PAGE_SIZE as u64));
+    for command in [
+        Command::OpenReturnPath,
+        Command::PostcopyAdvise { page_sizes },
+    ] {
+        encoder.command(command, &mut main).unwrap();
+    }
+    encoder.ram_start(&blocks, false, &mut main).unwrap();
+    put_discard("pc.ram", 0, blocks[0].used_length, &mut main).unwrap();
+    put_packaged_head(PACKAGE.len(), &mut main).unwrap();
+    main.extend_from_slice(PACKAGE);
+    main
+}
+
+/// Answers PINGs as a QEMU does, and reads up to the package; `None` if none comes.
+fn package_of(listener: &Listener) -> Option<Vec<u8>> {
+    let main = &listener.accept(DEADLINE).unwrap().expect("a relay");
+    let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed).taking_postcopy();
+    let mut unread = Vec::new();
+    let mut package = None;
+    loop {
+        if let Some(length) = package
+            && unread.len() >= length
+        {
+            unread.truncate(length);
+            return Some(unread);
+        }
+        match decoder.next(&unread).unwrap() {
+            Step::Event { event, consumed } if package.is_none() => {
+                match event {
+                    MainEvent::Command(Command::Ping(value)) => {
+                        let mut answer = Vec::new();
+                        ReturnMessage::Pong(value).encode(&mut answer).unwrap();
+                        { main }.write_all(&answer).unwrap();
+                    }
+                    MainEvent::Postcopy(PostcopyCommand::Packaged(length)) => {
+                        package = Some(length)
+                    }
+                    _ => {}
+                }
+                unread.drain(..consumed);
+            }
+            _ => {
+                let mut more = [0; 4096];
+                match { main }.read(&mut more) {
+                    Ok(read @ 1..) => unread.extend_from_slice(&more[..read]),
+                    _ => return None,
+                }
+            }
+        }
+    }
+}
+
+/// Switches over through two relays with `flip` between them: the package as it comes out, and what went between.
+fn switched(flip: Option<Flip>) -> (Option<Vec<u8>>, Carried) {
+    let there = "tcp:127.0.0.1:0".parse::<Address>().unwrap();
+    let there = there.listen().unwrap();
+    let second = Relay::start(
+        &there.address().unwrap(),
+        &settings(&[("multifd", "off")]),
+        true,
+    );
+    let (proxy, to_second) = Proxy::loopback(&second.address, Bytes::new(flip)).unwrap();
+    let first = Relay::start(&to_second, &settings(&[("multifd", "off")]), false);
+    let here = first.address.connect(DEADLINE).unwrap();
+    (&here).write_all(&postcopy()).unwrap();
+    let package = package_of(&there);
+    drop((here, there));
+    for relay in [first, second] {
+        relay.outcome(&format!("{flip:?}")).unwrap_err();
+    }
+    (package, proxy.finish().into_carried())
+}
+
+#[test]
+fn no_flipped_byte_of_a_package_runs_a_guest() {
+    let (package, carried) = switched(None);
+    assert_eq!(package.as_deref(), Some(PACKAGE));
+    let main = &carried[&MAIN];
+    let mut places = main.windows(PACKAGE.len());
+    let begins = places.position(|bytes| bytes == PACKAGE).unwrap();
+    for flip in at(MAIN, begins..main.len()) {
+        assert_eq!(switched(Some(flip)).0, None, "{flip:?}");
     }
 }

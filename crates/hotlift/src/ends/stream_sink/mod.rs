@@ -291,7 +291,7 @@ impl<'a> StreamSink<'a> {
 
     /// What a relay that listens there is told of the stream.
     fn offer(&self) -> Offer {
-        let mut features = Features::RELAYED;
+        let mut features = Features::RELAYED | Features::PACKAGE_CHECKED;
         features.set(Features::MULTIFD, !self.multifd.is_empty());
         features.set(Features::METHOD_BY_PACKET, self.multifd.auto().is_some());
         Offer::new(features)

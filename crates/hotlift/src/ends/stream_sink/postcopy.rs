@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_mem::zero::is_zero;
-use hotlift_wire::handshake::PREEMPT;
+use hotlift_wire::handshake::{Features, PREEMPT};
 use hotlift_wire::main_channel::{Command, put_packaged_head};
 
 use crate::ends::stream_sink::StreamSink;
@@ -81,7 +81,16 @@ impl Postcopy for StreamSink<'_> {
         let mut package = Vec::with_capacity(bytes.len() + 16);
         put_packaged_head(bytes.len(), &mut package).map_err(MigrationError::main_wire)?;
         package.extend_from_slice(bytes);
-        self.lock_main().raw(&package)?;
+        {
+            let mut main = self.lock_main();
+            main.raw(&package)?;
+            // Nothing else can be told of it before the guest runs.
+            if self.answers.takes(Features::PACKAGE_CHECKED)
+                && let Some(value) = main.crc()
+            {
+                main.command(Command::Ping(value))?;
+            }
+        }
         // The channels are other sockets: what they carry of the background must not overtake the package.
         match self.pages_on_main() {
             true => Ok(()),

@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use hotlift_wire::handshake::PREEMPT;
+use hotlift_wire::handshake::{Features, PREEMPT};
 use hotlift_wire::main_channel::postcopy::PostcopyCommand;
 use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, PageContent, SectionKind, Step};
 use hotlift_wire::return_path::ReturnMessage;
@@ -362,6 +362,10 @@ impl<'a> MainReader<'a> {
     /// part of it there.
     fn package(&mut self, length: usize, hooks: Hooks<'_>) -> Result<(), MigrationError> {
         let bytes = device_state::read_package(self.session, &mut self.input, length)?;
+        let is_checked = |features: Features| features.contains(Features::PACKAGE_CHECKED);
+        if self.setup.relay.is_some_and(is_checked) {
+            self.check()?;
+        }
         self.session.control.set_status(Status::Device);
         self.session.switch_over(hooks)?;
         if self.upstream.is_relay {
@@ -374,6 +378,33 @@ impl<'a> MainReader<'a> {
         postcopy(self.session)?.package(&bytes)?;
         self.session.control.set_status(Status::PostcopyActive);
         Ok(())
+    }
+
+    /// Reads the PING behind a package: everything so far is as the source's relay has written it.
+    fn check(&mut self) -> Result<(), MigrationError> {
+        loop {
+            let step = self.decoder.next(self.input.unread());
+            match step.map_err(MigrationError::main_wire)? {
+                Step::Event {
+                    event: MainEvent::Command(Command::Ping(value)),
+                    consumed,
+                } => {
+                    let checked = self.input.check_crc(value);
+                    self.input.take(consumed);
+                    return checked.map_err(MigrationError::main_wire);
+                }
+                Step::Event { .. } => {
+                    return Err(device_state::unexpected(
+                        "something else than the checksum of the package",
+                    ));
+                }
+                Step::Need(needed) => {
+                    if !self.input.fill(needed, &self.session.call())? {
+                        return Err(MigrationError::main_closed());
+                    }
+                }
+            }
+        }
     }
 
     /// All pages are on the other side: the end of the stream, and its word that it has them.

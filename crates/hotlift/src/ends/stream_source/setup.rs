@@ -108,7 +108,7 @@ fn greet(
         true => Features::RELAYED,
         false => offer.features & Features::RELAYED,
     };
-    let takes = relayed | (offer.features & Features::MULTIFD);
+    let takes = relayed | (offer.features & (Features::MULTIFD | Features::PACKAGE_CHECKED));
     main.write_all(&encode(&handshake::answer(offer, takes, id)))
         .map_err(answering)?;
     handshake::check(offer, takes).inspect_err(|error| graceful_close::refuse(&[main], error))
