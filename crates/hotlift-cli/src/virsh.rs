@@ -215,7 +215,7 @@ impl Libvirt {
     /// # Errors
     /// [`VirshError`].
     pub fn is_persistent(&self, domain: &Domain) -> Result<bool, VirshError> {
-        // Not of the domain itself (dominfo): libvirt asks its QEMU then, which took 0.9 s behind a sample of what it writes.
+        // From the list: for `dominfo` libvirt asks QEMU, and that waited 0.9 s while QEMU sampled writes.
         let persistent = self.domains(&["--all", "--persistent"])?;
         Ok(persistent.iter().any(|one| one.uuid == domain.uuid))
     }

@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn one_that_has_ended_is_not_waited_for_because_another_has_its_pipes() {
-        let mut run = shell("cat /dev/zero >/dev/null & echo $!");
+        let mut run = shell("sleep 600 & echo $!");
         run.wait(LONG).expect("a wait").expect("an end");
         let other = run.said().0.trim().parse().ok();
         let other = other.and_then(Pid::from_raw).expect("the other");

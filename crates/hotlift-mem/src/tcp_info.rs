@@ -78,8 +78,8 @@ impl TcpSending {
     }
 }
 
-/// Bytes that were written to a TCP socket and that the other side has not acknowledged (`SIOCOUTQ`). Of a UNIX socket more
-/// than what its other side has not read, and 0 if it has read all.
+/// Bytes that were written to a TCP socket and that the other side has not acknowledged (`SIOCOUTQ`). For a UNIX socket: 0
+/// if the peer has read all; else more than the bytes that it has not read.
 ///
 /// # Errors
 /// The system's reason.

@@ -15,6 +15,23 @@ fn a_domain_whose_name_is_another_ones_id_is_moved_and_the_other_stays() {
     assert_eq!(hosts.names(HERE), ["other"], "{said}");
 }
 
+#[test]
+fn what_is_defined_here_is_defined_there_and_what_only_runs_is_not() {
+    let hosts = Hosts::new(&[B]);
+    hosts.domain(1, "defined", "running");
+    hosts.define(1);
+    hosts.domain(2, "transient", "running");
+    hosts.on(HERE, "migrate", r#"echo "$flags" > "$dir/options""#);
+    let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
+    assert_eq!(code, Some(0), "{said}");
+    for (id, is_defined) in [(1, true), (2, false)] {
+        let options = hosts.of(B, id, "options");
+        for option in ["--persistent", "--undefinesource"] {
+            assert_eq!(options.contains(option), is_defined, "{options}");
+        }
+    }
+}
+
 /// A drain of one domain whose migration fails after `lines` of the shell.
 fn failed(lines: &str) -> (Option<i32>, String) {
     let hosts = Hosts::new(&[B]);

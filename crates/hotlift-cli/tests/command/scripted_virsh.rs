@@ -60,6 +60,7 @@ list)
         *\ --all\ */* | *\ --state-running\ */running | *\ --state-paused\ */paused) ;;
         *) continue ;;
         esac
+        case $flags in *\ --persistent\ *) [ -f "$dir/persistent" ] || continue ;; esac
         echo "$(cat "$dir/uuid") $(cat "$dir/name")"
     done ;;
 domstate) cat "$dir/state" ;;
@@ -127,11 +128,23 @@ impl Hosts {
         fs::write(folder.join("state"), format!("{state}\n")).expect("its state");
     }
 
+    /// The domain of this ID here is defined, too.
+    pub fn define(&self, id: u32) {
+        let path = self.host(HERE).join(id.to_string()).join("persistent");
+        fs::write(path, "").expect("a definition");
+    }
+
     /// What `virsh` is to do at a host before it carries out a command, in lines of the shell: `$dir` is the folder of the
     /// domain, `$there` that of the other host. Before what `domstats` says of a domain, for each.
     pub fn on(&self, uri: &str, command: &str, lines: &str) {
         let path = self.host(uri).join(format!("on-{command}"));
         fs::write(path, lines).expect("a script");
+    }
+
+    /// What a file of a domain says, at a host.
+    pub fn of(&self, uri: &str, id: u32, file: &str) -> String {
+        let path = self.host(uri).join(id.to_string()).join(file);
+        fs::read_to_string(path).expect("a file")
     }
 
     /// The names of the domains of a host.

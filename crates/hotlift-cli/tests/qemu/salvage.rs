@@ -38,7 +38,7 @@ fn are_zero(said: &str, before: &[u8], now: &[u8]) {
                     .filter(|byte| **byte != 0)
                     .count()
             };
-            // Of the zero ones among them the guest has written some before it was saved.
+            // A page may have only a few bytes: it was zero until the guest wrote to it.
             assert!(bytes(before) > 0, "{page:#x} was zero before");
             assert!(bytes(now) <= 16, "{page:#x} has something: {line}");
         }

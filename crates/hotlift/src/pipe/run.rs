@@ -119,6 +119,10 @@ pub(crate) fn run_threads(
     let is_offered = session.giving.is_offered();
     match session.giving.failure.take() {
         None => Ok(()),
+        // The package was refused.
+        Some(error @ MigrationError::Destination { .. }) if session.sink.refuses_in_words() => {
+            Err(error)
+        }
         Some(error) if session.may_run_there() && !session.giving.is_committed() => {
             session.control.set_status(Status::PostcopyPaused);
             Err(MigrationError::PagesMissing {

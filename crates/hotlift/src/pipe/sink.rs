@@ -134,6 +134,11 @@ pub(crate) trait Sink: Sync {
         None
     }
 
+    /// Whether the other side says why it fails only if it never runs the guest, as a Hotlift does.
+    fn refuses_in_words(&self) -> bool {
+        false
+    }
+
     /// Closes everything, [`Sink::return_path`] too.
     fn close(&self) {
         self.abort();

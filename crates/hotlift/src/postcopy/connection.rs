@@ -389,30 +389,31 @@ impl<'a, P: Pages> Connection<'a, P> {
         }
     }
 
-    /// After a pause: gives the destination a page to read where it waits for pages, if it had none yet, so that [`Self::end`]
-    /// sees whether it reads there again. Nobody has asked for this page; what the background has left is zero.
-    pub(crate) fn wake_preempt(&self) -> Result<(), MigrationError> {
-        let preempt = self.preempt.get().filter(|preempt| !preempt.ends_by_word);
-        let Some(preempt) = preempt.filter(|preempt| !preempt.channel.is_used()) else {
-            return Ok(());
-        };
-        // If nothing is left, nothing is asked for any more.
-        let Some((block, pages)) = self.ledger.claim_any() else {
-            return Ok(());
-        };
-        let mut batch = Batch::default();
-        pages.for_each(|page| batch.add_zero(page));
-        self.write(&mut Way::Alone(&preempt.channel), block, &batch)
-    }
-
-    /// Waits until the destination has begun to read the pages that it waits for.
+    /// Waits until a QEMU has begun to read the pages that it waits for, behind the background and before [`Self::end`].
     ///
-    /// QEMU from 8.0 on: its thread that reads them looks, before it begins and when it comes back from a pause, whether main
-    /// has ended. If it has, the thread leaves, and whoever waits for a page does so for ever; once it reads it stays until
-    /// nobody waits. Over TCP this shows only that the page is with its kernel.
-    fn wait_for_reader(&self, preempt: &PreemptOut) -> Result<(), MigrationError> {
+    /// QEMU from 8.0 on: its thread that reads them looks, when it begins and when it comes back from a pause, whether main has
+    /// ended. If it has, the thread leaves, and whoever waits for a page does so for ever; once it reads it stays until nobody
+    /// waits. Without a page to read it would not be seen, so that it gets one. Over TCP this shows only that the page is with
+    /// its kernel.
+    pub(crate) fn wait_for_reader(&self) -> Result<(), MigrationError> {
+        let Some(preempt) = self.preempt.get().filter(|preempt| !preempt.ends_by_word) else {
+            return Ok(());
+        };
+        let channel = &preempt.channel;
+        if !channel.is_used() {
+            match self.ledger.claim_any() {
+                // What the background has left is zero.
+                Some((block, pages)) => {
+                    let mut batch = Batch::default();
+                    pages.for_each(|page| batch.add_zero(page));
+                    self.write(&mut Way::Alone(channel), block, &batch)?;
+                }
+                // Nothing is left to be asked for; an answer may be under way.
+                None => self.ledger.requests.end_and_drain(),
+            }
+        }
         let deadline = Instant::now() + LAST_WORD;
-        while preempt.is_used() && !preempt.is_read() {
+        while channel.is_used() && !channel.is_read() {
             if self.is_over() {
                 return Err(MigrationError::main_closed());
             }
@@ -432,7 +433,7 @@ impl<'a, P: Pages> Connection<'a, P> {
     pub(crate) fn end(&self) -> Result<(), MigrationError> {
         match self.preempt.get() {
             // The destination ends this connection itself, once all that it has asked for is there.
-            Some(preempt) if !preempt.ends_by_word => self.wait_for_reader(&preempt.channel)?,
+            Some(preempt) if !preempt.ends_by_word => {}
             preempt => {
                 // An answer that is being written comes before; what is asked for from here on is zero, which the end says.
                 self.ledger.requests.end_and_drain();
@@ -628,7 +629,7 @@ mod tests {
             connection.answer_on(preempt, false);
             thread::scope(|scope| {
                 let ending = scope.spawn(|| {
-                    connection.wake_preempt()?;
+                    connection.wait_for_reader()?;
                     connection.end()
                 });
                 // Nobody has asked for it, and it is zero: the first page that there is.

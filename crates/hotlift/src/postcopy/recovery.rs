@@ -42,6 +42,8 @@ struct Reading<'a> {
     control: &'a Control,
     /// Read, and not taken.
     pending: Vec<u8>,
+    /// The last request with a RAM block's name that came too early: those behind it may mean the same block.
+    early: Vec<u8>,
     deadline: Instant,
 }
 
@@ -55,6 +57,7 @@ impl<'a> Reading<'a> {
             from,
             control,
             pending: Vec::new(),
+            early: Vec::new(),
             deadline: Instant::now() + Self::PATIENCE,
         }
     }
@@ -77,15 +80,21 @@ impl<'a> Reading<'a> {
 
     /// What was read behind the answers.
     fn rest(self) -> Vec<u8> {
-        self.pending
+        [self.early, self.pending].concat()
     }
 
     /// Requests of a thread that slept through the interruption. The destination asks again for all that is open once it goes
     /// on.
     fn skip_requests(&mut self) {
-        while let Ok((ReturnMessage::ReqPages { .. } | ReturnMessage::ReqPagesId { .. }, length)) =
-            ReturnMessage::decode(&self.pending)
-        {
+        loop {
+            let length = match ReturnMessage::decode(&self.pending) {
+                Ok((ReturnMessage::ReqPages { .. }, length)) => length,
+                Ok((ReturnMessage::ReqPagesId { .. }, length)) => {
+                    self.early = self.pending[..length].to_vec();
+                    length
+                }
+                _ => return,
+            };
             self.pending.drain(..length);
         }
     }
@@ -171,7 +180,9 @@ mod tests {
         let mut answers = Reading::new(&here, &control);
         answers.resumed().unwrap();
         let rest = answers.rest();
-        assert_eq!(ReturnMessage::decode(&rest).unwrap().0, after);
+        let (named, length) = ReturnMessage::decode(&rest).unwrap();
+        assert_eq!(named, late);
+        assert_eq!(ReturnMessage::decode(&rest[length..]).unwrap().0, after);
     }
 
     #[test]

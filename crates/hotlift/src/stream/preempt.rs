@@ -1,11 +1,12 @@
-//! The connection on which nothing comes but pages that are waited for (capability `postcopy-preempt`).
+//! The connection on which nothing comes but pages that are waited for (capability `postcopy-preempt`), and one more at the end if
+//! there were none.
 //!
 //! It is made just before the switch, and has no sections around its records. A QEMU says nothing on it before the first
 //! of them; a Hotlift shows another, which it knows for one, what the migration is called.
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::PAGE_SIZE;
@@ -145,6 +146,8 @@ pub(crate) struct PreemptOut {
     out: Mutex<Vec<u8>>,
     /// A page is on its way there.
     is_used: AtomicBool,
+    /// The other side has read one.
+    was_read: AtomicBool,
 }
 
 impl PreemptOut {
@@ -155,6 +158,7 @@ impl PreemptOut {
             counters,
             out: Mutex::default(),
             is_used: AtomicBool::new(false),
+            was_read: AtomicBool::new(false),
         }
     }
 
@@ -176,9 +180,15 @@ impl PreemptOut {
         self.is_used.load(Ordering::Acquire)
     }
 
-    /// Whether all that was sent is read (UNIX sockets) or with the other side's kernel (TCP), or never will be.
+    /// Whether the other side (UNIX socket) or its kernel (TCP) has read all that had been sent at one time, or never will.
     pub(crate) fn is_read(&self) -> bool {
-        self.stream.is_delivered() || self.stream.is_hung_up()
+        // What is being written has not been read.
+        let is_whole =
+            self.is_used() && !matches!(self.out.try_lock(), Err(TryLockError::WouldBlock));
+        if is_whole && self.stream.is_delivered() {
+            self.was_read.store(true, Ordering::Release);
+        }
+        self.was_read.load(Ordering::Acquire) || self.stream.is_hung_up()
     }
 
     /// Sends pages of the RAM block called `block`.
@@ -187,7 +197,10 @@ impl PreemptOut {
     /// [`MigrationError::Connection`].
     pub(crate) fn pages(&self, block: &str, pages: &PageRecords<'_>) -> Result<(), MigrationError> {
         let mut out = lock(&self.out);
-        self.is_used.store(true, Ordering::Release);
+        // Between two writes: who writes on and on leaves no other time to see it.
+        if self.is_used.swap(true, Ordering::AcqRel) && self.stream.is_delivered() {
+            self.was_read.store(true, Ordering::Release);
+        }
         out.clear();
         out.reserve(
             pages.content.len() + (pages.zero.len() + pages.normal.len()) * PREEMPT_HEAD_LEN,
@@ -238,14 +251,37 @@ fn broken(doing: &'static str, source: std::io::Error) -> MigrationError {
 mod tests {
     use super::*;
 
+    const PAGE: PageRecords<'_> = PageRecords {
+        block: 0,
+        zero: &[0],
+        normal: &[],
+        content: &[],
+    };
+
+    #[test]
+    fn who_has_read_one_page_reads_also_while_further_ones_come() {
+        let (stream, other) = Stream::pair().unwrap();
+        let channel = PreemptOut::new(stream, Arc::default());
+        channel.pages("pc.ram", &PAGE).unwrap();
+        assert!(!channel.is_read());
+        other.read_some(&mut [0; 64]).unwrap();
+        channel.pages("pc.ram", &PAGE).unwrap();
+        assert!(channel.is_read());
+        let being_written = lock(&channel.out);
+        assert!(channel.is_read());
+        drop(being_written);
+
+        let (stream, other) = Stream::pair().unwrap();
+        let channel = PreemptOut::new(stream, Arc::default());
+        channel.is_used.store(true, Ordering::Release);
+        let being_written = lock(&channel.out);
+        assert!(!channel.is_read(), "nothing of it is in the socket yet");
+        drop((being_written, other));
+        assert!(channel.is_read(), "it never will be");
+    }
+
     #[test]
     fn no_page_goes_where_nobody_takes_it_and_one_that_has_gone_there_is_missed() {
-        let page = PageRecords {
-            block: 0,
-            zero: &[0],
-            normal: &[],
-            content: &[],
-        };
         let open = || {
             let (stream, other) = Stream::pair().unwrap();
             (PreemptOut::new(stream, Arc::default()), other)
@@ -255,7 +291,7 @@ mod tests {
         drop(other);
         assert!(!unused.is_taken().unwrap());
         let (used, other) = open();
-        used.pages("pc.ram", &page).unwrap();
+        used.pages("pc.ram", &PAGE).unwrap();
         assert!(used.is_taken().unwrap());
         drop(other);
         assert!(used.is_taken().is_err());

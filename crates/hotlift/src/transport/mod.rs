@@ -670,8 +670,7 @@ impl Stream {
         }
     }
 
-    /// Whether nothing of what was written is left in this host's kernel: a UNIX socket's peer has read it, the kernel of TCP's
-    /// has it.
+    /// UNIX: the peer has read all that was written; TCP: the peer's kernel has all.
     pub(crate) fn is_delivered(&self) -> bool {
         !sock::unacknowledged(self.as_fd()).is_ok_and(|bytes| bytes > 0)
     }

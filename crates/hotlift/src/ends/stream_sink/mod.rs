@@ -586,6 +586,10 @@ impl Sink for StreamSink<'_> {
         self.link.transport.shutdown(Shutdown::Write);
     }
 
+    fn refuses_in_words(&self) -> bool {
+        self.answers.id().is_some()
+    }
+
     fn closing_reason(&self) -> Option<String> {
         self.answers.wait_reason(REASON_WAIT)
     }

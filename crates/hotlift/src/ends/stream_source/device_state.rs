@@ -228,7 +228,7 @@ pub(crate) fn from_relay(
                     DeviceStateEvent::Packaged(length) => {
                         has_devices = true;
                         session.control.set_status(Status::Device);
-                        let sections = read_package(session, input, length)?;
+                        let sections = read_package(session, input, length, None)?;
                         session.sink.devices(&sections)?;
                     }
                     DeviceStateEvent::Ping(_) if is_loaded || !has_devices => {
@@ -320,11 +320,12 @@ fn check_length(sections: &[u8]) -> Result<(), MigrationError> {
     }
 }
 
-/// Reads the `length` bytes of a package.
+/// Reads the `length` bytes of a package. A source that sends nothing for `patience` counts as closed.
 pub(crate) fn read_package(
     session: &Session<'_>,
     input: &mut MainInput<'_>,
     length: usize,
+    patience: Option<Duration>,
 ) -> Result<CountedBuffer, MigrationError> {
     let mut sections = CountedBuffer::new(&session.memory);
     while sections.len() < length {
@@ -332,7 +333,7 @@ pub(crate) fn read_package(
         let taken = unread.len().min(length - sections.len());
         sections.extend(&unread[..taken]).map_err(too_much)?;
         input.take(taken);
-        if sections.len() < length && !input.fill_some(1, None, &session.call())? {
+        if sections.len() < length && !input.fill_some(1, patience, &session.call())? {
             return Err(MigrationError::main_closed());
         }
     }

@@ -29,6 +29,10 @@ const UNDER_WAY: Duration = Duration::from_secs(1);
 /// How long a source may send nothing of what was asked for, behind its last page on main.
 const SILENT: Duration = Duration::from_secs(30);
 
+/// How long a relay may send nothing within a package, which it has whole when it begins: a damaged length would be waited for for
+/// ever, since nobody calls a postcopy off. Longer than a loss takes to be noticed.
+const PACKAGE: Duration = Duration::from_secs(60);
+
 /// The main thread's own state.
 pub(crate) struct MainReader<'a> {
     session: &'a Session<'a>,
@@ -361,7 +365,9 @@ impl<'a> MainReader<'a> {
     /// Has the other side run the guest. The package goes out as one, so that a source that is lost on the way leaves no
     /// part of it there.
     fn package(&mut self, length: usize, hooks: Hooks<'_>) -> Result<(), MigrationError> {
-        let bytes = device_state::read_package(self.session, &mut self.input, length)?;
+        let patience = self.upstream.is_relay.then_some(PACKAGE);
+        let input = &mut self.input;
+        let bytes = device_state::read_package(self.session, input, length, patience)?;
         let is_checked = |features: Features| features.contains(Features::PACKAGE_CHECKED);
         if self.setup.relay.is_some_and(is_checked) {
             self.check()?;
@@ -399,7 +405,8 @@ impl<'a> MainReader<'a> {
                     ));
                 }
                 Step::Need(needed) => {
-                    if !self.input.fill(needed, &self.session.call())? {
+                    let call = self.session.call();
+                    if !self.input.fill_some(needed, Some(PACKAGE), &call)? {
                         return Err(MigrationError::main_closed());
                     }
                 }

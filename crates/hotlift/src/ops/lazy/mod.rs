@@ -272,8 +272,8 @@ impl Restore<'_> {
                     // Somebody else has said why.
                     return Err(MigrationError::Cancelled);
                 }
+                connection.wait_for_reader()?;
                 if self.resume {
-                    connection.wake_preempt()?;
                     connection.answers.commit();
                 }
                 connection.end()
