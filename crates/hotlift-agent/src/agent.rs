@@ -240,7 +240,15 @@ pub fn check(file: &Path) -> Result<Vec<String>, AgentError> {
 /// # Errors
 /// [`AgentError`]: why it could not begin, or had to end.
 pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
-    let config = Config::read(file)?;
+    let config = Config::read(file).inspect_err(|error| {
+        // Without a file nobody has said that there is to be an agent.
+        if redirect && !error.is_no_file() {
+            let (config, log) = (Config::of_good_keys(file), Log::new(LogLevel::Info));
+            if let Err(error) = table::refuse_all(&config, &log) {
+                log.say(LogLevel::Error, &error_line(&error));
+            }
+        }
+    })?;
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM]);
     let mut signals = signals.map_err(AgentError::system("signal handlers"))?;
     let log = Log::new(config.log);

@@ -1,6 +1,7 @@
 //! The agent's configuration: one file in TOML. Every key is a field of [`Config`], and every field a key.
 
 use std::collections::BTreeMap;
+use std::io::Read;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -60,6 +61,14 @@ pub enum ConfigError {
         /// What is wrong, and what is allowed.
         problem: String,
     },
+}
+
+impl ConfigError {
+    /// Whether there is no file.
+    #[must_use]
+    pub fn is_no_file(&self) -> bool {
+        matches!(self, Self::Read { source, .. } if source.kind() == std::io::ErrorKind::NotFound)
+    }
 }
 
 /// What becomes of connections to a host where no agent answers.
@@ -227,6 +236,27 @@ impl Config {
         let kept = config.keep_fixed(running);
         config.check(file, "")?;
         Ok((config, kept))
+    }
+
+    /// What can be used of a file that is not allowed as a whole: the keys that are good by themselves, and the defaults of the
+    /// others.
+    #[must_use]
+    pub fn of_good_keys(file: &Path) -> Self {
+        let text = std::fs::File::open(file).and_then(|file| {
+            let mut text = String::new();
+            file.take(MOST).read_to_string(&mut text).map(|_| text)
+        });
+        let keys: toml::Table = toml::from_str(&text.unwrap_or_default()).unwrap_or_default();
+        let (mut good, mut config) = (toml::Table::new(), Self::default());
+        for (key, value) in keys {
+            let mut more = good.clone();
+            more.insert(key, value);
+            match more.clone().try_into::<Self>() {
+                Ok(read) if read.problem().is_none() => (good, config) = (more, read),
+                _ => {}
+            }
+        }
+        config
     }
 
     fn check(&self, file: &Path, text: &str) -> Result<(), ConfigError> {
@@ -459,6 +489,26 @@ mod tests {
             assert!(error.contains(words), "{text}: {error}");
             assert!(!error.contains('\n'), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn of_a_bad_file_each_key_counts_that_is_good() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("agent.toml");
+        let of = |text: &str| {
+            std::fs::write(&file, text).unwrap();
+            Config::of_good_keys(&file)
+        };
+        let config = of("plaintext = \"allow\"\nports = \"50000\"\nbandwidth = 1\nchannels = 0\n");
+        let expected = Config {
+            plaintext: Plaintext::Allow,
+            ports: "50000".parse().unwrap(),
+            ..Config::default()
+        };
+        assert_eq!(config, expected);
+        assert_eq!(of("plaintext = "), Config::default());
+        std::fs::remove_file(&file).unwrap();
+        assert_eq!(Config::of_good_keys(&file), Config::default());
     }
 
     #[test]

@@ -119,6 +119,20 @@ impl Drop for Table {
     }
 }
 
+/// Makes the table of an agent that cannot start for its configuration, of which `config` is the rest, if plaintext is refused and
+/// there is none: after a boot migrations would leave unencrypted.
+///
+/// # Errors
+/// As of [`Table::new`].
+pub fn refuse_all(config: &Config, log: &Log) -> Result<(), RulesError> {
+    let is_refused = config.redirect && config.plaintext == Plaintext::Refuse;
+    match is_refused && list()?.is_none() {
+        // It says that it stays.
+        true => Table::new(config, log).map(drop),
+        false => Ok(()),
+    }
+}
+
 /// Removes the table, if there is one.
 ///
 /// # Errors

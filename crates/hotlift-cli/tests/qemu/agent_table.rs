@@ -121,6 +121,11 @@ fn where_plaintext_is_refused_the_table_outlives_the_agent_and_a_start_that_fail
         assert_eq!(table(host).is_some(), stays, "after a start that failed");
         assert_eq!(connect(&hosts).is_err(), stays, "no way past the agent");
         remove_table(host);
+        let said = cannot_run(&hosts, "bad.toml", &format!("{policy}bandwidth = 1\n"));
+        assert!(said.contains("bad configuration"), "{said}");
+        assert_eq!(table(host).is_some(), stays, "without a configuration");
+        assert_eq!(connect(&hosts).is_err(), stays, "no way past the agent");
+        remove_table(host);
     }
     let source = hosts.source("");
     source.agent.signal(Signal::TERM);
