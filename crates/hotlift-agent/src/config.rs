@@ -1,7 +1,6 @@
 //! The agent's configuration: one file in TOML. Every key is a field of [`Config`], and every field a key.
 
 use std::collections::BTreeMap;
-use std::io::Read;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -186,22 +185,27 @@ impl Default for Config {
     }
 }
 
+/// What `file` has.
+fn text_of(file: &Path) -> Result<String, ConfigError> {
+    let read = |source| ConfigError::Read {
+        file: file.to_owned(),
+        source,
+    };
+    if std::fs::metadata(file).map_err(read)?.len() > MOST {
+        return Err(ConfigError::TooLong {
+            file: file.to_owned(),
+        });
+    }
+    std::fs::read_to_string(file).map_err(read)
+}
+
 impl Config {
     /// Reads and checks `file`.
     ///
     /// # Errors
     /// [`ConfigError`], with the line.
     pub fn read(file: &Path) -> Result<Self, ConfigError> {
-        let read = |source| ConfigError::Read {
-            file: file.to_owned(),
-            source,
-        };
-        if std::fs::metadata(file).map_err(read)?.len() > MOST {
-            return Err(ConfigError::TooLong {
-                file: file.to_owned(),
-            });
-        }
-        Self::of_text(file, &std::fs::read_to_string(file).map_err(read)?)
+        Self::of_text(file, &text_of(file)?)
     }
 
     /// The same of what `file` has.
@@ -242,11 +246,8 @@ impl Config {
     /// others.
     #[must_use]
     pub fn of_good_keys(file: &Path) -> Self {
-        let text = std::fs::File::open(file).and_then(|file| {
-            let mut text = String::new();
-            file.take(MOST).read_to_string(&mut text).map(|_| text)
-        });
-        let keys: toml::Table = toml::from_str(&text.unwrap_or_default()).unwrap_or_default();
+        let text = text_of(file).unwrap_or_default();
+        let keys: toml::Table = toml::from_str(&text).unwrap_or_default();
         let (mut good, mut config) = (toml::Table::new(), Self::default());
         for (key, value) in keys {
             let mut more = good.clone();

@@ -119,8 +119,8 @@ impl Drop for Table {
     }
 }
 
-/// Makes the table of an agent that cannot start for its configuration, of which `config` is the rest, if plaintext is refused and
-/// there is none: after a boot migrations would leave unencrypted.
+/// Makes a table for an agent whose configuration file is bad, if there is none and plaintext is refused: after a boot migrations
+/// would leave unencrypted. `config` is what can be used of the file.
 ///
 /// # Errors
 /// As of [`Table::new`].

@@ -55,6 +55,18 @@ pub(crate) struct PageRecords<'p> {
     pub content: &'p [u8],
 }
 
+impl<'p> PageRecords<'p> {
+    /// Each page: its byte offset, and its content unless it is zero. Those that are zero come first.
+    pub(crate) fn each(
+        &self,
+    ) -> impl Iterator<Item = (u64, Option<&'p [u8; PAGE_SIZE]>)> + use<'p> {
+        let zero = self.zero.iter().map(|offset| (*offset, None));
+        let contents = self.content.as_chunks().0.iter();
+        let normal = self.normal.iter().zip(contents);
+        zero.chain(normal.map(|(offset, content)| (*offset, Some(content))))
+    }
+}
+
 /// Pages as zlib streams.
 #[derive(Debug, Default)]
 pub(crate) struct CompressedPages {

@@ -205,11 +205,8 @@ impl PreemptOut {
         out.reserve(
             pages.content.len() + (pages.zero.len() + pages.normal.len()) * PREEMPT_HEAD_LEN,
         );
-        let zero = pages.zero.iter().map(|offset| (offset, None));
-        let (contents, _) = pages.content.as_chunks::<PAGE_SIZE>();
-        let normal = pages.normal.iter().zip(contents.iter().map(Some));
-        for (offset, content) in zero.chain(normal) {
-            put_preempt_page(block, *offset, content, &mut out)
+        for (offset, content) in pages.each() {
+            put_preempt_page(block, offset, content, &mut out)
                 .map_err(MigrationError::main_wire)?;
         }
         self.write(&out)

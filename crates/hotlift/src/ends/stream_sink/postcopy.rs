@@ -153,11 +153,14 @@ impl WritePages for Background<'_, '_> {
         }
         let block = batch.block;
         if let Some(host_pages) = self.sink.gathers(block) {
-            let (contents, _) = batch.pages().as_chunks();
-            let zero = batch.zero.iter().map(|offset| (offset, None));
-            let normal = batch.normal.iter().zip(contents.iter().map(Some));
-            for (offset, content) in zero.chain(normal) {
-                if let Some(whole) = host_pages.add(block, *offset, content)? {
+            let pages = PageRecords {
+                block,
+                zero: &batch.zero,
+                normal: &batch.normal,
+                content: batch.pages(),
+            };
+            for (offset, content) in pages.each() {
+                if let Some(whole) = host_pages.add(block, offset, content)? {
                     self.put(whole.pages())?;
                 }
             }

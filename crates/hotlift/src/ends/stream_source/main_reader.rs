@@ -29,8 +29,8 @@ const UNDER_WAY: Duration = Duration::from_secs(1);
 /// How long a source may send nothing of what was asked for, behind its last page on main.
 const SILENT: Duration = Duration::from_secs(30);
 
-/// How long a relay may send nothing within a package, which it has whole when it begins: a damaged length would be waited for for
-/// ever, since nobody calls a postcopy off. Longer than a loss takes to be noticed.
+/// How long a relay may send nothing within a package, which it has whole when it begins. If the length is damaged, the rest never
+/// comes, and nobody can cancel a postcopy. Longer than a loss takes to be noticed.
 const PACKAGE: Duration = Duration::from_secs(60);
 
 /// The main thread's own state.

@@ -106,7 +106,7 @@ pub struct LazyReport {
     pub total_ms: f64,
     /// Pages with content that were sent.
     pub normal_pages: u64,
-    /// Zero pages that were sent: asked for, or of a huge page that is not all zero.
+    /// Zero pages that were sent: asked for, of a huge page that is not all zero, or one at the end, if nothing was asked for.
     pub zero_pages: u64,
     /// Bytes written to QEMU.
     pub sent_bytes: u64,
