@@ -1,10 +1,9 @@
 //! `hotlift relay`: passes QEMU's migrations on, between a QEMU and the relay of another host.
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelaySettings};
 use hotlift::{Address, Listener, MigrationError};
 use hotlift_console::error::{ConsoleError, error_line};
@@ -12,7 +11,7 @@ use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::{complain, say, say_turned_away};
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::progress::{Display, jobs};
-use hotlift_console::security;
+use hotlift_console::security::{self, QemuTlsArgs, Switch};
 use hotlift_console::signals::Interrupt;
 use hotlift_monitor::RelayMonitor;
 use hotlift_qmp::Uuid;
@@ -73,26 +72,17 @@ pub struct RelayArgs {
     /// has it, or as the machine type has it]
     #[arg(long, value_name = "VALUE", value_enum, hide_short_help = true)]
     multifd_flush_after_each_section: Option<Switch>,
-    /// Encrypt the connections with the QEMU of this host, by the certificates in this folder: it has an object
-    /// tls-creds-x509, and its parameter tls-creds names that
-    #[arg(long, value_name = "DIR", help_heading = "TLS", hide_short_help = true)]
-    qemu_tls: Option<PathBuf>,
     /// Take one migration after another; one that fails is reported, and the next is waited for
     #[arg(long)]
     forever: bool,
+    #[command(flatten)]
+    qemu_tls: QemuTlsArgs,
     #[command(flatten)]
     control: ControlArgs,
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
     migration: RoleArgs<role::Relay>,
-}
-
-/// `on` or `off`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Switch {
-    On,
-    Off,
 }
 
 /// Runs the command.
@@ -110,7 +100,8 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
     };
     let options = &settings.outgoing;
     let relay_tls = security::tls(options, of_relay)?;
-    let qemu_tls = security::qemu_tls(args.qemu_tls.as_deref(), options, of_qemu)?;
+    let connects = matches!(command, RelayCommand::Destination(_));
+    let qemu_tls = args.qemu_tls.tls(options, of_qemu, connects)?;
     (settings.outgoing_tls, settings.incoming_tls) = match command {
         RelayCommand::Source(_) => (relay_tls, qemu_tls),
         RelayCommand::Destination(_) => (qemu_tls, relay_tls),

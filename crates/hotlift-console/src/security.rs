@@ -1,11 +1,11 @@
 //! TLS as a command's options ask for it, and what is to be known of the certificates.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use clap::Args;
-use hotlift::options::option;
-use hotlift::tls::{self, Profile, Tls};
+use clap::{Args, ValueEnum};
+use hotlift::options::{OptionError, option};
+use hotlift::tls::{self, Tls};
 use hotlift::{Address, Options};
 
 use crate::error::ConsoleError;
@@ -23,27 +23,83 @@ pub fn tls(options: &Options, address: &Address) -> Result<Option<Arc<Tls>>, Con
     Ok(tls)
 }
 
-/// TLS to or from the QEMU of this host at `address`, with the certificates of `folder`.
-///
-/// # Errors
-/// As of [`tls()`].
-pub fn qemu_tls(
-    folder: Option<&Path>,
-    options: &Options,
-    address: &Address,
-) -> Result<Option<Arc<Tls>>, ConsoleError> {
-    // QEMU's main channel ends without close_notify: over a network the end of its connection says nothing, TLS or not.
-    if !address.is_on_this_host() && !options.insecure {
-        let address = address.clone();
-        return Err(ConsoleError::InsecureQemu { address });
+/// Flags for TLS between a relay and the QEMU of its host.
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "TLS")]
+pub struct QemuTlsArgs {
+    /// Encrypt the connections with the QEMU of this host, by the certificates in this folder: it has an object
+    /// tls-creds-x509, and its parameter tls-creds names that
+    #[arg(
+        id = "qemu_tls",
+        long = "qemu-tls",
+        value_name = "DIR",
+        hide_short_help = true
+    )]
+    folder: Option<PathBuf>,
+    /// Name that the certificate of the destination QEMU must have, as QEMU's tls-hostname [default: 'localhost' on a
+    /// UNIX socket, else the host of --connect]
+    #[arg(
+        id = "qemu_tls_hostname",
+        long = "qemu-tls-hostname",
+        value_name = "NAME",
+        requires = "qemu_tls",
+        hide_short_help = true
+    )]
+    hostname: Option<String>,
+    /// Ask the source QEMU for a certificate, as verify-peer of QEMU's tls-creds-x509. 'off' at a destination: its QEMU
+    /// has verify-peer=off, and gets none
+    #[arg(
+        id = "qemu_tls_verify_peer",
+        long = "qemu-tls-verify-peer",
+        value_name = "on|off",
+        requires = "qemu_tls",
+        value_enum,
+        hide_possible_values = true,
+        hide_short_help = true
+    )]
+    verify_peer: Option<Switch>,
+}
+
+/// `on` or `off`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Switch {
+    /// On.
+    On,
+    /// Off.
+    Off,
+}
+
+impl QemuTlsArgs {
+    /// TLS to (`connects`) or from the QEMU of this host at `address`.
+    ///
+    /// # Errors
+    /// As of [`tls()`], or a flag that the other end of a connection has.
+    pub fn tls(
+        &self,
+        options: &Options,
+        address: &Address,
+        connects: bool,
+    ) -> Result<Option<Arc<Tls>>, ConsoleError> {
+        if self.hostname.is_some() && !connects {
+            let conflict = OptionError::Conflict {
+                option: "--qemu-tls-hostname".to_owned(),
+                needs: "'relay destination'; at the source, QEMU checks the name: set its parameter tls-hostname",
+            };
+            return Err(conflict.into());
+        }
+        // QEMU's main channel ends without close_notify: over a network the end of its connection says nothing, TLS or not.
+        if !address.is_on_this_host() && !options.insecure {
+            let address = address.clone();
+            return Err(ConsoleError::InsecureQemu { address });
+        }
+        let Some(folder) = &self.folder else {
+            return Ok(None);
+        };
+        let verify_peer = self.verify_peer != Some(Switch::Off);
+        let tls = tls::of_qemu(folder, self.hostname.as_deref(), verify_peer)?;
+        warn(&tls);
+        Ok(Some(tls))
     }
-    let Some(folder) = folder else {
-        return Ok(None);
-    };
-    // The name and the list of the options are for the other host.
-    let tls = tls::of_folder(folder, Profile::Qemu, &Options::default())?;
-    warn(&tls);
-    Ok(Some(tls))
 }
 
 fn warn(tls: &Tls) {

@@ -54,6 +54,9 @@ pub struct Settings {
     pub hostname: Option<String>,
     /// QEMU's `tls-authz`: who may be at the other end, besides having a certificate of the CA.
     pub authz: Option<Arc<Authz>>,
+    /// QEMU's `verify-peer` at the server. Without it the server asks its client for no certificate, and a client shows
+    /// none; a client verifies its server all the same.
+    pub verify_peer: bool,
     /// How long a handshake may take.
     pub handshake_timeout: Duration,
     /// Records that this side sends under one key.
@@ -68,6 +71,7 @@ impl Settings {
             profile,
             hostname: None,
             authz: None,
+            verify_peer: true,
             handshake_timeout: HANDSHAKE_TIMEOUT,
             records_per_key: RECORDS_PER_KEY,
         }
@@ -84,8 +88,8 @@ pub struct Tls {
 /// A connection whose handshake is done. The halves go to the threads that read and write; both use the same socket.
 #[derive(Debug)]
 pub struct Session {
-    /// The other side's certificate, verified.
-    pub peer: Identity,
+    /// The other side's certificate, verified; a client without [`Settings::verify_peer`] has none.
+    pub peer: Option<Identity>,
     /// Name of the cipher, as `TLS13_AES_128_GCM_SHA256`.
     pub cipher: String,
     /// What only the two ends know.
@@ -161,8 +165,11 @@ impl Tls {
             name: name.to_owned(),
         })?;
         let material = self.credentials.current();
-        let own = material.own(Role::Client)?;
-        is_valid_now(own)?;
+        let shown = match self.settings.verify_peer {
+            true => Some(material.own(Role::Client)?),
+            false => None,
+        };
+        shown.map_or(Ok(()), is_valid_now)?;
 
         let handshake = Handshake::new(self);
         let verifier = Verifier {
@@ -171,12 +178,15 @@ impl Tls {
             seen: handshake.seen.clone(),
         };
         let builder = ClientConfig::builder_with_provider(provider());
-        let mut config = builder
+        let builder = builder
             .with_protocol_versions(&[&TLS13])
             .map_err(TlsError::Handshake)?
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(verifier))
-            .with_client_cert_resolver(Arc::clone(&own.key) as _);
+            .with_custom_certificate_verifier(Arc::new(verifier));
+        let mut config = match shown {
+            Some(own) => builder.with_client_cert_resolver(Arc::clone(&own.key) as _),
+            None => builder.with_no_client_auth(),
+        };
         config.resumption = Resumption::disabled();
         // The name would go in the clear, and no Hotlift or QEMU has several.
         config.enable_sni = false;
@@ -208,11 +218,14 @@ impl Tls {
             seen: handshake.seen.clone(),
         };
         let builder = ServerConfig::builder_with_provider(provider());
-        let mut config = builder
+        let builder = builder
             .with_protocol_versions(&[&TLS13])
-            .map_err(TlsError::Handshake)?
-            .with_client_cert_verifier(Arc::new(verifier))
-            .with_cert_resolver(Arc::clone(&own.key) as _);
+            .map_err(TlsError::Handshake)?;
+        let builder = match self.settings.verify_peer {
+            true => builder.with_client_cert_verifier(Arc::new(verifier)),
+            false => builder.with_no_client_auth(),
+        };
+        let mut config = builder.with_cert_resolver(Arc::clone(&own.key) as _);
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         // QEMU's clients begin their list with AES-256, which takes a sixth more time.
@@ -306,8 +319,13 @@ impl<'a> Handshake<'a> {
             })?;
         }
         let cipher: CipherSuite = suite.common.suite;
+        let identity = self.seen.take();
+        let must_show = peer == Role::Server || self.settings.verify_peer;
+        if must_show && identity.is_none() {
+            return Err(TlsError::NoCertificate);
+        }
         Ok(Session {
-            peer: self.seen.take().ok_or(TlsError::NoCertificate)?,
+            peer: identity,
             cipher: format!("{cipher:?}"),
             exporter: self.secret.exporter(suite).ok_or(TlsError::Version)?,
             reader,

@@ -83,6 +83,25 @@ pub fn of_folder(
     Ok(Arc::new(Tls::new(Arc::new(credentials), settings)))
 }
 
+/// TLS with a QEMU, with the certificates of `folder`. `hostname` and `verify_peer` are QEMU's `tls-hostname` and the
+/// property `verify-peer` of the connection's server.
+///
+/// # Errors
+/// [`TlsSetupError::Credentials`]: what cannot be used of the folder.
+pub fn of_qemu(
+    folder: &Path,
+    hostname: Option<&str>,
+    verify_peer: bool,
+) -> Result<Arc<Tls>, TlsSetupError> {
+    let credentials = Credentials::open(folder)?;
+    let settings = Settings {
+        hostname: hostname.map(str::to_owned),
+        verify_peer,
+        ..Settings::new(Profile::Qemu)
+    };
+    Ok(Arc::new(Tls::new(Arc::new(credentials), settings)))
+}
+
 /// Where the other side listens, and how it is spoken to.
 #[derive(Debug, Clone)]
 pub(crate) struct Remote {

@@ -91,3 +91,30 @@ fn every_option_that_is_not_a_commands_is_refused_with_what_to_do_instead() {
         }
     }
 }
+
+#[test]
+fn flags_of_qemus_tls_need_the_relay_and_the_folder_that_they_are_for() {
+    let addresses = ["--listen=unix:/a", "--connect=unix:/b"];
+    for (side, flags, reason) in [
+        (
+            "source",
+            &["--qemu-tls=/c", "--qemu-tls-hostname=a"][..],
+            "--qemu-tls-hostname needs 'relay destination'",
+        ),
+        (
+            "destination",
+            &["--qemu-tls-hostname=a"],
+            "--qemu-tls <DIR>",
+        ),
+        (
+            "source",
+            &["--qemu-tls-verify-peer=off"],
+            "--qemu-tls <DIR>",
+        ),
+    ] {
+        let all = [&["relay", side][..], &addresses, flags].concat();
+        let (status, said) = Hotlift::start(&all).wait();
+        assert_eq!(status.code(), Some(2), "{said:?}");
+        assert!(said.join("\n").contains(reason), "{said:?}");
+    }
+}

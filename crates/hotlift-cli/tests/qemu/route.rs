@@ -40,6 +40,8 @@ pub struct Side {
     pub parameters: Value,
     /// Folder of its certificates, and which end of a connection it is: `client` or `server`.
     pub tls: Option<(PathBuf, &'static str)>,
+    /// QEMU's property of that name.
+    pub verify_peer: bool,
 }
 
 impl Side {
@@ -51,6 +53,7 @@ impl Side {
             capabilities: Vec::new(),
             parameters: LIVELY.clone(),
             tls: None,
+            verify_peer: true,
         }
     }
 
@@ -101,11 +104,14 @@ impl Side {
                 "id": "tls0",
                 "dir": folder,
                 "endpoint": endpoint,
+                "verify-peer": self.verify_peer,
             });
             let added = vm.qmp.client().execute("object-add", &object);
             added.expect("object-add");
             parameters["tls-creds"] = "tls0".into();
-            parameters["tls-hostname"] = "localhost".into();
+            if parameters["tls-hostname"].is_null() {
+                parameters["tls-hostname"] = "localhost".into();
+            }
         }
         vm.qmp.set_parameters(&parameters).expect("parameters");
     }

@@ -90,6 +90,44 @@ fn qemus_with_tls_of_their_own_move_through_relays() {
 }
 
 #[test]
+fn relays_follow_tls_hostname_and_verify_peer_of_their_qemus() {
+    let certificates = Certificates::make();
+    let of_server = certificates.of_another_host("qemu.example");
+    // A QEMU without a certificate of its own verifies the other side by the CA.
+    let of_nobody = certificates.dir().join("anonymous");
+    std::fs::create_dir(&of_nobody).expect("a folder");
+    let ca = "ca-cert.pem";
+    std::fs::copy(certificates.dir().join(ca), of_nobody.join(ca)).expect("a file");
+    for multifd in [Multifd::Off, Multifd::Channels(2)] {
+        let mut source = Side::new(multifd).tls(&of_nobody, "client");
+        source.parameters["tls-hostname"] = "qemu.example".into();
+        let mut destination = Side::new(multifd).tls(&of_server, "server");
+        destination.verify_peer = false;
+        let mut relays = RelayOptions::new("zstd", Multifd::Channels(2), multifd);
+        relays.tell_uuid(multifd, Multifd::Channels(2));
+        let anonymous = || "--qemu-tls-verify-peer=off".to_owned();
+        relays
+            .source
+            .extend([flag("qemu-tls", &of_server), anonymous()]);
+        let name = "--qemu-tls-hostname=qemu.example".to_owned();
+        let flags = [flag("qemu-tls", &of_nobody), anonymous(), name];
+        relays
+            .destination
+            .as_mut()
+            .expect("two relays")
+            .extend(flags);
+        let route = Route {
+            source: source.with("return-path"),
+            destination: destination.with("return-path"),
+            relays: Some(relays),
+            live: false,
+        };
+        let vm = need!(Vm::running(Release::V10, &program()));
+        need!(route.take(vm, Release::V10));
+    }
+}
+
+#[test]
 fn who_does_not_belong_to_the_relays_is_refused_with_the_reason() {
     let (ours, other) = (Certificates::make(), Certificates::make());
     let mut here = need!(Vm::running(Release::V10, &program()));

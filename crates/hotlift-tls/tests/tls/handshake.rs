@@ -25,8 +25,8 @@ fn two_hosts_of_one_ca_know_each_other_and_export_the_same() {
     for host in ["b.example", "192.0.2.2", "2001:db8::2", "B.Example"] {
         let (client, server) = meet(&client, host, &server);
         let (client, server) = (client.unwrap(), server.unwrap());
-        assert_eq!(client.peer.dns, ["b.example"]);
-        assert_eq!(server.peer.subject, "CN=a.example");
+        assert_eq!(client.peer.unwrap().dns, ["b.example"]);
+        assert_eq!(server.peer.unwrap().subject, "CN=a.example");
         assert_eq!(client.cipher, server.cipher);
         let value = client.exporter.export("EXPORTER-test", b"context");
         assert_eq!(value, server.exporter.export("EXPORTER-test", b"context"));
@@ -300,6 +300,38 @@ fn a_qemu_profile_has_no_alpn_and_a_hotlift_takes_only_hotlifts() {
     assert_says(&failure(server), &["is no Hotlift", "hotlift/1"]);
     let (client, _) = meet(&of(Profile::Hotlift), "b", &of(Profile::Qemu));
     assert_says(&failure(client), &["is no Hotlift"]);
+}
+
+#[test]
+fn a_server_without_verify_peer_takes_a_client_without_a_certificate() {
+    let pki = Pki::new("CA");
+    let server = pki.host(&["b"]);
+    let of_client = tempfile::tempdir().unwrap();
+    fs::write(of_client.path().join("ca-cert.pem"), &pki.ca().certificate).unwrap();
+    let of = |dir: &Path, verify_peer| {
+        let settings = Settings {
+            verify_peer,
+            ..Settings::new(Profile::Qemu)
+        };
+        tls(dir, settings)
+    };
+    let anonymous = of(of_client.path(), false);
+    let (client, session) = meet(&anonymous, "b", &of(&server, false));
+    assert_eq!(client.unwrap().peer.unwrap().dns, ["b"]);
+    assert_eq!(session.unwrap().peer, None);
+    // A server that asks for one refuses; so does a client that must show one and has none.
+    let (_, session) = meet(&anonymous, "b", &of(&server, true));
+    assert_says(&failure(session), &["has shown no certificate"]);
+    let (client, _) = meet(&of(of_client.path(), true), "b", &of(&server, false));
+    assert_says(&failure(client), &["client-cert.pem is missing"]);
+    // A certificate that is not asked for is not shown, and the server's is verified all the same.
+    let (_, session) = meet(&of(&pki.host(&["a"]), true), "b", &of(&server, false));
+    assert_eq!(session.unwrap().peer, None);
+    let (client, _) = meet(&anonymous, "c", &of(&server, false));
+    assert_says(&failure(client), &["is not for 'c' but for b"]);
+    let other = Pki::new("other");
+    let (client, _) = meet(&anonymous, "b", &of(&other.host(&["b"]), false));
+    assert_says(&failure(client), &["does not trust"]);
 }
 
 #[test]

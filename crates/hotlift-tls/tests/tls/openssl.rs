@@ -146,7 +146,7 @@ fn a_client_of_openssl_talks_with_each_cipher_and_hears_the_end() {
     ] {
         let arguments = ["-alpn", "hotlift/1", "-ciphersuites", cipher];
         let (error, said) = s_client(&arguments, hotlift(), |mut session, mut socket, openssl| {
-            assert_eq!(session.peer.dns, ["a"]);
+            assert_eq!(session.peer.as_ref().unwrap().dns, ["a"]);
             openssl.say("a line\n");
             assert_eq!(line_of(&mut session, &mut socket), "a line\n");
             // More than a record.

@@ -19,7 +19,7 @@ fn the_next_connection_has_the_renewed_certificate() {
     meet(&client, "old", &server).0.unwrap();
     pki.put(&dir, Role::Server, &["new"], SystemTime::now(), 5);
     let (client_said, _) = meet(&client, "new", &server);
-    assert_eq!(client_said.unwrap().peer.dns, ["new"]);
+    assert_eq!(client_said.unwrap().peer.unwrap().dns, ["new"]);
     // Another CA from now on.
     let other = Pki::new("other");
     fs::write(dir.join("ca-cert.pem"), &other.ca().certificate).unwrap();

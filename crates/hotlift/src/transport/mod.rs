@@ -395,7 +395,7 @@ pub struct Stream {
     tls: Option<Box<Secured>>,
 }
 
-/// A host at the other end of connections, as far as certificates say. All without TLS are of one.
+/// A host at the other end of connections, as far as certificates say. All without a certificate are of one.
 #[derive(Debug, Clone)]
 pub(crate) struct Host(Option<Identity>);
 
@@ -489,10 +489,10 @@ impl Stream {
         self.tls.is_none()
     }
 
-    /// The other side's certificate, of a TLS connection.
+    /// The other side's certificate, of a TLS connection in which it has shown one.
     #[must_use]
     pub fn peer(&self) -> Option<&Identity> {
-        self.tls.as_ref().map(|tls| &tls.peer)
+        self.tls.as_ref()?.peer.as_ref()
     }
 
     /// Whether a QEMU with TLS is at the other end.

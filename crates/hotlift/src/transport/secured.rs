@@ -22,8 +22,8 @@ pub(super) struct Secured {
     /// Whether an end without `close_notify` is one, as a QEMU's is. What the stream says until then tells whether
     /// something is missing.
     ends_anyhow: bool,
-    /// The other side's certificate, verified.
-    pub peer: Identity,
+    /// The other side's certificate, verified; a QEMU that is asked for none has none.
+    pub peer: Option<Identity>,
     pub exporter: Exporter,
 }
 
