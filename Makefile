@@ -8,6 +8,9 @@
 #                where it was ended)
 # make qemu-matrix  moves virtual machines between QEMU 7.2, 10.0 and 11.1 in every combination of settings, where
 #                'make test' moves some of them (hours)
+# make qemu-suite  runs QEMU's own migration-test alone and through relays, and writes the table in
+#                docs/qemu-compatibility.md (root; ten minutes to build at first, an hour and a half to run; JOBS=1 on a busy
+#                machine; ONLY=REGEX for some paths, RUNS=NAME,... for some ways, which print the table)
 # make test-libvirt  moves domains of libvirt through the agents of two hosts in every way and with every fault, there and
 #                back fifty times (root, KVM; ten minutes); 'make test' has all but the fifty
 # make fuzz    runs each fuzz target for five minutes, two at a time (three quarters of an hour)
@@ -51,7 +54,10 @@ CAMPAIGN_OUT = bench/results/$(shell date -u +%F)-campaign
 # Raw result of the matrix of QEMUs. What has moved by it is not moved again, so that a run that was ended goes on.
 MATRIX_OUT = bench/results/$(shell date -u +%F)-qemu-matrix
 
-.PHONY: demo build deb rpm test test-package test-libvirt fmt lint unit campaign campaign-short qemu-matrix fuzz bench \
+# How many paths of QEMU's test 'make qemu-suite' runs at a time.
+JOBS = 2
+
+.PHONY: demo build deb rpm test test-package test-libvirt fmt lint unit campaign campaign-short qemu-matrix qemu-suite fuzz bench \
 	bench-suites bench-relay bench-auto bench-restore bench-agent soak
 
 # How often 'make bench-suites' runs each row, and what it fills memory with: a folder or a memory image; a generated
@@ -135,6 +141,11 @@ qemu-matrix:
 		cargo test --locked --package hotlift-cli --test qemu -- --ignored --exact --nocapture --test-threads 1 \
 		lazy_machines::guests_run_before_their_pages_in_every_combination_of_machines \
 		matrix::machines_move_through_relays_in_every_combination_of_settings
+
+# Without QEMU's sources: "skip: qemu-suite: REASON".
+qemu-suite: build
+	@scripts/install-packages python3
+	scripts/qemu-suite/suite --jobs $(JOBS) $(if $(ONLY),--only '$(ONLY)') $(if $(RUNS),--runs $(RUNS))
 
 # Two hosts at once: each test has a pair of its own, and its guests take cores.
 test-libvirt:
