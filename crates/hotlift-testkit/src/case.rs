@@ -13,6 +13,9 @@ use crate::qemu::Release;
 /// How long a source asks what became of its guest, by default (`settle-timeout`).
 pub const SETTLE: Duration = Duration::from_secs(60);
 
+/// Silence of a peer after which a precopy ends, by default (`silence-timeout`).
+pub const SILENCE: Duration = Duration::from_secs(40);
+
 /// Who migrates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -44,6 +47,15 @@ pub enum Pair {
         /// The destination's.
         to: Release,
     },
+    /// Two QEMUs that know nothing of `hotlift agent` on their hosts.
+    Agents {
+        /// The source's QEMU.
+        from: Release,
+        /// The destination's.
+        to: Release,
+        /// QEMU's multifd channels; 0 without multifd.
+        channels: u8,
+    },
 }
 
 /// A guest that Hotlift has itself.
@@ -64,6 +76,7 @@ impl Pair {
             Self::BuiltIn { .. } => "built-in guests",
             Self::Steered { .. } => "migrate and serve",
             Self::Relays { .. } => "bare relays",
+            Self::Agents { .. } => "agents",
         }
     }
 
@@ -72,7 +85,7 @@ impl Pair {
     pub fn is_held_before_switchover(&self) -> bool {
         match self {
             Self::BuiltIn { monitored, .. } => *monitored,
-            Self::Steered { .. } => false,
+            Self::Steered { .. } | Self::Agents { .. } => false,
             Self::Relays { .. } => true,
         }
     }
@@ -87,6 +100,12 @@ impl Pair {
                 ..
             }
         )
+    }
+
+    /// Returns true if no process of Hotlift steers the QEMUs: their operator must judge the end.
+    #[must_use]
+    pub fn is_steered_by_others(&self) -> bool {
+        matches!(self, Self::Relays { .. } | Self::Agents { .. })
     }
 
     fn has_commands(&self) -> bool {
@@ -146,6 +165,125 @@ pub enum Stranger {
     Garbage,
     /// Begins as a source does, and stops.
     HalfOpening,
+}
+
+/// A migration capability of QEMU that is on before the migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[expect(missing_docs, reason = "QEMU's own names")]
+pub enum Capability {
+    AutoConverge,
+    BackgroundSnapshot,
+    Compress,
+    DirtyBitmaps,
+    DirtyLimit,
+    Events,
+    LateBlockActivate,
+    MappedRam,
+    Multifd,
+    PauseBeforeSwitchover,
+    PostcopyRam,
+    RdmaPinAll,
+    ReleaseRam,
+    ReturnPath,
+    SwitchoverAck,
+    ValidateUuid,
+    XColo,
+    XIgnoreShared,
+    Xbzrle,
+    ZeroCopySend,
+}
+
+impl Capability {
+    /// All of them, with weights: those that change which pages a stream holds come more often.
+    const ALL: [(u32, Self); 20] = [
+        (1, Self::AutoConverge),
+        (3, Self::BackgroundSnapshot),
+        (1, Self::Compress),
+        (1, Self::DirtyBitmaps),
+        (1, Self::DirtyLimit),
+        (1, Self::Events),
+        (1, Self::LateBlockActivate),
+        (3, Self::MappedRam),
+        (1, Self::Multifd),
+        (1, Self::PauseBeforeSwitchover),
+        (1, Self::PostcopyRam),
+        (1, Self::RdmaPinAll),
+        (1, Self::ReleaseRam),
+        (1, Self::ReturnPath),
+        (1, Self::SwitchoverAck),
+        (1, Self::ValidateUuid),
+        (1, Self::XColo),
+        (4, Self::XIgnoreShared),
+        (1, Self::Xbzrle),
+        (1, Self::ZeroCopySend),
+    ];
+
+    /// Returns its name in QMP.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AutoConverge => "auto-converge",
+            Self::BackgroundSnapshot => "background-snapshot",
+            Self::Compress => "compress",
+            Self::DirtyBitmaps => "dirty-bitmaps",
+            Self::DirtyLimit => "dirty-limit",
+            Self::Events => "events",
+            Self::LateBlockActivate => "late-block-activate",
+            Self::MappedRam => "mapped-ram",
+            Self::Multifd => "multifd",
+            Self::PauseBeforeSwitchover => "pause-before-switchover",
+            Self::PostcopyRam => "postcopy-ram",
+            Self::RdmaPinAll => "rdma-pin-all",
+            Self::ReleaseRam => "release-ram",
+            Self::ReturnPath => "return-path",
+            Self::SwitchoverAck => "switchover-ack",
+            Self::ValidateUuid => "validate-uuid",
+            Self::XColo => "x-colo",
+            Self::XIgnoreShared => "x-ignore-shared",
+            Self::Xbzrle => "xbzrle",
+            Self::ZeroCopySend => "zero-copy-send",
+        }
+    }
+}
+
+/// A change of the guest's power.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PowerChange {
+    /// It powers off, and its QEMU ends.
+    Off,
+    /// It powers off, and its QEMU stays (`-no-shutdown`).
+    OffKept,
+    /// It is reset.
+    Reset,
+}
+
+/// Firewall rules at the source that are not the agent's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ForeignRules {
+    /// `notrack` for the ports of migrations.
+    Notrack,
+    /// A nat chain before the agent's accepts these ports.
+    EarlierAccept,
+    /// A nat chain before the agent's has a destination of its own for these ports.
+    EarlierDnat,
+    /// A mark on packets to these ports.
+    Mark,
+    /// A masquerade of all that leaves.
+    Masquerade,
+}
+
+impl ForeignRules {
+    /// Returns true if they keep connections from the agent's redirect.
+    #[must_use]
+    pub fn bypass_redirect(self) -> bool {
+        matches!(
+            self,
+            Self::Notrack | Self::EarlierAccept | Self::EarlierDnat
+        )
+    }
 }
 
 /// What fails.
@@ -213,6 +351,32 @@ pub enum Kind {
         /// Who.
         who: Stranger,
     },
+    /// A host loses all packets in both directions, as one without power.
+    PowerLoss {
+        /// Seconds; `None` for ever.
+        secs: Option<u64>,
+        /// The host.
+        at: End,
+    },
+    /// Another process holds the lock of the destination's disk image from then on.
+    LockedDisk,
+    /// A capability of a QEMU is on before the migration.
+    CapabilityOn {
+        /// The QEMU's host.
+        at: End,
+        /// The capability.
+        name: Capability,
+    },
+    /// The guest powers off or is reset.
+    Power {
+        /// Its change.
+        change: PowerChange,
+    },
+    /// The source's host gets rules beside the agent's table.
+    Foreign {
+        /// The rules.
+        rules: ForeignRules,
+    },
 }
 
 impl Kind {
@@ -257,16 +421,29 @@ impl Kind {
                 ..
             } => "output /dev/full",
             Self::Strangers { .. } => "strangers",
+            Self::PowerLoss { secs: Some(_), .. } => "power loss",
+            Self::PowerLoss { secs: None, .. } => "power loss for ever",
+            Self::LockedDisk => "disk locked",
+            Self::CapabilityOn { .. } => "capability on",
+            Self::Power {
+                change: PowerChange::Reset,
+            } => "guest reset",
+            Self::Power { .. } => "guest powers off",
+            Self::Foreign { .. } => "foreign firewall rules",
         }
     }
 
-    /// How long it lasts.
+    /// How long it lasts. A loss for ever counts as long as a precopy waits for its peer.
     #[must_use]
     pub fn lasts(&self) -> Duration {
         match self {
             Self::LinkDown { secs, .. }
             | Self::Freeze { secs, .. }
-            | Self::QmpStall { secs, .. } => Duration::from_secs(*secs),
+            | Self::QmpStall { secs, .. }
+            | Self::PowerLoss {
+                secs: Some(secs), ..
+            } => Duration::from_secs(*secs),
+            Self::PowerLoss { secs: None, .. } => SILENCE,
             _ => Duration::ZERO,
         }
     }
@@ -277,11 +454,18 @@ impl Kind {
         matches!(self, Self::Signal { party, .. } if *party == whom)
     }
 
+    /// Returns true if a source cannot ask long enough to learn the end of its guest.
+    #[must_use]
+    pub fn outlasts_settling(&self) -> bool {
+        matches!(self, Self::PowerLoss { secs: None, .. })
+    }
+
     /// Whether it must be there before the processes are.
     #[must_use]
     pub fn is_from_the_start(&self) -> bool {
         let device = Output::Device;
         matches!(self, Self::Output { output, .. } if *output == device)
+            || matches!(self, Self::CapabilityOn { .. })
     }
 }
 
@@ -389,6 +573,10 @@ impl Case {
         // A message that is sealed cannot be told from others, and be lost.
         let is_lost = |fault: &Fault| matches!(fault.moment, Moment::Lost(_));
         net.tls = rng.bool() && !faults.iter().any(is_lost);
+        if let Pair::Agents { .. } = pair {
+            // Agents have certificates always, and connect to each other directly.
+            (net.proxy, net.tls) = (None, true);
+        }
         Self {
             number,
             seed,
@@ -422,7 +610,7 @@ fn draw_pair(rng: &mut Rng) -> Pair {
         let releases = [Release::V7, Release::V10, Release::V11];
         *rng.choice(&releases).unwrap_or(&Release::V10)
     };
-    match weighted(rng, &[(5, 0), (3, 1), (2, 2)]) {
+    match weighted(rng, &[(10, 0), (8, 1), (4, 2), (2, 3)]) {
         0 => Pair::BuiltIn {
             guest: match rng.bool() {
                 true => BuiltIn::Threads,
@@ -437,9 +625,14 @@ fn draw_pair(rng: &mut Rng) -> Pair {
             to: release(rng),
             started: rng.bool(),
         },
-        _ => Pair::Relays {
+        2 => Pair::Relays {
             from: release(rng),
             to: release(rng),
+        },
+        _ => Pair::Agents {
+            from: release(rng),
+            to: release(rng),
+            channels: weighted(rng, &[(1, 0), (1, 2)]),
         },
     }
 }
@@ -472,24 +665,32 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
         true => &[(1, Party::SourceCommand), (1, Party::DestinationCommand)][..],
         false => any_party,
     };
+    let agents = matches!(pair, Pair::Agents { .. });
+    let steered = matches!(pair, Pair::Steered { .. });
+    // Weights of faults that agents have no part in, and of those that a pair can have.
+    let old = |weight| if agents { 0 } else { weight };
+    let only = |has: bool, weight| if has { weight } else { 0 };
     let kind = match weighted(
         rng,
         &[
             (30, 0),
-            (10, 1),
-            (2, 2),
-            (12, 3),
-            (8, 4),
-            (12, 5),
+            (old(10), 1),
+            (old(2), 2),
+            (old(12), 3),
+            (old(8), 4),
+            (old(12), 5),
             (4, 6),
-            (if commands { 12 } else { 0 }, 7),
-            (12, 8),
-            (8, 9),
+            (old(only(commands, 12)), 7),
+            (old(12), 8),
+            (old(8), 9),
+            (14, 10),
+            (only(steered, 20), 11),
+            (only(steered, 30), 12),
+            (only(commands, 30), 13),
+            (only(agents, 80), 14),
         ],
     ) {
-        0 => {
-            let secs = weighted(rng, &[(40, 1), (25, 3), (20, 6), (6, 20), (3, 90)]);
-            let at = weighted(rng, &ends);
+        fault @ (0 | 10) => {
             // Bare relays and monitored guests wait for their driver before the hand-over.
             if moment == Moment::Switchover && pair.is_held_before_switchover() && rng.bool() {
                 let messages = [
@@ -501,7 +702,16 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
                 moment = Moment::Lost(*rng.choice(&messages).unwrap_or(&Message::Shut));
                 delay_ms = 0;
             }
-            Kind::LinkDown { secs, at }
+            let at = weighted(rng, &ends);
+            if fault == 0 {
+                let secs = weighted(rng, &[(40, 1), (25, 3), (20, 6), (6, 20), (3, 90)]);
+                Kind::LinkDown { secs, at }
+            } else {
+                // Most are shorter than a time-out of the product, so that a campaign has many.
+                let secs = [(30, Some(5)), (40, Some(20)), (12, Some(60)), (18, None)];
+                let secs = weighted(rng, &secs);
+                Kind::PowerLoss { secs, at }
+            }
         }
         1 => {
             let later = rng.u64(1..64);
@@ -538,7 +748,7 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
                 &[(2, Output::Closed), (1, Output::Full), (1, Output::Device)],
             ),
         },
-        _ => Kind::Strangers {
+        9 => Kind::Strangers {
             who: weighted(
                 rng,
                 &[
@@ -548,8 +758,51 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
                 ],
             ),
         },
+        11 => Kind::LockedDisk,
+        12 => Kind::CapabilityOn {
+            at: match pair {
+                Pair::Steered { started: false, .. } => {
+                    weighted(rng, &[(2, End::Source), (1, End::Destination)])
+                }
+                // `serve` starts the other: it has all capabilities off.
+                _ => End::Source,
+            },
+            name: weighted(rng, &Capability::ALL),
+        },
+        13 => Kind::Power {
+            change: weighted(
+                rng,
+                &[
+                    (1, PowerChange::Off),
+                    (1, PowerChange::OffKept),
+                    (2, PowerChange::Reset),
+                ],
+            ),
+        },
+        _ => Kind::Foreign {
+            rules: weighted(
+                rng,
+                &[
+                    (3, ForeignRules::Notrack),
+                    (2, ForeignRules::EarlierAccept),
+                    (2, ForeignRules::EarlierDnat),
+                    (1, ForeignRules::Mark),
+                    (1, ForeignRules::Masquerade),
+                ],
+            ),
+        },
     };
     let kind = heard(kind, pair);
+    match (kind, moment) {
+        // The destination has its disk by then.
+        (Kind::LockedDisk, Moment::Arrived | Moment::After) => moment = Moment::Round,
+        // A paused guest changes nothing.
+        (Kind::Power { .. }, Moment::Switchover) => moment = Moment::Round,
+        (Kind::Foreign { .. }, Moment::Arrived | Moment::After) => {
+            (moment, delay_ms) = (Moment::Setup, 0);
+        }
+        _ => {}
+    }
     // Strangers come all the time, and what needs the pages' way must be there for it.
     if matches!(kind, Kind::Strangers { .. }) || kind.is_from_the_start() {
         (moment, delay_ms) = (Moment::Setup, 0);
@@ -597,7 +850,12 @@ mod tests {
     #[test]
     fn every_kind_of_fault_is_drawn_for_every_pair_that_can_have_it() {
         let cases: Vec<Case> = (0..5000).map(|number| Case::draw(1, number)).collect();
-        for pair in ["built-in guests", "migrate and serve", "bare relays"] {
+        for (pair, all) in [
+            ("built-in guests", 16),
+            ("migrate and serve", 21),
+            ("bare relays", 19),
+            ("agents", 7),
+        ] {
             let mut names: Vec<_> = cases
                 .iter()
                 .filter(|case| case.pair.name() == pair)
@@ -605,8 +863,18 @@ mod tests {
                 .collect();
             names.sort_unstable();
             names.dedup();
-            let all = 15 - usize::from(pair == "built-in guests");
             assert_eq!(names.len(), all, "{pair}: {names:?}");
+        }
+    }
+
+    #[test]
+    fn cases_of_older_lists_are_read() {
+        let results = concat!(env!("CARGO_MANIFEST_DIR"), "/../../bench/results");
+        for list in ["2026-11-23-campaign", "2026-11-23-campaign-tls"] {
+            let text = std::fs::read_to_string(format!("{results}/{list}/cases.jsonl")).unwrap();
+            for line in text.lines() {
+                serde_json::from_str::<Case>(line).unwrap();
+            }
         }
     }
 
@@ -617,6 +885,7 @@ mod tests {
                 Pair::BuiltIn { .. } => None,
                 Pair::Steered { from, to, .. } => Some((from.name(), to.name(), true)),
                 Pair::Relays { from, to } => Some((from.name(), to.name(), false)),
+                Pair::Agents { .. } => None,
             })
             .collect();
         drawn.sort_unstable();

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::case::{Asking, Case, Fault, Kind, Moment, Pair, Party, SETTLE};
+use crate::case::{Asking, Case, Fault, Kind, Moment, Pair, Party, PowerChange, SETTLE};
 use crate::error::KitError;
 use crate::machine::{Look, Machine};
 use crate::namespace::{End, Message};
@@ -46,6 +46,10 @@ pub struct Seen {
     pub is_ready: bool,
     /// Both guests ran at once.
     pub both: bool,
+    /// The guest has run at the destination.
+    pub arrived: bool,
+    /// TCP segments with data that left the source beside the agents' own connections.
+    pub plaintext: u64,
     /// Neither ran, though all was over but for an output that was full.
     pub none_while_full: bool,
     /// The source's side came to no end.
@@ -66,6 +70,8 @@ struct Drive<'a> {
     case: &'a Case,
     rig: &'a mut Rig,
     fired: Vec<bool>,
+    /// Faults that need no further attempt.
+    tried: Vec<bool>,
     /// What is to be put right again.
     undone: Vec<(Instant, Kind)>,
     begun: Instant,
@@ -87,13 +93,20 @@ struct Drive<'a> {
 /// # Errors
 /// If the machinery fails.
 pub fn drive(case: &Case, rig: &mut Rig) -> Result<Seen, KitError> {
-    let fired = case
+    let tried = case
         .faults
         .iter()
         .map(|fault| fault.kind.is_from_the_start());
+    let tried: Vec<bool> = tried.collect();
+    let fired = case.faults.iter().zip(&tried).map(|(fault, is_there)| {
+        // QEMU may not have the capability, or refuse it.
+        let is_capability = matches!(fault.kind, Kind::CapabilityOn { .. });
+        *is_there && (!is_capability || rig.capability_is_on)
+    });
     let mut drive = Drive {
         case,
         fired: fired.collect(),
+        tried,
         rig,
         undone: Vec::new(),
         begun: Instant::now(),
@@ -129,11 +142,11 @@ impl Drive<'_> {
             self.undo(false)?;
             self.read_on_in_time();
             if let Some(over) = self.over {
-                let waits = |(fault, fired): (&Fault, &bool)| {
+                let waits = |(fault, tried): (&Fault, &bool)| {
                     let delay = Duration::from_millis(fault.delay_ms);
-                    !fired && fault.moment == Moment::After && over.elapsed() <= delay
+                    !tried && fault.moment == Moment::After && over.elapsed() <= delay
                 };
-                let is_waited_for = self.case.faults.iter().zip(&self.fired).any(waits);
+                let is_waited_for = self.case.faults.iter().zip(&self.tried).any(waits);
                 if !is_waited_for && self.undone.is_empty() {
                     return Ok(true);
                 }
@@ -247,7 +260,8 @@ impl Drive<'_> {
         match self.case.pair {
             Pair::BuiltIn {
                 monitored: true, ..
-            } => is_final(&mut self.rig.here),
+            }
+            | Pair::Agents { .. } => is_final(&mut self.rig.here),
             Pair::BuiltIn { .. } => {
                 let said = self.rig.here.said();
                 if said.iter().any(|line| line.starts_with("hotlift: ")) {
@@ -269,7 +283,7 @@ impl Drive<'_> {
     fn fire_due(&mut self) -> Result<(), KitError> {
         for number in 0..self.case.faults.len() {
             let fault = self.case.faults[number];
-            if self.fired[number] {
+            if self.tried[number] {
                 continue;
             }
             let since = match fault.moment {
@@ -285,16 +299,17 @@ impl Drive<'_> {
             };
             let delay = Duration::from_millis(fault.delay_ms);
             if since.is_some_and(|since| since.elapsed() >= delay) {
-                self.fired[number] = true;
-                self.fire(fault.kind)?;
+                self.tried[number] = true;
+                self.fired[number] = self.fire(fault.kind)?;
             }
         }
         Ok(())
     }
 
-    fn fire(&mut self, kind: Kind) -> Result<(), KitError> {
+    /// Makes a fault happen; false if it finds nothing to happen to.
+    fn fire(&mut self, kind: Kind) -> Result<bool, KitError> {
         let lasts = kind.lasts();
-        if lasts > Duration::ZERO {
+        if lasts > Duration::ZERO && !kind.outlasts_settling() {
             self.undone.push((Instant::now() + lasts, kind));
         }
         match kind {
@@ -304,6 +319,31 @@ impl Drive<'_> {
                     self.rig.link.lose_no_more()?;
                 }
             }
+            Kind::PowerLoss { at, .. } => {
+                self.rig.link.lose_power(at)?;
+                if std::mem::take(&mut self.loses) {
+                    self.rig.link.lose_no_more()?;
+                }
+            }
+            Kind::LockedDisk => {
+                return match &mut self.rig.disk_lock {
+                    Some(lock) => lock.take(),
+                    None => Ok(false),
+                };
+            }
+            // It is on since the rig was built.
+            Kind::CapabilityOn { .. } => {}
+            Kind::Power { change } => {
+                let rig = &mut *self.rig;
+                // With `-no-reboot` a reset powers off.
+                let did_reset = rig.there.reset() || rig.here.reset();
+                if did_reset && change == PowerChange::Reset {
+                    rig.here.note_reset();
+                    rig.there.note_reset();
+                }
+                return Ok(did_reset);
+            }
+            Kind::Foreign { rules } => self.rig.load_foreign(rules)?,
             Kind::Cut { how, after } => {
                 for proxy in &self.rig.proxies {
                     proxy.cut(how, after);
@@ -351,7 +391,7 @@ impl Drive<'_> {
                 self.strangers = Some(Strangers::start(host, ports, who, self.case.seed)?);
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Puts right what has lasted long enough, or all of it.
@@ -361,6 +401,7 @@ impl Drive<'_> {
         for (_, kind) in self.undone.extract_if(.., due).collect::<Vec<_>>() {
             match kind {
                 Kind::LinkDown { at, .. } => self.rig.link.up(at)?,
+                Kind::PowerLoss { at, .. } => self.rig.link.restore_power(at)?,
                 Kind::Freeze { party, .. } => self.rig.signal(party, Signal::CONT),
                 Kind::QmpStall { at, .. } => match &self.rig.qmp[index(at)] {
                     Some(proxy) => proxy.hold(Duration::ZERO),
@@ -412,7 +453,9 @@ impl Drive<'_> {
             self.read_on_in_time();
             let one = (looks.0 == Look::Running) != (looks.1 == Look::Running);
             let command = self.rig.destination_command.as_mut();
-            let ended = command.is_none_or(|command| command.ended().is_some());
+            // An agent outlives its migrations.
+            let ended = matches!(self.case.pair, Pair::Agents { .. })
+                || command.is_none_or(|command| command.ended().is_some());
             if (one && ended) || over.elapsed() >= GRACE {
                 break;
             }
@@ -453,11 +496,17 @@ impl Drive<'_> {
             looks = self.watch();
         }
         let source_exit = self.source_exit(&looks.0);
+        let plaintext = match self.case.pair {
+            Pair::Agents { .. } => self.rig.link.plaintext()?,
+            _ => 0,
+        };
         let command = self.rig.destination_command.as_mut();
         Ok(Seen {
             fired: self.fired,
             is_ready: self.rig.is_ready,
             both: self.both,
+            arrived: self.arrived.is_some(),
+            plaintext,
             none_while_full: self.none_while_full,
             hangs,
             did_not_end,
@@ -473,7 +522,8 @@ impl Drive<'_> {
         match self.case.pair {
             Pair::BuiltIn {
                 monitored: true, ..
-            } => {
+            }
+            | Pair::Agents { .. } => {
                 let info = self.rig.here.migration()?;
                 match info.status() {
                     "completed" => Some(0),

@@ -12,6 +12,7 @@
 //! | [`machine`] | a guest in its process, QEMU or Hotlift's own, and what can be asked of it |
 //! | [`qemu`] | the QEMUs that tests run: where they are, and how they are started |
 //! | [`mod@skip`] | what a test cannot do on this machine |
+//! | [`disk_lock`] | another user of a disk image |
 //! | [`strangers`] | connections that belong to no migration |
 //! | [`case`] | who migrates, over what, and what fails when: drawn from a seed |
 //! | [`rig`] | the processes of a case |
@@ -23,6 +24,7 @@
 
 pub mod alone;
 pub mod case;
+pub mod disk_lock;
 pub mod drive;
 pub mod error;
 pub mod libvirt;

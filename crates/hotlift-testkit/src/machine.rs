@@ -11,6 +11,7 @@ use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::{Map, Value, json};
 
 use crate::error::KitError;
+use crate::namespace::Namespace;
 use crate::process::{Process, Stream};
 use crate::program::Program;
 use crate::qemu::{self, PATIENCE};
@@ -72,21 +73,24 @@ pub struct Machine {
     socket: Option<PathBuf>,
     qmp: Option<Qemu>,
     proof: Proof,
+    /// The guest was reset while it ran, here or at the other end.
+    was_reset: bool,
 }
 
 impl Machine {
-    /// A QEMU whose files are in `folder`; `incoming` if it is to wait for a guest.
+    /// A QEMU on `host`, or where this process is, with the command line of [`qemu_line`] whose files are in `folder`;
+    /// `incoming` if it waits for a guest.
     ///
     /// # Errors
     /// If it does not start.
     pub fn qemu(
-        program: &Path,
+        host: Option<&Namespace>,
+        line: &[String],
         guest: &Arc<Program>,
         folder: &Path,
         incoming: bool,
         temporary: &Path,
     ) -> Result<Self, KitError> {
-        let line = qemu_line(program, guest, folder)?;
         let mut command = Command::new(&line[0]);
         command.args(&line[1..]).env("TMPDIR", temporary);
         if incoming {
@@ -96,7 +100,7 @@ impl Machine {
         }
         let qmp = folder.join("qmp").display().to_string();
         command.args(["-qmp", &format!("unix:{qmp},server=on,wait=off")]);
-        let process = Process::start("QEMU", None, command, &[])?;
+        let process = Process::start("QEMU", host, command, &[])?;
         let mut this = Self::adopted(guest, folder);
         this.process = Some(process);
         this.connect(PATIENCE)?;
@@ -135,6 +139,7 @@ impl Machine {
                 program: Arc::clone(guest),
                 ram: folder.join("ram"),
             },
+            was_reset: false,
         }
     }
 
@@ -152,6 +157,7 @@ impl Machine {
             pid_file: PathBuf::new(),
             socket,
             qmp: None,
+            was_reset: false,
         };
         if this.socket.is_some()
             && let Err(error) = this.connect(PATIENCE)
@@ -287,6 +293,19 @@ impl Machine {
         let _ = self.ask(Qemu::migrate_cancel);
     }
 
+    /// Resets the guest if it runs; false if it does not.
+    pub fn reset(&mut self) -> bool {
+        self.look() == Look::Running
+            && self
+                .ask(|qmp| qmp.client().execute("system_reset", &json!({})))
+                .is_some()
+    }
+
+    /// Has [`Machine::prove`] know that the guest was reset, at whichever end.
+    pub fn note_reset(&mut self) {
+        self.was_reset = true;
+    }
+
     /// Migration capabilities and parameters.
     ///
     /// # Errors
@@ -314,15 +333,32 @@ impl Machine {
     pub fn prove(&mut self) -> Result<(), KitError> {
         match &self.proof {
             Proof::Replay { program, ram } => {
-                let (program, ram) = (Arc::clone(program), ram.clone());
-                let registers = self.tell(|qmp| {
-                    qmp.stop()?;
-                    let line = json!({ "command-line": "info registers" });
-                    qmp.client().execute("human-monitor-command", &line)
-                })?;
-                let registers = registers.as_str().unwrap_or_default().to_owned();
-                let ram = fs::read(ram).map_err(KitError::system("read the file of RAM"))?;
-                program.prove(&registers, &ram).map(drop)
+                let (program, file) = (Arc::clone(program), ram.clone());
+                let deadline = Instant::now() + PATIENCE;
+                loop {
+                    let registers = self.tell(|qmp| {
+                        qmp.stop()?;
+                        let line = json!({ "command-line": "info registers" });
+                        qmp.client().execute("human-monitor-command", &line)
+                    })?;
+                    let registers = registers.as_str().unwrap_or_default();
+                    let ram = fs::read(&file).map_err(KitError::system("read the file of RAM"))?;
+                    if !self.was_reset {
+                        return program.prove(registers, &ram).map(drop);
+                    }
+                    if program.prove_after_reset(registers, &ram)?.is_some() {
+                        return Ok(());
+                    }
+                    if Instant::now() >= deadline {
+                        return Err(KitError::Memory {
+                            problem: "the guest does not run its program after the reset"
+                                .to_owned(),
+                        });
+                    }
+                    // It is in its firmware, or between the stores of a write.
+                    self.tell(Qemu::cont)?;
+                    std::thread::sleep(Duration::from_millis(20));
+                }
             }
             Proof::AtEnd => {
                 self.tell(Qemu::quit)?;
@@ -396,14 +432,20 @@ impl Machine {
     }
 }
 
-/// The command line of a QEMU with the machine that all have, under KVM, whose files are in `folder`.
+/// The command line of a QEMU with the machine that all have, under KVM, whose files are in `folder`, and `more`.
 ///
 /// # Errors
 /// If its files cannot be written.
-pub fn qemu_line(program: &Path, guest: &Program, folder: &Path) -> Result<Vec<String>, KitError> {
+pub fn qemu_line(
+    program: &Path,
+    guest: &Program,
+    folder: &Path,
+    more: &[String],
+) -> Result<Vec<String>, KitError> {
     let mut line = vec![program.display().to_string()];
     let memory = (qemu::Memory::File, guest.ram_bytes());
     line.extend(qemu::machine(qemu::PC_7, "kvm", memory, folder));
     line.extend(guest.boot(&folder.join("hotlift.elf"))?);
+    line.extend_from_slice(more);
     Ok(line)
 }

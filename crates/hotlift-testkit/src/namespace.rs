@@ -233,6 +233,63 @@ impl Link {
             .map(drop)
     }
 
+    /// Drops all packets of a host from now on, in both directions: its peers get no answer, not even an error.
+    ///
+    /// # Errors
+    /// If `nft` fails.
+    pub fn lose_power(&self, end: End) -> Result<(), KitError> {
+        const TABLE: &str = "table netdev power {\n\
+             chain in { type filter hook ingress device veth priority 0; counter drop; }\n}\n\
+             table inet power {\n\
+             chain out { type filter hook postrouting priority 300; oifname veth counter drop; }\n}\n";
+        let host = self.host(end);
+        host.tool_with("nft", &["-f", "-"], TABLE).map(drop)
+    }
+
+    /// Ends [`Link::lose_power`].
+    ///
+    /// # Errors
+    /// If `nft` fails.
+    pub fn restore_power(&self, end: End) -> Result<(), KitError> {
+        let tables = "delete table netdev power\ndelete table inet power\n";
+        let host = self.host(end);
+        host.tool_with("nft", &["-f", "-"], tables).map(drop)
+    }
+
+    /// Counts the TCP segments with data that the destination receives from now on, except on connections to its
+    /// port `encrypted`; see [`Link::plaintext`].
+    ///
+    /// # Errors
+    /// If `nft` fails.
+    pub fn watch_plaintext(&self, encrypted: u16) -> Result<(), KitError> {
+        // A segment without data has at most 80 bytes: the header of IPv4, and the longest of TCP.
+        let table = format!(
+            "table ip watch {{\ncounter plaintext {{ }}\n\
+             chain in {{ type filter hook prerouting priority -400; \
+             iifname veth ip protocol tcp tcp dport != {encrypted} ip length > 80 counter name plaintext; }}\n}}\n"
+        );
+        self.destination
+            .tool_with("nft", &["-f", "-"], &table)
+            .map(drop)
+    }
+
+    /// Returns the number of segments that [`Link::watch_plaintext`] has counted.
+    ///
+    /// # Errors
+    /// If `nft` fails, or prints no number.
+    pub fn plaintext(&self) -> Result<u64, KitError> {
+        let printed = self
+            .destination
+            .tool("nft", &["list", "counter", "ip", "watch", "plaintext"])?;
+        let mut words = printed.split_whitespace();
+        let packets = words.find(|word| *word == "packets").and(words.next());
+        let count = packets.and_then(|count| count.parse().ok());
+        count.ok_or_else(|| KitError::Tool {
+            command: "nft list counter".to_owned(),
+            said: printed.clone(),
+        })
+    }
+
     /// Limits both directions to so many kbit/s from now on. (A token bucket; this spreads the steps of a
     /// hand-over in time, which are some hundred microseconds apart otherwise.)
     ///
@@ -360,6 +417,48 @@ mod tests {
             let mut word = [0; 4];
             far.read_exact(&mut word).unwrap();
             assert_eq!(&word, b"word");
+        }
+    }
+
+    #[test]
+    fn a_host_without_power_neither_sends_nor_receives_until_it_has_power_again() {
+        let Some(link) = link() else { return };
+        for end in [End::Source, End::Destination] {
+            let (mut near, mut far) = connection(&link);
+            link.lose_power(end).unwrap();
+            for (from, to) in [(&mut near, &mut far)] {
+                from.write_all(b"word").unwrap();
+                to.set_read_timeout(Some(Duration::from_millis(300)))
+                    .unwrap();
+                assert!(to.read(&mut [0; 4]).is_err(), "{end:?}");
+            }
+            far.write_all(b"back").unwrap();
+            near.set_read_timeout(Some(Duration::from_millis(300)))
+                .unwrap();
+            assert!(near.read(&mut [0; 4]).is_err(), "{end:?}");
+            link.restore_power(end).unwrap();
+            for (socket, expected) in [(&mut near, b"back"), (&mut far, b"word")] {
+                socket
+                    .set_read_timeout(Some(Duration::from_secs(60)))
+                    .unwrap();
+                let mut word = [0; 4];
+                socket.read_exact(&mut word).unwrap();
+                assert_eq!(&word, expected);
+            }
+        }
+    }
+
+    #[test]
+    fn data_to_another_port_than_the_encrypted_one_is_counted_as_plaintext() {
+        let Some(link) = link() else { return };
+        for (encrypted, is_plain) in [(7000, false), (7001, true)] {
+            let (mut near, mut far) = connection(&link);
+            link.watch_plaintext(encrypted).unwrap();
+            near.write_all(&[7; 200]).unwrap();
+            far.read_exact(&mut [0; 200]).unwrap();
+            assert_eq!(link.plaintext().unwrap() > 0, is_plain, "{encrypted}");
+            let table = ["delete", "table", "ip", "watch"];
+            link.destination.tool("nft", &table).unwrap();
         }
     }
 

@@ -116,31 +116,42 @@ impl Program {
     /// # Errors
     /// [`KitError::Memory`] if it is not.
     pub fn prove(&self, registers: &str, ram: &[u8]) -> Result<u64, KitError> {
-        self.find_wrong(registers, ram)
+        self.find_wrong(registers, ram, false)
             .map_err(|problem| KitError::Memory { problem })
     }
 
-    fn find_wrong(&self, registers: &str, ram: &[u8]) -> Result<u64, String> {
-        let register = |name: &str| -> Result<u64, String> {
-            let words = registers.split_whitespace();
-            let mut values = words.filter_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-            let hex = values
-                .next()
-                .ok_or_else(|| format!("no {name} in {registers}"))?;
-            u64::from_str_radix(hex, 16).map_err(|error| format!("{name}={hex}: {error}"))
+    /// Proves the same of a guest that was reset while it ran: its count begins again, and its records go on. `None` where
+    /// nothing can be proven: before the program runs again, and between the stores of a write.
+    ///
+    /// # Errors
+    /// [`KitError::Memory`] if RAM is wrong.
+    pub fn prove_after_reset(&self, registers: &str, ram: &[u8]) -> Result<Option<u64>, KitError> {
+        let wrong = |problem| KitError::Memory { problem };
+        let rip = register(registers, "RIP").map_err(wrong)?;
+        let Ok(head) = Head::read(ram) else {
+            return Ok(None);
         };
+        let is_program = (LOAD..head.block).contains(&usize::try_from(rip).unwrap_or(usize::MAX));
+        if !is_program || word(ram, head.block) == 0 || head.stored.contains(&rip) {
+            return Ok(None);
+        }
+        let proven = self.find_wrong(registers, ram, true);
+        proven.map(Some).map_err(wrong)
+    }
+
+    fn find_wrong(&self, registers: &str, ram: &[u8], was_reset: bool) -> Result<u64, String> {
+        let register = |name| register(registers, name);
         let (rip, r10, r15) = (register("RIP")?, register("R10")?, register("R15")?);
         let head = Head::read(ram)?;
-        let word = |at: usize| u64::from_le_bytes(ram[at..at + 8].try_into().expect("eight bytes"));
-        let errors = word(head.block + ERRORS);
+        let errors = word(ram, head.block + ERRORS);
         if errors > 0 {
             return Err(format!("the guest itself has found {errors} errors"));
         }
         let published = if rip == head.published { r15 } else { r10 };
-        if word(head.block) != published {
+        if word(ram, head.block) != published {
             return Err(format!(
                 "{published} writes are published, memory says {}",
-                word(head.block)
+                word(ram, head.block)
             ));
         }
         let stores = (1..)
@@ -151,7 +162,7 @@ impl Program {
             writes: r15,
             stores,
         };
-        let expected = self.expected(position);
+        let expected = self.expected(position, was_reset.then_some(ram));
         let start = index(self.layout.table().start);
         if let Some(at) = (start..ram.len()).find(|&at| ram[at] != expected[at - start]) {
             let line = |bytes: &[u8], from: usize| {
@@ -168,8 +179,8 @@ impl Program {
         Ok(r15)
     }
 
-    /// RAM from the table on, after so many writes.
-    fn expected(&self, position: Position) -> Vec<u8> {
+    /// RAM from the table on, after so many writes. Those of before a reset are in the table of `reset`, the RAM since.
+    fn expected(&self, position: Position, reset: Option<&[u8]>) -> Vec<u8> {
         let layout = &self.layout;
         let start = layout.table().start;
         let mut ram = vec![0; index(layout.filled().start - start)];
@@ -179,9 +190,17 @@ impl Program {
             ram[at..at + bytes.len()].copy_from_slice(bytes);
         };
         let generator = Generator::new(WORKLOAD, SEED, layout, 0);
-        let records = generator.replay(0, position.writes);
-        for (own, record) in (0..).zip(&records) {
+        let mut records = generator.replay(0, position.writes);
+        for (own, record) in (0..).zip(&mut records) {
             let page = generator.page(own);
+            if let Some(ram) = reset {
+                let entry = index(layout.entry(page));
+                // The version counts on; the sequence is that of the page's last write, before or after the reset.
+                record.version = record.version.max(word(ram, entry));
+                if record.sequence == 0 {
+                    record.sequence = word(ram, entry + 8);
+                }
+            }
             put(layout.entry(page), &record.to_bytes());
             put(layout.record(page), &record.to_bytes());
         }
@@ -231,6 +250,21 @@ impl Head {
             stored: std::array::from_fn(|i| u64::from_le_bytes(stored[i])),
         })
     }
+}
+
+/// The word at an offset of RAM.
+fn word(ram: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(ram[at..at + 8].try_into().expect("eight bytes"))
+}
+
+/// The register of this name as HMP's `info registers` prints it.
+fn register(registers: &str, name: &str) -> Result<u64, String> {
+    let words = registers.split_whitespace();
+    let mut values = words.filter_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    let hex = values
+        .next()
+        .ok_or_else(|| format!("no {name} in {registers}"))?;
+    u64::from_str_radix(hex, 16).map_err(|error| format!("{name}={hex}: {error}"))
 }
 
 fn index(offset: u64) -> usize {

@@ -8,10 +8,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::case::{BuiltIn, Case, Kind, Pair, Party};
+use crate::case::{BuiltIn, Case, ForeignRules, Kind, Pair, Party, PowerChange};
+use crate::disk_lock::DiskLock;
 use crate::error::KitError;
 use crate::machine::{Machine, Settings, qemu_line};
-use crate::namespace::{DESTINATION, End, Link, Namespace, PROXY};
+use crate::namespace::{DESTINATION, End, Link, Namespace, PROXY, SOURCE};
+use crate::pki::Pki;
 use crate::process::{Output, Process, Stream};
 use crate::program::Program;
 use crate::proxy::Proxy;
@@ -21,6 +23,14 @@ use crate::qemu::{PATIENCE, Release};
 pub const PORT: u16 = 7000;
 /// Where `serve` takes pages.
 pub const DATA_PORT: u16 = 7001;
+
+/// First port of libvirt's migrations, which agents redirect; and where agents connect to each other.
+const MIGRATION_PORT: u16 = 49152;
+/// See [`MIGRATION_PORT`].
+pub const AGENT_PORT: u16 = 16520;
+
+/// Bytes of a disk image that a case locks.
+const DISK: u64 = 1 << 20;
 
 /// Bytes a second at which pages are sent: a migration takes about a second.
 const BANDWIDTH: &str = "64M";
@@ -61,6 +71,10 @@ pub struct Rig {
     pub sockets: Vec<PathBuf>,
     /// False if a command did not even start.
     pub is_ready: bool,
+    /// A QEMU has the capability of the case on.
+    pub capability_is_on: bool,
+    /// Another user of the destination's disk image.
+    pub disk_lock: Option<DiskLock>,
     /// Where the source connects to.
     host: &'static str,
     hotlift: PathBuf,
@@ -116,6 +130,7 @@ impl Rig {
                 builder.steered(link, proxies, from, to, started)
             }
             Pair::Relays { from, to } => builder.relays(link, proxies, from, to),
+            Pair::Agents { from, to, channels } => builder.agents(link, from, to, channels),
         }
     }
 
@@ -157,6 +172,10 @@ impl Rig {
                 let uri = format!("unix:{}", self.folder.join("here/relay").display());
                 self.here.migrate(&uri)
             }
+            Pair::Agents { .. } => {
+                let uri = format!("tcp:{DESTINATION}:{MIGRATION_PORT}");
+                self.here.migrate(&uri)
+            }
         }
     }
 
@@ -168,6 +187,36 @@ impl Rig {
             Party::DestinationCommand => self.destination_command.as_mut(),
             Party::DestinationGuest => self.there.process(),
         }
+    }
+
+    /// Loads the rules of others at the source.
+    ///
+    /// # Errors
+    /// If `nft` fails.
+    pub fn load_foreign(&self, rules: ForeignRules) -> Result<(), KitError> {
+        let ports = "tcp dport 49152-49215";
+        // nftables(8): a nat chain of the agent is at -100.
+        let chain = match rules {
+            ForeignRules::Notrack => {
+                format!("type filter hook output priority raw; {ports} notrack;")
+            }
+            ForeignRules::EarlierAccept => {
+                format!("type nat hook output priority -150; {ports} accept;")
+            }
+            ForeignRules::EarlierDnat => format!(
+                "type nat hook output priority -150; \
+                 ip daddr {DESTINATION} {ports} dnat ip to {DESTINATION};"
+            ),
+            ForeignRules::Mark => {
+                format!("type route hook output priority mangle; {ports} meta mark set 0x10;")
+            }
+            ForeignRules::Masquerade => {
+                "type nat hook postrouting priority srcnat; oifname veth masquerade;".to_owned()
+            }
+        };
+        let table = format!("table inet foreign {{\nchain rules {{ {chain} }}\n}}\n");
+        let host = &self.link.source;
+        host.tool_with("nft", &["-f", "-"], &table).map(drop)
     }
 
     /// Sends a party a signal.
@@ -202,6 +251,10 @@ fn devices(case: &Case, party: Party) -> Vec<Stream> {
 
 /// Flags by which a side encrypts, with certificates that are made for the case, or does not.
 fn security(tools: &Tools, case: &Case, folder: &Path) -> Result<Vec<String>, KitError> {
+    if let Pair::Agents { .. } = case.pair {
+        // Each agent has its own.
+        return Ok(Vec::new());
+    }
     if !case.net.tls {
         return Ok(vec!["--insecure=on".to_owned()]);
     }
@@ -332,7 +385,8 @@ impl Builder<'_> {
         to: Release,
         started: bool,
     ) -> Result<Rig, KitError> {
-        let mut here = self.qemu(from, "here", false)?;
+        let mut here = self.qemu(None, from, "here", false)?;
+        let mut capability_is_on = self.switch_capability(End::Source, &mut here);
         let settings = here.settings()?;
         let stalls = |end: &str| -> Result<Proxy, KitError> {
             let folder = self.folder.join(end);
@@ -346,21 +400,29 @@ impl Builder<'_> {
         arguments.extend(self.security.clone());
         let (there, mut qmp) = if started {
             let folder = self.folder.join("there");
-            let guest = &self.tools.guest;
             arguments.push("--".to_owned());
-            arguments.extend(qemu_line(&qemu_program(to)?, guest, &folder)?);
-            (Machine::adopted(guest, &folder), [None, None])
+            arguments.extend(self.line(to, "there")?);
+            (Machine::adopted(&self.tools.guest, &folder), [None, None])
         } else {
-            let there = self.qemu(to, "there", true)?;
+            let mut there = self.qemu(None, to, "there", true)?;
+            capability_is_on |= self.switch_capability(End::Destination, &mut there);
             let proxy = stalls("there")?;
             arguments.push(format!("--qmp={}", self.path("there/qmp.stalls")));
             (there, [None, Some(proxy)])
+        };
+        let disk_lock = if self.has_disk() {
+            let image = self.folder.join("there/disk");
+            Some(DiskLock::prepare(&qemu_program(to)?, &image)?)
+        } else {
+            None
         };
         qmp[0] = Some(stalls("here")?);
         let party = Party::DestinationCommand;
         let serve = self.hotlift("serve", &link.destination, party, &arguments)?;
         let mut rig = self.done(link, proxies, here, there, Vec::new())?;
         rig.qmp = qmp;
+        rig.capability_is_on = capability_is_on;
+        rig.disk_lock = disk_lock;
         rig.settings = Some(settings);
         rig.is_ready = listens(&rig.link.destination, serve, &mut rig.destination_command)?;
         Ok(rig)
@@ -373,8 +435,8 @@ impl Builder<'_> {
         from: Release,
         to: Release,
     ) -> Result<Rig, KitError> {
-        let mut here = self.qemu(from, "here", false)?;
-        let mut there = self.qemu(to, "there", true)?;
+        let mut here = self.qemu(None, from, "here", false)?;
+        let mut there = self.qemu(None, to, "there", true)?;
         let names = ["multifd", "return-path", "pause-before-switchover"];
         let capabilities = names.map(|name| (name, true));
         let parameters = json!({
@@ -432,11 +494,123 @@ impl Builder<'_> {
         Ok(rig)
     }
 
-    fn qemu(&self, release: Release, end: &str, incoming: bool) -> Result<Machine, KitError> {
+    /// QEMUs without a monitor of their own beside the agents of their hosts, as libvirt has them.
+    fn agents(self, link: Link, from: Release, to: Release, channels: u8) -> Result<Rig, KitError> {
+        link.watch_plaintext(AGENT_PORT)?;
+        let pki = Pki::new();
+        let mut agents = Vec::new();
+        for (end, host, address, party) in [
+            ("here", &link.source, SOURCE, Party::SourceCommand),
+            (
+                "there",
+                &link.destination,
+                DESTINATION,
+                Party::DestinationCommand,
+            ),
+        ] {
+            // The kernel gives a port of migrations to no connection that leaves.
+            let reserved = "net.ipv4.ip_local_reserved_ports=49152-49215";
+            host.tool("sysctl", &["-qw", reserved])?;
+            let folder = self.folder.join(end);
+            pki.host_in(&folder.join("pki"), &[address]);
+            let config = format!(
+                "tls = \"{0}/pki\"\ncontrol = \"{0}/agent\"\nusers = [\"root\"]\ndrain-limit = \"1s\"\n",
+                folder.display()
+            );
+            let file = folder.join("agent.toml");
+            fs::write(&file, config).map_err(KitError::system("write agent.toml"))?;
+            let arguments = ["agent", "run", &format!("--config={}", file.display())];
+            let arguments = arguments.map(str::to_owned);
+            let mut agent = self.hotlift("agent run", host, party, &arguments)?;
+            agent.wait_for("listening on ", PATIENCE)?;
+            agents.push(agent);
+        }
+        let mut here = self.qemu(Some(&link.source), from, "here", false)?;
+        let mut there = self.qemu(Some(&link.destination), to, "there", true)?;
+        let capabilities = [("return-path", true), ("multifd", channels > 0)];
+        let multifd = json!({ "multifd-channels": channels.max(1) });
+        here.tell(|qmp| {
+            qmp.set_capabilities(&capabilities)?;
+            qmp.set_parameters(&multifd)?;
+            qmp.set_parameters(&json!({ "max-bandwidth": 64 << 20, "downtime-limit": DOWNTIME }))
+        })?;
+        let incoming = format!("tcp:{DESTINATION}:{MIGRATION_PORT}");
+        there.tell(|qmp| {
+            qmp.set_capabilities(&capabilities)?;
+            qmp.set_parameters(&multifd)?;
+            qmp.migrate_incoming(&incoming, true)
+        })?;
+        let sockets = ["here/agent", "there/agent"].map(|name| self.folder.join(name));
+        let mut rig = self.done(link, Vec::new(), here, there, sockets.into())?;
+        rig.destination_command = agents.pop();
+        rig.source_command = agents.pop();
+        Ok(rig)
+    }
+
+    fn has_disk(&self) -> bool {
+        self.case.has(|kind| *kind == Kind::LockedDisk)
+    }
+
+    /// Switches the capability on that the case has at this end; false if it has none there, or QEMU refuses it.
+    fn switch_capability(&self, end: End, machine: &mut Machine) -> bool {
+        let mut kinds = self.case.faults.iter().map(|fault| fault.kind);
+        let name = kinds.find_map(|kind| match kind {
+            Kind::CapabilityOn { at, name } if at == end => Some(name.name()),
+            _ => None,
+        });
+        let mut on = |name| machine.tell(|qmp| qmp.set_capabilities(&[(name, true)]));
+        name.is_some_and(|name| on(name).is_ok())
+    }
+
+    /// The command line of the QEMU at an end.
+    fn line(&self, release: Release, end: &str) -> Result<Vec<String>, KitError> {
+        let folder = self.folder.join(end);
+        let mut more = Vec::new();
+        if self.has_disk() {
+            let image = folder.join("disk");
+            let file = fs::File::create(&image).and_then(|file| file.set_len(DISK));
+            file.map_err(KitError::system("make a disk image"))?;
+            more.extend([
+                "-drive".to_owned(),
+                format!("file={},format=raw,if=virtio", image.display()),
+            ]);
+        }
+        for fault in &self.case.faults {
+            more.extend(
+                match fault.kind {
+                    Kind::Power {
+                        change: PowerChange::Off,
+                    } => &["-no-reboot"][..],
+                    Kind::Power {
+                        change: PowerChange::OffKept,
+                    } => &["-no-reboot", "-no-shutdown"],
+                    _ => &[],
+                }
+                .iter()
+                .map(|&flag| flag.to_owned()),
+            );
+        }
+        qemu_line(&qemu_program(release)?, &self.tools.guest, &folder, &more)
+    }
+
+    fn qemu(
+        &self,
+        host: Option<&Namespace>,
+        release: Release,
+        end: &str,
+        incoming: bool,
+    ) -> Result<Machine, KitError> {
         let folder = self.folder.join(end);
         let temporary = self.folder.join("tmp");
-        let program = qemu_program(release)?;
-        Machine::qemu(&program, &self.tools.guest, &folder, incoming, &temporary)
+        let line = self.line(release, end)?;
+        Machine::qemu(
+            host,
+            &line,
+            &self.tools.guest,
+            &folder,
+            incoming,
+            &temporary,
+        )
     }
 
     fn done(
@@ -458,6 +632,8 @@ impl Builder<'_> {
             settings: None,
             sockets,
             is_ready: true,
+            capability_is_on: false,
+            disk_lock: None,
             host: self.host,
             hotlift: self.tools.hotlift.clone(),
             folder: self.folder,

@@ -8,7 +8,7 @@ use hotlift_qmp::ANSWER_TIMEOUT;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
-use crate::case::{Case, Kind, Pair, Party, SETTLE};
+use crate::case::{Case, Kind, Pair, Party, PowerChange, SETTLE};
 use crate::drive::{Seen, drive};
 use crate::error::KitError;
 use crate::machine::Look;
@@ -22,7 +22,7 @@ const GONE: Duration = Duration::from_secs(15);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Wrong {
-    /// Both sides ran the guest.
+    /// Both sides ran the guest, or one runs it although it has powered off.
     TwoGuests,
     /// No side runs it, and it is not whole and paused at the source with exit code 3.
     NoGuest,
@@ -30,7 +30,9 @@ pub enum Wrong {
     LostWrites,
     /// A process, a file, a socket or a setting is left.
     Leftover,
-    /// An exit code that these faults do not explain.
+    /// Guest memory left the source unencrypted although its agent refuses that.
+    Plaintext,
+    /// An exit code that these faults do not explain, or success without a guest.
     Exit,
     /// A side comes to no end, or a guest answers nothing.
     Hangs,
@@ -61,10 +63,25 @@ pub enum Outcome {
     Stayed,
     /// At the source, paused and whole: it ran on when it was told to.
     Kept,
-    /// It ended with the process that had it, which the fault has ended.
+    /// It ended with the process that had it, which the fault has ended, or has powered off.
     Ended,
     /// None of these.
     Wrong,
+}
+
+/// The state of a guest that runs nowhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Absent {
+    /// At the source without a monitor; it waits for its operator.
+    Waits,
+    /// Paused at the source, and its operator knows.
+    Paused,
+    /// Ended by a fault.
+    Ended,
+    /// Its QEMU answers nothing.
+    Silent,
+    /// Nobody runs it, and nobody knows.
+    Lost,
 }
 
 /// What came of a case: one line of the raw list.
@@ -196,9 +213,15 @@ impl Record {
         })
     }
 
-    /// Whether a fault was to end a guest's process.
+    /// True if a fault ends a guest's process, or the guest has powered off: whichever QEMU had it then.
     fn may_have_ended(&self, whom: Party) -> bool {
-        self.killed(whom) || self.faults().any(|kind| kind.asks(whom))
+        self.killed(whom) || self.has_powered_off() || self.faults().any(|kind| kind.asks(whom))
+    }
+
+    fn has_powered_off(&self) -> bool {
+        let is_off =
+            |kind: &Kind| matches!(kind, Kind::Power { change } if *change != PowerChange::Reset);
+        self.faults().any(is_off)
     }
 
     /// Exit codes of the source's side that the faults explain. With none, only 0.
@@ -206,8 +229,19 @@ impl Record {
         let mut codes = vec![0];
         for kind in self.faults() {
             codes.extend(match kind {
-                Kind::Delay { .. } | Kind::Strangers { .. } => &[][..],
+                Kind::Delay { .. }
+                | Kind::Strangers { .. }
+                | Kind::Power {
+                    change: PowerChange::Reset,
+                } => &[][..],
+                Kind::Foreign { rules } if !rules.bypass_redirect() => &[],
+                // Exit code 3 where the destination's QEMU is one that the command did not start.
+                Kind::LockedDisk => &[1, 3],
                 Kind::LinkDown { .. }
+                | Kind::PowerLoss { .. }
+                | Kind::CapabilityOn { .. }
+                | Kind::Power { .. }
+                | Kind::Foreign { .. }
                 | Kind::Cut { .. }
                 | Kind::Freeze { .. }
                 | Kind::QmpStall { .. }
@@ -228,7 +262,7 @@ impl Record {
             });
         }
         let lasts: Duration = self.faults().map(Kind::lasts).sum();
-        if lasts >= SETTLE {
+        if lasts >= SETTLE || self.faults().any(Kind::outlasts_settling) {
             codes.push(3);
         }
         codes
@@ -236,6 +270,18 @@ impl Record {
 
     /// Decides where the guest is, and whether that is as it must be.
     fn weigh(&mut self, seen: &Seen, rig: &mut Rig) {
+        self.weigh_run(seen);
+        self.outcome = match (seen.here == Look::Running, seen.there == Look::Running) {
+            (true, true) => Outcome::Wrong,
+            (false, true) => self.proven(Outcome::Moved, rig),
+            (true, false) => self.proven(Outcome::Stayed, rig),
+            (false, false) => self.neither(seen, rig),
+        };
+        self.weigh_exits(seen);
+    }
+
+    /// Notes what must never be seen, wherever the guest is in the end.
+    fn weigh_run(&mut self, seen: &Seen) {
         let runs = |look: &Look| *look == Look::Running;
         if seen.both || (runs(&seen.here) && runs(&seen.there)) {
             self.note(Wrong::TwoGuests, "both sides have run the guest");
@@ -249,13 +295,13 @@ impl Record {
         for who in &seen.did_not_end {
             self.note(Wrong::Leftover, format!("{who} did not end on SIGINT"));
         }
-        self.outcome = match (runs(&seen.here), runs(&seen.there)) {
-            (true, true) => Outcome::Wrong,
-            (false, true) => self.proven(Outcome::Moved, rig),
-            (true, false) => self.proven(Outcome::Stayed, rig),
-            (false, false) => self.neither(seen, rig),
-        };
-        self.weigh_exits(seen);
+        if self.has_powered_off() && (runs(&seen.here) || runs(&seen.there)) {
+            self.note(Wrong::TwoGuests, "the guest has powered off, and runs");
+        }
+        if seen.plaintext > 0 {
+            let what = format!("{} segments left the source unencrypted", seen.plaintext);
+            self.note(Wrong::Plaintext, what);
+        }
     }
 
     /// A source that says that it waited in vain, and has the guest, has done as it should.
@@ -290,6 +336,36 @@ impl Record {
         if seen.source_exit == Some(0) && self.outcome == Outcome::Stayed {
             self.note(Wrong::Exit, "exit code 0, and the guest is at the source");
         }
+        if !self.may_never_arrive(seen) {
+            let is_steered = matches!(self.case.pair, Pair::Steered { .. });
+            for (side, exit, counts) in [
+                ("source's side", seen.source_exit, true),
+                // A relay reports its stream, not the guest.
+                ("destination's command", seen.destination_exit, is_steered),
+            ] {
+                if counts && exit == Some(0) {
+                    let what = format!(
+                        "the {side} ends with 0, and the guest never ran at the destination"
+                    );
+                    self.note(Wrong::Exit, what);
+                }
+            }
+        }
+    }
+
+    /// True if the guest has run at the destination, or a fault explains success without that.
+    fn may_never_arrive(&self, seen: &Seen) -> bool {
+        let commands = [Party::SourceCommand, Party::DestinationCommand];
+        let is_bare_and_killed = self.case.pair.is_steered_by_others()
+            && commands.into_iter().any(|one| self.killed(one));
+        // The run state of a guest that has powered off travels with it.
+        let is_off = seen.there == Look::Paused("shutdown".to_owned());
+        seen.arrived
+            || seen.there == Look::Silent
+            || is_bare_and_killed
+            || (self.has_powered_off() && is_off)
+            || self.killed(Party::DestinationGuest)
+            || self.faults().any(|kind| kind.asks(Party::DestinationGuest))
     }
 
     /// The guest runs on one side: sees whether its memory is right.
@@ -316,11 +392,13 @@ impl Record {
         }
     }
 
-    /// The guest runs nowhere.
-    fn neither(&mut self, seen: &Seen, rig: &mut Rig) -> Outcome {
+    /// Judges a guest that runs nowhere.
+    fn absent(&self, seen: &Seen) -> Absent {
         if seen.here == Look::Silent && matches!(self.case.pair, Pair::BuiltIn { .. }) {
-            // Without a monitor: it is there, and waits to be told.
-            return Outcome::Kept;
+            return Absent::Waits;
+        }
+        if self.has_powered_off() {
+            return Absent::Ended;
         }
         let ended = [Party::SourceGuest, Party::DestinationGuest]
             .into_iter()
@@ -328,34 +406,50 @@ impl Record {
         let is_paused = matches!(seen.here, Look::Paused(_));
         let commands = [Party::SourceCommand, Party::DestinationCommand];
         let command_killed = commands.into_iter().any(|party| self.killed(party));
-        let is_bare = matches!(self.case.pair, Pair::Relays { .. });
+        let is_bare = self.case.pair.is_steered_by_others();
         let is_told = seen.source_exit == Some(3) || self.killed(Party::SourceCommand);
         // Bare relays steer no QEMU: who does must be told that they have failed.
         let is_for_others = is_bare && (command_killed || seen.source_exit != Some(0));
         if is_paused && (is_told || is_for_others) {
-            let resumed = rig.here.resume();
-            if let Err(error) = resumed {
-                self.note(Wrong::NoGuest, format!("it cannot be resumed: {error}"));
-                return Outcome::Wrong;
-            }
-            return match self.proven(Outcome::Kept, rig) {
-                Outcome::Wrong => Outcome::Wrong,
-                _ => Outcome::Kept,
-            };
+            return Absent::Paused;
         }
         if ended {
-            return Outcome::Ended;
+            return Absent::Ended;
         }
-        if seen.here == Look::Silent {
-            self.note(Wrong::Hangs, "the source's QEMU answers nothing");
-            return Outcome::Wrong;
+        match seen.here {
+            Look::Silent => Absent::Silent,
+            _ => Absent::Lost,
         }
-        let (here, there) = (seen.here.name(), seen.there.name());
-        self.note(
-            Wrong::NoGuest,
-            format!("nobody runs it: the source is '{here}', the destination '{there}'"),
-        );
-        Outcome::Wrong
+    }
+
+    /// The guest runs nowhere: resumes it where that is its operator's part.
+    fn neither(&mut self, seen: &Seen, rig: &mut Rig) -> Outcome {
+        match self.absent(seen) {
+            Absent::Waits => Outcome::Kept,
+            Absent::Paused => {
+                if let Err(error) = rig.here.resume() {
+                    self.note(Wrong::NoGuest, format!("it cannot be resumed: {error}"));
+                    return Outcome::Wrong;
+                }
+                match self.proven(Outcome::Kept, rig) {
+                    Outcome::Wrong => Outcome::Wrong,
+                    _ => Outcome::Kept,
+                }
+            }
+            Absent::Ended => Outcome::Ended,
+            Absent::Silent => {
+                self.note(Wrong::Hangs, "the source's QEMU answers nothing");
+                Outcome::Wrong
+            }
+            Absent::Lost => {
+                let (here, there) = (seen.here.name(), seen.there.name());
+                self.note(
+                    Wrong::NoGuest,
+                    format!("nobody runs it: the source is '{here}', the destination '{there}'"),
+                );
+                Outcome::Wrong
+            }
+        }
     }
 
     /// Files, sockets and settings, and then processes.
@@ -474,4 +568,209 @@ fn words(rig: &mut Rig) -> Vec<String> {
         }
     }
     words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::case::{Fault, ForeignRules, Moment};
+    use crate::qemu::Release;
+
+    const STEERED: Pair = Pair::Steered {
+        from: Release::V10,
+        to: Release::V10,
+        started: true,
+    };
+
+    /// A case of one fault that happened.
+    fn record(pair: Pair, kind: Kind) -> Record {
+        let fault = Fault {
+            kind,
+            moment: Moment::Round,
+            delay_ms: 0,
+        };
+        Record {
+            campaign: 1,
+            case: Case {
+                pair,
+                faults: vec![fault],
+                ..Case::draw(1, 1)
+            },
+            fired: vec![true],
+            outcome: Outcome::Wrong,
+            source_exit: None,
+            destination_exit: None,
+            here: String::new(),
+            there: String::new(),
+            problems: Vec::new(),
+            words: Vec::new(),
+            seconds: 0.0,
+        }
+    }
+
+    /// A guest that is in these states in the end, and how both commands end.
+    fn seen(here: Look, there: Look, source_exit: i32, destination_exit: i32) -> Seen {
+        Seen {
+            fired: vec![true],
+            is_ready: true,
+            both: false,
+            arrived: there == Look::Running,
+            plaintext: 0,
+            none_while_full: false,
+            hangs: false,
+            did_not_end: Vec::new(),
+            here,
+            there,
+            source_exit: Some(source_exit),
+            destination_exit: Some(destination_exit),
+        }
+    }
+
+    fn paused(state: &str) -> Look {
+        Look::Paused(state.to_owned())
+    }
+
+    /// What is wrong with an end, by the rules that need no process.
+    fn wrongs(mut record: Record, seen: &Seen, outcome: Outcome) -> Vec<Wrong> {
+        record.weigh_run(seen);
+        record.outcome = outcome;
+        record.weigh_exits(seen);
+        record
+            .problems
+            .iter()
+            .map(|problem| problem.wrong)
+            .collect()
+    }
+
+    #[test]
+    fn a_destination_that_cannot_lock_its_disk_leaves_no_success() {
+        let locked = || record(STEERED, Kind::LockedDisk);
+        let nobody = seen(paused("postmigrate"), paused("paused"), 0, 0);
+        assert_eq!(locked().absent(&nobody), Absent::Lost);
+        assert_eq!(
+            wrongs(locked(), &nobody, Outcome::Wrong),
+            [Wrong::Exit, Wrong::Exit]
+        );
+        let back = seen(Look::Running, Look::Ended, 1, 1);
+        assert_eq!(wrongs(locked(), &back, Outcome::Stayed), []);
+        let kept = seen(paused("postmigrate"), paused("inmigrate"), 3, 3);
+        assert_eq!(locked().absent(&kept), Absent::Paused);
+        assert_eq!(wrongs(locked(), &kept, Outcome::Kept), []);
+        // The other end has the guest: its command must not report that it came.
+        let half = seen(Look::Running, Look::Ended, 1, 0);
+        assert_eq!(wrongs(locked(), &half, Outcome::Stayed), [Wrong::Exit]);
+    }
+
+    #[test]
+    fn a_guest_that_powered_off_runs_nowhere_and_its_migration_has_failed() {
+        let off = |change| record(STEERED, Kind::Power { change });
+        for change in [PowerChange::Off, PowerChange::OffKept] {
+            let here = match change {
+                PowerChange::Off => Look::Ended,
+                _ => paused("shutdown"),
+            };
+            let failed = seen(here.clone(), Look::Ended, 1, 1);
+            assert_eq!(off(change).absent(&failed), Absent::Ended);
+            assert_eq!(wrongs(off(change), &failed, Outcome::Ended), []);
+            let success = seen(here.clone(), Look::Ended, 0, 1);
+            assert_eq!(wrongs(off(change), &success, Outcome::Ended), [Wrong::Exit]);
+            let in_doubt = seen(here, Look::Ended, 3, 1);
+            assert_eq!(
+                wrongs(off(change), &in_doubt, Outcome::Ended),
+                [Wrong::Exit]
+            );
+            let risen = seen(Look::Ended, Look::Running, 1, 1);
+            assert_eq!(
+                wrongs(off(change), &risen, Outcome::Moved),
+                [Wrong::TwoGuests]
+            );
+        }
+        let travelled = seen(paused("postmigrate"), paused("shutdown"), 0, 0);
+        assert_eq!(
+            wrongs(off(PowerChange::OffKept), &travelled, Outcome::Ended),
+            []
+        );
+        // It arrived, and powered off there.
+        let mut there = seen(paused("postmigrate"), Look::Ended, 0, 0);
+        there.arrived = true;
+        assert_eq!(wrongs(off(PowerChange::Off), &there, Outcome::Ended), []);
+    }
+
+    #[test]
+    fn a_guest_that_is_reset_moves() {
+        let reset = || {
+            let change = PowerChange::Reset;
+            record(STEERED, Kind::Power { change })
+        };
+        let moved = seen(paused("postmigrate"), Look::Running, 0, 0);
+        assert_eq!(wrongs(reset(), &moved, Outcome::Moved), []);
+        let failed = seen(Look::Running, Look::Ended, 1, 1);
+        assert_eq!(wrongs(reset(), &failed, Outcome::Stayed), [Wrong::Exit]);
+        let nobody = seen(Look::Ended, Look::Ended, 1, 1);
+        assert_eq!(reset().absent(&nobody), Absent::Lost);
+    }
+
+    #[test]
+    fn a_capability_that_is_on_is_refused_or_changes_nothing() {
+        let on = || {
+            let (at, name) = (End::Source, crate::case::Capability::XIgnoreShared);
+            record(STEERED, Kind::CapabilityOn { at, name })
+        };
+        let refused = seen(Look::Running, Look::Ended, 1, 1);
+        assert_eq!(wrongs(on(), &refused, Outcome::Stayed), []);
+        let moved = seen(paused("postmigrate"), Look::Running, 0, 0);
+        assert_eq!(wrongs(on(), &moved, Outcome::Moved), []);
+        let in_doubt = seen(paused("postmigrate"), Look::Ended, 3, 1);
+        assert_eq!(wrongs(on(), &in_doubt, Outcome::Kept), [Wrong::Exit]);
+    }
+
+    #[test]
+    fn a_source_is_in_doubt_only_if_power_is_lost_for_as_long_as_it_asks() {
+        let at = End::Destination;
+        for (secs, may_be_in_doubt) in [
+            (Some(5), false),
+            (Some(20), false),
+            (Some(60), true),
+            (None, true),
+        ] {
+            let loss = record(STEERED, Kind::PowerLoss { secs, at });
+            let kept = seen(paused("postmigrate"), Look::Ended, 3, 1);
+            let wrong = wrongs(loss, &kept, Outcome::Kept);
+            assert_eq!(wrong.is_empty(), may_be_in_doubt, "{secs:?}");
+            let loss = record(STEERED, Kind::PowerLoss { secs, at });
+            let stayed = seen(Look::Running, Look::Ended, 1, 1);
+            assert_eq!(wrongs(loss, &stayed, Outcome::Stayed), []);
+            let mut hangs = seen(Look::Running, Look::Ended, 1, 1);
+            hangs.hangs = true;
+            let loss = record(STEERED, Kind::PowerLoss { secs, at });
+            assert_eq!(wrongs(loss, &hangs, Outcome::Stayed), [Wrong::Hangs]);
+        }
+    }
+
+    #[test]
+    fn rules_of_others_let_no_plaintext_out_and_harmless_ones_stop_no_migration() {
+        let pair = Pair::Agents {
+            from: Release::V10,
+            to: Release::V10,
+            channels: 2,
+        };
+        let foreign = |rules| record(pair, Kind::Foreign { rules });
+        let mut plain = seen(paused("postmigrate"), Look::Running, 0, 0);
+        plain.plaintext = 7;
+        let bypass = foreign(ForeignRules::Notrack);
+        assert_eq!(wrongs(bypass, &plain, Outcome::Moved), [Wrong::Plaintext]);
+        let refused = seen(Look::Running, Look::Waiting, 1, 130);
+        let bypass = foreign(ForeignRules::Notrack);
+        assert_eq!(wrongs(bypass, &refused, Outcome::Stayed), []);
+        let harmless = foreign(ForeignRules::Masquerade);
+        assert_eq!(wrongs(harmless, &refused, Outcome::Stayed), [Wrong::Exit]);
+    }
+
+    #[test]
+    fn a_fault_that_did_not_happen_explains_nothing() {
+        let mut locked = record(STEERED, Kind::LockedDisk);
+        locked.fired = vec![false];
+        let back = seen(Look::Running, Look::Ended, 1, 1);
+        assert_eq!(wrongs(locked, &back, Outcome::Stayed), [Wrong::Exit]);
+    }
 }

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
-use hotlift_testkit::case::{BuiltIn, Case, Pair};
+use hotlift_testkit::case::{BuiltIn, Case, Kind, Pair};
 use hotlift_testkit::program::Program;
 use hotlift_testkit::qemu::Release;
 use hotlift_testkit::rig::Tools;
@@ -25,6 +25,9 @@ use hotlift_testkit::{skip, summary};
 
 /// Longest that the faults of a case may last where the time of the whole run is limited.
 const SHORT: Duration = Duration::from_secs(7);
+
+/// Numbers that a list of cases is drawn from at most.
+const MAX_CASES: u64 = 100_000;
 
 /// What a case takes besides its faults.
 const CASE: Duration = Duration::from_secs(6);
@@ -37,7 +40,7 @@ struct Flags {
     /// The hotlift to test [default: the one beside this program]
     #[arg(long, value_name = "PATH")]
     hotlift: Option<PathBuf>,
-    /// Decides the whole list of cases [default: the number of this day]
+    /// Decides the whole list of cases of this version [default: the number of this day]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
     /// Run as many cases as have so many faults together
@@ -49,6 +52,9 @@ struct Flags {
     /// Run this case alone (may be given again)
     #[arg(long, value_name = "N")]
     only: Vec<u64>,
+    /// Run only cases with a fault whose name contains this text, as the summary has it (may be given again)
+    #[arg(long, value_name = "TEXT", conflicts_with_all = ["only", "case"])]
+    kind: Vec<String>,
     /// Run the case that this JSON describes (may be given again)
     #[arg(long, value_name = "JSON", conflicts_with = "only")]
     case: Vec<String>,
@@ -159,10 +165,14 @@ fn cases(flags: &Flags, seed: u64) -> Result<Vec<Case>, String> {
     let mut faults = 0;
     for number in 0.. {
         // A limit of time is one; that of faults is then none.
-        if faults >= flags.faults && !limited || list.len() >= 100_000 {
+        if faults >= flags.faults && !limited || number >= MAX_CASES {
             break;
         }
         let case = Case::draw(seed, number);
+        let is_asked_for = |kind: &Kind| flags.kind.iter().any(|text| kind.name().contains(text));
+        if !flags.kind.is_empty() && !case.has(is_asked_for) {
+            continue;
+        }
         if limited && case.lasts() > SHORT {
             continue;
         }
@@ -171,6 +181,12 @@ fn cases(flags: &Flags, seed: u64) -> Result<Vec<Case>, String> {
         if limited && list.len() >= 10_000 {
             break;
         }
+    }
+    if list.is_empty() {
+        let kinds = flags.kind.join(", ");
+        return Err(format!(
+            "no case has a fault of --kind {kinds}: use a name from the summary"
+        ));
     }
     Ok(list)
 }
@@ -198,7 +214,9 @@ fn missing(case: &Case, kvm: Option<&String>) -> Option<(&'static str, String)> 
             ..
         } => None,
         Pair::BuiltIn { .. } => kvm,
-        Pair::Steered { from, to, .. } | Pair::Relays { from, to } => {
+        Pair::Steered { from, to, .. }
+        | Pair::Relays { from, to }
+        | Pair::Agents { from, to, .. } => {
             let releases: [Release; 2] = [from, to];
             kvm.or_else(|| releases.into_iter().find_map(qemu))
         }
