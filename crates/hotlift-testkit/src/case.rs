@@ -454,6 +454,12 @@ impl Kind {
         matches!(self, Self::Signal { party, .. } if *party == whom)
     }
 
+    /// Returns true if the guest powers off.
+    #[must_use]
+    pub fn powers_off(&self) -> bool {
+        matches!(self, Self::Power { change } if *change != PowerChange::Reset)
+    }
+
     /// Returns true if a source cannot ask long enough to learn the end of its guest.
     #[must_use]
     pub fn outlasts_settling(&self) -> bool {
@@ -560,8 +566,12 @@ impl Case {
         let mut faults: Vec<Fault> = Vec::new();
         for _ in 0..count {
             let fault = draw_fault(&mut rng, &pair);
-            let name = fault.kind.name();
-            if faults.iter().all(|other| other.kind.name() != name) {
+            // One of a name, and one of a QEMU's power: its command line decides between off and reset.
+            let is_like = |other: &Fault| {
+                let power = |kind| matches!(kind, Kind::Power { .. });
+                other.kind.name() == fault.kind.name() || power(other.kind) && power(fault.kind)
+            };
+            if !faults.iter().any(is_like) {
                 faults.push(fault);
             }
         }

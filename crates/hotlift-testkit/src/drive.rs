@@ -22,7 +22,7 @@ const SLACK: Duration = Duration::from_secs(120);
 /// How long the destination has to come to its end after the source's.
 const GRACE: Duration = Duration::from_secs(12);
 
-/// How long it has if the guest runs at the source: nobody comes any more.
+/// How long it has if the guest runs at the source, or is off: nobody comes any more.
 const STAYED: Duration = Duration::from_secs(2);
 
 /// How long a command has to end after SIGINT.
@@ -459,7 +459,10 @@ impl Drive<'_> {
             if (one && ended) || over.elapsed() >= GRACE {
                 break;
             }
-            if looks.0 == Look::Running && over.elapsed() >= STAYED {
+            let is_off = |kind: &Kind| kind.powers_off();
+            let stays =
+                looks.0 == Look::Running || ended && self.case.happened(&self.fired).any(is_off);
+            if stays && over.elapsed() >= STAYED {
                 break;
             }
             std::thread::sleep(TICK * 10);

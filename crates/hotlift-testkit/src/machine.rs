@@ -449,3 +449,34 @@ pub fn qemu_line(
     line.extend_from_slice(more);
     Ok(line)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn a_guest_that_was_reset_is_proven_and_a_page_that_it_lost_is_found() {
+        let Some(release) = qemu::Release::V7.program() else {
+            return;
+        };
+        if !qemu::has_kvm() {
+            return;
+        }
+        let guest = Arc::new(Program::new(64 << 20, 32 << 20, 20).unwrap());
+        let folder = qemu::folder().unwrap();
+        let line = qemu_line(&release, &guest, folder.path(), &[]).unwrap();
+        let (path, temporary) = (folder.path(), folder.path());
+        let mut machine = Machine::qemu(None, &line, &guest, path, false, temporary).unwrap();
+        assert!(machine.reset());
+        machine.note_reset();
+        machine.prove().unwrap();
+        assert!(!machine.reset(), "it is paused");
+        let ram = fs::OpenOptions::new().write(true).open(path.join("ram"));
+        let last = guest.ram_bytes() - 1;
+        ram.unwrap().write_all_at(&[0xa5], last).unwrap();
+        let lost = machine.prove();
+        assert!(matches!(lost, Err(KitError::Memory { .. })), "{lost:?}");
+    }
+}

@@ -397,7 +397,13 @@ impl Builder<'_> {
             format!("--listen=tcp:{DESTINATION}:{PORT}"),
             format!("--data-port={DATA_PORT}"),
         ];
-        arguments.extend(self.security.clone());
+        // `migrate` alone connects to a host with a name.
+        let security = self.security.iter();
+        arguments.extend(
+            security
+                .filter(|flag| !flag.starts_with("--tls-hostname"))
+                .cloned(),
+        );
         let (there, mut qmp) = if started {
             let folder = self.folder.join("there");
             arguments.push("--".to_owned());

@@ -219,9 +219,7 @@ impl Record {
     }
 
     fn has_powered_off(&self) -> bool {
-        let is_off =
-            |kind: &Kind| matches!(kind, Kind::Power { change } if *change != PowerChange::Reset);
-        self.faults().any(is_off)
+        self.faults().any(Kind::powers_off)
     }
 
     /// Exit codes of the source's side that the faults explain. With none, only 0.
@@ -288,6 +286,13 @@ impl Record {
         }
         if seen.none_while_full && !self.may_have_ended(Party::SourceGuest) {
             self.note(Wrong::NoGuest, "nobody ran it while an output was full");
+        }
+        // One whose output is a full device from the start may end for that.
+        let is_explained = self
+            .faults()
+            .any(|kind| matches!(kind, Kind::Output { .. }) && kind.is_from_the_start());
+        if !seen.is_ready && !is_explained {
+            self.note(Wrong::SetUp, "a command did not start");
         }
         if seen.hangs {
             self.note(Wrong::Hangs, "the source's side comes to no end");
@@ -764,6 +769,26 @@ mod tests {
         assert_eq!(wrongs(bypass, &refused, Outcome::Stayed), []);
         let harmless = foreign(ForeignRules::Masquerade);
         assert_eq!(wrongs(harmless, &refused, Outcome::Stayed), [Wrong::Exit]);
+    }
+
+    #[test]
+    fn a_command_that_does_not_start_is_a_set_up_that_failed_unless_its_output_is_a_full_device() {
+        let party = Party::DestinationCommand;
+        let stream = crate::process::Stream::Stderr;
+        for (output, wrong) in [
+            (crate::process::Output::Device, &[][..]),
+            (crate::process::Output::Closed, &[Wrong::SetUp]),
+        ] {
+            let spoilt = Kind::Output {
+                party,
+                stream,
+                output,
+            };
+            let mut not_ready = seen(Look::Running, Look::Ended, 1, 2);
+            (not_ready.is_ready, not_ready.source_exit) = (false, None);
+            let found = wrongs(record(STEERED, spoilt), &not_ready, Outcome::Stayed);
+            assert_eq!(found, wrong);
+        }
     }
 
     #[test]
