@@ -21,7 +21,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::budget::Shares;
-use crate::commands::AgentCommands;
+use crate::commands::{AgentCommands, LastCheck};
 use crate::config::{Config, LogLevel};
 use crate::error::{AgentError, CarryError};
 use crate::log::Log;
@@ -50,6 +50,8 @@ pub struct Agent {
     pub shares: Shares,
     /// Its nftables table, if it has one.
     table: Mutex<Option<Table>>,
+    /// What the last `agent check` on this host has found.
+    last_check: Mutex<Option<LastCheck>>,
     /// Connections of redirected migrations that the one before has not taken, and where they go.
     returned: Mutex<Vec<(Stream, SocketAddr)>>,
     has_returned: OwnedFd,
@@ -82,6 +84,7 @@ impl Agent {
             sessions: Sessions::default(),
             shares: Shares::default(),
             table: Mutex::new(table),
+            last_check: Mutex::default(),
             returned: Mutex::default(),
             has_returned: fd()?,
             ended: AtomicBool::new(false),
@@ -100,6 +103,12 @@ impl Agent {
     pub fn options(&self) -> Options {
         // Checked when the configuration was read.
         self.config().options().unwrap_or_default()
+    }
+
+    /// What the last `agent check` on this host has found, if there was one since the start.
+    pub(crate) fn last_check(&self) -> MutexGuard<'_, Option<LastCheck>> {
+        let last = self.last_check.lock();
+        last.unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Something or somebody was refused.
@@ -221,18 +230,19 @@ fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
     }
 }
 
-/// Reads what the agent would begin with: the configuration in `file`, and certificates. Returns what is odd about the
-/// latter.
+/// Reads what the agent would begin with: the configuration in `file`, and certificates. Returns the former, and what is odd about
+/// the latter.
 ///
 /// # Errors
 /// [`AgentError`]: what is wrong with them.
-pub fn check(file: &Path) -> Result<Vec<String>, AgentError> {
+pub fn check(file: &Path) -> Result<(Config, Vec<String>), AgentError> {
     let config = Config::read(file)?;
     if config.redirect {
         rules(&config)?;
     }
     let tls = tls_of(&config)?;
-    Ok(tls.warnings().iter().map(ToString::to_string).collect())
+    let warnings = tls.warnings().iter().map(ToString::to_string).collect();
+    Ok((config, warnings))
 }
 
 /// Runs the agent with the configuration in `file` until a signal ends it. `redirect` is false to leave nftables alone.

@@ -1,6 +1,7 @@
 //! The commands of the control socket: QMP's dialect, with the agent's own commands.
 
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use hotlift::options::parse_size;
 use hotlift_qmp::server::{Commands, Refusal};
@@ -8,16 +9,21 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::agent::Agent;
+use crate::config::Plaintext;
 use crate::messages::Id;
+use crate::past::Count;
+use crate::proof::Found;
 use crate::session::{Direction, Session, Share};
+use crate::table;
 
 /// The commands' names.
-pub const COMMANDS: [&str; 7] = [
+pub const COMMANDS: [&str; 8] = [
     "query-agent",
     "query-migrations",
     "agent-cancel",
     "agent-limit",
     "agent-reload",
+    "agent-checked",
     "query-version",
     "query-commands",
 ];
@@ -48,6 +54,23 @@ pub struct AgentInfo {
     pub refusals: u64,
     /// TLS handshakes that have failed.
     pub tls_failures: u64,
+    /// What becomes of connections to a host without an agent, and of those that go past the redirect.
+    pub plaintext: Plaintext,
+    /// What has gone past the redirect since the table was made.
+    pub past_redirect: Vec<Count>,
+    /// What the last `hotlift agent check` as root has found, since the agent's start.
+    pub last_check: Option<LastCheck>,
+}
+
+/// What an `agent check` has found.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LastCheck {
+    /// When: RFC 3339.
+    pub at: String,
+    /// What it has found.
+    #[serde(flatten)]
+    pub found: Found,
 }
 
 /// One row of what `query-migrations` says.
@@ -171,6 +194,10 @@ impl AgentCommands {
             failed: ended(false),
             refusals: totals.refusals,
             tls_failures: totals.tls_failures,
+            plaintext: config.plaintext,
+            // Without nft there is no table either.
+            past_redirect: table::counts().unwrap_or_default(),
+            last_check: self.0.last_check().clone(),
         }
     }
 
@@ -195,6 +222,14 @@ impl AgentCommands {
                 change.id
             ))),
         }
+    }
+
+    fn checked(&self, arguments: &Value) -> Result<Value, Refusal> {
+        let found = serde_json::from_value(arguments.clone())
+            .map_err(|error| Refusal::generic(error.to_string()))?;
+        let at = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
+        *self.0.last_check() = Some(LastCheck { at, found });
+        Ok(json!({}))
     }
 
     fn cancel(&self, arguments: &Value) -> Result<Value, Refusal> {
@@ -255,6 +290,7 @@ impl Commands for AgentCommands {
                 self.0.reload();
                 Ok(json!({}))
             }
+            "agent-checked" => self.checked(arguments),
             "query-version" => Ok(hotlift_monitor::version()),
             "query-commands" => {
                 let rows = COMMANDS.iter().map(|name| json!({ "name": name }));

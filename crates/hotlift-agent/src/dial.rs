@@ -2,17 +2,17 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use hotlift::transport::Stream;
 use nix::ifaddrs::getifaddrs;
-use nix::sys::socket::{SockaddrStorage, getsockopt, setsockopt, sockopt};
+use nix::sys::socket::{SockaddrStorage, getsockopt, sockopt};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
-use crate::rules::MARK;
+use crate::rules;
 
 /// A connection to `to` that is not redirected.
 ///
@@ -26,7 +26,19 @@ pub fn connect(to: SocketAddr, timeout: Duration) -> io::Result<Stream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(family, SocketType::STREAM, flags, None)?;
     // Where it may not be set the rules do not ask for it: see `rules::Installed`.
-    let _ = setsockopt(&socket, sockopt::Mark, &MARK);
+    let _ = rules::mark(&socket);
+    Stream::of_tcp(connect_within(socket, to, timeout)?)
+}
+
+/// Connects a socket that does not block; the connection blocks.
+///
+/// # Errors
+/// The system's reason.
+pub(crate) fn connect_within(
+    socket: OwnedFd,
+    to: SocketAddr,
+    timeout: Duration,
+) -> io::Result<TcpStream> {
     match rustix::net::connect(&socket, &to) {
         Ok(()) => {}
         Err(Errno::INPROGRESS) => {
@@ -41,7 +53,7 @@ pub fn connect(to: SocketAddr, timeout: Duration) -> io::Result<Stream> {
     }
     let stream = TcpStream::from(socket);
     stream.set_nonblocking(false)?;
-    Stream::of_tcp(stream)
+    Ok(stream)
 }
 
 /// Where a connection was to go that a rule has redirected to a socket of this host, of IPv6 if `v6`.
@@ -75,7 +87,8 @@ pub fn is_of_this_host(address: IpAddr) -> io::Result<bool> {
     Ok(own.any(|own| own == address))
 }
 
-fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
+/// The IP address of an interface's address or mask.
+pub(crate) fn ip_of(address: &SockaddrStorage) -> Option<IpAddr> {
     let v4 = address.as_sockaddr_in().map(|it| IpAddr::from(it.ip()));
     v4.or_else(|| address.as_sockaddr_in6().map(|it| IpAddr::from(it.ip())))
 }

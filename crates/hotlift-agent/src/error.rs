@@ -40,6 +40,15 @@ pub enum AgentError {
     /// The rules that redirect.
     #[error("cannot redirect migrations to the agent")]
     Rules(#[from] RulesError),
+    /// Something of this host keeps migrations from the agent.
+    #[error(
+        "not all migrations of this host come to the agent: {count} problems, see above (with plaintext = \"refuse\" they fail; \
+         change the rules that are named, or 'ports', 'users' and 'destinations' in agent.toml)"
+    )]
+    NotRedirected {
+        /// Problems that were found.
+        count: usize,
+    },
     /// The control socket.
     #[error("cannot serve the control socket")]
     Control(#[from] MonitorError),
@@ -89,7 +98,8 @@ pub enum RulesError {
     },
     /// What it says.
     #[error(
-        "'nft' refuses (it needs CAP_NET_ADMIN, and the kernel's nft_redir, nft_socket and nft_reject): {said}"
+        "'nft' refuses (it needs CAP_NET_ADMIN, and the kernel's nft_redir, nft_socket, nft_reject_inet, nft_fib_inet \
+         and nft_log): {said}"
     )]
     Refused {
         /// Its words, in one line.

@@ -9,6 +9,7 @@
 //! | `agent`, `parts`, `drain` | what the threads share; start, reload, end; what is waited for before the end |
 //! | `config`, `values` | the configuration file: every key is a field |
 //! | `rules`, `table`, `dial` | the nftables rules; their table in force; connections that pass it, and where a redirected one was to go |
+//! | `past`, `bypass`, `proof` | what has gone past the redirect; rules of others that cause it; a connection that proves the redirect |
 //! | `redirect`, `source_socket` | this host's connections, told apart, and which of them their QEMU has closed |
 //! | `outgoing` | each migration to the other agent |
 //! | `door`, `incoming` | the agent's port, and what other agents announce there |
@@ -26,6 +27,7 @@
 mod agent;
 mod attend;
 mod budget;
+mod bypass;
 pub mod commands;
 pub mod config;
 mod dial;
@@ -41,6 +43,8 @@ pub mod metrics;
 mod notify;
 mod outgoing;
 mod parts;
+pub mod past;
+pub mod proof;
 mod redirect;
 pub mod rules;
 pub mod session;

@@ -4,10 +4,19 @@
 //! The agent's own connections must pass. Those to agents go to a port that is not redirected, and those to this host's
 //! QEMUs over loopback. What is left, to a host without an agent, carries a mark: unlike the user it tells the agent from a
 //! libvirtd that runs as root, too; unlike a control group it needs no mount; and setting it needs CAP_NET_ADMIN, which
-//! nft needs anyway.
+//! nft needs anyway. The rules read the mark of the socket, as rules of others may change that of a packet.
 //!
 //! The port of the agent carries the mark, too. It is no privileged one, and the table outlives an agent that is killed:
 //! connections to whoever has taken the port since are reset, as that takes a privilege to mark a socket.
+//!
+//! A redirect is NAT: a connection that is not tracked, that another rule has translated before, or that is older than the
+//! table, goes past it. So two more chains look at what leaves after all others. The one at output resets, the one at
+//! postrouting drops what changed after that. Where plaintext is refused they have no exception for the mark: the agent has
+//! no such connections then. Where it is allowed, the one at output counts.
+//!
+//! The chains know a connection of a user to a port of migrations by its conntrack entry. One without such an entry, or whose
+//! entry began with a packet of the other side, is known by its first packet, or by a local port of the kernel's choice:
+//! answers of a server to a client whose port is one of `ports` must pass.
 
 use std::fmt::Write as _;
 use std::os::fd::AsFd;
@@ -15,15 +24,33 @@ use std::process::Command;
 
 use nix::sys::socket::{setsockopt, sockopt};
 
-use crate::config::Config;
+use crate::config::{Config, Plaintext};
 use crate::error::RulesError;
-use crate::values::Prefix;
+use crate::values::{Ports, Prefix};
 
 /// The name of the table.
 pub const TABLE: &str = "hotlift_agent";
 
 /// The mark of connections that pass, and of the port that they are redirected to: "HL".
 pub const MARK: u32 = 0x484c;
+
+/// The mark of a connection of `hotlift agent check`, which never leaves the host: "HM".
+pub const PROOF_MARK: u32 = 0x484d;
+
+/// The sets that count what goes past the redirect, by address: of IPv4, and of IPv6.
+pub const COUNTED: [&str; 2] = ["plaintext4", "plaintext6"];
+
+/// The group of nfnetlink_log that is told of it: the mark, as a number that no other program is likely to have.
+pub const LOG_GROUP: u16 = 0x484c;
+
+/// Behind all chains of others; at `i32::MAX` conntrack confirms.
+const LAST: i32 = i32::MAX - 1;
+
+/// Destinations that are counted by themselves, in each set: more than a host migrates to.
+const MOST_COUNTED: u16 = 1024;
+
+/// The first local port that the kernel gives to a connection: Documentation/networking/ip-sysctl.rst, ip_local_port_range.
+const LOCAL_PORTS: u16 = 32768;
 
 /// What nft is told.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,27 +83,72 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
     let ids: Vec<_> = users.iter().map(u32::to_string).collect();
     let ids = ids.join(", ");
     let (ports, to) = (config.ports, config.redirect_port);
-    let redirected: String = destinations(&config.destinations)
+    let narrowed = destinations(&config.destinations);
+    let redirected: String = narrowed
         .iter()
         .map(|to_these| {
             format!("\t\tmeta skuid {{ {ids} }} {to_these}tcp dport {ports} redirect to :{to}\n")
         })
         .collect();
+    let sets: String = COUNTED
+        .iter()
+        .zip(["ipv4_addr", "ipv6_addr"])
+        .map(|(name, of)| {
+            format!("\tset {name} {{\n\t\ttype {of}; size {MOST_COUNTED}; flags dynamic;\n\t}}\n")
+        })
+        .collect();
+    let [counted4, counted6] = COUNTED;
+    let count = format!(
+        "\t\tadd @{counted4} {{ ip daddr counter }}\n\
+         \t\tadd @{counted6} {{ ip6 daddr counter }}\n\
+         \t\tlimit rate 1/second log group {LOG_GROUP}\n"
+    );
+    let past = |then: &str| past_the_redirect(ports, &narrowed, then);
+    let last = match config.plaintext {
+        Plaintext::Refuse => format!(
+            "\t\tmeta skuid {{ {ids} }} fib daddr type != local jump unredirected\n\
+             \t}}\n\
+             \tchain left {{\n\
+             \t\ttype filter hook postrouting priority {LAST}; policy accept;\n\
+             \t\tmeta skuid {{ {ids} }} oifname != \"lo\" jump changed\n\
+             \t}}\n\
+             \tchain unredirected {{\n{}\t}}\n\
+             \tchain changed {{\n{}\t}}\n\
+             \tchain refuse {{\n{count}\t\treject with tcp reset\n\t}}\n\
+             \tchain discard {{\n{count}\t\tdrop\n\t}}\n",
+            past("refuse"),
+            past("discard")
+        ),
+        Plaintext::Allow => format!(
+            "\t\tsocket mark {MARK:#x} accept\n\
+             \t\tmeta skuid {{ {ids} }} fib daddr type != local jump unredirected\n\
+             \t}}\n\
+             \tchain unredirected {{\n{}\t}}\n\
+             \tchain count {{\n{count}\t}}\n",
+            past("count")
+        ),
+    };
     let mut text = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");
     // Writing to a string does not fail.
     let _ = write!(
         text,
         "table inet {TABLE} {{\n\
+         {sets}\
          \tchain output {{\n\
          \t\ttype nat hook output priority -100; policy accept;\n\
          \t\toifname \"lo\" accept\n\
-         \t\tmeta mark {MARK:#x} accept\n\
+         \t\tsocket mark {MARK:#x} accept\n\
+         \t\ttcp flags & (syn | ack) != syn accept\n\
          {redirected}\
          \t}}\n\
          \tchain input {{\n\
          \t\ttype filter hook input priority 0; policy accept;\n\
          \t\tiifname \"lo\" tcp dport {to} socket mark != {MARK:#x} reject with tcp reset\n\
          \t}}\n\
+         \tchain leaving {{\n\
+         \t\ttype filter hook output priority {LAST}; policy accept;\n\
+         \t\tsocket mark {PROOF_MARK:#x} fib daddr type != local reject with tcp reset\n\
+         {last}\
          }}\n"
     );
     Ok(Rules {
@@ -84,6 +156,28 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
         users,
         passed_over,
     })
+}
+
+/// The rules of a chain that goes on at `then` with what goes past the redirect, of connections of the users that leave the host.
+fn past_the_redirect(ports: Ports, destinations: &[String], then: &str) -> String {
+    let mut rules = String::new();
+    for to_these in destinations {
+        let originally = match to_these.as_str() {
+            "" => String::new(),
+            to_these => format!("ct original {to_these}"),
+        };
+        rules += &format!(
+            "\t\tct direction original meta l4proto tcp {originally}ct original proto-dst {ports} goto {then}\n"
+        );
+    }
+    rules += "\t\tct direction original return\n";
+    for to_these in destinations {
+        rules += &format!(
+            "\t\t{to_these}tcp dport {ports} tcp flags & (syn | ack) == syn goto {then}\n\
+             \t\t{to_these}tcp dport {ports} tcp sport >= {LOCAL_PORTS} tcp sport != {ports} goto {then}\n"
+        );
+    }
+    rules
 }
 
 /// What connections to `prefixes` have in common: one condition for each family that is among them.
@@ -106,7 +200,15 @@ fn destinations(prefixes: &[Prefix]) -> Vec<String> {
 /// # Errors
 /// It takes `CAP_NET_ADMIN`.
 pub fn mark(socket: &impl AsFd) -> std::io::Result<()> {
-    Ok(setsockopt(socket, sockopt::Mark, &MARK)?)
+    mark_with(socket, MARK)
+}
+
+/// Gives a socket this mark.
+///
+/// # Errors
+/// As of [`mark`].
+pub(crate) fn mark_with(socket: &impl AsFd, mark: u32) -> std::io::Result<()> {
+    Ok(setsockopt(socket, sockopt::Mark, &mark)?)
 }
 
 /// The number of a user; `None` if this host has no such.

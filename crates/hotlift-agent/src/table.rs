@@ -6,7 +6,7 @@
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hotlift::error::error_line;
 use hotlift_qmp::one_line;
@@ -19,6 +19,7 @@ use crate::agent::Agent;
 use crate::config::{Config, LogLevel, Plaintext};
 use crate::error::RulesError;
 use crate::log::Log;
+use crate::past::{self, AGAIN, Count, Logged, Packets, as_elements};
 use crate::rules::{Rules, TABLE, mark, rules};
 
 /// linux/netfilter/nfnetlink.h: NFNLGRP_NFTABLES, as a bit; groups count from 1.
@@ -46,7 +47,7 @@ struct Made {
     text: String,
     /// What nft lists of it as it was made; `None` if it was gone by then.
     listed: Option<String>,
-    stays: bool,
+    plaintext: Plaintext,
 }
 
 impl Made {
@@ -60,7 +61,7 @@ impl Made {
         if let (true, Err(error)) = (users.contains(&own), try_mark()) {
             return Err(RulesError::NoMark(error));
         }
-        make(&text)?;
+        make_counting(&text)?;
         if !passed_over.is_empty() {
             let names = passed_over.join(", ");
             let text = format!("not redirected, as this host has no such users: {names}");
@@ -69,7 +70,7 @@ impl Made {
         Ok(Self {
             text,
             listed: list()?,
-            stays: config.plaintext == Plaintext::Refuse,
+            plaintext: config.plaintext,
         })
     }
 }
@@ -100,7 +101,7 @@ impl Table {
         if made.listed.is_some() && list()? == made.listed {
             return Ok(false);
         }
-        make(&made.text)?;
+        make_counting(&made.text)?;
         made.listed = list()?;
         Ok(true)
     }
@@ -108,7 +109,7 @@ impl Table {
 
 impl Drop for Table {
     fn drop(&mut self) {
-        if self.made.stays {
+        if self.made.plaintext == Plaintext::Refuse {
             let text = "the nftables table stays: no migration leaves this host until an agent runs, or until \
                         'hotlift agent rules --remove'";
             self.log.say(LogLevel::Warning, text);
@@ -146,19 +147,46 @@ fn try_mark() -> io::Result<()> {
     mark(&std::net::UdpSocket::bind("127.0.0.1:0")?)
 }
 
+/// Makes the table, with the counts of the one that is there.
+fn make_counting(text: &str) -> Result<(), RulesError> {
+    make(&format!("{text}{}", as_elements(&counts()?)))
+}
+
+/// What has gone past the redirect, as the table has counted it; nothing if there is no table.
+///
+/// # Errors
+/// nft cannot be run.
+pub fn counts() -> Result<Vec<Count>, RulesError> {
+    let output = nft(&["-j", "list", "table", "inet", TABLE], "")?;
+    Ok(past::counts(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// All rules of this host, as nft lists them in JSON.
+///
+/// # Errors
+/// What nft says.
+pub fn ruleset() -> Result<String, RulesError> {
+    output_of(&["-j", "-n", "list", "ruleset"], "")
+}
+
 fn make(text: &str) -> Result<(), RulesError> {
-    let output = nft(&["-f", "-"], text)?;
+    output_of(&["-f", "-"], text).map(drop)
+}
+
+/// What nft says, if it does what it is told.
+fn output_of(arguments: &[&str], text: &str) -> Result<String, RulesError> {
+    let output = nft(arguments, text)?;
     match output.status.success() {
-        true => Ok(()),
+        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
         false => Err(RulesError::Refused {
             said: one_line(&String::from_utf8_lossy(&output.stderr)),
         }),
     }
 }
 
-/// The table as nft lists it, by numbers and without counters; `None` if there is none.
+/// The table as nft lists it, by numbers, without counters and without what is counted; `None` if there is none.
 fn list() -> Result<Option<String>, RulesError> {
-    let output = nft(&["-n", "-s", "list", "table", "inet", TABLE], "")?;
+    let output = nft(&["-n", "-s", "-t", "list", "table", "inet", TABLE], "")?;
     let listed = || String::from_utf8_lossy(&output.stdout).into_owned();
     Ok(output.status.success().then(listed))
 }
@@ -229,12 +257,31 @@ fn names_table(messages: &[u8]) -> bool {
     messages.windows(name.len()).any(|part| part == name)
 }
 
-/// Puts the table back whenever something has changed it, until the agent ends.
+/// Puts the table back whenever something has changed it, and logs what goes past the redirect, until the agent ends.
 pub fn keep(agent: &Agent, changes: &Changes) {
+    let packets = Packets::listen().inspect_err(|error| {
+        let text = format!(
+            "what goes past the redirect is counted, and not logged: the kernel does not tell of it: {error}"
+        );
+        agent.log.say(LogLevel::Warning, &text);
+    });
+    let packets = packets.ok();
+    let mut logged = Logged::default();
+    // While no agent ran.
+    let mut waits = log_past(agent, &mut logged);
     let mut is_due = false;
     while !agent.has_ended() {
-        let time = is_due.then_some(RETRY);
-        wait(&[changes.0.as_fd(), agent.ended_fd()], time);
+        let time = match (is_due, waits) {
+            (true, _) => Some(RETRY),
+            (false, true) => Some(AGAIN),
+            (false, false) => None,
+        };
+        let mut fds = vec![changes.0.as_fd(), agent.ended_fd()];
+        fds.extend(packets.as_ref().map(AsFd::as_fd));
+        wait(&fds, time);
+        if packets.as_ref().is_some_and(Packets::have_come) || waits {
+            waits = log_past(agent, &mut logged);
+        }
         if !changes.concern_table() && !is_due {
             continue;
         }
@@ -253,6 +300,21 @@ pub fn keep(agent: &Agent, changes: &Changes) {
         }
         wait(&[agent.ended_fd()], Some(PAUSE));
     }
+}
+
+/// Logs what has gone past the redirect since the last time; whether something waits for its time.
+fn log_past(agent: &Agent, logged: &mut Logged) -> bool {
+    // What is wrong with nft shows elsewhere.
+    let (news, waits) = logged.news(counts().unwrap_or_default(), Instant::now());
+    let plaintext = agent.config().plaintext;
+    for count in news {
+        let line = count.line(plaintext);
+        match plaintext {
+            Plaintext::Refuse => agent.refuse(&line),
+            Plaintext::Allow => agent.log.say(LogLevel::Warning, &line),
+        }
+    }
+    waits
 }
 
 /// Waits until one of `fds` is readable, for up to `time`.

@@ -1,7 +1,7 @@
 //! The values of the configuration, each read from a string of TOML.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -109,6 +109,20 @@ impl Prefix {
     #[must_use]
     pub fn is_ipv4(&self) -> bool {
         self.address.is_ipv4()
+    }
+
+    /// One of them that may be a host's.
+    #[must_use]
+    pub fn host(&self) -> IpAddr {
+        match self.address {
+            IpAddr::V4(address) if self.bits < 31 => {
+                Ipv4Addr::from_bits(address.to_bits() | 1).into()
+            }
+            IpAddr::V6(address) if self.bits < 127 => {
+                Ipv6Addr::from_bits(address.to_bits() | 1).into()
+            }
+            address => address,
+        }
     }
 
     /// How many bits are alike; of two that contain an address the longer one is meant.

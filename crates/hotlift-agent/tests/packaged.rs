@@ -3,9 +3,11 @@
 use std::path::Path;
 
 use hotlift_agent::config::Config;
+use hotlift_agent::rules::rules;
 
 const EXAMPLE: &str = include_str!("../../../packaging/agent.toml");
 const DASHBOARD: &str = include_str!("../../../packaging/grafana-dashboard.json");
+const RULES: &str = include_str!("../../../packaging/hotlift-agent.nft");
 const METRICS: &str = include_str!("../src/metrics.rs");
 
 /// The example with its defaults set: a value stands directly behind its "#", text does not.
@@ -60,4 +62,16 @@ fn the_dashboard_shows_metrics_that_there_are() {
             "{name} is no metric"
         );
     }
+}
+
+#[test]
+fn the_rules_for_hosts_that_write_their_own_are_the_agents() {
+    let lines = RULES.lines().filter(|line| !line.trim().starts_with('#'));
+    let text: String = lines.map(|line| line.to_owned() + "\n").collect();
+    let config = Config {
+        users: ["0", "64055"].map(str::to_owned).to_vec(),
+        ..Config::default()
+    };
+    let rules = rules(&config).unwrap();
+    assert_eq!(text.replace("root, libvirt-qemu", "0, 64055"), rules.text);
 }

@@ -7,15 +7,17 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use hotlift_agent::commands::{AgentInfo, MigrationRow};
-use hotlift_agent::config::{CONFIG_FILE, Config, ConfigError};
+use hotlift_agent::config::{CONFIG_FILE, Config, ConfigError, Plaintext};
+use hotlift_agent::error::AgentError;
 use hotlift_agent::messages::Id;
-use hotlift_agent::{rules, table};
+use hotlift_agent::{proof, rules, table};
 use hotlift_console::output::{complain, say};
 use hotlift_console::output_args::print;
 use hotlift_console::progress::bytes;
 use hotlift_console::table::align_with_words;
 use hotlift_console::width::fitted;
 use hotlift_qmp::{Client, QmpAddress, QmpError};
+use rustix::process::geteuid;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -29,7 +31,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 pub enum AgentCommand {
     /// Run the agent until SIGTERM; SIGHUP reads the configuration again
     Run(RunArgs),
-    /// Read the configuration and the certificates, and say what is wrong with them
+    /// Check the configuration and the certificates; as root also that migrations of this host come to the agent
     Check(ConfigArgs),
     /// Print the nftables rules that the agent installs, for those who write their own; or remove them
     Rules(RulesArgs),
@@ -121,9 +123,11 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
             hotlift_agent::run(&args.config.config, !args.no_redirect).map_err(agent_error)
         }
         AgentCommand::Check(args) => {
-            for warning in hotlift_agent::check(&args.config).map_err(agent_error)? {
+            let (config, warnings) = hotlift_agent::check(&args.config).map_err(agent_error)?;
+            for warning in warnings {
                 complain!("hotlift: {warning}");
             }
+            check_redirect(&config)?;
             say!("{}: no problem found", args.config.display());
             Ok(())
         }
@@ -164,6 +168,26 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
     }
 }
 
+/// Looks whether this host's migrations come to the agent, which learns what was found.
+fn check_redirect(config: &Config) -> Result<(), CommandError> {
+    let control = ControlArgs {
+        control: Some(config.control.clone()),
+    };
+    // Another user can neither look nor, most likely, ask.
+    let has_agent = geteuid().is_root() && of_this_host(&control).is_some();
+    let found = proof::look(config, has_agent).map_err(|error| agent_error(error.into()))?;
+    for line in found.notes.iter().chain(&found.problems) {
+        complain!("hotlift: {line}");
+    }
+    if has_agent {
+        control.ask::<Value>("agent-checked", &json!(found))?;
+    }
+    match found.problems.len() {
+        0 => Ok(()),
+        count => Err(agent_error(AgentError::NotRedirected { count })),
+    }
+}
+
 /// What this host's agent says of itself; `None` if there is none, or if it does not answer, which is then said.
 pub fn of_this_host(control: &ControlArgs) -> Option<AgentInfo> {
     match control.ask("query-agent", &Value::Null) {
@@ -186,7 +210,7 @@ pub fn config_in(file: &Path) -> Result<Config, CommandError> {
     }
 }
 
-fn agent_error(error: hotlift_agent::error::AgentError) -> CommandError {
+fn agent_error(error: AgentError) -> CommandError {
     CommandError::Agent(Box::new(error))
 }
 
@@ -241,6 +265,33 @@ fn status(info: &AgentInfo) -> String {
         true => "is to end, takes nothing new",
         false => "takes migrations",
     };
+    let plaintext = match info.plaintext {
+        Plaintext::Refuse => "refused",
+        Plaintext::Allow => "allowed",
+    };
+    let past: Vec<_> = info
+        .past_redirect
+        .iter()
+        .map(|count| {
+            format!(
+                "{}: {} packets, {}",
+                count.to,
+                count.packets,
+                bytes(count.bytes)
+            )
+        })
+        .collect();
+    let past = match past.is_empty() {
+        true => "nothing".to_owned(),
+        false => past.join("; "),
+    };
+    let last_check = match &info.last_check {
+        None => "none since the start ('hotlift agent check', as root)".to_owned(),
+        Some(check) => match check.found.problems.len() {
+            0 => format!("{}: no problem found", check.at),
+            count => format!("{}: {count} problems", check.at),
+        },
+    };
     let rows = [
         row("version", info.version.clone()),
         row("listens on", info.listen.clone()),
@@ -253,8 +304,17 @@ fn status(info: &AgentInfo) -> String {
         row("failed", info.failed.to_string()),
         row("refused", info.refusals.to_string()),
         row("TLS failures", info.tls_failures.to_string()),
+        row("plaintext", plaintext.to_owned()),
+        row("past the redirect", past),
+        row("last check", last_check),
     ];
-    fitted(&["agent", ""], &rows, |_| ())
+    let mut text = fitted(&["agent", ""], &rows, |_| ());
+    if let Some(check) = &info.last_check {
+        for line in check.found.problems.iter().chain(&check.found.notes) {
+            text += &format!("\n{line}");
+        }
+    }
+    text
 }
 
 fn list(rows: &[MigrationRow]) -> String {

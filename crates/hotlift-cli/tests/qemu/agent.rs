@@ -20,8 +20,8 @@ use crate::route::{Multifd, Side};
 use crate::vm::{Accelerator, Machine, Memory, PC_7, Release, Vm, until};
 
 /// RFC 3849: addresses for examples.
-const SOURCE_6: &str = "2001:db8::1";
-const DESTINATION_6: &str = "2001:db8::2";
+pub const SOURCE_6: &str = "2001:db8::1";
+pub const DESTINATION_6: &str = "2001:db8::2";
 
 /// RFC 5737: an address that no host here has.
 const ELSEWHERE: &str = "203.0.113.9";
@@ -176,9 +176,9 @@ impl Host<'_> {
     }
 }
 
-/// The agent's table as nft lists it.
+/// The agent's table as nft lists it, without what it counts.
 pub fn table(namespace: &Namespace) -> Option<String> {
-    let line = ["-n", "-s", "list", "table", "inet", "hotlift_agent"];
+    let line = ["-n", "-s", "-t", "list", "table", "inet", "hotlift_agent"];
     namespace.tool("nft", &line).ok()
 }
 

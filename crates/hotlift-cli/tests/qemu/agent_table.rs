@@ -1,19 +1,49 @@
 //! The nftables table of an agent: who gets what it redirects, and how long it is there.
 
 use std::fs;
-use std::io::{self, ErrorKind, Read};
-use std::net::{TcpListener, TcpStream};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::process::Command;
 
-use hotlift_testkit::namespace::DESTINATION;
+use hotlift_testkit::namespace::{DESTINATION, Namespace, SOURCE};
+use rustix::net::{AddressFamily, SocketType, bind, connect as connect_socket, socket};
 use rustix::process::Signal;
 
-use crate::agent::{Host, Hosts, remove_table, table, text};
+use crate::agent::{DESTINATION_6, Host, Hosts, SOURCE_6, remove_table, table, text};
 use crate::hotlift::Hotlift;
 use crate::need;
 use crate::vm::until;
 
 /// One of the ports of migrations.
 const PORT: u16 = 49152;
+
+/// Rules by which nothing to ports of migrations is tracked.
+const NOTRACK: &str = "table inet others {
+    chain o { type filter hook output priority raw; tcp dport 49152-49215 notrack; }
+}";
+
+/// Rules that translate what is to go to the destination, before the agent's table.
+const DNAT: &str = "table inet others {
+    chain o {
+        type nat hook output priority -150;
+        ip daddr 192.0.2.2 dnat ip to 192.0.2.2
+        ip6 daddr 2001:db8::2 dnat ip6 to 2001:db8::2
+    }
+}";
+
+/// The same to another port, which is none of migrations.
+const TO_OTHER_PORT: &str = "table inet others {
+    chain o {
+        type nat hook output priority -150;
+        ip daddr 192.0.2.2 tcp dport 49152 dnat ip to 192.0.2.2:7000
+        ip6 daddr 2001:db8::2 tcp dport 49152 dnat ip6 to [2001:db8::2]:7000
+    }
+}";
+
+/// Rules of a host that has connections tracked for a reason of its own.
+const TRACKED: &str = "table inet others {
+    chain p { type nat hook postrouting priority 100; ip saddr 192.168.122.0/24 masquerade; }
+}";
 
 /// What the table redirects to, if nothing else is said.
 const REDIRECT_PORT: u16 = 16521;
@@ -195,4 +225,329 @@ fn users_are_looked_up_at_each_reload_and_those_that_are_missing_are_named() {
         assert_eq!(made.contains("65534"), number.is_some(), "{made}");
     }
     source.end();
+}
+
+/// Loads rules on a host, beside the agent's.
+fn load(host: &Namespace, rules: &str) {
+    host.tool_with("nft", &["-f", "-"], rules)
+        .expect("nft takes it");
+}
+
+/// Takes the rules of others away.
+fn unload(host: &Namespace) {
+    load(host, "table inet others\ndelete table inet others");
+}
+
+/// From now on the destination counts what comes to ports at which a test listens, before all else.
+fn count_arrivals(hosts: &Hosts) {
+    let rules = "table inet arrivals {
+        counter arrived { }
+        chain i {
+            type filter hook prerouting priority -400;
+            iifname veth tcp dport { 7000, 49152-49215 } counter name arrived
+        }
+    }";
+    load(&hosts.link.destination, rules);
+}
+
+/// Whether something has arrived since the last time.
+fn has_arrived(hosts: &Hosts) -> bool {
+    let line = ["reset", "counter", "inet", "arrivals", "arrived"];
+    let said = hosts.link.destination.tool("nft", &line);
+    !said.expect("a counter").contains("packets 0 ")
+}
+
+/// What the source's table has counted for an address, read without an agent.
+fn counted(host: &Namespace, to: &str) -> Option<u64> {
+    let listed = host.tool("nft", &["list", "table", "inet", "hotlift_agent"]);
+    let listed = listed.expect("the table");
+    let (_, rest) = listed.split_once(&format!("{to} counter packets "))?;
+    rest.split_whitespace().next()?.parse().ok()
+}
+
+/// Both addresses of the destination, with a listener each at a port of migrations.
+fn listeners(hosts: &Hosts) -> Vec<(&'static str, TcpListener)> {
+    let listen = |to| {
+        let served = || TcpListener::bind((to, PORT)).expect("a port");
+        (to, hosts.link.destination.within(served).expect("the host"))
+    };
+    [DESTINATION, DESTINATION_6].map(listen).into()
+}
+
+/// Connects from the source.
+fn connect_to(hosts: &Hosts, to: &str, port: u16) -> io::Result<TcpStream> {
+    let connect = || TcpStream::connect((to, port));
+    hosts.link.source.within(connect).expect("the host")
+}
+
+/// A connection of the source to a port of migrations, and its other end, as it is without an agent.
+fn connected(hosts: &Hosts, listener: &TcpListener, to: &str) -> (TcpStream, TcpStream) {
+    let near = connect_to(hosts, to, PORT).expect("a connection");
+    (near, listener.accept().expect("a connection").0)
+}
+
+/// A connection of the destination, from this port, to a server of the source's, and its other end.
+fn client_with(hosts: &Hosts, server: &TcpListener, port: u16) -> (TcpStream, TcpStream) {
+    let connect = || {
+        let client = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+        rustix::net::sockopt::set_socket_reuseaddr(&client, true).expect("an option");
+        let own: IpAddr = DESTINATION.parse().expect("an address");
+        bind(&client, &SocketAddr::new(own, port)).expect("the port");
+        let to = server.local_addr().expect("an address");
+        connect_socket(&client, &to).expect("a connection");
+        TcpStream::from(client)
+    };
+    let client = hosts.link.destination.within(connect).expect("the host");
+    (client, server.accept().expect("a connection").0)
+}
+
+#[test]
+fn what_is_not_redirected_is_reset_and_counted_with_and_without_an_agent() {
+    let hosts = need!(Hosts::new());
+    let host = &hosts.link.source;
+    let _listeners = listeners(&hosts);
+    count_arrivals(&hosts);
+    let mut source = hosts.source("");
+    for rules in [NOTRACK, DNAT, TO_OTHER_PORT] {
+        load(host, rules);
+        for to in [DESTINATION, DESTINATION_6] {
+            let before = counted(host, to);
+            let error = connect_to(&hosts, to, PORT).expect_err("no way past the agent");
+            assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{to} {rules}");
+            assert!(counted(host, to) > before, "{to} {rules}");
+        }
+        unload(host);
+    }
+    for to in [DESTINATION, DESTINATION_6] {
+        source.agent.wait_for(&format!("state=refused to={to} "));
+    }
+    let before = counted(host, DESTINATION);
+    load(host, "insert rule inet hotlift_agent leaving accept");
+    source.agent.wait_for("it is back");
+    assert_eq!(counted(host, DESTINATION), before, "a table that is made again");
+    source.agent.signal(Signal::KILL);
+    source.agent.wait();
+    for rules in ["", NOTRACK, DNAT, TO_OTHER_PORT] {
+        load(host, rules);
+        for to in [DESTINATION, DESTINATION_6] {
+            let before = counted(host, to).expect("it was counted");
+            let error = connect_to(&hosts, to, PORT).expect_err("nobody carries it");
+            assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{to} {rules}");
+            // Without rules of others it is redirected, and nobody is there.
+            let is_counted = counted(host, to) > Some(before);
+            assert_eq!(is_counted, !rules.is_empty(), "{to} {rules}");
+        }
+        if !rules.is_empty() {
+            unload(host);
+        }
+    }
+    assert!(!has_arrived(&hosts), "a packet has left the host");
+    // The next one has what was counted without it.
+    let before = counted(host, DESTINATION);
+    let mut source = hosts.source("");
+    assert_eq!(counted(host, DESTINATION), before);
+    source.agent.wait_for(&format!("to={DESTINATION} packets="));
+    source.end();
+}
+
+#[test]
+fn a_mark_of_a_packet_is_not_that_of_the_agent() {
+    let hosts = need!(Hosts::new());
+    let _listeners = listeners(&hosts);
+    count_arrivals(&hosts);
+    let source = hosts.source("");
+    let rules = "table inet others {
+        chain o { type route hook output priority mangle; tcp dport 49152 meta mark set 0x484c; }
+    }";
+    load(source.namespace, rules);
+    for to in [DESTINATION, DESTINATION_6] {
+        drop(connect_to(&hosts, to, PORT).expect("the agent answers"));
+    }
+    assert!(!has_arrived(&hosts), "a packet has left the host");
+    source.end();
+}
+
+#[test]
+fn what_others_change_behind_the_last_chain_is_dropped() {
+    let hosts = need!(Hosts::new());
+    let _listeners = listeners(&hosts);
+    count_arrivals(&hosts);
+    let source = hosts.source("");
+    let rules = format!(
+        "table inet others {{
+            chain o {{
+                type route hook output priority 2147483647
+                tcp dport {PORT} ip daddr {SOURCE} ip daddr set {DESTINATION}
+                tcp dport {PORT} ip6 daddr {SOURCE_6} ip6 daddr set {DESTINATION_6}
+            }}
+        }}"
+    );
+    load(source.namespace, &rules);
+    for (own, to) in [(SOURCE, DESTINATION), (SOURCE_6, DESTINATION_6)] {
+        // It gets no answer: it is not waited for.
+        let own: IpAddr = own.parse().expect("an address");
+        let own = SocketAddr::new(own, PORT);
+        let begun = || {
+            let family = if own.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+            let socket = socket(family, SocketType::STREAM, None).expect("a socket");
+            rustix::io::ioctl_fionbio(&socket, true).expect("a socket");
+            let error = connect_socket(&socket, &own).expect_err("it is not waited for");
+            assert_eq!(error, rustix::io::Errno::INPROGRESS);
+            socket
+        };
+        let _socket = source.namespace.within(begun).expect("the host");
+        until(
+            || format!("a packet to {to} is counted"),
+            || counted(source.namespace, to),
+        );
+    }
+    assert!(!has_arrived(&hosts), "a packet has left the host");
+    source.end();
+}
+
+#[test]
+fn a_connection_older_than_the_table_is_reset_and_those_of_servers_go_on() {
+    let hosts = need!(Hosts::new());
+    let host = &hosts.link.source;
+    let listeners = listeners(&hosts);
+    let server = host.within(|| TcpListener::bind((SOURCE, 7000)));
+    let server = server.expect("the host").expect("a port");
+    for rules in ["", TRACKED, NOTRACK] {
+        for far_is_first in [false, true] {
+            if !rules.is_empty() {
+                load(host, rules);
+            }
+            let older: Vec<_> = listeners
+                .iter()
+                .map(|(to, listener)| connected(&hosts, listener, to))
+                .collect();
+            let served = client_with(&hosts, &server, 49160);
+            let source = hosts.source("");
+            for (mut near, mut far) in older {
+                if far_is_first {
+                    far.write_all(b"!").expect("a byte");
+                    near.read_exact(&mut [0]).expect("a byte");
+                }
+                let error = until(
+                    || format!("the connection is reset ({rules})"),
+                    || near.write_all(b"memory of a guest").err(),
+                );
+                let kinds = [ErrorKind::ConnectionReset, ErrorKind::BrokenPipe];
+                assert!(kinds.contains(&error.kind()), "{error} {rules}");
+                far.set_nonblocking(true).expect("an option");
+                let arrived = far.read(&mut [0]).expect_err("nothing has arrived");
+                assert_eq!(arrived.kind(), ErrorKind::WouldBlock, "{rules}");
+            }
+            for to in [DESTINATION, DESTINATION_6] {
+                assert!(counted(host, to).is_some(), "{to} {rules}");
+            }
+            for (mut client, mut near) in [served, client_with(&hosts, &server, 49161)] {
+                client.write_all(b"?").expect("a question");
+                near.read_exact(&mut [0]).expect("a question");
+                near.write_all(b"!").expect("an answer");
+                client.read_exact(&mut [0]).expect("an answer");
+            }
+            source.end();
+            if !rules.is_empty() {
+                unload(host);
+            }
+        }
+    }
+}
+
+#[test]
+fn where_plaintext_is_allowed_what_is_not_redirected_goes_on_and_is_counted() {
+    let hosts = need!(Hosts::new());
+    let host = &hosts.link.source;
+    let listeners = listeners(&hosts);
+    let goes_on = |(mut near, mut far): (TcpStream, TcpStream)| {
+        let mut word = [0; 4];
+        near.write_all(b"word").expect("it goes on");
+        far.read_exact(&mut word).expect("it goes on");
+        assert_eq!(&word, b"word");
+    };
+    let [(_, listener), (_, listener_6)] = listeners.as_slice() else {
+        panic!("two listeners");
+    };
+    load(host, TRACKED);
+    let older = connected(&hosts, listener_6, DESTINATION_6);
+    let mut source = hosts.source("plaintext = \"allow\"");
+    // The agent's own connections are no others'.
+    let mut near = connect_to(&hosts, DESTINATION, PORT).expect("the agent answers");
+    near.write_all(b"some").expect("the agent reads");
+    let (mut far, _) = listener.accept().expect("a connection of the agent");
+    far.read_exact(&mut [0; 4]).expect("it passes through");
+    goes_on((near, far));
+    assert_eq!(counted(host, DESTINATION), None);
+    goes_on(older);
+    source.agent.wait_for(&format!("to={DESTINATION_6} packets="));
+    unload(host);
+    load(host, NOTRACK);
+    goes_on(connected(&hosts, listener, DESTINATION));
+    let line = source.agent.wait_for(&format!("to={DESTINATION} packets="));
+    assert!(line.contains("leave unencrypted"), "{line}");
+    let shown = source.ask(&["status"]);
+    assert_eq!(shown["plaintext"], "allow");
+    let mut addresses: Vec<_> = (0..2)
+        .map(|place| shown["past-redirect"][place]["to"].as_str())
+        .collect();
+    addresses.sort();
+    assert_eq!(addresses, [Some(DESTINATION), Some(DESTINATION_6)]);
+    source.end();
+}
+
+#[test]
+fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection() {
+    let hosts = need!(Hosts::new());
+    let host = &hosts.link.source;
+    count_arrivals(&hosts);
+    for config in ["", "plaintext = \"allow\""] {
+        let source = hosts.source(config);
+        let flag = format!("--config={}", source.folder.join("agent.toml").display());
+        let check = || {
+            let checked = host.within(|| Hotlift::start(&["agent", "check", &flag]).wait());
+            let (status, said) = checked.expect("the host");
+            (status.success(), said.join("\n"))
+        };
+        let problems = || source.ask(&["status"])["last-check"]["problems"].clone();
+        assert!(problems().is_null(), "there was no check");
+        let (is_good, said) = check();
+        assert!(is_good && said.contains("no problem found"), "{said}");
+        assert!(!said.contains("not checked"), "{said}");
+        assert_eq!(problems().as_array().map(Vec::len), Some(0));
+        for (rules, words, is_shown) in [
+            (NOTRACK, "chain o, handle 2: notrack", true),
+            (DNAT, "chain o, handle 2: it translates the destination", false),
+        ] {
+            load(host, rules);
+            let (is_good, said) = check();
+            assert!(!is_good && said.contains(words), "{said}");
+            // Addresses of others are translated than that of the proof.
+            assert_eq!(said.contains("is not redirected (users: 0)"), is_shown, "{said}");
+            let problems = problems().to_string();
+            assert!(problems.contains(words), "{problems}");
+            unload(host);
+        }
+        let (is_good, said) = check();
+        assert!(is_good, "{said}");
+        assert!(counted(host, DESTINATION).is_none(), "a proof is no migration");
+        // A user without rights: of whom this process knows nothing is one.
+        let run = || {
+            let hotlift = [env!("CARGO_BIN_EXE_hotlift"), "agent", "check", &flag];
+            Command::new("unshare").arg("--user").args(hotlift).output()
+        };
+        let output = host.within(run).expect("the host").expect("unshare runs");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}");
+        assert!(said.contains("not checked, as it takes root"), "{said}");
+        let folder = source.folder.clone();
+        source.end();
+        // Before an agent runs there is nothing to prove.
+        let flag = format!("--config={}", folder.join("agent.toml").display());
+        let checked = host.within(|| Hotlift::start(&["agent", "check", &flag]).wait());
+        let (status, said) = checked.expect("the host");
+        let said = said.join("\n");
+        assert!(status.success() && said.contains("not checked, as it takes an agent"), "{said}");
+    }
+    assert!(!has_arrived(&hosts), "a packet has left the host");
 }

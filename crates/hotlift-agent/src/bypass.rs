@@ -1,0 +1,358 @@
+//! Rules of others by which connections go past the redirect, found in what `nft -j list ruleset` lists.
+//!
+//! What a rule matches that is not understood here counts as a match: better one rule too many than one too few.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::Value;
+
+use crate::config::Config;
+use crate::rules::TABLE;
+use crate::values::Ports;
+
+/// The priority of conntrack at output: a later notrack has no effect (`linux/netfilter_ipv4.h`, `NF_IP_PRI_CONNTRACK`).
+const CONNTRACK: i64 = -200;
+
+/// The priority of the redirect: of two translations the first holds.
+const REDIRECT: i64 = -100;
+
+/// Rules that one chain's rules may lead to, in steps: the kernel takes 16 (`NFT_JUMP_STACK_SIZE`).
+const DEEPEST: usize = 16;
+
+/// A table's family and name.
+type InTable<'a> = (&'a str, &'a str);
+
+/// The connections that the redirect is for.
+#[derive(Debug, Clone, Copy)]
+struct Connections<'a> {
+    ports: Ports,
+    users: &'a [u32],
+}
+
+/// A walk through the chains that packets to other hosts come through.
+struct Walk<'a> {
+    rules: BTreeMap<(InTable<'a>, &'a str), Vec<&'a Value>>,
+    of: Connections<'a>,
+    /// Of the chain at the hook.
+    kind: &'a str,
+    priority: i64,
+    /// Each once, though chains may be used by many.
+    found: BTreeSet<String>,
+}
+
+/// Whether the agent's table is in `listed`, and the rules of other tables in it that keep connections of `users` to the ports of
+/// `config` from being redirected.
+#[must_use]
+pub fn bypasses(listed: &str, config: &Config, users: &[u32]) -> (bool, Vec<String>) {
+    let listed: Value = serde_json::from_str(listed).unwrap_or_default();
+    let objects = || listed["nftables"].as_array().into_iter().flatten();
+    let has_table = objects().any(|object| {
+        let table = &object["table"];
+        table["family"] == "inet" && table["name"] == TABLE
+    });
+    let mut walk = Walk {
+        rules: BTreeMap::new(),
+        of: Connections {
+            ports: config.ports,
+            users,
+        },
+        kind: "",
+        priority: 0,
+        found: BTreeSet::new(),
+    };
+    for rule in objects().map(|object| &object["rule"]) {
+        if let Some((table, chain)) = place(rule, "chain") {
+            walk.rules.entry((table, chain)).or_default().push(rule);
+        }
+    }
+    for chain in objects().map(|object| &object["chain"]) {
+        let Some((table, name)) = place(chain, "name") else {
+            continue;
+        };
+        let family = ["inet", "ip", "ip6"].contains(&table.0);
+        let is_own = table == ("inet", TABLE);
+        if let (true, false, "output", Some(priority), Some(kind)) = (
+            family,
+            is_own,
+            chain["hook"].as_str().unwrap_or_default(),
+            chain["prio"].as_i64(),
+            chain["type"].as_str(),
+        ) {
+            (walk.kind, walk.priority) = (kind, priority);
+            walk.chain(table, name, 0);
+        }
+    }
+    (has_table, walk.found.into_iter().collect())
+}
+
+/// The table that an object is in, and the chain that it names in `key`.
+fn place<'a>(object: &'a Value, key: &str) -> Option<(InTable<'a>, &'a str)> {
+    let text = |key: &str| object[key].as_str();
+    Some(((text("family")?, text("table")?), text(key)?))
+}
+
+impl<'a> Walk<'a> {
+    fn chain(&mut self, table: InTable<'a>, name: &'a str, depth: usize) {
+        if depth > DEEPEST {
+            return;
+        }
+        let rules = self.rules.get(&(table, name)).cloned();
+        for rule in rules.unwrap_or_default() {
+            let Some(expressions) = rule["expr"].as_array() else {
+                continue;
+            };
+            if !expressions.iter().all(|one| self.of.may_match(one)) {
+                continue;
+            }
+            for expression in expressions {
+                if let Some(what) = self.past(expression) {
+                    let (family, table) = table;
+                    let handle = &rule["handle"];
+                    self.found.insert(format!(
+                        "table {family} {table}, chain {name}, handle {handle}: {what}"
+                    ));
+                }
+            }
+            let mut next = Vec::new();
+            targets(rule, &mut next);
+            for target in next {
+                self.chain(table, target, depth + 1);
+            }
+        }
+    }
+
+    /// What an expression does by which a connection goes past the redirect.
+    fn past(&self, expression: &Value) -> Option<&'static str> {
+        let of_xtables = expression["xt"]["name"].as_str().unwrap_or_default();
+        let has = |name: &str| expression.get(name).is_some();
+        let changed = expression["mangle"]["key"]["payload"]["field"].as_str();
+        let is_before = self.priority < CONNTRACK;
+        let translates = self.kind == "nat" && self.priority <= REDIRECT;
+        if is_before && (has("notrack") || ["CT", "NOTRACK"].contains(&of_xtables)) {
+            return Some("notrack: what is not tracked cannot be redirected");
+        }
+        if translates
+            && (has("dnat") || has("redirect") || ["DNAT", "REDIRECT"].contains(&of_xtables))
+        {
+            return Some("it translates the destination before the agent's table does");
+        }
+        if self.priority < REDIRECT && matches!(changed, Some("dport" | "daddr")) {
+            return Some("it changes the destination before the agent's table sees it");
+        }
+        None
+    }
+}
+
+/// The chains that a rule goes on with, wherever in it they are named.
+fn targets<'a>(value: &'a Value, into: &mut Vec<&'a str>) {
+    match value {
+        Value::Array(values) => values.iter().for_each(|value| targets(value, into)),
+        Value::Object(fields) => {
+            for (key, value) in fields {
+                match (key.as_str(), value["target"].as_str()) {
+                    ("jump" | "goto", Some(target)) => into.push(target),
+                    _ => targets(value, into),
+                }
+            }
+        }
+        _ => {}
+    }
+}
+
+impl Connections<'_> {
+    /// Whether an expression lets a packet of such a connection go on.
+    fn may_match(self, expression: &Value) -> bool {
+        let matched = &expression["match"];
+        let (left, right) = (&matched["left"], &matched["right"]);
+        let is_not = matched["op"] == "!=";
+        let meta = left["meta"]["key"].as_str().unwrap_or_default();
+        let payload = &left["payload"];
+        let protocol = payload["protocol"].as_str().unwrap_or_default();
+        let field = payload["field"].as_str().unwrap_or_default();
+        let (first, last) = (u64::from(self.ports.first), u64::from(self.ports.last));
+        let (some, all) = match (meta, protocol, field) {
+            ("oifname" | "oif", _, _) => {
+                let is_loopback = right == "lo";
+                (!is_loopback, !is_loopback && right.as_str().is_none())
+            }
+            ("l4proto", _, _) | (_, "ip", "protocol") | (_, "ip6", "nexthdr") => {
+                let is_tcp = holds(right, &|one| one == "tcp" || one == 6);
+                (is_tcp, is_tcp)
+            }
+            ("skuid", _, _) => {
+                let has = |user: &u32| spans(right, u64::from(*user), u64::from(*user)).0;
+                (self.users.iter().any(has), self.users.iter().all(has))
+            }
+            (_, "tcp" | "th", "dport") => spans(right, first, last),
+            (_, "ip", "daddr") => {
+                let is_loopback = right["prefix"]["addr"] == "127.0.0.0";
+                (!is_loopback, false)
+            }
+            (_, "udp" | "udplite" | "sctp" | "dccp" | "icmp" | "icmpv6" | "igmp", _) => {
+                return false;
+            }
+            _ if left["fib"]["result"] == "type" => {
+                let is_local = right == "local";
+                (!is_local, false)
+            }
+            // Not understood, or no match at all.
+            _ => return true,
+        };
+        match is_not {
+            true => !all,
+            false => some,
+        }
+    }
+}
+
+/// Whether `holds` one value, or one of a set of them.
+fn holds(value: &Value, is_it: &dyn Fn(&Value) -> bool) -> bool {
+    match value["set"].as_array() {
+        Some(values) => values.iter().any(is_it),
+        None => is_it(value),
+    }
+}
+
+/// Whether numbers have some, and whether they have all, of `first` to `last`. A set that is named elsewhere may have some.
+fn spans(numbers: &Value, first: u64, last: u64) -> (bool, bool) {
+    if let Some(values) = numbers["set"].as_array() {
+        let each = values.iter().map(|one| spans(one, first, last));
+        return each.fold((false, false), |sum, one| (sum.0 || one.0, sum.1 || one.1));
+    }
+    let range = match (numbers.as_u64(), numbers["range"].as_array()) {
+        (Some(one), _) => Some((one, one)),
+        (None, Some(range)) => range
+            .first()
+            .and_then(Value::as_u64)
+            .zip(range.get(1).and_then(Value::as_u64)),
+        (None, None) => None,
+    };
+    match range {
+        Some((from, to)) => (from <= last && first <= to, from <= first && last <= to),
+        None => (true, false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A ruleset of the agent's table and a chain of others at output, with these rules.
+    fn found(kind: &str, priority: i64, rules: &[Value]) -> Vec<String> {
+        let mut objects = vec![
+            json!({"metainfo": {"json_schema_version": 1}}),
+            json!({"table": {"family": "inet", "name": "hotlift_agent"}}),
+            json!({"chain": {"family": "inet", "table": "others", "name": "o", "type": kind, "hook": "output",
+                "prio": priority}}),
+        ];
+        for rule in rules {
+            let (chain, expr) = match rule.get("chain") {
+                Some(chain) => (chain.as_str().unwrap(), &rule["expr"]),
+                None => ("o", rule),
+            };
+            objects.push(
+                json!({"rule": {"family": "inet", "table": "others", "chain": chain, "handle": 7,
+                "expr": expr}}),
+            );
+        }
+        let listed = json!({ "nftables": objects }).to_string();
+        let (has_table, found) = bypasses(&listed, &Config::default(), &[0, 64055]);
+        assert!(has_table);
+        found
+    }
+
+    fn port(op: &str, right: &Value) -> Value {
+        let left = json!({"payload": {"protocol": "tcp", "field": "dport"}});
+        json!({"match": {"op": op, "left": left, "right": right}})
+    }
+
+    fn meta(key: &str, right: &Value) -> Value {
+        json!({"match": {"op": "==", "left": {"meta": {"key": key}}, "right": right}})
+    }
+
+    #[test]
+    fn notrack_of_ports_of_migrations_is_found_and_that_of_others_is_not() {
+        let notrack = json!({"notrack": null});
+        let ports = |right: Value| port("==", &right);
+        for (condition, is_found) in [
+            (ports(json!(49152)), true),
+            (ports(json!({"range": [49000, 49152]})), true),
+            (ports(json!({"set": [80, {"range": [49215, 60000]}]})), true),
+            (ports(json!("@ports")), true),
+            (ports(json!(53)), false),
+            (ports(json!({"set": [80, 443]})), false),
+            (port("!=", &json!(53)), true),
+            (port("!=", &json!({"range": [49152, 49215]})), false),
+            (meta("skuid", &json!(64055)), true),
+            (meta("skuid", &json!({"set": [33, 34]})), false),
+            (meta("oifname", &json!("lo")), false),
+            (meta("oifname", &json!("eth0")), true),
+            (meta("l4proto", &json!("udp")), false),
+            (meta("l4proto", &json!({"set": ["udp", "tcp"]})), true),
+            (json!({"counter": {"packets": 0, "bytes": 0}}), true),
+            (
+                json!({"match": {"op": "in", "left": {"ct": {"key": "status"}}, "right": "snat"}}),
+                true,
+            ),
+            (
+                json!({"match": {"op": "==", "left": {"payload": {"protocol": "udp", "field": "dport"}}, "right": 53}}),
+                false,
+            ),
+        ] {
+            let found = found("filter", -300, &[json!([condition, notrack])]);
+            assert_eq!(!found.is_empty(), is_found, "{condition}");
+        }
+        let rule = [json!([notrack])];
+        assert_eq!(found("filter", 0, &rule), [""; 0], "it has no effect");
+        assert_eq!(
+            found("filter", -300, &rule),
+            [
+                "table inet others, chain o, handle 7: notrack: what is not tracked cannot be redirected"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_translation_before_the_redirect_is_found_through_chains_and_one_behind_it_is_not() {
+        let dnat = json!({"dnat": {"family": "ip", "addr": "192.0.2.2"}});
+        for (kind, priority, is_found) in [
+            ("nat", -150, true),
+            ("nat", -100, true),
+            ("nat", -50, false),
+        ] {
+            let rules = [
+                json!([{"vmap": {"key": {"meta": {"key": "mark"}}, "data": {"set": [[1, {"goto": {"target": "x"}}]]}}}]),
+                json!({"chain": "x", "expr": [{"jump": {"target": "y"}}, {"jump": {"target": "x"}}]}),
+                json!({"chain": "y", "expr": [dnat]}),
+            ];
+            assert_eq!(
+                !found(kind, priority, &rules).is_empty(),
+                is_found,
+                "{priority}"
+            );
+        }
+        let changed = json!([{"mangle": {"key": {"payload": {"protocol": "ip", "field": "daddr"}}, "value": "192.0.2.2"}}]);
+        assert_eq!(
+            found("route", -150, std::slice::from_ref(&changed)).len(),
+            1
+        );
+        let local = json!({"match": {"op": "==", "left": {"fib": {"result": "type", "flags": ["daddr"]}},
+            "right": "local"}});
+        // As of Docker.
+        assert_eq!(found("nat", -100, &[json!([local, dnat])]), [""; 0]);
+    }
+
+    #[test]
+    fn what_is_no_ruleset_has_no_rules() {
+        for odd in [
+            "",
+            "[]",
+            "{\"nftables\": [1, {\"chain\": 1}, {\"rule\": {\"expr\": 1}}]}",
+        ] {
+            let (has_table, found) = bypasses(odd, &Config::default(), &[0]);
+            assert!(!has_table && found.is_empty(), "{odd}");
+        }
+    }
+}

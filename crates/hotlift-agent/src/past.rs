@@ -1,0 +1,265 @@
+//! What has gone past the redirect: counted by the table, also while no agent runs, and logged by the agent.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use hotlift_console::progress::bytes;
+use rustix::io::Errno;
+use rustix::net::netlink::{self, SocketAddrNetlink};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, recv, send, socket_with,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::config::Plaintext;
+use crate::rules::{COUNTED, LOG_GROUP, TABLE};
+
+/// Between two lines of one address.
+pub const AGAIN: Duration = Duration::from_secs(60);
+
+/// Packets to one address that have gone past the redirect.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Count {
+    /// Where they were to go.
+    pub to: IpAddr,
+    /// How many the kernel has seen.
+    pub packets: u64,
+    /// Their bytes, headers with them.
+    pub bytes: u64,
+}
+
+impl Count {
+    /// A line for the log.
+    #[must_use]
+    pub fn line(&self, plaintext: Plaintext) -> String {
+        let Self { to, packets, .. } = self;
+        let bytes = bytes(self.bytes);
+        let what = match plaintext {
+            Plaintext::Refuse => "the kernel has refused connections to ports of migrations",
+            Plaintext::Allow => "connections to ports of migrations leave unencrypted",
+        };
+        format!(
+            "to={to} packets={packets} bytes=\"{bytes}\" error=\"{what}, as they are not redirected; 'hotlift agent check' \
+             finds rules that cause it\""
+        )
+    }
+}
+
+/// The counts in what `nft -j list table` lists of the table; none of what is no such list.
+#[must_use]
+pub fn counts(listed: &str) -> Vec<Count> {
+    let listed: Value = serde_json::from_str(listed).unwrap_or_default();
+    let objects = listed["nftables"].as_array().into_iter().flatten();
+    let sets = objects.filter_map(|object| {
+        let set = &object["set"];
+        let name = set["name"].as_str()?;
+        (set["table"] == TABLE && COUNTED.contains(&name)).then(|| set["elem"].as_array())?
+    });
+    let counts = sets.flatten().filter_map(|element| {
+        let element = &element["elem"];
+        let counter = &element["counter"];
+        Some(Count {
+            to: element["val"].as_str()?.parse().ok()?,
+            packets: counter["packets"].as_u64()?,
+            bytes: counter["bytes"].as_u64()?,
+        })
+    });
+    counts.collect()
+}
+
+/// What nft is told to have these counts in a table that it makes.
+#[must_use]
+pub fn as_elements(counts: &[Count]) -> String {
+    let mut text = String::new();
+    for Count { to, packets, bytes } in counts {
+        let [v4, v6] = COUNTED;
+        let set = if to.is_ipv4() { v4 } else { v6 };
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            text,
+            "add element inet {TABLE} {set} {{ {to} counter packets {packets} bytes {bytes} }}"
+        );
+    }
+    text
+}
+
+/// What has been logged of each address.
+#[derive(Debug, Default)]
+pub struct Logged(BTreeMap<IpAddr, (u64, Instant)>);
+
+impl Logged {
+    /// Those of `counts` that are to be logged `now`, and whether others wait for their time.
+    pub fn news(&mut self, counts: Vec<Count>, now: Instant) -> (Vec<Count>, bool) {
+        let mut waits = false;
+        // A table that was made again counts from the start.
+        self.0
+            .retain(|to, _| counts.iter().any(|count| count.to == *to));
+        let mut news = counts;
+        news.retain(|count| match self.0.get_mut(&count.to) {
+            Some((packets, _)) if count.packets <= *packets => {
+                *packets = count.packets;
+                false
+            }
+            Some((_, at)) if now.saturating_duration_since(*at) < AGAIN => {
+                waits = true;
+                false
+            }
+            _ => {
+                self.0.insert(count.to, (count.packets, now));
+                true
+            }
+        });
+        (news, waits)
+    }
+}
+
+/// The kernel's word of packets that go past the redirect, without their content.
+#[derive(Debug)]
+pub struct Packets(OwnedFd);
+
+impl Packets {
+    /// Listens from now on.
+    ///
+    /// # Errors
+    /// It takes `CAP_NET_ADMIN`, and a program alone can have the group.
+    pub fn listen() -> std::io::Result<Self> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (family, protocol) = (AddressFamily::NETLINK, Some(netlink::NETFILTER));
+        let socket = socket_with(family, SocketType::RAW, flags, protocol)?;
+        bind(&socket, &SocketAddrNetlink::new(0, 0))?;
+        send(&socket, &bind_to_group(), SendFlags::empty())?;
+        let mut answer = [0; 64];
+        // The kernel has answered before `send` returns.
+        let (length, _) = recv(&socket, &mut answer, RecvFlags::empty())?;
+        match error_of(&answer[..length]) {
+            0 => Ok(Self(socket)),
+            number => Err(std::io::Error::from_raw_os_error(number)),
+        }
+    }
+
+    /// Takes in what has come; whether there was something.
+    pub fn have_come(&self) -> bool {
+        let mut room = [0; 4096];
+        let mut something = false;
+        loop {
+            match recv(&self.0, &mut room, RecvFlags::TRUNC) {
+                Ok(_) | Err(Errno::NOBUFS) => something = true,
+                Err(Errno::INTR) => {}
+                Err(_) => return something,
+            }
+        }
+    }
+}
+
+impl AsFd for Packets {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// The message that has the kernel send the group's packets to a socket: linux/netlink.h, linux/netfilter/nfnetlink.h and
+/// `nfnetlink_log.h`.
+fn bind_to_group() -> Vec<u8> {
+    // NFNL_SUBSYS_ULOG << 8 | NFULNL_MSG_CONFIG; NLM_F_REQUEST | NLM_F_ACK.
+    const CONFIG: u16 = 4 << 8 | 1;
+    const FLAGS: u16 = 1 | 4;
+    // nfgenmsg: AF_UNSPEC, NFNETLINK_V0, the group.
+    let mut body = vec![0, 0];
+    body.extend(LOG_GROUP.to_be_bytes());
+    let attributes: [(u16, &[u8]); 3] = [
+        // NFULA_CFG_CMD: NFULNL_CFG_CMD_BIND.
+        (1, &[1]),
+        // NFULA_CFG_MODE: no bytes of a packet, NFULNL_COPY_META.
+        (2, &[0, 0, 0, 0, 1, 0]),
+        // NFULA_CFG_QTHRESH: each at once.
+        (5, &[0, 0, 0, 1]),
+    ];
+    for (kind, value) in attributes {
+        let length = u16::try_from(4 + value.len()).unwrap_or_default();
+        body.extend(length.to_ne_bytes());
+        body.extend(kind.to_ne_bytes());
+        body.extend(value);
+        body.resize(body.len().next_multiple_of(4), 0);
+    }
+    let length = u32::try_from(16 + body.len()).unwrap_or_default();
+    let mut message = Vec::from(length.to_ne_bytes());
+    message.extend(CONFIG.to_ne_bytes());
+    message.extend(FLAGS.to_ne_bytes());
+    // Sequence number and port: the kernel needs neither.
+    message.extend([0; 8]);
+    message.extend(body);
+    message
+}
+
+/// The number of the system's error in an answer of netlink; 0 for success.
+fn error_of(answer: &[u8]) -> i32 {
+    // nlmsgerr, behind a header of 16 bytes.
+    let error = answer.get(16..20).and_then(|bytes| bytes.try_into().ok());
+    error.map_or(Errno::INVAL.raw_os_error(), |bytes| {
+        i32::from_ne_bytes(bytes).saturating_neg()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn count(to: &str, packets: u64) -> Count {
+        Count {
+            to: to.parse().unwrap(),
+            packets,
+            bytes: 60 * packets,
+        }
+    }
+
+    #[test]
+    fn counts_are_read_from_a_list_and_are_elements_of_the_next_table() {
+        // By nft 1.0.6, shortened.
+        let listed = r#"{"nftables": [{"metainfo": {"version": "1.0.6"}},
+            {"set": {"name": "plaintext4", "table": "hotlift_agent", "elem": [
+                {"elem": {"val": "192.0.2.2", "counter": {"packets": 4, "bytes": 240}}}, "odd"]}},
+            {"set": {"name": "plaintext6", "table": "hotlift_agent"}},
+            {"set": {"name": "plaintext4", "table": "other", "elem": [
+                {"elem": {"val": "192.0.2.3", "counter": {"packets": 1, "bytes": 60}}}]}}]}"#;
+        let there = counts(listed);
+        assert_eq!(there, [count("192.0.2.2", 4)]);
+        let both = [&there[..], &[count("2001:db8::2", 1)]].concat();
+        assert_eq!(
+            as_elements(&both),
+            "add element inet hotlift_agent plaintext4 { 192.0.2.2 counter packets 4 bytes 240 }\n\
+             add element inet hotlift_agent plaintext6 { 2001:db8::2 counter packets 1 bytes 60 }\n"
+        );
+        for odd in [
+            "",
+            "[]",
+            "{\"nftables\": 1}",
+            "{\"nftables\": [{\"set\": 1}]}",
+        ] {
+            assert_eq!(counts(odd), [], "{odd}");
+        }
+    }
+
+    #[test]
+    fn an_address_is_logged_at_once_and_its_growth_once_a_minute() {
+        let mut logged = Logged::default();
+        let begun = Instant::now();
+        let mut at = |second, counts: &[Count]| {
+            logged.news(counts.to_vec(), begun + Duration::from_secs(second))
+        };
+        let (first, second) = (count("192.0.2.2", 1), count("192.0.2.3", 1));
+        assert_eq!(at(0, &[first.clone()]), (vec![first.clone()], false));
+        let grown = count("192.0.2.2", 5);
+        let both = [grown.clone(), second.clone()];
+        assert_eq!(at(1, &both), (vec![second.clone()], true));
+        assert_eq!(at(60, &both), (vec![grown], false));
+        assert_eq!(at(200, &both), (vec![], false));
+        // The table was flushed.
+        assert_eq!(at(201, &[]), (vec![], false));
+        assert_eq!(at(202, &[second.clone()]), (vec![second], false));
+    }
+}
