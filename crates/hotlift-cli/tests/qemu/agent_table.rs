@@ -324,7 +324,11 @@ fn what_is_not_redirected_is_reset_and_counted_with_and_without_an_agent() {
     let before = counted(host, DESTINATION);
     load(host, "insert rule inet hotlift_agent leaving accept");
     source.agent.wait_for("it is back");
-    assert_eq!(counted(host, DESTINATION), before, "a table that is made again");
+    assert_eq!(
+        counted(host, DESTINATION),
+        before,
+        "a table that is made again"
+    );
     source.agent.signal(Signal::KILL);
     source.agent.wait();
     for rules in ["", NOTRACK, DNAT, TO_OTHER_PORT] {
@@ -388,7 +392,11 @@ fn what_others_change_behind_the_last_chain_is_dropped() {
         let own: IpAddr = own.parse().expect("an address");
         let own = SocketAddr::new(own, PORT);
         let begun = || {
-            let family = if own.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+            let family = if own.is_ipv4() {
+                AddressFamily::INET
+            } else {
+                AddressFamily::INET6
+            };
             let socket = socket(family, SocketType::STREAM, None).expect("a socket");
             rustix::io::ioctl_fionbio(&socket, true).expect("a socket");
             let error = connect_socket(&socket, &own).expect_err("it is not waited for");
@@ -412,6 +420,9 @@ fn a_connection_older_than_the_table_is_reset_and_those_of_servers_go_on() {
     let listeners = listeners(&hosts);
     let server = host.within(|| TcpListener::bind((SOURCE, 7000)));
     let server = server.expect("the host").expect("a port");
+    // Each a port of its own: the one before waits for its time.
+    let mut ports = PORT + 1..;
+    let mut served_one = || client_with(&hosts, &server, ports.next().expect("a port"));
     for rules in ["", TRACKED, NOTRACK] {
         for far_is_first in [false, true] {
             if !rules.is_empty() {
@@ -421,7 +432,7 @@ fn a_connection_older_than_the_table_is_reset_and_those_of_servers_go_on() {
                 .iter()
                 .map(|(to, listener)| connected(&hosts, listener, to))
                 .collect();
-            let served = client_with(&hosts, &server, 49160);
+            let served = served_one();
             let source = hosts.source("");
             for (mut near, mut far) in older {
                 if far_is_first {
@@ -441,7 +452,7 @@ fn a_connection_older_than_the_table_is_reset_and_those_of_servers_go_on() {
             for to in [DESTINATION, DESTINATION_6] {
                 assert!(counted(host, to).is_some(), "{to} {rules}");
             }
-            for (mut client, mut near) in [served, client_with(&hosts, &server, 49161)] {
+            for (mut client, mut near) in [served, served_one()] {
                 client.write_all(b"?").expect("a question");
                 near.read_exact(&mut [0]).expect("a question");
                 near.write_all(b"!").expect("an answer");
@@ -480,7 +491,9 @@ fn where_plaintext_is_allowed_what_is_not_redirected_goes_on_and_is_counted() {
     goes_on((near, far));
     assert_eq!(counted(host, DESTINATION), None);
     goes_on(older);
-    source.agent.wait_for(&format!("to={DESTINATION_6} packets="));
+    source
+        .agent
+        .wait_for(&format!("to={DESTINATION_6} packets="));
     unload(host);
     load(host, NOTRACK);
     goes_on(connected(&hosts, listener, DESTINATION));
@@ -517,20 +530,31 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
         assert_eq!(problems().as_array().map(Vec::len), Some(0));
         for (rules, words, is_shown) in [
             (NOTRACK, "chain o, handle 2: notrack", true),
-            (DNAT, "chain o, handle 2: it translates the destination", false),
+            (
+                DNAT,
+                "chain o, handle 2: it translates the destination",
+                false,
+            ),
         ] {
             load(host, rules);
             let (is_good, said) = check();
             assert!(!is_good && said.contains(words), "{said}");
             // Addresses of others are translated than that of the proof.
-            assert_eq!(said.contains("is not redirected (users: 0)"), is_shown, "{said}");
+            assert_eq!(
+                said.contains("is not redirected (users: 0)"),
+                is_shown,
+                "{said}"
+            );
             let problems = problems().to_string();
             assert!(problems.contains(words), "{problems}");
             unload(host);
         }
         let (is_good, said) = check();
         assert!(is_good, "{said}");
-        assert!(counted(host, DESTINATION).is_none(), "a proof is no migration");
+        assert!(
+            counted(host, DESTINATION).is_none(),
+            "a proof is no migration"
+        );
         // A user without rights: of whom this process knows nothing is one.
         let run = || {
             let hotlift = [env!("CARGO_BIN_EXE_hotlift"), "agent", "check", &flag];
@@ -547,7 +571,10 @@ fn agent_check_finds_rules_of_others_and_proves_the_redirect_with_a_connection()
         let checked = host.within(|| Hotlift::start(&["agent", "check", &flag]).wait());
         let (status, said) = checked.expect("the host");
         let said = said.join("\n");
-        assert!(status.success() && said.contains("not checked, as it takes an agent"), "{said}");
+        assert!(
+            status.success() && said.contains("not checked, as it takes an agent"),
+            "{said}"
+        );
     }
     assert!(!has_arrived(&hosts), "a packet has left the host");
 }
