@@ -41,7 +41,9 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use hotlift_console::error::error_line;
 use hotlift_console::output::{self, complain};
+use hotlift_console::signals;
 use hotlift_methods::environment;
 
 use crate::error::CommandError;
@@ -262,6 +264,9 @@ fn main() -> ExitCode {
         let _ = tempfile::env::override_temp_dir(Path::new("/tmp"));
     }
     output::take_panics();
+    if let Err(error) = signals::survive_file_size_limit() {
+        complain!("hotlift: {}", error_line(&error));
+    }
     let words: Vec<_> = std::env::args_os().collect();
     let read = usage::fitted(usage::with_hints(Cli::command()));
     let command = usage::read::<Cli>(&read, &words).command;

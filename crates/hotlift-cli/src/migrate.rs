@@ -17,10 +17,11 @@ use hotlift_console::output_args::OutputArgs;
 use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qemu::QemuError;
-use hotlift_qemu::error::at_source;
+use hotlift_qemu::capabilities::Purpose;
+use hotlift_qemu::error::{Side, at_source};
 use hotlift_qemu::outgoing::{self, Moving};
-use hotlift_qemu::settings;
 use hotlift_qemu::source::{GuestThere, Source};
+use hotlift_qemu::{settings, shared_memory};
 use hotlift_qmp::{QmpAddress, Uuid, Version};
 
 use crate::error::CommandError;
@@ -46,6 +47,9 @@ pub struct MigrateArgs {
     /// Where 'hotlift serve' listens: tcp:HOST:PORT; with --domain the destination's libvirt: qemu+ssh://HOST/system
     #[arg(long, value_name = "URI")]
     to: To,
+    /// Leave RAM in the shared files that both QEMUs of this host map (QEMU's x-ignore-shared); 'hotlift serve' needs it, too
+    #[arg(long, conflicts_with = "domain")]
+    ignore_shared: bool,
     #[command(flatten)]
     libvirt: DomainArgs,
     #[command(flatten)]
@@ -101,17 +105,21 @@ fn to_serve(
     mut relay_settings: RelaySettings,
 ) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
-    let source = Source::connect(qmp)?;
+    let purpose = Purpose::Migrate {
+        ignore_shared: args.ignore_shared,
+    };
+    let source = Source::connect(qmp, purpose)?;
     relay_settings.uuid = Some(source.uuid()?.0);
     let tls = security::tls(&relay_settings.outgoing, to)?;
     let mut destination = Conversation::connect(to, "--to", tls.as_deref())?;
     relay_settings.outgoing_tls = tls;
-    let hello = hello(&source, &relay_settings)?;
+    let hello = hello(&source, &relay_settings, args.ignore_shared)?;
     destination.say(&hello)?;
     let (address, token, destination_qemu) = ready(to, &mut destination, &interrupt)?;
     relay_settings.outgoing_pass = Some(destination.pass(token.0));
     let this = Move {
         args,
+        purpose,
         interrupt: &interrupt,
         source: &source,
         settings: &relay_settings,
@@ -134,21 +142,26 @@ fn to_serve(
     Ok(args.output.print(&migration, || migration.table())?)
 }
 
-fn hello(source: &Source, settings: &RelaySettings) -> Result<Hello, CommandError> {
+fn hello(
+    source: &Source,
+    settings: &RelaySettings,
+    ignore_shared: bool,
+) -> Result<Hello, CommandError> {
     let vm = source.vm()?;
     let mut qemu = source.qemu();
     let capabilities = qemu.query_capabilities().map_err(at_source)?;
-    let alike = capabilities
-        .into_iter()
-        .filter(|(name, _)| settings::ALIKE.contains(&name.as_str()))
-        .collect();
+    let shared_memory = match ignore_shared {
+        true => Some(shared_memory::of(&mut qemu, Side::Source)?),
+        false => None,
+    };
     Ok(Hello {
         hotlift_control: PROTOCOL,
         qemu: qemu.version(),
         vm,
         running: source.was_running(),
         channels: settings.outgoing.channels(),
-        alike,
+        alike: settings::alike(capabilities),
+        shared_memory,
     })
 }
 
@@ -197,6 +210,7 @@ fn say_failed(destination: &mut Conversation, reason: String) {
 /// One migration whose destination is ready.
 struct Move<'a> {
     args: &'a MigrateArgs,
+    purpose: Purpose,
     interrupt: &'a Interrupt,
     source: &'a Source,
     settings: &'a RelaySettings,
@@ -232,10 +246,11 @@ impl Move<'_> {
         };
         let mut final_message = None;
         let own_downtime_limit = self.args.migration.has("downtime-limit");
-        let relayed = outgoing::change_settings(self.source, self.settings, own_downtime_limit)
-            .and_then(|()| {
-                moving.run(&mut |timeout| self.hear(destination, &mut final_message, timeout))
-            });
+        let (source, settings) = (self.source, self.settings);
+        let changed = outgoing::change_settings(source, self.purpose, settings, own_downtime_limit);
+        let relayed = changed.and_then(|()| {
+            moving.run(&mut |timeout| self.hear(destination, &mut final_message, timeout))
+        });
         let relayed = relayed.inspect_err(|error| say_failed(destination, error_line(error)))?;
         match relayed.outcome {
             Ok(report) => self.moved(destination, final_message, report, destination_qemu),

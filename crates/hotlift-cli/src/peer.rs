@@ -17,13 +17,14 @@ use std::time::Duration;
 
 use hotlift::relay::RelayReport;
 use hotlift_console::conversation::{Conversation, ConversationError};
+use hotlift_qemu::shared_memory::SharedFile;
 use hotlift_qemu::source::GuestThere;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::{Uuid, Version};
 use serde::{Deserialize, Serialize};
 
 /// Version of these messages. Another version is refused: both commands come from one binary.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// Opens the conversation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -42,6 +43,8 @@ pub struct Hello {
     pub channels: u8,
     /// State of those capabilities of the source's QEMU that both sides must have alike.
     pub alike: Vec<(String, bool)>,
+    /// The files that the source leaves its RAM in (`--ignore-shared`); `None`: all of RAM moves.
+    pub shared_memory: Option<Vec<SharedFile>>,
 }
 
 /// What the destination says.
@@ -141,7 +144,8 @@ mod tests {
             },
             running: true,
             channels: 2,
-            alike: vec![("x-ignore-shared".to_owned(), false)],
+            alike: vec![("dirty-bitmaps".to_owned(), false)],
+            shared_memory: None,
         }
     }
 

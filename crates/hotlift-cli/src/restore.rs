@@ -21,6 +21,7 @@ use hotlift_console::progress::{Display, bytes};
 use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
 use hotlift_qemu::QemuError;
+use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
 use hotlift_qemu::vm::Vm;
@@ -194,7 +195,8 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
         );
     }
     let socket = destination.socket();
-    incoming::listen(&mut destination, args.multifd_channels, &[], &socket)?;
+    let channels = args.multifd_channels;
+    incoming::listen(&mut destination, Purpose::Restore, channels, &[], &socket)?;
     let limits = args.limits.options();
     let settings = RelaySettings {
         salvage: args.salvage,

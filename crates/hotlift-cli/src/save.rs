@@ -11,6 +11,9 @@ use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::signals::Interrupt;
+use hotlift_qemu::capabilities::Purpose;
+use hotlift_qemu::error::at_source;
+use hotlift_qemu::left_out::left_out;
 use hotlift_qemu::outgoing::{self, Moving, Relayed};
 use hotlift_qemu::source::{GuestThere, Source};
 use hotlift_qmp::QmpAddress;
@@ -57,8 +60,9 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         Format::MappedRam => FileFormat::MappedRam,
     };
     format.check(&settings.outgoing)?;
-    let source = Source::connect(&args.qmp)?;
+    let source = Source::connect(&args.qmp, Purpose::Save)?;
     settings.uuid = Some(source.uuid()?.0);
+    settings.left_out = left_out(&mut source.qemu()).map_err(at_source)?;
     let moving = Moving {
         source: &source,
         interrupt: &interrupt,
@@ -69,9 +73,9 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         },
         quiet: args.output.quiet,
     };
-    let outcome =
-        outgoing::change_settings(&source, &settings, args.migration.has("downtime-limit"))
-            .and_then(|()| moving.run(&mut thread::sleep));
+    let own_downtime_limit = args.migration.has("downtime-limit");
+    let outcome = outgoing::change_settings(&source, Purpose::Save, &settings, own_downtime_limit)
+        .and_then(|()| moving.run(&mut thread::sleep));
     let saved = match outcome {
         Ok(Relayed {
             outcome: Ok(relay), ..

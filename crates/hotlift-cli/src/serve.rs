@@ -19,10 +19,12 @@ use hotlift_console::progress::bytes;
 use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_monitor::RelayMonitor;
+use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::destination::{Destination, Statement};
+use hotlift_qemu::error::Side;
 use hotlift_qemu::process::{self, Custody};
 use hotlift_qemu::source::GuestThere;
-use hotlift_qemu::{QemuError, incoming};
+use hotlift_qemu::{QemuError, incoming, shared_memory};
 use hotlift_qmp::server::{Commands, Events};
 use hotlift_qmp::{QmpAddress, Uuid, one_line};
 
@@ -64,6 +66,9 @@ pub struct ServeArgs {
         hide_default_value = true
     )]
     data_port: u16,
+    /// Leave RAM in the shared files that both QEMUs of this host map (QEMU's x-ignore-shared); 'hotlift migrate' needs it, too
+    #[arg(long, conflicts_with = "files")]
+    ignore_shared: bool,
     /// Show no progress
     #[arg(long)]
     pub(crate) quiet: bool,
@@ -196,7 +201,8 @@ impl Host<'_> {
                 return Visit::SentAway(error.into());
             }
         };
-        if let Err(error) = destination.vm().and_then(|there| hello.vm.fits(&there)) {
+        let fits = destination.vm().and_then(|there| hello.vm.fits(&there));
+        if let Err(error) = fits.and_then(|()| self.shares_memory(hello, &destination)) {
             refuse(source, &error);
             if self.args.qmp.is_some() {
                 *held = Some(destination);
@@ -204,6 +210,27 @@ impl Host<'_> {
             return Visit::SentAway(error.into());
         }
         Visit::Over(self.migrate(source, hello, destination))
+    }
+
+    /// Checks that both sides leave RAM in the same files, or none does.
+    fn shares_memory(&self, hello: &Hello, destination: &Destination) -> Result<(), QemuError> {
+        match (&hello.shared_memory, self.args.ignore_shared) {
+            (Some(at_source), true) => {
+                let here = shared_memory::of(&mut destination.qemu(), Side::Destination)?;
+                shared_memory::check(at_source, &here)
+            }
+            (None, false) => Ok(()),
+            (at_source, _) => Err(QemuError::Shared {
+                problem: format!(
+                    "'hotlift {}' has --ignore-shared, and the other command has not: give it to both, or to neither",
+                    if at_source.is_some() {
+                        "migrate"
+                    } else {
+                        "serve"
+                    }
+                ),
+            }),
+        }
     }
 
     /// Receives the guest into `destination`.
@@ -253,7 +280,10 @@ impl Host<'_> {
         let limits = self.args.limits.options();
         let mut settings = incoming::relay_settings(destination, hello.channels, limits)?;
         settings.incoming_tls = self.tls.clone();
-        incoming::listen(destination, hello.channels, &hello.alike, socket)?;
+        let purpose = Purpose::Migrate {
+            ignore_shared: self.args.ignore_shared,
+        };
+        incoming::listen(destination, purpose, hello.channels, &hello.alike, socket)?;
         let address = Address::Tcp {
             host: self.host.to_owned(),
             port: self.args.data_port,

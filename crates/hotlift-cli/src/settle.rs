@@ -3,9 +3,11 @@
 use std::time::Duration;
 
 use clap::Args;
+use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
 use hotlift_qemu::connect::connect;
-use hotlift_qemu::error::at_source;
+use hotlift_qemu::error::{Side, at_source};
+use hotlift_qemu::settings;
 use hotlift_qmp::{MigrationInfo, QmpAddress, StatusInfo};
 
 use crate::error::CommandError;
@@ -63,7 +65,15 @@ pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
     qemu.cont().map_err(at_source)?;
     let state = qemu.query_status().map_err(at_source)?;
     match state.running {
-        true => complain!("the guest runs here"),
+        true => {
+            complain!("the guest runs here");
+            if let Err(error) = settings::restore_left(&mut qemu, Side::Source, |_| Ok(())) {
+                let error = error_line(&error);
+                complain!(
+                    "hotlift: settings that an earlier command left changed in QEMU were not restored: {error}"
+                );
+            }
+        }
         false => {
             return Err(CommandError::NothingToSettle {
                 problem: format!("it is in state '{}' after 'cont'", state.status),

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use hotlift::Control;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use tempfile::TempDir;
 
@@ -81,6 +81,20 @@ fn end() -> ! {
     complain!("{words}");
     output::finish();
     signal_hook::low_level::exit(code.into())
+}
+
+/// Makes a write beyond the file size limit (`ulimit -f`) fail with EFBIG. SIGXFSZ would end the process, which could neither
+/// report it nor clean up.
+///
+/// # Errors
+/// If the system does not let the signal be caught.
+pub fn survive_file_size_limit() -> Result<(), ConsoleError> {
+    // The flag is not read: the failed write reports it.
+    let caught = signal_hook::flag::register(SIGXFSZ, Arc::default());
+    caught.map(|_| ()).map_err(|source| ConsoleError::Process {
+        what: "signal handlers",
+        source,
+    })
 }
 
 /// Raised by the first signal. A second SIGINT or SIGTERM ends the process at once: somebody insists. A SIGHUP never

@@ -13,9 +13,9 @@ use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError, Uuid};
 use serde_json::{Map, Value};
 
 use crate::connect::connect;
-use crate::error::{QemuError, at_destination};
+use crate::error::{QemuError, Side, at_destination};
 use crate::process::{Custody, Started};
-use crate::settings::Changed;
+use crate::settings::{self, Changed};
 use crate::vm::Vm;
 
 /// How long the QMP socket of a waiting QEMU is tried.
@@ -112,13 +112,13 @@ impl Destination {
         }
         let folder = OwnFolder::private()?;
         let uri = format!("unix:{}", folder.path().join(name).display());
-        let capabilities = qemu.query_capabilities().map_err(at_destination)?;
+        let changed = Changed::left(&mut qemu).map_err(at_destination)?;
         qemu.migrate_recover(&uri).map_err(at_destination)?;
         Ok(Self {
             qemu: Mutex::new(qemu),
             process: None,
             custody: Custody::default(),
-            changed: Some(Changed::by_lazy_restore(&capabilities)),
+            changed,
             folder,
             ask_again_at: Mutex::default(),
         })
@@ -146,6 +146,7 @@ impl Destination {
                 migration: migration.status().to_owned(),
             });
         }
+        settings::restore_left(&mut qemu, Side::Destination, |_| Ok(()))?;
         let custody = process.as_ref().map(Started::custody);
         Ok(Self {
             qemu: Mutex::new(qemu),

@@ -64,6 +64,36 @@ pub enum QemuError {
         /// At the destination.
         destination_has: String,
     },
+    /// A capability or parameter that the command refuses.
+    #[error(
+        "QEMU has the migration {what} '{name}' at '{value}', and nothing was begun: {reason} (set it to '{remedy}')"
+    )]
+    Setting {
+        /// A capability, or a parameter.
+        what: &'static str,
+        /// QEMU's name.
+        name: String,
+        /// Its value.
+        value: String,
+        /// Why it is refused.
+        reason: &'static str,
+        /// The value that is accepted.
+        remedy: String,
+    },
+    /// Another command has changed the settings of this QEMU, and has not ended.
+    #[error(
+        "another hotlift command (process {process}) uses this QEMU: wait for its end, or end it"
+    )]
+    InUse {
+        /// Its process id.
+        process: u32,
+    },
+    /// RAM that is to stay in files that both QEMUs map.
+    #[error("cannot leave RAM in shared files (--ignore-shared): {problem}")]
+    Shared {
+        /// Why not.
+        problem: String,
+    },
     /// The guest stayed at the source.
     #[error("migration failed: {reasons}")]
     Failed {
@@ -106,6 +136,26 @@ pub enum QemuError {
         /// Where the source's QEMU is spoken to.
         qmp: String,
     },
+}
+
+/// Which of the two QEMUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The one whose guest leaves.
+    Source,
+    /// The one that gets a guest.
+    Destination,
+}
+
+impl Side {
+    /// Returns an error of this QEMU.
+    #[must_use]
+    pub fn error(self, source: QmpError) -> QemuError {
+        match self {
+            Self::Source => at_source(source).into(),
+            Self::Destination => at_destination(source).into(),
+        }
+    }
 }
 
 /// An error of the source's QEMU.

@@ -8,26 +8,27 @@ use hotlift::options::ZeroPageDetection;
 use hotlift::relay::RelaySettings;
 use hotlift_qmp::Version;
 
+use crate::capabilities::{PREEMPT, Purpose};
 use crate::destination::Destination;
-use crate::error::{QemuError, at_destination};
+use crate::error::{QemuError, Side, at_destination};
 use crate::settings;
 
 /// Lets QEMU listen on `socket` for a relay with so many channels (0: multifd off). `alike` is what
 /// the source says of capabilities; only those that both sides must have alike are taken over.
 ///
 /// # Errors
-/// If QEMU refuses.
+/// If QEMU refuses, or has settings that a command with this purpose refuses.
 pub fn listen(
     destination: &mut Destination,
+    purpose: Purpose,
     channels: u8,
     alike: &[(String, bool)],
     socket: &Path,
 ) -> Result<(), QemuError> {
-    let (mut capabilities, parameters) = settings::for_relay(channels);
-    let known = alike
-        .iter()
-        .filter(|(name, _)| settings::ALIKE.contains(&name.as_str()));
-    capabilities.extend(known.map(|(name, state)| (name.as_str(), *state)));
+    settings::check(&mut destination.qemu(), Side::Destination, purpose)?;
+    let (mut capabilities, parameters) = settings::for_relay(purpose, channels);
+    let alike = settings::alike(alike.to_vec());
+    capabilities.extend(alike.iter().map(|(name, state)| (name.as_str(), *state)));
     destination.listen(&capabilities, &parameters, socket)
 }
 
@@ -36,6 +37,7 @@ pub fn listen(
 /// # Errors
 /// If QEMU refuses: its RAM is of a kind that it cannot wait for pages in, or the host does not let it.
 pub fn listen_for_pages(destination: &mut Destination, socket: &Path) -> Result<(), QemuError> {
+    settings::check(&mut destination.qemu(), Side::Destination, Purpose::Restore)?;
     let has_preempt = preempt_of(destination, |_is_on| true)?.is_some();
     let (capabilities, parameters) = settings::for_lazy_restore(has_preempt);
     destination.listen(&capabilities, &parameters, socket)
@@ -72,7 +74,7 @@ fn preempt_of(
     };
     let capabilities = qemu.query_capabilities().map_err(at_destination)?;
     let mut has = capabilities.iter();
-    let is_there = has.any(|(name, is_on)| name == settings::PREEMPT && is_right(*is_on));
+    let is_there = has.any(|(name, is_on)| name == PREEMPT && is_right(*is_on));
     Ok(moment.filter(|_| is_there))
 }
 

@@ -13,23 +13,31 @@
 //! | `connect` | the QMP socket of one that others have started |
 //! | `launch` | the QMP socket of one that was started here, and the wait for its first answer |
 //! | `guard` | ends a QEMU whose starter was killed |
-//! | `settings` | capabilities and parameters: changed for one migration, and put back |
+//! | `capabilities` | tables of capabilities and parameters: which are set, kept, or refused |
+//! | `settings` | capabilities and parameters: changed for one migration, and restored |
+//! | `record` | the record of changed settings, inside QEMU |
+//! | `shared_memory` | RAM in files that both QEMUs map |
+//! | `left_out` | RAM that QEMU leaves out, as devices report it |
 //! | `vm` | what the VMs at both ends must have alike |
 //! | `error` | why a QEMU could not be steered, or where its guest is |
 
 #![forbid(unsafe_code)]
 
+pub mod capabilities;
 pub mod connect;
 pub mod destination;
 pub mod error;
 pub mod guard;
 pub mod incoming;
 pub mod launch;
+pub mod left_out;
 mod log_file;
 pub mod outgoing;
 pub mod process;
 mod progress;
+mod record;
 pub mod settings;
+pub mod shared_memory;
 pub mod source;
 mod stderr;
 pub mod vm;

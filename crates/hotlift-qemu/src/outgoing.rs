@@ -12,6 +12,7 @@ use hotlift_console::output::complain;
 use hotlift_console::progress::{Display, jobs};
 use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
 
+use crate::capabilities::Purpose;
 use crate::error::QemuError;
 use crate::progress::Watch;
 use crate::settings;
@@ -52,10 +53,12 @@ pub struct Relayed {
 /// If QEMU refuses.
 pub fn change_settings(
     source: &Source,
+    purpose: Purpose,
     settings: &RelaySettings,
     own_downtime_limit: bool,
 ) -> Result<(), QemuError> {
-    let (capabilities, mut parameters) = settings::for_relay(settings.outgoing.channels());
+    let channels = settings.outgoing.channels();
+    let (capabilities, mut parameters) = settings::for_relay(purpose, channels);
     // The limit is one of the wire, behind compression; the relay keeps it, and QEMU is slowed down by
     // its socket.
     parameters.insert("max-bandwidth".to_owned(), 0.into());

@@ -12,9 +12,10 @@ use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, Uuid};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::capabilities::Purpose;
 use crate::connect::connect;
-use crate::error::{QemuError, at_source};
-use crate::settings::Changed;
+use crate::error::{QemuError, Side, at_source};
+use crate::settings::{self, Changed};
 use crate::vm::Vm;
 
 /// How long the QMP socket of a running QEMU is tried. It is there, unless its name is wrong.
@@ -75,11 +76,12 @@ enum Whereabouts {
 }
 
 impl Source {
-    /// Connects, and sees whether a migration can be begun.
+    /// Connects, and sees whether a migration with this purpose can be begun. Restores the settings that an earlier command has
+    /// left changed.
     ///
     /// # Errors
-    /// If it does not answer, or cannot begin one.
-    pub fn connect(address: &QmpAddress) -> Result<Self, QemuError> {
+    /// If it does not answer, cannot begin one, or has settings that the command refuses.
+    pub fn connect(address: &QmpAddress, purpose: Purpose) -> Result<Self, QemuError> {
         let mut qemu = connect(address, CONNECT).map_err(at_source)?;
         let migration = qemu.query_migrate().map_err(at_source)?;
         if migration.is_running() {
@@ -93,6 +95,10 @@ impl Source {
                 status: state.status,
             });
         }
+        settings::restore_left(&mut qemu, Side::Source, |qemu| {
+            wait_cleaned_up(&mut |ask| ask(qemu))
+        })?;
+        settings::check(&mut qemu, Side::Source, purpose)?;
         Ok(Self {
             address: address.clone(),
             qemu: Mutex::new(qemu),
@@ -153,36 +159,13 @@ impl Source {
         let Some(changed) = self.changed().take() else {
             return;
         };
-        let restored = self
-            .wait_cleaned_up()
-            .and_then(|()| self.retrying(|qemu| changed.undo(qemu)));
+        let cleaned_up = wait_cleaned_up(&mut |ask| self.retrying(&mut *ask));
+        let restored = cleaned_up.and_then(|()| self.retrying(|qemu| changed.undo(qemu)));
         if let Err(error) = restored
             && !error.is_disconnected()
         {
             let error = error_line(&error);
             complain!("hotlift: the source's migration settings were not put back: {error}");
-        }
-    }
-
-    /// QEMU calls a migration completed or failed some moments before it frees what that had, and goes
-    /// by the capabilities of the moment then: one whose multifd was switched off in between keeps
-    /// channels that it uses after their end.
-    fn wait_cleaned_up(&self) -> Result<(), QmpError> {
-        let deadline = Instant::now() + END;
-        loop {
-            let threads = self.retrying(Qemu::query_migration_threads)?;
-            match threads {
-                None => std::thread::sleep(CLEAN_UP),
-                Some(threads) if !threads.is_empty() && Instant::now() < deadline => {
-                    std::thread::sleep(TICK);
-                    continue;
-                }
-                Some(_) => {}
-            }
-            // The last thread leaves the rest to the main loop, which does it before it answers again.
-            self.retrying(Qemu::query_migrate)?;
-            self.retrying(Qemu::query_migrate)?;
-            return Ok(());
         }
     }
 
@@ -350,6 +333,37 @@ impl Source {
 
     fn changed(&self) -> MutexGuard<'_, Option<Changed>> {
         self.changed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Runs the question on QEMU.
+type Asks<'a> =
+    dyn FnMut(&mut dyn FnMut(&mut Qemu) -> Result<(), QmpError>) -> Result<(), QmpError> + 'a;
+
+/// QEMU calls a migration completed or failed some moments before it frees what that had, and goes
+/// by the capabilities of the moment then: one whose multifd was switched off in between keeps
+/// channels that it uses after their end.
+fn wait_cleaned_up(asks: &mut Asks<'_>) -> Result<(), QmpError> {
+    let deadline = Instant::now() + END;
+    loop {
+        let mut threads = None;
+        asks(&mut |qemu| {
+            threads = qemu.query_migration_threads()?;
+            Ok(())
+        })?;
+        match threads {
+            None => std::thread::sleep(CLEAN_UP),
+            Some(threads) if !threads.is_empty() && Instant::now() < deadline => {
+                std::thread::sleep(TICK);
+                continue;
+            }
+            Some(_) => {}
+        }
+        // The last thread leaves the rest to the main loop, which does it before it answers again.
+        for _ in 0..2 {
+            asks(&mut |qemu| qemu.query_migrate().map(|_| ()))?;
+        }
+        return Ok(());
     }
 }
 

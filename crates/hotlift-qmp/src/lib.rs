@@ -16,6 +16,7 @@ mod http;
 mod lines;
 mod machine;
 mod migration;
+mod objects;
 pub mod qapi;
 mod qemu;
 mod ram_blocks;
@@ -32,5 +33,6 @@ pub use migration::{
     AcceleratorJobs, CompressionStats, MigrationCapabilityStatus, MigrationInfo, MigrationStats,
     MigrationThreadInfo, SocketAddress, ThreadTime, VcpuWaits, XbzrleCacheStats,
 };
+pub use objects::{SharedBackend, VirtioMem};
 pub use qemu::Qemu;
 pub use uuid::Uuid;

@@ -284,7 +284,7 @@ impl Qemu {
         self.client.wait_event(timeout)
     }
 
-    fn ask<T: DeserializeOwned>(
+    pub(crate) fn ask<T: DeserializeOwned>(
         &mut self,
         command: &str,
         arguments: &Value,
@@ -296,13 +296,13 @@ impl Qemu {
         })
     }
 
-    fn tell(&mut self, command: &str, arguments: &Value) -> Result<(), QmpError> {
+    pub(crate) fn tell(&mut self, command: &str, arguments: &Value) -> Result<(), QmpError> {
         self.client.execute(command, arguments).map(|_| ())
     }
 }
 
 /// What a QEMU says that may lack the command, or answer something else.
-fn if_told<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpError> {
+pub(crate) fn if_told<T>(answer: Result<T, QmpError>) -> Result<Option<T>, QmpError> {
     match answer {
         Ok(answer) => Ok(Some(answer)),
         Err(QmpError::Command { .. } | QmpError::Answer { .. }) => Ok(None),

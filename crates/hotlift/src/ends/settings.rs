@@ -41,6 +41,21 @@ pub enum Outgoing<'a> {
     },
 }
 
+/// RAM that a source leaves out of its stream, because one of its devices reports that the guest does not use it. It reads as
+/// zero in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LeftOut {
+    /// Up to `bytes` of a RAM block are unplugged (virtio-mem).
+    Unplugged {
+        /// Name of the RAM block, or the last part of it.
+        block: String,
+        /// How many, in bytes.
+        bytes: u64,
+    },
+    /// Pages that the guest reports as free, anywhere (free page hints of virtio-balloon).
+    Free,
+}
+
 /// How to pass the stream on.
 #[derive(Debug, Clone)]
 pub struct RelaySettings {
@@ -57,6 +72,8 @@ pub struct RelaySettings {
     pub flush_after_each_section: Option<bool>,
     /// Pages of a save file that are damaged are zero in the guest. Without it such a file is refused.
     pub salvage: bool,
+    /// RAM that the source leaves out. Into a file, every other page must come: as content, or as zero.
+    pub left_out: Vec<LeftOut>,
     /// What each incoming connection must begin with: given to the one source that may connect, over a
     /// conversation of its own. Not given: whoever speaks the format is taken in.
     pub incoming_pass: Option<Pass>,
@@ -81,6 +98,7 @@ impl Default for RelaySettings {
             uuid: None,
             flush_after_each_section: None,
             salvage: false,
+            left_out: Vec::new(),
             incoming_pass: None,
             outgoing_pass: None,
             incoming_tls: None,

@@ -20,7 +20,7 @@ use super::lost::{Lost, LostPages};
 use super::place_reader::PlaceReader;
 use super::remote::RemoteReader;
 use super::source::{Places, SavedStream};
-use super::{FileError, check_ram};
+use super::{FileError, IGNORE_SHARED, check_ram};
 use crate::control::Control;
 use crate::error::MigrationError;
 use crate::pipe::batch::Batch;
@@ -68,6 +68,10 @@ impl BlockFile {
             position: at,
             source,
         })?;
+        let mut capabilities = stream.configuration.capabilities.iter();
+        if capabilities.any(|name| name == IGNORE_SHARED) {
+            return Err(FileError::WithoutSharedRam);
+        }
         stream.uuid = info.uuid_bytes();
         let lengths = stream.ram.blocks.iter().map(|block| block.used_length);
         let ram = lengths.fold(0, u64::saturating_add);

@@ -14,11 +14,13 @@ use hotlift_wire::main_channel::{Command, EOF_WITHOUT_DESCRIPTION, MainEncoder};
 use hotlift_wire::multifd::Method;
 
 use super::block_reader::Blocks;
+use super::complete::Complete;
 use super::index::{CHUNK_LEN, Index};
 use super::layout::{self, BLOCK_HEAD_LEN, BlockHead, Contents, Entry, FileInfo, Part, Share};
 use super::partial::PartialFile;
-use super::{FileError, check_ram};
+use super::{FileError, IGNORE_SHARED, check_ram};
 use crate::control::Control;
+use crate::ends::settings::{LeftOut, RelaySettings};
 use crate::error::{Channel, MigrationError};
 use crate::options::Options;
 use crate::pacing::Pacer;
@@ -51,6 +53,7 @@ pub(crate) struct BlockSink {
     contents: Mutex<Contents>,
     method: &'static MethodInfo,
     options: Options,
+    left_out: Vec<LeftOut>,
     pacer: Arc<Pacer>,
     control: Control,
     memory: MemoryLimit,
@@ -66,17 +69,24 @@ struct Stream {
 struct Ram {
     layout: RamLayout,
     index: Index,
+    complete: Complete,
 }
 
 impl BlockSink {
     /// Begins the file that will be called `path`, written by as many threads as the options have multifd channels.
     pub(crate) fn create(
         path: &Path,
-        options: &Options,
+        settings: &RelaySettings,
         opening: &Opening,
         memory: &MemoryLimit,
         control: &Control,
     ) -> Result<Self, MigrationError> {
+        let capabilities = &opening.configuration.capabilities;
+        if capabilities.iter().any(|name| name == IGNORE_SHARED) {
+            let reason = format!("capability {IGNORE_SHARED} is on, which leaves shared RAM out");
+            return Err(FileError::CannotBeSaved { reason }.into());
+        }
+        let options = &settings.outgoing;
         let chosen = options.multifd_compression;
         let method = match chosen.is_auto() {
             true => method(AUTO).unwrap_or(chosen),
@@ -113,6 +123,7 @@ impl BlockSink {
                 multifd_compression: method,
                 ..options.clone()
             },
+            left_out: settings.left_out.clone(),
             pacer: control.pacer(options),
             control: control.clone(),
             memory: memory.clone(),
@@ -307,6 +318,7 @@ impl Sink for BlockSink {
         let _ = self.ram.set(Ram {
             layout: ram.clone(),
             index: Index::new(&ram.blocks),
+            complete: Complete::new(&ram.blocks, &self.memory),
         });
         Ok(())
     }
@@ -345,6 +357,7 @@ impl Sink for BlockSink {
     }
 
     fn ram_end(&self) -> Result<(), MigrationError> {
+        self.ram().complete.check(&self.left_out)?;
         self.record(|encoder, bytes| {
             encoder.ram_end(bytes)?;
             encoder.ram_eos(bytes)
@@ -431,6 +444,7 @@ impl WritePages for Writer<'_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         // Zero pages take no space, whether the source has looked for them or not.
         batch.find_zero_pages();
+        self.sink.ram().complete.note(batch)?;
         let mut pages = batch.pages();
         let mut rest = batch.normal.as_slice();
         let number = |offset: &u64| *offset / PAGE_SIZE as u64;

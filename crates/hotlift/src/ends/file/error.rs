@@ -91,6 +91,25 @@ pub enum FileError {
         /// What is in the way.
         reason: String,
     },
+    /// The stream ended before all of RAM had come.
+    #[error(
+        "{missing} bytes of RAM block '{block}' came neither as content nor as zero, the first at byte {offset}: the file \
+         would not hold the whole RAM"
+    )]
+    Incomplete {
+        /// The RAM block.
+        block: String,
+        /// Bytes that are missing.
+        missing: u64,
+        /// Byte offset of the first of them.
+        offset: u64,
+    },
+    /// The VM was saved without RAM that it shared (capability `x-ignore-shared`).
+    #[error(
+        "the file does not hold the whole RAM: it was saved with QEMU's capability x-ignore-shared on, which leaves shared \
+         memory out (save the VM again without it)"
+    )]
+    WithoutSharedRam,
     /// Its server cannot be reached, or was lost.
     #[error("cannot read {file}")]
     Server {

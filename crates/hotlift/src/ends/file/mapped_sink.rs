@@ -13,11 +13,12 @@ use hotlift_wire::main_channel::{
     Command, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, put_mapped_end,
 };
 
+use super::complete::Complete;
 use super::partial::PartialFile;
 use super::{FileError, check_ram};
 use crate::control::Control;
+use crate::ends::settings::{LeftOut, RelaySettings};
 use crate::error::{Channel, MigrationError};
-use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
 use crate::pipe::sink::{HasTaken, Opening, RamLayout, Sink, WritePages};
@@ -36,6 +37,7 @@ pub(crate) struct MappedRamSink {
     position: AtomicU64,
     ram: OnceLock<Ram>,
     workers: usize,
+    left_out: Vec<LeftOut>,
     pacer: Arc<Pacer>,
     control: Control,
     memory: MemoryLimit,
@@ -45,6 +47,7 @@ pub(crate) struct MappedRamSink {
 struct Ram {
     section_id: u32,
     blocks: Vec<Block>,
+    complete: Complete,
 }
 
 struct Block {
@@ -58,15 +61,17 @@ impl MappedRamSink {
     /// multifd channels.
     pub(crate) fn create(
         path: &Path,
-        options: &Options,
+        settings: &RelaySettings,
         memory: &MemoryLimit,
         control: &Control,
     ) -> Result<Self, MigrationError> {
+        let options = &settings.outgoing;
         Ok(Self {
             file: PartialFile::create(path)?,
             position: AtomicU64::new(0),
             ram: OnceLock::new(),
             workers: usize::from(options.channels()).max(1),
+            left_out: settings.left_out.clone(),
             pacer: control.pacer(options),
             control: control.clone(),
             memory: memory.clone(),
@@ -164,6 +169,7 @@ impl Sink for MappedRamSink {
         let _ = self.ram.set(Ram {
             section_id: ram.section_id,
             blocks: blocks.collect(),
+            complete: Complete::new(&ram.blocks, &self.memory),
         });
         Ok(())
     }
@@ -192,6 +198,7 @@ impl Sink for MappedRamSink {
     }
 
     fn ram_end(&self) -> Result<(), MigrationError> {
+        self.ram().complete.check(&self.left_out)?;
         let mut bytes = Vec::new();
         put_mapped_end(self.ram().section_id, &mut bytes);
         self.append(&bytes)
@@ -235,6 +242,7 @@ impl WritePages for Writer<'_> {
     fn write(&mut self, batch: &mut Batch) -> Result<(), MigrationError> {
         // Zero pages take no space, whether the source has looked for them or not.
         batch.find_zero_pages();
+        self.0.ram().complete.note(batch)?;
         let block = &self.0.ram().blocks[batch.block];
         let is_next = |a: &u64, b: &u64| *b == *a + PAGE_SIZE as u64;
         let mut pages = batch.pages();
@@ -271,8 +279,9 @@ mod tests {
     use hotlift_wire::main_channel::Configuration;
 
     fn create(path: &Path) -> MappedRamSink {
-        let options = Options::default();
-        MappedRamSink::create(path, &options, &options.memory(0), &Control::default()).unwrap()
+        let settings = RelaySettings::default();
+        let memory = settings.outgoing.memory(0);
+        MappedRamSink::create(path, &settings, &memory, &Control::default()).unwrap()
     }
 
     /// What the file has of the first pages of the first block, after `write` did its work.
@@ -296,6 +305,15 @@ mod tests {
                 .into(),
         })
         .unwrap();
+        // Every page comes, mostly as zero.
+        for page in 0..16_u64 {
+            put(
+                &mut Writer(&sink),
+                usize::from(page >= 8),
+                page % 8 * 4096,
+                0,
+            );
+        }
         write(&sink, &mut Writer(&sink));
         sink.ram_end().unwrap();
         sink.await_loaded().unwrap();

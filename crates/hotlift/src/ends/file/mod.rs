@@ -6,6 +6,7 @@
 //! | `index` | where each page is |
 //! | `block_sink` | writes it, from all worker threads at once |
 //! | `block_file`, `block_reader` | an open one: its parts; its pages, from any place |
+//! | `complete` | which pages have come |
 //! | `lost` | pages that a damaged one has lost |
 //! | `describe` | what is in one, for people |
 //! | `mapped_sink` | writes QEMU's `mapped-ram` file |
@@ -24,6 +25,7 @@ mod ahead;
 mod block_file;
 mod block_reader;
 mod block_sink;
+mod complete;
 mod describe;
 mod error;
 mod exchange;
@@ -79,6 +81,9 @@ fn check_ram(bytes: u64) -> Result<(), WireError> {
     }
     Ok(())
 }
+
+/// The capability that leaves shared RAM out of a stream.
+const IGNORE_SHARED: &str = "x-ignore-shared";
 
 /// How a VM is kept in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

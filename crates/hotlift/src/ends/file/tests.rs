@@ -17,6 +17,7 @@ use crate::control::Control;
 use crate::ends::file::layout::FOOT_LEN;
 use crate::ends::file::partial::PartialFile;
 use crate::ends::file::{BlockFile, BlockSink, Blocks, FileError, Places, inspect};
+use crate::ends::settings::RelaySettings;
 use crate::error::MigrationError;
 use crate::options::Options;
 use crate::pipe::batch::Batch;
@@ -72,7 +73,12 @@ fn sink_with(path: &Path, options: &Options) -> BlockSink {
         uuid: [7; 16],
     };
     let control = Control::default();
-    let sink = BlockSink::create(path, options, &opening, &options.memory(0), &control).unwrap();
+    let settings = RelaySettings {
+        outgoing: options.clone(),
+        ..RelaySettings::default()
+    };
+    let memory = options.memory(0);
+    let sink = BlockSink::create(path, &settings, &opening, &memory, &control).unwrap();
     sink.open(&opening).unwrap();
     let entries = [("ram", PAGES), ("rom", 3)];
     sink.ram_start(&RamLayout {
@@ -82,6 +88,16 @@ fn sink_with(path: &Path, options: &Options) -> BlockSink {
             .into(),
     })
     .unwrap();
+    // Every page comes, mostly as zero.
+    let mut writer = sink.page_writer(0).unwrap();
+    for (block, (_, pages)) in entries.iter().enumerate() {
+        let mut batch = Batch::new();
+        batch.start(block);
+        let offsets = (0..*pages).map(|page| (page * PAGE_SIZE) as u64);
+        batch.zero.extend(offsets);
+        writer.write(&mut batch).unwrap();
+    }
+    drop(writer);
     sink
 }
 

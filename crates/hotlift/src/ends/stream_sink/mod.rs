@@ -154,14 +154,14 @@ pub(crate) fn open<'a>(
             path,
             format: FileFormat::Hotlift,
         } => {
-            let sink = BlockSink::create(path, options, opening, memory, control)?;
+            let sink = BlockSink::create(path, settings, opening, memory, control)?;
             return Ok(Box::new(sink));
         }
         Outgoing::File {
             path,
             format: FileFormat::MappedRam,
         } => {
-            let sink = MappedRamSink::create(path, options, memory, control)?;
+            let sink = MappedRamSink::create(path, settings, memory, control)?;
             return Ok(Box::new(sink));
         }
     };

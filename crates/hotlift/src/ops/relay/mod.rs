@@ -37,7 +37,7 @@ mod restore;
 use serde::{Deserialize, Serialize};
 
 use crate::ends::settings::Request;
-pub use crate::ends::settings::{Incoming, Outgoing, RelaySettings};
+pub use crate::ends::settings::{Incoming, LeftOut, Outgoing, RelaySettings};
 pub use crate::pipe::hooks::{Hooks, Ownership, RelayProgress, SourceStream, Taken};
 pub use crate::stream::door::{Announced, announced};
 pub use crate::stream::pass::Pass;

@@ -1,0 +1,407 @@
+//! Tables of QEMU's migration capabilities and parameters, and what a command does with each.
+//!
+//! The tables have every name that QEMU 7.2, 10.0 and 11.1 list. A name without a row that is in use is refused: it may
+//! change what the stream is made of.
+
+use serde_json::{Map, Value};
+
+use crate::error::QemuError;
+
+/// What a command does to a QEMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Moves a guest to another QEMU, or receives one.
+    Migrate {
+        /// The operator asks to leave RAM in the files that both QEMUs map.
+        ignore_shared: bool,
+    },
+    /// Writes a guest to a file.
+    Save,
+    /// Loads a guest from a file.
+    Restore,
+}
+
+/// How a command treats a capability.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Treatment {
+    /// Switched off for the migration, and restored.
+    Off,
+    /// Switched as the relay needs it, and restored.
+    Set,
+    /// Must be alike: set at the destination as the source has it, and restored.
+    Alike,
+    /// Left as the operator has it: it changes nothing of what a relay carries.
+    Kept,
+    /// The command refuses a QEMU that has it on.
+    Refused,
+}
+
+/// A migration capability of QEMU.
+#[derive(Debug)]
+pub struct Capability {
+    /// QEMU's name.
+    pub name: &'static str,
+    migrate: Treatment,
+    save: Treatment,
+    restore: Treatment,
+    /// Why it is treated so.
+    pub reason: &'static str,
+}
+
+impl Capability {
+    const fn new(name: &'static str, treatment: Treatment, reason: &'static str) -> Self {
+        Self {
+            name,
+            migrate: treatment,
+            save: treatment,
+            restore: treatment,
+            reason,
+        }
+    }
+
+    /// Sets the treatment of commands that have a file in place of the other QEMU.
+    const fn with_file(mut self, save: Treatment, restore: Treatment) -> Self {
+        (self.save, self.restore) = (save, restore);
+        self
+    }
+
+    /// Returns how a command with this purpose treats it.
+    #[must_use]
+    pub fn treatment(&self, purpose: Purpose) -> Treatment {
+        match purpose {
+            Purpose::Migrate {
+                ignore_shared: true,
+            } if self.name == IGNORE_SHARED => Treatment::Set,
+            Purpose::Migrate { .. } => self.migrate,
+            Purpose::Save => self.save,
+            Purpose::Restore => self.restore,
+        }
+    }
+}
+
+/// Leaves RAM in the files that it is shared by.
+pub const IGNORE_SHARED: &str = "x-ignore-shared";
+
+/// Gives requested pages a connection of their own.
+pub const PREEMPT: &str = "postcopy-preempt";
+
+/// Every capability of QEMU 7.2 to 11.1.
+pub const CAPABILITIES: &[Capability] = {
+    use Treatment::{Alike, Kept, Off, Refused, Set};
+    &[
+        Capability::new(
+            "auto-converge",
+            Kept,
+            "it slows the guest down, and changes no page",
+        ),
+        Capability::new(
+            "background-snapshot",
+            Off,
+            "its stream needs no pause, and no relay",
+        ),
+        Capability::new(
+            "block",
+            Refused,
+            "the stream would have to carry the contents of the disks, and a relay carries none",
+        ),
+        Capability::new("compress", Off, "the relay compresses"),
+        Capability::new(
+            "dirty-bitmaps",
+            Alike,
+            "a save file has no place for the block bitmaps",
+        )
+        .with_file(Refused, Off),
+        Capability::new(
+            "dirty-limit",
+            Kept,
+            "it slows the guest down, and changes no page",
+        ),
+        Capability::new("events", Set, "progress is read from events"),
+        Capability::new(
+            "late-block-activate",
+            Kept,
+            "it only delays the locks of the disks of a paused guest",
+        ),
+        Capability::new("mapped-ram", Off, "it needs a file in place of a stream"),
+        Capability::new("multifd", Set, "as the relay's channels"),
+        Capability::new(
+            "pause-before-switchover",
+            Off,
+            "no client would end the pause",
+        ),
+        Capability::new("postcopy-blocktime", Kept, "it only measures"),
+        Capability::new(PREEMPT, Off, "no postcopy follows; a lazy restore sets it"),
+        Capability::new(
+            "postcopy-ram",
+            Off,
+            "no postcopy follows; a lazy restore sets it",
+        ),
+        Capability::new("rdma-pin-all", Kept, "it matters to RDMA alone"),
+        Capability::new("release-ram", Kept, "it matters to a postcopy source alone"),
+        Capability::new(
+            "return-path",
+            Set,
+            "the relay learns from it that a guest is loaded",
+        ),
+        Capability::new(
+            "switchover-ack",
+            Alike,
+            "the source waits for a message that only a destination of the same setting sends",
+        )
+        .with_file(Off, Off),
+        Capability::new(
+            "validate-uuid",
+            Kept,
+            "the stream has the UUID besides, and QEMU compares it",
+        ),
+        Capability::new(
+            "x-colo",
+            Off,
+            "the source would keep running behind the migration",
+        ),
+        Capability::new(
+            IGNORE_SHARED,
+            Refused,
+            "RAM that is in shared files would be neither moved nor saved; 'migrate' and 'serve' take it with \
+             --ignore-shared where both QEMUs map the same files",
+        ),
+        Capability::new("xbzrle", Off, "a relay has no old pages to apply deltas to"),
+        Capability::new("zero-blocks", Kept, "it matters to capability block alone"),
+        Capability::new(
+            "zero-copy-send",
+            Off,
+            "the way to the relay is a UNIX socket",
+        ),
+    ]
+};
+
+/// A migration parameter of QEMU that is refused unless it has its default value; the others are set, or kept.
+#[derive(Debug)]
+pub struct Parameter {
+    /// QEMU's name.
+    pub name: &'static str,
+    /// The one value that is accepted, if not every value is.
+    pub only: Option<&'static str>,
+    /// Why.
+    pub reason: &'static str,
+}
+
+const fn kept(name: &'static str, reason: &'static str) -> Parameter {
+    let only = None;
+    Parameter { name, only, reason }
+}
+
+const ANNOUNCE: &str = "the destination announces the guest's addresses as its operator has it";
+const OFF: &str = "it belongs to a capability or method that is off, or refused";
+const SET: &str = "the command sets and restores it";
+const THROTTLE: &str = "it slows the guest down, and changes no page";
+const TLS: &str = "it belongs to tls-creds, which the command empties";
+
+/// Every parameter of QEMU 7.2 to 11.1.
+pub const PARAMETERS: &[Parameter] = &[
+    kept("announce-initial", ANNOUNCE),
+    kept("announce-max", ANNOUNCE),
+    kept("announce-rounds", ANNOUNCE),
+    kept("announce-step", ANNOUNCE),
+    kept(
+        "avail-switchover-bandwidth",
+        "it decides when QEMU switches over",
+    ),
+    kept(
+        "block-bitmap-mapping",
+        "both operators map the bitmaps to the same names",
+    ),
+    kept("block-incremental", OFF),
+    kept("compress-level", OFF),
+    kept("compress-threads", OFF),
+    kept("compress-wait-thread", OFF),
+    kept("cpr-exec-command", "it belongs to a mode that is refused"),
+    kept("cpu-throttle-increment", THROTTLE),
+    kept("cpu-throttle-initial", THROTTLE),
+    kept("cpu-throttle-tailslow", THROTTLE),
+    kept("decompress-threads", OFF),
+    kept("direct-io", "it belongs to migrations to files"),
+    kept("downtime-limit", "it decides when QEMU switches over"),
+    kept("max-bandwidth", SET),
+    kept("max-cpu-throttle", THROTTLE),
+    kept("max-postcopy-bandwidth", OFF),
+    Parameter {
+        name: "mode",
+        only: Some("normal"),
+        reason: "a cpr mode keeps RAM and devices in the host, and a relay carries neither",
+    },
+    kept("multifd-channels", SET),
+    kept("multifd-compression", SET),
+    kept("multifd-qatzip-level", OFF),
+    kept("multifd-zlib-level", OFF),
+    kept("multifd-zstd-level", OFF),
+    kept("throttle-trigger-threshold", THROTTLE),
+    kept("tls-authz", TLS),
+    kept("tls-creds", SET),
+    kept("tls-hostname", TLS),
+    kept("vcpu-dirty-limit", THROTTLE),
+    kept("x-checkpoint-delay", OFF),
+    kept("x-rdma-chunk-size", "it matters to RDMA alone"),
+    kept("x-vcpu-dirty-limit-period", THROTTLE),
+    kept("xbzrle-cache-size", OFF),
+    kept(
+        "zero-page-detection",
+        "the relay reads zero pages in every form",
+    ),
+];
+
+/// Returns the row of a capability.
+#[must_use]
+pub fn capability(name: &str) -> Option<&'static Capability> {
+    CAPABILITIES.iter().find(|row| row.name == name)
+}
+
+/// Returns the row of a parameter.
+#[must_use]
+pub fn parameter(name: &str) -> Option<&'static Parameter> {
+    PARAMETERS.iter().find(|row| row.name == name)
+}
+
+/// Checks that no capability is on that this command refuses, or that has no row.
+///
+/// # Errors
+/// [`QemuError::Setting`] with the first one.
+pub fn check_capabilities(purpose: Purpose, now: &[(String, bool)]) -> Result<(), QemuError> {
+    for (name, _) in now.iter().filter(|(_, is_on)| *is_on) {
+        let reason = match capability(name) {
+            Some(row) if row.treatment(purpose) == Treatment::Refused => row.reason,
+            Some(_) => continue,
+            None => UNKNOWN,
+        };
+        return Err(QemuError::Setting {
+            what: "capability",
+            name: name.clone(),
+            value: "on".to_owned(),
+            reason,
+            remedy: "off".to_owned(),
+        });
+    }
+    Ok(())
+}
+
+const UNKNOWN: &str = "this version of hotlift does not know what it does to the stream";
+
+/// Checks that no parameter has a value that the commands refuse. `defaults` returns this QEMU's own default of a parameter
+/// without a row, as far as QEMU reports it.
+///
+/// # Errors
+/// [`QemuError::Setting`] with the first one; those of `defaults`.
+pub fn check_parameters(
+    now: &Map<String, Value>,
+    defaults: impl Fn(&str) -> Option<Value>,
+) -> Result<(), QemuError> {
+    for (name, value) in now {
+        let (default, reason) = match parameter(name) {
+            Some(row) => (row.only.map(Value::from), row.reason),
+            None => (defaults(name), UNKNOWN),
+        };
+        let is_accepted = match (&default, parameter(name)) {
+            (Some(default), _) => default == value,
+            (None, Some(_)) => true,
+            (None, None) => is_empty(value),
+        };
+        if is_accepted {
+            continue;
+        }
+        return Err(QemuError::Setting {
+            what: "parameter",
+            name: name.clone(),
+            value: text(value),
+            reason,
+            remedy: default.as_ref().map_or("its default".to_owned(), text),
+        });
+    }
+    Ok(())
+}
+
+/// Whether a value is the default of a parameter for which QEMU reports none: QEMU 7.2 to 11.1 report every default but those
+/// that are empty.
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Bool(true) => false,
+        Value::Number(number) => number.as_f64() == Some(0.0),
+        Value::String(text) => text.is_empty(),
+        Value::Array(values) => values.is_empty(),
+        Value::Object(values) => values.is_empty(),
+    }
+}
+
+/// Returns a value as an operator writes it.
+pub(crate) fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    const MIGRATE: Purpose = Purpose::Migrate {
+        ignore_shared: false,
+    };
+
+    fn refusal(purpose: Purpose, name: &str) -> Option<String> {
+        let now = [("events".to_owned(), true), (name.to_owned(), true)];
+        let checked = check_capabilities(purpose, &now);
+        checked.err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_capability_that_is_refused_or_unknown_is_named() {
+        for name in ["block", IGNORE_SHARED, "x-of-the-future"] {
+            for purpose in [MIGRATE, Purpose::Save, Purpose::Restore] {
+                let refusal = refusal(purpose, name).unwrap();
+                assert!(refusal.contains(&format!("'{name}'")), "{refusal}");
+            }
+            let off = [(name.to_owned(), false)];
+            assert!(check_capabilities(MIGRATE, &off).is_ok());
+        }
+        let asked = Purpose::Migrate {
+            ignore_shared: true,
+        };
+        assert_eq!(refusal(asked, IGNORE_SHARED), None);
+        assert!(refusal(asked, "block").is_some());
+    }
+
+    #[test]
+    fn block_bitmaps_move_and_are_not_saved() {
+        assert_eq!(refusal(MIGRATE, "dirty-bitmaps"), None);
+        assert!(refusal(Purpose::Save, "dirty-bitmaps").is_some());
+        assert_eq!(refusal(Purpose::Restore, "dirty-bitmaps"), None);
+    }
+
+    #[test]
+    fn a_parameter_is_refused_by_its_value() {
+        let check = |name: &str, value: Value, default: Option<Value>| {
+            let now = Map::from_iter([(name.to_owned(), value)]);
+            let checked = check_parameters(&now, |_| default.clone());
+            checked.err().map(|error| error.to_string())
+        };
+        assert_eq!(check("mode", json!("normal"), None), None);
+        let refused = check("mode", json!("cpr-reboot"), None).unwrap();
+        assert!(
+            refused.contains("'mode'") && refused.contains("cpr-reboot"),
+            "{refused}"
+        );
+        for (name, value) in [
+            ("downtime-limit", 1),
+            ("max-bandwidth", 5),
+            ("cpu-throttle-initial", 90),
+        ] {
+            assert_eq!(check(name, json!(value), Some(json!(0))), None);
+        }
+        assert_eq!(check("new", json!(1), Some(json!(1))), None);
+        assert!(check("new", json!(2), Some(json!(1))).is_some());
+        assert!(check("new", json!(2), None).is_some());
+        assert_eq!(check("new", json!([]), None), None);
+    }
+}

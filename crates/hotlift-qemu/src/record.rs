@@ -1,0 +1,178 @@
+//! The record of the settings that a command has changed in a QEMU, kept inside that QEMU.
+//!
+//! It is an object whose only content is text. So it lasts exactly as long as the settings do, and every later command finds
+//! it, from whichever user, container or host it comes.
+
+use std::fs;
+use std::path::Path;
+
+use hotlift_qmp::{Qemu, QmpError};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// Id of the object.
+const ID: &str = "hotlift-changed-settings";
+
+/// The settings that a command has changed, and the command.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Record {
+    owner: Owner,
+    pub capabilities: Vec<Change<bool>>,
+    pub parameters: Vec<Change<Value>>,
+}
+
+/// A changed setting.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Change<T> {
+    pub name: String,
+    pub before: T,
+    pub set: T,
+}
+
+/// The process that changed the settings.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Owner {
+    /// Its kernel's boot id.
+    boot: String,
+    /// Its pid namespace.
+    namespace: String,
+    pid: u32,
+    /// Its start, in ticks since boot: a process id is used again.
+    start: Option<u64>,
+}
+
+impl Owner {
+    fn this() -> Self {
+        let pid = std::process::id();
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let namespace = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        Self {
+            boot: boot.trim().to_owned(),
+            namespace: namespace.display().to_string(),
+            pid,
+            start: start_of(pid),
+        }
+    }
+
+    /// Whether it is another process than `this`, and still there. `start_of` returns when the process of an id began. Of
+    /// a process that cannot be seen from here the state of the migration decides alone.
+    fn is_at_work(&self, this: &Self, start_of: impl Fn(u32) -> Option<u64>) -> bool {
+        let is_seen = self.boot == this.boot && self.namespace == this.namespace;
+        is_seen && self != this && self.start.is_some() && start_of(self.pid) == self.start
+    }
+}
+
+/// When a process began, unless it has ended.
+fn start_of(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).ok()?;
+    start_in(&stat)
+}
+
+/// The start in the text of `/proc/PID/stat` (proc(5)): field 22; the state is field 3, and field 2 may have spaces.
+fn start_in(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_whitespace();
+    let state = fields.next()?;
+    let has_ended = matches!(state, "Z" | "X");
+    fields.nth(18)?.parse().ok().filter(|_| !has_ended)
+}
+
+impl Record {
+    /// A record of this process.
+    pub fn new(capabilities: Vec<Change<bool>>, parameters: Vec<Change<Value>>) -> Self {
+        Self {
+            owner: Owner::this(),
+            capabilities,
+            parameters,
+        }
+    }
+
+    /// Puts it into `qemu`. A QEMU that has one already refuses: another command is at work.
+    ///
+    /// # Errors
+    /// Those of QMP.
+    pub fn put(&self, qemu: &mut Qemu) -> Result<(), QmpError> {
+        let text = serde_json::to_string(self).map_err(|source| QmpError::Answer {
+            command: "object-add".to_owned(),
+            source,
+        })?;
+        qemu.keep_text(ID, &text).map(|_| ())
+    }
+
+    /// Reads the record in `qemu`, if there is one.
+    ///
+    /// # Errors
+    /// Those of QMP, also for a record of another form.
+    pub fn of(qemu: &mut Qemu) -> Result<Option<Self>, QmpError> {
+        let text: Option<String> = qemu.property(&format!("/objects/{ID}"), "data")?;
+        let record = text.map(|text| serde_json::from_str(&text)).transpose();
+        record.map_err(|source| QmpError::Answer {
+            command: "qom-get".to_owned(),
+            source,
+        })
+    }
+
+    /// Removes the record from `qemu`.
+    ///
+    /// # Errors
+    /// Those of QMP.
+    pub fn remove(qemu: &mut Qemu) -> Result<(), QmpError> {
+        match qemu.delete_object(ID) {
+            // Of a QEMU that has no objects.
+            Err(QmpError::Command { .. }) if Self::of(qemu)?.is_none() => Ok(()),
+            removed => removed,
+        }
+    }
+
+    /// The other process that made it, if it is still there.
+    pub fn owner_at_work(&self) -> Option<u32> {
+        let is_at_work = self.owner.is_at_work(&Owner::this(), start_of);
+        is_at_work.then_some(self.owner.pid)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_owner_is_at_work_while_the_same_process_is_there() {
+        let owner = |pid, start| Owner {
+            boot: "boot".to_owned(),
+            namespace: "pid:[1]".to_owned(),
+            pid,
+            start,
+        };
+        let this = owner(1, Some(10));
+        let other = owner(2, Some(20));
+        assert!(other.is_at_work(&this, |pid| (pid == 2).then_some(20)));
+        assert!(!other.is_at_work(&this, |_| None), "it has ended");
+        assert!(
+            !other.is_at_work(&this, |_| Some(21)),
+            "another process has its id"
+        );
+        assert!(!this.is_at_work(&this, |_| Some(10)), "this process");
+        assert!(!owner(2, None).is_at_work(&this, |_| None));
+        let elsewhere = Owner {
+            boot: "another".to_owned(),
+            ..other
+        };
+        assert!(
+            !elsewhere.is_at_work(&this, |_| Some(20)),
+            "not seen from here"
+        );
+    }
+
+    #[test]
+    fn the_start_of_a_process_is_read_behind_any_name() {
+        let stat = |name: &str, state: &str| {
+            let fields: Vec<_> = (4..=52).map(|field| field.to_string()).collect();
+            format!("7 ({name}) {state} {}", fields.join(" "))
+        };
+        assert_eq!(start_in(&stat("hotlift", "S")), Some(22));
+        assert_eq!(start_in(&stat("a) b (", "R")), Some(22));
+        assert_eq!(start_in(&stat("hotlift", "Z")), None);
+        assert_eq!(start_in("7 (x"), None);
+        assert!(Owner::this().start.is_some());
+    }
+}

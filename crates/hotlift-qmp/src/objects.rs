@@ -1,0 +1,163 @@
+//! Objects and devices of a QEMU, read and made over QMP.
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+
+use crate::error::QmpError;
+use crate::qemu::{Qemu, if_told};
+
+/// A memory backend that other processes can map, too.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SharedBackend {
+    /// Its id.
+    pub id: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// The file that it maps; `None` for memory without a name.
+    pub file: Option<String>,
+}
+
+/// A virtio-mem device.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct VirtioMem {
+    /// QOM path of its memory backend.
+    pub memdev: String,
+    /// Plugged memory in bytes.
+    pub size: u64,
+    /// Bytes of the backend.
+    pub max_size: u64,
+}
+
+/// QOM paths of the devices that an operator adds.
+const PERIPHERALS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
+/// An entry of `qom-list`.
+#[derive(Deserialize)]
+struct Entry {
+    name: String,
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+impl Qemu {
+    /// Reads a property (`qom-get`); `None` if the object or the property is not there.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn property<T: DeserializeOwned>(
+        &mut self,
+        path: &str,
+        property: &str,
+    ) -> Result<Option<T>, QmpError> {
+        let arguments = json!({ "path": path, "property": property });
+        if_told(self.ask("qom-get", &arguments))
+    }
+
+    /// Makes an object that only keeps `text`, readable as the property `data` of `/objects/ID`; false if this QEMU has no
+    /// objects to make.
+    ///
+    /// # Errors
+    /// As [`crate::Client::execute`], also if there is an object of this id.
+    pub fn keep_text(&mut self, id: &str, text: &str) -> Result<bool, QmpError> {
+        let arguments = json!({ "qom-type": "secret", "id": id, "data": text });
+        match self.tell("object-add", &arguments) {
+            Ok(()) => Ok(true),
+            Err(QmpError::Command { class, .. }) if class == "CommandNotFound" => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes an object (`object-del`).
+    ///
+    /// # Errors
+    /// As [`crate::Client::execute`].
+    pub fn delete_object(&mut self, id: &str) -> Result<(), QmpError> {
+        self.tell("object-del", &json!({ "id": id }))
+    }
+
+    /// The memory backends that other processes can map, by id.
+    ///
+    /// # Errors
+    /// As [`crate::Client::execute`].
+    pub fn shared_backends(&mut self) -> Result<Vec<SharedBackend>, QmpError> {
+        #[derive(Deserialize)]
+        struct Backend {
+            id: Option<String>,
+            size: u64,
+            #[serde(default)]
+            share: bool,
+        }
+        let all: Vec<Backend> = self.ask("query-memdev", &Value::Null)?;
+        let mut shared = Vec::new();
+        for backend in all.into_iter().filter(|backend| backend.share) {
+            let id = backend.id.unwrap_or_default();
+            let file = self.property(&format!("/objects/{id}"), "mem-path")?;
+            let bytes = backend.size;
+            shared.push(SharedBackend { id, bytes, file });
+        }
+        shared.sort_by(|a, b| a.id.cmp(&b.id));
+        Ok(shared)
+    }
+
+    /// The virtio-mem devices; none from a QEMU that does not list them.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn virtio_mem(&mut self) -> Result<Vec<VirtioMem>, QmpError> {
+        #[derive(Deserialize)]
+        struct Device {
+            #[serde(rename = "type")]
+            kind: String,
+            data: Value,
+        }
+        let devices = self.ask::<Vec<Device>>("query-memory-devices", &Value::Null);
+        let devices = if_told(devices)?.unwrap_or_default();
+        let devices = devices.into_iter().filter(|it| it.kind == "virtio-mem");
+        Ok(devices
+            .filter_map(|device| serde_json::from_value(device.data).ok())
+            .collect())
+    }
+
+    /// Whether a virtio-balloon may report free pages, which QEMU then leaves out of a migration.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn hints_free_pages(&mut self) -> Result<bool, QmpError> {
+        for path in PERIPHERALS {
+            let entries = self.ask::<Vec<Entry>>("qom-list", &json!({ "path": path }));
+            let entries = if_told(entries)?.unwrap_or_default();
+            for Entry { name, .. } in entries
+                .iter()
+                .filter(|entry| entry.kind.starts_with("child<virtio-balloon"))
+            {
+                let hints = self.property(&format!("{path}/{name}"), "free-page-hint")?;
+                if hints.unwrap_or(false) {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Defaults of the migration's properties, by name (`device-list-properties`); none from a QEMU that does not list them.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn migration_defaults(&mut self) -> Result<Map<String, Value>, QmpError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Property {
+            name: String,
+            default_value: Option<Value>,
+        }
+        let arguments = json!({ "typename": "migration" });
+        let properties = self.ask::<Vec<Property>>("device-list-properties", &arguments);
+        let properties = if_told(properties)?.unwrap_or_default();
+        Ok(properties
+            .into_iter()
+            .filter_map(|property| Some((property.name, property.default_value?)))
+            .collect())
+    }
+}
