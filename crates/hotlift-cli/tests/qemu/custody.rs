@@ -24,7 +24,7 @@ impl Adopted {
     }
 
     /// Checks that the guest runs and counts on after `before`, and ends its QEMU.
-    fn has_the_guest(&self, before: u64) {
+    pub fn has_the_guest(&self, before: u64) {
         let console = self.path("console");
         let said = || std::fs::read_to_string(&console).unwrap_or_default();
         until(

@@ -21,6 +21,7 @@
 //! | `lazy_preempt` | those that they wait for, on a connection of their own |
 //! | `lazy_huge` | the same of RAM of huge pages |
 //! | `salvage` | damaged files |
+//! | `settings` | capabilities and parameters: refused, changed, restored |
 
 #![allow(
     clippy::print_stdout,
@@ -51,6 +52,7 @@ mod postcopy;
 mod qmp_proxy;
 mod route;
 mod salvage;
+mod settings;
 mod table;
 mod tls;
 mod vm;

@@ -4,6 +4,7 @@ mod remote;
 mod salvage;
 
 use std::fs;
+use std::ops::Range;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 use std::process::Command;
@@ -16,7 +17,7 @@ use tempfile::TempDir;
 use crate::control::Control;
 use crate::ends::file::layout::FOOT_LEN;
 use crate::ends::file::partial::PartialFile;
-use crate::ends::file::{BlockFile, BlockSink, Blocks, FileError, Places, inspect};
+use crate::ends::file::{BlockFile, BlockSink, Blocks, FileError, Places, describe, inspect};
 use crate::ends::settings::RelaySettings;
 use crate::error::MigrationError;
 use crate::options::Options;
@@ -65,7 +66,18 @@ fn sink(path: &Path, name: &str) -> BlockSink {
 }
 
 fn sink_with(path: &Path, options: &Options) -> BlockSink {
-    let opening = Opening {
+    let sink = empty_sink(path, options, &[]);
+    // Every page comes, mostly as zero.
+    let mut writer = sink.page_writer(0).unwrap();
+    put_zeros(&mut *writer, 0, 0..PAGES);
+    put_zeros(&mut *writer, 1, 0..3);
+    drop(writer);
+    sink
+}
+
+/// A sink to which no page has come, whose stream has these capabilities.
+fn empty_sink(path: &Path, options: &Options, capabilities: &[&str]) -> BlockSink {
+    let mut opening = Opening {
         configuration: Configuration {
             machine: "pc-i440fx-10.0".to_owned(),
             ..Configuration::default()
@@ -79,26 +91,32 @@ fn sink_with(path: &Path, options: &Options) -> BlockSink {
     };
     let memory = options.memory(0);
     let sink = BlockSink::create(path, &settings, &opening, &memory, &control).unwrap();
+    let capabilities = capabilities.iter().map(|name| (*name).to_owned());
+    opening.configuration.capabilities = capabilities.collect();
+    let guest_address = (!opening.configuration.capabilities.is_empty()).then_some(0);
     sink.open(&opening).unwrap();
     let entries = [("ram", PAGES), ("rom", 3)];
     sink.ram_start(&RamLayout {
         section_id: 3,
         blocks: entries
-            .map(|(name, pages)| RamBlockEntry::new(name, (pages * PAGE_SIZE) as u64))
+            .map(|(name, pages)| RamBlockEntry {
+                guest_address,
+                ..RamBlockEntry::new(name, (pages * PAGE_SIZE) as u64)
+            })
             .into(),
     })
     .unwrap();
-    // Every page comes, mostly as zero.
-    let mut writer = sink.page_writer(0).unwrap();
-    for (block, (_, pages)) in entries.iter().enumerate() {
-        let mut batch = Batch::new();
-        batch.start(block);
-        let offsets = (0..*pages).map(|page| (page * PAGE_SIZE) as u64);
-        batch.zero.extend(offsets);
-        writer.write(&mut batch).unwrap();
-    }
-    drop(writer);
     sink
+}
+
+/// Writes zero pages of RAM block `block`.
+fn put_zeros(writer: &mut dyn WritePages, block: usize, pages: Range<usize>) {
+    let mut batch = Batch::new();
+    batch.start(block);
+    batch
+        .zero
+        .extend(pages.map(|page| (page * PAGE_SIZE) as u64));
+    writer.write(&mut batch).unwrap();
 }
 
 fn finish(sink: &BlockSink) -> Result<(), MigrationError> {
@@ -160,6 +178,51 @@ fn save(path: &Path, name: &str) -> Vec<u8> {
     drop(writer);
     finish(&sink).unwrap();
     expected
+}
+
+#[test]
+fn a_stream_that_lacks_a_page_makes_no_file() {
+    let folder = folder();
+    let path = folder.path().join("vm");
+    let sink = empty_sink(&path, &Options::default(), &[]);
+    let mut writer = sink.page_writer(0).unwrap();
+    put_zeros(&mut *writer, 0, 0..PAGES);
+    put(&mut *writer, 1, &[(0, 5), (2, 6)]);
+    drop(writer);
+    let error = finish(&sink).unwrap_err().chain();
+    assert!(error.contains("4096 bytes of RAM block 'rom'"), "{error}");
+    sink.abort();
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_file_without_shared_ram_is_refused_whoever_reads_it() {
+    let folder = folder();
+    let path = folder.path().join("vm");
+    // As earlier versions wrote it: without the pages of a shared block.
+    let sink = empty_sink(&path, &Options::default(), &["x-ignore-shared"]);
+    let mut writer = sink.page_writer(0).unwrap();
+    put_zeros(&mut *writer, 0, 0..PAGES);
+    put_zeros(&mut *writer, 1, 0..3);
+    drop(writer);
+    finish(&sink).unwrap();
+    let control = Control::default();
+    let error = inspect(&*path, &control).unwrap_err();
+    assert!(matches!(error, FileError::WithoutSharedRam), "{error}");
+    let described = describe(&*path, true, &control).unwrap_err();
+    assert!(described.chain().contains("x-ignore-shared"));
+    let opening = Opening {
+        configuration: Configuration {
+            machine: "pc".to_owned(),
+            capabilities: vec!["x-ignore-shared".to_owned()],
+            ..Configuration::default()
+        },
+        uuid: [0; 16],
+    };
+    let settings = RelaySettings::default();
+    let memory = settings.outgoing.memory(0);
+    let created = BlockSink::create(&path, &settings, &opening, &memory, &control);
+    assert!(created.err().unwrap().chain().contains("x-ignore-shared"));
 }
 
 #[test]
