@@ -118,7 +118,7 @@ impl Logged {
     }
 }
 
-/// The kernel's word of packets that go past the redirect, without their content.
+/// The kernel's reports of packets that go past the redirect, without their content.
 #[derive(Debug)]
 pub struct Packets(OwnedFd);
 
@@ -252,7 +252,7 @@ mod tests {
             logged.news(counts.to_vec(), begun + Duration::from_secs(second))
         };
         let (first, second) = (count("192.0.2.2", 1), count("192.0.2.3", 1));
-        assert_eq!(at(0, &[first.clone()]), (vec![first.clone()], false));
+        assert_eq!(at(0, std::slice::from_ref(&first)), (vec![first], false));
         let grown = count("192.0.2.2", 5);
         let both = [grown.clone(), second.clone()];
         assert_eq!(at(1, &both), (vec![second.clone()], true));
@@ -260,6 +260,9 @@ mod tests {
         assert_eq!(at(200, &both), (vec![], false));
         // The table was flushed.
         assert_eq!(at(201, &[]), (vec![], false));
-        assert_eq!(at(202, &[second.clone()]), (vec![second], false));
+        assert_eq!(
+            at(202, std::slice::from_ref(&second)),
+            (vec![second], false)
+        );
     }
 }

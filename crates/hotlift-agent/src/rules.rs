@@ -40,7 +40,7 @@ pub const PROOF_MARK: u32 = 0x484d;
 /// The sets that count what goes past the redirect, by address: of IPv4, and of IPv6.
 pub const COUNTED: [&str; 2] = ["plaintext4", "plaintext6"];
 
-/// The group of nfnetlink_log that is told of it: the mark, as a number that no other program is likely to have.
+/// The group of nfnetlink_log that reports it: the mark, as a number that no other program is likely to have.
 pub const LOG_GROUP: u16 = 0x484c;
 
 /// Behind all chains of others; at `i32::MAX` conntrack confirms.
@@ -51,6 +51,10 @@ const MOST_COUNTED: u16 = 1024;
 
 /// The first local port that the kernel gives to a connection: Documentation/networking/ip-sysctl.rst, ip_local_port_range.
 const LOCAL_PORTS: u16 = 32768;
+
+/// The number that no user has, as the kernel takes it for none (setreuid(2)). Only a packet of a socket has a user: one without
+/// must not come to `socket mark` at output, where kernels before 5.18 look for a socket by an interface that is not there.
+const NO_USER: u32 = u32::MAX;
 
 /// What nft is told.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -120,7 +124,7 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
             past("discard")
         ),
         Plaintext::Allow => format!(
-            "\t\tsocket mark {MARK:#x} accept\n\
+            "\t\tmeta skuid {{ {ids} }} socket mark {MARK:#x} accept\n\
              \t\tmeta skuid {{ {ids} }} fib daddr type != local jump unredirected\n\
              \t}}\n\
              \tchain unredirected {{\n{}\t}}\n\
@@ -137,7 +141,7 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
          \tchain output {{\n\
          \t\ttype nat hook output priority -100; policy accept;\n\
          \t\toifname \"lo\" accept\n\
-         \t\tsocket mark {MARK:#x} accept\n\
+         \t\tmeta skuid {{ {ids} }} socket mark {MARK:#x} accept\n\
          \t\ttcp flags & (syn | ack) != syn accept\n\
          {redirected}\
          \t}}\n\
@@ -147,7 +151,7 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
          \t}}\n\
          \tchain leaving {{\n\
          \t\ttype filter hook output priority {LAST}; policy accept;\n\
-         \t\tsocket mark {PROOF_MARK:#x} fib daddr type != local reject with tcp reset\n\
+         \t\tmeta skuid < {NO_USER} socket mark {PROOF_MARK:#x} fib daddr type != local reject with tcp reset\n\
          {last}\
          }}\n"
     );

@@ -261,7 +261,7 @@ fn names_table(messages: &[u8]) -> bool {
 pub fn keep(agent: &Agent, changes: &Changes) {
     let packets = Packets::listen().inspect_err(|error| {
         let text = format!(
-            "what goes past the redirect is counted, and not logged: the kernel does not tell of it: {error}"
+            "what goes past the redirect is counted, and not logged, as the kernel does not report it: {error}"
         );
         agent.log.say(LogLevel::Warning, &text);
     });

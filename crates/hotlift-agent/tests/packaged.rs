@@ -8,6 +8,8 @@ use hotlift_agent::rules::rules;
 const EXAMPLE: &str = include_str!("../../../packaging/agent.toml");
 const DASHBOARD: &str = include_str!("../../../packaging/grafana-dashboard.json");
 const RULES: &str = include_str!("../../../packaging/hotlift-agent.nft");
+const SECURITY: &str = include_str!("../../../SECURITY.md");
+const TABLE_TESTS: &str = include_str!("../../hotlift-cli/tests/qemu/agent_table.rs");
 const METRICS: &str = include_str!("../src/metrics.rs");
 
 /// The example with its defaults set: a value stands directly behind its "#", text does not.
@@ -74,4 +76,19 @@ fn the_rules_for_hosts_that_write_their_own_are_the_agents() {
     };
     let rules = rules(&config).unwrap();
     assert_eq!(text.replace("root, libvirt-qemu", "0, 64055"), rules.text);
+}
+
+#[test]
+fn the_tests_of_the_sentences_on_the_table_are_there() {
+    let (_, rows) = SECURITY.split_once("| sentence | test |").unwrap();
+    let (rows, _) = rows.split_once("\n\n").unwrap();
+    let tests = rows.lines().skip(2);
+    let names: Vec<_> = tests
+        .map(|row| row.rsplit('`').nth(1).expect("a name"))
+        .collect();
+    assert!(names.len() > 5);
+    for name in names {
+        let test = format!("#[test]\nfn {name}() {{");
+        assert!(TABLE_TESTS.contains(&test), "{name} is no test");
+    }
 }

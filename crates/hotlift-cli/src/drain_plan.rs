@@ -252,6 +252,8 @@ fn earlier(one: &Step, other: &Step) -> Ordering {
 
 #[cfg(test)]
 mod tests {
+    use hotlift_agent::config::Plaintext;
+
     use super::*;
 
     const GIB: u64 = 1 << 30;
@@ -299,6 +301,9 @@ mod tests {
             failed: 0,
             refusals: 0,
             tls_failures: 0,
+            plaintext: Plaintext::Refuse,
+            past_redirect: Vec::new(),
+            last_check: None,
         };
         let found = |bandwidth, at_once, agent: Option<AgentInfo>| {
             let budget = Budget::new(bandwidth, at_once, agent.as_ref());

@@ -20,6 +20,8 @@ const ALIKE: usize = 10;
 pub struct Agent<'a> {
     host: &'a Host,
     process: Process,
+    /// `--config` with its file.
+    config: String,
     /// Its threads and open files before it had anything to carry.
     idle: [usize; 2],
 }
@@ -46,6 +48,7 @@ impl<'a> Agent<'a> {
         let mut this = Self {
             host,
             process,
+            config: flag,
             idle: [0, 0],
         };
         this.idle = this.settled();
@@ -73,6 +76,12 @@ impl<'a> Agent<'a> {
             let is_over = self.rows().iter().all(|row| row["status"] != "active");
             (is_over && self.completed("migration") == migrations).then_some(())
         });
+    }
+
+    /// What `agent check` finds on its host.
+    pub fn check(&self) -> Result<String, String> {
+        let checked = self.host.tool(HOTLIFT, &["agent", "check", &self.config]);
+        checked.map_err(|error| error.to_string())
     }
 
     /// All that it has said.

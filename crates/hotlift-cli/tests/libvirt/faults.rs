@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use hotlift_testkit::libvirt::{Domain, Hosts};
+use hotlift_testkit::libvirt::{Domain, Host, Hosts};
 use hotlift_testkit::namespace::End;
 use hotlift_testkit::pki::Pki;
 use hotlift_testkit::process::Process;
@@ -56,6 +56,47 @@ fn an_aborted_migration_leaves_the_guest_and_nothing_else() {
     let aborted = hosts.source.virsh(&["domjobabort", &one.name]);
     aborted.expect("it is under way");
     outcome(migration).expect_err("it was aborted");
+    stayed_and_moves_again(&hosts, &one);
+    end(agents);
+}
+
+#[test]
+fn a_migration_that_rules_of_others_keep_from_the_agent_is_refused_and_sends_nothing() {
+    let Some(hosts) = hosts() else { return };
+    let agents = both(&hosts, "");
+    let one = domain(&hosts, "web1");
+    let nft = |host: &Host, rules: &str| {
+        let loaded = host.tool("nft", &[rules]);
+        loaded.expect("nft takes it")
+    };
+    let arrivals = "table inet arrivals {
+        counter arrived { }
+        chain i {
+            type filter hook prerouting priority -400;
+            iifname veth tcp dport 49152-49215 counter name arrived;
+        }
+    }";
+    nft(&hosts.destination, arrivals);
+    let notrack = "table inet others {
+        chain o { type filter hook output priority raw; tcp dport 49152-49215 notrack; }
+    }";
+    nft(&hosts.source, notrack);
+    for options in [
+        &[UNSAFE][..],
+        &[UNSAFE, "--parallel"],
+        &[UNSAFE, "--p2p", "--parallel"],
+    ] {
+        let why = migrate(&hosts, End::Source, &one, options).expect_err("no way past the agent");
+        assert!(why.contains("Connection refused"), "{options:?}: {why}");
+        is_at(&hosts, End::Source, &one);
+    }
+    let found = agents[0].check().expect_err("it finds the rule");
+    assert!(found.contains("notrack"), "{found}");
+    let arrived = nft(&hosts.destination, "list counter inet arrivals arrived");
+    assert!(arrived.contains("packets 0 "), "{arrived}");
+    nft(&hosts.destination, "delete table inet arrivals");
+    nft(&hosts.source, "delete table inet others");
+    agents[0].check().expect("nothing is in the way");
     stayed_and_moves_again(&hosts, &one);
     end(agents);
 }
