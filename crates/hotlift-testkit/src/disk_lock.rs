@@ -43,7 +43,7 @@ impl DiskLock {
     /// # Errors
     /// If QEMU does not answer.
     pub fn take(&mut self) -> Result<bool, KitError> {
-        // A device shares writing with nobody. That of a guest that arrives checks for this alone.
+        // A device lets no other process write, which is all that the device of an arriving guest checks for.
         let device = json!({ "driver": "virtio-blk-pci", "drive": "disk" });
         match self.qmp.client().execute("device_add", &device) {
             Ok(_) => Ok(true),

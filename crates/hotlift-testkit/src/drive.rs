@@ -22,7 +22,7 @@ const SLACK: Duration = Duration::from_secs(120);
 /// How long the destination has to come to its end after the source's.
 const GRACE: Duration = Duration::from_secs(12);
 
-/// How long it has if the guest runs at the source, or is off: nobody comes any more.
+/// How long it has if the guest runs at the source, or is off: no source connects any more.
 const STAYED: Duration = Duration::from_secs(2);
 
 /// How long a command has to end after SIGINT.

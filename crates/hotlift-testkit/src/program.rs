@@ -263,7 +263,7 @@ fn register(registers: &str, name: &str) -> Result<u64, String> {
     let mut values = words.filter_map(|word| word.strip_prefix(name)?.strip_prefix('='));
     let hex = values
         .next()
-        .ok_or_else(|| format!("no {name} in {registers}"))?;
+        .ok_or_else(|| format!("no {name}: the guest is not in its program"))?;
     u64::from_str_radix(hex, 16).map_err(|error| format!("{name}={hex}: {error}"))
 }
 

@@ -24,9 +24,9 @@ pub const PORT: u16 = 7000;
 /// Where `serve` takes pages.
 pub const DATA_PORT: u16 = 7001;
 
-/// First port of libvirt's migrations, which agents redirect; and where agents connect to each other.
+/// First port of libvirt's migrations, which agents redirect.
 const MIGRATION_PORT: u16 = 49152;
-/// See [`MIGRATION_PORT`].
+/// Where agents connect to each other.
 pub const AGENT_PORT: u16 = 16520;
 
 /// Bytes of a disk image that a case locks.

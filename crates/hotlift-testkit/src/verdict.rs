@@ -80,7 +80,7 @@ enum Absent {
     Ended,
     /// Its QEMU answers nothing.
     Silent,
-    /// Nobody runs it, and nobody knows.
+    /// Not running without a reason, and no command reports it.
     Lost,
 }
 

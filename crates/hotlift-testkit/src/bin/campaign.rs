@@ -249,6 +249,13 @@ fn run(flags: &Flags) -> Result<ExitCode, String> {
     let (out, known) = match &flags.out {
         Some(path) => {
             let known = known(path, seed)?;
+            let is_drawn = |record: &Record| record.case == Case::draw(seed, record.case.number);
+            if flags.case.is_empty() && !known.iter().all(is_drawn) {
+                return Err(format!(
+                    "{} has cases that another version has drawn: give another file",
+                    path.display()
+                ));
+            }
             let opened = OpenOptions::new().append(true).create(true).open(path);
             let file = opened.map_err(|error| format!("{}: {error}", path.display()))?;
             (Some(Mutex::new(file)), known)
