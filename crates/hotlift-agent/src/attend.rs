@@ -67,7 +67,10 @@ pub fn relay(
                 Ok(Some(message)) => {
                     said.get_or_insert(message);
                 }
-                Err(_) => is_there = false,
+                Err(_) => {
+                    is_there = false;
+                    control.suspect_peer();
+                }
             }
         }
         let panicked = |_| {

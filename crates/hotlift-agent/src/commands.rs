@@ -115,6 +115,9 @@ pub struct MigrationRow {
     pub cores: f64,
     /// How long its guest stands or stood still, in seconds, as far as the relay sees.
     pub downtime_seconds: f64,
+    /// The host that holds it up: it is silent, or reads nothing, and for how long.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stall: Option<String>,
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -148,6 +151,7 @@ impl MigrationRow {
             bandwidth,
             cores: f64::from(cpu) / 1000.0,
             downtime_seconds: moment.still().as_secs_f64(),
+            stall: session.control.stall().map(|stall| stall.to_string()),
             error: moment.error.clone(),
         }
     }

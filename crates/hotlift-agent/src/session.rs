@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift::progress::StallKind;
 use hotlift::relay::{Pass, RelayProgress, RelayReport};
 use hotlift::tls::Identity;
 use hotlift::transport::{Giver, Stream};
@@ -99,6 +100,8 @@ pub struct Moment {
     pub state: &'static str,
     /// What the relay has reported.
     pub progress: RelayProgress,
+    /// Kind of the stall at its last report.
+    stall: Option<StallKind>,
     /// Bytes a second between its last two reports.
     pub rate: f64,
     /// Its weight in the sharing.
@@ -224,6 +227,19 @@ impl Session {
 
     /// A report of its relay.
     pub fn note(&self, progress: &RelayProgress) {
+        let stall = self.control.stall();
+        let kind = stall.map(|stall| stall.kind);
+        let before = std::mem::replace(&mut lock(&self.moment).stall, kind);
+        if kind != before {
+            let (level, text) = match stall {
+                Some(stall) => (LogLevel::Warning, stall.to_string()),
+                None => (
+                    LogLevel::Info,
+                    "the peer answers and reads again".to_owned(),
+                ),
+            };
+            self.say(level, &text);
+        }
         let mut moment = lock(&self.moment);
         let time = progress.elapsed.saturating_sub(moment.progress.elapsed);
         if !time.is_zero() {

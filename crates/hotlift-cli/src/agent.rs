@@ -353,6 +353,9 @@ fn list(rows: &[MigrationRow]) -> String {
         }
     });
     for row in rows {
+        if let Some(stall) = &row.stall {
+            text += &format!("\n{}: {stall}", row.id);
+        }
         if let Some(error) = &row.error {
             text += &format!("\n{}: {error}", row.id);
         }

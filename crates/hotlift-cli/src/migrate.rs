@@ -9,7 +9,7 @@ use clap::Args;
 use hotlift::relay::{Outgoing, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
 use hotlift::{Address, MigrationError};
-use hotlift_console::conversation::{CONNECT, Conversation};
+use hotlift_console::conversation::{CONNECT, Conversation, ConversationError};
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
@@ -249,7 +249,12 @@ impl Move<'_> {
         let (source, settings) = (self.source, self.settings);
         let changed = outgoing::change_settings(source, self.purpose, settings, own_downtime_limit);
         let relayed = changed.and_then(|()| {
-            moving.run(&mut |timeout| self.hear(destination, &mut final_message, timeout))
+            moving.run(&mut |timeout, control| {
+                if self.hear(destination, &mut final_message, timeout).is_err() {
+                    // Its host may be lost, and the relay's connections with it.
+                    control.suspect_peer();
+                }
+            })
         });
         let relayed = relayed.inspect_err(|error| say_failed(destination, error_line(error)))?;
         match relayed.outcome {
@@ -270,15 +275,18 @@ impl Move<'_> {
     }
 
     /// Takes what the destination says within `timeout`.
+    ///
+    /// # Errors
+    /// The conversation is lost, once.
     fn hear(
         &self,
         destination: &mut Conversation,
         final_message: &mut Option<FinalMessage>,
         timeout: Duration,
-    ) {
+    ) -> Result<(), ConversationError> {
         if final_message.is_some() {
             thread::sleep(timeout);
-            return;
+            return Ok(());
         }
         match destination.hear(timeout) {
             Ok(Some(Answer::Completed { running, report })) => {
@@ -296,8 +304,10 @@ impl Move<'_> {
                     reason: format!("'hotlift serve' is not heard any more: {reason}"),
                     guest: GuestThere::Unknown,
                 });
+                return Err(error);
             }
         }
+        Ok(())
     }
 
     /// Waits for the destination's final message. `serve` asks its QEMU for as long as `settle-timeout`, and sends its
@@ -310,7 +320,7 @@ impl Move<'_> {
         let deadline = Instant::now() + self.settings.outgoing.settle_timeout + CONNECT;
         let mut final_message = final_message;
         while final_message.is_none() && Instant::now() < deadline {
-            self.hear(destination, &mut final_message, TICK);
+            let _ = self.hear(destination, &mut final_message, TICK);
         }
         final_message
     }
@@ -378,7 +388,7 @@ impl Move<'_> {
             _ => TICK,
         };
         if heard.is_none() {
-            self.hear(destination, &mut heard, patience);
+            let _ = self.hear(destination, &mut heard, patience);
         }
         let theirs = match heard {
             Some(FinalMessage::Failed { reason, .. }) => Some(format!("the destination: {reason}")),

@@ -270,11 +270,16 @@ impl Move<'_> {
             });
             let libvirt = self.libvirt(port, &mut || {
                 if let Some(progress) = latest.lock().ok().and_then(|latest| *latest) {
-                    display.show_line(0, || progress_line("migration", &progress).into());
+                    display.show_line(0, || {
+                        progress_line("migration", &progress, control.stall()).into()
+                    });
                 }
                 match is_heard.then(|| conversation.hear::<Message>(Duration::ZERO)) {
                     Some(Ok(Some(Message::Failed { reason }))) => theirs = Some(one_line(&reason)),
-                    Some(Err(_)) => is_heard = false,
+                    Some(Err(_)) => {
+                        is_heard = false;
+                        control.suspect_peer();
+                    }
                     Some(Ok(_)) | None => {}
                 }
                 relay.is_finished()

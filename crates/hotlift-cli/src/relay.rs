@@ -163,7 +163,7 @@ impl Relay<'_> {
             self.monitor.note(progress);
             display.show_line(0, || {
                 let jobs = jobs(&control.jobs());
-                format!("{}{jobs}", progress_line(label, progress)).into()
+                format!("{}{jobs}", progress_line(label, progress, control.stall())).into()
             });
         };
         let hooks = Hooks {

@@ -2,6 +2,7 @@
 
 use comfy_table::Table;
 use hotlift::figures::{JobFigures, SideFigures, shares_of};
+use hotlift::progress::Stall;
 use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift_console::progress::bytes;
 use hotlift_console::table::{align, new_table};
@@ -98,9 +99,10 @@ impl DomainMigration {
 }
 
 /// A moment of a relay.
-pub fn progress_line(label: &str, progress: &RelayProgress) -> String {
+pub fn progress_line(label: &str, progress: &RelayProgress, stall: Option<Stall>) -> String {
+    let stall = stall.map_or_else(String::new, |stall| format!("{stall}, "));
     format!(
-        "{label}: {:.1} s, {} in, {} out, {} normal and {} zero pages of {} of RAM",
+        "{label}: {stall}{:.1} s, {} in, {} out, {} normal and {} zero pages of {} of RAM",
         progress.elapsed.as_secs_f64(),
         bytes(progress.received_bytes),
         bytes(progress.sent_bytes),

@@ -75,7 +75,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     };
     let own_downtime_limit = args.migration.has("downtime-limit");
     let outcome = outgoing::change_settings(&source, Purpose::Save, &settings, own_downtime_limit)
-        .and_then(|()| moving.run(&mut thread::sleep));
+        .and_then(|()| moving.run(&mut |time, _| thread::sleep(time)));
     let saved = match outcome {
         Ok(Relayed {
             outcome: Ok(relay), ..

@@ -374,7 +374,9 @@ impl Host<'_> {
                 told = Instant::now();
                 let received_bytes = received();
                 if !self.args.quiet {
-                    complain!("receiving: {} have arrived", bytes(received_bytes));
+                    let stall = control.stall();
+                    let stall = stall.map_or_else(String::new, |stall| format!(", {stall}"));
+                    complain!("receiving: {} have arrived{stall}", bytes(received_bytes));
                 }
                 heard = heard.and_then(|()| source.say(&Answer::Progress { received_bytes }));
             }

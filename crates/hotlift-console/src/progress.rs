@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use hotlift::Control;
 use hotlift::figures::JobFigures;
-use hotlift::progress::Progress;
+use hotlift::progress::{Progress, Stall};
 
 use crate::output::{self, complain};
 use crate::width;
@@ -102,7 +102,7 @@ impl Display {
     /// Shows one moment.
     pub fn show(&self, progress: &Progress) {
         self.show_line(progress.round, || {
-            let mut line = line(&self.label, progress);
+            let mut line = line(&self.label, progress, self.control.stall());
             line.text.push_str(&jobs(&self.control.jobs()));
             line
         });
@@ -186,7 +186,7 @@ pub fn fallback_warning(jobs: &JobFigures) -> Option<String> {
     })
 }
 
-fn line(label: &str, progress: &Progress) -> Line {
+fn line(label: &str, progress: &Progress, stall: Option<Stall>) -> Line {
     let left = progress
         .time_left
         .map_or("unknown time".to_owned(), |left| {
@@ -202,10 +202,11 @@ fn line(label: &str, progress: &Progress) -> Line {
         }
     };
     let text = format!(
-        "{label} {status}{stalled}: round {round}, {remaining}{of} to go, {left} {ends}{methods}\
+        "{label} {status}{stalled}{stall}: round {round}, {remaining}{of} to go, {left} {ends}{methods}\
          {rate}/s on the wire, {pages:.0} pages/s, guest dirties {dirty:.0} pages/s{throttled}",
         status = progress.status.name(),
         stalled = stalled(remark.is_some()),
+        stall = stall.map_or_else(String::new, |stall| format!(", {stall}")),
         round = progress.round,
         remaining = bytes(progress.remaining_bytes),
         rate = bytes(rounded(progress.bytes_per_second)),
@@ -314,7 +315,7 @@ mod tests {
     #[test]
     fn a_migration_that_does_not_converge_says_why() {
         let mut progress = moment();
-        let converging = line("zstd", &progress).to_string();
+        let converging = line("zstd", &progress, None).to_string();
         assert!(
             converging.contains("round 7, 512.0 MiB of 1.0 GiB to go"),
             "{converging}"
@@ -323,7 +324,7 @@ mod tests {
         assert!(!converging.contains("not converging"));
         assert!(!converging.contains("throttled"), "{converging}");
         progress.stalled = true;
-        let stalled = line("zstd", &progress);
+        let stalled = line("zstd", &progress, None);
         for words in [
             "dirties 40000 pages/s and the channels settle 30000",
             "multifd-channels",
@@ -345,7 +346,7 @@ mod tests {
             link_is_the_limit: true,
             shares: vec![("zstd 3".to_owned(), 0.62), ("none".to_owned(), 0.38)],
         });
-        let narrow = width::cut(&line("auto", &progress).text, 79);
+        let narrow = width::cut(&line("auto", &progress, None).text, 79);
         for words in ["round 7", "4.4 s left", "link is the limit: 62 %"] {
             assert!(narrow.contains(words), "{narrow}");
         }
@@ -360,7 +361,7 @@ mod tests {
             throttle_percent: 40,
             ..moment()
         };
-        let line = line("none", &progress);
+        let line = line("none", &progress, None);
         assert!(line.text.ends_with(", throttled by 40 %"), "{line}");
         let said = line.to_string();
         assert!(

@@ -1,4 +1,4 @@
-//! What the kernel knows of a TCP connection that sends: what waits, and for whom.
+//! What the kernel knows of a TCP connection: what waits, for whom, and when the peer was last heard.
 
 use std::io;
 use std::mem;
@@ -19,13 +19,31 @@ pub struct TcpSending {
     pub busy: Duration,
     /// Of which the other side had no room: its process does not read.
     pub receiver_limited: Duration,
+    /// Segments that were sent and not acknowledged; 0 while the other side has no room.
+    pub in_flight: u32,
+    /// Probes, of a window without room and of an idle connection, that are not answered yet.
+    pub probes: u8,
+    /// Bytes that wait to be sent.
+    pub not_sent: u32,
+    /// Time since the last acknowledgement or data of the other side.
+    pub unheard: Duration,
 }
 
 /// The kernel's `struct tcp_info` up to `tcpi_rwnd_limited`; what is not read has no name.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct TcpInfo {
-    before: [u64; 15],
+    states: [u8; 3],
+    probes: u8,
+    settings: [u8; 4],
+    timeouts: [u32; 4],
+    unacked: u32,
+    segment_counts: [u32; 4],
+    last_sent: [u32; 2],
+    last_data_recv: u32,
+    last_ack_recv: u32,
+    sizes: [u32; 11],
+    rates: [u64; 2],
     bytes_acked: u64,
     bytes_received: u64,
     segments: [u32; 2],
@@ -38,6 +56,8 @@ struct TcpInfo {
 }
 
 const _: () = {
+    assert!(mem::offset_of!(TcpInfo, unacked) == 24);
+    assert!(mem::offset_of!(TcpInfo, last_data_recv) == 52);
     assert!(mem::offset_of!(TcpInfo, bytes_acked) == 120);
     assert!(mem::offset_of!(TcpInfo, min_rtt) == 148);
     assert!(mem::offset_of!(TcpInfo, busy_time) == 168);
@@ -74,6 +94,11 @@ impl TcpSending {
             min_rtt: Duration::from_micros(info.min_rtt.into()),
             busy: Duration::from_micros(info.busy_time),
             receiver_limited: Duration::from_micros(info.rwnd_limited),
+            in_flight: info.unacked,
+            probes: info.probes,
+            not_sent: info.not_sent,
+            // A segment with data and no new acknowledgement counts as data only.
+            unheard: Duration::from_millis(info.last_ack_recv.min(info.last_data_recv).into()),
         })
     }
 }
@@ -123,6 +148,14 @@ mod tests {
             }
         };
         assert!(unacknowledged(sender.as_fd()).unwrap() > 0);
+        // A full window: nothing is in flight, something waits, and the last acknowledgement grows old until the probe.
+        let full = loop {
+            let now = TcpSending::of(sender.as_fd()).unwrap();
+            if now.in_flight == 0 && now.not_sent > 0 && now.unheard > Duration::ZERO {
+                break now;
+            }
+        };
+        assert!(full.unheard < Duration::from_secs(60), "{full:?}");
         assert!(limited.busy >= limited.receiver_limited);
 
         sender.shutdown(std::net::Shutdown::Write).unwrap();

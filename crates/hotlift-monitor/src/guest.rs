@@ -553,9 +553,12 @@ impl GuestMonitor {
         if is_outgoing && (has_figures.contains(&status) || IN_POSTCOPY.contains(&status)) {
             let (progress, elapsed) = (progress.clone(), migration.started.elapsed());
             let (jobs, compression) = (migration.control.jobs(), migration.compression);
+            let stall = migration.control.stall();
             // The engine waits for this lock while the guest stands still, and /proc is slow.
             drop(state);
-            return query_migrate::source_under_way(status, elapsed, &progress, &jobs, compression);
+            let info =
+                query_migrate::source_under_way(status, elapsed, &progress, &jobs, compression);
+            return query_migrate::with_stall(info, stall);
         }
         let listens_at = migration.listens_at.as_ref();
         match &migration.outcome {

@@ -6,7 +6,7 @@ use hotlift::figures::{
     BlocktimeFigures, ByteFigures, DestinationReport, JobFigures, SourceReport, ThreadCpu,
     XbzrleFigures, shares_of,
 };
-use hotlift::progress::Progress;
+use hotlift::progress::{Progress, Stall};
 use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift::{Options, Status};
 use hotlift_console::progress::rounded;
@@ -136,6 +136,14 @@ pub fn not_begun(total_bytes: u64) -> Progress {
         xbzrle: None,
         methods: None,
         stalled: false,
+    }
+}
+
+/// Adds the host that holds the migration up.
+pub fn with_stall(info: MigrationInfo, stall: Option<Stall>) -> MigrationInfo {
+    MigrationInfo {
+        stall: stall.map(|stall| stall.to_string()),
+        ..info
     }
 }
 

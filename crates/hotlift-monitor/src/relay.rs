@@ -157,7 +157,8 @@ impl RelayMonitor {
             ) =>
             {
                 let jobs = migration.control.jobs();
-                query_migrate::relay_under_way(status, progress, &jobs, compression)
+                let info = query_migrate::relay_under_way(status, progress, &jobs, compression);
+                query_migrate::with_stall(info, migration.control.stall())
             }
             None => query_migrate::only_status(status),
         }

@@ -71,12 +71,12 @@ pub fn change_settings(
 }
 
 impl Moving<'_> {
-    /// Runs relay and migration to their end. `attend` is called all the while, and takes about as
-    /// long as it is given.
+    /// Runs relay and migration to their end. `attend` is called all the while with the relay's control, and takes about
+    /// as long as it is given.
     ///
     /// # Errors
     /// If the migration could not even be begun. What the relay has met is in [`Relayed::outcome`].
-    pub fn run(&self, attend: &mut dyn FnMut(Duration)) -> Result<Relayed, QemuError> {
+    pub fn run(&self, attend: &mut dyn FnMut(Duration, &Control)) -> Result<Relayed, QemuError> {
         let folder = OwnFolder::private()?;
         let path = folder.path().join("outgoing");
         let uri = format!("unix:{}", path.display());
@@ -137,7 +137,7 @@ impl Moving<'_> {
         relay: &ScopedJoinHandle<'_, T>,
         control: &Control,
         latest: &dyn Fn() -> RelayProgress,
-        attend: &mut dyn FnMut(Duration),
+        attend: &mut dyn FnMut(Duration, &Control),
     ) {
         let display = Display::new("migration", self.quiet, control);
         let mut watch = Watch::default();
@@ -154,11 +154,11 @@ impl Moving<'_> {
                     control.cancel();
                 }
             }
-            attend(TICK);
+            attend(TICK, control);
             if looked.elapsed() >= LOOK {
                 looked = Instant::now();
                 if let Ok(info) = self.source.look() {
-                    let mut line = watch.look(&info, latest());
+                    let mut line = watch.look(&info, latest(), control.stall());
                     line.text.push_str(&jobs(&control.jobs()));
                     display.show_line(watch.round(), || line);
                     if info.has_failed() {

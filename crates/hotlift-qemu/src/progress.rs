@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use hotlift::progress::{Stall, StallKind};
 use hotlift::relay::RelayProgress;
 use hotlift_console::progress::{Line, bytes, rounded, stalled, throttled};
 use hotlift_qmp::{MigrationInfo, MigrationStats};
@@ -13,12 +14,19 @@ const ROUNDS_WITHOUT_GAIN: u32 = 3;
 /// the last is a third of the first.
 const GAIN: f64 = 0.9;
 
-/// How long nothing has gone out until that is said. A process that was stopped keeps its connections, and the system answers for
-/// it: nothing else tells of it.
+/// Time without a sent byte until this is reported, where no connection shows the reason: into a file, for example.
 const SILENCE: Duration = Duration::from_secs(10);
 
 /// Seconds below which their tenths are shown.
 const TENTHS: f64 = 1000.0;
+
+/// Effect of a silent host, for an operator.
+const SILENT: &str = "the other host or the network path to it may be down: the migration fails after 'silence-timeout', with \
+                      the guest here; Ctrl-C ends it now";
+
+/// Effect of a host that does not read.
+const NOT_READING: &str = "the other host is up and takes no data: its process, its QEMU or its disk may be stopped or slow; \
+                           the migration waits for it, and Ctrl-C ends it, with the guest here";
 
 /// What may be the reason, and what can be done.
 const NOTHING_SENT: &str = "nothing is sent: the other host, the link or the disk may have stopped; it is waited for, and \
@@ -37,8 +45,14 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Takes in what QEMU says, and the latest that its relay has; returns the line to show.
-    pub fn look(&mut self, info: &MigrationInfo, relay: RelayProgress) -> Line {
+    /// Takes in what QEMU says, and the latest that its relay has; returns the line to show. `stall` is the host that holds
+    /// the relay up.
+    pub fn look(
+        &mut self,
+        info: &MigrationInfo,
+        relay: RelayProgress,
+        stall: Option<Stall>,
+    ) -> Line {
         // The relay reports in a rhythm of its own; the same report twice says nothing of a rate.
         let time = relay.elapsed.saturating_sub(self.relay.elapsed);
         if !time.is_zero() {
@@ -50,7 +64,8 @@ impl Watch {
             self.relay = relay;
         }
         let Some(ram) = &info.ram else {
-            return format!("migration {}", info.status()).into();
+            let stall = stall.map_or_else(String::new, |stall| format!(", {stall}"));
+            return format!("migration {}{stall}", info.status()).into();
         };
         let rates = Rates::of(ram);
         if ram.dirty_sync_count != self.round {
@@ -65,8 +80,9 @@ impl Watch {
         let reason = self.stall_reason(&rates, throttle > 0);
         let silence = relay.elapsed.saturating_sub(self.moved);
         // In postcopy the guest is not here any more, and may ask for nothing.
-        let is_silent = silence >= SILENCE && info.status() == "active";
-        let seconds_left = rates.seconds_left(ram.remaining).filter(|_| !is_silent);
+        let is_silent = stall.is_none() && silence >= SILENCE && info.status() == "active";
+        let is_held_up = stall.is_some() || is_silent;
+        let seconds_left = rates.seconds_left(ram.remaining).filter(|_| !is_held_up);
         let left = match (seconds_left, &reason) {
             (Some(seconds), _) if seconds < TENTHS => format!("{seconds:.1} s left, "),
             (Some(seconds), _) => format!("{seconds:.0} s left, "),
@@ -74,11 +90,13 @@ impl Watch {
             // It says so itself.
             (None, Some(_)) => String::new(),
         };
-        let state = match info.status() {
-            "active" if is_silent => format!("nothing sent for {} s, ", silence.as_secs()),
-            "active" if reason.is_some() => "not converging, ".to_owned(),
-            "active" => String::new(),
-            status => format!("{status}{}, ", stalled(reason.is_some())),
+        let state = match (info.status(), stall) {
+            ("active", Some(stall)) => format!("{stall}, "),
+            ("active", None) if is_silent => format!("nothing sent for {} s, ", silence.as_secs()),
+            ("active", None) if reason.is_some() => "not converging, ".to_owned(),
+            ("active", None) => String::new(),
+            (status, Some(stall)) => format!("{status}, {stall}, "),
+            (status, None) => format!("{status}{}, ", stalled(reason.is_some())),
         };
         // Up to the guest's rate it is seen on 80 columns.
         let text = format!(
@@ -91,9 +109,11 @@ impl Watch {
             bytes(rounded(rates.sent)),
             bytes(ram.total),
         );
-        let remark = match is_silent {
-            true => Some(NOTHING_SENT.to_owned()),
-            false => reason.map(|reason| format!("not converging: {reason}")),
+        let remark = match stall.map(|stall| stall.kind) {
+            Some(StallKind::Silent) => Some(SILENT.to_owned()),
+            Some(StallKind::NotReading) => Some(NOT_READING.to_owned()),
+            None if is_silent => Some(NOTHING_SENT.to_owned()),
+            None => reason.map(|reason| format!("not converging: {reason}")),
         };
         Line { text, remark }
     }
@@ -179,9 +199,9 @@ mod tests {
             sent_bytes,
             ..RelayProgress::default()
         };
-        watch.look(&active(2, 12_800), report(1, 0));
-        watch.look(&active(2, 12_800), report(3, 20 << 20));
-        let line = watch.look(&active(2, 12_800), report(3, 20 << 20));
+        watch.look(&active(2, 12_800), report(1, 0), None);
+        watch.look(&active(2, 12_800), report(3, 20 << 20), None);
+        let line = watch.look(&active(2, 12_800), report(3, 20 << 20), None);
         assert_eq!(
             line.to_string(),
             "round 2, 100.0 MiB to go, 2.0 s left, wire 10.0 MiB/s, dirty 50.0 MiB/s, RAM 100.0 MiB/s of 1.0 GiB"
@@ -202,7 +222,7 @@ mod tests {
                 if let Some(ram) = &mut info.ram {
                     ram.remaining = 999 << 20;
                 }
-                let line = watch.look(&info, report(round, round * (999 << 20)));
+                let line = watch.look(&info, report(round, round * (999 << 20)), None);
                 let narrow = hotlift_console::width::cut(&line.text, 79);
                 let rate = bytes(dirty_pages_rate * 4096);
                 for words in [
@@ -225,13 +245,13 @@ mod tests {
             // However often it is looked at, a round counts once.
             for _ in 0..5 {
                 let line = watch
-                    .look(&active(round, 24_000), RelayProgress::default())
+                    .look(&active(round, 24_000), RelayProgress::default(), None)
                     .to_string();
                 assert!(!line.contains("not converging"), "{line}");
             }
         }
         let line = watch
-            .look(&active(4, 24_000), RelayProgress::default())
+            .look(&active(4, 24_000), RelayProgress::default(), None)
             .to_string();
         assert!(
             line.contains("dirtied 93.7 MiB/s and 100.0 MiB/s were sent"),
@@ -240,7 +260,7 @@ mod tests {
         assert!(line.starts_with("not converging, round 4"), "{line}");
         assert!(!line.contains(" left"), "{line}");
         let line = watch
-            .look(&active(5, 25), RelayProgress::default())
+            .look(&active(5, 25), RelayProgress::default(), None)
             .to_string();
         assert!(!line.contains("not converging"), "{line}");
     }
@@ -254,7 +274,7 @@ mod tests {
                 sent_bytes,
                 ..RelayProgress::default()
             };
-            watch.look(&active(2, 25), report)
+            watch.look(&active(2, 25), report, None)
         };
         for seconds in [1, 10, 19] {
             let line = look(seconds, seconds).to_string();
@@ -269,6 +289,38 @@ mod tests {
     }
 
     #[test]
+    fn a_host_that_holds_the_migration_up_is_named_with_the_effect() {
+        let stall = |kind| {
+            Some(Stall {
+                kind,
+                peer: std::net::Ipv4Addr::new(192, 0, 2, 2).into(),
+                time: Duration::from_millis(12_900),
+            })
+        };
+        let mut watch = Watch::default();
+        let mut look = |kind, info| watch.look(&info, RelayProgress::default(), stall(kind));
+        let line = look(StallKind::Silent, active(2, 25));
+        assert!(
+            line.text.starts_with("192.0.2.2 silent for 12 s, round 2"),
+            "{line}"
+        );
+        assert!(!line.text.contains(" left"), "{line}");
+        assert!(line.remark.unwrap().contains("'silence-timeout'"));
+        let line = look(StallKind::NotReading, active(2, 25));
+        assert!(
+            line.text.starts_with("192.0.2.2 not reading for 12 s, "),
+            "{line}"
+        );
+        assert!(line.remark.unwrap().contains("waits for it"));
+        let setup = MigrationInfo {
+            status: Some("setup".to_owned()),
+            ..MigrationInfo::default()
+        };
+        let line = look(StallKind::Silent, setup);
+        assert_eq!(line.text, "migration setup, 192.0.2.2 silent for 12 s");
+    }
+
+    #[test]
     fn a_migration_without_figures_shows_its_state() {
         let info = MigrationInfo {
             status: Some("setup".to_owned()),
@@ -276,7 +328,7 @@ mod tests {
         };
         assert_eq!(
             Watch::default()
-                .look(&info, RelayProgress::default())
+                .look(&info, RelayProgress::default(), None)
                 .to_string(),
             "migration setup"
         );

@@ -69,6 +69,8 @@ objects! {
             "x-hotlift-threads" threads: Vec<ThreadTime>,
             /// Bytes that a relay has received.
             "x-hotlift-received" received: u64,
+            /// The host that holds the migration up: it is silent, or reads nothing, and for how long.
+            "x-hotlift-stall" stall: String,
         }
     }
 

@@ -16,6 +16,7 @@ use crate::figures::JobFigures;
 use crate::options::Options;
 use crate::pacing::Pacer;
 pub use crate::pacing::SharedRate;
+use crate::progress::Stall;
 use crate::stream::main_send::MainLink;
 use crate::threads::lock;
 use crate::transport::{Address, Listener};
@@ -140,6 +141,10 @@ struct Shared {
     resume: Mutex<Option<Address>>,
     /// The connection of a postcopy, for [`Control::pause_postcopy`].
     postcopy_link: Mutex<Weak<MainLink>>,
+    /// Set by [`Control::suspect_peer`].
+    peer_is_suspect: AtomicBool,
+    /// See [`Control::stall`].
+    stall: Mutex<Option<Stall>>,
     /// Set by [`Control::set_takes_pages`].
     takes_pages: AtomicBool,
     /// Set by [`Control::pause_postcopy`] at a destination, until it is taken.
@@ -323,6 +328,27 @@ impl Control {
             None => self.0.pause.store(true, Ordering::Release),
         }
         true
+    }
+
+    /// Reports that the other host may be lost: another connection to it has broken. A silence of its connections that
+    /// has begun already ends the migration then, without the rest of `silence-timeout`.
+    pub fn suspect_peer(&self) {
+        self.0.peer_is_suspect.store(true, Ordering::Release);
+    }
+
+    /// The host that holds the migration up at present.
+    #[must_use]
+    pub fn stall(&self) -> Option<Stall> {
+        *lock(&self.0.stall)
+    }
+
+    pub(crate) fn set_stall(&self, stall: Option<Stall>) {
+        *lock(&self.0.stall) = stall;
+    }
+
+    /// Whether [`Control::suspect_peer`] was called.
+    pub(crate) fn is_peer_suspect(&self) -> bool {
+        self.0.peer_is_suspect.load(Ordering::Acquire)
     }
 
     /// This side is a postcopy's destination, which looks at [`Control::take_pause`].

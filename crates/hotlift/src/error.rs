@@ -83,6 +83,17 @@ pub enum MigrationError {
         /// Which connection.
         channel: Channel,
     },
+    /// A host has answered nothing for `silence-timeout`.
+    #[error(
+        "nothing was received from {host} for {waited:?}: check that the host is up, that the network reaches it, and that \
+         the path carries packets of the MTU"
+    )]
+    Silent {
+        /// Address of the host.
+        host: String,
+        /// Time since the last answer.
+        waited: Duration,
+    },
     /// The other side said what is wrong.
     #[error("the destination gave up: {reason}")]
     Destination {

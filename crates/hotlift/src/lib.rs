@@ -34,6 +34,7 @@ mod failure;
 pub mod figures;
 pub mod guest;
 mod handover;
+mod liveness;
 mod ops;
 pub mod options;
 mod pacing;

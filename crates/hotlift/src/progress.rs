@@ -1,10 +1,41 @@
 //! What a running migration tells about itself, some times a second.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 pub use crate::auto::MethodsNow;
 use crate::control::Status;
 use crate::figures::{ByteFigures, XbzrleFigures};
+
+/// A host that holds a migration up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stall {
+    /// Kind of the stall.
+    pub kind: StallKind,
+    /// Address of the host.
+    pub peer: IpAddr,
+    /// Time since the stall began.
+    pub time: Duration,
+}
+
+/// Kinds of a [`Stall`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StallKind {
+    /// The host answers nothing: the migration fails after `silence-timeout`.
+    Silent,
+    /// The host's kernel answers, and its process reads nothing: the migration waits for it.
+    NotReading,
+}
+
+impl std::fmt::Display for Stall {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let kind = match self.kind {
+            StallKind::Silent => "silent",
+            StallKind::NotReading => "not reading",
+        };
+        write!(f, "{} {kind} for {} s", self.peer, self.time.as_secs())
+    }
+}
 
 /// A moment of a migration, as its source sees it.
 #[derive(Debug, Clone, PartialEq)]

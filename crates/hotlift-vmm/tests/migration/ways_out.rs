@@ -3,9 +3,11 @@
 
 use std::io::Write;
 use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hotlift::{Address, Control, MigrationError, Options, Status};
+use hotlift_testkit::namespace::{DESTINATION, End, Link, SOURCE};
 use hotlift_testkit::proxy::units::{Action, Fault, Unit, Units};
 use hotlift_testkit::proxy::{Proxy, Socket};
 use hotlift_vmm::GuestSettings;
@@ -82,6 +84,55 @@ fn a_cancel_in_the_middle_lets_the_guest_run_on_and_a_second_migration_succeeds(
         ended.arrived(&source, &destination, "it was cancelled before");
     }
     census.expect_unchanged();
+}
+
+#[test]
+fn a_host_that_is_lost_in_precopy_fails_the_migration_on_both_sides_and_the_guest_stays() {
+    if !rustix::process::geteuid().is_root() {
+        hotlift_testkit::skip!("root", "network namespaces need it");
+        return;
+    }
+    let _alone = alone();
+    let kind = rig::kinds()[0];
+    let link = Link::new(1500, 1).unwrap();
+    let source = rig::source(kind, &settings(), Quirks::default());
+    let destination = rig::destination(kind, &settings(), Quirks::default());
+    let to: Address = format!("tcp:{DESTINATION}:7000").parse().unwrap();
+    let listener = link.destination.within(|| to.listen()).unwrap().unwrap();
+    let options = Options {
+        silence_timeout: Duration::from_secs(1),
+        ..slow()
+    };
+    let is_down = AtomicBool::new(false);
+    let controls = [Control::new(), Control::new()];
+    let ended = link.source.within(|| {
+        rig::run(
+            &source,
+            &destination,
+            listener,
+            &to,
+            [&options, &options],
+            &controls,
+            &|progress| {
+                let is_under_way = progress.transferred_bytes > 64 << 10;
+                if is_under_way && !is_down.swap(true, Ordering::Relaxed) {
+                    link.down(End::Destination).unwrap();
+                }
+            },
+        )
+    });
+    let ended = ended.unwrap();
+    ended.stayed(&source, &destination);
+    let error = ended.source.unwrap_err();
+    assert!(
+        matches!(&error, MigrationError::Silent { host, .. } if host == DESTINATION),
+        "{error}"
+    );
+    let error = ended.destination.unwrap_err();
+    assert!(
+        matches!(&error, MigrationError::Silent { host, .. } if host == SOURCE),
+        "{error}"
+    );
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The destination's side of a migration: accepts its connections, fills guest RAM, loads devices,
 //! and takes the guest over when the source releases it.
 
+use std::cell::RefCell;
 use std::thread;
 
 use hotlift_mem::RamBlock;
@@ -13,6 +14,7 @@ use crate::error::MigrationError;
 use crate::figures::{DestinationReport, SideFigures};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, attend, linger};
+use crate::liveness::Liveness;
 use crate::options::Options;
 use crate::stream::door::Door;
 use crate::stream::graceful_close;
@@ -122,11 +124,16 @@ fn run(
         }
         let attending = spawn(scope, "mig/dst/door".to_owned(), || {
             let _ends = OnPanic(|| session.abort());
+            let liveness = Liveness::new(options.silence_timeout, session.streams());
+            let liveness = RefCell::new(liveness);
             attend(
                 &mut door,
                 &session.asked(&refuse),
                 &stopped,
-                &|door, arrivals| session.look_for_preempt(door, arrivals),
+                &|door, arrivals| {
+                    session.look_for_preempt(door, arrivals);
+                    session.look_for_silence(&mut liveness.borrow_mut());
+                },
             );
             session.threads.book("mig/dst/door");
             door

@@ -134,6 +134,8 @@ pub struct Options {
     pub memory_limit: u64,
     /// How long a source asks what became of its guest before it is in doubt, 1 to 86,400 s.
     pub settle_timeout: Duration,
+    /// Longest silence of another host in precopy, after which the migration fails; zero for no limit.
+    pub silence_timeout: Duration,
     /// How long a started handshake or a silent peer is waited for.
     pub handshake_timeout: Duration,
 }
@@ -193,6 +195,7 @@ impl Default for Options {
             max_channels: 64,
             memory_limit: MEMORY_LIMIT,
             settle_timeout: Duration::from_secs(60),
+            silence_timeout: Duration::from_secs(40),
             handshake_timeout: Duration::from_secs(30),
         }
     }

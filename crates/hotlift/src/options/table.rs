@@ -978,4 +978,27 @@ pub static OPTIONS: &[OptionInfo] = &[
             read: |options| Value::Number(options.settle_timeout.as_secs()),
         },
     },
+    OptionInfo {
+        name: "silence-timeout",
+        alias: None,
+        kind: Kind::Ours,
+        values: number(0, 86_400),
+        default: "40",
+        unit: "s",
+        live: false,
+        group: Group::Limits,
+        not_for: &[NotFor::any(&[Role::Save], "a file is on no other host")],
+        defaults: &[],
+        with: None,
+        help: "How long the other host may be silent before the guest is switched over, until the migration fails; a host \
+               that answers and does not read is waited for; 0 is no limit",
+        access: Access {
+            store: |options, value| {
+                if let Value::Number(seconds) = value {
+                    options.silence_timeout = Duration::from_secs(seconds);
+                }
+            },
+            read: |options| Value::Number(options.silence_timeout.as_secs()),
+        },
+    },
 ];

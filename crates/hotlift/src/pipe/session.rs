@@ -72,6 +72,8 @@ pub(crate) struct Session<'a> {
     pub barriers: AtomicU64,
     pub threads: ThreadTimes,
     pub since: Instant,
+    /// Longest silence of another host; zero for no limit.
+    pub silence_timeout: Duration,
     /// What this side calls the migration.
     pub id: MigrationId,
     /// The hand-over from a source that is a relay.
@@ -112,6 +114,7 @@ impl<'a> Session<'a> {
             barriers: AtomicU64::new(0),
             threads: ThreadTimes::default(),
             since,
+            silence_timeout: request.settings.outgoing.silence_timeout,
             id,
             taking: Taking::new(1),
             giving: Giving::default(),

@@ -125,6 +125,11 @@ pub(crate) trait Sink: Sync {
         None
     }
 
+    /// The connections to the other side.
+    fn streams(&self) -> Vec<&Stream> {
+        Vec::new()
+    }
+
     /// Ends every call that waits; from any thread. Nothing of a file is left that looks whole. What
     /// the other side says may still be read.
     fn abort(&self);

@@ -12,6 +12,7 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::error::MigrationError;
 use crate::pipe::session::Session;
+use crate::transport::Stream;
 
 /// An incoming side.
 pub(crate) trait Source: Sync {
@@ -40,6 +41,11 @@ pub(crate) trait Source: Sync {
     /// Whether a QEMU gives the guest up to this relay, before the other side runs it.
     fn releases_guest(&self) -> bool {
         false
+    }
+
+    /// The connections of a source on another host.
+    fn streams(&self) -> Vec<&Stream> {
+        Vec::new()
     }
 
     /// Ends every wait of the readers for the source; from any thread.

@@ -7,6 +7,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::MigrationError;
+use crate::liveness::Liveness;
 use crate::pipe::hooks::RelayProgress;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
@@ -59,6 +60,8 @@ impl Watch {
         let mut told = Instant::now();
         let mut failed_at = None;
         let mut lost_at = None;
+        let streams = || session.sink.streams().into_iter().chain(source.streams());
+        let mut liveness = Liveness::new(session.silence_timeout, streams());
         while !self.rest() {
             if session.control.is_cancelled()
                 && !session.giving.is_offered()
@@ -75,6 +78,12 @@ impl Watch {
                 && lost_at.get_or_insert_with(Instant::now).elapsed() > LOST
             {
                 session.fail(MigrationError::Closed { channel });
+            }
+            if let Err(error) = liveness.look(streams(), Instant::now(), &session.control)
+                && !session.giving.is_offered()
+                && !session.is_switched()
+            {
+                session.fail(error);
             }
             if session.giving.failure.is_set() {
                 source.free_readers();

@@ -715,6 +715,14 @@ impl Stream {
         }
     }
 
+    /// Lets the keepalive end the connection of a peer that is silent for longer than `limit`; zero is never.
+    pub(crate) fn set_silence_limit(&self, limit: Duration) {
+        if let Socket::Tcp(stream) = &self.socket {
+            // A kernel that refuses only leaves things as they were.
+            let _ = tcp::set_silence_limit(stream, limit);
+        }
+    }
+
     /// Limits how long a read may wait.
     ///
     /// # Errors

@@ -18,6 +18,8 @@ const TICK: Duration = Duration::from_millis(100);
 /// Between probes of a connection on which nothing comes.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
+const SECOND: Duration = Duration::from_secs(1);
+
 /// Probes without an answer after which the other side is gone.
 const KEEPALIVE_PROBES: u32 = 3;
 
@@ -123,7 +125,11 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     // time. A kernel that refuses only leaves things as they were.
     let _ = limit_unsent(stream.as_fd(), UNSENT);
     // A host that lost its power closes nothing. No time-out on unacknowledged data beside it
-    // (TCP_USER_TIMEOUT): it would also end a connection whose reader is only slow.
+    // (TCP_USER_TIMEOUT): it would also end a connection whose reader is only slow (see `liveness`).
+    keep_alive(stream)
+}
+
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, KEEPALIVE)?;
     sockopt::set_tcp_keepintvl(stream, KEEPALIVE)?;
@@ -131,10 +137,24 @@ pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
+/// Sets the keepalive of a connection whose silence ends it after `limit`; zero is never. The kernel gives up after the
+/// limit, so that the error of a lost peer comes from the process, which names the host.
+pub(super) fn set_silence_limit(stream: &TcpStream, limit: Duration) -> io::Result<()> {
+    if limit.is_zero() {
+        return Ok(sockopt::set_socket_keepalive(stream, false)?);
+    }
+    // Three probes follow a rest: a quarter of the limit each, in whole seconds up to the kernel's 32767.
+    let quarter = (limit / (KEEPALIVE_PROBES + 1)).clamp(SECOND, Duration::from_secs(32_766));
+    sockopt::set_tcp_keepidle(stream, quarter)?;
+    sockopt::set_tcp_keepintvl(stream, quarter + SECOND)?;
+    Ok(())
+}
+
 /// Ends the connection once what was sent is not acknowledged for [`UNHEARD`]. Probes find a peer that is lost only where
 /// nothing waits to be acknowledged: without this it takes the kernel 15 minutes (tcp_retries2).
 pub(super) fn notice_loss(stream: &TcpStream) {
     // A kernel that refuses only leaves things as they were.
+    let _ = keep_alive(stream);
     let _ = sockopt::set_tcp_user_timeout(stream, UNHEARD);
 }
 
@@ -166,5 +186,27 @@ mod tests {
         assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), 0);
         super::super::Stream::from(stream.try_clone().unwrap()).notice_loss();
         assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), UNHEARD);
+    }
+
+    #[test]
+    fn the_kernel_gives_an_idle_connection_up_after_the_limit_of_its_silence() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        prepare(&stream).unwrap();
+        let patience = || {
+            let interval = sockopt::tcp_keepintvl(&stream).unwrap();
+            sockopt::tcp_keepidle(&stream).unwrap() + KEEPALIVE_PROBES * interval
+        };
+        for seconds in [1, 5, 40, 86_400] {
+            let limit = Duration::from_secs(seconds);
+            set_silence_limit(&stream, limit).unwrap();
+            assert!(patience() > limit, "{limit:?}");
+            assert!(patience() <= limit + 7 * SECOND, "{limit:?}");
+        }
+        set_silence_limit(&stream, Duration::ZERO).unwrap();
+        assert!(!sockopt::socket_keepalive(&stream).unwrap());
+        notice_loss(&stream);
+        assert!(sockopt::socket_keepalive(&stream).unwrap());
+        assert_eq!(patience(), 4 * KEEPALIVE);
     }
 }

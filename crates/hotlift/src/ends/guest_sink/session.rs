@@ -22,6 +22,7 @@ use crate::failure::Failure;
 use crate::figures::{Counters, Counts, PostcopyFigures, ThreadTimes};
 use crate::guest::Guest;
 use crate::handover::{DestinationSide, Taking};
+use crate::liveness::Liveness;
 use crate::options::{CHANNEL_MEMORY, Options};
 use crate::pipe::barrier::Barrier;
 use crate::stream::door::{Arrival, Asked, Door, Kind};
@@ -263,6 +264,16 @@ impl<'a> Session<'a> {
             && let Some(stream) = self.find_preempt(door, arrivals)
         {
             self.preempt.put(stream);
+        }
+    }
+
+    /// Fails if the source is lost before everything has arrived; by its keepalive in postcopy.
+    pub(crate) fn look_for_silence(&self, liveness: &mut Liveness) {
+        if let Err(error) = liveness.look(self.streams(), Instant::now(), &self.control)
+            && self.taking.side() == DestinationSide::Loading
+            && !self.is_listening()
+        {
+            self.fail(error);
         }
     }
 

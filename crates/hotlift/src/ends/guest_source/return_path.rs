@@ -15,6 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::control::Status;
 use crate::ends::guest_source::session::Session;
 use crate::error::{Channel, MigrationError};
+use crate::liveness::Liveness;
 use crate::stream::return_path::{EndsAnswers, Messages};
 use crate::transport::Stream;
 
@@ -72,8 +73,9 @@ pub(crate) fn listen(session: &Session<'_>) {
 }
 
 /// Ends what no other thread can: a migration thread that is blocked in a write when the migration is
-/// cancelled, or while the guest stands still for a destination that takes nothing.
+/// cancelled, while the guest stands still for a destination that takes nothing, or by the loss of the other host.
 struct Watchdog {
+    liveness: Liveness,
     transferred: u64,
     moved: Instant,
 }
@@ -81,6 +83,7 @@ struct Watchdog {
 impl Watchdog {
     fn new(session: &Session<'_>) -> Self {
         Self {
+            liveness: Liveness::new(session.options.silence_timeout, session.streams()),
             transferred: session.counts().transferred_bytes,
             moved: Instant::now(),
         }
@@ -89,6 +92,16 @@ impl Watchdog {
     fn look(&mut self, session: &Session<'_>) {
         if session.control.is_cancelled() {
             session.fail(MigrationError::Cancelled);
+        }
+        let streams = session.streams();
+        let looked = self
+            .liveness
+            .look(streams, Instant::now(), &session.control);
+        // In postcopy the connection may be lost, and others take its place.
+        if let Err(error) = looked
+            && session.ledger.get().is_none()
+        {
+            session.fail(error);
         }
         let transferred = session.counts().transferred_bytes;
         if transferred != self.transferred || session.control.status() != Status::Device {

@@ -573,6 +573,11 @@ impl Sink for StreamSink<'_> {
         }
     }
 
+    fn streams(&self) -> Vec<&Stream> {
+        let main = std::iter::once(&self.link.transport);
+        main.chain(self.multifd.sockets()).collect()
+    }
+
     fn lost_channel(&self) -> Option<Channel> {
         self.multifd.lost_channel()
     }

@@ -20,6 +20,7 @@ use crate::ends::stream_source::accept::Uncounted;
 use crate::ends::stream_source::preempt::NO_PREEMPT;
 use crate::error::{Channel, MigrationError};
 use crate::figures::{Counters, Counts, ThreadTimes};
+use crate::liveness::Liveness;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::hooks::{RelayProgress, SourceStream};
@@ -128,8 +129,15 @@ pub(crate) fn run(
         }
         let call = Call::early(control);
         let mut told = Instant::now();
+        // Whether the guest runs at the destination is not known here. The end of a connection to a lost host is safe in
+        // every phase: both QEMUs notice it, and the kernel would end it later.
+        let streams = || [&first, source].into_iter();
+        let mut liveness = Liveness::new(settings.outgoing.silence_timeout, streams());
         let outcome = loop {
             if let Err(error) = call.check() {
+                break Err(error);
+            }
+            if let Err(error) = liveness.look(streams(), Instant::now(), control) {
                 break Err(error);
             }
             if let Some(on_progress) = hooks.on_progress

@@ -78,6 +78,10 @@ impl Source for Streams<'_> {
         !self.upstream.is_relay
     }
 
+    fn streams(&self) -> Vec<&Stream> {
+        self.upstream.streams().collect()
+    }
+
     fn free_readers(&self) {
         self.upstream.shut_channels();
     }

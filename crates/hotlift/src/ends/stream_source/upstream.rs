@@ -93,6 +93,11 @@ impl Upstream {
         self.main.is_hung_up()
     }
 
+    /// All connections but a preempt channel's, the main channel first.
+    pub(crate) fn streams(&self) -> impl Iterator<Item = &Stream> {
+        std::iter::once(&self.main).chain(&self.multifd)
+    }
+
     /// Frees the threads that read multifd channels, or a preempt channel.
     pub(crate) fn shut_channels(&self) {
         self.preempt.end();

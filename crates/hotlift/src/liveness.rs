@@ -1,0 +1,397 @@
+//! Decides whether the host at the other end of a connection still answers, from the facts that the kernel keeps of it.
+//!
+//! TCP_USER_TIMEOUT cannot decide this: it also ends a connection whose peer answers and only reads slowly. Without it
+//! the kernel retransmits for 15 minutes (tcp_retries2), in which its keepalive sends no probe.
+//!
+//! `TCP_INFO` of a sender on Linux 6.18, with a peer that ...
+//!
+//! | peer | in flight | probes | waits | last heard | acknowledged |
+//! |---|---|---|---|---|---|
+//! | reads | changes | 0 | changes | 0 to 40 ms ago | grows |
+//! | lost its power, or whose packets are dropped | stays above 0 | 0 | stays | grows without end | stays |
+//! | gets small packets only (MTU black hole) | stays above 0 | 0 | stays | grows without end | stays |
+//! | is stopped (its kernel has no room) | 0 | 1 until the answer | stays | grows up to the next probe | stays |
+//! | is stopped, and then lost its power | 0 | counts up from the next probe on | stays | grows without end | stays |
+//! | is idle, and then lost its power | 0 | counts up with each keepalive | 0 | grows without end | stays |
+//!
+//! The time since a peer was last heard means nothing by itself: the kernel asks a stopped reader at intervals that
+//! double up to 2 minutes (TCP_RTO_MAX), and an idle one at the keepalive interval. So the silence counts from the first
+//! sample with an unanswered question: a segment in flight, or a probe. An idle connection's silence counts from when it
+//! was last heard, since its keepalive is short. Of the probes of a stopped reader, which are so far apart, two must be
+//! unanswered: one packet may be lost. A reader that stops first and loses its power later is thus found within 4 minutes.
+//!
+//! A black hole does not answer, though the keepalive probes of the peer arrive: the kernel does not count those.
+
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use hotlift_mem::sock::TcpSending;
+
+use crate::control::Control;
+use crate::error::MigrationError;
+use crate::progress::{Stall, StallKind};
+use crate::transport::Stream;
+
+/// Time from which a stall is reported: longer than a retransmission takes on a bad link, short for an operator.
+pub(crate) const REPORTED: Duration = Duration::from_secs(5);
+
+/// Interval of the samples: one system call a connection.
+const INTERVAL: Duration = Duration::from_millis(250);
+
+/// State of a peer at one sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    /// It answers, or nothing is asked.
+    Fine,
+    /// It has answered nothing since that time.
+    Silent(Instant),
+    /// It has answered, and has had no room for data since that time.
+    NotReading(Instant),
+}
+
+/// One connection's samples.
+#[derive(Debug, Default)]
+struct Judge {
+    /// Start of the present time without an answer.
+    asked: Option<Instant>,
+    /// First sample with a second probe in that time.
+    probed_again: Option<Instant>,
+    /// Bytes that the peer has acknowledged, and when this has changed last, or nothing has waited.
+    moved: Option<(u64, Instant)>,
+}
+
+impl Judge {
+    /// Takes the facts at `now`.
+    fn take(&mut self, now: Instant, facts: &TcpSending) -> Verdict {
+        let heard = now.checked_sub(facts.unheard).unwrap_or(now);
+        let is_asked = facts.in_flight > 0 || facts.probes > 0;
+        self.asked = is_asked.then(|| self.asked.map_or(now, |asked| asked.max(heard)));
+        let is_probed_again = facts.probes > 1;
+        self.probed_again = is_probed_again.then(|| self.probed_again.unwrap_or(now));
+        let waits = facts.in_flight > 0 || facts.not_sent > 0;
+        let before = self
+            .moved
+            .filter(|(bytes, _)| waits && *bytes == facts.acknowledged);
+        let (_, moved) = *self
+            .moved
+            .insert(before.unwrap_or((facts.acknowledged, now)));
+        let has_no_room = facts.in_flight == 0 && waits;
+        let question = if has_no_room {
+            self.probed_again
+        } else {
+            self.asked
+        };
+        let is_due = |since: Instant| now.duration_since(since) >= REPORTED;
+        match self.asked {
+            Some(asked) if question.is_some_and(is_due) => {
+                Verdict::Silent(if waits { asked } else { heard })
+            }
+            _ if has_no_room && is_due(moved) => Verdict::NotReading(moved),
+            _ => Verdict::Fine,
+        }
+    }
+}
+
+/// The connections of one migration to other hosts.
+#[derive(Debug)]
+pub(crate) struct Liveness {
+    /// Longest silence; zero for no limit.
+    limit: Duration,
+    judges: Vec<Judge>,
+    looked: Option<Instant>,
+}
+
+impl Liveness {
+    /// Prepares `streams`, of which a silent peer is lost after `limit`; zero is never.
+    pub(crate) fn new<'s>(limit: Duration, streams: impl Iterator<Item = &'s Stream>) -> Self {
+        let judges = streams.map(|stream| {
+            stream.set_silence_limit(limit);
+            Judge::default()
+        });
+        Self {
+            limit,
+            judges: judges.collect(),
+            looked: None,
+        }
+    }
+
+    /// Samples `streams`, the same as at first, if it is time to, and reports the peer that holds the migration of
+    /// `control` up. A peer that is suspect by another fact is lost as soon as its silence is reported.
+    ///
+    /// # Errors
+    /// [`MigrationError::Silent`] if a peer is lost.
+    pub(crate) fn look<'s>(
+        &mut self,
+        streams: impl Iterator<Item = &'s Stream>,
+        now: Instant,
+        control: &Control,
+    ) -> Result<(), MigrationError> {
+        let is_due = |looked| now.duration_since(looked) >= INTERVAL;
+        if !self.looked.is_none_or(is_due) {
+            return Ok(());
+        }
+        self.looked = Some(now);
+        let facts = streams.map(|stream| stream.tcp_sending().zip(stream.peer_ip()));
+        let stall = worst(&mut self.judges, facts, now);
+        control.set_stall(stall);
+        match stall {
+            Some(stall) if is_lost(&stall, self.limit, control.is_peer_suspect()) => {
+                Err(MigrationError::Silent {
+                    host: stall.peer.to_string(),
+                    waited: Duration::from_secs(stall.time.as_secs()),
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Returns the longest silence; without one the longest time without reading.
+fn worst(
+    judges: &mut [Judge],
+    facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>,
+    now: Instant,
+) -> Option<Stall> {
+    let stalls = judges.iter_mut().zip(facts).filter_map(|(judge, facts)| {
+        let (facts, peer) = facts?;
+        let (kind, since) = match judge.take(now, &facts) {
+            Verdict::Fine => return None,
+            Verdict::Silent(since) => (StallKind::Silent, since),
+            Verdict::NotReading(since) => (StallKind::NotReading, since),
+        };
+        Some(Stall {
+            kind,
+            peer: peer.to_canonical(),
+            time: now.duration_since(since),
+        })
+    });
+    stalls.max_by_key(|stall| (stall.kind == StallKind::Silent, stall.time))
+}
+
+/// Returns whether a stall ends the migration.
+fn is_lost(stall: &Stall, limit: Duration, is_suspect: bool) -> bool {
+    let limit = match is_suspect {
+        true if !limit.is_zero() => limit.min(REPORTED),
+        _ => limit,
+    };
+    stall.kind == StallKind::Silent && !limit.is_zero() && stall.time >= limit
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+    const LIMIT: Duration = Duration::from_secs(40);
+    const PEER: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 2));
+
+    /// A connection in virtual time.
+    struct Virtual {
+        begun: Instant,
+        judges: [Judge; 1],
+    }
+
+    impl Virtual {
+        fn new() -> Self {
+            Self {
+                begun: Instant::now() + Duration::from_secs(3600),
+                judges: [Judge::default()],
+            }
+        }
+
+        /// Takes `facts`, of which the peer was last heard at `heard`, both since the start.
+        fn at(&mut self, time: Duration, heard: Duration, facts: TcpSending) -> Option<Stall> {
+            let facts = TcpSending {
+                unheard: time - heard,
+                ..facts
+            };
+            let facts = std::iter::once(Some((facts, PEER)));
+            worst(&mut self.judges, facts, self.begun + time)
+        }
+    }
+
+    fn secs(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    fn in_flight() -> TcpSending {
+        TcpSending {
+            acknowledged: 1000,
+            in_flight: 67,
+            not_sent: 325_800,
+            ..TcpSending::default()
+        }
+    }
+
+    fn no_room(probes: u8) -> TcpSending {
+        TcpSending {
+            acknowledged: 1000,
+            probes,
+            not_sent: 325_800,
+            ..TcpSending::default()
+        }
+    }
+
+    fn idle(probes: u8) -> TcpSending {
+        TcpSending {
+            acknowledged: 1000,
+            probes,
+            ..TcpSending::default()
+        }
+    }
+
+    fn silent(time: Duration) -> Stall {
+        Stall {
+            kind: StallKind::Silent,
+            peer: PEER,
+            time,
+        }
+    }
+
+    fn not_reading(time: Duration) -> Stall {
+        Stall {
+            kind: StallKind::NotReading,
+            ..silent(time)
+        }
+    }
+
+    #[test]
+    fn a_peer_that_acknowledges_nothing_is_silent_from_5_s_on_and_lost_at_the_limit() {
+        let mut peer = Virtual::new();
+        assert_eq!(peer.at(secs(1), secs(1), in_flight()), None);
+        assert_eq!(peer.at(secs(6) - MS, secs(1), in_flight()), None);
+        let stall = peer.at(secs(6), secs(1), in_flight()).unwrap();
+        assert_eq!(stall, silent(secs(5)));
+        assert!(!is_lost(&stall, LIMIT, false));
+        let before = peer.at(secs(41) - MS, secs(1), in_flight()).unwrap();
+        assert!(!is_lost(&before, LIMIT, false));
+        let stall = peer.at(secs(41), secs(1), in_flight()).unwrap();
+        assert_eq!(stall, silent(LIMIT));
+        assert!(is_lost(&stall, LIMIT, false));
+        assert!(!is_lost(&stall, Duration::ZERO, false), "0 is never");
+        assert!(!is_lost(&stall, Duration::ZERO, true), "0 is never");
+        assert_eq!(peer.at(secs(42), secs(42), in_flight()), None, "it is back");
+    }
+
+    #[test]
+    fn a_suspect_peer_is_lost_when_its_silence_is_reported() {
+        assert!(is_lost(&silent(REPORTED), LIMIT, true));
+        assert!(!is_lost(&not_reading(LIMIT), LIMIT, true));
+        assert!(
+            is_lost(&silent(secs(2)), secs(2), true),
+            "a shorter limit stays"
+        );
+    }
+
+    #[test]
+    fn data_after_a_long_rest_begins_a_silence_of_its_own() {
+        let mut peer = Virtual::new();
+        assert_eq!(peer.at(secs(9), secs(0), idle(0)), None);
+        assert_eq!(peer.at(secs(10), secs(0), in_flight()), None);
+        assert_eq!(peer.at(secs(15) - MS, secs(0), in_flight()), None);
+        let stall = peer.at(secs(15), secs(0), in_flight());
+        assert_eq!(stall, Some(silent(secs(5))), "from the question on");
+    }
+
+    #[test]
+    fn a_reader_that_is_stopped_is_never_lost_however_far_apart_its_answers_are() {
+        let mut peer = Virtual::new();
+        assert_eq!(peer.at(secs(1), secs(1), in_flight()), None);
+        assert_eq!(peer.at(secs(2), secs(1), no_room(0)), None);
+        assert_eq!(peer.at(secs(6) - MS, secs(5), no_room(0)), None);
+        let stall = peer.at(secs(6), secs(5), no_room(0));
+        assert_eq!(stall, Some(not_reading(secs(5))));
+        // Two probes 100 s apart, each seen before its answer.
+        for (time, heard) in [(60, 10), (110, 60), (160, 111)] {
+            let stall = peer.at(secs(time), secs(heard), no_room(1)).unwrap();
+            assert_eq!(stall, not_reading(secs(time - 1)));
+            assert!(!is_lost(&stall, LIMIT, true));
+            peer.at(secs(time + 1), secs(time), no_room(0));
+        }
+        let reads = TcpSending {
+            acknowledged: 2000,
+            ..no_room(0)
+        };
+        assert_eq!(peer.at(secs(170), secs(170), reads), None, "it reads again");
+    }
+
+    #[test]
+    fn a_reader_that_is_stopped_and_then_gone_is_lost_after_an_unanswered_probe() {
+        let mut peer = Virtual::new();
+        peer.at(secs(0), secs(0), no_room(0));
+        peer.at(secs(100), secs(1), no_room(1));
+        // One packet may be lost.
+        let stall = peer.at(secs(190), secs(1), no_room(1)).unwrap();
+        assert_eq!(stall, not_reading(secs(190)));
+        peer.at(secs(200), secs(1), no_room(2));
+        let stall = peer.at(secs(205) - MS, secs(1), no_room(2)).unwrap();
+        assert!(!is_lost(&stall, LIMIT, false));
+        let stall = peer.at(secs(205), secs(1), no_room(2)).unwrap();
+        assert_eq!(stall, silent(secs(105)));
+        assert!(is_lost(&stall, LIMIT, false));
+    }
+
+    #[test]
+    fn an_idle_connection_is_lost_by_its_keepalive_from_when_it_was_last_heard() {
+        let mut peer = Virtual::new();
+        assert_eq!(
+            peer.at(secs(10), secs(0), idle(0)),
+            None,
+            "nothing is asked"
+        );
+        assert_eq!(peer.at(secs(11), secs(0), idle(1)), None, "just asked");
+        assert_eq!(peer.at(secs(12), secs(11), idle(0)), None, "answered");
+        peer.at(secs(22), secs(11), idle(1));
+        let stall = peer.at(secs(27), secs(11), idle(1));
+        assert_eq!(stall, Some(silent(secs(16))));
+        let stall = peer.at(secs(51), secs(11), idle(3)).unwrap();
+        assert!(is_lost(&stall, LIMIT, false));
+    }
+
+    #[test]
+    fn a_socket_whose_peer_does_not_read_is_reported_and_not_lost() {
+        use std::io::Write;
+        use std::net::{TcpListener, TcpStream};
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (_receiver, _) = listener.accept().unwrap();
+        let streams = [Stream::of_tcp(sender.try_clone().unwrap()).unwrap()];
+        let (unix, _other) = Stream::pair().unwrap();
+        let streams = || streams.iter().chain([&unix]);
+        sender.set_nonblocking(true).unwrap();
+        while sender.write(&[0; 1 << 16]).is_ok() {}
+        let control = Control::new();
+        control.suspect_peer();
+        let mut liveness = Liveness::new(Duration::from_secs(1), streams());
+        while control.stall().is_none() {
+            // What fits after an acknowledgement is no progress of the reader.
+            let _ = sender.write(&[0; 1 << 16]);
+            liveness.look(streams(), Instant::now(), &control).unwrap();
+        }
+        let stall = control.stall().unwrap();
+        assert_eq!(stall.kind, StallKind::NotReading);
+        assert_eq!(stall.peer, Ipv4Addr::LOCALHOST);
+        assert!(
+            stall.to_string().starts_with("127.0.0.1 not reading for "),
+            "{stall}"
+        );
+    }
+
+    #[test]
+    fn a_silence_counts_more_than_a_reader_that_is_stopped() {
+        let now = Instant::now() + Duration::from_secs(3600);
+        let mut judges = [Judge::default(), Judge::default(), Judge::default()];
+        let facts = |unheard| {
+            [no_room(0), in_flight(), idle(0)]
+                .map(|facts| Some((TcpSending { unheard, ..facts }, PEER)))
+        };
+        assert_eq!(
+            worst(&mut judges, facts(Duration::ZERO).into_iter(), now),
+            None
+        );
+        let stall = worst(&mut judges, facts(secs(20)).into_iter(), now + secs(20));
+        assert_eq!(stall, Some(silent(secs(20))));
+    }
+}
