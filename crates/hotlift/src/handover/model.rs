@@ -6,6 +6,10 @@
 //! be lost, and so may its answer. Time-outs are steps that may come at any moment, but for the two that are
 //! bounded by each other: a destination answers for as long as a source may ask.
 //!
+//! A QEMU beside a relay may load the guest and not run it, since it cannot lock a disk. A `cont` makes it run later, at any
+//! moment. A relay that has started this QEMU ends it, and says that the guest never ran there. It may say so only of a QEMU that
+//! it has seen end, and that has not run the guest before its end.
+//!
 //! In a postcopy the source's pages are needed behind the commit: connections that are lost then are replaced, as often as
 //! they are lost.
 //!
@@ -52,6 +56,12 @@ enum Mutant {
     LetsGoOfPages,
     /// The destination obeys RUN whatever it has answered before.
     RunIsObeyed,
+    /// The destination says "never" of a QEMU that has the guest, does not run it, and lives on.
+    StoppedIsNever,
+    /// The destination says so first, and ends that QEMU afterwards.
+    EndsAfterTheReport,
+    /// The destination says so of each QEMU that it has ended, also of one that has run the guest before its end.
+    EndIsProof,
 }
 
 /// Who can reach what goes from one host to the other.
@@ -72,6 +82,8 @@ struct HandOver {
     source: Role,
     /// Whether the destination is a relay, whose QEMU needs a step of its own until it runs.
     destination: Role,
+    /// The destination's relay has started its QEMU, and may end it.
+    may_end: bool,
     mutant: Mutant,
     /// Processes may be killed.
     kills: bool,
@@ -103,6 +115,14 @@ struct State {
     /// The guest runs at the source, or would if it were not stopped for the hand-over.
     runs_here: bool,
     runs_there: bool,
+    /// The guest ran at the destination at some time.
+    ran_there: bool,
+    /// The QEMU of a destination that is a relay has the guest, and does not run it.
+    stopped_there: bool,
+    /// That relay has seen it so.
+    saw_stopped: bool,
+    /// That QEMU was ended.
+    ended_there: bool,
     source_alive: bool,
     destination_alive: bool,
     /// The stream's connection is cut; the source, the destination has seen it.
@@ -139,6 +159,12 @@ enum Step {
     Resume,
     GuestRuns,
     GuestCannotRun,
+    GuestStaysStopped,
+    SeeStopped,
+    EndStopped,
+    SayEnded,
+    SayStopped,
+    LaterCont,
     RunnerPanics,
     Cut,
     SourceSeesCut,
@@ -198,6 +224,21 @@ impl State {
         }
     }
 
+    fn run_there(&mut self) {
+        self.runs_there = true;
+        self.ran_there = true;
+    }
+
+    /// The QEMU of the destination has loaded the guest.
+    fn has_been_given(&self) -> bool {
+        self.stopped_there || self.runs_there
+    }
+
+    fn refuse(&mut self) {
+        self.taking.refused();
+        self.send_to_source(Message::Refused);
+    }
+
     fn is_serving(&self) -> bool {
         matches!(self.source, SourceSide::Serving { .. })
     }
@@ -229,6 +270,10 @@ impl Model for HandOver {
             released: false,
             runs_here: true,
             runs_there: false,
+            ran_there: false,
+            stopped_there: false,
+            saw_stopped: false,
+            ended_there: false,
             source_alive: true,
             destination_alive: true,
             cut: false,
@@ -263,6 +308,12 @@ impl Model for HandOver {
             Step::Resume,
             Step::GuestRuns,
             Step::GuestCannotRun,
+            Step::GuestStaysStopped,
+            Step::SeeStopped,
+            Step::EndStopped,
+            Step::SayEnded,
+            Step::SayStopped,
+            Step::LaterCont,
             Step::RunnerPanics,
             Step::Cut,
             Step::SourceSeesCut,
@@ -402,12 +453,14 @@ impl Model for HandOver {
             }
             Step::GuestRuns
                 if there
+                    && !state.stopped_there
+                    && !state.ended_there
                     && (state.taking == DestinationSide::Taking
                         || (state.taking == DestinationSide::Unsure
                             && self.destination == Role::Relay)) =>
             {
                 state.taking.taken();
-                state.runs_there = true;
+                state.run_there();
                 match self.postcopy {
                     true => state.may_have_all(),
                     false => state.send_to_source(Message::Runs),
@@ -417,9 +470,67 @@ impl Model for HandOver {
                     state.cut = true;
                 }
             }
-            Step::GuestCannotRun if there && state.taking == DestinationSide::Taking => {
-                state.taking.refused();
-                state.send_to_source(Message::Refused);
+            Step::GuestCannotRun
+                if there
+                    && state.taking == DestinationSide::Taking
+                    && !state.has_been_given()
+                    && !state.ended_there =>
+            {
+                state.refuse();
+            }
+            Step::GuestStaysStopped
+                if self.destination == Role::Relay
+                    && state.taking == DestinationSide::Taking
+                    && !state.has_been_given()
+                    && !state.ended_there =>
+            {
+                state.stopped_there = true;
+            }
+            Step::SeeStopped if there && state.stopped_there && !state.saw_stopped => {
+                state.saw_stopped = true;
+                if self.mutant == Mutant::StoppedIsNever
+                    || self.may_end && self.mutant == Mutant::EndsAfterTheReport
+                {
+                    state.refuse();
+                }
+            }
+            // Somebody's `cont` may have come between the look and the end.
+            Step::EndStopped
+                if there
+                    && self.may_end
+                    && state.saw_stopped
+                    && !state.ended_there
+                    && (state.taking == DestinationSide::Taking
+                        || self.mutant == Mutant::EndsAfterTheReport) =>
+            {
+                state.ended_there = true;
+                state.stopped_there = false;
+                state.runs_there = false;
+            }
+            Step::SayEnded
+                if there && state.ended_there && state.taking == DestinationSide::Taking =>
+            {
+                match state.ran_there && self.mutant != Mutant::EndIsProof {
+                    true => {
+                        state.taking.unsure();
+                        state.was_unsure = true;
+                    }
+                    false => state.refuse(),
+                }
+            }
+            // A QEMU that others have started keeps the guest: whether it runs is its operator's to decide.
+            Step::SayStopped
+                if there
+                    && !self.may_end
+                    && state.saw_stopped
+                    && state.taking == DestinationSide::Taking =>
+            {
+                state.taking.taken();
+                state.send_to_source(Message::Runs);
+            }
+            Step::LaterCont if state.stopped_there => {
+                state.stopped_there = false;
+                state.run_there();
             }
             Step::RunnerPanics if there && state.taking == DestinationSide::Taking => {
                 state.taking.unsure();
@@ -564,9 +675,12 @@ impl Model for HandOver {
                 state.destination_alive = false;
                 if self.destination == Role::Guest {
                     state.runs_there = false;
-                } else if state.taking == DestinationSide::Taking {
+                } else if state.taking == DestinationSide::Taking
+                    && !state.stopped_there
+                    && !state.ended_there
+                {
                     // Its QEMU may have read EOF.
-                    state.runs_there = true;
+                    state.run_there();
                 }
                 state.cut = true;
                 state.listens = false;
@@ -604,6 +718,11 @@ impl Model for HandOver {
             Property::always("never two guests", |_, state: &State| {
                 !(state.runs_here && state.runs_there)
             }),
+            // Its disks are ahead of the memory that the source has.
+            Property::always(
+                "a guest that ran there never goes on here",
+                |_, state: &State| !(state.runs_here && state.ran_there),
+            ),
             Property::always(
                 "nothing of the guest is let go of before it is there",
                 |model: &Self, state: &State| {
@@ -616,7 +735,7 @@ impl Model for HandOver {
                 "nobody ends the guest before another has it",
                 |_, state: &State| {
                     state.source != SourceSide::Ended(Verdict::Moved)
-                        || state.runs_there
+                        || state.has_been_given()
                         || !state.destination_alive
                 },
             ),
@@ -627,7 +746,8 @@ impl Model for HandOver {
                     let mut steps = Vec::new();
                     model.actions(state, &mut steps);
                     let lasting = |step: &Step| {
-                        let is_whim = matches!(step, Step::Cut | Step::LoseQuestion);
+                        let is_whim =
+                            matches!(step, Step::Cut | Step::LoseQuestion | Step::LaterCont);
                         let is_forgery = matches!(
                             step,
                             Step::ForgeToDestination(_)
@@ -641,7 +761,7 @@ impl Model for HandOver {
                     // The one who was to make it run panicked: it stays with the source, paused, in doubt.
                     let unsure = state.taking == DestinationSide::Unsure
                         || model.silent && state.source == SourceSide::Ended(Verdict::Doubt);
-                    !over || killed || unsure || (state.runs_here != state.runs_there)
+                    !over || killed || unsure || (state.runs_here != state.has_been_given())
                 },
             ),
             Property::always(
@@ -692,16 +812,23 @@ fn all(mutant: Mutant, attacker: Attacker) -> impl Iterator<Item = HandOver> {
     let pairs = roles
         .into_iter()
         .flat_map(move |source| roles.map(|to| (source, to)));
-    let precopy = pairs.map(|(source, destination)| (source, destination, false, false));
+    let precopy = pairs.flat_map(|(source, destination)| {
+        let ways = if destination == Role::Relay { 2 } else { 1 };
+        [false, true]
+            .into_iter()
+            .take(ways)
+            .map(move |may_end| (source, destination, may_end, false, false))
+    });
     // Of guests of their processes; a QEMU's asks for pages of such a guest, too.
-    let postcopy = [false, true].map(|silent| (Role::Guest, Role::Guest, true, silent));
+    let postcopy = [false, true].map(|silent| (Role::Guest, Role::Guest, false, true, silent));
     let all = precopy.chain(postcopy);
-    all.flat_map(move |(source, destination, postcopy, silent)| {
+    all.flat_map(move |(source, destination, may_end, postcopy, silent)| {
         [false, true].map(|kills| HandOver {
             postcopy,
             silent,
             source,
             destination,
+            may_end,
             mutant,
             kills,
             attacker,
@@ -714,8 +841,13 @@ fn in_every_order_of_events_one_guest_is_left() {
     let mut explored = 0;
     for model in all(Mutant::None, Attacker::None) {
         let what = format!(
-            "{:?} to {:?}, postcopy: {}, silent: {}, kills: {}",
-            model.source, model.destination, model.postcopy, model.silent, model.kills
+            "{:?} to {:?}, may end: {}, postcopy: {}, silent: {}, kills: {}",
+            model.source,
+            model.destination,
+            model.may_end,
+            model.postcopy,
+            model.silent,
+            model.kills
         );
         let (broken, states) = explore(model);
         assert!(broken.is_empty(), "{what}: {broken:?}");
@@ -741,6 +873,9 @@ fn the_checker_finds_each_mutant() {
         Mutant::LostPostcopyRunsHere,
         Mutant::LetsGoOfPages,
         Mutant::RunIsObeyed,
+        Mutant::StoppedIsNever,
+        Mutant::EndsAfterTheReport,
+        Mutant::EndIsProof,
     ] {
         let found = all(mutant, Attacker::None).any(|model| !explore(model).0.is_empty());
         assert!(found, "{mutant:?} passes");
