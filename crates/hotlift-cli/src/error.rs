@@ -36,6 +36,14 @@ pub fn settle(qmp: &str) -> String {
     )
 }
 
+/// What to type at the source of a guest that the destination's QEMU has, and does not run.
+fn stopped(qmp: &str) -> String {
+    format!(
+        "the log of the destination's QEMU says why (a disk that is locked, for one); end that QEMU, then let the guest run \
+         at the source: hotlift settle --qmp {qmp} --here"
+    )
+}
+
 /// Exit code where nobody knows who has the guest, or it may stand still.
 pub const STANDS_STILL: u8 = 3;
 
@@ -102,6 +110,15 @@ pub enum CommandError {
         "it is not known whether the guest runs here: {reasons}; its QEMU was left as it is ({qemu})"
     )]
     NotKnown { reasons: String, qemu: String },
+    #[error("QEMU has the guest, and does not run it: {reasons} ({qemu})")]
+    NotRunning {
+        reasons: String,
+        qemu: String,
+        /// A `cont` may run the guest.
+        can_run: bool,
+        /// It has come from another QEMU, which keeps it paused.
+        has_source: bool,
+    },
     #[error("the guest has not all of its pages: {reasons} ({qemu})")]
     PagesMissing {
         reasons: String,
@@ -200,6 +217,23 @@ impl CommandError {
     pub fn advice(&self) -> Option<String> {
         match self {
             Self::Qemu(QemuError::InDoubt { qmp, .. }) => Some(settle(qmp)),
+            Self::Qemu(QemuError::StoppedThere { qmp, .. }) => Some(stopped(qmp)),
+            Self::Qemu(QemuError::RunsTwice { qmp }) => Some(format!(
+                "end one of them at once; the copy here: 'quit' at {qmp}"
+            )),
+            Self::NotRunning {
+                can_run,
+                has_source,
+                ..
+            } => Some(match (has_source, can_run) {
+                (true, _) => stopped(QMP_OF_THE_SOURCE),
+                (false, true) => "its log says why (a disk that is locked, for one); once the cause is gone, 'cont' runs the \
+                                  guest; or end this QEMU, and restore the guest again"
+                    .to_owned(),
+                (false, false) => "its log says why (a disk that is locked, for one); no 'cont' runs the guest: end this QEMU, and \
+                                   restore the guest into another"
+                    .to_owned(),
+            }),
             Self::Qemu(QemuError::Stalled { qmp, .. }) => Some(format!(
                 "when QEMU answers again, let the guest run here: hotlift settle --qmp {qmp} --here"
             )),
@@ -291,8 +325,17 @@ impl CommandError {
         match self {
             Self::Migration(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
             | Self::Relay(MigrationError::InDoubt | MigrationError::PagesMissing { .. })
-            | Self::Qemu(QemuError::InDoubt { .. } | QemuError::Stalled { .. })
+            | Self::Qemu(
+                QemuError::InDoubt { .. }
+                | QemuError::Stalled { .. }
+                | QemuError::StoppedThere { .. }
+                | QemuError::RunsTwice { .. },
+            )
             | Self::NotKnown { .. }
+            | Self::NotRunning {
+                has_source: true, ..
+            }
+            | Self::NotRunning { can_run: true, .. }
             | Self::DomainInDoubt { .. }
             | Self::DomainsInDoubt { .. }
             | Self::PagesMissing { .. }

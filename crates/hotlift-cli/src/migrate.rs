@@ -20,9 +20,10 @@ use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::error::{Side, at_source};
 use hotlift_qemu::outgoing::{self, Moving};
+use hotlift_qemu::run_state::words;
 use hotlift_qemu::source::{GuestThere, Source};
 use hotlift_qemu::{settings, shared_memory};
-use hotlift_qmp::{QmpAddress, Uuid, Version};
+use hotlift_qmp::{QmpAddress, RunState, Uuid, Version};
 
 use crate::error::CommandError;
 use crate::migrate_domain::{self, DomainArgs};
@@ -129,16 +130,10 @@ fn to_serve(
     source.restore_settings();
     let migration = outcome?;
     // What became of the guest is said whoever reads the figures.
-    match migration.running {
-        Some(running) => complain!(
-            "the guest {} at the destination; this QEMU keeps a paused copy, and can be ended",
-            if running { "runs" } else { "is paused" }
-        ),
-        None => complain!(
-            "the destination's QEMU has taken the guest over; this QEMU keeps a paused copy: look there before you \
-             end it"
-        ),
-    }
+    complain!(
+        "the guest {} at the destination; this QEMU keeps a paused copy, and can be ended",
+        words(&migration.state)
+    );
     Ok(args.output.print(&migration, || migration.table())?)
 }
 
@@ -158,7 +153,7 @@ fn hello(
         hotlift_control: PROTOCOL,
         qemu: qemu.version(),
         vm,
-        running: source.was_running(),
+        state: source.was().clone(),
         channels: settings.outgoing.channels(),
         alike: settings::alike(capabilities),
         shared_memory,
@@ -221,7 +216,7 @@ struct Move<'a> {
 #[derive(Debug)]
 enum FinalMessage {
     Completed {
-        running: bool,
+        state: RunState,
         report: Box<RelayReport>,
     },
     Failed {
@@ -289,8 +284,8 @@ impl Move<'_> {
             return Ok(());
         }
         match destination.hear(timeout) {
-            Ok(Some(Answer::Completed { running, report })) => {
-                *final_message = Some(FinalMessage::Completed { running, report });
+            Ok(Some(Answer::Completed { state, report })) => {
+                *final_message = Some(FinalMessage::Completed { state, report });
             }
             Ok(Some(Answer::Failed { reason, guest })) => {
                 let reason = hotlift_qmp::one_line(&reason);
@@ -325,7 +320,8 @@ impl Move<'_> {
         final_message
     }
 
-    /// The relay says that the destination has the guest.
+    /// The relay says that the destination has the guest: takes what 'hotlift serve' says that the guest does there. A QEMU that
+    /// others have started may have it and not run it, so that nothing else is a success.
     fn moved(
         &self,
         destination: &mut Conversation,
@@ -333,35 +329,36 @@ impl Move<'_> {
         source: RelayReport,
         destination_qemu: Version,
     ) -> Result<Migration, CommandError> {
-        // A relay that reads the stream ends well at the word of the destination's QEMU on it; of one that only passes
-        // bytes on nothing is known but that they went.
-        let is_confirmed = source.passed_through.is_none();
-        let (running, destination) = match self.wait_for_final_message(destination, final_message) {
-            Some(FinalMessage::Completed { running, report }) => (Some(running), Some(*report)),
-            Some(FinalMessage::Failed { reason, guest }) => {
-                complain!("hotlift: the destination: {reason}");
-                if guest == GuestThere::NotHere || !is_confirmed {
-                    return Err(self.in_doubt(reason));
-                }
-                (None, None)
-            }
-            None if is_confirmed => (None, None),
-            None => return Err(self.in_doubt("the destination says nothing".to_owned())),
+        let qmp = self.source.address().to_string();
+        let in_doubt = |reasons: String| {
+            let qmp = qmp.clone();
+            Err(QemuError::InDoubt { reasons, qmp }.into())
         };
+        let (state, destination) = match self.wait_for_final_message(destination, final_message) {
+            Some(FinalMessage::Completed { state, report }) => (state, *report),
+            Some(FinalMessage::Failed {
+                reason: reasons,
+                guest: GuestThere::Stopped,
+            }) => return Err(QemuError::StoppedThere { reasons, qmp }.into()),
+            Some(FinalMessage::Failed { reason, .. }) => {
+                return in_doubt(format!("the destination: {reason}"));
+            }
+            None => return in_doubt("the destination says nothing".to_owned()),
+        };
+        // A source that has gone by now, or does not answer, runs nothing beside it.
+        if state == RunState::Running && self.source.run_state().is_ok_and(|here| here == state) {
+            return Err(QemuError::RunsTwice { qmp }.into());
+        }
         Ok(Migration {
             // A source that has gone by now had let its guest go.
             qemu: self.source.look().unwrap_or_default(),
             source_qemu: self.source.qemu().version(),
             destination_qemu,
-            running,
+            running: state == RunState::Running,
+            state,
             source,
             destination,
         })
-    }
-
-    fn in_doubt(&self, reasons: String) -> CommandError {
-        let qmp = self.source.address().to_string();
-        QemuError::InDoubt { reasons, qmp }.into()
     }
 
     /// The relay has failed: sees that the guest goes on here, and says why.

@@ -20,7 +20,7 @@ use hotlift_console::conversation::{Conversation, ConversationError};
 use hotlift_qemu::shared_memory::SharedFile;
 use hotlift_qemu::source::GuestThere;
 use hotlift_qemu::vm::Vm;
-use hotlift_qmp::{Uuid, Version};
+use hotlift_qmp::{RunState, Uuid, Version};
 use serde::{Deserialize, Serialize};
 
 /// Version of these messages. Another version is refused: both commands come from one binary.
@@ -37,8 +37,8 @@ pub struct Hello {
     /// What the destination's VM must have alike.
     #[serde(flatten)]
     pub vm: Vm,
-    /// Whether the VM runs, and so is to run at the destination.
-    pub running: bool,
+    /// What the VM does, and so is to do at the destination.
+    pub state: RunState,
     /// Multifd channels that the destination's QEMU is to have; 0 for multifd off.
     pub channels: u8,
     /// State of those capabilities of the source's QEMU that both sides must have alike.
@@ -76,8 +76,8 @@ pub enum Answer {
     },
     /// The destination's QEMU has the guest.
     Completed {
-        /// Whether the guest runs there.
-        running: bool,
+        /// What the guest does there, which is what it is to do.
+        state: RunState,
         /// What it cost the relay of the destination.
         report: Box<RelayReport>,
     },
@@ -142,7 +142,7 @@ mod tests {
                 ram_bytes: Some(64 << 20),
                 ..Vm::default()
             },
-            running: true,
+            state: RunState::Running,
             channels: 2,
             alike: vec![("dirty-bitmaps".to_owned(), false)],
             shared_memory: None,

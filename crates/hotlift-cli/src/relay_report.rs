@@ -7,7 +7,7 @@ use hotlift::relay::{RelayProgress, RelayReport};
 use hotlift_console::progress::bytes;
 use hotlift_console::table::{align, new_table};
 use hotlift_console::width;
-use hotlift_qmp::{MigrationInfo, MigrationStats, Version};
+use hotlift_qmp::{MigrationInfo, MigrationStats, RunState, Version};
 use serde::Serialize;
 
 use crate::report::done_by;
@@ -22,12 +22,14 @@ pub struct Migration {
     pub source_qemu: Version,
     /// Version of the destination's QEMU.
     pub destination_qemu: Version,
-    /// Whether the guest runs at the destination; `null` if that was not heard.
-    pub running: Option<bool>,
+    /// Whether the guest runs at the destination.
+    pub running: bool,
+    /// What it does there.
+    pub state: RunState,
     /// The relay at the source.
     pub source: RelayReport,
-    /// The relay at the destination; `null` if its figures were not heard.
-    pub destination: Option<RelayReport>,
+    /// The relay at the destination.
+    pub destination: RelayReport,
 }
 
 impl Migration {
@@ -39,13 +41,7 @@ impl Migration {
         };
         qemu_rows(&mut row, &self.qemu);
         relay_rows(&mut row, &self.source);
-        let reports: Vec<_> = std::iter::once(("source", &self.source))
-            .chain(
-                self.destination
-                    .iter()
-                    .map(|report| ("destination", report)),
-            )
-            .collect();
+        let reports = [("source", &self.source), ("destination", &self.destination)];
         for (side, report) in &reports {
             row(&format!("CPU, relay at the {side}"), cpu(&report.side));
         }

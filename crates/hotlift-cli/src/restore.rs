@@ -24,8 +24,9 @@ use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
+use hotlift_qemu::run_state::words;
 use hotlift_qemu::vm::Vm;
-use hotlift_qmp::QmpAddress;
+use hotlift_qmp::{QmpAddress, RunState};
 
 use crate::error::CommandError;
 use crate::relay_report::relay_table;
@@ -141,6 +142,7 @@ fn still_waits(error: CommandError) -> CommandError {
     match error {
         CommandError::Qemu(QemuError::NotPaused { .. })
         | CommandError::NotTaken { .. }
+        | CommandError::NotRunning { .. }
         | CommandError::PagesMissing { .. } => error,
         error if error.is_usage() => error,
         error => CommandError::StillWaits {
@@ -221,10 +223,12 @@ pub(crate) fn taken(
 ) -> Result<(), CommandError> {
     interrupt.forget();
     match destination.wait_for_statement(settle_timeout, || interrupt.is_raised()) {
-        Statement::Here { running } => {
-            say_taken(running, destination);
+        Statement::Here { state } => {
+            say_taken(&state, destination);
             Ok(())
         }
+        Statement::Stopped { reason, can_run } => Err(not_running(destination, reason, can_run)),
+        Statement::Ended { reason } => Err(CommandError::Restore { reasons: reason }),
         Statement::Never { reason } => Err(CommandError::NotTaken { reason }),
         Statement::Unknown { reason, .. } => Err(not_known(destination, reason)),
     }
@@ -245,11 +249,15 @@ pub(crate) fn failed(
     let statement = destination.after_failure(in_doubt, settle_timeout, || interrupt.is_raised());
     let explained = |words: &str| format!("{}; QEMU: {words}", error.chain());
     match statement {
-        Statement::Here { running } => {
+        Statement::Here { state } => {
             complain!("hotlift: not all went well: {}", error.chain());
-            say_taken(running, destination);
+            say_taken(&state, destination);
             Ok(())
         }
+        Statement::Stopped { reason, can_run } => {
+            Err(not_running(destination, explained(&reason), can_run))
+        }
+        Statement::Ended { reason } => Err(CommandError::Restore { reasons: reason }),
         Statement::Never { reason } => {
             destination.give_back();
             match is_interrupted {
@@ -272,13 +280,22 @@ pub(crate) fn say_lost(lost: &LostPages) {
 }
 
 /// Says that the guest is here, and leaves its QEMU to itself.
-pub(crate) fn say_taken(running: Option<bool>, destination: Destination) {
-    let state = match running {
-        Some(true) => "runs",
-        Some(false) => "is paused",
-        None => "is restored",
-    };
-    complain!("the guest {state}: {}", destination.leave());
+pub(crate) fn say_taken(state: &RunState, destination: Destination) {
+    complain!("the guest {}: {}", words(state), destination.leave());
+}
+
+/// Leaves a QEMU alone that has the guest and does not run it.
+pub(crate) fn not_running(
+    destination: Destination,
+    reasons: String,
+    can_run: bool,
+) -> CommandError {
+    CommandError::NotRunning {
+        reasons,
+        qemu: destination.leave(),
+        can_run,
+        has_source: false,
+    }
 }
 
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.
@@ -347,7 +364,7 @@ fn relay(
         }
     };
     let on_commit = || destination.custody().give_up();
-    let has_taken = || destination.has_taken();
+    let has_taken = |was: Option<&str>| destination.has_taken(was);
     let hooks = Hooks {
         on_progress: Some(&show),
         on_commit: Some(&on_commit),

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use comfy_table::Table;
 use hotlift::file::{FileError, Location};
@@ -16,9 +16,11 @@ use hotlift_console::signals::Interrupt;
 use hotlift_console::table::{align, new_table};
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
+use hotlift_qemu::run_state::words;
+use hotlift_qmp::ANSWER_TIMEOUT;
 
 use crate::error::{CommandError, RestFrom, STANDS_STILL};
-use crate::restore::{RestoreArgs, failed, say_lost, say_taken, taken};
+use crate::restore::{RestoreArgs, failed, not_running, say_lost, say_taken, taken};
 
 /// How long a QEMU whose connection was lost may take to say what it makes of it.
 const WORD: Duration = Duration::from_secs(5);
@@ -69,11 +71,13 @@ fn after_start(
         other => other,
     };
     match destination.wait_for_statement(WORD, || destination.waits_for_pages()) {
-        Statement::Here { running } => {
+        Statement::Here { state } => {
             complain!("hotlift: not all went well: {}", error.chain());
-            say_taken(running, destination);
+            say_taken(&state, destination);
             Ok(())
         }
+        Statement::Stopped { reason, can_run } => Err(not_running(destination, reason, can_run)),
+        Statement::Ended { reason } => Err(CommandError::Restore { reasons: reason }),
         Statement::Never { reason } if has_run => Err(CommandError::NotTaken { reason }),
         // The devices did not load.
         Statement::Never { reason } => Err(CommandError::Restore {
@@ -168,21 +172,39 @@ fn restore(
         destination.custody().give_up();
         may_run();
     };
-    let on_running = |after: Duration| {
-        has_run.store(true, Ordering::Relaxed);
-        let ms = after.as_secs_f64() * 1e3;
-        match (args.resume, destination.started()) {
-            (true, _) => complain!("the guest goes on; the rest of its pages follows"),
-            (false, None) => complain!("the guest runs after {ms:.1} ms; its pages follow"),
-            (false, Some(place)) => {
-                complain!("the guest runs after {ms:.1} ms; its pages follow: {place}");
+    let on_loaded = |connected: Instant| {
+        if args.resume {
+            complain!("the guest goes on; the rest of its pages follows");
+            return Ok(());
+        }
+        let place = destination.started();
+        let place = place.map_or_else(String::new, |place| format!(": {place}"));
+        match destination.wait_for_start(ANSWER_TIMEOUT) {
+            Statement::Here { state } => {
+                has_run.store(true, Ordering::Relaxed);
+                let ms = connected.elapsed().as_secs_f64() * 1e3;
+                let does = words(&state);
+                complain!("the guest {does} after {ms:.1} ms; its pages follow{place}");
+            }
+            Statement::Stopped {
+                reason,
+                can_run: true,
+            } => complain!("hotlift: the guest does not run: {reason}; its pages follow"),
+            Statement::Stopped { reason, .. }
+            | Statement::Ended { reason }
+            | Statement::Never { reason } => return Err(MigrationError::Destination { reason }),
+            Statement::Unknown { reason, .. } => {
+                complain!(
+                    "hotlift: it is not known whether the guest runs: {reason}; its pages follow{place}"
+                );
             }
         }
+        Ok(())
     };
     let hooks = Hooks {
         on_progress: Some(&show),
         on_commit: Some(&on_commit),
-        on_running: Some(&on_running),
+        on_loaded: Some(&on_loaded),
         ..asked
     };
     let to = Address::Unix {

@@ -23,10 +23,11 @@ use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::error::Side;
 use hotlift_qemu::process::{self, Custody};
+use hotlift_qemu::run_state::words;
 use hotlift_qemu::source::GuestThere;
 use hotlift_qemu::{QemuError, incoming, shared_memory};
 use hotlift_qmp::server::{Commands, Events};
-use hotlift_qmp::{QmpAddress, Uuid, one_line};
+use hotlift_qmp::{QmpAddress, RunState, Uuid, one_line};
 
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
@@ -209,6 +210,7 @@ impl Host<'_> {
             }
             return Visit::SentAway(error.into());
         }
+        destination.expect(hello.state.clone());
         Visit::Over(self.migrate(source, hello, destination))
     }
 
@@ -317,7 +319,7 @@ impl Host<'_> {
             }
         };
         let on_commit = || destination.custody().give_up();
-        let has_taken = || destination.has_taken();
+        let has_taken = |was: Option<&str>| destination.has_taken(was);
         let hooks = Hooks {
             on_progress: Some(&note),
             on_commit: Some(&on_commit),
@@ -402,16 +404,23 @@ impl Host<'_> {
         // One that came during the hand-over was too late; another ends the wait.
         self.interrupt.forget();
         match destination.wait_for_statement(settle_timeout, || self.interrupt.is_raised()) {
-            Statement::Here { running } => {
-                let is_running = running.unwrap_or_default();
+            Statement::Here { state } => {
                 let report = Box::new(report);
                 // Whether the source hears it or not, the guest is here.
                 let _ = source.say(&Answer::Completed {
-                    running: is_running,
+                    state: state.clone(),
                     report,
                 });
-                say_taken(running, destination);
+                say_taken(&state, destination);
                 Ok(())
+            }
+            Statement::Stopped { reason, can_run } => {
+                Err(not_running(source, destination, reason, can_run))
+            }
+            // The relay has read nothing of the stream, and the source has seen it end well.
+            Statement::Ended { reason } => {
+                let _ = source.say(&failed(reason.clone(), GuestThere::NotHere));
+                Err(QemuError::Failed { reasons: reason }.into())
             }
             // QEMU has taken it by its word on the stream; so what has become of it since is not that it never ran.
             Statement::Never { reason } => {
@@ -441,14 +450,20 @@ impl Host<'_> {
             destination.after_failure(in_doubt, settle_timeout, || self.interrupt.is_raised());
         let explained = |words: &str| format!("{}; its QEMU: {words}", error.chain());
         match statement {
-            Statement::Here { running } => {
+            Statement::Here { state } => {
                 let reason = error.chain();
                 let _ = source.say(&failed(reason.clone(), GuestThere::Here));
                 complain!("hotlift: not all went well: {reason}");
-                say_taken(running, destination);
+                say_taken(&state, destination);
                 Ok(())
             }
-            Statement::Never { reason } => {
+            Statement::Stopped { reason, can_run } => Err(not_running(
+                source,
+                destination,
+                explained(&reason),
+                can_run,
+            )),
+            Statement::Never { reason } | Statement::Ended { reason } => {
                 let reasons = explained(&reason);
                 destination.give_back();
                 let _ = source.say(&failed(reasons.clone(), GuestThere::NotHere));
@@ -489,13 +504,24 @@ fn failed(reason: String, guest: GuestThere) -> Answer {
 }
 
 /// Says that the guest is here, and leaves its QEMU to itself.
-fn say_taken(running: Option<bool>, destination: Destination) {
-    let state = match running {
-        Some(true) => "runs",
-        Some(false) => "is paused",
-        None => "is",
-    };
-    say!("the guest {state} here: {}", destination.leave());
+fn say_taken(state: &RunState, destination: Destination) {
+    say!("the guest {} here: {}", words(state), destination.leave());
+}
+
+/// Leaves a QEMU alone that has the guest and does not run it.
+fn not_running(
+    source: &mut Conversation,
+    destination: Destination,
+    reasons: String,
+    can_run: bool,
+) -> CommandError {
+    let _ = source.say(&failed(reasons.clone(), GuestThere::Stopped));
+    CommandError::NotRunning {
+        reasons,
+        qemu: destination.leave(),
+        can_run,
+        has_source: true,
+    }
 }
 
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.

@@ -9,12 +9,13 @@ use hotlift::relay::Taken;
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
 use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
-use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError, Uuid};
+use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError, RunState, Uuid};
 use serde_json::{Map, Value};
 
 use crate::connect::connect;
 use crate::error::{QemuError, Side, at_destination};
-use crate::process::{Custody, Started};
+use crate::process::{Custody, Started, waits_for_cont};
+use crate::run_state::{Judgement, judge};
 use crate::settings::{self, Changed};
 use crate::vm::Vm;
 
@@ -31,6 +32,16 @@ const ASK_AGAIN: Duration = Duration::from_secs(3);
 /// How long a QEMU whose stream has broken before its end may take to say why.
 const REASON: Duration = Duration::from_secs(5);
 
+/// How often a QEMU that has loaded the devices of a guest must be seen not to have begun with it, one look after the other's
+/// answer. It begins in its main loop behind the devices; so does its answer to QMP, and the one may overtake the other.
+const LOOKS: u32 = 20;
+
+/// Between two of these looks.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// The event that each start of the vCPUs brings.
+const RESUME: &str = "RESUME";
+
 /// What the name of a socket begins with that pages come by as they are asked for.
 const LAZY: &str = "lazy-";
 
@@ -44,15 +55,35 @@ pub struct Destination {
     folder: OwnFolder,
     /// It has not answered, and is not asked before.
     ask_again_at: Mutex<Option<Instant>>,
+    /// Whether it was started with `-S`; `None`: it is not known.
+    waits: Option<bool>,
+    /// What the guest did before.
+    was: Mutex<RunState>,
+    /// Its guest ran before this connection to it.
+    had_run: bool,
+    /// A statement that nothing changes any more.
+    settled: Mutex<Option<Statement>>,
 }
 
 /// What a QEMU that was given a guest has said of it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub enum Statement {
-    /// It has the guest.
+    /// It has the guest, which does what it is to do.
     Here {
-        /// Whether it runs it, or keeps it paused; `None`: it has not said which.
-        running: Option<bool>,
+        /// What that is.
+        state: RunState,
+    },
+    /// It has the guest and does not run it, though the guest ran before; others have started this QEMU.
+    Stopped {
+        /// Both states, in one line.
+        reason: String,
+        /// A `cont` may run the guest.
+        can_run: bool,
+    },
+    /// It had the guest, never ran it, though the guest ran before, and was ended here.
+    Ended {
+        /// Both states, and what QEMU has said of it, in one line.
+        reason: String,
     },
     /// It has no guest, and never will: its migration has failed, or its process has ended.
     Never {
@@ -75,7 +106,7 @@ impl Destination {
     /// If it does not answer, or does not wait for a migration.
     pub fn held(address: &QmpAddress) -> Result<Self, QemuError> {
         let qemu = connect(address, CONNECT).map_err(at_destination)?;
-        Self::waiting(qemu, None, OwnFolder::private()?)
+        Self::waiting(qemu, None, None, OwnFolder::private()?)
     }
 
     /// One that is started now.
@@ -85,7 +116,7 @@ impl Destination {
     pub fn start(command: &[OsString], interrupt: &Interrupt) -> Result<Self, QemuError> {
         let folder = OwnFolder::private()?;
         let (process, qemu) = Started::start(command, folder.path(), interrupt)?;
-        Self::waiting(qemu, Some(process), folder)
+        Self::waiting(qemu, Some(process), Some(command), folder)
     }
 
     /// One that runs its guest, and waits for pages of it (`postcopy-paused`) from the file `file`, on a new socket from
@@ -114,7 +145,12 @@ impl Destination {
         let uri = format!("unix:{}", folder.path().join(name).display());
         let changed = Changed::left(&mut qemu).map_err(at_destination)?;
         qemu.migrate_recover(&uri).map_err(at_destination)?;
+        let waits = waits_for_cont(&mut qemu, None);
         Ok(Self {
+            waits,
+            was: Mutex::new(state.run_state()),
+            had_run: state.running,
+            settled: Mutex::default(),
             qemu: Mutex::new(qemu),
             process: None,
             custody: Custody::default(),
@@ -136,6 +172,7 @@ impl Destination {
     fn waiting(
         mut qemu: Qemu,
         process: Option<Started>,
+        command: Option<&[OsString]>,
         folder: OwnFolder,
     ) -> Result<Self, QemuError> {
         let state = qemu.query_status().map_err(at_destination)?;
@@ -148,7 +185,12 @@ impl Destination {
         }
         settings::restore_left(&mut qemu, Side::Destination, |_| Ok(()))?;
         let custody = process.as_ref().map(Started::custody);
+        let waits = waits_for_cont(&mut qemu, command);
         Ok(Self {
+            waits,
+            was: Mutex::new(RunState::Running),
+            had_run: false,
+            settled: Mutex::default(),
             qemu: Mutex::new(qemu),
             process: process.map(Mutex::new),
             custody: custody.unwrap_or_default(),
@@ -214,10 +256,20 @@ impl Destination {
         Ok(listening.map_err(at_destination)?)
     }
 
-    /// Whether it has taken the guest, as far as it says so at once.
-    pub fn has_taken(&self) -> Taken {
+    /// The guest that it is to get was in the state `was` before. Of one that nobody knows the state of it is taken that it ran.
+    pub fn expect(&self, was: RunState) {
+        *self.was.lock().unwrap_or_else(PoisonError::into_inner) = was;
+    }
+
+    /// Whether it has taken the guest, whose state before was `was`, as far as it says so at once. One that was started here and
+    /// does not run a guest that ran is ended.
+    pub fn has_taken(&self, was: Option<&str>) -> Taken {
+        if let Some(was) = was {
+            self.expect(was.into());
+        }
         match self.ask() {
-            Statement::Here { .. } => Taken::Yes,
+            Statement::Here { .. } | Statement::Stopped { .. } => Taken::Yes,
+            Statement::Ended { .. } => Taken::Ended,
             Statement::Never { .. } => Taken::Never,
             Statement::Unknown { .. } => Taken::Unknown,
         }
@@ -233,6 +285,47 @@ impl Destination {
                 return statement;
             }
             std::thread::sleep(TICK);
+        }
+    }
+
+    /// Waits for `time` until it is known what it does with a guest whose devices it has loaded, and whose pages follow.
+    pub fn wait_for_start(&self, time: Duration) -> Statement {
+        let deadline = Instant::now() + time;
+        let mut looks = 0;
+        loop {
+            let answer = {
+                let mut qemu = self.qemu();
+                qemu.client().set_timeout(ASK);
+                let answer = qemu
+                    .query_migrate()
+                    .and_then(|info| Ok((info, qemu.query_status()?.run_state())));
+                qemu.client().set_timeout(ANSWER_TIMEOUT);
+                answer
+            };
+            let reason = match answer {
+                Ok((info, _)) if info.has_failed() => {
+                    let reason = info.error_desc;
+                    let reason = reason.unwrap_or_else(|| "it has failed".to_owned());
+                    return Statement::Never { reason };
+                }
+                Ok((info, RunState::InMigrate)) => {
+                    looks += 1;
+                    if looks >= LOOKS && info.status() != "postcopy-device" {
+                        return self.judged(RunState::InMigrate);
+                    }
+                    "it has not begun with the guest".to_owned()
+                }
+                Ok((_, state)) => return self.judged(state),
+                Err(error) => match self.how_it_ended() {
+                    Some(reason) => return Statement::Never { reason },
+                    None => error_line(&error),
+                },
+            };
+            if Instant::now() >= deadline {
+                let answers = looks > 0;
+                return Statement::Unknown { answers, reason };
+            }
+            std::thread::sleep(LOOK);
         }
     }
 
@@ -258,8 +351,81 @@ impl Destination {
         status.is_ok_and(|info| info.status() == "postcopy-paused")
     }
 
+    fn settled(&self) -> MutexGuard<'_, Option<Statement>> {
+        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is to be said of a guest that is in this state here.
+    fn judged(&self, state: RunState) -> Statement {
+        let was = self.was.lock().unwrap_or_else(PoisonError::into_inner);
+        let has_run = match self.qemu().client().has_come(RESUME) {
+            Ok(has_run) => has_run || self.had_run,
+            Err(error) => {
+                let (answers, reason) = (false, error_line(&error));
+                return Statement::Unknown { answers, reason };
+            }
+        };
+        let judgement = judge(&was, &state, has_run, self.waits);
+        let states = format!(
+            "the guest was '{}' before, and is '{}' in this QEMU",
+            was.name(),
+            state.name()
+        );
+        drop(was);
+        let reason = match judgement {
+            Judgement::Right => return Statement::Here { state },
+            Judgement::DoesNotRun => states,
+            Judgement::MayNotRun => format!("{states}, and may have been started with -S"),
+        };
+        if let Some(process) = self.process() {
+            let ended = self.end(process, &reason);
+            *self.settled() = Some(ended.clone());
+            return ended;
+        }
+        let can_run = state != RunState::InMigrate;
+        let stopped = Statement::Stopped { reason, can_run };
+        if !can_run {
+            *self.settled() = Some(stopped.clone());
+        }
+        stopped
+    }
+
+    /// Ends a QEMU that was started here, and does not run its guest.
+    fn end(&self, mut process: MutexGuard<'_, Started>, reason: &str) -> Statement {
+        let ended = process.end();
+        // What it said before its end is still there to be read. A 'cont' may have come after the look.
+        let has_run = self.qemu().client().has_come(RESUME);
+        let words = process.last_errors();
+        let words = words.map_or_else(String::new, |words| format!(": {words}"));
+        match (ended, has_run) {
+            (Ok(_), Ok(false)) => Statement::Ended {
+                reason: format!("{reason}; this QEMU was ended{words}"),
+            },
+            (Ok(_), Ok(true)) => Statement::Unknown {
+                answers: false,
+                reason: format!(
+                    "{reason}; somebody has continued it in the moment in which it was ended{words}"
+                ),
+            },
+            (Err(error), _) => Statement::Unknown {
+                answers: false,
+                reason: format!("{reason}; its end is not seen: {error}"),
+            },
+            (_, Err(error)) => Statement::Unknown {
+                answers: false,
+                reason: format!(
+                    "{reason}; it was ended, and its last words are lost: {}",
+                    error_line(&error)
+                ),
+            },
+        }
+    }
+
     /// Asks once.
     fn ask(&self) -> Statement {
+        if let Some(settled) = &*self.settled() {
+            return settled.clone();
+        }
         let mut ask_again_at = self
             .ask_again_at
             .lock()
@@ -269,9 +435,12 @@ impl Destination {
         } else {
             let mut qemu = self.qemu();
             qemu.client().set_timeout(ASK);
-            let answer = qemu.query_migrate().map(|info| {
-                let running = info.is_completed().then(|| qemu.query_status().ok());
-                (info, running.flatten().map(|state| state.running))
+            let answer = qemu.query_migrate().and_then(|info| {
+                let state = match info.is_completed() {
+                    true => Some(qemu.query_status()?.run_state()),
+                    false => None,
+                };
+                Ok((info, state))
             });
             qemu.client().set_timeout(ANSWER_TIMEOUT);
             *ask_again_at = match &answer {
@@ -282,7 +451,7 @@ impl Destination {
         };
         drop(ask_again_at);
         match answer {
-            Ok((info, running)) if info.is_completed() => Statement::Here { running },
+            Ok((_, Some(state))) => self.judged(state),
             Ok((info, _)) if info.has_failed() => Statement::Never {
                 reason: info
                     .error_desc
@@ -327,7 +496,8 @@ impl Destination {
                 true => self.ask(),
                 false => self.wait_for_statement(settle_timeout, is_over),
             };
-            if let (Statement::Never { .. }, Some(process)) = (&statement, self.process()) {
+            let never = matches!(statement, Statement::Never { .. } | Statement::Ended { .. });
+            if let (true, Some(process)) = (never, self.process()) {
                 process.take_back();
             }
             return statement;

@@ -125,6 +125,24 @@ pub enum QemuError {
         /// Where the source's QEMU is spoken to.
         qmp: String,
     },
+    /// The destination's QEMU has the guest, and does not run it.
+    #[error(
+        "the destination's QEMU has the guest, and does not run it; it is left paused here: {reasons}"
+    )]
+    StoppedThere {
+        /// Both states, and why, in one line.
+        reasons: String,
+        /// Where the source's QEMU is spoken to.
+        qmp: String,
+    },
+    /// Both QEMUs run the guest.
+    #[error(
+        "the guest runs at the destination, and in this QEMU, too, since somebody has continued it here"
+    )]
+    RunsTwice {
+        /// Where the source's QEMU is spoken to.
+        qmp: String,
+    },
     /// The guest is at the source, whose QEMU does not answer.
     #[error(
         "the destination does not run the guest and never will, but it may be paused here, as QEMU does not answer: \

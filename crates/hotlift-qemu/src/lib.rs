@@ -18,6 +18,7 @@
 //! | `record` | the record of changed settings, inside QEMU |
 //! | `shared_memory` | RAM in files that both QEMUs map |
 //! | `left_out` | RAM that QEMU leaves out, as devices report it |
+//! | `run_state` | whether a guest does at its destination what it is to do |
 //! | `vm` | what the VMs at both ends must have alike |
 //! | `error` | why a QEMU could not be steered, or where its guest is |
 
@@ -36,6 +37,7 @@ pub mod outgoing;
 pub mod process;
 mod progress;
 mod record;
+pub mod run_state;
 pub mod settings;
 pub mod shared_memory;
 pub mod source;

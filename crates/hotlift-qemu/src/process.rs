@@ -170,6 +170,18 @@ impl Started {
         (!self.has_own_qmp).then(|| self.qmp())
     }
 
+    /// Ends it, whoever has the custody, and waits for its end: how it ended.
+    ///
+    /// # Errors
+    /// If its end is not seen.
+    pub fn end(&mut self) -> io::Result<ExitStatus> {
+        // One that has ended meanwhile takes no signal.
+        let _ = self.child.kill();
+        let status = self.child.wait()?;
+        self.custody.take_back();
+        Ok(status)
+    }
+
     /// It has said that it has no guest and never will: it may be ended after all.
     pub fn take_back(&self) {
         self.custody.take_back();
@@ -237,6 +249,21 @@ fn names<'a>(command: &'a [OsString], name: &'a str) -> impl Iterator<Item = usi
         let option = word.strip_prefix("--").or_else(|| word.strip_prefix('-'))?;
         (option == name).then_some(index)
     })
+}
+
+/// Whether the QEMU behind a QMP connection was started with `-S`, so that it runs a guest only after a `cont`: by the command
+/// line of its process, or by `command`, with which it was started here. `None`: it is not known.
+pub fn waits_for_cont(qemu: &mut Qemu, command: Option<&[OsString]>) -> Option<bool> {
+    let line = qemu.client().peer().and_then(|pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let words = line.split(|byte| *byte == 0);
+        let words: Vec<OsString> = words.map(|word| OsStr::from_bytes(word).into()).collect();
+        // A manager that has made the socket for it is no QEMU.
+        let is_qemu = names(&words, "incoming").next().is_some();
+        is_qemu.then_some(words)
+    });
+    let words = line.as_deref().or(command)?;
+    Some(names(words, "S").next().is_some())
 }
 
 /// `command` with `-incoming defer`.

@@ -8,7 +8,7 @@ use hotlift::relay::Ownership;
 use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::complain;
 use hotlift_console::signals::TICK;
-use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, Uuid};
+use hotlift_qmp::{MigrationInfo, Qemu, QmpAddress, QmpError, RunState, Uuid};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -33,14 +33,15 @@ pub struct Source {
     address: QmpAddress,
     qemu: Mutex<Qemu>,
     changed: Mutex<Option<Changed>>,
-    /// Whether the guest ran when the command began.
-    was_running: bool,
+    /// What the guest did when the command began.
+    was: RunState,
 }
 
 /// How a migration that did not succeed was settled.
 #[derive(Debug)]
 pub struct Settled {
     whereabouts: Whereabouts,
+    was: RunState,
     reasons: Vec<String>,
     /// Where the source's QEMU is spoken to.
     qmp: String,
@@ -54,6 +55,8 @@ pub enum GuestThere {
     NotHere,
     /// The destination's QEMU has it.
     Here,
+    /// The destination's QEMU has it, and does not run it, though it ran before.
+    Stopped,
     /// It cannot be told.
     Unknown,
 }
@@ -71,6 +74,8 @@ enum Whereabouts {
     Stalled,
     /// At the destination, after all.
     Moved,
+    /// At the destination, where it does not run; a copy is at the source, paused.
+    Stopped,
     /// At the source, paused; nobody knows whether it is at the destination, too.
     InDoubt,
 }
@@ -103,13 +108,26 @@ impl Source {
             address: address.clone(),
             qemu: Mutex::new(qemu),
             changed: Mutex::new(None),
-            was_running: state.running,
+            was: state.run_state(),
         })
     }
 
     /// Whether the guest ran when the command began.
     pub fn was_running(&self) -> bool {
-        self.was_running
+        self.was == RunState::Running
+    }
+
+    /// What the guest did when the command began.
+    pub fn was(&self) -> &RunState {
+        &self.was
+    }
+
+    /// What the guest does now.
+    ///
+    /// # Errors
+    /// Those of QMP.
+    pub fn run_state(&self) -> Result<RunState, QmpError> {
+        Ok(self.qemu().query_status()?.run_state())
     }
 
     /// Where it is spoken to.
@@ -266,6 +284,7 @@ impl Source {
         }
         Settled {
             whereabouts,
+            was: self.was.clone(),
             reasons,
             qmp: self.address.to_string(),
         }
@@ -275,23 +294,25 @@ impl Source {
         &self,
         at_destination: impl FnOnce() -> GuestThere,
     ) -> Result<Whereabouts, QmpError> {
-        let kept = if self.was_running {
+        let kept = if self.was_running() {
             Whereabouts::Runs
         } else {
             Whereabouts::Paused
         };
         let info = self.wait_end()?;
         // QEMU itself starts a guest again that it has not given up.
-        if !self.was_running || (!info.is_completed() && self.wait_running()?) {
+        if !self.was_running() || (!info.is_completed() && self.wait_running()?) {
             return Ok(match info.is_completed().then(at_destination) {
                 None | Some(GuestThere::NotHere) => kept,
                 Some(GuestThere::Here) => Whereabouts::Moved,
+                Some(GuestThere::Stopped) => Whereabouts::Stopped,
                 Some(GuestThere::Unknown) => Whereabouts::InDoubt,
             });
         }
         match at_destination() {
             GuestThere::NotHere => {}
             GuestThere::Here => return Ok(Whereabouts::Moved),
+            GuestThere::Stopped => return Ok(Whereabouts::Stopped),
             GuestThere::Unknown => return Ok(Whereabouts::InDoubt),
         }
         self.retrying(Qemu::cont)?;
@@ -386,10 +407,15 @@ impl Settled {
                 let qmp = self.qmp;
                 return QemuError::Stalled { reasons, qmp };
             }
+            Whereabouts::Stopped => {
+                let qmp = self.qmp;
+                return QemuError::StoppedThere { reasons, qmp };
+            }
             Whereabouts::Moved => return QemuError::MovedAnyway { reasons },
             Whereabouts::Gone => return QemuError::Gone { reasons },
-            Whereabouts::Runs => "runs on",
-            Whereabouts::Paused => "stays paused",
+            Whereabouts::Runs => "runs on".to_owned(),
+            Whereabouts::Paused if self.was == RunState::Paused => "stays paused".to_owned(),
+            Whereabouts::Paused => format!("was in state '{}', and stays", self.was.name()),
         };
         complain!("hotlift: the guest {state} at the source");
         if interrupted {

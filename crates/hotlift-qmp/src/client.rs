@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::net::sockopt::socket_peercred;
 use serde_json::{Map, Value, json};
 
 use crate::address::QmpAddress;
@@ -222,6 +223,33 @@ impl Client {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Whether an event with this name is among those that have come and are kept. The end of the connection brings no more.
+    ///
+    /// # Errors
+    /// If QEMU talks nonsense, or the connection fails.
+    pub fn has_come(&mut self, name: &str) -> Result<bool, QmpError> {
+        loop {
+            match self.message("events", Instant::now(), Duration::ZERO) {
+                Ok(Message::Event(event)) => self.queue(event),
+                Ok(_) => {}
+                Err(QmpError::Timeout { .. } | QmpError::Closed { .. }) => {
+                    return Ok(self.events.iter().any(|event| event.name == name));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The process that listens on the other end of a UNIX socket; `None` over TCP, and where the kernel does not tell.
+    #[must_use]
+    pub fn peer(&self) -> Option<u32> {
+        let Socket::Unix(stream) = self.lines.connection() else {
+            return None;
+        };
+        let peer = socket_peercred(stream).ok()?;
+        u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
     }
 
     fn queue(&mut self, event: Event) {

@@ -28,7 +28,7 @@ pub use client::{ANSWER_TIMEOUT, Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
 pub use error::{QmpError, one_line};
 pub use http::{HTTP, is_http};
 pub use lines::{Connection, Line, Lines, Socket};
-pub use machine::{CommandInfo, NameInfo, StatusInfo, UuidInfo, Version, VersionInfo};
+pub use machine::{CommandInfo, NameInfo, RunState, StatusInfo, UuidInfo, Version, VersionInfo};
 pub use migration::{
     AcceleratorJobs, CompressionStats, MigrationCapabilityStatus, MigrationInfo, MigrationStats,
     MigrationThreadInfo, SocketAddress, ThreadTime, VcpuWaits, XbzrleCacheStats,

@@ -120,6 +120,26 @@ fn an_answer_is_told_from_the_events_before_it_and_the_events_are_kept() {
 }
 
 #[test]
+fn an_event_that_has_come_is_found_also_behind_the_end_of_the_connection() {
+    let fake = Fake::new(|peer| {
+        peer.greet();
+        let (_, id, _) = peer.hear();
+        peer.say(r#"{"event": "RESUME"}"#);
+        peer.answer(&id, &json!({}));
+        peer.say(r#"{"event": "STOP"}"#);
+    });
+    let mut client = fake.connect().unwrap();
+    assert_eq!(client.peer(), Some(std::process::id()));
+    client.execute("cont", &Value::Null).unwrap();
+    assert!(client.has_come("RESUME").unwrap());
+    // Its script is over, and what it said is there.
+    drop(fake);
+    assert!(client.has_come("STOP").unwrap());
+    assert!(!client.has_come("SHUTDOWN").unwrap());
+    assert_eq!(client.poll_event().unwrap().unwrap().name, "RESUME");
+}
+
+#[test]
 fn events_may_come_before_the_greeting_and_answers_may_not() {
     let fake = Fake::new(|peer| {
         peer.say(r#"{"timestamp":{"seconds":7,"microseconds":0},"event":"RESUME"}"#);

@@ -79,7 +79,8 @@ fn a_qemu_that_is_silent_on_qmp_after_the_handover_keeps_its_guest() {
     let qmp = here.free_qmp();
     let migrate = Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]);
     serve.wait_for("it is not known whether the guest runs here");
-    succeeds(migrate);
+    let (status, said) = migrate.wait();
+    assert_eq!(status.code(), Some(3), "{}", said.join("\n"));
     there.lives_on("serve");
     there.has_the_guest(here.count().expect("the guest has counted"));
     let (status, said) = serve.wait();

@@ -11,6 +11,7 @@
 //! | `custody`, `qmp_proxy` | a started QEMU outlives whatever fails after the commit |
 //! | `back_and_forth` | fifty migrations through the same relays |
 //! | `operator` | the commands that steer QEMUs: migrate, serve, save, restore |
+//! | `run_state` | what a guest does at the end is what it did at the start |
 //! | `watched` | `serve` over QMP |
 //! | `table` | docs/qemu-compatibility.md, of what all these say |
 //! | `tls` | QEMUs that have TLS, relays and commands that have it between them |
@@ -51,6 +52,7 @@ mod operator;
 mod postcopy;
 mod qmp_proxy;
 mod route;
+mod run_state;
 mod salvage;
 mod settings;
 mod table;

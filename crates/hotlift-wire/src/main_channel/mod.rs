@@ -29,6 +29,7 @@ mod decode;
 mod description;
 mod device_state;
 mod encode;
+mod global_state;
 mod mapped_ram;
 pub mod postcopy;
 mod ram;
@@ -43,6 +44,7 @@ pub use device_state::{
     next_device_state, put_packaged_head,
 };
 pub use encode::MainEncoder;
+pub use global_state::run_state;
 pub use mapped_ram::{
     MappedBlock, MappedEvent, MappedLayout, MappedRamDecoder, MappedStep, put_mapped_end,
 };

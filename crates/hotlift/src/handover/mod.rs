@@ -31,6 +31,19 @@
 //! It asks until `settle-timeout` is over, and only then is in DOUBT: the guest is kept, paused. The
 //! destination answers until it has read "heard", or until no source can ask any more.
 //!
+//! A QEMU at the destination may have the guest and not run it, since it cannot lock a disk; a `cont` runs it later, at any
+//! moment. QMP shows it to the destination's side:
+//!
+//! ```text
+//!  TAKING     SHUT(0) of its QEMU; QMP: runs                   TAKEN
+//!             QMP: does not run what ran; this process started that QEMU, ends it,
+//!             and sees that it has ended and never ran the guest                    NEVER
+//!             the same of a QEMU of somebody else              TAKEN: an operator decides, and both commands end with 3
+//! ```
+//!
+//! So the source takes the guest back only after that QEMU was seen to end. One that was continued before its end has
+//! changed the disks: the destination's side is unsure of it, and the source in doubt.
+//!
 //! A postcopy commits earlier, and ends later:
 //!
 //! ```text

@@ -16,13 +16,19 @@ pub enum Ownership {
 /// What somebody who can ask the destination otherwise knows of the guest there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Taken {
-    /// The destination has the guest.
+    /// The destination has the guest, and is left with it.
     Yes,
-    /// It does not have it, and never will: it has failed, or its process has ended.
+    /// It does not have it, and never will: it has failed, or its process has ended. A word on the stream that it has taken
+    /// the guest before goes first.
     Never,
+    /// It had the guest, never ran it, and was seen to end.
+    Ended,
     /// Not known (yet).
     Unknown,
 }
+
+/// See [`Hooks::has_taken`].
+pub type HasTaken<'a> = &'a (dyn Fn(Option<&str>) -> Taken + Sync);
 
 /// What the caller wants to know, and knows better.
 #[derive(Default, Clone, Copy)]
@@ -38,9 +44,10 @@ pub struct Hooks<'a> {
     /// Called once, before the first byte goes out at which the destination may run the guest. Whoever
     /// could end the destination by accident makes sure here that it no longer does.
     pub on_commit: Option<&'a (dyn Fn() + Sync)>,
-    /// Asked while the destination, told to run the guest, has not said on the stream what became of
-    /// it. Without it only the stream tells.
-    pub has_taken: Option<&'a (dyn Fn() -> Taken + Sync)>,
+    /// Asked after the destination was told to run the guest: a QEMU says on the stream that it has the guest, and does not
+    /// say whether it runs it. The argument is the run state (`RunState`) of the guest before, as the stream has it.
+    /// Without this hook only the stream tells.
+    pub has_taken: Option<HasTaken<'a>>,
 }
 
 /// What a source that has connected has.

@@ -21,7 +21,7 @@ use hotlift_wire::return_path::ReturnMessage;
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
 use crate::pipe::batch::Batch;
-use crate::pipe::hooks::Taken;
+pub(crate) use crate::pipe::hooks::HasTaken;
 use crate::transport::Stream;
 
 /// What opens a stream.
@@ -49,9 +49,6 @@ impl RamLayout {
         blocks.any(|block| block.page_size > PAGE_SIZE as u64)
     }
 }
-
-/// See [`super::Hooks::has_taken`].
-pub(crate) type HasTaken<'a> = &'a (dyn Fn() -> Taken + Sync);
 
 /// An outgoing side.
 pub(crate) trait Sink: Sync {
@@ -104,7 +101,7 @@ pub(crate) trait Sink: Sync {
     fn await_loaded(&self) -> Result<(), MigrationError>;
 
     /// EOF and what follows it, at which the other side runs the guest (if it is to run); returns
-    /// when it is known to. `has_taken` knows of a side that says nothing.
+    /// when it is known to. `has_taken` knows what a QEMU does not say.
     ///
     /// # Errors
     /// [`MigrationError::Destination`] if it never runs the guest, by its own word;

@@ -314,6 +314,13 @@ impl Answers {
         heard.reason.clone()
     }
 
+    /// Keeps the reason of a side that gives none.
+    pub(crate) fn explain(&self, reason: &str) {
+        self.note(|heard| {
+            heard.reason.get_or_insert_with(|| reason.to_owned());
+        });
+    }
+
     /// Its refusal to run the guest, in its words.
     pub(crate) fn refusal(&self) -> MigrationError {
         refusal(&self.lock())

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::handshake::{Features, Offer};
-use hotlift_wire::main_channel::{Command, put_packaged_head};
+use hotlift_wire::main_channel::{Command, put_packaged_head, run_state};
 use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
 
@@ -60,6 +60,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// What the opening is answered with.
 const OPENED: &str = "the destination's answer to the opening (is its machine the source's, has it as many \
                       multifd channels, and the same method?)";
+
+/// Why a QEMU that was ended did not get the guest.
+const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
 
 /// How long the reason of the other side may be behind its going.
 const REASON_WAIT: Duration = Duration::from_millis(200);
@@ -107,6 +110,8 @@ pub(crate) struct StreamSink<'a> {
     preempt: OnceLock<PreemptOut>,
     other_side: OnceLock<OtherSide>,
     ram: OnceLock<Ram>,
+    /// What the guest did before, by its devices.
+    run_state: OnceLock<String>,
 }
 
 /// What is known once the other side has answered.
@@ -216,6 +221,7 @@ impl<'a> StreamSink<'a> {
             preempt: OnceLock::new(),
             other_side: OnceLock::new(),
             ram: OnceLock::new(),
+            run_state: OnceLock::new(),
         }
     }
 
@@ -271,22 +277,27 @@ impl<'a> StreamSink<'a> {
             return await_word(patience, to_ask, on_stream);
         };
         let committed = Instant::now();
-        if let Some(word) = on_stream(patience.min(LOOK_AFTER)) {
-            return Some(word);
-        }
-        while committed.elapsed() < patience {
-            let taken = has_taken();
+        let was = self.run_state.get().map(String::as_str);
+        let mut word = on_stream(patience.min(LOOK_AFTER));
+        while word != Some(Word::Never) && committed.elapsed() < patience {
+            let taken = has_taken(was);
             // What it said before it went comes first.
-            if let Some(word) = on_stream(LOOK) {
-                return Some(word);
-            }
-            match taken {
-                Taken::Yes => return Some(Word::Runs),
-                Taken::Never => return Some(Word::Never),
-                Taken::Unknown => std::thread::sleep(LOOK),
+            let said_before = word.or_else(|| on_stream(LOOK));
+            match (taken, said_before) {
+                (Taken::Ended, _) => {
+                    self.answers.explain(DID_NOT_RUN);
+                    return Some(Word::Never);
+                }
+                (Taken::Yes, None) => return Some(Word::Runs),
+                (Taken::Never, None) => return Some(Word::Never),
+                (Taken::Yes | Taken::Never, said) => return said,
+                (Taken::Unknown, said) => {
+                    word = said;
+                    std::thread::sleep(LOOK);
+                }
             }
         }
-        None
+        word.filter(|word| *word == Word::Never)
     }
 
     /// What a relay that listens there is told of the stream.
@@ -526,7 +537,14 @@ impl Sink for StreamSink<'_> {
             put_packaged_head(sections.len(), &mut head).map_err(MigrationError::main_wire)?;
             main.raw(&head)?;
         }
-        main.raw(sections)
+        main.raw(sections)?;
+        // While they are loaded there.
+        if !self.other_side().is_relay
+            && let Some(state) = run_state(sections)
+        {
+            let _ = self.run_state.set(state.to_owned());
+        }
+        Ok(())
     }
 
     fn await_loaded(&self) -> Result<(), MigrationError> {

@@ -63,6 +63,9 @@ pub enum Preempt {
     BeforeRun,
 }
 
+/// See [`Hooks::on_loaded`].
+pub type OnLoaded<'a> = &'a (dyn Fn(Instant) -> Result<(), MigrationError> + Sync);
+
 /// What the caller of a lazy restore asks for, and wants to know.
 #[derive(Default, Clone, Copy)]
 pub struct Hooks<'a> {
@@ -80,8 +83,9 @@ pub struct Hooks<'a> {
     pub salvage: bool,
     /// With `salvage` called for each part of the file that is damaged, before a page of it goes out as zero.
     pub on_lost: Option<&'a (dyn Fn(&LostPages) + Sync)>,
-    /// Called once the guest runs.
-    pub on_running: Option<&'a (dyn Fn(Duration) + Sync)>,
+    /// Called once QEMU has loaded the devices, with the moment when it was connected to, to see whether the guest runs.
+    /// Pages that the guest asks for are sent meanwhile; an error ends the restore.
+    pub on_loaded: Option<OnLoaded<'a>>,
 }
 
 /// A moment of a lazy restore.
@@ -257,12 +261,11 @@ impl Restore<'_> {
                     true => self.control.set_too_late(true),
                     false => self.open()?,
                 }
-                let running = self.begun.elapsed();
-                let _ = self.running.set(running);
-                self.control.set_status(Status::Active);
-                if let Some(on_running) = self.hooks.on_running {
-                    on_running(running);
+                if let Some(on_loaded) = self.hooks.on_loaded {
+                    on_loaded(self.begun)?;
                 }
+                let _ = self.running.set(self.begun.elapsed());
+                self.control.set_status(Status::Active);
                 spawn(scope, "lazy/watch".to_owned(), || self.watch())?;
                 let is_whole = connection.send_background(scope, "lazy/send_", usize::MAX)?;
                 if let Some(error) = connection.pages.damaged.take() {

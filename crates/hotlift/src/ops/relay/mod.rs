@@ -38,7 +38,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ends::settings::Request;
 pub use crate::ends::settings::{Incoming, LeftOut, Outgoing, RelaySettings};
-pub use crate::pipe::hooks::{Hooks, Ownership, RelayProgress, SourceStream, Taken};
+pub use crate::pipe::hooks::{HasTaken, Hooks, Ownership, RelayProgress, SourceStream, Taken};
 pub use crate::stream::door::{Announced, announced};
 pub use crate::stream::pass::Pass;
 
