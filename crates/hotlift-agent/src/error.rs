@@ -42,7 +42,7 @@ pub enum AgentError {
     Rules(#[from] RulesError),
     /// Something of this host keeps migrations from the agent.
     #[error(
-        "not all migrations of this host come to the agent: {count} problems, see above (with plaintext = \"refuse\" they fail; \
+        "not all migrations of this host come to the agent, problems found: {count} (named above; with plaintext = \"refuse\" they fail; \
          change the rules that are named, or 'ports', 'users' and 'destinations' in agent.toml)"
     )]
     NotRedirected {

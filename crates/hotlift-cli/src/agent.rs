@@ -289,7 +289,7 @@ fn status(info: &AgentInfo) -> String {
         None => "none since the start ('hotlift agent check', as root)".to_owned(),
         Some(check) => match check.found.problems.len() {
             0 => format!("{}: no problem found", check.at),
-            count => format!("{}: {count} problems", check.at),
+            count => format!("{}: problems found: {count}", check.at),
         },
     };
     let rows = [
