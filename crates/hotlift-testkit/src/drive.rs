@@ -531,7 +531,13 @@ impl Drive<'_> {
                 match info.status() {
                     "completed" => Some(0),
                     "cancelled" => Some(130),
-                    "failed" if *here == Look::Running => Some(1),
+                    // A guest that has powered off does not run on.
+                    "failed"
+                        if *here == Look::Running
+                            || *here == Look::Paused("shutdown".to_owned()) =>
+                    {
+                        Some(1)
+                    }
                     "failed" => Some(3),
                     _ => None,
                 }

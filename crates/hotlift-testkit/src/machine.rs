@@ -295,10 +295,12 @@ impl Machine {
 
     /// Resets the guest if it runs; false if it does not.
     pub fn reset(&mut self) -> bool {
-        self.look() == Look::Running
-            && self
-                .ask(|qmp| qmp.client().execute("system_reset", &json!({})))
-                .is_some()
+        if self.look() != Look::Running {
+            return false;
+        }
+        let reset = self.tell(|qmp| qmp.client().execute("system_reset", &json!({})));
+        // With `-no-reboot` QEMU may end before it answers.
+        !matches!(reset, Err(KitError::Qmp(QmpError::Command { .. })))
     }
 
     /// Has [`Machine::prove`] know that the guest was reset, at whichever end.
