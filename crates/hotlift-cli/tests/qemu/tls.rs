@@ -94,12 +94,12 @@ fn relays_follow_tls_hostname_and_verify_peer_of_their_qemus() {
     let certificates = Certificates::make();
     let of_server = certificates.of_another_host("qemu.example");
     // A QEMU without a certificate of its own verifies the other side by the CA.
-    let of_nobody = certificates.dir().join("anonymous");
-    std::fs::create_dir(&of_nobody).expect("a folder");
+    let of_the_ca = certificates.dir().join("anonymous");
+    std::fs::create_dir(&of_the_ca).expect("a folder");
     let ca = "ca-cert.pem";
-    std::fs::copy(certificates.dir().join(ca), of_nobody.join(ca)).expect("a file");
+    std::fs::copy(certificates.dir().join(ca), of_the_ca.join(ca)).expect("a file");
     for multifd in [Multifd::Off, Multifd::Channels(2)] {
-        let mut source = Side::new(multifd).tls(&of_nobody, "client");
+        let mut source = Side::new(multifd).tls(&of_the_ca, "client");
         source.parameters["tls-hostname"] = "qemu.example".into();
         let mut destination = Side::new(multifd).tls(&of_server, "server");
         destination.verify_peer = false;
@@ -110,7 +110,7 @@ fn relays_follow_tls_hostname_and_verify_peer_of_their_qemus() {
             .source
             .extend([flag("qemu-tls", &of_server), anonymous()]);
         let name = "--qemu-tls-hostname=qemu.example".to_owned();
-        let flags = [flag("qemu-tls", &of_nobody), anonymous(), name];
+        let flags = [flag("qemu-tls", &of_the_ca), anonymous(), name];
         relays
             .destination
             .as_mut()
