@@ -420,6 +420,28 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_stall_is_kept_from_report_to_report() {
+        use hotlift::progress::{Stall, StallKind};
+        let (session, _listener) = crate::fixture::session(crate::fixture::subject(
+            1,
+            Direction::Outgoing,
+            Kind::Migration,
+        ));
+        let stall = Stall {
+            kind: StallKind::NotReading,
+            peer: std::net::Ipv4Addr::new(192, 0, 2, 2).into(),
+            time: Duration::from_secs(5),
+        };
+        for stall in [Some(stall), None] {
+            session.control.set_stall(stall);
+            session.note(&RelayProgress::default());
+            assert_eq!(session.moment().stall, stall.map(|stall| stall.kind));
+            let row = crate::commands::MigrationRow::of(&session);
+            assert_eq!(row.stall, stall.map(|stall| stall.to_string()));
+        }
+    }
+
+    #[test]
     fn downtime_is_from_the_guests_stop_to_its_run_at_the_destination() {
         let begun = Instant::now();
         let after = |statuses: &[(u64, Status)]| {

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hotlift::Listener;
 use hotlift::control::SharedRate;
 use hotlift::relay::RelayProgress;
-use hotlift::transport::{Stream, carry};
+use hotlift::transport::{Liveness, Stream, carry};
+use hotlift::{Listener, Options};
 
 use crate::config::LogLevel;
 use crate::error::CarryError;
@@ -59,7 +59,7 @@ pub fn carry_all(
     let outcome = thread::scope(|scope| {
         let (live, carried) = (&live, &carried);
         let mut told = Instant::now();
-        let mut ends: Vec<std::sync::Weak<(Stream, Stream)>> = Vec::new();
+        let mut ends: Vec<End> = Vec::new();
         let outcome = loop {
             if session.control.is_cancelled() {
                 break Err(CarryError::Cancelled);
@@ -68,6 +68,7 @@ pub fn carry_all(
                 told = Instant::now();
                 session.note(&carried.progress(session));
             }
+            end_silent(session, &mut ends);
             let accepted = listener.accept(LOOK);
             let accepted = accepted.map_err(|source| CarryError::System {
                 what: "connection",
@@ -89,8 +90,14 @@ pub fn carry_all(
             }
             session.say(LogLevel::Debug, "a connection is carried");
             let pair = std::sync::Arc::new((near, far));
-            ends.retain(|pair| pair.strong_count() > 0);
-            ends.push(std::sync::Arc::downgrade(&pair));
+            ends.retain(|end| end.pair.strong_count() > 0);
+            ends.push(End {
+                pair: std::sync::Arc::downgrade(&pair),
+                liveness: Liveness::new(
+                    Options::default().silence_timeout,
+                    [&pair.0, &pair.1].into_iter(),
+                ),
+            });
             for back in [false, true] {
                 live.fetch_add(1, Ordering::AcqRel);
                 let pair = std::sync::Arc::clone(&pair);
@@ -127,9 +134,35 @@ pub fn carry_all(
     outcome
 }
 
+/// A connection that is carried, while both directions are.
+struct End {
+    pair: std::sync::Weak<(Stream, Stream)>,
+    liveness: Liveness,
+}
+
+/// Ends each connection whose other host is lost, and shows the host that holds one up.
+fn end_silent(session: &Session, ends: &mut [End]) {
+    let now = Instant::now();
+    let stalls = ends.iter_mut().filter_map(|end| {
+        let pair = end.pair.upgrade()?;
+        let looked = end
+            .liveness
+            .look([&pair.0, &pair.1].into_iter(), now, false);
+        looked.unwrap_or_else(|error| {
+            session.say(LogLevel::Warning, &error.chain());
+            pair.0.shutdown(std::net::Shutdown::Both);
+            pair.1.shutdown(std::net::Shutdown::Both);
+            None
+        })
+    });
+    session
+        .control
+        .set_stall(stalls.max_by_key(|stall| stall.time));
+}
+
 /// Ends connections that are carried.
-fn pair_end(ends: &[std::sync::Weak<(Stream, Stream)>]) {
-    for pair in ends.iter().filter_map(std::sync::Weak::upgrade) {
+fn pair_end(ends: &[End]) {
+    for pair in ends.iter().filter_map(|end| end.pair.upgrade()) {
         pair.0.shutdown(std::net::Shutdown::Both);
         pair.1.shutdown(std::net::Shutdown::Both);
     }

@@ -368,3 +368,25 @@ fn align_left(table: &mut comfy_table::Table, column: usize) {
         column.set_cell_alignment(comfy_table::CellAlignment::Left);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_names_the_host_that_holds_a_migration_up() {
+        let row = serde_json::json!({
+            "id": "1a2b3c4d", "direction": "outgoing", "kind": "migration", "status": "active",
+            "to": "192.0.2.2:49152", "peer": "192.0.2.2", "seconds": 20.0, "sent-bytes": 0, "received-bytes": 0,
+            "normal-pages": 0, "zero-pages": 0, "ram-bytes": 0, "rate": 0.0, "cpu-seconds": 0.0, "weight": 100,
+            "limit": 0, "bandwidth": 0, "cores": 0.0, "downtime-seconds": 0.0,
+            "stall": "192.0.2.2 silent for 12 s",
+        });
+        let row: MigrationRow = serde_json::from_value(row).unwrap();
+        let text = list(&[row]);
+        assert!(
+            text.ends_with("\n1a2b3c4d: 192.0.2.2 silent for 12 s"),
+            "{text}"
+        );
+    }
+}

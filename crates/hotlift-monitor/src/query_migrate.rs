@@ -440,6 +440,24 @@ mod tests {
     }
 
     #[test]
+    fn a_host_that_holds_a_migration_up_is_in_its_member() {
+        let stall = Stall {
+            kind: hotlift::progress::StallKind::Silent,
+            peer: std::net::Ipv4Addr::new(192, 0, 2, 2).into(),
+            time: Duration::from_secs(12),
+        };
+        let told = |stall| {
+            let info = with_stall(only_status(Status::Active), stall);
+            serde_json::to_value(info).unwrap()
+        };
+        assert_eq!(told(None), json!({ "status": "active" }));
+        assert_eq!(
+            told(Some(stall)),
+            json!({ "status": "active", "x-hotlift-stall": "192.0.2.2 silent for 12 s" })
+        );
+    }
+
+    #[test]
     fn compression_is_told_where_it_is_on_and_busy_threads_where_they_are_known() {
         let mut options = Options::default();
         assert!(Compression::of(&options).is_none());

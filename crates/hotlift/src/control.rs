@@ -342,7 +342,8 @@ impl Control {
         *lock(&self.0.stall)
     }
 
-    pub(crate) fn set_stall(&self, stall: Option<Stall>) {
+    /// Reports that host, or that none does.
+    pub fn set_stall(&self, stall: Option<Stall>) {
         *lock(&self.0.stall) = stall;
     }
 

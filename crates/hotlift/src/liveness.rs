@@ -92,18 +92,19 @@ impl Judge {
     }
 }
 
-/// The connections of one migration to other hosts.
+/// Connections to other hosts, whose silence has a limit.
 #[derive(Debug)]
-pub(crate) struct Liveness {
+pub struct Liveness {
     /// Longest silence; zero for no limit.
     limit: Duration,
     judges: Vec<Judge>,
     looked: Option<Instant>,
+    stall: Option<Stall>,
 }
 
 impl Liveness {
     /// Prepares `streams`, of which a silent peer is lost after `limit`; zero is never.
-    pub(crate) fn new<'s>(limit: Duration, streams: impl Iterator<Item = &'s Stream>) -> Self {
+    pub fn new<'s>(limit: Duration, streams: impl Iterator<Item = &'s Stream>) -> Self {
         let judges = streams.map(|stream| {
             stream.set_silence_limit(limit);
             Judge::default()
@@ -112,37 +113,45 @@ impl Liveness {
             limit,
             judges: judges.collect(),
             looked: None,
+            stall: None,
         }
     }
 
-    /// Samples `streams`, the same as at first, if it is time to, and reports the peer that holds the migration of
-    /// `control` up. A peer that is suspect by another fact is lost as soon as its silence is reported.
+    /// Samples `streams`, the same as at first, if it is time to. Returns the peer that holds them up. A peer that is
+    /// suspect by another fact is lost as soon as its silence is reported.
     ///
     /// # Errors
     /// [`MigrationError::Silent`] if a peer is lost.
-    pub(crate) fn look<'s>(
+    pub fn look<'s>(
         &mut self,
         streams: impl Iterator<Item = &'s Stream>,
         now: Instant,
-        control: &Control,
-    ) -> Result<(), MigrationError> {
+        is_suspect: bool,
+    ) -> Result<Option<Stall>, MigrationError> {
         let is_due = |looked| now.duration_since(looked) >= INTERVAL;
-        if !self.looked.is_none_or(is_due) {
-            return Ok(());
+        if self.looked.is_none_or(is_due) {
+            self.looked = Some(now);
+            let facts = streams.map(|stream| stream.tcp_sending().zip(stream.peer_ip()));
+            self.stall = worst(&mut self.judges, facts, now);
         }
-        self.looked = Some(now);
-        let facts = streams.map(|stream| stream.tcp_sending().zip(stream.peer_ip()));
-        let stall = worst(&mut self.judges, facts, now);
-        control.set_stall(stall);
-        match stall {
-            Some(stall) if is_lost(&stall, self.limit, control.is_peer_suspect()) => {
-                Err(MigrationError::Silent {
-                    host: stall.peer.to_string(),
-                    waited: Duration::from_secs(stall.time.as_secs()),
-                })
-            }
-            _ => Ok(()),
+        match self.stall {
+            Some(stall) if is_lost(&stall, self.limit, is_suspect) => Err(MigrationError::Silent {
+                host: stall.peer.to_string(),
+                waited: Duration::from_secs(stall.time.as_secs()),
+            }),
+            stall => Ok(stall),
         }
+    }
+
+    /// Does the same for the migration of `control`, which shows the peer.
+    pub(crate) fn look_for<'s>(
+        &mut self,
+        control: &Control,
+        streams: impl Iterator<Item = &'s Stream>,
+    ) -> Result<(), MigrationError> {
+        let looked = self.look(streams, Instant::now(), control.is_peer_suspect());
+        control.set_stall(self.stall);
+        looked.map(drop)
     }
 }
 
@@ -368,7 +377,7 @@ mod tests {
         while control.stall().is_none() {
             // What fits after an acknowledgement is no progress of the reader.
             let _ = sender.write(&[0; 1 << 16]);
-            liveness.look(streams(), Instant::now(), &control).unwrap();
+            liveness.look_for(&control, streams()).unwrap();
         }
         let stall = control.stall().unwrap();
         assert_eq!(stall.kind, StallKind::NotReading);

@@ -32,8 +32,8 @@ pub fn refuse_what_is_ours(cell: &Cell) -> Result<(), Stop> {
             "tls-creds" => !value.is_empty() && value != certificates::CERTIFICATES,
             "tls-hostname" | "tls-authz" => !value.is_empty(),
             // It takes what comes.
-            "max-channels" | "memory-limit" | "settle-timeout" | "cpu-limit" | "goal"
-            | "qemu-reads" => true,
+            "max-channels" | "memory-limit" | "settle-timeout" | "silence-timeout"
+            | "cpu-limit" | "goal" | "qemu-reads" => true,
             // A QEMU encrypts nothing unless it is given certificates.
             "insecure" => true,
             "zero-page-detection" => !["none", "legacy", "multifd"].contains(&value.as_str()),

@@ -45,6 +45,7 @@ const OTHERS: &[(&str, &str, bool)] = &[
     ("x-hotlift-max-channels", "65", false),
     ("x-hotlift-memory-limit", "1048576", false),
     ("x-hotlift-settle-timeout", "61", false),
+    ("x-hotlift-silence-timeout", "41", false),
 ];
 
 fn value(text: &str) -> Value {

@@ -990,8 +990,8 @@ pub static OPTIONS: &[OptionInfo] = &[
         not_for: &[NotFor::any(&[Role::Save], "a file is on no other host")],
         defaults: &[],
         with: None,
-        help: "How long the other host may be silent before the guest is switched over, until the migration fails; a host \
-               that answers and does not read is waited for; 0 is no limit",
+        help: "Longest silence of the other host before the switchover, at least 5 s, until the migration fails; a host that \
+               answers and does not read is waited for; 0 is no limit",
         access: Access {
             store: |options, value| {
                 if let Value::Number(seconds) = value {

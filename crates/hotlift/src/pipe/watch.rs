@@ -79,7 +79,7 @@ impl Watch {
             {
                 session.fail(MigrationError::Closed { channel });
             }
-            if let Err(error) = liveness.look(streams(), Instant::now(), &session.control)
+            if let Err(error) = liveness.look_for(&session.control, streams())
                 && !session.giving.is_offered()
                 && !session.is_switched()
             {

@@ -269,7 +269,7 @@ impl<'a> Session<'a> {
 
     /// Fails if the source is lost before everything has arrived; by its keepalive in postcopy.
     pub(crate) fn look_for_silence(&self, liveness: &mut Liveness) {
-        if let Err(error) = liveness.look(self.streams(), Instant::now(), &self.control)
+        if let Err(error) = liveness.look_for(&self.control, self.streams())
             && self.taking.side() == DestinationSide::Loading
             && !self.is_listening()
         {

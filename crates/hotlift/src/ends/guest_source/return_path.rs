@@ -94,9 +94,7 @@ impl Watchdog {
             session.fail(MigrationError::Cancelled);
         }
         let streams = session.streams();
-        let looked = self
-            .liveness
-            .look(streams, Instant::now(), &session.control);
+        let looked = self.liveness.look_for(&session.control, streams);
         // In postcopy the connection may be lost, and others take its place.
         if let Err(error) = looked
             && session.ledger.get().is_none()

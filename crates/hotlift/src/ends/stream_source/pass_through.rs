@@ -137,7 +137,7 @@ pub(crate) fn run(
             if let Err(error) = call.check() {
                 break Err(error);
             }
-            if let Err(error) = liveness.look(streams(), Instant::now(), control) {
+            if let Err(error) = liveness.look_for(control, streams()) {
                 break Err(error);
             }
             if let Some(on_progress) = hooks.on_progress
