@@ -289,6 +289,10 @@ impl CommandError {
                 "start both relays again; once both QEMUs say 'postcopy-paused': 'migrate-recover' at the destination, then \
                  'migrate' with resume=true at the source",
             ),
+            Self::Relay(MigrationError::GivenBack { .. }) => Some(
+                "end the destination's QEMU if it has not ended by itself; once the source's 'query-status' is 'running', \
+                 migrate again",
+            ),
             Self::NoAgentHere { .. } | Self::NoAgent { .. } => Some(
                 "is it running, and may you open its socket? systemctl status hotlift-agent; if its configuration has \
                  another one: --control PATH",

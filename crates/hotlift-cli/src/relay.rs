@@ -106,6 +106,7 @@ pub fn run(command: &RelayCommand) -> Result<(), CommandError> {
         RelayCommand::Source(_) => (relay_tls, qemu_tls),
         RelayCommand::Destination(_) => (qemu_tls, relay_tls),
     };
+    settings.to_qemu = matches!(command, RelayCommand::Destination(_));
     settings.uuid = args.uuid.map(|uuid| uuid.0);
     settings.flush_after_each_section = args
         .multifd_flush_after_each_section

@@ -10,7 +10,7 @@
 //! of all that follows, and two different ones do not go together; a feature can be added without a new version, and
 //! is made use of where both sides have it.
 //!
-//! Behind the handshake the value of each PING of a Hotlift is the CRC-32 of every byte of main before it, and the PING
+//! Behind the handshake the value of each other PING of a Hotlift is the CRC-32 of every byte of main before it, and the PING
 //! behind the last device asks whether all is loaded.
 
 use bitflags::bitflags;
@@ -23,6 +23,10 @@ pub const VERSION: u8 = 3;
 /// A PING's value by which a relay says, before its source switches to postcopy, that the source has a preempt channel: a QEMU
 /// that has been told of one (capability `postcopy-preempt`) waits for it. Its answer is not awaited.
 pub const PREEMPT: u32 = PREFIX << 16 | 0xff01;
+
+/// A PING's value by which a relay asks, behind the RAM blocks, whether the QEMU at the end of the way is connected. Until it is
+/// answered the relay reads no page of its source.
+pub const CONNECTED: u32 = PREFIX << 16 | 0xff02;
 
 /// "HL", in the upper half of the first PING's value. QEMU counts its PINGs from 1.
 const PREFIX: u32 = 0x484c;
@@ -41,6 +45,9 @@ bitflags! {
         const PREEMPT = 1 << 3;
         /// Between relays a PING follows the package of a postcopy, which is passed on only if its value is right.
         const PACKAGE_CHECKED = 1 << 4;
+        /// Between relays a PING with the value [`CONNECTED`] follows the RAM blocks, which is answered once the destination's
+        /// QEMU has answered the opening.
+        const CONFIRMED = 1 << 5;
     }
 }
 

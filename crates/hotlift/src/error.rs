@@ -253,6 +253,16 @@ pub enum MigrationError {
         #[source]
         source: Box<MigrationError>,
     },
+    /// A postcopy has ended while the destination loaded the devices. The source's QEMU (10.2 and newer) has not had the answer
+    /// that they are loaded, and lets its guest run again.
+    #[error(
+        "the migration ended while the destination loaded the devices: the source's QEMU lets its guest run again"
+    )]
+    GivenBack {
+        /// What came between.
+        #[source]
+        source: Box<MigrationError>,
+    },
     /// The destination runs the guest, and has not all of its pages.
     #[error("the guest runs, and not all of its pages are there")]
     PagesMissing {
@@ -340,7 +350,7 @@ impl MigrationError {
     pub fn is_damage(&self) -> bool {
         match self {
             Self::File(FileError::Damaged { .. }) | Self::Method { .. } => true,
-            Self::PagesMissing { source } => source.is_damage(),
+            Self::PagesMissing { source } | Self::GivenBack { source } => source.is_damage(),
             _ => false,
         }
     }

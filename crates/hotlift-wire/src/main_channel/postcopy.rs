@@ -1,7 +1,8 @@
 //! What a source of postcopy says: the destination runs the guest before it has the pages, and asks for them.
 
 use super::command::{
-    PACKAGED, POSTCOPY_LISTEN, POSTCOPY_RAM_DISCARD, POSTCOPY_RESUME, POSTCOPY_RUN, RECV_BITMAP,
+    Command, PACKAGED, POSTCOPY_LISTEN, POSTCOPY_RAM_DISCARD, POSTCOPY_RESUME, POSTCOPY_RUN,
+    RECV_BITMAP,
 };
 use super::ram::{self, PageContent, RamRecord, RamRecords};
 use super::section::COMMAND;
@@ -309,6 +310,20 @@ pub fn put_run(out: &mut Vec<u8>) {
     put_head(POSTCOPY_RUN, 0, out);
 }
 
+/// Value of the PING before RUN, by which QEMU 10.2 and newer asks whether the devices are loaded
+/// (`QEMU_VM_PING_PACKAGED_LOADED`). Until it is answered the source is in state `postcopy-device`, in which it lets its guest run
+/// again if the connection ends.
+pub const DEVICES_LOADED: u32 = 0x42;
+
+/// Returns true if this package asks whether the devices are loaded, as its source may let the guest run again before.
+#[must_use]
+pub fn asks_for_loaded_devices(package: &[u8]) -> bool {
+    let mut end = Vec::new();
+    Command::Ping(DEVICES_LOADED).encode(&mut end);
+    put_run(&mut end);
+    package.ends_with(&end)
+}
+
 /// A postcopy that was interrupted goes on.
 pub fn put_resume(out: &mut Vec<u8>) {
     put_head(POSTCOPY_RESUME, 0, out);
@@ -374,6 +389,16 @@ pub fn read_bitmap<'a>(reader: &mut Reader<'a>, pages: usize) -> Result<&'a [u8]
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_package_shows_whether_its_source_may_take_the_guest_back() {
+        // The last bytes of packages of QEMU 11.1 and 10.0.
+        let newer =
+            b"\x7e\0\0\0\x2a\x08\0\x02\0\x04\0\0\0\x03\x08\0\x02\0\x04\0\0\0\x42\x08\0\x05\0\0";
+        let older = b"\x7e\0\0\0\x2a\x08\0\x02\0\x04\0\0\0\x03\x08\0\x05\0\0";
+        assert!(asks_for_loaded_devices(newer));
+        assert!(!asks_for_loaded_devices(older));
+    }
 
     #[test]
     fn commands_are_those_that_a_qemu_sends() {

@@ -70,6 +70,8 @@ pub struct RelaySettings {
     /// QEMU's property `multifd-flush-after-each-section` of the outgoing side. Not given: as the
     /// incoming side has it; if that has no multifd, on for machine types up to 8.0.
     pub flush_after_each_section: Option<bool>,
+    /// The other side is a QEMU, which has multifd as `outgoing` has it. Not known: it may as well be a relay, which takes either.
+    pub to_qemu: bool,
     /// Pages of a save file that are damaged are zero in the guest. Without it such a file is refused.
     pub salvage: bool,
     /// RAM that the source leaves out. Into a file, every other page must come: as content, or as zero.
@@ -97,6 +99,7 @@ impl Default for RelaySettings {
             zero_pages: None,
             uuid: None,
             flush_after_each_section: None,
+            to_qemu: false,
             salvage: false,
             left_out: Vec::new(),
             incoming_pass: None,

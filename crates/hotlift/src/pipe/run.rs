@@ -67,6 +67,7 @@ pub(crate) fn run_threads(
                     session.fail(error);
                 };
                 let forward = |message: &ReturnMessage<'_>, bytes: &[u8]| {
+                    session.note_answer(message);
                     source.answer(message, bytes);
                     if session.is_switched() {
                         // A reader that waits for a batch may have to go on to the page that was asked for.
@@ -123,6 +124,9 @@ pub(crate) fn run_threads(
         Some(error @ MigrationError::Destination { .. }) if session.sink.refuses_in_words() => {
             Err(error)
         }
+        Some(error) if session.source_resumes() => Err(MigrationError::GivenBack {
+            source: Box::new(error),
+        }),
         Some(error) if session.may_run_there() && !session.giving.is_committed() => {
             session.control.set_status(Status::PostcopyPaused);
             Err(MigrationError::PagesMissing {

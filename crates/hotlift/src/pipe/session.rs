@@ -5,6 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use hotlift_methods::{Accelerator, MemoryLimit};
+use hotlift_wire::main_channel::postcopy::DEVICES_LOADED;
+use hotlift_wire::return_path::ReturnMessage;
 use hotlift_wire::settle::MigrationId;
 
 use crate::control::{Control, Status};
@@ -84,6 +86,9 @@ pub(crate) struct Session<'a> {
     switched: AtomicBool,
     /// With postcopy: the guest may run on the other side, and not all of its pages are there.
     may_run_there: AtomicBool,
+    /// The source's QEMU lets its guest run again if the connection ends: it has not had the answer yet that the devices are
+    /// loaded.
+    source_resumes: AtomicBool,
     /// The other side has the guest.
     moved_at: OnceLock<Instant>,
 }
@@ -120,6 +125,7 @@ impl<'a> Session<'a> {
             giving: Giving::default(),
             switched: AtomicBool::new(false),
             may_run_there: AtomicBool::new(false),
+            source_resumes: AtomicBool::new(false),
             moved_at: OnceLock::new(),
         }
     }
@@ -223,6 +229,23 @@ impl<'a> Session<'a> {
         }
         self.may_run_there.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// The package asks for an answer without which the source's QEMU lets its guest run again.
+    pub(crate) fn note_source_resumes(&self) {
+        self.source_resumes.store(true, Ordering::Release);
+    }
+
+    /// This answer goes to the source next.
+    pub(crate) fn note_answer(&self, message: &ReturnMessage<'_>) {
+        if *message == ReturnMessage::Pong(DEVICES_LOADED) {
+            self.source_resumes.store(false, Ordering::Release);
+        }
+    }
+
+    /// Returns true if the source's QEMU lets its guest run again once the connection ends.
+    pub(crate) fn source_resumes(&self) -> bool {
+        self.source_resumes.load(Ordering::Acquire)
     }
 
     /// Whether [`Session::switch_over`] has come.

@@ -37,20 +37,86 @@ pub(crate) fn refuse(streams: &[&Stream], error: &MigrationError) {
 
 /// Closes `streams` after the source has had the time to read what was said.
 pub(crate) fn close(streams: &[&Stream]) {
+    close_within(streams, LINGER);
+}
+
+fn close_within(streams: &[&Stream], linger: Duration) {
     for stream in streams {
         stream.shutdown(Shutdown::Write);
     }
-    let deadline = Instant::now() + LINGER;
-    let mut dropped = [0; 16 << 10];
+    let deadline = Instant::now() + linger;
     for stream in streams {
-        while let Some(left) = deadline.checked_duration_since(Instant::now()) {
-            let ready = stream.wait_readable(left);
-            if !matches!(ready, Ok(true)) || !matches!(stream.read_some(&mut dropped), Ok(1..)) {
-                break;
-            }
+        if !drain(stream, deadline) {
+            // The kernel announces no room any more once both directions are shut. A source that saw none left would
+            // wait for it until the kernel forgets the connection (tcp_fin_timeout, a minute).
+            stream.reset_on_drop();
+        }
+        stream.shutdown(Shutdown::Both);
+    }
+}
+
+/// Reads and drops what comes; returns true if the source has closed before `deadline`.
+fn drain(stream: &Stream, deadline: Instant) -> bool {
+    let mut dropped = [0; 16 << 10];
+    while let Some(left) = deadline.checked_duration_since(Instant::now()) {
+        if !matches!(stream.wait_readable(left), Ok(true)) {
+            return false;
+        }
+        match stream.read_some(&mut dropped) {
+            Ok(0) => return true,
+            Ok(_) => {}
+            Err(_) => return false,
         }
     }
-    for stream in streams {
-        stream.shutdown(Shutdown::Both);
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{ErrorKind, Read};
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    /// Longer than the kernel takes on loopback, and less than `tcp_fin_timeout`.
+    const LEARNS: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_source_that_sees_no_room_left_learns_of_the_close_at_once() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        // The smallest buffer: it is full with the first bytes, and the window is exactly 0.
+        rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 1).unwrap();
+        let mut source = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let ours = Stream::from(listener.accept().unwrap().0);
+        source.set_nonblocking(true).unwrap();
+        // What is sent is acknowledged, or waits for room, which never comes.
+        while source.write(&[0; 4096]).is_ok() || !is_full(&source) {}
+        // With the time over, and then with what is queued read by a second close.
+        close_within(&[&ours], Duration::ZERO);
+        close_within(&[&ours], LINGER);
+        drop(ours);
+        source.set_nonblocking(false).unwrap();
+        source.set_read_timeout(Some(LEARNS)).unwrap();
+        let mut ended = source.read(&mut [0]);
+        if matches!(ended, Ok(0)) {
+            // The end of our direction, which a source does not take for the end of its own.
+            source.set_write_timeout(Some(LEARNS)).unwrap();
+            ended = std::iter::repeat_with(|| source.write(&[0; 4096]))
+                .find(Result::is_err)
+                .unwrap();
+        }
+        let kind = ended.unwrap_err().kind();
+        assert!(
+            matches!(kind, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe),
+            "{kind:?}"
+        );
+    }
+
+    /// Returns true if nothing that was sent waits to be acknowledged but what the receiver has no room for.
+    fn is_full(source: &TcpStream) -> bool {
+        let stream = Stream::from(source.try_clone().unwrap());
+        let before = stream.unacknowledged();
+        std::thread::yield_now();
+        before == stream.unacknowledged()
     }
 }

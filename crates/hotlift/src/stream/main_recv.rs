@@ -21,6 +21,10 @@ const READ: usize = 512 << 10;
 /// The same where somebody may wait for a page behind those that are read: what was read with it comes before.
 const READ_IN_POSTCOPY: usize = 64 << 10;
 
+/// The same of a set-up, which is read before the destination is known to take the stream. A set-up with few RAM blocks has
+/// some hundred bytes.
+const READ_OF_SET_UP: usize = 256;
+
 /// Whether a wait for the source goes on.
 pub(crate) trait Waiting {
     /// # Errors
@@ -83,9 +87,10 @@ impl<'a> MainInput<'a> {
         }
     }
 
-    /// Keeps everything from the first byte on, until [`MainInput::detach`].
+    /// Keeps everything from the first byte on, and reads little beyond what is needed, until [`MainInput::detach`].
     pub(crate) fn keep_everything(mut self) -> Self {
         self.keeps = true;
+        self.read = READ_OF_SET_UP;
         self
     }
 

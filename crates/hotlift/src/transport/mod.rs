@@ -294,6 +294,16 @@ impl Listener {
         }
     }
 
+    /// Leaves as little as possible of what clients send in the kernel's buffers, until [`Stream::take_all`]: a QEMU without
+    /// return-path reports success once the kernel has its last byte.
+    pub(crate) fn take_little(&self) {
+        match &self.bound {
+            Bound::Tcp(listener) => tcp::take_little(listener),
+            // The sender's buffer alone limits a UNIX socket.
+            Bound::Unix(_) | Bound::Handed(_) => {}
+        }
+    }
+
     /// Takes no more connections, and gives back those that were not accepted and those that were put back: they are of a
     /// later migration. Of a listener that is handed its connections.
     pub fn close(&self) -> Vec<Stream> {
@@ -684,6 +694,32 @@ impl Stream {
             tv_nsec: 0,
         };
         matches!(rustix::event::poll(&mut fds, Some(&at_once)), Ok(1..))
+    }
+
+    /// Lets the kernel receive as much as it usually does (see [`Listener::take_little`]).
+    pub(crate) fn take_all(&self) {
+        if let Socket::Tcp(stream) = &self.socket {
+            tcp::take_all(stream);
+        }
+    }
+
+    /// Resets the connection when it is dropped: the peer learns of it at once, whatever waits in the buffers.
+    pub(crate) fn reset_on_drop(&self) {
+        // A UNIX socket has no such state: its peer always learns of the close.
+        if let Socket::Tcp(stream) = &self.socket {
+            let _ = rustix::net::sockopt::set_socket_linger(stream, Some(Duration::ZERO));
+        }
+    }
+
+    /// Returns true if the peer has reset the connection, which may have lost a part of what it sent.
+    pub(crate) fn is_reset(&self) -> bool {
+        let mut fds = [PollFd::new(self, PollFlags::empty())];
+        let at_once = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        matches!(rustix::event::poll(&mut fds, Some(&at_once)), Ok(1..))
+            && fds[0].revents().contains(PollFlags::ERR)
     }
 
     /// Limits how long a write may wait for the peer to read.

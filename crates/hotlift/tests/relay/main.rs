@@ -5,6 +5,7 @@ mod cancel;
 mod carries;
 mod damage;
 mod destination;
+mod early;
 mod hostile;
 mod log;
 mod options;

@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use hotlift_methods::MemoryLimit;
-use hotlift_wire::handshake::{Features, Offer};
+use hotlift_wire::handshake::{CONNECTED, Features, Offer};
 use hotlift_wire::main_channel::{Command, put_packaged_head, run_state};
 use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
@@ -63,6 +63,10 @@ const OPENED: &str = "the destination's answer to the opening (is its machine th
 
 /// Why a QEMU that was ended did not get the guest.
 const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
+
+/// What a relay is asked behind the RAM blocks.
+const CONFIRMATION: &str =
+    "the destination's relay to report that its QEMU is connected (see its own log)";
 
 /// How long the reason of the other side may be behind its going.
 const REASON_WAIT: Duration = Duration::from_millis(200);
@@ -302,7 +306,7 @@ impl<'a> StreamSink<'a> {
 
     /// What a relay that listens there is told of the stream.
     fn offer(&self) -> Offer {
-        let mut features = Features::RELAYED | Features::PACKAGE_CHECKED;
+        let mut features = Features::RELAYED | Features::PACKAGE_CHECKED | Features::CONFIRMED;
         features.set(Features::MULTIFD, !self.multifd.is_empty());
         features.set(Features::METHOD_BY_PACKET, self.multifd.auto().is_some());
         Offer::new(features)
@@ -485,7 +489,15 @@ impl Sink for StreamSink<'_> {
         self.multifd.sync()?;
         let flush = self.flushes();
         let id = Some(layout.section_id);
-        self.lock_main().ram_start(id, &layout.blocks, flush)
+        self.lock_main().ram_start(id, &layout.blocks, flush)?;
+        if !self.answers.takes(Features::CONFIRMED) {
+            return Ok(());
+        }
+        self.answers.ask(CONNECTED);
+        self.lock_main().command(Command::Ping(CONNECTED))?;
+        // The other relay waits for channels, for a connection, and for its QEMU's answer, and reports which one is missing.
+        let timeout = 3 * self.settings.outgoing.handshake_timeout;
+        self.await_answer(timeout, CONFIRMATION)
     }
 
     fn section_end(&self) -> Result<(), MigrationError> {

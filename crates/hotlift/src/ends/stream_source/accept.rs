@@ -91,6 +91,7 @@ impl<'a> Uncounted<'a> {
         control: &Control,
     ) -> Result<Self, MigrationError> {
         let timeout = settings.outgoing.handshake_timeout;
+        listener.take_little();
         let acceptor = Acceptor::new(listener, settings.incoming_tls.clone());
         let acceptor = acceptor.map_err(MigrationError::opening)?;
         let door = Door::new(acceptor, settings.incoming_pass.clone(), timeout, control);
@@ -164,7 +165,7 @@ impl<'a> Uncounted<'a> {
             let newcomer = self.arrivals.door.has_newcomer(NEWCOMER);
             let settled = quiet_since.elapsed() >= settle && !newcomer;
             if self.is_complete(settled, expected) {
-                return self.take_channels(main);
+                return self.take_channels();
             }
             if !newcomer && settled && main.is_hung_up() {
                 return Err(MigrationError::main_closed());
@@ -217,9 +218,9 @@ impl<'a> Uncounted<'a> {
         }
     }
 
-    fn take_channels(&mut self, main: &Stream) -> Result<Option<Channels>, MigrationError> {
+    fn take_channels(&mut self) -> Result<Option<Channels>, MigrationError> {
         let mut arrived = std::mem::take(&mut self.arrivals.multifd);
-        drop_stale(&mut arrived, main)?;
+        drop_stale(&mut arrived)?;
         Channels::of(arrived)
     }
 
@@ -254,7 +255,10 @@ impl<'a> Uncounted<'a> {
             let may_come = self.arrivals.door.has_newcomer(NEWCOMER) && Instant::now() < deadline;
             match call.filter(|_| another.is_none() && may_come) {
                 Some(call) => call.check()?,
-                None => return Ok(another),
+                None => {
+                    another.iter().for_each(Stream::take_all);
+                    return Ok(another);
+                }
             }
             wait = SETTLE / 5;
         }
@@ -324,27 +328,53 @@ fn check_number(packet: &InitialPacket, max_channels: u8) -> Result<(), Migratio
     Ok(())
 }
 
-/// Drops channels that a migration which failed before has left in the queue: closed already, while
-/// another with their id is not. One that is closed and has no such other may be this source's own, with
-/// pages in it that must not be missed. If all are closed and `main` is, too, the source takes no answers
-/// and has sent everything.
-fn drop_stale(
-    arrived: &mut Vec<(InitialPacket, Stream)>,
-    main: &Stream,
-) -> Result<(), MigrationError> {
-    let (closed, live): (Vec<_>, Vec<_>) = std::mem::take(arrived)
-        .into_iter()
-        .partition(|(_, stream)| stream.is_hung_up());
-    if live.is_empty() && main.is_hung_up() {
-        *arrived = closed;
-        return Ok(());
+/// State of a channel's connection; a later one is more likely to be this source's own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Condition {
+    /// A part of what was sent may be lost.
+    Reset,
+    /// Closed in order: all that was sent is there.
+    Closed,
+    Open,
+}
+
+impl Condition {
+    fn of(channel: &Stream) -> Self {
+        if channel.is_reset() {
+            Self::Reset
+        } else if channel.is_hung_up() {
+            Self::Closed
+        } else {
+            Self::Open
+        }
     }
-    *arrived = live;
-    let has_live = |id| arrived.iter().any(|(packet, _)| packet.id == id);
-    match closed.iter().find(|(packet, _)| !has_live(packet.id)) {
-        Some((packet, _)) => Err(stray(packet, "a channel that is closed already")),
-        None => Ok(()),
+}
+
+/// Drops channels that a failed migration has left in the queue: another one with their id is in a better condition. A closed
+/// channel without such a twin is this source's own: a QEMU without return-path closes each as soon as the kernel has its last
+/// byte, and only those show it whose bytes all fit into the receive buffer.
+fn drop_stale(arrived: &mut Vec<(InitialPacket, Stream)>) -> Result<(), MigrationError> {
+    let conditions: Vec<_> = arrived
+        .iter()
+        .map(|(packet, channel)| (packet.id, Condition::of(channel)))
+        .collect();
+    let best = |id| {
+        let same = conditions.iter().filter(|(other, _)| *other == id);
+        same.map(|(_, condition)| *condition).max()
+    };
+    let lost = conditions
+        .iter()
+        .position(|(id, _)| best(*id) == Some(Condition::Reset));
+    if let Some(lost) = lost {
+        return Err(stray(&arrived[lost].0, "a channel that was reset"));
     }
+    let mut each = conditions.iter();
+    let is_best = |_: &_| {
+        each.next()
+            .is_some_and(|(id, condition)| best(*id) == Some(*condition))
+    };
+    arrived.retain(is_best);
+    Ok(())
 }
 
 #[cfg(test)]

@@ -3,8 +3,8 @@
 use std::io;
 use std::time::Duration;
 
-use hotlift_wire::handshake::{Features, PREEMPT};
-use hotlift_wire::main_channel::postcopy::PostcopyCommand;
+use hotlift_wire::handshake::{CONNECTED, Features, PREEMPT};
+use hotlift_wire::main_channel::postcopy::{PostcopyCommand, asks_for_loaded_devices};
 use hotlift_wire::main_channel::{Command, MainDecoder, MainEvent, PageContent, SectionKind, Step};
 use hotlift_wire::return_path::ReturnMessage;
 
@@ -64,7 +64,7 @@ enum Then {
     Package(usize),
     /// A relay's source has a preempt channel.
     Preempt,
-    /// A guest has asked with this value whether everything so far has come.
+    /// A guest has asked with this value whether everything so far has come, or a relay whether QEMU is connected.
     Pong(u32),
     RamEnded,
 }
@@ -149,6 +149,8 @@ impl<'a> MainReader<'a> {
         }
         self.session.meet_readers()?;
         session.sink.ram_start(&self.setup.ram)?;
+        // Only now it is known that a QEMU takes the stream.
+        self.upstream.take_all();
         session.barrier.pass();
         session.control.set_status(Status::Active);
         Ok(())
@@ -225,6 +227,10 @@ impl<'a> MainReader<'a> {
                 checked.map_err(MigrationError::main_wire)?;
                 Then::Pong(value)
             }
+            // The other side has answered the opening before.
+            MainEvent::Command(Command::Ping(CONNECTED)) if self.upstream.is_relay => {
+                Then::Pong(CONNECTED)
+            }
             MainEvent::Command(Command::Ping(PREEMPT)) if self.upstream.is_relay => Then::Preempt,
             MainEvent::Command(command) => Then::Command(command),
             MainEvent::SectionFooter if self.section == SectionKind::End => Then::RamEnded,
@@ -233,7 +239,8 @@ impl<'a> MainReader<'a> {
                 return Err(MigrationError::Protocol {
                     channel: Channel::Main,
                     got: event_name(&other),
-                    doing: "reading RAM (this stream cannot be relayed: migrate without the relay)",
+                    doing: "reading RAM (a device sends state while the guest runs: switch multifd off at both QEMUs, 'hotlift migrate \
+                            --multifd off', or migrate without the relay)",
                 });
             }
         };
@@ -373,6 +380,9 @@ impl<'a> MainReader<'a> {
             self.check()?;
         }
         self.session.control.set_status(Status::Device);
+        if asks_for_loaded_devices(&bytes) {
+            self.session.note_source_resumes();
+        }
         self.session.switch_over(hooks)?;
         if self.upstream.is_relay {
             // Whoever asks from here on must not hear that the guest never runs there.

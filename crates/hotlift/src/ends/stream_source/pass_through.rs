@@ -7,18 +7,20 @@
 use std::io::Write;
 use std::net::Shutdown;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift_wire::limits;
 use hotlift_wire::multifd::Method;
+use hotlift_wire::return_path::ReturnMessage;
 
 use crate::control::{Control, Status};
 use crate::ends::file::FileError;
 use crate::ends::settings::{Outgoing, Request};
 use crate::ends::stream_source::accept::Uncounted;
 use crate::ends::stream_source::preempt::NO_PREEMPT;
-use crate::error::{Channel, MigrationError};
+use crate::error::{Channel, MigrationError, printable};
 use crate::figures::{Counters, Counts, ThreadTimes};
 use crate::liveness::Liveness;
 use crate::options::Options;
@@ -26,6 +28,7 @@ use crate::pacing::Pacer;
 use crate::pipe::hooks::{RelayProgress, SourceStream};
 use crate::pipe::session::{Call, Relayed};
 use crate::pipe::watch::REPORT;
+use crate::stream::graceful_close;
 use crate::stream::main_recv::Waiting;
 use crate::stream::multifd_send::connect_with;
 use crate::threads::spawn;
@@ -44,25 +47,95 @@ const LOOK: Duration = Duration::from_millis(100);
 /// After a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(100);
 
+/// Last bytes that are kept of a direction: the heads of two messages, the longest reason, and a SHUT's value.
+const LAST: usize = 2 * 4 + limits::ERROR_TEXT + 4;
+
 /// The last thing that a destination says if all is well: SHUT(0).
 const SHUT_0: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
 
-/// Passes the stream of `source` on, whose first bytes were read, because of `why`. Its source connected at `since`, and has
-/// made a preempt channel, if there is one, before it said more.
+/// What a destination must send soon: a QEMU answers the first PING as soon as it reads its stream.
+const ANSWER: &str = "the destination's first answer to a stream that is passed through unread (a QEMU with multifd on waits \
+                      for channels, which this stream has not: switch multifd off at the destination QEMU)";
+
+/// A source whose stream is passed through.
+pub(crate) struct Unread<'a> {
+    pub main: &'a Stream,
+    /// What was read of it.
+    pub first_bytes: &'a [u8],
+    /// A preempt channel that the source has made before it said more.
+    pub preempt: Option<Stream>,
+    /// Why the stream cannot be taken apart.
+    pub why: String,
+    /// The first bytes ask the destination for an answer.
+    pub is_answered: bool,
+}
+
+/// Passes the stream of `source` on, which connected at `since`.
 pub(crate) fn run(
-    mut arrivals: Uncounted<'_>,
-    (source, first_bytes): (&Stream, &[u8]),
-    preempt: Option<Stream>,
+    arrivals: Uncounted<'_>,
+    source: Unread<'_>,
     request: Request<'_>,
     since: Instant,
-    why: String,
 ) -> Result<Relayed, MigrationError> {
+    let main = source.main;
+    carry_all(arrivals, source, request, since).map_err(|refused| match refused {
+        Refused::BeforeTheFirstByte(error) => {
+            // For a relay the reason, and for a QEMU a message that ends its migration.
+            graceful_close::refuse(&[main], &error);
+            error
+        }
+        Refused::Later(error) => {
+            main.reset_on_drop();
+            error
+        }
+    })
+}
+
+/// Why a stream was not passed through.
+enum Refused {
+    /// The other side has not had a byte of it.
+    BeforeTheFirstByte(MigrationError),
+    Later(MigrationError),
+}
+
+impl From<MigrationError> for Refused {
+    fn from(error: MigrationError) -> Self {
+        Self::Later(error)
+    }
+}
+
+/// Returns why a QEMU with `options` cannot take a stream without channels that is passed through because of `why`.
+fn unfit(options: &Options, why: &str) -> Option<MigrationError> {
+    let channels = options.channels();
+    (channels > 0).then(|| MigrationError::Protocol {
+        channel: Channel::Main,
+        got: format!(
+            "a stream without multifd channels that cannot be taken apart ({why}), for a QEMU that waits for {channels} of them"
+        ),
+        doing: "opening the migration (switch multifd off at the destination QEMU too, and start its relay with --multifd off)",
+    })
+}
+
+fn carry_all(
+    mut arrivals: Uncounted<'_>,
+    source: Unread<'_>,
+    request: Request<'_>,
+    since: Instant,
+) -> Result<Relayed, Refused> {
+    let Unread {
+        main: source,
+        first_bytes,
+        preempt,
+        why,
+        is_answered,
+    } = source;
     if arrivals.has_channels() {
-        return Err(MigrationError::Protocol {
+        return Err(Refused::BeforeTheFirstByte(MigrationError::Protocol {
             channel: Channel::Main,
             got: format!("a stream with multifd that cannot be taken apart ({why})"),
-            doing: "opening the migration (switch multifd off on the source, or migrate without the relay)",
-        });
+            doing: "opening the migration (switch multifd off at both QEMUs, 'hotlift migrate --multifd off', or migrate \
+                    without the relay)",
+        }));
     }
     let Request {
         outgoing: Outgoing::Address(to),
@@ -71,8 +144,13 @@ pub(crate) fn run(
         hooks,
     } = request
     else {
-        return Err(FileError::CannotBeSaved { reason: why }.into());
+        return Err(MigrationError::from(FileError::CannotBeSaved { reason: why }).into());
     };
+    if settings.to_qemu
+        && let Some(error) = unfit(&settings.outgoing, &why)
+    {
+        return Err(Refused::BeforeTheFirstByte(error));
+    }
     let timeout = settings.outgoing.handshake_timeout;
     let to = &Remote::new(to, settings.outgoing_tls.clone());
     let connect = || connect_with(settings.outgoing_pass.as_ref(), to, timeout, control);
@@ -82,7 +160,8 @@ pub(crate) fn run(
             method: Method::None.name(),
         });
     }
-    let first = connect()?;
+    let first = connect().map_err(Refused::BeforeTheFirstByte)?;
+    source.take_all();
     // Before the first byte: a QEMU 7.2 reads none before it has that connection, too.
     let mut extra = Vec::new();
     if let Some(stream) = preempt {
@@ -97,11 +176,14 @@ pub(crate) fn run(
     flow.received.add_bytes(first_bytes.len());
     let threads = ThreadTimes::default();
     let ended = AtomicUsize::new(0);
+    let has_answered = AtomicBool::new(!is_answered);
+    let begun = Instant::now();
     let outcome = thread::scope(|scope| {
         let flow = &flow;
-        let (threads, ended) = (&threads, &ended);
+        let (threads, ended, has_answered) = (&threads, &ended, &has_answered);
         let backward = spawn(scope, "relay/return".to_owned(), || {
-            let copied = copy(&first, source, None);
+            let heard = |_: &[u8]| has_answered.store(true, Ordering::Release);
+            let copied = copy(&first, source, &heard);
             threads.book("relay/return");
             ended.fetch_add(1, Ordering::AcqRel);
             copied
@@ -111,7 +193,7 @@ pub(crate) fn run(
             let copied = match (&first).write_all(first_bytes) {
                 Ok(()) => {
                     flow.sent.add_bytes(first_bytes.len());
-                    copy(source, &first, Some(flow))
+                    copy(source, &first, &|bytes| flow.pass(bytes.len()))
                 }
                 Err(_) => {
                     source.shutdown(Shutdown::Both);
@@ -149,6 +231,12 @@ pub(crate) fn run(
             if ended.load(Ordering::Acquire) == 2 {
                 break Ok(());
             }
+            if !has_answered.load(Ordering::Acquire) && begun.elapsed() > timeout {
+                break Err(MigrationError::Timeout {
+                    waiting_for: ANSWER.to_owned(),
+                    waited: timeout,
+                });
+            }
             // A stranger's is over soon, and must not take the place of the source's. Nobody copies from it then.
             extra.retain(|pair: &Arc<(Stream, Stream)>| Arc::strong_count(pair) > 1);
             let open = extra.iter().filter(|pair| !pair.0.is_hung_up()).count();
@@ -182,8 +270,11 @@ pub(crate) fn run(
         }
         outcome?;
         let (there, back) = (there?, back?);
+        if let Some(reason) = back.refusal() {
+            return Err(MigrationError::Destination { reason });
+        }
         // A destination that speaks at all ends with SHUT(0) if it has the guest.
-        let says_so = back.last == SHUT_0;
+        let says_so = back.last.ends_with(&SHUT_0);
         let refused = !back.last.is_empty() && !says_so;
         // A source that has heard it may close with something unread, which ends its direction by a reset.
         if (back.is_whole && says_so) || (there.is_whole && !refused) {
@@ -251,8 +342,8 @@ fn carry_both<'scope, 'env>(
     for (name, back) in [("relay/extra", false), ("relay/extra_r", true)] {
         let ends = Arc::clone(pair);
         spawn(scope, name.to_owned(), move || match back {
-            true => copy(&ends.1, &ends.0, None),
-            false => copy(&ends.0, &ends.1, Some(flow)),
+            true => copy(&ends.1, &ends.0, &|_| ()),
+            false => copy(&ends.0, &ends.1, &|bytes| flow.pass(bytes.len())),
         })?;
     }
     Ok(())
@@ -263,20 +354,34 @@ fn carry_both<'scope, 'env>(
 struct Copied {
     /// It ended by itself.
     is_whole: bool,
-    /// Its last bytes, up to as many as [`SHUT_0`] has.
+    /// Its last bytes, up to [`LAST`].
     last: Vec<u8>,
 }
 
-/// Copies until the end of `from`, and ends `to`.
-fn copy(from: &Stream, to: &Stream, flow: Option<&Flow<'_>>) -> Copied {
+impl Copied {
+    /// Returns the reason of a relay that has given the stream up, the last that it sends.
+    fn refusal(&self) -> Option<String> {
+        let starts = 0..self.last.len();
+        starts.into_iter().find_map(|at| {
+            let (message, length) = ReturnMessage::decode(&self.last[at..]).ok()?;
+            let ReturnMessage::ErrorText(reason) = message else {
+                return None;
+            };
+            let rest = &self.last[at + length..];
+            let is_end = matches!(ReturnMessage::decode(rest), Ok((ReturnMessage::Shut(1), shut)) if shut == rest.len());
+            is_end.then(|| printable(reason))
+        })
+    }
+}
+
+/// Copies until the end of `from`, and ends `to`; `each` is shown what was read.
+fn copy(from: &Stream, to: &Stream, each: &dyn Fn(&[u8])) -> Copied {
     let mut last = Vec::new();
     let is_whole = carry(from, to, &mut |bytes| {
-        last.extend_from_slice(&bytes[bytes.len() - bytes.len().min(SHUT_0.len())..]);
-        let excess = last.len().saturating_sub(SHUT_0.len());
+        last.extend_from_slice(&bytes[bytes.len() - bytes.len().min(LAST)..]);
+        let excess = last.len().saturating_sub(LAST);
         last.drain(..excess);
-        if let Some(flow) = flow {
-            flow.pass(bytes.len());
-        }
+        each(bytes);
     });
     Copied { is_whole, last }
 }
@@ -303,8 +408,8 @@ mod tests {
             (Stream::pair().unwrap(), Stream::pair().unwrap());
         let mut bytes = [0; 1000];
         let (late, sent) = thread::scope(|scope| {
-            scope.spawn(|| copy(&near, &far, Some(&flow)));
-            scope.spawn(|| copy(&far, &near, None));
+            scope.spawn(|| copy(&near, &far, &|bytes| flow.pass(bytes.len())));
+            scope.spawn(|| copy(&far, &near, &|_| ()));
             // The first takes its time from what follows.
             (&source).write_all(&bytes).unwrap();
             (&destination).read_exact(&mut bytes).unwrap();

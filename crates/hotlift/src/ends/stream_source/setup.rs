@@ -53,8 +53,8 @@ impl Setup {
 pub(crate) enum StreamSetup {
     /// It can be relayed page by page.
     PageByPage(Box<Setup>),
-    /// It cannot: why.
-    PassThrough(String),
+    /// It cannot: why, and whether the source takes answers.
+    PassThrough(String, bool),
 }
 
 /// Why a stream without multifd has to be passed through after all, if another device sends state
@@ -108,7 +108,8 @@ fn greet(
         true => Features::RELAYED,
         false => offer.features & Features::RELAYED,
     };
-    let takes = relayed | (offer.features & (Features::MULTIFD | Features::PACKAGE_CHECKED));
+    let known = Features::MULTIFD | Features::PACKAGE_CHECKED | Features::CONFIRMED;
+    let takes = relayed | (offer.features & known);
     main.write_all(&encode(&handshake::answer(offer, takes, id)))
         .map_err(answering)?;
     handshake::check(offer, takes).inspect_err(|error| graceful_close::refuse(&[main], error))
@@ -160,12 +161,12 @@ pub(crate) fn read_setup(
                 continue;
             }
             Err(WireError::UnknownDevice { idstr, .. }) => {
-                return Ok(StreamSetup::PassThrough(format!(
-                    "device '{idstr}' sends state while the guest runs"
-                )));
+                let why = format!("device '{idstr}' sends state while the guest runs");
+                return Ok(StreamSetup::PassThrough(why, return_path));
             }
             Err(WireError::Unsupported { what }) => {
-                return Ok(StreamSetup::PassThrough(format!("it has {what}")));
+                let why = format!("it has {what}");
+                return Ok(StreamSetup::PassThrough(why, return_path));
             }
             Err(source) => return Err(MigrationError::main_wire(source)),
         };
@@ -186,14 +187,15 @@ pub(crate) fn read_setup(
             MainEvent::Command(Command::PostcopyAdvise { page_sizes })
                 if !page_sizes.is_some_and(are_carried) =>
             {
-                return Ok(StreamSetup::PassThrough(format!(
+                let why = format!(
                     "postcopy may follow (capability postcopy-ram), {}",
                     match page_sizes {
                         Some(_) =>
                             "with host pages of more than 2 MiB, or target pages that are not of 4 KiB",
                         None => "of bitmaps alone",
                     }
-                )));
+                );
+                return Ok(StreamSetup::PassThrough(why, return_path));
             }
             MainEvent::Command(Command::Ping(ping))
                 if relay.is_none()
@@ -204,9 +206,8 @@ pub(crate) fn read_setup(
                 offer = Some(said);
             }
             MainEvent::Command(Command::PostcopyAdvise { .. }) if !into_stream => {
-                return Ok(StreamSetup::PassThrough(
-                    "postcopy may follow (capability postcopy-ram)".to_owned(),
-                ));
+                let why = "postcopy may follow (capability postcopy-ram)".to_owned();
+                return Ok(StreamSetup::PassThrough(why, return_path));
             }
             MainEvent::Command(_) if commands.len() == limits::SETUP_COMMANDS => {
                 return Err(MigrationError::main_wire(WireError::OverLimit {
@@ -225,9 +226,8 @@ pub(crate) fn read_setup(
                 ..
             } => section_id = id,
             MainEvent::SectionStart { idstr, .. } => {
-                return Ok(StreamSetup::PassThrough(format!(
-                    "device '{idstr}' sends state before RAM"
-                )));
+                let why = format!("device '{idstr}' sends state before RAM");
+                return Ok(StreamSetup::PassThrough(why, return_path));
             }
             MainEvent::RamBlocks(blocks) => ram = Some(blocks),
             MainEvent::MultifdFlush if !flush => flush = true,

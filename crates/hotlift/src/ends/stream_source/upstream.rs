@@ -88,6 +88,12 @@ impl Upstream {
         })
     }
 
+    /// Takes what the source sends as fast as the kernel can.
+    pub(crate) fn take_all(&self) {
+        self.main.take_all();
+        self.multifd.iter().for_each(Stream::take_all);
+    }
+
     /// Whether the source has closed its main channel.
     pub(crate) fn is_closed(&self) -> bool {
         self.main.is_hung_up()
@@ -117,7 +123,10 @@ impl Upstream {
         match self.return_path {
             true => graceful_close::close(&[&self.main]),
             // It hears nothing, and what it writes on must not look taken.
-            false => self.shut_down(),
+            false => {
+                self.main.reset_on_drop();
+                self.shut_down();
+            }
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::ends::stream_sink;
 use crate::ends::stream_sink::{Seen, machine_version};
 use crate::ends::stream_source::accept::{Channels, SETTLE, Uncounted};
 use crate::ends::stream_source::main_reader::{Further, MainReader};
-use crate::ends::stream_source::pass_through;
+use crate::ends::stream_source::pass_through::{self, Unread};
 use crate::ends::stream_source::postcopy::Demand;
 use crate::ends::stream_source::preempt::NO_PREEMPT;
 use crate::ends::stream_source::receive::Streams;
@@ -82,21 +82,30 @@ fn pass_on(
     let mut input = MainInput::new(&main, &unbooked, silence, &memory).keep_everything();
     let mut decoder = MainDecoder::new(DeviceLengths::LengthPrefixed).taking_postcopy();
     let into_stream = matches!(request.outgoing, Outgoing::Address(_));
-    let pass_through = |arrivals, input: &MainInput<'_>, preempt, why| {
-        let first = (input.socket(), input.everything());
-        pass_through::run(arrivals, first, preempt, request, since, why)
+    let pass_through = |arrivals, input: &MainInput<'_>, preempt, why, is_answered| {
+        let source = Unread {
+            main: input.socket(),
+            first_bytes: input.everything(),
+            preempt,
+            why,
+            is_answered,
+        };
+        pass_through::run(arrivals, source, request, since)
     };
     if !input.fill(RESUMED_MAGIC.len(), &early)? {
         return Err(MigrationError::main_closed());
     }
     if input.unread().starts_with(&RESUMED_MAGIC) {
         let why = "a postcopy that was interrupted goes on".to_owned();
-        return pass_through(arrivals, &input, None, why);
+        // It is answered as soon as the destination has compared what it has.
+        return pass_through(arrivals, &input, None, why, false);
     }
     let stream_setup = read_setup(&mut input, &mut decoder, id, into_stream, &early)?;
     let setup = match stream_setup {
         StreamSetup::PageByPage(setup) => setup,
-        StreamSetup::PassThrough(why) => return pass_through(arrivals, &input, None, why),
+        StreamSetup::PassThrough(why, is_answered) => {
+            return pass_through(arrivals, &input, None, why, is_answered);
+        }
     };
     if setup.postcopy
         && setup.relay.is_none()
@@ -105,7 +114,8 @@ fn pass_on(
         && let preempt @ Some(_) = arrivals.another(input.socket(), SETTLE, Some(&early))?
     {
         let why = "postcopy may follow, with a preempt channel from the beginning (machine types up to 7.2)";
-        return pass_through(arrivals, &input, preempt, why.to_owned());
+        let why = why.to_owned();
+        return pass_through(arrivals, &input, preempt, why, setup.return_path);
     }
     let multifd = setup
         .relay
@@ -119,7 +129,7 @@ fn pass_on(
         && setup.relay.is_none()
         && let Some(why) = other_devices(&mut input, &mut decoder, &early)?
     {
-        return pass_through(arrivals, &input, None, why);
+        return pass_through(arrivals, &input, None, why, setup.return_path);
     }
     let said = channels.as_ref().map(|channels| channels.uuid);
     let opening = Opening {
@@ -313,5 +323,8 @@ fn wind_up(session: &Session<'_>, upstream: &Upstream, door: Option<Door<'_>>, o
         let main = [&upstream.main];
         linger(&mut door, &asked, &main, &[], patience, &session.control);
     }
-    upstream.close();
+    // A QEMU's connections were closed when the threads ended.
+    if upstream.is_relay {
+        upstream.close();
+    }
 }

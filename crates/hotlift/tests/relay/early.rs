@@ -1,0 +1,178 @@
+//! Until a QEMU takes the stream: a relay reads the set-up alone, of channels whatever their state, and refuses what no QEMU takes.
+
+use std::io::Write;
+use std::net::{Shutdown, TcpStream};
+use std::thread;
+use std::time::Duration;
+
+use hotlift::Address;
+use hotlift::relay::RelaySettings;
+use hotlift::transport::Stream;
+
+use super::log::{Event, Log};
+use super::recording::Recording;
+use super::rig::{DEADLINE, Relay, destination, settings};
+
+/// Time within which a destination that says nothing is given up.
+const SOON: Duration = Duration::from_secs(2);
+
+fn connect(to: &Address) -> Stream {
+    to.connect(DEADLINE).unwrap()
+}
+
+/// Gives `recording` to a relay from a source that ends its channels before it writes on main, as one does without
+/// return-path whose channels fit into the sockets' buffers. `before` connects first.
+fn channels_close_first<T>(
+    recording: &Recording,
+    over_tcp: bool,
+    before: impl FnOnce(&Address) -> T,
+) -> Result<bool, String> {
+    let way = settings(&[("multifd-channels", "2"), ("multifd-compression", "none")]);
+    let log = Log::default();
+    let (_folder, destination) = destination(recording, 2, None, &log);
+    let relay = Relay::start(&destination.address, &way, over_tcp);
+    let before = before(&relay.address);
+    thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run());
+        for bytes in &recording.channels {
+            let stream = &connect(&relay.address);
+            { stream }.write_all(bytes).unwrap();
+            stream.shutdown(Shutdown::Both);
+        }
+        let main = &connect(&relay.address);
+        let _ = { main }.write_all(&recording.main);
+        main.shutdown(Shutdown::Both);
+        let outcome = relay.outcome(&recording.name);
+        log.note(Event::RelaysEnded);
+        let arrived = arriving.join().unwrap();
+        drop(before);
+        outcome
+            .map(|_| arrived.ended == Ok(()))
+            .map_err(|error| error.chain())
+    })
+}
+
+#[test]
+fn channels_that_are_closed_already_are_read_to_their_end() {
+    for name in ["10.0-zstd", "7.2-zstd"] {
+        let arrived = channels_close_first(&Recording::load(name), false, |_| ());
+        assert_eq!(arrived, Ok(true), "{name}");
+    }
+}
+
+#[test]
+fn a_channel_of_a_failed_migration_gives_way_to_the_sources_own() {
+    let recording = Recording::load("10.0-zstd");
+    // Reset, so that the source's own, which are closed, are in a better condition.
+    let arrived = channels_close_first(&recording, true, |to| reset(&recording.channels[0], to));
+    assert_eq!(arrived, Ok(true));
+}
+
+#[test]
+fn a_channel_that_was_reset_is_named() {
+    let mut recording = Recording::load("10.0-zstd");
+    let lost = recording.channels.pop().unwrap();
+    let arrived = channels_close_first(&recording, true, |to| reset(&lost, to));
+    let line = arrived.unwrap_err();
+    assert!(line.contains("a channel that was reset"), "{line}");
+}
+
+/// Sends `bytes` and resets the connection.
+fn reset(bytes: &[u8], to: &Address) {
+    let Address::Tcp { host, port } = to else {
+        panic!("{to} is not TCP");
+    };
+    let mut stream = TcpStream::connect((host.as_str(), *port)).unwrap();
+    stream.write_all(&bytes[..1000]).unwrap();
+    rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO)).unwrap();
+}
+
+/// Ways through relays whose destination accepts connections, and says nothing.
+fn ways_to_a_silent_destination() -> [Vec<RelaySettings>; 2] {
+    let mut off = settings(&[("multifd", "off")]);
+    off.outgoing.handshake_timeout = SOON;
+    let mut between = settings(&[("multifd-channels", "2")]);
+    // The other relay gives the destination up first.
+    between.outgoing.handshake_timeout = DEADLINE;
+    [vec![off.clone()], vec![between, off]]
+}
+
+/// Starts the relays of `way`, from the source on.
+fn start(way: &[RelaySettings], destination: &Address, over_tcp: bool) -> Vec<Relay> {
+    let mut relays: Vec<Relay> = Vec::new();
+    for (index, settings) in way.iter().enumerate().rev() {
+        let to = relays.first().map_or(destination, |next| &next.address);
+        let relay = Relay::start(to, settings, over_tcp || index > 0);
+        relays.insert(0, relay);
+    }
+    relays
+}
+
+#[test]
+fn a_source_without_return_path_does_not_get_rid_of_a_small_guest_that_no_qemu_takes() {
+    // More than a UNIX socket takes, and less than it and a usual read take.
+    const LENGTH: usize = 480_000;
+    let recording = Recording::load("10.0-off");
+    assert!(!recording.has_return_path());
+    for way in ways_to_a_silent_destination() {
+        let hops = way.len();
+        let folder = tempfile::tempdir().unwrap();
+        let silent: Address = format!("unix:{}", folder.path().join("socket").display())
+            .parse()
+            .unwrap();
+        let _listener = silent.listen().unwrap();
+        let relays = start(&way, &silent, false);
+        let main = &connect(&relays[0].address);
+        let sent = { main }.write_all(&recording.main[..LENGTH]);
+        for relay in relays {
+            relay.outcome("a silent destination").unwrap_err();
+        }
+        assert!(sent.is_err(), "{hops} relays took everything");
+    }
+}
+
+/// A stream that cannot be taken apart.
+fn not_to_be_taken_apart() -> Vec<u8> {
+    Recording::small().with_postcopy_advise().main
+}
+
+#[test]
+fn a_stream_without_channels_is_not_passed_through_to_a_qemu_that_waits_for_them() {
+    let mut to_qemu = settings(&[("multifd-channels", "3")]);
+    to_qemu.to_qemu = true;
+    let between = settings(&[("multifd-channels", "2")]);
+    let nobody = "tcp:192.0.2.1:1".parse().unwrap();
+    for way in [vec![to_qemu.clone()], vec![between, to_qemu]] {
+        let relays = start(&way, &nobody, false);
+        let main = &connect(&relays[0].address);
+        { main }.write_all(&not_to_be_taken_apart()).unwrap();
+        // A QEMU ends at the message that it does not know.
+        assert!(matches!(main.wait_readable(DEADLINE), Ok(true)));
+        main.shutdown(Shutdown::Both);
+        for relay in relays {
+            let line = relay.outcome("refused").unwrap_err().chain();
+            let expected = "waits for 3 of them";
+            assert!(line.contains(expected), "{line}");
+            assert!(line.contains("--multifd off"), "{line}");
+        }
+    }
+}
+
+#[test]
+fn a_destination_that_does_not_answer_a_stream_that_is_passed_through_is_given_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let silent: Address = format!("unix:{}", folder.path().join("socket").display())
+        .parse()
+        .unwrap();
+    let _listener = silent.listen().unwrap();
+    let mut off = settings(&[("multifd", "off")]);
+    off.outgoing.handshake_timeout = SOON;
+    let relay = Relay::start(&silent, &off, false);
+    let main = &connect(&relay.address);
+    { main }.write_all(&not_to_be_taken_apart()).unwrap();
+    let line = relay.outcome("a silent destination").unwrap_err().chain();
+    assert!(
+        line.contains("switch multifd off at the destination"),
+        "{line}"
+    );
+}
