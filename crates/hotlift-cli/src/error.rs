@@ -130,6 +130,8 @@ pub enum CommandError {
     },
     #[error("nothing was begun, and a guest that waits for its pages still does: {reasons}")]
     StillWaits { reasons: String },
+    #[error("the guest was not saved: {reason}")]
+    Save { reason: String },
     #[error("the save file cannot be used: {reason}")]
     Show { reason: String },
     #[error("cannot hand out files: {reason}")]

@@ -1,7 +1,6 @@
 //! `hotlift restore`: a guest from a file into a QEMU.
 
 use std::ffi::OsString;
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Mutex;
@@ -333,7 +332,7 @@ fn info(
         }
     }
     let mut magic = [0; QEMU_FILE_MAGIC.len()];
-    let opened = path.map(File::open).and_then(Result::ok);
+    let opened = path.map(|path| file::open(path)).transpose().map_err(refused)?;
     let read = opened.map(|file| file.read_exact_at(&mut magic, args.offset));
     if !matches!(read, Some(Ok(()))) || magic != QEMU_FILE_MAGIC {
         return Err(refused(FileError::NotASave));

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 
 use clap::{Args, ValueEnum};
-use hotlift::file::FileFormat;
+use hotlift::file::{self, FileFormat};
 use hotlift::relay::Outgoing;
 use hotlift_console::error::error_line;
 use hotlift_console::migration_args::{RoleArgs, role};
@@ -60,6 +60,9 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         Format::MappedRam => FileFormat::MappedRam,
     };
     format.check(&settings.outgoing)?;
+    file::check_target(&args.file).map_err(|error| CommandError::Save {
+        reason: error_line(&error),
+    })?;
     let source = Source::connect(&args.qmp, Purpose::Save)?;
     settings.uuid = Some(source.uuid()?.0);
     settings.left_out = left_out(&mut source.qemu()).map_err(at_source)?;

@@ -146,6 +146,28 @@ fn a_migration_whose_other_ends_are_missing_says_what_to_start() {
 }
 
 #[test]
+fn a_fifo_in_place_of_a_save_file_is_refused_and_not_waited_for() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let fifo = folder.path().join("fifo").display().to_string();
+    let made = Command::new("mkfifo").arg(&fifo).status();
+    assert!(made.expect("mkfifo runs").success());
+    let nowhere = folder.path().join("qmp").display().to_string();
+    for command in [
+        &["show", &fifo][..],
+        &["restore", &fifo, "--qmp", &nowhere],
+        &["restore", &fifo, "--qmp", &nowhere, "--offset=4096"],
+        &["restore", "--lazy", &fifo, "--qmp", &nowhere],
+        &["save", "--qmp", &nowhere, &fifo],
+    ] {
+        let (status, said) = Hotlift::start(command).wait();
+        let errors = errors(&said);
+        assert_eq!(status.code(), Some(1), "{errors:?}");
+        let words = format!("{fifo} is a FIFO, and ");
+        assert!(errors[0].contains(&words), "{command:?}: {errors:?}");
+    }
+}
+
+#[test]
 fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
     for (command, words) in [
         (&["serve", "--listen", "tcp::0"][..], "--qmp"),

@@ -31,6 +31,17 @@ pub enum FileError {
         #[source]
         source: io::Error,
     },
+    /// Its kind cannot be read at any position.
+    #[error(
+        "{} is {is}, and a save file is a regular file or a block device: give the name of one",
+        path.display()
+    )]
+    NotReadable {
+        /// The name.
+        path: PathBuf,
+        /// Its kind.
+        is: &'static str,
+    },
     /// What has the file's name is not replaced.
     #[error("{} is {is}, and is not replaced: remove it, or choose another name", path.display())]
     NotReplaced {

@@ -17,6 +17,7 @@
 //! | `remote`, `exchange`, `ahead` | the same on another host: what is tried again; one connection; few large reads for many small ones |
 //! | `server` | hands the files of a folder out |
 //! | `partial` | a file that gets its name when it is whole |
+//! | `kind` | which kinds of files can hold a save file |
 //!
 //! Restored eagerly, the guest does not run before the whole file was read and found good. Restored lazily, it runs at once,
 //! and no page reaches it that is not what was written.
@@ -30,6 +31,7 @@ mod describe;
 mod error;
 mod exchange;
 mod index;
+mod kind;
 mod layout;
 mod location;
 mod lost;
@@ -43,7 +45,6 @@ mod source;
 #[cfg(test)]
 mod tests;
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -52,6 +53,7 @@ pub(crate) use block_reader::Blocks;
 pub(crate) use block_sink::BlockSink;
 pub use describe::{Description, RamDescription, describe};
 pub use error::{FileError, ServerError};
+pub use kind::{check_target, open};
 pub(crate) use layout::Entry;
 pub use layout::{FileInfo, Share};
 pub use location::{Location, RemoteFile};
@@ -144,7 +146,7 @@ impl SavedVm {
             source,
         };
         let mut first = [0; 8];
-        let mut file = File::open(path).map_err(failed)?;
+        let mut file = open(path)?;
         match file.read_exact(&mut first) {
             Ok(()) => {}
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {

@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use tempfile::TempPath;
 
 use super::FileError;
+use super::kind::check_target;
 
 /// Slices that are handed to the kernel at once.
 const SLICES: usize = 16;
@@ -194,24 +195,19 @@ fn names() -> tempfile::Builder<'static, 'static> {
 /// Only a regular file of the new one's owner is replaced. A device must not be, a link is rarely meant
 /// to be, and what belongs to somebody else is not this user's to end.
 fn check_replaceable(path: &Path, file: &File) -> Result<(), FileError> {
+    check_target(path)?;
     let failed = |source| write_error(path, source);
     let there = match fs::symlink_metadata(path) {
         Ok(there) => there,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(failed(error)),
     };
-    let is = if there.is_symlink() {
-        "a symbolic link"
-    } else if !there.is_file() {
-        "no regular file"
-    } else if there.uid() != file.metadata().map_err(failed)?.uid() {
-        "a file of another user"
-    } else {
+    if there.uid() == file.metadata().map_err(failed)?.uid() {
         return Ok(());
-    };
+    }
     Err(FileError::NotReplaced {
         path: path.to_owned(),
-        is,
+        is: "a file of another user",
     })
 }
 

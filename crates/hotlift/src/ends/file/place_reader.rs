@@ -1,7 +1,7 @@
 //! A file that is read from any place.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,6 +10,7 @@ use hotlift_wire::limits::FILE_READ;
 
 use super::FileError;
 use super::exchange::Range;
+use super::kind;
 use super::location::Location;
 use super::remote::RemoteReader;
 use crate::control::Control;
@@ -28,16 +29,15 @@ enum Bytes {
 
 impl PlaceReader {
     pub(crate) fn open(path: &Path) -> Result<Self, FileError> {
-        let file = File::open(path);
-        Self::of(file.map_err(|source| FileError::read(path, source))?, path)
+        Self::of(kind::open(path)?, path)
     }
 
     /// A file that is open already.
     pub(crate) fn of(file: File, path: &Path) -> Result<Self, FileError> {
-        let metadata = file.metadata();
-        let length = metadata
-            .map_err(|source| FileError::read(path, source))?
-            .len();
+        // The metadata of a block device has no length.
+        let length = (&file)
+            .seek(SeekFrom::End(0))
+            .map_err(|source| FileError::read(path, source))?;
         let path = path.to_owned();
         Ok(Self {
             bytes: Bytes::Local { file, path },

@@ -6,6 +6,7 @@ mod salvage;
 use std::fs;
 use std::ops::Range;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::Command;
 
@@ -17,7 +18,9 @@ use tempfile::TempDir;
 use crate::control::Control;
 use crate::ends::file::layout::FOOT_LEN;
 use crate::ends::file::partial::PartialFile;
-use crate::ends::file::{BlockFile, BlockSink, Blocks, FileError, Places, describe, inspect};
+use crate::ends::file::{
+    BlockFile, BlockSink, Blocks, FileError, Places, SavedVm, describe, inspect,
+};
 use crate::ends::settings::RelaySettings;
 use crate::error::MigrationError;
 use crate::options::Options;
@@ -511,7 +514,7 @@ fn only_a_regular_file_of_this_user_is_replaced() {
         &|path, _| symlink("nowhere", path).unwrap(),
         "a symbolic link",
     );
-    of_another(&|path, _| fs::create_dir(path).unwrap(), "no regular file");
+    of_another(&|path, _| fs::create_dir(path).unwrap(), "a directory");
     if !rustix::process::geteuid().is_root() {
         hotlift_testkit::skip!("root", "only root can make files of another user");
         return;
@@ -521,6 +524,33 @@ fn only_a_regular_file_of_this_user_is_replaced() {
         chown(path, Some(STRANGER), None).unwrap();
     };
     of_another(&give, "a file of another user");
+}
+
+#[test]
+fn a_file_that_cannot_be_read_at_any_position_is_refused_by_its_kind_and_never_waited_for() {
+    let folder = folder();
+    let of = |name: &str| folder.path().join(name);
+    let made = Command::new("mkfifo").arg(of("fifo")).status();
+    assert!(made.unwrap().success());
+    let _listener = UnixListener::bind(of("socket")).unwrap();
+    fs::create_dir(of("folder")).unwrap();
+    symlink("/dev/zero", of("device")).unwrap();
+    symlink("fifo", of("link")).unwrap();
+    for (name, is) in [
+        ("fifo", "a FIFO"),
+        ("socket", "a socket"),
+        ("folder", "a directory"),
+        ("device", "a character device"),
+        ("link", "a FIFO"),
+    ] {
+        let path = of(name);
+        let inspected = inspect(&path, &Control::new()).map(drop);
+        let opened = SavedVm::open(&path, 0, false).map(drop);
+        for refused in [inspected, opened, crate::file::open(&path).map(drop)] {
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains(&format!("{name} is {is}, ")), "{error}");
+        }
+    }
 }
 
 /// A small file system of its own; gone with the value.
