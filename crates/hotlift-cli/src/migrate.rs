@@ -129,6 +129,9 @@ fn to_serve(
     let outcome = this.run(&mut destination, destination_qemu);
     source.restore_settings();
     let migration = outcome?;
+    if let Some(how) = source.guest_end() {
+        complain!("{how} during the migration");
+    }
     // What became of the guest is said whoever reads the figures.
     complain!(
         "the guest {} at the destination; this QEMU keeps a paused copy, and can be ended",
@@ -256,13 +259,14 @@ impl Move<'_> {
             Ok(report) => self.moved(destination, final_message, report, destination_qemu),
             Err(error) => {
                 // Before the guest is looked after, which may wait for the destination's final message.
-                match &error {
+                match (&error, self.source.guest_end()) {
                     _ if self.interrupt.is_raised() => {
                         say_failed(destination, error_line(&ConsoleError::Interrupted));
                     }
+                    (_, Some(how)) => say_failed(destination, how),
                     // What it has said itself.
-                    MigrationError::Destination { .. } => {}
-                    error => say_failed(destination, error.chain()),
+                    (MigrationError::Destination { .. }, None) => {}
+                    (error, None) => say_failed(destination, error.chain()),
                 }
                 Err(self.stayed(destination, final_message, &error, relayed.is_told))
             }

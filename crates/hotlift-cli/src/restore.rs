@@ -228,6 +228,10 @@ pub(crate) fn taken(
         }
         Statement::Stopped { reason, can_run } => Err(not_running(destination, reason, can_run)),
         Statement::Ended { reason } => Err(CommandError::Restore { reasons: reason }),
+        Statement::GuestEnded { how } => {
+            say_ended(&how);
+            Ok(())
+        }
         Statement::Never { reason } => Err(CommandError::NotTaken { reason }),
         Statement::Unknown { reason, .. } => Err(not_known(destination, reason)),
     }
@@ -257,6 +261,10 @@ pub(crate) fn failed(
             Err(not_running(destination, explained(&reason), can_run))
         }
         Statement::Ended { reason } => Err(CommandError::Restore { reasons: reason }),
+        Statement::GuestEnded { how } => {
+            say_ended(&how);
+            Ok(())
+        }
         Statement::Never { reason } => {
             destination.give_back();
             match is_interrupted {
@@ -297,6 +305,11 @@ pub(crate) fn not_running(
     }
 }
 
+/// Reports that the guest was here, and ended.
+pub(crate) fn say_ended(how: &str) {
+    complain!("the guest was restored, and its QEMU has ended since: {how}");
+}
+
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.
 fn not_known(destination: Destination, reasons: String) -> CommandError {
     CommandError::NotKnown {
@@ -332,7 +345,10 @@ fn info(
         }
     }
     let mut magic = [0; QEMU_FILE_MAGIC.len()];
-    let opened = path.map(|path| file::open(path)).transpose().map_err(refused)?;
+    let opened = path
+        .map(|path| file::open(path))
+        .transpose()
+        .map_err(refused)?;
     let read = opened.map(|file| file.read_exact_at(&mut magic, args.offset));
     if !matches!(read, Some(Ok(()))) || magic != QEMU_FILE_MAGIC {
         return Err(refused(FileError::NotASave));

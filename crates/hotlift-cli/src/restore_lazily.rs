@@ -20,7 +20,7 @@ use hotlift_qemu::run_state::words;
 use hotlift_qmp::ANSWER_TIMEOUT;
 
 use crate::error::{CommandError, RestFrom, STANDS_STILL};
-use crate::restore::{RestoreArgs, failed, not_running, say_lost, say_taken, taken};
+use crate::restore::{RestoreArgs, failed, not_running, say_ended, say_lost, say_taken, taken};
 
 /// How long a QEMU whose connection was lost may take to say what it makes of it.
 const WORD: Duration = Duration::from_secs(5);
@@ -70,7 +70,16 @@ fn after_start(
         MigrationError::PagesMissing { source } => source,
         other => other,
     };
-    match destination.wait_for_statement(WORD, || destination.waits_for_pages()) {
+    // QEMU answers on the stream before it runs the guest: one that has closed both connections without it never did.
+    let is_broken = matches!(
+        cause,
+        MigrationError::Closed { .. }
+            | MigrationError::Connection { .. }
+            | MigrationError::Destination { .. }
+    );
+    let is_gone = || !has_run && is_broken && destination.is_gone_before_a_run();
+    let is_over = || destination.waits_for_pages() || is_gone();
+    match destination.wait_for_statement(WORD, is_over) {
         Statement::Here { state } => {
             complain!("hotlift: not all went well: {}", error.chain());
             say_taken(&state, destination);
@@ -78,10 +87,21 @@ fn after_start(
         }
         Statement::Stopped { reason, can_run } => Err(not_running(destination, reason, can_run)),
         Statement::Ended { reason } => Err(CommandError::Restore { reasons: reason }),
+        Statement::GuestEnded { how } => {
+            say_ended(&how);
+            Ok(())
+        }
         Statement::Never { reason } if has_run => Err(CommandError::NotTaken { reason }),
         // The devices did not load.
         Statement::Never { reason } => Err(CommandError::Restore {
-            reasons: format!("{}; QEMU: {reason}", cause.chain()),
+            reasons: match cause {
+                MigrationError::Destination { .. } => format!("QEMU: {reason}"),
+                cause => format!("{}; QEMU: {reason}", cause.chain()),
+            },
+        }),
+        Statement::Unknown { .. } if is_gone() => Err(CommandError::Restore {
+            reasons: "its QEMU ended while it loaded the devices, and never ran the guest; its own log says why"
+                .to_owned(),
         }),
         Statement::Unknown { answers, reason } => {
             let rest = match cause {
@@ -201,9 +221,11 @@ fn restore(
         }
         Ok(())
     };
+    let loading = || destination.loading();
     let hooks = Hooks {
         on_progress: Some(&show),
         on_commit: Some(&on_commit),
+        loading: Some(&loading),
         on_loaded: Some(&on_loaded),
         ..asked
     };

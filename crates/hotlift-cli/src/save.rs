@@ -98,6 +98,9 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     };
     source.restore_settings();
     let saved = saved?;
+    if let Some(how) = source.guest_end() {
+        complain!("{how} during the save");
+    }
     // The file has its name: what QEMU does from here on makes no failure of it.
     let file = args.file.display();
     match args.keep_running && source.was_running() {

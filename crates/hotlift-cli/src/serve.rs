@@ -422,6 +422,10 @@ impl Host<'_> {
                 let _ = source.say(&failed(reason.clone(), GuestThere::NotHere));
                 Err(QemuError::Failed { reasons: reason }.into())
             }
+            Statement::GuestEnded { how } => {
+                had_guest(source, &how);
+                Ok(())
+            }
             // QEMU has taken it by its word on the stream; so what has become of it since is not that it never ran.
             Statement::Never { reason } => {
                 let error = CommandError::NotTaken { reason };
@@ -455,6 +459,10 @@ impl Host<'_> {
                 let _ = source.say(&failed(reason.clone(), GuestThere::Here));
                 complain!("hotlift: not all went well: {reason}");
                 say_taken(&state, destination);
+                Ok(())
+            }
+            Statement::GuestEnded { how } => {
+                had_guest(source, &how);
                 Ok(())
             }
             Statement::Stopped { reason, can_run } => Err(not_running(
@@ -522,6 +530,13 @@ fn not_running(
         can_run,
         has_source: true,
     }
+}
+
+/// Reports that the guest was here, and ended: the source must not run it again.
+fn had_guest(source: &mut Conversation, how: &str) {
+    let reason = format!("the guest was taken over, and its QEMU has ended since: {how}");
+    let _ = source.say(&failed(reason.clone(), GuestThere::Here));
+    complain!("{reason}");
 }
 
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.

@@ -5,11 +5,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift::lazy::Loading;
 use hotlift::relay::Taken;
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
 use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
-use hotlift_qmp::{ANSWER_TIMEOUT, Qemu, QmpAddress, QmpError, RunState, Uuid};
+use hotlift_qmp::{
+    ANSWER_TIMEOUT, MigrationInfo, Qemu, QmpAddress, QmpError, RunState, StatusInfo, Uuid,
+};
 use serde_json::{Map, Value};
 
 use crate::connect::connect;
@@ -29,6 +32,10 @@ const ASK: Duration = Duration::from_secs(1);
 /// Between two questions to a QEMU that has not answered the first: they wait in its socket.
 const ASK_AGAIN: Duration = Duration::from_secs(3);
 
+/// How long an answer is waited for while the devices may be loaded: the restore waits for it, too, and a main loop that is back
+/// answers within milliseconds.
+const ASK_WHETHER_LOADING: Duration = Duration::from_millis(250);
+
 /// How long a QEMU whose stream has broken before its end may take to say why.
 const REASON: Duration = Duration::from_secs(5);
 
@@ -38,9 +45,6 @@ const LOOKS: u32 = 20;
 
 /// Between two of these looks.
 const LOOK: Duration = Duration::from_millis(5);
-
-/// The event that each start of the vCPUs brings.
-const RESUME: &str = "RESUME";
 
 /// What the name of a socket begins with that pages come by as they are asked for.
 const LAZY: &str = "lazy-";
@@ -63,6 +67,10 @@ pub struct Destination {
     had_run: bool,
     /// A statement that nothing changes any more.
     settled: Mutex<Option<Statement>>,
+    /// It had the guest before this command connected to it.
+    had_guest: bool,
+    /// Why it has refused the devices of a lazy restore. Later it may end, or answer nothing.
+    refusal: Mutex<Option<String>>,
 }
 
 /// What a QEMU that was given a guest has said of it.
@@ -85,6 +93,11 @@ pub enum Statement {
         /// Both states, and what QEMU has said of it, in one line.
         reason: String,
     },
+    /// It had the guest, which has ended there since.
+    GuestEnded {
+        /// How, as a clause.
+        how: String,
+    },
     /// It has no guest, and never will: its migration has failed, or its process has ended.
     Never {
         /// Why, in one line.
@@ -97,6 +110,22 @@ pub enum Statement {
         /// What it says, or why it is not heard, in one line.
         reason: String,
     },
+}
+
+/// Whether a QEMU loads the devices of a lazy restore, by its answers.
+///
+/// # Errors
+/// Why it has refused them.
+fn loading(info: &MigrationInfo, state: &StatusInfo) -> Result<Loading, String> {
+    if state.status != "inmigrate" {
+        return Ok(Loading::Unknown);
+    }
+    match (info.status(), &info.error_desc) {
+        ("failed" | "postcopy-active" | "postcopy-device", Some(reason)) => Err(reason.clone()),
+        // QEMU 11.1 gives no reason while the connection is open.
+        ("postcopy-active" | "postcopy-device", None) => Ok(Loading::Idle),
+        _ => Ok(Loading::Unknown),
+    }
 }
 
 impl Destination {
@@ -128,23 +157,34 @@ impl Destination {
         let mut qemu = connect(address, CONNECT).map_err(at_destination)?;
         let state = qemu.query_status().map_err(at_destination)?;
         let migration = qemu.query_migrate().map_err(at_destination)?;
-        if migration.status() != "postcopy-paused" {
-            return Err(QemuError::NotPaused {
-                status: state.status,
-                migration: migration.status().to_owned(),
-            });
-        }
+        let not_paused = |refusal: Option<&QmpError>| QemuError::NotPaused {
+            status: state.status.clone(),
+            migration: migration.status().to_owned(),
+            refusal: refusal.map_or_else(String::new, |error| format!(": {error}")),
+        };
         let listened = qemu.client().execute("query-migrate", &Value::Null);
         let listened = &listened.map_err(at_destination)?["socket-address"];
         let name = Self::name_for(file);
+        let is_of_file = listened.to_string().contains(&name);
+        let is_paused = migration.status() == "postcopy-paused";
+        // QEMU reports a 'migrate' of another client in place of the restore, also one that it has refused. The socket is the
+        // restore's still, and 'migrate-recover' is refused by the restore's own state.
+        if !is_paused && !is_of_file {
+            return Err(not_paused(None));
+        }
         // Also one whose pages come from a running guest.
-        if !listened.is_null() && !listened.to_string().contains(&name) {
+        if !listened.is_null() && !is_of_file {
             return Err(QemuError::OtherFile);
         }
         let folder = OwnFolder::private()?;
         let uri = format!("unix:{}", folder.path().join(name).display());
         let changed = Changed::left(&mut qemu).map_err(at_destination)?;
-        qemu.migrate_recover(&uri).map_err(at_destination)?;
+        match qemu.migrate_recover(&uri) {
+            Err(error @ QmpError::Command { .. }) if !is_paused => {
+                return Err(not_paused(Some(&error)));
+            }
+            recovering => recovering.map_err(at_destination)?,
+        }
         let waits = waits_for_cont(&mut qemu, None);
         Ok(Self {
             waits,
@@ -157,6 +197,8 @@ impl Destination {
             changed,
             folder,
             ask_again_at: Mutex::default(),
+            had_guest: true,
+            refusal: Mutex::default(),
         })
     }
 
@@ -197,6 +239,8 @@ impl Destination {
             changed: None,
             folder,
             ask_again_at: Mutex::default(),
+            had_guest: false,
+            refusal: Mutex::default(),
         })
     }
 
@@ -268,11 +312,48 @@ impl Destination {
             self.expect(was.into());
         }
         match self.ask() {
-            Statement::Here { .. } | Statement::Stopped { .. } => Taken::Yes,
+            Statement::Here { .. } | Statement::Stopped { .. } | Statement::GuestEnded { .. } => {
+                Taken::Yes
+            }
             Statement::Ended { .. } => Taken::Ended,
             Statement::Never { .. } => Taken::Never,
             Statement::Unknown { .. } => Taken::Unknown,
         }
+    }
+
+    /// Whether it loads the devices of a lazy restore, by what it reports at once. An answer of its main loop
+    /// shows that no package is being loaded there: the loop comes back when that has ended.
+    pub fn loading(&self) -> Loading {
+        let mut qemu = self.qemu();
+        qemu.client().set_timeout(ASK_WHETHER_LOADING);
+        let answer = qemu.query_migrate().and_then(|info| {
+            let state = qemu.query_status()?;
+            Ok((info, state))
+        });
+        qemu.client().set_timeout(ANSWER_TIMEOUT);
+        let Ok((info, state)) = answer else {
+            return Loading::Unknown;
+        };
+        match loading(&info, &state) {
+            Err(reason) => {
+                *self.refusal() = Some(reason);
+                Loading::Refused
+            }
+            Ok(loading) => loading,
+        }
+    }
+
+    fn refusal(&self) -> MutexGuard<'_, Option<String>> {
+        self.refusal.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether it has closed its QMP connection without having run the guest. Another process between may have closed it: this
+    /// shows that it has ended only where its connection for the stream is closed, too.
+    pub fn is_gone_before_a_run(&self) -> bool {
+        let mut qemu = self.qemu();
+        let client = qemu.client();
+        let has_run = client.guest_events().has_run || self.had_guest;
+        client.is_closed() && !has_run
     }
 
     /// Waits for its statement on the guest, for `time` or until `is_over`.
@@ -358,7 +439,7 @@ impl Destination {
     /// What is to be said of a guest that is in this state here.
     fn judged(&self, state: RunState) -> Statement {
         let was = self.was.lock().unwrap_or_else(PoisonError::into_inner);
-        let has_run = match self.qemu().client().has_come(RESUME) {
+        let has_run = match self.qemu().client().has_run() {
             Ok(has_run) => has_run || self.had_run,
             Err(error) => {
                 let (answers, reason) = (false, error_line(&error));
@@ -394,7 +475,7 @@ impl Destination {
     fn end(&self, mut process: MutexGuard<'_, Started>, reason: &str) -> Statement {
         let ended = process.end();
         // What it said before its end is still there to be read. A 'cont' may have come after the look.
-        let has_run = self.qemu().client().has_come(RESUME);
+        let has_run = self.qemu().client().has_run();
         let words = process.last_errors();
         let words = words.map_or_else(String::new, |words| format!(": {words}"));
         match (ended, has_run) {
@@ -435,7 +516,11 @@ impl Destination {
         } else {
             let mut qemu = self.qemu();
             qemu.client().set_timeout(ASK);
-            let answer = qemu.query_migrate().and_then(|info| {
+            let answer = qemu.query_migrate().and_then(|mut info| {
+                // QEMU reports a later 'migrate' of another client, also a refused one, in place of the incoming migration.
+                if qemu.client().guest_events().has_migrated {
+                    info.status = Some("completed".to_owned());
+                }
                 let state = match info.is_completed() {
                     true => Some(qemu.query_status()?.run_state()),
                     false => None,
@@ -450,6 +535,14 @@ impl Destination {
             answer.map_err(|error| error_line(&error))
         };
         drop(ask_again_at);
+        if let Some(reason) = self.refusal().clone() {
+            return Statement::Never { reason };
+        }
+        if answer.is_err()
+            && let Some(how) = self.guest_end()
+        {
+            return Statement::GuestEnded { how };
+        }
         match answer {
             Ok((_, Some(state))) => self.judged(state),
             Ok((info, _)) if info.has_failed() => Statement::Never {
@@ -459,6 +552,11 @@ impl Destination {
             },
             answer => match self.how_it_ended() {
                 Some(reason) => Statement::Never { reason },
+                // The main loop of QEMU 11.1 may hang after that.
+                None if answer.is_err() && self.is_refused() => Statement::Never {
+                    reason: "it has failed before it ran the guest; its own log says why"
+                        .to_owned(),
+                },
                 None => Statement::Unknown {
                     answers: answer.is_ok(),
                     reason: answer.map_or_else(
@@ -468,6 +566,25 @@ impl Destination {
                 },
             },
         }
+    }
+
+    /// Whether the events of a QEMU that was not started here show that its migration has failed without a guest that ran. One that
+    /// was started here ends then, with its words on stderr.
+    fn is_refused(&self) -> bool {
+        let mut qemu = self.qemu();
+        let events = qemu.client().guest_events();
+        let had_guest = self.had_guest || events.has_run || events.has_migrated;
+        self.process.is_none() && events.has_failed && !had_guest
+    }
+
+    /// How a guest that it had has ended, if its QMP connection is closed.
+    fn guest_end(&self) -> Option<String> {
+        let mut qemu = self.qemu();
+        let client = qemu.client();
+        let guest = client.guest_events();
+        let had_guest = self.had_guest || guest.has_run || guest.has_migrated;
+        let end = guest.end().filter(|_| had_guest);
+        end.filter(|_| client.is_closed())
     }
 
     /// How a process that was started here has ended, if it has, and what it has said of it.
@@ -542,5 +659,134 @@ impl Destination {
             complain!("hotlift: the destination's migration settings were not put back: {error}");
         }
         self.leave_alone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixListener;
+    use std::thread;
+
+    use super::*;
+
+    /// What `query-migrate` and `query-status` answer.
+    fn answers(migration: &str, error: Option<&str>, status: &str) -> (MigrationInfo, StatusInfo) {
+        let info = MigrationInfo {
+            status: Some(migration.to_owned()),
+            error_desc: error.map(str::to_owned),
+            ..MigrationInfo::default()
+        };
+        let state = StatusInfo {
+            running: status == "running",
+            status: status.to_owned(),
+        };
+        (info, state)
+    }
+
+    #[test]
+    fn devices_are_refused_by_qemus_words_alone_and_a_guest_that_has_run_is_no_refusal() {
+        let why = Some("load of migration failed");
+        for (migration, error, status, expected) in [
+            ("active", None, "inmigrate", Ok(Loading::Unknown)),
+            ("postcopy-active", None, "inmigrate", Ok(Loading::Idle)),
+            ("postcopy-device", None, "inmigrate", Ok(Loading::Idle)),
+            ("postcopy-active", why, "inmigrate", Err(())),
+            ("postcopy-device", why, "inmigrate", Err(())),
+            ("failed", why, "inmigrate", Err(())),
+            ("failed", None, "inmigrate", Ok(Loading::Unknown)),
+            // The package may still be loaded, and its guest run.
+            ("postcopy-paused", why, "inmigrate", Ok(Loading::Unknown)),
+            ("postcopy-active", why, "running", Ok(Loading::Unknown)),
+            ("postcopy-active", None, "paused", Ok(Loading::Unknown)),
+            // Another client's 'migrate' hides the incoming one.
+            ("setup", None, "inmigrate", Ok(Loading::Unknown)),
+        ] {
+            let (info, state) = answers(migration, error, status);
+            let found = loading(&info, &state);
+            assert_eq!(
+                found.map_err(drop),
+                expected,
+                "{migration} {error:?} {status}"
+            );
+        }
+    }
+
+    /// A QEMU that waits, and that sends `events` and closes its connection when it is asked for its migration again.
+    fn ends_with(events: &'static [&'static str]) -> Destination {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let qemu = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            let version = r#"{"qemu":{"major":10,"minor":0,"micro":2},"package":""}"#;
+            writeln!(
+                stream,
+                r#"{{"QMP":{{"version":{version},"capabilities":[]}}}}"#
+            )
+            .unwrap();
+            let mut questions = 0;
+            for line in lines.map_while(Result::ok) {
+                let request: Value = serde_json::from_str(&line).unwrap();
+                let answer = match request["execute"].as_str().unwrap() {
+                    "query-version" => version,
+                    "query-status" => r#"{"running":false,"status":"inmigrate"}"#,
+                    "query-migrate" if questions > 0 => break,
+                    command => {
+                        questions += u32::from(command == "query-migrate");
+                        "{}"
+                    }
+                };
+                let id = &request["id"];
+                writeln!(stream, r#"{{"return":{answer},"id":{id}}}"#).unwrap();
+            }
+            for event in events {
+                writeln!(stream, "{event}").unwrap();
+            }
+        });
+        let destination = Destination::held(&QmpAddress::Unix(path)).unwrap();
+        let statement = destination.ask();
+        assert!(
+            !matches!(statement, Statement::Here { .. }),
+            "{statement:?}"
+        );
+        qemu.join().unwrap();
+        destination
+    }
+
+    const RESUME: &str = r#"{"event":"RESUME"}"#;
+    const POWER_OFF: &str =
+        r#"{"event":"SHUTDOWN","data":{"guest":true,"reason":"guest-shutdown"}}"#;
+
+    const QUIT: &str = r#"{"event":"SHUTDOWN","data":{"guest":false,"reason":"host-qmp-quit"}}"#;
+
+    #[test]
+    fn a_guest_that_runs_and_powers_off_was_taken_and_has_ended() {
+        let destination = ends_with(&[RESUME, POWER_OFF]);
+        let statement = destination.ask();
+        let Statement::GuestEnded { how } = statement else {
+            panic!("{statement:?}")
+        };
+        assert_eq!(how, "the guest powered off");
+        assert_eq!(destination.has_taken(None), Taken::Yes);
+        assert!(!destination.is_gone_before_a_run());
+    }
+
+    #[test]
+    fn a_qemu_that_closes_its_connection_without_a_guest_that_ran_decides_nothing_by_that() {
+        for events in [&[][..], &[QUIT]] {
+            let destination = ends_with(events);
+            assert_eq!(destination.has_taken(None), Taken::Unknown, "{events:?}");
+            assert!(destination.is_gone_before_a_run());
+        }
+        assert!(!ends_with(&[RESUME]).is_gone_before_a_run());
+    }
+
+    #[test]
+    fn a_failure_that_an_event_reports_is_final_if_the_guest_has_not_run() {
+        const FAILED: &str = r#"{"event":"MIGRATION","data":{"status":"failed"}}"#;
+        assert_eq!(ends_with(&[FAILED]).has_taken(None), Taken::Never);
+        assert_eq!(ends_with(&[RESUME, FAILED]).has_taken(None), Taken::Unknown);
     }
 }

@@ -35,13 +35,15 @@ pub enum QemuError {
     /// It has no guest that waits for pages.
     #[error(
         "QEMU has no guest that waits for pages: it is in state '{status}', and its migration in state \
-         '{migration}', not 'postcopy-paused'"
+         '{migration}', not 'postcopy-paused'{refusal}"
     )]
     NotPaused {
         /// QEMU's name of its state.
         status: String,
         /// QEMU's name of the state of its migration.
         migration: String,
+        /// QEMU's refusal of 'migrate-recover' behind a colon; empty where it was not asked.
+        refusal: String,
     },
     /// It waits for pages of another file.
     #[error("the guest of this QEMU waits for pages of another file than this one")]
@@ -108,6 +110,14 @@ pub enum QemuError {
     Gone {
         /// Why, in one line.
         reasons: String,
+    },
+    /// The guest has ended, and its QEMU.
+    #[error(
+        "{how} during the migration, and its QEMU has ended; no other QEMU and no file has the guest"
+    )]
+    GuestEnded {
+        /// How, as a clause.
+        how: String,
     },
     /// The guest is where it was to go.
     #[error("the guest is at the destination, though not all went well: {reasons}")]

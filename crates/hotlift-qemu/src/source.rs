@@ -62,7 +62,7 @@ pub enum GuestThere {
 }
 
 /// Where the guest is after a migration that did not succeed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Whereabouts {
     /// At the source, running as before.
     Runs,
@@ -70,6 +70,8 @@ enum Whereabouts {
     Paused,
     /// Nowhere: the source's QEMU has ended, or cannot be reached.
     Gone,
+    /// Nowhere: the source's QEMU has reported how the guest ended, and has ended itself.
+    Ended(String),
     /// At the source, whose QEMU does not answer; not at the destination.
     Stalled,
     /// At the destination, after all.
@@ -219,6 +221,12 @@ impl Source {
         self.retrying(Qemu::cont)
     }
 
+    /// How the guest has ended since this command connected, as a clause; `None` if it has not. QEMU reports it before it closes
+    /// a connection of its migration, and may keep a guest that has ended (`-no-shutdown`).
+    pub fn guest_end(&self) -> Option<String> {
+        self.qemu().client().guest_events().end()
+    }
+
     /// Whether QEMU has given the guest up for good.
     pub fn ownership(&self) -> Ownership {
         match self.look() {
@@ -273,7 +281,10 @@ impl Source {
             reasons.push(format!("QEMU at the source: {}", error_line(&problem)));
             match is_told {
                 true => Whereabouts::InDoubt,
-                false if problem.is_disconnected() => Whereabouts::Gone,
+                false if problem.is_disconnected() => match self.guest_end() {
+                    Some(how) => Whereabouts::Ended(how),
+                    None => Whereabouts::Gone,
+                },
                 false => Whereabouts::Stalled,
             }
         });
@@ -413,6 +424,7 @@ impl Settled {
             }
             Whereabouts::Moved => return QemuError::MovedAnyway { reasons },
             Whereabouts::Gone => return QemuError::Gone { reasons },
+            Whereabouts::Ended(how) => return QemuError::GuestEnded { how },
             Whereabouts::Runs => "runs on".to_owned(),
             Whereabouts::Paused if self.was == RunState::Paused => "stays paused".to_owned(),
             Whereabouts::Paused => format!("was in state '{}', and stays", self.was.name()),

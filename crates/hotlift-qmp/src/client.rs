@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 
 use crate::address::QmpAddress;
 use crate::error::{QmpError, one_line};
+use crate::guest_events::GuestEvents;
 use crate::lines::{Line, Lines, Socket};
 
 /// Longest line that QEMU may send, in bytes. The longest known is the answer to `query-qmp-schema`,
@@ -47,6 +48,8 @@ pub struct Client {
     address: QmpAddress,
     greeting: Value,
     events: VecDeque<Event>,
+    guest: GuestEvents,
+    is_closed: bool,
     last_id: u64,
     timeout: Duration,
 }
@@ -107,6 +110,8 @@ impl Client {
             address: address.clone(),
             greeting: Value::Null,
             events: VecDeque::new(),
+            guest: GuestEvents::default(),
+            is_closed: false,
             last_id: 0,
             timeout: ANSWER_TIMEOUT,
         };
@@ -225,21 +230,40 @@ impl Client {
         }
     }
 
-    /// Whether an event with this name is among those that have come and are kept. The end of the connection brings no more.
+    /// What the events have reported of the guest, up to the last that has arrived.
+    pub fn guest_events(&mut self) -> &GuestEvents {
+        // A connection that breaks in a write may have brought events before.
+        let _ = self.take_events();
+        &self.guest
+    }
+
+    /// Whether the events have reported that the guest runs, or has run, since the connection was made.
     ///
     /// # Errors
-    /// If QEMU talks nonsense, or the connection fails.
-    pub fn has_come(&mut self, name: &str) -> Result<bool, QmpError> {
-        loop {
+    /// If an event may be lost: QEMU sends what is no message, or the connection breaks other than by its end.
+    pub fn has_run(&mut self) -> Result<bool, QmpError> {
+        self.take_events()?;
+        Ok(self.guest.has_run)
+    }
+
+    /// Takes in the events that have arrived. The end of the connection brings no more.
+    fn take_events(&mut self) -> Result<(), QmpError> {
+        for _ in 0..MAX_QUEUED_EVENTS {
             match self.message("events", Instant::now(), Duration::ZERO) {
                 Ok(Message::Event(event)) => self.queue(event),
-                Ok(_) => {}
-                Err(QmpError::Timeout { .. } | QmpError::Closed { .. }) => {
-                    return Ok(self.events.iter().any(|event| event.name == name));
-                }
+                Ok(Message::Return(..) | Message::Error(..)) => {}
+                Ok(Message::Greeting(_))
+                | Err(QmpError::Timeout { .. } | QmpError::Closed { .. }) => break,
                 Err(error) => return Err(error),
             }
         }
+        Ok(())
+    }
+
+    /// True if QEMU has closed the connection, and everything that it sent before was read.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.is_closed
     }
 
     /// The process that listens on the other end of a UNIX socket; `None` over TCP, and where the kernel does not tell.
@@ -253,6 +277,7 @@ impl Client {
     }
 
     fn queue(&mut self, event: Event) {
+        self.guest.take(&event);
         if self.events.len() == MAX_QUEUED_EVENTS {
             self.events.pop_front();
         }
@@ -283,9 +308,12 @@ impl Client {
                 command,
                 &format!("a line of more than {MAX_LINE} bytes"),
             )),
-            Line::Closed => Err(QmpError::Closed {
-                command: command.to_owned(),
-            }),
+            Line::Closed => {
+                self.is_closed = true;
+                Err(QmpError::Closed {
+                    command: command.to_owned(),
+                })
+            }
             Line::Late => Err(QmpError::Timeout {
                 command: command.to_owned(),
                 waited,

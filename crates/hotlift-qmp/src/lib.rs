@@ -12,6 +12,7 @@
 mod address;
 mod client;
 mod error;
+mod guest_events;
 mod http;
 mod lines;
 mod machine;
@@ -26,6 +27,7 @@ mod uuid;
 pub use address::QmpAddress;
 pub use client::{ANSWER_TIMEOUT, Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
 pub use error::{QmpError, one_line};
+pub use guest_events::GuestEvents;
 pub use http::{HTTP, is_http};
 pub use lines::{Connection, Line, Lines, Socket};
 pub use machine::{CommandInfo, NameInfo, RunState, StatusInfo, UuidInfo, Version, VersionInfo};

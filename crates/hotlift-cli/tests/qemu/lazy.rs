@@ -202,6 +202,65 @@ fn a_file_that_cannot_be_restored_lazily_is_refused_before_the_guest_runs() {
 }
 
 #[test]
+fn devices_that_a_held_qemu_refuses_fail_the_restore_with_its_words_and_no_advice_to_resume() {
+    let files = folder();
+    for (release, words) in [
+        (Release::V10, "load of migration failed"),
+        (Release::V7, "never ran the guest"),
+        (Release::V11, "was not restored: QEMU: "),
+    ] {
+        println!("{release:?}");
+        let machine = machine(release.machine(), Accelerator::Kvm);
+        let more = ["-device", "virtio-rng-pci"].map(str::to_owned);
+        let here = need!(Vm::running_with(release, &machine, &more));
+        let file = files.path().join(release.name()).display().to_string();
+        succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), &file]));
+        let there = need!(Vm::waiting(release, &machine));
+        let lazy = ["restore", "--lazy", &file, "--qmp", &there.free_qmp()];
+        let (status, said) = Hotlift::start(&lazy).wait();
+        let said = said.join("\n");
+        assert_eq!(status.code(), Some(1), "{said}");
+        assert!(said.contains(words), "{said}");
+        assert!(!said.contains("--resume"), "{said}");
+        assert!(!said.contains("the guest runs"), "{said}");
+        assert_eq!(there.count(), None, "the guest has run");
+    }
+}
+
+#[test]
+fn a_restore_is_resumed_though_another_client_has_asked_for_a_migration_meanwhile() {
+    let files = folder();
+    // QEMU 11.1 ends at that request.
+    for release in [Release::V10, Release::V7] {
+        let machine = machine(PC_7, Accelerator::Kvm);
+        let (file, before) = need!(saved(files.path(), &machine));
+        let mut there = need!(Vm::waiting(release, &machine));
+        let qmp = there.free_qmp();
+        let lazy = ["restore", "--lazy", &file, "--qmp", &qmp];
+        let mut restore = Hotlift::start(&[&lazy[..], &["--max-bandwidth=1M"]].concat());
+        restore.wait_for("the guest runs after");
+        there.counts_on_from(before);
+        let nowhere = there.uri("nowhere");
+        there
+            .qmp
+            .migrate(&nowhere)
+            .expect_err("a migration that QEMU refuses");
+        // Behind that it is not reported any more that the guest waits for pages.
+        assert_eq!(there.migration().status(), "setup");
+        restore.signal(Signal::KILL);
+        let _ = restore.wait();
+        there.says("postcopy-paused");
+        let said = succeeds(Hotlift::start(&[&lazy[..], &["--resume"]].concat()));
+        assert!(said.contains("has all pages"), "{said}");
+        there.says("completed");
+        there.counts_on_from(before);
+        let proven = there.prove();
+        there.qmp.cont().expect("cont");
+        there.counts_on_from(proven);
+    }
+}
+
+#[test]
 fn what_a_smaller_machine_says_of_a_file_is_told_and_nobody_speaks_of_a_guest_that_runs() {
     let files = folder();
     let machine = machine(PC_10, Accelerator::Kvm);

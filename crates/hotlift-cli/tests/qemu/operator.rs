@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use hotlift_qmp::{Qemu, QmpAddress};
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::guest::Guest;
@@ -174,6 +175,95 @@ fn ctrl_c_of_migrate_leaves_the_guest_running_where_it_was() {
             assert!(!there.is_running());
         }
     }
+}
+
+/// Waits until pages of the guest are sent.
+fn sends_pages(here: &mut Vm) {
+    until(
+        || "no pages are sent".to_owned(),
+        || {
+            let info = here.migration();
+            info.ram.is_some_and(|ram| ram.normal > 200).then_some(())
+        },
+    );
+}
+
+/// Powers the machine off as its guest would: SLP_EN, and type 0, into PM1a_CNT of the chip set (PIIX4's ports are at 0x600).
+fn power_off(here: &mut Vm) {
+    here.hmp("o /h 0x604 0x2000");
+}
+
+#[test]
+fn a_guest_that_powers_off_while_it_moves_or_is_saved_is_reported_as_ended() {
+    let files = folder();
+    let file = files.path().join("vm.save").display().to_string();
+    for release in [Release::V10, Release::V7, Release::V11] {
+        println!("{release:?}");
+        let machine = machine(release.machine());
+        let mut here = need!(Vm::running(release, &machine));
+        let there = need!(Vm::waiting(release, &machine));
+        let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
+        let qmp = here.free_qmp();
+        let migrate = ["migrate", "--qmp", &qmp, "--to", &uri, "--max-bandwidth=2M"];
+        let migrate = Hotlift::start(&migrate);
+        sends_pages(&mut here);
+        power_off(&mut here);
+        let (status, said) = migrate.wait();
+        let said = said.join("\n");
+        assert_eq!(status.code(), Some(1), "{said}");
+        assert!(
+            said.contains("the guest powered off during the migration"),
+            "{said}"
+        );
+        let (status, said) = serve.wait();
+        let said = said.join("\n");
+        assert_eq!(status.code(), Some(1), "{said}");
+        assert!(said.contains("the source: the guest powered off"), "{said}");
+        assert_eq!(there.count(), None, "the guest has run at the destination");
+
+        let mut here = need!(Vm::running(release, &machine));
+        let save = [
+            "save",
+            "--qmp",
+            &here.free_qmp(),
+            &file,
+            "--max-bandwidth=2M",
+        ];
+        let save = Hotlift::start(&save);
+        sends_pages(&mut here);
+        power_off(&mut here);
+        let (status, said) = save.wait();
+        let said = said.join("\n");
+        assert_eq!(status.code(), Some(1), "{said}");
+        assert!(said.contains("the guest powered off"), "{said}");
+        let left = fs::read_dir(files.path()).expect("it is there").count();
+        assert_eq!(left, 0, "a file is left");
+    }
+}
+
+#[test]
+fn a_guest_that_is_reset_while_it_moves_goes_on_at_the_destination() {
+    let machine = machine(PC_10);
+    let mut here = need!(Vm::running(Release::V10, &machine));
+    let there = need!(Vm::waiting(Release::V10, &machine));
+    let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
+    let qmp = here.free_qmp();
+    let migrate = [
+        "migrate",
+        "--qmp",
+        &qmp,
+        "--to",
+        &uri,
+        "--max-bandwidth=20M",
+    ];
+    let migrate = Hotlift::start(&migrate);
+    sends_pages(&mut here);
+    let reset = here.qmp.client().execute("system_reset", &Value::Null);
+    reset.expect("a reset");
+    let said = succeeds(migrate);
+    assert!(!said.contains("during the migration"), "{said}");
+    succeeds(serve);
+    until(|| "it does not start again".to_owned(), || there.count());
 }
 
 #[test]

@@ -50,6 +50,9 @@ const PATIENCE: Duration = Duration::from_secs(600);
 /// Between two looks whether a wait was called off.
 const TICK: Duration = Duration::from_millis(100);
 
+/// Between two questions to QEMU whether it loads the devices.
+const ASK_AGAIN: Duration = Duration::from_millis(500);
+
 /// The PING behind the opening, as QEMU numbers it.
 const OPENED: u32 = 1;
 
@@ -65,6 +68,17 @@ pub enum Preempt {
 
 /// See [`Hooks::on_loaded`].
 pub type OnLoaded<'a> = &'a (dyn Fn(Instant) -> Result<(), MigrationError> + Sync);
+
+/// What QEMU reports beside the stream while it has to load the devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Loading {
+    /// Nothing that decides.
+    Unknown,
+    /// Its main loop is back from the package, and the guest does not run.
+    Idle,
+    /// It has refused the devices.
+    Refused,
+}
 
 /// What the caller of a lazy restore asks for, and wants to know.
 #[derive(Default, Clone, Copy)]
@@ -83,6 +97,8 @@ pub struct Hooks<'a> {
     pub salvage: bool,
     /// With `salvage` called for each part of the file that is damaged, before a page of it goes out as zero.
     pub on_lost: Option<&'a (dyn Fn(&LostPages) + Sync)>,
+    /// Asks QEMU whether it loads the devices. Called twice a second until it has. The restore waits for it.
+    pub loading: Option<&'a (dyn Fn() -> Loading + Sync)>,
     /// Called once QEMU has loaded the devices, with the moment when it was connected to, to see whether the guest runs.
     /// Pages that the guest asks for are sent meanwhile; an error ends the restore.
     pub on_loaded: Option<OnLoaded<'a>>,
@@ -346,19 +362,46 @@ impl Restore<'_> {
         answers.ask(LOADED);
         answers.commit();
         main.take().raw(&bytes)?;
-        self.await_answers("QEMU to load the devices")
+        self.await_devices()
     }
 
-    fn await_answers(&self, waiting_for: &str) -> Result<(), MigrationError> {
-        let control = self.control;
-        let limit = Some((LOADING, waiting_for));
-        let may_run = self.may_run.load(Ordering::Acquire);
-        self.connection.answers.await_answers(limit, TICK, || {
-            match control.is_cancelled() && !may_run {
-                true => Err(MigrationError::Cancelled),
+    /// Waits until QEMU has loaded the devices. A QEMU that has failed to may keep the connection open without a message on it.
+    fn await_devices(&self) -> Result<(), MigrationError> {
+        let Connection { answers, link, .. } = &self.connection;
+        let limit = Some((LOADING, "QEMU to load the devices"));
+        let mut asked = Instant::now();
+        let mut was_idle = false;
+        answers.await_answers(limit, TICK, || {
+            let Some(loading) = self.hooks.loading else {
+                return Ok(());
+            };
+            if asked.elapsed() < ASK_AGAIN {
+                return Ok(());
+            }
+            let loading = loading();
+            asked = Instant::now();
+            let is_idle = loading == Loading::Idle;
+            let is_idle_again = std::mem::replace(&mut was_idle, is_idle) && is_idle;
+            // A QEMU that loads them answers the PING before its main loop is back; only the reader's thread may be late.
+            let is_answered = || {
+                answers.next_pong().is_none()
+                    || link.transport.wait_readable(Duration::ZERO).unwrap_or(true)
+            };
+            match loading == Loading::Refused || (is_idle_again && !is_answered()) {
+                true => Err(answers.refusal()),
                 false => Ok(()),
             }
         })
+    }
+
+    fn await_answers(&self, waiting_for: &str) -> Result<(), MigrationError> {
+        let limit = Some((LOADING, waiting_for));
+        self.connection
+            .answers
+            .await_answers(limit, TICK, || match self.control.is_cancelled() {
+                true => Err(MigrationError::Cancelled),
+                false => Ok(()),
+            })
     }
 
     fn watch(&self) {

@@ -1,0 +1,123 @@
+//! The guest's life as a machine's events report it.
+
+use serde_json::Value;
+
+use crate::client::Event;
+use crate::error::one_line;
+
+/// What the events of one connection have reported of the guest so far. Unlike the queue of events it forgets nothing.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GuestEvents {
+    /// The vCPUs were started (`RESUME`): QEMU sends it before the first instruction.
+    pub has_run: bool,
+    /// A migration has completed (`MIGRATION`, with capability `events`).
+    pub has_migrated: bool,
+    /// A migration has failed (`MIGRATION`, as above).
+    pub has_failed: bool,
+    /// QEMU's reason for the last shutdown of the machine (`SHUTDOWN`, a `ShutdownCause`).
+    pub shutdown: Option<String>,
+    /// The guest's kernel has panicked (`GUEST_PANICKED`).
+    pub has_panicked: bool,
+}
+
+impl GuestEvents {
+    pub(crate) fn take(&mut self, event: &Event) {
+        let text = |name: &str| event.data.get(name).and_then(Value::as_str).map(one_line);
+        match &*event.name {
+            "RESUME" => self.has_run = true,
+            "MIGRATION" => {
+                let status = text("status");
+                self.has_migrated |= status.as_deref() == Some("completed");
+                self.has_failed |= status.as_deref() == Some("failed");
+            }
+            "SHUTDOWN" => self.shutdown = Some(text("reason").unwrap_or_default()),
+            "GUEST_PANICKED" => self.has_panicked = true,
+            // The guest starts again, and needs a new cause to end.
+            "RESET" => {
+                self.has_panicked = false;
+                self.shutdown = None;
+            }
+            _ => {}
+        }
+    }
+
+    /// How the guest has ended, as a clause; `None` if it has not.
+    #[must_use]
+    pub fn end(&self) -> Option<String> {
+        let Some(reason) = &self.shutdown else {
+            return self.has_panicked.then(|| "the guest panicked".to_owned());
+        };
+        Some(match &**reason {
+            "guest-shutdown" => "the guest powered off".to_owned(),
+            "guest-panic" => "the guest panicked".to_owned(),
+            "guest-reset" => "the guest was reset, which ends its QEMU (-no-reboot)".to_owned(),
+            "host-qmp-system-reset" => {
+                "the guest was reset by 'system_reset', which ends its QEMU (-no-reboot)".to_owned()
+            }
+            "host-qmp-quit" => "the guest's QEMU was ended by 'quit'".to_owned(),
+            "host-signal" => "the guest's QEMU was ended by a signal".to_owned(),
+            "" => "the guest's QEMU was shut down".to_owned(),
+            other => format!("the guest's QEMU was shut down ({other})"),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn after(events: &[(&str, Value)]) -> GuestEvents {
+        let mut guest = GuestEvents::default();
+        for (name, data) in events {
+            guest.take(&Event {
+                name: (*name).to_owned(),
+                data: data.clone(),
+                at: None,
+            });
+        }
+        guest
+    }
+
+    #[test]
+    fn a_guest_has_run_once_its_vcpus_were_started() {
+        assert!(!after(&[("STOP", json!({}))]).has_run);
+        assert!(after(&[("RESUME", json!({})), ("STOP", json!({}))]).has_run);
+    }
+
+    #[test]
+    fn the_cause_of_a_shutdown_is_named_and_a_reset_ends_nothing() {
+        let shutdown = |reason: &str| ("SHUTDOWN", json!({ "guest": true, "reason": reason }));
+        let reset = ("RESET", json!({ "guest": true, "reason": "guest-reset" }));
+        let panicked = ("GUEST_PANICKED", json!({ "action": "pause" }));
+        for (events, end) in [
+            (vec![], None),
+            (vec![reset.clone()], None),
+            (
+                vec![shutdown("guest-shutdown")],
+                Some("the guest powered off"),
+            ),
+            (vec![panicked.clone()], Some("the guest panicked")),
+            (vec![panicked, reset], None),
+            (
+                vec![shutdown("host-\u{1b}x")],
+                Some("the guest's QEMU was shut down (host- x)"),
+            ),
+            (
+                vec![("SHUTDOWN", json!({}))],
+                Some("the guest's QEMU was shut down"),
+            ),
+        ] {
+            assert_eq!(after(&events).end().as_deref(), end, "{events:?}");
+        }
+    }
+
+    #[test]
+    fn a_migration_has_completed_once_its_event_reports_it() {
+        let status = |status: &str| ("MIGRATION", json!({ "status": status }));
+        assert!(!after(&[status("setup"), status("postcopy-active")]).has_migrated);
+        let stray = after(&[status("completed"), status("setup")]);
+        assert!(stray.has_migrated && !stray.has_failed);
+        assert!(after(&[status("failed")]).has_failed);
+    }
+}
