@@ -128,7 +128,7 @@ fn candidate(
 ) -> Option<Candidate> {
     let (memory, written, stays) = match memory {
         Ok(memory) => (memory.bytes, memory.written, stays),
-        Err(_) if matches!(here.state(domain), Ok(State::Gone)) => {
+        Err(_) if matches!(here.settled_state(domain), Ok(State::Gone)) => {
             complain!("{} has ended, and is left out", domain.name);
             return None;
         }

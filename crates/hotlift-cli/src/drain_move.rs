@@ -105,8 +105,10 @@ impl Move {
             Ok(None) => return Fate::Waiting,
             Err(error) => {
                 let reason = error_line(&error);
-                return match self.here.state(domain) {
-                    Ok(State::Gone) => Fate::Ended { reason },
+                return match self.here.settled_state(domain) {
+                    Ok(State::Gone) => Fate::Ended {
+                        reason: self.here.with_end(domain, reason),
+                    },
                     _ => Fate::NotBegun { reason },
                 };
             }
@@ -156,7 +158,9 @@ fn fate(here: &Libvirt, to: &Libvirt, domain: &Domain, ended: Result<(), String>
         Whereabouts::There => Fate::Moved {
             job: to.job(domain, true),
         },
-        Whereabouts::Ended => Fate::Ended { reason },
+        Whereabouts::Ended => Fate::Ended {
+            reason: here.with_end(domain, reason),
+        },
         Whereabouts::Unknown { seen } => Fate::Unknown {
             reason: format!("{seen}: {reason}"),
         },

@@ -175,7 +175,10 @@ pub fn run(
                 return Err(ConsoleError::Interrupted.into());
             }
             Whereabouts::Here => return Err(CommandError::DomainStayed { reason }),
-            Whereabouts::Ended => return Err(CommandError::DomainEnded { reason }),
+            Whereabouts::Ended => {
+                let reason = here.with_end(domain, reason);
+                return Err(CommandError::DomainEnded { reason });
+            }
             Whereabouts::Unknown { seen } => {
                 let reason = format!("{seen}: {reason}");
                 return Err(CommandError::DomainInDoubt { reason });

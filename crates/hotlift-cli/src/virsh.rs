@@ -8,7 +8,8 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use hotlift_qmp::one_line;
 
@@ -16,6 +17,9 @@ use crate::virsh_run::Run;
 
 /// How long libvirt may take to answer, behind SSH and while it does other things for the domain.
 const ANSWER: Duration = Duration::from_secs(40);
+
+/// Between two questions whether libvirt has ended a QEMU.
+const ENDING_POLL: Duration = Duration::from_millis(200);
 
 /// Most that is kept of what `virsh` says, in bytes.
 const MOST: usize = 1 << 20;
@@ -54,9 +58,14 @@ pub enum State {
     Running,
     /// It stands still.
     Paused,
+    /// Its guest has ended, and libvirt is ending its QEMU.
+    Ending,
     /// It is not there, or has no guest.
     Gone,
 }
+
+/// Beginnings of what `virsh domstate --reason` prints where a guest has ended and its QEMU has not.
+const ENDING: [&str; 2] = ["in shutdown", "paused (shutting down)"];
 
 /// A domain, which is the same on every host. virsh takes a word for an ID, then for a UUID, and for a name last: a name of
 /// digits would lead to another domain. So libvirt is asked by the UUID alone, and the name is for people.
@@ -191,12 +200,8 @@ impl Libvirt {
     /// # Errors
     /// [`VirshError`]; that it is not there is none.
     pub fn state(&self, domain: &Domain) -> Result<State, VirshError> {
-        match self.ask(&["domstate", "--domain", &domain.uuid]) {
-            Ok(said) => Ok(match said.trim() {
-                "running" | "idle" => State::Running,
-                "shut off" | "crashed" => State::Gone,
-                _ => State::Paused,
-            }),
+        match self.ask(&["domstate", "--reason", "--domain", &domain.uuid]) {
+            Ok(said) => Ok(state(said.trim())),
             // virsh has the same words for a domain that is not there, for one that may not be seen and for a connection that
             // broke: only a list without it says that it is gone.
             Err(refused @ VirshError::Refused { .. }) => {
@@ -207,6 +212,29 @@ impl Libvirt {
                 }
             }
             Err(error) => Err(error),
+        }
+    }
+
+    /// The same, once libvirt has ended the QEMU of a guest that has ended.
+    ///
+    /// # Errors
+    /// [`VirshError`].
+    pub fn settled_state(&self, domain: &Domain) -> Result<State, VirshError> {
+        let deadline = Instant::now() + ANSWER;
+        loop {
+            match self.state(domain)? {
+                State::Ending if Instant::now() < deadline => thread::sleep(ENDING_POLL),
+                state => return Ok(state),
+            }
+        }
+    }
+
+    /// `reason` behind how the domain has ended, if libvirt keeps that.
+    pub fn with_end(&self, domain: &Domain, reason: String) -> String {
+        let words = ["domstate", "--reason", "--domain", &domain.uuid];
+        match self.ask(&words).ok().and_then(|said| end(said.trim())) {
+            Some(how) => format!("{how}: {reason}"),
+            None => reason,
         }
     }
 
@@ -362,6 +390,28 @@ impl Migrating {
     }
 }
 
+/// The state that `virsh domstate --reason` prints.
+fn state(said: &str) -> State {
+    let (state, _) = said.split_once(" (").unwrap_or((said, ""));
+    match state {
+        _ if ENDING.iter().any(|ending| said.starts_with(ending)) => State::Ending,
+        "running" | "idle" => State::Running,
+        "shut off" | "crashed" => State::Gone,
+        _ => State::Paused,
+    }
+}
+
+/// The end that `virsh domstate --reason` prints.
+fn end(said: &str) -> Option<&'static str> {
+    match said {
+        "shut off (shutdown)" => Some("the guest powered off"),
+        "shut off (crashed)" => Some("its QEMU crashed"),
+        "shut off (destroyed)" => Some("it was destroyed"),
+        _ if said.starts_with("crashed") => Some("the guest panicked"),
+        _ => None,
+    }
+}
+
 /// The errors that `virsh` prints, in one line.
 fn errors(said: &str) -> String {
     let lines = said.lines().map(|line| line.trim_start_matches("error: "));
@@ -476,6 +526,32 @@ mod tests {
             ("tcp:b:4444", None),
         ] {
             assert_eq!(host_of(uri), host, "{uri}");
+        }
+    }
+
+    #[test]
+    fn states_and_ends_are_found_with_and_without_a_reason() {
+        for (said, expected, how) in [
+            ("running (booted)", State::Running, None),
+            ("idle", State::Running, None),
+            ("paused (user)", State::Paused, None),
+            ("pmsuspended (unknown)", State::Paused, None),
+            ("paused (shutting down)", State::Ending, None),
+            ("in shutdown (user)", State::Ending, None),
+            ("in shutdown", State::Ending, None),
+            (
+                "shut off (shutdown)",
+                State::Gone,
+                Some("the guest powered off"),
+            ),
+            ("shut off (migrated)", State::Gone, None),
+            (
+                "crashed (panicked)",
+                State::Gone,
+                Some("the guest panicked"),
+            ),
+        ] {
+            assert_eq!((state(said), end(said)), (expected, how), "{said}");
         }
     }
 

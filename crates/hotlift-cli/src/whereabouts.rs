@@ -35,8 +35,8 @@ pub fn whereabouts(
 ) -> Whereabouts {
     verdict(
         was,
-        &here.state(domain),
-        &to.state(domain),
+        &here.settled_state(domain),
+        &to.settled_state(domain),
         is_ended_here(reason),
     )
 }
@@ -78,6 +78,7 @@ fn said(state: &Result<State, VirshError>) -> &'static str {
     match state {
         Ok(State::Running) => "runs",
         Ok(State::Paused) => "is paused",
+        Ok(State::Ending) => "is being shut down",
         Ok(State::Gone) => "is not, or is shut off",
         Err(_) => "is not known, for libvirt does not say",
     }

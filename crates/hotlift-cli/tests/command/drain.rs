@@ -69,6 +69,27 @@ fn a_domain_that_ends_while_it_moves_has_ended_and_is_in_no_doubt() {
     assert!(said.contains("1 of 1 domains ended"), "{said}");
 }
 
+#[test]
+fn a_domain_whose_guest_powers_off_while_it_moves_has_ended_once_its_qemu_has() {
+    for ending in ["in shutdown (user)", "paused (shutting down)"] {
+        let hosts = Hosts::new(&[B]);
+        hosts.domain(1, "web1", "running");
+        hosts.define(1);
+        let lines = format!(
+            "echo '{ending}' > \"$dir/state\"; echo 'error: domain is not running' >&2; exit 1"
+        );
+        hosts.on(HERE, "migrate", &lines);
+        // The first answer is that of a QEMU that has not ended.
+        let ends = r#"cat "$dir/state"; echo "shut off (shutdown)" > "$dir/state"; exit"#;
+        hosts.on(HERE, "domstate", ends);
+        let (code, said) = hosts.hotlift(&["drain", "--to=b"]);
+        assert_eq!(code, Some(1), "{ending}: {said}");
+        let words = "web1 to b: ended: the guest powered off: domain is not running";
+        assert!(said.contains(words), "{ending}: {said}");
+        assert!(said.contains("1 of 1 domains ended"), "{ending}: {said}");
+    }
+}
+
 const C: &str = "qemu+ssh://c/system";
 
 #[test]
