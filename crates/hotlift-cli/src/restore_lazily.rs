@@ -210,6 +210,8 @@ fn restore(
                 reason,
                 can_run: true,
             } => complain!("hotlift: the guest does not run: {reason}; its pages follow"),
+            // The broken connection ends the restore, which reports how the guest ended.
+            Statement::GuestEnded { .. } => has_run.store(true, Ordering::Relaxed),
             Statement::Stopped { reason, .. }
             | Statement::Ended { reason }
             | Statement::Never { reason } => return Err(MigrationError::Destination { reason }),
