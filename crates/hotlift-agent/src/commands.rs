@@ -151,7 +151,12 @@ impl MigrationRow {
             bandwidth,
             cores: f64::from(cpu) / 1000.0,
             downtime_seconds: moment.still().as_secs_f64(),
-            stall: session.control.stall().map(|stall| stall.to_string()),
+            // The last one of a migration that has ended is part of its error.
+            stall: session
+                .control
+                .stall()
+                .filter(|_| moment.took.is_none())
+                .map(|stall| stall.to_string()),
             error: moment.error.clone(),
         }
     }

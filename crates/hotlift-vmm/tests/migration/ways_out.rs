@@ -101,6 +101,7 @@ fn a_host_that_is_lost_in_precopy_fails_the_migration_on_both_sides_and_the_gues
     let listener = link.destination.within(|| to.listen()).unwrap().unwrap();
     let options = Options {
         silence_timeout: Duration::from_secs(1),
+        insecure: true,
         ..slow()
     };
     let is_down = AtomicBool::new(false);
