@@ -176,8 +176,9 @@ pub(super) fn take_all(stream: &TcpStream) {
     }
 }
 
-/// Receive buffers below this size are those of [`take_little`]: Linux gives 2304 bytes, and 128 KiB to others.
-const SMALL: usize = 16 << 10;
+/// Receive buffers below this size come from [`take_little`]: 2304 bytes, or what the kernel has made of them since. Linux gives
+/// others 128 KiB (the default of `net.ipv4.tcp_rmem`).
+const SMALL: usize = 128 << 10;
 
 /// Connections that may wait to be accepted; Linux takes no more since 5.4 (net.core.somaxconn).
 const BACKLOG: i32 = 4096;
