@@ -1,7 +1,7 @@
 //! The return path: what the destination says to the source, on the main channel's socket.
 //!
 //! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`); 0x4801 to
-//! 0x4803 are Hotlift's and go only to a peer that is one, since QEMU ends the migration at a type
+//! 0x4803 are Hotlift's and go only to a peer that is one, or to one whose migration must end: QEMU ends it at a type
 //! it does not know.
 
 use crate::handshake::{Accepted, Features, VERSION};
