@@ -67,24 +67,6 @@ impl PageSet {
         part.is_some_and(|part| part.test(page % PART))
     }
 
-    /// How many bytes of a RAM block of `length` bytes are in pages that are not in, and the byte offset of the first of them.
-    pub(crate) fn missing(&self, length: u64) -> (u64, Option<u64>) {
-        let page_bytes = PAGE_SIZE as u64;
-        let mut missing = 0;
-        let mut first = None;
-        for (part, bitmap) in (0..).zip(&self.parts) {
-            let begins = part * (PART as u64);
-            let pages = (length.div_ceil(page_bytes) - begins).min(PART as u64);
-            let count = bitmap.get().map_or(0, DirtyBitmap::count);
-            missing += pages - count;
-            if count < pages && first.is_none() {
-                let mut offsets = (begins..begins + pages).map(|page| page * page_bytes);
-                first = offsets.find(|offset| !self.contains(*offset));
-            }
-        }
-        (missing * page_bytes, first)
-    }
-
     /// Takes out every page: their byte offsets, in order.
     pub(crate) fn take(&self) -> impl Iterator<Item = u64> {
         let made = (0_u64..).zip(&self.parts);
@@ -131,25 +113,6 @@ mod tests {
         set.insert(gib).unwrap();
         set.clear();
         assert!(set.insert(gib).unwrap());
-    }
-
-    #[test]
-    fn pages_that_are_not_in_are_counted_and_the_first_is_named() {
-        let gib = 1 << 30;
-        let length = 2 * gib + 3 * 4096;
-        let set = PageSet::new(length, &MemoryLimit::new(4 * PART_BYTES));
-        assert_eq!(set.missing(length), (length, Some(0)));
-        for page in (0..length).step_by(4096) {
-            set.insert(page).unwrap();
-        }
-        assert_eq!(set.missing(length), (0, None));
-        let set = PageSet::new(length, &MemoryLimit::new(4 * PART_BYTES));
-        let without = |page: &u64| ![gib + 4096, 2 * gib + 4096].contains(page);
-        for page in (0..length).step_by(4096).filter(without) {
-            set.insert(page).unwrap();
-        }
-        assert_eq!(set.missing(length), (2 * 4096, Some(gib + 4096)));
-        assert_eq!(PageSet::new(0, &MemoryLimit::new(0)).missing(0), (0, None));
     }
 
     #[test]

@@ -1,46 +1,136 @@
 //! Which pages of a stream have come, so that no file is taken for whole that lacks some.
 
+use std::sync::Mutex;
+
+use hotlift_mem::{DirtyBitmap, PAGE_SIZE};
 use hotlift_methods::MemoryLimit;
 use hotlift_wire::RamBlockEntry;
 
 use super::FileError;
-use crate::ends::page_set::PageSet;
 use crate::ends::settings::LeftOut;
-use crate::error::MigrationError;
+use crate::error::{Channel, MigrationError};
 use crate::pipe::batch::Batch;
+use crate::threads::lock;
+
+/// Pages that share a bitmap: 128 MiB of RAM, 4 KiB. It is there only while some of them have come and some have not. A source
+/// sends RAM in order, so that few are there at a time, however much RAM there is.
+const PART: u64 = 1 << 15;
+
+const PART_BYTES: usize = 4 << 10;
 
 /// Pages that have come so far, as content or as zero.
 pub(super) struct Complete {
     blocks: Vec<Block>,
+    memory: MemoryLimit,
 }
 
 struct Block {
     name: String,
     length: u64,
-    came: PageSet,
+    parts: Vec<Mutex<Part>>,
+}
+
+/// Which of its pages have come.
+enum Part {
+    None,
+    Some {
+        came: DirtyBitmap,
+        /// How many have not.
+        missing: u64,
+    },
+    All,
+}
+
+impl Block {
+    /// How many pages a part has.
+    fn pages(&self, part: usize) -> u64 {
+        let before = PART * part as u64;
+        let all = self.length.div_ceil(PAGE_SIZE as u64);
+        all.saturating_sub(before).min(PART)
+    }
+
+    /// How many bytes have not come, and the byte offset of the first of them.
+    fn missing(&self) -> (u64, Option<u64>) {
+        let (mut count, mut first) = (0, None);
+        for (index, part) in self.parts.iter().enumerate() {
+            let (missing, place) = match &*lock(part) {
+                Part::All => continue,
+                Part::None => (self.pages(index), 0),
+                Part::Some { came, missing } => {
+                    let place = (0..came.pages()).find(|page| !came.test(*page));
+                    (*missing, place.unwrap_or(0) as u64)
+                }
+            };
+            count += missing;
+            first.get_or_insert(PART * index as u64 + place);
+        }
+        let bytes = |pages: u64| pages * PAGE_SIZE as u64;
+        (bytes(count), first.map(bytes))
+    }
 }
 
 impl Complete {
-    /// No pages of these RAM blocks. Those that come take their memory from `memory`: a bit each.
+    /// No pages of these RAM blocks. Those that come take their memory from `memory`.
     pub fn new(blocks: &[RamBlockEntry], memory: &MemoryLimit) -> Self {
+        let part_length = PART * PAGE_SIZE as u64;
         let blocks = blocks.iter().map(|block| Block {
             name: block.name.clone(),
             length: block.used_length,
-            came: PageSet::new(block.used_length, memory),
+            parts: (0..block.used_length.div_ceil(part_length))
+                .map(|_| Mutex::new(Part::None))
+                .collect(),
         });
         Self {
             blocks: blocks.collect(),
+            memory: memory.clone(),
         }
     }
 
-    /// Notes the pages of a batch.
+    /// Notes the pages of a batch, which lie in its block.
     ///
     /// # Errors
     /// If there is no memory for it.
     pub fn note(&self, batch: &Batch) -> Result<(), MigrationError> {
-        let came = &self.blocks[batch.block].came;
-        for offset in batch.normal.iter().chain(&batch.zero) {
-            came.insert(*offset)?;
+        let block = &self.blocks[batch.block];
+        let page = |offset: &u64| offset / PAGE_SIZE as u64;
+        let are_in_one = |a: &u64, b: &u64| page(a) / PART == page(b) / PART;
+        for offsets in [&batch.normal, &batch.zero] {
+            for run in offsets.chunk_by(are_in_one) {
+                let index = usize::try_from(page(&run[0]) / PART).unwrap_or(usize::MAX);
+                self.note_in(block, index, run.iter().map(|offset| page(offset) % PART))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes pages of one part.
+    fn note_in(
+        &self,
+        block: &Block,
+        index: usize,
+        pages: impl Iterator<Item = u64>,
+    ) -> Result<(), MigrationError> {
+        let Some(part) = block.parts.get(index) else {
+            return Ok(());
+        };
+        let mut part = lock(part);
+        if matches!(*part, Part::None) {
+            let taken = self.memory.take(PART_BYTES);
+            taken.map_err(|source| MigrationError::memory(Channel::Main, source))?;
+            let missing = block.pages(index);
+            let came = DirtyBitmap::new(usize::try_from(missing).unwrap_or(0));
+            *part = Part::Some { came, missing };
+        }
+        let Part::Some { came, missing } = &mut *part else {
+            return Ok(());
+        };
+        for page in pages {
+            let is_new = came.set(usize::try_from(page).unwrap_or(usize::MAX));
+            *missing -= u64::from(is_new);
+        }
+        if *missing == 0 {
+            *part = Part::All;
+            self.memory.give_back(PART_BYTES);
         }
         Ok(())
     }
@@ -51,7 +141,7 @@ impl Complete {
     /// [`FileError::Incomplete`] with the first RAM block that lacks pages.
     pub fn check(&self, left_out: &[LeftOut]) -> Result<(), FileError> {
         for block in &self.blocks {
-            let (missing, first) = block.came.missing(block.length);
+            let (missing, first) = block.missing();
             let may_lack = |left_out: &LeftOut| match left_out {
                 LeftOut::Unplugged { block: name, bytes } => {
                     let is_this = block.name == *name || block.name.ends_with(&format!("/{name}"));
@@ -119,6 +209,38 @@ mod tests {
             "{lacks}"
         );
         assert!(check(&[], &[]).is_some());
+    }
+
+    #[test]
+    fn memory_is_taken_for_what_has_come_in_part_alone() {
+        let pages = 3 * PART + 5;
+        let blocks = [RamBlockEntry::new("pc.ram", pages * PAGE)];
+        let memory = MemoryLimit::new(2 * PART_BYTES);
+        let complete = Complete::new(&blocks, &memory);
+        let missing = |count, first: Option<u64>| {
+            let expected = (count * PAGE, first.map(|page| page * PAGE));
+            assert_eq!(complete.blocks[0].missing(), expected);
+        };
+        let note = |pages: std::ops::Range<u64>| {
+            let mut batch = Batch::new();
+            batch.start(0);
+            batch.zero.extend(pages.map(|page| page * PAGE));
+            complete.note(&batch)
+        };
+        missing(pages, Some(0));
+        // Across parts, and twice.
+        for _ in 0..2 {
+            note(0..PART + 7).unwrap();
+            missing(pages - PART - 7, Some(PART + 7));
+            assert_eq!(memory.used(), PART_BYTES);
+        }
+        note(3 * PART..pages - 1).unwrap();
+        missing(2 * PART - 7 + 1, Some(PART + 7));
+        assert!(note(2 * PART..2 * PART + 1).is_err(), "more than there is");
+        note(PART + 7..2 * PART).unwrap();
+        note(2 * PART..pages).unwrap();
+        missing(0, None);
+        assert_eq!(memory.used(), 0);
     }
 
     #[test]
