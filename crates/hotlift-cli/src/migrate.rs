@@ -344,6 +344,15 @@ impl Move<'_> {
                 reason: reasons,
                 guest: GuestThere::Stopped,
             }) => return Err(QemuError::StoppedThere { reasons, qmp }.into()),
+            // That QEMU was ended, and has never run the guest.
+            Some(FinalMessage::Failed {
+                reason,
+                guest: GuestThere::NotHere,
+            }) => {
+                let error = MigrationError::Destination { reason };
+                let settled = self.source.settle(&error, true, || GuestThere::NotHere);
+                return Err(settled.into_error(None, self.interrupt.is_raised()).into());
+            }
             Some(FinalMessage::Failed { reason, .. }) => {
                 return in_doubt(format!("the destination: {reason}"));
             }

@@ -61,6 +61,9 @@ const TICK: Duration = Duration::from_millis(100);
 const OPENED: &str = "the destination's answer to the opening (is its machine the source's, has it as many \
                       multifd channels, and the same method?)";
 
+/// How long a QEMU that says that it has the guest may take to show over QMP what it does with it. After that its word stands.
+const CONFIRMING: Duration = Duration::from_secs(30);
+
 /// Why a QEMU that was ended did not get the guest.
 const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
 
@@ -284,6 +287,9 @@ impl<'a> StreamSink<'a> {
         let was = self.run_state.get().map(String::as_str);
         let mut word = on_stream(patience.min(LOOK_AFTER));
         while word != Some(Word::Never) && committed.elapsed() < patience {
+            if word.is_some() && committed.elapsed() >= CONFIRMING {
+                break;
+            }
             let taken = has_taken(was);
             // What it said before it went comes first.
             let said_before = word.or_else(|| on_stream(LOOK));
@@ -301,7 +307,7 @@ impl<'a> StreamSink<'a> {
                 }
             }
         }
-        word.filter(|word| *word == Word::Never)
+        word
     }
 
     /// What a relay that listens there is told of the stream.
