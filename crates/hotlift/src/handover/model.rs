@@ -60,6 +60,8 @@ enum Mutant {
     StoppedIsNever,
     /// The destination says so first, and ends that QEMU afterwards.
     EndsAfterTheReport,
+    /// The source takes a guest back that the destination's QEMU has, and does not run, before that QEMU was seen to end.
+    TakesBackEarly,
     /// The destination says so of each QEMU that it has ended, also of one that has run the guest before its end.
     EndIsProof,
 }
@@ -123,6 +125,8 @@ struct State {
     saw_stopped: bool,
     /// That QEMU was ended.
     ended_there: bool,
+    /// The source knows that, and that the guest never ran there, though it took the guest to be there before.
+    told_ended: bool,
     source_alive: bool,
     destination_alive: bool,
     /// The stream's connection is cut; the source, the destination has seen it.
@@ -164,6 +168,8 @@ enum Step {
     EndStopped,
     SayEnded,
     SayStopped,
+    TellEnded,
+    TakeBack,
     LaterCont,
     RunnerPanics,
     Cut,
@@ -274,6 +280,7 @@ impl Model for HandOver {
             stopped_there: false,
             saw_stopped: false,
             ended_there: false,
+            told_ended: false,
             source_alive: true,
             destination_alive: true,
             cut: false,
@@ -313,6 +320,8 @@ impl Model for HandOver {
             Step::EndStopped,
             Step::SayEnded,
             Step::SayStopped,
+            Step::TellEnded,
+            Step::TakeBack,
             Step::LaterCont,
             Step::RunnerPanics,
             Step::Cut,
@@ -501,6 +510,7 @@ impl Model for HandOver {
                     && state.saw_stopped
                     && !state.ended_there
                     && (state.taking == DestinationSide::Taking
+                        || state.taking == DestinationSide::Taken && state.stopped_there
                         || self.mutant == Mutant::EndsAfterTheReport) =>
             {
                 state.ended_there = true;
@@ -518,15 +528,31 @@ impl Model for HandOver {
                     false => state.refuse(),
                 }
             }
-            // A QEMU that others have started keeps the guest: whether it runs is its operator's to decide.
+            // A QEMU that others have started keeps the guest: whether it runs is its operator's to decide. One that answers
+            // too late has said on the stream that it has the guest.
             Step::SayStopped
-                if there
-                    && !self.may_end
-                    && state.saw_stopped
-                    && state.taking == DestinationSide::Taking =>
+                if there && state.stopped_there && state.taking == DestinationSide::Taking =>
             {
                 state.taking.taken();
                 state.send_to_source(Message::Runs);
+            }
+            Step::TellEnded
+                if there
+                    && here
+                    && state.taking == DestinationSide::Taken
+                    && !state.told_ended
+                    && (state.ended_there && !state.ran_there
+                        || self.mutant == Mutant::TakesBackEarly && state.stopped_there) =>
+            {
+                state.told_ended = true;
+            }
+            Step::TakeBack
+                if here
+                    && state.told_ended
+                    && !state.runs_here
+                    && state.source == SourceSide::Ended(Verdict::Moved) =>
+            {
+                state.runs_here = true;
             }
             Step::LaterCont if state.stopped_there => {
                 state.stopped_there = false;
@@ -736,6 +762,7 @@ impl Model for HandOver {
                 |_, state: &State| {
                     state.source != SourceSide::Ended(Verdict::Moved)
                         || state.has_been_given()
+                        || state.ended_there
                         || !state.destination_alive
                 },
             ),
@@ -875,6 +902,7 @@ fn the_checker_finds_each_mutant() {
         Mutant::RunIsObeyed,
         Mutant::StoppedIsNever,
         Mutant::EndsAfterTheReport,
+        Mutant::TakesBackEarly,
         Mutant::EndIsProof,
     ] {
         let found = all(mutant, Attacker::None).any(|model| !explore(model).0.is_empty());
