@@ -69,8 +69,6 @@ pub struct Destination {
     settled: Mutex<Option<Statement>>,
     /// It had the guest before this command connected to it.
     had_guest: bool,
-    /// Why it has refused the devices of a lazy restore. Later it may end, or answer nothing.
-    refusal: Mutex<Option<String>>,
 }
 
 /// What a QEMU that was given a guest has said of it.
@@ -198,7 +196,6 @@ impl Destination {
             folder,
             ask_again_at: Mutex::default(),
             had_guest: true,
-            refusal: Mutex::default(),
         })
     }
 
@@ -240,7 +237,6 @@ impl Destination {
             folder,
             ask_again_at: Mutex::default(),
             had_guest: false,
-            refusal: Mutex::default(),
         })
     }
 
@@ -336,15 +332,11 @@ impl Destination {
         };
         match loading(&info, &state) {
             Err(reason) => {
-                *self.refusal() = Some(reason);
+                *self.settled() = Some(Statement::Never { reason });
                 Loading::Refused
             }
             Ok(loading) => loading,
         }
-    }
-
-    fn refusal(&self) -> MutexGuard<'_, Option<String>> {
-        self.refusal.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether it has closed its QMP connection without having run the guest. Another process between may have closed it: this
@@ -535,9 +527,6 @@ impl Destination {
             answer.map_err(|error| error_line(&error))
         };
         drop(ask_again_at);
-        if let Some(reason) = self.refusal().clone() {
-            return Statement::Never { reason };
-        }
         if answer.is_err()
             && let Some(how) = self.guest_end()
         {
