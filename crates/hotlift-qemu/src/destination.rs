@@ -506,8 +506,13 @@ impl Destination {
         let answer = if ask_again_at.is_some_and(|until| Instant::now() < until) {
             Err("QEMU does not answer over QMP".to_owned())
         } else {
+            // QEMU 11.1 may hang after a failure; otherwise its words are better than the event.
+            let timeout = match self.is_refused() {
+                true => ASK_WHETHER_LOADING,
+                false => ASK,
+            };
             let mut qemu = self.qemu();
-            qemu.client().set_timeout(ASK);
+            qemu.client().set_timeout(timeout);
             let answer = qemu.query_migrate().and_then(|mut info| {
                 // QEMU reports a later 'migrate' of another client, also a refused one, in place of the incoming migration.
                 if qemu.client().guest_events().has_migrated {

@@ -50,9 +50,9 @@ impl GuestEvents {
         Some(match &**reason {
             "guest-shutdown" => "the guest powered off".to_owned(),
             "guest-panic" => "the guest panicked".to_owned(),
-            "guest-reset" => "the guest was reset, which ends its QEMU (-no-reboot)".to_owned(),
+            "guest-reset" => "the guest was reset under -no-reboot".to_owned(),
             "host-qmp-system-reset" => {
-                "the guest was reset by 'system_reset', which ends its QEMU (-no-reboot)".to_owned()
+                "the guest was reset by 'system_reset' under -no-reboot".to_owned()
             }
             "host-qmp-quit" => "the guest's QEMU was ended by 'quit'".to_owned(),
             "host-signal" => "the guest's QEMU was ended by a signal".to_owned(),
