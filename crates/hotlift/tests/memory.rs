@@ -224,6 +224,10 @@ fn device_state_is_bounded() {
     alone!();
     let device_state = || {
         let (mut encoder, mut main) = start(PAGES * PAGE_SIZE as u64, false);
+        for page in 0..PAGES {
+            let offset = page * PAGE_SIZE as u64;
+            encoder.zero_page(0, offset, &mut main).unwrap();
+        }
         encoder.ram_eos(&mut main).unwrap();
         encoder.ram_end(&mut main).unwrap();
         encoder.ram_eos(&mut main).unwrap();
