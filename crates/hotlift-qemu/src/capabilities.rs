@@ -3,6 +3,7 @@
 //! The tables have every name that QEMU 7.2, 10.0 and 11.1 list. A name without a row that is in use is refused: it may
 //! change what the stream is made of.
 
+use hotlift::options::qmp_option;
 use serde_json::{Map, Value};
 
 use crate::error::QemuError;
@@ -298,6 +299,8 @@ pub fn check_parameters(
     for (name, value) in now {
         let (default, reason) = match parameter(name) {
             Some(row) => (row.only.map(Value::from), row.reason),
+            // A built-in guest: its own migration options are those of the relay.
+            None if qmp_option(name).is_some() => continue,
             None => (defaults(name), UNKNOWN),
         };
         let is_accepted = match (&default, parameter(name)) {
