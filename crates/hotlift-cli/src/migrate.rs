@@ -353,6 +353,11 @@ impl Move<'_> {
                 let settled = self.source.settle(&error, true, || GuestThere::NotHere);
                 return Err(settled.into_error(None, self.interrupt.is_raised()).into());
             }
+            // It has run there, and what became of it since does not bring it back.
+            Some(FinalMessage::Failed {
+                reason: reasons,
+                guest: GuestThere::Here,
+            }) => return Err(QemuError::MovedAnyway { reasons }.into()),
             Some(FinalMessage::Failed { reason, .. }) => {
                 return in_doubt(format!("the destination: {reason}"));
             }

@@ -98,12 +98,13 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     };
     source.restore_settings();
     let saved = saved?;
-    if let Some(how) = source.guest_end() {
+    let ended = source.guest_end();
+    if let Some(how) = &ended {
         complain!("{how} during the save");
     }
     // The file has its name: what QEMU does from here on makes no failure of it.
     let file = args.file.display();
-    match args.keep_running && source.was_running() {
+    match args.keep_running && source.was_running() && ended.is_none() {
         false => complain!("{file} is written; the guest is left paused"),
         true => match source.cont() {
             Ok(()) => complain!("{file} is written; the guest runs on"),

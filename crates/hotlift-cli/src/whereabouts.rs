@@ -60,7 +60,7 @@ fn verdict(
         (Ok(State::Gone), Ok(there)) if *there == was => Whereabouts::There,
         (Ok(here), Ok(State::Gone)) if *here == was => Whereabouts::Here,
         // What was prepared there is not taken away yet, or nobody answers there.
-        (Ok(State::Running), Ok(State::Paused) | Err(_))
+        (Ok(State::Running), Ok(State::Paused | State::Ending) | Err(_))
             if was == State::Running && is_ended_here =>
         {
             Whereabouts::Here

@@ -353,7 +353,8 @@ impl Destination {
         let deadline = Instant::now() + time;
         loop {
             let statement = self.ask();
-            let is_statement = !matches!(statement, Statement::Unknown { .. });
+            let is_settled = self.settled().is_some();
+            let is_statement = is_settled || !matches!(statement, Statement::Unknown { .. });
             if is_statement || Instant::now() >= deadline || is_over() {
                 return statement;
             }
@@ -389,10 +390,21 @@ impl Destination {
                     "it has not begun with the guest".to_owned()
                 }
                 Ok((_, state)) => return self.judged(state),
-                Err(error) => match self.how_it_ended() {
-                    Some(reason) => return Statement::Never { reason },
-                    None => error_line(&error),
-                },
+                Err(error) => {
+                    if let Some(how) = self.guest_end() {
+                        return Statement::GuestEnded { how };
+                    }
+                    if let Some(reason) = self.how_it_ended() {
+                        return Statement::Never { reason };
+                    }
+                    let reason = error_line(&error);
+                    let is_closed = self.qemu().client().is_closed();
+                    if is_closed {
+                        let answers = false;
+                        return Statement::Unknown { answers, reason };
+                    }
+                    reason
+                }
             };
             if Instant::now() >= deadline {
                 let answers = looks > 0;
@@ -466,14 +478,24 @@ impl Destination {
     /// Ends a QEMU that was started here, and does not run its guest.
     fn end(&self, mut process: MutexGuard<'_, Started>, reason: &str) -> Statement {
         let ended = process.end();
-        // What it said before its end is still there to be read. A 'cont' may have come after the look.
-        let has_run = self.qemu().client().has_run();
+        // What it sent before its end is still there to be read. A 'cont' may have come after the question.
+        let (has_run, is_closed) = self.events_to_the_end();
         let words = process.last_errors();
         let words = words.map_or_else(String::new, |words| format!(": {words}"));
         match (ended, has_run) {
-            (Ok(_), Ok(false)) => Statement::Ended {
-                reason: format!("{reason}; this QEMU was ended{words}"),
+            // The process was a wrapper of QEMU: QEMU itself closes its monitor when it ends.
+            (Ok(_), Ok(_)) if !is_closed => Statement::Unknown {
+                answers: true,
+                reason: format!(
+                    "{reason}; the process that was started has ended, and its QEMU still has QMP open{words}"
+                ),
             },
+            (Ok(_), Ok(false)) => {
+                process.take_back();
+                Statement::Ended {
+                    reason: format!("{reason}; this QEMU was ended{words}"),
+                }
+            }
             (Ok(_), Ok(true)) => Statement::Unknown {
                 answers: false,
                 reason: format!(
@@ -491,6 +513,22 @@ impl Destination {
                     error_line(&error)
                 ),
             },
+        }
+    }
+
+    /// Whether the guest has run, by all events up to the end of the QMP connection, and whether that end was seen within [`ASK`].
+    fn events_to_the_end(&self) -> (Result<bool, QmpError>, bool) {
+        let deadline = Instant::now() + ASK;
+        loop {
+            let mut qemu = self.qemu();
+            let client = qemu.client();
+            let has_run = client.has_run();
+            let is_closed = client.is_closed();
+            if has_run.is_err() || is_closed || Instant::now() >= deadline {
+                return (has_run, is_closed);
+            }
+            drop(qemu);
+            std::thread::sleep(LOOK);
         }
     }
 
@@ -537,14 +575,20 @@ impl Destination {
         {
             return Statement::GuestEnded { how };
         }
+        // Of a guest that has run nothing shows that it never will.
+        let has_run = self.had_guest || self.qemu().client().guest_events().has_run;
         match answer {
             Ok((_, Some(state))) => self.judged(state),
-            Ok((info, _)) if info.has_failed() => Statement::Never {
+            Ok((info, _)) if info.has_failed() && !has_run => Statement::Never {
                 reason: info
                     .error_desc
                     .unwrap_or_else(|| "it has failed".to_owned()),
             },
             answer => match self.how_it_ended() {
+                Some(how) if has_run => Statement::Unknown {
+                    answers: false,
+                    reason: format!("it has run the guest, and {how}"),
+                },
                 Some(reason) => Statement::Never { reason },
                 // The main loop of QEMU 11.1 may hang after that.
                 None if answer.is_err() && self.is_refused() => Statement::Never {
@@ -573,10 +617,16 @@ impl Destination {
 
     /// How a guest that it had has ended, if its QMP connection is closed.
     fn guest_end(&self) -> Option<String> {
+        let was_live = self
+            .was
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .is_live();
         let mut qemu = self.qemu();
         let client = qemu.client();
         let guest = client.guest_events();
-        let had_guest = self.had_guest || guest.has_run || guest.has_migrated;
+        // A loaded guest that is to run, and has not, was never here.
+        let had_guest = self.had_guest || guest.has_run || (guest.has_migrated && !was_live);
         let end = guest.end().filter(|_| had_guest);
         end.filter(|_| client.is_closed())
     }
@@ -585,6 +635,11 @@ impl Destination {
     fn how_it_ended(&self) -> Option<String> {
         let mut process = self.process()?;
         let status = process.has_ended()?;
+        // A wrapper may end before the QEMU that it has started, which keeps its monitor open.
+        let (_, is_closed) = self.events_to_the_end();
+        if !is_closed {
+            return None;
+        }
         Some(match process.last_errors() {
             Some(errors) => format!("it has ended ({status}): {errors}"),
             None => format!("it has ended ({status})"),

@@ -10,17 +10,23 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use hotlift_console::error::ConsoleError;
-use hotlift_console::signals::{Interrupt, no_folder};
+use hotlift_console::signals::{Interrupt, TICK, no_folder};
 use hotlift_qmp::{Qemu, QmpAddress};
 use rustix::fs::Access;
 use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::error::{QemuError, at_destination};
 use crate::guard::Guard;
 use crate::launch::{self, NoAnswer};
 use crate::stderr::{ErrorOutput, Streams};
+
+/// How long a killed QEMU may take to end: one that waits for storage that hangs cannot be killed. Below the default of
+/// `settle-timeout`, so that the other side is answered in time.
+const END: Duration = Duration::from_secs(20);
 
 /// A QEMU process. Killed when it goes out of scope, and ended by its guard if this process is killed, unless it may
 /// have its guest ([`Custody::give_up`]) or was left running.
@@ -170,16 +176,23 @@ impl Started {
         (!self.has_own_qmp).then(|| self.qmp())
     }
 
-    /// Ends it, whoever has the custody, and waits for its end: how it ended.
+    /// Kills it and what it has started, whoever has the custody, and waits for the end of the process that was started.
     ///
     /// # Errors
-    /// If its end is not seen.
+    /// If its end is not seen within [`END`].
     pub fn end(&mut self) -> io::Result<ExitStatus> {
-        // One that has ended meanwhile takes no signal.
-        let _ = self.child.kill();
-        let status = self.child.wait()?;
-        self.custody.take_back();
-        Ok(status)
+        let deadline = Instant::now() + END;
+        // It leads a group of its own, with a QEMU that a wrapper has forked. One that has ended takes no signal.
+        let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            if Instant::now() >= deadline {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            std::thread::sleep(TICK);
+        }
     }
 
     /// It has said that it has no guest and never will: it may be ended after all.

@@ -305,14 +305,16 @@ impl Source {
         &self,
         at_destination: impl FnOnce() -> GuestThere,
     ) -> Result<Whereabouts, QmpError> {
-        let kept = if self.was_running() {
+        // Also one that was paused when the command began, and was continued since.
+        let ran = self.was.is_live() || self.qemu().client().guest_events().has_run;
+        let kept = if ran {
             Whereabouts::Runs
         } else {
             Whereabouts::Paused
         };
         let info = self.wait_end()?;
         // QEMU itself starts a guest again that it has not given up.
-        if !self.was_running() || (!info.is_completed() && self.wait_running()?) {
+        if !ran || (!info.is_completed() && self.wait_running()?) {
             return Ok(match info.is_completed().then(at_destination) {
                 None | Some(GuestThere::NotHere) => kept,
                 Some(GuestThere::Here) => Whereabouts::Moved,

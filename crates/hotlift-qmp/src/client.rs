@@ -246,18 +246,18 @@ impl Client {
         Ok(self.guest.has_run)
     }
 
-    /// Takes in the events that have arrived. The end of the connection brings no more.
+    /// Takes in the events that have arrived. The end of the connection brings no more; an endless flood is an error.
     fn take_events(&mut self) -> Result<(), QmpError> {
         for _ in 0..MAX_QUEUED_EVENTS {
             match self.message("events", Instant::now(), Duration::ZERO) {
                 Ok(Message::Event(event)) => self.queue(event),
                 Ok(Message::Return(..) | Message::Error(..)) => {}
                 Ok(Message::Greeting(_))
-                | Err(QmpError::Timeout { .. } | QmpError::Closed { .. }) => break,
+                | Err(QmpError::Timeout { .. } | QmpError::Closed { .. }) => return Ok(()),
                 Err(error) => return Err(error),
             }
         }
-        Ok(())
+        Err(self.timed_out("events"))
     }
 
     /// True if QEMU has closed the connection, and everything that it sent before was read.

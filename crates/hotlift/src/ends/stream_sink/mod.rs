@@ -62,7 +62,7 @@ const OPENED: &str = "the destination's answer to the opening (is its machine th
                       multifd channels, and the same method?)";
 
 /// How long a QEMU that says that it has the guest may take to show over QMP what it does with it. After that its word stands.
-const CONFIRMING: Duration = Duration::from_secs(30);
+const CONFIRMING: Duration = Duration::from_secs(10);
 
 /// Why a QEMU that was ended did not get the guest.
 const DID_NOT_RUN: &str = "its QEMU did not run the guest, and was ended";
@@ -287,7 +287,7 @@ impl<'a> StreamSink<'a> {
         let was = self.run_state.get().map(String::as_str);
         let mut word = on_stream(patience.min(LOOK_AFTER));
         while word != Some(Word::Never) && committed.elapsed() < patience {
-            if word.is_some() && committed.elapsed() >= CONFIRMING {
+            if word.is_some() && committed.elapsed() >= CONFIRMING.min(patience / 2) {
                 break;
             }
             let taken = has_taken(was);
