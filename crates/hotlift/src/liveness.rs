@@ -15,10 +15,11 @@
 //! | is idle, and then lost its power | 0 | counts up with each keepalive | 0 | grows without end | stays |
 //!
 //! The time since a peer was last heard means nothing by itself: the kernel asks a stopped reader at intervals that
-//! double up to 2 minutes (TCP_RTO_MAX), and an idle one at the keepalive interval. So the silence counts from the first
-//! sample with an unanswered question: a segment in flight, or a probe. An idle connection's silence counts from when it
-//! was last heard, since its keepalive is short. Of the probes of a stopped reader, which are so far apart, two must be
-//! unanswered: one packet may be lost. A reader that stops first and loses its power later is thus found within 4 minutes.
+//! double up to 2 minutes (TCP_RTO_MAX; since Linux 6.15 up to an eighth of the limit), and an idle one at the keepalive
+//! interval. So the silence counts from the first sample with an unanswered question: a segment in flight, or a probe. An
+//! idle connection's silence counts from when it was last heard, since its keepalive is short. Of the probes of a stopped
+//! reader, which may be so far apart, two must be unanswered: one packet may be lost. A reader that stops first and loses
+//! its power later is thus found within 4 minutes.
 //!
 //! A black hole does not answer, though the keepalive probes of the peer arrive: the kernel does not count those.
 
@@ -130,9 +131,8 @@ impl Liveness {
     ) -> Result<Option<Stall>, MigrationError> {
         let is_due = |looked| now.duration_since(looked) >= INTERVAL;
         if self.looked.is_none_or(is_due) {
-            self.looked = Some(now);
             let facts = streams.map(|stream| stream.tcp_sending().zip(stream.peer_ip()));
-            self.stall = worst(&mut self.judges, facts, now);
+            self.sample(facts, now);
         }
         match self.stall {
             Some(stall) if is_lost(&stall, self.limit, is_suspect) => Err(MigrationError::Silent {
@@ -141,6 +141,17 @@ impl Liveness {
             }),
             stall => Ok(stall),
         }
+    }
+
+    /// Takes the facts of all connections at `now`.
+    fn sample(&mut self, facts: impl Iterator<Item = Option<(TcpSending, IpAddr)>>, now: Instant) {
+        let is_stale = |looked| now.duration_since(looked) >= REPORTED;
+        if self.looked.is_some_and(is_stale) {
+            // This process itself was stopped. What its peers did in that time is unknown.
+            self.judges.fill_with(Judge::default);
+        }
+        self.looked = Some(now);
+        self.stall = worst(&mut self.judges, facts, now);
     }
 
     /// Does the same for the migration of `control`, which shows the peer.
@@ -378,6 +389,7 @@ mod tests {
             // What fits after an acknowledgement is no progress of the reader.
             let _ = sender.write(&[0; 1 << 16]);
             liveness.look_for(&control, streams()).unwrap();
+            std::thread::sleep(INTERVAL);
         }
         let stall = control.stall().unwrap();
         assert_eq!(stall.kind, StallKind::NotReading);
@@ -386,6 +398,32 @@ mod tests {
             stall.to_string().starts_with("127.0.0.1 not reading for "),
             "{stall}"
         );
+    }
+
+    #[test]
+    fn a_process_that_was_stopped_itself_counts_a_silence_from_its_next_sample() {
+        let begun = Instant::now() + secs(3600);
+        let mut liveness = Liveness {
+            limit: LIMIT,
+            judges: vec![Judge::default()],
+            looked: None,
+            stall: None,
+        };
+        let mut at = |time: Duration| {
+            let facts = TcpSending {
+                unheard: time,
+                ..in_flight()
+            };
+            liveness.sample(std::iter::once(Some((facts, PEER))), begun + time);
+            liveness.stall
+        };
+        for time in 0..5 {
+            assert_eq!(at(secs(time)), None);
+        }
+        assert_eq!(at(secs(9) - MS), Some(silent(secs(9) - MS)), "no gap");
+        assert_eq!(at(secs(60)), None, "a gap");
+        assert_eq!(at(secs(64)), None);
+        assert_eq!(at(secs(65)), Some(silent(secs(5))));
     }
 
     #[test]

@@ -991,7 +991,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         defaults: &[],
         with: None,
         help: "Longest silence of the other host before the switchover, at least 5 s, until the migration fails; a host that \
-               answers and does not read is waited for; 0 is no limit",
+               answers and does not read is waited for; 0: the kernel's own limit, about 15 minutes with data under way",
         access: Access {
             store: |options, value| {
                 if let Value::Number(seconds) = value {

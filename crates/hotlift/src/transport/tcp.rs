@@ -5,7 +5,10 @@ use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::sock::{begin_with_small_receive_buffers, limit_unsent, raise_receive_buffer};
+use hotlift_mem::sock::{
+    begin_with_small_receive_buffers, limit_retransmission_interval, limit_unsent,
+    raise_receive_buffer,
+};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
@@ -19,6 +22,9 @@ const TICK: Duration = Duration::from_millis(100);
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
 const SECOND: Duration = Duration::from_secs(1);
+
+/// Longest interval of retransmissions that the kernel takes: its default, too.
+const LONGEST_RETRANSMISSION: Duration = Duration::from_secs(120);
 
 /// Probes without an answer after which the other side is gone.
 const KEEPALIVE_PROBES: u32 = 3;
@@ -142,6 +148,12 @@ fn keep_alive(stream: &TcpStream) -> io::Result<()> {
 pub(super) fn set_silence_limit(stream: &TcpStream, limit: Duration) -> io::Result<()> {
     if limit.is_zero() {
         return Ok(sockopt::set_socket_keepalive(stream, false)?);
+    }
+    // Retransmissions at intervals that double would leave a live peer unasked between 25 s and 51 s: after an outage that
+    // ends in that time the peer cannot answer before the limit of 40 s. Kernels before 6.15 refuse, and keep these intervals.
+    let interval = (limit / 8).clamp(SECOND, LONGEST_RETRANSMISSION);
+    if let Ok(interval) = u32::try_from(interval.as_millis()) {
+        let _ = limit_retransmission_interval(stream.as_fd(), interval);
     }
     // Three probes follow a rest: a quarter of the limit each, in whole seconds up to the kernel's 32767.
     let quarter = (limit / (KEEPALIVE_PROBES + 1)).clamp(SECOND, Duration::from_secs(32_766));
