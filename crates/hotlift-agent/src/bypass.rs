@@ -36,6 +36,8 @@ struct Walk<'a> {
     /// Of the chain at the hook.
     kind: &'a str,
     priority: i64,
+    /// Chains that were walked from the chain at the hook: rules may lead to one by many ways.
+    visited: BTreeSet<(InTable<'a>, &'a str)>,
     /// Each once, though chains may be used by many.
     found: BTreeSet<String>,
 }
@@ -58,6 +60,7 @@ pub fn bypasses(listed: &str, config: &Config, users: &[u32]) -> (bool, Vec<Stri
         },
         kind: "",
         priority: 0,
+        visited: BTreeSet::new(),
         found: BTreeSet::new(),
     };
     for rule in objects().map(|object| &object["rule"]) {
@@ -79,6 +82,7 @@ pub fn bypasses(listed: &str, config: &Config, users: &[u32]) -> (bool, Vec<Stri
             chain["type"].as_str(),
         ) {
             (walk.kind, walk.priority) = (kind, priority);
+            walk.visited.clear();
             walk.chain(table, name, 0);
         }
     }
@@ -93,7 +97,7 @@ fn place<'a>(object: &'a Value, key: &str) -> Option<(InTable<'a>, &'a str)> {
 
 impl<'a> Walk<'a> {
     fn chain(&mut self, table: InTable<'a>, name: &'a str, depth: usize) {
-        if depth > DEEPEST {
+        if depth > DEEPEST || !self.visited.insert((table, name)) {
             return;
         }
         let rules = self.rules.get(&(table, name)).cloned();
@@ -173,7 +177,8 @@ impl Connections<'_> {
         let (some, all) = match (meta, protocol, field) {
             ("oifname" | "oif", _, _) => {
                 let is_loopback = right == "lo";
-                (!is_loopback, !is_loopback && right.as_str().is_none())
+                // Not all interfaces are known here: a match by '!=' may hold for one of them.
+                (!is_loopback, false)
             }
             ("l4proto", _, _) | (_, "ip", "protocol") | (_, "ip6", "nexthdr") => {
                 let is_tcp = holds(right, &|one| one == "tcp" || one == 6);
@@ -184,8 +189,10 @@ impl Connections<'_> {
                 (self.users.iter().any(has), self.users.iter().all(has))
             }
             (_, "tcp" | "th", "dport") => spans(right, first, last),
-            (_, "ip", "daddr") => {
-                let is_loopback = right["prefix"]["addr"] == "127.0.0.0";
+            (_, "ip" | "ip6", "daddr") => {
+                let is_loopback = right["prefix"]["addr"] == "127.0.0.0"
+                    || right == "127.0.0.1"
+                    || right == "::1";
                 (!is_loopback, false)
             }
             (_, "udp" | "udplite" | "sctp" | "dccp" | "icmp" | "icmpv6" | "igmp", _) => {
@@ -272,6 +279,11 @@ mod tests {
         json!({"match": {"op": "==", "left": {"meta": {"key": key}}, "right": right}})
     }
 
+    fn to(protocol: &str, right: &Value) -> Value {
+        let left = json!({"payload": {"protocol": protocol, "field": "daddr"}});
+        json!({"match": {"op": "==", "left": left, "right": right}})
+    }
+
     #[test]
     fn notrack_of_ports_of_migrations_is_found_and_that_of_others_is_not() {
         let notrack = json!({"notrack": null});
@@ -289,6 +301,14 @@ mod tests {
             (meta("skuid", &json!({"set": [33, 34]})), false),
             (meta("oifname", &json!("lo")), false),
             (meta("oifname", &json!("eth0")), true),
+            (
+                json!({"match": {"op": "!=", "left": {"meta": {"key": "oifname"}}, "right": {"set": ["lo", "virbr0"]}}}),
+                true,
+            ),
+            (to("ip", &json!("127.0.0.1")), false),
+            (to("ip", &json!("192.0.2.2")), true),
+            (to("ip6", &json!("::1")), false),
+            (to("ip6", &json!("2001:db8::2")), true),
             (meta("l4proto", &json!("udp")), false),
             (meta("l4proto", &json!({"set": ["udp", "tcp"]})), true),
             (json!({"counter": {"packets": 0, "bytes": 0}}), true),
@@ -342,6 +362,18 @@ mod tests {
             "right": "local"}});
         // As of Docker.
         assert_eq!(found("nat", -100, &[json!([local, dnat])]), [""; 0]);
+    }
+
+    #[test]
+    fn a_chain_to_which_many_ways_lead_is_walked_once() {
+        let mut rules = vec![json!([{"jump": {"target": "c1"}}])];
+        for chain in 1..DEEPEST {
+            let jump = json!({"jump": {"target": format!("c{}", chain + 1)}});
+            let rule = json!({"chain": format!("c{chain}"), "expr": [jump]});
+            rules.extend(std::iter::repeat_n(rule, 16));
+        }
+        rules.push(json!({"chain": format!("c{DEEPEST}"), "expr": [{"notrack": null}]}));
+        assert_eq!(found("filter", -300, &rules).len(), 1);
     }
 
     #[test]

@@ -55,8 +55,10 @@ pub struct AgentInfo {
     /// TLS handshakes that have failed.
     pub tls_failures: u64,
     /// What becomes of connections to a host without an agent, and of those that go past the redirect.
-    pub plaintext: Plaintext,
+    #[serde(default)]
+    pub plaintext: Option<Plaintext>,
     /// What has gone past the redirect since the table was made.
+    #[serde(default)]
     pub past_redirect: Vec<Count>,
     /// What the last `hotlift agent check` as root has found, since the agent's start.
     pub last_check: Option<LastCheck>,
@@ -203,7 +205,7 @@ impl AgentCommands {
             failed: ended(false),
             refusals: totals.refusals,
             tls_failures: totals.tls_failures,
-            plaintext: config.plaintext,
+            plaintext: Some(config.plaintext),
             // Without nft there is no table either.
             past_redirect: table::counts().unwrap_or_default(),
             last_check: self.0.last_check().clone(),

@@ -25,7 +25,7 @@ pub fn connect(to: SocketAddr, timeout: Duration) -> io::Result<Stream> {
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-    // Where it may not be set the rules do not ask for it: see `rules::Installed`.
+    // Where it may not be set the rules do not ask for it: see `rules`.
     let _ = rules::mark(&socket);
     Stream::of_tcp(connect_within(socket, to, timeout)?)
 }

@@ -21,6 +21,12 @@ use crate::rules::{COUNTED, LOG_GROUP, TABLE};
 /// Between two lines of one address.
 pub const AGAIN: Duration = Duration::from_secs(60);
 
+/// linux/netlink.h: `NLMSG_ERROR`, the type of an answer.
+const ANSWER: u16 = 2;
+
+/// Messages that are read until the kernel's answer.
+const MOST_BEFORE_ANSWER: usize = 64;
+
 /// Packets to one address that have gone past the redirect.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -44,8 +50,8 @@ impl Count {
             Plaintext::Allow => "connections to ports of migrations leave unencrypted",
         };
         format!(
-            "to={to} packets={packets} bytes=\"{bytes}\" error=\"{what}, as they are not redirected; 'hotlift agent check' \
-             finds rules that cause it\""
+            "to={to} packets={packets} bytes=\"{bytes}\" error=\"{what}, as they are not redirected: they are older \
+             than the table, or a rule of this host prevents it ('hotlift agent check' finds it)\""
         )
     }
 }
@@ -133,13 +139,19 @@ impl Packets {
         let socket = socket_with(family, SocketType::RAW, flags, protocol)?;
         bind(&socket, &SocketAddrNetlink::new(0, 0))?;
         send(&socket, &bind_to_group(), SendFlags::empty())?;
-        let mut answer = [0; 64];
-        // The kernel has answered before `send` returns.
-        let (length, _) = recv(&socket, &mut answer, RecvFlags::empty())?;
-        match error_of(&answer[..length]) {
-            0 => Ok(Self(socket)),
-            number => Err(std::io::Error::from_raw_os_error(number)),
+        let mut room = [0; 4096];
+        // The kernel has answered before `send` returns. Reports of packets may come before the answer.
+        for _ in 0..=MOST_BEFORE_ANSWER {
+            let (length, _) = recv(&socket, &mut room, RecvFlags::empty())?;
+            let message = &room[..length];
+            if is_answer(message) {
+                return match error_of(message) {
+                    0 => Ok(Self(socket)),
+                    number => Err(std::io::Error::from_raw_os_error(number)),
+                };
+            }
         }
+        Err(std::io::ErrorKind::InvalidData.into())
     }
 
     /// Takes in what has come; whether there was something.
@@ -194,6 +206,13 @@ fn bind_to_group() -> Vec<u8> {
     message.extend([0; 8]);
     message.extend(body);
     message
+}
+
+/// Returns true if a message of netlink is an answer, by the type in its header.
+fn is_answer(message: &[u8]) -> bool {
+    message
+        .get(4..6)
+        .is_some_and(|kind| kind == ANSWER.to_ne_bytes())
 }
 
 /// The number of the system's error in an answer of netlink; 0 for success.

@@ -147,9 +147,15 @@ fn try_mark() -> io::Result<()> {
     mark(&std::net::UdpSocket::bind("127.0.0.1:0")?)
 }
 
-/// Makes the table, with the counts of the one that is there.
+/// Makes the table, with the counts of the one that is there. If nft does not take the counts, the table is made without them.
 fn make_counting(text: &str) -> Result<(), RulesError> {
-    make(&format!("{text}{}", as_elements(&counts()?)))
+    let elements = as_elements(&counts()?);
+    let made = make(&format!("{text}{elements}"));
+    if elements.is_empty() {
+        made
+    } else {
+        made.or_else(|_| make(text))
+    }
 }
 
 /// What has gone past the redirect, as the table has counted it; nothing if there is no table.
@@ -267,20 +273,23 @@ pub fn keep(agent: &Agent, changes: &Changes) {
     });
     let packets = packets.ok();
     let mut logged = Logged::default();
+    let later = |waits: bool| waits.then(|| Instant::now() + AGAIN);
     // While no agent ran.
-    let mut waits = log_past(agent, &mut logged);
+    let mut next_log = later(log_past(agent, &mut logged));
     let mut is_due = false;
     while !agent.has_ended() {
-        let time = match (is_due, waits) {
-            (true, _) => Some(RETRY),
-            (false, true) => Some(AGAIN),
-            (false, false) => None,
+        let time = if is_due {
+            Some(RETRY)
+        } else {
+            next_log.map(|at| at.saturating_duration_since(Instant::now()))
         };
         let mut fds = vec![changes.0.as_fd(), agent.ended_fd()];
         fds.extend(packets.as_ref().map(AsFd::as_fd));
         wait(&fds, time);
-        if packets.as_ref().is_some_and(Packets::have_come) || waits {
-            waits = log_past(agent, &mut logged);
+        let came = packets.as_ref().is_some_and(Packets::have_come);
+        if came || next_log.is_some_and(|at| Instant::now() >= at) {
+            // The kernel limits the rate of its reports: a packet after the last one may have none.
+            next_log = later(log_past(agent, &mut logged) || came);
         }
         if !changes.concern_table() && !is_due {
             continue;

@@ -266,8 +266,9 @@ fn status(info: &AgentInfo) -> String {
         false => "takes migrations",
     };
     let plaintext = match info.plaintext {
-        Plaintext::Refuse => "refused",
-        Plaintext::Allow => "allowed",
+        Some(Plaintext::Refuse) => "refused",
+        Some(Plaintext::Allow) => "allowed",
+        None => "not reported by this agent",
     };
     let past: Vec<_> = info
         .past_redirect

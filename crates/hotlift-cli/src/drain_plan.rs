@@ -301,7 +301,7 @@ mod tests {
             failed: 0,
             refusals: 0,
             tls_failures: 0,
-            plaintext: Plaintext::Refuse,
+            plaintext: Some(Plaintext::Refuse),
             past_redirect: Vec::new(),
             last_check: None,
         };
