@@ -717,9 +717,18 @@ fn draw_fault(rng: &mut Rng, pair: &Pair) -> Fault {
                 let secs = weighted(rng, &[(40, 1), (25, 3), (20, 6), (6, 20), (3, 90)]);
                 Kind::LinkDown { secs, at }
             } else {
-                // Most are shorter than a time-out of the product, so that a campaign has many.
-                let secs = [(30, Some(5)), (40, Some(20)), (12, Some(60)), (18, None)];
-                let secs = weighted(rng, &secs);
+                // Most are shorter than a time-out of the product, so that a campaign has many. 32 s is shorter than
+                // the limit of silence, and longer than kernels before 6.15 are sure to ask in.
+                let secs = weighted(
+                    rng,
+                    &[
+                        (30, Some(5)),
+                        (30, Some(20)),
+                        (10, Some(32)),
+                        (12, Some(60)),
+                        (18, None),
+                    ],
+                );
                 Kind::PowerLoss { secs, at }
             }
         }
