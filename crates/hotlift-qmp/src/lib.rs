@@ -3,7 +3,8 @@
 //!
 //! [`Client`] speaks the protocol: lines of JSON over a UNIX or TCP socket, one command at a time,
 //! events queued meanwhile. [`Qemu`] has the commands of a migration with types; [`qapi`] describes the types of the
-//! answers, which a server writes as the client reads them. Both block, with a
+//! answers, which a server writes as the client reads them. [`GuestEvents`] collects what events report of the guest
+//! (`guest_events.rs`); `objects.rs` reads the memory backends and virtio-mem devices of a machine. Both block, with a
 //! deadline for every wait. QEMU serves one QMP connection at a time on a socket; a second one hears
 //! nothing until the first has gone, which is what a greeting that does not come usually means.
 

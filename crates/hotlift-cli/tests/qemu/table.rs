@@ -9,7 +9,7 @@ use crate::linux_moves::{JOURNEY, STARTS_IN};
 use crate::matrix::{MORE_PAIRS, PAIRS, choice, rows};
 use crate::vm::Release;
 
-fn render() -> String {
+fn render(suite: &str) -> String {
     let mut text = String::from(
         "# Which QEMUs work\n\n\
          Made by the tests in `crates/hotlift-cli/tests/qemu` of what they move: real virtual machines, through a\n\
@@ -104,6 +104,7 @@ fn render() -> String {
         );
     }
     text += &lazy();
+    text += suite;
     text += CHANGED_IN_11;
     text
 }
@@ -153,10 +154,21 @@ const CHANGED_IN_11: &str = "
 - Machine types up to 8.1 work, with a warning that they will go.
 ";
 
+/// The section of a document that begins with `heading`; `scripts/qemu-suite/suite` writes that of QEMU's own test.
+fn section<'a>(document: &'a str, heading: &str) -> &'a str {
+    let Some(start) = document.find(heading) else {
+        return "";
+    };
+    let section = &document[start..];
+    let end = section[heading.len()..].find("\n## ");
+    end.map_or(section, |end| &section[..heading.len() + end])
+}
+
 #[test]
 fn the_table_in_the_docs_is_what_the_tests_move() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/qemu-compatibility.md");
-    let text = render();
+    let there = std::fs::read_to_string(&file).unwrap_or_default();
+    let text = render(section(&there, "\n## QEMU's own migration test\n"));
     if std::env::var_os("HOTLIFT_WRITE_TABLE").is_some() {
         std::fs::write(&file, &text).expect("the table");
     }
