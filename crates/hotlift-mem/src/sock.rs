@@ -73,55 +73,6 @@ pub fn limit_retransmission_interval(fd: BorrowedFd<'_>, milliseconds: u32) -> i
     set_option(fd, libc::IPPROTO_TCP, TCP_RTO_MAX_MS, milliseconds)
 }
 
-/// Value of `SO_BUF_LOCK` that leaves the size of both buffers to the kernel.
-const KERNEL_SIZES_BUFFERS: u32 = 0;
-
-/// Receive buffer that Linux gives a new TCP socket (the default of `net.ipv4.tcp_rmem`), as `SO_RCVBUF` counts it: half.
-const USUAL_RECEIVE_BUFFER: u32 = 131_072 / 2;
-
-/// Gives the connections that a TCP listener accepts from here on the smallest receive buffer, until
-/// [`raise_receive_buffer`].
-///
-/// # Errors
-/// The system's reason: before Linux 5.14 a buffer that was set once never grows again, and nothing is changed.
-pub fn begin_with_small_receive_buffers(listener: BorrowedFd<'_>) -> io::Result<()> {
-    set_option(
-        listener,
-        libc::SOL_SOCKET,
-        libc::SO_BUF_LOCK,
-        KERNEL_SIZES_BUFFERS,
-    )?;
-    // The kernel takes its minimum instead.
-    set_option(listener, libc::SOL_SOCKET, libc::SO_RCVBUF, 1)?;
-    set_option(
-        listener,
-        libc::SOL_SOCKET,
-        libc::SO_BUF_LOCK,
-        KERNEL_SIZES_BUFFERS,
-    )
-}
-
-/// Gives a TCP connection the usual receive buffer, which the kernel enlarges as data arrives.
-///
-/// # Errors
-/// The system's reason.
-pub fn raise_receive_buffer(fd: BorrowedFd<'_>) -> io::Result<()> {
-    set_option(fd, libc::SOL_SOCKET, libc::SO_RCVBUF, USUAL_RECEIVE_BUFFER)?;
-    set_option(
-        fd,
-        libc::SOL_SOCKET,
-        libc::SO_BUF_LOCK,
-        KERNEL_SIZES_BUFFERS,
-    )?;
-    // The window that the small buffer had when the connection was made would limit it until the buffer grows.
-    set_option(
-        fd,
-        libc::IPPROTO_TCP,
-        libc::TCP_WINDOW_CLAMP,
-        USUAL_RECEIVE_BUFFER,
-    )
-}
-
 fn set_option(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: u32) -> io::Result<()> {
     // SAFETY: the option's value is a u32 that outlives the call, and its size is given.
     let answer = unsafe {

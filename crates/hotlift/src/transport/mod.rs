@@ -294,16 +294,6 @@ impl Listener {
         }
     }
 
-    /// Leaves as little as possible of what clients send in the kernel's buffers, until [`Stream::take_all`]: a QEMU without
-    /// return-path reports success once the kernel has its last byte.
-    pub(crate) fn take_little(&self) {
-        match &self.bound {
-            Bound::Tcp(listener) => tcp::take_little(listener),
-            // The sender's buffer alone limits a UNIX socket.
-            Bound::Unix(_) | Bound::Handed(_) => {}
-        }
-    }
-
     /// Takes no more connections, and gives back those that were not accepted and those that were put back: they are of a
     /// later migration. Of a listener that is handed its connections.
     pub fn close(&self) -> Vec<Stream> {
@@ -694,13 +684,6 @@ impl Stream {
             tv_nsec: 0,
         };
         matches!(rustix::event::poll(&mut fds, Some(&at_once)), Ok(1..))
-    }
-
-    /// Lets the kernel receive as much as it usually does (see [`Listener::take_little`]).
-    pub(crate) fn take_all(&self) {
-        if let Socket::Tcp(stream) = &self.socket {
-            tcp::take_all(stream);
-        }
     }
 
     /// Resets the connection when it is dropped: the peer learns of it at once, whatever waits in the buffers.

@@ -5,10 +5,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use hotlift_mem::sock::{
-    begin_with_small_receive_buffers, limit_retransmission_interval, limit_unsent,
-    raise_receive_buffer,
-};
+use hotlift_mem::sock::{limit_retransmission_interval, limit_unsent};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
@@ -169,28 +166,6 @@ pub(super) fn notice_loss(stream: &TcpStream) {
     let _ = keep_alive(stream);
     let _ = sockopt::set_tcp_user_timeout(stream, UNHEARD);
 }
-
-/// Leaves as little as possible of what clients send on loopback in the kernel's buffers, until [`take_all`].
-pub(super) fn take_little(listener: &TcpListener) {
-    let is_loopback = |address: SocketAddr| address.ip().to_canonical().is_loopback();
-    // Between hosts a small first window costs round trips, and the client is no QEMU beside its relay.
-    if listener.local_addr().is_ok_and(is_loopback) {
-        // A kernel that refuses only leaves things as they were.
-        let _ = begin_with_small_receive_buffers(listener.as_fd());
-    }
-}
-
-/// Ends [`take_little`] for a connection that was accepted.
-pub(super) fn take_all(stream: &TcpStream) {
-    let size = sockopt::socket_recv_buffer_size(stream);
-    if size.is_ok_and(|size| size < SMALL) {
-        let _ = raise_receive_buffer(stream.as_fd());
-    }
-}
-
-/// Receive buffers below this size come from [`take_little`]: 2304 bytes, or what the kernel has made of them since. Linux gives
-/// others 128 KiB (the default of `net.ipv4.tcp_rmem`).
-const SMALL: usize = 128 << 10;
 
 /// Connections that may wait to be accepted; Linux takes no more since 5.4 (net.core.somaxconn).
 const BACKLOG: i32 = 4096;

@@ -91,7 +91,6 @@ impl<'a> Uncounted<'a> {
         control: &Control,
     ) -> Result<Self, MigrationError> {
         let timeout = settings.outgoing.handshake_timeout;
-        listener.take_little();
         let acceptor = Acceptor::new(listener, settings.incoming_tls.clone());
         let acceptor = acceptor.map_err(MigrationError::opening)?;
         let door = Door::new(acceptor, settings.incoming_pass.clone(), timeout, control);
@@ -255,10 +254,7 @@ impl<'a> Uncounted<'a> {
             let may_come = self.arrivals.door.has_newcomer(NEWCOMER) && Instant::now() < deadline;
             match call.filter(|_| another.is_none() && may_come) {
                 Some(call) => call.check()?,
-                None => {
-                    another.iter().for_each(Stream::take_all);
-                    return Ok(another);
-                }
+                None => return Ok(another),
             }
             wait = SETTLE / 5;
         }

@@ -149,8 +149,6 @@ impl<'a> MainReader<'a> {
         }
         self.session.meet_readers()?;
         session.sink.ram_start(&self.setup.ram)?;
-        // Only now it is known that a QEMU takes the stream.
-        self.upstream.take_all();
         session.barrier.pass();
         session.control.set_status(Status::Active);
         Ok(())

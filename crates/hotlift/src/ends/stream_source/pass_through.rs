@@ -161,7 +161,6 @@ fn carry_all(
         });
     }
     let first = connect().map_err(Refused::BeforeTheFirstByte)?;
-    source.take_all();
     // Before the first byte: a QEMU 7.2 reads none before it has that connection, too.
     let mut extra = Vec::new();
     if let Some(stream) = preempt {

@@ -88,12 +88,6 @@ impl Upstream {
         })
     }
 
-    /// Takes what the source sends as fast as the kernel can.
-    pub(crate) fn take_all(&self) {
-        self.main.take_all();
-        self.multifd.iter().for_each(Stream::take_all);
-    }
-
     /// Whether the source has closed its main channel.
     pub(crate) fn is_closed(&self) -> bool {
         self.main.is_hung_up()
