@@ -179,7 +179,7 @@ impl Started {
     /// Kills it and what it has started, whoever has the custody, and waits for the end of the process that was started.
     ///
     /// # Errors
-    /// If its end is not seen within [`END`].
+    /// If its end is not seen within 20 seconds.
     pub fn end(&mut self) -> io::Result<ExitStatus> {
         let deadline = Instant::now() + END;
         // It leads a group of its own, with a QEMU that a wrapper has forked. One that has ended takes no signal.
