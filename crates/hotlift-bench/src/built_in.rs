@@ -8,7 +8,6 @@ use hotlift_console::pair::{Errors, Moved, Pair, Place, Tale, destination_side};
 use hotlift_console::signals::Interrupt;
 
 use super::cell::Cell;
-use super::held_memory::HeldMemory;
 use super::record::{Completed, Outcome, ThreadCounts};
 use super::remote_host::RemoteHost;
 use super::threads::Sampler;
@@ -49,7 +48,7 @@ pub fn run(
             }
         },
     };
-    let mut held = Some(HeldMemory::for_destination(cell, remote.is_some()));
+    let mut held = cell.held_memory(remote.is_some());
     let mut sampler = None;
     let mut timeline = Vec::new();
     let moved = pair.migrate(destination, interrupt, &mut |tale| match tale {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use hotlift::options::OptionError;
 use hotlift_console::args::GuestArgs;
+use hotlift_console::held_memory::HeldMemory;
 use hotlift_console::migration_args::MigrationArgs;
 use hotlift_vmm::GuestKind;
 use hotlift_vmm::workload::Workload;
@@ -46,6 +47,16 @@ pub struct Cell {
 }
 
 impl Cell {
+    /// Holds as much memory as the destination will touch. `None` if the destination touches it before the
+    /// migration, or is on another host.
+    pub fn held_memory(&self, is_remote: bool) -> Option<HeldMemory> {
+        let is_early = |options: hotlift::Options| options.mem_prealloc;
+        if is_remote || self.migration.options().is_ok_and(is_early) {
+            return None;
+        }
+        HeldMemory::new(self.guest.ram)
+    }
+
     /// As records have it.
     ///
     /// # Errors

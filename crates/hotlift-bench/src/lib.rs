@@ -10,7 +10,7 @@
 //! | `qemu` | the same work by a real QEMU, alone and with relays between |
 //! | `link`, `joined` | limits that are real, by network namespaces |
 //! | `during` | what changes while a run goes on: a link's rate, a neighbour that takes a core |
-//! | `threads`, `machine`, `held_memory` | what the kernel counts; what this machine is; memory for the next run |
+//! | `threads`, `machine` | what the kernel counts; what this machine is |
 //! | `figures`, `stats`, `table` | what is shown of a run; medians and quotients, as tables |
 //! | `report` | the same as one HTML file |
 //! | `suite` | the published tables, and tables of our own |
@@ -26,7 +26,6 @@ mod certificates;
 mod during;
 pub mod error;
 mod figures;
-mod held_memory;
 mod joined;
 mod journal;
 mod link;

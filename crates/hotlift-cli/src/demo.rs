@@ -8,6 +8,7 @@ use hotlift::options::OptionError;
 use hotlift_console::args::{Fill, GuestArgs};
 use hotlift_console::error::ConsoleError;
 use hotlift_console::events::Filling;
+use hotlift_console::held_memory::HeldMemory;
 use hotlift_console::migration_args::{MigrationArgs, RoleArgs, role};
 use hotlift_console::output::{self, complain};
 use hotlift_console::pair::{Errors, Pair, Place, Tale};
@@ -154,10 +155,12 @@ fn migrate_once(
         errors: Errors::Shown { quiet: args.quiet },
     };
     let mut last = None;
-    let moved = pair.migrate(pair.destination()?, interrupt, &mut |tale| {
-        if let Tale::Moment(moment) = tale {
-            last = Some((*moment).clone());
-        }
+    let destination = pair.destination()?;
+    let mut held = HeldMemory::new(args.guest.ram);
+    let moved = pair.migrate(destination, interrupt, &mut |tale| match tale {
+        Tale::Begun { .. } => {}
+        Tale::Filled => held = None,
+        Tale::Moment(moment) => last = Some((*moment).clone()),
     })?;
     let is_whole = moved.error.is_none();
     if let Some(report) = moved.source {

@@ -6,7 +6,7 @@
 //! | `output`, `output_file` | standard output and standard error; files for results |
 //! | `progress`, `table`, `width` | the progress display; tables; what fits a terminal |
 //! | `signals` | Ctrl-C and its like |
-//! | `pair`, `events` | two `guest run` processes, and what they tell |
+//! | `pair`, `events`, `held_memory` | two `guest run` processes, their events, memory for the destination |
 //! | `conversation`, `callers` | JSON lines between two hosts; who has connected, and what for |
 //! | `security` | TLS as a command's flags ask for it |
 //! | `error` | why a command failed, where several can fail so |
@@ -18,6 +18,7 @@ pub mod callers;
 pub mod conversation;
 pub mod error;
 pub mod events;
+pub mod held_memory;
 pub mod migration_args;
 pub mod output;
 pub mod output_args;

@@ -31,7 +31,6 @@ use serde_json::Value;
 
 use super::cell::Cell;
 use super::certificates::Certificates;
-use super::held_memory::HeldMemory;
 use super::record::{Completed, Engine, Outcome};
 use crate::error::BenchError;
 use cpu::{Meter, Used, cpu_of, without_vcpus};
@@ -194,7 +193,7 @@ impl Program {
             prefix,
             interrupt,
         };
-        let held = HeldMemory::for_destination(cell, false);
+        let held = cell.held_memory(false);
         let mut source = Process::start(&start(false, &place.source_prefix))?;
         let mut destination = Process::start(&start(true, &place.destination_prefix))?;
         // First, since a QEMU that lacks something is done then.
