@@ -106,6 +106,8 @@ pub enum CommandError {
     Relay(#[source] MigrationError),
     #[error("QEMU at the destination has taken the guest, and has failed since: {reason}")]
     NotTaken { reason: String },
+    #[error("QEMU had the guest, and has ended since: {how}")]
+    EndedSince { how: String },
     #[error(
         "it is not known whether the guest runs here: {reasons}; its QEMU was left as it is ({qemu})"
     )]

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use hotlift::relay::{Outgoing, RelayReport, RelaySettings};
+use hotlift::relay::{Doing, Outgoing, RelayReport, RelaySettings};
 use hotlift::transport::TransportError;
 use hotlift::{Address, MigrationError};
 use hotlift_console::conversation::{CONNECT, Conversation, ConversationError};
@@ -226,6 +226,10 @@ enum FinalMessage {
         reason: String,
         guest: GuestThere,
     },
+    /// None will come.
+    Lost {
+        reason: String,
+    },
 }
 
 impl Move<'_> {
@@ -256,7 +260,10 @@ impl Move<'_> {
         });
         let relayed = relayed.inspect_err(|error| say_failed(destination, error_line(error)))?;
         match relayed.outcome {
-            Ok(report) => self.moved(destination, final_message, report, destination_qemu),
+            Ok(report) => {
+                let final_message = self.wait_for_final_message(destination, final_message);
+                self.moved(final_message, relayed.doing, report, destination_qemu)
+            }
             Err(error) => {
                 // Before the guest is looked after, which may wait for the destination's final message.
                 match (&error, self.source.guest_end()) {
@@ -299,9 +306,8 @@ impl Move<'_> {
             // The relays settle who has the guest; without this connection less is known.
             Err(error) => {
                 let reason = error_line(&error);
-                *final_message = Some(FinalMessage::Failed {
+                *final_message = Some(FinalMessage::Lost {
                     reason: format!("'hotlift serve' is not heard any more: {reason}"),
-                    guest: GuestThere::Unknown,
                 });
                 return Err(error);
             }
@@ -324,12 +330,13 @@ impl Move<'_> {
         final_message
     }
 
-    /// The relay says that the destination has the guest: takes what 'hotlift serve' says that the guest does there. A QEMU that
-    /// others have started may have it and not run it, so that nothing else is a success.
+    /// The relay says that the destination has the guest: takes what 'hotlift serve' says that the guest does there, or without
+    /// that the word of its relay. A QEMU that others have started may have the guest and not run it, so that nothing else is a
+    /// success.
     fn moved(
         &self,
-        destination: &mut Conversation,
         final_message: Option<FinalMessage>,
+        doing: Doing,
         source: RelayReport,
         destination_qemu: Version,
     ) -> Result<Migration, CommandError> {
@@ -338,7 +345,12 @@ impl Move<'_> {
             let qmp = qmp.clone();
             Err(QemuError::InDoubt { reasons, qmp }.into())
         };
-        let (state, destination) = match self.wait_for_final_message(destination, final_message) {
+        // A source that has gone by now, or does not answer, runs nothing beside it.
+        let runs_here = || {
+            let here = self.source.run_state();
+            here.is_ok_and(|here| here == RunState::Running)
+        };
+        let (state, destination) = match final_message {
             Some(FinalMessage::Completed { state, report }) => (state, *report),
             Some(FinalMessage::Failed {
                 reason: reasons,
@@ -361,10 +373,32 @@ impl Move<'_> {
             Some(FinalMessage::Failed { reason, .. }) => {
                 return in_doubt(format!("the destination: {reason}"));
             }
-            None => return in_doubt("the destination says nothing".to_owned()),
+            lost @ (Some(FinalMessage::Lost { .. }) | None) => {
+                let lost = match lost {
+                    Some(FinalMessage::Lost { reason }) => reason,
+                    _ => "'hotlift serve' sends no final message".to_owned(),
+                };
+                let reasons = |does: &str| format!("{lost}; before, its relay: the guest {does}");
+                return match doing {
+                    Doing::Runs if runs_here() => Err(QemuError::RunsTwice { qmp }.into()),
+                    Doing::Runs => Err(QemuError::MovedAnyway {
+                        reasons: reasons("runs there"),
+                    }
+                    .into()),
+                    Doing::Rests => Err(QemuError::MovedAnyway {
+                        reasons: reasons("is there, and does not run, as is expected"),
+                    }
+                    .into()),
+                    Doing::Stopped => Err(QemuError::StoppedThere {
+                        reasons: reasons("does not run there"),
+                        qmp,
+                    }
+                    .into()),
+                    Doing::Unknown => in_doubt(lost),
+                };
+            }
         };
-        // A source that has gone by now, or does not answer, runs nothing beside it.
-        if state == RunState::Running && self.source.run_state().is_ok_and(|here| here == state) {
+        if state == RunState::Running && runs_here() {
             return Err(QemuError::RunsTwice { qmp }.into());
         }
         Ok(Migration {
@@ -393,7 +427,11 @@ impl Move<'_> {
             match &heard {
                 Some(FinalMessage::Completed { .. }) => GuestThere::Here,
                 Some(FinalMessage::Failed { guest, .. }) => *guest,
-                None => GuestThere::Unknown,
+                // A relay refuses a guest only if its QEMU never ran it, and never will.
+                Some(FinalMessage::Lost { .. }) | None => match error {
+                    MigrationError::Destination { .. } => GuestThere::NotHere,
+                    _ => GuestThere::Unknown,
+                },
             }
         });
         // A destination whose relay has said why goes on to say what its QEMU has said. Of another the reason is known
@@ -406,7 +444,9 @@ impl Move<'_> {
             let _ = self.hear(destination, &mut heard, patience);
         }
         let theirs = match heard {
-            Some(FinalMessage::Failed { reason, .. }) => Some(format!("the destination: {reason}")),
+            Some(FinalMessage::Failed { reason, .. } | FinalMessage::Lost { reason }) => {
+                Some(format!("the destination: {reason}"))
+            }
             _ => None,
         };
         let error = settled.into_error(theirs, self.interrupt.is_raised());

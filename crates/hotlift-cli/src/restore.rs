@@ -25,7 +25,7 @@ use hotlift_qemu::destination::{Destination, Statement};
 use hotlift_qemu::incoming;
 use hotlift_qemu::run_state::words;
 use hotlift_qemu::vm::Vm;
-use hotlift_qmp::{QmpAddress, RunState};
+use hotlift_qmp::QmpAddress;
 
 use crate::error::CommandError;
 use crate::relay_report::relay_table;
@@ -141,6 +141,7 @@ fn still_waits(error: CommandError) -> CommandError {
     match error {
         CommandError::Qemu(QemuError::NotPaused { .. })
         | CommandError::NotTaken { .. }
+        | CommandError::EndedSince { .. }
         | CommandError::NotRunning { .. }
         | CommandError::PagesMissing { .. } => error,
         error if error.is_usage() => error,
@@ -221,19 +222,55 @@ pub(crate) fn taken(
     interrupt: &Interrupt,
 ) -> Result<(), CommandError> {
     interrupt.forget();
-    match destination.wait_for_statement(settle_timeout, || interrupt.is_raised()) {
+    let statement = destination.wait_for_statement(settle_timeout, || interrupt.is_raised());
+    conclude(
+        statement,
+        destination,
+        None,
+        |_, reason| CommandError::NotTaken { reason },
+        |destination, _, reason| not_known(destination, reason),
+    )
+}
+
+/// Reports what QEMU has stated of the guest that it has, or had; `trouble` is what the restore has met. Where QEMU has no guest,
+/// `never` makes the error out of the reason, and where that is not known, `unknown` does, out of whether QEMU answers and the
+/// reason.
+pub(crate) fn conclude(
+    statement: Statement,
+    destination: Destination,
+    trouble: Option<&str>,
+    never: impl FnOnce(Destination, String) -> CommandError,
+    unknown: impl FnOnce(Destination, bool, String) -> CommandError,
+) -> Result<(), CommandError> {
+    match statement {
         Statement::Here { state } => {
-            say_taken(&state, destination);
+            if let Some(trouble) = trouble {
+                complain!("hotlift: not all went well: {trouble}");
+            }
+            complain!("the guest {}: {}", words(&state), destination.leave());
             Ok(())
         }
-        Statement::Stopped { reason, can_run } => Err(not_running(destination, reason, can_run)),
+        // Leaves a QEMU alone that has the guest and does not run it.
+        Statement::Stopped { reason, can_run } => Err(CommandError::NotRunning {
+            reasons: match trouble {
+                Some(trouble) => format!("{trouble}; QEMU: {reason}"),
+                None => reason,
+            },
+            qemu: destination.leave(),
+            can_run,
+            has_source: false,
+        }),
         Statement::Ended { reason } => Err(CommandError::Restore { reasons: reason }),
-        Statement::GuestEnded { how } => {
-            say_ended(&how);
+        Statement::GuestEnded {
+            how,
+            by_itself: true,
+        } => {
+            complain!("the guest was restored, and its QEMU has ended since: {how}");
             Ok(())
         }
-        Statement::Never { reason } => Err(CommandError::NotTaken { reason }),
-        Statement::Unknown { reason, .. } => Err(not_known(destination, reason)),
+        Statement::GuestEnded { how, .. } => Err(CommandError::EndedSince { how }),
+        Statement::Never { reason } => Err(never(destination, reason)),
+        Statement::Unknown { answers, reason } => Err(unknown(destination, answers, reason)),
     }
 }
 
@@ -250,64 +287,32 @@ pub(crate) fn failed(
         interrupt.forget();
     }
     let statement = destination.after_failure(in_doubt, settle_timeout, || interrupt.is_raised());
-    let explained = |words: &str| format!("{}; QEMU: {words}", error.chain());
-    match statement {
-        Statement::Here { state } => {
-            complain!("hotlift: not all went well: {}", error.chain());
-            say_taken(&state, destination);
-            Ok(())
+    let trouble = error.chain();
+    let explained = |words: &str| format!("{trouble}; QEMU: {words}");
+    let never = |destination: Destination, reason: String| {
+        destination.give_back();
+        match is_interrupted {
+            true => ConsoleError::Interrupted.into(),
+            false if error.is_damage() => CommandError::Damaged {
+                reasons: trouble.clone(),
+            },
+            false => CommandError::Restore {
+                reasons: explained(&reason),
+            },
         }
-        Statement::Stopped { reason, can_run } => {
-            Err(not_running(destination, explained(&reason), can_run))
-        }
-        Statement::Ended { reason } => Err(CommandError::Restore { reasons: reason }),
-        Statement::GuestEnded { how } => {
-            say_ended(&how);
-            Ok(())
-        }
-        Statement::Never { reason } => {
-            destination.give_back();
-            match is_interrupted {
-                true => Err(ConsoleError::Interrupted.into()),
-                false if error.is_damage() => Err(CommandError::Damaged {
-                    reasons: error.chain(),
-                }),
-                false => Err(CommandError::Restore {
-                    reasons: explained(&reason),
-                }),
-            }
-        }
-        Statement::Unknown { reason, .. } => Err(not_known(destination, explained(&reason))),
-    }
+    };
+    conclude(
+        statement,
+        destination,
+        Some(&trouble),
+        never,
+        |destination, _, reason| not_known(destination, explained(&reason)),
+    )
 }
 
 /// Names what is damaged, and zero in the guest.
 pub(crate) fn say_lost(lost: &LostPages) {
     complain!("hotlift: lost: {lost}");
-}
-
-/// Says that the guest is here, and leaves its QEMU to itself.
-pub(crate) fn say_taken(state: &RunState, destination: Destination) {
-    complain!("the guest {}: {}", words(state), destination.leave());
-}
-
-/// Leaves a QEMU alone that has the guest and does not run it.
-pub(crate) fn not_running(
-    destination: Destination,
-    reasons: String,
-    can_run: bool,
-) -> CommandError {
-    CommandError::NotRunning {
-        reasons,
-        qemu: destination.leave(),
-        can_run,
-        has_source: false,
-    }
-}
-
-/// Reports that the guest was here, and ended.
-pub(crate) fn say_ended(how: &str) {
-    complain!("the guest was restored, and its QEMU has ended since: {how}");
 }
 
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.

@@ -1,8 +1,8 @@
 //! `hotlift restore --lazy`: the guest runs first, and its pages follow.
 
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use comfy_table::Table;
@@ -20,7 +20,7 @@ use hotlift_qemu::run_state::words;
 use hotlift_qmp::ANSWER_TIMEOUT;
 
 use crate::error::{CommandError, RestFrom, STANDS_STILL};
-use crate::restore::{RestoreArgs, failed, not_running, say_ended, say_lost, say_taken, taken};
+use crate::restore::{RestoreArgs, conclude, failed, say_lost, taken};
 
 /// How long a QEMU whose connection was lost may take to say what it makes of it.
 const WORD: Duration = Duration::from_secs(5);
@@ -79,31 +79,25 @@ fn after_start(
     );
     let is_gone = || !has_run && is_broken && destination.is_gone_before_a_run();
     let is_over = || destination.waits_for_pages() || is_gone();
-    match destination.wait_for_statement(WORD, is_over) {
-        Statement::Here { state } => {
-            complain!("hotlift: not all went well: {}", error.chain());
-            say_taken(&state, destination);
-            Ok(())
-        }
-        Statement::Stopped { reason, can_run } => Err(not_running(destination, reason, can_run)),
-        Statement::Ended { reason } => Err(CommandError::Restore { reasons: reason }),
-        Statement::GuestEnded { how } => {
-            say_ended(&how);
-            Ok(())
-        }
-        Statement::Never { reason } if has_run => Err(CommandError::NotTaken { reason }),
+    let statement = destination.wait_for_statement(WORD, is_over);
+    let is_gone = is_gone();
+    let never = |_: Destination, reason: String| match has_run {
+        true => CommandError::NotTaken { reason },
         // The devices did not load.
-        Statement::Never { reason } => Err(CommandError::Restore {
+        false => CommandError::Restore {
             reasons: match cause {
                 MigrationError::Destination { .. } => format!("QEMU: {reason}"),
                 cause => format!("{}; QEMU: {reason}", cause.chain()),
             },
-        }),
-        Statement::Unknown { .. } if is_gone() => Err(CommandError::Restore {
+        },
+    };
+    let unknown = |destination: Destination, answers: bool, reason: String| {
+        match is_gone {
+        true => CommandError::Restore {
             reasons: "its QEMU ended while it loaded the devices, and never ran the guest; its own log says why"
                 .to_owned(),
-        }),
-        Statement::Unknown { answers, reason } => {
+        },
+        false => {
             let rest = match cause {
                 MigrationError::File(FileError::OtherFile { .. }) => RestFrom::OtherName,
                 cause if cause.is_damage() => RestFrom::Copy,
@@ -117,15 +111,17 @@ fn after_start(
                 true => cause.chain(),
                 false => format!("{}; QEMU: {reason}", cause.chain()),
             };
-            Err(CommandError::PagesMissing {
+            CommandError::PagesMissing {
                 reasons,
                 resume: args.to_resume(&name, destination.later_qmp().as_ref()),
                 qemu: destination.leave_alone(),
                 answers,
                 rest,
-            })
+            }
         }
     }
+    };
+    conclude(statement, destination, Some(&error.chain()), never, unknown)
 }
 
 /// What came of it, and whether the guest has run.
@@ -139,6 +135,7 @@ fn restore(
     interrupt: &Interrupt,
 ) -> (Result<LazyReport, MigrationError>, bool) {
     let has_run = AtomicBool::new(args.resume);
+    let does = OnceLock::new();
     let control = Control::new();
     let display = Mutex::new(Display::new("restore", args.output.quiet, &control));
     let told = AtomicBool::new(false);
@@ -147,7 +144,8 @@ fn restore(
     let show = |progress: &LazyProgress| {
         if interrupt.is_raised() && !told.swap(true, Ordering::Relaxed) {
             complain!(
-                "the guest runs, and its pages follow to the end; once more leaves it waiting for them"
+                "the guest {}, and its pages follow to the end; once more leaves it waiting for them",
+                does.get().map_or("is taken over", String::as_str)
             );
         }
         if was_lost.swap(progress.is_lost, Ordering::Relaxed) != progress.is_lost
@@ -194,7 +192,7 @@ fn restore(
     };
     let on_loaded = |connected: Instant| {
         if args.resume {
-            complain!("the guest goes on; the rest of its pages follows");
+            complain!("the restore goes on; the rest of the guest's pages follows");
             return Ok(());
         }
         let place = destination.started();
@@ -203,7 +201,7 @@ fn restore(
             Statement::Here { state } => {
                 has_run.store(true, Ordering::Relaxed);
                 let ms = connected.elapsed().as_secs_f64() * 1e3;
-                let does = words(&state);
+                let does = does.get_or_init(|| words(&state));
                 complain!("the guest {does} after {ms:.1} ms; its pages follow{place}");
             }
             Statement::Stopped {
@@ -248,7 +246,7 @@ fn table(report: &LazyReport) -> Table {
     let mut table = new_table(&["lazy restore", ""]);
     for (name, value) in [
         (
-            "guest runs",
+            "guest taken over",
             format!("{:.1} ms after the connection", report.running_ms),
         ),
         ("has all pages", format!("{:.0} ms", report.total_ms)),

@@ -422,10 +422,7 @@ impl Host<'_> {
                 let _ = source.say(&failed(reason.clone(), GuestThere::NotHere));
                 Err(QemuError::Failed { reasons: reason }.into())
             }
-            Statement::GuestEnded { how } => {
-                had_guest(source, &how);
-                Ok(())
-            }
+            Statement::GuestEnded { how, by_itself } => had_guest(source, how, by_itself),
             // QEMU has taken it by its word on the stream; so what has become of it since is not that it never ran.
             Statement::Never { reason } => {
                 let error = CommandError::NotTaken { reason };
@@ -461,10 +458,7 @@ impl Host<'_> {
                 say_taken(&state, destination);
                 Ok(())
             }
-            Statement::GuestEnded { how } => {
-                had_guest(source, &how);
-                Ok(())
-            }
+            Statement::GuestEnded { how, by_itself } => had_guest(source, how, by_itself),
             Statement::Stopped { reason, can_run } => Err(not_running(
                 source,
                 destination,
@@ -532,11 +526,16 @@ fn not_running(
     }
 }
 
-/// Reports that the guest was here, and ended: the source must not run it again.
-fn had_guest(source: &mut Conversation, how: &str) {
+/// Reports that the guest was here, and ended: the source must not run it again. An end of QEMU that is not the guest's own is a
+/// failure.
+fn had_guest(source: &mut Conversation, how: String, by_itself: bool) -> Result<(), CommandError> {
     let reason = format!("the guest was taken over, and its QEMU has ended since: {how}");
     let _ = source.say(&failed(reason.clone(), GuestThere::Here));
+    if !by_itself {
+        return Err(CommandError::EndedSince { how });
+    }
     complain!("{reason}");
+    Ok(())
 }
 
 /// Leaves a QEMU alone of which it is not known whether it runs the guest.

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift::lazy::Loading;
-use hotlift::relay::Taken;
+use hotlift::relay::{Doing, Taken};
 use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
 use hotlift_console::signals::{Interrupt, OwnFolder, TICK};
@@ -18,7 +18,7 @@ use serde_json::{Map, Value};
 use crate::connect::connect;
 use crate::error::{QemuError, Side, at_destination};
 use crate::process::{Custody, Started, waits_for_cont};
-use crate::run_state::{Judgement, judge};
+use crate::run_state::{Before, Judgement, judge};
 use crate::settings::{self, Changed};
 use crate::vm::Vm;
 
@@ -62,13 +62,11 @@ pub struct Destination {
     /// Whether it was started with `-S`; `None`: it is not known.
     waits: Option<bool>,
     /// What the guest did before.
-    was: Mutex<RunState>,
-    /// Its guest ran before this connection to it.
-    had_run: bool,
+    before: Mutex<Before>,
+    /// It had begun with the guest before this connection to it.
+    had_guest: bool,
     /// A statement that nothing changes any more.
     settled: Mutex<Option<Statement>>,
-    /// It had the guest before this command connected to it.
-    had_guest: bool,
 }
 
 /// What a QEMU that was given a guest has said of it.
@@ -91,10 +89,12 @@ pub enum Statement {
         /// Both states, and what QEMU has said of it, in one line.
         reason: String,
     },
-    /// It had the guest, which has ended there since.
+    /// It had the guest, and has ended since.
     GuestEnded {
         /// How, as a clause.
         how: String,
+        /// The guest itself has ended: nobody has ended this QEMU.
+        by_itself: bool,
     },
     /// It has no guest, and never will: its migration has failed, or its process has ended.
     Never {
@@ -186,8 +186,12 @@ impl Destination {
         let waits = waits_for_cont(&mut qemu, None);
         Ok(Self {
             waits,
-            was: Mutex::new(state.run_state()),
-            had_run: state.running,
+            // One that waits for pages may have loaded the devices, and not have been able to lock a disk.
+            had_guest: state.run_state() != RunState::InMigrate,
+            before: Mutex::new(Before {
+                state: state.run_state(),
+                is_last: true,
+            }),
             settled: Mutex::default(),
             qemu: Mutex::new(qemu),
             process: None,
@@ -195,7 +199,6 @@ impl Destination {
             changed,
             folder,
             ask_again_at: Mutex::default(),
-            had_guest: true,
         })
     }
 
@@ -227,8 +230,11 @@ impl Destination {
         let waits = waits_for_cont(&mut qemu, command);
         Ok(Self {
             waits,
-            was: Mutex::new(RunState::Running),
-            had_run: false,
+            before: Mutex::new(Before {
+                state: RunState::Running,
+                is_last: true,
+            }),
+            had_guest: false,
             settled: Mutex::default(),
             qemu: Mutex::new(qemu),
             process: process.map(Mutex::new),
@@ -236,7 +242,6 @@ impl Destination {
             changed: None,
             folder,
             ask_again_at: Mutex::default(),
-            had_guest: false,
         })
     }
 
@@ -296,21 +301,34 @@ impl Destination {
         Ok(listening.map_err(at_destination)?)
     }
 
-    /// The guest that it is to get was in the state `was` before. Of one that nobody knows the state of it is taken that it ran.
+    /// The guest that it is to get is in the state `was` at the start of its migration. Its stream may show another. Of one that
+    /// nobody knows the state of it is taken that it ran.
     pub fn expect(&self, was: RunState) {
-        *self.was.lock().unwrap_or_else(PoisonError::into_inner) = was;
+        *self.before() = Before {
+            state: was,
+            is_last: false,
+        };
+    }
+
+    fn before(&self) -> MutexGuard<'_, Before> {
+        self.before.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether it has taken the guest, whose state before was `was`, as far as it says so at once. One that was started here and
     /// does not run a guest that ran is ended.
     pub fn has_taken(&self, was: Option<&str>) -> Taken {
         if let Some(was) = was {
-            self.expect(was.into());
+            *self.before() = Before {
+                state: was.into(),
+                is_last: true,
+            };
         }
         match self.ask() {
-            Statement::Here { .. } | Statement::Stopped { .. } | Statement::GuestEnded { .. } => {
-                Taken::Yes
-            }
+            Statement::Here {
+                state: RunState::Running,
+            } => Taken::Yes(Doing::Runs),
+            Statement::Here { .. } | Statement::GuestEnded { .. } => Taken::Yes(Doing::Rests),
+            Statement::Stopped { .. } => Taken::Yes(Doing::Stopped),
             Statement::Ended { .. } => Taken::Ended,
             Statement::Never { .. } => Taken::Never,
             Statement::Unknown { .. } => Taken::Unknown,
@@ -391,8 +409,8 @@ impl Destination {
                 }
                 Ok((_, state)) => return self.judged(state),
                 Err(error) => {
-                    if let Some(how) = self.guest_end() {
-                        return Statement::GuestEnded { how };
+                    if let Some(ended) = self.guest_end() {
+                        return ended;
                     }
                     if let Some(reason) = self.how_it_ended() {
                         return Statement::Never { reason };
@@ -442,27 +460,36 @@ impl Destination {
 
     /// What is to be said of a guest that is in this state here.
     fn judged(&self, state: RunState) -> Statement {
-        let was = self.was.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.before();
         let has_run = match self.qemu().client().has_run() {
-            Ok(has_run) => has_run || self.had_run,
+            Ok(has_run) => has_run || self.had_guest,
             Err(error) => {
                 let (answers, reason) = (false, error_line(&error));
                 return Statement::Unknown { answers, reason };
             }
         };
-        let judgement = judge(&was, &state, has_run, self.waits);
+        let judgement = judge(&before, &state, has_run, self.waits);
         let states = format!(
             "the guest was '{}' before, and is '{}' in this QEMU",
-            was.name(),
+            before.state.name(),
             state.name()
         );
-        drop(was);
+        let is_last = before.is_last;
+        drop(before);
         let reason = match judgement {
             Judgement::Right => return Statement::Here { state },
             Judgement::DoesNotRun => states,
-            Judgement::MayNotRun => format!("{states}, and may have been started with -S"),
+            Judgement::MayNotRun if is_last => {
+                format!("{states}, and may have been started with -S")
+            }
+            Judgement::MayNotRun => format!(
+                "{states}; a 'stop' during the migration may be the cause, and its stream was passed through unread"
+            ),
         };
-        if let Some(process) = self.process() {
+        // What may be as it is to be is left to its operator.
+        if judgement == Judgement::DoesNotRun
+            && let Some(process) = self.process()
+        {
             let ended = self.end(process, &reason);
             *self.settled() = Some(ended.clone());
             return ended;
@@ -571,9 +598,9 @@ impl Destination {
         };
         drop(ask_again_at);
         if answer.is_err()
-            && let Some(how) = self.guest_end()
+            && let Some(ended) = self.guest_end()
         {
-            return Statement::GuestEnded { how };
+            return ended;
         }
         // Of a guest that has run nothing shows that it never will.
         let has_run = self.had_guest || self.qemu().client().guest_events().has_run;
@@ -616,19 +643,17 @@ impl Destination {
     }
 
     /// How a guest that it had has ended, if its QMP connection is closed.
-    fn guest_end(&self) -> Option<String> {
-        let was_live = self
-            .was
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .is_live();
+    fn guest_end(&self) -> Option<Statement> {
+        let was_live = self.before().state.is_live();
         let mut qemu = self.qemu();
         let client = qemu.client();
         let guest = client.guest_events();
         // A loaded guest that is to run, and has not, was never here.
         let had_guest = self.had_guest || guest.has_run || (guest.has_migrated && !was_live);
-        let end = guest.end().filter(|_| had_guest);
-        end.filter(|_| client.is_closed())
+        let how = guest.end().filter(|_| had_guest)?;
+        let by_itself = guest.has_ended_itself();
+        let ended = Statement::GuestEnded { how, by_itself };
+        client.is_closed().then_some(ended)
     }
 
     /// How a process that was started here has ended, if it has, and what it has said of it.
@@ -814,12 +839,22 @@ mod tests {
     fn a_guest_that_runs_and_powers_off_was_taken_and_has_ended() {
         let destination = ends_with(&[RESUME, POWER_OFF]);
         let statement = destination.ask();
-        let Statement::GuestEnded { how } = statement else {
+        let Statement::GuestEnded { how, by_itself } = statement else {
             panic!("{statement:?}")
         };
+        assert!(by_itself);
         assert_eq!(how, "the guest powered off");
-        assert_eq!(destination.has_taken(None), Taken::Yes);
+        assert_eq!(destination.has_taken(None), Taken::Yes(Doing::Rests));
         assert!(!destination.is_gone_before_a_run());
+    }
+
+    #[test]
+    fn a_qemu_that_somebody_ends_is_no_guest_that_has_ended_itself() {
+        let statement = ends_with(&[RESUME, QUIT]).ask();
+        let Statement::GuestEnded { by_itself, .. } = statement else {
+            panic!("{statement:?}")
+        };
+        assert!(!by_itself);
     }
 
     #[test]

@@ -1,12 +1,12 @@
 //! A running QEMU's migration into a relay of this process: started, watched, shown, and cancelled on
 //! a signal.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use hotlift::relay::{Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
+use hotlift::relay::{Doing, Hooks, Incoming, Outgoing, RelayProgress, RelayReport, RelaySettings};
 use hotlift::{Address, Control, MigrationError};
 use hotlift_console::output::complain;
 use hotlift_console::progress::{Display, jobs};
@@ -44,6 +44,8 @@ pub struct Relayed {
     pub outcome: Result<RelayReport, MigrationError>,
     /// The destination may have been told to run the guest; if not, it never will.
     pub is_told: bool,
+    /// What the guest does there, by the word of the destination's relay.
+    pub doing: Doing,
 }
 
 /// Sets QEMU up for a relay with these settings; with `own_downtime_limit` their downtime limit is QEMU's, too, which
@@ -91,10 +93,15 @@ impl Moving<'_> {
         let ownership = || self.source.ownership();
         let is_told = AtomicBool::new(false);
         let on_commit = || is_told.store(true, Ordering::SeqCst);
+        let doing = OnceLock::new();
+        let on_taken = |does: Doing| {
+            let _ = doing.set(does);
+        };
         let hooks = Hooks {
             on_progress: Some(&note),
             ownership: Some(&ownership),
             on_commit: Some(&on_commit),
+            on_taken: Some(&on_taken),
             ..Hooks::default()
         };
         thread::scope(|scope| {
@@ -126,7 +133,11 @@ impl Moving<'_> {
             match started {
                 // An answer that came too late is no reason to forget what has happened all the same.
                 Err(error) if outcome.is_err() && !is_told => Err(error),
-                _ => Ok(Relayed { outcome, is_told }),
+                _ => Ok(Relayed {
+                    outcome,
+                    is_told,
+                    doing: doing.get().copied().unwrap_or_default(),
+                }),
             }
         })
     }

@@ -2,6 +2,16 @@
 
 use hotlift_qmp::RunState;
 
+/// What a guest did before it came to a QEMU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Before {
+    /// Its state.
+    pub state: RunState,
+    /// The state is that of the switchover. Otherwise it is that of the start of the migration, and somebody may have stopped
+    /// the guest since.
+    pub is_last: bool,
+}
+
 /// What a QEMU does with a guest that it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Judgement {
@@ -9,24 +19,24 @@ pub enum Judgement {
     Right,
     /// It does not run the guest, and never ran it, though the guest ran before. (It cannot lock a disk, for one.)
     DoesNotRun,
-    /// The same, unless the QEMU was started with `-S`, which is not known.
+    /// The same, unless the QEMU was started with `-S`, or the guest was stopped before it came, which is not known.
     MayNotRun,
 }
 
-/// Judges the state `now` of a guest that was in the state `was`. `has_run`: it ran in this QEMU at some time. `waits`: this
+/// Judges the state `now` of a guest that did `before` what it did. `has_run`: it ran in this QEMU at some time. `waits`: this
 /// QEMU was started with `-S`; `None`: it is not known.
 ///
 /// A QEMU that cannot take over the disks leaves a guest that ran `paused` (before 10.0) or `inmigrate`. All other states are
 /// the guest's own.
 #[must_use]
-pub fn judge(was: &RunState, now: &RunState, has_run: bool, waits: Option<bool>) -> Judgement {
+pub fn judge(before: &Before, now: &RunState, has_run: bool, waits: Option<bool>) -> Judgement {
     match (now, waits) {
         _ if has_run => Judgement::Right,
         (RunState::InMigrate, _) => Judgement::DoesNotRun,
-        (RunState::Paused, _) if !was.is_live() => Judgement::Right,
+        (RunState::Paused, _) if !before.state.is_live() => Judgement::Right,
         (RunState::Paused, Some(true)) => Judgement::Right,
-        (RunState::Paused, Some(false)) => Judgement::DoesNotRun,
-        (RunState::Paused, None) => Judgement::MayNotRun,
+        (RunState::Paused, Some(false)) if before.is_last => Judgement::DoesNotRun,
+        (RunState::Paused, _) => Judgement::MayNotRun,
         _ => Judgement::Right,
     }
 }
@@ -54,6 +64,18 @@ mod tests {
         let other = RunState::Other("io-error".to_owned());
         let ended = [RunState::Shutdown, RunState::GuestPanicked, other];
         let live = [RunState::Running, RunState::Suspended];
+        let judge = |was: &RunState, now: &RunState, has_run, waits| {
+            let [last, first] = [true, false].map(|is_last| {
+                let state = was.clone();
+                super::judge(&Before { state, is_last }, now, has_run, waits)
+            });
+            // Of a guest that may have been stopped since, 'paused' shows nothing.
+            match last {
+                DoesNotRun if *now == RunState::Paused => assert_eq!(first, MayNotRun, "{was:?}"),
+                _ => assert_eq!(first, last, "{was:?} {now:?} {waits:?}"),
+            }
+            last
+        };
         let all = |states: &[RunState]| states.to_vec();
         let every = [all(&live), all(&ended), vec![RunState::Paused]].concat();
         let waits = [None, Some(false), Some(true)];

@@ -41,6 +41,17 @@ impl GuestEvents {
         }
     }
 
+    /// Whether the guest itself has ended: it powered off, panicked, or was to start again and may not. Otherwise somebody has
+    /// ended its machine, or nothing has ended.
+    #[must_use]
+    pub fn has_ended_itself(&self) -> bool {
+        match &self.shutdown {
+            // QEMU's causes of the host are `host-…`, and those of others have other names.
+            Some(reason) => reason.starts_with("guest-"),
+            None => self.has_panicked,
+        }
+    }
+
     /// How the guest has ended, as a clause; `None` if it has not.
     #[must_use]
     pub fn end(&self) -> Option<String> {
@@ -110,6 +121,31 @@ mod tests {
         ] {
             assert_eq!(after(&events).end().as_deref(), end, "{events:?}");
         }
+    }
+
+    #[test]
+    fn only_a_cause_of_the_guest_shows_that_the_guest_itself_has_ended() {
+        let shutdown = |reason: &str| ("SHUTDOWN", json!({ "reason": reason }));
+        for (reason, is_own) in [
+            ("guest-shutdown", true),
+            ("guest-reset", true),
+            ("guest-panic", true),
+            ("host-qmp-quit", false),
+            ("host-qmp-system-reset", false),
+            ("host-signal", false),
+            ("host-ui", false),
+            ("host-error", false),
+            ("subsystem-reset", false),
+            ("", false),
+        ] {
+            let ended = after(&[shutdown(reason)]);
+            assert_eq!(ended.has_ended_itself(), is_own, "{reason}");
+        }
+        assert!(!after(&[]).has_ended_itself());
+        let panicked = ("GUEST_PANICKED", json!({ "action": "pause" }));
+        assert!(after(&[panicked.clone()]).has_ended_itself());
+        let killed = after(&[panicked, shutdown("host-signal")]);
+        assert!(!killed.has_ended_itself());
     }
 
     #[test]

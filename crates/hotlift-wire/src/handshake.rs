@@ -48,6 +48,9 @@ bitflags! {
         /// Between relays a PING with the value [`CONNECTED`] follows the RAM blocks, which is answered once the destination's
         /// QEMU has answered the opening.
         const CONFIRMED = 1 << 5;
+        /// Between relays the source takes what its guest does at the destination (`settle::Doing`): before the last SHUT(0), and
+        /// in the answer to a question.
+        const DOING = 1 << 6;
     }
 }
 

@@ -1,13 +1,13 @@
 //! The return path: what the destination says to the source, on the main channel's socket.
 //!
 //! A message is be16 type, be16 length, payload. Types 1 to 7 are QEMU's (`MIG_RP_MSG_*`); 0x4801 to
-//! 0x4803 are Hotlift's and go only to a peer that is one, or to one whose migration must end: QEMU ends it at a type
+//! 0x4804 are Hotlift's and go only to a peer that is one, or to one whose migration must end: QEMU ends it at a type
 //! it does not know.
 
 use crate::handshake::{Accepted, Features, VERSION};
 use crate::multifd::Method;
 use crate::reader::{as_u64, put_counted_string};
-use crate::settle::MigrationId;
+use crate::settle::{Doing, MigrationId};
 use crate::{Reader, WireError, limits};
 
 const SHUT: u16 = 1;
@@ -20,9 +20,13 @@ const SWITCHOVER_ACK: u16 = 7;
 const ERROR_TEXT: u16 = 0x4801;
 const HELLO: u16 = 0x4802;
 const LOAD: u16 = 0x4803;
+const DOING: u16 = 0x4804;
 
 /// Bytes of LOAD's payload: time, time at work, and for each method pages and time; CRC-32 of all.
 const LOAD_LEN: usize = 16 + 16 * Method::ALL.len() + 4;
+
+/// Bytes of DOING's payload: its code, CRC-32 of it. It decides whether an operator is asked for.
+const DOING_LEN: usize = 5;
 
 /// Bytes of HELLO's payload: version, features, migration, CRC-32 of all. A source that had the wrong name could not
 /// ask.
@@ -75,6 +79,8 @@ pub enum ReturnMessage<'a> {
     /// Hotlift: what the destination's channel threads have done so far. Only to a source whose packets each have their
     /// own method.
     Load(Load),
+    /// Hotlift: what the guest does at the destination. Before SHUT(0), and only to a source that offers to take it.
+    Doing(Doing),
 }
 
 /// What the channel threads of a destination have done since the migration began.
@@ -151,6 +157,7 @@ impl<'a> ReturnMessage<'a> {
             Self::ErrorText(_) => ERROR_TEXT,
             Self::Hello { .. } => HELLO,
             Self::Load(_) => LOAD,
+            Self::Doing(_) => DOING,
         }
     }
 
@@ -177,6 +184,11 @@ impl<'a> ReturnMessage<'a> {
                 }
                 let crc = crc32fast::hash(&out[start..]);
                 out.extend_from_slice(&crc.to_be_bytes());
+            }
+            Self::Doing(doing) => {
+                let code = [doing as u8];
+                out.extend_from_slice(&code);
+                out.extend_from_slice(&crc32fast::hash(&code).to_be_bytes());
             }
             Self::ReqPagesId {
                 start,
@@ -253,6 +265,15 @@ impl<'a> ReturnMessage<'a> {
                 WireError::check_crc("LOAD", expected, got)?;
                 Self::Load(load)
             }
+            DOING => {
+                let code = reader.u8("DOING")?;
+                let expected = reader.be32("DOING").map_err(short)?;
+                WireError::check_crc("DOING", expected, crc32fast::hash(&[code]))?;
+                Self::Doing(Doing::of_code(code).ok_or(WireError::Unknown {
+                    what: "what a guest does",
+                    got: code.into(),
+                })?)
+            }
             ERROR_TEXT => Self::ErrorText(reader.text(payload.len(), "ERROR_TEXT")?),
             HELLO => {
                 let version = reader.be32("HELLO")?;
@@ -288,6 +309,7 @@ fn check_length(kind: u16, length: usize) -> Result<(), WireError> {
         RESUME_ACK => ("length of RESUME_ACK", 4),
         SWITCHOVER_ACK => ("length of SWITCHOVER_ACK", 0),
         LOAD => ("length of LOAD", LOAD_LEN),
+        DOING => ("length of DOING", DOING_LEN),
         HELLO if length >= HELLO_VERSION_LEN => return Ok(()),
         HELLO => ("length of HELLO", HELLO_LEN),
         REQ_PAGES_ID | RECV_BITMAP => return Ok(()),

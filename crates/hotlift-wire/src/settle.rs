@@ -5,7 +5,7 @@
 //! token     "HLTK"  token (16)                        opens a connection that a conversation announced, or, with the
 //!                                                     migration for a token, another connection of its postcopy
 //! question  "HLQU"  migration (16)  be32 CRC-32       source: what became of this migration's guest?
-//! answer    "HLAN"  migration (16)  outcome  be32 CRC-32
+//! answer    "HLAN"  migration (16)  outcome (4 bits), doing (4 bits above)  be32 CRC-32
 //! heard     "HLOK"  migration (16)                    source: I know, ask me no more
 //! ```
 //!
@@ -57,6 +57,31 @@ pub enum Outcome {
     HasAll = 4,
 }
 
+/// What a guest does at its destination, as the relay beside its QEMU there has seen it. Only a source that offers
+/// [`Features::DOING`](crate::handshake::Features::DOING) gets another value than [`Doing::Unknown`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[repr(u8)]
+pub enum Doing {
+    /// Not known.
+    #[default]
+    Unknown = 0,
+    /// It runs.
+    Runs = 1,
+    /// It does not run, as is expected: it was paused before, for one, or has run there and has ended.
+    Rests = 2,
+    /// It does not run, though it ran before.
+    Stopped = 3,
+}
+
+impl Doing {
+    /// The value that has this code.
+    pub(crate) fn of_code(code: u8) -> Option<Self> {
+        [Self::Unknown, Self::Runs, Self::Rests, Self::Stopped]
+            .into_iter()
+            .find(|doing| *doing as u8 == code)
+    }
+}
+
 /// The bytes that open a connection with a token.
 #[must_use]
 pub fn token(token: [u8; 16]) -> [u8; TOKEN_LEN] {
@@ -93,12 +118,12 @@ pub fn read_question(bytes: &[u8; QUESTION_LEN]) -> Result<MigrationId, WireErro
     Ok(MigrationId(*reader.array("question about a migration")?))
 }
 
-/// The answer that `outcome` is what became of `id`.
+/// The answer that `outcome` is what became of `id`, and `doing` what its guest does.
 #[must_use]
-pub fn answer(id: MigrationId, outcome: Outcome) -> [u8; ANSWER_LEN] {
+pub fn answer(id: MigrationId, outcome: Outcome, doing: Doing) -> [u8; ANSWER_LEN] {
     let mut bytes = [0; ANSWER_LEN];
     bytes[..HEARD_LEN].copy_from_slice(&with_magic(ANSWER_MAGIC, id.0));
-    bytes[HEARD_LEN] = outcome as u8;
+    bytes[HEARD_LEN] = outcome as u8 | (doing as u8) << 4;
     seal(&mut bytes);
     bytes
 }
@@ -107,7 +132,10 @@ pub fn answer(id: MigrationId, outcome: Outcome) -> [u8; ANSWER_LEN] {
 ///
 /// # Errors
 /// An answer about another migration, an outcome that does not exist, or a checksum that does not agree.
-pub fn read_answer(bytes: &[u8; ANSWER_LEN], id: MigrationId) -> Result<Outcome, WireError> {
+pub fn read_answer(
+    bytes: &[u8; ANSWER_LEN],
+    id: MigrationId,
+) -> Result<(Outcome, Doing), WireError> {
     const WHAT: &str = "answer about a migration";
     let mut reader = opened(bytes, ANSWER_MAGIC, WHAT)?;
     if *reader.array(WHAT)? != id.0 {
@@ -117,7 +145,7 @@ pub fn read_answer(bytes: &[u8; ANSWER_LEN], id: MigrationId) -> Result<Outcome,
         });
     }
     let code = reader.u8(WHAT)?;
-    [
+    let outcome = [
         Outcome::Unknown,
         Outcome::Runs,
         Outcome::Never,
@@ -125,11 +153,13 @@ pub fn read_answer(bytes: &[u8; ANSWER_LEN], id: MigrationId) -> Result<Outcome,
         Outcome::HasAll,
     ]
     .into_iter()
-    .find(|outcome| *outcome as u8 == code)
-    .ok_or(WireError::Unknown {
-        what: WHAT,
-        got: code.into(),
-    })
+    .find(|outcome| *outcome as u8 == code & 0xf);
+    outcome
+        .zip(Doing::of_code(code >> 4))
+        .ok_or(WireError::Unknown {
+            what: WHAT,
+            got: code.into(),
+        })
 }
 
 fn with_magic(magic: [u8; 4], id: [u8; 16]) -> [u8; HEARD_LEN] {
@@ -187,16 +217,22 @@ mod tests {
             Outcome::Runs,
             Outcome::Never,
             Outcome::Undecided,
+            Outcome::HasAll,
         ] {
-            assert_eq!(read_answer(&answer(ID, outcome), ID).unwrap(), outcome);
+            for doing in [Doing::Unknown, Doing::Runs, Doing::Rests, Doing::Stopped] {
+                let read = read_answer(&answer(ID, outcome, doing), ID).unwrap();
+                assert_eq!(read, (outcome, doing));
+            }
         }
+        // A source that does not know what a guest can do reads an answer without it.
+        assert_eq!(answer(ID, Outcome::Runs, Doing::Unknown)[HEARD_LEN], 1);
         assert_eq!(read_token(&token(ID.0)), Some(ID.0));
         assert_eq!(read_token(&heard(ID)), None);
     }
 
     #[test]
     fn an_answer_with_any_bit_flipped_or_about_another_migration_is_no_answer() {
-        let answer = answer(ID, Outcome::Runs);
+        let answer = answer(ID, Outcome::Runs, Doing::Runs);
         for bit in 0..8 * ANSWER_LEN {
             let mut damaged = answer;
             damaged[bit / 8] ^= 1 << (bit % 8);

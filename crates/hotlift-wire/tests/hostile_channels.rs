@@ -344,7 +344,14 @@ fn a_channel_of_another_version_is_told_from_a_damaged_one() {
 
 #[test]
 fn a_return_path_message_is_refused_before_its_payload_is_awaited() {
-    for (kind, length) in [(1u16, 5u16), (2, 3), (4, 11), (7, 1), (0x4802, 3)] {
+    for (kind, length) in [
+        (1u16, 5u16),
+        (2, 3),
+        (4, 11),
+        (7, 1),
+        (0x4802, 3),
+        (0x4804, 4),
+    ] {
         let bytes = [kind.to_be_bytes(), length.to_be_bytes()].concat();
         assert_fault!(
             ReturnMessage::decode(&bytes).unwrap_err(),

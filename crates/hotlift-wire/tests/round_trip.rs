@@ -12,7 +12,7 @@ use hotlift_wire::multifd::{
     PacketRules, PacketWriter, ZeroPageDetection, first_method,
 };
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::MigrationId;
+use hotlift_wire::settle::{Doing, MigrationId};
 use hotlift_wire::{PAGE_SIZE, RamBlockEntry, WireError, limits};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -130,7 +130,7 @@ proptest! {
         start: u64,
         block in name(),
         text in "\\PC{0,100}",
-        kind in 0..10usize,
+        kind in 0..11usize,
     ) {
         let message = match kind {
             0 => ReturnMessage::Shut(value),
@@ -141,7 +141,10 @@ proptest! {
             5 => ReturnMessage::ResumeAck(value),
             6 => ReturnMessage::SwitchoverAck,
             7 => ReturnMessage::ErrorText(&text),
-            8 => ReturnMessage::Hello { version: value.max(u32::from(VERSION) + 1), accepted: None },
+            8 => ReturnMessage::Doing(
+                [Doing::Unknown, Doing::Runs, Doing::Rests, Doing::Stopped][value as usize % 4],
+            ),
+            9 => ReturnMessage::Hello { version: value.max(u32::from(VERSION) + 1), accepted: None },
             _ => ReturnMessage::Hello {
                 version: VERSION.into(),
                 accepted: Some(Accepted {

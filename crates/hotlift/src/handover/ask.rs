@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use hotlift_wire::settle::{ANSWER_LEN, MigrationId, Outcome, heard, question, read_answer};
+use hotlift_wire::settle::{ANSWER_LEN, Doing, MigrationId, Outcome, heard, question, read_answer};
 
 use crate::handover::Word;
 use crate::tls::Remote;
@@ -23,14 +23,14 @@ const ASK_AFTER: Duration = Duration::from_secs(5);
 /// How long a destination is told of a migration that ended before the commit.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Waits for `patience` for what the destination says became of the guest: on the stream, which `on_stream` waits
+/// Waits for `patience` for what the destination says became of the guest, and does there: on the stream, which `on_stream` waits
 /// for (up to a time, and less if the stream has ended), and then as the answer to a question, if there is somebody
 /// to ask. Nothing calls this wait off: the guest may run.
 pub(crate) fn await_word(
     patience: Duration,
     to_ask: Option<(&Remote, MigrationId)>,
-    on_stream: &mut dyn FnMut(Duration) -> Option<Word>,
-) -> Option<Word> {
+    on_stream: &mut dyn FnMut(Duration) -> Option<(Word, Doing)>,
+) -> Option<(Word, Doing)> {
     let committed = Instant::now();
     let silence = to_ask.map_or(patience, |_| patience.min(ASK_AFTER));
     if let Some(word) = on_stream(silence) {
@@ -52,8 +52,8 @@ pub(super) fn ask(
     to: &Remote,
     id: MigrationId,
     patience: Duration,
-    other_word: &mut dyn FnMut() -> Option<Word>,
-) -> Option<Word> {
+    other_word: &mut dyn FnMut() -> Option<(Word, Doing)>,
+) -> Option<(Word, Doing)> {
     let deadline = Instant::now() + patience;
     loop {
         if let Some(word) = other_word() {
@@ -69,7 +69,7 @@ pub(super) fn ask(
 
 /// One question. What is no statement (no connection, no answer, "ask again", an answer that is damaged) is
 /// `None`.
-pub(crate) fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Option<Word> {
+pub(crate) fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Option<(Word, Doing)> {
     let stream = to.connect(patience).ok()?;
     stream.set_timeouts(patience).ok()?;
     (&stream).write_all(&question(id)).ok()?;
@@ -82,14 +82,15 @@ pub(crate) fn ask_once(to: &Remote, id: MigrationId, patience: Duration) -> Opti
             _ => return None,
         }
     }
-    let word = match read_answer(&answer, id).ok()? {
+    let (outcome, doing) = read_answer(&answer, id).ok()?;
+    let word = match outcome {
         Outcome::Runs => Word::Runs,
         Outcome::Never => Word::Never,
         Outcome::HasAll => Word::HasAll,
         Outcome::Unknown | Outcome::Undecided => return None,
     };
     say_heard(&stream, id);
-    Some(word)
+    Some((word, doing))
 }
 
 /// Tells the destination that its word was heard, so that it need not wait for a question. One that does not

@@ -132,7 +132,7 @@ mod tests {
     use crate::handover::ask::ask;
     use crate::tls::Remote;
     use crate::transport::{Acceptor, Address};
-    use hotlift_wire::settle::MigrationId;
+    use hotlift_wire::settle::{Doing, MigrationId};
 
     #[test]
     fn a_destination_that_is_cancelled_still_says_what_became_of_the_guest() {
@@ -143,6 +143,7 @@ mod tests {
         let listener = address.listen().unwrap();
         let (control, taking) = (Control::new(), Taking::new(1));
         assert!(taking.loaded() && taking.commit());
+        taking.note_doing(Doing::Rests);
         taking.taken();
         control.cancel();
         let asked = Asked {
@@ -161,7 +162,7 @@ mod tests {
             scope.spawn(|| linger(&mut door, &asked, &[], &[], CALLED_OFF * 6, &control));
             let to = Remote::new(&address, None);
             let word = ask(&to, asked.id, patience, &mut || None);
-            assert_eq!(word, Some(Word::Runs));
+            assert_eq!(word, Some((Word::Runs, Doing::Rests)));
         });
         assert!(!taking.may_be_asked(), "it was heard");
     }

@@ -3,7 +3,7 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use hotlift_wire::settle::Outcome;
+use hotlift_wire::settle::{Doing, Outcome};
 
 /// Between two looks of who waits for the decision at what nothing wakes it for.
 const TICK: Duration = Duration::from_millis(100);
@@ -87,6 +87,8 @@ pub(crate) struct Taking {
 #[derive(Debug)]
 struct State {
     side: DestinationSide,
+    /// What the guest does here.
+    doing: Doing,
     /// Connections that can still bring the source's word.
     open: usize,
     /// The source was, or may have been, told that all is loaded: it may ask.
@@ -104,6 +106,7 @@ impl Taking {
         Self {
             state: Mutex::new(State {
                 side: DestinationSide::default(),
+                doing: Doing::default(),
                 open: connections,
                 source_may_ask: false,
                 has_all: false,
@@ -164,6 +167,16 @@ impl Taking {
     /// See [`DestinationSide::taken`].
     pub(crate) fn taken(&self) {
         self.step(DestinationSide::taken);
+    }
+
+    /// The source may know what the guest does here. Called before [`Taking::taken`].
+    pub(crate) fn note_doing(&self, doing: Doing) {
+        self.lock().doing = doing;
+    }
+
+    /// What the guest does here, as far as the source may know it.
+    pub(crate) fn doing(&self) -> Doing {
+        self.lock().doing
     }
 
     /// See [`DestinationSide::refused`].

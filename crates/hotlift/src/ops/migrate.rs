@@ -453,7 +453,9 @@ impl Migration<'_> {
         let to_ask = id.map(|id| (self.to, id));
         let patience = self.session.options.settle_timeout;
         let answers = &self.session.answers;
-        let word = await_word(patience, to_ask, &mut |wait| answers.wait_word(wait));
+        let told = await_word(patience, to_ask, &mut |wait| answers.wait_told(wait));
+        // The guest of this process runs where it is taken.
+        let word = told.map(|(word, _)| word);
         self.session.giving.settle(word);
         if let (Some(_), Some(id)) = (word, id) {
             for stream in self.session.streams() {

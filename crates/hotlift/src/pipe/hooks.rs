@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use hotlift_wire::settle::Doing;
+
 /// Who owns the guest, as the source tells it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ownership {
@@ -16,8 +18,8 @@ pub enum Ownership {
 /// What somebody who can ask the destination otherwise knows of the guest there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Taken {
-    /// The destination has the guest, and is left with it.
-    Yes,
+    /// The destination has the guest, which does this, and is left with it.
+    Yes(Doing),
     /// It does not have it, and never will: it has failed, or its process has ended. A word on the stream that it has taken
     /// the guest before goes first.
     Never,
@@ -48,6 +50,8 @@ pub struct Hooks<'a> {
     /// say whether it runs it. The argument is the run state (`RunState`) of the guest before, as the stream has it.
     /// Without this hook only the stream tells.
     pub has_taken: Option<HasTaken<'a>>,
+    /// Called once the destination's word has come that it has the guest, with what the guest does there.
+    pub on_taken: Option<&'a (dyn Fn(Doing) + Sync)>,
 }
 
 /// What a source that has connected has.

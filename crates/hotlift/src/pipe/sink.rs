@@ -17,6 +17,7 @@ use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::RamBlockEntry;
 use hotlift_wire::main_channel::{Command, Configuration};
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::Doing;
 
 use crate::error::{Channel, MigrationError};
 use crate::figures::MethodFigures;
@@ -101,12 +102,12 @@ pub(crate) trait Sink: Sync {
     fn await_loaded(&self) -> Result<(), MigrationError>;
 
     /// EOF and what follows it, at which the other side runs the guest (if it is to run); returns
-    /// when it is known to. `has_taken` knows what a QEMU does not say.
+    /// when it is known to, with what the guest does. `has_taken` knows what a QEMU does not say.
     ///
     /// # Errors
     /// [`MigrationError::Destination`] if it never runs the guest, by its own word;
     /// [`MigrationError::InDoubt`] if there is no word of it.
-    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<(), MigrationError>;
+    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<Doing, MigrationError>;
 
     /// Carries answers of the other side, with `forward` for those meant for the source (the message and its bytes), until
     /// the connection ends.

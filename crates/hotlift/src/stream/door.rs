@@ -10,8 +10,8 @@ use hotlift_tls::HANDSHAKE_BEGINS;
 use hotlift_wire::WireError;
 use hotlift_wire::multifd::{INITIAL_PACKET_LEN, InitialPacket, MAGIC};
 use hotlift_wire::settle::{
-    HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, QUESTION_MAGIC, TOKEN_LEN, TOKEN_MAGIC, answer,
-    heard, read_question, read_token,
+    Doing, HEARD_LEN, MigrationId, Outcome, QUESTION_LEN, QUESTION_MAGIC, TOKEN_LEN, TOKEN_MAGIC,
+    answer, heard, read_question, read_token,
 };
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -343,21 +343,21 @@ impl<'a> Door<'a> {
 
     /// Answers a question about `id`.
     fn reply(&mut self, stream: Stream, id: MigrationId, asked: Option<&Asked<'_>>) {
-        let outcome = match asked {
+        let (outcome, doing) = match asked {
             Some(asked) if asked.id == id => {
                 let outcome = asked.taking.ask();
                 if outcome == Outcome::Never {
                     (asked.refuse)();
                 }
-                outcome
+                (outcome, asked.taking.doing())
             }
-            _ => Outcome::Unknown,
+            _ => (Outcome::Unknown, Doing::Unknown),
         };
         let mut question = [0; QUESTION_LEN];
         let told = (&stream)
             .read_exact(&mut question)
             .and_then(|()| stream.set_timeouts(ANSWERING))
-            .and_then(|()| (&stream).write_all(&answer(id, outcome)));
+            .and_then(|()| (&stream).write_all(&answer(id, outcome, doing)));
         if told.is_ok() {
             self.told.push(Caller {
                 stream,

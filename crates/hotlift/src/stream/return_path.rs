@@ -9,7 +9,7 @@ use hotlift_methods::AUTO;
 use hotlift_tls::ALERT_BEGINS;
 use hotlift_wire::handshake::{Accepted, Features, Offer, VERSION};
 use hotlift_wire::return_path::ReturnMessage;
-use hotlift_wire::settle::MigrationId;
+use hotlift_wire::settle::{Doing, MigrationId};
 use hotlift_wire::{WireError, limits};
 
 use crate::error::{Channel, MigrationError, printable};
@@ -121,6 +121,8 @@ struct Heard {
     /// A refusal is a word only in words: without them it may be of a guest that has run.
     is_postcopy: bool,
     word: Option<Word>,
+    /// What the guest does there.
+    doing: Doing,
     /// Why it gave up, in its words.
     reason: Option<String>,
     /// No connection is left that could bring anything.
@@ -222,6 +224,9 @@ impl Answers {
                 heard.word = heard.word.or(word.filter(|word| *word == Word::Never));
                 return Err(refusal(&heard));
             }
+            // It decides nothing about a guest that is still here.
+            ReturnMessage::Doing(doing) if heard.is_committed => heard.doing = doing,
+            ReturnMessage::Doing(_) => {}
             ReturnMessage::ErrorText(text) => {
                 heard.reason.get_or_insert_with(|| printable(text));
             }
@@ -306,6 +311,12 @@ impl Answers {
     pub(crate) fn wait_word(&self, patience: Duration) -> Option<Word> {
         self.wait_while(patience, |heard| heard.word.is_none() && !heard.ended)
             .word
+    }
+
+    /// The same, with what the guest does there.
+    pub(crate) fn wait_told(&self, patience: Duration) -> Option<(Word, Doing)> {
+        let word = self.wait_word(patience)?;
+        Some((word, self.lock().doing))
     }
 
     /// Its reason to give up, if it comes within `patience`.

@@ -12,6 +12,7 @@ use hotlift_methods::legacy::xbzrle;
 use hotlift_methods::{MemoryLimit, MethodInfo, method};
 use hotlift_wire::main_channel::{Command, EOF_WITHOUT_DESCRIPTION, MainEncoder};
 use hotlift_wire::multifd::Method;
+use hotlift_wire::settle::Doing;
 
 use super::block_reader::Blocks;
 use super::complete::Complete;
@@ -379,11 +380,12 @@ impl Sink for BlockSink {
         Ok(self.file.sync()?)
     }
 
-    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<(), MigrationError> {
+    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
         // Behind what was written before, which stays whole until the file has its name.
         self.write_end(end)?;
         let length = self.position.load(Ordering::Relaxed);
-        Ok(self.file.publish(length)?)
+        self.file.publish(length)?;
+        Ok(Doing::Unknown)
     }
 
     fn abort(&self) {

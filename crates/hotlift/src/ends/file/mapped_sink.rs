@@ -12,6 +12,7 @@ use hotlift_wire::WireError;
 use hotlift_wire::main_channel::{
     Command, FILE_HEADER, MAPPED_RAM, MappedBlock, MappedLayout, put_mapped_end,
 };
+use hotlift_wire::settle::Doing;
 
 use super::complete::Complete;
 use super::partial::PartialFile;
@@ -217,10 +218,11 @@ impl Sink for MappedRamSink {
         Ok(self.file.sync()?)
     }
 
-    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<(), MigrationError> {
+    fn commit(&self, end: &[u8], _: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
         self.append(end)?;
         let length = self.position.load(Ordering::Relaxed);
-        Ok(self.file.publish(length)?)
+        self.file.publish(length)?;
+        Ok(Doing::Unknown)
     }
 
     fn abort(&self) {

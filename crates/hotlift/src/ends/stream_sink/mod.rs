@@ -20,6 +20,7 @@ use hotlift_wire::handshake::{CONNECTED, Features, Offer};
 use hotlift_wire::main_channel::{Command, put_packaged_head, run_state};
 use hotlift_wire::multifd::{Hello, PacketLayout, ZeroPageDetection};
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::Doing;
 
 use crate::auto::{Auto, Reader};
 use crate::control::Control;
@@ -275,13 +276,13 @@ impl<'a> StreamSink<'a> {
     }
 
     /// What the other side says became of the guest: on main, as the answer to a question, or by whoever else
-    /// knows.
-    fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<Word> {
+    /// knows. And what the guest does.
+    fn await_word(&self, has_taken: Option<HasTaken<'_>>) -> Option<(Word, Doing)> {
         let patience = self.settings.outgoing.settle_timeout;
         let on_stream = &mut |wait| self.answers.wait_word(wait);
         let to_ask = self.answers.id().map(|id| (&self.to, id));
         let Some(has_taken) = has_taken.filter(|_| to_ask.is_none()) else {
-            return await_word(patience, to_ask, on_stream);
+            return await_word(patience, to_ask, &mut |wait| self.answers.wait_told(wait));
         };
         let committed = Instant::now();
         let was = self.run_state.get().map(String::as_str);
@@ -296,23 +297,25 @@ impl<'a> StreamSink<'a> {
             match (taken, said_before) {
                 (Taken::Ended, _) => {
                     self.answers.explain(DID_NOT_RUN);
-                    return Some(Word::Never);
+                    return Some((Word::Never, Doing::Unknown));
                 }
-                (Taken::Yes, None) => return Some(Word::Runs),
-                (Taken::Never, None) => return Some(Word::Never),
-                (Taken::Yes | Taken::Never, said) => return said,
+                (Taken::Yes(doing), said) => return Some((said.unwrap_or(Word::Runs), doing)),
+                (Taken::Never, said) => {
+                    return Some((said.unwrap_or(Word::Never), Doing::Unknown));
+                }
                 (Taken::Unknown, said) => {
                     word = said;
                     std::thread::sleep(LOOK);
                 }
             }
         }
-        word
+        word.map(|word| (word, Doing::Unknown))
     }
 
     /// What a relay that listens there is told of the stream.
     fn offer(&self) -> Offer {
-        let mut features = Features::RELAYED | Features::PACKAGE_CHECKED | Features::CONFIRMED;
+        let mut features =
+            Features::RELAYED | Features::PACKAGE_CHECKED | Features::CONFIRMED | Features::DOING;
         features.set(Features::MULTIFD, !self.multifd.is_empty());
         features.set(Features::METHOD_BY_PACKET, self.multifd.auto().is_some());
         Offer::new(features)
@@ -580,7 +583,7 @@ impl Sink for StreamSink<'_> {
         )
     }
 
-    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<(), MigrationError> {
+    fn commit(&self, end: &[u8], has_taken: Option<HasTaken<'_>>) -> Result<Doing, MigrationError> {
         self.answers.commit();
         // A connection that is lost now may have relayed EOF.
         let _ = self.lock_main().raw(end);
@@ -596,8 +599,8 @@ impl Sink for StreamSink<'_> {
             say_heard(&self.link.transport, id);
         }
         match word {
-            Some(Word::Runs | Word::HasAll) => Ok(()),
-            Some(Word::Never) => Err(self.answers.refusal()),
+            Some((Word::Runs | Word::HasAll, doing)) => Ok(doing),
+            Some((Word::Never, _)) => Err(self.answers.refusal()),
             None => Err(MigrationError::InDoubt),
         }
     }

@@ -8,6 +8,7 @@ use hotlift_wire::main_channel::{
     SectionKind, Step, complete_device_state, next_device_state,
 };
 use hotlift_wire::return_path::ReturnMessage;
+use hotlift_wire::settle::Doing;
 use hotlift_wire::{WireError, limits};
 
 use crate::control::Status;
@@ -76,23 +77,39 @@ pub(crate) fn from_qemu(
     if !session.commit(hooks) {
         return Err(MigrationError::Cancelled);
     }
-    hand_over(session, &sections[eof..], hooks)
+    hand_over(session, &sections[eof..], hooks).map(drop)
 }
 
-/// Sends EOF and what follows it, and waits until it is known what became of the guest.
+/// Sends EOF and what follows it, and waits until it is known what became of the guest; what it does.
 pub(crate) fn hand_over(
     session: &Session<'_>,
     end: &[u8],
     hooks: Hooks<'_>,
-) -> Result<(), MigrationError> {
+) -> Result<Doing, MigrationError> {
     let outcome = session.sink.commit(end, hooks.has_taken);
     session.settle(match &outcome {
-        Ok(()) => Some(Word::Runs),
+        Ok(_) => Some(Word::Runs),
         // A file that is not whole runs no guest.
         Err(MigrationError::Destination { .. } | MigrationError::File(_)) => Some(Word::Never),
         Err(_) => None,
     });
+    if let (Ok(doing), Some(on_taken)) = (&outcome, hooks.on_taken) {
+        on_taken(*doing);
+    }
     outcome
+}
+
+/// Reports to the source that the guest is on the other side, and what it does there.
+pub(crate) fn report_taken(session: &Session<'_>, upstream: &Upstream, doing: Doing) {
+    let shut = ReturnMessage::Shut(0);
+    let messages = if upstream.takes_doing && doing != Doing::Unknown {
+        session.taking.note_doing(doing);
+        encode(&[ReturnMessage::Doing(doing), shut])
+    } else {
+        encode(&[shut])
+    };
+    session.taking.taken();
+    upstream.answer(&messages);
 }
 
 /// Reads until the stream's last byte has come: the bytes, and where EOF is in them.
@@ -381,16 +398,13 @@ fn end_of_relay(
     }
     let outcome = hand_over(session, &end, hooks);
     match &outcome {
-        Ok(()) => {
-            session.taking.taken();
-            upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
-        }
+        Ok(doing) => report_taken(session, upstream, *doing),
         Err(MigrationError::Destination { .. } | MigrationError::File(_)) => {
             session.taking.refused();
         }
         Err(_) => session.taking.unsure(),
     }
-    outcome
+    outcome.map(drop)
 }
 
 fn too_much(source: OverMemoryLimit) -> MigrationError {

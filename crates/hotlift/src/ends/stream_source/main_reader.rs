@@ -435,12 +435,9 @@ impl<'a> MainReader<'a> {
         if !session.commit(hooks) {
             return Err(MigrationError::Cancelled);
         }
-        let outcome = device_state::hand_over(session, &[EOF], hooks);
-        if outcome.is_ok() {
-            session.taking.taken();
-            self.upstream.answer(&encode(&[ReturnMessage::Shut(0)]));
-        }
-        outcome
+        let doing = device_state::hand_over(session, &[EOF], hooks)?;
+        device_state::report_taken(session, self.upstream, doing);
+        Ok(())
     }
 }
 

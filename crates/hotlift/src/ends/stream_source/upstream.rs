@@ -23,6 +23,8 @@ pub(crate) struct Upstream {
     pub is_relay: bool,
     /// It is a guest, which is saved.
     pub is_guest: bool,
+    /// It takes what the guest does on the other side.
+    pub takes_doing: bool,
     /// It chooses the method of each packet.
     pub method_by_packet: bool,
     /// The source takes answers.
@@ -39,7 +41,7 @@ impl Upstream {
     pub(crate) fn new(
         main: Stream,
         multifd: Vec<Stream>,
-        (is_relay, is_guest, method_by_packet): (bool, bool, bool),
+        (is_relay, is_guest, takes_doing, method_by_packet): (bool, bool, bool, bool),
         return_path: bool,
         demand: Demand,
     ) -> Self {
@@ -50,6 +52,7 @@ impl Upstream {
             multifd,
             is_relay,
             is_guest,
+            takes_doing,
             method_by_packet,
             return_path,
             demand,

@@ -228,7 +228,7 @@ impl Migration<'_> {
                 && !asks.is_zero()
             {
                 let since = Instant::now();
-                word = ask_once(self.to, id, QUESTION);
+                word = ask_once(self.to, id, QUESTION).map(|(word, _)| word);
                 asks = asks.saturating_sub(since.elapsed() + TICK);
             }
         }

@@ -41,6 +41,7 @@ pub use crate::ends::settings::{Incoming, LeftOut, Outgoing, RelaySettings};
 pub use crate::pipe::hooks::{HasTaken, Hooks, Ownership, RelayProgress, SourceStream, Taken};
 pub use crate::stream::door::{Announced, announced};
 pub use crate::stream::pass::Pass;
+pub use hotlift_wire::settle::Doing;
 
 use crate::control::Control;
 use crate::ends::file::{LostPages, SavedVm};

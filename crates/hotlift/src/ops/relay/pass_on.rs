@@ -182,7 +182,15 @@ fn pass_on(
     }
     let read_ahead = input.detach(setup.relay.is_some());
     let by_packet = hello.is_some_and(|hello| hello.method.is_none());
-    let who = (setup.relay.is_some(), setup.is_guest(), by_packet);
+    let takes_doing = setup
+        .relay
+        .is_some_and(|features| features.contains(Features::DOING));
+    let who = (
+        setup.relay.is_some(),
+        setup.is_guest(),
+        takes_doing,
+        by_packet,
+    );
     let demand = Demand::new(&setup.ram.blocks, &memory);
     if setup.postcopy {
         demand.reserve()?;

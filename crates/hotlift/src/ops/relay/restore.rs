@@ -92,5 +92,5 @@ fn pass_on(
     if !session.commit(hooks) {
         return Err(MigrationError::Cancelled);
     }
-    device_state::hand_over(session, end, hooks)
+    device_state::hand_over(session, end, hooks).map(drop)
 }
