@@ -235,8 +235,6 @@ impl Record {
                 Kind::Foreign { rules } if !rules.bypass_redirect() => &[],
                 // Exit code 3 where the destination's QEMU is one that the command did not start.
                 Kind::LockedDisk => &[1, 3],
-                // A cut may lose the final message of 'serve', without which nothing shows that the guest runs there.
-                Kind::Cut { .. } if matches!(self.case.pair, Pair::Steered { .. }) => &[1, 3],
                 Kind::LinkDown { .. }
                 | Kind::PowerLoss { .. }
                 | Kind::CapabilityOn { .. }
@@ -703,6 +701,21 @@ mod tests {
         let mut there = seen(paused("postmigrate"), Look::Ended, 0, 0);
         there.arrived = true;
         assert_eq!(wrongs(off(PowerChange::Off), &there, Outcome::Ended), []);
+    }
+
+    #[test]
+    fn connections_that_are_cut_leave_no_doubt_and_a_killed_command_may() {
+        let cut = || {
+            let (how, after) = (crate::proxy::Ending::Reset, 0);
+            record(STEERED, Kind::Cut { how, after })
+        };
+        let moved = seen(paused("postmigrate"), Look::Running, 0, 0);
+        assert_eq!(wrongs(cut(), &moved, Outcome::Moved), []);
+        let in_doubt = seen(paused("postmigrate"), Look::Running, 3, 0);
+        assert_eq!(wrongs(cut(), &in_doubt, Outcome::Moved), [Wrong::Exit]);
+        let party = Party::DestinationCommand;
+        let killed = record(STEERED, Kind::Kill { party });
+        assert_eq!(wrongs(killed, &in_doubt, Outcome::Moved), []);
     }
 
     #[test]

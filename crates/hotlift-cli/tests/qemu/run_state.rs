@@ -1,15 +1,18 @@
 //! What a guest does at the end is what it did at the start, as both QEMUs show it: with a disk that the destination cannot
-//! lock, with `-S`, and paused.
+//! lock, with `-S`, and paused; also where the final message of `serve` is lost.
 
 use std::fs;
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::thread;
 
 use hotlift_qmp::{Qemu, QmpAddress};
-use rustix::process::{Pid, test_kill_process};
+use serde_json::json;
 
 use crate::hotlift::Hotlift;
 use crate::need;
 use crate::operator::{Adopted, machine, serve, succeeds};
-use crate::vm::{DEADLINE, PC_7, PC_10, PC_11, Release, Vm, folder};
+use crate::vm::{DEADLINE, PC_7, PC_10, PC_11, Release, Vm, folder, until};
 
 const ALL: [(Release, &str); 3] = [
     (Release::V7, PC_7),
@@ -66,11 +69,54 @@ impl Adopted {
         Some(arguments)
     }
 
+    /// Also one that its parent has not waited for: whoever adopts it from a wrapper that was killed may never do so.
     fn has_ended(&self) -> bool {
         let pid = fs::read_to_string(self.path("pid")).expect("it was started");
-        let pid = Pid::from_raw(pid.trim().parse().expect("a number")).expect("a process id");
-        test_kill_process(pid).is_err()
+        let stat = fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
+        // The state is behind the name, which may have a parenthesis of its own.
+        let state = stat
+            .rsplit(')')
+            .next()
+            .and_then(|rest| rest.trim().chars().next());
+        matches!(state, None | Some('Z'))
     }
+
+    fn own_qmp(&self) -> Qemu {
+        let address = QmpAddress::Unix(self.folder.path().join("test.qmp"));
+        Qemu::connect(&address, DEADLINE).expect("it runs on")
+    }
+}
+
+/// Passes the conversation with the `serve` at `uri` on, up to the message `last`, with which it is lost; where `migrate` is to
+/// connect.
+fn losing(uri: &str, last: &str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("an address");
+    let to = uri.trim_start_matches("tcp:").to_owned();
+    let last = format!("\"message\":\"{last}\"");
+    thread::spawn(move || {
+        let (near, _) = listener.accept().expect("a connection");
+        let far = TcpStream::connect(to).expect("it listens");
+        let ends = [&near, &far].map(|end| end.try_clone().expect("another one"));
+        thread::spawn(move || {
+            let [mut near, mut far] = ends;
+            // It ends with the connection, however that does.
+            let _ = io::copy(&mut near, &mut far);
+        });
+        let mut lines = BufReader::new(far.try_clone().expect("another one"));
+        let mut line = Vec::new();
+        while matches!(lines.read_until(b'\n', &mut line), Ok(1..)) {
+            if String::from_utf8_lossy(&line).contains(&last) {
+                break;
+            }
+            (&near).write_all(&line).expect("it is open");
+            line.clear();
+        }
+        for end in [near, far] {
+            let _ = end.shutdown(Shutdown::Both);
+        }
+    });
+    format!("tcp:{address}")
 }
 
 fn words(arguments: &[String]) -> Vec<&str> {
@@ -208,4 +254,182 @@ fn a_guest_that_is_paused_or_is_to_be_stays_paused_and_is_said_to_be() {
             back.counts_on_from(before);
         }
     }
+}
+
+#[test]
+fn a_guest_whose_serve_loses_its_final_message_is_where_the_relays_have_settled_it() {
+    let (release, machine) = (Release::V10, machine(PC_10));
+    let images = folder();
+    let image = |name: &str| images.path().join(name).display().to_string();
+    let (source_disk, locked_disk) = (disk(&image("source")), disk(&image("locked")));
+    let _holder = need!(Vm::running_with(release, &machine, &locked_disk));
+
+    // It runs there, or is paused there as it is to be.
+    for (option, word) in [
+        (&[][..], "runs there"),
+        (&["-S".to_owned()], "as is expected"),
+    ] {
+        println!("{option:?}");
+        let mut here = need!(Vm::running(release, &machine));
+        let there = Adopted::new(machine.clone());
+        let line = need!(there.arguments(release, option));
+        let (serving, uri) = serve(&words(&line));
+        let to = losing(&uri, "completed");
+        let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &to]);
+        let (code, said) = ends(migrate);
+        assert_eq!(code, Some(0), "{said}");
+        for word in [
+            "the guest is at the destination",
+            "not heard any more",
+            word,
+        ] {
+            assert!(said.contains(word), "{word}: {said}");
+        }
+        succeeds(serving);
+        assert!(!here.is_running(), "the guest runs at the source");
+        let mut qmp = there.own_qmp();
+        assert_eq!(
+            qmp.query_status().expect("a status").running,
+            option.is_empty()
+        );
+        qmp.quit().expect("quit");
+    }
+
+    // That QEMU was ended, and never ran it.
+    let mut here = need!(Vm::running_with(release, &machine, &source_disk));
+    let there = Adopted::new(machine.clone());
+    let line = need!(there.arguments(release, &locked_disk));
+    let (serving, uri) = serve(&words(&line));
+    let to = losing(&uri, "failed");
+    let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &to]);
+    let (code, said) = ends(migrate);
+    assert_eq!(code, Some(1), "{said}");
+    let (code, said) = ends(serving);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(there.has_ended(), "its QEMU lives on");
+    runs_on(&mut here);
+
+    // One of somebody else has it, and does not run it.
+    let there = need!(Vm::waiting_with(release, &machine, &locked_disk));
+    let (serving, uri) = serve(&["--qmp", &there.free_qmp()]);
+    let to = losing(&uri, "failed");
+    let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &to]);
+    let (code, said) = ends(migrate);
+    assert_eq!(code, Some(3), "{said}");
+    assert!(
+        said.contains("the destination's QEMU has the guest, and does not run it"),
+        "{said}"
+    );
+    let (code, said) = ends(serving);
+    assert_eq!(code, Some(3), "{said}");
+    assert!(!here.is_running(), "the guest runs at the source");
+}
+
+#[test]
+fn a_guest_that_is_stopped_while_its_stream_is_passed_through_keeps_its_qemu() {
+    let images = folder();
+    let image = |name: &str| images.path().join(name).display().to_string();
+    let machine = machine(PC_10);
+    let release = Release::V10;
+    let (here_disk, there_disk) = (disk(&image("here")), disk(&image("there")));
+    let mut here = need!(Vm::running_with(release, &machine, &here_disk));
+    // A block bitmap sends state while the guest runs.
+    let bitmap = json!({ "node": "d0", "name": "b0" });
+    let added = here.qmp.client().execute("block-dirty-bitmap-add", &bitmap);
+    added.expect("a bitmap");
+    let bitmaps = [("dirty-bitmaps", true)];
+    here.qmp.set_capabilities(&bitmaps).expect("capabilities");
+    let there = Adopted::new(machine.clone());
+    let line = need!(there.arguments(release, &there_disk));
+    let (serving, uri) = serve(&words(&line));
+    let qmp = here.free_qmp();
+    let slowly = ["--multifd=off", "--max-bandwidth=2M"];
+    let migrate = [&["migrate", "--qmp", &qmp, "--to", &uri][..], &slowly].concat();
+    let migrate = Hotlift::start(&migrate);
+    until(
+        || "no pages are sent".to_owned(),
+        || {
+            let info = here.migration();
+            info.ram.is_some_and(|ram| ram.normal > 0).then_some(())
+        },
+    );
+    here.qmp.stop().expect("stop");
+    for (code, said) in [ends(migrate), ends(serving)] {
+        assert_eq!(code, Some(3), "{said}");
+        assert!(said.contains("passed through unread"), "{said}");
+    }
+    // Only its operator knows that it is as it is to be.
+    let before = here.count().expect("the guest has counted");
+    let mut qmp = there.own_qmp();
+    assert_eq!(status(&mut qmp), "paused");
+    assert!(!here.is_running(), "the guest runs at the source");
+    qmp.cont().expect("cont");
+    drop(qmp);
+    there.has_the_guest(before);
+}
+
+#[test]
+fn a_qemu_in_a_wrapper_that_cannot_lock_its_disk_is_ended_with_it() {
+    let images = folder();
+    let image = |name: &str| images.path().join(name).display().to_string();
+    let (source_disk, locked_disk) = (disk(&image("source")), disk(&image("locked")));
+    let (release, machine) = (Release::V10, machine(PC_10));
+    let _holder = need!(Vm::running_with(release, &machine, &locked_disk));
+    let mut here = need!(Vm::running_with(release, &machine, &source_disk));
+    let there = Adopted::new(machine);
+    let mut line = need!(there.arguments(release, &locked_disk));
+    // Behind a command that follows, a shell forks the one before.
+    let wrapper = ["sh", "-c", "\"$@\"; :", "sh"].map(str::to_owned);
+    line.splice(1..1, wrapper);
+    let (serving, uri) = serve(&words(&line));
+    let migrate = Hotlift::start(&["migrate", "--qmp", &here.free_qmp(), "--to", &uri]);
+    for (code, said) in [ends(migrate), ends(serving)] {
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains(LOCKED), "{said}");
+    }
+    assert!(there.has_ended(), "its QEMU lives on");
+    runs_on(&mut here);
+}
+
+/// A guest in a file.
+fn saved(release: Release, name: &'static str, file: &str) -> Option<()> {
+    let here = Vm::running(release, &machine(name))?;
+    succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), file]));
+    Some(())
+}
+
+#[test]
+fn a_guest_that_is_to_stay_paused_is_restored_lazily_and_is_not_said_to_run() {
+    let files = folder();
+    let file = files.path().join("vm.save").display().to_string();
+    for (release, name) in ALL {
+        println!("{release:?}");
+        need!(saved(release, name, &file));
+        let there = Adopted::new(machine(name));
+        let line = need!(there.arguments(release, &["-S".to_owned()]));
+        let restore = [&["restore", "--lazy", &file][..], &words(&line)].concat();
+        let said = succeeds(Hotlift::start(&restore));
+        assert!(said.contains("the guest is paused after"), "{said}");
+        assert!(!said.contains("guest runs"), "{said}");
+        let mut qmp = there.own_qmp();
+        assert_eq!(status(&mut qmp), "paused");
+        qmp.quit().expect("quit");
+    }
+}
+
+#[test]
+fn a_qemu_that_is_ended_by_quit_after_it_has_the_guest_is_no_success() {
+    let files = folder();
+    let file = files.path().join("vm.save").display().to_string();
+    need!(saved(Release::V10, PC_10, &file));
+    let there = Adopted::new(machine(PC_10));
+    let line = need!(there.arguments(Release::V10, &[]));
+    // So slow that the end is far away.
+    let restore = ["restore", "--lazy", "--max-bandwidth=1M", &file];
+    let mut restore = Hotlift::start(&[&restore[..], &words(&line)].concat());
+    restore.wait_for("the guest runs after");
+    there.own_qmp().quit().expect("quit");
+    let (code, said) = ends(restore);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("ended by 'quit'"), "{said}");
 }
