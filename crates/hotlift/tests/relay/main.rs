@@ -11,6 +11,7 @@ mod log;
 mod options;
 mod recording;
 mod rig;
+mod save;
 mod source;
 mod tls;
 mod who_has_the_guest;

@@ -15,6 +15,9 @@ use hotlift_wire::{PAGE_SIZE, RamBlockEntry};
 /// The UUID of every VM here.
 pub const UUID: [u8; 16] = *b"Hotlift fixtures";
 
+/// QEMU's `RAM_SAVE_FLAG_CONTINUE`, in the last byte of a page's first word: it is of the block of the page before.
+const RAM_CONTINUES: u8 = 0x20;
+
 /// What one source sends, a connection each.
 #[derive(Debug, Clone)]
 pub struct Recording {
@@ -111,6 +114,31 @@ impl Recording {
         events
     }
 
+    /// The same without one page of main that is sent once; and that page's byte offset in its RAM block.
+    pub fn without_a_page(mut self) -> (Self, u64) {
+        let events = self.events();
+        let pages = || {
+            events
+                .windows(2)
+                .filter_map(|pair| match (&pair[0], &pair[1]) {
+                    ((at, MainEvent::RamPage { block, offset, .. }), (end, _)) => {
+                        Some((*at..*end, (*block, *offset)))
+                    }
+                    _ => None,
+                })
+        };
+        let is_sent_once = |place| pages().filter(|(_, other)| *other == place).count() == 1;
+        let (bytes, (_, offset)) = pages()
+            // The first page of a block has its name, which those after it need.
+            .find(|(bytes, place)| {
+                self.main[bytes.start + 7] & RAM_CONTINUES != 0 && is_sent_once(*place)
+            })
+            .expect("a page that is sent once");
+        drop(events);
+        self.main.drain(bytes);
+        (self, offset)
+    }
+
     /// Positions in main between two records.
     pub fn boundaries(&self) -> Vec<usize> {
         self.events().iter().map(|(at, _)| *at).collect()
@@ -153,6 +181,11 @@ impl Recording {
 
     /// The same VM from a source with `count` multifd channels of method none.
     pub fn small_multifd(count: u8) -> Self {
+        Self::small_multifd_of(count, |_| true)
+    }
+
+    /// The same with those of its 64 pages that `has` takes.
+    pub fn small_multifd_of(count: u8, has: impl Fn(u64) -> bool) -> Self {
         let blocks = [RamBlockEntry::new("pc.ram", 64 * PAGE_SIZE as u64)];
         let (mut encoder, mut main) = small_start(&blocks, true);
         let mut channels = Vec::new();
@@ -167,7 +200,7 @@ impl Recording {
             let mut writer = PacketWriter::new(PacketLayout::QEMU, Method::None, false);
             put_sync(&mut writer, &mut bytes);
             let normal: Vec<u64> = (0..64)
-                .filter(|page| page % u64::from(count) == u64::from(id))
+                .filter(|page| page % u64::from(count) == u64::from(id) && has(*page))
                 .map(|page| page * PAGE_SIZE as u64)
                 .collect();
             let fields = PacketFields {

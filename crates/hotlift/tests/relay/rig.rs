@@ -28,7 +28,7 @@ pub struct Relay {
 }
 
 /// Where somebody listens: a UNIX socket, as beside a QEMU, or TCP, as between hosts.
-fn listen(over_tcp: bool) -> (TempDir, Listener, Address) {
+pub fn listen(over_tcp: bool) -> (TempDir, Listener, Address) {
     let folder = tempfile::tempdir().unwrap();
     let uri = if over_tcp {
         "tcp:127.0.0.1:0".to_owned()
