@@ -189,23 +189,14 @@ mod tests {
     #[test]
     fn a_campaign_of_which_too_many_cases_prove_nothing_is_not_clean() {
         let record = |wrong: Option<Wrong>| {
-            let case = Case::draw(1, 1);
             let problem = |wrong| Problem {
                 wrong,
                 what: String::new(),
             };
             Record {
-                campaign: 1,
-                fired: vec![true; case.faults.len()],
-                case,
                 outcome: Outcome::Moved,
-                source_exit: Some(0),
-                destination_exit: Some(0),
-                here: String::new(),
-                there: String::new(),
                 problems: wrong.map(problem).into_iter().collect(),
-                words: Vec::new(),
-                seconds: 1.0,
+                ..Record::new(1, Case::draw(1, 1))
             }
         };
         for (wrong, count, unproven, clean) in [
@@ -235,24 +226,14 @@ mod tests {
     #[test]
     fn the_tables_fit_into_80_columns_and_name_the_cases_that_went_wrong() {
         let records: Vec<Record> = (990_000..991_000)
-            .map(|number| {
-                let case = Case::draw(1, number);
-                Record {
-                    campaign: 1,
-                    fired: vec![true; case.faults.len()],
-                    case,
-                    outcome: Outcome::Moved,
-                    source_exit: Some(0),
-                    destination_exit: Some(0),
-                    here: "postmigrate".to_owned(),
-                    there: "running".to_owned(),
-                    problems: vec![Problem {
-                        wrong: Wrong::TwoGuests,
-                        what: "both".to_owned(),
-                    }],
-                    words: Vec::new(),
-                    seconds: 1.0,
-                }
+            .map(|number| Record {
+                outcome: Outcome::Moved,
+                problems: vec![Problem {
+                    wrong: Wrong::TwoGuests,
+                    what: "both".to_owned(),
+                }],
+                seconds: 1.0,
+                ..Record::new(1, Case::draw(1, number))
             })
             .collect();
         assert!(!is_clean(&records));

@@ -116,19 +116,7 @@ pub struct Record {
 #[must_use]
 pub fn judge(tools: &Tools, campaign: u64, case: &Case) -> Record {
     let begun = Instant::now();
-    let mut record = Record {
-        campaign,
-        case: case.clone(),
-        fired: vec![false; case.faults.len()],
-        outcome: Outcome::Wrong,
-        source_exit: None,
-        destination_exit: None,
-        here: String::new(),
-        there: String::new(),
-        problems: Vec::new(),
-        words: Vec::new(),
-        seconds: 0.0,
-    };
+    let mut record = Record::new(campaign, case.clone());
     let mut rig = None;
     if let Err(error) = attempt(tools, case, &mut rig, &mut record) {
         record.note(Wrong::SetUp, error.to_string());
@@ -190,6 +178,24 @@ fn attempt(
 }
 
 impl Record {
+    /// Begins the record of `case`, of which nothing is known yet.
+    #[must_use]
+    pub fn new(campaign: u64, case: Case) -> Self {
+        Self {
+            campaign,
+            fired: vec![false; case.faults.len()],
+            case,
+            outcome: Outcome::Wrong,
+            source_exit: None,
+            destination_exit: None,
+            here: String::new(),
+            there: String::new(),
+            problems: Vec::new(),
+            words: Vec::new(),
+            seconds: 0.0,
+        }
+    }
+
     fn note(&mut self, wrong: Wrong, what: impl Into<String>) {
         let what = what.into();
         self.problems.push(Problem { wrong, what });
@@ -596,22 +602,14 @@ mod tests {
             moment: Moment::Round,
             delay_ms: 0,
         };
+        let case = Case {
+            pair,
+            faults: vec![fault],
+            ..Case::draw(1, 1)
+        };
         Record {
-            campaign: 1,
-            case: Case {
-                pair,
-                faults: vec![fault],
-                ..Case::draw(1, 1)
-            },
             fired: vec![true],
-            outcome: Outcome::Wrong,
-            source_exit: None,
-            destination_exit: None,
-            here: String::new(),
-            there: String::new(),
-            problems: Vec::new(),
-            words: Vec::new(),
-            seconds: 0.0,
+            ..Record::new(1, case)
         }
     }
 
