@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use hotlift::options::Options;
+use hotlift::options::{MAX_SILENCE_TIMEOUT, Options, SILENCE_TIMEOUT};
 use hotlift::{Address, relay};
 use serde::{Deserialize, Serialize};
 
@@ -122,6 +122,8 @@ pub struct Config {
     pub tls: PathBuf,
     /// Who may be at the other end besides having a certificate of the CA: patterns as of `tls-authz`; empty for anybody.
     pub authz: Vec<String>,
+    /// Longest silence of another host before the switchover, and of either end of a tunnel; zero for the kernel's own limit.
+    pub silence_timeout: Time,
     /// How pages are compressed: "auto", or a method of `hotlift methods`.
     pub method: String,
     /// Connections of a migration between two agents, 1 to 255.
@@ -171,6 +173,7 @@ impl Default for Config {
             destinations: Vec::new(),
             tls: PathBuf::new(),
             authz: Vec::new(),
+            silence_timeout: Time(SILENCE_TIMEOUT),
             method: "auto".to_owned(),
             channels: 4,
             max_bandwidth: Bandwidth(0),
@@ -333,6 +336,9 @@ impl Config {
         {
             return wrong("weights", "expected 1 to 1000");
         }
+        if self.silence_timeout.0 > MAX_SILENCE_TIMEOUT {
+            return wrong("silence-timeout", "expected \"0s\" to \"24h\"");
+        }
         if self.channels == 0 {
             return wrong("channels", "expected 1 to 255");
         }
@@ -351,6 +357,7 @@ impl Config {
         options.set("multifd-compression", &self.method)?;
         options.multifd_channels = self.channels;
         options.max_channels = MOST_CHANNELS;
+        options.silence_timeout = self.silence_timeout.0;
         options.tls_authz = self.authz.join(" ");
         relay::check(&options)?;
         Ok(options)
@@ -472,6 +479,7 @@ mod tests {
             ("max-bandwidth = 5\n", 1, "expected a string"),
             ("method = \"gzip\"\n", 1, "zstd"),
             ("channels = 0\n", 1, "1 to 255"),
+            ("silence-timeout = \"2days\"\n", 1, "\"0s\" to \"24h\""),
             ("metrics = \"192.0.2.1:1\"\n", 1, "loopback"),
             ("listen = \"unix:/x\"\n", 1, "tcp:HOST:PORT"),
             ("agent-port = 49160\n", 1, "'ports'"),
@@ -531,6 +539,15 @@ mod tests {
         );
         assert_eq!(config.weight_of("192.0.2.1".parse().unwrap()), 50);
         assert_eq!(config.weight_of("198.51.100.1".parse().unwrap()), WEIGHT);
+    }
+
+    #[test]
+    fn the_silence_timeout_is_that_of_other_commands_unless_the_file_has_another() {
+        let timeout = |text: &str| of(text).unwrap().options().unwrap().silence_timeout;
+        assert_eq!(timeout(""), Options::default().silence_timeout);
+        let minutes = Duration::from_secs(300);
+        assert_eq!(timeout("silence-timeout = \"5m\""), minutes);
+        assert_eq!(timeout("silence-timeout = \"0s\""), Duration::ZERO);
     }
 
     #[test]

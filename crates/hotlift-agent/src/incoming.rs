@@ -13,12 +13,12 @@ use hotlift_qmp::Uuid;
 
 use crate::agent::Agent;
 use crate::attend::{self, Progress};
-use crate::config::MOST_CHANNELS;
+use crate::config::{Config, MOST_CHANNELS};
 use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message};
 use crate::session::{Direction, Session, Subject};
-use crate::tunnel;
+use crate::tunnel::{self, Limits};
 
 /// How long a relay's connections may take after the word that its source is there; a little longer than the agent there waits
 /// for that.
@@ -110,18 +110,8 @@ fn migration(
     session.enter("connecting");
     let (channels, method) = source(session, conversation)?;
     session.open();
-    let mut options = RelaySettings::default().outgoing;
-    options.multifd = Some(channels > 0);
-    options.multifd_channels = channels.max(1);
-    options.max_channels = MOST_CHANNELS;
-    if options.set("multifd-compression", &method).is_err() {
-        return Err(CarryError::OutOfTurn);
-    }
     let settings = RelaySettings {
-        outgoing: Options {
-            tls_authz: agent.config().authz.join(" "),
-            ..options
-        },
+        outgoing: options(&agent.config(), channels, &method)?,
         incoming_pass: session.pass.clone(),
         ..RelaySettings::default()
     };
@@ -151,6 +141,20 @@ fn migration(
         listener.close();
         outcome
     })
+}
+
+/// Returns the options of a relay to a QEMU of this host, whose source has these channels and this method.
+fn options(config: &Config, channels: u8, method: &str) -> Result<Options, CarryError> {
+    let mut options = RelaySettings::default().outgoing;
+    options.multifd = Some(channels > 0);
+    options.multifd_channels = channels.max(1);
+    options.max_channels = MOST_CHANNELS;
+    options.silence_timeout = config.silence_timeout.0;
+    options.tls_authz = config.authz.join(" ");
+    match options.set("multifd-compression", method) {
+        Ok(()) => Ok(options),
+        Err(_) => Err(CarryError::OutOfTurn),
+    }
 }
 
 /// How many channels the source has and how they compress, once the other agent knows. Before it does the destination's libvirt
@@ -183,7 +187,8 @@ fn tunnelled(
     session.enter("active");
     let near = std::cell::Cell::new(conversation.into_stream());
     // The one connection of the listener is that to the server.
-    tunnel::carry_all(session, listener, &agent.shares.rate, &|| {
+    let limits = Limits::of(agent);
+    tunnel::carry_all(session, listener, &limits, &|| {
         near.take().ok_or(CarryError::OutOfTurn)
     })
 }
@@ -204,6 +209,18 @@ mod tests {
             // Nobody listens there.
             to: "127.0.0.1:49152".parse().unwrap(),
         }
+    }
+
+    #[test]
+    fn the_relay_to_a_qemu_has_the_silence_timeout_of_the_configuration() {
+        let agent = agent("silence-timeout = \"7s\"");
+        let options = options(&agent.config(), 2, "zstd").unwrap();
+        assert_eq!(options.silence_timeout, Duration::from_secs(7));
+        assert_eq!(
+            Limits::of(&agent).silence_timeout,
+            Duration::from_secs(7),
+            "of a tunnel"
+        );
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message, PROTOCOL};
 use crate::session::Session;
-use crate::tunnel::{self, Far};
+use crate::tunnel::{self, Far, Limits};
 
 /// How long the other agent may take to answer a hello: it looks at an address, or connects on its own host.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -69,7 +69,7 @@ fn migration(
         Reached::Agent(conversation, address) => (conversation, address),
         Reached::Nobody(source) => {
             allow_plaintext(&config, session, source)?;
-            tunnel::carry_all(session, listener, &agent.shares.rate, &|| direct(to))?;
+            tunnel::carry_all(session, listener, &Limits::of(agent), &|| direct(to))?;
             return Ok(None);
         }
     };
@@ -142,7 +142,7 @@ fn tunnelled(agent: &Agent, session: &Arc<Session>, listener: &Listener) -> Resu
             direct(to)
         }
     };
-    tunnel::carry_all(session, listener, &agent.shares.rate, &open)
+    tunnel::carry_all(session, listener, &Limits::of(agent), &open)
 }
 
 /// A tunnel to where `session` goes, through the agent there.

@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use hotlift::Listener;
 use hotlift::control::SharedRate;
 use hotlift::relay::RelayProgress;
 use hotlift::transport::{Liveness, Stream, carry};
-use hotlift::{Listener, Options};
 
+use crate::agent::Agent;
 use crate::config::LogLevel;
 use crate::error::CarryError;
 use crate::session::Session;
@@ -43,15 +44,33 @@ impl Carried {
     }
 }
 
+/// Limits of what is carried.
+pub struct Limits<'a> {
+    /// Keeps what goes to the other host, together with all else that does.
+    pub rate: &'a SharedRate,
+    /// Longest silence of an end of a connection; zero for the kernel's own limit.
+    pub silence_timeout: Duration,
+}
+
+impl<'a> Limits<'a> {
+    /// Returns those of `agent`, by the configuration in force.
+    pub fn of(agent: &'a Agent) -> Self {
+        Self {
+            rate: &agent.shares.rate,
+            silence_timeout: agent.config().silence_timeout.0,
+        }
+    }
+}
+
 /// Carries each connection of `listener` to what `open` makes for it, on the other host, one after the other as they came, until
-/// none is left. What goes there keeps `rate`, together with all else that does.
+/// none is left, within `limits`.
 ///
 /// # Errors
 /// Why the other end of one could not be opened; those that are carried have ended then.
 pub fn carry_all(
     session: &Session,
     listener: &Listener,
-    rate: &SharedRate,
+    limits: &Limits<'_>,
     open: &dyn Fn() -> Result<Far, CarryError>,
 ) -> Result<(), CarryError> {
     let live = AtomicUsize::new(0);
@@ -93,10 +112,7 @@ pub fn carry_all(
             ends.retain(|end| end.pair.strong_count() > 0);
             ends.push(End {
                 pair: std::sync::Arc::downgrade(&pair),
-                liveness: Liveness::new(
-                    Options::default().silence_timeout,
-                    [&pair.0, &pair.1].into_iter(),
-                ),
+                liveness: Liveness::new(limits.silence_timeout, [&pair.0, &pair.1].into_iter()),
             });
             for back in [false, true] {
                 live.fetch_add(1, Ordering::AcqRel);
@@ -113,7 +129,7 @@ pub fn carry_all(
                                 count(&carried.received, bytes);
                             }),
                             false => carry(&pair.0, &pair.1, &mut |bytes| {
-                                rate.wait(bytes.len(), &session.control);
+                                limits.rate.wait(bytes.len(), &session.control);
                                 count(&carried.sent, bytes);
                             }),
                         };
@@ -199,7 +215,11 @@ mod tests {
                         .map(|far| (far, Vec::new()))
                         .ok_or(CarryError::Silent)
                 };
-                carry_all(&session, &listener, &rate, &open)
+                let limits = Limits {
+                    rate: &rate,
+                    silence_timeout: Duration::ZERO,
+                };
+                carry_all(&session, &listener, &limits, &open)
             });
             // The first takes its time from what follows.
             source.write_all(&bytes).unwrap();

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use fastrand::Rng;
+use hotlift::options::SILENCE_TIMEOUT;
 use serde::{Deserialize, Serialize};
 
 use crate::namespace::{End, Message};
@@ -14,7 +15,7 @@ use crate::qemu::Release;
 pub const SETTLE: Duration = Duration::from_secs(60);
 
 /// Silence of a peer after which a precopy ends, by default (`silence-timeout`).
-pub const SILENCE: Duration = Duration::from_secs(40);
+pub const SILENCE: Duration = SILENCE_TIMEOUT;
 
 /// Who migrates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

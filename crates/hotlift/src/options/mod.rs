@@ -195,11 +195,17 @@ impl Default for Options {
             max_channels: 64,
             memory_limit: MEMORY_LIMIT,
             settle_timeout: Duration::from_secs(60),
-            silence_timeout: Duration::from_secs(40),
+            silence_timeout: SILENCE_TIMEOUT,
             handshake_timeout: Duration::from_secs(30),
         }
     }
 }
+
+/// Default of `silence_timeout`: the time after which the kernel's keepalive ends an idle connection.
+pub const SILENCE_TIMEOUT: Duration = Duration::from_secs(40);
+
+/// Longest `silence_timeout`: the same for every interface that sets it.
+pub const MAX_SILENCE_TIMEOUT: Duration = Duration::from_secs(86_400);
 
 /// What a source can make its receiver take, in bytes, where nothing else is said.
 const MEMORY_LIMIT: u64 = 64 << 20;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::roles::{NotFor, Role, RoleDefault, With};
 use super::values::{Value, Values};
-use super::{Access, Group, Kind, MAX_PACKET_SIZE, OptionInfo};
+use super::{Access, Group, Kind, MAX_PACKET_SIZE, MAX_SILENCE_TIMEOUT, OptionInfo};
 
 /// Reads and writes a field of [`Options`] that is a number of any width; a value that was checked fits.
 macro_rules! number {
@@ -982,7 +982,7 @@ pub static OPTIONS: &[OptionInfo] = &[
         name: "silence-timeout",
         alias: None,
         kind: Kind::Ours,
-        values: number(0, 86_400),
+        values: number(0, MAX_SILENCE_TIMEOUT.as_secs()),
         default: "40",
         unit: "s",
         live: false,
