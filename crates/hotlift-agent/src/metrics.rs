@@ -16,7 +16,9 @@ use prometheus_client::registry::Registry;
 
 use crate::agent::Agent;
 use crate::messages::Kind;
+use crate::past::Count;
 use crate::session::{Moment, Session};
+use crate::table;
 
 /// How long a client may take, from its connection to its last byte: the next one waits meanwhile.
 const CLIENT: Duration = Duration::from_secs(2);
@@ -120,6 +122,8 @@ struct Seen {
     bandwidth: u64,
     cpu: f64,
     most: u32,
+    /// Packets that have gone past the redirect.
+    past: Vec<Count>,
 }
 
 /// All metrics. Those of one migration have its id, and go when it ends; the totals take over then.
@@ -197,6 +201,19 @@ const TABLE: &[Row] = &[
         "hotlift_agent_tls_failures",
         "TLS handshakes that have failed, in either direction",
         |seen| one(number(seen.totals.tls_failures)),
+    ),
+    counter(
+        "hotlift_agent_past_redirect_packets",
+        "Packets to ports of migrations that went past the redirect, which the kernel refused, or counted where plaintext is allowed",
+        |seen| {
+            let packets = seen.past.iter().map(|count| number(count.packets));
+            one(packets.sum())
+        },
+    ),
+    counter(
+        "hotlift_agent_past_redirect_bytes",
+        "Bytes of those packets, with their headers",
+        |seen| one(seen.past.iter().map(|count| number(count.bytes)).sum()),
     ),
     gauge(
         "hotlift_agent_migrations",
@@ -385,6 +402,8 @@ impl Collector for Collected {
             bandwidth: config.max_bandwidth.0,
             cpu: config.cpu_limit,
             most: config.migrations,
+            // Without nft or the table there are none.
+            past: table::counts().unwrap_or_default(),
         };
         for row in TABLE {
             let kind = match row.is_counter {

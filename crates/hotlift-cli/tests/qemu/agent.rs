@@ -142,7 +142,7 @@ impl Host<'_> {
     }
 
     /// What Prometheus reads.
-    fn metrics(&self) -> String {
+    pub fn metrics(&self) -> String {
         let connect = || TcpStream::connect(("127.0.0.1", 16522));
         let stream = self.namespace.within(connect).expect("the host");
         let mut stream = stream.expect("the metrics' address");

@@ -322,6 +322,11 @@ fn what_is_not_redirected_is_reset_and_counted_with_and_without_an_agent() {
     for to in [DESTINATION, DESTINATION_6] {
         source.agent.wait_for(&format!("state=refused to={to} "));
     }
+    let packets = [DESTINATION, DESTINATION_6].map(|to| counted(host, to).expect("it was counted"));
+    let sum: u64 = packets.iter().sum();
+    let shown = format!("hotlift_agent_past_redirect_packets_total{{}} {sum}");
+    let metrics = source.metrics();
+    assert!(metrics.contains(&shown), "{shown} is missing in\n{metrics}");
     let before = counted(host, DESTINATION);
     load(host, "insert rule inet hotlift_agent leaving accept");
     source.agent.wait_for("it is back");
