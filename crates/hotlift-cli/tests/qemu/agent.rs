@@ -10,7 +10,7 @@ use hotlift_testkit::namespace::{DESTINATION, Link, Namespace, SOURCE};
 use hotlift_testkit::pki::Pki;
 use hotlift_testkit::skip;
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::guest::Guest;
@@ -211,8 +211,21 @@ fn parallel() -> Side {
 
 /// A machine at each end, set up for a migration to `port` of `address`.
 fn pair(link: &Link, side: &Side, address: &str, port: u16) -> Option<(Vm, Vm, String)> {
-    let machine = program();
-    let release = Release::V7;
+    pair_of(Release::V7, link, side, address, port)
+}
+
+/// The same of a release.
+fn pair_of(
+    release: Release,
+    link: &Link,
+    side: &Side,
+    address: &str,
+    port: u16,
+) -> Option<(Vm, Vm, String)> {
+    let machine = Machine {
+        name: release.machine(),
+        ..program()
+    };
     let here = link.source.within(|| Vm::running(release, &machine));
     let there = link.destination.within(|| Vm::waiting(release, &machine));
     let (mut here, mut there) = (here.expect("the source")?, there.expect("the destination")?);
@@ -457,6 +470,57 @@ fn an_agent_that_is_killed_leaves_the_guest_at_the_source_and_the_next_one_takes
         moves(&mut here, &mut there, &uri);
         source.end();
         destination.end();
+    }
+}
+
+/// QEMU before 10.2 has no state for it, and its guest may run nowhere then.
+#[test]
+fn an_agent_that_is_killed_while_the_devices_load_lets_the_guest_run_again_at_the_source() {
+    let hosts = need!(Hosts::new());
+    let postcopy = side(Multifd::Off)
+        .with("postcopy-ram")
+        .parameters(json!({ "max-bandwidth": 1 << 20 }));
+    for (which, port) in [("source", PORT), ("destination", PORT + 1)] {
+        println!("that of the {which}");
+        let mut source = hosts.source("");
+        let mut destination = hosts.destination("");
+        let made = pair_of(Release::V11, &hosts.link, &postcopy, DESTINATION, port);
+        let (mut here, there, uri) = need!(made);
+        here.qmp.migrate(&uri).expect("migrate");
+        source.agent.wait_for("state=active");
+        destination.agent.wait_for("state=active");
+        // More than the opening: the destination has answered it, and takes pages.
+        until(
+            || "no pages move".to_owned(),
+            || (here.migration().ram?.transferred > 1 << 20).then_some(()),
+        );
+        let before = here.count().expect("it counts");
+        // It has room for the devices in its socket, and loads none of them.
+        there.signal(Signal::STOP);
+        let switched = here
+            .qmp
+            .client()
+            .execute("migrate-start-postcopy", &Value::Null);
+        switched.expect("migrate-start-postcopy");
+        here.says("postcopy-device");
+        // The agent beside it has no room left: what it reads after its end makes none.
+        let to_agent = format!("dport = :{port}");
+        until(
+            || "the source's QEMU does not wait for room".to_owned(),
+            || {
+                let line = ["--tcp", "--numeric", "--options", &to_agent];
+                let sockets = hosts.link.source.tool("ss", &line).expect("ss");
+                sockets.contains("timer:(persist").then_some(())
+            },
+        );
+        let killed = match which {
+            "source" => &source,
+            _ => &destination,
+        };
+        killed.agent.signal(Signal::KILL);
+        here.says("failed");
+        assert!(here.is_running(), "the guest runs nowhere");
+        here.counts_on_from(before);
     }
 }
 

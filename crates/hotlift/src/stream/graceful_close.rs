@@ -46,12 +46,10 @@ fn close_within(streams: &[&Stream], linger: Duration) {
     }
     let deadline = Instant::now() + linger;
     for stream in streams {
-        if !drain(stream, deadline) {
-            // The kernel announces no room any more once both directions are shut. A source that saw none left would
-            // wait for it until the kernel forgets the connection (tcp_fin_timeout, a minute).
-            stream.reset_on_drop();
+        match drain(stream, deadline) {
+            true => stream.shutdown(Shutdown::Both),
+            false => stream.cut(),
         }
-        stream.shutdown(Shutdown::Both);
     }
 }
 
@@ -83,6 +81,12 @@ mod tests {
 
     #[test]
     fn a_source_that_sees_no_room_left_learns_of_the_close_at_once() {
+        learns_of_a_close_behind(&|ours| close_within(&[ours], Duration::ZERO));
+        learns_of_a_close_behind(&Stream::cut);
+    }
+
+    /// Closes a connection whose source has sent more than there is room for, after `shut` has ended reading.
+    fn learns_of_a_close_behind(shut: &dyn Fn(&Stream)) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         // The smallest buffer: it is full with the first bytes, and the window is exactly 0.
         rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 1).unwrap();
@@ -91,8 +95,8 @@ mod tests {
         source.set_nonblocking(true).unwrap();
         // What is sent is acknowledged, or waits for room, which never comes.
         while source.write(&[0; 4096]).is_ok() || !is_full(&source) {}
-        // With the time over, and then with what is queued read by a second close.
-        close_within(&[&ours], Duration::ZERO);
+        // With reading shut, and then with what is queued read by a close.
+        shut(&ours);
         close_within(&[&ours], LINGER);
         drop(ours);
         source.set_nonblocking(false).unwrap();

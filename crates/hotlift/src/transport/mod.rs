@@ -578,6 +578,15 @@ impl Stream {
         };
     }
 
+    /// Ends both directions, and resets the connection when it is dropped: nothing that is still to be sent matters.
+    ///
+    /// The kernel announces no more room once reading is shut, whatever is read then. A peer that saw none left would wait for
+    /// it until the kernel forgets the connection (`tcp_fin_timeout`, a minute), were it not reset.
+    pub(crate) fn cut(&self) {
+        self.reset_on_drop();
+        self.shutdown(Shutdown::Both);
+    }
+
     /// Waits until a read would come back at once; false if that was not so within `timeout`.
     ///
     /// # Errors

@@ -82,7 +82,7 @@ impl Upstream {
             .unwrap_or_else(PoisonError::into_inner);
         main.write_all(bytes).map_err(|source| {
             // A part of a message may be on its way: nothing can follow it.
-            self.main.shutdown(Shutdown::Both);
+            self.main.cut();
             MigrationError::Connection {
                 channel: Channel::Main,
                 doing: "answering the source",
@@ -110,7 +110,7 @@ impl Upstream {
     }
 
     pub(crate) fn shut_down(&self) {
-        self.main.shutdown(Shutdown::Both);
+        self.main.cut();
         self.shut_channels();
     }
 
@@ -120,10 +120,7 @@ impl Upstream {
         match self.return_path {
             true => graceful_close::close(&[&self.main]),
             // It hears nothing, and what it writes on must not look taken.
-            false => {
-                self.main.reset_on_drop();
-                self.shut_down();
-            }
+            false => self.shut_down(),
         }
     }
 }
