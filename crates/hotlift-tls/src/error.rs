@@ -238,11 +238,14 @@ pub enum TlsError {
     },
     /// An end in the middle of the handshake.
     #[error(
-        "the other side closed the connection during the TLS handshake: it may speak without TLS, or have failed"
+        "the other side closed the connection during the TLS handshake: it may speak without TLS, it may have \
+         failed, or the path does not carry packets of the MTU"
     )]
     Closed,
     /// Too slow.
-    #[error("the TLS handshake was not done within {after:?}")]
+    #[error(
+        "the TLS handshake was not done within {after:?}: check that the path carries packets of the MTU"
+    )]
     TimedOut {
         /// How long it was waited.
         after: Duration,

@@ -37,11 +37,10 @@ fn until_it_is_over(mut socket: UnixStream) {
 
 #[test]
 fn a_peer_that_says_nothing_is_given_up() {
-    let outcome = accept(impatient(), until_it_is_over);
-    assert!(
-        matches!(outcome, Err(TlsError::TimedOut { .. })),
-        "{outcome:?}"
-    );
+    let error = accept(impatient(), until_it_is_over).unwrap_err();
+    assert!(matches!(error, TlsError::TimedOut { .. }), "{error:?}");
+    // Small packets pass where large ones are dropped.
+    assert!(error.to_string().contains("packets of the MTU"), "{error}");
 }
 
 #[test]
@@ -112,8 +111,10 @@ fn a_peer_without_tls_is_told_apart_by_either_side() {
 
 #[test]
 fn a_peer_that_closes_or_sends_nonsense_is_an_error() {
-    let outcome = accept(hotlift(), drop);
-    assert!(matches!(outcome, Err(TlsError::Closed)), "{outcome:?}");
+    let error = accept(hotlift(), drop).unwrap_err();
+    assert!(matches!(error, TlsError::Closed), "{error:?}");
+    // The other side may have waited in vain.
+    assert!(error.to_string().contains("packets of the MTU"), "{error}");
     let outcome = accept(hotlift(), |mut socket| {
         socket.write_all(&[0x16, 3, 1, 0xff, 0xff]).unwrap();
         until_it_is_over(socket);
