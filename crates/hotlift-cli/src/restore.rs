@@ -253,8 +253,10 @@ pub(crate) fn conclude(
         // Leaves a QEMU alone that has the guest and does not run it.
         Statement::Stopped { reason, can_run } => Err(CommandError::NotRunning {
             reasons: match trouble {
-                Some(trouble) => format!("{trouble}; QEMU: {reason}"),
-                None => reason,
+                Some(trouble) if !trouble.contains(&reason) => {
+                    format!("{trouble}; QEMU: {reason}")
+                }
+                _ => reason,
             },
             qemu: destination.leave(),
             can_run,

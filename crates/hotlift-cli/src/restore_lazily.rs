@@ -121,7 +121,7 @@ fn after_start(
         }
     }
     };
-    conclude(statement, destination, Some(&error.chain()), never, unknown)
+    conclude(statement, destination, Some(&cause.chain()), never, unknown)
 }
 
 /// What came of it, and whether the guest has run.
