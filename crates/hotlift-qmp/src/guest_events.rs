@@ -143,7 +143,7 @@ mod tests {
         }
         assert!(!after(&[]).has_ended_itself());
         let panicked = ("GUEST_PANICKED", json!({ "action": "pause" }));
-        assert!(after(&[panicked.clone()]).has_ended_itself());
+        assert!(after(std::slice::from_ref(&panicked)).has_ended_itself());
         let killed = after(&[panicked, shutdown("host-signal")]);
         assert!(!killed.has_ended_itself());
     }
