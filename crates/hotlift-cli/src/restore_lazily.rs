@@ -192,7 +192,7 @@ fn restore(
     };
     let on_loaded = |connected: Instant| {
         if args.resume {
-            complain!("the restore goes on; the rest of the guest's pages follows");
+            complain!("the guest goes on; the rest of its pages follows");
             return Ok(());
         }
         let place = destination.started();
