@@ -126,7 +126,7 @@ fn finish(sink: &BlockSink) -> Result<(), MigrationError> {
     sink.ram_end()?;
     sink.devices(DEVICES)?;
     sink.await_loaded()?;
-    sink.commit(END, None)
+    sink.commit(END, None).map(drop)
 }
 
 /// Writes pages of RAM block `block`, all in one batch.
