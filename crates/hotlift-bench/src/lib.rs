@@ -101,7 +101,7 @@ pub struct BenchArgs {
     #[arg(long, requires = "with_qemu", conflicts_with = "suite")]
     relays: bool,
     /// Migrate to the host where 'hotlift bench --serve' waits: tcp:HOST:PORT
-    #[arg(long, value_name = "URI")]
+    #[arg(long, value_name = "URI", value_parser = Address::of_peer)]
     to: Option<Address>,
     /// Be the other host: take the guests of 'hotlift bench --to', until Ctrl-C
     #[arg(long, value_name = "URI", conflicts_with_all = ["to", "suite", "with_qemu", "link"])]

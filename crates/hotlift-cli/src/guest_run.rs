@@ -39,7 +39,12 @@ pub struct GuestRunArgs {
     #[arg(long, value_name = "URI", conflicts_with = "migrate_to")]
     incoming: Option<Incoming>,
     /// Migrate the guest to the destination that listens there: tcp:HOST:PORT or unix:PATH
-    #[arg(long, value_name = "URI", conflicts_with_all = ["control", "monitor"])]
+    #[arg(
+        long,
+        value_name = "URI",
+        value_parser = Address::of_peer,
+        conflicts_with_all = ["control", "monitor"]
+    )]
     migrate_to: Option<Address>,
     /// Let the guest run for so long before it is migrated
     #[arg(

@@ -53,7 +53,7 @@ pub struct DomainArgs {
     connect: Option<String>,
     /// Where the destination's agent listens: tcp:HOST:PORT [default: the host of --to, port 16520, or as 'peers' and
     /// 'agent-port' of this host's agent say]
-    #[arg(long, value_name = "URI", requires = "domain")]
+    #[arg(long, value_name = "URI", requires = "domain", value_parser = Address::of_peer)]
     agent: Option<Address>,
     /// Ports of loopback of which both QEMUs use one; the destination's agent must allow them [default: 49152-49215, or 'ports'
     /// of this host's agent]

@@ -62,7 +62,7 @@ pub struct RelayArgs {
     #[arg(long, value_name = "URI")]
     listen: Address,
     /// Pass it on to whoever listens there: tcp:HOST:PORT or unix:PATH
-    #[arg(long, value_name = "URI")]
+    #[arg(long, value_name = "URI", value_parser = Address::of_peer)]
     connect: Address,
     /// The VM's UUID, which multifd channels must carry; needed where the VM has one and the source
     /// does not use multifd

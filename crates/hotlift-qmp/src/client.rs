@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -334,7 +334,11 @@ fn open(address: &QmpAddress, deadline: Instant) -> io::Result<Socket> {
                         stream.set_nodelay(true)?;
                         return Ok(Socket::Tcp(stream));
                     }
-                    Err(error) => failed = error,
+                    // The address matters where a name led to it.
+                    Err(error) if host_and_port.parse::<SocketAddr>().is_ok() => failed = error,
+                    Err(error) => {
+                        failed = io::Error::new(error.kind(), format!("{address}: {error}"))
+                    }
                 }
             }
             Err(failed)

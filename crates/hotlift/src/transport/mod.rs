@@ -5,6 +5,7 @@
 //! [`Stream::shutdown`] from any other thread, which is how cancel and failure work.
 
 mod acceptor;
+mod attempts;
 mod carry;
 mod handed;
 mod handshakes;
@@ -14,7 +15,7 @@ mod unix;
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, Shutdown, TcpStream};
+use std::net::{IpAddr, Ipv6Addr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -54,6 +55,22 @@ pub enum TransportError {
         address: String,
         /// The form that was expected.
         expected: &'static str,
+    },
+    /// A link-local address without its interface.
+    #[error(
+        "'{host}' is a link-local address, which each network has one of: add the interface, as in tcp:[{host}%eth0]:PORT"
+    )]
+    NoZone {
+        /// The address.
+        host: String,
+    },
+    /// A peer's port that no process can listen at.
+    #[error(
+        "no process can be reached at port 0 ('{uri}'): give the port that the peer listens at"
+    )]
+    NoPort {
+        /// The URI as given.
+        uri: String,
     },
     /// Connecting failed.
     #[error("failed to connect to '{uri}'")]
@@ -125,12 +142,16 @@ impl std::str::FromStr for Address {
             .iter()
             .find(|transport| transport.scheme() == scheme)
             .ok_or_else(unknown)?;
-        transport
+        let address = transport
             .parse(rest)
             .ok_or_else(|| TransportError::BadAddress {
                 address: rest.to_owned(),
                 expected: transport.form(),
-            })
+            })?;
+        match address {
+            Self::Tcp { host, .. } if is_link_local(&host) => Err(TransportError::NoZone { host }),
+            address => Ok(address),
+        }
     }
 }
 
@@ -145,6 +166,19 @@ impl std::fmt::Display for Address {
 }
 
 impl Address {
+    /// Parses the address of a peer that is connected to.
+    ///
+    /// # Errors
+    /// As [`str::parse`]; [`TransportError::NoPort`].
+    pub fn of_peer(uri: &str) -> Result<Self, TransportError> {
+        match uri.parse()? {
+            Self::Tcp { port: 0, .. } => Err(TransportError::NoPort {
+                uri: uri.to_owned(),
+            }),
+            address => Ok(address),
+        }
+    }
+
     /// All addresses of this host, at a port that the system chooses.
     #[must_use]
     pub fn any() -> Self {
@@ -172,10 +206,11 @@ impl Address {
         }
     }
 
-    /// Opens one connection, trying each address of the host for up to `timeout`.
+    /// Opens one connection to the first address of the host that answers. Each may take `timeout`; the next is tried 250 ms
+    /// after the one before (RFC 8305).
     ///
     /// # Errors
-    /// [`TransportError::Connect`] with the system's reason.
+    /// [`TransportError::Connect`] with the system's reason of each address.
     pub fn connect(&self, timeout: Duration) -> Result<Stream, TransportError> {
         self.connect_unless(timeout, &|| false)
     }
@@ -354,6 +389,12 @@ impl AsFd for Listener {
             Bound::Handed(handed) => handed.as_fd(),
         }
     }
+}
+
+/// Returns whether `host` is an address that each network has one of.
+fn is_link_local(host: &str) -> bool {
+    host.parse::<Ipv6Addr>()
+        .is_ok_and(|address| address.is_unicast_link_local())
 }
 
 /// Whether `host` is loopback's address or name.
@@ -876,6 +917,24 @@ mod tests {
         ] {
             assert_eq!(uri.parse::<Address>().unwrap().to_string(), uri);
         }
+    }
+
+    #[test]
+    fn a_peer_has_a_port_and_a_link_local_address_its_interface() {
+        let error = Address::of_peer("tcp:192.0.2.2:0").unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "no process can be reached at port 0 ('tcp:192.0.2.2:0'): give the port that the peer listens at"
+        );
+        assert!(Address::of_peer("tcp:192.0.2.2:1").is_ok());
+        assert!(Address::of_peer("unix:/run/s").is_ok());
+        let error = "tcp:[fe80::1]:4444".parse::<Address>().unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "'fe80::1' is a link-local address, which each network has one of: add the interface, as in \
+             tcp:[fe80::1%eth0]:PORT"
+        );
+        assert!("tcp:[fe80::1%eth0]:4444".parse::<Address>().is_ok());
     }
 
     #[test]

@@ -2,15 +2,16 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::sock::{limit_retransmission_interval, limit_unsent};
-use rustix::event::PollFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 
-use super::{Address, Bound, Stream, Transport, wait_for};
+use super::attempts::{Failed, Schedule, check_zone};
+use super::{Address, Bound, Stream, Transport};
 
 /// How often a connection that is being made looks whether it is still wanted.
 const TICK: Duration = Duration::from_millis(100);
@@ -59,6 +60,7 @@ impl Transport for Tcp {
     }
 }
 
+/// Connects to the first address of the host that answers. Each may take `timeout`.
 pub(super) fn connect(
     host: &str,
     port: u16,
@@ -66,56 +68,110 @@ pub(super) fn connect(
     stopped: &dyn Fn() -> bool,
 ) -> io::Result<Stream> {
     let host = if host.is_empty() { "localhost" } else { host };
-    let mut failed = io::ErrorKind::AddrNotAvailable.into();
     // Nobody else answers for this host, whatever a resolver says: connections to it go without TLS.
     let stays = super::is_this_host(host);
     let addresses = (host, port).to_socket_addrs()?;
-    for address in addresses.filter(|address| !stays || address.ip().to_canonical().is_loopback()) {
-        match connect_to(&address, timeout, stopped) {
-            Ok(stream) => {
-                prepare(&stream)?;
-                return Ok(stream.into());
+    let addresses = addresses.filter(|address| !stays || address.ip().to_canonical().is_loopback());
+    let stream = connect_to_first(Schedule::new(addresses), host, timeout, stopped)?;
+    prepare(&stream)?;
+    Ok(stream.into())
+}
+
+/// A handshake that is under way.
+struct Attempt {
+    address: SocketAddr,
+    socket: OwnedFd,
+    deadline: Instant,
+}
+
+/// Connects to the addresses of `host` as `schedule` has them, until one has answered.
+fn connect_to_first(
+    mut schedule: Schedule,
+    host: &str,
+    timeout: Duration,
+    stopped: &dyn Fn() -> bool,
+) -> io::Result<TcpStream> {
+    let mut attempts: Vec<Attempt> = Vec::new();
+    let mut failed = Failed::default();
+    loop {
+        let now = Instant::now();
+        while let Some(address) = schedule.next(now) {
+            match begin(&address) {
+                Ok(socket) => attempts.push(Attempt {
+                    address,
+                    socket,
+                    deadline: now + timeout,
+                }),
+                Err(error) => {
+                    failed.add(address, error);
+                    schedule.failed();
+                }
             }
-            Err(error) => failed = error,
+        }
+        if attempts.is_empty() {
+            return Err(failed.into_error(host));
+        }
+        let left = attempts.iter().map(|attempt| attempt.deadline);
+        let left = left.map(|deadline| deadline.saturating_duration_since(now));
+        let wait = left.chain(schedule.wait(now)).min().unwrap_or(TICK);
+        let answered = wait_for_any(&attempts, wait.min(TICK))?;
+        for index in (0..attempts.len()).rev() {
+            let outcome = if answered[index] {
+                sockopt::socket_error(&attempts[index].socket)?.map_err(io::Error::from)
+            } else if Instant::now() >= attempts[index].deadline {
+                Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!("no answer within {timeout:?}"),
+                ))
+            } else {
+                continue;
+            };
+            let attempt = attempts.remove(index);
+            match outcome {
+                Ok(()) => {
+                    let stream = TcpStream::from(attempt.socket);
+                    stream.set_nonblocking(false)?;
+                    return Ok(stream);
+                }
+                Err(error) => {
+                    failed.add(attempt.address, error);
+                    schedule.failed();
+                }
+            }
         }
         if stopped() {
             return Err(super::was_stopped());
         }
     }
-    Err(failed)
 }
 
-/// One handshake: what `TcpStream::connect_timeout` does, but it can be stopped.
-fn connect_to(
-    address: &SocketAddr,
-    timeout: Duration,
-    stopped: &dyn Fn() -> bool,
-) -> io::Result<TcpStream> {
+/// Begins a handshake, and does not wait for its end.
+fn begin(address: &SocketAddr) -> io::Result<OwnedFd> {
+    check_zone(address)?;
     let family = match address {
         SocketAddr::V4(_) => AddressFamily::INET,
         SocketAddr::V6(_) => AddressFamily::INET6,
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-    let begun = Instant::now();
     match rustix::net::connect(&socket, address) {
-        Ok(()) => {}
-        Err(Errno::INPROGRESS) => {
-            while !wait_for(socket.as_fd(), PollFlags::OUT, TICK)? {
-                if stopped() {
-                    return Err(super::was_stopped());
-                }
-                if begun.elapsed() >= timeout {
-                    return Err(io::ErrorKind::TimedOut.into());
-                }
-            }
-            sockopt::socket_error(&socket)??;
-        }
+        Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Waits until one handshake has ended; returns which have.
+fn wait_for_any(attempts: &[Attempt], time: Duration) -> io::Result<Vec<bool>> {
+    let polled = attempts.iter();
+    let polled = polled.map(|attempt| PollFd::new(&attempt.socket, PollFlags::OUT));
+    let mut polled: Vec<_> = polled.collect();
+    let time = Timespec::try_from(time).map_err(io::Error::other)?;
+    match poll(&mut polled, Some(&time)) {
+        Ok(_) | Err(Errno::INTR) => {}
         Err(errno) => return Err(errno.into()),
     }
-    let stream = TcpStream::from(socket);
-    stream.set_nonblocking(false)?;
-    Ok(stream)
+    let ended = polled.iter().map(|one| !one.revents().is_empty());
+    Ok(ended.collect())
 }
 
 /// Sets up a connection that was made or accepted.
@@ -176,6 +232,7 @@ pub(super) fn listen(host: &str, port: u16) -> io::Result<Bound> {
         TcpListener::bind(("::", port)).or_else(|_| TcpListener::bind(("0.0.0.0", port)))?
     } else {
         let addresses: Vec<_> = (host, port).to_socket_addrs()?.collect();
+        addresses.iter().try_for_each(check_zone)?;
         TcpListener::bind(addresses.as_slice())?
     };
     // The standard library's 128 are filled by strangers, and then a SYN is lost, and a source waits for seconds.
@@ -186,6 +243,42 @@ pub(super) fn listen(host: &str, port: u16) -> io::Result<Bound> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_second_address_is_tried_while_the_first_one_does_not_answer() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let there = listener.local_addr().unwrap();
+        // A listener whose queue is full answers no SYN.
+        let full = socket_with(
+            AddressFamily::INET6,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        rustix::net::bind(&full, &"[::1]:0".parse::<SocketAddr>().unwrap()).unwrap();
+        rustix::net::listen(&full, 0).unwrap();
+        let silent = TcpListener::from(full);
+        let silent = (silent.local_addr().unwrap(), silent);
+        let _only = TcpStream::connect(silent.0).unwrap();
+        let schedule = Schedule::new([silent.0, there]);
+        let never = Duration::from_secs(600);
+        let stream = connect_to_first(schedule, "name", never, &|| false).unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), there);
+
+        let schedule = Schedule::new([silent.0]);
+        let error = connect_to_first(schedule, "name", Duration::from_millis(20), &|| false);
+        let error = error.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        let silent = silent.0;
+        assert_eq!(
+            error.to_string(),
+            format!("{silent} (this host): no answer within 20ms")
+        );
+        let schedule = Schedule::new([silent]);
+        let error = connect_to_first(schedule, "name", never, &|| true).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::Interrupted);
+    }
 
     #[test]
     fn a_connection_whose_loss_is_to_be_noticed_does_not_wait_for_the_kernel() {

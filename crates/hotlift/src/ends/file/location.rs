@@ -48,7 +48,10 @@ impl Location {
             return Err(bad());
         }
         Ok(Self::Server(RemoteFile {
-            address: address.parse().map_err(|_| bad())?,
+            address: Address::of_peer(address).map_err(|error| match error {
+                error @ (TransportError::NoPort { .. } | TransportError::NoZone { .. }) => error,
+                _ => bad(),
+            })?,
             name: name.to_owned(),
             tls: None,
         }))
