@@ -22,6 +22,9 @@ use crate::{PAGE_SIZE, RamBlockEntry, Reader, WireError, limits};
 /// Version of the header, the only one there is.
 const VERSION: u32 = 1;
 
+/// [`WireError::Unsupported`] of a stream that can be read from its beginning only.
+pub const WITHOUT_MAPPED_RAM: &str = "a file without capability mapped-ram";
+
 /// Bytes of the header behind a block's entry.
 const HEADER_LEN: u64 = 28;
 
@@ -339,6 +342,9 @@ fn check_configuration(configuration: &Configuration) -> Result<(), WireError> {
     // QEMU 10.0 writes the two capabilities together in an order that it does not read.
     match configuration.capabilities.as_slice() {
         [name] if name == MAPPED_RAM => Ok(()),
+        [] => Err(WireError::Unsupported {
+            what: WITHOUT_MAPPED_RAM,
+        }),
         _ => Err(WireError::Unsupported {
             what: "a file without capability mapped-ram, or with another one",
         }),

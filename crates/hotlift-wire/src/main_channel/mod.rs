@@ -46,7 +46,8 @@ pub use device_state::{
 pub use encode::MainEncoder;
 pub use global_state::run_state;
 pub use mapped_ram::{
-    MappedBlock, MappedEvent, MappedLayout, MappedRamDecoder, MappedStep, put_mapped_end,
+    MappedBlock, MappedEvent, MappedLayout, MappedRamDecoder, MappedStep, WITHOUT_MAPPED_RAM,
+    put_mapped_end,
 };
 pub use ram::PageContent;
 pub use section::SectionKind;

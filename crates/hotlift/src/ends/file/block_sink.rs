@@ -23,6 +23,7 @@ use super::{FileError, IGNORE_SHARED, check_ram};
 use crate::control::Control;
 use crate::ends::settings::{LeftOut, RelaySettings};
 use crate::error::{Channel, MigrationError};
+use crate::figures::MethodFigures;
 use crate::options::Options;
 use crate::pacing::Pacer;
 use crate::pipe::batch::Batch;
@@ -53,6 +54,8 @@ pub(crate) struct BlockSink {
     shares: Mutex<BTreeMap<&'static str, Share>>,
     contents: Mutex<Contents>,
     method: &'static MethodInfo,
+    /// The method that was asked for, which may be auto.
+    chosen: &'static MethodInfo,
     options: Options,
     left_out: Vec<LeftOut>,
     pacer: Arc<Pacer>,
@@ -120,6 +123,7 @@ impl BlockSink {
             shares: Mutex::default(),
             contents: Mutex::default(),
             method,
+            chosen,
             options: Options {
                 multifd_compression: method,
                 ..options.clone()
@@ -397,7 +401,24 @@ impl Sink for BlockSink {
     }
 
     fn method(&self) -> &'static str {
-        self.method.name
+        self.chosen.name
+    }
+
+    /// The methods of the blocks, where auto has chosen them.
+    fn methods(&self) -> Vec<MethodFigures> {
+        if !self.chosen.is_auto() {
+            return Vec::new();
+        }
+        let shares = lock(&self.shares);
+        let figures = shares.values().map(|share| MethodFigures {
+            name: share.method.clone(),
+            packets: share.blocks,
+            pages: share.pages,
+            bytes_in: share.pages * PAGE_SIZE as u64,
+            bytes_out: share.bytes,
+            ..MethodFigures::default()
+        });
+        figures.collect()
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use hotlift_wire::WireError;
 
+use super::foreign;
 use super::location::RemoteFile;
 use crate::error::MigrationError;
 
@@ -56,6 +57,22 @@ pub enum FileError {
     /// It is neither a save file nor a migration stream.
     #[error("this is neither a save file of hotlift nor a mapped-ram file of QEMU")]
     NotASave,
+    /// Another program has written it.
+    #[error(
+        "this is {is}, and neither a save file of hotlift nor a mapped-ram file of QEMU: {instead}"
+    )]
+    Foreign {
+        /// Kind of the file.
+        is: &'static str,
+        /// Next step for the operator.
+        instead: &'static str,
+    },
+    /// QEMU has written it, and it can be read from its beginning only.
+    #[error(
+        "this is a migration stream of QEMU without capability mapped-ram (as of 'migrate exec:cat>FILE'): QEMU itself loads \
+         it, by -incoming 'exec:cat FILE'"
+    )]
+    PlainStream,
     /// Another Hotlift has written it.
     #[error(
         "the save file has version {version}, and this hotlift reads version {} (restore it with the \
@@ -168,6 +185,14 @@ pub enum FileError {
 }
 
 impl FileError {
+    /// Returns the error of a file that begins with these bytes, and is no save file.
+    pub(super) fn not_a_save(first: &[u8]) -> Self {
+        match foreign::recognise(first) {
+            Some((is, instead)) => Self::Foreign { is, instead },
+            None => Self::NotASave,
+        }
+    }
+
     /// The system did not let the file at `path` be read.
     pub(super) fn read(path: &Path, source: io::Error) -> Self {
         Self::Read {
@@ -212,6 +237,6 @@ pub enum ServerError {
         reason: String,
     },
     /// The other side says something else than a file server does.
-    #[error("what listens there is no file server")]
+    #[error("what listens there is no 'hotlift serve --files'")]
     Protocol(#[source] WireError),
 }

@@ -93,7 +93,7 @@ pub(crate) fn header(info: &FileInfo) -> Result<(Vec<u8>, u32), FileError> {
 pub(crate) fn info_len(head: &[u8; HEAD_LEN]) -> Result<usize, FileError> {
     let [version, length] = [be32(head, 8), be32(head, 12)];
     if head[..8] != MAGIC {
-        return Err(FileError::NotASave);
+        return Err(FileError::not_a_save(head));
     }
     if version != VERSION {
         return Err(FileError::Version { version });

@@ -6,7 +6,7 @@ use std::path::Path;
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::main_channel::{
     Command, MAPPED_RAM, MappedBlock, MappedEvent, MappedRamDecoder, MappedStep,
-    complete_device_state,
+    WITHOUT_MAPPED_RAM, complete_device_state,
 };
 use hotlift_wire::{WireError, limits};
 
@@ -65,7 +65,10 @@ impl MappedFile {
                 Err(WireError::Mismatch {
                     what: "stream magic",
                     ..
-                }) => return Err(FileError::NotASave),
+                }) => return Err(FileError::not_a_save(&input[..available])),
+                Err(WireError::Unsupported {
+                    what: WITHOUT_MAPPED_RAM,
+                }) => return Err(FileError::PlainStream),
                 Err(source) => return Err(FileError::Stream { position, source }),
             };
             match event {

@@ -18,6 +18,7 @@
 //! | `server` | hands the files of a folder out |
 //! | `partial` | a file that gets its name when it is whole |
 //! | `kind` | which kinds of files can hold a save file |
+//! | `foreign` | files of other programs, recognised by their first bytes |
 //!
 //! Restored eagerly, the guest does not run before the whole file was read and found good. Restored lazily, it runs at once,
 //! and no page reaches it that is not what was written.
@@ -30,6 +31,7 @@ mod complete;
 mod describe;
 mod error;
 mod exchange;
+mod foreign;
 mod index;
 mod kind;
 mod layout;

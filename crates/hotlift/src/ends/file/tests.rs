@@ -12,7 +12,7 @@ use std::process::Command;
 
 use hotlift_mem::PAGE_SIZE;
 use hotlift_wire::RamBlockEntry;
-use hotlift_wire::main_channel::Configuration;
+use hotlift_wire::main_channel::{Configuration, MainEncoder};
 use tempfile::TempDir;
 
 use crate::control::Control;
@@ -625,6 +625,27 @@ fn other_files_are_told_apart() {
         inspect(&path, &Control::new()),
         Err(FileError::NotASave)
     ));
+    for (first, words) in [
+        (&b"\x1f\x8b"[..], "this is a gzip file, and neither"),
+        (b"\x28\xb5\x2f\xfd", "decompress it first: zstd -d"),
+        (b"QFI\xfb", "a qcow2 disk image"),
+        (b"LibvirtQemudSave", "virsh restore FILE"),
+    ] {
+        fs::write(&path, [first, &[0; 32]].concat()).unwrap();
+        let inspected = inspect(&path, &Control::new()).unwrap_err();
+        assert!(inspected.to_string().contains(words), "{inspected}");
+        let opened = SavedVm::open(&path, 0, false).err().unwrap();
+        assert_eq!(opened.to_string(), inspected.to_string());
+    }
+    let mut stream = Vec::new();
+    let configuration = Configuration {
+        machine: "pc".to_owned(),
+        ..Configuration::default()
+    };
+    MainEncoder::new(&configuration, &mut stream).unwrap();
+    fs::write(&path, [&stream[..], &[0; 64]].concat()).unwrap();
+    let error = SavedVm::open(&path, 0, false).err().unwrap();
+    assert!(matches!(error, FileError::PlainStream), "{error}");
     fs::write(
         &path,
         [&super::layout::MAGIC[..], &[0, 0, 0, 1, 0, 0, 0, 0]].concat(),

@@ -281,7 +281,7 @@ fn strangers_are_told_so_and_take_nothing_from_others() {
         ..serving.file("vm")
     };
     let error = error_line(&refusal(&other));
-    assert!(error.contains("no file server"), "{error}");
+    assert!(error.contains("no 'hotlift serve --files'"), "{error}");
     answering.join().unwrap();
 }
 
