@@ -141,7 +141,14 @@ impl Conversation {
         let stream = to.connect(CONNECT);
         let stream = stream.map_err(|source| ConsoleError::NoServe { source })?;
         Ok(Self::new(match tls {
-            Some(tls) => stream.secure(tls, Some(to.host()))?,
+            Some(tls) => {
+                let host = stream.peer_host();
+                let secured = stream.secure(tls, Some(to.host()));
+                secured.map_err(|source| ConsoleError::Tls {
+                    host,
+                    source: Box::new(source),
+                })?
+            }
             None => stream,
         }))
     }

@@ -126,8 +126,14 @@ pub enum ConsoleError {
     #[error("cannot use TLS")]
     TlsSetup(#[source] Box<TlsSetupError>),
     /// A handshake of a conversation.
-    #[error("the TLS handshake failed")]
-    Tls(#[source] Box<TlsError>),
+    #[error("the TLS handshake with {host} failed")]
+    Tls {
+        /// Address of the other host.
+        host: String,
+        /// Why.
+        #[source]
+        source: Box<TlsError>,
+    },
     /// A QEMU that is spoken with over a network.
     #[error(
         "{address} is open to other hosts, and QEMU's stream is safe on one host only: let QEMU use a UNIX socket or \
@@ -172,12 +178,6 @@ impl From<TlsSetupError> for ConsoleError {
     }
 }
 
-impl From<TlsError> for ConsoleError {
-    fn from(error: TlsError) -> Self {
-        Self::Tls(Box::new(error))
-    }
-}
-
 impl ConsoleError {
     /// The error and its causes, in one line.
     pub fn line(&self) -> String {
@@ -203,9 +203,16 @@ impl ConsoleError {
             Self::Qmp {
                 source: QmpError::Timeout { .. },
                 ..
-            } => Some("a QMP socket serves one client at a time: see whether another one holds it"),
+            } => Some(
+                "a QMP socket serves one client at a time: another one may hold it, such as a 'hotlift restore' or 'hotlift \
+                 serve' at work",
+            ),
             Self::QemuEnded { .. } => Some(QEMUS_OWN_WORDS),
             Self::NoServe { .. } => Some("start 'hotlift serve' on the destination host first"),
+            Self::Conversation(ConversationError::Closed) => Some(
+                "the log of the process that listens there names the reason; a 'hotlift serve --files' takes no guest, and closes \
+                 the connection too",
+            ),
             _ => None,
         }
     }
@@ -213,3 +220,35 @@ impl ConsoleError {
 
 /// Where a QEMU that was started says why it failed.
 pub const QEMUS_OWN_WORDS: &str = "its own words are on the terminal that it was started from";
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use hotlift::tls::{Missing, TlsError};
+
+    use super::*;
+
+    #[test]
+    fn a_late_handshake_names_the_host_and_what_is_missing() {
+        let source = TlsError::TimedOut {
+            after: Duration::from_secs(10),
+            missing: Missing::Acknowledgement,
+        };
+        let error = ConsoleError::Tls {
+            host: "198.51.100.2".to_owned(),
+            source: Box::new(source),
+        };
+        assert_eq!(
+            error.line(),
+            "the TLS handshake with 198.51.100.2 failed: the TLS handshake was not done within 10s: the other host does not \
+             acknowledge what was sent; the path may drop packets of the full size (check the MTU)"
+        );
+    }
+
+    #[test]
+    fn a_server_that_closes_the_conversation_may_be_one_of_files() {
+        let advice = ConsoleError::from(ConversationError::Closed).advice();
+        assert!(advice.unwrap().contains("serve --files"));
+    }
+}

@@ -181,6 +181,32 @@ impl fmt::Display for Fault {
     }
 }
 
+/// Missing part of a handshake whose time is up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Missing {
+    /// A first message of the other side.
+    Start,
+    /// The acknowledgement of bytes that were sent.
+    Acknowledgement,
+    /// An answer to bytes that the other side's kernel has.
+    Answer,
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Start => "the other side has sent nothing, or a part of a message",
+            Self::Acknowledgement => {
+                "the other host does not acknowledge what was sent; the path may drop packets of the full size (check the MTU)"
+            }
+            Self::Answer => {
+                "the other side does not answer; its process may be stopped, or the path may drop packets of the full size \
+                 (check the MTU)"
+            }
+        })
+    }
+}
+
 /// Why a connection has no TLS. Messages say whose fault it is.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -243,12 +269,12 @@ pub enum TlsError {
     )]
     Closed,
     /// Too slow.
-    #[error(
-        "the TLS handshake was not done within {after:?}: check that the path carries packets of the MTU"
-    )]
+    #[error("the TLS handshake was not done within {after:?}: {missing}")]
     TimedOut {
         /// How long it was waited.
         after: Duration,
+        /// What was waited for.
+        missing: Missing,
     },
     /// Too much.
     #[error("the other side sent more than {limit} bytes in the TLS handshake")]

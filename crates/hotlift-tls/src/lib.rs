@@ -52,7 +52,7 @@ pub use authority::{Authority, AuthorityError, CA_DAYS, HOST_DAYS, Issued};
 pub use authz::{Authz, AuthzError};
 pub use binding::Exporter;
 pub use credentials::{Credentials, ENDS_SOON, FOLDERS, Role, Warning, find_folder};
-pub use error::{Alert, CredentialsError, Fault, RecordError, TlsError};
+pub use error::{Alert, CredentialsError, Fault, Missing, RecordError, TlsError};
 pub use identity::{Identity, NotACertificate};
 pub use kernel::{NoKernelTls, probe_kernel_tls};
 pub use link::CONNECTION_MEMORY;

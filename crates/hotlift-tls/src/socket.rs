@@ -4,11 +4,12 @@ use std::io::{self, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
+use hotlift_mem::sock::unacknowledged;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
-use crate::error::TlsError;
+use crate::error::{Missing, TlsError};
 
 /// More than the other side may send.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +34,16 @@ pub(crate) struct BoundedSocket<'a> {
     /// Of `bytes`, those that may still be read.
     left: usize,
     is_called_off: &'a dyn Fn() -> bool,
+    has_sent: bool,
+}
+
+/// Returns what a handshake lacks, of whose sent bytes `unacknowledged` are not acknowledged.
+fn missing(has_sent: bool, unacknowledged: impl FnOnce() -> u32) -> Missing {
+    match has_sent {
+        false => Missing::Start,
+        true if unacknowledged() > 0 => Missing::Acknowledgement,
+        true => Missing::Answer,
+    }
 }
 
 impl<'a> BoundedSocket<'a> {
@@ -50,6 +61,7 @@ impl<'a> BoundedSocket<'a> {
             bytes,
             left: bytes,
             is_called_off,
+            has_sent: false,
         }
     }
 
@@ -59,7 +71,10 @@ impl<'a> BoundedSocket<'a> {
             io::ErrorKind::UnexpectedEof
             | io::ErrorKind::ConnectionReset
             | io::ErrorKind::BrokenPipe => TlsError::Closed,
-            io::ErrorKind::TimedOut => TlsError::TimedOut { after: self.time },
+            io::ErrorKind::TimedOut => TlsError::TimedOut {
+                after: self.time,
+                missing: missing(self.has_sent, || unacknowledged(self.fd).unwrap_or(0)),
+            },
             _ if error.get_ref().is_some_and(|inner| inner.is::<TooMuch>()) => {
                 TlsError::TooMuch { limit: self.bytes }
             }
@@ -112,7 +127,10 @@ impl Write for BoundedSocket<'_> {
         loop {
             self.wait(PollFlags::OUT)?;
             match send(self.fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-                Ok(n) => return Ok(n),
+                Ok(n) => {
+                    self.has_sent = true;
+                    return Ok(n);
+                }
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -121,5 +139,27 @@ impl Write for BoundedSocket<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handshake_that_is_late_names_what_is_missing_and_the_mtu_where_it_may_be_the_cause() {
+        for (has_sent, unacknowledged, expected) in [
+            (false, 0, "the other side has sent nothing"),
+            (
+                true,
+                900,
+                "does not acknowledge what was sent; the path may drop packets of the full size (check the MTU)",
+            ),
+            (true, 0, "the other side does not answer"),
+        ] {
+            let missing = missing(has_sent, || unacknowledged).to_string();
+            assert!(missing.contains(expected), "{missing}");
+            assert_eq!(missing.contains("MTU"), has_sent, "{missing}");
+        }
     }
 }

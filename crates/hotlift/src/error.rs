@@ -52,8 +52,14 @@ pub enum MigrationError {
     #[error("cannot use TLS")]
     TlsSetup(#[from] TlsSetupError),
     /// A connection was made, and is no TLS one, or not one to who it should be to.
-    #[error("the TLS handshake with the other side has failed")]
-    Tls(#[from] TlsError),
+    #[error("the TLS handshake with {host} failed")]
+    Tls {
+        /// Address of the other host.
+        host: String,
+        /// Why.
+        #[source]
+        source: Box<TlsError>,
+    },
     /// A connection could not be made, though others of the migration were.
     #[error("{channel} could not be opened")]
     Opening {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use hotlift_tls::{
-    ALERT_BEGINS, Exporter, HANDSHAKE_BEGINS, Identity, Profile, Tls, TlsError, Warning,
+    ALERT_BEGINS, Exporter, HANDSHAKE_BEGINS, Identity, Missing, Profile, Tls, TlsError, Warning,
     measure_cipher,
 };
 use hotlift_tls::{Authz, AuthzError, Credentials, CredentialsError, Settings, find_folder};
@@ -156,7 +156,14 @@ impl Remote {
     ) -> Result<Stream, MigrationError> {
         let host = Some(self.address.host());
         match &self.tls {
-            Some(tls) => Ok(stream.secure_unless(&tls.within(timeout), host, stopped)?),
+            Some(tls) => {
+                let peer = stream.peer_host();
+                let secured = stream.secure_unless(&tls.within(timeout), host, stopped);
+                secured.map_err(|source| MigrationError::Tls {
+                    host: peer,
+                    source: Box::new(source),
+                })
+            }
             None => Ok(stream),
         }
     }

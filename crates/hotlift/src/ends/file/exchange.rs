@@ -146,8 +146,8 @@ pub(super) fn connect(
     let remote = Remote::new(&file.address, file.tls.clone());
     let stream = remote.connect_unless(CONNECT, is_over).map_err(|error| {
         let is_final = match &error {
-            MigrationError::Tls(error) => !matches!(
-                error,
+            MigrationError::Tls { source, .. } => !matches!(
+                **source,
                 TlsError::Closed | TlsError::TimedOut { .. } | TlsError::Io(_)
             ),
             error => !matches!(error, MigrationError::Transport(_)),
