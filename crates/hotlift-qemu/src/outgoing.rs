@@ -151,7 +151,10 @@ impl Moving<'_> {
         attend: &mut dyn FnMut(Duration, &Control),
     ) {
         let display = Display::new("migration", self.quiet, control);
-        let mut watch = Watch::default();
+        let mut watch = match self.outgoing {
+            Outgoing::File { .. } => Watch::of_save(),
+            Outgoing::Address(_) => Watch::default(),
+        };
         let mut looked = Instant::now();
         let mut cancelled = false;
         let mut given_up: Option<Instant> = None;

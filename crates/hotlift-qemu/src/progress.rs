@@ -21,16 +21,20 @@ const SILENCE: Duration = Duration::from_secs(10);
 const TENTHS: f64 = 1000.0;
 
 /// Effect of a silent host, for an operator.
-const SILENT: &str = "the other host or the network path to it may be down: the migration fails after 'silence-timeout', with \
-                      the guest here; Ctrl-C ends it now";
+const SILENT: &str = "the other host or the network path to it may be down, or the path drops packets of the full size (check \
+                      the MTU): the migration fails after 'silence-timeout', with the guest here; Ctrl-C ends it now";
 
 /// Effect of a host that does not read.
 const NOT_READING: &str = "the other host is up and takes no data: its process, its QEMU or its disk may be stopped or slow; \
                            the migration waits for it, and Ctrl-C ends it, with the guest here";
 
-/// What may be the reason, and what can be done.
-const NOTHING_SENT: &str = "nothing is sent: the other host, the link or the disk may have stopped; it is waited for, and \
-                            Ctrl-C ends this, with the guest here";
+/// Causes where QEMU passes no pages on, and no other host holds the migration up.
+const NOTHING_SENT: &str = "nothing is sent, though the other host answers: QEMU or the disk of its guest may be stopped or slow; \
+                            the migration waits, and Ctrl-C ends it, with the guest here";
+
+/// The same of a save, which no other host takes part in.
+const NOTHING_WRITTEN: &str = "nothing is written: QEMU, the disk of its guest or the disk of the file may be stopped or slow; the \
+                               save waits, and Ctrl-C ends it, with the guest here";
 
 /// Follows one migration from look to look.
 #[derive(Debug, Default)]
@@ -38,13 +42,24 @@ pub struct Watch {
     /// The relay's last report, and its rate on the wire since the one before.
     relay: RelayProgress,
     wire_rate: f64,
-    /// When the relay has last sent something, by its clock.
+    /// Pages that QEMU has settled, also those that are zero and of which nothing is sent.
+    settled: u64,
+    /// Time at which the relay has last sent something, or QEMU has settled pages, by the relay's clock.
     moved: Duration,
+    is_save: bool,
     round: u64,
     without_gain: u32,
 }
 
 impl Watch {
+    /// Follows a migration into a file.
+    pub fn of_save() -> Self {
+        Self {
+            is_save: true,
+            ..Self::default()
+        }
+    }
+
     /// Takes in what QEMU says, and the latest that its relay has; returns the line to show. `stall` is the host that holds
     /// the relay up.
     pub fn look(
@@ -67,6 +82,11 @@ impl Watch {
             let stall = stall.map_or_else(String::new, |stall| format!(", {stall}"));
             return format!("migration {}{stall}", info.status()).into();
         };
+        let settled = ram.normal.saturating_add(ram.duplicate);
+        if settled != self.settled {
+            self.settled = settled;
+            self.moved = relay.elapsed;
+        }
         let rates = Rates::of(ram);
         if ram.dirty_sync_count != self.round {
             self.round = ram.dirty_sync_count;
@@ -92,7 +112,10 @@ impl Watch {
         };
         let state = match (info.status(), stall) {
             ("active", Some(stall)) => format!("{stall}, "),
-            ("active", None) if is_silent => format!("nothing sent for {} s, ", silence.as_secs()),
+            ("active", None) if is_silent => {
+                let what = if self.is_save { "written" } else { "sent" };
+                format!("nothing {what} for {} s, ", silence.as_secs())
+            }
             ("active", None) if reason.is_some() => "not converging, ".to_owned(),
             ("active", None) => String::new(),
             (status, Some(stall)) => format!("{status}, {stall}, "),
@@ -112,6 +135,7 @@ impl Watch {
         let remark = match stall.map(|stall| stall.kind) {
             Some(StallKind::Silent) => Some(SILENT.to_owned()),
             Some(StallKind::NotReading) => Some(NOT_READING.to_owned()),
+            None if is_silent && self.is_save => Some(NOTHING_WRITTEN.to_owned()),
             None if is_silent => Some(NOTHING_SENT.to_owned()),
             None => reason.map(|reason| format!("not converging: {reason}")),
         };
@@ -142,15 +166,22 @@ impl Watch {
 
 /// Bytes of RAM a second.
 struct Rates {
+    /// Settled by QEMU: sent, or found to be zero.
     sent: f64,
     dirty: f64,
 }
 
 impl Rates {
     fn of(ram: &MigrationStats) -> Self {
+        let bytes = |pages: u64| to_f64(pages.saturating_mul(ram.page_size.max(1)));
+        // What remains counts zero pages, of which next to no bytes are sent. A QEMU that counts no pages has the bytes alone.
+        let sent = match ram.pages_per_second {
+            0 => ram.mbps * 1e6 / 8.0,
+            pages => bytes(pages),
+        };
         Self {
-            sent: ram.mbps * 1e6 / 8.0,
-            dirty: to_f64(ram.dirty_pages_rate.saturating_mul(ram.page_size.max(1))),
+            sent,
+            dirty: bytes(ram.dirty_pages_rate),
         }
     }
 
@@ -286,6 +317,46 @@ mod tests {
         assert!(!line.text.contains(" left"), "{line}");
         assert!(line.remark.is_some());
         assert!(!look(30, 20).text.contains("nothing"), "it goes on");
+    }
+
+    #[test]
+    fn the_time_left_counts_pages_that_are_zero() {
+        let mut info = active(1, 0);
+        if let Some(ram) = &mut info.ram {
+            (ram.total, ram.remaining) = (64 << 30, 28 << 30);
+            // 9.3 MiB/s of bytes, and 3.5 GiB/s of pages, most of them zero.
+            ram.mbps = 78.0;
+            ram.pages_per_second = (7 << 29) / 4096;
+        }
+        let line = Watch::default().look(&info, RelayProgress::default(), None);
+        assert!(line.text.contains("28.0 GiB to go, 8.0 s left"), "{line}");
+        assert!(line.text.contains("RAM 3.5 GiB/s of 64.0 GiB"), "{line}");
+    }
+
+    #[test]
+    fn zero_pages_of_which_nothing_is_sent_are_no_silence_and_a_save_names_no_other_host() {
+        let mut watch = Watch::of_save();
+        let mut look = |seconds: u64, duplicate| {
+            let mut info = active(1, 0);
+            if let Some(ram) = &mut info.ram {
+                ram.duplicate = duplicate;
+            }
+            let report = RelayProgress {
+                elapsed: Duration::from_secs(seconds),
+                sent_bytes: 1,
+                ..RelayProgress::default()
+            };
+            watch.look(&info, report, None)
+        };
+        for seconds in 1..60 {
+            let line = look(seconds, seconds << 20).to_string();
+            assert!(!line.contains("nothing"), "{line}");
+        }
+        let line = look(69, 59 << 20);
+        assert!(line.text.starts_with("nothing written for 10 s"), "{line}");
+        let remark = line.remark.unwrap();
+        assert!(!remark.contains("other host"), "{remark}");
+        assert!(remark.contains("disk of the file"), "{remark}");
     }
 
     #[test]
