@@ -44,6 +44,17 @@ impl Failure {
         first.error
     }
 
+    /// Returns the reason to send to the source: of a destination that gave up its own words, since the source's message begins
+    /// with that.
+    pub(crate) fn for_the_source(&self) -> Option<String> {
+        let mut first = self.lock();
+        first.apply_reason();
+        Some(match first.error.as_ref()? {
+            MigrationError::Destination { reason } => reason.clone(),
+            error => error.chain(),
+        })
+    }
+
     /// The error and its causes in one line.
     pub(crate) fn text(&self) -> Option<String> {
         let mut first = self.lock();
@@ -91,6 +102,10 @@ mod tests {
         assert!(failure.text().unwrap().contains("no memory"));
         let taken = failure.take().unwrap();
         assert!(matches!(taken, MigrationError::Destination { reason } if reason == "no memory"));
+
+        failure.keep(MigrationError::Destination { reason: reason() });
+        assert_eq!(failure.for_the_source().unwrap(), "no memory");
+        failure.take();
 
         failure.keep(MigrationError::Cancelled);
         failure.explain(reason());

@@ -103,7 +103,7 @@ pub(crate) fn run_threads(
             session.giving.failure.explain(reason);
         }
         let may_run_there = session.may_run_there();
-        if let Some(reason) = session.giving.failure.text()
+        if let Some(reason) = session.giving.failure.for_the_source()
             && session.giving.verdict() != Some(Verdict::Doubt)
             && !may_run_there
         {

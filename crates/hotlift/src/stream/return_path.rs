@@ -359,8 +359,10 @@ impl Heard {
 
 fn refusal(heard: &Heard) -> MigrationError {
     let unexplained = match heard.accepted {
-        Some(_) => "it does not run the guest; its own log says why",
-        None => "it could not load the guest; its own log says why (QEMU sends no reason)",
+        Some(_) => "it does not run the guest, and sends no reason: see the log of 'hotlift' there",
+        None => {
+            "its QEMU could not load the guest, and sends no reason on the stream: see the log of that QEMU"
+        }
     };
     let reason = heard.reason.clone();
     MigrationError::Destination {
