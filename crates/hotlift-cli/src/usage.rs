@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, CommandFactory, FromArgMatches};
 use hotlift::options::{OPTIONS, Role};
+use hotlift_console::error::{ConsoleError, error_line};
 use hotlift_console::output::{self, complain};
 use hotlift_console::width;
 
@@ -67,7 +68,14 @@ pub fn read<T: FromArgMatches>(command: &Command, words: &[OsString]) -> T {
             output::finish();
             std::process::exit(USAGE);
         }
-        Err(answer) => answer.exit(),
+        Err(answer) => match output::check() {
+            Ok(()) => answer.exit(),
+            Err(error) => {
+                complain!("hotlift: {}", error_line(&ConsoleError::Output(error)));
+                output::finish();
+                std::process::exit(1);
+            }
+        },
     }
 }
 

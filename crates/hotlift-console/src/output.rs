@@ -16,6 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use hotlift::Control;
+use hotlift_mem::stdout_was_closed;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
@@ -96,6 +97,7 @@ pub fn progress_line(line: &str) {
 /// # Errors
 /// The system's reason; [`io::ErrorKind::TimedOut`] if the reader takes nothing for 10 s.
 pub fn result(text: &str) -> io::Result<()> {
+    check()?;
     let (done, is_done) = channel();
     STDOUT.put(format!("{text}\n"), usize::MAX, Some(done));
     loop {
@@ -112,6 +114,17 @@ pub fn result(text: &str) -> io::Result<()> {
                 return Err(io::Error::other("no thread to write it"));
             }
         }
+    }
+}
+
+/// Checks that the process was started with a standard output. Rust's runtime puts /dev/null in its place, which takes all.
+///
+/// # Errors
+/// That of a write to a closed descriptor.
+pub fn check() -> io::Result<()> {
+    match stdout_was_closed() {
+        true => Err(Errno::BADF.into()),
+        false => Ok(()),
     }
 }
 

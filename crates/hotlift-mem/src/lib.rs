@@ -14,6 +14,8 @@
 //! | `sock`, `splice` | it goes to a socket, or comes from one, uncopied |
 //! | `forward` | it goes from socket to socket, uncopied |
 //!
+//! `stdio` is no part of it: it needs code that runs before `main`.
+//!
 //! # Sharing memory with a running guest
 //!
 //! The guest writes while its pages are read, so no `&[u8]` or `&mut [u8]` to guest memory exists
@@ -36,6 +38,7 @@ mod populate;
 mod ram_block;
 pub mod sock;
 mod splice;
+mod stdio;
 mod stream_copy;
 mod tcp_info;
 mod untouched;
@@ -47,6 +50,7 @@ pub use dirty_bitmap::DirtyBitmap;
 pub use error::MemError;
 pub use guest_run::GuestRun;
 pub use ram_block::{Backing, RamBlock, ram_blocks_of};
+pub use stdio::stdout_was_closed;
 pub use userfault::{Fault, MissingPages, Placed, Touch, UserfaultSupport, probe_userfault};
 
 /// Bytes of a guest page, the unit of dirty logging and of the stream (QEMU's target page on x86

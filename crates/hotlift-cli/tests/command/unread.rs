@@ -91,6 +91,36 @@ impl Drop for Unread {
     }
 }
 
+#[test]
+fn a_result_for_a_closed_standard_output_is_a_failure() {
+    for command in ["advise", "methods", "--version", "demo --help"] {
+        let line = format!("exec \"$0\" {command} >&-");
+        let ran = Command::new("sh")
+            .args(["-c", &line, env!("CARGO_BIN_EXE_hotlift")])
+            .output()
+            .expect("a shell");
+        let said = String::from_utf8_lossy(&ran.stderr);
+        assert_eq!(ran.status.code(), Some(1), "{command}: {said}");
+        assert!(
+            said.contains("hotlift: cannot write the result: Bad file descriptor"),
+            "{command}: {said}"
+        );
+    }
+    // Output that nobody wants is no failure.
+    let ran = Command::new(env!("CARGO_BIN_EXE_hotlift"))
+        .arg("advise")
+        .stdout(
+            File::options()
+                .read(true)
+                .write(true)
+                .open("/dev/null")
+                .expect("it is there"),
+        )
+        .status()
+        .expect("hotlift starts");
+    assert!(ran.success());
+}
+
 fn socket() -> (TempDir, String) {
     let folder = tempfile::tempdir().expect("a folder");
     let uri = format!("unix:{}", folder.path().join("s").display());
