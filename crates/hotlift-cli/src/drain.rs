@@ -89,6 +89,8 @@ fn to_bytes(text: &str) -> Result<u64, String> {
 pub fn run(args: &DrainArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
     let here = Libvirt::at(&args.connect);
+    // Without it the destinations do not matter.
+    here.ask(&["uri"])?;
     let places = drain_choice::places(&args.to)?;
     let domains = Domains::chosen(&here, &args.domains, &places)?;
     let agent = agent::of_this_host(&args.control);

@@ -168,15 +168,18 @@ pub fn places(uris: &[String]) -> Result<Vec<Place>, VirshError> {
             Err(error) => failed.push((uri, error)),
         }
     }
-    if places.is_empty()
-        && let Some((_, error)) = failed.pop()
-    {
-        return Err(error);
-    }
+    // One that ends the command is named by it.
+    let last = match places.is_empty() {
+        true => failed.pop(),
+        false => None,
+    };
     for (uri, error) in failed {
         complain!("{} is left out: {}", short(uri), error_line(&error));
     }
-    Ok(places)
+    match last {
+        Some((_, error)) => Err(error),
+        None => Ok(places),
+    }
 }
 
 impl Place {

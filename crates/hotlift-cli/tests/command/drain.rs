@@ -135,6 +135,21 @@ fn a_destination_that_does_not_answer_is_left_out_while_another_does() {
     let (code, said) = hosts.hotlift(&["drain", "--to=c"]);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains(&format!("libvirt at {C}")), "{said}");
+    let (code, said) = hosts.hotlift(&["drain", "--to=c,d"]);
+    assert_eq!(code, Some(1), "{said}");
+    for uri in [C, "qemu+ssh://d/system"] {
+        assert!(said.contains(&format!("libvirt at {uri}: ")), "{said}");
+    }
+}
+
+#[test]
+fn a_libvirt_that_is_missing_here_is_named_and_no_destination_is_asked() {
+    let hosts = Hosts::new(&[B]);
+    let here = "--connect=qemu:///missing";
+    let (code, said) = hosts.hotlift(&["drain", "--to=c,b", here]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("libvirt at qemu:///missing: "), "{said}");
+    assert!(!said.contains("qemu+ssh"), "{said}");
 }
 
 #[test]
