@@ -153,6 +153,10 @@ fn still_waits(error: CommandError) -> CommandError {
 
 fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch()?;
+    let lazily = match args.lazy {
+        true => Some(restore_lazily::options(args, args.limits.options())?),
+        false => None,
+    };
     let file = args.file()?;
     let info = info(args, &file, &interrupt)?;
     for (flag, is_given) in [("--lazy", args.lazy), ("--salvage", args.salvage)] {
@@ -165,10 +169,6 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
         }
     }
     let id = info.as_ref().map_or(0, |info| info.id);
-    let lazily = match args.lazy {
-        true => Some(restore_lazily::options(args, args.limits.options())?),
-        false => None,
-    };
     let mut destination = match &args.qmp {
         Some(address) if args.resume => Destination::recovering(address, id)?,
         Some(address) => Destination::held(address)?,

@@ -9,7 +9,6 @@ use comfy_table::Table;
 use hotlift::file::{FileError, Location};
 use hotlift::lazy::{self, Hooks, LazyProgress, LazyReport};
 use hotlift::{Address, Control, MigrationError, Options};
-use hotlift_console::error::error_line;
 use hotlift_console::output::complain;
 use hotlift_console::progress::{Display, bytes};
 use hotlift_console::signals::Interrupt;
@@ -244,6 +243,9 @@ fn restore(
 fn table(report: &LazyReport) -> Table {
     let [half, hundredth, longest] = report.request_us;
     let mut table = new_table(&["lazy restore", ""]);
+    if report.pages_before > 0 {
+        table.add_row(["pages before".to_owned(), report.pages_before.to_string()]);
+    }
     for (name, value) in [
         (
             "guest taken over",
@@ -277,10 +279,7 @@ pub fn options(args: &RestoreArgs, mut options: Options) -> Result<Options, Comm
     ];
     for (name, value) in given {
         if let Some(value) = value {
-            let set = options.set(name, value);
-            set.map_err(|error| CommandError::Restore {
-                reasons: error_line(&error),
-            })?;
+            options.set(name, value)?;
         }
     }
     Ok(options)

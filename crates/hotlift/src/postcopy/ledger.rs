@@ -62,6 +62,11 @@ impl Ledger {
         self.sent[block].or_words(0, &words);
     }
 
+    /// Returns the count of the pages that were sent, or that the destination had.
+    pub(crate) fn sent(&self) -> u64 {
+        self.sent.iter().map(DirtyBitmap::count).sum()
+    }
+
     /// Whether pages of this RAM block go out together with others only.
     pub(crate) fn has_huge_pages(&self, block: usize) -> bool {
         self.together[block] > 1
@@ -161,6 +166,15 @@ mod tests {
             },
             None => ReturnMessage::ReqPages { start, length },
         }
+    }
+
+    #[test]
+    fn pages_that_the_destination_had_count_as_sent() {
+        let ledger = ledger();
+        assert_eq!(ledger.sent(), 0);
+        ledger.has(0, &[0b101, 0, 0, 0, 0, 0, 0, 0]);
+        assert!(ledger.claim(1, 2));
+        assert_eq!(ledger.sent(), 3);
     }
 
     #[test]

@@ -107,7 +107,7 @@ pub struct Hooks<'a> {
 /// A moment of a lazy restore.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LazyProgress {
-    /// Pages with content that the guest has.
+    /// Pages that the guest has: those with content that were sent, and those that it had before a resumed restore.
     pub pages: u64,
     /// Of which it has asked for.
     pub requested: u64,
@@ -124,6 +124,9 @@ pub struct LazyReport {
     pub running_ms: f64,
     /// Until it has all pages.
     pub total_ms: f64,
+    /// Pages that the guest had before a resumed restore.
+    #[serde(default)]
+    pub pages_before: u64,
     /// Pages with content that were sent.
     pub normal_pages: u64,
     /// Zero pages that were sent: asked for, of a huge page that is not all zero, or one at the end, if nothing was asked for.
@@ -200,6 +203,7 @@ pub fn restore(
                 MainSend::resume(Arc::clone(&link), &stream.configuration, Some(id), &blocks)?
             }
         };
+        let pages_before = ledger.sent();
         let answers = Answers::default();
         let pages = FilePages::new(&file, options, control, hooks.on_lost);
         let connection = Connection::new(
@@ -218,6 +222,7 @@ pub fn restore(
             control,
             begun,
             resume,
+            pages_before,
             hooks,
             may_run: AtomicBool::new(resume),
             running: OnceLock::new(),
@@ -258,6 +263,8 @@ struct Restore<'a> {
     control: &'a Control,
     begun: Instant,
     resume: bool,
+    /// Pages that the guest had before.
+    pages_before: u64,
     hooks: Hooks<'a>,
     /// The guest may run: what fails from here on leaves it without some pages.
     may_run: AtomicBool,
@@ -411,7 +418,7 @@ impl Restore<'_> {
         };
         while !self.connection.ledger.requests.wait_for_end(EVERY) {
             on_progress(&LazyProgress {
-                pages: self.connection.link.counters.read().normal_pages,
+                pages: self.pages_before + self.connection.link.counters.read().normal_pages,
                 requested: self.connection.ledger.requests.served(),
                 is_lost: self.connection.pages.is_lost(),
                 is_damaged: self.connection.pages.damaged.is_set(),
@@ -426,6 +433,7 @@ impl Restore<'_> {
         LazyReport {
             running_ms: ms(self.running.get().copied().unwrap_or_default()),
             total_ms: ms(self.begun.elapsed()),
+            pages_before: self.pages_before,
             normal_pages: counts.normal_pages,
             zero_pages: counts.zero_pages,
             sent_bytes: counts.transferred_bytes,
