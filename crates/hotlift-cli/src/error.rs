@@ -1,5 +1,6 @@
 //! Why the command failed: one line for the operator, what to do next, and the exit code.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -88,7 +89,7 @@ pub enum CommandError {
     Measure(#[source] HostError),
     #[error("cannot make the guest")]
     Create(#[from] CreateError),
-    #[error("bad address")]
+    #[error(transparent)]
     Address(#[from] TransportError),
     #[error("migration failed")]
     Migration(#[from] MigrationError),
@@ -150,6 +151,9 @@ pub enum CommandError {
     SettledHere,
     #[error(transparent)]
     Qemu(QemuError),
+    /// No connection for pages, where that of the conversation was made.
+    #[error(transparent)]
+    DataPort(QemuError),
     #[error(transparent)]
     Monitor(MonitorError),
     #[error(transparent)]
@@ -222,6 +226,10 @@ impl CommandError {
         match self {
             Self::Qemu(QemuError::InDoubt { qmp, .. }) => Some(settle(qmp)),
             Self::Qemu(QemuError::StoppedThere { qmp, .. }) => Some(stopped(qmp)),
+            Self::Qemu(QemuError::LeftPaused { qmp }) => Some(format!(
+                "if no other QEMU has the guest, let it run here first: hotlift settle --qmp {qmp} --here; if one has it, end this \
+                 copy: hotlift settle --qmp {qmp} --there"
+            )),
             Self::Qemu(QemuError::RunsTwice { qmp }) => Some(format!(
                 "end one of them at once; the copy here: 'quit' at {qmp}"
             )),
@@ -274,6 +282,27 @@ impl CommandError {
             }
             Self::Certs(error) => error.advice(),
             Self::Agent(error) => error.advice(),
+            Self::Address(TransportError::Listen { source, .. })
+                if source.kind() == ErrorKind::AddrInUse =>
+            {
+                Some(
+                    "choose another port, or end the process that listens there ('ss -ltnp' names it)",
+                )
+            }
+            Self::DataPort(_) => Some(
+                "the pages go to a port of their own, which a firewall must let pass too: 'hotlift serve --data-port PORT' sets it",
+            ),
+            Self::Qemu(QemuError::NoPostcopy { .. }) => Some(
+                "if QEMU's log names userfaultfd: 'sysctl vm.unprivileged_userfaultfd=1', or give QEMU's user read and write access \
+                 to /dev/userfaultfd (Linux 6.1 and newer)",
+            ),
+            Self::Qemu(QemuError::Busy { status }) if status == "postcopy-active" => Some(
+                "a lazy restore or a postcopy brings this guest its pages: wait until it has all of them",
+            ),
+            Self::Qemu(QemuError::Busy { status }) if status == "postcopy-paused" => Some(
+                "the guest waits for pages; those of a lazy restore come with: hotlift restore --lazy --resume FILE --qmp ADDRESS; \
+                 those of a postcopy: end it by 'migrate-recover', and 'migrate' with resume=true at its source",
+            ),
             Self::Qemu(QemuError::Busy { .. }) => {
                 Some("wait for the end of what is under way, or 'migrate_cancel' it")
             }
@@ -420,5 +449,60 @@ impl From<BenchError> for CommandError {
             BenchError::Console(error) => Self::Console(error),
             error => Self::Bench(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(error: impl Into<CommandError>) -> (String, String) {
+        let error = error.into();
+        (error.line(), error.advice().unwrap_or_default())
+    }
+
+    #[test]
+    fn a_port_in_use_is_no_bad_address_and_has_an_advice() {
+        let in_use = TransportError::Listen {
+            uri: "tcp::4445".to_owned(),
+            source: ErrorKind::AddrInUse.into(),
+        };
+        let (line, advice) = of(QemuError::Address(in_use));
+        assert_eq!(line, "failed to listen on 'tcp::4445': address in use");
+        assert!(advice.starts_with("choose another port"), "{advice}");
+    }
+
+    #[test]
+    fn a_guest_that_was_left_paused_or_waits_for_pages_has_a_command_to_type() {
+        let qmp = "unix:/q".to_owned();
+        let (line, advice) = of(QemuError::LeftPaused { qmp });
+        assert!(line.contains("earlier migration or save"), "{line}");
+        for command in [
+            "hotlift settle --qmp unix:/q --here",
+            "hotlift settle --qmp unix:/q --there",
+        ] {
+            assert!(advice.contains(command), "{advice}");
+        }
+        let busy = |status: &str| QemuError::Busy {
+            status: status.to_owned(),
+        };
+        assert!(of(busy("postcopy-paused")).1.contains("--lazy --resume"));
+        assert!(of(busy("postcopy-active")).1.contains("lazy restore"));
+        assert!(of(busy("active")).1.contains("'migrate_cancel'"));
+    }
+
+    #[test]
+    fn a_qemu_without_postcopy_has_the_sysctl_and_a_blocked_port_its_option() {
+        let said = "Postcopy is not supported".to_owned();
+        let (line, advice) = of(QemuError::NoPostcopy { said });
+        assert!(line.ends_with("(postcopy): Postcopy is not supported"));
+        assert!(advice.contains("vm.unprivileged_userfaultfd=1"), "{advice}");
+        let reasons = "cannot reach the other side".to_owned();
+        let blocked = CommandError::DataPort(QemuError::Failed { reasons });
+        assert_eq!(
+            blocked.line(),
+            "migration failed: cannot reach the other side"
+        );
+        assert!(blocked.advice().unwrap().contains("--data-port"));
     }
 }

@@ -74,7 +74,7 @@ impl FromStr for To {
     fn from_str(text: &str) -> Result<Self, TransportError> {
         match text.contains("://") {
             true => Ok(Self::Libvirt(text.to_owned())),
-            false => text.parse().map(Self::Serve),
+            false => Address::of_peer(text).map(Self::Serve),
         }
     }
 }
@@ -449,7 +449,13 @@ impl Move<'_> {
             }
             _ => None,
         };
-        let error = settled.into_error(theirs, self.interrupt.is_raised());
-        error.into()
+        let is_unreachable = matches!(
+            error,
+            MigrationError::Transport(TransportError::Connect { .. })
+        );
+        match settled.into_error(theirs, self.interrupt.is_raised()) {
+            error @ QemuError::Failed { .. } if is_unreachable => CommandError::DataPort(error),
+            error => error.into(),
+        }
     }
 }

@@ -11,6 +11,7 @@ use hotlift_console::migration_args::{RoleArgs, role};
 use hotlift_console::output::complain;
 use hotlift_console::output_args::OutputArgs;
 use hotlift_console::signals::Interrupt;
+use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
 use hotlift_qemu::error::at_source;
 use hotlift_qemu::left_out::left_out;
@@ -91,10 +92,11 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
         Ok(Relayed {
             outcome: Err(error),
             ..
-        }) => Err(source
-            .settle(&error, false, || GuestThere::NotHere)
-            .into_error(None, interrupt.is_raised())),
-        Err(error) => Err(error),
+        }) => {
+            let settled = source.settle(&error, false, || GuestThere::NotHere);
+            Err(not_saved(settled.into_error(None, interrupt.is_raised())))
+        }
+        Err(error) => Err(error.into()),
     };
     source.restore_settings();
     let saved = saved?;
@@ -119,6 +121,36 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     Ok(args.output.print(&saved, || saved.table())?)
 }
 
+/// Returns the error of a save, which has no destination.
+fn not_saved(error: QemuError) -> CommandError {
+    match error {
+        QemuError::Failed { reasons } => CommandError::Save { reason: reasons },
+        QemuError::Gone { reasons } => CommandError::Save {
+            reason: format!("its QEMU has ended or does not answer: {reasons}"),
+        },
+        error => error.into(),
+    }
+}
+
 fn length(path: &Path) -> u64 {
     std::fs::metadata(path).map_or(0, |file| file.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_save_that_failed_is_no_migration_and_has_no_destination() {
+        let reasons = || "no space".to_owned();
+        for error in [
+            QemuError::Failed { reasons: reasons() },
+            QemuError::Gone { reasons: reasons() },
+        ] {
+            let line = not_saved(error).line();
+            assert!(line.starts_with("the guest was not saved: "), "{line}");
+            assert!(line.ends_with("no space"), "{line}");
+            assert!(!line.contains("destination"), "{line}");
+        }
+    }
 }

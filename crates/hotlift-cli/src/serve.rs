@@ -108,12 +108,17 @@ pub fn run(args: &ServeArgs) -> Result<(), CommandError> {
     let mut held = args.qmp.as_ref().map(Destination::held).transpose()?;
     let tls = security::tls(&args.limits.options(), &args.listen)?;
     let listener = args.listen.listen()?;
+    if args.data_port != 0 {
+        // One that is taken would send every source away.
+        drop(pages_at(host, args.data_port).listen()?);
+    }
     let events = Events::new();
     let outgoing = RelaySettings::default().outgoing;
     let monitor = RelayMonitor::new(outgoing, events.clone(), &interrupt);
     let commands: Arc<dyn Commands> = Arc::new(monitor.clone());
     let monitors = args.control.serve(&commands, &events)?;
     say!("listening on {}", address_of(&listener)?);
+    say!("{}", of_data_port(args.data_port));
     let host = Host {
         args,
         interrupt: &interrupt,
@@ -286,13 +291,14 @@ impl Host<'_> {
             ignore_shared: self.args.ignore_shared,
         };
         incoming::listen(destination, purpose, hello.channels, &hello.alike, socket)?;
-        let address = Address::Tcp {
-            host: self.host.to_owned(),
-            port: self.args.data_port,
-        };
-        let listener = address.listen()?;
+        let listener = pages_at(self.host, self.args.data_port).listen()?;
         match address_of(&listener)? {
-            Address::Tcp { port, .. } => Ok((listener, port, settings)),
+            Address::Tcp { port, .. } => {
+                if self.args.data_port == 0 && !self.args.quiet {
+                    complain!("the pages come to port {port}");
+                }
+                Ok((listener, port, settings))
+            }
             Address::Unix { .. } => Err(ConsoleError::OnlyTcp { flag: "--listen" }.into()),
         }
     }
@@ -382,8 +388,8 @@ impl Host<'_> {
                 }
                 heard = heard.and_then(|()| source.say(&Answer::Progress { received_bytes }));
             }
-            if heard.is_err() {
-                source_is_there = false;
+            if heard.is_err() || said.is_some() {
+                source_is_there = heard.is_ok();
                 // Behind the commit its other connections may be lost, too, and it asks what became of the guest.
                 if !custody.is_given_up() {
                     control.cancel();
@@ -489,6 +495,24 @@ impl Host<'_> {
     }
 }
 
+/// Address at which the pages arrive; port 0 is one that is free.
+fn pages_at(host: &str, port: u16) -> Address {
+    Address::Tcp {
+        host: host.to_owned(),
+        port,
+    }
+}
+
+/// The port of the pages, for those who open it in a firewall.
+fn of_data_port(port: u16) -> String {
+    match port {
+        0 => {
+            "pages come to another port, which is a free one (--data-port PORT sets it)".to_owned()
+        }
+        port => format!("pages come to port {port}"),
+    }
+}
+
 /// Takes what the source says within `timeout`: why it has failed, if anything.
 fn hear_failure(
     source: &mut Conversation,
@@ -559,4 +583,16 @@ pub(crate) fn address_of(listener: &Listener) -> Result<Address, ConsoleError> {
         what: "listener",
         source,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_port_of_the_pages_is_printed_or_the_option_that_sets_it() {
+        assert_eq!(of_data_port(4445), "pages come to port 4445");
+        assert!(of_data_port(0).contains("--data-port PORT"));
+        assert!(of_data_port(0).len() <= 79);
+    }
 }

@@ -8,11 +8,14 @@ use hotlift_console::output::complain;
 use hotlift_qemu::connect::connect;
 use hotlift_qemu::error::{Side, at_source};
 use hotlift_qemu::settings;
-use hotlift_qmp::{MigrationInfo, QmpAddress, StatusInfo};
+use hotlift_qmp::{MigrationInfo, QmpAddress, QmpError, StatusInfo};
 
 use crate::error::CommandError;
 
-/// How long the QMP socket is tried.
+/// Time for the QMP socket before the operator is informed of the wait.
+const SILENCE: Duration = Duration::from_secs(2);
+
+/// How long the QMP socket is tried after that.
 const CONNECT: Duration = Duration::from_secs(10);
 
 /// To whoever lets a guest run here whose migration may have ended well.
@@ -44,7 +47,17 @@ struct Whereabouts {
 
 /// Runs the command.
 pub fn run(args: &SettleArgs) -> Result<(), CommandError> {
-    let mut qemu = connect(&args.qmp, CONNECT).map_err(at_source)?;
+    let connected = match connect(&args.qmp, SILENCE) {
+        Err(QmpError::Timeout { .. }) => {
+            complain!(
+                "waiting for an answer of QEMU at {}: another command may hold this socket",
+                args.qmp
+            );
+            connect(&args.qmp, CONNECT)
+        }
+        connected => connected,
+    };
+    let mut qemu = connected.map_err(at_source)?;
     let state = qemu.query_status().map_err(at_source)?;
     let migration = qemu.query_migrate().map_err(at_source)?;
     if let Some(problem) = problem(&state, &migration) {

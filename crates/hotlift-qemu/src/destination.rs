@@ -114,6 +114,16 @@ pub enum Statement {
 ///
 /// # Errors
 /// Why it has refused them.
+/// Names what a QEMU lacks that refuses to switch postcopy on: its own words leave that to its log.
+fn without_postcopy(error: QmpError) -> QemuError {
+    match error {
+        QmpError::Command { desc, .. } if desc.contains("Postcopy is not supported") => {
+            QemuError::NoPostcopy { said: desc }
+        }
+        error => at_destination(error).into(),
+    }
+}
+
 fn loading(info: &MigrationInfo, state: &StatusInfo) -> Result<Loading, String> {
     if state.status != "inmigrate" {
         return Ok(Loading::Unknown);
@@ -292,7 +302,7 @@ impl Destination {
         socket: &Path,
     ) -> Result<(), QemuError> {
         let changed = Changed::apply(&mut self.qemu(), capabilities, parameters);
-        self.changed = Some(changed.map_err(at_destination)?);
+        self.changed = Some(changed.map_err(without_postcopy)?);
         // One that was started here is to end by itself if this process does; one that is held is to
         // stay and say what went wrong.
         let stay_on_error = self.process.is_none();

@@ -13,13 +13,30 @@ pub enum QemuError {
     #[error(transparent)]
     Console(#[from] ConsoleError),
     /// A socket for the stream.
-    #[error("bad address")]
+    #[error(transparent)]
     Address(#[from] TransportError),
     /// A source that does something else.
     #[error("this QEMU cannot begin a migration: it is in state '{status}'")]
     Busy {
         /// QEMU's name of its state, or of that of its migration.
         status: String,
+    },
+    /// A source whose guest an earlier migration or save has left paused.
+    #[error(
+        "an earlier migration or save has left the guest of this QEMU paused (state 'postmigrate'), and QEMU does not migrate it \
+         again as it is"
+    )]
+    LeftPaused {
+        /// Address of the source's QMP socket.
+        qmp: String,
+    },
+    /// A destination that cannot wait for pages.
+    #[error(
+        "QEMU at the destination cannot run a guest before its pages are there (postcopy): {said}"
+    )]
+    NoPostcopy {
+        /// QEMU's words.
+        said: String,
     },
     /// A destination that does something else.
     #[error(

@@ -105,6 +105,12 @@ impl Source {
         settings::restore_left(&mut qemu, Side::Source, |qemu| {
             wait_cleaned_up(&mut |ask| ask(qemu))
         })?;
+        // QEMU refuses only once the migration is set up.
+        if state.status == "postmigrate" {
+            return Err(QemuError::LeftPaused {
+                qmp: address.to_string(),
+            });
+        }
         settings::check(&mut qemu, Side::Source, purpose)?;
         Ok(Self {
             address: address.clone(),

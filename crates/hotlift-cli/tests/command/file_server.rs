@@ -1,8 +1,8 @@
 //! `serve --files` and who reads from it, without a VM.
 
 use std::fs;
-use std::io::Read;
-use std::os::unix::net::UnixListener;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::thread;
 
@@ -47,6 +47,21 @@ fn a_server_tells_what_happens_as_lines_of_json() {
             }),
         ]
     );
+}
+
+#[test]
+fn a_client_that_asks_for_no_file_is_told_apart_from_a_server_that_has_none() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket");
+    let files = format!("--files={}", folder.path().display());
+    let listen = format!("--listen=unix:{}", socket.display());
+    let mut serve = Hotlift::start(&["serve", &listen, &files]);
+    serve.wait_for("listening");
+    let mut source = UnixStream::connect(&socket).expect("it listens");
+    source
+        .write_all(b"{\"hotlift-control\":4}\n")
+        .expect("it is read");
+    serve.wait_for("it asks for no file, and this 'hotlift serve' has --files and takes no guest");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The commands that steer QEMUs, where no QEMU is needed: flags, addresses, hostile peers, signals.
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -31,6 +31,27 @@ fn a_serve_whose_qemu_is_not_there_does_not_listen() {
     assert_eq!(status.code(), Some(1), "{said:?}");
     let expected = "hotlift: cannot run QEMU as 'no-such-qemu': ";
     assert!(said[0].starts_with(expected), "{said:?}");
+}
+
+#[test]
+fn a_serve_prints_the_port_of_the_pages_and_does_not_start_where_it_is_taken() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("it is bound").port();
+    let data_port = format!("--data-port={port}");
+    let line = [
+        "serve",
+        "--listen=tcp:127.0.0.1:0",
+        &data_port,
+        "--",
+        "false",
+    ];
+    let (status, said) = Hotlift::start(&line).wait();
+    assert_eq!(status.code(), Some(1), "{said:?}");
+    let expected = format!("hotlift: failed to listen on 'tcp:127.0.0.1:{port}': ");
+    assert!(said[0].starts_with(&expected), "{said:?}");
+    assert!(said[1].contains("choose another port"), "{said:?}");
+    drop(taken);
+    Hotlift::start(&line).wait_for(&format!("pages come to port {port}"));
 }
 
 /// Says `words` to a `serve`, and returns the answer.
@@ -281,6 +302,38 @@ fn a_command_line_that_cannot_work_is_refused_before_anything_is_opened() {
             "multifd-channels=4 needs multifd=on",
         ),
         (&["restore", "f"], "--qmp"),
+        (
+            &["migrate", "--qmp=q", "--to=tcp:192.0.2.2:0"],
+            "no process can be reached at port 0",
+        ),
+        (
+            &["relay", "source", "--listen=unix:/x", "--connect=tcp:h:0"],
+            "no process can be reached at port 0",
+        ),
+        (
+            &["restore", "--lazy", "tcp:h:0/f", "--qmp=q"],
+            "no process can be reached at port 0",
+        ),
+        (
+            &["guest", "run", "--migrate-to=tcp:h:0"],
+            "no process can be reached at port 0",
+        ),
+        (
+            &["migrate", "--qmp=tcp:h:0", "--to=tcp:h:1"],
+            "no QMP address",
+        ),
+        (
+            &["migrate", "--qmp=q", "--to=tcp:[fe80::1]:4444"],
+            "as in tcp:[fe80::1%eth0]:PORT",
+        ),
+        (
+            &["restore", "--lazy", "f", "--max-bandwidth=foo", "--qmp=q"],
+            "parameter 'max-bandwidth' expects",
+        ),
+        (
+            &["restore", "--lazy", "f", "--cpu-limit=foo", "--qmp=q"],
+            "parameter 'cpu-limit' expects",
+        ),
     ] {
         let (status, said) = Hotlift::start(command).wait();
         assert_eq!(status.code(), Some(2), "{command:?}: {said:?}");
