@@ -17,6 +17,11 @@
 //! The chains know a connection of a user to a port of migrations by its conntrack entry. One without such an entry, or whose
 //! entry began with a packet of the other side, is known by its first packet, or by a local port of the kernel's choice:
 //! answers of a server to a client whose port is one of `ports` must pass.
+//!
+//! A socket that its process has closed has no user any more, and the kernel still sends what is in its queue: pages, where
+//! QEMU closes all channels after the first was reset. So the chain at output also checks packets without a user, if they are
+//! not tracked, or go to an address for which a packet of a user was refused. Those of other programs pass: the kernel
+//! tracks them, since the table has a chain of NAT. The chain at postrouting does not: forwarded packets have no user either.
 
 use std::fmt::Write as _;
 use std::os::fd::AsFd;
@@ -111,6 +116,11 @@ pub fn rules(config: &Config) -> Result<Rules, RulesError> {
     let last = match config.plaintext {
         Plaintext::Refuse => format!(
             "\t\tmeta skuid {{ {ids} }} fib daddr type != local jump unredirected\n\
+             \t\tmeta skuid < {NO_USER} accept\n\
+             \t\tfib daddr type local accept\n\
+             \t\tct state untracked jump unredirected\n\
+             \t\tip daddr @{counted4} jump unredirected\n\
+             \t\tip6 daddr @{counted6} jump unredirected\n\
              \t}}\n\
              \tchain left {{\n\
              \t\ttype filter hook postrouting priority {LAST}; policy accept;\n\

@@ -3,8 +3,11 @@
 use std::fs;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::process::Command;
+use std::time::Duration;
 
+use hotlift_mem::sock::TcpSending;
 use hotlift_testkit::namespace::{DESTINATION, Namespace, SOURCE};
 use hotlift_testkit::skip;
 use rustix::net::{AddressFamily, SocketType, bind, connect as connect_socket, socket};
@@ -469,6 +472,83 @@ fn a_connection_older_than_the_table_is_reset_and_those_of_servers_go_on() {
                 unload(host);
             }
         }
+    }
+}
+
+/// More than a connection holds whose other end reads nothing, in both queues.
+const MORE_THAN_FITS: usize = 16 << 20;
+
+/// Writes until no more fits.
+fn fill(stream: &mut TcpStream) {
+    stream.set_nonblocking(true).expect("an option");
+    let page = vec![0x5a; 1 << 16];
+    let mut written = 0;
+    while written < MORE_THAN_FITS {
+        match stream.write(&page) {
+            Ok(bytes) => written += bytes,
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}");
+                return;
+            }
+        }
+    }
+    panic!("it was read");
+}
+
+#[test]
+fn what_a_closed_connection_has_left_to_send_does_not_leave_the_host() {
+    let hosts = need!(Hosts::new());
+    let host = &hosts.link.source;
+    let listeners = listeners(&hosts);
+    for rules in [NOTRACK, TRACKED] {
+        load(host, rules);
+        for (to, listener) in &listeners {
+            // As channels of a QEMU: one is reset, and QEMU closes the others.
+            let (mut first, _far) = connected(&hosts, listener, to);
+            let (mut second, mut far) = connected(&hosts, listener, to);
+            fill(&mut second);
+            // Full after the answer to a probe that has sent nothing: a first probe sends what still fits.
+            let mut last = (Duration::ZERO, 0);
+            let there = until(
+                || format!("the receive queue is full ({rules})"),
+                || {
+                    let sending = TcpSending::of(second.as_fd()).expect("a connection");
+                    let there = rustix::io::ioctl_fionread(&far).expect("a size");
+                    let is_answered = sending.in_flight == 0 && sending.unheard < last.0;
+                    let is_full = is_answered && there == last.1;
+                    if is_answered || last.1 == 0 {
+                        last.1 = there;
+                    }
+                    last.0 = sending.unheard;
+                    is_full.then_some(there)
+                },
+            );
+            let source = hosts.source("");
+            until(
+                || format!("the first is reset ({rules})"),
+                || first.write_all(b"memory of a guest").err(),
+            );
+            let before = counted(host, to);
+            drop(second);
+            // With room in the receive queue the kernel sends more, or what it sends is refused.
+            far.set_nonblocking(true).expect("an option");
+            let (mut page, mut arrived) = (vec![0; 1 << 20], 0);
+            until(
+                || format!("nothing more is refused ({to} {rules})"),
+                || {
+                    while let Ok(bytes @ 1..) = far.read(&mut page) {
+                        arrived += bytes as u64;
+                    }
+                    assert!(
+                        arrived <= there,
+                        "{arrived} bytes, not {there} ({to} {rules})"
+                    );
+                    (counted(host, to) > before).then_some(())
+                },
+            );
+            source.end();
+        }
+        unload(host);
     }
 }
 
