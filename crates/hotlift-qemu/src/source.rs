@@ -334,8 +334,23 @@ impl Source {
             GuestThere::Stopped => return Ok(Whereabouts::Stopped),
             GuestThere::Unknown => return Ok(Whereabouts::InDoubt),
         }
+        if let Some(how) = self.end_of_kept_guest()? {
+            return Ok(Whereabouts::Ended(how));
+        }
         self.retrying(Qemu::cont)?;
         Ok(kept)
+    }
+
+    /// How the guest has ended, if its QEMU keeps it in a state that `cont` cannot leave (`-no-shutdown`).
+    fn end_of_kept_guest(&self) -> Result<Option<String>, QmpError> {
+        let state = self.retrying(Qemu::query_status)?.run_state();
+        if !state.has_ended() {
+            return Ok(None);
+        }
+        let how = self.guest_end();
+        Ok(Some(how.unwrap_or_else(|| {
+            format!("the guest is in state '{}'", state.name())
+        })))
     }
 
     /// Cancels what is under way and waits for its end.
@@ -361,10 +376,11 @@ impl Source {
     fn wait_running(&self) -> Result<bool, QmpError> {
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
-            if self.retrying(Qemu::query_status)?.running {
+            let status = self.retrying(Qemu::query_status)?;
+            if status.running {
                 return Ok(true);
             }
-            if Instant::now() >= deadline {
+            if status.run_state().has_ended() || Instant::now() >= deadline {
                 return Ok(false);
             }
             std::thread::sleep(TICK);

@@ -112,6 +112,12 @@ impl RunState {
     pub fn is_live(&self) -> bool {
         matches!(self, Self::Running | Self::Suspended)
     }
+
+    /// Whether the guest has ended, and QEMU refuses `cont` until the machine is reset.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        matches!(self, Self::Shutdown | Self::GuestPanicked)
+    }
 }
 
 impl From<&str> for RunState {

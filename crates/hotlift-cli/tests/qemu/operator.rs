@@ -242,6 +242,33 @@ fn a_guest_that_powers_off_while_it_moves_or_is_saved_is_reported_as_ended() {
 }
 
 #[test]
+fn a_guest_that_has_powered_off_in_a_qemu_that_stays_is_not_continued_after_a_cancel() {
+    for release in [Release::V10, Release::V7, Release::V11] {
+        println!("{release:?}");
+        let machine = machine(release.machine());
+        let kept = ["-no-shutdown".to_owned()];
+        let mut here = need!(Vm::running_with(release, &machine, &kept));
+        let there = need!(Vm::waiting(release, &machine));
+        let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
+        let qmp = here.free_qmp();
+        let migrate = ["migrate", "--qmp", &qmp, "--to", &uri, "--max-bandwidth=2M"];
+        let migrate = Hotlift::start(&migrate);
+        sends_pages(&mut here);
+        power_off(&mut here);
+        let cancel = here.qmp.client().execute("migrate_cancel", &Value::Null);
+        cancel.expect("it is cancelled");
+        let (status, said) = migrate.wait();
+        let said = said.join("\n");
+        assert_eq!(status.code(), Some(1), "{said}");
+        assert!(said.contains("the guest powered off"), "{said}");
+        let (status, said) = serve.wait();
+        assert_eq!(status.code(), Some(1), "{said:?}");
+        let state = here.qmp.query_status().expect("QEMU answers");
+        assert_eq!(state.run_state().name(), "shutdown");
+    }
+}
+
+#[test]
 fn a_guest_that_is_reset_while_it_moves_goes_on_at_the_destination() {
     let machine = machine(PC_10);
     let mut here = need!(Vm::running(Release::V10, &machine));
