@@ -8,7 +8,7 @@ use hotlift_wire::return_path::ReturnMessage;
 
 use crate::control::Status;
 use crate::error::MigrationError;
-use crate::handover::{Verdict, attend};
+use crate::handover::attend;
 use crate::pipe::hooks::Hooks;
 use crate::pipe::session::Session;
 use crate::pipe::source::Source;
@@ -104,7 +104,7 @@ pub(crate) fn run_threads(
         }
         let may_run_there = session.may_run_there();
         if let Some(reason) = session.giving.failure.for_the_source()
-            && session.giving.verdict() != Some(Verdict::Doubt)
+            && !session.giving.is_committed()
             && !may_run_there
         {
             source.refuse(&reason);

@@ -287,7 +287,7 @@ impl<'a> StreamSink<'a> {
         let committed = Instant::now();
         let was = self.run_state.get().map(String::as_str);
         let mut word = on_stream(patience.min(LOOK_AFTER));
-        while word != Some(Word::Never) && committed.elapsed() < patience {
+        while committed.elapsed() < patience {
             if word.is_some() && committed.elapsed() >= CONFIRMING.min(patience / 2) {
                 break;
             }
@@ -299,9 +299,14 @@ impl<'a> StreamSink<'a> {
                     self.answers.explain(DID_NOT_RUN);
                     return Some((Word::Never, Doing::Unknown));
                 }
-                (Taken::Yes(doing), said) => return Some((said.unwrap_or(Word::Runs), doing)),
+                // QEMU also refuses a guest that it runs, if the end of the stream is lost behind EOF.
+                (Taken::Yes(doing), None | Some(Word::Never)) => return Some((Word::Runs, doing)),
+                (Taken::Yes(doing), Some(said)) => return Some((said, doing)),
                 (Taken::Never, said) => {
                     return Some((said.unwrap_or(Word::Never), Doing::Unknown));
+                }
+                (Taken::Unknown, Some(Word::Never)) => {
+                    return Some((Word::Never, Doing::Unknown));
                 }
                 (Taken::Unknown, said) => {
                     word = said;
