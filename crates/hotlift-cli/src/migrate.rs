@@ -386,7 +386,7 @@ impl Move<'_> {
                     }
                     .into()),
                     Doing::Rests => Err(QemuError::MovedAnyway {
-                        reasons: reasons("is there, and does not run, as is expected"),
+                        reasons: reasons("does not run there, as expected, or has ended"),
                     }
                     .into()),
                     Doing::Stopped => Err(QemuError::StoppedThere {

@@ -337,7 +337,11 @@ impl Destination {
             Statement::Here {
                 state: RunState::Running,
             } => Taken::Yes(Doing::Runs),
-            Statement::Here { .. } | Statement::GuestEnded { .. } => Taken::Yes(Doing::Rests),
+            Statement::Here { .. }
+            | Statement::GuestEnded {
+                by_itself: true, ..
+            } => Taken::Yes(Doing::Rests),
+            Statement::GuestEnded { .. } => Taken::Yes(Doing::Unknown),
             Statement::Stopped { .. } => Taken::Yes(Doing::Stopped),
             Statement::Ended { .. } => Taken::Ended,
             Statement::Never { .. } => Taken::Never,

@@ -267,7 +267,7 @@ fn a_guest_whose_serve_loses_its_final_message_is_where_the_relays_have_settled_
     // It runs there, or is paused there as it is to be.
     for (option, word) in [
         (&[][..], "runs there"),
-        (&["-S".to_owned()], "as is expected"),
+        (&["-S".to_owned()], "as expected"),
     ] {
         println!("{option:?}");
         let mut here = need!(Vm::running(release, &machine));
