@@ -482,9 +482,11 @@ impl Host<'_> {
                 if said.is_none() {
                     let _ = hear_failure(source, REASON, &mut said);
                 }
-                let reasons = match said {
-                    Some(said) => format!("{reasons}; the source: {said}"),
-                    None => reasons,
+                let reasons = match (said, error) {
+                    // It has ended this relay.
+                    (Some(said), MigrationError::Cancelled) => format!("the source: {said}"),
+                    (Some(said), _) => format!("{reasons}; the source: {said}"),
+                    (None, _) => reasons,
                 };
                 Err(QemuError::Failed { reasons }.into())
             }

@@ -800,6 +800,24 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_refusal_of_postcopy_is_named_and_another_refusal_is_not() {
+        let refused = |desc: &str| {
+            without_postcopy(QmpError::Command {
+                command: "migrate-set-capabilities".to_owned(),
+                class: "GenericError".to_owned(),
+                desc: desc.to_owned(),
+            })
+        };
+        let error = refused("Postcopy is not supported: Userfaultfd not available");
+        assert_eq!(
+            error.to_string(),
+            "QEMU at the destination cannot run a guest before its pages are there (postcopy): Postcopy is not supported: \
+             Userfaultfd not available"
+        );
+        assert!(matches!(refused("no"), QemuError::Console(_)));
+    }
+
     /// A QEMU that waits, and that sends `events` and closes its connection when it is asked for its migration again.
     fn ends_with(events: &'static [&'static str]) -> Destination {
         let folder = tempfile::tempdir().unwrap();

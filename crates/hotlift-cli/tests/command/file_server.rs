@@ -50,7 +50,7 @@ fn a_server_tells_what_happens_as_lines_of_json() {
 }
 
 #[test]
-fn a_client_that_asks_for_no_file_is_told_apart_from_a_server_that_has_none() {
+fn a_client_that_asks_for_no_file_is_refused_and_the_log_names_the_role_of_the_server() {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("socket");
     let files = format!("--files={}", folder.path().display());

@@ -106,7 +106,7 @@ fn a_result_for_a_closed_standard_output_is_a_failure() {
             "{command}: {said}"
         );
     }
-    // Output that nobody wants is no failure.
+    // An operator who discards the output does so on purpose.
     let ran = Command::new(env!("CARGO_BIN_EXE_hotlift"))
         .arg("advise")
         .stdout(

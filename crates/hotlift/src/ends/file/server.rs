@@ -318,11 +318,10 @@ impl Server<'_> {
             Ok(opening) => opening,
             // One who has changed his mind.
             Err(ServerError::Closed) if bytes.is_empty() => return,
-            Err(ServerError::Protocol(error)) => {
-                let reason = error_line(&error);
-                return refused(format!(
-                    "it asks for no file, and this 'hotlift serve' has --files and takes no guest: {reason}"
-                ));
+            Err(ServerError::Protocol(_)) => {
+                let reason =
+                    "it asks for no file, and this 'hotlift serve' has --files and takes no guest";
+                return refused(reason.to_owned());
             }
             Err(error) => return refused(error_line(&error)),
         };
