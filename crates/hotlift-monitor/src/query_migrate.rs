@@ -307,6 +307,7 @@ pub fn relay_completed(
         sent_bytes: report.sent_bytes,
         normal_pages: report.normal_pages,
         zero_pages: report.zero_pages,
+        barriers: report.barriers,
         total_bytes,
     };
     MigrationInfo {

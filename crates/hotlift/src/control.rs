@@ -12,7 +12,7 @@ use hotlift_wire::settle::MigrationId;
 use crate::accelerator_stats::AcceleratorStats;
 use crate::auto::Auto;
 use crate::cpu_limit::CpuBudget;
-use crate::figures::JobFigures;
+use crate::figures::{JobFigures, MethodFigures, ThreadCpu};
 use crate::options::Options;
 use crate::pacing::Pacer;
 pub use crate::pacing::SharedRate;
@@ -469,8 +469,29 @@ impl Control {
     /// CPU time that this side's channel threads have used, as far as they have booked it: each does with each packet.
     #[must_use]
     pub fn cpu_time(&self) -> Duration {
+        self.used().into_iter().map(|(_, time)| time).sum()
+    }
+
+    /// Returns that CPU time by thread.
+    #[must_use]
+    pub fn cpu_times(&self) -> Vec<ThreadCpu> {
+        let thread = |(name, time): (String, Duration)| ThreadCpu {
+            name,
+            cpu_s: time.as_secs_f64(),
+        };
+        self.used().into_iter().map(thread).collect()
+    }
+
+    fn used(&self) -> Vec<(String, Duration)> {
         let live = lock(&self.0.live);
-        live.cpu.as_ref().map_or(Duration::ZERO, |cpu| cpu.used())
+        live.cpu.as_ref().map(|cpu| cpu.used()).unwrap_or_default()
+    }
+
+    /// Packets and pages by method so far, where each packet has its own (method auto); else empty.
+    #[must_use]
+    pub fn method_figures(&self) -> Vec<MethodFigures> {
+        let auto = lock(&self.0.live).auto.clone();
+        auto.map(|auto| auto.figures()).unwrap_or_default()
     }
 
     /// What chooses the method of each packet, where that is to be, by a goal that follows [`Control::change`].

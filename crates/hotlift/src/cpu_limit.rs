@@ -5,7 +5,7 @@
 //! channels all of them would take their time in the same moment.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hotlift_mem::thread_cpu_time;
@@ -19,8 +19,8 @@ use crate::threads::lock;
 pub(crate) struct CpuBudget {
     /// Thousandths of a core; 0 is unlimited.
     limit: AtomicU64,
-    /// Nanoseconds of CPU time that all threads have used.
-    used: AtomicU64,
+    /// Nanoseconds of CPU time that each thread has used, by its name.
+    used: Mutex<Vec<(String, Arc<AtomicU64>)>>,
     /// The CPU time booked so far, at `limit`.
     schedule: Schedule,
     /// Threads that encode or decode.
@@ -47,7 +47,7 @@ impl CpuBudget {
     pub(crate) fn new(thousandths: u64) -> Self {
         Self {
             limit: AtomicU64::new(thousandths),
-            used: AtomicU64::new(0),
+            used: Mutex::default(),
             schedule: Schedule::default(),
             at_work: Mutex::new(0),
             changed: Condvar::new(),
@@ -89,9 +89,26 @@ impl CpuBudget {
         }
     }
 
-    /// CPU time that all threads have used.
-    pub(crate) fn used(&self) -> Duration {
-        Duration::from_nanos(self.used.load(Ordering::Relaxed))
+    /// CPU time that each thread has used.
+    pub(crate) fn used(&self) -> Vec<(String, Duration)> {
+        let used = lock(&self.used);
+        let time = |nanos: &AtomicU64| Duration::from_nanos(nanos.load(Ordering::Relaxed));
+        used.iter()
+            .map(|(name, nanos)| (name.clone(), time(nanos)))
+            .collect()
+    }
+
+    /// Returns the count of the calling thread, which is that of an earlier thread with the same name.
+    fn of_this_thread(&self) -> Arc<AtomicU64> {
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or_default();
+        let mut used = lock(&self.used);
+        if let Some((_, nanos)) = used.iter().find(|(other, _)| other == name) {
+            return Arc::clone(nanos);
+        }
+        let nanos = Arc::default();
+        used.push((name.to_owned(), Arc::clone(&nanos)));
+        nanos
     }
 
     fn is_limited(&self) -> bool {
@@ -113,8 +130,8 @@ impl CpuBudget {
 #[derive(Debug)]
 pub(crate) struct CpuShare<'a> {
     budget: &'a CpuBudget,
-    /// CPU time that was booked.
-    booked: Option<Duration>,
+    /// CPU time that was booked, and the count that it was added to.
+    booked: Option<(Duration, Arc<AtomicU64>)>,
 }
 
 impl<'a> CpuShare<'a> {
@@ -129,12 +146,13 @@ impl<'a> CpuShare<'a> {
     /// Books what the thread has used since the last time, and sleeps if that is too much; for how long.
     pub(crate) fn spend(&mut self, control: &Control) -> Duration {
         let used = thread_cpu_time();
-        let Some(before) = self.booked.replace(used) else {
+        let Some((before, count)) = &mut self.booked else {
+            self.booked = Some((used, self.budget.of_this_thread()));
             return Duration::ZERO;
         };
-        let spent = used.saturating_sub(before);
+        let spent = used.saturating_sub(std::mem::replace(before, used));
         let nanos = u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX);
-        self.budget.used.fetch_add(nanos, Ordering::Relaxed);
+        count.fetch_add(nanos, Ordering::Relaxed);
         if !self.budget.is_limited() {
             return Duration::ZERO;
         }
@@ -209,6 +227,31 @@ mod tests {
         let all: Duration = used.iter().map(|(_, cpu)| *cpu).sum();
         let lasted = threads.into_iter().max().unwrap() - start;
         assert!(all > lasted.mul_f64(0.4), "{all:?} of {lasted:?}");
+    }
+
+    #[test]
+    fn each_threads_time_is_counted_by_its_name() {
+        let budget = CpuBudget::new(0);
+        // The second "a" takes the place of the first, as after a lost connection.
+        for name in ["a", "b", "a"] {
+            std::thread::scope(|scope| {
+                let named = std::thread::Builder::new().name(name.to_owned());
+                let spends = named.spawn_scoped(scope, || {
+                    let mut share = CpuShare::new(&budget);
+                    share.spend(&Control::new());
+                    let before = thread_cpu_time();
+                    while thread_cpu_time() == before {
+                        std::hint::spin_loop();
+                    }
+                    share.spend(&Control::new());
+                });
+                spends.unwrap().join().unwrap();
+            });
+        }
+        let used = budget.used();
+        let names: Vec<_> = used.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["a", "b"]);
+        assert!(used.iter().all(|(_, time)| !time.is_zero()), "{used:?}");
     }
 
     #[test]

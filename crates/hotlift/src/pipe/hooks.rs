@@ -76,6 +76,8 @@ pub struct RelayProgress {
     pub normal_pages: u64,
     /// Pages passed on as zero.
     pub zero_pages: u64,
+    /// Barriers so far.
+    pub barriers: u64,
     /// Bytes of the VM's RAM blocks; 0 before they are known.
     pub total_bytes: u64,
 }

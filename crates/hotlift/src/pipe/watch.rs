@@ -3,6 +3,7 @@
 //! A destination that takes nothing stops the workers, those stop the readers, and then nobody reads from
 //! the source, whose going would be noticed there.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -103,6 +104,7 @@ impl Watch {
                     sent_bytes: session.sink.sent_bytes(),
                     normal_pages: pages.normal_pages,
                     zero_pages: pages.zero_pages,
+                    barriers: session.barriers.load(Ordering::Relaxed),
                     total_bytes,
                 });
             }
