@@ -17,7 +17,7 @@ use rustls::server::danger::ClientCertVerifier;
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 
 use crate::error::{CredentialsError, date};
-use crate::identity::Identity;
+use crate::identity::{Identity, issuer_of_list};
 use crate::provider::provider;
 
 /// Where certificates are looked for if no folder is given: Hotlift's own, then QEMU's, which libvirt fills.
@@ -150,6 +150,13 @@ pub enum Warning {
         /// Its mode, such as 0644.
         mode: u32,
     },
+    /// A list of revoked certificates is that of a CA which signs nothing here.
+    ListOfOtherCa {
+        /// The file.
+        file: PathBuf,
+        /// The CA.
+        issuer: String,
+    },
     /// The files have changed, and cannot be used as they are now. Those that were read before stay in use, also the list of
     /// revoked certificates: a renewal writes two files, and there is a moment between them.
     NotTakenUp {
@@ -170,6 +177,12 @@ impl fmt::Display for Warning {
                 "others may read the private key {} (mode {mode:04o}): chmod o= it",
                 file.display()
             ),
+            Self::ListOfOtherCa { file, issuer } => write!(
+                f,
+                "{} has a list of revoked certificates of another CA ({issuer}): whether a certificate of the CA here is revoked is \
+                 not checked by it",
+                file.display()
+            ),
             Self::NotTakenUp { problem } => {
                 write!(f, "changed certificates are not in use: {problem}")
             }
@@ -183,6 +196,8 @@ pub(crate) struct Own {
     pub(crate) file: PathBuf,
     pub(crate) identity: Identity,
     pub(crate) key: Arc<SingleCertAndKey>,
+    /// Subjects of the CAs' certificates that follow it in its file.
+    authorities: Vec<String>,
 }
 
 /// What is in the files.
@@ -194,6 +209,8 @@ pub(crate) struct Material {
     own: [Option<Own>; 2],
     /// There is a list of revoked certificates.
     has_revoked: bool,
+    /// CAs whose lists are there, and which sign nothing here.
+    other_lists: Vec<String>,
     /// Every certificate in the files, with its file.
     identities: Vec<(PathBuf, Identity)>,
 }
@@ -235,6 +252,7 @@ impl Material {
             )?,
             false => Vec::new(),
         };
+        let issuers: Vec<_> = lists.iter().filter_map(issuer_of_list).collect();
         // A CA without a list revokes nothing, as for QEMU; a list that has ended is no list, as for GnuTLS.
         let server_verifier =
             WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), provider())
@@ -255,6 +273,15 @@ impl Material {
             identities.push((own.file.clone(), own.identity.clone()));
         }
         identities.dedup();
+        let is_known = |issuer: &String| {
+            let mut own = own.iter().flatten();
+            identities
+                .iter()
+                .any(|(_, it)| it.is_ca && it.subject == *issuer)
+                || own.any(|own| own.identity.issuer == *issuer || own.authorities.contains(issuer))
+        };
+        let mut other_lists: Vec<_> = issuers.into_iter().filter(|it| !is_known(it)).collect();
+        other_lists.dedup();
         Ok(Self {
             dir: dir.to_owned(),
             layout,
@@ -262,6 +289,7 @@ impl Material {
             client_verifier,
             own,
             has_revoked,
+            other_lists,
             identities,
         })
     }
@@ -364,6 +392,12 @@ impl Credentials {
         for (file, identity) in &material.identities {
             warnings.extend(ends(file, identity.ends, now));
         }
+        let list = self.dir.join(material.layout.revoked);
+        let others = material.other_lists.iter();
+        warnings.extend(others.map(|issuer| Warning::ListOfOtherCa {
+            file: list.clone(),
+            issuer: issuer.clone(),
+        }));
         let keys = Role::ALL.map(|role| self.dir.join(material.layout.pair(role)[1]));
         for key in keys {
             warnings.extend(key_is_readable(&key));
@@ -432,21 +466,32 @@ fn own(dir: &Path, [certificate, key]: [&str; 2]) -> Result<Option<Own>, Credent
         return Ok(None);
     }
     let chain = certificates(&file)?;
-    let identity = match chain.first() {
-        Some(first) => identity(&file, first)?,
+    let (identity, rest) = match chain.split_first() {
+        Some((first, rest)) => (identity(&file, first)?, rest),
         None => return Ok(None),
     };
-    let mut keys = pem::<PrivateKeyDer<'static>>(&key, "private key")?;
+    let authorities = rest.iter().filter_map(|it| Identity::read(it).ok());
+    let authorities: Vec<_> = authorities.map(|it| it.subject).collect();
+    let mut keys = pem::<PrivateKeyDer<'static>>(&key, PRIVATE_KEY)?;
     let certified = CertifiedKey::from_der(chain, keys.swap_remove(0), &provider());
-    let certified = certified.map_err(|source| CredentialsError::KeyMismatch {
-        certificate: file.clone(),
-        key,
-        source,
+    let certified = certified.map_err(|error| match error {
+        rustls::Error::InconsistentKeys(_) if identity.is_ca && !authorities.is_empty() => {
+            CredentialsError::CaFirst {
+                file: file.clone(),
+                subject: identity.subject.clone(),
+            }
+        }
+        rustls::Error::InconsistentKeys(_) => CredentialsError::KeyMismatch {
+            certificate: file.clone(),
+            key,
+        },
+        source => CredentialsError::UnsupportedKey { file: key, source },
     })?;
     Ok(Some(Own {
         file,
         identity,
         key: Arc::new(SingleCertAndKey::from(certified)),
+        authorities,
     }))
 }
 
@@ -461,12 +506,27 @@ fn identity(file: &Path, certificate: &CertificateDer<'_>) -> Result<Identity, C
     })
 }
 
+/// A private key, in messages.
+const PRIVATE_KEY: &str = "private key";
+
+/// Returns true if a key in PEM is encrypted: by PKCS #8 (RFC 5958), or by the header of older tools (RFC 1421).
+fn is_encrypted(text: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(text);
+    let mut lines = text.lines().map(str::trim);
+    lines.any(|line| {
+        line == "-----BEGIN ENCRYPTED PRIVATE KEY-----" || line == "Proc-Type: 4,ENCRYPTED"
+    })
+}
+
 /// All of one kind in a file; at least one.
 fn pem<T: PemObject>(path: &Path, what: &'static str) -> Result<Vec<T>, CredentialsError> {
     let text = contents(path)?;
     let all: Result<Vec<T>, _> = T::pem_slice_iter(&text).collect();
     match all {
         Ok(all) if !all.is_empty() => Ok(all),
+        _ if what == PRIVATE_KEY && is_encrypted(&text) => Err(CredentialsError::EncryptedKey {
+            file: path.to_owned(),
+        }),
         _ => Err(CredentialsError::NotPem {
             file: path.to_owned(),
             what,

@@ -85,14 +85,48 @@ pub enum CredentialsError {
         /// rustls's words.
         problem: String,
     },
-    /// The key is not that of the certificate, or of a kind that is not supported.
-    #[error("{} and {} do not go together", certificate.display(), key.display())]
+    /// The key is not that of the certificate.
+    #[error(
+        "{} and {} do not go together: the key belongs to another certificate than the first one in that file",
+        certificate.display(),
+        key.display()
+    )]
     KeyMismatch {
         /// The certificate.
         certificate: PathBuf,
         /// The key.
         key: PathBuf,
-        /// rustls's words.
+    },
+    /// The certificate of a CA comes before that of the host.
+    #[error(
+        "the first certificate in {} is that of a CA ({subject}): put the certificate of the host first, and those of CAs after it",
+        file.display()
+    )]
+    CaFirst {
+        /// The file.
+        file: PathBuf,
+        /// Subject of the CA.
+        subject: String,
+    },
+    /// The key is encrypted.
+    #[error(
+        "the private key {0} is encrypted, and Hotlift has no passphrase for it: decrypt it by 'openssl pkey -in {0} -out {0}.new', \
+         and put the new file in its place, with mode 0600",
+        file.display()
+    )]
+    EncryptedKey {
+        /// The file.
+        file: PathBuf,
+    },
+    /// The key is of a kind or size that is not supported.
+    #[error(
+        "cannot use the private key {}: use RSA of 2048 to 8192 bits, ECDSA (P-256, P-384, P-521) or Ed25519",
+        file.display()
+    )]
+    UnsupportedKey {
+        /// The file.
+        file: PathBuf,
+        /// rustls's reason.
         #[source]
         source: rustls::Error,
     },
@@ -136,6 +170,12 @@ pub enum Fault {
         /// The list.
         list: String,
     },
+    /// No name by which a host is reached.
+    NoName,
+    /// A CA's own certificate.
+    OfCa,
+    /// The list of revoked certificates cannot be used.
+    BadRevocationList(rustls::Error),
     /// It is not made for this side of a connection.
     Purpose {
         /// `server` or `client`, what it would have to be for.
@@ -157,7 +197,7 @@ impl fmt::Display for Fault {
             Self::UnknownCa { issuer } => {
                 write!(
                     f,
-                    "is signed by a CA that this side does not trust ({issuer})"
+                    "is signed by a CA that this side does not trust ({issuer}), and comes with no intermediate certificate that leads to one"
                 )
             }
             Self::Revoked => f.write_str("is revoked"),
@@ -173,6 +213,16 @@ impl fmt::Display for Fault {
                 write!(f, "is not for '{expected}' but for {}", has.join(", "))
             }
             Self::NotAllowed { list } => write!(f, "is not on the list of allowed names ({list})"),
+            Self::NoName => f.write_str(
+                "is for no host: it has no name in subjectAltName, and a common name (CN) alone is no name",
+            ),
+            Self::OfCa => f.write_str(
+                "is that of a CA, which is no certificate of a host: let the CA sign one for the host",
+            ),
+            Self::BadRevocationList(error) => write!(
+                f,
+                "cannot be judged: the list of revoked certificates here is not usable ({error})"
+            ),
             Self::Purpose { needed } => {
                 write!(f, "is not made for a TLS {needed} (extended key usage)")
             }

@@ -4,9 +4,9 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::{Duration, SystemTime};
 
-use rustls::pki_types::CertificateDer;
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer};
 use x509_parser::extensions::GeneralName;
-use x509_parser::prelude::{FromDer, X509Certificate};
+use x509_parser::prelude::{CertificateRevocationList, FromDer, X509Certificate};
 use x509_parser::x509::X509Name;
 
 use crate::printable::escape;
@@ -114,6 +114,12 @@ impl fmt::Display for Identity {
             (subject, names) => write!(f, "{subject}: {}", names.join(", ")),
         }
     }
+}
+
+/// Returns the issuer of a list of revoked certificates, written as in [`Identity`]; `None` if it is no such list.
+pub(crate) fn issuer_of_list(list: &CertificateRevocationListDer<'_>) -> Option<String> {
+    let (_, list) = CertificateRevocationList::from_der(list).ok()?;
+    Some(name(list.issuer(), false))
 }
 
 fn escaped(text: &str) -> String {

@@ -3,13 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use rustls::CertificateError as E;
-use rustls::client::danger::ServerCertVerifier;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::pki_types::CertificateDer;
 
 use crate::credentials::{Credentials, Layout, Material, Role, Warning, certificates, words};
-use crate::error::date;
+use crate::error::Fault;
 use crate::identity::Identity;
+use crate::verify::own_fault;
 
 /// What is in a folder, for people: as far as each file can be read, whatever is wrong with others.
 #[derive(Debug)]
@@ -64,14 +63,16 @@ impl Listing {
         };
         let ca = dir.join(layout.ca);
         for certificate in certificates(&ca).unwrap_or_default() {
-            listing.add(&ca, None, &certificate, now, || None);
+            listing.add(&ca, None, &certificate, now, |_| None);
         }
         let verifiers = Material::read(dir).ok();
         for role in Role::ALL {
             let path = dir.join(layout.pair(role)[0]);
             let chain = certificates(&path).unwrap_or_default();
             if let Some((first, rest)) = chain.split_first() {
-                let verified = || verify(verifiers.as_ref()?, role, first, rest);
+                let verified = |identity: &Identity| {
+                    own_fault(verifiers.as_ref()?, role, (first, rest), identity, now)
+                };
                 listing.add(&path, Some(role), first, now, verified);
             }
         }
@@ -81,7 +82,16 @@ impl Listing {
     /// Whether connections can be made and accepted with it.
     #[must_use]
     pub fn is_usable(&self) -> bool {
-        self.problems.is_empty() && self.files.iter().all(|file| file.problems.is_empty())
+        self.problems().next().is_none()
+    }
+
+    /// All problems, those of a certificate with its file.
+    pub fn problems(&self) -> impl Iterator<Item = String> + '_ {
+        let of_files = self.files.iter().flat_map(|file| {
+            let problems = file.problems.iter();
+            problems.map(|problem| format!("{}: {problem}", file.path.display()))
+        });
+        self.problems.iter().cloned().chain(of_files)
     }
 
     fn add(
@@ -90,69 +100,26 @@ impl Listing {
         role: Option<Role>,
         certificate: &CertificateDer<'_>,
         now: SystemTime,
-        verified: impl FnOnce() -> Option<String>,
+        verified: impl FnOnce(&Identity) -> Option<Fault>,
     ) {
         let Ok(identity) = Identity::read(certificate) else {
             return;
         };
-        let mut problems = Vec::new();
-        if identity.ends < now {
-            problems.push("it has ended".to_owned());
+        // A CA, and a certificate whose folder cannot be used, have no handshake to find it.
+        let fault = if identity.ends < now {
+            Some(Fault::Ended { at: identity.ends })
         } else if identity.begins > now {
-            problems.push(format!("it begins on {}", date(identity.begins)));
+            let from = identity.begins;
+            Some(Fault::NotYetValid { from })
         } else {
-            problems.extend(verified());
-        }
-        if role == Some(Role::Server) && identity.dns.is_empty() && identity.ip.is_empty() {
-            problems.push("it has no name in subjectAltName, so it is for no host".to_owned());
-        }
+            verified(&identity)
+        };
+        let problems = fault.iter().map(|fault| format!("it {fault}")).collect();
         self.files.push(File {
             path: path.to_owned(),
             role,
             identity,
             problems,
         });
-    }
-}
-
-/// What the other side would find wrong with a certificate of ours, if it trusts the same CA.
-fn verify(
-    material: &Material,
-    role: Role,
-    certificate: &CertificateDer<'_>,
-    chain: &[CertificateDer<'_>],
-) -> Option<String> {
-    let now = UnixTime::now();
-    let verified = match role {
-        Role::Client => {
-            let verifier = &material.client_verifier;
-            verifier
-                .verify_client_cert(certificate, chain, now)
-                .map(|_| ())
-        }
-        Role::Server => {
-            // Any name: what it is for is shown.
-            let name = ServerName::try_from("hotlift.invalid").ok()?;
-            let verifier = &material.server_verifier;
-            let verified = verifier.verify_server_cert(certificate, chain, &name, &[], now);
-            verified.map(|_| ())
-        }
-    };
-    match verified {
-        Ok(())
-        | Err(rustls::Error::InvalidCertificate(
-            E::NotValidForName | E::NotValidForNameContext { .. },
-        )) => None,
-        Err(rustls::Error::InvalidCertificate(E::UnknownIssuer | E::BadSignature)) => {
-            Some("it is not signed by this CA".to_owned())
-        }
-        Err(rustls::Error::InvalidCertificate(E::Revoked)) => Some("it is revoked".to_owned()),
-        Err(rustls::Error::InvalidCertificate(
-            E::InvalidPurpose | E::InvalidPurposeContext { .. },
-        )) => Some(format!(
-            "it is not made for a TLS {} (extended key usage)",
-            role.name()
-        )),
-        Err(error) => Some(error.to_string()),
     }
 }

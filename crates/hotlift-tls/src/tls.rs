@@ -18,6 +18,7 @@ use crate::error::{Alert, RecordError, TlsError};
 use crate::handshake::{Connection, drive};
 use crate::identity::Identity;
 use crate::link::Link;
+use crate::listing::Listing;
 use crate::provider::provider;
 use crate::reader::RecordReader;
 use crate::record::RECORDS_PER_KEY;
@@ -136,6 +137,12 @@ impl Tls {
     #[must_use]
     pub fn warnings(&self) -> Vec<Warning> {
         self.credentials.warnings(SystemTime::now())
+    }
+
+    /// Returns what is in the folder of certificates, with what a handshake finds wrong with them.
+    #[must_use]
+    pub fn listing(&self) -> Listing {
+        Listing::read(self.credentials.dir(), SystemTime::now())
     }
 
     /// Makes the connection `socket`, to an address with the host name or IP address `host`, a TLS one. The socket must be
@@ -340,7 +347,10 @@ impl<'a> Handshake<'a> {
             error => return error,
         };
         match (error, self.seen.take()) {
-            (Error::InvalidCertificate(error), Some(identity)) => fault(
+            (
+                error @ (Error::InvalidCertificate(_) | Error::InvalidCertRevocationList(_)),
+                Some(identity),
+            ) => fault(
                 error,
                 &identity,
                 peer.name(),

@@ -1,6 +1,7 @@
 //! The other side's certificate: who it says that it is, whether the CA says so, too, and whether it is on the list.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
 
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -9,6 +10,7 @@ use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
 
 use crate::authz::Authz;
+use crate::credentials::{Material, Role};
 use crate::error::{Fault, TlsError};
 use crate::identity::{Identity, at};
 
@@ -141,14 +143,65 @@ fn of_another_ca(error: Error) -> Error {
     }
 }
 
-/// What rustls says of the certificate of `identity`, in our words. `side` is what the other side is: `server`, `client`.
+/// Returns the fault that a handshake finds in a certificate of this host, where the other side has the same CA and the same
+/// list of revoked certificates. The names are for hosts that are not known here: a server's certificate must have one.
+pub(crate) fn own_fault(
+    material: &Material,
+    role: Role,
+    (certificate, chain): (&CertificateDer<'_>, &[CertificateDer<'_>]),
+    identity: &Identity,
+    now: SystemTime,
+) -> Option<Fault> {
+    let now = UnixTime::since_unix_epoch(now.duration_since(SystemTime::UNIX_EPOCH).ok()?);
+    let verified = match role {
+        Role::Client => {
+            let verifier = &material.client_verifier;
+            let verified = verifier.verify_client_cert(certificate, chain, now);
+            verified.map(|_| ())
+        }
+        Role::Server => {
+            let name = ServerName::try_from(NO_HOST).ok()?;
+            let verifier = &material.server_verifier;
+            let verified = verifier.verify_server_cert(certificate, chain, &name, &[], now);
+            verified.map(|_| ())
+        }
+    };
+    match verified.map_err(of_another_ca) {
+        // The name is looked at last.
+        Ok(())
+        | Err(Error::InvalidCertificate(
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+        )) => {
+            let has_name = !identity.dns.is_empty() || !identity.ip.is_empty();
+            (role == Role::Server && !has_name).then_some(Fault::NoName)
+        }
+        Err(error) => Some(fault_of(error, identity, role.name(), None)),
+    }
+}
+
+/// A name that no certificate has: RFC 2606 reserves it.
+const NO_HOST: &str = "hotlift.invalid";
+
+/// Returns an error of rustls about the certificate of `identity` as ours, which names the peer. `side` is what the peer is:
+/// `server`, `client`.
 pub(crate) fn fault(
-    error: CertificateError,
+    error: Error,
     identity: &Identity,
     side: &'static str,
     authz: Option<&Authz>,
 ) -> TlsError {
-    let fault = match error {
+    TlsError::Theirs {
+        subject: identity.to_string().chars().take(MAX_SHOWN).collect(),
+        fault: fault_of(error, identity, side, authz),
+    }
+}
+
+fn fault_of(error: Error, identity: &Identity, side: &'static str, authz: Option<&Authz>) -> Fault {
+    let error = match error {
+        Error::InvalidCertificate(error) => error,
+        error => return Fault::BadRevocationList(error),
+    };
+    match error {
         CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
             Fault::Ended { at: identity.ends }
         }
@@ -176,11 +229,8 @@ pub(crate) fn fault(
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
             Fault::Purpose { needed: side }
         }
+        CertificateError::Other(_) if identity.is_ca => Fault::OfCa,
         error => Fault::Other(error),
-    };
-    TlsError::Theirs {
-        subject: identity.to_string().chars().take(MAX_SHOWN).collect(),
-        fault,
     }
 }
 

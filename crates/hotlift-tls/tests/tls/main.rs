@@ -2,6 +2,7 @@
 //! and QEMU at the other end.
 
 mod handshake;
+mod judged;
 mod kernel;
 mod memory;
 mod openssl;
