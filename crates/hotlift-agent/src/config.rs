@@ -223,7 +223,7 @@ impl Config {
                 file: file.to_owned(),
                 line,
                 key,
-                problem: error.message().lines().collect::<Vec<_>>().join("; "),
+                problem: in_plain_words(&error.message().lines().collect::<Vec<_>>().join("; ")),
             }
         })?;
         config.check(file, text)?;
@@ -433,6 +433,37 @@ fn longest<T>(of: &BTreeMap<Prefix, T>, address: IpAddr) -> Option<&T> {
     longest.map(|(_, value)| value)
 }
 
+/// Returns a message of serde without the names of Rust's types.
+fn in_plain_words(message: &str) -> String {
+    const WORDS: [(&str, &str); 10] = [
+        ("expected u8", "expected a whole number from 0 to 255"),
+        ("expected u16", "expected a whole number from 0 to 65535"),
+        (
+            "expected u32",
+            "expected a whole number from 0 to 4294967295",
+        ),
+        ("expected f64", "expected a number"),
+        ("expected a boolean", "expected true or false"),
+        (
+            "expected a sequence",
+            "expected a list, as in [\"a\", \"b\"]",
+        ),
+        ("expected a map", "expected a table of its own, as [peers]"),
+        ("floating point", "number"),
+        ("unknown field", "unknown key"),
+        ("unknown variant", "unknown value"),
+    ];
+    // "u8" is not a part of a longer name.
+    let mut text = message.to_owned();
+    for (name, words) in WORDS {
+        let is_whole = |at: usize| !text[at + name.len()..].starts_with(char::is_alphanumeric);
+        if let Some(at) = text.find(name).filter(|at| is_whole(*at)) {
+            text.replace_range(at..at + name.len(), words);
+        }
+    }
+    text
+}
+
 /// The line at byte `place` of `text`, counted from 1, and its key.
 fn place_of(text: &str, place: usize) -> (usize, String) {
     let before = text.get(..place).unwrap_or(text);
@@ -471,12 +502,22 @@ mod tests {
             (
                 "log = \"info\"\nbandwidth = 1\n",
                 2,
-                "unknown field `bandwidth`",
+                "unknown key `bandwidth`",
             ),
             ("\nplaintext = \"maybe\"\n", 2, "`allow` or `refuse`"),
             ("ports = \"1-\"\n", 1, "49152-49215"),
             ("max-bandwidth = \"fast\"\n", 1, "bytes a second"),
             ("max-bandwidth = 5\n", 1, "expected a string"),
+            ("channels = 300\n", 1, "from 0 to 255"),
+            ("channels = -1\n", 1, "from 0 to 255"),
+            ("agent-port = 70000\n", 1, "from 0 to 65535"),
+            ("migrations = -1\n", 1, "from 0 to 4294967295"),
+            ("cpu-limit = \"2\"\n", 1, "expected a number"),
+            ("redirect = 1\n", 1, "true or false"),
+            ("users = \"root\"\n", 1, "expected a list, as in"),
+            ("peers = 5\n", 1, "expected a table"),
+            ("ports = \"22\"\n", 1, "from 1024 on"),
+            ("ports = \"22-49215\"\n", 1, "from 1024 on"),
             ("method = \"gzip\"\n", 1, "zstd"),
             ("channels = 0\n", 1, "1 to 255"),
             ("silence-timeout = \"2days\"\n", 1, "\"0s\" to \"24h\""),
@@ -497,6 +538,11 @@ mod tests {
             );
             assert!(error.contains(words), "{text}: {error}");
             assert!(!error.contains('\n'), "{text}: {error}");
+            let types = [
+                "u8", "u16", "u32", "f64", "sequence", "map,", "variant", "field",
+            ];
+            let is_type = |word: &str| types.contains(&word);
+            assert!(!error.split([' ', ',']).any(is_type), "{text}: {error}");
         }
     }
 

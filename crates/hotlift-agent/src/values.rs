@@ -46,6 +46,10 @@ fn bad(got: &str, expected: &'static str) -> BadValue {
     }
 }
 
+/// The first port that needs no privilege. Other agents may have connections made to ports of migrations: a service of the
+/// system must not be among them.
+const FIRST_FREE_PORT: u16 = 1024;
+
 /// TCP ports, from the first to the last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -70,8 +74,10 @@ impl FromStr for Ports {
     fn from_str(text: &str) -> Result<Self, BadValue> {
         let (first, last) = text.split_once('-').unwrap_or((text, text));
         match (first.parse(), last.parse()) {
-            (Ok(first), Ok(last)) if 0 < first && first <= last => Ok(Self { first, last }),
-            _ => Err(bad(text, "ports as in \"49152-49215\"")),
+            (Ok(first), Ok(last)) if FIRST_FREE_PORT <= first && first <= last => {
+                Ok(Self { first, last })
+            }
+            _ => Err(bad(text, "ports from 1024 on, as in \"49152-49215\"")),
         }
     }
 }
@@ -288,7 +294,7 @@ mod tests {
         for wrong in ["", ":1", "a:b", "[::1", "[::1]1"] {
             assert!(wrong.parse::<HostPort>().is_err(), "{wrong}");
         }
-        for wrong in ["0-1", "2-1", "a", "1-70000"] {
+        for wrong in ["0-1", "22", "1023-49215", "3000-2000", "a", "1024-70000"] {
             assert!(wrong.parse::<Ports>().is_err(), "{wrong}");
         }
     }
