@@ -1,7 +1,8 @@
-//! The host's bandwidth and cores, shared among the migrations that leave it.
+//! The host's bandwidth and cores, shared among the migrations that leave it; the bandwidth also with tunnels.
 //!
 //! Four times a second each gets its part by weight; what one has not used of its own goes to the others, and one whose
-//! guest stands still comes before all others. The parts together are never more than the whole. Of the bandwidth, all draw
+//! guest stands still comes before all others. The parts together are never more than the whole, but for those of idle ones,
+//! which take nothing from the others: a disk's tunnel has its part at once when it needs it. Of the bandwidth, all draw
 //! from one schedule besides, which holds the whole over any second: eight migrations that send a packet at the same time
 //! would not.
 
@@ -13,7 +14,7 @@ use hotlift::control::SharedRate;
 
 use crate::agent::Agent;
 use crate::messages::{Id, Kind};
-use crate::session::{Direction, Share};
+use crate::session::Share;
 
 /// Between two sharings.
 const ROUND: Duration = Duration::from_millis(250);
@@ -43,6 +44,11 @@ pub struct Claim {
 }
 
 impl Claim {
+    /// Returns true if it has used nothing of a part that it had.
+    fn is_idle(&self) -> bool {
+        self.used == 0 && self.had > 0 && !self.is_urgent
+    }
+
     /// What it can make use of, of a whole of `total`.
     fn want(&self, total: u64) -> u64 {
         let most = if self.most == 0 { u64::MAX } else { self.most };
@@ -66,7 +72,9 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
         .collect();
     let mut parts = vec![0; claims.len()];
     let urgent = |index: &usize| claims[*index].is_urgent;
-    let (first, others): (Vec<_>, Vec<_>) = (0..claims.len()).partition(urgent);
+    let is_idle = |index: &usize| claims[*index].is_idle();
+    let (idle, active): (Vec<_>, Vec<_>) = (0..claims.len()).partition(is_idle);
+    let (first, others): (Vec<_>, Vec<_>) = active.iter().partition(|index| urgent(index));
     // What those that come first leave.
     let least = match (first.is_empty(), u64::try_from(others.len())) {
         (false, Ok(others)) => (total / LEAST).min(total / (others + 1)) * others,
@@ -76,15 +84,26 @@ pub fn divide(total: u64, claims: &[Claim]) -> Vec<u64> {
     for (group, most) in [(&first, total - least.min(total)), (&others, total)] {
         left -= fill(left.min(most), &wants, group, &mut parts);
     }
-    // Nobody has asked for the rest; whoever comes to need it has it at once.
-    let weights: u128 = wants.iter().map(|(weight, _)| u128::from(*weight)).sum();
-    for (index, (weight, _)) in wants.iter().enumerate() {
-        let more = u128::from(left) * u128::from(*weight) / weights.max(1);
-        let part = parts[index] + u64::try_from(more).unwrap_or(u64::MAX);
-        let most = claims[index].most;
-        parts[index] = if most == 0 { part } else { part.min(most) }.max(1);
+    // The active ones have not asked for the rest; each has its part of it at once when it needs more. An idle one has the
+    // part that it would have if all needed theirs.
+    let all: Vec<_> = (0..claims.len()).collect();
+    for (some, among, rest) in [(&active, &active, left), (&idle, &all, total)] {
+        let weights = among.iter().map(|index| u128::from(wants[*index].0));
+        let weights = weights.sum::<u128>().max(1);
+        for index in some {
+            let more = u128::from(rest) * u128::from(wants[*index].0) / weights;
+            parts[*index] += u64::try_from(more).unwrap_or(u64::MAX);
+        }
     }
-    parts
+    let capped = parts.into_iter().zip(claims).map(|(part, claim)| {
+        let most = if claim.most == 0 {
+            u64::MAX
+        } else {
+            claim.most
+        };
+        part.min(most).max(1)
+    });
+    capped.collect()
 }
 
 /// Gives those of `group` parts of `total` by weight, and to none more than it wants; how much was given.
@@ -139,13 +158,7 @@ impl Shares {
         let config = agent.config();
         let options = agent.options();
         let mut sessions = agent.sessions.under_way();
-        sessions.retain(|session| {
-            let subject = &session.subject;
-            subject.direction == Direction::Outgoing
-                && subject.kind == Kind::Migration
-                // What goes unencrypted keeps the whole with all others, and has no part.
-                && !["waiting", "passed-through"].contains(&session.moment().state)
-        });
+        sessions.retain(|session| session.shares_budget() && session.moment().state != "waiting");
         self.rate.set(config.max_bandwidth.0);
         let mut cpus = self.cpus.lock().unwrap_or_else(PoisonError::into_inner);
         cpus.retain(|id, _| sessions.iter().any(|session| session.subject.id == *id));
@@ -171,18 +184,27 @@ impl Shares {
                 most: moment.limit,
                 ..claim
             });
-            cpu.push(Claim {
-                used: cpu_used(&mut cpus, session.subject.id, session.control.cpu_time()),
+            let has_relay =
+                session.subject.kind == Kind::Migration && moment.state != "passed-through";
+            let used = |cpus| cpu_used(cpus, session.subject.id, session.control.cpu_time());
+            cpu.push(has_relay.then(|| Claim {
+                // No schedule holds all of them to the cores: an idle one keeps a part of its own.
+                used: used(&mut cpus).max(1),
                 had: had(moment.share.cpu.into()),
                 ..claim
-            });
+            }));
         }
         // Checked to be in range.
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let cores = (config.cpu_limit * 1000.0).ceil() as u64;
         let bandwidth = divide(config.max_bandwidth.0, &bandwidth);
-        let cpu = divide(cores, &cpu);
+        let claims: Vec<_> = cpu.iter().flatten().copied().collect();
+        let mut parts = divide(cores, &claims).into_iter();
+        let cpu = cpu
+            .into_iter()
+            .map(|claim| claim.and_then(|_| parts.next()));
         for ((session, bandwidth), cpu) in sessions.iter().zip(bandwidth).zip(cpu) {
+            let cpu = cpu.unwrap_or_default();
             let share = Share {
                 bandwidth,
                 cpu: u32::try_from(cpu).unwrap_or(u32::MAX),
@@ -193,9 +215,8 @@ impl Shares {
 
     /// Shares four times a second while there is something to share, until the agent ends.
     pub fn serve(&self, agent: &Agent) {
-        // Tunnels keep it, too, and are not waited for here.
         self.rate.set(agent.config().max_bandwidth.0);
-        while agent.sessions.wait_for_outgoing() && !agent.has_ended() {
+        while agent.sessions.wait_for_sharers() && !agent.has_ended() {
             self.apply(agent);
             std::thread::sleep(ROUND);
         }
@@ -227,6 +248,11 @@ fn cpu_used(cpus: &mut HashMap<Id, Cpu>, id: Id, time: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    use hotlift::relay::RelayProgress;
+
+    use crate::fixture::{agent, session, subject};
+    use crate::session::Direction;
 
     const WHOLE: u64 = 1_000_000;
 
@@ -276,6 +302,54 @@ mod tests {
     }
 
     #[test]
+    fn an_idle_one_takes_nothing_from_others_and_has_its_part_at_once() {
+        let idle = claim(100, 0, 250_000);
+        let parts = divide(WHOLE, &[claim(100, 900_000, 900_000), idle, idle, idle]);
+        assert_eq!(parts, [WHOLE, WHOLE / 4, WHOLE / 4, WHOLE / 4]);
+        let parts = divide(WHOLE, &[idle, idle]);
+        assert_eq!(parts, [WHOLE / 2; 2]);
+    }
+
+    #[test]
+    fn tunnels_share_the_bandwidth_with_migrations_by_weight_while_they_send() {
+        let agent = agent(&format!("max-bandwidth = \"{WHOLE}\"\ncpu-limit = 2.0"));
+        let of = |id, direction, kind| {
+            let (session, _listener) = session(subject(id, direction, kind));
+            agent.sessions.add(&session).unwrap();
+            session
+        };
+        let migration = of(1, Direction::Outgoing, Kind::Migration);
+        let disk = of(2, Direction::Outgoing, Kind::Tunnel);
+        let answers = of(3, Direction::Incoming, Kind::Tunnel);
+        of(4, Direction::Incoming, Kind::Migration);
+        disk.limit(None, Some(300));
+        let mut seconds = 0;
+        let mut share = |sent: [u64; 3]| {
+            seconds += 1;
+            for (session, sent) in [&migration, &disk, &answers].into_iter().zip(sent) {
+                let sent_bytes = session.moment().progress.sent_bytes + sent;
+                session.note(&RelayProgress {
+                    elapsed: Duration::from_secs(seconds),
+                    sent_bytes,
+                    ..RelayProgress::default()
+                });
+            }
+            agent.shares.apply(&agent);
+            [&migration, &disk, &answers].map(|session| session.moment().share)
+        };
+        agent.shares.apply(&agent);
+        // All that it may have.
+        let busy = share([WHOLE, WHOLE, 0]);
+        assert_eq!(busy[0].bandwidth, WHOLE / 4);
+        assert_eq!(busy[1].bandwidth, WHOLE / 4 * 3);
+        assert_eq!(busy.map(|share| share.cpu), [2000, 0, 0]);
+        let idle = share([WHOLE / 4, 0, 0]);
+        assert_eq!(idle[0].bandwidth, WHOLE, "the disk is idle");
+        let again = share([WHOLE, WHOLE / 4 * 3, 0]);
+        assert_eq!(again[0].bandwidth, WHOLE / 4, "it sends again");
+    }
+
+    #[test]
     fn one_whose_guest_stands_still_comes_first_and_leaves_the_others_alive() {
         let urgent = Claim {
             is_urgent: true,
@@ -298,7 +372,7 @@ mod tests {
             let claims: Vec<_> = (0..1 + draw(8))
                 .map(|_| Claim {
                     weight: u32::try_from(draw(1001)).unwrap(),
-                    used: draw(2 * WHOLE),
+                    used: draw(3) * draw(WHOLE),
                     had: draw(WHOLE),
                     most: draw(3) * draw(WHOLE),
                     is_urgent: draw(4) == 0,
@@ -306,7 +380,11 @@ mod tests {
                 .collect();
             let whole = 16 + draw(WHOLE);
             let parts = divide(whole, &claims);
-            let sum: u64 = parts.iter().sum();
+            let active = parts
+                .iter()
+                .zip(&claims)
+                .filter(|(_, claim)| !claim.is_idle());
+            let sum: u64 = active.map(|(part, _)| *part).sum();
             assert!(
                 sum <= whole + u64::try_from(parts.len()).unwrap(),
                 "{claims:?}: {parts:?} of {whole}"

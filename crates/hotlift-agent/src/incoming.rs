@@ -13,7 +13,7 @@ use hotlift_qmp::Uuid;
 
 use crate::agent::Agent;
 use crate::attend::{self, Progress};
-use crate::config::{Config, MOST_CHANNELS};
+use crate::config::{Config, MOST_CHANNELS, WEIGHT};
 use crate::dial;
 use crate::error::CarryError;
 use crate::messages::{Hello, Kind, Message};
@@ -78,7 +78,8 @@ fn begin(
         announcer: conversation.stream().peer().cloned(),
     };
     let pass = conversation.pass(token);
-    let session = Session::new(subject, giver, Some(pass), 0, &agent.log);
+    // Only what a tunnel answers shares this host's budget.
+    let session = Session::new(subject, giver, Some(pass), WEIGHT, &agent.log);
     let session = Arc::new(session);
     agent.sessions.add(&session)?;
     let begun = match hello.kind {

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hotlift::control::SharedRate;
 use hotlift::progress::StallKind;
 use hotlift::relay::{Pass, RelayProgress, RelayReport};
 use hotlift::tls::Identity;
@@ -158,6 +159,8 @@ pub struct Session {
     pub pass: Option<Pass>,
     /// When it began.
     pub since: Instant,
+    /// Paces what is carried without a relay, as its share is.
+    pub rate: SharedRate,
     /// Its connections are accepted as they come.
     is_open: AtomicBool,
     moment: Arc<Mutex<Moment>>,
@@ -197,6 +200,7 @@ impl Session {
             pass,
             since: Instant::now(),
             is_open: AtomicBool::new(false),
+            rate: SharedRate::default(),
             moment,
             log: log.clone(),
         }
@@ -254,7 +258,7 @@ impl Session {
         moment.progress = *progress;
     }
 
-    /// Sets what it may use of the host's `whole` bandwidth (0: unlimited), and tells its relay.
+    /// Sets what it may use of the host's `whole` bandwidth (0: unlimited), for its relay, or for what is carried without one.
     pub fn set_share(&self, share: Share, whole: u64, options: &Options) {
         let mut moment = lock(&self.moment);
         if moment.share == share {
@@ -270,12 +274,14 @@ impl Session {
         // The whole is kept by all together. One that waits there must be able to catch up.
         let room = if whole == 0 { 0 } else { share.bandwidth / 4 };
         let options = Options {
-            max_bandwidth: match share.bandwidth {
-                0 => 0,
-                part => part.saturating_add(room).min(most),
-            },
+            max_bandwidth,
             cpu_limit: share.cpu,
             ..options.clone()
+        let max_bandwidth = match share.bandwidth {
+            0 => 0,
+            part => part.saturating_add(room).min(most),
+        };
+        self.rate.set(max_bandwidth);
         };
         self.control.change(&options);
     }
@@ -294,6 +300,14 @@ impl Session {
             self.control.status(),
             Status::PreSwitchover | Status::Device
         )
+    /// Returns true if it shares the host's budget: a migration that leaves the host, or a tunnel, which sends in both
+    /// directions.
+    #[must_use]
+    pub fn shares_budget(&self) -> bool {
+        let subject = &self.subject;
+        subject.direction == Direction::Outgoing || subject.kind == Kind::Tunnel
+    }
+
     }
 
     /// Whether its guest runs at the destination, and its source has pages that the destination has not.

@@ -224,15 +224,11 @@ impl Sessions {
         is_so(&all.under_way)
     }
 
-    /// Waits until an outgoing migration is under way; false once nothing new is taken and none is.
-    pub fn wait_for_outgoing(&self) -> bool {
+    /// Waits until something is under way that shares the budget; false once nothing new is taken and nothing does.
+    pub fn wait_for_sharers(&self) -> bool {
         let mut all = self.lock();
         loop {
-            let is_outgoing = |session: &Arc<Session>| {
-                session.subject.direction == Direction::Outgoing
-                    && session.subject.kind == Kind::Migration
-            };
-            if all.under_way.iter().any(is_outgoing) {
+            if all.under_way.iter().any(|session| session.shares_budget()) {
                 return true;
             }
             if all.is_ending {

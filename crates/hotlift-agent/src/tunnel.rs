@@ -63,7 +63,7 @@ impl<'a> Limits<'a> {
 }
 
 /// Carries each connection of `listener` to what `open` makes for it, on the other host, one after the other as they came, until
-/// none is left, within `limits`.
+/// none is left, within `limits` and the share of `session`.
 ///
 /// # Errors
 /// Why the other end of one could not be opened; those that are carried have ended then.
@@ -129,6 +129,7 @@ pub fn carry_all(
                                 count(&carried.received, bytes);
                             }),
                             false => carry(&pair.0, &pair.1, &mut |bytes| {
+                                session.rate.wait(bytes.len(), &session.control);
                                 limits.rate.wait(bytes.len(), &session.control);
                                 count(&carried.sent, bytes);
                             }),
@@ -198,44 +199,49 @@ mod tests {
     const ARRIVES: Duration = Duration::from_millis(300);
 
     #[test]
-    fn what_a_tunnel_sends_keeps_the_rate_and_is_counted() {
-        let rate = SharedRate::default();
-        rate.set(1);
-        let (session, listener) = session(subject(1, Direction::Outgoing, Kind::Tunnel));
-        let (near, mut source) = connection();
-        let (far, mut server) = connection();
-        session.give(near).unwrap();
-        let mut bytes = [0; 1000];
-        let (late, carries) = thread::scope(|scope| {
-            let far = far;
-            let carries = scope.spawn(|| {
-                let far = RefCell::new(Some(far));
-                let open = || {
-                    far.take()
-                        .map(|far| (far, Vec::new()))
-                        .ok_or(CarryError::Silent)
-                };
-                let limits = Limits {
-                    rate: &rate,
-                    silence_timeout: Duration::ZERO,
-                };
-                carry_all(&session, &listener, &limits, &open)
+    fn what_a_tunnel_sends_keeps_the_rates_and_is_counted() {
+        // Of all that leaves the host, and of the tunnel.
+        for (whole, own) in [(1, 0), (0, 1)] {
+            let rate = SharedRate::default();
+            rate.set(whole);
+            let (session, listener) = session(subject(1, Direction::Outgoing, Kind::Tunnel));
+            session.rate.set(own);
+            let (near, mut source) = connection();
+            let (far, mut server) = connection();
+            session.give(near).unwrap();
+            let mut bytes = [0; 1000];
+            let (late, carries) = thread::scope(|scope| {
+                let far = far;
+                let carries = scope.spawn(|| {
+                    let far = RefCell::new(Some(far));
+                    let open = || {
+                        far.take()
+                            .map(|far| (far, Vec::new()))
+                            .ok_or(CarryError::Silent)
+                    };
+                    let limits = Limits {
+                        rate: &rate,
+                        silence_timeout: Duration::ZERO,
+                    };
+                    carry_all(&session, &listener, &limits, &open)
+                });
+                // The first takes its time from what follows.
+                source.write_all(&bytes).unwrap();
+                server.read_exact(&mut bytes).unwrap();
+                source.write_all(&bytes).unwrap();
+                server.set_read_timeout(Some(ARRIVES)).unwrap();
+                let late = server.read(&mut bytes).map_err(|error| error.kind());
+                server.write_all(&bytes).unwrap();
+                source.read_exact(&mut bytes).unwrap();
+                session.control.cancel();
+                (late, carries.join().unwrap())
             });
-            // The first takes its time from what follows.
-            source.write_all(&bytes).unwrap();
-            server.read_exact(&mut bytes).unwrap();
-            source.write_all(&bytes).unwrap();
-            server.set_read_timeout(Some(ARRIVES)).unwrap();
-            let late = server.read(&mut bytes).map_err(|error| error.kind());
-            server.write_all(&bytes).unwrap();
-            source.read_exact(&mut bytes).unwrap();
-            session.control.cancel();
-            (late, carries.join().unwrap())
-        });
-        assert_eq!(late, Err(std::io::ErrorKind::WouldBlock));
-        assert!(matches!(carries, Err(CarryError::Cancelled)), "{carries:?}");
-        let progress = session.moment().progress;
-        assert!(progress.sent_bytes >= 1000, "{progress:?}");
-        assert_eq!(progress.received_bytes, 1000);
+            let what = format!("{whole} of the host, {own} of the tunnel");
+            assert_eq!(late, Err(std::io::ErrorKind::WouldBlock), "{what}");
+            assert!(matches!(carries, Err(CarryError::Cancelled)), "{carries:?}");
+            let progress = session.moment().progress;
+            assert!(progress.sent_bytes >= 1000, "{progress:?}");
+            assert_eq!(progress.received_bytes, 1000);
+        }
     }
 }
