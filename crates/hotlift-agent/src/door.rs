@@ -14,8 +14,9 @@ use hotlift_console::error::ConsoleError;
 
 use crate::agent::Agent;
 use crate::config::LogLevel;
+use crate::error::CarryError;
 use crate::incoming;
-use crate::messages::Hello;
+use crate::messages::{Hello, Message};
 
 /// Between two looks at a connection that has sent a part of its first bytes.
 const HALF_SAID: Duration = Duration::from_millis(2);
@@ -67,7 +68,10 @@ fn hear(conversation: &mut Conversation) -> Result<Option<Wish>, ConversationErr
 }
 
 fn take(agent: &Arc<Agent>, call: Call<Wish>) {
-    let Call { conversation, said } = call;
+    let Call {
+        mut conversation,
+        said,
+    } = call;
     match said {
         Ok(Wish::Announce(hello)) => announce(agent, conversation, hello),
         Ok(Wish::Belong(said)) => {
@@ -77,8 +81,21 @@ fn take(agent: &Arc<Agent>, call: Call<Wish>) {
         }
         Err(error) => {
             let peer = conversation.stream().peer_host();
-            agent.refuse(&format!("peer={peer} error=\"{}\"", error_line(&error)));
+            let reason = error_line(&of_an_agent(error));
+            // A peer that has gone, or reads nothing, is not waited for.
+            let _ = conversation.say(&Message::Refused {
+                reason: reason.clone(),
+            });
+            agent.refuse(&format!("peer={peer} error=\"{reason}\""));
         }
+    }
+}
+
+/// Returns the error of a conversation as one with an agent: nothing else connects to this port.
+fn of_an_agent(error: ConsoleError) -> CarryError {
+    match error {
+        ConsoleError::Conversation(source) => CarryError::Conversation(source),
+        other => CarryError::Unannounced(other),
     }
 }
 
@@ -116,4 +133,46 @@ fn belong(agent: &Agent, stream: Stream, said: Announced) {
         None => "it is of no migration",
     };
     agent.refuse(&format!("peer={peer} error=\"{refused}\""));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+
+    use super::*;
+    use crate::fixture::{agent, connection};
+
+    #[test]
+    fn an_agent_with_another_protocol_gets_the_reason() {
+        let agent = agent("");
+        for (hello, words) in [
+            (
+                r#"{"hotlift-agent":2,"new":1}"#,
+                "talking to the other agent failed: the other side speaks version 2 of the control protocol, this one 1",
+            ),
+            (
+                r#"{"hotlift":1}"#,
+                "talking to the other agent failed: a message that is not understood",
+            ),
+        ] {
+            let (near, mut far) = connection();
+            writeln!(far, "{hello}").unwrap();
+            let mut conversation = Conversation::new(near);
+            let said = loop {
+                match hear(&mut conversation) {
+                    Ok(None) => {}
+                    Ok(Some(_)) => panic!("{hello} is taken"),
+                    Err(error) => break Err(error.into()),
+                }
+            };
+            take(&agent, Call { conversation, said });
+            let mut answer = String::new();
+            BufReader::new(far).read_line(&mut answer).unwrap();
+            match serde_json::from_str(&answer).unwrap() {
+                Message::Refused { reason } => assert!(reason.contains(words), "{reason}"),
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(agent.sessions.totals().refusals, 2);
+    }
 }
