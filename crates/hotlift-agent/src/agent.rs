@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use hotlift::error::error_line;
 use hotlift::relay::RelayReport;
-use hotlift::tls::{self, Profile, Tls, TlsSetupError};
+use hotlift::tls::{self, Profile, Role, Tls, TlsSetupError};
 use hotlift::transport::Stream;
 use hotlift::{Address, Options};
 use hotlift_monitor::Sockets;
@@ -26,12 +26,13 @@ use crate::config::{Config, LogLevel};
 use crate::error::{AgentError, CarryError};
 use crate::log::Log;
 use crate::parts::Parts;
+use crate::names::OwnNames;
 use crate::redirect::Redirected;
 use crate::rules::rules;
 use crate::session::Session;
 use crate::sessions::Sessions;
 use crate::table::{self, Changes, Table};
-use crate::{door, drain, metrics, notify, redirect};
+use crate::{door, drain, metrics, names, notify, redirect};
 
 /// How long what was cancelled at the end may take to end.
 const LAST: Duration = Duration::from_secs(10);
@@ -68,8 +69,10 @@ impl Agent {
         table: Option<Table>,
     ) -> Result<Self, AgentError> {
         let tls = tls_of(&config)?;
-        for warning in tls.warnings() {
-            log.say(LogLevel::Warning, &warning.to_string());
+        let listing = tls.listing();
+        let warnings = listing.warnings.iter().map(ToString::to_string);
+        for line in warnings.chain(listing.problems()) {
+            log.say(LogLevel::Warning, &line);
         }
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let fd = || {
@@ -230,19 +233,42 @@ fn tls_of(config: &Config) -> Result<Arc<Tls>, AgentError> {
     }
 }
 
-/// Reads what the agent would begin with: the configuration in `file`, and certificates. Returns the former, and what is odd about
-/// the latter.
+/// Configuration and certificates that an agent would start with.
+#[derive(Debug)]
+pub struct Checked {
+    /// The configuration.
+    pub config: Config,
+    /// Lines about certificates that work, and should be looked after.
+    pub warnings: Vec<String>,
+    /// Lines about certificates that a handshake with another agent refuses.
+    pub problems: Vec<String>,
+    /// The folder of the certificates.
+    pub folder: PathBuf,
+}
+
+/// Reads what the agent would begin with: the configuration in `file`, and certificates, which are verified as in a handshake.
 ///
 /// # Errors
-/// [`AgentError`]: what is wrong with them.
-pub fn check(file: &Path) -> Result<(Config, Vec<String>), AgentError> {
+/// [`AgentError`]: the agent would not start.
+pub fn check(file: &Path) -> Result<Checked, AgentError> {
     let config = Config::read(file)?;
     if config.redirect {
         rules(&config)?;
     }
-    let tls = tls_of(&config)?;
-    let warnings = tls.warnings().iter().map(ToString::to_string).collect();
-    Ok((config, warnings))
+    let listing = tls_of(&config)?.listing();
+    let warnings = listing.warnings.iter().map(ToString::to_string);
+    let servers = listing.files.iter();
+    let mut servers = servers.filter(|file| file.role == Some(Role::Server));
+    let other = servers.find_map(|file| {
+        let own = OwnNames::of_this_host(&config.listen);
+        names::of_another_host(&file.path, &file.identity, &own, &names::resolve)
+    });
+    Ok(Checked {
+        warnings: warnings.chain(other).collect(),
+        problems: listing.problems().collect(),
+        folder: listing.dir,
+        config,
+    })
 }
 
 /// Runs the agent with the configuration in `file` until a signal ends it. `redirect` is false to leave nftables alone.

@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
 use hotlift::MigrationError;
 use hotlift::tls::{TlsError, TlsSetupError};
@@ -25,6 +26,18 @@ pub enum AgentError {
     /// The certificates.
     #[error("the agent needs certificates ('hotlift certs' makes them; key 'tls')")]
     Tls(#[source] Box<TlsSetupError>),
+    /// Certificates that other agents refuse, or with which this one refuses others.
+    #[error(
+        "the certificates in {} have problems: {count} (named above; 'hotlift certs show --dir {}' shows all of them)",
+        dir.display(),
+        dir.display()
+    )]
+    Certificates {
+        /// Their folder.
+        dir: PathBuf,
+        /// Problems that were found.
+        count: usize,
+    },
     /// A port that it needs.
     #[error("cannot listen")]
     Listen(#[source] TransportError),

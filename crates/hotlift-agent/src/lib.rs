@@ -39,7 +39,8 @@ mod fixture;
 mod incoming;
 mod log;
 pub mod messages;
-pub mod metrics;
+mod metrics;
+mod names;
 mod notify;
 mod outgoing;
 mod parts;
@@ -54,4 +55,4 @@ pub mod table;
 mod tunnel;
 pub mod values;
 
-pub use agent::{Agent, check, run};
+pub use agent::{Agent, Checked, check, run};

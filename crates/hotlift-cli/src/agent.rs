@@ -123,11 +123,15 @@ pub fn run(command: &AgentCommand) -> Result<(), CommandError> {
             hotlift_agent::run(&args.config.config, !args.no_redirect).map_err(agent_error)
         }
         AgentCommand::Check(args) => {
-            let (config, warnings) = hotlift_agent::check(&args.config).map_err(agent_error)?;
-            for warning in warnings {
-                complain!("hotlift: {warning}");
+            let checked = hotlift_agent::check(&args.config).map_err(agent_error)?;
+            for line in checked.warnings.iter().chain(&checked.problems) {
+                complain!("hotlift: {line}");
             }
-            check_redirect(&config)?;
+            check_redirect(&checked.config)?;
+            let (dir, count) = (checked.folder, checked.problems.len());
+            if count > 0 {
+                return Err(agent_error(AgentError::Certificates { dir, count }));
+            }
             say!("{}: no problem found", args.config.display());
             Ok(())
         }

@@ -771,3 +771,18 @@ fn a_bad_configuration_is_named_with_its_line_by_agent_check() {
         "{said}"
     );
 }
+    // Of another CA.
+    let other = Pki::new();
+    let mixed = pki.host("c.example");
+    let ca = other.host("d.example").join("ca-cert.pem");
+    fs::copy(ca, mixed.join("ca-cert.pem")).expect("a file");
+    fs::write(&file, format!("tls = \"{}\"\n", mixed.display())).expect("a file");
+    let (code, said) = check();
+    assert_eq!(code, Some(1), "{said}");
+    for words in [
+        "server-cert.pem: it is signed by a CA that this side does not trust",
+        "client-cert.pem: it is signed by a CA that this side does not trust",
+        "have problems: 2",
+    ] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
