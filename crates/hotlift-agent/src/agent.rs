@@ -13,6 +13,7 @@ use hotlift::relay::RelayReport;
 use hotlift::tls::{self, Profile, Role, Tls, TlsSetupError};
 use hotlift::transport::Stream;
 use hotlift::{Address, Options};
+use hotlift_mem::give_back_freed_memory;
 use hotlift_monitor::Sockets;
 use hotlift_qmp::QmpAddress;
 use hotlift_qmp::server::{Commands, Events};
@@ -285,6 +286,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
             }
         }
     })?;
+    give_back_freed_memory();
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM]);
     let mut signals = signals.map_err(AgentError::system("signal handlers"))?;
     let log = Log::new(config.log);

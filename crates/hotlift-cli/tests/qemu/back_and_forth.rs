@@ -22,7 +22,7 @@ const SLACK: u64 = 16 << 20;
 const CHANNELS: Multifd = Multifd::Channels(2);
 
 /// Descriptors, threads, and bytes of memory of a process.
-fn used(relay: &Hotlift) -> (usize, usize, u64) {
+pub fn used(relay: &Hotlift) -> (usize, usize, u64) {
     let process = format!("/proc/{}", relay.pid());
     let count = |what: &str| {
         fs::read_dir(format!("{process}/{what}"))
