@@ -26,14 +26,14 @@ use crate::commands::{AgentCommands, LastCheck};
 use crate::config::{Config, LogLevel};
 use crate::error::{AgentError, CarryError};
 use crate::log::Log;
-use crate::parts::Parts;
 use crate::names::OwnNames;
+use crate::parts::Parts;
 use crate::redirect::Redirected;
 use crate::rules::rules;
 use crate::session::Session;
 use crate::sessions::Sessions;
 use crate::table::{self, Changes, Table};
-use crate::{door, drain, metrics, names, notify, redirect};
+use crate::{door, drain, http, names, notify, redirect};
 
 /// How long what was cancelled at the end may take to end.
 const LAST: Duration = Duration::from_secs(10);
@@ -339,7 +339,7 @@ pub fn run(file: &Path, redirect: bool) -> Result<(), AgentError> {
         if let Some(listener) = metrics {
             let of_metrics = Arc::clone(&agent);
             parts.start_alone("agent/metrics", move || {
-                metrics::serve(&of_metrics, &listener);
+                http::serve(&of_metrics, &listener);
             })?;
         }
         notify::say(notify::READY);

@@ -174,6 +174,9 @@ pub enum CarryError {
     /// The conversation with it.
     #[error("talking to the other agent failed")]
     Conversation(#[from] ConversationError),
+    /// A peer without a hello, or one too many.
+    #[error("the other agent was dropped before its hello")]
+    Unannounced(#[source] ConsoleError),
     /// It said nothing.
     #[error("the other agent did not answer in time")]
     Silent,
@@ -187,9 +190,6 @@ pub enum CarryError {
     #[error("the other agent said something out of turn")]
     OutOfTurn,
     /// What the other agent asks for is not what an agent does.
-    /// A peer without a hello, or one too many.
-    #[error("the other agent was dropped before its hello")]
-    Unannounced(#[source] ConsoleError),
     #[error("{to} is no address of a migration on this host: {why}")]
     NotHere {
         /// Where it was to go.

@@ -111,8 +111,10 @@ fn migration(
     session.enter("connecting");
     let (channels, method) = source(session, conversation)?;
     session.open();
+    let options = options(&agent.config(), channels, &method)?;
+    session.has_method(options.method_name());
     let settings = RelaySettings {
-        outgoing: options(&agent.config(), channels, &method)?,
+        outgoing: options,
         incoming_pass: session.pass.clone(),
         ..RelaySettings::default()
     };

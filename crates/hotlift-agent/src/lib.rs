@@ -17,7 +17,8 @@
 //! | `tunnel` | what is no migration: bytes as they are |
 //! | `session`, `sessions` | one migration; all of them, places and totals |
 //! | `budget` | bandwidth and cores, shared |
-//! | `commands`, `metrics`, `log`, `notify` | the control socket, Prometheus, the journal, systemd |
+//! | `commands`, `log`, `notify` | the control socket, the journal, systemd |
+//! | `totals`, `metrics`, `http` | counts of all sessions; the metrics made of them; Prometheus's requests |
 //!
 //! Each migration is a relay ([`hotlift::relay`]) with threads of its own, as `hotlift relay` runs it: who has the guest is
 //! its matter alone, and an agent that is killed is a failed migration.
@@ -36,6 +37,7 @@ mod drain;
 pub mod error;
 #[cfg(test)]
 mod fixture;
+mod http;
 mod incoming;
 mod log;
 pub mod messages;
@@ -52,6 +54,7 @@ pub mod session;
 mod sessions;
 mod source_socket;
 pub mod table;
+mod totals;
 mod tunnel;
 pub mod values;
 

@@ -1,113 +1,72 @@
-//! What Prometheus reads: the table of metrics, and a small HTTP server on loopback.
+//! What Prometheus reads: the table of metrics, in both of its text formats.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
+use hotlift::Status;
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, text::encode};
+use prometheus_client::encoding::{
+    DescriptorEncoder, EncodeMetric, MetricEncoder, NoLabelSet, text::encode,
+};
 use prometheus_client::metrics::MetricType;
-use prometheus_client::metrics::counter::ConstCounter;
-use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use crate::agent::Agent;
 use crate::messages::Kind;
 use crate::past::Count;
-use crate::session::{Moment, Session};
+use crate::session::{Moment, Session, is_end};
 use crate::table;
+use crate::totals::{Counts, DIRECTIONS, Histograms, Totals, Traffic, number};
 
-/// How long a client may take, from its connection to its last byte: the next one waits meanwhile.
-const CLIENT: Duration = Duration::from_secs(2);
-
-/// Longest request that is read, in bytes.
-const REQUEST: usize = 4096;
-
-/// What all that has ended came to.
-#[derive(Debug, Clone, Default)]
-pub struct Totals {
-    /// Migrations and tunnels, by direction, kind and how they ended.
-    pub ended: BTreeMap<[&'static str; 3], u64>,
-    /// Bytes sent to the other side, by direction.
-    pub sent_bytes: BTreeMap<&'static str, u64>,
-    /// Bytes received, by direction.
-    pub received_bytes: BTreeMap<&'static str, u64>,
-    /// Pages with content by method, and "zero".
-    pub pages: BTreeMap<String, u64>,
-    /// Barriers between rounds.
-    pub rounds: u64,
-    /// How long guests stood still, by direction, in seconds.
-    pub downtime_seconds: BTreeMap<&'static str, f64>,
-    /// Of how many that is known.
-    pub downtimes: BTreeMap<&'static str, u64>,
-    /// CPU time by the threads' names without numbers, in seconds.
-    pub cpu_seconds: BTreeMap<String, f64>,
-    /// Connections and migrations that were refused.
-    pub refusals: u64,
-    /// Handshakes that have failed.
-    pub tls_failures: u64,
+/// A format of the text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// Prometheus's text format, version 0.0.4: for clients that ask for nothing else.
+    Text,
+    /// OpenMetrics, version 1.0.
+    OpenMetrics,
 }
 
-impl Totals {
-    /// Adds what `session` came to.
-    pub fn add(&mut self, session: &Session) {
-        let moment = session.moment();
-        let subject = &session.subject;
-        let direction = subject.direction.name();
-        let outcome = [direction, subject.kind.name(), moment.state];
-        *self.ended.entry(outcome).or_default() += 1;
-        let sent = moment
-            .report
-            .as_ref()
-            .map_or(moment.progress.sent_bytes, |it| it.sent_bytes);
-        let received = moment.report.as_ref();
-        let received = received.map_or(moment.progress.received_bytes, |it| it.received_bytes);
-        *self.sent_bytes.entry(direction).or_default() += sent;
-        *self.received_bytes.entry(direction).or_default() += received;
-        let Some(report) = &moment.report else {
-            return;
-        };
-        if let Some(downtime) = moment.downtime {
-            *self.downtime_seconds.entry(direction).or_default() += downtime.as_secs_f64();
-            *self.downtimes.entry(direction).or_default() += 1;
-        }
-        self.rounds += report.barriers;
-        *self.pages.entry("zero".to_owned()).or_default() += report.zero_pages;
-        match report.methods.is_empty() {
-            true => *self.pages.entry(report.method.clone()).or_default() += report.normal_pages,
-            false => {
-                for method in &report.methods {
-                    *self.pages.entry(method.name.clone()).or_default() += method.pages;
-                }
-            }
-        }
-        for thread in &report.side.threads {
-            let name = thread.name.trim_end_matches(|c: char| c.is_ascii_digit());
-            *self
-                .cpu_seconds
-                .entry(name.trim_end_matches('_').to_owned())
-                .or_default() += thread.cpu_s;
+impl Format {
+    /// The media type by which a client asks for OpenMetrics.
+    pub const OPEN_METRICS: &str = "application/openmetrics-text";
+
+    /// Its media type with its version.
+    #[must_use]
+    pub fn media_type(self) -> &'static str {
+        match self {
+            Self::Text => "text/plain; version=0.0.4; charset=utf-8",
+            Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
         }
     }
 }
 
-/// A row of the table: name, help, kind, and its values with their labels.
+/// A row of the table: name without the suffix of its samples, help, and its values with their labels.
 struct Row {
     name: &'static str,
     help: &'static str,
-    is_counter: bool,
     values: Source,
 }
 
-/// Where a row's values are from.
+/// The values of a row, by its kind.
 enum Source {
-    /// All that is seen.
-    All(fn(&Seen) -> Values),
-    /// Each migration, one value.
-    Each(fn(&Session, &Moment) -> f64),
+    Counter(fn(&Seen) -> Values),
+    Gauge(fn(&Seen) -> Values),
+    Histogram(fn(&Seen) -> &Histograms),
+    /// One value of each migration under way.
+    EachCounter(fn(&Session, &Moment) -> f64),
+    EachGauge(fn(&Session, &Moment) -> f64),
+}
+
+impl Source {
+    fn kind(&self) -> MetricType {
+        match self {
+            Self::Counter(_) | Self::EachCounter(_) => MetricType::Counter,
+            Self::Gauge(_) | Self::EachGauge(_) => MetricType::Gauge,
+            Self::Histogram(_) => MetricType::Histogram,
+        }
+    }
 }
 
 type Labels = Vec<(&'static str, String)>;
@@ -116,6 +75,8 @@ type Values = Vec<(Labels, f64)>;
 /// What the rows are made of.
 struct Seen {
     totals: Totals,
+    /// Of sessions that have ended, and of those under way.
+    traffic: Traffic,
     /// With the moment of each at which all its values are.
     migrations: Vec<(Arc<Session>, Moment)>,
     tunnels: usize,
@@ -126,7 +87,8 @@ struct Seen {
     past: Vec<Count>,
 }
 
-/// All metrics. Those of one migration have its id, and go when it ends; the totals take over then.
+/// All metrics. Those of one migration have its id, and go when it ends. Names have their unit, as Prometheus's conventions
+/// want.
 const TABLE: &[Row] = &[
     counter(
         "hotlift_agent_ended",
@@ -147,50 +109,48 @@ const TABLE: &[Row] = &[
     ),
     counter(
         "hotlift_agent_sent_bytes",
-        "Bytes that ended migrations and tunnels have sent, by direction",
-        |seen| by("direction", &seen.totals.sent_bytes),
+        "Bytes that migrations and tunnels have sent, by direction",
+        |seen| by("direction", &seen.traffic.sent_bytes),
     ),
     counter(
         "hotlift_agent_received_bytes",
-        "Bytes that ended migrations and tunnels have received, by direction",
-        |seen| by("direction", &seen.totals.received_bytes),
+        "Bytes that migrations and tunnels have received, by direction",
+        |seen| by("direction", &seen.traffic.received_bytes),
     ),
     counter(
         "hotlift_agent_pages",
-        "Pages of ended migrations, by the method that they went by; zero for zero pages",
-        |seen| by("method", &seen.totals.pages),
+        "Pages of migrations, by the method that they went by; zero for zero pages",
+        |seen| by("method", &seen.traffic.pages),
     ),
     counter(
         "hotlift_agent_rounds",
-        "Barriers between the rounds of ended migrations",
-        |seen| one(number(seen.totals.rounds)),
+        "Barriers between the rounds of migrations",
+        |seen| one(seen.traffic.rounds),
+    ),
+    row(
+        "hotlift_agent_migration_duration_seconds",
+        "Time that completed migrations took, by direction",
+        Source::Histogram(|seen| &seen.totals.durations),
+    ),
+    row(
+        "hotlift_agent_migration_downtime_seconds",
+        "Time that the guests of completed migrations stood still, as far as a relay sees, by direction",
+        Source::Histogram(|seen| &seen.totals.downtimes),
     ),
     counter(
         "hotlift_agent_downtime_seconds",
-        "How long the guests of ended migrations stood still, as far as a relay sees, by direction",
-        |seen| {
-            let seconds = seen.totals.downtime_seconds.iter();
-            seconds
-                .map(|(direction, seconds)| {
-                    (vec![("direction", (*direction).to_owned())], *seconds)
-                })
-                .collect()
-        },
+        "Sum of these downtimes, by direction",
+        |seen| by("direction", &seen.totals.downtime_seconds),
     ),
     counter(
         "hotlift_agent_downtimes",
-        "Ended migrations of which that is known, by direction",
-        |seen| by("direction", &seen.totals.downtimes),
+        "Completed migrations whose downtime is known, by direction",
+        |seen| by("direction", &seen.totals.downtime_count),
     ),
     counter(
         "hotlift_agent_cpu_seconds",
-        "CPU time of ended migrations, by the name of their threads",
-        |seen| {
-            let threads = seen.totals.cpu_seconds.iter();
-            threads
-                .map(|(name, seconds)| (vec![("thread", name.clone())], *seconds))
-                .collect()
-        },
+        "CPU time of migrations, by the name of their threads; the time of channel threads grows with each packet, that of others at the end",
+        |seen| by("thread", &seen.traffic.cpu_seconds),
     ),
     counter(
         "hotlift_agent_refusals",
@@ -220,6 +180,9 @@ const TABLE: &[Row] = &[
         "Migrations under way, by direction and state",
         |seen| {
             let mut states: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+            for direction in DIRECTIONS {
+                states.extend(states_under_way().map(|state| ((direction.name(), state), 0)));
+            }
             for (session, moment) in &seen.migrations {
                 let state = (session.subject.direction.name(), moment.state);
                 *states.entry(state).or_default() += 1;
@@ -240,13 +203,13 @@ const TABLE: &[Row] = &[
         one(number(u64::try_from(seen.tunnels).unwrap_or(u64::MAX)))
     }),
     gauge(
-        "hotlift_agent_budget_bandwidth_bytes",
-        "Bytes a second that all outgoing migrations may send; 0 is unlimited",
+        "hotlift_agent_budget_bandwidth_bytes_per_second",
+        "Bytes a second that may leave this host by the agent; 0 is unlimited",
         |seen| one(number(seen.bandwidth)),
     ),
     gauge(
         "hotlift_agent_budget_cores",
-        "Cores that they may use; 0 is unlimited",
+        "Cores that outgoing migrations may use; 0 is unlimited",
         |seen| one(seen.cpu),
     ),
     gauge(
@@ -254,37 +217,42 @@ const TABLE: &[Row] = &[
         "Outgoing migrations that may go on at once; 0 is unlimited",
         |seen| one(f64::from(seen.most)),
     ),
-    of_each(
+    each_counter(
         "hotlift_migration_sent_bytes",
         "Bytes that a migration has sent",
         |_, moment| number(moment.progress.sent_bytes),
     ),
-    of_each(
+    each_counter(
         "hotlift_migration_received_bytes",
         "Bytes that it has received",
         |_, moment| number(moment.progress.received_bytes),
     ),
-    of_each(
+    each_counter(
         "hotlift_migration_normal_pages",
         "Pages with content that it has passed on",
         |_, moment| number(moment.progress.normal_pages),
     ),
-    of_each(
+    each_counter(
         "hotlift_migration_zero_pages",
         "Zero pages that it has passed on",
         |_, moment| number(moment.progress.zero_pages),
     ),
-    of_each(
+    each_counter(
+        "hotlift_migration_cpu_seconds",
+        "CPU time of its channel threads",
+        |session, _| session.control.cpu_time().as_secs_f64(),
+    ),
+    each_gauge(
         "hotlift_migration_ram_bytes",
         "Bytes of its VM's RAM blocks",
         |_, moment| number(moment.progress.total_bytes),
     ),
-    of_each(
-        "hotlift_migration_rate_bytes",
+    each_gauge(
+        "hotlift_migration_rate_bytes_per_second",
         "Bytes a second that it sends",
         |_, moment| moment.rate,
     ),
-    of_each(
+    each_gauge(
         "hotlift_migration_ratio",
         "Bytes of its normal pages over the bytes that it has sent",
         |_, moment| match number(moment.progress.sent_bytes) {
@@ -292,74 +260,69 @@ const TABLE: &[Row] = &[
             _ => 0.0,
         },
     ),
-    of_each(
+    each_gauge(
         "hotlift_migration_downtime_seconds",
-        "How long its guest stands or stood still, as far as the relay sees",
+        "Time that its guest stands or stood still, as far as the relay sees",
         |_, moment| moment.still().as_secs_f64(),
     ),
-    of_each(
-        "hotlift_migration_share_bandwidth_bytes",
+    each_gauge(
+        "hotlift_migration_share_bandwidth_bytes_per_second",
         "Bytes a second that it may send now; 0 is unlimited",
         |_, moment| number(moment.share.bandwidth),
     ),
-    of_each(
+    each_gauge(
         "hotlift_migration_share_cores",
         "Cores that it may use now; 0 is unlimited",
         |_, moment| f64::from(moment.share.cpu) / 1000.0,
     ),
-    of_each(
-        "hotlift_migration_cpu_seconds",
-        "CPU time of its channel threads",
-        |session, _| session.control.cpu_time().as_secs_f64(),
-    ),
-    of_each(
+    each_gauge(
         "hotlift_migration_seconds",
-        "Since it began",
+        "Time since it began",
         |session, _| session.age().as_secs_f64(),
     ),
 ];
 
+const fn row(name: &'static str, help: &'static str, values: Source) -> Row {
+    Row { name, help, values }
+}
+
 const fn counter(name: &'static str, help: &'static str, values: fn(&Seen) -> Values) -> Row {
-    Row {
-        name,
-        help,
-        is_counter: true,
-        values: Source::All(values),
-    }
+    row(name, help, Source::Counter(values))
 }
 
 const fn gauge(name: &'static str, help: &'static str, values: fn(&Seen) -> Values) -> Row {
-    Row {
-        is_counter: false,
-        ..counter(name, help, values)
-    }
+    row(name, help, Source::Gauge(values))
 }
 
-const fn of_each(
+const fn each_counter(
     name: &'static str,
     help: &'static str,
     value: fn(&Session, &Moment) -> f64,
 ) -> Row {
-    Row {
-        name,
-        help,
-        is_counter: false,
-        values: Source::Each(value),
-    }
+    row(name, help, Source::EachCounter(value))
 }
 
-/// As Prometheus has all numbers.
-#[allow(clippy::cast_precision_loss)]
-fn number(count: u64) -> f64 {
-    count as f64
+const fn each_gauge(
+    name: &'static str,
+    help: &'static str,
+    value: fn(&Session, &Moment) -> f64,
+) -> Row {
+    row(name, help, Source::EachGauge(value))
+}
+
+/// States of a migration that has not ended: the agent's own, and those of its relay.
+fn states_under_way() -> impl Iterator<Item = &'static str> {
+    let relays = Status::ALL.into_iter().filter(|status| !is_end(*status));
+    let own = ["none", "waiting", "connecting", "passed-through"];
+    own.into_iter().chain(relays.map(Status::name))
 }
 
 fn one(value: f64) -> Values {
     vec![(Vec::new(), value)]
 }
 
-fn by<K: ToString>(label: &'static str, of: &BTreeMap<K, u64>) -> Values {
-    let labelled = |(key, count): (&K, &u64)| (vec![(label, key.to_string())], number(*count));
+fn by(label: &'static str, of: &Counts) -> Values {
+    let labelled = |(key, count): (&String, &f64)| (vec![(label, key.clone())], *count);
     of.iter().map(labelled).collect()
 }
 
@@ -378,7 +341,36 @@ fn each(seen: &Seen, value: fn(&Session, &Moment) -> f64) -> Values {
         .collect()
 }
 
-struct Collected(Arc<Agent>);
+impl Seen {
+    fn of(agent: &Agent) -> Self {
+        let config = agent.config();
+        let (totals, under_way) = agent.sessions.snapshot();
+        let with_moment = |session: Arc<Session>| {
+            let moment = session.moment();
+            (session, moment)
+        };
+        let under_way = under_way.into_iter().map(with_moment);
+        let (migrations, tunnels): (Vec<_>, Vec<_>) =
+            under_way.partition(|(session, _)| session.subject.kind == Kind::Migration);
+        let mut traffic = totals.traffic.clone();
+        for (session, moment) in migrations.iter().chain(&tunnels) {
+            traffic.add(session, moment);
+        }
+        Self {
+            totals,
+            traffic,
+            migrations,
+            tunnels: tunnels.len(),
+            bandwidth: config.max_bandwidth.0,
+            cpu: config.cpu_limit,
+            most: config.migrations,
+            // Without nft or the table there are none.
+            past: table::counts().unwrap_or_default(),
+        }
+    }
+}
+
+struct Collected(Seen);
 
 impl fmt::Debug for Collected {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -388,41 +380,29 @@ impl fmt::Debug for Collected {
 
 impl Collector for Collected {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let config = self.0.config();
-        let with_moment = |session: Arc<Session>| {
-            let moment = session.moment();
-            (session, moment)
-        };
-        let (migrations, tunnels): (Vec<_>, Vec<_>) = (self.0.sessions.under_way().into_iter())
-            .partition(|session| session.subject.kind == Kind::Migration);
-        let seen = Seen {
-            totals: self.0.sessions.totals(),
-            migrations: migrations.into_iter().map(with_moment).collect(),
-            tunnels: tunnels.len(),
-            bandwidth: config.max_bandwidth.0,
-            cpu: config.cpu_limit,
-            most: config.migrations,
-            // Without nft or the table there are none.
-            past: table::counts().unwrap_or_default(),
-        };
+        let seen = &self.0;
         for row in TABLE {
-            let kind = match row.is_counter {
-                true => MetricType::Counter,
-                false => MetricType::Gauge,
-            };
+            let kind = row.values.kind();
             let mut metric = encoder.encode_descriptor(row.name, row.help, None, kind)?;
             let values = match row.values {
-                Source::All(values) => values(&seen),
-                Source::Each(value) => each(&seen, value),
+                Source::Counter(values) | Source::Gauge(values) => values(seen),
+                Source::EachCounter(value) | Source::EachGauge(value) => each(seen, value),
+                Source::Histogram(histograms) => {
+                    for (direction, histogram) in histograms(seen) {
+                        histogram.encode(metric.encode_family(&[("direction", *direction)])?)?;
+                    }
+                    continue;
+                }
+            };
+            let encode = |encoder: &mut MetricEncoder<'_>, value: f64| match kind {
+                MetricType::Counter => encoder.encode_counter::<NoLabelSet, _, f64>(&value, None),
+                _ => encoder.encode_gauge(&value),
             };
             for (labels, value) in values {
-                let encode = |encoder: MetricEncoder<'_>| match row.is_counter {
-                    true => ConstCounter::new(value).encode(encoder),
-                    false => ConstGauge::new(value).encode(encoder),
-                };
-                match labels.is_empty() {
-                    true => encode(metric.encode_family(&NO_LABELS)?)?,
-                    false => encode(metric.encode_family(&labels)?)?,
+                if labels.is_empty() {
+                    encode(&mut metric, value)?;
+                } else {
+                    encode(&mut metric.encode_family(&labels)?, value)?;
                 }
             }
         }
@@ -430,76 +410,262 @@ impl Collector for Collected {
     }
 }
 
-const NO_LABELS: [(&str, &str); 0] = [];
-
 /// The text that Prometheus reads.
 #[must_use]
-pub fn text(agent: &Arc<Agent>) -> String {
+pub fn text(agent: &Agent, format: Format) -> String {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(Collected(Arc::clone(agent))));
+    registry.register_collector(Box::new(Collected(Seen::of(agent))));
     let mut text = String::new();
     // Writing to a string does not fail.
     let _ = encode(&mut text, &registry);
-    text
-}
-
-/// Answers on `listener` for as long as the process runs, one client after the other.
-pub fn serve(agent: &Arc<Agent>, listener: &TcpListener) {
-    for stream in listener.incoming() {
-        match stream {
-            // A client that has gone needs no answer.
-            Ok(stream) => drop(answer(agent, stream)),
-            Err(_) => std::thread::sleep(CLIENT),
-        }
+    match format {
+        Format::OpenMetrics => text,
+        Format::Text => of_open_metrics(&text),
     }
 }
 
-fn answer(agent: &Arc<Agent>, mut stream: TcpStream) -> std::io::Result<()> {
-    let deadline = Instant::now() + CLIENT;
-    let left = || match deadline.saturating_duration_since(Instant::now()) {
-        Duration::ZERO => Err(std::io::Error::from(std::io::ErrorKind::TimedOut)),
-        left => Ok(Some(left)),
-    };
-    let mut request = Vec::new();
-    let mut buffer = [0; 1024];
-    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
-        stream.set_read_timeout(left()?)?;
-        match stream.read(&mut buffer)? {
-            0 => return Ok(()),
-            _ if request.len() > REQUEST => return Ok(()),
-            read => request.extend_from_slice(&buffer[..read]),
+/// Returns a text of OpenMetrics in Prometheus's format: there counters have the name of their samples, and the text has no
+/// last line.
+fn of_open_metrics(text: &str) -> String {
+    let counters = TABLE.iter().filter(|row| is_counter(row));
+    let counters: Vec<_> = counters.map(|row| row.name).collect();
+    let mut out = String::new();
+    for line in text.lines().filter(|line| *line != "# EOF") {
+        let described = ["# HELP ", "# TYPE "].into_iter().find_map(|prefix| {
+            let (name, rest) = line.strip_prefix(prefix)?.split_once(' ')?;
+            counters.contains(&name).then_some((prefix, name, rest))
+        });
+        match described {
+            Some((prefix, name, rest)) => {
+                out.extend([prefix, name, "_total ", rest]);
+            }
+            None => out.push_str(line),
         }
+        out.push('\n');
     }
-    let (status, body) = match request.starts_with(b"GET /metrics ") {
-        true => ("200 OK", text(agent)),
-        false => ("404 Not Found", "GET /metrics\n".to_owned()),
-    };
-    // OpenMetrics 1.0.
-    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    let length = body.len();
-    let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
-    );
-    let answer = head + &body;
-    let mut rest = answer.as_bytes();
-    while !rest.is_empty() {
-        stream.set_write_timeout(left()?)?;
-        match stream.write(rest)? {
-            0 => return Ok(()),
-            written => rest = &rest[written..],
-        }
-    }
-    Ok(())
+    out
+}
+
+fn is_counter(row: &Row) -> bool {
+    matches!(row.values, Source::Counter(_) | Source::EachCounter(_))
 }
 
 #[cfg(test)]
 mod tests {
-    use hotlift::Status;
-    use hotlift::relay::RelayReport;
+    use std::collections::{HashMap, HashSet};
+    use std::io::Write;
+    use std::process::{Command, Stdio};
+    use std::time::Duration;
+
+    use hotlift::relay::{RelayProgress, RelayReport};
+    use hotlift_testkit::skip;
 
     use super::*;
     use crate::fixture::{agent, session, subject};
     use crate::session::Direction;
+
+    const FORMATS: [Format; 2] = [Format::Text, Format::OpenMetrics];
+
+    /// The values of all samples, by name and labels.
+    fn samples(text: &str) -> HashMap<String, f64> {
+        let lines = text.lines().filter(|line| !line.starts_with('#'));
+        let sample = |line: &str| {
+            let (series, value) = line.rsplit_once(' ').expect(line);
+            (series.to_owned(), value.parse().expect(line))
+        };
+        lines.map(sample).collect()
+    }
+
+    /// Agents without a session, and with some of each kind.
+    fn agents() -> [Arc<Agent>; 2] {
+        let [idle, busy] = [agent(""), agent("")];
+        for (id, direction) in [(1, Direction::Outgoing), (2, Direction::Incoming)] {
+            for (id, kind) in [(id, Kind::Migration), (id + 2, Kind::Tunnel)] {
+                let (under_way, _) = session(subject(id, direction, kind));
+                busy.sessions.add(&under_way).unwrap();
+                let (ended, _) = session(subject(id + 10, direction, kind));
+                busy.sessions.add(&ended).unwrap();
+                ended.follow(Status::Device);
+                ended.follow(Status::Completed);
+                let report = (kind == Kind::Migration).then(RelayReport::default);
+                busy.ended(&ended, Ok(report));
+            }
+        }
+        [idle, busy]
+    }
+
+    /// Checks the rules of a format, and Prometheus's conventions for names.
+    fn assert_well_formed(text: &str, format: Format) {
+        let mut families: HashMap<&str, (&str, bool)> = HashMap::new();
+        let mut series = HashSet::new();
+        for line in text.lines().filter(|line| *line != "# EOF") {
+            if let Some(rest) = line.strip_prefix("# HELP ") {
+                let (name, help) = rest.split_once(' ').expect(line);
+                assert!(help.len() > 3, "{line}");
+                assert!(families.insert(name, ("", false)).is_none(), "{line}");
+                continue;
+            }
+            if let Some(rest) = line.strip_prefix("# TYPE ") {
+                let (name, kind) = rest.split_once(' ').expect(line);
+                assert_eq!(families.insert(name, (kind, false)), Some(("", false)));
+                continue;
+            }
+            let (sample, value) = line.rsplit_once(' ').expect(line);
+            assert!(value.parse::<f64>().is_ok_and(f64::is_finite), "{line}");
+            assert!(series.insert(sample), "twice: {line}");
+            let name = sample.split('{').next().unwrap();
+            let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+            assert!(name.chars().all(is_plain), "{line}");
+            let base = ["_bucket", "_sum", "_count"]
+                .into_iter()
+                .find_map(|suffix| name.strip_suffix(suffix))
+                .filter(|base| families.contains_key(base));
+            let family = match (base, format) {
+                (Some(base), _) => base,
+                (None, Format::Text) => name,
+                (None, Format::OpenMetrics) => name.strip_suffix("_total").unwrap_or(name),
+            };
+            let Some((kind, is_seen)) = families.get_mut(family) else {
+                panic!("no HELP and TYPE before {line}");
+            };
+            *is_seen = true;
+            assert_eq!(name.ends_with("_total"), *kind == "counter", "{line}");
+            assert_eq!(base.is_some(), *kind == "histogram", "{line}");
+            let units = ["_ms", "_kib", "_mib", "_percent", "_bits"];
+            assert!(!units.iter().any(|unit| name.contains(unit)), "{line}");
+        }
+        let ends = usize::from(format == Format::OpenMetrics);
+        assert_eq!(usize::from(text.ends_with("\n# EOF\n")), ends);
+        assert_eq!(text.matches("# EOF").count(), ends);
+        // A family without samples is one of the migrations under way.
+        let empty = families.iter().filter(|(_, (_, is_seen))| !is_seen);
+        for (name, _) in empty {
+            assert!(
+                name.starts_with("hotlift_migration_"),
+                "no sample of {name}"
+            );
+        }
+    }
+
+    #[test]
+    fn both_formats_keep_their_rules_and_the_conventions_for_names() {
+        for agent in agents() {
+            for format in FORMATS {
+                assert_well_formed(&text(&agent, format), format);
+            }
+        }
+    }
+
+    #[test]
+    fn promtool_finds_nothing() {
+        for agent in agents() {
+            let promtool = Command::new("promtool")
+                .args(["check", "metrics"])
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn();
+            let Ok(mut promtool) = promtool else {
+                return skip!("promtool", "it is not installed");
+            };
+            let mut stdin = promtool.stdin.take().unwrap();
+            stdin
+                .write_all(text(&agent, Format::Text).as_bytes())
+                .unwrap();
+            drop(stdin);
+            let output = promtool.wait_with_output().unwrap();
+            let words = [output.stdout, output.stderr].concat();
+            let words = String::from_utf8_lossy(&words);
+            assert!(output.status.success() && words.is_empty(), "{words}");
+        }
+    }
+
+    #[test]
+    fn every_counter_is_there_from_the_start_and_keeps_its_labels() {
+        let counters = |agent: &Arc<Agent>| {
+            let mut names: Vec<_> = samples(&text(agent, Format::Text)).into_keys().collect();
+            names.retain(|name| name.starts_with("hotlift_agent_"));
+            names.sort();
+            names
+        };
+        let [idle, busy] = agents();
+        let names = counters(&idle);
+        assert_eq!(names, counters(&busy), "what has happened adds no series");
+        for series in [
+            "hotlift_agent_ended_total{direction=\"incoming\",kind=\"tunnel\",outcome=\"cancelled\"}",
+            "hotlift_agent_pages_total{method=\"zero\"}",
+            "hotlift_agent_pages_total{method=\"zstd\"}",
+            "hotlift_agent_cpu_seconds_total{thread=\"relay/send\"}",
+            "hotlift_agent_migrations{direction=\"outgoing\",state=\"waiting\"}",
+            "hotlift_agent_past_redirect_bytes_total",
+        ] {
+            assert!(
+                names.iter().any(|name| name == series),
+                "{series}: {names:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn counters_grow_while_a_migration_runs_and_never_shrink_at_its_end() {
+        const SERIES: [(&str, f64); 5] = [
+            (
+                "hotlift_agent_sent_bytes_total{direction=\"outgoing\"}",
+                100.0,
+            ),
+            (
+                "hotlift_agent_received_bytes_total{direction=\"outgoing\"}",
+                300.0,
+            ),
+            ("hotlift_agent_pages_total{method=\"zstd\"}", 7.0),
+            ("hotlift_agent_pages_total{method=\"zero\"}", 5.0),
+            ("hotlift_agent_rounds_total", 2.0),
+        ];
+        let agent = agent("");
+        let mut begun = Vec::new();
+        for id in [1, 2] {
+            let (migration, _) = session(subject(id, Direction::Outgoing, Kind::Migration));
+            agent.sessions.add(&migration).unwrap();
+            migration.has_method("zstd");
+            migration.note(&RelayProgress {
+                elapsed: Duration::from_secs(1),
+                received_bytes: 300,
+                sent_bytes: 100,
+                normal_pages: 7,
+                zero_pages: 5,
+                barriers: 2,
+                total_bytes: 1 << 20,
+            });
+            begun.push(migration);
+        }
+        let values = || samples(&text(&agent, Format::Text));
+        let under_way = values();
+        for (series, count) in SERIES {
+            assert_eq!(under_way[series], 2.0 * count, "{series}");
+        }
+        let own = "hotlift_migration_sent_bytes_total{id=\"00000001\",direction=\"outgoing\",to=\"192.0.2.2:49152\"}";
+        assert_eq!(under_way[own], 100.0);
+        // One completes with a little more, the other fails.
+        let report = RelayReport {
+            sent_bytes: 101,
+            received_bytes: 300,
+            normal_pages: 7,
+            zero_pages: 5,
+            barriers: 2,
+            method: "zstd".to_owned(),
+            ..RelayReport::default()
+        };
+        agent.ended(&begun[0], Ok(Some(report)));
+        let lost = crate::error::CarryError::Silent;
+        agent.ended(&begun[1], Err(lost));
+        let ended = values();
+        for (series, _) in SERIES {
+            assert!(ended[series] >= under_way[series], "{series} shrinks");
+        }
+        assert!(!ended.contains_key(own));
+        let count = "hotlift_agent_migration_duration_seconds_count{direction=\"outgoing\"}";
+        assert_eq!(ended[count], 1.0, "a failed migration has no duration");
+    }
 
     #[test]
     fn downtime_is_shown_of_each_migration_and_in_total() {
@@ -508,12 +674,12 @@ mod tests {
         agent.sessions.add(&moved).unwrap();
         moved.follow(Status::Device);
         let under_way = "hotlift_migration_downtime_seconds{id=\"00000001\",direction=\"outgoing\"";
-        let shown = text(&agent);
+        let shown = text(&agent, Format::OpenMetrics);
         assert!(shown.contains(under_way), "{shown}");
         moved.follow(Status::Completed);
         let downtime = moved.moment().downtime.unwrap().as_secs_f64();
         agent.ended(&moved, Ok(Some(RelayReport::default())));
-        let shown = text(&agent);
+        let shown = text(&agent, Format::OpenMetrics);
         for line in [
             format!("hotlift_agent_downtime_seconds_total{{direction=\"outgoing\"}} {downtime}"),
             "hotlift_agent_downtimes_total{direction=\"outgoing\"} 1".to_owned(),
@@ -521,25 +687,5 @@ mod tests {
             assert!(shown.contains(&line), "{line} is missing in\n{shown}");
         }
         assert!(!shown.contains(under_way), "{shown}");
-    }
-
-    #[test]
-    fn a_client_that_asks_byte_by_byte_has_one_deadline_for_all() {
-        let agent = agent("");
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut slow = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (accepted, _) = listener.accept().unwrap();
-        std::thread::scope(|scope| {
-            let served = scope.spawn(|| answer(&agent, accepted));
-            // Each byte comes long before the deadline, and the last one long behind it.
-            for _ in 0..100 * CLIENT.as_secs() {
-                if served.is_finished() || slow.write_all(b"x").is_err() {
-                    break;
-                }
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            assert!(served.is_finished(), "it still waits for the request's end");
-            assert!(served.join().unwrap().is_err());
-        });
     }
 }

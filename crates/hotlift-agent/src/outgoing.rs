@@ -82,6 +82,7 @@ fn migration(
         handshake_timeout: SOURCE,
         ..agent.options()
     };
+    session.has_method(options.method_name());
     let settings = RelaySettings {
         outgoing: options,
         outgoing_pass: Some(conversation.pass(token)),

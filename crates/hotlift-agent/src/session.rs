@@ -111,6 +111,8 @@ pub struct Moment {
     pub limit: u64,
     /// What it may use now.
     pub share: Share,
+    /// Method of its pages; "auto" where each packet has its own, and empty before it is known.
+    pub method: &'static str,
     /// Since when its guest stands still.
     stopped: Option<Instant>,
     /// How long its guest stood still, once it runs at the destination: from the first device state that the relay has seen
@@ -157,10 +159,10 @@ pub struct Session {
     giver: Mutex<Option<Giver>>,
     /// What its connections begin with, at the destination.
     pub pass: Option<Pass>,
-    /// When it began.
-    pub since: Instant,
     /// Paces what is carried without a relay, as its share is.
     pub rate: SharedRate,
+    /// When it began.
+    pub since: Instant,
     /// Its connections are accepted as they come.
     is_open: AtomicBool,
     moment: Arc<Mutex<Moment>>,
@@ -198,9 +200,9 @@ impl Session {
             subject,
             giver: Mutex::new(Some(giver)),
             pass,
+            rate: SharedRate::default(),
             since: Instant::now(),
             is_open: AtomicBool::new(false),
-            rate: SharedRate::default(),
             moment,
             log: log.clone(),
         }
@@ -216,6 +218,11 @@ impl Session {
     #[cfg(test)]
     pub fn follow(&self, status: Status) {
         lock(&self.moment).follow(status, Instant::now());
+    }
+
+    /// Sets the method of its pages.
+    pub fn has_method(&self, method: &'static str) {
+        lock(&self.moment).method = method;
     }
 
     /// It is in another state.
@@ -273,15 +280,15 @@ impl Session {
         drop(moment);
         // The whole is kept by all together. One that waits there must be able to catch up.
         let room = if whole == 0 { 0 } else { share.bandwidth / 4 };
-        let options = Options {
-            max_bandwidth,
-            cpu_limit: share.cpu,
-            ..options.clone()
         let max_bandwidth = match share.bandwidth {
             0 => 0,
             part => part.saturating_add(room).min(most),
         };
         self.rate.set(max_bandwidth);
+        let options = Options {
+            max_bandwidth,
+            cpu_limit: share.cpu,
+            ..options.clone()
         };
         self.control.change(&options);
     }
@@ -293,13 +300,6 @@ impl Session {
         moment.weight = weight.unwrap_or(moment.weight);
     }
 
-    /// Whether its guest stands still, so that it comes first.
-    #[must_use]
-    pub fn is_urgent(&self) -> bool {
-        matches!(
-            self.control.status(),
-            Status::PreSwitchover | Status::Device
-        )
     /// Returns true if it shares the host's budget: a migration that leaves the host, or a tunnel, which sends in both
     /// directions.
     #[must_use]
@@ -308,6 +308,13 @@ impl Session {
         subject.direction == Direction::Outgoing || subject.kind == Kind::Tunnel
     }
 
+    /// Whether its guest stands still, so that it comes first.
+    #[must_use]
+    pub fn is_urgent(&self) -> bool {
+        matches!(
+            self.control.status(),
+            Status::PreSwitchover | Status::Device
+        )
     }
 
     /// Whether its guest runs at the destination, and its source has pages that the destination has not.
@@ -415,7 +422,8 @@ impl Session {
     }
 }
 
-fn is_end(status: Status) -> bool {
+/// Returns true for states of a relay that does not run.
+pub(crate) fn is_end(status: Status) -> bool {
     matches!(
         status,
         Status::None | Status::Completed | Status::Failed | Status::Cancelled

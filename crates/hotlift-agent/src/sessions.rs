@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::error::CarryError;
 use crate::messages::{Id, Kind};
-use crate::metrics::Totals;
 use crate::session::{Direction, Session};
+use crate::totals::Totals;
 
 /// Sessions that have ended and are still shown.
 const REMEMBERED: usize = 32;
@@ -146,6 +146,12 @@ impl Sessions {
     #[must_use]
     pub fn totals(&self) -> Totals {
         self.lock().totals.clone()
+    }
+
+    /// Returns the totals of what has ended, and what is under way at the same moment.
+    pub fn snapshot(&self) -> (Totals, Vec<Arc<Session>>) {
+        let all = self.lock();
+        (all.totals.clone(), all.under_way.clone())
     }
 
     /// Counts something that is no session.

@@ -327,7 +327,7 @@ fn what_is_not_redirected_is_reset_and_counted_with_and_without_an_agent() {
     }
     let packets = [DESTINATION, DESTINATION_6].map(|to| counted(host, to).expect("it was counted"));
     let sum: u64 = packets.iter().sum();
-    let shown = format!("hotlift_agent_past_redirect_packets_total{{}} {sum}");
+    let shown = format!("hotlift_agent_past_redirect_packets_total {sum}");
     let metrics = source.metrics();
     assert!(metrics.contains(&shown), "{shown} is missing in\n{metrics}");
     let before = counted(host, DESTINATION);

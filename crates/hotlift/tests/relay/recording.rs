@@ -114,7 +114,7 @@ impl Recording {
         events
     }
 
-    /// The same without one page of main that is sent once; and that page's byte offset in its RAM block.
+    /// Removes one page of main that is sent once; returns also that page's byte offset in its RAM block.
     pub fn without_a_page(mut self) -> (Self, u64) {
         let events = self.events();
         let pages = || {
@@ -184,7 +184,7 @@ impl Recording {
         Self::small_multifd_of(count, |_| true)
     }
 
-    /// The same with those of its 64 pages that `has` takes.
+    /// Makes the same recording with those of its 64 pages that `has` takes.
     pub fn small_multifd_of(count: u8, has: impl Fn(u64) -> bool) -> Self {
         let blocks = [RamBlockEntry::new("pc.ram", 64 * PAGE_SIZE as u64)];
         let (mut encoder, mut main) = small_start(&blocks, true);

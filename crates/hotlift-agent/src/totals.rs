@@ -1,0 +1,205 @@
+//! Counts of all that the agent has carried. They grow while it is carried, and exist from the agent's start.
+
+use std::collections::BTreeMap;
+
+use hotlift_methods::METHODS;
+use prometheus_client::metrics::histogram::Histogram;
+
+use crate::messages::Kind;
+use crate::session::{Direction, Moment, Session};
+
+/// Both directions.
+pub const DIRECTIONS: [Direction; 2] = [Direction::Outgoing, Direction::Incoming];
+
+/// States in which sessions end.
+pub const OUTCOMES: [&str; 3] = ["completed", "failed", "cancelled"];
+
+/// Threads of a relay, by their names without numbers.
+const THREADS: [&str; 5] = [
+    "relay/door",
+    "relay/main",
+    "relay/recv",
+    "relay/return",
+    "relay/send",
+];
+
+/// The method of zero pages, which is none.
+const ZERO: &str = "zero";
+
+/// Upper bounds of durations, in seconds: from an idle VM on a fast link to a large one on a slow link.
+const DURATIONS: [f64; 11] = [
+    1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0,
+];
+
+/// Upper bounds of downtimes, in seconds, around QEMU's default limit of 0.3 s.
+const DOWNTIMES: [f64; 10] = [0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0];
+
+/// A count for each value of a label.
+pub type Counts = BTreeMap<String, f64>;
+
+/// A histogram for each direction.
+pub type Histograms = BTreeMap<&'static str, Histogram>;
+
+fn zeros<'a>(names: impl IntoIterator<Item = &'a str>) -> Counts {
+    let names = names.into_iter();
+    names.map(|name| (name.to_owned(), 0.0)).collect()
+}
+
+fn add(counts: &mut Counts, name: &str, count: f64) {
+    match counts.get_mut(name) {
+        Some(sum) => *sum += count,
+        None => drop(counts.insert(name.to_owned(), count)),
+    }
+}
+
+/// As Prometheus has all numbers.
+#[allow(clippy::cast_precision_loss)]
+pub fn number(count: u64) -> f64 {
+    count as f64
+}
+
+/// Counts of ended sessions, and of what is no session.
+#[derive(Debug, Clone)]
+pub struct Totals {
+    /// Migrations and tunnels, by direction, kind and how they ended.
+    pub ended: BTreeMap<[&'static str; 3], u64>,
+    /// Bytes, pages and CPU time of these sessions.
+    pub traffic: Traffic,
+    /// Durations of completed migrations, in seconds.
+    pub durations: Histograms,
+    /// Downtimes of completed migrations, in seconds, where they are known.
+    pub downtimes: Histograms,
+    /// The sum of these downtimes, by direction, in seconds.
+    pub downtime_seconds: Counts,
+    /// The count of these downtimes, by direction.
+    pub downtime_count: Counts,
+    /// Connections and migrations that were refused.
+    pub refusals: u64,
+    /// Handshakes that have failed.
+    pub tls_failures: u64,
+}
+
+impl Default for Totals {
+    fn default() -> Self {
+        let directions = || DIRECTIONS.map(Direction::name);
+        let histograms = |bounds: &[f64]| {
+            let histogram = |name| (name, Histogram::new(bounds.iter().copied()));
+            directions().into_iter().map(histogram).collect()
+        };
+        let kinds = [Kind::Migration, Kind::Tunnel].map(Kind::name);
+        let mut ended = BTreeMap::new();
+        for direction in directions() {
+            for kind in kinds {
+                ended.extend(OUTCOMES.map(|outcome| ([direction, kind, outcome], 0)));
+            }
+        }
+        Self {
+            ended,
+            traffic: Traffic::default(),
+            durations: histograms(&DURATIONS),
+            downtimes: histograms(&DOWNTIMES),
+            downtime_seconds: zeros(directions()),
+            downtime_count: zeros(directions()),
+            refusals: 0,
+            tls_failures: 0,
+        }
+    }
+}
+
+impl Totals {
+    /// Adds a session that has ended.
+    pub fn add(&mut self, session: &Session) {
+        let moment = session.moment();
+        let subject = &session.subject;
+        let direction = subject.direction.name();
+        let outcome = [direction, subject.kind.name(), moment.state];
+        *self.ended.entry(outcome).or_default() += 1;
+        self.traffic.add(session, &moment);
+        if subject.kind == Kind::Migration
+            && moment.state == "completed"
+            && let (Some(took), Some(durations)) = (moment.took, self.durations.get(direction))
+        {
+            durations.observe(took.as_secs_f64());
+        }
+        if moment.report.is_some()
+            && let Some(downtime) = moment.downtime.map(|time| time.as_secs_f64())
+        {
+            if let Some(downtimes) = self.downtimes.get(direction) {
+                downtimes.observe(downtime);
+            }
+            add(&mut self.downtime_seconds, direction, downtime);
+            add(&mut self.downtime_count, direction, 1.0);
+        }
+    }
+}
+
+/// Bytes, pages and CPU time of sessions.
+#[derive(Debug, Clone)]
+pub struct Traffic {
+    /// Bytes sent to the other side, by direction.
+    pub sent_bytes: Counts,
+    /// Bytes received, by direction.
+    pub received_bytes: Counts,
+    /// Pages with content by method, and "zero".
+    pub pages: Counts,
+    /// Barriers between rounds.
+    pub rounds: f64,
+    /// CPU time by the threads' names without numbers, in seconds.
+    pub cpu_seconds: Counts,
+}
+
+impl Default for Traffic {
+    fn default() -> Self {
+        let directions = || zeros(DIRECTIONS.map(Direction::name));
+        let methods = METHODS.iter().filter(|method| !method.is_auto());
+        Self {
+            sent_bytes: directions(),
+            received_bytes: directions(),
+            pages: zeros(methods.map(|method| method.name).chain([ZERO])),
+            rounds: 0.0,
+            cpu_seconds: zeros(THREADS),
+        }
+    }
+}
+
+impl Traffic {
+    /// Adds a session, which may be under way. What it adds never shrinks: later reports of a session have larger counts.
+    pub fn add(&mut self, session: &Session, moment: &Moment) {
+        let direction = session.subject.direction.name();
+        let (progress, report) = (&moment.progress, moment.report.as_ref());
+        let sent = report.map_or(progress.sent_bytes, |report| report.sent_bytes);
+        let received = report.map_or(progress.received_bytes, |report| report.received_bytes);
+        let normal = report.map_or(progress.normal_pages, |report| report.normal_pages);
+        let zero = report.map_or(progress.zero_pages, |report| report.zero_pages);
+        let rounds = report.map_or(progress.barriers, |report| report.barriers);
+        add(&mut self.sent_bytes, direction, number(sent));
+        add(&mut self.received_bytes, direction, number(received));
+        add(&mut self.pages, ZERO, number(zero));
+        self.rounds += number(rounds);
+        // Of method auto each packet has its own.
+        let methods = match report {
+            Some(report) => report.methods.clone(),
+            None => session.control.method_figures(),
+        };
+        let fixed = report.map_or(moment.method, |report| &report.method);
+        if !methods.is_empty() {
+            for method in methods {
+                add(&mut self.pages, &method.name, number(method.pages));
+            }
+        } else if normal > 0 && !fixed.is_empty() && fixed != "auto" {
+            add(&mut self.pages, fixed, number(normal));
+        }
+        let threads = match report {
+            Some(report) => report.side.threads.clone(),
+            None => session.control.cpu_times(),
+        };
+        for thread in threads {
+            let name = thread.name.trim_end_matches(|c: char| c.is_ascii_digit());
+            add(
+                &mut self.cpu_seconds,
+                name.trim_end_matches('_'),
+                thread.cpu_s,
+            );
+        }
+    }
+}
