@@ -8,6 +8,7 @@ mod agent;
 mod certs;
 mod control_args;
 mod demo;
+mod differences;
 mod drain;
 mod drain_choice;
 mod drain_display;

@@ -18,16 +18,19 @@ use hotlift_console::security;
 use hotlift_console::signals::{Interrupt, TICK};
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
+use hotlift_qemu::compare::{self, compare};
 use hotlift_qemu::error::{Side, at_source};
 use hotlift_qemu::outgoing::{self, Moving};
 use hotlift_qemu::run_state::words;
 use hotlift_qemu::source::{GuestThere, Source};
+use hotlift_qemu::vm::{self, Vm};
 use hotlift_qemu::{settings, shared_memory};
 use hotlift_qmp::{QmpAddress, RunState, Uuid, Version};
 
+use crate::differences;
 use crate::error::CommandError;
 use crate::migrate_domain::{self, DomainArgs};
-use crate::peer::{Answer, Hello, PROTOCOL, SourceMessage};
+use crate::peer::{Answer, Differences, Hello, PROTOCOL, SourceMessage};
 use crate::relay_report::Migration;
 
 /// How long the destination may take to get ready; it may start a QEMU first.
@@ -51,6 +54,12 @@ pub struct MigrateArgs {
     /// Leave RAM in the shared files that both QEMUs of this host map (QEMU's x-ignore-shared); 'hotlift serve' needs it, too
     #[arg(long, conflicts_with = "domain")]
     ignore_shared: bool,
+    /// Compare both VMs, print what differs, and move nothing; exit code 1 if QEMU refuses a difference
+    #[arg(long, conflicts_with = "domain")]
+    check: bool,
+    /// Begin also with differences of both VMs that QEMU refuses: QEMU decides
+    #[arg(long, conflicts_with_all = ["domain", "check"])]
+    ignore_differences: bool,
     #[command(flatten)]
     libvirt: DomainArgs,
     #[command(flatten)]
@@ -109,14 +118,28 @@ fn to_serve(
     let purpose = Purpose::Migrate {
         ignore_shared: args.ignore_shared,
     };
-    let source = Source::connect(qmp, purpose)?;
+    let source = match args.check {
+        true => Source::to_compare(qmp)?,
+        false => Source::connect(qmp, purpose)?,
+    };
     relay_settings.uuid = Some(source.uuid()?.0);
     let tls = security::tls(&relay_settings.outgoing, to)?;
     let mut destination = Conversation::connect(to, "--to", tls.as_deref())?;
     relay_settings.outgoing_tls = tls;
-    let hello = hello(&source, &relay_settings, args.ignore_shared)?;
+    let hello = hello(&source, &relay_settings, args)?;
     destination.say(&hello)?;
-    let (address, token, destination_qemu) = ready(to, &mut destination, &interrupt)?;
+    let (address, token, destination_qemu) = match ready(to, &mut destination, &interrupt)? {
+        Ready::Compared(there) => return checked(args, &hello.vm, &there),
+        Ready::Listens {
+            address,
+            token,
+            qemu,
+            vm,
+        } => {
+            differences::warn(&compare(&hello.vm, &vm));
+            (address, token, qemu)
+        }
+    };
     relay_settings.outgoing_pass = Some(destination.pass(token.0));
     let this = Move {
         args,
@@ -140,15 +163,25 @@ fn to_serve(
     Ok(args.output.print(&migration, || migration.table())?)
 }
 
+/// Prints what differs.
+///
+/// # Errors
+/// If QEMU refuses a difference.
+fn checked(args: &MigrateArgs, here: &Vm, there: &Vm) -> Result<(), CommandError> {
+    let rows = compare(here, there);
+    args.output.print(&rows, || differences::table(&rows))?;
+    Ok(compare::check(&rows)?)
+}
+
 fn hello(
     source: &Source,
     settings: &RelaySettings,
-    ignore_shared: bool,
+    args: &MigrateArgs,
 ) -> Result<Hello, CommandError> {
-    let vm = source.vm()?;
+    let vm = source.vm()?.within(vm::MESSAGE_MAX);
     let mut qemu = source.qemu();
     let capabilities = qemu.query_capabilities().map_err(at_source)?;
-    let shared_memory = match ignore_shared {
+    let shared_memory = match args.ignore_shared && !args.check {
         true => Some(shared_memory::of(&mut qemu, Side::Source)?),
         false => None,
     };
@@ -156,6 +189,11 @@ fn hello(
         hotlift_control: PROTOCOL,
         qemu: qemu.version(),
         vm,
+        differences: match (args.check, args.ignore_differences) {
+            (true, _) => Differences::Show,
+            (false, true) => Differences::Ignore,
+            (false, false) => Differences::Refuse,
+        },
         state: source.was().clone(),
         channels: settings.outgoing.channels(),
         alike: settings::alike(capabilities),
@@ -163,17 +201,39 @@ fn hello(
     })
 }
 
-/// Waits until the destination is ready; where its relay listens, what connections there begin with, and its
-/// QEMU's version.
+/// The destination's answer to a hello.
+enum Ready {
+    /// Its relay listens.
+    Listens {
+        /// Here.
+        address: Address,
+        /// Connections there begin with it.
+        token: Uuid,
+        /// Version of its QEMU.
+        qemu: Version,
+        /// Its VM.
+        vm: Box<Vm>,
+    },
+    /// Its VM; nothing was started.
+    Compared(Box<Vm>),
+}
+
+/// Waits until the destination is ready.
 fn ready(
     to: &Address,
     destination: &mut Conversation,
     interrupt: &Interrupt,
-) -> Result<(Address, Uuid, Version), CommandError> {
+) -> Result<Ready, CommandError> {
     let deadline = Instant::now() + READY;
     loop {
         match destination.hear(TICK)? {
-            Some(Answer::Ready { port, token, qemu }) => {
+            Some(Answer::Compared { vm }) => return Ok(Ready::Compared(vm)),
+            Some(Answer::Ready {
+                port,
+                token,
+                qemu,
+                vm,
+            }) => {
                 let address = match to {
                     Address::Tcp { host, .. } => Address::Tcp {
                         host: host.clone(),
@@ -183,7 +243,12 @@ fn ready(
                         return Err(ConsoleError::OnlyTcp { flag: "--to" }.into());
                     }
                 };
-                return Ok((address, token, qemu));
+                return Ok(Ready::Listens {
+                    address,
+                    token,
+                    qemu,
+                    vm,
+                });
             }
             Some(Answer::Refused { reason } | Answer::Failed { reason, .. }) => {
                 let reason = hotlift_qmp::one_line(&reason);

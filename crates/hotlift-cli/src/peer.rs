@@ -4,7 +4,7 @@
 //! ```text
 //! migrate                 serve
 //! hello            ---->  compares, prepares its QEMU, starts its relay
-//!                  <----  ready, or refused
+//!                  <----  ready, or refused; or its VM, where the source only compares: the end
 //!                  <----  progress, each second
 //! failed           ---->  (in place of a connection that only ends)
 //!                  <----  completed, or failed
@@ -24,7 +24,7 @@ use hotlift_qmp::{RunState, Uuid, Version};
 use serde::{Deserialize, Serialize};
 
 /// Version of these messages. Another version is refused: both commands come from one binary.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// Opens the conversation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -34,9 +34,11 @@ pub struct Hello {
     pub hotlift_control: u32,
     /// Version of the source's QEMU.
     pub qemu: Version,
-    /// What the destination's VM must have alike.
+    /// The source's VM.
     #[serde(flatten)]
     pub vm: Vm,
+    /// What follows from differences of the destination's VM.
+    pub differences: Differences,
     /// What the VM does, and so is to do at the destination.
     pub state: RunState,
     /// Multifd channels that the destination's QEMU is to have; 0 for multifd off.
@@ -45,6 +47,18 @@ pub struct Hello {
     pub alike: Vec<(String, bool)>,
     /// The files that the source leaves its RAM in (`--ignore-shared`); `None`: all of RAM moves.
     pub shared_memory: Option<Vec<SharedFile>>,
+}
+
+/// What the source wants done about differences of both VMs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Differences {
+    /// No migration if QEMU refuses one of them.
+    Refuse,
+    /// A migration with any of them (`--ignore-differences`).
+    Ignore,
+    /// Only the destination's VM (`--check`).
+    Show,
 }
 
 /// What the destination says.
@@ -63,6 +77,13 @@ pub enum Answer {
         token: Uuid,
         /// Version of the destination's QEMU.
         qemu: Version,
+        /// The destination's VM.
+        vm: Box<Vm>,
+    },
+    /// The destination's VM, for a source that only compares. Nothing was started.
+    Compared {
+        /// The VM.
+        vm: Box<Vm>,
     },
     /// Nothing was started.
     Refused {
@@ -142,6 +163,7 @@ mod tests {
                 ram_bytes: Some(64 << 20),
                 ..Vm::default()
             },
+            differences: Differences::Refuse,
             state: RunState::Running,
             channels: 2,
             alike: vec![("dirty-bitmaps".to_owned(), false)],

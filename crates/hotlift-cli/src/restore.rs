@@ -21,12 +21,15 @@ use hotlift_console::security;
 use hotlift_console::signals::Interrupt;
 use hotlift_qemu::QemuError;
 use hotlift_qemu::capabilities::Purpose;
+use hotlift_qemu::compare::{self, compare};
 use hotlift_qemu::destination::{Destination, Statement};
+use hotlift_qemu::error::at_destination;
 use hotlift_qemu::incoming;
 use hotlift_qemu::run_state::words;
 use hotlift_qemu::vm::Vm;
 use hotlift_qmp::QmpAddress;
 
+use crate::differences;
 use crate::error::CommandError;
 use crate::relay_report::relay_table;
 use crate::restore_lazily;
@@ -69,6 +72,9 @@ pub struct RestoreArgs {
     /// With --lazy: CPU time for what the guest has not asked for, in cores; 0 is unlimited [default: 0]
     #[arg(long, value_name = "CORES", requires = "lazy")]
     pub(crate) cpu_limit: Option<String>,
+    /// Begin also with differences from the saved VM that QEMU refuses: QEMU decides
+    #[arg(long, conflicts_with = "resume")]
+    ignore_differences: bool,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
     #[command(flatten)]
@@ -175,12 +181,7 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
         None => Destination::start(&args.command, &interrupt)?,
     };
     if let Some(info) = &info {
-        let saved = Vm {
-            machine: Some(info.machine.clone()),
-            uuid: info.uuid.parse().unwrap_or_default(),
-            ..Vm::default()
-        };
-        saved.fits(&destination.vm()?)?;
+        compare_saved(args, info, &destination)?;
     }
     if let Some(options) = lazily {
         let socket = destination.socket_for(id);
@@ -213,6 +214,35 @@ fn restore(args: &RestoreArgs) -> Result<(), CommandError> {
     taken(destination, settle_timeout, &interrupt)?;
     let table = || relay_table("restore", &report);
     Ok(args.output.print(&report, table)?)
+}
+
+/// Compares the saved VM with the one that gets its guest.
+///
+/// # Errors
+/// If QEMU refuses a difference.
+fn compare_saved(
+    args: &RestoreArgs,
+    info: &FileInfo,
+    destination: &Destination,
+) -> Result<(), QemuError> {
+    let there = match args.resume {
+        // It has the guest, and devices may have been plugged since.
+        true => Vm::identity(&mut destination.qemu()).map_err(at_destination)?,
+        false => destination.vm()?,
+    };
+    let saved = info.vm.clone().map(serde_json::from_value::<Vm>);
+    let saved = Vm {
+        machine: Some(info.machine.clone()),
+        uuid: info.uuid.parse().unwrap_or_default(),
+        // The file of an older or newer command compares less.
+        ..saved.and_then(Result::ok).unwrap_or_default()
+    };
+    let rows = compare(&saved, &there);
+    if !args.ignore_differences {
+        compare::check(&rows)?;
+    }
+    differences::warn(&rows);
+    Ok(())
 }
 
 /// Everything was sent: waits until QEMU says that it has the guest, and says so, whoever reads the figures.

@@ -17,6 +17,7 @@ use hotlift_qemu::error::at_source;
 use hotlift_qemu::left_out::left_out;
 use hotlift_qemu::outgoing::{self, Moving, Relayed};
 use hotlift_qemu::source::{GuestThere, Source};
+use hotlift_qemu::vm;
 use hotlift_qmp::QmpAddress;
 
 use crate::error::CommandError;
@@ -66,6 +67,7 @@ pub fn run(args: &SaveArgs) -> Result<(), CommandError> {
     })?;
     let source = Source::connect(&args.qmp, Purpose::Save)?;
     settings.uuid = Some(source.uuid()?.0);
+    settings.vm = serde_json::to_value(source.vm()?.within(vm::FILE_MAX)).ok();
     settings.left_out = left_out(&mut source.qemu()).map_err(at_source)?;
     let moving = Moving {
         source: &source,

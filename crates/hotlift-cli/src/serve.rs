@@ -25,13 +25,14 @@ use hotlift_qemu::error::Side;
 use hotlift_qemu::process::{self, Custody};
 use hotlift_qemu::run_state::words;
 use hotlift_qemu::source::GuestThere;
-use hotlift_qemu::{QemuError, incoming, shared_memory};
+use hotlift_qemu::vm::{self, Vm};
+use hotlift_qemu::{QemuError, compare, incoming, shared_memory};
 use hotlift_qmp::server::{Commands, Events};
 use hotlift_qmp::{QmpAddress, RunState, Uuid, one_line};
 
 use crate::control_args::ControlArgs;
 use crate::error::CommandError;
-use crate::peer::{Answer, Hello, SourceMessage};
+use crate::peer::{Answer, Differences, Hello, SourceMessage};
 use crate::serve_files;
 
 /// How long a source whose connections have ended may take to say why.
@@ -87,6 +88,8 @@ pub struct ServeArgs {
 enum Visit {
     /// It was sent away, and nothing was used up.
     SentAway(CommandError),
+    /// It has compared its VM with the destination's, and nothing was used up.
+    Compared,
     /// Its migration has ended.
     Over(Result<(), CommandError>),
 }
@@ -176,6 +179,12 @@ impl Host<'_> {
                 Ok(hello) => match self.receive(&mut source, &hello, held) {
                     Visit::Over(outcome) => return outcome,
                     Visit::SentAway(error) => error,
+                    Visit::Compared => {
+                        complain!(
+                            "hotlift: a source has compared its VM with this one, and sent no guest"
+                        );
+                        continue;
+                    }
                 },
                 Err(error) => {
                     refuse(&mut source, &error);
@@ -207,16 +216,38 @@ impl Host<'_> {
                 return Visit::SentAway(error.into());
             }
         };
-        let fits = destination.vm().and_then(|there| hello.vm.fits(&there));
-        if let Err(error) = fits.and_then(|()| self.shares_memory(hello, &destination)) {
-            refuse(source, &error);
-            if self.args.qmp.is_some() {
-                *held = Some(destination);
+        let vm = match self.compare(hello, &destination) {
+            Ok(vm) if hello.differences != Differences::Show => vm,
+            outcome => {
+                if self.args.qmp.is_some() {
+                    *held = Some(destination);
+                }
+                return match outcome {
+                    Ok(vm) => match source.say(&Answer::Compared { vm }) {
+                        Ok(()) => Visit::Compared,
+                        Err(error) => Visit::SentAway(error.into()),
+                    },
+                    Err(error) => {
+                        refuse(source, &error);
+                        Visit::SentAway(error.into())
+                    }
+                };
             }
-            return Visit::SentAway(error.into());
-        }
+        };
         destination.expect(hello.state.clone());
-        Visit::Over(self.migrate(source, hello, destination))
+        Visit::Over(self.migrate(source, hello, vm, destination))
+    }
+
+    /// Returns the destination's VM, if the source's guest may come into it.
+    fn compare(&self, hello: &Hello, destination: &Destination) -> Result<Box<Vm>, QemuError> {
+        let vm = destination.vm()?.within(vm::MESSAGE_MAX);
+        match hello.differences {
+            Differences::Show => return Ok(vm.into()),
+            Differences::Refuse => compare::check(&compare::compare(&hello.vm, &vm))?,
+            Differences::Ignore => {}
+        }
+        self.shares_memory(hello, destination)?;
+        Ok(vm.into())
     }
 
     /// Checks that both sides leave RAM in the same files, or none does.
@@ -245,6 +276,7 @@ impl Host<'_> {
         &self,
         source: &mut Conversation,
         hello: &Hello,
+        vm: Box<Vm>,
         mut destination: Destination,
     ) -> Result<(), CommandError> {
         let socket = destination.socket();
@@ -265,6 +297,7 @@ impl Host<'_> {
             port,
             token: Uuid(token),
             qemu: destination.qemu().version(),
+            vm,
         };
         source.say(&ready)?;
         let (relayed, source_said) =

@@ -62,8 +62,8 @@ pub fn folded(text: &str) -> String {
     }
 }
 
-/// What is broken off is indented as its line is.
-fn folded_to(columns: usize, text: &str) -> String {
+/// `text` with lines of at most so many columns, broken between words. What is broken off is indented as its line is.
+pub fn folded_to(columns: usize, text: &str) -> String {
     let mut lines = Vec::new();
     for whole in text.lines() {
         if whole.width() <= columns {
@@ -159,6 +159,15 @@ pub fn wrap(table: &mut Table, words: usize) {
     for (_, column) in others.filter(|(index, _)| *index != words) {
         column.set_constraint(ColumnConstraint::ContentWidth);
     }
+}
+
+/// Lets the words of every column continue in further lines, so that the table fits the terminal of standard output, or
+/// `otherwise` columns elsewhere.
+pub fn wrap_to(table: &mut Table, otherwise: u16) {
+    let columns = columns(rustix::stdio::stdout()).and_then(|columns| columns.try_into().ok());
+    table
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(columns.unwrap_or(otherwise));
 }
 
 /// How many columns of figures go side by side with one of names, so that a table fits the terminal of

@@ -275,7 +275,7 @@ impl Destination {
         self.folder.path().join("incoming")
     }
 
-    /// What its VM must have alike with the guest's.
+    /// Its VM, to be compared with the guest's.
     ///
     /// # Errors
     /// If it does not answer.

@@ -73,15 +73,11 @@ pub enum QemuError {
         /// Its last errors, in one line.
         errors: String,
     },
-    /// VMs that must have something alike.
-    #[error("{what} differs: the source has {source_has}, the destination has {destination_has}")]
+    /// VMs with differences that QEMU refuses.
+    #[error("{differences}; --ignore-differences leaves the decision to QEMU")]
     Differs {
-        /// What.
-        what: &'static str,
-        /// At the source.
-        source_has: String,
-        /// At the destination.
-        destination_has: String,
+        /// Each of them with both values and the remedy, in one line.
+        differences: String,
     },
     /// A capability or parameter that the command refuses.
     #[error(

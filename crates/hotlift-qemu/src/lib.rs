@@ -19,12 +19,14 @@
 //! | `shared_memory` | RAM in files that both QEMUs map |
 //! | `left_out` | RAM that QEMU leaves out, as devices report it |
 //! | `run_state` | whether a guest does at its destination what it is to do |
-//! | `vm` | what the VMs at both ends must have alike |
+//! | `vm` | the VM of a QEMU, described for the other end |
+//! | `compare` | differences of two VMs, and which of them QEMU refuses |
 //! | `error` | why a QEMU could not be steered, or where its guest is |
 
 #![forbid(unsafe_code)]
 
 pub mod capabilities;
+pub mod compare;
 pub mod connect;
 pub mod destination;
 pub mod error;

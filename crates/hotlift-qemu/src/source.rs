@@ -120,6 +120,21 @@ impl Source {
         })
     }
 
+    /// Connects to compare its VM with another: changes nothing, also not what an earlier command has left changed.
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn to_compare(address: &QmpAddress) -> Result<Self, QemuError> {
+        let mut qemu = connect(address, CONNECT).map_err(at_source)?;
+        let was = qemu.query_status().map_err(at_source)?.run_state();
+        Ok(Self {
+            address: address.clone(),
+            qemu: Mutex::new(qemu),
+            changed: Mutex::new(None),
+            was,
+        })
+    }
+
     /// Whether the guest ran when the command began.
     pub fn was_running(&self) -> bool {
         self.was == RunState::Running
@@ -148,7 +163,7 @@ impl Source {
         self.qemu.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the destination's VM must have alike.
+    /// Its VM, to be compared with the destination's.
     ///
     /// # Errors
     /// If it does not answer.

@@ -1,13 +1,19 @@
-//! What the VMs at both ends must have alike.
+//! The VM of a QEMU, as both ends of a migration describe theirs to each other.
 
-use hotlift_qmp::{Qemu, QmpError, Uuid};
+use hotlift_qmp::{
+    Disk, MachineDevice, MemoryDevice, MemoryLimits, Qemu, QmpError, RamBlock, Uuid,
+};
 use serde::{Deserialize, Serialize};
 
-use crate::error::QemuError;
+/// Longest description in a message to the other host, in bytes of JSON: half of what a conversation's message may have.
+pub const MESSAGE_MAX: usize = 128 << 10;
 
-/// A VM, as far as both ends must have it alike; `None` where QEMU does not tell.
+/// Longest description in a save file, in bytes of JSON: half of what its header may have.
+pub const FILE_MAX: usize = 32 << 10;
+
+/// A VM, as far as both ends compare it; `None` where QEMU does not report it.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case", default)]
 pub struct Vm {
     /// Machine type.
     pub machine: Option<String>,
@@ -17,6 +23,26 @@ pub struct Vm {
     pub ram_bytes: Option<u64>,
     /// vCPUs.
     pub vcpus: Option<usize>,
+    /// vCPUs that it can have.
+    pub possible_vcpus: Option<usize>,
+    /// The stream has state of each possible vCPU; `None`: the machine has no ACPI device for that.
+    pub has_cpu_hotplug_state: Option<bool>,
+    /// CPU model.
+    pub cpu_model: Option<String>,
+    /// Flags of the CPU that are on, sorted.
+    pub cpu_flags: Option<Vec<String>>,
+    /// Slots for memory.
+    pub memory_slots: Option<u64>,
+    /// Bytes of RAM that it can have.
+    pub max_ram_bytes: Option<u64>,
+    /// Memory that is plugged in.
+    pub memory_devices: Option<Vec<MemoryDevice>>,
+    /// RAM blocks that migrate.
+    pub ram_blocks: Option<Vec<RamBlock>>,
+    /// Devices.
+    pub devices: Option<Vec<MachineDevice>>,
+    /// Disks.
+    pub disks: Option<Vec<Disk>>,
 }
 
 impl Vm {
@@ -25,46 +51,88 @@ impl Vm {
     /// # Errors
     /// Those of QMP.
     pub fn of(qemu: &mut Qemu) -> Result<Self, QmpError> {
+        let (cpu_model, cpu_flags) = qemu.cpu()?.map(|cpu| (cpu.model, cpu.flags)).unzip();
+        let limits = qemu.memory_limits()?;
         Ok(Self {
-            machine: qemu.machine_type()?,
-            uuid: qemu.query_uuid()?,
             ram_bytes: qemu.base_memory()?,
             vcpus: qemu.vcpus()?,
+            possible_vcpus: qemu.possible_vcpus()?,
+            has_cpu_hotplug_state: qemu.has_cpu_hotplug_state()?,
+            cpu_model,
+            cpu_flags,
+            memory_slots: limits.map(|MemoryLimits { slots, .. }| slots),
+            max_ram_bytes: limits.map(|MemoryLimits { max_bytes, .. }| max_bytes),
+            memory_devices: qemu.memory_devices()?,
+            ram_blocks: qemu.ram_blocks()?,
+            devices: qemu.machine_devices()?,
+            disks: qemu.disks()?,
+            ..Self::identity(qemu)?
         })
     }
 
-    /// Whether the guest of this VM can run in the VM `there` at all. QEMU itself finds out more, but only when it
-    /// reads the stream.
+    /// Only the machine type and the UUID of that of `qemu`.
     ///
     /// # Errors
-    /// [`QemuError::Differs`].
-    pub fn fits(&self, there: &Self) -> Result<(), QemuError> {
-        if let (Some(here), Some(there)) = (&self.machine, &there.machine) {
-            alike("the machine type", &hotlift_qmp::one_line(here), there)?;
+    /// Those of QMP.
+    pub fn identity(qemu: &mut Qemu) -> Result<Self, QmpError> {
+        Ok(Self {
+            machine: qemu.machine_type()?,
+            uuid: qemu.query_uuid()?,
+            ..Self::default()
+        })
+    }
+
+    /// The same without its longest lists, where all of it has more than `limit` bytes as JSON.
+    #[must_use]
+    pub fn within(mut self, limit: usize) -> Self {
+        let drops: [fn(&mut Self); 5] = [
+            |vm| vm.devices = None,
+            |vm| vm.cpu_flags = None,
+            |vm| vm.disks = None,
+            |vm| vm.ram_blocks = None,
+            |vm| vm.memory_devices = None,
+        ];
+        for drop in drops {
+            if serde_json::to_vec(&self).is_ok_and(|json| json.len() <= limit) {
+                break;
+            }
+            drop(&mut self);
         }
-        // QEMU takes no multifd channel of another UUID.
-        alike("the UUID (-uuid)", &self.uuid, &there.uuid)?;
-        if let (Some(here), Some(there)) = (self.ram_bytes, there.ram_bytes) {
-            alike("the RAM size in bytes (-m)", &here, &there)?;
-        }
-        if let (Some(here), Some(there)) = (self.vcpus, there.vcpus) {
-            alike("the number of vCPUs (-smp)", &here, &there)?;
-        }
-        Ok(())
+        self
     }
 }
 
-fn alike<T: PartialEq + ToString>(
-    what: &'static str,
-    source_has: &T,
-    destination_has: &T,
-) -> Result<(), QemuError> {
-    if source_has == destination_has {
-        return Ok(());
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_description_that_is_too_long_loses_its_longest_lists_alone() {
+        let device = MachineDevice {
+            place: "pci.0/02.0".to_owned(),
+            kind: "e1000".to_owned(),
+            pci: None,
+            vectors: None,
+        };
+        let vm = Vm {
+            vcpus: Some(2),
+            cpu_flags: Some(vec!["avx".to_owned()]),
+            devices: Some(vec![device; 1000]),
+            ..Vm::default()
+        };
+        assert_eq!(vm.clone().within(MESSAGE_MAX), vm);
+        let shorter = vm.clone().within(10_000);
+        assert_eq!(
+            (&shorter.devices, &shorter.cpu_flags),
+            (&None, &vm.cpu_flags)
+        );
+        assert_eq!(vm.within(0).vcpus, Some(2));
     }
-    Err(QemuError::Differs {
-        what,
-        source_has: source_has.to_string(),
-        destination_has: destination_has.to_string(),
-    })
+
+    #[test]
+    fn a_description_of_an_older_command_is_read() {
+        let vm: Vm = serde_json::from_str(r#"{"machine":"pc","unknown":1}"#).unwrap();
+        assert_eq!(vm.machine.as_deref(), Some("pc"));
+        assert_eq!(vm.devices, None);
+    }
 }

@@ -23,6 +23,10 @@ pub const MAX_LINE: usize = 4 << 20;
 /// counts is asked for (`query-status`, `query-migrate`), so none that was dropped is missed.
 pub const MAX_QUEUED_EVENTS: usize = 1024;
 
+/// Commands that are sent before the first of their answers is read. QEMU queues 8 (`QMP_REQ_QUEUE_LEN_MAX`) and leaves the rest
+/// in the socket, whose buffers take the requests and the answers of so many.
+const AT_ONCE: usize = 64;
+
 /// Between two attempts to connect.
 const RETRY: Duration = Duration::from_millis(20);
 
@@ -155,18 +159,62 @@ impl Client {
     /// [`QmpError::Command`] if QEMU refuses; the others if the conversation fails.
     pub fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, QmpError> {
         let deadline = Instant::now() + self.timeout;
-        self.last_id += 1;
-        let id = self.last_id;
-        let mut request = json!({ "execute": command, "id": id });
-        if !arguments.is_null() {
-            request["arguments"] = arguments.clone();
+        let id = self.send(command, std::slice::from_ref(arguments), deadline)?;
+        self.answer(command, id, deadline)
+    }
+
+    /// Runs a command with each of these arguments, [`AT_ONCE`] of them without a wait for an answer in between. Returns the
+    /// answers in their order; `None` where QEMU refuses.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn execute_each(
+        &mut self,
+        command: &str,
+        arguments: &[Value],
+    ) -> Result<Vec<Option<Value>>, QmpError> {
+        let mut answers = Vec::with_capacity(arguments.len());
+        for arguments in arguments.chunks(AT_ONCE) {
+            let deadline = Instant::now() + self.timeout;
+            let first = self.send(command, arguments, deadline)?;
+            for id in (first..).take(arguments.len()) {
+                answers.push(match self.answer(command, id, deadline) {
+                    Ok(answer) => Some(answer),
+                    Err(QmpError::Command { .. }) => None,
+                    Err(error) => return Err(error),
+                });
+            }
         }
-        let mut line = request.to_string().into_bytes();
-        line.push(b'\n');
-        let written = self.lines.write(&line, deadline);
+        Ok(answers)
+    }
+
+    /// Sends a command with each of these arguments, and returns the id of the first; those of the others follow.
+    fn send(
+        &mut self,
+        command: &str,
+        arguments: &[Value],
+        deadline: Instant,
+    ) -> Result<u64, QmpError> {
+        let first = self.last_id + 1;
+        let mut lines = String::new();
+        for arguments in arguments {
+            self.last_id += 1;
+            let mut request = json!({ "execute": command, "id": self.last_id });
+            if !arguments.is_null() {
+                request["arguments"] = arguments.clone();
+            }
+            lines.push_str(&request.to_string());
+            lines.push('\n');
+        }
+        let written = self.lines.write(lines.as_bytes(), deadline);
         if !written.map_err(|source| io_error(command, source))? {
             return Err(self.timed_out(command));
         }
+        Ok(first)
+    }
+
+    /// Waits for the answer to the command with this id.
+    fn answer(&mut self, command: &str, id: u64, deadline: Instant) -> Result<Value, QmpError> {
         loop {
             let (answered, outcome) = match self.message(command, deadline, self.timeout)? {
                 Message::Event(event) => {

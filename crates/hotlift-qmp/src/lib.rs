@@ -4,7 +4,8 @@
 //! [`Client`] speaks the protocol: lines of JSON over a UNIX or TCP socket, one command at a time,
 //! events queued meanwhile. [`Qemu`] has the commands of a migration with types; [`qapi`] describes the types of the
 //! answers, which a server writes as the client reads them. [`GuestEvents`] collects what events report of the guest
-//! (`guest_events.rs`); `objects.rs` reads the memory backends and virtio-mem devices of a machine. Both block, with a
+//! (`guest_events.rs`); `objects.rs` reads the memory backends and virtio-mem devices of a machine, `inventory.rs` and `qtree.rs`
+//! its CPUs, memory devices, disks and devices. Both block, with a
 //! deadline for every wait. QEMU serves one QMP connection at a time on a socket; a second one hears
 //! nothing until the first has gone, which is what a greeting that does not come usually means.
 
@@ -15,12 +16,14 @@ mod client;
 mod error;
 mod guest_events;
 mod http;
+mod inventory;
 mod lines;
 mod machine;
 mod migration;
 mod objects;
 pub mod qapi;
 mod qemu;
+mod qtree;
 mod ram_blocks;
 pub mod server;
 mod uuid;
@@ -30,6 +33,7 @@ pub use client::{ANSWER_TIMEOUT, Client, Event, MAX_LINE, MAX_QUEUED_EVENTS};
 pub use error::{QmpError, one_line};
 pub use guest_events::GuestEvents;
 pub use http::{HTTP, is_http};
+pub use inventory::{Cpu, Disk, MemoryDevice, MemoryLimits};
 pub use lines::{Connection, Line, Lines, Socket};
 pub use machine::{CommandInfo, NameInfo, RunState, StatusInfo, UuidInfo, Version, VersionInfo};
 pub use migration::{
@@ -38,4 +42,6 @@ pub use migration::{
 };
 pub use objects::{SharedBackend, VirtioMem};
 pub use qemu::Qemu;
+pub use qtree::{MachineDevice, general_type};
+pub use ram_blocks::RamBlock;
 pub use uuid::Uuid;

@@ -31,14 +31,14 @@ pub struct VirtioMem {
 }
 
 /// QOM paths of the devices that an operator adds.
-const PERIPHERALS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+pub(crate) const PERIPHERALS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// An entry of `qom-list`.
 #[derive(Deserialize)]
-struct Entry {
-    name: String,
+pub(crate) struct Entry {
+    pub name: String,
     #[serde(rename = "type")]
-    kind: String,
+    pub kind: String,
 }
 
 impl Qemu {
@@ -53,6 +53,12 @@ impl Qemu {
     ) -> Result<Option<T>, QmpError> {
         let arguments = json!({ "path": path, "property": property });
         if_told(self.ask("qom-get", &arguments))
+    }
+
+    /// Children and properties of an object (`qom-list`); none from a QEMU that does not list them.
+    pub(crate) fn entries(&mut self, path: &str) -> Result<Vec<Entry>, QmpError> {
+        let entries = self.ask("qom-list", &json!({ "path": path }));
+        Ok(if_told(entries)?.unwrap_or_default())
     }
 
     /// Makes an object that only keeps `text`, readable as the property `data` of `/objects/ID`; false if this QEMU has no
@@ -126,8 +132,7 @@ impl Qemu {
     /// If the conversation fails.
     pub fn hints_free_pages(&mut self) -> Result<bool, QmpError> {
         for path in PERIPHERALS {
-            let entries = self.ask::<Vec<Entry>>("qom-list", &json!({ "path": path }));
-            let entries = if_told(entries)?.unwrap_or_default();
+            let entries = self.entries(path)?;
             for Entry { name, .. } in entries
                 .iter()
                 .filter(|entry| entry.kind.starts_with("child<virtio-balloon"))

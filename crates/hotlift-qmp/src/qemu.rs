@@ -11,7 +11,7 @@ use crate::client::{Client, Event};
 use crate::error::QmpError;
 use crate::machine::{NameInfo, StatusInfo, UuidInfo, Version, VersionInfo};
 use crate::migration::{MigrationCapabilityStatus, MigrationInfo, MigrationThreadInfo};
-use crate::ram_blocks;
+use crate::ram_blocks::{self, RamBlock};
 use crate::uuid::Uuid;
 
 /// A QEMU that is spoken to.
@@ -128,16 +128,32 @@ impl Qemu {
         if_told(answer.map(|vcpus| vcpus.len()))
     }
 
-    /// RAM blocks of the machine by name, and the size in bytes of the pages that the host has each in (`info ramblock` of the
-    /// human monitor); `None` if this QEMU does not tell.
+    /// RAM blocks of the machine that a migration transfers (`info ramblock` of the human monitor); `None` if this QEMU does not
+    /// list them.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn ram_blocks(&mut self) -> Result<Option<Vec<RamBlock>>, QmpError> {
+        Ok(self
+            .monitor("info ramblock")?
+            .as_deref()
+            .map(ram_blocks::parse))
+    }
+
+    /// RAM blocks of the machine by name, and the size in bytes of the pages that the host has each in; `None` if this QEMU does
+    /// not list them.
     ///
     /// # Errors
     /// If the conversation fails.
     pub fn page_sizes(&mut self) -> Result<Option<Vec<(String, u64)>>, QmpError> {
-        let arguments = json!({ "command-line": "info ramblock" });
-        let answer = self.ask::<String>("human-monitor-command", &arguments);
-        let table = if_told(answer)?;
-        Ok(table.map(|table| ram_blocks::page_sizes(&table)))
+        let blocks = self.ram_blocks()?;
+        let size = |block: RamBlock| (block.name, block.page_size);
+        Ok(blocks.map(|blocks| blocks.into_iter().map(size).collect()))
+    }
+
+    /// Runs a line of the human monitor; `None` if this QEMU does not.
+    pub(crate) fn monitor(&mut self, line: &str) -> Result<Option<String>, QmpError> {
+        if_told(self.ask("human-monitor-command", &json!({ "command-line": line })))
     }
 
     /// `query-migrate-capabilities`, in QEMU's order.

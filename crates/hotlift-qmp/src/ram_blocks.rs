@@ -1,21 +1,42 @@
-//! What QEMU's human monitor says of RAM blocks, of which QMP has no stable command.
+//! RAM blocks, as QEMU's human monitor lists them: QMP has no stable command.
 
-/// The page size of each RAM block by name, in bytes, out of what `info ramblock` answers:
+use serde::{Deserialize, Serialize};
+
+/// A RAM block that a migration transfers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct RamBlock {
+    /// Its name in the stream.
+    pub name: String,
+    /// Size of the pages that the host has it in, in bytes.
+    #[serde(skip, default)]
+    pub page_size: u64,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// The size in bytes that it can grow to.
+    pub max_bytes: u64,
+}
+
+/// Parses the answer to `info ramblock`:
 ///
 /// ```text
 ///               Block Name    PSize              Offset               Used              Total
 ///                   pc.ram    2 MiB  0x0000000000000000 0x0000000008000000 0x0000000008000000
 /// ```
 ///
-/// QEMU 10.0 says more behind that. Lines of another kind are left out.
-pub(crate) fn page_sizes(table: &str) -> Vec<(String, u64)> {
-    table.lines().filter_map(page_size).collect()
+/// QEMU 10.0 appends columns. Lines of another kind are left out, and blocks without a name: those do not migrate.
+pub(crate) fn parse(table: &str) -> Vec<RamBlock> {
+    table.lines().filter_map(row).collect()
 }
 
-fn page_size(line: &str) -> Option<(String, u64)> {
+fn row(line: &str) -> Option<RamBlock> {
     let words: Vec<_> = line.split_whitespace().collect();
     let offset = words.iter().position(|word| word.starts_with("0x"))?;
-    let [name @ .., number, unit] = &words[..offset] else {
+    let (head, numbers) = words.split_at(offset);
+    let [name @ .., number, unit] = head else {
+        return None;
+    };
+    let [_offset, used, total, ..] = numbers else {
         return None;
     };
     let shift = match *unit {
@@ -25,8 +46,14 @@ fn page_size(line: &str) -> Option<(String, u64)> {
         "GiB" => 30,
         _ => return None,
     };
-    let size = number.parse::<u64>().ok()?.checked_mul(1 << shift)?;
-    Some((name.join(" "), size))
+    let hex = |word: &str| u64::from_str_radix(word.strip_prefix("0x")?, 16).ok();
+    let name = name.join(" ");
+    (!name.is_empty()).then_some(RamBlock {
+        name,
+        page_size: number.parse::<u64>().ok()?.checked_mul(1 << shift)?,
+        bytes: hex(used)?,
+        max_bytes: hex(total)?,
+    })
 }
 
 #[cfg(test)]
@@ -34,22 +61,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn page_sizes_are_read_as_old_and_new_qemus_say_them() {
+    fn blocks_are_parsed_from_the_tables_of_old_and_new_qemus() {
         let old = "              Block Name    PSize              Offset               Used              Total\r\n\
             \x20                 pc.ram    2 MiB  0x0000000000000000 0x0000000008000000 0x0000000008000000\r\n\
             \x20   /rom@etc/acpi/tables    4 KiB  0x0000000008080000 0x0000000000020000 0x0000000000200000\r\n";
         let new = "              Block Name    PSize              Offset               Used              Total                HVA  RO\r\n\
             \x20                 pc.ram    1 GiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 0x00007f3adfe00000  rw\r\n\
             \x20                 pc.bios    4 KiB  0x0000000008040000 0x0000000000020000 0x0000000000020000 0x00007f3adfc00000  ro\r\n";
-        let block = |name: &str, size| (name.to_owned(), size);
+        let block = |name: &str, page_size, bytes, max_bytes| RamBlock {
+            name: name.to_owned(),
+            page_size,
+            bytes,
+            max_bytes,
+        };
         assert_eq!(
-            page_sizes(old),
+            parse(old),
             [
-                block("pc.ram", 2 << 20),
-                block("/rom@etc/acpi/tables", 4096)
+                block("pc.ram", 2 << 20, 128 << 20, 128 << 20),
+                block("/rom@etc/acpi/tables", 4096, 128 << 10, 2 << 20)
             ]
         );
-        assert_eq!(page_sizes(new)[0], block("pc.ram", 1 << 30));
-        assert_eq!(page_sizes("unknown command: 'info ramblock'\r\n"), []);
+        assert_eq!(
+            parse(new)[0],
+            block("pc.ram", 1 << 30, 128 << 20, 128 << 20)
+        );
+        assert_eq!(parse("unknown command: 'info ramblock'\r\n"), []);
+        assert_eq!(parse("  4 KiB  0x0 0x1000 0x1000\n"), []);
     }
 }

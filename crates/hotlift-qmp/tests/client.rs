@@ -120,6 +120,32 @@ fn an_answer_is_told_from_the_events_before_it_and_the_events_are_kept() {
 }
 
 #[test]
+fn a_command_with_many_arguments_is_sent_before_its_first_answer_is_read() {
+    let fake = Fake::new(|peer| {
+        peer.greet();
+        let asked: Vec<_> = (0..3).map(|_| peer.hear()).collect();
+        peer.say(r#"{"event":"STOP"}"#);
+        for (command, id, arguments) in asked {
+            assert_eq!(command, "qom-get");
+            match arguments["property"].as_str() {
+                Some("b") => peer.say(
+                    &json!({"error": {"class": "GenericError", "desc": "none"}, "id": id})
+                        .to_string(),
+                ),
+                _ => peer.answer(&id, &arguments["property"]),
+            }
+        }
+    });
+    let mut client = fake.connect().unwrap();
+    let arguments = ["a", "b", "c"].map(|name| json!({ "property": name }));
+    let answers = client.execute_each("qom-get", &arguments).unwrap();
+    assert_eq!(answers, [Some(json!("a")), None, Some(json!("c"))]);
+    assert_eq!(client.poll_event().unwrap().unwrap().name, "STOP");
+    // The connection breaks: no answers.
+    assert!(client.execute_each("qom-get", &arguments).is_err());
+}
+
+#[test]
 fn how_the_guest_ended_is_known_after_qemu_has_closed_the_connection() {
     let fake = Fake::new(|peer| {
         peer.greet();

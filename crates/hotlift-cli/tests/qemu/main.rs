@@ -11,6 +11,7 @@
 //! | `custody`, `qmp_proxy` | a started QEMU outlives whatever fails after the commit |
 //! | `back_and_forth` | fifty migrations through the same relays |
 //! | `operator` | the commands that steer QEMUs: migrate, serve, save, restore |
+//! | `preflight` | differences of two VMs, before the first page |
 //! | `run_state` | what a guest does at the end is what it did at the start |
 //! | `watched` | `serve` over QMP |
 //! | `table` | docs/qemu-compatibility.md, of what all these say |
@@ -50,6 +51,7 @@ mod linux_moves;
 mod matrix;
 mod operator;
 mod postcopy;
+mod preflight;
 mod qmp_proxy;
 mod route;
 mod run_state;

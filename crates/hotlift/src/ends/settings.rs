@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use serde_json::Value;
+
 use crate::control::Control;
 use crate::ends::file::{FileFormat, RemoteFile};
 use crate::options::{Options, ZeroPageDetection};
@@ -74,6 +76,8 @@ pub struct RelaySettings {
     pub to_qemu: bool,
     /// Pages of a save file that are damaged are zero in the guest. Without it such a file is refused.
     pub salvage: bool,
+    /// Description of the source's VM, kept in the header of a save file for the caller that restores it.
+    pub vm: Option<Value>,
     /// RAM that the source leaves out. Into a file, every other page must come: as content, or as zero.
     pub left_out: Vec<LeftOut>,
     /// What each incoming connection must begin with: given to the one source that may connect, over a
@@ -101,6 +105,7 @@ impl Default for RelaySettings {
             flush_after_each_section: None,
             to_qemu: false,
             salvage: false,
+            vm: None,
             left_out: Vec::new(),
             incoming_pass: None,
             outgoing_pass: None,

@@ -105,6 +105,7 @@ impl BlockSink {
             begun: begun.map_or(0, |since| since.as_secs()),
             hotlift: env!("CARGO_PKG_VERSION").to_owned(),
             id: id.iter().fold(0, |id, byte| id << 8 | u64::from(*byte)),
+            vm: settings.vm.clone(),
             base: None,
         };
         let (header, seed) = layout::header(&info)?;

@@ -16,6 +16,7 @@
 
 use hotlift_wire::multifd::Method;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::FileError;
 
@@ -63,6 +64,9 @@ pub struct FileInfo {
     pub hotlift: String,
     /// Random: no other file has it.
     pub id: u64,
+    /// Description of the source's VM, as the command that wrote the file has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm: Option<Value>,
     /// Id of the file that has the pages that are not in this one. None is written so far, and none read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<u64>,

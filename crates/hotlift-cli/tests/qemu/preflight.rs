@@ -1,0 +1,177 @@
+//! Differences of both VMs: refused, reported or printed before the first page.
+
+use std::fs;
+
+use rustix::process::Signal;
+
+use crate::hotlift::Hotlift;
+use crate::need;
+use crate::operator::{has_moved, machine, serve, succeeds};
+use crate::vm::{Release, Vm, folder, until};
+
+const RELEASES: [Release; 3] = [Release::V7, Release::V10, Release::V11];
+
+/// Words of a command line.
+fn words(line: &str) -> Vec<String> {
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+/// Lets the guest's firmware use the ACPI device that vCPUs are plugged by, as an operating system does: a write of 0 to the
+/// first port of PIIX4's device.
+fn use_cpu_hotplug(here: &mut Vm) {
+    here.hmp("o /b 0xaf00 0");
+}
+
+/// Whether a VM waits for a migration of which nothing has begun.
+fn waits(there: &mut Vm) -> bool {
+    let state = there.qmp.query_status().expect("a status");
+    state.status == "inmigrate" && there.migration().status() == "none"
+}
+
+/// Runs a command to its end, and returns its exit code and all that it printed.
+fn run(arguments: &[&str]) -> (Option<i32>, String) {
+    let (status, said) = Hotlift::start(arguments).wait();
+    (status.code(), said.join("\n"))
+}
+
+#[test]
+fn what_qemu_refuses_is_refused_and_printed_before_the_first_page() {
+    let files = folder();
+    let rom = files.path().join("rom");
+    // QEMU rounds it up to 512 KiB; its own ROM of this device has 256 KiB.
+    fs::write(&rom, vec![0; (256 << 10) + 1]).expect("a ROM");
+    let other_rom = format!(",romfile={}", rom.display());
+    let line = |maxcpus: u32, dimm: &str, rom: &str| {
+        words(&format!(
+            "-smp 1,maxcpus={maxcpus} -m slots=2,maxmem=1G -device virtio-net-pci{rom} {dimm}"
+        ))
+    };
+    let dimm = "-object memory-backend-ram,id=dimm0,size=64M -device pc-dimm,memdev=dimm0";
+    for release in RELEASES {
+        println!("{release:?}");
+        let machine = machine(release.machine());
+        let mut here = need!(Vm::running_with(release, &machine, &line(8, dimm, "")));
+        use_cpu_hotplug(&mut here);
+        let qmp = here.free_qmp();
+        let settings = here.qmp.query_parameters().expect("parameters");
+        for (other, expected) in [
+            (
+                line(4, dimm, ""),
+                "number of possible vCPUs differs: the source has 8, the destination has 4 (start the destination's QEMU with \
+                 -smp …,maxcpus=8)",
+            ),
+            (
+                line(8, "", ""),
+                "RAM block dimm0 differs: the source has 67108864 bytes, the destination has none",
+            ),
+            (
+                line(8, dimm, &other_rom),
+                "virtio-net-pci.rom differs: the source has 262144 bytes, the destination has 524288 bytes",
+            ),
+        ] {
+            let mut there = need!(Vm::waiting_with(release, &machine, &other));
+            let (mut serve, uri) = serve(&["--qmp", &there.free_qmp()]);
+            let (code, said) = run(&["migrate", "--qmp", &qmp, "--to", &uri, "--check"]);
+            assert_eq!(code, Some(1), "{said}");
+            assert!(said.contains(expected), "{said}");
+            let table: Vec<_> = said
+                .lines()
+                .filter(|line| line.contains(['│', '┆']))
+                .collect();
+            assert!(table.len() > 10, "{said}");
+            assert!(
+                table.iter().all(|line| line.chars().count() <= 80),
+                "{said}"
+            );
+            for result in ["same", "refused"] {
+                assert!(table.iter().any(|line| line.contains(result)), "{said}");
+            }
+            serve.wait_for("has compared its VM");
+
+            let (code, said) = run(&["migrate", "--qmp", &qmp, "--to", &uri]);
+            assert_eq!(code, Some(1), "{said}");
+            assert!(said.contains(expected), "{said}");
+            assert!(waits(&mut there));
+            serve.signal(Signal::INT);
+            serve.wait();
+        }
+        assert_eq!(here.migration().status(), "none");
+        assert_eq!(here.qmp.query_parameters().expect("parameters"), settings);
+        assert!(here.is_running());
+    }
+}
+
+#[test]
+fn what_qemu_accepts_is_a_warning_and_the_guest_moves_to_a_serve_that_was_checked() {
+    for release in RELEASES {
+        println!("{release:?}");
+        let machine = machine(release.machine());
+        // QEMU 11.1 sends the state of all possible vCPUs, whatever the guest has done, and refuses another number.
+        let smp = match release {
+            Release::V11 => "",
+            Release::V7 | Release::V10 => "-smp 1,maxcpus=2",
+        };
+        let more = words(&format!("{smp} -cpu qemu64,-cx16 -device virtio-rng-pci"));
+        let mut here = need!(Vm::running(release, &machine));
+        let mut there = need!(Vm::waiting_with(release, &machine, &more));
+        let (serve, uri) = serve(&["--qmp", &there.free_qmp()]);
+        let qmp = here.free_qmp();
+        let mut expected = vec![
+            "CPU flags differs: the source has cx16, the destination has none of its own",
+            "the source has none, the destination has virtio-rng-pci",
+        ];
+        if !smp.is_empty() {
+            expected
+                .push("number of possible vCPUs differs: the source has 1, the destination has 2");
+        }
+        let (code, said) = run(&["migrate", "--qmp", &qmp, "--to", &uri, "--check", "--json"]);
+        assert_eq!(code, Some(0), "{said}");
+        assert!(said.contains(r#""outcome":"different""#), "{said}");
+        assert!(waits(&mut there) && here.is_running());
+        let said = succeeds(Hotlift::start(&["migrate", "--qmp", &qmp, "--to", &uri]));
+        for words in expected {
+            let is_warned = |line: &str| line.starts_with("warning: ") && line.contains(words);
+            assert!(said.lines().any(is_warned), "{words}\n{said}");
+        }
+        succeeds(serve);
+        has_moved(&mut here, &mut there);
+    }
+}
+
+#[test]
+fn a_saved_vm_is_compared_with_the_one_that_gets_its_guest() {
+    let files = folder();
+    for release in RELEASES {
+        println!("{release:?}");
+        let machine = machine(release.machine());
+        let file = files.path().join(release.name()).display().to_string();
+        let devices = words("-smp 2 -device virtio-rng-pci,addr=0x7");
+        let mut here = need!(Vm::running_with(release, &machine, &devices));
+        succeeds(Hotlift::start(&["save", "--qmp", &here.free_qmp(), &file]));
+
+        let fewer = words("-smp 1 -device virtio-rng-pci,addr=0x8");
+        let mut there = need!(Vm::waiting_with(release, &machine, &fewer));
+        for how in [&[][..], &["--lazy"]] {
+            let qmp = there.free_qmp();
+            let (code, said) = run(&[&["restore", &file, "--qmp", &qmp][..], how].concat());
+            assert_eq!(code, Some(1), "{said}");
+            for words in [
+                "number of vCPUs differs: the source has 2, the destination has 1",
+                "device i440FX-pcihost/07.0 differs: the source has virtio-rng-pci",
+            ] {
+                assert!(said.contains(words), "{said}");
+            }
+            assert!(waits(&mut there), "{how:?}");
+        }
+
+        let mut there = need!(Vm::waiting_with(release, &machine, &devices));
+        let restore = ["restore", &file, "--qmp", &there.free_qmp()];
+        let said = succeeds(Hotlift::start(&restore));
+        assert!(!said.contains("warning: "), "{said}");
+        has_moved(&mut here, &mut there);
+        until(
+            || "it does not run".to_owned(),
+            || there.is_running().then_some(()),
+        );
+    }
+}

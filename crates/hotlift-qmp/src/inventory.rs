@@ -1,0 +1,269 @@
+//! Parts of a machine that both ends of a migration are compared by: read over QMP.
+
+use std::collections::HashSet;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::error::QmpError;
+use crate::objects::PERIPHERALS;
+use crate::qemu::{Qemu, if_told};
+use crate::qtree::{self, MachineDevice};
+
+/// Boolean properties of a CPU that the guest does not see.
+const NOT_FLAGS: [&str; 6] = [
+    "check",
+    "enforce",
+    "hotpluggable",
+    "hotplugged",
+    "realized",
+    "start-powered-off",
+];
+
+/// Devices without a bus that are memory: [`Qemu::memory_devices`] lists them.
+const MEMORY: [&str; 2] = ["nvdimm", "pc-dimm"];
+
+/// The first vCPU of a machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cpu {
+    /// The model, such as `qemu64`.
+    pub model: String,
+    /// Names of the flags that it has, sorted.
+    pub flags: Vec<String>,
+}
+
+/// Limits of the memory that can be plugged into a machine (`-m`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryLimits {
+    /// Slots for it.
+    pub slots: u64,
+    /// Bytes of RAM at most.
+    pub max_bytes: u64,
+}
+
+/// Memory that is plugged into a machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct MemoryDevice {
+    /// Kind of the device, such as `dimm` or `virtio-mem`.
+    pub kind: String,
+    /// Id of the memory backend.
+    pub memdev: String,
+    /// Its address in the guest.
+    pub address: u64,
+    /// Its size in bytes, of virtio-mem the largest.
+    pub bytes: u64,
+    /// NUMA node.
+    pub node: u64,
+}
+
+/// The disk of a block device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Disk {
+    /// Id of the device, or of its drive.
+    pub name: String,
+    /// Bytes that the guest sees.
+    pub bytes: u64,
+    /// The guest cannot write.
+    pub read_only: bool,
+}
+
+impl Qemu {
+    /// How many vCPUs the machine can have (`maxcpus` of `-smp`); `None` if this QEMU or its machine type does not list them.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn possible_vcpus(&mut self) -> Result<Option<usize>, QmpError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Slot {
+            vcpus_count: usize,
+        }
+        let slots = self.ask::<Vec<Slot>>("query-hotpluggable-cpus", &Value::Null);
+        let slots = if_told(slots)?;
+        Ok(slots.map(|slots| slots.iter().map(|slot| slot.vcpus_count).sum()))
+    }
+
+    /// Whether the stream has the state of the ACPI device that vCPUs are plugged by, which is as long as the possible vCPUs are
+    /// many. QEMU up to 10.0 leaves it out until the guest uses that device. `None`: the machine has no such device.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn has_cpu_hotplug_state(&mut self) -> Result<Option<bool>, QmpError> {
+        let device = self.property::<String>("/machine", "acpi-device")?;
+        let Some(device) = device.filter(|path| !path.is_empty()) else {
+            return Ok(None);
+        };
+        let is_legacy = self.property(&device, "cpu-hotplug-legacy")?;
+        Ok(Some(!is_legacy.unwrap_or(false)))
+    }
+
+    /// Model and flags of the first vCPU; `None` if this QEMU does not list them.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn cpu(&mut self) -> Result<Option<Cpu>, QmpError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Vcpu {
+            qom_path: String,
+        }
+        let vcpus = self.ask::<Vec<Vcpu>>("query-cpus-fast", &Value::Null);
+        let Some(path) = if_told(vcpus)?.and_then(|vcpus| Some(vcpus.into_iter().next()?.qom_path))
+        else {
+            return Ok(None);
+        };
+        let Some(kind) = self.property::<String>(&path, "type")? else {
+            return Ok(None);
+        };
+        let properties = self.entries(&path)?.into_iter();
+        let names: Vec<String> = properties
+            .filter(|entry| entry.kind == "bool")
+            .map(|entry| entry.name)
+            // Names with '_' are others for the same flags; those with 'x-' are of QEMU itself.
+            .filter(|name| !name.contains('_') && !name.starts_with("x-"))
+            .filter(|name| !NOT_FLAGS.contains(&name.as_str()))
+            .collect();
+        let questions: Vec<_> = names
+            .iter()
+            .map(|name| json!({ "path": path, "property": name }))
+            .collect();
+        let answers = self.client().execute_each("qom-get", &questions)?;
+        let mut flags: Vec<_> = names
+            .into_iter()
+            .zip(answers)
+            .filter(|(_, answer)| *answer == Some(Value::Bool(true)))
+            .map(|(name, _)| name)
+            .collect();
+        flags.sort();
+        // "qemu64-x86_64-cpu", "cortex-a57-arm-cpu".
+        let model = kind.strip_suffix("-cpu").unwrap_or(&kind);
+        let model = model.rsplit_once('-').map_or(model, |(model, _)| model);
+        Ok(Some(Cpu {
+            model: model.to_owned(),
+            flags,
+        }))
+    }
+
+    /// Limits of the memory that can be plugged in; `None` from a QEMU that does not report them.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn memory_limits(&mut self) -> Result<Option<MemoryLimits>, QmpError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Memory {
+            #[serde(default)]
+            slots: u64,
+            max_size: u64,
+        }
+        let memory = self.property::<Memory>("/machine", "memory")?;
+        Ok(memory.map(|Memory { slots, max_size }| MemoryLimits {
+            slots,
+            max_bytes: max_size,
+        }))
+    }
+
+    /// The memory that is plugged in, by its backend; `None` from a QEMU that does not list it.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn memory_devices(&mut self) -> Result<Option<Vec<MemoryDevice>>, QmpError> {
+        #[derive(Deserialize)]
+        struct Device {
+            #[serde(rename = "type")]
+            kind: String,
+            data: Value,
+        }
+        let devices = self.ask::<Vec<Device>>("query-memory-devices", &Value::Null);
+        let of = |Device { kind, data }| {
+            let number = |names: [&str; 2]| {
+                let values = names.iter().filter_map(|name| data[*name].as_u64());
+                values.max().unwrap_or(0)
+            };
+            let memdev = data["memdev"].as_str().unwrap_or_default();
+            MemoryDevice {
+                memdev: memdev.trim_start_matches("/objects/").to_owned(),
+                address: number(["addr", "memaddr"]),
+                bytes: number(["size", "max-size"]),
+                node: number(["node", "node"]),
+                kind,
+            }
+        };
+        Ok(if_told(devices)?.map(|devices| devices.into_iter().map(of).collect()))
+    }
+
+    /// The devices of the machine; `None` from a QEMU that does not list them.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn machine_devices(&mut self) -> Result<Option<Vec<MachineDevice>>, QmpError> {
+        let Some(tree) = self.monitor("info qtree")? else {
+            return Ok(None);
+        };
+        let mut devices = qtree::parse(&tree);
+        let on_buses: HashSet<String> = devices.iter().map(|it| it.kind.clone()).collect();
+        // Devices without a bus, such as 'vmgenid'.
+        for path in PERIPHERALS {
+            for entry in self.entries(path)? {
+                let kind = entry.kind.strip_prefix("child<");
+                let Some(kind) = kind.and_then(|it| it.strip_suffix('>')) else {
+                    continue;
+                };
+                let is_listed = on_buses.contains(kind) || MEMORY.contains(&kind);
+                if !is_listed && !kind.ends_with("-cpu") {
+                    devices.push(MachineDevice {
+                        place: kind.to_owned(),
+                        kind: kind.to_owned(),
+                        pci: None,
+                        vectors: None,
+                    });
+                }
+            }
+        }
+        Ok(Some(devices))
+    }
+
+    /// The disks of the machine; `None` from a QEMU that does not list them. What can be removed, as a CD, is left out.
+    ///
+    /// # Errors
+    /// If the conversation fails.
+    pub fn disks(&mut self) -> Result<Option<Vec<Disk>>, QmpError> {
+        #[derive(Deserialize)]
+        struct Block {
+            device: String,
+            qdev: Option<String>,
+            removable: bool,
+            inserted: Option<Inserted>,
+        }
+        #[derive(Deserialize)]
+        struct Inserted {
+            ro: bool,
+            image: Image,
+        }
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Image {
+            virtual_size: u64,
+        }
+        let blocks = self.ask::<Vec<Block>>("query-block", &Value::Null);
+        let of = |block: Block| {
+            let inserted = block.inserted.filter(|_| !block.removable)?;
+            let qdev = block.qdev.unwrap_or_default();
+            let id = qdev.strip_prefix("/machine/peripheral/");
+            let id = id.and_then(|path| path.split('/').next());
+            let name = match (id, block.device.as_str()) {
+                (Some(id), _) => id,
+                (None, "") => &qdev,
+                (None, drive) => drive,
+            };
+            Some(Disk {
+                name: name.to_owned(),
+                bytes: inserted.image.virtual_size,
+                read_only: inserted.ro,
+            })
+        };
+        Ok(if_told(blocks)?.map(|blocks| blocks.into_iter().filter_map(of).collect()))
+    }
+}
